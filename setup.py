@@ -1,0 +1,5 @@
+"""Build hooks for what pyproject.toml cannot say; the metadata is all there."""
+
+from setuptools import setup
+
+setup()
