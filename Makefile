@@ -1,0 +1,24 @@
+# Every target works in a fresh clone; the logic is in scripts/. Arguments: make test ARGS="-k plan"
+ARGS ?=
+
+.PHONY: help venv demo test check clean
+.DEFAULT_GOAL := help
+
+help:  ## show this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
+
+venv:  ## make .venv and install everything into it
+	@scripts/venv.sh
+
+demo: venv  ## train a small GPT with stock Megatron and with AIAO, and compare the losses
+	@scripts/demo.sh $(ARGS)
+
+test: venv  ## run the tests
+	@.venv/bin/python -m pytest $(ARGS)
+
+check: venv  ## lint, format, types
+	@scripts/check.sh
+
+clean:  ## remove caches and outputs, keep .venv
+	@rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name .venv -prune -o -type d -name __pycache__ -exec rm -rf {} +
