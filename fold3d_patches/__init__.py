@@ -1,0 +1,25 @@
+"""Binds fold3d to Megatron: the ordered list of patches, and nothing else."""
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from fold3d_patches.registry import Patch, PatchError, apply
+
+if TYPE_CHECKING:
+    from megatron.fold3d.config import Fold3DConfig
+
+__all__ = ["Patch", "PatchError", "install"]
+
+
+def install(config: "Fold3DConfig") -> ExitStack:
+    """Patch Megatron for this run; closing the stack restores it.
+
+    Raises:
+        PatchError: the installed Megatron is not the one the patches were written for.
+    """
+    from fold3d_patches import compile_helpers, cpu
+
+    patches: list[Patch] = [compile_helpers.patch()]
+    if config.device == "cpu":
+        patches += cpu.patches()
+    return apply(patches)

@@ -1,0 +1,54 @@
+"""Patch what ``torch.cuda`` says about the device.
+
+Why: Megatron asks ``torch.cuda`` where to allocate, how many devices there are and how old they
+    are; without a driver most of these questions raise.
+Change: there is one device and it is the CPU. ``is_available`` stays honest (False), so that
+    torch and Megatron take their own CPU branches. The capability is Blackwell's: from there on
+    Megatron does not ask for the environment variable CUDA_DEVICE_MAX_CONNECTIONS.
+Remove when: Megatron asks ``torch.accelerator`` instead of ``torch.cuda``.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from fold3d_patches.registry import Patch
+
+CPU = torch.device("cpu")
+CAPABILITY = (10, 0)
+
+
+def _answer(name: str, value: Callable[[], Any]) -> Patch:
+    """Make ``torch.cuda.<name>`` answer ``value()`` whatever it is asked."""
+
+    def make(_upstream: Any) -> Callable[..., Any]:
+        def query(*_args: Any, **_kwargs: Any) -> Any:
+            return value()
+
+        return query
+
+    return Patch(target=f"torch.cuda:{name}", make=make)
+
+
+def _nothing() -> None:
+    pass
+
+
+def patches() -> tuple[Patch, ...]:
+    """Every question that a training run asks about its device."""
+    return (
+        _answer("is_available", lambda: False),
+        _answer("device_count", lambda: 1),
+        _answer("current_device", lambda: CPU),
+        _answer("set_device", _nothing),
+        _answer("get_device_name", lambda: "cpu"),
+        _answer("get_device_capability", lambda: CAPABILITY),
+        _answer("get_device_properties", lambda: SimpleNamespace(name="cpu", major=CAPABILITY[0])),
+        _answer("memory_stats", Counter),
+        _answer("reset_peak_memory_stats", _nothing),
+        _answer("nvtx.range_push", _nothing),
+        _answer("nvtx.range_pop", _nothing),
+    )

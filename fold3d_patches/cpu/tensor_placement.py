@@ -1,0 +1,78 @@
+"""Patch what places a tensor on the GPU.
+
+Why: Megatron allocates with ``device="cuda"``, moves batches and modules with ``.cuda()``, and
+    asks ``tensor.type()`` for ``torch.cuda.FloatTensor`` when it clips and when it sorts
+    parameters by precision.
+Change: "cuda" means the CPU, ``.cuda()`` changes nothing, and a type is spelled as on a GPU.
+Remove when: Megatron allocates on the accelerator that torch names, and compares dtypes.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._device import _device_constructors
+
+from fold3d_patches.registry import Patch
+
+FACTORIES = ("empty", "empty_like", "ones", "rand", "tensor", "zeros")
+
+
+def cpu_if_cuda(device: Any) -> Any:
+    """The device to allocate on; an index, as everywhere in torch, means CUDA."""
+    kind = device.type if isinstance(device, torch.device) else device
+    is_cuda = isinstance(kind, int) or (isinstance(kind, str) and kind.startswith("cuda"))
+    return "cpu" if is_cuda else device
+
+
+def _on_cpu(upstream: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    _device_constructors()  # `with torch.device("meta")` looks factories up here: fill it first
+
+    @functools.wraps(upstream)
+    def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if "device" in kwargs:
+            kwargs["device"] = cpu_if_cuda(kwargs["device"])
+        return upstream(*args, **kwargs)
+
+    return factory
+
+
+def _stay(_upstream: Any) -> Callable[..., Any]:
+    def cuda(self: Any, *_args: Any, **_kwargs: Any) -> Any:
+        return self
+
+    return cuda
+
+
+def _type_as_on_gpu(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            return upstream(self).replace("torch.", "torch.cuda.")
+        if isinstance(dtype, str):
+            dtype = dtype.replace("torch.cuda.", "torch.")
+        return upstream(self, dtype, *args, **kwargs)
+
+    return type
+
+
+def _init_data_on_cpu(upstream: Callable[..., None]) -> Callable[..., None]:
+    def init_data(self: Any, device: Any, init_fn: Any = torch.empty) -> None:
+        upstream(self, cpu_if_cuda(device), init_fn)
+
+    return init_data
+
+
+def patches() -> tuple[Patch, ...]:
+    """Factories, ``.cuda()``, ``Tensor.type()`` and the checkpoint's own allocator."""
+    return (
+        *(Patch(target=f"torch:{name}", make=_on_cpu) for name in FACTORIES),
+        Patch(target="torch:Tensor.cuda", make=_stay),
+        Patch(target="torch.nn:Module.cuda", make=_stay),
+        Patch(target="torch:Tensor.type", make=_type_as_on_gpu),
+        Patch(
+            target="megatron.core.dist_checkpointing.mapping:ShardedTensor.init_data",
+            parameters=("self", "device", "init_fn"),
+            make=_init_data_on_cpu,
+        ),
+    )
