@@ -30,6 +30,15 @@ fi
 
 echo "Installing into .venv. The first time this loads PyTorch, about 3 GB: one to five minutes."
 echo incomplete >"$STAMP"
-.venv/bin/python -m pip install --disable-pip-version-check --editable '.[dev]'
+# The pins of the extra are constraints too: else pip loads the newest torch as well, before it
+# reads that the tests run with another one.
+.venv/bin/python >.venv/constraints.txt <<'PYTHON'
+import tomllib
+
+with open("pyproject.toml", "rb") as file:
+    print(*tomllib.load(file)["project"]["optional-dependencies"]["dev"], sep="\n")
+PYTHON
+.venv/bin/python -m pip install --disable-pip-version-check \
+    --constraint .venv/constraints.txt --editable '.[dev]'
 inputs >"$STAMP"
 echo "Installed. Nothing more is loaded until pyproject.toml or setup.py changes."
