@@ -1,0 +1,245 @@
+"""Our flags, and the frozen configuration that they and Megatron's become.
+
+Nothing here imports torch or Megatron, touches a device or makes a process group: a run that
+cannot work ends here, within milliseconds, with every reason at once.
+"""
+
+import re
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, LastSegment
+from megatron.fold3d.refusals import named, refusals, spelled
+
+Device = Literal["cuda", "cpu"]
+
+# The flags from which Megatron derives virtual stages; it accepts one of them at a time.
+_VIRTUAL_STAGE_FLAGS = {
+    "num_virtual_stages_per_pipeline_rank": "--num-virtual-stages-per-pipeline-rank",
+    "num_layers_per_virtual_pipeline_stage": "--num-layers-per-virtual-pipeline-stage",
+    "pipeline_model_parallel_layout": "--pipeline-model-parallel-layout",
+}
+
+# `(...)*n` or `x*n` in --pipeline-model-parallel-layout.
+_REPEATED = re.compile(r"(?:\(([^)]+)\)|(.))\*(\d+)")
+
+
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add our flags to Megatron's parser: the ``extra_args_provider`` of ``parse_args``."""
+    group = parser.add_argument_group("FOLD3D")
+    group.add_argument(
+        "--schedule",
+        choices=("stock", *SCHEDULES),
+        help="Pipeline schedule; stock, the default, is the one Megatron picks.",
+    )
+    group.add_argument(
+        "--plan-file",
+        type=Path,
+        metavar="FILE",
+        help="Run the plan in FILE, in the text form of `fold3d plan`, instead of a --schedule.",
+    )
+    group.add_argument(
+        "--segments",
+        type=int,
+        metavar="N",
+        help="Model chunks per pipeline rank: sets Megatron's virtual stages.",
+    )
+    group.add_argument(
+        "--aiao-last-segment",
+        choices=get_args(LastSegment),
+        help="Last segment of aiao: 1f1b, the default, holds fewer activations than the paper's "
+        "afab in the same time.",
+    )
+    group.add_argument(
+        "--device",
+        choices=get_args(Device),
+        default="cuda",
+        help="Train on GPUs over NCCL, or on CPUs over gloo (default: cuda).",
+    )
+    return parser
+
+
+def megatron_defaults(args: Namespace) -> dict[str, Any]:
+    """Return what our flags in ``args`` make of Megatron's: the ``args_defaults`` of its parser.
+
+    A launcher parses, configures, and lets Megatron parse again and validate::
+
+        args = parse_args(add_arguments)
+        config = Fold3DConfig.from_args(args)
+        args = parse_and_validate_args(add_arguments, args_defaults=megatron_defaults(args))
+    """
+    if args.segments is None or _virtual_stage_flag(args):
+        return {}
+    return {"num_virtual_stages_per_pipeline_rank": args.segments}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fold3DConfig:
+    """One run's choices.
+
+    Attributes:
+        schedule: a name of `plan.schedules.SCHEDULES`, ``stock`` or ``plan-file``.
+        plan_file: the plan to run; given with ``plan-file`` only.
+        num_segments: model chunks per pipeline rank, from whichever flag says so.
+        aiao_last_segment: how ``aiao`` runs its last segment.
+        device: what Megatron trains on.
+        microbatch_group_size: micro-batches per group of ``interleaved``; None is one per rank.
+    """
+
+    schedule: str
+    plan_file: Path | None
+    num_segments: int
+    aiao_last_segment: LastSegment
+    device: Device
+    microbatch_group_size: int | None
+
+    @classmethod
+    def from_args(cls, args: Namespace) -> "Fold3DConfig":
+        """Read Megatron's namespace, as parsed or as validated, and refuse what cannot work.
+
+        Validation may add options of its own, from a checkpoint for example: reading the
+        namespace again afterwards refuses those too.
+
+        Raises:
+            ValueError: one line for each rule that is broken.
+        """
+        if not hasattr(args, "schedule"):
+            raise ValueError(
+                "--yaml-cfg: Megatron then ignores the command line and with it --schedule, "
+                "--segments and --device; give the options as flags"
+            )
+        schedule = "plan-file" if args.plan_file else args.schedule or "stock"
+        num_segments = _num_segments(args)
+        problems = [
+            *_own_flags(args, schedule),
+            *_segments(args, schedule, num_segments),
+            *refusals(args, schedule),
+        ]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return cls(
+            schedule=schedule,
+            plan_file=args.plan_file,
+            num_segments=num_segments,
+            aiao_last_segment=args.aiao_last_segment or "1f1b",
+            device=args.device,
+            microbatch_group_size=args.microbatch_group_size_per_vp_stage,
+        )
+
+
+def _own_flags(args: Namespace, schedule: str) -> Iterator[str]:
+    """Yield what is wrong among our own flags."""
+    if args.plan_file and args.schedule:
+        yield (
+            f"--plan-file {args.plan_file} with --schedule {args.schedule}: a plan is a schedule; "
+            "give one of the two"
+        )
+    if args.plan_file and not args.plan_file.is_file():
+        yield f"--plan-file {args.plan_file}: no such file; write one with `fold3d plan`"
+    if args.aiao_last_segment and schedule != "aiao":
+        yield (
+            f"--aiao-last-segment {args.aiao_last_segment} with {named(schedule)}: only aiao "
+            "reads it; drop it or give --schedule aiao"
+        )
+
+
+def _virtual_stage_flag(args: Namespace) -> str | None:
+    """Return the flag of Megatron's that sets virtual stages, with its value."""
+    for attribute, flag in _VIRTUAL_STAGE_FLAGS.items():
+        if (value := getattr(args, attribute)) is not None:
+            return spelled(flag, value)
+    return None
+
+
+def _num_segments(args: Namespace) -> int:
+    """Return the model chunks per rank as Megatron derived them, or as it will."""
+    if hasattr(args, "virtual_pipeline_model_parallel_size"):
+        return int(args.virtual_pipeline_model_parallel_size or 1)
+    num_ranks: int = args.pipeline_model_parallel_size
+    if args.pipeline_model_parallel_layout is not None:
+        return _num_stages(args.pipeline_model_parallel_layout) // num_ranks
+    if args.num_layers_per_virtual_pipeline_stage is not None:
+        return _num_layers(args) // num_ranks // int(args.num_layers_per_virtual_pipeline_stage)
+    return int(args.num_virtual_stages_per_pipeline_rank or args.segments or 1)
+
+
+def _num_stages(layout: str) -> int:
+    """Count the stages of a layout such as ``E|(t|)*6L``: one more than it has bars."""
+    repeated = 1
+    while repeated:
+        layout, repeated = _REPEATED.subn(
+            lambda found: (found[1] or found[2]) * int(found[3]), layout
+        )
+    return layout.count("|") + 1
+
+
+def _num_layers(args: Namespace) -> int:
+    """Return the layers that are split over ranks; 0 as long as only a checkpoint knows."""
+    layers = args.num_layers or args.encoder_num_layers
+    if not layers:
+        return 0
+    ends = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+    return int(layers + ends)
+
+
+def _segments(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
+    """Yield what is wrong with the number of segments."""
+    if args.segments is None and schedule == "stock":
+        return
+    num_ranks = args.pipeline_model_parallel_size
+    if args.segments is not None and args.segments < 1:
+        yield f"--segments {args.segments}: a rank holds at least one segment; try --segments 1"
+        return
+    if args.segments not in (None, num_segments):
+        yield (
+            f"--segments {args.segments} with {_virtual_stage_flag(args)}: Megatron makes "
+            f"{num_segments} of the latter; drop one of the two"
+        )
+    if num_segments > 1 and num_ranks == 1:
+        yield (
+            f"{num_segments} segments with --pipeline-model-parallel-size 1: without a pipeline "
+            "Megatron builds one model chunk; use --segments 1 or more ranks"
+        )
+    if num_segments > 1 and schedule in ONE_SEGMENT_SCHEDULES:
+        yield (
+            f"{num_segments} segments with {named(schedule)}: it runs one segment per rank; "
+            "use --segments 1, or --schedule aiao or interleaved"
+        )
+    if args.pipeline_model_parallel_layout is not None:
+        return
+    if _num_layers(args):
+        yield from _split(args, num_segments)
+    elif args.num_layers_per_virtual_pipeline_stage is not None:
+        yield (
+            f"{_virtual_stage_flag(args)} without --num-layers: how many segments that makes is "
+            "known from the checkpoint only; use --segments"
+        )
+
+
+def _split(args: Namespace, num_segments: int) -> Iterator[str]:
+    """Yield why the layers cannot be split evenly over ranks and segments."""
+    ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
+    per_rank = [layers for layers in ends if layers is not None]
+    num_layers = _num_layers(args) - sum(per_rank)
+    num_ranks = args.pipeline_model_parallel_size - len(per_rank)
+    if num_ranks > 0 and num_layers % num_ranks:
+        yield (
+            f"{num_layers} layers on {num_ranks} ranks: every rank holds as many, unless "
+            "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers or "
+            "--pipeline-model-parallel-layout says otherwise"
+        )
+        return
+    if num_ranks > 0:
+        per_rank.append(num_layers // num_ranks)
+    most = gcd(*per_rank)
+    if most % num_segments:
+        fitting = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
+        yield (
+            f"{num_segments} segments with {' and '.join(map(str, per_rank))} layers per rank: "
+            f"every segment of a rank holds as many layers; try --segments {fitting}, or "
+            "--pipeline-model-parallel-layout"
+        )

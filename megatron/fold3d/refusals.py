@@ -1,0 +1,214 @@
+"""The options of Megatron that cannot work with a schedule of ours, one row each.
+
+A row names the attribute that its flag sets in Megatron's namespace; a test looks each up in the
+installed Megatron's parser. ``stock`` is Megatron's own schedule and is refused nothing.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megatron.fold3d.plan.schedules import SCHEDULES
+
+OURS = frozenset({*SCHEDULES, "plan-file"})
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One option that is refused.
+
+    Attributes:
+        flag: as the user spells it.
+        attribute: what the flag sets in Megatron's namespace.
+        rule: why it cannot work.
+        fix: what to do instead.
+        found: whether a namespace asks for it; by default, whether the attribute is set.
+        schedules: with which schedules it cannot work.
+    """
+
+    flag: str
+    attribute: str
+    rule: str
+    fix: str = "drop it, or use --schedule stock"
+    found: Callable[[Namespace], bool] | None = None
+    schedules: frozenset[str] = OURS
+
+    def applies(self, args: Namespace, schedule: str) -> bool:
+        """Tell whether ``args`` asks for this option under ``schedule``."""
+        if schedule not in self.schedules:
+            return False
+        # Validation deletes the attributes of some deprecated flags.
+        return self.found(args) if self.found else bool(getattr(args, self.attribute, None))
+
+
+def refusals(args: Namespace, schedule: str) -> Iterator[str]:
+    """Yield found, rule and fix of each option in ``args`` that cannot work with ``schedule``."""
+    for row in REFUSALS:
+        if row.applies(args, schedule):
+            found = spelled(row.flag, getattr(args, row.attribute))
+            yield f"{found} with {named(schedule)}: {row.rule}; {row.fix}"
+
+
+def spelled(flag: str, value: object) -> str:
+    """Return a flag and its value as a user types them."""
+    if value is True:
+        return flag
+    return " ".join([flag, *map(str, value if isinstance(value, list) else [value])])
+
+
+def named(schedule: str) -> str:
+    """Return the flag that picks a schedule."""
+    return "--plan-file" if schedule == "plan-file" else f"--schedule {schedule}"
+
+
+def _more_shards(shards: str, ranks: str) -> Callable[[Namespace], bool]:
+    """Tell whether weights are cut into more shards than there are tensor-parallel ranks."""
+
+    def found(args: Namespace) -> bool:
+        num_ranks = getattr(args, ranks) or args.tensor_model_parallel_size
+        return bool((getattr(args, shards) or num_ranks) > num_ranks)
+
+    return found
+
+
+def _group_below_ranks(args: Namespace) -> bool:
+    group_size = args.microbatch_group_size_per_vp_stage
+    return group_size is not None and bool(group_size < args.pipeline_model_parallel_size)
+
+
+_GRAPH = "a captured graph replays the order and the buffers that it was captured with"
+_FSDP = "it replaces the gradient buckets of Megatron's DDP, which a schedule reduces"
+_COMBINED = "it replaces the schedule by one that runs a forward and a backward as one"
+_GTP = "gathers of weights are chained in the order in which the first iteration used them"
+_ONE_SIZE = "a plan is for one number of micro-batches"
+
+REFUSALS = (
+    # The order of an iteration, frozen.
+    Refusal(
+        "--cuda-graph-impl",
+        "cuda_graph_impl",
+        _GRAPH,
+        found=lambda args: args.cuda_graph_impl != "none",
+    ),
+    Refusal("--enable-cuda-graph", "enable_cuda_graph", _GRAPH),
+    Refusal("--external-cuda-graph", "external_cuda_graph", _GRAPH),
+    Refusal("--optimizer-cuda-graph", "optimizer_cuda_graph", _GRAPH),
+    Refusal(
+        "--fine-grained-activation-offloading",
+        "fine_grained_activation_offloading",
+        "what is copied when is learnt from the order of stock's first iteration",
+        "use --recompute-granularity selective",
+    ),
+    Refusal(
+        "--cpu-offloading-num-layers",
+        "cpu_offloading_num_layers",
+        "it expects every backward right after its forward",
+        "use --recompute-granularity full",
+    ),
+    Refusal(
+        "--moe-paged-stash",
+        "moe_paged_stash",
+        "its pages are laid out by the order of stock's first iteration",
+        "use --moe-layer-recompute",
+    ),
+    Refusal(
+        "--tensor-parallel-num-weight-shards",
+        "tensor_parallel_num_weight_shards",
+        _GTP,
+        found=_more_shards("tensor_parallel_num_weight_shards", "tensor_model_parallel_size"),
+    ),
+    Refusal(
+        "--expert-tensor-parallel-num-weight-shards",
+        "expert_tensor_parallel_num_weight_shards",
+        _GTP,
+        found=_more_shards(
+            "expert_tensor_parallel_num_weight_shards", "expert_tensor_parallel_size"
+        ),
+    ),
+    # Another schedule, or another loop around it.
+    Refusal("--overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm", _COMBINED),
+    Refusal("--delay-wgrad-compute", "delay_wgrad_compute", _COMBINED),
+    Refusal(
+        "--ep-overlap-early-attn-memory-release", "ep_overlap_early_attn_memory_release", _COMBINED
+    ),
+    Refusal(
+        "--defer-embedding-wgrad-compute",
+        "defer_embedding_wgrad_compute",
+        "stock's schedules end with a step that computes what was deferred, a plan does not",
+        "drop it",
+    ),
+    Refusal(
+        "--moe-expert-rank-capacity-factor",
+        "moe_expert_rank_capacity_factor",
+        "an iteration that overflows its buffers is run again, a plan is run once",
+        "use --moe-expert-capacity-factor",
+    ),
+    Refusal(
+        "--perform-rl-step",
+        "perform_rl_step",
+        "generation and training share an iteration, a plan is of training alone",
+    ),
+    Refusal(
+        "--inprocess-restart",
+        "inprocess_restart",
+        "our process groups and buffers are made once, when the process starts",
+        "restart the processes, as torchrun --max-restarts does",
+    ),
+    # Gradients, parameters and transfers that are not where a plan expects them.
+    Refusal("--use-megatron-fsdp", "use_megatron_fsdp", _FSDP, "use --use-distributed-optimizer"),
+    Refusal("--use-torch-fsdp2", "use_torch_fsdp2", _FSDP, "use --use-distributed-optimizer"),
+    Refusal(
+        "--hybrid-context-parallel",
+        "hybrid_context_parallel",
+        "micro-batches differ in length, and a plan's transfers have one shape",
+        "use --context-parallel-size alone",
+    ),
+    Refusal(
+        "--mtp-num-layers",
+        "mtp_num_layers",
+        "its layers may sit before the last stage, with transfers of another shape",
+    ),
+    Refusal(
+        "--use-ring-exchange-p2p",
+        "use_ring_exchange_p2p",
+        "a ring exchange blocks, and a plan's transfers run beside compute",
+        "drop it",
+    ),
+    Refusal(
+        "--pipeline-model-parallel-comm-backend",
+        "pipeline_model_parallel_comm_backend",
+        "a plan's transfers run in groups of their own, over NCCL or gloo",
+        "drop it",
+        found=lambda args: args.pipeline_model_parallel_comm_backend == "ucc",
+    ),
+    # What only some schedules read.
+    Refusal(
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        "microbatch_group_size_per_vp_stage",
+        "the schedule has no groups",
+        "drop it, or use --schedule interleaved",
+        schedules=OURS - {"interleaved"},
+    ),
+    Refusal(
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        "microbatch_group_size_per_vp_stage",
+        "a group smaller than --pipeline-model-parallel-size leaves ranks idle between segments",
+        "give at least that many",
+        found=_group_below_ranks,
+        schedules=frozenset({"interleaved"}),
+    ),
+    Refusal(
+        "--rampup-batch-size",
+        "rampup_batch_size",
+        _ONE_SIZE,
+        "use --schedule",
+        schedules=frozenset({"plan-file"}),
+    ),
+    Refusal(
+        "--step-batch-size-schedule",
+        "step_batch_size_schedule",
+        _ONE_SIZE,
+        "use --schedule",
+        schedules=frozenset({"plan-file"}),
+    ),
+)
