@@ -1,44 +1,88 @@
-"""Train a GPT: Megatron's own flags, loop, checkpoints and data, under a schedule of fold3d.
+"""Train a GPT: Megatron's flags, loop, data and checkpoints, under a schedule of fold3d.
 
-    torchrun --nproc-per-node 4 pretrain_gpt.py --device cpu --schedule aiao --segments 2 \
-        --pipeline-model-parallel-size 2 --num-layers 8 --hidden-size 64 ... --mock-data
+torchrun --nproc-per-node 4 pretrain_gpt.py --device cpu --schedule aiao --segments 2
+    --pipeline-model-parallel-size 2 --num-layers 8 --hidden-size 64 ... --mock-data
 """
 
 import functools
-import os
+import json
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_tp_rank
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.utils import (
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-import fold3d_patches
-from fold3d_patches.cpu.flags import FLAGS as CPU_FLAGS
-from megatron.fold3d.config import Fold3DConfig, add_arguments
+from fold3d_patches import launch
+
+# Options that Megatron's flags and its dataset call by one name.
+SAME_NAMES = (
+    "allow_ambiguous_pad_tokens",
+    "context_parallel_size",
+    "eod_mask_loss",
+    "full_validation",
+    "mid_level_dataset_surplus",
+    "mmap_bin_files",
+    "multiple_validation_sets",
+    "num_dataset_builder_threads",
+    "object_storage_cache_path",
+    "reset_attention_mask",
+    "reset_position_ids",
+    "split",
+)
+# Options for another model or other data; to ignore them would be to train something else.
+NOT_PLAIN_GPT = (
+    "dataloader_inter_document_masking",
+    "fim_data",
+    "hybrid_context_parallel",
+    "hybrid_layer_pattern",
+    "perform_rl_step",
+    "sft",
+    "vision_pretraining",
+)
 
 Batch = dict[str, Any]
 
 
+def predicts_further(vp_stage: int | None) -> bool:
+    """Whether multi-token prediction, which reads the tokens again, is on this virtual stage."""
+    layout, num_layers = get_args().pipeline_model_parallel_layout, get_args().mtp_num_layers
+    return bool(mtp_on_this_rank(layout, num_layers, ignore_virtual=False, vp_stage=vp_stage))
+
+
+def reads_data(vp_stage: int | None) -> bool:
+    """Whether this virtual stage embeds tokens or compares its output with labels."""
+    return is_first_or_last_pipeline_stage(vp_stage) or predicts_further(vp_stage)
+
+
 def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
-    """The tensors that this virtual stage needs; tensor-parallel rank 0 reads and sends them."""
+    """One micro-batch: the first tensor-parallel rank reads it and sends what this stage needs."""
     args = get_args()
     batch: Batch = {}
     if mpu.get_tensor_model_parallel_rank() == 0:
         assert data_iterator is not None
-        batch = {name: value.cuda(non_blocking=True) for name, value in next(data_iterator).items()}
-    ends = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
-    return get_batch_on_this_tp_rank(
+        batch = {
+            name: tensor.cuda(non_blocking=True) for name, tensor in next(data_iterator).items()
+        }
+    stage = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=False,
         is_hybrid_cp=False,
@@ -49,104 +93,100 @@ def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Ba
         tp_rank=mpu.get_tensor_model_parallel_rank(),
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=predicts_further(vp_stage),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        is_pipeline_first_stage=mpu.is_pipeline_first_stage(**ends),
-        is_pipeline_last_stage=mpu.is_pipeline_last_stage(**ends),
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(**stage),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(**stage),
     )
+    cp_group = mpu.get_context_parallel_group()
+    return dict(get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group))
 
 
 def loss_func(
     loss_mask: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the losses ``[batch, seq]`` that count, how many they are, and both for the log."""
-    mask = loss_mask.view(-1).float()
-    loss = torch.dot(output.view(-1).float(), mask)
+    """Sum of the losses ``[batch, seq]`` that count, how many count, and both for the log."""
+    loss = (output.float() * loss_mask).sum()
     if get_args().check_for_nan_in_loss_and_grad:
-        for refused in (torch.isnan, torch.isinf):
+        for is_wrong in (torch.isnan, torch.isinf):
             get_rerun_state_machine().validate_result(
                 result=loss,
-                rejection_func=refused,
-                message=f"found {refused.__name__} in the local forward loss",
+                rejection_func=is_wrong,
+                message=f"{is_wrong.__name__} of the loss of a micro-batch",
                 tolerance=0.0,  # a forward pass repeats exactly
                 fatal=True,
             )
-    num_tokens = mask.sum().to(torch.int)
-    return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.to(loss.dtype)])}
+    num_tokens = loss_mask.sum().to(torch.int)
+    return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.float()])}
 
 
 def forward_step(
     data_iterator: Iterator[Batch] | None, model: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """One micro-batch through one model chunk, and what turns its output into a loss."""
+    """One micro-batch through one model chunk, and what makes a loss of the last chunk's output."""
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
     timer = get_timers()("batch-generator", log_level=2)
     timer.start()
-    batch = get_batch(data_iterator, vp_stage) if is_first_or_last_pipeline_stage(vp_stage) else {}
+    batch = get_batch(data_iterator, vp_stage) if reads_data(vp_stage) else {}
     timer.stop()
-    output = model(
-        batch.get("tokens"),
-        batch.get("position_ids"),
-        batch.get("attention_mask"),
-        labels=batch.get("labels"),
-        loss_mask=batch.get("loss_mask"),
-    )
-    return output, functools.partial(loss_func, batch.get("loss_mask"))
+    inputs = (batch.get(name) for name in ("tokens", "position_ids", "attention_mask"))
+    loss_mask: Any = batch.get("loss_mask")
+    output = model(*inputs, labels=batch.get("labels"), loss_mask=loss_mask)
+    return output, functools.partial(loss_func, loss_mask)
 
 
 def build_datasets(num_samples: Sequence[int], vp_stage: int | None = None) -> Any:
     """Training, validation and test data, on the ranks that read them."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
+    sequences = args.per_dataset_sequences_path
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
+        tokenizer=get_tokenizer(),
         blend=blend,
         blend_per_split=blend_per_split,
-        split=args.split,
-        full_validation=args.full_validation,
-        multiple_validation_sets=args.multiple_validation_sets,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
         path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
-        tokenizer=get_tokenizer(),
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
         create_attention_mask=args.create_attention_mask_in_dataloader,
+        sequences_per_dataset=json.loads(Path(sequences).read_text()) if sequences else None,
+        **{name: getattr(args, name) for name in SAME_NAMES},
     )
-    kind = MockGPTDataset if args.mock_data else GPTDataset
-    reads = functools.partial(_reads_data, vp_stage)
-    return BlendedMegatronDatasetBuilder(kind, num_samples, reads, config).build()
+    return BlendedMegatronDatasetBuilder(
+        MockGPTDataset if args.mock_data else GPTDataset,
+        num_samples,
+        lambda: mpu.get_tensor_model_parallel_rank() == 0 and reads_data(vp_stage),
+        config,
+    ).build()
 
 
-build_datasets.is_distributed = True  # type: ignore[attr-defined]  # the builder asks `reads`
+build_datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank calls it
 
 
-def _reads_data(vp_stage: int | None) -> bool:
-    first = mpu.get_tensor_model_parallel_rank() == 0
-    return first and is_first_or_last_pipeline_stage(vp_stage)
-
-
-def prepare(argv: Sequence[str]) -> tuple[ExitStack, Any]:
-    """Read and check the flags, patch Megatron; the patches and Megatron's configuration."""
-    sys.argv[1:] = [*CPU_FLAGS, *argv] if "cpu" in argv else argv
-    config = Fold3DConfig.from_args(parse_args(add_arguments))
-    patched = fold3d_patches.install(config)
-    args = parse_and_validate_args(add_arguments)
-    return patched, pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+def check_data(args: Namespace) -> None:
+    """Refuse data that is not there, and options that are not for a GPT on plain documents."""
+    if foreign := ["--" + name.replace("_", "-") for name in NOT_PLAIN_GPT if getattr(args, name)]:
+        raise ValueError(f"{', '.join(foreign)}: this script trains a GPT on plain documents")
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    prefixes = [prefix for b in (blend, *(blend_per_split or ())) if b for prefix in b[0]]
+    if missing := [prefix for prefix in prefixes if not IndexedDataset.exists(prefix)]:
+        raise ValueError(
+            f"no data at {', '.join(missing)}: a data path is that of a .bin and an .idx file "
+            "without the ending; make them with scripts/prepare_data.py, or try --mock-data"
+        )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train as the flags say; the exit code."""
-    try:
-        patched, container = prepare(argv)
-    except (ValueError, AssertionError, OSError) as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"pretrain_gpt.py: error: {error}", file=sys.stderr)
-        return 2
-    with patched:
-        pretrain(container, build_datasets, ModelType.encoder_or_decoder, forward_step)
+    """Train as the flags say; returns the exit code."""
+    with ExitStack() as patched:
+        try:
+            args = launch.prepare(argv, patched)
+            check_data(args)
+            config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+        except launch.MISTAKES as error:
+            return launch.refuse(error)
+        pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
     return 0
 
 
