@@ -1,0 +1,191 @@
+"""Actions and plans: a pipeline schedule as data.
+
+A `Plan` holds one program per pipeline rank and a program is a tuple of actions, run in order.
+The executor, the verifier, the simulator and the plots all read this one type, so none of them
+has an order of its own.
+
+Text form, one word per action: ``2F0`` is stage 2's forward of micro-batch 0, ``2SEND_F0`` sends
+what it computed, ``2REDUCE_GRAD`` concerns the whole stage. ``str`` and ``from_str`` are inverse.
+"""
+
+import csv
+import gc
+import io
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from operator import itemgetter
+from typing import NamedTuple, Self
+
+
+class Op(StrEnum):
+    """What an action does. The value is its spelling, torch's where torch has one."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    WEIGHT = "W"  # weight gradients alone, where a schedule splits them from BACKWARD
+    SEND_F = "SEND_F"  # output of `stage` goes to `stage + 1`
+    RECV_F = "RECV_F"  # post the receive of the input of `stage`; its F waits for the tensor
+    SEND_B = "SEND_B"  # gradient of the input of `stage` goes to `stage - 1`
+    RECV_B = "RECV_B"  # post the receive of the gradient of the output of `stage`
+    REDUCE_GRAD = "REDUCE_GRAD"  # start DP.sync of the stage's gradients
+    WAIT_GRAD = "WAIT_GRAD"
+    GATHER_PARAM = "GATHER_PARAM"  # start the all-gather of the stage's updated parameters
+    WAIT_PARAM = "WAIT_PARAM"
+    OFFLOAD = "OFFLOAD"  # saved activations of (stage, microbatch) start to leave the device
+    RELOAD = "RELOAD"  # and start to come back
+
+
+COMPUTE_OPS = frozenset({Op.FORWARD, Op.BACKWARD, Op.WEIGHT})
+SEND_OPS = frozenset({Op.SEND_F, Op.SEND_B})
+RECV_OPS = frozenset({Op.RECV_F, Op.RECV_B})
+P2P_OPS = SEND_OPS | RECV_OPS
+STAGE_OPS = frozenset({Op.REDUCE_GRAD, Op.WAIT_GRAD, Op.GATHER_PARAM, Op.WAIT_PARAM})
+"""Ops of a whole stage; every other op belongs to one micro-batch."""
+
+_ACTION = re.compile(rf"(\d+)({'|'.join(sorted(Op, key=len, reverse=True))})(\d*)")
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Keep the garbage collector away: a plan is a million tuples and not one cycle.
+
+    Walking them again and again while they are made would double the time.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class PlanError(ValueError):
+    """A plan that cannot run, or text that is not a plan."""
+
+
+class Action(NamedTuple):
+    """One step of one rank; ``stage`` is global: ``segment * num_ranks + rank``."""
+
+    stage: int
+    op: Op
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}{'' if self.microbatch is None else self.microbatch}"
+
+    @classmethod
+    def from_str(cls, text: str) -> Self:
+        """Read one action; the inverse of ``str``.
+
+        Raises:
+            PlanError: the word is no action.
+        """
+        match = _ACTION.fullmatch(text)
+        if match is not None:
+            stage, op, microbatch = match.groups()
+            if (microbatch == "") == (op in STAGE_OPS):
+                return cls(int(stage), Op(op), int(microbatch) if microbatch else None)
+        raise PlanError(
+            f"{text!r} is not an action; write <stage><op><microbatch> such as 2F0 or 1SEND_B3, "
+            f"or <stage><op> for {', '.join(sorted(STAGE_OPS))}"
+        )
+
+
+Program = tuple[Action, ...]
+
+_STAGE, _MICROBATCH = itemgetter(0), itemgetter(2)  # a plan may hold a million actions
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The programs of all pipeline ranks, and the sizes that follow from them."""
+
+    programs: tuple[Program, ...]
+    num_segments: int = field(init=False)
+    num_microbatches: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        ranks = len(self.programs)
+        stages = 1 + max((max(map(_STAGE, p)) for p in self.programs if p), default=-1)
+        if not stages:
+            raise PlanError("a plan needs at least one rank and one action")
+        if stages % ranks:
+            raise PlanError(
+                f"{stages} stages on {ranks} ranks; every rank holds the same number of segments, "
+                "so the number of stages is a multiple of the number of ranks"
+            )
+        last = max(max(filter(None, map(_MICROBATCH, p)), default=0) for p in self.programs)
+        object.__setattr__(self, "num_segments", stages // ranks)
+        object.__setattr__(self, "num_microbatches", 1 + last)
+
+    @classmethod
+    def generate(cls, schedule: Callable[[int], Iterable[Action]], num_ranks: int) -> Self:
+        """Collect the program that ``schedule(rank)`` yields for each rank."""
+        return cls(tuple(tuple(schedule(rank)) for rank in range(num_ranks)))
+
+    @property
+    def num_ranks(self) -> int:
+        """Pipeline ranks: p in the paper."""
+        return len(self.programs)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all ranks: p times ns in the paper."""
+        return self.num_segments * self.num_ranks
+
+    @property
+    def has_p2p(self) -> bool:
+        """Whether sends and receives are part of the plan yet."""
+        return any(action.op in P2P_OPS for program in self.programs for action in program)
+
+    def select(self, ops: Iterable[Op]) -> "Plan":
+        """Return the plan with only the actions of these ops."""
+        keep = frozenset(ops)
+        return Plan(tuple(tuple(a for a in program if a.op in keep) for program in self.programs))
+
+    def to_text(self) -> str:
+        """One line per rank, actions separated by blanks."""
+        return "\n".join(" ".join(map(str, program)) for program in self.programs) + "\n"
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """Read `to_text`; empty lines and lines that begin with ``#`` are skipped.
+
+        Raises:
+            PlanError: a word is no action, or the sizes do not fit together.
+        """
+        return cls._from_rows(line.split() for line in _content(text))
+
+    def to_csv(self) -> str:
+        """One row per rank, one cell per action."""
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows(self.programs_as_words())
+        return out.getvalue()
+
+    @classmethod
+    def from_csv(cls, text: str) -> Self:
+        """Read `to_csv`, or a table with empty cells where a rank is idle."""
+        return cls._from_rows(csv.reader(_content(text)))
+
+    def programs_as_words(self) -> Iterator[list[str]]:
+        """Yield each rank's program as text, word by word."""
+        return ([str(action) for action in program] for program in self.programs)
+
+    @classmethod
+    def _from_rows(cls, rows: Iterable[Iterable[str]]) -> Self:
+        programs = []
+        for rank, row in enumerate(rows):
+            words = [word for cell in row if (word := cell.strip())]
+            try:
+                programs.append(tuple(map(Action.from_str, words)))
+            except PlanError as error:
+                raise PlanError(f"rank {rank}: {error}") from None
+        return cls(tuple(programs))
+
+
+def _content(text: str) -> Iterator[str]:
+    return (line for line in text.splitlines() if line.strip() and not line.startswith("#"))

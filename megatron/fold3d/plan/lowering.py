@@ -1,0 +1,147 @@
+"""Passes from plan to plan: each adds one kind of action to a compute plan and moves nothing else.
+
+compute plan ──> add_p2p ──> add_grad_sync ──> the plan that runs
+                    └──> add_offload, where activations leave the device
+"""
+
+from collections.abc import Iterator
+
+from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan, PlanError, Program, gc_paused
+
+_BACKWARD_ENDS = frozenset({Op.BACKWARD, Op.WEIGHT, Op.SEND_B})
+
+
+def forward_only(plan: Plan) -> Plan:
+    """Return the forwards of a plan: what evaluation runs."""
+    return plan.select({Op.FORWARD})
+
+
+@gc_paused()
+def add_p2p(plan: Plan) -> Plan:
+    """Add the transfers between stages: paper Algorithm 2, ``PPComm``.
+
+    The pass plays the plan in rounds, one computation per rank and round. A computation is
+    followed by the send of its result; the matching receive is posted before the computation
+    that its rank last started by then, so that it is open while the result is still being
+    computed. Sends and receives appear in one order that all ranks can follow even if each send
+    blocks until its receive is posted: no plan that this pass returns can deadlock.
+
+    Raises:
+        PlanError: the compute order itself cannot run.
+    """
+    num_ranks, num_stages = plan.num_ranks, plan.num_stages
+    compute = [[a for a in program if a.op in COMPUTE_OPS] for program in plan.programs]
+    results = _Results(plan)
+    lowered: list[list[Action]] = [[] for _ in compute]
+    last_compute = [0] * num_ranks  # where in `lowered` each rank's last computation stands
+    position = [0] * num_ranks
+    running = [rank for rank in range(num_ranks) if compute[rank]]
+    while running:
+        ready = [
+            (rank, action)
+            for rank in running
+            if results.allow(action := compute[rank][position[rank]])
+        ]
+        if not ready:
+            raise PlanError(_stuck({rank: compute[rank][position[rank]] for rank in running}))
+        for rank, action in ready:
+            position[rank] += 1
+            last_compute[rank] = len(lowered[rank])
+            lowered[rank].append(action)
+            results.add(action)
+        for rank, (stage, op, microbatch) in ready:
+            if op is Op.FORWARD and stage + 1 < num_stages:
+                peer, send, receive = stage + 1, Op.SEND_F, Op.RECV_F
+            elif op is Op.BACKWARD and stage > 0:
+                peer, send, receive = stage - 1, Op.SEND_B, Op.RECV_B
+            else:
+                continue
+            to = peer % num_ranks
+            if to != rank:  # one rank alone hands its tensors to itself
+                lowered[rank].append(Action(stage, send, microbatch))
+                lowered[to].insert(last_compute[to], Action(peer, receive, microbatch))
+                last_compute[to] += 1
+        running = [rank for rank in running if position[rank] < len(compute[rank])]
+    return Plan(tuple(map(tuple, lowered)))
+
+
+def add_grad_sync(plan: Plan) -> Plan:
+    """Add DP.sync: start a stage's reduction with its last backward, wait after the last action.
+
+    ``REDUCE_GRAD`` follows the stage's last backward and its send: PP.sync goes first. Gradients
+    that become ready inside that backward may start to travel inside it (paper Algorithm 2,
+    lines 4-10).
+    """
+    return Plan(tuple(map(_with_grad_sync, plan.programs)))
+
+
+def add_offload(plan: Plan) -> Plan:
+    """Add the saved activations' way to host memory and back (paper Sec. IV, offloader).
+
+    A micro-batch leaves while the rank's next computation runs and comes back during the one
+    before its own backward. One whose backward comes within the next two computations stays.
+    """
+    return Plan(tuple(map(_with_offload, plan.programs)))
+
+
+class _Results:
+    """Which forwards and backwards have run, as one byte each: plans have a million of them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.num_microbatches = plan.num_microbatches
+        self.last_stage = plan.num_stages - 1
+        self.forward = bytearray(plan.num_stages * plan.num_microbatches)
+        self.backward = bytearray(plan.num_stages * plan.num_microbatches)
+
+    def add(self, action: Action) -> None:
+        stage, op, microbatch = action
+        done = self.forward if op is Op.FORWARD else self.backward
+        done[stage * self.num_microbatches + (microbatch or 0)] = op is not Op.WEIGHT
+
+    def allow(self, action: Action) -> int:
+        """Whether what the action reads is there."""
+        stage, op, microbatch = action
+        here = stage * self.num_microbatches + (microbatch or 0)
+        if op is Op.FORWARD:
+            return stage == 0 or self.forward[here - self.num_microbatches]
+        if op is Op.WEIGHT:
+            return self.backward[here]
+        return self.forward[here] and (
+            stage == self.last_stage or self.backward[here + self.num_microbatches]
+        )
+
+
+def _stuck(waiting: dict[int, Action]) -> str:
+    where = ", ".join(f"rank {rank} at {action}" for rank, action in waiting.items())
+    return f"no rank can go on: {where}; each needs a result that comes later or never"
+
+
+def _with_grad_sync(program: Program) -> Program:
+    lowered = list(program)
+    last = {stage: i for i, (stage, op, _) in enumerate(program) if op in _BACKWARD_ENDS}
+    in_order = sorted(last, key=last.__getitem__)
+    for stage in reversed(in_order):
+        lowered.insert(last[stage] + 1, Action(stage, Op.REDUCE_GRAD))
+    return (*lowered, *(Action(stage, Op.WAIT_GRAD) for stage in in_order))
+
+
+def _with_offload(program: Program) -> Program:
+    compute = [action for action in program if action.op in COMPUTE_OPS]
+    position = {action: i for i, action in enumerate(compute)}
+
+    def travels(stage: int, microbatch: int | None) -> bool:
+        forward = position[Action(stage, Op.FORWARD, microbatch)]
+        return position.get(Action(stage, Op.BACKWARD, microbatch), 0) - forward > 2
+
+    def lower() -> Iterator[Action]:
+        for action in program:
+            if action.op in COMPUTE_OPS:
+                following = compute[position[action] + 1 : position[action] + 2]
+                for stage, op, microbatch in following:
+                    if op is Op.BACKWARD and travels(stage, microbatch):
+                        yield Action(stage, Op.RELOAD, microbatch)
+            yield action
+            if action.op is Op.FORWARD and travels(action.stage, action.microbatch):
+                yield Action(action.stage, Op.OFFLOAD, action.microbatch)
+
+    return tuple(lower())
