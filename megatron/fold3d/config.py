@@ -169,7 +169,7 @@ def _num_segments(args: Namespace) -> int:
 
 def _num_stages(layout: str) -> int:
     """Count the stages of a layout such as ``E|(t|)*6L``: one more than it has bars."""
-    repeated = 1
+    layout, repeated = layout.replace(",", ""), 1  # commas are for the reader
     while repeated:
         layout, repeated = _REPEATED.subn(
             lambda found: (found[1] or found[2]) * int(found[3]), layout

@@ -51,7 +51,7 @@ def refusals(args: Namespace, schedule: str) -> Iterator[str]:
 
 def spelled(flag: str, value: object) -> str:
     """Return a flag and its value as a user types them."""
-    if value is True:
+    if isinstance(value, bool):
         return flag
     return " ".join([flag, *map(str, value if isinstance(value, list) else [value])])
 
@@ -69,6 +69,12 @@ def _more_shards(shards: str, ranks: str) -> Callable[[Namespace], bool]:
         return bool((getattr(args, shards) or num_ranks) > num_ranks)
 
     return found
+
+
+def _blocking_p2p(args: Namespace) -> bool:
+    # Without virtual stages, validation turns the overlap off by itself.
+    turned_off = getattr(args, "virtual_pipeline_model_parallel_size", 1) is None
+    return not (args.overlap_p2p_comm or turned_off)
 
 
 def _group_below_ranks(args: Namespace) -> bool:
@@ -173,6 +179,13 @@ REFUSALS = (
         "use_ring_exchange_p2p",
         "a ring exchange blocks, and a plan's transfers run beside compute",
         "drop it",
+    ),
+    Refusal(
+        "--no-overlap-p2p-communication",
+        "overlap_p2p_comm",
+        "a plan's transfers run beside compute",
+        "drop it",
+        found=_blocking_p2p,
     ),
     Refusal(
         "--pipeline-model-parallel-comm-backend",
