@@ -28,7 +28,8 @@ if ! $keep || ! usable 2>/dev/null; then
     "$python" -m venv --clear .venv
 fi
 
-echo "Installing into .venv. The first time this loads PyTorch, about 3 GB: one to five minutes."
+echo "Installing into .venv. The first time this loads PyTorch (1.5 GB, 5 GB unpacked):"
+echo "one to five minutes."
 echo incomplete >"$STAMP"
 # The pins of the extra are constraints too: else pip loads the newest torch as well, before it
 # reads that the tests run with another one.
