@@ -12,7 +12,7 @@ forward and in backward, so gradients are summed in the same order whichever sch
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Literal
 
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, gc_paused
@@ -55,16 +55,14 @@ def interleaved(
     Groups of ``group_size`` micro-batches (Megatron's
     ``--microbatch-group-size-per-virtual-pipeline-stage``) pass through all segments before the
     next group starts: p is Megatron's default, m is breadth-first. With one segment it is 1F1B
-    with twice the forwards ahead, which stock Megatron has no name for.
+    with twice the forwards ahead, which stock Megatron has no name for. Any number of
+    micro-batches runs, also where Megatron refuses one: see `_groups`.
     """
     stages = _stages(rank, num_ranks, num_segments)
-    groups = [
-        range(first, min(first + group_size, num_microbatches))
-        for first in range(0, num_microbatches, group_size)
-    ]
+    groups = _groups(num_microbatches, group_size, num_ranks)
     forwards = [Action(s, Op.FORWARD, m) for group in groups for s in stages for m in group]
     backwards = [Action(s, Op.BACKWARD, m) for group in groups for s in stages[::-1] for m in group]
-    ahead = 2 * (num_ranks - 1 - rank) + (num_segments - 1) * group_size
+    ahead = 2 * (num_ranks - 1 - rank) + (num_segments - 1) * max(map(len, groups))
     yield from _alternate(forwards, backwards, ahead)
 
 
@@ -117,13 +115,20 @@ def build(
         group_size: micro-batches per group of ``interleaved``; the number of ranks if None.
 
     Raises:
-        PlanError: the name is unknown, a size is below one, or the schedule has one segment only.
+        PlanError: the name is unknown, a size is below one, a group is smaller than the number of
+            ranks, or the schedule has one segment only.
     """
     sizes = {"ranks": num_ranks, "segments": num_segments, "micro-batches": num_microbatches}
-    sizes["micro-batches per group"] = group_size = group_size or num_ranks
     for name, size in sizes.items():
         if size < 1:
             raise PlanError(f"found {size} {name}; a plan needs at least one")
+    if group_size is None:
+        group_size = num_ranks
+    elif group_size < num_ranks:
+        raise PlanError(
+            f"groups of {group_size} micro-batches on {num_ranks} ranks; a smaller group leaves "
+            f"ranks waiting for one another, so give at least {num_ranks}"
+        )
     if schedule in ONE_SEGMENT_SCHEDULES and num_segments != 1:
         raise PlanError(
             f"{schedule} runs one segment per rank, found {num_segments}; "
@@ -147,6 +152,21 @@ def build(
 
 def _stages(rank: int, num_ranks: int, num_segments: int) -> range:
     return range(rank, num_ranks * num_segments, num_ranks)
+
+
+def _groups(num_microbatches: int, group_size: int, num_ranks: int) -> list[range]:
+    """Cut the micro-batches into groups, the last of them smaller or all nearly of one size.
+
+    A micro-batch enters a rank's next segment when it has passed all ranks, so in a last group of
+    less than p ranks would wait for one another, some of them forever. The other groups share it.
+    """
+    num_groups, rest = divmod(num_microbatches, group_size)
+    if rest >= num_ranks:
+        bounds = [*range(0, num_microbatches, group_size), num_microbatches]
+    else:
+        num_groups = max(num_groups, 1)
+        bounds = [num_microbatches * i // num_groups for i in range(num_groups + 1)]
+    return [range(first, end) for first, end in pairwise(bounds)]
 
 
 def _forwards(stages: Iterable[int], num_microbatches: int) -> Iterator[Action]:
