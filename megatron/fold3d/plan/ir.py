@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import itemgetter
+from reprlib import repr as shortened
 from typing import NamedTuple, Self
 
 
@@ -45,7 +46,8 @@ P2P_OPS = SEND_OPS | RECV_OPS
 STAGE_OPS = frozenset({Op.REDUCE_GRAD, Op.WAIT_GRAD, Op.GATHER_PARAM, Op.WAIT_PARAM})
 """Ops of a whole stage; every other op belongs to one micro-batch."""
 
-_ACTION = re.compile(rf"(\d+)({'|'.join(sorted(Op, key=len, reverse=True))})(\d*)")
+_OPS = "|".join(sorted(Op, key=len, reverse=True))
+_ACTION = re.compile(rf"([0-9]{{1,9}})({_OPS})([0-9]{{0,9}})")
 
 
 @contextmanager
@@ -90,8 +92,8 @@ class Action(NamedTuple):
             if (microbatch == "") == (op in STAGE_OPS):
                 return cls(int(stage), Op(op), int(microbatch) if microbatch else None)
         raise PlanError(
-            f"{text!r} is not an action; write <stage><op><microbatch> such as 2F0 or 1SEND_B3, "
-            f"or <stage><op> for {', '.join(sorted(STAGE_OPS))}"
+            f"{shortened(text)} is not an action; write <stage><op><microbatch> such as 2F0 or "
+            f"1SEND_B3, or <stage><op> for {', '.join(sorted(STAGE_OPS))}"
         )
 
 
@@ -168,14 +170,22 @@ class Plan:
 
     @classmethod
     def from_csv(cls, text: str) -> Self:
-        """Read `to_csv`, or a table with empty cells where a rank is idle."""
-        return cls._from_rows(csv.reader(_content(text)))
+        """Read `to_csv`, or a table with empty cells where a rank is idle.
+
+        Raises:
+            PlanError: as `from_text`, or the text is no table.
+        """
+        try:
+            return cls._from_rows(csv.reader(_content(text)))
+        except csv.Error as error:
+            raise PlanError(f"not a table of actions: {error}") from None
 
     def programs_as_words(self) -> Iterator[list[str]]:
         """Yield each rank's program as text, word by word."""
         return ([str(action) for action in program] for program in self.programs)
 
     @classmethod
+    @gc_paused()
     def _from_rows(cls, rows: Iterable[Iterable[str]]) -> Self:
         programs = []
         for rank, row in enumerate(rows):

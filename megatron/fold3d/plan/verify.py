@@ -7,6 +7,7 @@ A plan that ends under these rules ends under any looser ones, whatever the timi
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from itertools import count
 
 from megatron.fold3d.plan.ir import STAGE_OPS, Action, Op, Plan, PlanError, gc_paused
 from megatron.fold3d.plan.lowering import add_p2p
@@ -66,17 +67,18 @@ def _check_actions(plan: Plan) -> None:
             raise _error(plan, _cell(plan, twice), f"{twice} appears more than once")
 
     ops = {op for _, op in found}
-    everything = list(range(plan.num_microbatches))
     for stage in range(plan.num_stages):
         for op in {Op.FORWARD} | ops & {Op.BACKWARD, Op.WEIGHT}:
-            if lost := set(everything).difference(found[stage, op]):
-                lacking = Action(stage, op, min(lost))
+            if len(found[stage, op]) < plan.num_microbatches:
+                present = set(found[stage, op])
+                lacking = Action(stage, op, next(m for m in count() if m not in present))
                 raise PlanError(f"{lacking} is missing; a stage runs each micro-batch once")
         for op in STAGE_OPS & set().union(*(pair for pair in _STAGE_PAIRS if ops & pair)):
             if not found[stage, op]:
                 raise PlanError(f"{Action(stage, op)} is missing; what starts must be waited for")
-        if (forwards := found[stage, Op.FORWARD]) != everything:
-            late = Action(stage, Op.FORWARD, next(i for i, m in enumerate(forwards) if m != i))
+        forwards = found[stage, Op.FORWARD]
+        if (early := next((i for i, m in enumerate(forwards) if m != i), None)) is not None:
+            late = Action(stage, Op.FORWARD, early)
             text = f"{late} comes too late; a stage reads its data in the order of micro-batches"
             raise _error(plan, _cell(plan, late), text)
 
@@ -143,9 +145,11 @@ class _Needs:
         self.alone = plan.num_ranks == 1  # a single rank hands its tensors to itself
         self.last_stage = plan.num_stages - 1
         self.microbatches = range(plan.num_microbatches)
-        others = [a for p in plan.programs for a in p if a.op in (Op.OFFLOAD, Op.WAIT_PARAM)]
-        self.offloaded = {(a.stage, a.microbatch) for a in others if a.op is Op.OFFLOAD}
-        self.gathers = len(others) > len(self.offloaded)
+        ops = {op for program in plan.programs for _, op, _ in program}
+        offloads = (a for program in plan.programs for a in program if a.op is Op.OFFLOAD)
+        self.offloaded = {(stage, microbatch) for stage, _, microbatch in offloads}
+        self.gathers = Op.WAIT_PARAM in ops
+        self.gradient = Op.WEIGHT if Op.WEIGHT in ops else Op.BACKWARD
 
     def of(self, action: Action) -> list[_Need]:
         stage, op, microbatch = action
@@ -170,7 +174,7 @@ class _Needs:
                 needs.append((stage, Op.RELOAD, microbatch))
             return needs
         if op is Op.REDUCE_GRAD:
-            return [(stage, Op.BACKWARD, m) for m in self.microbatches]
+            return [(stage, self.gradient, m) for m in self.microbatches]
         before = {
             Op.WEIGHT: Op.BACKWARD,
             Op.OFFLOAD: Op.FORWARD,
