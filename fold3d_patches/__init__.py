@@ -17,9 +17,14 @@ def install(config: "Fold3DConfig") -> ExitStack:
     Raises:
         PatchError: the installed Megatron is not the one the patches were written for.
     """
-    from fold3d_patches import compile_helpers, cpu
+    from fold3d_patches import compile_helpers, cpu, get_forward_backward_func
 
     patches: list[Patch] = [compile_helpers.patch()]
     if config.device == "cpu":
         patches += cpu.patches()
+    if config.schedule != "stock":
+        from megatron.fold3d.runtime.executor import Executor
+        from megatron.fold3d.runtime.plans import Plans
+
+        patches.append(get_forward_backward_func.patch(Executor(config, Plans(config))))
     return apply(patches)

@@ -76,10 +76,12 @@ def test_the_default_is_stock_megatron(parse: Parse) -> None:
     assert Fold3DConfig.from_args(args) == Fold3DConfig(
         schedule="stock",
         plan_file=None,
+        num_ranks=1,
         num_segments=1,
         aiao_last_segment="1f1b",
         device="cuda",
         microbatch_group_size=None,
+        distributed_timeout_minutes=10,
     )
     assert megatron_defaults(args) == {}
 
@@ -87,15 +89,17 @@ def test_the_default_is_stock_megatron(parse: Parse) -> None:
 def test_every_flag_reaches_the_configuration(parse: Parse, tmp_path: Path) -> None:
     args = parse(
         "--schedule aiao --segments 2 --aiao-last-segment afab --device cpu "
-        "--pipeline-model-parallel-size 2"
+        "--pipeline-model-parallel-size 2 --distributed-timeout-minutes 3"
     )
     assert Fold3DConfig.from_args(args) == Fold3DConfig(
         schedule="aiao",
         plan_file=None,
+        num_ranks=2,
         num_segments=2,
         aiao_last_segment="afab",
         device="cpu",
         microbatch_group_size=None,
+        distributed_timeout_minutes=3,
     )
     grouped = parse(
         "--schedule interleaved --segments 2 --pipeline-model-parallel-size 2 "

@@ -84,18 +84,22 @@ class Fold3DConfig:
     Attributes:
         schedule: a name of `plan.schedules.SCHEDULES`, ``stock`` or ``plan-file``.
         plan_file: the plan to run; given with ``plan-file`` only.
+        num_ranks: pipeline ranks: Megatron's ``--pipeline-model-parallel-size``.
         num_segments: model chunks per pipeline rank, from whichever flag says so.
         aiao_last_segment: how ``aiao`` runs its last segment.
         device: what Megatron trains on.
         microbatch_group_size: micro-batches per group of ``interleaved``; None is one per rank.
+        distributed_timeout_minutes: how long a transfer may take before the job ends.
     """
 
     schedule: str
     plan_file: Path | None
+    num_ranks: int
     num_segments: int
     aiao_last_segment: LastSegment
     device: Device
     microbatch_group_size: int | None
+    distributed_timeout_minutes: float
 
     @classmethod
     def from_args(cls, args: Namespace) -> "Fold3DConfig":
@@ -124,10 +128,12 @@ class Fold3DConfig:
         return cls(
             schedule=schedule,
             plan_file=args.plan_file,
+            num_ranks=args.pipeline_model_parallel_size,
             num_segments=num_segments,
             aiao_last_segment=args.aiao_last_segment or "1f1b",
             device=args.device,
             microbatch_group_size=args.microbatch_group_size_per_vp_stage,
+            distributed_timeout_minutes=args.distributed_timeout_minutes,
         )
 
 

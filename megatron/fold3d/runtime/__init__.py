@@ -1,0 +1,1 @@
+"""DOING it: plans run over Megatron's model chunks and process groups."""

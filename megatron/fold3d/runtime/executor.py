@@ -1,0 +1,243 @@
+"""Run a plan over Megatron's model chunks: paper Algorithm 1, for any schedule.
+
+`Executor` stands where Megatron's schedule functions stand and calls Megatron's own
+``forward_step`` and ``backward_step``: loss scaling, recomputation, precision and models stay
+Megatron's. A plan decides when something is computed, never what.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.schedules import (
+    backward_step,
+    check_first_val_step,
+    deallocate_output_tensor,
+    forward_step,
+    get_tensor_shapes,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+from megatron.fold3d.config import Fold3DConfig
+from megatron.fold3d.plan.ir import Action, Op, Plan
+from megatron.fold3d.runtime.grad_sync import GradSync
+from megatron.fold3d.runtime.p2p import P2P
+from megatron.fold3d.runtime.plans import Plans
+
+_Key = tuple[int, int | None]  # stage, micro-batch
+
+
+class Executor:
+    """What ``get_forward_backward_func`` returns: each call runs one iteration.
+
+    It lives as long as the job: process groups and plans are made when a call first needs them.
+    """
+
+    def __init__(self, config: Fold3DConfig, plans: Plans) -> None:
+        self._timeout = timedelta(minutes=config.distributed_timeout_minutes)
+        self._plans = plans
+        self._p2p: P2P | None = None
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: Any = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool | None = False,
+    ) -> list[Any]:
+        """Train or evaluate on one batch; the keywords are those of Megatron's schedules.
+
+        Of ``p2p_communicator`` only the pipeline group is used: the transfers are ours.
+
+        Returns:
+            On the last pipeline rank what the loss function reports, one value per micro-batch.
+        """
+        chunks = model if isinstance(model, list) else [model]
+        config = get_model_config(chunks[0])
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        pp_group = p2p_communicator.pp_group if p2p_communicator else groups.pp
+        make = self._plans.evaluation if forward_only else self._plans.training
+        plan = make(num_microbatches)
+        if self._p2p is None and plan.num_ranks > 1:
+            self._p2p = P2P(pp_group, _device(chunks), self._timeout)
+
+        received, sent = (
+            get_tensor_shapes(
+                seq_length=seq_length,
+                micro_batch_size=micro_batch_size,
+                decoder_seq_length=decoder_seq_length,
+                config=config,
+                tp_group=groups.tp,
+                cp_group=groups.cp,
+            )
+            for _ in range(2)
+        )
+        if adjust_tensor_shapes_fn is not None:
+            received, sent = adjust_tensor_shapes_fn(received, sent)
+
+        with _timed(config):
+            with GradSync(config, chunks, trains=not forward_only) as grad_sync:
+                iteration = _Iteration(
+                    plan=plan,
+                    chunks=chunks,
+                    iterators=data_iterator if isinstance(data_iterator, list) else [data_iterator],
+                    forward_step_func=forward_step_func,
+                    config=config,
+                    cp_size=groups.cp.size(),
+                    forward_only=forward_only,
+                    collect_non_loss_data=collect_non_loss_data,
+                    first_val_step=first_val_step,
+                    shapes={Op.RECV_F: received[0], Op.RECV_B: sent[0]},
+                    p2p=self._p2p,
+                    grad_sync=grad_sync,
+                )
+                iteration.run(pp_group.rank())
+            if config.finalize_model_grads_func is not None and not forward_only:
+                config.finalize_model_grads_func(
+                    chunks,
+                    iteration.num_tokens if config.calculate_per_token_loss else None,
+                    pg_collection=groups,
+                    force_all_reduce=force_all_reduce,
+                )
+            if self._p2p is not None:
+                self._p2p.drain()
+        return iteration.reports
+
+
+@dataclass(kw_only=True)
+class _Iteration:
+    """The tensors of one iteration, and what each kind of action does with them."""
+
+    plan: Plan
+    chunks: Sequence[torch.nn.Module]
+    iterators: Sequence[Any]
+    forward_step_func: Callable[..., Any]
+    config: Any
+    cp_size: int
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    shapes: Mapping[Op, Sequence[int]]
+    p2p: P2P | None
+    grad_sync: GradSync
+
+    def __post_init__(self) -> None:
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=_device(self.chunks))
+        self.reports: list[Any] = []
+        self._saved: dict[_Key, tuple[torch.Tensor | None, torch.Tensor]] = {}  # for backward
+        self._outputs: dict[_Key, torch.Tensor] = {}  # computed, not sent yet
+        self._input_grads: dict[_Key, torch.Tensor] = {}
+        self._last_backward: set[Action] = set()
+
+    def run(self, rank: int) -> None:
+        """Run the program of a pipeline rank."""
+        program = self.plan.programs[rank]
+        backwards = {action.stage: action for action in program if action.op is Op.BACKWARD}
+        self._last_backward = set(backwards.values())
+        self.grad_sync.gather(0)
+        for action in program:
+            try:
+                self._act(action)
+            except Exception as error:
+                error.add_note(f"fold3d: pipeline rank {rank} was at {action}")
+                raise
+
+    def _act(self, action: Action) -> None:
+        stage, op, microbatch = action
+        key, segment = (stage, microbatch), stage // self.plan.num_ranks
+        if op is Op.FORWARD:
+            self._forward(action, segment)
+        elif op is Op.BACKWARD:
+            self._backward(action, segment)
+        elif op is Op.REDUCE_GRAD:
+            self.grad_sync.reduce(segment)
+        elif op is Op.WAIT_GRAD:
+            pass  # Megatron's finalize_model_grads waits, for all segments at once
+        elif self.p2p is None:
+            raise NotImplementedError(f"{action} on a pipeline of one rank")
+        elif op is Op.SEND_F:
+            output = self._outputs.pop(key)
+            self.p2p.send(action, output)
+            if not self.forward_only:
+                deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+        elif op is Op.SEND_B:
+            self.p2p.send(action, self._input_grads.pop(key))
+        elif op in self.shapes:
+            self.p2p.post(action, self.shapes[op], self.config.pipeline_dtype)
+        else:
+            raise NotImplementedError(f"{action}: the executor has no {op} yet")
+
+    def _forward(self, action: Action, segment: int) -> None:
+        stage, _, microbatch = action
+        if microbatch == 0:
+            self.grad_sync.gather(segment + 1)
+        input_tensor = None
+        if self.p2p is not None and stage > 0:
+            input_tensor = self.p2p.take(Action(stage, Op.RECV_F, microbatch))
+            input_tensor.requires_grad_(not self.forward_only)
+        is_last_stage = stage == self.plan.num_stages - 1
+        output, num_tokens = forward_step(
+            self.forward_step_func,
+            self.iterators[segment],
+            self.chunks[segment],
+            self.plan.num_microbatches,
+            input_tensor,
+            self.reports,
+            self.config,
+            self.cp_size,
+            self.collect_non_loss_data,
+            is_first_microbatch=check_first_val_step(
+                self.first_val_step, self.forward_only, microbatch == 0
+            ),
+            current_microbatch=microbatch,
+            vp_stage=segment if len(self.chunks) > 1 else None,
+            is_last_stage=is_last_stage,
+        )
+        self.num_tokens += num_tokens
+        if not is_last_stage:
+            self._outputs[stage, microbatch] = output
+        if not self.forward_only:
+            self._saved[stage, microbatch] = input_tensor, output
+
+    def _backward(self, action: Action, segment: int) -> None:
+        stage, _, microbatch = action
+        output_grad = None
+        if self.p2p is not None and stage < self.plan.num_stages - 1:
+            output_grad = self.p2p.take(Action(stage, Op.RECV_B, microbatch))
+        if action in self._last_backward:
+            self.grad_sync.release(segment)
+        input_tensor, output = self._saved.pop((stage, microbatch))
+        input_grad = backward_step(input_tensor, output, output_grad, self.config)
+        if stage > 0:
+            self._input_grads[stage, microbatch] = input_grad
+
+
+def _device(chunks: Sequence[torch.nn.Module]) -> torch.device:
+    return next(chunks[0].parameters()).device
+
+
+@contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    """Megatron's timer around the whole iteration, as its own schedules have it."""
+    if config.timers is None:
+        yield
+        return
+    timer = config.timers("forward-backward", log_level=1)
+    timer.start(barrier=config.barrier_with_L1_time)
+    yield
+    timer.stop()

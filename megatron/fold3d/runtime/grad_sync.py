@@ -1,0 +1,62 @@
+"""DP.sync, one segment at a time, through the functions that Megatron's DDP gives its schedules.
+
+Keeps one invariant: within an iteration a segment's gradients are reduced once, either by DDP's
+hooks inside its last backward or by an explicit start after it, never by both.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, Self
+
+import torch
+
+
+class GradSync:
+    """Gradient reduction and parameter gathering of the model chunks of one rank.
+
+    As a context manager it spans one iteration and keeps DDP's hooks quiet; a segment whose last
+    backward is about to run is released by `release`, and `reduce` starts what hooks do not.
+    """
+
+    def __init__(self, config: Any, chunks: Sequence[torch.nn.Module], *, trains: bool) -> None:
+        self._chunks = chunks
+        self._quiet = [ExitStack() for _ in chunks]
+        self._no_sync = _per_chunk(config.no_sync_func, chunks)
+        # Megatron sets these when launches are to be aligned over pipeline ranks; it leaves them
+        # out when hooks launch, and when only forwards run.
+        self._start_reduce = _per_chunk(config.grad_sync_func, chunks) if trains else None
+        self._start_gather = _per_chunk(config.param_sync_func, chunks) if trains else None
+
+    def __enter__(self) -> Self:
+        for quiet, no_sync in zip(self._quiet, self._no_sync or (), strict=False):
+            quiet.enter_context(no_sync())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for quiet in self._quiet:
+            quiet.close()
+
+    def release(self, segment: int) -> None:
+        """Let hooks reduce the gradients that become ready from now on: the last micro-batch's."""
+        if self._start_reduce is None:
+            self._quiet[segment].close()
+
+    def reduce(self, segment: int) -> None:
+        """Start to reduce the segment's gradients, unless its hooks have."""
+        self._quiet[segment].close()
+        if self._start_reduce is not None:
+            self._start_reduce[segment](self._chunks[segment].parameters())
+
+    def gather(self, segment: int) -> None:
+        """Start to gather the segment's updated parameters, if it exists and hooks do not."""
+        if self._start_gather is not None and segment < len(self._chunks):
+            self._start_gather[segment](self._chunks[segment].parameters())
+
+
+def _per_chunk(
+    function: Any, chunks: Sequence[torch.nn.Module]
+) -> Sequence[Callable[..., Any]] | None:
+    """Megatron keeps one function per chunk, a bare one for a single chunk, or None."""
+    if function is None or isinstance(function, list):
+        return function
+    return [function] * len(chunks)

@@ -1,0 +1,115 @@
+"""Transfers between pipeline neighbours: receives posted early, sends that nobody waits for.
+
+Keeps one invariant: the storage of a tensor that is being sent, or received into, stays alive
+until its transfer is done, whatever the schedule does to the tensor meanwhile.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron.fold3d.plan.ir import Action, Op
+
+_UNFINISHED_SENDS = 16  # more than a plan ever leaves behind unless the receiver is far behind
+
+
+class P2P:
+    """Sends and receives of one pipeline rank.
+
+    Forward and backward tensors travel in process groups of their own: over NCCL, a receive that
+    waits in one direction must not stand before a send of the other. Two ranks are neighbours on
+    both sides, so there each of the two links gets its own groups as well.
+
+    All ranks of the job make a `P2P` at the same time: the groups are made in one global order.
+    """
+
+    def __init__(
+        self, pp_group: dist.ProcessGroup, device: torch.device, timeout: timedelta
+    ) -> None:
+        ranks = dist.get_process_group_ranks(pp_group)
+        rank, num_ranks = pp_group.rank(), pp_group.size()
+        self._device = device
+        self._peers = {
+            Op.RECV_F: ranks[rank - 1],
+            Op.SEND_F: ranks[(rank + 1) % num_ranks],
+            Op.SEND_B: ranks[rank - 1],
+            Op.RECV_B: ranks[(rank + 1) % num_ranks],
+        }
+        links = _make_groups(ranks, dist.get_backend(pp_group), timeout)
+        before, after = links[(rank - 1) % num_ranks % len(links)], links[rank % len(links)]
+        self._groups = {
+            Op.RECV_F: before[0],
+            Op.SEND_B: before[1],
+            Op.SEND_F: after[0],
+            Op.RECV_B: after[1],
+        }
+        self._arriving: dict[Action, tuple[torch.Tensor, dist.Work]] = {}
+        self._leaving: deque[tuple[torch.Tensor, dist.Work]] = deque()
+        self._meet(rank, num_ranks)
+
+    def post(self, action: Action, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Start to receive what ``action`` (RECV_F or RECV_B) names; `take` waits for it."""
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        work = dist.irecv(tensor, self._peers[action.op], group=self._groups[action.op])
+        assert work is not None  # this rank is in the group
+        self._arriving[action] = tensor, work
+
+    def take(self, action: Action) -> torch.Tensor:
+        """Return the tensor of a posted receive, arrived as far as the current stream can tell."""
+        tensor, work = self._arriving.pop(action)
+        work.wait()
+        return tensor
+
+    def send(self, action: Action, tensor: torch.Tensor) -> None:
+        """Start to send; the caller may free or overwrite ``tensor.data`` at once."""
+        alias = tensor.detach()
+        work = dist.isend(alias, self._peers[action.op], group=self._groups[action.op])
+        assert work is not None
+        self._leaving.append((alias, work))
+        while len(self._leaving) > _UNFINISHED_SENDS:
+            self._leaving.popleft()[1].wait()
+
+    def drain(self) -> None:
+        """Wait until every send has left; every receive must have been taken."""
+        assert not self._arriving, f"never used: {', '.join(map(str, self._arriving))}"
+        while self._leaving:
+            self._leaving.popleft()[1].wait()
+
+    def _meet(self, rank: int, num_ranks: int) -> None:
+        """Send one number over every link, one link after the other.
+
+        NCCL connects two ranks when they first meet and blocks both; ranks that meet their
+        neighbours in different orders would wait for each other for ever.
+        """
+        token = torch.zeros(1, device=self._device)
+        for link in range(num_ranks):  # from rank `link` to the next, and back
+            if rank == link:
+                dist.send(token, self._peers[Op.SEND_F], group=self._groups[Op.SEND_F])
+                dist.recv(token, self._peers[Op.RECV_B], group=self._groups[Op.RECV_B])
+            if rank == (link + 1) % num_ranks:
+                dist.recv(token, self._peers[Op.RECV_F], group=self._groups[Op.RECV_F])
+                dist.send(token, self._peers[Op.SEND_B], group=self._groups[Op.SEND_B])
+
+
+def _make_groups(
+    ranks: Sequence[int], backend: str, timeout: timedelta
+) -> list[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
+    """Make the (forward, backward) groups of every pipeline, all ranks in the same order.
+
+    Returns:
+        This pipeline's pairs; the link from rank r to the next uses pair ``r % len(pairs)``.
+    """
+    pipelines: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(pipelines, list(ranks))
+    ours = []
+    for pipeline in sorted({tuple(pipeline) for pipeline in pipelines}):
+        for _ in range(2 if len(pipeline) == 2 else 1):
+            forward, backward = (
+                dist.new_group(pipeline, timeout=timeout, backend=backend) for _ in range(2)
+            )
+            if list(pipeline) == list(ranks):
+                ours.append((forward, backward))
+    return ours
