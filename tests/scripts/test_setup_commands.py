@@ -1,0 +1,154 @@
+"""What `make` runs before Python does: finding an interpreter, filling `.venv` once."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NEEDED_COMMANDS = ("bash", "cat", "dirname", "env", "mkdir")
+
+
+class Machine:
+    """A checkout and a PATH that holds nothing but a shell and what the test puts there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.checkout = folder / "checkout"
+        self.bin = folder / "bin"
+        shutil.copytree(ROOT / "scripts", self.checkout / "scripts")
+        for name in ("pyproject.toml", "setup.py", ".python-version"):
+            shutil.copy(ROOT / name, self.checkout)
+        self.bin.mkdir()
+        for name in NEEDED_COMMANDS:
+            (self.bin / name).symlink_to(shutil.which(name))
+
+    def command(self, name: str, script: str) -> Path:
+        """Install a shell script as a command; ``name`` may be a path outside of PATH."""
+        path = self.bin / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!{self.bin}/bash\n{script}\n")
+        path.chmod(0o755)
+        return path
+
+    def python(self, name: str, version: tuple[int, int, int], lacks: str = "") -> Path:
+        """Install an interpreter that says it has a version, and cannot import one module."""
+        pretend = f"import sys; sys.version_info = {version}; sys.modules['{lacks}'] = None"
+        return self.command(
+            name, f'exec {sys.executable} -c "{pretend}; exec(sys.stdin.read())" $2'
+        )
+
+    def run(self, script: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [self.checkout / "scripts" / script],
+            env={"PATH": str(self.bin), "HOME": "/nowhere"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_too_old_python_is_one_error_that_says_what_was_found(machine: Machine):
+    old = machine.python("python3", (3, 8, 18))
+    result = machine.run("python.sh")
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr.count("error:") == 1
+    assert f"{old}: 3.8.18, older than 3.12" in result.stderr
+    assert "pyenv install 3.12" in result.stderr
+
+
+def test_machine_without_python_is_told_so(machine: Machine):
+    result = machine.run("python.sh")
+    assert result.returncode == 1
+    assert "neither pyenv nor uv nor any python is on the PATH" in result.stderr
+
+
+def test_python_without_venv_is_passed_over(machine: Machine):
+    bare = machine.python("python3.12", (3, 12, 3), lacks="ensurepip")
+    assert f"{bare}: 3.12.3, without the module ensurepip" in machine.run("python.sh").stderr
+    whole = machine.python("python3.13", (3, 13, 0))
+    assert machine.run("python.sh").stdout == f"{whole}\n"
+
+
+def test_python3_is_taken_when_it_is_new_enough(machine: Machine):
+    machine.command("python3.12", "exit 127  # as a pyenv shim of a version that is not set")
+    new = machine.python("python3", (3, 14, 1))
+    assert machine.run("python.sh").stdout == f"{new}\n"
+
+
+def test_pyenv_serves_what_python_version_names_else_what_it_has(machine: Machine):
+    root = machine.bin.parent / "pyenv"
+    other = machine.python(str(root / "versions/3.13.0/bin/python"), (3, 13, 0))
+    machine.command("pyenv", f'[[ $1 == root ]] && echo "{root}"')
+    assert machine.run("python.sh").stdout == f"{other}\n"
+
+    named = machine.python(str(root / "versions/3.12.1/bin/python"), (3, 12, 1))
+    machine.command("pyenv", f'[[ $1 == root ]] && echo "{root}" || echo "{named.parents[1]}"')
+    assert machine.run("python.sh").stdout == f"{named}\n"
+
+
+def test_uv_serves_its_own_python(machine: Machine):
+    managed = machine.python(str(machine.bin.parent / "uv/python3.12"), (3, 12, 9))
+    machine.command("uv", f'[[ "$1 $2" == "python find" ]] && echo "{managed}"')
+    assert machine.run("python.sh").stdout == f"{managed}\n"
+
+
+@pytest.fixture
+def installer(machine: Machine) -> Machine:
+    """A machine whose Python makes environments and writes down every `pip install`."""
+    log = machine.bin.parent / "log"
+    log.touch()
+    machine.command(
+        "python3.12",
+        f"""
+        case "$1 $2 $3" in
+            "-m venv --clear") mkdir -p "$4/bin"; cat "$0" >"$4/bin/python"
+                               /bin/chmod +x "$4/bin/python"; echo venv >>{log} ;;
+            "-m pip install") echo pip >>{log}; [[ ! -f {log.parent}/fails ]] ;;
+            "- 3.12 ") echo 3.12.1 ;;
+        esac
+        """,
+    )
+    return machine
+
+
+def work(machine: Machine) -> list[str]:
+    """Run `make venv` and list what it did."""
+    log = machine.bin.parent / "log"
+    log.write_text("")
+    machine.run("venv.sh")
+    return log.read_text().split()
+
+
+def test_second_run_does_nothing(installer: Machine):
+    assert work(installer) == ["venv", "pip"]
+    assert work(installer) == []
+
+
+def test_changed_requirements_are_installed_over_the_old(installer: Machine):
+    work(installer)
+    with (installer.checkout / "pyproject.toml").open("a") as file:
+        file.write("# changed\n")
+    assert work(installer) == ["pip"]
+
+
+def test_installation_that_failed_starts_afresh(installer: Machine):
+    fails = installer.bin.parent / "fails"
+    fails.touch()
+    assert work(installer) == ["venv", "pip"]
+    fails.unlink()
+    assert work(installer) == ["venv", "pip"]
+    assert work(installer) == []
+
+
+def test_moved_checkout_is_installed_afresh(installer: Machine):
+    work(installer)
+    installer.checkout = installer.checkout.rename(installer.bin.parent / "moved")
+    assert work(installer) == ["venv", "pip"]
