@@ -6,7 +6,16 @@ compute plan ──> add_p2p ──> add_grad_sync ──> the plan that runs
 
 from collections.abc import Iterator
 
-from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan, PlanError, Program, gc_paused
+from megatron.fold3d.plan.ir import (
+    COMPUTE_OPS,
+    P2P_OPS,
+    Action,
+    Op,
+    Plan,
+    PlanError,
+    Program,
+    gc_paused,
+)
 
 _BACKWARD_ENDS = frozenset({Op.BACKWARD, Op.WEIGHT, Op.SEND_B})
 
@@ -36,26 +45,38 @@ def add_p2p(plan: Plan) -> Plan:
     followed by the send of its result; the matching receive is posted before the computation
     that its rank last started by then, so that it is open while the result is still being
     computed. Sends and receives appear in one order that all ranks can follow even if each send
-    blocks until its receive is posted: no plan that this pass returns can deadlock.
+    blocks until its receive is posted: no plan that this pass returns can deadlock. Whatever else
+    stands behind a computation stays there, behind its send.
 
     Raises:
         PlanError: the compute order itself cannot run.
     """
     num_ranks, num_stages = plan.num_ranks, plan.num_stages
-    compute = [[a for a in program if a.op in COMPUTE_OPS] for program in plan.programs]
+    programs = [[a for a in program if a.op not in P2P_OPS] for program in plan.programs]
     results = _Results(plan)
-    lowered: list[list[Action]] = [[] for _ in compute]
+    lowered: list[list[Action]] = [[] for _ in programs]
     last_compute = [0] * num_ranks  # where in `lowered` each rank's last computation stands
     position = [0] * num_ranks
-    running = [rank for rank in range(num_ranks) if compute[rank]]
+
+    def take_over(rank: int) -> None:
+        """Copy what stands before the rank's next computation."""
+        program, index = programs[rank], position[rank]
+        while index < len(program) and program[index].op not in COMPUTE_OPS:
+            lowered[rank].append(program[index])
+            index += 1
+        position[rank] = index
+
+    for rank in range(num_ranks):
+        take_over(rank)
+    running = [rank for rank in range(num_ranks) if position[rank] < len(programs[rank])]
     while running:
         ready = [
             (rank, action)
             for rank in running
-            if results.allow(action := compute[rank][position[rank]])
+            if results.allow(action := programs[rank][position[rank]])
         ]
         if not ready:
-            raise PlanError(_stuck({rank: compute[rank][position[rank]] for rank in running}))
+            raise PlanError(_stuck({rank: programs[rank][position[rank]] for rank in running}))
         for rank, action in ready:
             position[rank] += 1
             last_compute[rank] = len(lowered[rank])
@@ -73,7 +94,9 @@ def add_p2p(plan: Plan) -> Plan:
                 lowered[rank].append(Action(stage, send, microbatch))
                 lowered[to].insert(last_compute[to], Action(peer, receive, microbatch))
                 last_compute[to] += 1
-        running = [rank for rank in running if position[rank] < len(compute[rank])]
+        for rank, _ in ready:
+            take_over(rank)
+        running = [rank for rank in running if position[rank] < len(programs[rank])]
     return Plan(tuple(map(tuple, lowered)))
 
 
@@ -107,8 +130,9 @@ class _Results:
 
     def add(self, action: Action) -> None:
         stage, op, microbatch = action
-        done = self.forward if op is Op.FORWARD else self.backward
-        done[stage * self.num_microbatches + (microbatch or 0)] = op is not Op.WEIGHT
+        if op is not Op.WEIGHT:
+            done = self.forward if op is Op.FORWARD else self.backward
+            done[stage * self.num_microbatches + (microbatch or 0)] = True
 
     def allow(self, action: Action) -> int:
         """Whether what the action reads is there."""
