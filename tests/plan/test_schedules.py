@@ -1,0 +1,158 @@
+import pytest
+
+from megatron.fold3d.plan.ir import PlanError
+from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
+from megatron.fold3d.plan.verify import verify
+
+
+def rows(schedule: str, pp: int, segments: int, microbatches: int, **options) -> list[str]:
+    plan = build(
+        schedule,
+        num_ranks=pp,
+        num_segments=segments,
+        num_microbatches=microbatches,
+        **options,
+    )
+    verify(plan)
+    return plan.to_text().splitlines()
+
+
+def test_afab_on_one_segment_is_gpipe():
+    assert rows("afab", 2, 1, 3) == [
+        "0F0 0F1 0F2 0B0 0B1 0B2",
+        "1F0 1F1 1F2 1B0 1B1 1B2",
+    ]
+
+
+def test_afab_passes_one_segment_after_the_other():
+    assert rows("afab", 2, 2, 3) == [
+        "0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2",
+        "1F0 1F1 1F2 3F0 3F1 3F2 3B0 3B1 3B2 1B0 1B1 1B2",
+    ]
+
+
+def test_1f1b_runs_one_forward_less_ahead_per_rank():
+    assert rows("1f1b", 4, 1, 5) == [
+        "0F0 0F1 0F2 0F3 0B0 0F4 0B1 0B2 0B3 0B4",
+        "1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1B3 1B4",
+        "2F0 2F1 2B0 2F2 2B1 2F3 2B2 2F4 2B3 2B4",
+        "3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4",
+    ]
+
+
+def test_1f1b_with_fewer_microbatches_than_ranks():
+    assert rows("1f1b", 4, 1, 2) == [
+        "0F0 0F1 0B0 0B1",
+        "1F0 1F1 1B0 1B1",
+        "2F0 2F1 2B0 2B1",
+        "3F0 3B0 3F1 3B1",
+    ]
+
+
+def test_shifted_critical_path_runs_one_more_ahead_on_the_last_rank_but_one():
+    assert rows("shifted-critical-path", 4, 1, 5) == [
+        "0F0 0F1 0F2 0F3 0B0 0F4 0B1 0B2 0B3 0B4",
+        "1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1B3 1B4",
+        "2F0 2F1 2F2 2B0 2F3 2B1 2F4 2B2 2B3 2B4",
+        "3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4",
+    ]
+    assert rows("shifted-critical-path", 2, 1, 3) == [
+        "0F0 0F1 0F2 0B0 0B1 0B2",
+        "1F0 1B0 1F1 1B1 1F2 1B2",
+    ]
+
+
+def test_interleaved_goes_depth_first_by_default():
+    assert rows("interleaved", 2, 2, 4) == [
+        "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
+        "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
+    ]
+
+
+def test_interleaved_on_four_ranks():
+    assert rows("interleaved", 4, 2, 4) == [
+        "0F0 0F1 0F2 0F3 4F0 4F1 4F2 4F3 4B0 4B1 4B2 4B3 0B0 0B1 0B2 0B3",
+        "1F0 1F1 1F2 1F3 5F0 5F1 5F2 5F3 5B0 5B1 5B2 5B3 1B0 1B1 1B2 1B3",
+        "2F0 2F1 2F2 2F3 6F0 6F1 6F2 6B0 6F3 6B1 6B2 6B3 2B0 2B1 2B2 2B3",
+        "3F0 3F1 3F2 3F3 7F0 7B0 7F1 7B1 7F2 7B2 7F3 7B3 3B0 3B1 3B2 3B3",
+    ]
+
+
+def test_interleaved_with_groups_of_three_and_a_last_group_of_two():
+    assert rows("interleaved", 2, 2, 5, group_size=3) == [
+        "0F0 0F1 0F2 2F0 2F1 2F2 2B0 0F3 2B1 0F4 2B2 2F3 0B0 2F4 0B1 0B2 2B3 2B4 0B3 0B4",
+        "1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1F3 1B0 1F4 1B1 3F3 1B2 3F4 3B3 3B4 1B3 1B4",
+    ]
+
+
+def test_a_last_group_smaller_than_the_pipeline_is_shared_by_the_others():
+    # Groups of 2 would leave one micro-batch to a third: the groups are 0 1 and 2 3 4, and the
+    # last rank runs three forwards ahead, as many as the larger group has.
+    assert rows("interleaved", 2, 2, 5) == [
+        "0F0 0F1 2F0 2F1 0F2 0F3 2B0 0F4 2B1 2F2 0B0 2F3 0B1 2F4 2B2 2B3 2B4 0B2 0B3 0B4",
+        "1F0 1F1 3F0 3F1 3B0 1F2 3B1 1F3 1B0 1F4 1B1 3F2 3B2 3F3 3B3 3F4 3B4 1B2 1B3 1B4",
+    ]
+
+
+def test_breadth_first_is_aiao_with_a_1f1b_tail():
+    assert rows("breadth-first", 2, 2, 3) == [
+        "0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2",
+        "1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2",
+    ]
+
+
+def test_aiao_passes_all_microbatches_through_one_segment_before_the_next():
+    assert rows("aiao", 2, 2, 3, last_segment="afab") == [
+        "0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2",
+        "1F0 1F1 1F2 3F0 3F1 3F2 3B0 3B1 3B2 1B0 1B1 1B2",
+    ]
+
+
+def test_aiao_runs_the_last_segment_1f1b_by_default():
+    assert rows("aiao", 2, 2, 3) == [
+        "0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2",
+        "1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2",
+    ]
+
+
+def test_aiao_on_four_ranks():
+    assert rows("aiao", 4, 2, 5) == [
+        "0F0 0F1 0F2 0F3 0F4 4F0 4F1 4F2 4F3 4F4 4B0 4B1 4B2 4B3 4B4 0B0 0B1 0B2 0B3 0B4",
+        "1F0 1F1 1F2 1F3 1F4 5F0 5F1 5F2 5F3 5F4 5B0 5B1 5B2 5B3 5B4 1B0 1B1 1B2 1B3 1B4",
+        "2F0 2F1 2F2 2F3 2F4 6F0 6F1 6F2 6B0 6F3 6B1 6F4 6B2 6B3 6B4 2B0 2B1 2B2 2B3 2B4",
+        "3F0 3F1 3F2 3F3 3F4 7F0 7B0 7F1 7B1 7F2 7B2 7F3 7B3 7F4 7B4 3B0 3B1 3B2 3B3 3B4",
+    ]
+
+
+def test_aiao_on_one_rank_runs_the_last_segment_one_microbatch_at_a_time():
+    assert rows("aiao", 1, 2, 2) == ["0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_runs_the_smallest_plan(schedule: str):
+    assert rows(schedule, 1, 1, 1) == ["0F0 0B0"]
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0), (-2, 1, 1)])
+def test_a_size_below_one_is_refused(sizes: tuple[int, int, int]):
+    with pytest.raises(PlanError, match=rf"found {min(sizes)} .*; a plan needs at least one"):
+        rows("aiao", *sizes)
+
+
+@pytest.mark.parametrize("schedule", ONE_SEGMENT_SCHEDULES)
+def test_a_one_segment_schedule_refuses_more(schedule: str):
+    with pytest.raises(PlanError, match=f"{schedule} runs one segment per rank, found 2; try"):
+        rows(schedule, 2, 2, 4)
+
+
+@pytest.mark.parametrize("group_size", [-1, 0, 1, 3])
+def test_a_group_smaller_than_the_pipeline_is_refused(group_size: int):
+    # Smallest that hung: p=3, v=2, m=3 in groups of 1, where 3F2 waits for 2F2, 2F2 for 2B0,
+    # and 2B0 for 3B0, which comes after 3F2.
+    with pytest.raises(PlanError, match=f"groups of {group_size} .* on 4 ranks; .* at least 4"):
+        rows("interleaved", 4, 2, 8, group_size=group_size)
+
+
+def test_an_unknown_schedule_is_refused_with_the_names_of_the_known():
+    with pytest.raises(PlanError, match="unknown schedule 'gpipe'; choose from aiao, afab"):
+        rows("gpipe", 2, 1, 2)
