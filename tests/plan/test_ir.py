@@ -18,8 +18,25 @@ def test_an_action_reads_back_from_its_text(op: Op):
 
 @pytest.mark.parametrize(
     "word",
-    ["", "F", "0", "0F", "F0", "0f0", "0X0", "-1F0", "0F-1", "0F0 ", "0F0,", "0REDUCE_GRAD1"]
-    + ["0SEND_F", "0F²", "٣F0", "0F" + 5000 * "9", "0RECV0"],
+    [
+        "",
+        "F",
+        "0",
+        "0F",
+        "F0",
+        "0f0",
+        "0X0",
+        "-1F0",
+        "0F-1",
+        "0F0 ",
+        "0F0,",
+        "0REDUCE_GRAD1",
+        "0SEND_F",
+        "0F²",
+        "٣F0",
+        "0F" + 5000 * "9",
+        "0RECV0",
+    ],
 )
 def test_a_word_that_is_no_action_is_named(word: str):
     with pytest.raises(PlanError, match="is not an action; write <stage><op><microbatch>"):

@@ -32,10 +32,14 @@ def test_transfers_of_a_middle_rank():
 
 def test_the_last_rank_hands_a_segment_back_to_the_first():
     assert rows(add_p2p(compute("aiao", 2, 2, 2))) == [
-        "0F0 0SEND_F0 2RECV_F0 0F1 0SEND_F1 2RECV_F1 2F0 2SEND_F0 2RECV_B0 2F1 2SEND_F1 2RECV_B1 "
-        "2B0 2SEND_B0 0RECV_B0 2B1 2SEND_B1 0RECV_B1 0B0 0B1",
-        "1RECV_F0 1RECV_F1 1F0 1SEND_F0 3RECV_F0 1F1 1SEND_F1 3RECV_F1 3F0 3B0 3SEND_B0 1RECV_B0 "
-        "3F1 3B1 3SEND_B1 1RECV_B1 1B0 1SEND_B0 1B1 1SEND_B1",
+        (
+            "0F0 0SEND_F0 2RECV_F0 0F1 0SEND_F1 2RECV_F1 2F0 2SEND_F0 2RECV_B0 2F1 2SEND_F1 2RECV_B1 "
+            "2B0 2SEND_B0 0RECV_B0 2B1 2SEND_B1 0RECV_B1 0B0 0B1"
+        ),
+        (
+            "1RECV_F0 1RECV_F1 1F0 1SEND_F0 3RECV_F0 1F1 1SEND_F1 3RECV_F1 3F0 3B0 3SEND_B0 1RECV_B0 "
+            "3F1 3B1 3SEND_B1 1RECV_B1 1B0 1SEND_B0 1B1 1SEND_B1"
+        ),
     ]
 
 
@@ -67,10 +71,14 @@ def test_transfers_leave_other_actions_behind_their_computation():
         1GATHER_PARAM 1WAIT_PARAM 1F0 1B0 1F1 1B1 1REDUCE_GRAD 1WAIT_GRAD
     """)
     assert rows(add_p2p(plan)) == [
-        "0GATHER_PARAM 0WAIT_PARAM 0F0 0SEND_F0 0OFFLOAD0 0RECV_B0 0F1 0SEND_F1 0RELOAD0 "
-        "0RECV_B1 0B0 0B1 0REDUCE_GRAD 0WAIT_GRAD",
-        "1RECV_F0 1GATHER_PARAM 1WAIT_PARAM 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 "
-        "1REDUCE_GRAD 1WAIT_GRAD",
+        (
+            "0GATHER_PARAM 0WAIT_PARAM 0F0 0SEND_F0 0OFFLOAD0 0RECV_B0 0F1 0SEND_F1 0RELOAD0 "
+            "0RECV_B1 0B0 0B1 0REDUCE_GRAD 0WAIT_GRAD"
+        ),
+        (
+            "1RECV_F0 1GATHER_PARAM 1WAIT_PARAM 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 "
+            "1REDUCE_GRAD 1WAIT_GRAD"
+        ),
     ]
 
 
@@ -82,10 +90,14 @@ def test_an_order_that_cannot_run_is_refused_with_where_each_rank_stands():
 
 def test_grad_sync_starts_behind_the_last_backward_and_its_send():
     assert rows(add_grad_sync(add_p2p(compute("afab", 2, 2, 1)))) == [
-        "2RECV_F0 0F0 0SEND_F0 2RECV_B0 2F0 2SEND_F0 0RECV_B0 2B0 2SEND_B0 2REDUCE_GRAD "
-        "0B0 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD",
-        "1RECV_F0 3RECV_F0 1F0 1SEND_F0 3F0 1RECV_B0 3B0 3SEND_B0 3REDUCE_GRAD "
-        "1B0 1SEND_B0 1REDUCE_GRAD 3WAIT_GRAD 1WAIT_GRAD",
+        (
+            "2RECV_F0 0F0 0SEND_F0 2RECV_B0 2F0 2SEND_F0 0RECV_B0 2B0 2SEND_B0 2REDUCE_GRAD "
+            "0B0 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD"
+        ),
+        (
+            "1RECV_F0 3RECV_F0 1F0 1SEND_F0 3F0 1RECV_B0 3B0 3SEND_B0 3REDUCE_GRAD "
+            "1B0 1SEND_B0 1REDUCE_GRAD 3WAIT_GRAD 1WAIT_GRAD"
+        ),
     ]
 
 

@@ -1,0 +1,223 @@
+"""Each rule of the verifier, with the smallest plan that breaks it and the grid that shows it."""
+
+import pytest
+
+from megatron.fold3d.plan.ir import Plan, PlanError
+from megatron.fold3d.plan.lowering import add_offload, lower
+from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
+from megatron.fold3d.plan.verify import peak_activations, verify
+
+
+def rejection(text: str) -> list[str]:
+    with pytest.raises(PlanError) as caught:
+        verify(Plan.from_text(text))
+    return str(caught.value).splitlines()
+
+
+def grid(lines: list[str]) -> list[list[str]]:
+    """The cells of each rank that an error shows."""
+    return [line.partition("|")[2].split() for line in lines]
+
+
+def test_an_action_stands_on_the_rank_that_holds_its_stage():
+    message, *cells = rejection("""\
+        0F0 0B0 1B0
+        1F0
+    """)
+    assert message == "stage 1 belongs to rank 1"
+    assert grid(cells) == [["0F0", "0B0", ">1B0<"], ["1F0"]]
+
+
+def test_an_action_appears_once():
+    message, *cells = rejection("""\
+        0F0 0F1 0B0 0B1
+        1F0 1B0 1F1 1B0 1B1
+    """)
+    assert message == "1B0 appears more than once"
+    assert grid(cells) == [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", ">1B0<", "1B1"]]
+
+
+@pytest.mark.parametrize("lost", ["0F1", "0B0", "1B1", "0W1"])
+def test_a_stage_runs_every_microbatch(lost: str):
+    text = "0F0 0F1 0B0 0W0 0B1 0W1\n1F0 1B0 1W0 1F1 1B1 1W1"
+    assert rejection(text.replace(lost, "")) == [
+        f"{lost} is missing; a stage runs each micro-batch once"
+    ]
+
+
+def test_a_missing_microbatch_is_found_whatever_its_number():
+    assert rejection("0F999999999") == ["0F0 is missing; a stage runs each micro-batch once"]
+    assert rejection("0F0\n999999999F0") == ["1F0 is missing; a stage runs each micro-batch once"]
+
+
+@pytest.mark.parametrize("lost", ["0REDUCE_GRAD", "0WAIT_GRAD", "0GATHER_PARAM", "0WAIT_PARAM"])
+def test_what_starts_is_waited_for(lost: str):
+    text = "0GATHER_PARAM 0WAIT_PARAM 0F0 0B0 0REDUCE_GRAD 0WAIT_GRAD"
+    verify(Plan.from_text(text))
+    assert rejection(text.replace(lost, "")) == [
+        f"{lost} is missing; what starts must be waited for"
+    ]
+
+
+def test_forwards_run_in_the_order_of_the_data():
+    message, *cells = rejection("0F0 0F2 0F1 0B0 0B1 0B2")
+    assert message == ("0F1 comes too late; a stage reads its data in the order of micro-batches")
+    assert grid(cells) == [["0F0", "0F2", ">0F1<", "0B0", "0B1", "0B2"]]
+
+
+def test_backwards_may_run_in_any_order():
+    verify(Plan.from_text("0F0 0F1 0B1 0B0\n1F0 1F1 1B1 1B0"))
+
+
+def test_a_backward_follows_its_forward():
+    message, *cells = rejection("0F0 0B1 0F1 0B0")
+    assert message == "deadlock: rank 0 waits at 0B1 for 0F1"
+    assert grid(cells) == [["0F0", ">0B1<", "0F1", "0B0"]]
+
+
+def test_a_send_needs_its_receive():
+    message, *cells = rejection("""\
+        0F0 0SEND_F0 0RECV_B0 0B0
+        1F0 1B0 1SEND_B0
+    """)
+    assert message == "0SEND_F0 has no 1RECV_F0 to go with it"
+    assert grid(cells) == [["0F0", ">0SEND_F0<", "0RECV_B0", "0B0"], ["1F0", "1B0", "1SEND_B0"]]
+
+
+def test_a_receive_needs_its_send():
+    message, *cells = rejection("""\
+        0F0 0SEND_F0 0RECV_B0 0B0
+        1RECV_F0 1F0 1B0
+    """)
+    assert message == "0RECV_B0 has no 1SEND_B0 to go with it"
+    assert grid(cells) == [["0F0", "0SEND_F0", ">0RECV_B0<", "0B0"], ["1RECV_F0", "1F0", "1B0"]]
+
+
+def test_what_is_sent_first_is_received_first():
+    message, *cells = rejection("""\
+        0F0 0F1 0SEND_F1 0SEND_F0 0RECV_B0 0RECV_B1 0B0 0B1
+        1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1
+    """)
+    assert message == "0SEND_F1 meets 1RECV_F0; what is sent first must be received first"
+    assert [[cell for cell in row if cell[0] == ">"] for row in grid(cells)] == [
+        [">0SEND_F1<"],
+        [">1RECV_F0<"],
+    ]
+
+
+def test_a_tensor_that_no_one_sends_is_missing():
+    message, *cells = rejection("""\
+        0F0 0RECV_B0 0B0
+        1F0 1B0 1SEND_B0
+    """)
+    assert message == "1F0 needs 0SEND_F0, which is missing"
+    assert grid(cells) == [["0F0", "0RECV_B0", "0B0"], [">1F0<", "1B0", "1SEND_B0"]]
+
+
+def test_two_ranks_that_send_to_each_other_first_deadlock():
+    # Both receives exist and both channels are in order; with buffered sends this plan would run.
+    message, *cells = rejection("""\
+        0F0 0F1 0SEND_F0 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
+        1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1
+    """)
+    assert message == (
+        "deadlock: rank 0 waits at 0SEND_F1 for 1RECV_F1; rank 1 waits at 1SEND_B0 for 0RECV_B0"
+    )
+    assert grid(cells) == [
+        ["0F0", "0F1", "0SEND_F0", ">0SEND_F1<", "0RECV_B0", "0B0", "0RECV_B1", "0B1"],
+        ["1RECV_F0", "1F0", "1B0", ">1SEND_B0<", "1RECV_F1", "1F1", "1B1", "1SEND_B1"],
+    ]
+
+
+def test_a_receive_posted_in_time_avoids_that_deadlock():
+    verify(
+        Plan.from_text("""\
+        0F0 0F1 0SEND_F0 0RECV_B0 0SEND_F1 0B0 0RECV_B1 0B1
+        1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1
+    """)
+    )
+
+
+def test_a_compute_order_that_no_transfer_can_serve_is_refused():
+    message, *_ = rejection("""\
+        0F0 0B0 0F1 0B1
+        1F0 1F1 1B1 1B0
+    """)
+    assert message.startswith("no rank can go on: rank 0 at 0B0, rank 1 at 1F1")
+
+
+def test_gradients_are_reduced_once_they_are_whole():
+    message, *cells = rejection("0F0 0F1 0B0 0REDUCE_GRAD 0B1 0WAIT_GRAD")
+    assert message == "deadlock: rank 0 waits at 0REDUCE_GRAD for 0B1"
+    assert grid(cells) == [["0F0", "0F1", "0B0", ">0REDUCE_GRAD<", "0B1", "0WAIT_GRAD"]]
+
+
+def test_gradients_are_whole_after_the_last_weight_gradient():
+    message, *_ = rejection("0F0 0F1 0B0 0W0 0B1 0REDUCE_GRAD 0W1 0WAIT_GRAD")
+    assert message == "deadlock: rank 0 waits at 0REDUCE_GRAD for 0W1"
+
+
+def test_gradient_sync_is_checked_in_a_plan_without_transfers():
+    message, *_ = rejection("0REDUCE_GRAD 0F0 0B0 0WAIT_GRAD\n1F0 1B0 1REDUCE_GRAD 1WAIT_GRAD")
+    assert message.startswith("deadlock: rank 0 waits at 0REDUCE_GRAD for 0B0")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0WAIT_GRAD 0F0 0B0 0REDUCE_GRAD", "rank 0 waits at 0WAIT_GRAD for 0REDUCE_GRAD"),
+        ("0F0 0GATHER_PARAM 0WAIT_PARAM 0B0", "rank 0 waits at 0F0 for 0WAIT_PARAM"),
+        ("0WAIT_PARAM 0GATHER_PARAM 0F0 0B0", "rank 0 waits at 0WAIT_PARAM for 0GATHER_PARAM"),
+        ("0F0 0W0 0B0", "rank 0 waits at 0W0 for 0B0"),
+        ("0OFFLOAD0 0F0 0RELOAD0 0B0", "rank 0 waits at 0OFFLOAD0 for 0F0"),
+        ("0F0 0RELOAD0 0OFFLOAD0 0B0", "rank 0 waits at 0RELOAD0 for 0OFFLOAD0"),
+        ("0F0 0OFFLOAD0 0B0 0RELOAD0", "rank 0 waits at 0B0 for 0RELOAD0"),
+        ("0F0 0OFFLOAD0 0B0", "0B0 needs 0RELOAD0, which is missing"),
+        ("0F0 0RELOAD0 0B0", "0RELOAD0 needs 0OFFLOAD0, which is missing"),
+    ],
+)
+def test_an_action_follows_what_it_needs(text: str, message: str):
+    assert rejection(text)[0].removeprefix("deadlock: ") == message
+
+
+def test_the_grid_shows_the_surroundings_of_the_marked_action():
+    plan = lower(build("1f1b", num_ranks=16, num_segments=1, num_microbatches=64))
+    lines = rejection(plan.to_text().replace("8B20 ", ""))
+    assert lines == ["8B20 is missing; a stage runs each micro-batch once"]
+    message, *cells = rejection(plan.to_text().replace(" 8SEND_B20 ", " "))
+    assert message == "7RECV_B20 has no 8SEND_B20 to go with it"
+    assert [line[:10] for line in cells] == ["  rank  6 ", "  rank  7 ", "  rank  8 "]
+    assert [len(row) for row in grid(cells)] == [9, 9, 9]
+    assert grid(cells)[1][4] == ">7RECV_B20<"
+
+
+def sizes(schedule: str) -> list[tuple[int, int, int]]:
+    segments = 1 if schedule in ONE_SEGMENT_SCHEDULES else 2
+    return [(2, segments, 3), (3, segments, 3)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_plan_without_any_one_of_its_actions_is_refused(schedule: str):
+    for pp, segments, microbatches in sizes(schedule):
+        plan = lower(
+            build(schedule, num_ranks=pp, num_segments=segments, num_microbatches=microbatches)
+        )
+        verify(plan)
+        for rank, program in enumerate(plan.programs):
+            for index, action in enumerate(program):
+                shorter = list(plan.programs)
+                shorter[rank] = program[:index] + program[index + 1 :]
+                with pytest.raises(PlanError, match=str(action)):
+                    verify(Plan(tuple(shorter)))
+
+
+def test_peak_activations_count_what_is_held_at_once():
+    plan = Plan.from_text("0F0 0F1 0B0 0F2 0B1 0B2\n1F0 1B0 1F1 1B1 1F2 1B2")
+    assert peak_activations(plan) == (2, 1)
+
+
+def test_offloaded_activations_do_not_count():
+    plan = Plan.from_text("0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0B2 0RELOAD1 0B1 0RELOAD0 0B0")
+    verify(plan)
+    assert peak_activations(plan) == (1,)
+    assert peak_activations(add_offload(Plan.from_text("0F0 0F1 0F2 0B0 0B1 0B2"))) == (2,)
