@@ -11,6 +11,7 @@ def patches() -> tuple[Patch, ...]:
         device_queries,
         initialize,
         layer_norm,
+        optimizer_state,
         rng,
         streams,
         tensor_placement,
@@ -25,4 +26,5 @@ def patches() -> tuple[Patch, ...]:
         initialize.patch(),
         data_loader.patch(),
         layer_norm.patch(),
+        *optimizer_state.patches(),
     )
