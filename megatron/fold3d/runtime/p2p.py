@@ -69,7 +69,7 @@ class P2P:
         work = dist.isend(alias, self._peers[action.op], group=self._groups[action.op])
         assert work is not None
         self._leaving.append((alias, work))
-        while len(self._leaving) > _UNFINISHED_SENDS:
+        while self._leaving and (len(self._leaving) > _UNFINISHED_SENDS or self._first_has_left):
             self._leaving.popleft()[1].wait()
 
     def drain(self) -> None:
@@ -77,6 +77,10 @@ class P2P:
         assert not self._arriving, f"never used: {', '.join(map(str, self._arriving))}"
         while self._leaving:
             self._leaving.popleft()[1].wait()
+
+    @property
+    def _first_has_left(self) -> bool:
+        return self._leaving[0][1].is_completed()  # gloo never says so before it is waited for
 
     def _meet(self, rank: int, num_ranks: int) -> None:
         """Send one number over every link, one link after the other.
