@@ -33,12 +33,12 @@ def test_transfers_of_a_middle_rank():
 def test_the_last_rank_hands_a_segment_back_to_the_first():
     assert rows(add_p2p(compute("aiao", 2, 2, 2))) == [
         (
-            "0F0 0SEND_F0 2RECV_F0 0F1 0SEND_F1 2RECV_F1 2F0 2SEND_F0 2RECV_B0 2F1 2SEND_F1 2RECV_B1 "
-            "2B0 2SEND_B0 0RECV_B0 2B1 2SEND_B1 0RECV_B1 0B0 0B1"
+            "0F0 0SEND_F0 2RECV_F0 0F1 0SEND_F1 2RECV_F1 2F0 2SEND_F0 2RECV_B0 2F1 2SEND_F1 "
+            "2RECV_B1 2B0 2SEND_B0 0RECV_B0 2B1 2SEND_B1 0RECV_B1 0B0 0B1"
         ),
         (
-            "1RECV_F0 1RECV_F1 1F0 1SEND_F0 3RECV_F0 1F1 1SEND_F1 3RECV_F1 3F0 3B0 3SEND_B0 1RECV_B0 "
-            "3F1 3B1 3SEND_B1 1RECV_B1 1B0 1SEND_B0 1B1 1SEND_B1"
+            "1RECV_F0 1RECV_F1 1F0 1SEND_F0 3RECV_F0 1F1 1SEND_F1 3RECV_F1 3F0 3B0 3SEND_B0 "
+            "1RECV_B0 3F1 3B1 3SEND_B1 1RECV_B1 1B0 1SEND_B0 1B1 1SEND_B1"
         ),
     ]
 

@@ -1,0 +1,286 @@
+"""What holds for every schedule at every size, and for orders that nobody planned."""
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.fold3d.plan.ir import (
+    COMPUTE_OPS,
+    RECV_OPS,
+    SEND_OPS,
+    Action,
+    Op,
+    Plan,
+    PlanError,
+)
+from megatron.fold3d.plan.lowering import add_grad_sync, add_offload, add_p2p, forward_only, lower
+from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, LastSegment, build
+from megatron.fold3d.plan.verify import peak_activations, verify
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    schedule: str
+    pp: int
+    segments: int
+    microbatches: int
+    last_segment: LastSegment
+    group_size: int
+
+    def build(self) -> Plan:
+        return build(
+            self.schedule,
+            num_ranks=self.pp,
+            num_segments=self.segments,
+            num_microbatches=self.microbatches,
+            last_segment=self.last_segment,
+            group_size=self.group_size,
+        )
+
+
+@st.composite
+def cases(draw: st.DrawFn, max_microbatches: int = 12) -> Case:
+    schedule = draw(st.sampled_from(SCHEDULES))
+    pp = draw(st.integers(1, 6))
+    return Case(
+        schedule=schedule,
+        pp=pp,
+        segments=1 if schedule in ONE_SEGMENT_SCHEDULES else draw(st.integers(1, 4)),
+        microbatches=draw(st.integers(1, max_microbatches)),
+        last_segment=draw(st.sampled_from(("1f1b", "afab"))),
+        group_size=draw(st.integers(pp, 2 * pp + 2)),
+    )
+
+
+@st.composite
+def unplanned_orders(draw: st.DrawFn) -> Plan:
+    """Compute orders in which each rank picks any computation whose inputs are there."""
+    num_ranks, num_segments = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    num_microbatches = draw(st.integers(1, 5))
+    pick = draw(st.randoms(use_true_random=False))
+    last = num_ranks * num_segments - 1
+    programs: list[list[Action]] = [[] for _ in range(num_ranks)]
+    forwards = [0] * (last + 1)  # micro-batches forwarded by each stage, in order
+    done: set[Action] = set()
+    while len(done) < 2 * (last + 1) * num_microbatches:
+        ready = [
+            Action(stage, Op.FORWARD, forwards[stage])
+            for stage in range(last + 1)
+            if forwards[stage] < (forwards[stage - 1] if stage else num_microbatches)
+        ] + [
+            action
+            for stage in range(last + 1)
+            for microbatch in range(forwards[stage])
+            if (action := Action(stage, Op.BACKWARD, microbatch)) not in done
+            and (stage == last or Action(stage + 1, Op.BACKWARD, microbatch) in done)
+        ]
+        action = pick.choice(ready)
+        forwards[action.stage] += action.op is Op.FORWARD
+        done.add(action)
+        programs[action.stage % num_ranks].append(action)
+    return Plan(tuple(map(tuple, programs)))
+
+
+@given(cases())
+def test_every_schedule_can_run(case: Case):
+    plan = case.build()
+    verify(plan)
+    for lowering in (add_p2p, lower, add_offload):
+        plan = lowering(plan)
+        verify(plan)
+
+
+@given(cases())
+def test_the_forwards_alone_can_run(case: Case):
+    verify(add_p2p(forward_only(case.build())))
+
+
+@given(unplanned_orders())
+def test_transfers_of_any_order_that_can_run_cannot_deadlock(plan: Plan):
+    verify(add_grad_sync(add_p2p(plan)))
+
+
+@given(cases())
+def test_text_and_csv_read_back(case: Case):
+    plan = lower(case.build())
+    assert Plan.from_text(plan.to_text()) == plan
+    assert Plan.from_csv(plan.to_csv()) == plan
+
+
+@given(cases())
+def test_microbatches_are_first_in_first_out_both_ways(case: Case):
+    order = defaultdict(list)
+    for program in case.build().programs:
+        for stage, op, microbatch in program:
+            order[stage, op].append(microbatch)
+    assert len(order) == 2 * case.pp * case.segments
+    assert all(row == list(range(case.microbatches)) for row in order.values())
+
+
+def largest_group(m: int, group_size: int, pp: int) -> int:
+    """The groups hold ``group_size`` each; if the last would hold less than p, they share."""
+    if m % group_size >= pp:
+        return min(m, group_size)
+    return -(-m // max(1, m // group_size))
+
+
+PEAKS: dict[str, Callable[[Case, int], int]] = {
+    "afab": lambda c, r: c.segments * c.microbatches,
+    "1f1b": lambda c, r: min(c.microbatches, c.pp - r),
+    "shifted-critical-path": lambda c, r: min(c.microbatches, c.pp - r + (r == c.pp - 2)),
+    "aiao": lambda c, r: (
+        (c.segments - 1) * c.microbatches + min(c.microbatches, 2 * (c.pp - 1 - r) + 1)
+        if c.last_segment == "1f1b"
+        else c.segments * c.microbatches
+    ),
+    "breadth-first": lambda c, r: min(
+        c.segments * c.microbatches, 2 * (c.pp - 1 - r) + (c.segments - 1) * c.microbatches + 1
+    ),
+    "interleaved": lambda c, r: min(
+        c.segments * c.microbatches,
+        2 * (c.pp - 1 - r)
+        + (c.segments - 1) * largest_group(c.microbatches, c.group_size, c.pp)
+        + 1,
+    ),
+}
+
+
+@given(cases())
+def test_peak_activations_match_their_formula(case: Case):
+    formula = PEAKS[case.schedule]
+    assert peak_activations(case.build()) == tuple(formula(case, r) for r in range(case.pp))
+
+
+@given(st.one_of(cases().map(Case.build), unplanned_orders()))
+def test_lowering_leaves_the_compute_order_alone(plan: Plan):
+    for lowering in (add_p2p, lower, add_offload):
+        assert lowering(plan).select(COMPUTE_OPS) == plan
+
+
+@given(st.one_of(cases().map(Case.build), unplanned_orders()))
+def test_a_receive_is_posted_a_computation_before_its_use(plan: Plan):
+    for program in add_p2p(plan).programs:
+        started, posted = 0, {}
+        for stage, op, microbatch in program:
+            if op in RECV_OPS:
+                user = Op.FORWARD if op is Op.RECV_F else Op.BACKWARD
+                posted[stage, user, microbatch] = started
+            elif op in COMPUTE_OPS:
+                assert posted.get((stage, op, microbatch), 0) <= max(0, started - 1)
+                started += 1
+
+
+@given(st.one_of(cases().map(Case.build), unplanned_orders()))
+def test_a_send_follows_the_computation_of_its_tensor(plan: Plan):
+    for program in add_p2p(plan).programs:
+        for before, (stage, op, microbatch) in pairwise(program):
+            if op in SEND_OPS:
+                made_by = Op.FORWARD if op is Op.SEND_F else Op.BACKWARD
+                assert before == (stage, made_by, microbatch)
+
+
+@given(cases(max_microbatches=6), st.randoms(use_true_random=False))
+def test_a_plan_without_one_of_its_actions_is_refused(case: Case, pick: Random):
+    programs = list(lower(case.build()).programs)
+    rank = pick.randrange(case.pp)
+    index = pick.randrange(len(programs[rank]))
+    programs[rank] = programs[rank][:index] + programs[rank][index + 1 :]
+    with pytest.raises(PlanError):
+        verify(Plan(tuple(programs)))
+
+
+@given(cases(max_microbatches=6), st.randoms(use_true_random=False))
+def test_two_sends_of_one_channel_cannot_change_places(case: Case, pick: Random):
+    programs = [list(program) for program in lower(case.build()).programs]
+    rank, op = pick.randrange(case.pp), pick.choice((Op.SEND_F, Op.SEND_B))
+    sends = [index for index, action in enumerate(programs[rank]) if action.op is op]
+    if len(sends) < 2:
+        return
+    i, j = pick.sample(sends, 2)
+    programs[rank][i], programs[rank][j] = programs[rank][j], programs[rank][i]
+    with pytest.raises(PlanError, match="what is sent first must be received first"):
+        verify(Plan(tuple(map(tuple, programs))))
+
+
+@given(
+    st.one_of(cases(max_microbatches=4).map(Case.build), unplanned_orders()),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=300)
+def test_a_shuffled_plan_is_refused_exactly_if_it_does_not_end(plan: Plan, pick: Random):
+    programs = [list(program) for program in add_p2p(plan).programs]
+    for _ in range(pick.randint(1, 3)):
+        program = pick.choice(programs)
+        i = pick.randrange(len(program) - 1)
+        program[i : i + 2] = reversed(program[i : i + 2])
+    shuffled = Plan(tuple(map(tuple, programs)))
+    in_order = all(
+        microbatches == sorted(microbatches)
+        for microbatches in (
+            [m for s, op, m in program if (s, op) == (stage, Op.FORWARD)]
+            for program in programs
+            for stage in range(plan.num_stages)
+        )
+    )
+    try:
+        verify(shuffled)
+    except PlanError:
+        assert not (in_order and ends(shuffled))
+    else:
+        assert in_order
+        assert ends(shuffled)
+
+
+def ends(plan: Plan) -> bool:
+    """Play a plan over blocking channels, in the plainest way there is."""
+    posted: dict[tuple[int, Op], deque[Action]] = defaultdict(deque)  # by the rank that receives
+    inputs = {Action(0, Op.FORWARD, m) for m in range(plan.num_microbatches)}
+    saved, outputs = set(), set()
+    alone, last = plan.num_ranks == 1, plan.num_stages - 1
+
+    def run(rank: int, action: Action) -> bool:
+        stage, op, microbatch = action
+        if op in RECV_OPS:
+            posted[rank, op].append(action)
+        elif op in SEND_OPS:
+            forward = op is Op.SEND_F
+            to, receive = (stage + 1, Op.RECV_F) if forward else (stage - 1, Op.RECV_B)
+            channel = posted[to % plan.num_ranks, receive]
+            if action not in outputs or not channel:
+                return False
+            if channel[0] != (to, receive, microbatch):
+                return False  # the wrong tensor would arrive
+            channel.popleft()
+            inputs.add(Action(to, Op.FORWARD if forward else Op.BACKWARD, microbatch))
+        elif action not in inputs:
+            return False
+        elif op is Op.FORWARD:
+            saved.add((stage, microbatch))
+            outputs.add(Action(stage, Op.SEND_F, microbatch))
+            if stage == last:
+                inputs.add(Action(stage, Op.BACKWARD, microbatch))
+            elif alone:
+                inputs.add(Action(stage + 1, Op.FORWARD, microbatch))
+        elif (stage, microbatch) not in saved:
+            return False
+        else:
+            outputs.add(Action(stage, Op.SEND_B, microbatch))
+            if alone:
+                inputs.add(Action(stage - 1, Op.BACKWARD, microbatch))
+        return True
+
+    programs = [deque(program) for program in plan.programs]
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(programs):
+            while program and run(rank, program[0]):
+                program.popleft()
+                moved = True
+    return not any(programs)
