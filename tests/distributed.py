@@ -1,0 +1,197 @@
+"""Run a plain function on fresh ranks, as torchrun would, within a time that is always kept.
+
+Ranks are forked from one server that has imported torch and Megatron, seconds of work on each
+rank otherwise. The server has no thread when it forks, except OpenBLAS's, which expects forks.
+
+Keeps one invariant: no rank outlives its test, whatever the rank, the test or pytest does.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_PRELOAD = (
+    "torch",
+    "megatron.core.tokenizers.text",  # transformers
+    "megatron.fold3d.runtime.executor",
+    "megatron.training",
+    "pretrain_gpt",
+)
+_GRACE_S = 0.5  # in which ranks that fail for one reason have all failed, or have dumped a stack
+_LOG_LINES = 20
+
+
+class RankError(Exception):
+    """A rank failed: its traceback, each line marked with ``[rank N]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    when: float
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    rank: int
+    process: ForkServerProcess
+    connection: Connection
+    log: Path
+    stack: Path
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None  # it was started
+        return self.process.pid
+
+    def outcome(self) -> Any:
+        """What the function returned, or a `_Failure`."""
+        try:
+            return self.connection.recv()
+        except EOFError:
+            self.process.join()
+            # An earlier cause than anything another rank may say about it.
+            return _Failure(0.0, self.rank, f"died with exit code {self.process.exitcode}")
+
+    def close(self) -> None:
+        if self.process.is_alive():
+            os.killpg(self.pid, signal.SIGKILL)  # with the workers of its data loaders
+        self.process.join()
+        self.connection.close()
+
+
+def run_distributed(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0
+) -> list[Any]:
+    """Call ``fn(*args)`` on each of ``world_size`` new ranks and return what they return, by rank.
+
+    ``fn`` is a function of a module's top level; ``init_process_group("gloo")`` and Megatron's own
+    start-up find the other ranks as under torchrun. What a rank prints is shown when it fails.
+
+    Raises:
+        RankError: a rank raised, died, or had not finished after ``timeout_s``.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOAD))
+    # Here and not on rank 0, so that its port is known to be free: torchrun's way.
+    store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="ranks-")))
+        ranks = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            log, stacks = folder / f"log{rank}", folder / f"stack{rank}"
+            environment = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": world_size,
+                "LOCAL_WORLD_SIZE": world_size,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": store.port,
+                "TORCHELASTIC_USE_AGENT_STORE": True,
+                "TORCHELASTIC_RESTART_COUNT": 0,
+            }
+            process = context.Process(
+                target=_run_rank, args=(rank, environment, theirs, log, stacks, fn, args)
+            )
+            process.start()
+            theirs.close()
+            ranks.append(_Rank(rank, process, ours, log, stacks))
+            stack.callback(ranks[-1].close)
+        return _collect(ranks, timeout_s)
+
+
+def _collect(ranks: Sequence[_Rank], timeout_s: float) -> list[Any]:
+    deadline = time.monotonic() + timeout_s
+    results: dict[int, Any] = {}
+    failures: list[_Failure] = []
+    waiting: dict[Any, _Rank] = {rank.connection: rank for rank in ranks}
+    while waiting:
+        left_s = _GRACE_S if failures else max(0.0, deadline - time.monotonic())
+        ready = wait(list(waiting), left_s)
+        if not ready:
+            break
+        for connection in ready:
+            rank = waiting.pop(connection)
+            outcome = rank.outcome()
+            if isinstance(outcome, _Failure):
+                failures.append(outcome)
+            else:
+                results[rank.rank] = outcome
+    if failures:
+        first = min(failures, key=lambda failure: (failure.when, failure.rank))
+        raise RankError(_marked(first.rank, first.text) + _last_lines(ranks[first.rank]))
+    if waiting:
+        late = ", ".join(str(rank.rank) for rank in waiting.values())
+        raise RankError(f"not finished after {timeout_s} s: ranks {late}\n" + _stacks(ranks))
+    return [results[rank.rank] for rank in ranks]
+
+
+def _stacks(ranks: Sequence[_Rank]) -> str:
+    alive = [rank for rank in ranks if rank.process.is_alive()]
+    for rank in alive:
+        os.kill(rank.pid, signal.SIGUSR1)
+    time.sleep(_GRACE_S)
+    return "\n".join(
+        _marked(rank.rank, rank.stack.read_text() or "no stack: not started yet, or stopped")
+        if rank in alive
+        else _marked(rank.rank, "finished")
+        for rank in ranks
+    )
+
+
+def _marked(rank: int, text: str) -> str:
+    return "\n".join(f"[rank {rank}] {line}" for line in text.splitlines())
+
+
+def _last_lines(rank: _Rank) -> str:
+    lines = rank.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+    return "\n\nThe last it printed:\n" + _marked(rank.rank, "\n".join(lines)) if lines else ""
+
+
+def _run_rank(
+    rank: int,
+    environment: dict[str, Any],
+    connection: Connection,
+    log: Path,
+    stack: Path,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+) -> None:
+    os.setpgid(0, 0)
+    with log.open("wb", buffering=0) as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    stack_file = stack.open("w")  # open as long as the rank lives
+    faulthandler.register(signal.SIGUSR1, stack_file)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    torch.set_num_threads(1)
+    try:
+        outcome = fn(*args)
+    except BaseException:  # noqa: BLE001  (SystemExit too: the test shall see it)
+        outcome = _Failure(time.monotonic(), rank, traceback.format_exc())
+    connection.send(outcome)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.killpg(0, signal.SIGKILL)

@@ -1,0 +1,108 @@
+"""One training run inside a rank, and all of it that a schedule must not change, bit for bit."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(slots=True)
+class Record:
+    """What one rank saw: exact floats in hexadecimal, tensors as digests of their raw bytes.
+
+    Attributes:
+        iterations: of each training iteration the losses (on the last pipeline rank), the
+            gradients' norm, and whether the update was skipped.
+        evaluations: the losses of each evaluation, on the last pipeline rank.
+        num_microbatches: of each training iteration.
+        parameters: of every model chunk, after the last iteration.
+        optimizer: its own parameters (fp32 masters, shards) and moments.
+    """
+
+    iterations: list[dict[str, str]] = field(default_factory=list)
+    evaluations: list[dict[str, str]] = field(default_factory=list)
+    num_microbatches: list[int] = field(default_factory=list)
+    parameters: dict[str, str] = field(default_factory=dict)
+    optimizer: dict[str, str] = field(default_factory=dict)
+
+
+def train(argv: Sequence[str]) -> Record:
+    """Run ``pretrain_gpt.py`` on this rank with a recorder in Megatron's training loop."""
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.training import training
+
+    import pretrain_gpt
+
+    record = Record()
+    trained: dict[str, Any] = {}
+    train_step, evaluate = training.train_step, training.evaluate
+
+    def recorded_train_step(*args: Any, **kwargs: Any) -> Any:
+        _, _, trained["model"], trained["optimizer"], *_ = args
+        record.num_microbatches.append(get_num_microbatches())
+        result = train_step(*args, **kwargs)
+        losses, skipped, *_ = result
+        values = {**losses, "grad norm": result[5], "skipped": skipped}
+        record.iterations.append(_exact(values))
+        return result
+
+    def recorded_evaluate(*args: Any, **kwargs: Any) -> Any:
+        result = evaluate(*args, **kwargs)
+        record.evaluations.append(_exact(result[0]))
+        return result
+
+    training.train_step, training.evaluate = recorded_train_step, recorded_evaluate
+    pretrain_gpt.launch.refuse = _refuse
+    pretrain_gpt.main(argv)
+    for chunk, module in enumerate(trained["model"]):
+        for name, parameter in module.named_parameters():
+            record.parameters[f"chunk {chunk} {name}"] = _digest(parameter)
+    record.optimizer.update(_optimizer_state(trained["optimizer"]))
+    return record
+
+
+def differences(ours: Sequence[Record], stock: Sequence[Record]) -> list[str]:
+    """Name each value of any rank that is not the same in both runs."""
+    return [
+        f"rank {rank}: {name}: {mine.get(name)} instead of {theirs.get(name)}"
+        for rank, (a, b) in enumerate(zip(ours, stock, strict=True))
+        for mine, theirs in [(_flat(a), _flat(b))]
+        for name in sorted(mine.keys() | theirs.keys())
+        if mine.get(name) != theirs.get(name)
+    ]
+
+
+def _refuse(error: Exception) -> int:
+    raise error  # here the traceback is wanted, on whichever rank
+
+
+def _flat(record: Record) -> dict[str, str]:
+    flat = {f"parameter {name}": digest for name, digest in record.parameters.items()}
+    flat |= {f"optimizer {name}": digest for name, digest in record.optimizer.items()}
+    for kind, rows in (("iteration", record.iterations), ("evaluation", record.evaluations)):
+        for number, row in enumerate(rows, 1):
+            flat |= {f"{kind} {number} {name}": value for name, value in row.items()}
+    return flat
+
+
+def _exact(values: dict[str, Any]) -> dict[str, str]:
+    return {name: float(value).hex() for name, value in values.items()}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(raw).hexdigest()[:16]}"
+
+
+def _optimizer_state(optimizer: Any) -> Iterator[tuple[str, str]]:
+    for part, megatrons in enumerate(optimizer.chained_optimizers):
+        for group, settings in enumerate(megatrons.optimizer.param_groups):
+            for number, parameter in enumerate(settings["params"]):
+                name = f"{part}.{group}.{number}"
+                yield f"{name} parameter", _digest(parameter)
+                for key, value in megatrons.optimizer.state[parameter].items():
+                    if isinstance(value, torch.Tensor):
+                        yield f"{name} {key}", _digest(value)
+        yield f"{part} loss scale", float(megatrons.get_loss_scale()).hex()
