@@ -1,0 +1,1 @@
+"""HOW LONG, HOW MUCH: simulated and measured runs, formulas, memory. No torch."""

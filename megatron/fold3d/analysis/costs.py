@@ -1,0 +1,91 @@
+"""Costs: how long each action of a plan takes on its own.
+
+Analytic or measured, the simulator does not mind. What sharing adds - links, waiting, order - is
+the simulator's business and never part of a cost.
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+from megatron.fold3d.plan.ir import Plan, PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Seconds per action; tuples hold one number per stage, and empty ones mean zero."""
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    weight_s: tuple[float, ...] = ()
+    p2p_s: float = 0.0
+    """One message at the full rate of a NIC."""
+    p2p_latency_s: float = 0.0
+    """What a message waits before it uses any bandwidth."""
+    p2p_local_s: float = 0.0
+    """One message between two ranks behind the same NIC; it does not use the NIC."""
+    grad_sync_s: tuple[float, ...] = ()
+    """DP.sync of a stage's gradients at the full rate of the rank's NIC."""
+    param_gather_s: tuple[float, ...] = ()
+    optimizer_s: tuple[float, ...] = ()
+    """Update of a stage's parameters, after its WAIT_GRAD."""
+    offload_s: tuple[float, ...] = ()
+    """One micro-batch's saved activations of a stage to the host, on the copy stream."""
+    reload_s: tuple[float, ...] = ()
+
+    @classmethod
+    def uniform(
+        cls,
+        num_stages: int,
+        *,
+        forward_s: float = 1.0,
+        backward_s: float = 2.0,
+        grad_sync_s: float = 0.0,
+        p2p_s: float = 0.0,
+        p2p_latency_s: float = 0.0,
+    ) -> Self:
+        """Return the same costs for every stage; by default the units of the usual diagrams."""
+        return cls(
+            forward_s=(forward_s,) * num_stages,
+            backward_s=(backward_s,) * num_stages,
+            grad_sync_s=(grad_sync_s,) * num_stages,
+            p2p_s=p2p_s,
+            p2p_latency_s=p2p_latency_s,
+        )
+
+    def check(self, plan: Plan) -> None:
+        """Return if the costs are of this plan's stages.
+
+        Raises:
+            PlanError: a tuple has another length, or a number is negative.
+        """
+        for name in (field.name for field in fields(self)):
+            value = getattr(self, name)
+            numbers = value if isinstance(value, tuple) else (value,)
+            if any(not number >= 0 for number in numbers):
+                raise PlanError(f"found {name}={value}; seconds are zero or more")
+            optional = not numbers and name not in ("forward_s", "backward_s")
+            if isinstance(value, tuple) and len(numbers) != plan.num_stages and not optional:
+                raise PlanError(
+                    f"found {len(numbers)} numbers in {name}; a plan of {plan.num_stages} stages "
+                    "needs one for each"
+                )
+
+    def to_json(self) -> str:
+        """One key per field; the inverse is `from_json`."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read `to_json`; fields that are not there have their defaults.
+
+        Raises:
+            ValueError: the text is not JSON, a key is unknown, or one that is needed is missing.
+        """
+        try:
+            found = json.loads(text).items()
+            values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found}
+            return cls(**values)
+        except (AttributeError, TypeError, ValueError) as error:
+            known = ", ".join(field.name for field in fields(cls))
+            raise ValueError(f"not costs: {error}; the keys are {known}") from None

@@ -1,0 +1,151 @@
+"""Links that flows share: fluid, max-min fair, PP.sync before DP.sync.
+
+Work is counted in seconds at the full rate of a NIC, so every capacity is one. A NIC is full
+duplex, two links: a message uses the sender's outgoing and the receiver's incoming one, a
+collective both links of its own NIC.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from math import inf
+from typing import Any
+
+from megatron.fold3d.analysis.clock import Clock
+
+
+class Flow:
+    """Work that takes the same rate on each of its links, and whom to tell when it is done."""
+
+    __slots__ = ("background", "done", "ends_s", "links", "rate", "remaining_s", "since_s", "tag")
+
+    def __init__(
+        self, links: tuple[int, int], work_s: float, done: Callable[[Any], None], tag: Any
+    ) -> None:
+        self.links = links
+        self.remaining_s = work_s
+        self.done = done
+        self.tag = tag
+        self.background = False
+        self.rate = 0.0
+        self.since_s = 0.0
+        self.ends_s = inf  # if nothing changes on its links
+
+
+class Network:
+    """The NICs and what flows through them.
+
+    Args:
+        clock: the run's.
+        num_nics: NICs, numbered from zero.
+        preemptive: messages take all that they can use and collectives share the rest; without it
+            they are equals.
+    """
+
+    def __init__(self, clock: Clock, num_nics: int, *, preemptive: bool) -> None:
+        # Dicts as ordered sets: equal runs visit equal flows in equal order.
+        self._clock = clock
+        self._flows: list[dict[Flow, None]] = [{} for _ in range(2 * num_nics)]
+        self._background: list[dict[Flow, None]] = [{} for _ in range(num_nics)]
+        self._preemptive = preemptive
+        self._touched: dict[int, None] = {}
+
+    def message(
+        self, source: int, target: int, work_s: float, done: Callable[[Any], None], tag: Any
+    ) -> Flow:
+        """Make the flow of a message from NIC to NIC."""
+        return Flow((2 * source, 2 * target + 1), work_s, done, tag)
+
+    def collective(self, nic: int, work_s: float, done: Callable[[Any], None], tag: Any) -> Flow:
+        """Make the flow of a collective, which sends and receives through one NIC."""
+        flow = Flow((2 * nic, 2 * nic + 1), work_s, done, tag)
+        flow.background = self._preemptive
+        return flow
+
+    def start(self, flow: Flow) -> None:
+        """Let a flow take part from now on; `settle` will give it its rate."""
+        flow.since_s = self._clock.now_s
+        for flows in self._of(flow):
+            flows[flow] = None
+        self._touch(flow)
+
+    def stop(self, flow: Flow) -> None:
+        """Take a flow out, done or not; what is left of its work stays in it."""
+        self._set_rate(flow, 0.0)
+        for flows in self._of(flow):
+            del flows[flow]
+        self._touch(flow)
+
+    def settle(self) -> None:
+        """Share the links anew where flows have started or stopped."""
+        nics: dict[int, None] = {}
+        while self._touched:
+            links, flows = self._component(next(iter(self._touched)))
+            for link in links:
+                self._touched.pop(link, None)
+                nics[link >> 1] = None
+            for flow, rate in _max_min(links, flows, self._flows):
+                self._set_rate(flow, rate)
+        for nic in nics:
+            if background := self._background[nic]:
+                used = max(sum(flow.rate for flow in self._flows[2 * nic + i]) for i in (0, 1))
+                for flow in background:
+                    self._set_rate(flow, max(0.0, 1.0 - used) / len(background))
+
+    def _of(self, flow: Flow) -> Iterator[dict[Flow, None]]:
+        if flow.background:
+            yield self._background[flow.links[0] >> 1]
+        else:
+            yield from (self._flows[link] for link in flow.links)
+
+    def _touch(self, flow: Flow) -> None:
+        for link in flow.links:
+            self._touched[link] = None
+
+    def _component(self, link: int) -> tuple[dict[int, None], dict[Flow, None]]:
+        """Everything that shares with this link, directly or through others."""
+        links: dict[int, None] = {link: None}
+        flows: dict[Flow, None] = {}
+        queue = [link]
+        while queue:
+            for flow in self._flows[queue.pop()]:
+                flows[flow] = None
+                for other in flow.links:
+                    if other not in links:
+                        links[other] = None
+                        queue.append(other)
+        return links, flows
+
+    def _set_rate(self, flow: Flow, rate: float) -> None:
+        if rate == flow.rate:
+            return
+        now_s = self._clock.now_s
+        flow.remaining_s = max(0.0, flow.remaining_s - flow.rate * (now_s - flow.since_s))
+        flow.since_s = now_s
+        flow.rate = rate
+        flow.ends_s = now_s + flow.remaining_s / rate if rate > 0 else inf
+        if rate > 0:
+            self._clock.at(flow.ends_s, self._end, flow)
+
+    def _end(self, flow: Flow) -> None:
+        if flow.ends_s == self._clock.now_s and flow.rate > 0:  # else its end has moved since
+            flow.remaining_s = 0.0
+            self.stop(flow)
+            flow.done(flow.tag)
+
+
+def _max_min(
+    links: Iterable[int], flows: dict[Flow, None], on_link: list[dict[Flow, None]]
+) -> Iterator[tuple[Flow, float]]:
+    """Yield max-min fair rates: the fullest link's flows get equal shares, then the next's."""
+    if len(flows) == 1:
+        yield next(iter(flows)), 1.0
+        return
+    free = dict.fromkeys(links, 1.0)
+    count = {link: len(on_link[link]) for link in links}
+    while flows:
+        rate, bottleneck = min((free[link] / n, link) for link, n in count.items() if n)
+        for flow in [flow for flow in on_link[bottleneck] if flow in flows]:
+            yield flow, rate
+            del flows[flow]
+            for link in flow.links:
+                free[link] = max(0.0, free[link] - rate)
+                count[link] -= 1

@@ -1,0 +1,62 @@
+"""Colors of the diagrams: a hue per kind of work, a shade per segment, on light and dark pages.
+
+Forward and backward are blue and orange, which every eye tells apart.
+"""
+
+from colorsys import hls_to_rgb
+
+HUES = {
+    "forward": (211, 0.82, 0.38),
+    "backward": (29, 0.95, 0.45),
+    "weight": (140, 0.42, 0.36),
+    "sync": (268, 0.52, 0.46),
+    "copy": (176, 0.55, 0.30),
+}
+"""Per kind: hue in degrees, saturation, and the lightness of the last segment."""
+
+_LIGHTEST = 0.80
+
+STYLE = """
+.page{fill:#fff}.row{fill:#e9edf2}.thin{fill:#f4f6f8}.line{stroke:#cfd5de}
+.ink{fill:#1b2330}.soft{fill:#566173}.end{stroke:#566173}
+.wait{fill:#dfd0f5}.update{fill:#939dab}
+@media (prefers-color-scheme:dark){
+.page{fill:#11161e}.row{fill:#27303d}.thin{fill:#1a212b}.line{stroke:#343e4d}
+.ink{fill:#eef2f7}.soft{fill:#a6b1c1}.end{stroke:#a6b1c1}
+.wait{fill:#4a3868}.update{fill:#7d899a}}
+text{font-family:Inter,"Segoe UI",Helvetica,Arial,"DejaVu Sans",sans-serif}
+.n{text-anchor:middle;pointer-events:none}.on-light{fill:#14202f}.on-dark{fill:#fff}
+"""
+
+
+def css_class(kind: str, segment: int) -> str:
+    """Return the CSS class of a kind of work in a segment."""
+    return f"{kind}-{segment}"
+
+
+def rules(kind: str, num_segments: int) -> str:
+    """Return the CSS rules of a kind of work."""
+    return "".join(
+        f".{css_class(kind, segment)}{{fill:{_color(kind, segment, num_segments)}}}"
+        for segment in range(num_segments)
+    )
+
+
+def takes_dark_text(kind: str, segment: int, num_segments: int) -> bool:
+    """Whether dark text reads better than white on a shade (WCAG's relative luminance)."""
+    linear = [
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+        for c in _rgb(kind, segment, num_segments)
+    ]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return luminance > 0.26
+
+
+def _color(kind: str, segment: int, num_segments: int) -> str:
+    return "#" + "".join(f"{round(255 * c):02x}" for c in _rgb(kind, segment, num_segments))
+
+
+def _rgb(kind: str, segment: int, num_segments: int) -> tuple[float, float, float]:
+    hue, saturation, darkest = HUES[kind]
+    depth = segment / (num_segments - 1) if num_segments > 1 else 0.45
+    return hls_to_rgb(hue / 360, _LIGHTEST + (darkest - _LIGHTEST) * depth, saturation)

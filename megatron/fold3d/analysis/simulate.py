@@ -1,0 +1,255 @@
+"""Simulate a plan: an event-driven run that gives the timeline a cluster would.
+
+Each rank runs its program strictly in order, one computation at a time. A message leaves at its
+SEND - in a plan without transfers, when its computation ends - waits for the latency, and flows
+through the NICs of both ranks; a computation waits for its message. REDUCE_GRAD puts the stage's
+DP.sync on the rank's queue, of which one at a time flows; WAIT_GRAD waits until what was started
+last for its stage is done, in this iteration or the one before. OFFLOAD and RELOAD run on one copy
+stream per direction. A message does not wait for its RECV: `add_p2p` posts none of them late.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron.fold3d.analysis.clock import Clock
+from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.analysis.network import Network
+from megatron.fold3d.analysis.steps import NO_FACT, Step, Steps
+from megatron.fold3d.analysis.sync_queue import GradSyncOrder, SyncQueue
+from megatron.fold3d.analysis.timeline import Lane, Span, Timeline
+from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan, PlanError, gc_paused
+
+
+@gc_paused()
+def simulate(
+    plan: Plan,
+    costs: Costs,
+    *,
+    iterations: int = 1,
+    nic_of_rank: Sequence[int] | None = None,
+    grad_sync_order: GradSyncOrder = "fifo",
+    preemptive: bool = True,
+    flush: bool = False,
+) -> Timeline:
+    """Return the timeline of ``iterations`` runs of the plan, one after the other.
+
+    Args:
+        plan: with or without transfers and DP.sync.
+        costs: of the plan's stages.
+        iterations: how many; work deferred into the next one shows from the second on.
+        nic_of_rank: the NIC that each rank uses; one of its own by default.
+        grad_sync_order: "edf" lets the DP.sync that is needed first overtake the others.
+        preemptive: PP.sync goes before DP.sync on a shared link; otherwise they share it fairly.
+        flush: no rank begins an iteration before all have ended the one before.
+
+    Raises:
+        PlanError: the costs are of another plan, or a rank waits for what never comes.
+    """
+    costs.check(plan)
+    nics = tuple(range(plan.num_ranks) if nic_of_rank is None else nic_of_rank)
+    if len(nics) != plan.num_ranks:
+        raise PlanError(
+            f"found {len(nics)} NICs; the plan has {plan.num_ranks} ranks, one for each"
+        )
+    return _Run(plan, costs, nics, grad_sync_order, preemptive, iterations, flush).timeline()
+
+
+class _Rank:
+    """Where a rank is in its program."""
+
+    __slots__ = (
+        *("awaits", "copies_end_s", "iteration", "number", "position", "program"),
+        *("queue", "since_s", "spans"),
+    )
+
+    def __init__(self, number: int, program: list[Step]) -> None:
+        self.number = number
+        self.program = program
+        self.iteration = 0
+        self.position = 0
+        self.since_s = 0.0  # when it came to its step
+        self.awaits = NO_FACT  # what holds it up there
+        self.copies_end_s = {Op.OFFLOAD: 0.0, Op.RELOAD: 0.0}
+        self.spans: list[Span] = []
+        self.queue: SyncQueue
+
+
+class _Message(NamedTuple):
+    """A result on its way."""
+
+    sender: _Rank
+    receiver: _Rank
+    step: Step
+    left_s: float
+
+
+class _Run:
+    """All ranks, what they share, and what has come true so far."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        costs: Costs,
+        nics: tuple[int, ...],
+        order: GradSyncOrder,
+        preemptive: bool,
+        iterations: int,
+        flush: bool,
+    ) -> None:
+        self.costs, self.nics = costs, nics
+        self.iterations, self.flush = iterations, flush
+        self.clock = Clock()
+        self.network = Network(self.clock, 1 + max(nics), preemptive=preemptive)
+        self.steps = Steps(plan, costs)
+        self.times_true = [0] * self.steps.num_facts
+        self.times_begun = [0] * self.steps.num_facts  # of DP.sync: it may end iterations later
+        self.offloads_end_s: dict[tuple[int, int | None], float] = {}
+        self.at_flush: list[_Rank] = []
+        self.ranks = list(map(_Rank, range(plan.num_ranks), self.steps.programs))
+        for rank, nic in zip(self.ranks, nics, strict=True):
+            write = rank.spans.append
+            rank.queue = SyncQueue(self.clock, self.network, nic, order, write, self.come_true)
+
+    def timeline(self) -> Timeline:
+        for rank in self.ranks:
+            self.advance(rank)
+        self.clock.run(between=self.network.settle)
+        if stuck := [rank for rank in self.ranks if rank.iteration < self.iterations]:
+            steps = [(rank.number, rank.program[rank.position].action) for rank in stuck[:8]]
+            where = ", ".join(f"rank {number} at {action}" for number, action in steps)
+            raise PlanError(f"deadlock: {where}; each waits for what comes later or never")
+        return Timeline.of(rank.spans for rank in self.ranks)
+
+    def advance(self, rank: _Rank) -> None:
+        """Run a rank's program up to where it computes, waits or has ended."""
+        program, times_true = rank.program, self.times_true
+        while rank.iteration < self.iterations:
+            if rank.position == len(program):
+                if self.flush:
+                    self._meet(rank)
+                    return
+                self._begin_next_iteration(rank)
+                continue
+            step = program[rank.position]
+            for fact in step.needs:
+                if times_true[fact] <= rank.iteration:
+                    rank.awaits = fact
+                    return
+            op, fact = step.action.op, step.fact
+            if op in COMPUTE_OPS:
+                self._occupy(rank, step.seconds)
+                return
+            if op is Op.WAIT_GRAD or op is Op.WAIT_PARAM:
+                if times_true[fact] < self.times_begun[fact]:
+                    rank.awaits = fact
+                    return
+                self._write(rank, Lane.WAIT, rank.since_s, step.action, rank.iteration)
+                if step.seconds and self.times_begun[fact]:
+                    self._occupy(rank, step.seconds)
+                    return
+            elif op is Op.REDUCE_GRAD or op is Op.GATHER_PARAM:
+                self.times_begun[fact] += 1
+                rank.queue.start(step.action, rank.iteration, step.seconds, fact)
+            elif op is Op.OFFLOAD or op is Op.RELOAD:
+                self._copy(rank, step)
+            elif fact != NO_FACT:
+                self._send(rank, step)
+            self._go_on(rank)
+
+    def come_true(self, fact: int) -> None:
+        """Note a fact, and let its rank go on if it waits for it."""
+        self.times_true[fact] += 1
+        rank = self.ranks[self.steps.rank_of(fact)]
+        if rank.awaits == fact:
+            rank.awaits = NO_FACT
+            self.advance(rank)
+
+    def _go_on(self, rank: _Rank) -> None:
+        rank.position += 1
+        rank.since_s = self.clock.now_s
+
+    def _begin_next_iteration(self, rank: _Rank) -> None:
+        rank.iteration += 1
+        rank.position = 0
+        rank.since_s = self.clock.now_s
+
+    def _meet(self, rank: _Rank) -> None:
+        """Wait for all ranks at the end of an iteration; the last one wakes the others."""
+        self.at_flush.append(rank)
+        if len(self.at_flush) < len(self.ranks):
+            return
+        ranks, self.at_flush = self.at_flush, []
+        for waiting in ranks:
+            self._write(waiting, Lane.WAIT, waiting.since_s, None, waiting.iteration)
+            self._begin_next_iteration(waiting)
+        for waiting in ranks:
+            self.advance(waiting)
+
+    def _occupy(self, rank: _Rank, seconds: float) -> None:
+        rank.since_s = self.clock.now_s
+        self.clock.at(rank.since_s + seconds, self._finish, rank)
+
+    def _finish(self, rank: _Rank) -> None:
+        step = rank.program[rank.position]
+        if step.action.op in COMPUTE_OPS:
+            self._write(rank, Lane.COMPUTE, rank.since_s, step.action, rank.iteration)
+            if step.fact != NO_FACT:
+                self._send(rank, step)
+        else:
+            self._write(rank, Lane.OPTIMIZER, rank.since_s, step.action, rank.iteration)
+        self._go_on(rank)
+        self.advance(rank)
+
+    def _send(self, sender: _Rank, step: Step) -> None:
+        """Let the result of a computation leave for the rank that reads it."""
+        receiver = self.ranks[self.steps.rank_of(step.fact)]
+        if receiver is sender:
+            self.come_true(step.fact)
+            return
+        costs, leaves_s = self.costs, self.clock.now_s
+        message = _Message(sender, receiver, step, leaves_s)
+        local = self.nics[sender.number] == self.nics[receiver.number]
+        if local or not costs.p2p_s:
+            flows_s = costs.p2p_local_s if local else 0.0
+            self.clock.at(leaves_s + costs.p2p_latency_s + flows_s, self._arrive, message)
+        elif costs.p2p_latency_s:
+            self.clock.at(leaves_s + costs.p2p_latency_s, self._flow, message)
+        else:
+            self._flow(message)
+
+    def _flow(self, message: _Message) -> None:
+        source, target = self.nics[message.sender.number], self.nics[message.receiver.number]
+        work_s = self.costs.p2p_s
+        self.network.start(self.network.message(source, target, work_s, self._arrive, message))
+
+    def _arrive(self, message: _Message) -> None:
+        _, receiver, (action, _, _, fact), left_s = message
+        stage, op, microbatch = action
+        forward = op is Op.FORWARD or op is Op.SEND_F
+        received = (
+            Action(stage + 1, Op.RECV_F, microbatch)
+            if forward
+            else Action(stage - 1, Op.RECV_B, microbatch)
+        )
+        # A rank reads each message once per iteration, so counting them tells their iteration.
+        self._write(receiver, Lane.P2P, left_s, received, self.times_true[fact])
+        self.come_true(fact)
+
+    def _copy(self, rank: _Rank, step: Step) -> None:
+        """Put a copy on its stream; activations come back no earlier than they have left."""
+        stage, op, microbatch = step.action
+        left_s = self.offloads_end_s.get((stage, microbatch), 0.0) if op is Op.RELOAD else 0.0
+        starts_s = max(self.clock.now_s, rank.copies_end_s[op], left_s)
+        ends_s = rank.copies_end_s[op] = starts_s + step.seconds
+        if op is Op.OFFLOAD:
+            self.offloads_end_s[stage, microbatch] = ends_s
+        if step.seconds:
+            rank.spans.append(Span(Lane.COPY, starts_s, ends_s, step.action, rank.iteration))
+        if step.fact != NO_FACT:
+            self.clock.at(ends_s, self.come_true, step.fact)
+
+    def _write(
+        self, rank: _Rank, lane: Lane, start_s: float, action: Action | None, iteration: int
+    ) -> None:
+        if self.clock.now_s > start_s:
+            rank.spans.append(Span(lane, start_s, self.clock.now_s, action, iteration))

@@ -1,0 +1,105 @@
+"""A plan as the simulator runs it: durations looked up, names replaced by numbers.
+
+A *fact* is what a rank may have to wait for: a message is there, a stage's gradients are synced.
+It has a number, and it comes true once per iteration.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan
+
+
+class Fact(IntEnum):
+    """What comes true for a stage and a micro-batch (zero, for what concerns the whole stage)."""
+
+    FORWARD_INPUT = 0
+    BACKWARD_INPUT = 1
+    RELOADED = 2
+    GRADS_SYNCED = 3
+    PARAMS_GATHERED = 4
+
+
+NO_FACT = -1
+
+
+class Step(NamedTuple):
+    """An action, what it takes, and the facts around it."""
+
+    action: Action
+    seconds: float
+    needs: tuple[int, ...] = ()  # true in this iteration before a computation starts
+    fact: int = NO_FACT  # what it brings about; what a WAIT_ waits for
+
+
+class Steps:
+    """The programs of a plan as steps.
+
+    Attributes:
+        programs: one list of steps per rank.
+        num_facts: facts are numbered below this.
+    """
+
+    def __init__(self, plan: Plan, costs: Costs) -> None:
+        self._plan = plan
+        self._microbatches, self._stages = plan.num_microbatches, plan.num_stages
+        self._send_on_end = not plan.has_p2p
+        self._reloads = {a for program in plan.programs for a in program if a.op is Op.RELOAD}
+        self._seconds = {
+            Op.FORWARD: costs.forward_s,
+            Op.BACKWARD: costs.backward_s,
+            Op.WEIGHT: costs.weight_s,
+            Op.REDUCE_GRAD: costs.grad_sync_s,
+            Op.WAIT_GRAD: costs.optimizer_s,
+            Op.GATHER_PARAM: costs.param_gather_s,
+            Op.OFFLOAD: costs.offload_s,
+            Op.RELOAD: costs.reload_s,
+        }
+        self.num_facts = len(Fact) * self._stages * self._microbatches
+        self.programs = [[self._step(action) for action in program] for program in plan.programs]
+
+    def rank_of(self, fact: int) -> int:
+        """Return the rank that may wait for a fact."""
+        return fact // self._microbatches % self._plan.num_ranks
+
+    def _fact(self, kind: Fact, stage: int, microbatch: int | None = None) -> int:
+        return (kind * self._stages + stage) * self._microbatches + (microbatch or 0)
+
+    def _step(self, action: Action) -> Step:
+        stage, op, microbatch = action
+        by_stage = self._seconds.get(op, ())
+        seconds = by_stage[stage] if by_stage else 0.0
+        if op in COMPUTE_OPS:
+            message = self._message(stage, op, microbatch) if self._send_on_end else NO_FACT
+            return Step(action, seconds, self._needs(stage, op, microbatch), message)
+        if op is Op.SEND_F or op is Op.SEND_B:
+            source = Op.FORWARD if op is Op.SEND_F else Op.BACKWARD
+            return Step(action, 0.0, (), self._message(stage, source, microbatch))
+        if op is Op.REDUCE_GRAD or op is Op.WAIT_GRAD:
+            return Step(action, seconds, (), self._fact(Fact.GRADS_SYNCED, stage))
+        if op is Op.GATHER_PARAM or op is Op.WAIT_PARAM:
+            return Step(action, seconds, (), self._fact(Fact.PARAMS_GATHERED, stage))
+        if op is Op.RELOAD:
+            return Step(action, seconds, (), self._fact(Fact.RELOADED, stage, microbatch))
+        return Step(action, seconds)
+
+    def _message(self, stage: int, op: Op, microbatch: int | None) -> int:
+        """The fact that the result of a computation has reached the stage that reads it."""
+        if op is Op.FORWARD and stage + 1 < self._stages:
+            return self._fact(Fact.FORWARD_INPUT, stage + 1, microbatch)
+        if op is Op.BACKWARD and stage > 0:
+            return self._fact(Fact.BACKWARD_INPUT, stage - 1, microbatch)
+        return NO_FACT
+
+    def _needs(self, stage: int, op: Op, microbatch: int | None) -> tuple[int, ...]:
+        if op is Op.FORWARD:
+            return (self._fact(Fact.FORWARD_INPUT, stage, microbatch),) if stage else ()
+        if op is Op.WEIGHT:
+            return ()
+        needs = []
+        if stage + 1 < self._stages:
+            needs.append(self._fact(Fact.BACKWARD_INPUT, stage, microbatch))
+        if self._reloads and (stage, Op.RELOAD, microbatch) in self._reloads:
+            needs.append(self._fact(Fact.RELOADED, stage, microbatch))
+        return tuple(needs)

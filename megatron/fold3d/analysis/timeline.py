@@ -1,0 +1,157 @@
+"""Timelines: what each rank did and when, simulated or measured.
+
+One type for both, so a measured run can be drawn beside its simulation and compared with it
+number by number. A span names the action of the plan it belongs to; the lanes of one rank run
+side by side.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from operator import itemgetter
+from typing import NamedTuple, Self
+
+from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, gc_paused
+
+
+class Lane(StrEnum):
+    """What a rank can do side by side; only the `BUSY_LANES` exclude each other."""
+
+    COMPUTE = "compute"
+    OPTIMIZER = "optimizer"
+    WAIT = "wait"  # held up at a WAIT_ action or, without action, at the end of an iteration
+    P2P = "p2p"  # on the receiving rank, as its RECV: from the departure to the arrival
+    GRAD_SYNC = "grad_sync"
+    COPY = "copy"
+
+
+BUSY_LANES = frozenset({Lane.COMPUTE, Lane.OPTIMIZER, Lane.WAIT})
+
+
+class Span(NamedTuple):
+    """One stretch of one lane; an action that was interrupted has several."""
+
+    lane: Lane
+    start_s: float
+    end_s: float
+    action: Action | None = None
+    iteration: int = 0
+
+    @property
+    def duration_s(self) -> float:
+        """How long it took."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The spans of every pipeline rank, each rank's in the order of their start.
+
+    Zero is the start of the run. A measured timeline's clocks are aligned before it is made.
+    """
+
+    ranks: tuple[tuple[Span, ...], ...]
+
+    @classmethod
+    def of(cls, ranks: Iterable[Iterable[Span]]) -> Self:
+        """Collect spans in any order, one iterable per rank."""
+        start_s = itemgetter(1)
+        return cls(tuple(tuple(sorted(spans, key=start_s)) for spans in ranks))
+
+    @property
+    def num_ranks(self) -> int:
+        """Pipeline ranks."""
+        return len(self.ranks)
+
+    @property
+    def num_segments(self) -> int:
+        """Segments that the spans name."""
+        stages = (s.action.stage for spans in self.ranks for s in spans if s.action is not None)
+        return 1 + max(stages, default=0) // max(1, self.num_ranks)
+
+    @property
+    def makespan_s(self) -> float:
+        """When the last rank had done its last action; DP.sync may still be under way."""
+        return max(
+            (s.end_s for spans in self.ranks for s in spans if s.lane in BUSY_LANES), default=0.0
+        )
+
+    @property
+    def period_s(self) -> float:
+        """Time of the last iteration on rank 0, from the end of the one before it."""
+        ends = (0.0, 0.0, *self.iteration_ends_s(0))
+        return ends[-1] - ends[-2]
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Idle time over compute time, all ranks together: Megatron Sec. 2.2's (p - 1) / m.
+
+        Everything between the start and the makespan in which a rank does not compute is idle.
+        """
+        compute_s = sum(map(self.compute_s, range(self.num_ranks)))
+        return self.num_ranks * self.makespan_s / compute_s - 1 if compute_s else 0.0
+
+    def lane(self, rank: int, lane: Lane) -> tuple[Span, ...]:
+        """Return one lane of one rank."""
+        return tuple(span for span in self.ranks[rank] if span.lane is lane)
+
+    def compute_s(self, rank: int, ops: Iterable[Op] = COMPUTE_OPS) -> float:
+        """Seconds that the rank computed, all iterations together."""
+        wanted = frozenset(ops)
+        spans = self.lane(rank, Lane.COMPUTE)
+        return sum(s.end_s - s.start_s for s in spans if s.action and s.action.op in wanted)
+
+    def iteration_ends_s(self, rank: int) -> tuple[float, ...]:
+        """When the rank came to the end of its program, once per iteration."""
+        ends: dict[int, float] = {}
+        for lane, _, end_s, _, iteration in self.ranks[rank]:
+            if lane in BUSY_LANES:
+                ends[iteration] = max(end_s, ends.get(iteration, 0.0))
+        return tuple(ends[i] for i in sorted(ends))
+
+    def between(self, start_s: float, end_s: float) -> Self:
+        """Return what happened in a window, cut at its borders; its start becomes zero."""
+
+        def cut(span: Span) -> Span:
+            first, last = max(span.start_s, start_s), min(span.end_s, end_s)
+            return span._replace(start_s=first - start_s, end_s=last - start_s)
+
+        return type(self)(
+            tuple(
+                tuple(cut(span) for span in spans if span.start_s < end_s and span.end_s > start_s)
+                for spans in self.ranks
+            )
+        )
+
+    def to_json(self) -> str:
+        """One list per rank of [lane, start, end, action, iteration]; `from_json` reads it."""
+        ranks = [
+            [
+                (lane, start_s, end_s, str(action or ""), i)
+                for lane, start_s, end_s, action, i in spans
+            ]
+            for spans in self.ranks
+        ]
+        return json.dumps({"ranks": ranks}, separators=(",", ":"))
+
+    @classmethod
+    @gc_paused()
+    def from_json(cls, text: str) -> Self:
+        """Read `to_json`.
+
+        Raises:
+            ValueError: the text is no timeline.
+        """
+        try:
+            rows = json.loads(text)["ranks"]
+            ranks = [[_span(*row) for row in spans] for spans in rows]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"not a timeline: {error}; expected the text that to_json wrote"
+            ) from None
+        return cls.of(ranks)
+
+
+def _span(lane: str, start_s: float, end_s: float, action: str, iteration: int) -> Span:
+    return Span(Lane(lane), start_s, end_s, Action.from_str(action) if action else None, iteration)

@@ -1,0 +1,110 @@
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.analysis.draw import caption_of, draw
+from megatron.fold3d.analysis.grad_sync import serial_grad_sync
+from megatron.fold3d.analysis.grid import to_text
+from megatron.fold3d.analysis.simulate import simulate
+from megatron.fold3d.analysis.timeline import Timeline
+from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.lowering import add_grad_sync, add_offload
+from megatron.fold3d.plan.schedules import build
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def aiao(ranks: int = 2, segments: int = 2, microbatches: int = 4) -> tuple[Plan, Timeline]:
+    plan = build("aiao", num_ranks=ranks, num_segments=segments, num_microbatches=microbatches)
+    costs = Costs.uniform(ranks * segments, grad_sync_s=5.0, p2p_s=0.1)
+    return plan, simulate(add_grad_sync(add_offload(plan)), costs)
+
+
+def boxes(svg: str, kind: str) -> list[ElementTree.Element]:
+    rects = ElementTree.fromstring(svg).iter(f"{SVG}rect")
+    return [rect for rect in rects if re.fullmatch(rf"{kind}-\d+", rect.get("class", ""))]
+
+
+def test_every_computation_is_a_box_and_every_grad_sync_a_thin_one():
+    svg = draw(aiao()[1])
+    legend = 2  # one swatch per segment
+    assert len(boxes(svg, "forward")) == 2 * 2 * 4 + legend
+    assert len(boxes(svg, "backward")) == 2 * 2 * 4 + legend
+    heights = {
+        kind: {b.get("height") for b in boxes(svg, kind)[:-legend]} for kind in ("forward", "sync")
+    }
+    assert float(heights["sync"].pop()) < float(heights["forward"].pop())
+
+
+def test_boxes_lie_inside_the_picture():
+    root = ElementTree.fromstring(draw(aiao()[1]))
+    width, height = float(root.get("width", 0)), float(root.get("height", 0))
+    for rect in root.iter(f"{SVG}rect"):
+        assert float(rect.get("x", 0)) >= 0
+        assert float(rect.get("x", 0)) + float(rect.get("width", 0)) <= width
+        assert float(rect.get("y", 0)) + float(rect.get("height", 0)) <= height
+
+
+def test_equal_timelines_give_equal_bytes():
+    assert draw(aiao()[1], title="a") == draw(aiao()[1], title="a")
+
+
+def test_nothing_is_loaded_from_outside():
+    svg = draw(aiao()[1])
+    assert not re.search(r"<script|<image|href|@import|url\(", svg)
+    assert re.findall(r"https?://\S+?\"", svg) == ['http://www.w3.org/2000/svg"']
+
+
+def test_words_are_escaped():
+    root = ElementTree.fromstring(draw(aiao()[1], title='a < b & "c"', caption="<p>"))
+    assert root.get("aria-label") == 'a < b & "c"'
+    assert root.findtext(f"{SVG}title") == 'a < b & "c"'
+
+
+def test_numbers_vanish_from_boxes_that_are_too_narrow():
+    wide = draw(aiao(microbatches=4)[1]).count('class="n ')
+    narrow = draw(aiao(microbatches=128)[1]).count('class="n ')
+    assert narrow < wide
+
+
+def test_a_large_plan_stays_a_small_file():
+    assert len(draw(aiao(ranks=16, segments=4, microbatches=128)[1])) < 1_000_000
+
+
+def test_diagrams_can_share_a_scale():
+    timeline = aiao()[1]
+    first = next(float(b.get("width", 0)) for b in boxes(draw(timeline), "backward"))
+    half = draw(timeline, until_s=2 * max(s.end_s for spans in timeline.ranks for s in spans))
+    assert float(boxes(half, "backward")[0].get("width", 0)) == pytest.approx(first / 2, abs=0.5)
+
+
+def test_an_empty_timeline_can_be_drawn():
+    ElementTree.fromstring(draw(Timeline(((), ()))))
+    assert to_text(Timeline(((), ()))) == "rank 0 |\nrank 1 |\n"
+
+
+def test_the_caption_says_what_was_run_and_what_it_exposes():
+    plan = build("interleaved", num_ranks=2, num_segments=2, num_microbatches=4)
+    timeline = simulate(serial_grad_sync(plan), Costs.uniform(4, grad_sync_s=3.0), flush=True)
+    assert caption_of("interleaved", plan, timeline) == (
+        "interleaved · p = 2 · 2 segments · 4 micro-batches · bubble 9.1% of the time · "
+        "exposed DP.sync 18.2% · peak activations 3 to 5 per rank"
+    )
+
+
+def test_grid_shows_the_pipeline():
+    plan = build("1f1b", num_ranks=3, num_segments=1, num_microbatches=3)
+    assert to_text(simulate(plan, Costs.uniform(3))) == (
+        "rank 0 | 0F0 0F1 0F2 ·   ·   ·   ·   0B0──── ·   0B1──── ·   0B2────\n"
+        "rank 1 | ·   1F0 1F1 ·   ·   1B0──── 1F2 1B1──── ·   1B2──── ·   ·\n"
+        "rank 2 | ·   ·   2F0 2B0──── 2F1 2B1──── 2F2 2B2──── ·   ·   ·   ·\n"
+    )
+
+
+def test_grid_goes_on_in_a_further_block():
+    plan = build("1f1b", num_ranks=1, num_segments=1, num_microbatches=2)
+    assert to_text(simulate(plan, Costs.uniform(1)), width=26) == (
+        "rank 0 | 0F0 0B0──── 0F1\n\nrank 0 | 0B1────\n"
+    )

@@ -1,0 +1,182 @@
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.analysis.grad_sync import deferred_grad_sync, serial_grad_sync
+from megatron.fold3d.analysis.simulate import simulate
+from megatron.fold3d.analysis.timeline import Lane, Timeline
+from megatron.fold3d.plan.ir import Op, Plan, PlanError
+from megatron.fold3d.plan.lowering import add_grad_sync, add_offload, add_p2p
+from megatron.fold3d.plan.schedules import build
+from scripts.bench.check_vectors import error
+
+CASES = json.loads((Path(__file__).parents[1] / "data/simulator_vectors.json").read_text())["cases"]
+
+
+def built(schedule: str, ranks: int, segments: int, microbatches: int) -> Plan:
+    return build(schedule, num_ranks=ranks, num_segments=segments, num_microbatches=microbatches)
+
+
+def compute_rows(timeline: Timeline) -> list[list[tuple[float, float, str]]]:
+    """Start, end and action of every computation, rank by rank."""
+    return [
+        [(s.start_s, s.end_s, str(s.action)) for s in timeline.lane(rank, Lane.COMPUTE)]
+        for rank in range(timeline.num_ranks)
+    ]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case["id"]))
+def test_pinned_plans_take_the_time_that_is_expected(case):
+    assert error(case) < 1e-9  # both sum the same numbers, in their own order
+
+
+def test_1f1b_of_two_ranks_by_hand():
+    timeline = simulate(built("1f1b", 2, 1, 2), Costs.uniform(2))
+    assert compute_rows(timeline) == [
+        [(0, 1, "0F0"), (1, 2, "0F1"), (4, 6, "0B0"), (7, 9, "0B1")],
+        [(1, 2, "1F0"), (2, 4, "1B0"), (4, 5, "1F1"), (5, 7, "1B1")],
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "segments", "microbatches"), [(2, 2, 8), (4, 1, 6), (4, 3, 8)])
+@pytest.mark.parametrize("schedule", ["afab", "aiao", "interleaved", "breadth-first"])
+def test_bubble_of_looped_schedules_is_p_minus_1_over_v_m(schedule, ranks, segments, microbatches):
+    timeline = simulate(
+        built(schedule, ranks, segments, microbatches), Costs.uniform(ranks * segments)
+    )
+    assert timeline.bubble_ratio == pytest.approx((ranks - 1) / (segments * microbatches))
+
+
+def test_a_message_takes_its_latency_and_then_its_time():
+    costs = Costs.uniform(2, p2p_s=0.25, p2p_latency_s=0.125)
+    timeline = simulate(built("1f1b", 2, 1, 1), costs)
+    assert [tuple(span[:3]) for span in timeline.lane(1, Lane.P2P)] == [(Lane.P2P, 1.0, 1.375)]
+    assert str(timeline.lane(1, Lane.P2P)[0].action) == "1RECV_F0"
+    assert timeline.makespan_s == 2 * 0.375 + 6
+
+
+def test_two_messages_on_one_link_get_half_of_it_each():
+    costs = Costs(forward_s=(1.0, 1.0), backward_s=(0.0, 0.0), p2p_s=2.0)
+    timeline = simulate(Plan.from_text("0F0 0F1\n1F0 1F1\n"), costs)
+    # The second leaves at 2, when the first has a second of work left: 2 s at half the rate.
+    assert [tuple(s[1:3]) for s in timeline.lane(1, Lane.P2P)] == [(1.0, 4.0), (2.0, 5.0)]
+
+
+def test_p2p_goes_before_grad_sync_on_the_same_link():
+    text = "0F0 0REDUCE_GRAD 0WAIT_GRAD\n1F0\n"
+    costs = Costs(forward_s=(1.0, 1.0), backward_s=(0.0, 0.0), p2p_s=2.0, grad_sync_s=(3.0, 0.0))
+    alone = simulate(Plan.from_text(text), costs)
+    assert alone.makespan_s == 1 + 2 + 3
+    # As equals, both have half the link until the message has gone.
+    assert simulate(Plan.from_text(text), costs, preemptive=False).lane(1, Lane.P2P)[0].end_s == 5.0
+
+
+def test_ranks_behind_one_nic_share_it_for_grad_sync_and_not_for_messages():
+    text = "0F0 0REDUCE_GRAD 0WAIT_GRAD\n1F0 1REDUCE_GRAD 1WAIT_GRAD\n"
+    costs = Costs(forward_s=(1.0, 1.0), backward_s=(0.0, 0.0), p2p_s=9.0, grad_sync_s=(2.0, 2.0))
+    timeline = simulate(Plan.from_text(text), costs, nic_of_rank=(0, 0))
+    # 1 to 2: rank 0 alone; 2 to 4: half each; 4 to 5: rank 1 alone.
+    assert timeline.iteration_ends_s(0) == (4.0,)
+    assert timeline.iteration_ends_s(1) == (5.0,)
+
+
+def test_edf_lets_the_segment_that_is_needed_first_overtake():
+    text = "0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD 0WAIT_GRAD 1WAIT_GRAD\n"
+    costs = Costs.uniform(2, grad_sync_s=5.0)
+    edf = simulate(Plan.from_text(text), costs, grad_sync_order="edf")
+    rows = [(s.start_s, s.end_s, str(s.action)) for s in edf.lane(0, Lane.GRAD_SYNC)]
+    assert rows == [(4, 6, "1REDUCE_GRAD"), (6, 11, "0REDUCE_GRAD"), (11, 14, "1REDUCE_GRAD")]
+    fifo = simulate(Plan.from_text(text), costs)
+    rows = [(s.start_s, s.end_s, str(s.action)) for s in fifo.lane(0, Lane.GRAD_SYNC)]
+    assert rows == [(4, 9, "1REDUCE_GRAD"), (9, 14, "0REDUCE_GRAD")]
+
+
+def test_serial_grad_sync_is_all_exposed_and_aiao_hides_all_but_one_segment():
+    costs = Costs.uniform(4, grad_sync_s=3.0)
+    compute = built("aiao", 2, 2, 4)
+    alone = simulate(compute, costs).makespan_s
+    assert simulate(serial_grad_sync(compute), costs).makespan_s == alone + 2 * 3.0
+    assert simulate(add_grad_sync(compute), costs).makespan_s == alone + 3.0
+
+
+def test_deferred_grad_sync_shows_from_the_second_iteration_on():
+    costs = Costs.uniform(4, grad_sync_s=3.0)
+    deferred = deferred_grad_sync(built("aiao", 2, 2, 4))
+    timeline = simulate(deferred, costs, iterations=3)
+    first, second, third = timeline.iteration_ends_s(0)
+    assert first == simulate(built("aiao", 2, 2, 4), costs).makespan_s
+    assert second - first == third - second == first + 3.0
+
+
+def test_an_offloaded_micro_batch_waits_for_its_reload():
+    plan = Plan.from_text("0F0 0OFFLOAD0 0F1 0RELOAD0 0B0 0B1\n")
+    costs = Costs(forward_s=(1.0,), backward_s=(1.0,), offload_s=(2.0,), reload_s=(0.5,))
+    timeline = simulate(plan, costs)
+    copies = [tuple(span[1:3]) for span in timeline.lane(0, Lane.COPY)]
+    assert copies == [(1.0, 3.0), (3.0, 3.5)]  # it comes back after it has left
+    assert compute_rows(timeline)[0][2] == (3.5, 4.5, "0B0")
+
+
+def test_a_flush_holds_all_ranks_until_the_last_has_ended():
+    timeline = simulate(built("1f1b", 3, 1, 3), Costs.uniform(3), iterations=2, flush=True)
+    ends = {timeline.iteration_ends_s(rank) for rank in range(3)}
+    assert ends == {(15.0, 30.0)}
+
+
+def test_a_plan_that_cannot_end_is_refused_with_the_actions_that_wait():
+    stuck = Plan.from_text("0F0 2F0 2B0 0B0\n1B0 1F0 3F0 3B0\n")
+    with pytest.raises(PlanError, match="rank 0 at 2F0, rank 1 at 1B0"):
+        simulate(stuck, Costs.uniform(4))
+
+
+def test_costs_of_another_plan_are_refused():
+    with pytest.raises(PlanError, match="2 numbers in forward_s; a plan of 4 stages"):
+        simulate(built("aiao", 2, 2, 2), Costs.uniform(2))
+    with pytest.raises(PlanError, match="seconds are zero or more"):
+        simulate(built("1f1b", 2, 1, 2), Costs.uniform(2, forward_s=-1.0))
+    with pytest.raises(PlanError, match="3 NICs; the plan has 2 ranks"):
+        simulate(built("1f1b", 2, 1, 2), Costs.uniform(2), nic_of_rank=(0, 1, 2))
+
+
+def test_costs_give_themselves_back_from_json():
+    costs = Costs.uniform(4, p2p_s=0.5, grad_sync_s=1.0)
+    assert Costs.from_json(costs.to_json()) == costs
+    with pytest.raises(ValueError, match="not costs"):
+        Costs.from_json('{"forward": 1}')
+
+
+sizes = st.tuples(st.integers(2, 4), st.integers(1, 3), st.integers(1, 5))
+
+
+@given(sizes, st.sampled_from(["afab", "aiao", "interleaved"]), st.sampled_from([0.0, 0.3, 1.7]))
+def test_explicit_transfers_change_nothing(sizes, schedule, p2p_s):
+    ranks, segments, microbatches = sizes
+    if schedule == "interleaved" and microbatches % ranks:
+        return
+    compute = built(schedule, ranks, segments, microbatches)
+    costs = Costs.uniform(ranks * segments, p2p_s=p2p_s, p2p_latency_s=0.1)
+    assert simulate(compute, costs) == simulate(add_p2p(compute), costs)
+
+
+@given(sizes, st.floats(0.0, 2.0), st.floats(0.0, 6.0))
+def test_no_rank_does_two_things_at_once_and_every_computation_runs(sizes, p2p_s, grad_sync_s):
+    ranks, segments, microbatches = sizes
+    compute = built("aiao", ranks, segments, microbatches)
+    costs = Costs.uniform(ranks * segments, p2p_s=p2p_s, grad_sync_s=grad_sync_s)
+    lowered = add_grad_sync(add_offload(add_p2p(compute)))
+    for rank, row in enumerate(compute_rows(simulate(lowered, costs, iterations=2))):
+        assert [word for _, _, word in row] == 2 * [str(a) for a in compute.programs[rank]]
+        assert all(end <= start for (_, end, _), (start, _, _) in itertools.pairwise(row))
+
+
+def test_weight_gradients_have_their_own_cost():
+    split = Plan.from_text("0F0 0B0 0W0\n")
+    costs = Costs(forward_s=(1.0,), backward_s=(2.0,), weight_s=(4.0,))
+    timeline = simulate(split, costs)
+    assert timeline.makespan_s == 7.0
+    assert timeline.compute_s(0, {Op.WEIGHT}) == 4.0
