@@ -1,0 +1,125 @@
+"""Our compute orders beside those of torch and of Megatron, wherever they name the same thing."""
+
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
+
+from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.schedules import build
+
+SIZES = [(p, v, m) for p in (2, 3, 4) for v in (1, 2, 3) for m in (1, 2, 4, 5, 8, 12)]
+
+
+def ours(schedule: str, p: int, v: int, m: int, group_size: int | None = None) -> list[list[str]]:
+    plan = build(schedule, num_ranks=p, num_segments=v, num_microbatches=m, group_size=group_size)
+    return list(plan.programs_as_words())
+
+
+def stages(p: int, v: int) -> list[SimpleNamespace]:
+    """What a schedule of torch asks its stages before it orders them."""
+    return [SimpleNamespace(num_stages=p * v, group_size=p, group_rank=0) for _ in range(v)]
+
+
+def torchs(pipeline_order: dict[int, Iterable[object]]) -> list[list[str]]:
+    """Torch's order without its idle slots and its gradient sync."""
+    words = ([str(action) for action in row if action] for row in pipeline_order.values())
+    return [[word for word in row if not word.endswith("REDUCE_GRAD")] for row in words]
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [size for size in SIZES if size[1] == 1])
+def test_afab_on_one_segment_is_torchs_gpipe(p: int, v: int, m: int):
+    assert ours("afab", p, v, m) == torchs(ScheduleGPipe(stages(p, v)[0], m).pipeline_order)
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [size for size in SIZES if size[1] == 1])
+def test_1f1b_is_torchs(p: int, v: int, m: int):
+    if m < p:
+        with pytest.raises(ValueError, match="greater than or equal to the number of stages"):
+            Schedule1F1B(stages(p, v)[0], m)
+        return
+    *rows, last = torchs(Schedule1F1B(stages(p, v)[0], m).pipeline_order)
+    *our_rows, our_last = ours("1f1b", p, v, m)
+    assert our_rows == rows
+    # Torch 2.13 counts the forwards of the last rank from 1 in this listing; it runs them from 0.
+    assert [word[0] for word in map(Action.from_str, last)] == [p - 1] * 2 * m
+    assert [word for word in our_last if "B" in word] == [word for word in last if "B" in word]
+    assert [word for word in last if "F" in word] == [f"{p - 1}F{i}" for i in range(1, m + 1)]
+    assert ["F" in word for word in our_last] == ["F" in word for word in last]
+
+
+@pytest.mark.parametrize(("p", "v", "m"), SIZES)
+def test_interleaved_is_torchs(p: int, v: int, m: int):
+    # Torch spreads a remainder over the groups as ours does, but wants it to come out even.
+    num_groups = max(1, m // p)
+    if m % num_groups:
+        with pytest.raises(ValueError, match="multiple of the number of rounds"):
+            ScheduleInterleaved1F1B(stages(p, v), m)
+        return
+    schedule = ScheduleInterleaved1F1B(stages(p, v), m)
+    assert ours("interleaved", p, v, m) == torchs(schedule.pipeline_order)
+
+
+@pytest.mark.parametrize(("p", "v", "m"), SIZES)
+def test_afab_is_torchs_looped_breadth_first_but_for_the_order_of_backwards(p: int, v: int, m: int):
+    def last_in_first_out(word: str) -> str:
+        stage, op, microbatch = Action.from_str(word)
+        assert microbatch is not None
+        return str(Action(stage, op, m - 1 - microbatch if op is Op.BACKWARD else microbatch))
+
+    rows = torchs(ScheduleLoopedBFS(stages(p, v), m).pipeline_order)
+    assert [list(map(last_in_first_out, row)) for row in ours("afab", p, v, m)] == rows
+
+
+def megatrons(p: int, v: int, m: int, group_size: int) -> list[list[str]]:
+    """Megatron's interleaved order, from the table and the warm-up that its schedule reads."""
+    from megatron.core.pipeline_parallel.schedules import (
+        get_pp_rank_microbatches,
+        get_schedule_table,
+    )
+
+    table = get_schedule_table(m, v, group_size)
+    rows = []
+    for rank in range(p):
+        group = SimpleNamespace(size=lambda: p, rank=lambda rank=rank: rank)
+        communicator = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=v)
+        total, _, ahead, remaining = get_pp_rank_microbatches(
+            m, v, group_size, p2p_communicator=communicator
+        )
+        forwards = [f"{chunk * p + rank}F{i}" for i, chunk in table]
+        backwards = [f"{(v - 1 - chunk) * p + rank}B{i}" for i, chunk in table]
+        assert total == len(table)
+        row = forwards[:ahead]
+        for k in range(remaining):  # one forward, then one backward
+            row += [forwards[ahead + k], backwards[k]]
+        rows.append(row + backwards[remaining:])
+    return rows
+
+
+def accepted_by_megatron(sizes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int, int]]:
+    """Sizes with the groups that Megatron runs; interleaving starts at two segments."""
+    return [
+        (p, v, m, group_size)
+        for p, v, m in sizes
+        if v > 1
+        for group_size in range(p, m + 1)
+        if not 0 < m % group_size < p
+    ]
+
+
+@pytest.mark.parametrize(("p", "v", "m", "group_size"), accepted_by_megatron(SIZES))
+def test_interleaved_is_megatrons(p: int, v: int, m: int, group_size: int):
+    assert ours("interleaved", p, v, m, group_size) == megatrons(p, v, m, group_size)
+
+
+@pytest.mark.parametrize("schedule", ["breadth-first", "aiao"])
+@pytest.mark.parametrize(("p", "v", "m"), [size for size in SIZES if size[1] > 1])
+def test_aiao_with_a_1f1b_tail_is_megatrons_with_one_group(schedule: str, p: int, v: int, m: int):
+    # Megatron itself refuses m < p here; its tables do not.
+    assert ours(schedule, p, v, m) == megatrons(p, v, m, m)
