@@ -1,36 +1,38 @@
 #!/usr/bin/env bash
 # Make .venv and install the project into it, editable, with what its tests need.
 #
-# .venv/installed holds what the last complete installation was made from. Equal: nothing to do.
-# Different: install again on top. The word "incomplete": a run was cut short, start afresh.
+# .venv/installed says what is in there: the checkout's path, then what was installed. Both as they
+# are now: nothing to do. Another path, or no path at all: a virtual environment holds absolute
+# paths, or its first installation was cut short; start afresh. Anything else: install on top.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 readonly STAMP=.venv/installed
 
-inputs() { pwd -P && cat pyproject.toml setup.py; }
+checkout=$(pwd -P)
+wanted=$checkout$'\n'$(cat pyproject.toml setup.py)
 
-state=""
-if [[ -x .venv/bin/python && -f $STAMP ]]; then
+state=$checkout # an environment that somebody else made is taken as it is
+if [[ -f $STAMP ]]; then
     state=$(<"$STAMP")
 fi
-
-case $state in
-    "$(inputs)") exit 0 ;;
-    "" | "$(pwd -P)"$'\n'*) keep=true ;;
-    *) keep=false ;; # cut short, or the checkout moved: a virtual environment holds absolute paths
-esac
-
 usable() { .venv/bin/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 12))'; }
-if ! $keep || ! usable 2>/dev/null; then
+
+quiet=()
+if [[ ${state%%$'\n'*} != "$checkout" ]] || ! usable 2>/dev/null; then
     python=$(scripts/python.sh)
     echo "Making .venv with $("$python" --version) ($python)"
     "$python" -m venv --clear .venv
+    echo "Installing into it. PyTorch is 1.5 GB to load and 5 GB unpacked: one to five minutes."
+    : >"$STAMP"
+elif [[ $state == "$wanted" ]]; then
+    exit 0
+else
+    echo "Updating .venv to pyproject.toml and setup.py."
+    quiet=(--quiet)
+    echo "$checkout" >"$STAMP"
 fi
 
-echo "Installing into .venv. The first time this loads PyTorch (1.5 GB, 5 GB unpacked):"
-echo "one to five minutes."
-echo incomplete >"$STAMP"
 # The pins of the extra are constraints too: else pip loads the newest torch as well, before it
 # reads that the tests run with another one.
 .venv/bin/python >.venv/constraints.txt <<'PYTHON'
@@ -39,7 +41,7 @@ import tomllib
 with open("pyproject.toml", "rb") as file:
     print(*tomllib.load(file)["project"]["optional-dependencies"]["dev"], sep="\n")
 PYTHON
-.venv/bin/python -m pip install --disable-pip-version-check \
+.venv/bin/python -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check \
     --constraint .venv/constraints.txt --editable '.[dev]'
-inputs >"$STAMP"
-echo "Installed. Nothing more is loaded until pyproject.toml or setup.py changes."
+echo "$wanted" >"$STAMP"
+echo "Installed."

@@ -148,6 +148,17 @@ def test_installation_that_failed_starts_afresh(installer: Machine):
     assert work(installer) == []
 
 
+def test_update_that_failed_is_tried_again_and_keeps_what_is_there(installer: Machine):
+    work(installer)
+    (installer.checkout / "setup.py").write_text("# changed\n")
+    fails = installer.bin.parent / "fails"
+    fails.touch()
+    assert work(installer) == ["pip"]
+    fails.unlink()
+    assert work(installer) == ["pip"]
+    assert work(installer) == []
+
+
 def test_moved_checkout_is_installed_afresh(installer: Machine):
     work(installer)
     installer.checkout = installer.checkout.rename(installer.bin.parent / "moved")
