@@ -1,0 +1,155 @@
+"""Who imports whom: as written in the source, and as loaded by a fresh interpreter."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLD3D = "megatron.fold3d"
+HEAVY = ("torch", "numpy", "megatron.core")
+
+# What the files of a folder may name in an import, besides the standard library. The files of
+# `megatron/fold3d` itself, under ".", are for a command line: they start within milliseconds.
+MAY_NAME = {
+    "plan": (f"{FOLD3D}.plan",),
+    "analysis": (f"{FOLD3D}.plan", f"{FOLD3D}.analysis", "numpy"),
+    "runtime": (
+        "torch",
+        "megatron.core",
+        f"{FOLD3D}.plan",
+        f"{FOLD3D}.config",
+        f"{FOLD3D}.analysis.costs",
+        f"{FOLD3D}.runtime",
+    ),
+    ".": (f"{FOLD3D}.plan", f"{FOLD3D}.analysis", f"{FOLD3D}.config", f"{FOLD3D}.refusals"),
+}
+# What must not be loaded after they are imported, through whomever.
+MUST_NOT_LOAD = {
+    "plan": (*HEAVY, f"{FOLD3D}.analysis", f"{FOLD3D}.runtime"),
+    "analysis": ("torch", "megatron.core", f"{FOLD3D}.runtime"),
+    "runtime": (),
+    ".": (*HEAVY, f"{FOLD3D}.runtime"),
+}
+FOLDERS = [folder for folder in MAY_NAME if (ROOT / "megatron/fold3d" / folder).is_dir()]
+
+# Runs in a fresh interpreter: imports some modules, then others, and tells what these changed.
+PROBE = """
+import importlib, json, sys, threading
+
+def functions():
+    upstream = [n for n in sys.modules if n.split(".")[0] in ("torch", "megatron")]
+    return {
+        f"{name}:{key}": id(value)
+        for name in upstream
+        for key, value in vars(sys.modules[name]).copy().items()
+        if callable(value)
+    }
+
+first, second = json.loads(sys.argv[1])
+for name in first:
+    importlib.import_module(name)
+before, threads = functions(), set(threading.enumerate())
+for name in second:
+    importlib.import_module(name)
+after = functions()
+torch = sys.modules.get("torch")
+print(json.dumps({
+    "loaded": sorted(sys.modules),
+    "threads": [thread.name for thread in set(threading.enumerate()) - threads],
+    "patched": [key for key, value in before.items() if after.get(key) != value],
+    "devices": torch is not None and torch.cuda.is_initialized(),
+    "groups": torch is not None and torch.distributed.is_initialized(),
+}))
+"""
+
+
+def files(folder: str) -> list[Path]:
+    return sorted((ROOT / "megatron/fold3d" / folder).glob("*.py"))
+
+
+def module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def probe(first: list[str], second: list[str]) -> dict[str, list[str]]:
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROBE, json.dumps([first, second])],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    seen: dict[str, list[str]] = json.loads(result.stdout.splitlines()[-1])
+    return seen
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The modules that a file names, also inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import hides where it leads"
+            yield node.module or ""
+
+
+def is_within(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_file_names_only_what_its_folder_may(folder: str):
+    foreign = {
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in files(folder)
+        for name in imports(path)
+        if name.split(".")[0] not in sys.stdlib_module_names
+        and not is_within(name, MAY_NAME[folder])
+    }
+    assert foreign == set()
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_importing_a_folder_loads_only_what_it_may(folder: str):
+    loaded = probe([], [module(path) for path in files(folder)])["loaded"]
+    too_much = (*MUST_NOT_LOAD[folder], "fold3d_patches", "megatron.training")
+    assert [name for name in loaded if is_within(name, too_much)] == []
+
+
+@pytest.mark.parametrize("path", files("plan") + files("."), ids=module)
+def test_each_light_module_imports_on_its_own(path: Path):
+    assert module(path) in probe([], [module(path)])["loaded"]
+
+
+def test_importing_starts_no_thread_and_patches_nothing():
+    upstream = [
+        "torch",
+        "torch.distributed",
+        "megatron.core.distributed",
+        "megatron.core.pipeline_parallel.schedules",
+        "megatron.training.training",
+    ]
+    patches = [module(path) for path in sorted((ROOT / "fold3d_patches").rglob("*.py"))]
+    ours = [module(path) for folder in FOLDERS for path in files(folder)]
+    seen = probe(upstream, ours + patches)
+    assert (seen["threads"], seen["patched"]) == ([], [])
+    assert (seen["devices"], seen["groups"]) == (False, False)
+
+
+def test_megatron_stays_a_namespace_that_others_share():
+    assert not (ROOT / "megatron" / "__init__.py").exists()
+    import megatron
+
+    assert megatron.__file__ is None
+    homes = [home for home in map(Path, megatron.__path__) if (home / "core").is_dir()]
+    assert str(ROOT / "megatron") in megatron.__path__
+    assert homes
+    assert ROOT / "megatron" not in homes
