@@ -11,7 +11,7 @@ venv:  ## make .venv and install everything into it
 	@scripts/venv.sh
 
 demo: venv  ## train a small GPT with stock Megatron and with AIAO, and compare the losses
-	@scripts/demo.sh $(ARGS)
+	@.venv/bin/python scripts/demo.py $(ARGS)
 
 test: venv  ## run the tests
 	@.venv/bin/python -m pytest $(ARGS)
