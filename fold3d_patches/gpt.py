@@ -1,13 +1,13 @@
 """A GPT for ``megatron.training.pretrain``: its data, its batches and its loss.
 
-Megatron's wheel leaves these to the user's script. They are not in ours because the process that
-writes checkpoints imports the script again, and Megatron takes seconds to import.
+Megatron's wheel leaves these to the user's script.
 """
 
 import functools
 import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -158,14 +158,25 @@ def build_datasets(num_samples: Sequence[int], vp_stage: int | None = None) -> A
 build_datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank calls it
 
 
-def check_data(args: Namespace) -> None:
-    """Refuse data that is not there, and options that are not for a GPT on plain documents."""
+def check(args: Namespace) -> None:
+    """Refuse another model's options, and data or kernels that are not there.
+
+    Raises:
+        ValueError: what was asked for, why it cannot be, and what can.
+    """
     if foreign := ["--" + name.replace("_", "-") for name in NOT_PLAIN_GPT if getattr(args, name)]:
         raise ValueError(f"{', '.join(foreign)}: this script trains a GPT on plain documents")
+    if args.transformer_impl == "transformer_engine" and find_spec("transformer_engine") is None:
+        raise ValueError(
+            "--transformer-impl transformer_engine: Transformer Engine is not installed; "
+            'run pip install "fold3d[gpu]", or give --transformer-impl local'
+        )
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     prefixes = [prefix for b in (blend, *(blend_per_split or ())) if b for prefix in b[0]]
-    if missing := [prefix for prefix in prefixes if not IndexedDataset.exists(prefix)]:
+    missing = [prefix for prefix in prefixes if not IndexedDataset.exists(prefix)]
+    if missing or not (prefixes or args.mock_data):
         raise ValueError(
-            f"no data at {', '.join(missing)}: a data path is that of a .bin and an .idx file "
-            "without the ending; make them with scripts/prepare_data.py, or try --mock-data"
+            f"no data{' at ' if missing else ''}{', '.join(missing)}: --data-path takes the path "
+            "of a .bin and an .idx file, without the ending; make them with "
+            "scripts/prepare_data.py, or give --mock-data"
         )

@@ -16,7 +16,7 @@ from fold3d_patches.registry import Patch
 
 
 def _allow_sequence_parallel(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    def __new__(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
         if not config.sequence_parallel:
             return upstream(cls, config, *args, **kwargs)
         plain = copy.copy(config)
@@ -26,7 +26,7 @@ def _allow_sequence_parallel(upstream: Callable[..., Any]) -> Callable[..., Any]
             parameter.sequence_parallel = True
         return norm
 
-    return __new__
+    return new
 
 
 def patch() -> Patch:

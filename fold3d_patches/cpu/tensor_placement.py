@@ -46,14 +46,14 @@ def _stay(_upstream: Any) -> Callable[..., Any]:
 
 
 def _type_as_on_gpu(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    def type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
             return upstream(self).replace("torch.", "torch.cuda.")
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", "torch.")
         return upstream(self, dtype, *args, **kwargs)
 
-    return type
+    return type_
 
 
 def _init_data_on_cpu(upstream: Callable[..., None]) -> Callable[..., None]:

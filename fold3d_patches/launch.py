@@ -1,0 +1,93 @@
+"""From a command line to a patched Megatron whose flags are valid.
+
+Keeps one invariant: a mistake of the user's ends as one message and exit code 2, before any
+process group exists; whatever goes wrong later keeps its traceback. Megatron, which takes seconds
+to import, is imported only where our own flags are right.
+"""
+
+import linecache
+import logging
+import os
+import sys
+import traceback
+import warnings
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NoReturn
+
+import fold3d_patches
+from fold3d_patches.cpu.flags import FLAGS as CPU_FLAGS
+from megatron.fold3d.config import Fold3DConfig, add_arguments, megatron_defaults
+
+# What Megatron, its tokenizers and our patches raise about flags, files and packages.
+MISTAKES = (ValueError, AssertionError, RuntimeError, OSError, ImportError)
+
+
+def prepare(argv: Sequence[str], patched: ExitStack) -> Namespace:
+    """Check the flags and patch Megatron until ``patched`` closes; returns Megatron's namespace.
+
+    Raises:
+        MISTAKES: about what the user gave; hand them to `refuse`.
+    """
+    ours = _add_arguments(ArgumentParser(add_help=False, allow_abbrev=False))
+    device = ours.parse_known_args(argv)[0].device
+    _quiet(device)
+
+    import torch
+    from megatron.training.arguments import parse_and_validate_args, parse_args
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no CUDA device; --device cpu needs none")
+    sys.argv[1:] = [*CPU_FLAGS, *argv] if device == "cpu" else argv  # where Megatron reads it
+    args: Namespace = parse_args(_add_arguments)
+    patched.enter_context(fold3d_patches.install(Fold3DConfig.from_args(args)))
+    args = parse_and_validate_args(_add_arguments, args_defaults=megatron_defaults(args))
+    Fold3DConfig.from_args(args)  # validation may bring options along, from a checkpoint say
+    if "MASTER_ADDR" not in os.environ:
+        raise ValueError(f"no torchrun; start with: torchrun --nproc-per-node N {_script()} ...")
+    return args
+
+
+def refuse(error: Exception) -> int:
+    """Say on one rank of each node what is wrong; returns the exit code."""
+    for line in _reason(error).splitlines() if _speaks() else ():
+        sys.stderr.write(f"{_script()}: error: {line}\n")
+    return 2
+
+
+def _add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add our flags, and raise where argparse would print its usage on every rank and exit."""
+
+    def error(message: str) -> NoReturn:
+        raise ValueError(message)
+
+    parser.error = error  # type: ignore[method-assign]
+    return add_arguments(parser)
+
+
+def _quiet(device: str) -> None:
+    """Drop the warnings that every rank would repeat, and those about a GPU that is not wanted."""
+    if not _speaks():
+        warnings.simplefilter("ignore")
+    if device == "cpu":
+        warnings.filterwarnings("ignore", ".*(Apex|Transformer Engine|transformer-engine)")
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+
+def _speaks() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"  # torchrun's: there is no group yet
+
+
+def _script() -> str:
+    return Path(sys.argv[0]).name
+
+
+def _reason(error: Exception) -> str:
+    """Return the error's message; where an assertion has none, the assertion."""
+    if str(error):
+        return str(error)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    lines = linecache.getlines(frame.filename)[(frame.lineno or 1) - 1 : frame.end_lineno]
+    return " ".join("".join(lines).split())
