@@ -1,0 +1,331 @@
+"""Compare schedules by their iteration times on slow links, in turn: A B C A B C.
+
+    sudo .venv/bin/python -m scripts.bench.compare --pp 2 --dp 2 --rate 200mbit
+        --only 'stock-v8*' 'aiao-s8*' --rounds 3
+
+Every variant trains the same model on the same data with `scripts.bench.rank`, one rank per host
+of a testbed. Each runs once with links that are not shaped, which is its compute time, pipeline
+bubble included; the bytes it puts on the busiest link, at the link's rate, are its communication
+time. The larger of the two is the lower bound that the table compares with.
+
+``--variants FILE`` adds variants to the known ones: a TOML file with a ``name = "flags"`` each.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from scripts.bench import summary, training_log, variants
+from scripts.bench.summary import Run
+from scripts.bench.testbed import (
+    Link,
+    Testbed,
+    TestbedError,
+    Traffic,
+    end_on_signals,
+    parse_rate,
+    refuse,
+)
+from scripts.bench.variants import Job, Variant
+
+_ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """How the job runs here: links, clocks, and where logs go."""
+
+    job: Job
+    link: Link
+    rank_flags: tuple[str, ...]
+    warmup: int
+    timeout_s: float
+    logs: Path
+
+    def run(self, variant: Variant, number: int) -> Run:
+        """Run a variant once; round 0 is the one without shaped links."""
+        link = self.link if number else Link(delay_ms=self.link.delay_ms)
+        logs = self.logs / f"{variant.name}-round{number}"
+        shutil.rmtree(logs, ignore_errors=True)
+        command = [
+            *(sys.executable, "-W", "ignore", "-m", "scripts.bench.rank"),
+            *(*self.rank_flags, "--", *self.job.flags(), *variant.flags),
+        ]
+        clock = _CpuClock()
+        with Testbed(self.job.world_size, link) as testbed:
+            ranks = testbed.start(command, logs, cwd=_ROOT)
+            meter = _Meter(testbed, ranks.logs[-1], self.warmup)  # the last rank logs
+            codes = ranks.wait(self.timeout_s, meter.watch)
+            link_bytes = meter.busiest_bytes()
+        other_cpus = clock.other_cpus()
+        if any(code != 0 for code in codes):
+            return Run(variant=variant, round=number, failure=_failure(codes, ranks.logs))
+        iterations = training_log.parse(ranks.logs[-1].read_text(errors="replace"))
+        return Run(
+            variant=variant,
+            round=number,
+            iterations=tuple(iterations),
+            warmup=self.warmup,
+            link_bytes=link_bytes / (self.job.num_iterations - self.warmup),
+            other_cpus=other_cpus,
+        )
+
+
+class _Meter:
+    """Counts what the timed iterations put on the links."""
+
+    def __init__(self, testbed: Testbed, log: Path, warmup: int) -> None:
+        self._testbed, self._log, self._warmup = testbed, log, warmup
+        self._start: list[Traffic] | None = None
+
+    def watch(self) -> None:
+        """Note the counters as soon as the log says that the warm-up is over."""
+        if self._start is None:
+            text = self._log.read_text(errors="replace")
+            if len(training_log.parse(text)) >= self._warmup:
+                self._start = self._testbed.traffic()
+
+    def busiest_bytes(self) -> int:
+        """Bytes since then over the busiest link, in its busier direction."""
+        if self._start is None:
+            return 0
+        pairs = zip(self._testbed.traffic(), self._start, strict=True)
+        return max((now - start).busier_bytes for now, start in pairs)
+
+
+class _CpuClock:
+    """How busy other processes keep this machine; ours are its finished children."""
+
+    def __init__(self) -> None:
+        self._start = self._read()
+
+    def other_cpus(self) -> float:
+        """Mean number of CPUs that others have used since."""
+        wall_s, others_s = (
+            now - start for now, start in zip(self._read(), self._start, strict=True)
+        )
+        return max(0.0, others_s / wall_s)
+
+    @staticmethod
+    def _read() -> tuple[float, float]:
+        ticks = [int(word) for word in Path("/proc/stat").read_text().split(maxsplit=4)[1:4]]
+        ours = resource.getrusage(resource.RUSAGE_CHILDREN)
+        busy_s = sum(ticks) / os.sysconf("SC_CLK_TCK")
+        return time.monotonic(), busy_s - ours.ru_utime - ours.ru_stime
+
+
+def _failure(codes: Sequence[int | None], logs: Sequence[Path]) -> str:
+    """Say which rank failed first, as far as can be told, and with what last words."""
+    failed = [rank for rank, code in enumerate(codes) if code]
+    if not failed:
+        return f"not over in time; logs in {logs[0].parent}"
+    lines = logs[failed[0]].read_text(errors="replace").strip().splitlines()
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b|\S+: error:", line)]
+    words = (errors or lines or [f"exit code {codes[failed[0]]}"])[-1]
+    return f"rank {failed[0]}: {words} ({logs[failed[0]]})"
+
+
+def compare(
+    bench: Bench, chosen: Sequence[Variant], num_rounds: int, keep: int | None
+) -> list[Run]:
+    """Run all variants in turn, and say how it goes."""
+    runs: list[Run] = []
+    for number in range(num_rounds + 1):
+        if number == 2 and keep is not None:
+            chosen = _kept(chosen, runs, keep)
+        for position, variant in enumerate(chosen, 1):
+            run = bench.run(variant, number)
+            runs.append(run)
+            where = f"round {number}" if number else "unshaped"
+            what = run.failure
+            if not what:
+                spread = training_log.Spread.of(run.times_ms)
+                what = f"{spread} ms; others use {run.other_cpus:.1f} CPUs"
+            _say(f"{where}/{num_rounds} {position}/{len(chosen)} {variant.name}: {what}")
+        failed = {run.variant for run in runs if run.failure}
+        chosen = [variant for variant in chosen if variant not in failed]
+    return runs
+
+
+def _kept(chosen: Sequence[Variant], runs: Sequence[Run], keep: int) -> list[Variant]:
+    """The default, the ``keep`` fastest other stock variants of round 1, and all of ours."""
+    first = summary.rows([run for run in runs if run.round < 2], None)
+    sweep = [row for row in first if row.variant.is_stock and row.variant != variants.DEFAULT]
+    sweep.sort(key=lambda row: row.spread.median_ms)
+    dropped = {row.variant for row in sweep[keep:]}
+    return [variant for variant in chosen if variant not in dropped]
+
+
+def _say(line: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+
+
+def _conditions(args: argparse.Namespace, runs: Sequence[Run]) -> str:
+    """What must stand beside the table for its numbers to mean anything."""
+    pacing = "not paced"
+    if args.forward_ms or args.backward_ms:
+        pacing = (
+            f"paced by sleep: {args.forward_ms:g} ms forward, {args.backward_ms:g} ms backward each"
+        )
+    collectives = "gloo's own"
+    if args.nccl_order:
+        collectives = (
+            "gloo's, run one at a time per group in order of issue, true reduce-scatter volume"
+        )
+    cpus = sorted(run.other_cpus for run in runs if not run.failure)
+    load = f"{cpus[len(cpus) // 2]:.1f} (most {cpus[-1]:.1f})" if cpus else "unknown"
+    delay = f" with {args.delay_ms:g} ms delay" if args.delay_ms else ""
+    recompute = "full" if args.recompute else "no"
+    timed = args.iterations - args.warmup
+    return f"""\
+- {time.strftime("%Y-%m-%d")}, {_cpu_model()}, {os.cpu_count()} cores; \
+other processes kept {load} of them busy.
+- pp={args.pp} x dp={args.dp}, one rank per host, links of {args.rate} each way{delay}; \
+{args.layers} layers of hidden size {args.hidden}, sequence {args.seq_length}, \
+{args.microbatches} micro-batches of {args.micro_batch_size}, fp32, \
+clip-grad {args.clip_grad:g}, {recompute} recompute.
+- Layers: {pacing}. Collectives: {collectives}.
+- {args.rounds} rounds in turn, {timed} timed iterations each after {args.warmup}. Names with -do: \
+distributed optimizer. Bold: strongest stock. Compute: the same with links that are not shaped. \
+Link: what crosses the busiest link, at its rate."""
+
+
+def _cpu_model() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    job = parser.add_argument_group("the job")
+    job.add_argument("--pp", type=int, default=2, help="ranks of a pipeline (2)")
+    job.add_argument("--dp", type=int, default=2, help="data-parallel size (2)")
+    job.add_argument("--layers", type=int, default=16, help="(16)")
+    job.add_argument("--hidden", type=int, default=256, help="(256)")
+    job.add_argument("--seq-length", type=int, default=32, help="(32)")
+    job.add_argument("--microbatches", type=int, default=8, help="per iteration and pipeline (8)")
+    job.add_argument("--micro-batch-size", type=int, default=1, help="(1)")
+    job.add_argument("--clip-grad", type=float, default=1.0, help="(1.0)")
+    job.add_argument("--recompute", action="store_true", help="recompute every layer")
+    links = parser.add_argument_group("the testbed")
+    links.add_argument("--rate", default="200mbit", help="of each link, or unshaped (200mbit)")
+    links.add_argument("--delay-ms", type=float, default=0.0, help="one way, on each link (0)")
+    links.add_argument("--forward-ms", type=float, default=6.0, help="of a paced layer (6)")
+    links.add_argument("--backward-ms", type=float, default=12.0, help="of a paced layer (12)")
+    links.add_argument("--no-pacing", action="store_true", help="layers as fast as the CPU is")
+    links.add_argument(
+        "--gloo-order",
+        dest="nccl_order",
+        action="store_false",
+        help="leave gloo's collectives as they are, instead of NCCL's order and volume",
+    )
+    what = parser.add_argument_group("what is compared")
+    what.add_argument("--variants", type=Path, metavar="FILE", help="TOML with more variants")
+    what.add_argument(
+        "--only", nargs="+", default=["*"], metavar="NAME", help="variants by name; * matches all"
+    )
+    what.add_argument(
+        "--distributed-optimizer",
+        choices=("both", "on", "off"),
+        default="both",
+        help="variants with it, without it, or both (both)",
+    )
+    what.add_argument("--list", action="store_true", help="list the variants and end")
+    what.add_argument("--rounds", type=int, default=3, help="(3)")
+    what.add_argument(
+        "--keep", type=int, help="after round 1 go on with this many stock variants, the fastest"
+    )
+    what.add_argument("--iterations", type=int, default=12, help="of each run (12)")
+    what.add_argument("--warmup", type=int, default=4, help="iterations left out (4)")
+    what.add_argument("--timeout-s", type=float, default=600.0, help="of each run (600)")
+    what.add_argument("--logs", type=Path, default=_ROOT / "out/bench", help="(out/bench)")
+    what.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured")
+    args = parser.parse_args(argv)
+    if args.no_pacing:
+        args.forward_ms = args.backward_ms = 0.0
+    return args
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compare, and print the table; 1 if a variant failed or its losses differ."""
+    args = parse_arguments(argv)
+    end_on_signals()
+    try:
+        if args.rounds < 1 or not 0 < args.warmup < args.iterations:
+            raise ValueError(
+                f"{args.rounds} rounds of {args.iterations} iterations, {args.warmup} left out: "
+                "nothing to time; need a round, and more iterations than are left out"
+            )
+        bench, chosen = _read(args)
+        if args.list:
+            print("\n".join(f"{v.name:24} {' '.join(v.flags)}" for v in chosen))
+            return 0
+        runs = compare(bench, chosen, args.rounds, args.keep)
+    except (TestbedError, ValueError) as error:
+        return refuse("compare.py", error)
+    found = summary.rows(runs, bench.link.rate_bit_s)
+    largest, differing = summary.loss_disagreements(runs)
+    failures = [f"{run.variant.name}: {run.failure}" for run in runs if run.failure]
+    conditions = _conditions(args, runs)
+    if args.json:
+        report = {
+            "arguments": {key: str(value) for key, value in vars(args).items()},
+            "conditions": conditions,
+            "runs": [asdict(run) for run in runs],
+            "rows": [asdict(row) | {"bound_ms": row.bound_ms} for row in found],
+            "largest_loss_difference": largest,
+            "problems": differing + failures,
+        }
+        args.json.write_text(json.dumps(report, indent=1))
+    print(f"{conditions}\n\n{summary.table(found)}\n")
+    print(f"Losses of {len(runs) - len(failures)} runs agree to {largest:.1e}.")
+    for problem in differing + failures:
+        print(f"compare.py: {problem}", file=sys.stderr)
+    return 1 if differing or failures else 0
+
+
+def _read(args: argparse.Namespace) -> tuple[Bench, list[Variant]]:
+    job = Job(
+        num_ranks=args.pp,
+        data_parallel=args.dp,
+        num_microbatches=args.microbatches,
+        num_layers=args.layers,
+        hidden_size=args.hidden,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        num_iterations=args.iterations,
+        clip_grad=args.clip_grad,
+        recompute=args.recompute,
+    )
+    rank_flags = [f"--forward-ms={args.forward_ms}", f"--backward-ms={args.backward_ms}"]
+    bench = Bench(
+        job=job,
+        link=Link(parse_rate(args.rate), args.delay_ms),
+        rank_flags=(*rank_flags, *(["--nccl-order"] if args.nccl_order else [])),
+        warmup=args.warmup,
+        timeout_s=args.timeout_s,
+        logs=args.logs,
+    )
+    every = [*variants.known(job), *(variants.read(args.variants) if args.variants else ())]
+    wanted = {"both": None, "on": True, "off": False}[args.distributed_optimizer]
+    return bench, variants.choose(every, args.only, wanted)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

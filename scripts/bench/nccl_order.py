@@ -1,0 +1,164 @@
+"""Patch the collectives of ``torch.distributed.ProcessGroup``: gloo with NCCL's order and cost.
+
+Why: gloo runs two collectives of one group at once, and lets them share the link; its
+    reduce-scatter moves as many bytes as an all-reduce. A schedule that is tuned on that is tuned
+    for a library that nobody trains with.
+Change: the collectives of a group run one at a time, in order of issue, on one thread of the
+    group, as NCCL's do on one stream of the communicator; a reduce-scatter is a ring that moves
+    its true volume. All groups and all callers, since every call ends in these methods. Sends and
+    receives stay gloo's.
+Remove when: the bench runs on NCCL.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fold3d_patches.registry import Patch
+
+# In gloo these cost what they cost in NCCL: only their order changes.
+_ORDERED = (
+    "allreduce",
+    "allreduce_coalesced",
+    "allgather",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "allgather_coalesced",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all_single",
+    "alltoall",
+    "barrier",
+)
+_RING_TAG = 77  # of the ring's messages, which no receive of Megatron's may take
+
+Run = Callable[[], None]
+
+
+class OrderedWork(dist.Work):
+    """A collective that waits for its turn, runs, and is done or has failed."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self._run = run
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def execute(self) -> None:
+        """Run the collective; its error is for whoever waits."""
+        try:
+            self._run()
+        except Exception as error:  # noqa: BLE001  # raised by `wait`
+            self._error = error
+        finally:
+            del self._run  # and with it the tensors
+            self._done.set()
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self._done.is_set() and self._error is None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the collective has ended; raise what it raised."""
+        seconds = timeout.total_seconds() if timeout else None
+        if not self._done.wait(seconds or None):  # zero is torch's word for no timeout
+            raise RuntimeError(f"a collective did not end within {seconds} s")
+        if self._error is not None:
+            raise self._error
+        return True
+
+
+class OrderedQueue:
+    """The thread of one process group; it ends with the process."""
+
+    def __init__(self, name: str) -> None:
+        self._works: queue.SimpleQueue[OrderedWork] = queue.SimpleQueue()
+        threading.Thread(target=self._loop, name=f"collectives of {name}", daemon=True).start()
+
+    def submit(self, run: Run) -> OrderedWork:
+        """Run after everything that was submitted before."""
+        work = OrderedWork(run)
+        self._works.put(work)
+        return work
+
+    def _loop(self) -> None:
+        while True:
+            self._works.get().execute()
+
+
+def reduce_scatter(
+    group: dist.ProcessGroup, output: torch.Tensor, contribution: torch.Tensor
+) -> None:
+    """Sum ``contribution`` over the group and leave this rank's share of the sum in ``output``.
+
+    A ring: share r starts at rank r + 1 and reaches rank r last, a partial sum at each hop, so a
+    rank sends ``(size - 1) / size`` of the bytes. ``output`` may be a part of ``contribution``,
+    as Megatron's is.
+    """
+    rank, size = group.rank(), group.size()
+    shares = contribution.reshape(-1).chunk(size)
+    partial = shares[(rank - 1) % size]
+    for hop in range(1, size):
+        arriving = torch.empty_like(partial)
+        # The receive first: gloo announces it in-band, where it would queue behind the data sent.
+        received = group.recv([arriving], (rank - 1) % size, _RING_TAG)
+        sent = group.send([partial], (rank + 1) % size, _RING_TAG)
+        received.wait()
+        sent.wait()
+        partial = arriving.add_(shares[(rank - 1 - hop) % size])
+    output.copy_(partial.reshape(output.shape))
+
+
+def patches() -> tuple[Patch, ...]:
+    """All collectives of all groups of this process."""
+    queues: dict[dist.ProcessGroup, OrderedQueue] = {}
+
+    def submit(group: dist.ProcessGroup, run: Run) -> OrderedWork:
+        if group not in queues:
+            queues[group] = OrderedQueue(group.group_desc or group.group_name)
+        return queues[group].submit(run)
+
+    def ordered(upstream: Callable[..., Any]) -> Callable[..., Any]:
+        def collective(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> OrderedWork:
+            return submit(group, lambda: upstream(group, *args, **kwargs).wait())
+
+        return collective
+
+    def scattered(upstream: Callable[..., Any]) -> Callable[..., Any]:
+        def collective(
+            group: dist.ProcessGroup,
+            outputs: Any,  # a tensor, or a sequence of them if coalesced
+            inputs: Any,
+            options: Any,
+        ) -> OrderedWork:
+            if options.reduceOp != dist.ReduceOp.SUM:
+                return submit(group, lambda: upstream(group, outputs, inputs, options).wait())
+            single = isinstance(outputs, torch.Tensor)
+            pairs = [(outputs, inputs)] if single else list(zip(outputs, inputs, strict=True))
+
+            def run() -> None:
+                for output, contribution in pairs:
+                    reduce_scatter(group, output, contribution)
+
+            return submit(group, run)
+
+        return collective
+
+    target = "torch.distributed:ProcessGroup."
+    return (
+        *(Patch(target=target + name, make=ordered) for name in _ORDERED),
+        Patch(target=target + "reduce_scatter_single", make=scattered),
+        Patch(target=target + "reduce_scatter_single_coalesced", make=scattered),
+    )

@@ -1,0 +1,392 @@
+"""Hosts on a slow network, on one machine: network namespaces behind one switch.
+
+    sudo .venv/bin/python -m scripts.bench.testbed --hosts 4 --rate 200mbit -- COMMAND
+
+Each host has a network namespace and a link to a bridge, shaped in both directions; the bridge has
+a namespace of its own, so no packet and no setting touches the machine's network. COMMAND runs once
+per rank, with what torchrun would put into its environment.
+
+     h0        h1        h2            a namespace each: one or more ranks, eth0
+     |         |         |             tbf (and netem) on eth0: what the host sends
+    p0 ------ p1 ------ p2             tbf (and netem) on p0: what the host receives
+           bridge                      one namespace
+
+Keeps one invariant: nothing outlives the process that made it, however that ends. A namespace has
+no name; it exists as long as a holder, a process that sleeps in it, or a rank does, and the kernel
+kills holders and ranks when their parent dies.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+_TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "setpriv": "util-linux"}
+_DIES_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
+_MTU_BYTES = 9000
+# Larger super-packets of segmentation offload would wait too long behind each other.
+_OFFLOAD_BYTES = 16384
+_GRACE_S = 5.0  # for the ranks to print their own error after one of them has failed
+_POLL_S = 0.05
+
+
+class TestbedError(RuntimeError):
+    """This machine cannot have a testbed; the message says in one line what is missing."""
+
+    __test__ = False  # not a test, whatever pytest makes of its name
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One host's link, in each direction: bits per second, and the time a packet is under way."""
+
+    rate_bit_s: float | None = None
+    delay_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rate_bit_s is not None and self.rate_bit_s < 1e5:
+            raise ValueError(f"a link of {self.rate_bit_s:g} bit/s; try 100kbit or more")
+        if self.delay_ms < 0:
+            raise ValueError(f"a delay of {self.delay_ms:g} ms; it cannot be negative")
+
+    def qdiscs(self, device: str) -> Iterator[str]:
+        """Yield the lines of ``tc -batch`` that shape what ``device`` sends."""
+        parent = "root"
+        if self.delay_ms:  # at the root: below, it may put what was shaped into another order
+            yield f"qdisc add dev {device} root handle 1: netem delay {self.delay_ms}ms limit 10000"
+            parent = "parent 1:"
+        if self.rate_bit_s is not None:
+            burst = max(32 * 1024, int(self.rate_bit_s / 8 * 1.3e-3))
+            yield (
+                f"qdisc add dev {device} {parent} handle 2: tbf "
+                f"rate {self.rate_bit_s:.0f}bit burst {burst}b latency 2ms"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that a host has put on its link and taken from it, headers included."""
+
+    sent_bytes: int
+    received_bytes: int
+
+    def __sub__(self, earlier: "Traffic") -> "Traffic":
+        return Traffic(
+            self.sent_bytes - earlier.sent_bytes, self.received_bytes - earlier.received_bytes
+        )
+
+    @property
+    def busier_bytes(self) -> int:
+        """Those of the busier direction."""
+        return max(self.sent_bytes, self.received_bytes)
+
+
+class Ranks:
+    """Processes of one run, in the order of their ranks; `Testbed.start` makes them."""
+
+    def __init__(self, processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> None:
+        self.processes = processes
+        self.logs = logs
+
+    def wait(self, timeout_s: float, watch: Callable[[], None] = lambda: None) -> list[int | None]:
+        """Exit codes by rank; None for one that was stopped.
+
+        The ranks are stopped when the time is over, and a few seconds after one of them has failed.
+        ``watch`` is called again and again in the meantime.
+        """
+        end_s, failed = time.monotonic() + timeout_s, False
+        codes = self.poll()
+        while None in codes and time.monotonic() < end_s:
+            if not failed and any(codes):
+                end_s, failed = min(end_s, time.monotonic() + _GRACE_S), True
+            time.sleep(_POLL_S)
+            watch()
+            codes = self.poll()
+        self.stop()
+        return codes
+
+    def poll(self) -> list[int | None]:
+        """Exit codes by rank; None for one that runs."""
+        return [process.poll() for process in self.processes]
+
+    def stop(self) -> None:
+        """Kill what still runs, each rank with the processes that it started."""
+        for process in self.processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # every rank leads a session
+        for process in self.processes:
+            process.wait()
+
+
+class Testbed:
+    """``num_hosts`` hosts with one link each, from ``with`` until its block ends.
+
+    Raises:
+        TestbedError: on entering, if the machine lacks what a testbed needs.
+    """
+
+    __test__ = False
+
+    def __init__(self, num_hosts: int, link: Link, ranks_per_host: int = 1) -> None:
+        if not (1 <= num_hosts <= 250 and ranks_per_host >= 1):
+            raise ValueError(
+                f"{num_hosts} hosts of {ranks_per_host} ranks: 1 to 250 hosts, at least a rank each"
+            )
+        self.num_hosts, self.link, self.ranks_per_host = num_hosts, link, ranks_per_host
+        self._holders: list[subprocess.Popen[bytes]] = []  # of the hosts, then of the switch
+        self._ranks: list[Ranks] = []
+
+    def __enter__(self) -> Self:
+        check_machine()
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop all ranks; the kernel takes the namespaces down with their last process."""
+        for ranks in self._ranks:
+            ranks.stop()
+        for holder in self._holders:
+            holder.kill()
+        for holder in self._holders:
+            holder.wait()
+        self._ranks, self._holders = [], []
+
+    def address(self, host: int) -> str:
+        """The host's address; no other machine can reach it."""
+        return f"10.77.0.{host + 1}"
+
+    def enter(self, host: int) -> tuple[str, ...]:
+        """Words to put before a command, so that it runs on the host and dies with this process."""
+        return (*_DIES_WITH_PARENT, "nsenter", f"--net={self.namespace(host)}", "--")
+
+    def namespace(self, host: int) -> str:
+        """Path of the host's network namespace."""
+        return f"/proc/{self._holders[host].pid}/ns/net"
+
+    def start(
+        self, command: Sequence[str], logs: Path, cwd: Path | None = None, port: int = 29500
+    ) -> Ranks:
+        """Run a command on every rank; its output goes to ``logs/rank<N>.log``."""
+        logs.mkdir(parents=True, exist_ok=True)
+        num_ranks = self.num_hosts * self.ranks_per_host
+        paths = [logs / f"rank{rank}.log" for rank in range(num_ranks)]
+        processes: list[subprocess.Popen[bytes]] = []
+        ranks = Ranks(processes, paths)
+        self._ranks.append(ranks)  # first, so that `close` finds those that did start
+        for rank, path in enumerate(paths):
+            host, local_rank = divmod(rank, self.ranks_per_host)
+            with path.open("wb") as log:
+                processes.append(
+                    subprocess.Popen(
+                        [*self.enter(host), *command],
+                        env=os.environ | self._environment(rank, local_rank, port),
+                        cwd=cwd,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                    )
+                )
+        return ranks
+
+    def traffic(self) -> list[Traffic]:
+        """Bytes on each host's link since the testbed was made."""
+        return [self._traffic(holder.pid) for holder in self._holders[: self.num_hosts]]
+
+    @contextlib.contextmanager
+    def cut(self, host: int) -> Iterator[None]:
+        """Pull the host's cable for the time of the block; packets are lost without a word."""
+        self._ip(-1, f"link set p{host} down")
+        try:
+            yield
+        finally:
+            self._ip(-1, f"link set p{host} up")
+
+    def _build(self) -> None:
+        for _ in range(self.num_hosts + 1):
+            self._holders.append(_hold_namespace())
+        offload = f"gso_max_size {_OFFLOAD_BYTES} gro_max_size {_OFFLOAD_BYTES}"
+        self._ip(-1, "link add br0 type bridge stp_state 0 forward_delay 0", "link set br0 up")
+        for host in range(self.num_hosts):
+            self._ip(
+                -1,
+                f"link add p{host} mtu {_MTU_BYTES} type veth "
+                f"peer name eth0 mtu {_MTU_BYTES} netns {self._holders[host].pid}",
+                f"link set p{host} {offload}",
+                f"link set p{host} master br0 up",
+            )
+            self._ip(
+                host,
+                f"link set eth0 {offload}",
+                f"address add {self.address(host)}/24 dev eth0",
+                "link set lo up",
+                "link set eth0 up",
+                # Without it a lost packet of a short queue costs 200 ms.
+                f"route replace 10.77.0.0/24 dev eth0 src {self.address(host)} rto_min 5ms",
+            )
+            for name, value in (("congestion_control", "reno"), ("slow_start_after_idle", "0")):
+                _run([*self._inside(host), "sysctl", "-qw", f"net.ipv4.tcp_{name}={value}"])
+            self._tc(host, "eth0")
+            self._tc(-1, f"p{host}")
+
+    def _environment(self, rank: int, local_rank: int, port: int) -> dict[str, str]:
+        """What torchrun would set, and the interface that gloo is to use."""
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.num_hosts * self.ranks_per_host),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(self.ranks_per_host),
+            "MASTER_ADDR": self.address(0),
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def _inside(self, host: int) -> tuple[str, ...]:
+        return ("nsenter", f"--net={self.namespace(host)}", "--")
+
+    def _ip(self, host: int, *lines: str) -> None:
+        """Run ``ip`` on a host, or with -1 on the switch."""
+        _run([*self._inside(host), "ip", "-batch", "-"], "\n".join(lines))
+
+    def _tc(self, host: int, device: str) -> None:
+        if lines := list(self.link.qdiscs(device)):
+            _run([*self._inside(host), "tc", "-batch", "-"], "\n".join(lines))
+
+    @staticmethod
+    def _traffic(pid: int) -> Traffic:
+        for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines():
+            device, _, counters = line.partition(":")
+            if device.strip() == "eth0":
+                fields = counters.split()
+                return Traffic(sent_bytes=int(fields[8]), received_bytes=int(fields[0]))
+        raise TestbedError(f"process {pid} has no eth0: its namespace is not a host's")
+
+
+def check_machine() -> None:
+    """Raise a `TestbedError` if this process is not root or lacks a command."""
+    if os.geteuid() != 0:
+        raise TestbedError("the testbed makes network namespaces and needs root; run it with sudo")
+    for tool, package in _TOOLS.items():
+        if shutil.which(tool) is None:
+            raise TestbedError(f"no command {tool!r}; run: apt-get install {package}")
+
+
+def parse_rate(text: str) -> float | None:
+    """Bits per second of ``200mbit``, ``2.5gbit`` or ``800kbit``; None for ``unshaped``.
+
+    Raises:
+        ValueError: the text is none of these.
+    """
+    if text == "unshaped":
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", text)
+    if not found:
+        raise ValueError(f"a rate of {text!r}; try 200mbit, 2.5gbit, 800kbit or unshaped")
+    return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]]
+
+
+def _hold_namespace() -> subprocess.Popen[bytes]:
+    """Start a process that sleeps in a network namespace of its own."""
+    holder = subprocess.Popen(
+        [*_DIES_WITH_PARENT, "unshare", "--net", "sleep", "infinity"],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    end_s = time.monotonic() + 10
+    while time.monotonic() < end_s and holder.poll() is None:
+        if not Path(f"/proc/{holder.pid}/ns/net").samefile("/proc/self/ns/net"):
+            return holder
+        time.sleep(0.002)
+    holder.kill()
+    reason = holder.communicate()[1].decode().strip() or "unshare did not answer"
+    raise TestbedError(f"cannot make a network namespace: {reason}")
+
+
+def _run(command: Sequence[str], lines: str = "") -> None:
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        words = " ".join(command[command.index("--") + 1 :])
+        raise TestbedError(f"{words}: {reason} (given: {lines or 'nothing'})".replace("\n", "; "))
+
+
+def end_on_signals() -> None:
+    """Let SIGTERM and SIGHUP end this program as an exception does: through every ``with``."""
+
+    def leave(number: int, _frame: object) -> None:
+        sys.exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, leave)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a command on every rank of a testbed; print exit codes and traffic as JSON."""
+    split = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--ranks-per-host", type=int, default=1)
+    parser.add_argument("--rate", default="unshaped", help="of each link, say 200mbit")
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="one way, on each link")
+    parser.add_argument("--logs", type=Path, default=Path("out/testbed"), help="(out/testbed)")
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="(600)")
+    args = parser.parse_args(argv[:split])
+    if not (command := argv[split + 1 :]):
+        parser.error("no command; give it after --")
+    end_on_signals()
+    try:
+        link = Link(parse_rate(args.rate), args.delay_ms)
+        with Testbed(args.hosts, link, args.ranks_per_host) as testbed:
+            codes = testbed.start(command, args.logs).wait(args.timeout_s)
+            traffic = testbed.traffic()
+    except (TestbedError, ValueError) as error:
+        return refuse("testbed.py", error)
+    print(
+        json.dumps(
+            {
+                "exit_codes": codes,
+                "sent_bytes": [host.sent_bytes for host in traffic],
+                "received_bytes": [host.received_bytes for host in traffic],
+                "logs": str(args.logs),
+            }
+        )
+    )
+    return 0 if not any(codes) and None not in codes else 1
+
+
+def refuse(program: str, error: Exception, file: IO[str] | None = None) -> int:
+    """Say in one line what is wrong; returns the exit code."""
+    print(f"{program}: error: {error}", file=file or sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,59 @@
+"""What Megatron's training log says about each iteration."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+
+_ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|(.*)")
+_FIELDS = {
+    "elapsed_ms": re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)"),
+    "loss": re.compile(r"lm loss: (\S+)"),
+    "grad_norm": re.compile(r"grad norm: (\S+)"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Iteration:
+    """One line of the log; loss and gradient norm are None where Megatron skipped the update."""
+
+    number: int
+    elapsed_ms: float
+    loss: float | None = None
+    grad_norm: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median and quartiles of a number of times."""
+
+    median_ms: float
+    lower_ms: float
+    upper_ms: float
+
+    @classmethod
+    def of(cls, times_ms: Sequence[float]) -> "Spread":
+        """Summarise at least one time."""
+        if len(times_ms) == 1:
+            return cls(times_ms[0], times_ms[0], times_ms[0])
+        lower_ms, _, upper_ms = quantiles(times_ms, n=4, method="inclusive")
+        return cls(median(times_ms), lower_ms, upper_ms)
+
+    def __str__(self) -> str:
+        return f"{self.median_ms:.0f} ({self.lower_ms:.0f}-{self.upper_ms:.0f})"
+
+
+def parse(text: str) -> list[Iteration]:
+    """Read the iterations in a log; a line that is still being written is left out."""
+    iterations = []
+    for line in text.splitlines(keepends=True):
+        if not line.endswith("\n") or not (found := _ITERATION.search(line)):
+            continue
+        fields = {
+            name: float(value[1])
+            for name, pattern in _FIELDS.items()
+            if (value := pattern.search(found[2]))
+        }
+        if "elapsed_ms" in fields:
+            iterations.append(Iteration(number=int(found[1]), **fields))
+    return iterations

@@ -1,0 +1,163 @@
+"""What is compared: one job, and the flags by which its variants differ."""
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+_DISTRIBUTED_OPTIMIZER = "--use-distributed-optimizer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The training that all variants do: the same model, batch, precision and recompute."""
+
+    num_ranks: int  # of a pipeline
+    data_parallel: int
+    num_microbatches: int
+    num_layers: int
+    hidden_size: int
+    seq_length: int
+    micro_batch_size: int
+    num_iterations: int
+    clip_grad: float
+    recompute: bool
+
+    def __post_init__(self) -> None:
+        if self.num_layers % self.num_ranks:
+            nearest = max(1, self.num_layers // self.num_ranks) * self.num_ranks
+            raise ValueError(
+                f"--layers {self.num_layers} is not divisible by --pp {self.num_ranks}; "
+                f"try --layers {nearest}"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole job."""
+        return self.num_ranks * self.data_parallel
+
+    @property
+    def segment_counts(self) -> list[int]:
+        """The numbers of segments, above one, into which a rank's layers can be cut evenly."""
+        layers = self.num_layers // self.num_ranks
+        return [count for count in range(2, layers + 1) if layers % count == 0]
+
+    def flags(self) -> list[str]:
+        """Spell the job for ``pretrain_gpt.py``."""
+        flags = {
+            "device": "cpu",
+            "pipeline-model-parallel-size": self.num_ranks,
+            "num-layers": self.num_layers,
+            "hidden-size": self.hidden_size,
+            "num-attention-heads": max(1, self.hidden_size // 64),
+            "seq-length": self.seq_length,
+            "max-position-embeddings": self.seq_length,
+            "micro-batch-size": self.micro_batch_size,
+            "global-batch-size": (
+                self.num_microbatches * self.data_parallel * self.micro_batch_size
+            ),
+            "train-iters": self.num_iterations,
+            "tokenizer-type": "NullTokenizer",
+            "vocab-size": 127,
+            "attention-dropout": 0,
+            "hidden-dropout": 0,
+            "clip-grad": self.clip_grad,
+            "lr": 1e-4,
+            "lr-decay-style": "constant",
+            "num-workers": 0,
+            "log-interval": 1,
+            "eval-iters": 0,
+            "eval-interval": 1000,
+            "distributed-timeout-minutes": 3,
+        }
+        if self.recompute:
+            flags |= {"recompute-granularity": "full", "recompute-method": "uniform"}
+            flags |= {"recompute-num-layers": 1}
+        words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+        return [*words, "--mock-data"]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to run the job."""
+
+    name: str
+    flags: tuple[str, ...]
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether Megatron's own schedule runs."""
+        return not {"--schedule", "--plan-file"} & set(self.flags)
+
+    @property
+    def is_distributed_optimizer(self) -> bool:
+        """Whether gradients are reduce-scattered and parameters gathered."""
+        return _DISTRIBUTED_OPTIMIZER in self.flags
+
+
+DEFAULT = Variant("stock-default", ())  # the paper's baseline: 1F1B, and nothing overlaps
+
+
+def known(job: Job) -> Iterator[Variant]:
+    """Yield stock's default, the sweep that has stock's strongest in it, and ours."""
+    yield DEFAULT
+    yield Variant("stock-default-do", (_DISTRIBUTED_OPTIMIZER,))
+    yield from _with_optimizers("stock-1f1b-overlap", ("--overlap-grad-reduce",))
+    for segments in job.segment_counts:
+        for group in sorted({job.num_ranks, job.num_microbatches}):
+            interleaved = (
+                *("--num-virtual-stages-per-pipeline-rank", str(segments)),
+                *("--microbatch-group-size-per-virtual-pipeline-stage", str(group)),
+                "--overlap-p2p-communication-warmup-flush",
+                "--overlap-grad-reduce",
+            )
+            name = f"stock-v{segments}-n{group}"
+            yield from _with_optimizers(name, interleaved)
+            yield from _with_optimizers(f"{name}-noalign", (*interleaved, "--no-align-grad-reduce"))
+    for segments in [1, *job.segment_counts]:
+        aiao = ("--schedule", "aiao", "--segments", str(segments), "--overlap-grad-reduce")
+        yield from _with_optimizers(f"aiao-s{segments}", aiao)
+
+
+def _with_optimizers(name: str, flags: tuple[str, ...]) -> Iterator[Variant]:
+    yield Variant(name, flags)
+    yield Variant(f"{name}-do", (*flags, _DISTRIBUTED_OPTIMIZER, "--overlap-param-gather"))
+
+
+def read(path: Path) -> list[Variant]:
+    """Variants of a TOML file, a line each: ``name = "flags"``.
+
+    Raises:
+        ValueError: the file is not of this form.
+    """
+    try:
+        table = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"--variants {path}: {error}") from None
+    for name, flags in table.items():
+        if not isinstance(flags, str):
+            raise ValueError(f'--variants {path}: {name} is no text; write {name} = "--flag ..."')
+    return [Variant(name, tuple(flags.split())) for name, flags in table.items()]
+
+
+def choose(
+    variants: Sequence[Variant], patterns: Sequence[str], distributed_optimizer: bool | None
+) -> list[Variant]:
+    """Pick variants by name, in their own order; stock's default always comes first.
+
+    Raises:
+        ValueError: a pattern names none of them.
+    """
+    names = [variant.name for variant in variants]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"no variant is called {pattern}; there are {', '.join(names)}")
+    chosen = [
+        variant
+        for variant in variants
+        if variant != DEFAULT
+        and any(fnmatchcase(variant.name, pattern) for pattern in patterns)
+        and distributed_optimizer in (None, variant.is_distributed_optimizer)
+    ]
+    return [DEFAULT, *chosen]
