@@ -334,6 +334,8 @@ def test_defaults_are_refused_by_no_schedule(parse: Parse, schedule: str) -> Non
 def given_on(action: Action) -> str:
     """A command line that gives an option another value than its default."""
     flag = action.option_strings[0]
+    if flag == "--pipeline-model-parallel-layout":
+        return f"{flag} Ett|tt|tt|tt,m|L"
     if action.nargs == 0:
         return flag
     value = list(action.choices)[-1] if action.choices else 2
@@ -351,7 +353,7 @@ def test_a_refusal_names_an_option_of_the_installed_megatron(
     assert option_of(row, parser).dest == row.attribute
     ours = {"--schedule", "--segments", "--max-restarts"}
     flags = {flag for a in options(parser) for flag in a.option_strings}
-    assert set(re.findall(r"--[a-z0-9-]+", row.rule + row.fix)) <= flags | ours
+    assert set(re.findall(r"--[a-z0-9-]+", f"{row.rule} {row.fix}")) <= flags | ours
 
 
 @pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.flag)
@@ -411,7 +413,7 @@ def test_what_the_documentation_says_works_is_not_refused(
 ) -> None:
     by_flag = {flag: a for a in options(parser) for flag in a.option_strings}
     for flag, rows in documented().items():
-        if rows[0][0] == "works":
+        if len(rows) == 1 and rows[0][0] == "works":
             assert flag in by_flag, flag
             args = parse(f"--pipeline-model-parallel-size 2 {given_on(by_flag[flag])}")
             assert list(refusals(args, "aiao")) == [], flag

@@ -170,9 +170,11 @@ REFUSALS = (
         "use --context-parallel-size alone",
     ),
     Refusal(
-        "--mtp-num-layers",
-        "mtp_num_layers",
-        "its layers may sit before the last stage, with transfers of another shape",
+        "--pipeline-model-parallel-layout",
+        "pipeline_model_parallel_layout",
+        "multi-token prediction before the last stage sends tensors of another shape",
+        "move every m to the last stage",
+        found=lambda args: "m" in (args.pipeline_model_parallel_layout or "").rpartition("|")[0],
     ),
     Refusal(
         "--use-ring-exchange-p2p",
@@ -205,7 +207,7 @@ REFUSALS = (
     Refusal(
         "--microbatch-group-size-per-virtual-pipeline-stage",
         "microbatch_group_size_per_vp_stage",
-        "a group smaller than --pipeline-model-parallel-size leaves ranks idle between segments",
+        "ranks wait for one another when a group is smaller than --pipeline-model-parallel-size",
         "give at least that many",
         found=_group_below_ranks,
         schedules=frozenset({"interleaved"}),
