@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from itertools import count
 
 from megatron.fold3d.plan.ir import STAGE_OPS, Action, Op, Plan, PlanError, gc_paused
-from megatron.fold3d.plan.lowering import add_p2p
+from megatron.fold3d.plan.lowering import add_p2p, deferred_stages
 
 _COLUMNS = 4  # actions shown on either side of a marked one
 _ROWS = 8  # ranks shown at most
@@ -149,6 +149,7 @@ class _Needs:
         offloads = (a for program in plan.programs for a in program if a.op is Op.OFFLOAD)
         self.offloaded = {(stage, microbatch) for stage, _, microbatch in offloads}
         self.gathers = Op.WAIT_PARAM in ops
+        self.deferred = frozenset().union(*map(deferred_stages, plan.programs))
         self.gradient = Op.WEIGHT if Op.WEIGHT in ops else Op.BACKWARD
 
     def of(self, action: Action) -> list[_Need]:
@@ -175,6 +176,8 @@ class _Needs:
             return needs
         if op is Op.REDUCE_GRAD:
             return [(stage, self.gradient, m) for m in self.microbatches]
+        if op is Op.WAIT_GRAD and stage in self.deferred:
+            return []  # what the iteration before has started
         before = {
             Op.WEIGHT: Op.BACKWARD,
             Op.OFFLOAD: Op.FORWARD,

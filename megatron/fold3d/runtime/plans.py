@@ -10,7 +10,7 @@ from collections.abc import Callable
 from megatron.fold3d.config import Fold3DConfig
 from megatron.fold3d.plan.files import read_plan
 from megatron.fold3d.plan.ir import Plan, PlanError
-from megatron.fold3d.plan.lowering import add_p2p, forward_only, lower
+from megatron.fold3d.plan.lowering import add_p2p, defer_grad_sync, forward_only, lower
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import peak_activations, verify
 
@@ -49,17 +49,19 @@ class Plans:
         return self._made[key]
 
     def _make_training(self, num_microbatches: int) -> Plan:
+        plan = lower(self._order(num_microbatches))
+        return defer_grad_sync(plan, self._config.deferred_stages)
+
+    def _order(self, num_microbatches: int) -> Plan:
         config = self._config
         if config.plan_file is None:
-            return lower(
-                build(
-                    config.schedule,
-                    num_ranks=config.num_ranks,
-                    num_segments=config.num_segments,
-                    num_microbatches=num_microbatches,
-                    last_segment=config.aiao_last_segment,
-                    group_size=config.microbatch_group_size,
-                )
+            return build(
+                config.schedule,
+                num_ranks=config.num_ranks,
+                num_segments=config.num_segments,
+                num_microbatches=num_microbatches,
+                last_segment=config.aiao_last_segment,
+                group_size=config.microbatch_group_size,
             )
         plan = read_plan(config.plan_file)
         found = plan.num_ranks, plan.num_segments, plan.num_microbatches
@@ -69,7 +71,7 @@ class Plans:
                 f"{_sizes(config.num_ranks, config.num_segments, num_microbatches)}; "
                 "a plan file fits one size: change the flags, or use --schedule"
             )
-        return lower(plan)
+        return plan
 
     def _make_evaluation(self, num_microbatches: int) -> Plan:
         order = build(

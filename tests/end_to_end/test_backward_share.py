@@ -1,0 +1,120 @@
+"""Steps that are taken in the next iteration change nothing: stock's losses and parameters, bit for bit.
+
+All rows train six iterations with a learning rate and a weight decay that change in each, and
+evaluate after the third.
+"""
+
+import functools
+import logging
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from tests.distributed import run_distributed
+from tests.end_to_end.training import Record, differences, train
+
+pytestmark = pytest.mark.gloo
+
+MODEL = (
+    "--device cpu --num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--max-position-embeddings 16 --attention-dropout 0 --hidden-dropout 0 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 63 --num-workers 0 --micro-batch-size 1 "
+    "--train-iters 6 --lr 1e-2 --lr-decay-iters 10 --lr-warmup-iters 2 --eval-interval 3 "
+    "--start-weight-decay 0.01 --end-weight-decay 0.1 --weight-decay-incr-style linear "
+    "--clip-grad 0 --overlap-grad-reduce"
+)
+EVALUATE = "--eval-iters 1"
+UNTIED = "--untie-embeddings-and-output-weights"
+NORM = re.compile(r"grad norm of iteration (\d+): (.+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One comparison; ``ours`` says what the share is, and how our run is scheduled."""
+
+    ours: str
+    flags: str = UNTIED
+    pp: int = 2
+    segments: int = 2
+    dp: int = 2
+    evaluation: str = EVALUATE
+
+    def __str__(self) -> str:
+        return f"{self.ours} {self.flags} pp={self.pp} segments={self.segments} dp={self.dp}"
+
+    def command(self, scheduled: str) -> tuple[str, ...]:
+        layout = (
+            f"--pipeline-model-parallel-size {self.pp} --segments {self.segments} "
+            f"--global-batch-size {4 * self.dp}"
+        )
+        return tuple(
+            shlex.split(f"{MODEL} {layout} {self.evaluation} {self.flags} {scheduled}")
+        )
+
+
+AIAO = "--schedule aiao --backward-share"
+
+ROWS = (
+    Row(ours=f"{AIAO} 0"),
+    Row(ours=f"{AIAO} 0.5"),
+    Row(ours=f"{AIAO} 1"),
+    Row(ours=f"{AIAO} 0.3 --aiao-last-segment afab"),
+    Row(ours="--schedule interleaved --backward-share 0.3"),
+    Row(ours=f"{AIAO} 0.5", flags=""),
+    Row(ours=f"{AIAO} 0.5", flags=f"{UNTIED} --bf16"),
+    Row(ours=f"{AIAO} 0", flags="--bf16"),
+    Row(ours=f"{AIAO} 0.3", segments=4),
+    Row(ours=f"{AIAO} 0.3", segments=4, flags="--bf16 --no-align-grad-reduce"),
+    Row(ours=f"{AIAO} 0.3", flags=f"{UNTIED} --no-align-grad-reduce"),
+    Row(ours=f"{AIAO} 0.5", flags="--optimizer sgd"),
+    Row(ours="--schedule 1f1b --backward-share 0.5", segments=1),
+    Row(ours="--schedule 1f1b --backward-share 0.5", flags="", pp=1, segments=1),
+    Row(ours=f"{AIAO} 0.5", evaluation="--eval-iters 0"),
+)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_losses_norms_and_parameters_are_those_of_stock(row: Row) -> None:
+    num_ranks = row.pp * row.dp
+    ours = run_distributed(train_and_listen, num_ranks, row.command(row.ours))
+    stock = _stock(num_ranks, row.command("--schedule stock"))
+
+    reported = [name for _, norms in ours for name in norms]
+    assert sorted(reported) == [1, 2, 3, 4, 5, 6]
+    records = ([_without_norms(record) for record, _ in runs] for runs in (ours, stock))
+    assert differences(*records) == []
+    for iteration, norm in ours[0][1].items():
+        # The same squares, summed segment by segment.
+        expected = float.fromhex(stock[0][0].iterations[iteration - 1]["grad norm"])
+        assert norm == pytest.approx(expected, rel=1e-5)
+
+
+def train_and_listen(argv: Sequence[str]) -> tuple[Record, dict[int, float]]:
+    """Train; with the norms that are logged later than the iteration's line."""
+    norms: dict[int, float] = {}
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if found := NORM.fullmatch(record.getMessage()):
+                norms[int(found[1])] = float(found[2])
+
+    logger = logging.getLogger("megatron.fold3d.runtime.deferred_sync")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(Listener())
+    return train(argv), norms
+
+
+@functools.cache
+def _stock(num_ranks: int, argv: Sequence[str]) -> list[tuple[Record, dict[int, float]]]:
+    return run_distributed(train_and_listen, num_ranks, argv)
+
+
+def _without_norms(record: Record) -> Record:
+    iterations = [
+        {name: value for name, value in iteration.items() if name != "grad norm"}
+        for iteration in record.iterations
+    ]
+    return replace(record, iterations=iterations)
