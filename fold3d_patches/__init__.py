@@ -1,4 +1,4 @@
-"""Binds fold3d to Megatron: the ordered list of patches, and nothing else."""
+"""Binds fold3d to Megatron: the ordered lists of patches, and nothing else."""
 
 from contextlib import ExitStack
 from datetime import timedelta
@@ -9,44 +9,54 @@ from fold3d_patches.registry import Patch, PatchError, apply
 if TYPE_CHECKING:
     from megatron.fold3d.config import Fold3DConfig
 
-__all__ = ["Patch", "PatchError", "install"]
+__all__ = ["Patch", "PatchError", "install_platform", "install_schedule"]
 
 
-def install(config: "Fold3DConfig") -> ExitStack:
-    """Patch Megatron for this run; closing the stack restores it.
+def install_platform(device: str) -> ExitStack:
+    """Patch what Megatron needs before it validates its flags; closing the stack restores it.
 
     Raises:
         PatchError: the installed Megatron is not the one the patches were written for.
     """
+    from fold3d_patches import compile_helpers, cpu
+
+    return apply([compile_helpers.patch(), *(cpu.patches() if device == "cpu" else ())])
+
+
+def install_schedule(config: "Fold3DConfig", num_microbatches: int) -> ExitStack:
+    """Make Megatron train under the schedule of ``config``; closing the stack restores it.
+
+    Raises:
+        PatchError: as above.
+        PlanError: the schedule cannot run ``num_microbatches``, or the user's plan is for others.
+    """
+    if config.schedule == "stock":
+        return ExitStack()
+
     from fold3d_patches import (
-        compile_helpers,
-        cpu,
         get_forward_backward_func,
         optimizer_step,
         save_checkpoint,
         zero_grad_buffer,
     )
+    from megatron.fold3d.runtime.deferred_sync import DeferredSync
+    from megatron.fold3d.runtime.executor import Executor
+    from megatron.fold3d.runtime.plans import Plans
 
-    deferred = None
-    patches: list[Patch] = [compile_helpers.patch()]
-    if config.device == "cpu":
-        patches += cpu.patches()
-    if config.schedule != "stock":
-        from megatron.fold3d.runtime.deferred_sync import DeferredSync
-        from megatron.fold3d.runtime.executor import Executor
-        from megatron.fold3d.runtime.plans import Plans
+    plans = Plans(config)
+    plans.training(num_microbatches)
+    if config.backward_share is None:
+        return apply([get_forward_backward_func.patch(Executor(config, plans))])
 
-        if config.backward_share is not None:
-            timeout = timedelta(minutes=config.distributed_timeout_minutes)
-            deferred = DeferredSync(config.backward_share, timeout)
-            patches += [
-                optimizer_step.patch(deferred),
-                save_checkpoint.patch(deferred),
-                zero_grad_buffer.patch(deferred),
-            ]
-        executor = Executor(config, Plans(config), deferred)
-        patches.append(get_forward_backward_func.patch(executor))
-    stack = apply(patches)
-    if deferred is not None:
-        stack.push(deferred)
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    deferred = DeferredSync(config.backward_share, timeout)
+    stack = apply(
+        [
+            get_forward_backward_func.patch(Executor(config, plans, deferred)),
+            optimizer_step.patch(deferred),
+            save_checkpoint.patch(deferred),
+            zero_grad_buffer.patch(deferred),
+        ]
+    )
+    stack.push(deferred)
     return stack

@@ -18,6 +18,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import (
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
@@ -57,8 +58,16 @@ Batch = dict[str, Any]
 
 def predicts_further(vp_stage: int | None) -> bool:
     """Whether multi-token prediction, which reads the tokens again, is on this virtual stage."""
-    layout, num_layers = get_args().pipeline_model_parallel_layout, get_args().mtp_num_layers
-    return bool(mtp_on_this_rank(layout, num_layers, ignore_virtual=False, vp_stage=vp_stage))
+    args = get_args()
+    layout = _layout(args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size)
+    return bool(
+        mtp_on_this_rank(layout, args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)
+    )
+
+
+@functools.cache
+def _layout(text: str | None, num_ranks: int) -> PipelineParallelLayerLayout | None:
+    return PipelineParallelLayerLayout(text, num_ranks) if text else None
 
 
 def reads_data(vp_stage: int | None) -> bool:

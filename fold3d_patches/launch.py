@@ -9,6 +9,7 @@ import linecache
 import logging
 import os
 import sys
+import time
 import traceback
 import warnings
 from argparse import ArgumentParser, Namespace
@@ -21,6 +22,7 @@ import fold3d_patches
 from fold3d_patches.cpu.flags import FLAGS as CPU_FLAGS
 from megatron.fold3d.config import Fold3DConfig, add_arguments, megatron_defaults
 
+PATIENCE_S = 10.0
 # What Megatron, its tokenizers and our patches raise about flags, files and packages.
 MISTAKES = (ValueError, AssertionError, RuntimeError, OSError, ImportError)
 
@@ -42,9 +44,12 @@ def prepare(argv: Sequence[str], patched: ExitStack) -> Namespace:
         raise ValueError("--device cuda: torch finds no CUDA device; --device cpu needs none")
     sys.argv[1:] = [*CPU_FLAGS, *argv] if device == "cpu" else argv  # where Megatron reads it
     args: Namespace = parse_args(_add_arguments)
-    patched.enter_context(fold3d_patches.install(Fold3DConfig.from_args(args)))
+    Fold3DConfig.from_args(args)
+    patched.enter_context(fold3d_patches.install_platform(device))
     args = parse_and_validate_args(_add_arguments, args_defaults=megatron_defaults(args))
-    Fold3DConfig.from_args(args)  # validation may bring options along, from a checkpoint say
+    # Once more: validation may bring options along, from a checkpoint say.
+    config = Fold3DConfig.from_args(args)
+    patched.enter_context(fold3d_patches.install_schedule(config, _num_microbatches(args)))
     if "MASTER_ADDR" not in os.environ:
         raise ValueError(f"no torchrun; start with: torchrun --nproc-per-node N {_script()} ...")
     return args
@@ -52,9 +57,18 @@ def prepare(argv: Sequence[str], patched: ExitStack) -> Namespace:
 
 def refuse(error: Exception) -> int:
     """Say on one rank of each node what is wrong; returns the exit code."""
-    for line in _reason(error).splitlines() if _speaks() else ():
-        sys.stderr.write(f"{_script()}: error: {line}\n")
+    if not _speaks():
+        time.sleep(PATIENCE_S)  # a launcher ends all ranks with the first: not before one spoke
+        return 2
+    for line in _reason(error).splitlines():
+        prefix = "" if line.startswith(" ") else f"{_script()}: error: "  # rows of a plan's grid
+        sys.stderr.write(f"{prefix}{line}\n")
     return 2
+
+
+def _num_microbatches(args: Namespace) -> int:
+    """Micro-batches of an iteration, once ramp-up is over."""
+    return int(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
 
 
 def _add_arguments(parser: ArgumentParser) -> ArgumentParser:

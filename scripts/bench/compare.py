@@ -29,6 +29,7 @@ from scripts.bench import summary, training_log, variants
 from scripts.bench.summary import Run
 from scripts.bench.testbed import (
     Link,
+    Ranks,
     Testbed,
     TestbedError,
     Traffic,
@@ -49,6 +50,7 @@ class Bench:
     link: Link
     rank_flags: tuple[str, ...]
     warmup: int
+    real_time: bool
     timeout_s: float
     logs: Path
 
@@ -64,7 +66,7 @@ class Bench:
         clock = _CpuClock()
         with Testbed(self.job.world_size, link) as testbed:
             ranks = testbed.start(command, logs, cwd=_ROOT)
-            meter = _Meter(testbed, ranks.logs[-1], self.warmup)  # the last rank logs
+            meter = _Meter(testbed, ranks, self.warmup, self.real_time)
             codes = ranks.wait(self.timeout_s, meter.watch)
             link_bytes = meter.busiest_bytes()
         other_cpus = clock.other_cpus()
@@ -82,18 +84,24 @@ class Bench:
 
 
 class _Meter:
-    """Counts what the timed iterations put on the links."""
+    """Counts what the timed iterations put on the links, and clears the CPUs for them."""
 
-    def __init__(self, testbed: Testbed, log: Path, warmup: int) -> None:
-        self._testbed, self._log, self._warmup = testbed, log, warmup
+    def __init__(self, testbed: Testbed, ranks: Ranks, warmup: int, real_time: bool) -> None:
+        self._testbed, self._ranks = testbed, ranks
+        self._warmup, self._real_time = warmup, real_time
         self._start: list[Traffic] | None = None
 
     def watch(self) -> None:
         """Note the counters as soon as the log says that the warm-up is over."""
-        if self._start is None:
-            text = self._log.read_text(errors="replace")
-            if len(training_log.parse(text)) >= self._warmup:
-                self._start = self._testbed.traffic()
+        if self._start is not None:
+            return
+        log = self._ranks.logs[-1]  # the last rank's is Megatron's
+        num_iterations = len(training_log.parse(log.read_text(errors="replace")))
+        if num_iterations and self._real_time:  # not before: starting takes seconds of CPU
+            self._ranks.hurry()
+            self._real_time = False
+        if num_iterations >= self._warmup:
+            self._start = self._testbed.traffic()
 
     def busiest_bytes(self) -> int:
         """Bytes since then over the busiest link, in its busier direction."""
@@ -184,12 +192,13 @@ def _conditions(args: argparse.Namespace, runs: Sequence[Run]) -> str:
         )
     cpus = sorted(run.other_cpus for run in runs if not run.failure)
     load = f"{cpus[len(cpus) // 2]:.1f} (most {cpus[-1]:.1f})" if cpus else "unknown"
+    priority = "before all other processes" if args.real_time else "as any process"
     delay = f" with {args.delay_ms:g} ms delay" if args.delay_ms else ""
     recompute = "full" if args.recompute else "no"
     timed = args.iterations - args.warmup
     return f"""\
 - {time.strftime("%Y-%m-%d")}, {_cpu_model()}, {os.cpu_count()} cores; \
-other processes kept {load} of them busy.
+other processes kept {load} of them busy. Ranks are scheduled {priority}.
 - pp={args.pp} x dp={args.dp}, one rank per host, links of {args.rate} each way{delay}; \
 {args.layers} layers of hidden size {args.hidden}, sequence {args.seq_length}, \
 {args.microbatches} micro-batches of {args.micro_batch_size}, fp32, \
@@ -234,6 +243,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         dest="nccl_order",
         action="store_false",
         help="leave gloo's collectives as they are, instead of NCCL's order and volume",
+    )
+    links.add_argument(
+        "--real-time",
+        action="store_true",
+        help="ranks that train go before all other processes, for a machine that is not idle",
     )
     what = parser.add_argument_group("what is compared")
     what.add_argument("--variants", type=Path, metavar="FILE", help="TOML with more variants")
@@ -319,6 +333,7 @@ def _read(args: argparse.Namespace) -> tuple[Bench, list[Variant]]:
         link=Link(parse_rate(args.rate), args.delay_ms),
         rank_flags=(*rank_flags, *(["--nccl-order"] if args.nccl_order else [])),
         warmup=args.warmup,
+        real_time=args.real_time,
         timeout_s=args.timeout_s,
         logs=args.logs,
     )

@@ -1,5 +1,6 @@
 """From the runs of a comparison to its table: medians, ratios and lower bounds."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -115,6 +116,14 @@ def _speed_up(other: Row | None, row: Row) -> str:
     return f"{other.spread.median_ms / row.spread.median_ms:.3f}" if other else "-"
 
 
+def _difference(loss: float | None, expected: float | None) -> float:
+    """Relative to what was expected; infinite unless both are numbers or both are missing."""
+    if loss is None or expected is None:
+        return 0.0 if loss is expected else math.inf
+    difference = abs(loss - expected) / abs(expected)
+    return math.inf if math.isnan(difference) else difference
+
+
 def loss_disagreements(runs: Sequence[Run]) -> tuple[float, list[str]]:
     """Compare every run's losses with those of the first run, iteration by iteration.
 
@@ -127,14 +136,8 @@ def loss_disagreements(runs: Sequence[Run]) -> tuple[float, list[str]]:
     expected = {iteration.number: iteration.loss for iteration in well[0].iterations}
     largest, lines = 0.0, []
     for run in well[1:]:
-        off = 0.0
-        for iteration in run.iterations:
-            before = expected.get(iteration.number)
-            if before is None or iteration.loss is None:
-                off = max(off, 0.0 if before is iteration.loss else float("inf"))
-            else:
-                off = max(off, abs(iteration.loss - before) / abs(before))
+        off = max((_difference(i.loss, expected.get(i.number)) for i in run.iterations), default=0)
         largest = max(largest, off)
-        if not off <= LOSS_TOLERANCE:
+        if off > LOSS_TOLERANCE:
             lines.append(f"{run.variant.name}, round {run.round}: losses differ by {off:.1e}")
     return largest, lines

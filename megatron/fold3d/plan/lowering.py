@@ -183,16 +183,16 @@ def _with_grad_sync(program: Program) -> Program:
 
 
 def _with_deferred_wait(program: Program, stages: Container[int]) -> Program:
+    waits = {action for action in program if action.op is Op.WAIT_GRAD and action.stage in stages}
+
     def lower() -> Iterator[Action]:
-        begun: set[int] = set()
+        moved = set(waits)
         for action in program:
-            stage, op, _ = action
-            if op is Op.WAIT_GRAD and stage in stages:
-                continue
-            if op is Op.FORWARD and stage in stages and stage not in begun:
-                begun.add(stage)
-                yield Action(stage, Op.WAIT_GRAD)
-            yield action
+            if action.op is Op.FORWARD and (wait := Action(action.stage, Op.WAIT_GRAD)) in moved:
+                moved.remove(wait)
+                yield wait
+            if action not in waits:
+                yield action
 
     return tuple(lower())
 

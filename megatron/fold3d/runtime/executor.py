@@ -5,6 +5,7 @@
 Megatron's. A plan decides when something is computed, never what.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel.schedules import (
     backward_step,
     check_first_val_step,
@@ -25,10 +27,13 @@ from megatron.core.utils import get_model_config
 from megatron.fold3d.config import Fold3DConfig
 from megatron.fold3d.plan.ir import Action, Op, Plan
 from megatron.fold3d.plan.lowering import deferred_stages
+from megatron.fold3d.plan.verify import peak_activations
 from megatron.fold3d.runtime.deferred_sync import DeferredSync
 from megatron.fold3d.runtime.grad_sync import GradSync
 from megatron.fold3d.runtime.p2p import P2P
 from megatron.fold3d.runtime.plans import Plans
+
+logger = logging.getLogger(__name__)
 
 _Key = tuple[int, int | None]  # stage, micro-batch
 
@@ -45,6 +50,7 @@ class Executor:
         self._timeout = timedelta(minutes=config.distributed_timeout_minutes)
         self._plans = plans
         self._deferred = deferred
+        self._started = False
         self._p2p: P2P | None = None
 
     def __call__(
@@ -74,12 +80,16 @@ class Executor:
         """
         chunks = model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
+        if config.variable_seq_lengths:
+            raise ValueError(
+                "variable_seq_lengths: transfers are posted before a shape could arrive; "
+                "use sequences of one length, or Megatron's own schedule"
+            )
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         pp_group = p2p_communicator.pp_group if p2p_communicator else groups.pp
         make = self._plans.evaluation if forward_only else self._plans.training
         plan = make(num_microbatches)
-        if self._p2p is None and plan.num_ranks > 1:
-            self._p2p = P2P(pp_group, _device(chunks), self._timeout)
+        self._start(plan, pp_group, _device(chunks))
         if self._deferred is not None and forward_only:
             self._deferred.drain()  # what is evaluated is the model of the last iteration
         elif self._deferred is not None:
@@ -135,6 +145,23 @@ class Executor:
             if self._p2p is not None:
                 self._p2p.drain()
         return iteration.reports
+
+    def _start(self, plan: Plan, pp_group: Any, device: torch.device) -> None:
+        """At the first call, connect to the neighbours and say what is going to run."""
+        if self._started:
+            return
+        self._started = True
+        if plan.num_ranks > 1:
+            self._p2p = P2P(pp_group, device, self._timeout)
+        if dist.get_rank() == 0:
+            logger.info(
+                "plan of %s: %s ranks, %s segments, %s micro-batches, activations held by rank: %s",
+                self._plans.name,
+                plan.num_ranks,
+                plan.num_segments,
+                plan.num_microbatches,
+                ", ".join(map(str, peak_activations(plan))),
+            )
 
 
 @dataclass(kw_only=True)

@@ -7,6 +7,7 @@ until its transfer is done, whatever the schedule does to the tensor meanwhile.
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,8 +113,20 @@ def _make_groups(
     for pipeline in sorted({tuple(pipeline) for pipeline in pipelines}):
         for _ in range(2 if len(pipeline) == 2 else 1):
             forward, backward = (
-                dist.new_group(pipeline, timeout=timeout, backend=backend) for _ in range(2)
+                dist.new_group(
+                    pipeline, timeout=timeout, backend=backend, pg_options=_urgent(backend, timeout)
+                )
+                for _ in range(2)
             )
             if list(pipeline) == list(ranks):
                 ours.append((forward, backward))
     return ours
+
+
+def _urgent(backend: str, timeout: timedelta) -> Any:
+    """PP.sync goes before DP.sync (paper Sec. III-A): over NCCL, on a stream of high priority."""
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # no GPU has run this
+    options._timeout = timeout
+    return options

@@ -4,23 +4,26 @@ That number changes within a run: batch size ramp-up changes it between iteratio
 evaluation may have its own.
 """
 
-import logging
 from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
 
 from megatron.fold3d.config import Fold3DConfig
-from megatron.fold3d.plan.files import read_plan
-from megatron.fold3d.plan.ir import Plan, PlanError
-from megatron.fold3d.plan.lowering import add_p2p, defer_grad_sync, forward_only, lower
+from megatron.fold3d.plan.files import parse_plan
+from megatron.fold3d.plan.ir import COMPUTE_OPS, P2P_OPS, Op, Plan, PlanError
+from megatron.fold3d.plan.lowering import defer_grad_sync, forward_only, lower
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.plan.verify import peak_activations, verify
+from megatron.fold3d.plan.verify import verify
 
-logger = logging.getLogger(__name__)
+RUNNABLE = COMPUTE_OPS - {Op.WEIGHT} | P2P_OPS | {Op.REDUCE_GRAD, Op.WAIT_GRAD}
+"""What the executor knows how to do."""
 
 
 class Plans:
     """Verified plans of one configuration, kept once they are made."""
 
     def __init__(self, config: Fold3DConfig) -> None:
+        self.name = str(config.plan_file or config.schedule)
         self._config = config
         self._made: dict[tuple[int, str], Plan] = {}
 
@@ -43,34 +46,40 @@ class Plans:
     def _get(self, num_microbatches: int, make: Callable[[int], Plan]) -> Plan:
         key = num_microbatches, make.__name__
         if key not in self._made:
-            plan = self._made[key] = make(num_microbatches)
-            verify(plan)
-            logger.info("%s", self._describe(plan))
+            try:
+                plan = lower(make(num_microbatches))
+                plan = defer_grad_sync(plan, self._config.deferred_stages)
+                verify(plan)
+            except PlanError as error:
+                raise PlanError(f"{self.name}: {error}") from None
+            self._made[key] = plan
         return self._made[key]
 
     def _make_training(self, num_microbatches: int) -> Plan:
-        plan = lower(self._order(num_microbatches))
-        return defer_grad_sync(plan, self._config.deferred_stages)
-
-    def _order(self, num_microbatches: int) -> Plan:
         config = self._config
-        if config.plan_file is None:
-            return build(
-                config.schedule,
-                num_ranks=config.num_ranks,
-                num_segments=config.num_segments,
-                num_microbatches=num_microbatches,
-                last_segment=config.aiao_last_segment,
-                group_size=config.microbatch_group_size,
-            )
-        plan = read_plan(config.plan_file)
+        if config.plan_file is not None:
+            return self._read(config.plan_file, num_microbatches)
+        return build(
+            config.schedule,
+            num_ranks=config.num_ranks,
+            num_segments=config.num_segments,
+            num_microbatches=num_microbatches,
+            last_segment=config.aiao_last_segment,
+            group_size=config.microbatch_group_size,
+        )
+
+    def _read(self, path: Path, num_microbatches: int) -> Plan:
+        plan = parse_plan(path.read_bytes())
         found = plan.num_ranks, plan.num_segments, plan.num_microbatches
-        if found != (config.num_ranks, config.num_segments, num_microbatches):
+        needed = self._config.num_ranks, self._config.num_segments, num_microbatches
+        if found != needed:
             raise PlanError(
-                f"{config.plan_file} has {_sizes(*found)}, this iteration "
-                f"{_sizes(config.num_ranks, config.num_segments, num_microbatches)}; "
+                f"found {_sizes(*found)}, this run has {_sizes(*needed)}; "
                 "a plan file fits one size: change the flags, or use --schedule"
             )
+        for action in chain.from_iterable(plan.programs):
+            if action.op not in RUNNABLE:
+                raise PlanError(f"found {action}; training runs {', '.join(sorted(RUNNABLE))}")
         return plan
 
     def _make_evaluation(self, num_microbatches: int) -> Plan:
@@ -80,13 +89,7 @@ class Plans:
             num_segments=self._config.num_segments,
             num_microbatches=num_microbatches,
         )
-        forwards = forward_only(order)
-        return add_p2p(forwards) if forwards.num_ranks > 1 else forwards
-
-    def _describe(self, plan: Plan) -> str:
-        peaks = ", ".join(map(str, peak_activations(plan)))
-        sizes = _sizes(plan.num_ranks, plan.num_segments, plan.num_microbatches)
-        return f"plan of {self._config.schedule}: {sizes}; activations held per rank: {peaks}"
+        return forward_only(order)
 
 
 def _sizes(num_ranks: int, num_segments: int, num_microbatches: int) -> str:

@@ -1,0 +1,146 @@
+"""Clusters as data: what a node has, and what links it to the others."""
+
+import json
+import re
+import tomllib
+from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
+
+GIGA = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Identical nodes; rates are what the hardware promises, efficiencies what is left of it."""
+
+    name: str
+    num_nodes: int
+    gpus_per_node: int
+    gpu_flops_per_s: float
+    gpu_memory_bytes: float
+    nic_bytes_per_s: float
+    """All NICs of a node together, in one direction."""
+    intra_bytes_per_s: float
+    """Between two GPUs of a node, in one direction."""
+    host_copy_bytes_per_s: float
+    """Between all GPUs of a node and its host memory, in one direction."""
+    host_memory_bytes: float
+    nic_latency_s: float = 10e-6
+    compute_efficiency: float = 0.45
+    nic_efficiency: float = 0.65
+    task_overhead_s: float = 0.0
+    """What starting one forward or backward of a model chunk costs beside its computation."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("efficiency") and not 0 < value <= 1:
+                raise ValueError(f"found {field.name}={value}; an efficiency is in (0, 1]")
+            if field.name.startswith(("num_", "gpus_", "gpu_", "nic_b")) and not value > 0:
+                raise ValueError(f"found {field.name}={value}; it is above zero")
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all nodes."""
+        return self.num_nodes * self.gpus_per_node
+
+    @property
+    def goodput_bytes_per_s(self) -> float:
+        """What collectives and messages get through the NICs of a node."""
+        return self.nic_bytes_per_s * self.nic_efficiency
+
+    def with_gpus(self, num_gpus: int) -> "Cluster":
+        """Return the cluster with another number of GPUs.
+
+        Raises:
+            ValueError: they do not fill their nodes.
+        """
+        if num_gpus < 1 or (num_gpus > self.gpus_per_node and num_gpus % self.gpus_per_node):
+            raise ValueError(
+                f"{num_gpus} GPUs do not fill nodes of {self.gpus_per_node}; "
+                f"try {max(1, round(num_gpus / self.gpus_per_node)) * self.gpus_per_node}"
+            )
+        per_node = min(num_gpus, self.gpus_per_node)
+        return replace(self, num_nodes=num_gpus // per_node, gpus_per_node=per_node)
+
+
+_NODES = """
+           GPUs TFLOP/s GiB   NVLink GB/s   NIC Gb/s   host GB/s   host GB
+v100          8     125  32           150        100        13.6      1200
+a100          8     312  40           300        200        29.6      2000
+a100-80g      8     312  80           300       1600       100        2000
+h100          8     989  80           450       3200       200        2000
+h200          8     989 141           450       3200       200        2000
+perlmutter    4     312  40           300        800       100         256
+rtx3090       4      71  24            12        100        24          96
+"""
+# v100 and a100: FOLD3D Sec. VI, with its measured copy rates; a100-80g: Megatron Sec. 5;
+# perlmutter: AxoNN Sec. VI; rtx3090: Merak Sec. 6.1; the others: their vendors' data sheets.
+
+
+def _node(row: str) -> Cluster:
+    name, *numbers = row.split()
+    gpus, tera_flops, gib, intra, gigabits, to_host, host = map(float, numbers)
+    return Cluster(
+        name=name,
+        num_nodes=1,
+        gpus_per_node=int(gpus),
+        gpu_flops_per_s=tera_flops * 1e12,
+        gpu_memory_bytes=gib * 2**30,
+        intra_bytes_per_s=intra * GIGA,
+        nic_bytes_per_s=gigabits / 8 * GIGA,
+        host_copy_bytes_per_s=to_host * GIGA,
+        host_memory_bytes=host * GIGA,
+    )
+
+
+NODES = {node.name: node for node in map(_node, _NODES.strip().splitlines()[1:])}
+"""One node of each kind; `cluster` makes clusters of them."""
+
+_NAME = re.compile(r"(?P<node>[a-z0-9-]+?)x(?P<gpus>\d+)(?:-(?P<gigabits>\d+)g)?")
+
+
+def cluster(name: str) -> Cluster:
+    """Return a cluster by its name, ``<node>x<gpus>[-<Gb/s per node>g]``, or from a file.
+
+    ``a100x128-200g`` is 16 nodes of 8 A100 with 200 Gb/s each. A JSON or TOML file has the fields
+    of `Cluster`.
+
+    Raises:
+        ValueError: the name or the file does not describe a cluster.
+    """
+    if name.endswith((".json", ".toml")):
+        return _from_file(Path(name))
+    match = _NAME.fullmatch(name)
+    if match is None or match["node"] not in NODES:
+        raise ValueError(
+            f"unknown cluster {name!r}; write <node>x<gpus>-<Gb/s>g such as a100x128-200g with a "
+            f"node of {', '.join(sorted(NODES))}, or name a .json or .toml file"
+        )
+    found = replace(NODES[match["node"]].with_gpus(int(match["gpus"])), name=name)
+    if match["gigabits"] is None:
+        return found
+    return replace(found, nic_bytes_per_s=int(match["gigabits"]) / 8 * GIGA)
+
+
+def _from_file(path: Path) -> Cluster:
+    try:
+        text = path.read_text()
+        found = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read a cluster from {path}: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{path} holds a {type(found).__name__}; it must hold the fields of a cluster"
+        )
+    needed = {f.name for f in fields(Cluster) if f.default is MISSING} - {"name"}
+    known = {f.name for f in fields(Cluster)}
+    if missing := sorted(needed - set(found)):
+        raise ValueError(
+            f"{path} lacks {', '.join(missing)}; a cluster needs {', '.join(sorted(needed))}"
+        )
+    if unknown := sorted(set(found) - known):
+        raise ValueError(
+            f"{path} has unknown fields {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+        )
+    return Cluster(**{"name": path.stem, **found})

@@ -1,0 +1,81 @@
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from megatron.fold3d.analysis.paper import Tables, calibrate, error, predict, published_ms
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "tests/data/fold3d_tables.json"
+CALIBRATION = "GPT-3 18B"
+
+
+@pytest.fixture(scope="module")
+def tables():
+    return Tables.read(FILE)
+
+
+def fit(tables):
+    return calibrate(tables, [row for row in tables.rows if row["model"] == CALIBRATION])
+
+
+@pytest.fixture(scope="module")
+def constants(tables):
+    return fit(tables)
+
+
+def test_calibration_and_megatron_rows_are_within_5_percent_and_2_5_on_average(tables, constants):
+    errors = {
+        (row["cluster"], row["model"], row["system"]): error(row, predict(tables, row, constants))
+        for row in tables.rows
+        if row["pp"] and (row["model"] == CALIBRATION or row["system"].startswith("Megatron"))
+    }
+    assert len(errors) == 12
+    assert max(map(abs, errors.values())) < 0.05, errors
+    assert fmean(map(abs, errors.values())) < 0.025, errors
+
+
+def test_only_the_calibration_rows_are_fitted(tables, constants):
+    others = tuple(
+        row if row["model"] == CALIBRATION else {**row, "dpsync_ms": 1.0, "ppsync_ms": 1.0}
+        for row in tables.rows
+    )
+    assert fit(replace(tables, rows=others)) == constants
+
+
+def test_the_fitted_constants_are_what_the_paper_saw(constants):
+    assert 0.60 < constants.sync_bytes_per_s["A100x128"] / 25e9 < 0.70
+    seen_gbps = constants.sync_bytes_per_s["V100x64"] * 8 / 1e9
+    assert seen_gbps == pytest.approx(75, abs=6)  # "70 to 80 Gbps", Sec. VI-C
+    assert 0.003 < constants.task_overhead_s < 0.007
+
+
+def test_the_aiao_rows_beat_megatrons(tables, constants):
+    for row in tables.rows:
+        if row["system"] == "Fold3D":
+            predicted = sum(predict(tables, row, constants).values())
+            assert predicted < published_ms(tables.measured(row))
+
+
+def run(*arguments):
+    script = [sys.executable, "scripts/bench/paper_tables.py", *arguments]
+    return subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_the_command_prints_a_list_of_rows():
+    rows = json.loads(run(str(FILE), "--calibrate-on", CALIBRATION, "--json").stdout)
+    assert len(rows) == 24
+    keys = {"cluster", "model", "system", "iteration_ms_published", "iteration_ms_predicted"}
+    assert all(keys <= set(row) for row in rows)
+    assert [row["system"] for row in rows if row["misprints"]] == ["Fold3D"]
+
+
+def test_the_command_says_what_it_cannot_do():
+    none = run(str(FILE), "--calibrate-on", "GPT-5")
+    assert (none.returncode, "Traceback" in none.stderr) == (2, False)
+    assert "no calibration row of A100x128" in none.stderr
+    assert "absent.json" in run("absent.json", "--calibrate-on", "x").stderr

@@ -1,0 +1,98 @@
+import pytest
+
+from scripts.bench import summary
+from scripts.bench.summary import Run
+from scripts.bench.training_log import Iteration, Spread
+from scripts.bench.variants import DEFAULT, Variant
+
+SWEPT = Variant("stock-v2-n4", ("--num-virtual-stages-per-pipeline-rank", "2"))
+OURS = Variant("aiao-s2", ("--schedule", "aiao"))
+RATE_BIT_S = 80e6  # a byte takes 100 ns
+
+
+def run(variant, number, *times_ms, losses=None, link_bytes=0.0):
+    """One run whose first iteration is warm-up."""
+    iterations = [
+        Iteration(number=n, elapsed_ms=ms, loss=(losses or {}).get(n, 4.0 / n))
+        for n, ms in enumerate((9999.0, *times_ms), 1)
+    ]
+    return Run(
+        variant=variant,
+        round=number,
+        iterations=tuple(iterations),
+        warmup=1,
+        link_bytes=link_bytes,
+    )
+
+
+RUNS = [
+    run(DEFAULT, 0, 100.0, 100.0),
+    run(SWEPT, 0, 80.0, 80.0),
+    run(OURS, 0, 80.0, 80.0),
+    run(DEFAULT, 1, 198.0, 202.0, link_bytes=1e6),
+    run(SWEPT, 1, 160.0, 160.0, link_bytes=1.2e6),
+    run(OURS, 1, 150.0, 150.0, link_bytes=1.2e6),
+    run(DEFAULT, 2, 200.0, 200.0, link_bytes=1e6),
+    run(SWEPT, 2, 160.0, 160.0, link_bytes=1.2e6),
+    run(OURS, 2, 150.0, 150.0, link_bytes=1.2e6),
+]
+
+
+def test_rounds_are_pooled_and_the_warm_up_is_left_out():
+    first = summary.rows(RUNS, RATE_BIT_S)[0]
+    assert (first.variant, first.num_timed) == (DEFAULT, 4)
+    assert first.spread == Spread(200.0, 199.5, 200.5)
+
+
+def test_the_bound_is_the_larger_of_compute_and_communication():
+    default, swept, _ = summary.rows(RUNS, RATE_BIT_S)
+    assert (default.compute_ms, default.communication_ms, default.bound_ms) == (100.0, 100.0, 100.0)
+    assert (swept.compute_ms, swept.bound_ms) == (80.0, pytest.approx(120.0))
+
+
+def test_links_without_a_rate_leave_compute_as_the_bound():
+    assert [row.bound_ms for row in summary.rows(RUNS, None)] == [100.0, 80.0, 80.0]
+
+
+def test_ours_is_never_the_strongest_stock():
+    found = summary.rows(RUNS, RATE_BIT_S)
+    assert summary.strongest_stock(found).variant == SWEPT
+
+
+def test_the_table_has_ratios_to_the_default_the_strongest_and_the_bound():
+    assert summary.table(summary.rows(RUNS, RATE_BIT_S)).splitlines() == [
+        "| variant | iteration ms (quartiles) | x default | x strongest stock | compute ms | "
+        "link ms | of the bound |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+        "| stock-default | 200 (200-200) | 1.000 | 0.800 | 100 | 100 | 2.00 |",
+        "| **stock-v2-n4** | 160 (160-160) | 1.250 | 1.000 | 80 | 120 | 1.33 |",
+        "| aiao-s2 | 150 (150-150) | 1.333 | 1.067 | 80 | 120 | 1.25 |",
+    ]
+
+
+def test_a_variant_that_failed_is_not_in_the_table():
+    failed = Run(variant=OURS, round=1, failure="rank 0: out of memory")
+    found = summary.rows([r for r in RUNS if r.variant != OURS] + [failed], RATE_BIT_S)
+    assert [row.variant for row in found] == [DEFAULT, SWEPT]
+
+
+def test_equal_losses_agree():
+    assert summary.loss_disagreements(RUNS) == (0.0, [])
+
+
+def test_a_loss_that_differs_in_one_iteration_is_reported():
+    odd = run(OURS, 3, 150.0, 150.0, losses={3: 4.0 / 3 * 1.001})
+    largest, lines = summary.loss_disagreements([*RUNS, odd])
+    assert largest == pytest.approx(1e-3)
+    assert lines == ["aiao-s2, round 3: losses differ by 1.0e-03"]
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_disagrees(loss):
+    odd = run(OURS, 3, 150.0, 150.0, losses={2: loss})
+    assert len(summary.loss_disagreements([*RUNS, odd])[1]) == 1
+
+
+def test_a_skipped_update_disagrees_with_a_loss():
+    odd = Run(variant=OURS, round=3, iterations=(Iteration(number=1, elapsed_ms=1.0),))
+    assert len(summary.loss_disagreements([*RUNS, odd])[1]) == 1

@@ -1,0 +1,266 @@
+"""Hosts on a shaped network, and that nothing of them stays behind."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from scripts.bench import testbed
+from scripts.bench.testbed import Link, Testbed, TestbedError, Traffic, parse_rate
+
+ROOT = Path(__file__).parents[2]
+PAYLOAD_BYTES = 2_000_000
+# Rank 0 takes what rank 1 sends, says how long that took from the first byte on, and answers.
+TRANSFER = f"""
+import os, socket, time
+if os.environ["RANK"] == "0":
+    peer = socket.create_server((os.environ["MASTER_ADDR"], 5000)).accept()[0]
+    count, start_s = len(peer.recv(1)), time.monotonic()
+    while count < {PAYLOAD_BYTES}:
+        count += len(peer.recv(65536))
+    print(time.monotonic() - start_s)
+    peer.send(b"x")
+else:
+    for _ in range(100):
+        try:
+            peer = socket.create_connection((os.environ["MASTER_ADDR"], 5000), timeout=20)
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    peer.sendall(bytes({PAYLOAD_BYTES}))
+    peer.recv(1)
+"""
+
+
+@pytest.fixture(scope="module")
+def needs_testbed():
+    try:
+        with Testbed(1, Link(1e8)):
+            pass
+    except TestbedError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def bed(needs_testbed):
+    with Testbed(2, Link(40e6)) as bed:
+        yield bed
+
+
+def is_running(pid):
+    """Whether the process is there, and not merely waiting for its parent to look."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def in_namespaces(namespaces):
+    """Processes that keep one of the network namespaces alive."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/ns/net"):
+        try:
+            if path.readlink() in namespaces:
+                found.append(path.parts[2])
+        except (FileNotFoundError, PermissionError):
+            pass
+    return found
+
+
+def namespaces_of(bed):
+    return {Path(bed.namespace(host)).readlink() for host in range(-1, bed.num_hosts)}
+
+
+def wait_until(is_so, seconds=5.0):
+    end_s = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < end_s:
+        time.sleep(0.02)
+    return is_so()
+
+
+def start_tool(logs):
+    """The command in a process of its own, and the pids of its two ranks once they run."""
+    tool = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "scripts.bench.testbed", "--hosts", "2", "--logs", logs, "--"),
+            *(sys.executable, "-c", "import os, time; print(os.getpid()); time.sleep(100)"),
+        ],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    paths = [logs / f"rank{rank}.log" for rank in range(2)]
+    started = wait_until(lambda: all(path.exists() and path.stat().st_size for path in paths), 20)
+    assert started, tool.poll()
+    pids = [int(path.read_text()) for path in paths]
+    return tool, pids, {Path(f"/proc/{pid}/ns/net").readlink() for pid in pids}
+
+
+# What needs no root
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("200mbit", 2e8), ("2.5gbit", 2.5e9), ("800kbit", 8e5), ("unshaped", None)],
+)
+def test_a_rate_is_read(text, rate):
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["200", "200mb", "fast", "-1mbit"])
+def test_a_rate_of_another_form_is_refused(text):
+    with pytest.raises(ValueError, match=f"a rate of '{text}'; try 200mbit"):
+        parse_rate(text)
+
+
+def test_delay_comes_before_the_shaping():
+    assert list(Link(2e8, 0.5).qdiscs("eth0")) == [
+        "qdisc add dev eth0 root handle 1: netem delay 0.5ms limit 10000",
+        "qdisc add dev eth0 parent 1: handle 2: tbf rate 200000000bit burst 32768b latency 2ms",
+    ]
+    assert list(Link().qdiscs("eth0")) == []
+
+
+@pytest.mark.parametrize("arguments", [(10.0, 0.0), (None, -1.0)])
+def test_a_link_that_cannot_be_is_refused(arguments):
+    with pytest.raises(ValueError, match=r"a link of 10 bit/s|a delay of -1 ms"):
+        Link(*arguments)
+
+
+def test_without_root_one_line_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert testbed.main(["--", "true"]) == 2
+    assert capsys.readouterr().err == (
+        "testbed.py: error: the testbed makes network namespaces and needs root; run it with sudo\n"
+    )
+
+
+def test_a_missing_command_is_named_with_its_package(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert testbed.main(["--", "true"]) == 2
+    expected = "testbed.py: error: no command 'ip'; run: apt-get install iproute2\n"
+    assert capsys.readouterr().err == expected
+
+
+# What needs root
+
+
+def test_the_link_has_the_rate_asked_for_and_its_bytes_are_counted(bed, tmp_path):
+    before = bed.traffic()
+    ranks = bed.start([sys.executable, "-c", TRANSFER], tmp_path)
+    assert ranks.wait(30) == [0, 0]
+    receiver, sender = (now - start for now, start in zip(bed.traffic(), before, strict=True))
+    # Headers are 1 % of a 9000-byte packet; what is lost in the short queue is sent again.
+    assert PAYLOAD_BYTES < sender.sent_bytes < 1.1 * PAYLOAD_BYTES
+    assert PAYLOAD_BYTES < receiver.received_bytes <= sender.sent_bytes + 1000
+    assert sender.busier_bytes == sender.sent_bytes
+    seconds = float(ranks.logs[0].read_text())
+    # The first burst passes at once: 2 %. TCP must fill at least 80 % of the link.
+    assert 0.98 * PAYLOAD_BYTES * 8 / 40e6 < seconds < 1.25 * PAYLOAD_BYTES * 8 / 40e6
+
+
+def test_a_cut_cable_delays_a_transfer_and_loses_nothing(bed, tmp_path):
+    ranks = bed.start([sys.executable, "-c", TRANSFER], tmp_path)
+    assert wait_until(lambda: bed.traffic()[1].sent_bytes > PAYLOAD_BYTES / 10, 20)
+    with bed.cut(0):
+        time.sleep(0.5)
+        assert ranks.poll() == [None, None]
+    assert ranks.wait(30) == [0, 0]
+    assert float(ranks.logs[0].read_text()) > 0.5 + 0.8 * PAYLOAD_BYTES * 8 / 40e6
+
+
+def test_ranks_are_told_what_torchrun_would_tell_them(needs_testbed, tmp_path):
+    with Testbed(2, Link(), ranks_per_host=2) as bed:
+        show = 'echo "$RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $MASTER_ADDR"'
+        ranks = bed.start(["sh", "-c", show], tmp_path)
+        assert ranks.wait(10) == [0, 0, 0, 0]
+    assert [log.read_text() for log in ranks.logs] == [
+        "0 4 0 2 10.77.0.1\n",
+        "1 4 1 2 10.77.0.1\n",
+        "2 4 0 2 10.77.0.1\n",
+        "3 4 1 2 10.77.0.1\n",
+    ]
+
+
+def test_a_failed_rank_ends_the_others(bed, tmp_path, monkeypatch):
+    monkeypatch.setattr(testbed, "_GRACE_S", 0.3)
+    ranks = bed.start(["sh", "-c", 'test "$RANK" = 1 && exit 3; sleep 100'], tmp_path)
+    assert ranks.wait(30) == [None, 3]
+    assert not any(is_running(process.pid) for process in ranks.processes)
+
+
+def test_time_that_is_over_ends_all(bed, tmp_path):
+    ranks = bed.start(["sleep", "100"], tmp_path)
+    assert ranks.wait(0.2) == [None, None]
+
+
+def test_a_killed_rank_leaves_nothing_behind(needs_testbed, tmp_path, monkeypatch):
+    monkeypatch.setattr(testbed, "_GRACE_S", 0.3)
+    with Testbed(2, Link(1e8)) as bed:
+        namespaces = namespaces_of(bed)
+        ranks = bed.start(["sleep", "100"], tmp_path)
+        ranks.processes[0].kill()
+        assert ranks.wait(30) == [-signal.SIGKILL, None]
+        assert in_namespaces(namespaces)
+    assert in_namespaces(namespaces) == []
+
+
+def test_an_exception_leaves_nothing_behind(needs_testbed, tmp_path):
+    namespaces = set()
+
+    def fail():
+        with Testbed(2, Link(1e8)) as bed:
+            namespaces.update(namespaces_of(bed))
+            bed.start(["sleep", "100"], tmp_path)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert len(namespaces) == 3
+    assert in_namespaces(namespaces) == []
+
+
+def test_a_testbed_that_could_not_be_built_leaves_nothing_behind(needs_testbed):
+    class Wrong(Link):
+        def qdiscs(self, device):
+            yield f"qdisc add dev {device} root no_such_discipline"
+
+    bed, namespaces = Testbed(2, Wrong(1e8)), set()
+    close = bed.close
+    bed.close = lambda: (namespaces.update(namespaces_of(bed)), close())
+    with pytest.raises(TestbedError, match=r"tc -batch -: .*no_such_discipline"):
+        bed.__enter__()
+    assert len(namespaces) == 3
+    assert in_namespaces(namespaces) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_tool_that_is_told_to_end_leaves_nothing_behind(needs_testbed, tmp_path, number):
+    tool, pids, namespaces = start_tool(tmp_path)
+    assert len(namespaces) == 2
+    tool.send_signal(number)
+    tool.communicate(timeout=10)
+    assert tool.returncode in (-number, 128 + number)
+    assert wait_until(lambda: not any(map(is_running, pids)))
+    assert wait_until(lambda: not in_namespaces(namespaces))
+
+
+def test_the_machines_own_network_is_left_alone(needs_testbed):
+    def devices():
+        return re.findall(r"^\s*(\w+):", Path("/proc/net/dev").read_text(), re.MULTILINE)
+
+    before = devices()
+    with Testbed(2, Link(1e8)):
+        assert devices() == before
+
+
+def test_traffic_is_the_difference_of_two_readings():
+    assert Traffic(10, 25) - Traffic(4, 5) == Traffic(6, 20)
+    assert Traffic(6, 20).busier_bytes == 20
