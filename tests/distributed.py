@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -29,22 +29,28 @@ _PRELOAD = (
     "torch",
     "megatron.core.tokenizers.text",  # transformers
     "megatron.fold3d.runtime.executor",
-    "megatron.training",
+    "megatron.training.training",
     "pretrain_gpt",
 )
-_GRACE_S = 0.5  # in which ranks that fail for one reason have all failed, or have dumped a stack
+_GRACE_S = 5.0  # in which all ranks that fail for one reason have failed, or have dumped a stack
 _LOG_LINES = 20
 
 
-class RankError(Exception):
-    """A rank failed: its traceback, each line marked with ``[rank N]``."""
-
-
 @dataclass(frozen=True, slots=True)
-class _Failure:
+class Failure:
+    """The end of a rank: its traceback, or how it died."""
+
     when: float
     rank: int
     text: str
+
+
+class RankError(Exception):
+    """A test's ranks failed; the message is the first failure, marked with ``[rank N]``."""
+
+    def __init__(self, message: str, failures: Sequence[Failure] = ()) -> None:
+        super().__init__(message)
+        self.failures = failures
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +67,25 @@ class _Rank:
         return self.process.pid
 
     def outcome(self) -> Any:
-        """What the function returned, or a `_Failure`."""
+        """What the function returned, or a `Failure`."""
         try:
             return self.connection.recv()
         except EOFError:
             self.process.join()
             # An earlier cause than anything another rank may say about it.
-            return _Failure(0.0, self.rank, f"died with exit code {self.process.exitcode}")
+            return Failure(0.0, self.rank, f"died with exit code {self.process.exitcode}")
 
     def close(self) -> None:
-        if self.process.is_alive():
-            os.killpg(self.pid, signal.SIGKILL)  # with the workers of its data loaders
+        with suppress(ProcessLookupError):  # it may end at any moment
+            if self.process.is_alive():
+                os.killpg(self.pid, signal.SIGKILL)  # with the workers of its data loaders
+        self.process.kill()
         self.process.join()
         self.connection.close()
 
 
 def run_distributed(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0
 ) -> list[Any]:
     """Call ``fn(*args)`` on each of ``world_size`` new ranks and return what they return, by rank.
 
@@ -120,7 +128,7 @@ def run_distributed(
 def _collect(ranks: Sequence[_Rank], timeout_s: float) -> list[Any]:
     deadline = time.monotonic() + timeout_s
     results: dict[int, Any] = {}
-    failures: list[_Failure] = []
+    failures: list[Failure] = []
     waiting: dict[Any, _Rank] = {rank.connection: rank for rank in ranks}
     while waiting:
         left_s = _GRACE_S if failures else max(0.0, deadline - time.monotonic())
@@ -130,13 +138,14 @@ def _collect(ranks: Sequence[_Rank], timeout_s: float) -> list[Any]:
         for connection in ready:
             rank = waiting.pop(connection)
             outcome = rank.outcome()
-            if isinstance(outcome, _Failure):
+            if isinstance(outcome, Failure):
                 failures.append(outcome)
             else:
                 results[rank.rank] = outcome
     if failures:
         first = min(failures, key=lambda failure: (failure.when, failure.rank))
-        raise RankError(_marked(first.rank, first.text) + _last_lines(ranks[first.rank]))
+        message = _marked(first.rank, first.text) + _last_lines(ranks[first.rank])
+        raise RankError(message, failures)
     if waiting:
         late = ", ".join(str(rank.rank) for rank in waiting.values())
         raise RankError(f"not finished after {timeout_s} s: ranks {late}\n" + _stacks(ranks))
@@ -147,9 +156,12 @@ def _stacks(ranks: Sequence[_Rank]) -> str:
     alive = [rank for rank in ranks if rank.process.is_alive()]
     for rank in alive:
         os.kill(rank.pid, signal.SIGUSR1)
-    time.sleep(_GRACE_S)
+    deadline = time.monotonic() + _GRACE_S
+    while time.monotonic() < deadline and not all(_read(rank.stack) for rank in alive):
+        time.sleep(0.05)
+    time.sleep(0.05)  # the last of them may still be writing
     return "\n".join(
-        _marked(rank.rank, rank.stack.read_text() or "no stack: not started yet, or stopped")
+        _marked(rank.rank, _read(rank.stack) or "no stack: not started yet, or stopped")
         if rank in alive
         else _marked(rank.rank, "finished")
         for rank in ranks
@@ -160,8 +172,12 @@ def _marked(rank: int, text: str) -> str:
     return "\n".join(f"[rank {rank}] {line}" for line in text.splitlines())
 
 
+def _read(file: Path) -> str:
+    return file.read_text(errors="replace") if file.exists() else ""
+
+
 def _last_lines(rank: _Rank) -> str:
-    lines = rank.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+    lines = _read(rank.log).splitlines()[-_LOG_LINES:]
     return "\n\nThe last it printed:\n" + _marked(rank.rank, "\n".join(lines)) if lines else ""
 
 
@@ -186,7 +202,7 @@ def _run_rank(
     try:
         outcome = fn(*args)
     except BaseException:  # noqa: BLE001  (SystemExit too: the test shall see it)
-        outcome = _Failure(time.monotonic(), rank, traceback.format_exc())
+        outcome = Failure(time.monotonic(), rank, traceback.format_exc())
     connection.send(outcome)
 
 

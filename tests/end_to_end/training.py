@@ -1,6 +1,7 @@
 """One training run inside a rank, and all of it that a schedule must not change, bit for bit."""
 
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ class Record:
         evaluations: the losses of each evaluation, on the last pipeline rank.
         num_microbatches: of each training iteration.
         parameters: of every model chunk, after the last iteration.
+        layers: the same, by the layer's number in the whole model.
         optimizer: its own parameters (fp32 masters, shards) and moments.
     """
 
@@ -25,12 +27,14 @@ class Record:
     evaluations: list[dict[str, str]] = field(default_factory=list)
     num_microbatches: list[int] = field(default_factory=list)
     parameters: dict[str, str] = field(default_factory=dict)
+    layers: dict[str, str] = field(default_factory=dict)
     optimizer: dict[str, str] = field(default_factory=dict)
 
 
 def train(argv: Sequence[str]) -> Record:
     """Run ``pretrain_gpt.py`` on this rank with a recorder in Megatron's training loop."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.core.utils import unwrap_model
     from megatron.training import training
 
     import pretrain_gpt
@@ -54,11 +58,14 @@ def train(argv: Sequence[str]) -> Record:
         return result
 
     training.train_step, training.evaluate = recorded_train_step, recorded_evaluate
-    pretrain_gpt.launch.refuse = _refuse
+    pretrain_gpt.MISTAKES = ()  # none is caught: here the traceback is wanted, on whichever rank
     pretrain_gpt.main(argv)
-    for chunk, module in enumerate(trained["model"]):
+    for number, chunk in enumerate(trained["model"]):
+        module = unwrap_model(chunk)
         for name, parameter in module.named_parameters():
-            record.parameters[f"chunk {chunk} {name}"] = _digest(parameter)
+            digest = _digest(parameter)
+            record.parameters[f"chunk {number} {name}"] = digest
+            record.layers[_in_whole_model(name, module)] = digest
     record.optimizer.update(_optimizer_state(trained["optimizer"]))
     return record
 
@@ -74,8 +81,23 @@ def differences(ours: Sequence[Record], stock: Sequence[Record]) -> list[str]:
     ]
 
 
-def _refuse(error: Exception) -> int:
-    raise error  # here the traceback is wanted, on whichever rank
+def merged(records: Sequence[Record]) -> dict[str, Any]:
+    """What does not depend on which rank and chunk hold a layer: losses, and layers themselves."""
+    losses = [
+        {name: value for name, value in row.items() if name.endswith("loss")}
+        for row in (*records[-1].iterations, *records[-1].evaluations)
+    ]
+    layers: dict[str, str] = {}
+    for record in records:
+        layers |= record.layers
+    return {"losses": losses, **layers}
+
+
+def _in_whole_model(name: str, module: Any) -> str:
+    """Return a parameter's name with its layer's number in the model, not in the chunk."""
+    if found := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name):
+        return f"layer {module.decoder.layers[int(found[1])].layer_number} {found[2]}"
+    return name
 
 
 def _flat(record: Record) -> dict[str, str]:
