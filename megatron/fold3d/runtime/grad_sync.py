@@ -41,8 +41,8 @@ class GradSync:
         self._start_gather = _per_chunk(config.param_sync_func, chunks) if trains else None
 
     def __enter__(self) -> Self:
-        for quiet, no_sync in zip(self._quiet, self._no_sync or (), strict=False):
-            quiet.enter_context(no_sync())
+        for segment in range(len(self._chunks)):
+            self._hush(segment)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -69,11 +69,17 @@ class GradSync:
         """
         if self._deferred is not None and segment in self._deferred_segments:
             self._deferred.settle(self._chunks[segment])
+            self._quiet[segment].close()
+            self._hush(segment)  # zeroed gradients are a new start for DDP, and its hooks listen
 
     def gather(self, segment: int) -> None:
         """Start to gather the segment's updated parameters, if it exists and hooks do not."""
         if self._start_gather is not None and segment < len(self._chunks):
             self._start_gather[segment](self._chunks[segment].parameters())
+
+    def _hush(self, segment: int) -> None:
+        if self._no_sync is not None:
+            self._quiet[segment].enter_context(self._no_sync[segment]())
 
 
 def _per_chunk(
