@@ -40,6 +40,8 @@ class Job:
     @property
     def segment_counts(self) -> list[int]:
         """The numbers of segments, above one, into which a rank's layers can be cut evenly."""
+        if self.num_ranks == 1:
+            return []  # Megatron cuts a rank's layers in a pipeline only
         layers = self.num_layers // self.num_ranks
         return [count for count in range(2, layers + 1) if layers % count == 0]
 

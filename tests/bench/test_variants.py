@@ -45,6 +45,11 @@ def test_the_sweep_has_every_even_cut_from_depth_first_to_breadth_first():
     assert "stock-v3-n2" not in names
 
 
+def test_without_a_pipeline_nothing_is_interleaved():
+    names = [variant.name for variant in variants.known(replace(JOB, num_ranks=1))]
+    assert not any(name.startswith(("stock-v", "aiao-s2")) for name in names)
+
+
 def test_names_are_unique():
     names = [variant.name for variant in variants.known(JOB)]
     assert len(names) == len(set(names))
