@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import fold3d_patches
-from fold3d_patches.cpu.flags import FLAGS as CPU_FLAGS
+from fold3d_patches.cpu import flags as cpu_flags
 from megatron.fold3d.config import Fold3DConfig, add_arguments, megatron_defaults
 
 PATIENCE_S = 10.0
@@ -42,8 +42,11 @@ def prepare(argv: Sequence[str], patched: ExitStack) -> Namespace:
 
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no CUDA device; --device cpu needs none")
-    sys.argv[1:] = [*CPU_FLAGS, *argv] if device == "cpu" else argv  # where Megatron reads it
+    on_cpu = device == "cpu"
+    sys.argv[1:] = [*(cpu_flags.FLAGS if on_cpu else ()), *argv]  # where Megatron reads them
     args: Namespace = parse_args(_add_arguments)
+    if on_cpu:
+        cpu_flags.check(args)
     Fold3DConfig.from_args(args)
     patched.enter_context(fold3d_patches.install_platform(device))
     args = parse_and_validate_args(_add_arguments, args_defaults=megatron_defaults(args))

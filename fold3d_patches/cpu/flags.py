@@ -1,8 +1,8 @@
-"""The Megatron flags that ``--device cpu`` stands for.
+"""What ``--device cpu`` means in Megatron's flags: those it stands for, and those it excludes."""
 
-They go before the user's own words on the command line, so that the user's win.
-"""
+from argparse import Namespace
 
+# They go before the user's own words on the command line, so that the user's win.
 FLAGS = (
     "--distributed-backend=gloo",
     "--use-cpu-initialization",
@@ -16,3 +16,26 @@ FLAGS = (
     "--no-persist-layer-norm",
     "--no-rope-fusion",
 )
+
+
+def check(args: Namespace) -> None:
+    """Refuse what runs on a GPU only.
+
+    Raises:
+        ValueError: one line for each such option, with its fix.
+    """
+    found = {
+        "--transformer-impl transformer_engine: its kernels are for GPUs; drop it": (
+            args.transformer_impl == "transformer_engine"
+        ),
+        f"--context-parallel-size {args.context_parallel_size}: its attention is Transformer "
+        "Engine's; drop it": args.context_parallel_size > 1,
+        f"--expert-model-parallel-size {args.expert_model_parallel_size}: tokens are counted on "
+        "the GPU before they are sent; drop it": args.expert_model_parallel_size > 1,
+        "--profile: records what CUDA does; add --use-pytorch-profiler": (
+            args.profile and not args.use_pytorch_profiler
+        ),
+        "--record-memory-history: records CUDA's allocator; drop it": args.record_memory_history,
+    }
+    if problems := [f"with --device cpu, {problem}" for problem, there in found.items() if there]:
+        raise ValueError("\n".join(problems))

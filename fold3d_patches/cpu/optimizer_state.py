@@ -39,8 +39,7 @@ def _complete(upstream: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _count_apart(upstream: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     def load_state_dict(self: Any, state_dict: Any) -> None:
-        with torch.no_grad():
-            upstream(self, state_dict)
+        upstream(self, state_dict)
         for state in self.optimizer.state.values():
             if "step" in state:
                 state["step"] = state["step"].clone()
@@ -57,6 +56,7 @@ def _shards_only(upstream: Callable[[Any, Any], Any]) -> Callable[[Any, Any], An
 
 
 def _keep_counter(upstream: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
+    @torch.no_grad()
     def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> None:
         upstream(self, model_param, {**tensors, "step": None})  # what is no tensor is not copied
 

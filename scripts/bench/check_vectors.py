@@ -62,8 +62,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, help="plans and what to expect of them, JSON")
     arguments = parser.parse_args()
-    cases = json.loads(arguments.file.read_text())["cases"]
-    errors = {case.get("id", index): error(case) for index, case in enumerate(cases)}
+    try:
+        cases = json.loads(arguments.file.read_text())["cases"]
+        errors = {case.get("id", index): error(case) for index, case in enumerate(cases)}
+    except (KeyError, OSError, TypeError, ValueError) as found:
+        parser.error(f"{arguments.file} is no file of cases: {found!r}")
     for number, value in errors.items():
         print(f"case {number:>3}  {value:.2e}")
     worst = max(errors.values())

@@ -188,7 +188,8 @@ def _conditions(args: argparse.Namespace, runs: Sequence[Run]) -> str:
     collectives = "gloo's own"
     if args.nccl_order:
         collectives = (
-            "gloo's, run one at a time per group in order of issue, true reduce-scatter volume"
+            "gloo's, run one at a time per group in order of issue, reduce-scatter and all-gather "
+            "in rings of true volume"
         )
     cpus = sorted(run.other_cpus for run in runs if not run.failure)
     load = f"{cpus[len(cpus) // 2]:.1f} (most {cpus[-1]:.1f})" if cpus else "unknown"

@@ -1,12 +1,13 @@
 """Patch the collectives of ``torch.distributed.ProcessGroup``: gloo with NCCL's order and cost.
 
 Why: gloo runs two collectives of one group at once, and lets them share the link; its
-    reduce-scatter moves as many bytes as an all-reduce. A schedule that is tuned on that is tuned
+    reduce-scatter moves as many bytes as an all-reduce, and its all-gather between two ranks
+    uses the link in one direction at a time. A schedule that is tuned on that is tuned
     for a library that nobody trains with.
 Change: the collectives of a group run one at a time, in order of issue, on one thread of the
-    group, as NCCL's do on one stream of the communicator; a reduce-scatter is a ring that moves
-    its true volume. All groups and all callers, since every call ends in these methods. Sends and
-    receives stay gloo's.
+    group, as NCCL's do on one stream of the communicator; reduce-scatter and all-gather are rings
+    that move their true volume both ways at once. All groups and all callers, since every call
+    ends in these methods. Sends and receives stay gloo's.
 Remove when: the bench runs on NCCL.
 """
 
@@ -26,8 +27,6 @@ _ORDERED = (
     "allreduce",
     "allreduce_coalesced",
     "allgather",
-    "all_gather_single",
-    "all_gather_single_coalesced",
     "allgather_coalesced",
     "broadcast",
     "reduce",
@@ -41,6 +40,7 @@ _ORDERED = (
 _RING_TAG = 77  # of the ring's messages, which no receive of Megatron's may take
 
 Run = Callable[[], None]
+Ring = Callable[[dist.ProcessGroup, torch.Tensor, torch.Tensor], None]
 
 
 class OrderedWork(dist.Work):
@@ -112,13 +112,36 @@ def reduce_scatter(
     partial = shares[(rank - 1) % size]
     for hop in range(1, size):
         arriving = torch.empty_like(partial)
-        # The receive first: gloo announces it in-band, where it would queue behind the data sent.
-        received = group.recv([arriving], (rank - 1) % size, _RING_TAG)
-        sent = group.send([partial], (rank + 1) % size, _RING_TAG)
-        received.wait()
-        sent.wait()
+        _pass_on(group, partial, arriving)
         partial = arriving.add_(shares[(rank - 1 - hop) % size])
     output.copy_(partial.reshape(output.shape))
+
+
+def all_gather(group: dist.ProcessGroup, output: torch.Tensor, share: torch.Tensor) -> None:
+    """Collect every rank's ``share`` in ``output``; a ring like that of `reduce_scatter`."""
+    rank, size = group.rank(), group.size()
+    shares = output.view(-1).chunk(size)
+    shares[rank].copy_(share.reshape(-1))
+    for hop in range(size - 1):
+        _pass_on(group, shares[(rank - hop) % size], shares[(rank - hop - 1) % size])
+
+
+def _pass_on(group: dist.ProcessGroup, leaving: torch.Tensor, arriving: torch.Tensor) -> None:
+    """Send to the next rank while receiving from the one before."""
+    rank, size = group.rank(), group.size()
+    # The receive first: gloo announces it in-band, where it would queue behind the data sent.
+    received = group.recv([arriving], (rank - 1) % size, _RING_TAG)
+    sent = group.send([leaving], (rank + 1) % size, _RING_TAG)
+    received.wait()
+    sent.wait()
+
+
+_RINGS: dict[str, Ring] = {
+    "reduce_scatter_single": reduce_scatter,
+    "reduce_scatter_single_coalesced": reduce_scatter,
+    "all_gather_single": all_gather,
+    "all_gather_single_coalesced": all_gather,
+}
 
 
 def patches() -> tuple[Patch, ...]:
@@ -136,29 +159,31 @@ def patches() -> tuple[Patch, ...]:
 
         return collective
 
-    def scattered(upstream: Callable[..., Any]) -> Callable[..., Any]:
-        def collective(
-            group: dist.ProcessGroup,
-            outputs: Any,  # a tensor, or a sequence of them if coalesced
-            inputs: Any,
-            options: Any,
-        ) -> OrderedWork:
-            if options.reduceOp != dist.ReduceOp.SUM:
-                return submit(group, lambda: upstream(group, outputs, inputs, options).wait())
-            single = isinstance(outputs, torch.Tensor)
-            pairs = [(outputs, inputs)] if single else list(zip(outputs, inputs, strict=True))
+    def in_rings(ring: Ring) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
+            def collective(
+                group: dist.ProcessGroup,
+                outputs: Any,  # a tensor, or a sequence of them if coalesced
+                inputs: Any,
+                options: Any,
+            ) -> OrderedWork:
+                if getattr(options, "reduceOp", dist.ReduceOp.SUM) != dist.ReduceOp.SUM:
+                    return submit(group, lambda: upstream(group, outputs, inputs, options).wait())
+                single = isinstance(outputs, torch.Tensor)
+                pairs = [(outputs, inputs)] if single else list(zip(outputs, inputs, strict=True))
 
-            def run() -> None:
-                for output, contribution in pairs:
-                    reduce_scatter(group, output, contribution)
+                def run() -> None:
+                    for output, contribution in pairs:
+                        ring(group, output, contribution)
 
-            return submit(group, run)
+                return submit(group, run)
 
-        return collective
+            return collective
+
+        return make
 
     target = "torch.distributed:ProcessGroup."
     return (
         *(Patch(target=target + name, make=ordered) for name in _ORDERED),
-        Patch(target=target + "reduce_scatter_single", make=scattered),
-        Patch(target=target + "reduce_scatter_single_coalesced", make=scattered),
+        *(Patch(target=target + name, make=in_rings(ring)) for name, ring in _RINGS.items()),
     )

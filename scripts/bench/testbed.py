@@ -121,7 +121,11 @@ class Ranks:
         return [process.poll() for process in self.processes]
 
     def hurry(self) -> None:
-        """Let every thread that runs now go before all other processes of this machine."""
+        """Let every thread that runs now go before all other processes of this machine.
+
+        All get one priority, in turn: gloo's thread polls while another thread holds a lock that
+        it needs, and above that thread it would poll for ever.
+        """
         for process in self.processes:
             for task in Path(f"/proc/{process.pid}/task").glob("*"):
                 with contextlib.suppress(ProcessLookupError):

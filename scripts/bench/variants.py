@@ -40,8 +40,16 @@ class Job:
     @property
     def segment_counts(self) -> list[int]:
         """The numbers of segments, above one, into which a rank's layers can be cut evenly."""
+        if self.num_ranks == 1:
+            return []  # Megatron cuts a rank's layers in a pipeline only
         layers = self.num_layers // self.num_ranks
         return [count for count in range(2, layers + 1) if layers % count == 0]
+
+    @property
+    def group_sizes(self) -> list[int]:
+        """The micro-batch groups that Megatron takes: depth-first is first, breadth-first last."""
+        total = self.num_microbatches
+        return [size for size in range(self.num_ranks, total + 1) if total % size == 0]
 
     def flags(self) -> list[str]:
         """Spell the job for ``pretrain_gpt.py``."""
@@ -105,7 +113,7 @@ def known(job: Job) -> Iterator[Variant]:
     yield Variant("stock-default-do", (_DISTRIBUTED_OPTIMIZER,))
     yield from _with_optimizers("stock-1f1b-overlap", ("--overlap-grad-reduce",))
     for segments in job.segment_counts:
-        for group in sorted({job.num_ranks, job.num_microbatches}):
+        for group in job.group_sizes:
             interleaved = (
                 *("--num-virtual-stages-per-pipeline-rank", str(segments)),
                 *("--microbatch-group-size-per-virtual-pipeline-stage", str(group)),

@@ -1,5 +1,6 @@
 import itertools
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -180,3 +181,13 @@ def test_weight_gradients_have_their_own_cost():
     timeline = simulate(split, costs)
     assert timeline.makespan_s == 7.0
     assert timeline.compute_s(0, {Op.WEIGHT}) == 4.0
+
+
+def test_three_thousand_gpus_are_simulated_in_seconds():
+    # pp=64 of dp=6 and tp=8: the 48 replicas of a pipeline rank do the same, so one is run.
+    large = deferred_grad_sync(built("aiao", 64, 4, 512))
+    costs = Costs.uniform(256, p2p_s=0.1, p2p_latency_s=0.01, grad_sync_s=30.0)
+    start_s = time.process_time()
+    timeline = simulate(large, costs, grad_sync_order="edf")
+    assert time.process_time() - start_s < 10
+    assert timeline.makespan_s > 3 * 4 * 512

@@ -51,22 +51,44 @@ def test_waiting_no_longer_than_asked_for():
     never.set()
 
 
+def on_ranks(size, function):
+    """What ``function(rank, group)`` returns on each rank; the ranks are threads."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(size) as ranks:
+        return list(
+            ranks.map(
+                lambda rank: function(rank, dist.ProcessGroupGloo(store, rank, size, TIMEOUT)),
+                range(size),
+            )
+        )
+
+
 @pytest.mark.gloo
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_the_ring_sums_every_share_into_its_owner_even_in_place(size):
-    store = dist.HashStore()
+def test_a_ring_sums_every_share_into_its_owner_even_in_place(size):
     contributions = [torch.arange(5.0 * size) * (rank + 1) for rank in range(size)]
     expected = sum(contributions).chunk(size)
 
-    def rank(number):
-        group = dist.ProcessGroupGloo(store, number, size, TIMEOUT)
-        output = contributions[number].chunk(size)[number]  # a part of the input, as Megatron's is
-        nccl_order.reduce_scatter(group, output, contributions[number])
+    def scatter(rank, group):
+        output = contributions[rank].chunk(size)[rank]  # a part of the input, as Megatron's is
+        nccl_order.reduce_scatter(group, output, contributions[rank])
         return output
 
-    with ThreadPoolExecutor(size) as ranks:
-        for output, sums in zip(ranks.map(rank, range(size)), expected, strict=True):
-            assert torch.equal(output, sums)
+    for output, sums in zip(on_ranks(size, scatter), expected, strict=True):
+        assert torch.equal(output, sums)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_ring_gathers_every_share_even_in_place(size):
+    def gather(rank, group):
+        output = torch.full((size, 3), -1.0)
+        output[rank] = rank
+        nccl_order.all_gather(group, output, output[rank])
+        return output
+
+    expected = torch.arange(float(size)).unsqueeze(1).expand(size, 3)
+    assert all(torch.equal(output, expected) for output in on_ranks(size, gather))
 
 
 @pytest.mark.gloo

@@ -39,10 +39,15 @@ def test_layers_that_ranks_cannot_share_are_refused_with_a_number_that_works():
         replace(JOB, num_layers=15)
 
 
-def test_the_sweep_has_every_even_cut_depth_first_and_breadth_first():
+def test_the_sweep_has_every_even_cut_from_depth_first_to_breadth_first():
     names = {variant.name for variant in variants.known(JOB)}
-    assert {f"stock-v{v}-n{n}-do" for v in (2, 4, 8) for n in (2, 8)} <= names
+    assert {f"stock-v{v}-n{n}-do" for v in (2, 4, 8) for n in (2, 4, 8)} <= names
     assert "stock-v3-n2" not in names
+
+
+def test_without_a_pipeline_nothing_is_interleaved():
+    names = [variant.name for variant in variants.known(replace(JOB, num_ranks=1))]
+    assert not any(name.startswith(("stock-v", "aiao-s2")) for name in names)
 
 
 def test_names_are_unique():

@@ -26,6 +26,8 @@ class Costs:
     """One message between two ranks behind the same NIC; it does not use the NIC."""
     grad_sync_s: tuple[float, ...] = ()
     """DP.sync of a stage's gradients at the full rate of the rank's NIC."""
+    grad_sync_local: bool = False
+    """Whether DP.sync stays inside the node and leaves the NIC to the messages."""
     param_gather_s: tuple[float, ...] = ()
     optimizer_s: tuple[float, ...] = ()
     """Update of a stage's parameters, after its WAIT_GRAD."""
@@ -62,7 +64,7 @@ class Costs:
         for name in (field.name for field in fields(self)):
             value = getattr(self, name)
             numbers = value if isinstance(value, tuple) else (value,)
-            if any(not number >= 0 for number in numbers):
+            if not all(number >= 0 for number in numbers):
                 raise PlanError(f"found {name}={value}; seconds are zero or more")
             optional = not numbers and name not in ("forward_s", "backward_s")
             if isinstance(value, tuple) and len(numbers) != plan.num_stages and not optional:

@@ -77,24 +77,36 @@ class Network:
     def settle(self) -> None:
         """Share the links anew where flows have started or stopped."""
         nics: dict[int, None] = {}
-        while self._touched:
-            links, flows = self._component(next(iter(self._touched)))
-            for link in links:
-                self._touched.pop(link, None)
-                nics[link >> 1] = None
-            for flow, rate in _max_min(links, flows, self._flows):
-                self._set_rate(flow, rate)
+        touched, on_link = self._touched, self._flows
+        while touched:
+            link, _ = touched.popitem()
+            nics[link >> 1] = None
+            flows = on_link[link]
+            if len(flows) == 1:
+                (flow,) = flows
+                out, into = flow.links
+                if len(on_link[out]) == 1 and len(on_link[into]) == 1:  # alone, as most are
+                    nics[out >> 1] = nics[into >> 1] = None
+                    self._set_rate(flow, 1.0)
+                    continue
+            if flows:
+                links, flows = self._component(link)
+                for other in links:
+                    touched.pop(other, None)
+                    nics[other >> 1] = None
+                for flow, rate in _max_min(links, flows, on_link):
+                    self._set_rate(flow, rate)
         for nic in nics:
             if background := self._background[nic]:
                 used = max(sum(flow.rate for flow in self._flows[2 * nic + i]) for i in (0, 1))
                 for flow in background:
                     self._set_rate(flow, max(0.0, 1.0 - used) / len(background))
 
-    def _of(self, flow: Flow) -> Iterator[dict[Flow, None]]:
+    def _of(self, flow: Flow) -> tuple[dict[Flow, None], ...]:
         if flow.background:
-            yield self._background[flow.links[0] >> 1]
-        else:
-            yield from (self._flows[link] for link in flow.links)
+            return (self._background[flow.links[0] >> 1],)
+        out, into = flow.links
+        return self._flows[out], self._flows[into]
 
     def _touch(self, flow: Flow) -> None:
         for link in flow.links:
@@ -136,9 +148,6 @@ def _max_min(
     links: Iterable[int], flows: dict[Flow, None], on_link: list[dict[Flow, None]]
 ) -> Iterator[tuple[Flow, float]]:
     """Yield max-min fair rates: the fullest link's flows get equal shares, then the next's."""
-    if len(flows) == 1:
-        yield next(iter(flows)), 1.0
-        return
     free = dict.fromkeys(links, 1.0)
     count = {link: len(on_link[link]) for link in links}
     while flows:

@@ -99,14 +99,18 @@ class _Run:
         self.costs, self.nics = costs, nics
         self.iterations, self.flush = iterations, flush
         self.clock = Clock()
-        self.network = Network(self.clock, 1 + max(nics), preemptive=preemptive)
+        # Behind the NICs, one more pair of links per rank: for DP.sync that stays in the node.
+        local_nics = range(1 + max(nics), 1 + max(nics) + plan.num_ranks)
+        self.network = Network(self.clock, local_nics.stop, preemptive=preemptive)
         self.steps = Steps(plan, costs)
         self.times_true = [0] * self.steps.num_facts
         self.times_begun = [0] * self.steps.num_facts  # of DP.sync: it may end iterations later
         self.offloads_end_s: dict[tuple[int, int | None], float] = {}
         self.at_flush: list[_Rank] = []
         self.ranks = list(map(_Rank, range(plan.num_ranks), self.steps.programs))
-        for rank, nic in zip(self.ranks, nics, strict=True):
+        for rank, nic in zip(
+            self.ranks, local_nics if costs.grad_sync_local else nics, strict=True
+        ):
             write = rank.spans.append
             rank.queue = SyncQueue(self.clock, self.network, nic, order, write, self.come_true)
 

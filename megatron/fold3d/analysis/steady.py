@@ -1,0 +1,32 @@
+"""The steady state: iterations in a row until one takes as long as the one before."""
+
+from typing import Any
+
+from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.analysis.simulate import simulate
+from megatron.fold3d.analysis.timeline import Timeline
+from megatron.fold3d.plan.ir import Plan
+
+TOLERANCE = 1e-6
+FEWEST, MOST = 3, 24
+
+
+def steady_state(plan: Plan, costs: Costs, **options: Any) -> Timeline:
+    """Simulate until the period has settled; the last iteration is a steady one.
+
+    Work deferred into the next iteration makes the first ones differ. A schedule that never
+    settles, because its DP.sync takes turns, is cut off after `MOST` iterations.
+
+    Args:
+        plan: with DP.sync, or there is nothing to wait for.
+        costs: of the plan's stages.
+        options: of `simulate`, except the number of iterations.
+    """
+    iterations = FEWEST
+    while True:
+        timeline = simulate(plan, costs, iterations=iterations, **options)
+        *_, before_s, start_s, end_s = (0.0, *timeline.iteration_ends_s(0))
+        settled = abs((end_s - start_s) - (start_s - before_s)) <= TOLERANCE * (end_s - start_s)
+        if settled or iterations >= MOST:
+            return timeline
+        iterations *= 2

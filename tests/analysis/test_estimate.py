@@ -1,0 +1,86 @@
+from dataclasses import replace
+
+import pytest
+
+from megatron.fold3d.analysis.cluster import cluster
+from megatron.fold3d.analysis.estimate import estimate
+from megatron.fold3d.analysis.grad_sync import serial_grad_sync
+from megatron.fold3d.analysis.memory import memory
+from megatron.fold3d.analysis.model import model_shape
+from megatron.fold3d.analysis.simulate import simulate
+from megatron.fold3d.analysis.sizes import Setup
+from megatron.fold3d.plan.schedules import build
+
+A100 = replace(cluster("a100x128-200g"), task_overhead_s=5e-3)
+PIPER = Setup(
+    tensor_parallel=8,
+    data_parallel=4,
+    microbatch_size=4,
+    sequence_parallel=True,
+    recompute="full",
+)
+
+
+def test_live_tensors_are_most_of_the_memory_that_the_paper_measured():
+    # Table II: GPT-3 39B, (dp, pp, tp) = (4, 4, 8), 256 sequences, 29.8 GB.
+    found = estimate(model_shape("gpt3-39b"), A100, PIPER, num_ranks=4, num_segments=2)
+    plan = build("interleaved", num_ranks=4, num_segments=2, num_microbatches=16)
+    timeline = simulate(serial_grad_sync(plan), found.costs, nic_of_rank=found.nic_of_rank)
+    peak = max(rank.device.peak_bytes for rank in memory(timeline, found.footprint))
+    # The rest is CUDA's and NCCL's own, and what the allocator cannot use.
+    assert 0.75 * 29.8e9 < peak < 29.8e9
+
+
+def test_a_recomputing_backward_takes_three_forwards():
+    found = estimate(model_shape("gpt3-39b"), A100, PIPER, num_ranks=4, num_segments=2)
+    overhead_s = A100.task_overhead_s
+    for forward_s, backward_s in zip(found.costs.forward_s, found.costs.backward_s, strict=True):
+        assert backward_s - overhead_s == pytest.approx(3 * (forward_s - overhead_s))
+
+
+def test_one_replica_carries_what_its_node_sends():
+    shape = model_shape("gpt3-18b")
+    small = replace(PIPER, tensor_parallel=4, data_parallel=16)
+    four = estimate(shape, A100, small, num_ranks=2, num_segments=1)
+    eight = estimate(shape, A100, replace(PIPER, data_parallel=8), num_ranks=2, num_segments=1)
+    assert four.costs.p2p_s == pytest.approx(2 * eight.costs.p2p_s)  # two replicas per node
+    assert not eight.costs.grad_sync_local
+
+
+def test_a_group_inside_a_node_leaves_the_nic_alone():
+    node = cluster("a100x8")
+    setup = Setup(tensor_parallel=2, data_parallel=2)
+    found = estimate(model_shape("24-2048-16"), node, setup, num_ranks=2, num_segments=1)
+    assert found.nic_of_rank == (0, 0)
+    assert found.costs.grad_sync_local
+    # 4-byte gradients of half the model, all-reduced by two GPUs: their size once over NVLink
+    bytes_sent = found.costs.grad_sync_s[0] * node.intra_bytes_per_s
+    assert bytes_sent == pytest.approx(4 * model_shape("24-2048-16").stage_parameters(2)[0] / 2)
+
+
+def test_the_distributed_optimizer_moves_fewer_bytes():
+    shape = model_shape("gpt3-18b")
+    plain = estimate(shape, A100, PIPER, num_ranks=4, num_segments=2).costs.grad_sync_s
+    sharded = replace(PIPER, distributed_optimizer=True)
+    spread = estimate(shape, A100, sharded, num_ranks=4, num_segments=2).costs.grad_sync_s
+    assert spread[0] == pytest.approx(plain[0] * 6 / 8)
+
+
+def test_gpus_must_be_those_of_the_cluster():
+    with pytest.raises(ValueError, match=r"x 2 pipeline ranks are 64 GPUs; a100x128-200g has 128"):
+        estimate(model_shape("gpt3-18b"), A100, PIPER, num_ranks=2, num_segments=2)
+
+
+def test_grad_sync_inside_the_node_does_not_wait_for_messages():
+    found = estimate(
+        model_shape("24-2048-16"),
+        cluster("a100x8"),
+        Setup(data_parallel=4),
+        num_ranks=2,
+        num_segments=1,
+    )
+    plan = serial_grad_sync(build("1f1b", num_ranks=2, num_segments=1, num_microbatches=2))
+    slow = replace(found.costs, p2p_s=1.0)
+    apart = simulate(plan, slow)
+    last = [span for span in apart.ranks[1] if span.lane == "grad_sync"]
+    assert last[0].duration_s == pytest.approx(found.costs.grad_sync_s[1])

@@ -1,0 +1,48 @@
+"""The command that compares: what it drops, and that a comparison runs from end to end."""
+
+import json
+
+import pytest
+
+from scripts.bench import compare
+from scripts.bench.summary import Run
+from scripts.bench.testbed import Link, Testbed, TestbedError
+from scripts.bench.training_log import Iteration
+from scripts.bench.variants import DEFAULT, Variant
+
+OURS = Variant("aiao-s2", ("--schedule", "aiao"))
+SWEEP = [Variant(f"stock-v{v}", (str(v),)) for v in (2, 4, 8)]
+
+
+def runs(variant, ms):
+    iterations = (Iteration(number=1, elapsed_ms=ms),)
+    return [Run(variant=variant, round=number, iterations=iterations) for number in (0, 1)]
+
+
+def test_after_the_first_round_the_fastest_of_the_sweep_go_on_with_default_and_ours():
+    chosen = [DEFAULT, *SWEEP, OURS]
+    times_ms = (900.0, 500.0, 300.0, 400.0, 800.0)
+    first = [run for pair in zip(chosen, times_ms, strict=True) for run in runs(*pair)]
+    assert compare._kept(chosen, first, 2) == [DEFAULT, SWEEP[1], SWEEP[2], OURS]
+    assert compare._kept(chosen, first, 0) == [DEFAULT, OURS]
+
+
+@pytest.mark.gloo
+def test_a_comparison_runs_from_end_to_end(tmp_path, capsys):
+    try:
+        with Testbed(1, Link(1e8)):
+            pass
+    except TestbedError as error:
+        pytest.skip(str(error))
+    job = "--pp 2 --dp 1 --layers 2 --hidden 64 --microbatches 2 --forward-ms 20 --backward-ms 40"
+    extent = "--rate 100mbit --rounds 1 --iterations 3 --warmup 1 --only stock-default"
+    extent += " --timeout-s 120"
+    paths = ["--logs", str(tmp_path), "--json", str(tmp_path / "report.json")]
+    assert compare.main([*job.split(), *extent.split(), *paths]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    (row,) = report["rows"]
+    # Two micro-batches of one layer, and another for the bubble, at 60 ms each.
+    assert row["compute_ms"] >= 180
+    assert 0 < row["communication_ms"] < row["compute_ms"]  # activations of 8 KB
+    assert report["largest_loss_difference"] == 0.0
+    assert "| **stock-default** |" in capsys.readouterr().out
