@@ -7,7 +7,7 @@ gradients before the first step, and nobody reads parameters or gradients betwee
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megatron.fold3d.refusals import Refusal, named, spelled
+from megatron.fold3d.refusals import Refusal, spelled
 
 
 def share_problems(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
@@ -34,10 +34,10 @@ def share_problems(args: Namespace, schedule: str, num_segments: int) -> Iterato
         )
     if not deferred_stages(args, num_segments):
         yield (
-            f"--backward-share {share} with {named(schedule)} on "
-            f"{args.pipeline_model_parallel_size} stages: the first and the last stage share the "
-            "word embeddings and are synced at the end of the iteration, and there is no other; "
-            "give more --segments, or --untie-embeddings-and-output-weights"
+            f"--backward-share {share} with {args.pipeline_model_parallel_size} stages: the first "
+            "and the last share the word embeddings and are synced at the end of the iteration, "
+            "and there is no other; give more --segments, or "
+            "--untie-embeddings-and-output-weights"
         )
 
 

@@ -154,7 +154,7 @@ def _slices(data: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _reduce(part: torch.Tensor, op: Any, group: dist.ProcessGroup) -> dist.Work:
-    work = dist.all_reduce(part, op, group=group, async_op=True)
+    work: dist.Work | None = dist.all_reduce(part, op, group=group, async_op=True)
     assert work is not None
     return work
 

@@ -4,6 +4,7 @@ Keeps one invariant: whenever a part is stepped, the step is that of its own ite
 rate, weight decay and step count are those of the moment at which Megatron asked for the step.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,7 +53,7 @@ class LateStep:
             self._squares, self._optimizer.chained_optimizers, strict=True
         ):
             torch.distributed.all_reduce(square, group=megatrons.get_grad_stats_parallel_group())
-        return float(sum(self._squares)) ** 0.5
+        return math.sqrt(sum(square.item() for square in self._squares))
 
     @contextmanager
     def _narrowed_to(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:

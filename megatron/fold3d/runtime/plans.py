@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron.fold3d.config import Fold3DConfig
 from megatron.fold3d.plan.files import parse_plan
 from megatron.fold3d.plan.ir import COMPUTE_OPS, P2P_OPS, Op, Plan, PlanError
-from megatron.fold3d.plan.lowering import defer_grad_sync, forward_only, lower
+from megatron.fold3d.plan.lowering import defer_grad_sync, deferred_stages, forward_only, lower
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
 
@@ -80,6 +80,13 @@ class Plans:
         for action in chain.from_iterable(plan.programs):
             if action.op not in RUNNABLE:
                 raise PlanError(f"found {action}; training runs {', '.join(sorted(RUNNABLE))}")
+        for stage in chain.from_iterable(map(deferred_stages, plan.programs)):
+            if stage not in self._config.deferred_stages:
+                raise PlanError(
+                    f"found {stage}WAIT_GRAD before {stage}F0; this stage's gradients are reduced "
+                    "within the iteration: give --backward-share, unless it shares the word "
+                    "embeddings, or move the action to the end"
+                )
         return plan
 
     def _make_evaluation(self, num_microbatches: int) -> Plan:
