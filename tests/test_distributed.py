@@ -1,0 +1,104 @@
+"""The harness of distributed tests keeps its own promises."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed import RankError, run_distributed
+
+pytestmark = pytest.mark.gloo
+
+
+def _sum_of_ranks(offset: int) -> int:
+    dist.init_process_group("gloo")
+    total = torch.tensor(dist.get_rank() + offset)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def test_ranks_meet_and_return_in_order() -> None:
+    assert run_distributed(_sum_of_ranks, 2, 10) == [21, 21]
+
+
+def _fail_on_rank_one(folder: Path) -> None:
+    (folder / os.environ["RANK"]).write_text(str(os.getpid()))
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        sys.stdout.write("about to fail\n")
+        raise ValueError("wrong")
+    dist.barrier()
+
+
+def test_the_first_failure_is_shown_and_no_rank_stays(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"(?s)\[rank 1\] ValueError: wrong.*about to fail"):
+        run_distributed(_fail_on_rank_one, 2, tmp_path)
+    _assert_gone(tmp_path)
+
+
+def _hang_on_rank_one(folder: Path) -> None:
+    (folder / os.environ["RANK"]).write_text(str(os.getpid()))
+    if os.environ["RANK"] == "1":
+        _wait_for_ever()
+
+
+def _wait_for_ever() -> None:
+    threading.Event().wait()
+
+
+def test_a_hang_ends_with_every_stack_after_the_timeout(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"(?s)not finished.*ranks 1\b.*\[rank 1\].*_wait_for_ever"):
+        run_distributed(_hang_on_rank_one, 2, tmp_path, timeout_s=3)
+    _assert_gone(tmp_path)
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_death_is_named() -> None:
+    with pytest.raises(RankError, match=r"\[rank 0\] died with exit code -9"):
+        run_distributed(_die, 1)
+
+
+def _run_and_hang(folder: Path) -> None:
+    run_distributed(_hang_on_rank_one, 2, folder)
+
+
+def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    # A pytest that is killed, say: here a process in between, so that this one can watch.
+    code = (
+        "import pathlib, sys; from tests.test_distributed import _run_and_hang; "
+        "_run_and_hang(pathlib.Path(sys.argv[1]))"
+    )
+    between = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
+    try:
+        while (
+            sum(bool(file.read_text()) for file in tmp_path.iterdir()) < 2
+            and between.poll() is None
+        ):
+            time.sleep(0.1)
+    finally:
+        between.kill()
+        between.wait()
+    _assert_gone(tmp_path)
+
+
+def _assert_gone(folder: Path) -> None:
+    pids = [int(file.read_text()) for file in folder.iterdir()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 10
+    while any(map(_exists, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(_exists, pids))
+
+
+def _exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
