@@ -65,6 +65,7 @@ ROWS = (
     Row(ours=f"{AIAO} 0.3", flags="--bf16 --no-align-grad-reduce", segments=4),
     Row(ours=f"{AIAO} 0.5", flags=f"{UNTIED} --optimizer sgd --no-align-grad-reduce"),
     Row(ours=f"{AIAO} 0.5", evaluation="--eval-iters 0"),
+    Row(ours=f"{AIAO} 0.5", flags=f"{UNTIED} --rerun-mode report_stats"),  # each iteration twice
     Row(ours="--schedule interleaved --backward-share 0.3"),
     Row(ours="--schedule 1f1b --backward-share 0.5", segments=1),
     Row(ours="--schedule 1f1b --backward-share 0.5", flags="", pp=1, segments=1),
