@@ -102,9 +102,9 @@ def _script() -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return the error's message; where an assertion has none, the assertion."""
+    """Return the error's message and notes; where an assertion has no message, the assertion."""
     if str(error):
-        return str(error)
+        return "\n".join((str(error), *getattr(error, "__notes__", ())))
     frame = traceback.extract_tb(error.__traceback__)[-1]
     lines = linecache.getlines(frame.filename)[(frame.lineno or 1) - 1 : frame.end_lineno]
     return " ".join("".join(lines).split())

@@ -1,6 +1,6 @@
 """Replace upstream symbols, all of them or none, and put them back.
 
-The one invariant: when `apply` raises or its stack closes, every symbol is what it was before.
+The one invariant: when `apply` raises, and when its stack closes, every symbol is what it was.
 """
 
 import inspect
@@ -17,8 +17,9 @@ from packaging.specifiers import SpecifierSet
 logger = logging.getLogger(__name__)
 
 MEGATRON = SpecifierSet(">=0.19.2,<0.20")
-_ABSENT = object()
-_patched: set[tuple[int, str]] = set()  # (id(owner), name) of every patched target
+
+_ABSENT: Any = object()
+_patched: set[tuple[int, str]] = set()  # id of the owner and name of every symbol patched now
 
 
 class PatchError(RuntimeError):
@@ -29,10 +30,12 @@ class PatchError(RuntimeError):
 class Patch:
     """One upstream symbol and what takes its place.
 
-    ``target`` and ``rebinds`` are spelled ``package.module:attribute.path``; ``rebinds`` are the
-    modules that hold the same object under a name of their own. ``make`` gets upstream's object
-    and returns ours. ``parameters`` are the names of upstream's parameters that ours relies on,
-    all of them and in order; None for a symbol whose signature says nothing.
+    Attributes:
+        target: the symbol, spelled ``package.module:attribute.path``.
+        make: is given upstream's object (of a static or class method the function) and returns
+            ours.
+        rebinds: modules that hold the same object under a name of their own, spelled alike.
+        parameters: names of all of upstream's parameters, in order, where ours relies on them.
     """
 
     target: str
@@ -45,83 +48,78 @@ def apply(patches: Sequence[Patch]) -> ExitStack:
     """Install every patch, or none of them; closing the stack restores upstream.
 
     Raises:
-        PatchError: upstream's version, a symbol or a signature is not the one the patch is for.
+        PatchError: a version, a symbol or a signature is not the one the patch was written for.
     """
     _check_version(patches)
-    with ExitStack() as stack:
+    with ExitStack() as undo:
         for patch in patches:
             try:
-                _install(patch, stack)
-            except PatchError as error:
-                error.add_note(f"while patching {patch.target}; nothing stays patched")
+                _install(patch, undo)
+            except Exception as error:
+                error.add_note(f"patch of {patch.target}; nothing stays patched")
                 raise
-            logger.debug("patched %s", patch.target)
-        return stack.pop_all()
+        logger.info("patched %s", ", ".join(patch.target for patch in patches))
+        return undo.pop_all()
 
 
 def _check_version(patches: Sequence[Patch]) -> None:
-    if not any(patch.target.startswith("megatron.") for patch in patches):
-        return
     found = metadata.version("megatron-core")
-    if found not in MEGATRON:
+    if found not in MEGATRON and any(p.target.startswith("megatron.") for p in patches):
         raise PatchError(
             f"megatron-core {found} is installed, the patches fit {MEGATRON}; "
-            f'run: pip install "megatron-core[training]{MEGATRON}"'
+            f"run: pip install 'megatron-core[training]{MEGATRON}'"
         )
 
 
-def _install(patch: Patch, stack: ExitStack) -> None:
-    module, _, path = patch.target.partition(":")
-    owner, name = _locate(import_module(module), path)
+def _install(patch: Patch, undo: ExitStack) -> None:
+    owner, name = _locate(patch.target)
     if (id(owner), name) in _patched:
-        raise PatchError(f"{patch.target} is patched already; close the first patch before")
-    before = vars(owner).get(name, _ABSENT)  # absent where a class inherits the attribute
+        raise PatchError(f"{patch.target} is patched already; close that patch first")
     upstream = inspect.getattr_static(owner, name)
     wrap = type(upstream) if isinstance(upstream, staticmethod | classmethod) else None
-    callee = upstream.__func__ if wrap else upstream
+    function = upstream.__func__ if wrap else upstream
     if patch.parameters is not None:
-        found = tuple(inspect.signature(callee).parameters)
+        found = tuple(inspect.signature(function).parameters)
         if found != patch.parameters:
             raise PatchError(
-                f"{patch.target} takes {found} in this version, the patch was written for "
-                f"{patch.parameters}; read upstream's change, then update the patch"
+                f"{patch.target} takes {found} here, the patch was written for "
+                f"{patch.parameters}; read what upstream changed, then update the patch"
             )
-    ours = wrap(patch.make(callee)) if wrap else patch.make(callee)
+    made = patch.make(function)
+    ours = wrap(made) if wrap else made
+    inherited = name not in vars(owner)
 
+    _swap(owner, name, upstream, ours, inherited=inherited)
+    undo.callback(_swap, owner, name, ours, _ABSENT if inherited else upstream)
     _patched.add((id(owner), name))
-    stack.callback(_patched.discard, (id(owner), name))
-    stack.callback(_swap, owner, name, ours, before)
-    setattr(owner, name, ours)
+    undo.callback(_patched.discard, (id(owner), name))
     for site in patch.rebinds:
-        # A module that is not imported yet will bind ours by itself, and keep it past close():
-        # so each site is looked up again then, and not remembered now.
-        _rebind(site, upstream, ours, strict=True)
-        stack.callback(_rebind, site, ours, upstream, strict=False)
+        # A module that is imported later binds ours by itself and must be undone all the same:
+        # so each site is looked at now, and again when the stack closes.
+        _rebind(site, upstream, ours)
+        undo.callback(_rebind, site, ours, upstream)
 
 
-def _locate(owner: Any, path: str) -> tuple[Any, str]:
+def _locate(symbol: str) -> tuple[Any, str]:
+    module, _, path = symbol.partition(":")
     *parents, name = path.split(".")
+    owner: Any = import_module(module)
     for parent in parents:
         owner = getattr(owner, parent, _ABSENT)
     if owner is _ABSENT or inspect.getattr_static(owner, name, _ABSENT) is _ABSENT:
-        raise PatchError(f"no {path} in the installed version; upstream moved or renamed it")
+        raise PatchError(f"no {symbol} in the installed version; find where upstream has it now")
     return owner, name
 
 
-def _rebind(site: str, old: Any, new: Any, *, strict: bool) -> None:
-    module, _, path = site.partition(":")
-    if module not in sys.modules:
-        return
-    owner, name = _locate(sys.modules[module], path)
-    if strict and vars(owner).get(name) is not old:
-        raise PatchError(f"{site} is not bound to upstream's object; some other code replaced it")
-    _swap(owner, name, old, new)
+def _rebind(site: str, old: Any, new: Any) -> None:
+    if site.partition(":")[0] in sys.modules:
+        _swap(*_locate(site), old, new)
 
 
-def _swap(owner: Any, name: str, old: Any, new: Any) -> None:
-    if vars(owner).get(name) is not old:
-        logger.warning("%s.%s was replaced by other code; left as it is", owner, name)
-    elif new is _ABSENT:
+def _swap(owner: Any, name: str, old: Any, new: Any, *, inherited: bool = False) -> None:
+    if not inherited and vars(owner).get(name) is not old:
+        raise PatchError(f"{owner}.{name} is not what it was; some other code replaced it")
+    if new is _ABSENT:
         delattr(owner, name)
     else:
         setattr(owner, name, new)

@@ -21,8 +21,8 @@ CPU = torch.device("cpu")
 CAPABILITY = (10, 0)
 
 
-def _answer(name: str, value: Callable[[], Any]) -> Patch:
-    """Make ``torch.cuda.<name>`` answer ``value()`` whatever it is asked."""
+def _answer(name: str, value: Callable[[], Any], module: str = "torch.cuda") -> Patch:
+    """Make the function ``name`` answer ``value()`` whatever it is asked."""
 
     def make(_upstream: Any) -> Callable[..., Any]:
         def query(*_args: Any, **_kwargs: Any) -> Any:
@@ -30,7 +30,7 @@ def _answer(name: str, value: Callable[[], Any]) -> Patch:
 
         return query
 
-    return Patch(target=f"torch.cuda:{name}", make=make)
+    return Patch(target=f"{module}:{name}", make=make)
 
 
 def _nothing() -> None:
@@ -49,6 +49,6 @@ def patches() -> tuple[Patch, ...]:
         _answer("get_device_properties", lambda: SimpleNamespace(name="cpu", major=CAPABILITY[0])),
         _answer("memory_stats", Counter),
         _answer("reset_peak_memory_stats", _nothing),
-        _answer("nvtx.range_push", _nothing),
-        _answer("nvtx.range_pop", _nothing),
+        _answer("range_push", _nothing, module="torch.cuda.nvtx"),
+        _answer("range_pop", _nothing, module="torch.cuda.nvtx"),
     )

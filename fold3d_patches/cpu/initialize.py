@@ -20,6 +20,9 @@ def patch() -> Patch:
     """The one assertion that stops a run without CUDA."""
     return Patch(
         target="megatron.training.initialize:initialize_megatron",
-        rebinds=("megatron.training.training:initialize_megatron",),
+        rebinds=(
+            "megatron.training:initialize_megatron",
+            "megatron.training.training:initialize_megatron",
+        ),
         make=_allow_no_cuda,
     )

@@ -66,7 +66,8 @@ class Bench:
         clock = _CpuClock()
         with Testbed(self.job.world_size, link) as testbed:
             ranks = testbed.start(command, logs, cwd=_ROOT)
-            meter = _Meter(testbed, ranks, self.warmup, self.real_time)
+            timed = (self.warmup, self.job.num_iterations)
+            meter = _Meter(testbed, ranks, timed, self.real_time)
             codes = ranks.wait(self.timeout_s, meter.watch)
             link_bytes = meter.busiest_bytes()
         other_cpus = clock.other_cpus()
@@ -86,29 +87,36 @@ class Bench:
 class _Meter:
     """Counts what the timed iterations put on the links, and clears the CPUs for them."""
 
-    def __init__(self, testbed: Testbed, ranks: Ranks, warmup: int, real_time: bool) -> None:
+    def __init__(
+        self, testbed: Testbed, ranks: Ranks, timed: tuple[int, int], real_time: bool
+    ) -> None:
         self._testbed, self._ranks = testbed, ranks
-        self._warmup, self._real_time = warmup, real_time
-        self._start: list[Traffic] | None = None
+        self._timed, self._real_time = timed, real_time
+        self._readings: list[list[Traffic]] = []
 
     def watch(self) -> None:
-        """Note the counters as soon as the log says that the warm-up is over."""
-        if self._start is not None:
+        """Read the counters as soon as the log says that the warm-up, or the last, is over.
+
+        What follows the last iteration, gathering parameters for instance, is not of it.
+        """
+        if len(self._readings) == len(self._timed):
             return
         log = self._ranks.logs[-1]  # the last rank's is Megatron's
         num_iterations = len(training_log.parse(log.read_text(errors="replace")))
         if num_iterations and self._real_time:  # not before: starting takes seconds of CPU
             self._ranks.hurry()
             self._real_time = False
-        if num_iterations >= self._warmup:
-            self._start = self._testbed.traffic()
+        if num_iterations >= self._timed[len(self._readings)]:
+            self._readings.append(self._testbed.traffic())
 
     def busiest_bytes(self) -> int:
-        """Bytes since then over the busiest link, in its busier direction."""
-        if self._start is None:
+        """Bytes of the timed iterations over the busiest link, in its busier direction."""
+        if not self._readings:
             return 0
-        pairs = zip(self._testbed.traffic(), self._start, strict=True)
-        return max((now - start).busier_bytes for now, start in pairs)
+        pairs = zip(self._readings[0], self._testbed.traffic(), strict=True)
+        if len(self._readings) == 2:
+            pairs = zip(*self._readings, strict=True)
+        return max((end - start).busier_bytes for start, end in pairs)
 
 
 class _CpuClock:

@@ -18,7 +18,7 @@ STOCK, AIAO = "--schedule stock", "--schedule aiao"
 @pytest.mark.parametrize(
     "row",
     [
-        Row(name="tied", segments=2),
+        Row(segments=2),
         Row(name="distributed optimizer", segments=2, dp=2, flags=f"{OVERLAP} --bf16"),
     ],
     ids=str,
@@ -46,7 +46,7 @@ def test_fewer_micro_batches_than_ranks_in_segments_go_on_as_stock_would_in_one(
     # Stock's interleaved schedule refuses m < pp, in training and in evaluation; its 1F1B does
     # not. Other chunks draw other weights, so both start from a checkpoint, and they sum the norm
     # in another order, so it clips nothing; layers are compared by their number in the model.
-    row = Row(name="", pp=4, segments=1, m=2, flags=f"{UNTIED} --clip-grad 0")
+    row = Row(pp=4, segments=1, m=2, flags=f"{UNTIED} --clip-grad 0")
     saving = row.command(f"{STOCK} --save {tmp_path} --save-interval 2")
     resuming = replace(row, segments=2).command(
         f"--schedule {schedule} --load {tmp_path} --ckpt-step 2"

@@ -43,7 +43,7 @@ class Row:
         plan: the plan file that `ours` names ``PLAN``, or the `fold3d` command that prints it.
     """
 
-    name: str
+    name: str = ""
     pp: int = 2
     segments: int = 1
     m: int = 4
@@ -57,7 +57,9 @@ class Row:
     def __str__(self) -> str:
         sizes = {"pp": self.pp, "segments": self.segments, "m": self.m}
         sizes |= {name: n for name, n in (("tp", self.tp), ("dp", self.dp)) if n > 1}
-        return ", ".join([self.name, *(f"{name}={n}" for name, n in sizes.items())])
+        texts = [self.ours.removeprefix("--schedule "), self.name]
+        texts += [f"{name}={n}" for name, n in sizes.items()]
+        return ", ".join(filter(None, texts))
 
     @property
     def num_ranks(self) -> int:
@@ -90,28 +92,28 @@ RAMP_UP_BY_TWO = (  # 2, 4, 4, 6, 6; stock's evaluation is not to have fewer tha
 
 ROWS = (
     # Every schedule, against one run of stock for each layout.
-    Row(name="aiao", segments=2),
-    Row(name="aiao with the paper's last segment", segments=2, ours=AFAB_TAIL),
-    Row(name="afab", segments=2, ours="--schedule afab"),
-    Row(name="interleaved", segments=2, ours="--schedule interleaved"),
-    Row(name="breadth-first", segments=2, ours="--schedule breadth-first"),
+    Row(segments=2),
+    Row(segments=2, ours=AFAB_TAIL),
+    Row(segments=2, ours="--schedule afab"),
+    Row(segments=2, ours="--schedule interleaved"),
+    Row(segments=2, ours="--schedule breadth-first"),
     Row(
-        name="a plan of fold3d plan",
+        name="of fold3d plan",
         segments=2,
         ours="--plan-file PLAN",
         plan="fold3d plan --schedule aiao --pp 2 --segments 2 --microbatches 4",
     ),
     Row(
-        name="a plan written by hand",
+        name="written by hand",
         segments=2,
         ours="--plan-file PLAN",
         plan="0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3 2B0 2B1 0B0 0B1 2B2 2B3 0B2 0B3\n"
         "1F0 1F1 1F2 1F3 3F0 3F1 3B0 3B1 3F2 1B0 1B1 3B2 3F3 3B3 1B2 1B3",
     ),
-    Row(name="aiao", pp=4, m=6),
-    Row(name="afab", pp=4, m=6, ours="--schedule afab"),
-    Row(name="1f1b", pp=4, m=6, ours="--schedule 1f1b"),
-    Row(name="shifted-critical-path", pp=4, m=6, ours="--schedule shifted-critical-path"),
+    Row(pp=4, m=6),
+    Row(pp=4, m=6, ours="--schedule afab"),
+    Row(pp=4, m=6, ours="--schedule 1f1b"),
+    Row(pp=4, m=6, ours="--schedule shifted-critical-path"),
     # Sizes.
     Row(name="no pipeline", pp=1),
     Row(name="no pipeline", pp=1, dp=2, m=3, flags=OVERLAP, ours="--schedule 1f1b"),
@@ -119,7 +121,7 @@ ROWS = (
     Row(name="four segments, one group", segments=4, m=5, stock=ONE_GROUP),
     Row(name="one group", pp=4, segments=2, m=6, stock=ONE_GROUP),
     Row(
-        name="interleaved with uneven groups",
+        name="uneven groups",
         pp=4,
         segments=2,
         m=6,
@@ -227,7 +229,7 @@ ROWS = (
     # Dropout: masks are drawn in the order of a rank's forwards.
     Row(name="dropout", segments=2, flags=DROPOUT, stock=ONE_GROUP),
     Row(
-        name="dropout, full recompute",
+        name="dropout and full recompute",
         segments=2,
         flags=f"{DROPOUT} {FULL} uniform",
         ours="--schedule afab",
@@ -254,7 +256,7 @@ def test_another_order_of_backwards_would_be_seen(tmp_path: Path) -> None:
     # Last in, first out, as torch's ScheduleLoopedBFS: the same sums in another order.
     plan_file = tmp_path / "plan"
     plan_file.write_text("0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0\n1F0 1F1 1F2 1F3 1B3 1B2 1B1 1B0")
-    row = Row(name="")
+    row = Row()
     ours = run_distributed(train, 2, row.command(f"--plan-file {plan_file}"))
     stock = _reference(2, row.command("--schedule stock"))
 

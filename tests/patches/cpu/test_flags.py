@@ -1,0 +1,46 @@
+"""Each flag that --device cpu stands for exists, and each one that it excludes is named."""
+
+import pytest
+from megatron.training.arguments import parse_args
+
+from fold3d_patches.cpu import flags
+
+
+@pytest.fixture
+def parse(monkeypatch: pytest.MonkeyPatch):
+    def parsed(*words: str):
+        monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *flags.FLAGS, *words])
+        return parse_args()
+
+    return parsed
+
+
+def test_megatron_takes_every_flag(parse) -> None:
+    args = parse()
+    assert (args.distributed_backend, args.transformer_impl) == ("gloo", "local")
+    flags.check(args)
+
+
+def test_a_users_flag_wins(parse) -> None:
+    assert parse("--attention-backend", "local").attention_backend.name == "local"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--transformer-impl", "transformer_engine"),
+        ("--context-parallel-size", "2"),
+        ("--expert-model-parallel-size", "2"),
+        ("--profile",),
+        ("--record-memory-history",),
+    ],
+    ids=lambda words: words[0],
+)
+def test_what_only_a_gpu_runs_is_refused_by_name(parse, words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=f"^with --device cpu, {' '.join(words)}: ") as raised:
+        flags.check(parse(*words))
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_the_profiler_of_torch_runs_on_a_cpu(parse) -> None:
+    flags.check(parse("--profile", "--use-pytorch-profiler"))

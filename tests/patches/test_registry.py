@@ -1,0 +1,190 @@
+"""What `apply` promises, shown on an upstream of three modules."""
+
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from fold3d_patches.registry import Patch, PatchError, apply
+
+
+def double(upstream: Callable[..., int]) -> Callable[..., int]:
+    return lambda *args: 2 * upstream(*args)
+
+
+def three(size: int) -> int:
+    return 3 * size
+
+
+class Shape:
+    @staticmethod
+    def area(size: int) -> int:
+        return size * size
+
+    @classmethod
+    def name(cls) -> str:
+        return cls.__name__
+
+    @property
+    def sides(self) -> int:
+        return 4
+
+
+class Square(Shape):
+    pass
+
+
+@pytest.fixture
+def upstream(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """``upstream`` defines; ``upstream_user`` has imported a name from it, ``late`` will."""
+    defines, user = ModuleType("upstream"), ModuleType("upstream_user")
+    vars(defines).update(three=three, Shape=Shape, Square=Square, setting=1)
+    vars(user).update(three=three)
+    monkeypatch.setitem(sys.modules, "upstream", defines)
+    monkeypatch.setitem(sys.modules, "upstream_user", user)
+    before = dict(vars(defines)), dict(vars(Shape)), dict(vars(Square)), dict(vars(user))
+    yield defines
+    after = dict(vars(defines)), dict(vars(Shape)), dict(vars(Square)), dict(vars(user))
+    assert after == before
+
+
+def test_a_patch_wraps_what_upstream_defines_until_the_stack_closes(upstream: Any) -> None:
+    with apply([Patch(target="upstream:three", make=double)]):
+        assert upstream.three(1) == 6
+    assert upstream.three(1) == 3
+
+
+@pytest.mark.parametrize(
+    ("target", "call", "patched"),
+    [
+        ("upstream:Shape.area", lambda: Shape.area(3), 18),
+        ("upstream:Shape.area", lambda: Shape().area(3), 18),
+        ("upstream:Square.area", lambda: Square.area(3), 18),
+        ("upstream:Shape.name", lambda: Shape.name(), "ShapeShape"),
+    ],
+    ids=["static, of the class", "static, of an instance", "inherited", "of a class method"],
+)
+def test_a_method_keeps_its_kind(
+    upstream: Any, target: str, call: Callable[[], Any], patched: Any
+) -> None:
+    before = call()
+    with apply([Patch(target=target, make=double)]):
+        assert call() == patched
+    assert call() == before
+
+
+def test_an_inherited_method_is_patched_in_the_one_class_only(upstream: Any) -> None:
+    with apply([Patch(target="upstream:Square.area", make=double)]):
+        assert Shape.area(3) == 9
+
+
+def test_a_property_and_a_plain_value_are_replaced_as_they_are(upstream: Any) -> None:
+    made = [
+        Patch(target="upstream:Shape.sides", make=lambda _: property(lambda self: 5)),
+        Patch(target="upstream:setting", make=lambda value: value + 1),
+    ]
+    with apply(made):
+        assert (Shape().sides, upstream.setting) == (5, 2)
+
+
+def test_every_module_that_bound_the_symbol_is_rebound_and_restored(upstream: Any) -> None:
+    user = sys.modules["upstream_user"]
+    with apply([Patch(target="upstream:three", rebinds=("upstream_user:three",), make=double)]):
+        assert user.three is upstream.three
+        assert user.three(1) == 6
+    assert user.three is three
+
+
+def test_a_module_that_is_imported_while_patched_is_restored_too(
+    upstream: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = ModuleType("late")
+    with apply([Patch(target="upstream:three", rebinds=("late:three",), make=double)]):
+        assert "late" not in sys.modules
+        vars(late).update(three=upstream.three)  # from upstream import three
+        monkeypatch.setitem(sys.modules, "late", late)
+    assert late.three is three
+
+
+def test_a_site_that_is_not_upstreams_any_more_is_refused(upstream: Any) -> None:
+    user = sys.modules["upstream_user"]
+    patch = Patch(target="upstream:three", rebinds=("upstream_user:three",), make=double)
+    vars(user)["three"] = double(three)
+    with pytest.raises(PatchError, match=r"upstream_user.*is not what it was"):
+        apply([patch])
+    vars(user)["three"] = three
+    assert upstream.three is three
+
+
+def test_all_are_installed_or_none(upstream: Any) -> None:
+    with pytest.raises(PatchError, match="no upstream:gone in the installed version") as raised:
+        apply(
+            [
+                Patch(target="upstream:three", make=double),
+                Patch(target="upstream:gone", make=double),
+            ]
+        )
+    assert raised.value.__notes__ == ["patch of upstream:gone; nothing stays patched"]
+    assert upstream.three is three
+
+
+def test_a_patch_that_fails_to_make_leaves_nothing_behind(upstream: Any) -> None:
+    def fail(_upstream: Any) -> Any:
+        raise KeyError("from make")
+
+    with pytest.raises(KeyError, match="from make"):
+        apply(
+            [Patch(target="upstream:three", make=double), Patch(target="upstream:Shape", make=fail)]
+        )
+    assert upstream.three is three
+
+
+def test_a_second_patch_of_one_symbol_is_refused(upstream: Any) -> None:
+    patch = Patch(target="upstream:three", make=double)
+    with apply([patch]), pytest.raises(PatchError, match="upstream:three is patched already"):
+        apply([patch])
+    with pytest.raises(PatchError, match="upstream:three is patched already"):
+        apply([patch, patch])
+    apply([patch]).close()
+
+
+@pytest.mark.parametrize(
+    "target", ["upstream:three.size", "upstream:Round.area", "upstream:Shape.x"]
+)
+def test_a_symbol_that_moved_is_named(upstream: Any, target: str) -> None:
+    with pytest.raises(PatchError, match=f"no {target} in the installed version"):
+        apply([Patch(target=target, make=double)])
+
+
+def test_other_parameters_are_refused_and_shown(upstream: Any) -> None:
+    with pytest.raises(PatchError, match=r"takes \('size',\) here, .* for \('width', 'height'\)"):
+        apply([Patch(target="upstream:three", parameters=("width", "height"), make=double)])
+    apply([Patch(target="upstream:Shape.area", parameters=("size",), make=double)]).close()
+
+
+@pytest.mark.parametrize("version", ["0.18.0", "0.19.1", "0.19.2rc1", "0.20.0", "1.0"])
+def test_an_upstream_of_another_version_is_refused(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(metadata, "version", lambda _: version)
+    with pytest.raises(
+        PatchError, match=rf"megatron-core {version} .* fit .*>=0\.19\.2.* pip install"
+    ):
+        apply([Patch(target="megatron.core.package_info:MAJOR", make=double)])
+
+
+def test_the_version_of_megatron_does_not_concern_a_patch_of_something_else(
+    upstream: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "version", lambda _: "0.1")
+    apply([Patch(target="upstream:three", make=double)]).close()
+
+
+def test_closing_says_when_other_code_has_replaced_a_patch(upstream: Any) -> None:
+    undo = apply([Patch(target="upstream:three", make=double)])
+    upstream.three = three
+    with pytest.raises(PatchError, match="some other code replaced it"):
+        undo.close()

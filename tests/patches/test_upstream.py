@@ -1,0 +1,83 @@
+"""Each patch against the installed wheel: what fails here after an upgrade is what to read."""
+
+import functools
+import inspect
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fold3d_patches import compile_helpers, cpu, get_forward_backward_func
+from fold3d_patches.registry import Patch, apply
+
+PATCHES = (
+    compile_helpers.patch(),
+    get_forward_backward_func.patch(lambda **_: []),
+    *cpu.patches(),
+)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _everything_imported() -> None:
+    import_module("fold3d_patches.gpt")
+
+
+def symbol(target: str) -> Any:
+    module, _, path = target.partition(":")
+    owner = functools.reduce(getattr, path.split(".")[:-1], import_module(module))
+    return inspect.getattr_static(owner, path.rpartition(".")[2])
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.target)
+def test_the_patch_fits_the_installed_upstream(patch: Patch) -> None:
+    sites = (patch.target, *patch.rebinds)
+    before = [symbol(site) for site in sites]
+    with apply([patch]):
+        during = [symbol(site) for site in sites]
+        assert not any(now is then for now, then in zip(during, before, strict=True))
+    assert [symbol(site) for site in sites] == before
+
+
+def test_all_patches_fit_together() -> None:
+    apply(PATCHES).close()
+
+
+def test_initialize_megatron_still_has_the_argument_that_pretrain_does_not_pass() -> None:
+    function = symbol("megatron.training.initialize:initialize_megatron")
+    assert "allow_no_cuda" in inspect.signature(function).parameters
+
+
+def test_no_module_of_megatron_holds_a_patched_symbol_under_another_name() -> None:
+    patched = {id(symbol(patch.target)): patch for patch in PATCHES}
+    forgotten = [
+        f"{name}:{attribute} is {patch.target}"
+        for name, module in list(sys.modules.items())
+        if name.startswith("megatron.")
+        for attribute, value in list(vars(module).items())
+        if (patch := patched.get(id(value))) is not None
+        and f"{name}:{attribute}" not in (patch.target, *patch.rebinds)
+    ]
+    assert forgotten == []
+
+
+def test_importing_the_package_patches_nothing() -> None:
+    script = f"""
+import json, sys
+from importlib import import_module
+import fold3d_patches
+assert not [m for m in sys.modules if m.startswith(("torch", "megatron.core"))], "not lazy"
+from tests.patches.test_upstream import symbol
+targets = {[patch.target for patch in PATCHES]}
+before = [id(symbol(target)) for target in targets]
+for name in ("launch", "gpt", "registry", "compile_helpers", "cpu", "cpu.flags"):
+    import_module("fold3d_patches." + name)
+print(json.dumps([t for t, b in zip(targets, before) if id(symbol(t)) != b]))
+"""
+    run = [sys.executable, "-W", "ignore", "-c", script]
+    found = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+    assert json.loads(found.stdout.splitlines()[-1]) == []
