@@ -57,12 +57,11 @@ def estimate(
         )
     stages = num_ranks * num_segments
     forward_s = _forward_s(shape, cluster, setup, stages)
-    passes = 3 if setup.recompute == "full" else 2
     per_node = min(cluster.gpus_per_node, group)  # GPUs of one pipeline rank in one node
     sent = message_bytes(shape, setup)
     saved = saved_bytes(shape, setup, stages)
     copy_bytes_per_s = cluster.host_copy_bytes_per_s / cluster.gpus_per_node
-    overhead_s = cluster.task_overhead_s
+    overhead_s, passes = cluster.task_overhead_s, _backward_passes(shape, setup)
     costs = Costs(
         forward_s=tuple(s + overhead_s for s in forward_s),
         backward_s=tuple(passes * s + overhead_s for s in forward_s),
@@ -81,6 +80,14 @@ def estimate(
     )
     ranks_per_node = max(1, cluster.gpus_per_node // group)
     return Estimate(costs, footprint, tuple(rank // ranks_per_node for rank in range(num_ranks)))
+
+
+def _backward_passes(shape: ModelShape, setup: Setup) -> float:
+    """A backward in forwards: two, and what is recomputed, a layer or its attention scores."""
+    if setup.recompute == "selective":
+        scores = 4 * shape.seq_length**2 * shape.attention_size
+        return 2 + scores / shape.layer_flops(0)
+    return 3 if setup.recompute == "full" else 2
 
 
 def _forward_s(

@@ -1,0 +1,95 @@
+"""How many segments: the paper's rule, and what the simulator says.
+
+More segments hide more of DP.sync and shrink the bubble; each of them sends every micro-batch
+through all ranks once more and costs its overhead once more.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.analysis.grad_sync import deferred_grad_sync
+from megatron.fold3d.analysis.perf_model import overlapping_s
+from megatron.fold3d.analysis.steady import TOLERANCE, steady_state
+from megatron.fold3d.plan.schedules import build
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segments:
+    """A number of segments and why."""
+
+    num_segments: int
+    reason: str
+
+
+def by_rule(
+    options: Iterable[int],
+    *,
+    compute_s: float,
+    message_s: float,
+    grad_sync_s: float,
+    num_microbatches: int,
+) -> Segments:
+    """Return the paper's choice (Sec. IV): raise ns as long as what overlaps fits behind compute.
+
+    Args:
+        options: numbers of segments that divide the layers.
+        compute_s: one iteration's computation of a rank.
+        message_s: one micro-batch's message between two ranks.
+        grad_sync_s: DP.sync of all of a rank's gradients.
+        num_microbatches: per iteration.
+    """
+    *_, chosen = _fitting(options, compute_s, message_s, grad_sync_s, num_microbatches)
+    return chosen
+
+
+def _fitting(
+    options: Iterable[int],
+    compute_s: float,
+    message_s: float,
+    grad_sync_s: float,
+    num_microbatches: int,
+) -> Iterator[Segments]:
+    for index, segments in enumerate(sorted(options)):
+        messages_s = 2 * segments * num_microbatches * message_s  # a forward's and a backward's
+        hidden_s = overlapping_s(messages_s, grad_sync_s, segments, num_microbatches)
+        fits = hidden_s <= compute_s
+        if not fits and index:
+            return
+        verb = "fit" if fits else "do not even fit"
+        yield Segments(
+            num_segments=segments,
+            reason=f"{hidden_s:.3g} s of PP.sync and DP.sync {verb} behind {compute_s:.3g} s of "
+            f"computation with {segments} segments",
+        )
+
+
+def by_simulation(
+    options: Iterable[int],
+    costs: Callable[[int], Costs],
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+) -> Segments:
+    """Return the number of segments with the shortest steady iteration of AIAO.
+
+    Args:
+        options: numbers of segments that divide the layers; of equals, the lowest is taken.
+        costs: of the stages, for each number of segments.
+        num_ranks: of the pipeline.
+        num_microbatches: per iteration.
+    """
+    periods: dict[int, float] = {}
+    for segments in sorted(options):
+        plan = build(
+            "aiao",
+            num_ranks=num_ranks,
+            num_segments=segments,
+            num_microbatches=num_microbatches,
+        )
+        timeline = steady_state(deferred_grad_sync(plan), costs(segments), grad_sync_order="edf")
+        periods[segments] = timeline.period_s
+    shortest_s = min(periods.values()) * (1 + TOLERANCE)
+    best = next(segments for segments, period_s in periods.items() if period_s <= shortest_s)
+    times = ", ".join(f"{segments}: {period_s:.3g} s" for segments, period_s in periods.items())
+    return Segments(num_segments=best, reason=f"simulated iterations by segments: {times}")

@@ -1,0 +1,46 @@
+from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.analysis.segments import by_rule, by_simulation
+
+RULE = {"compute_s": 10.0, "grad_sync_s": 8.0, "num_microbatches": 8}
+
+
+def costs(overhead_s, grad_sync_s=8.0, ranks=2):
+    """8 s of forwards and backwards each over 8 micro-batches, split into segments."""
+
+    def of(segments):
+        return Costs.uniform(
+            ranks * segments,
+            forward_s=1 / 3 / segments + overhead_s,
+            backward_s=2 / 3 / segments + overhead_s,
+            grad_sync_s=grad_sync_s / segments,
+        )
+
+    return of
+
+
+def test_the_rule_stops_where_messages_no_longer_fit():
+    # 16 messages per segment of 0.1 s, all but one micro-batch's hidden: 1.4 s per segment.
+    # 2: 2.8 + 4; 3: 4.2 + 5.33; 4: 5.6 + 6 is too much for 10 s.
+    assert by_rule([1, 2, 3, 4, 6], message_s=0.1, **RULE).num_segments == 3
+
+
+def test_free_messages_allow_the_most_segments():
+    assert by_rule([1, 2, 4], message_s=0.0, **RULE).num_segments == 4
+
+
+def test_one_segment_is_left_when_nothing_fits():
+    chosen = by_rule([1, 2], message_s=5.0, **RULE)
+    assert chosen.num_segments == 1
+    assert "do not even fit" in chosen.reason
+
+
+def test_simulation_raises_segments_while_they_are_free_and_not_against_their_overhead():
+    sizes = {"num_ranks": 2, "num_microbatches": 8}
+    assert by_simulation([1, 2, 4], costs(0.0), **sizes).num_segments == 4
+    assert by_simulation([1, 2, 4], costs(1.0), **sizes).num_segments == 1
+
+
+def test_of_equals_the_fewest_segments_are_taken():
+    alone = by_simulation([1, 2, 4], costs(0.0, 0.0, 1), num_ranks=1, num_microbatches=8)
+    assert alone.num_segments == 1
+    assert "1: 8 s, 2: 8 s, 4: 8 s" in alone.reason
