@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,13 +60,13 @@ AIAO = "--schedule aiao --backward-share"
 ROWS = (
     Row(ours=f"{AIAO} 0"),
     Row(ours=f"{AIAO} 0.3 --aiao-last-segment afab"),
-    Row(ours=f"{AIAO} 1"),
+    Row(ours=f"{AIAO} 1", flags=f"{UNTIED} --ddp-bucket-size 5000"),
     Row(ours=f"{AIAO} 0.5", flags=""),
     Row(ours=f"{AIAO} 0.5", flags=f"{UNTIED} --bf16"),
     Row(ours=f"{AIAO} 0.3", flags="--bf16 --no-align-grad-reduce", segments=4),
     Row(ours=f"{AIAO} 0.5", flags=f"{UNTIED} --optimizer sgd --no-align-grad-reduce"),
     Row(ours=f"{AIAO} 0.5", evaluation="--eval-iters 0"),
-    Row(ours=f"{AIAO} 0.5", flags=f"{UNTIED} --rerun-mode report_stats"),  # each iteration twice
+    Row(ours=f"{AIAO} 0.5", flags=f"{UNTIED} --tensor-model-parallel-size 2", dp=1),
     Row(ours="--schedule interleaved --backward-share 0.3"),
     Row(ours="--schedule 1f1b --backward-share 0.5", segments=1),
     Row(ours="--schedule 1f1b --backward-share 0.5", flags="", pp=1, segments=1),
@@ -74,7 +75,7 @@ ROWS = (
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_losses_norms_and_parameters_are_those_of_stock(row: Row) -> None:
-    num_ranks = row.pp * row.dp
+    num_ranks = row.pp * row.dp * (2 if "--tensor" in row.flags else 1)
     ours = run_distributed(train_and_listen, num_ranks, row.command(row.ours))
     stock = _stock(num_ranks, row.command("--schedule stock"))
 
@@ -100,6 +101,37 @@ def test_a_checkpoint_holds_what_stock_would_have_written(resumes: str, tmp_path
     for record in whole:
         del record.iterations[:4], record.evaluations[:1]
     assert differences([_without_norms(r) for r in run_distributed(train, 4, resumed)], whole) == []
+
+
+def test_an_iteration_that_is_run_again_counts_once() -> None:
+    row = Row(ours=f"{AIAO} 0.5")
+    ours, runs = zip(
+        *run_distributed(train_each_iteration_twice, 4, row.command(row.ours)), strict=True
+    )
+    assert runs == (12, 12, 12, 12)
+    stock = [_without_norms(record) for record, _ in _stock(4, row.command("--schedule stock"))]
+    assert differences([_without_norms(record) for record in ours], stock) == []
+
+
+def train_each_iteration_twice(argv: Sequence[str]) -> tuple[Record, int]:
+    """Train; with how often an iteration was run."""
+    from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
+
+    from megatron.fold3d.runtime.executor import Executor
+
+    # There is a flag for it, but it spells the mode in another way than the enumeration.
+    init, run, runs = RerunStateMachine.__init__, Executor.__call__, [0]
+
+    def report(self: RerunStateMachine, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **{**kwargs, "mode": RerunMode.REPORT_DETERMINISM_STATS})
+
+    def counted(self: Executor, *, forward_only: bool = False, **kwargs: Any) -> Any:
+        runs[0] += not forward_only
+        return run(self, forward_only=forward_only, **kwargs)
+
+    RerunStateMachine.__init__ = report
+    Executor.__call__ = counted
+    return train(argv), runs[0]
 
 
 def train_and_listen(argv: Sequence[str]) -> tuple[Record, dict[int, float]]:
