@@ -9,13 +9,15 @@ Remove when: Megatron's optimizer steps model chunks one by one.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fold3d_patches.registry import Patch
-from megatron.fold3d.runtime.deferred_sync import DeferredSync
+
+if TYPE_CHECKING:
+    from megatron.fold3d.runtime.deferred_sync import DeferredSync
 
 
-def patch(deferred: DeferredSync) -> Patch:
+def patch(deferred: "DeferredSync") -> Patch:
     """The step at the end of an iteration."""
 
     def make(upstream: Callable[..., Any]) -> Callable[..., Any]:

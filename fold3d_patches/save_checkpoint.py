@@ -6,13 +6,15 @@ Remove when: Megatron calls a hook before it reads parameters.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fold3d_patches.registry import Patch
-from megatron.fold3d.runtime.deferred_sync import DeferredSync
+
+if TYPE_CHECKING:
+    from megatron.fold3d.runtime.deferred_sync import DeferredSync
 
 
-def patch(deferred: DeferredSync) -> Patch:
+def patch(deferred: "DeferredSync") -> Patch:
     """The one function that writes checkpoints."""
 
     def make(upstream: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,13 +6,15 @@ Remove when: ``train_step`` leaves it to the schedule when gradients are zeroed.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fold3d_patches.registry import Patch
-from megatron.fold3d.runtime.deferred_sync import DeferredSync
+
+if TYPE_CHECKING:
+    from megatron.fold3d.runtime.deferred_sync import DeferredSync
 
 
-def patch(deferred: DeferredSync) -> Patch:
+def patch(deferred: "DeferredSync") -> Patch:
     """The zeroing of a model chunk's gradients."""
 
     def make(upstream: Callable[..., None]) -> Callable[..., None]:
