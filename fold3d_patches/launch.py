@@ -85,9 +85,10 @@ def _add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def _quiet(device: str) -> None:
-    """Drop the warnings that every rank would repeat, and those about a GPU that is not wanted."""
+    """Drop what every rank would repeat, and the warnings about a GPU that is not wanted."""
     if not _speaks():
         warnings.simplefilter("ignore")
+        logging.getLogger("fold3d_patches").setLevel(logging.WARNING)
     if device == "cpu":
         warnings.filterwarnings("ignore", ".*(Apex|Transformer Engine|transformer-engine)")
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

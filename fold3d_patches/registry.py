@@ -58,7 +58,8 @@ def apply(patches: Sequence[Patch]) -> ExitStack:
             except Exception as error:
                 error.add_note(f"patch of {patch.target}; nothing stays patched")
                 raise
-        logger.info("patched %s", ", ".join(patch.target for patch in patches))
+            logger.debug("patched %s", patch.target)
+        logger.info("patched %d symbols of Megatron and torch", len(patches))
         return undo.pop_all()
 
 

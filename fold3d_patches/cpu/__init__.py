@@ -22,7 +22,7 @@ def patches() -> tuple[Patch, ...]:
         *streams.patches(),
         *rng.patches(),
         *tensor_placement.patches(),
-        compiler.patch(),
+        *compiler.patches(),
         initialize.patch(),
         data_loader.patch(),
         layer_norm.patch(),

@@ -1,12 +1,16 @@
-"""Patch the stance of ``torch.compile``.
+"""Patch the stance of ``torch.compile``, and Megatron's warm-up of what it compiles.
 
 Why: Megatron decorates its fusions with ``torch.compile`` at import. On a CPU that costs minutes
-    of C++ compilation per rank, and nothing needs it.
-Change: what is decorated runs as it is written; it is what ``torch.compiler.set_stance`` sets.
+    of C++ compilation per rank, and nothing needs it. The warm-up calls them with random tensors;
+    on a CPU these come from the generator that draws the weights, which would then depend on the
+    micro-batch size, the sequence length and sequence parallelism.
+Change: what is decorated runs as it is written, as under ``torch.compiler.set_stance``; nothing
+    is warmed up.
 Remove when: Megatron decides about ``jit_fuser`` per run and not at import.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from fold3d_patches.registry import Patch
@@ -16,6 +20,20 @@ def _force_eager(upstream: Any) -> Any:
     return dataclasses.replace(upstream, stance="force_eager")
 
 
-def patch() -> Patch:
-    """The stance that torch reads each time a compiled function is called."""
-    return Patch(target="torch._dynamo.eval_frame:_stance", make=_force_eager)
+def _no_warmup(_upstream: Any) -> Callable[..., None]:
+    def _warmup_jit_function(tp_size: int | None = None) -> None:
+        pass
+
+    return _warmup_jit_function
+
+
+def patches() -> tuple[Patch, ...]:
+    """The stance, which torch reads at each call of what is compiled, and the warm-up."""
+    return (
+        Patch(target="torch._dynamo.eval_frame:_stance", make=_force_eager),
+        Patch(
+            target="megatron.training.initialize:_warmup_jit_function",
+            parameters=("tp_size",),
+            make=_no_warmup,
+        ),
+    )

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.jit._builtins import _find_builtin, _register_builtin
 from torch.utils._device import _device_constructors
 
 from fold3d_patches.registry import Patch
@@ -26,6 +27,7 @@ def cpu_if_cuda(device: Any) -> Any:
     return "cpu" if is_cuda else device
 
 
+@functools.cache  # torch.jit knows functions by their id, so ours must outlive the patch
 def _on_cpu(upstream: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     _device_constructors()  # `with torch.device("meta")` looks factories up here: fill it first
 
@@ -35,6 +37,7 @@ def _on_cpu(upstream: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
             kwargs["device"] = cpu_if_cuda(kwargs["device"])
         return upstream(*args, **kwargs)
 
+    _register_builtin(factory, _find_builtin(upstream))  # what a script that calls it compiles to
     return factory
 
 

@@ -223,8 +223,9 @@ ROWS = (
         name="experts",
         segments=2,
         dp=2,
-        flags="--num-experts 2 --expert-model-parallel-size 2 --moe-aux-loss-coeff 0.01 "
-        "--moe-router-topk 1 --moe-router-pre-softmax --moe-token-dispatcher-type allgather",
+        flags="--num-experts 2 --moe-aux-loss-coeff 0.01 "
+        "--moe-router-topk 1 --moe-router-pre-softmax --moe-token-dispatcher-type alltoall "
+        "--disable-bias-linear",
     ),
     # Dropout: masks are drawn in the order of a rank's forwards.
     Row(name="dropout", segments=2, flags=DROPOUT, stock=ONE_GROUP),

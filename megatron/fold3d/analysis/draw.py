@@ -86,7 +86,8 @@ class _Diagram:
         self.kinds = {_KINDS[s.action.op] for s in drawn if s.action and s.action.op in _KINDS}
         self.segments = timeline.num_segments
         self.tooltips = len(drawn) <= _MAX_TOOLTIPS
-        self.end_s = until_s or max((span.end_s for span in drawn), default=0.0) or 1.0
+        self.last_s = max((span.end_s for span in drawn), default=0.0)  # no bubble after it
+        self.end_s = until_s or self.last_s or 1.0
         self.per_s = (WIDTH - _LEFT - _RIGHT) / self.end_s
 
         ranks = max(1, timeline.num_ranks)
@@ -137,7 +138,7 @@ class _Diagram:
         ]
 
     def _backgrounds(self) -> Iterator[str]:
-        width = WIDTH - _LEFT - _RIGHT
+        width = min(self.last_s, self.end_s) * self.per_s
         every = ceil(14 / self.pitch)
         for rank in range(self.timeline.num_ranks):
             for i, (top, height) in enumerate(self.lane_tops(rank)):

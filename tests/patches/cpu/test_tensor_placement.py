@@ -28,6 +28,13 @@ def test_a_factory_still_knows_other_devices(name: str) -> None:
             assert getattr(torch, name)(first).device.type == "meta"
 
 
+def test_a_script_may_call_a_factory() -> None:
+    def one_more(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.ones(2, device=x.device)
+
+    assert torch.jit.script(one_more)(torch.ones(2)).tolist() == [2, 2]
+
+
 def test_tensors_and_modules_stay_where_they_are() -> None:
     tensor, module = torch.ones(1), torch.nn.Linear(1, 1)
     assert tensor.cuda(0, non_blocking=True) is tensor

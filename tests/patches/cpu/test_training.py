@@ -1,0 +1,94 @@
+"""Stock Megatron trains under the patches: what only more than one rank can show."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from fold3d_patches.cpu import data_loader
+from fold3d_patches.registry import Patch
+from tests.distributed import run_distributed
+from tests.end_to_end.training import Record, train
+
+pytestmark = pytest.mark.gloo
+
+MODEL = (
+    "--device cpu --schedule stock --num-layers 2 --hidden-size 32 --num-attention-heads 4 "
+    "--seq-length 16 --max-position-embeddings 16 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 63 --num-workers 0 --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 "
+    "--lr-decay-iters 10 --eval-iters 0 --eval-interval 100"
+)
+DROPOUT = "--tensor-model-parallel-size 2 --train-iters 2 --hidden-dropout 0.3"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def trained(flags: str) -> Record:
+    return train(shlex.split(f"{MODEL} {flags}"))
+
+
+def trained_with_megatrons_data_loader(flags: str) -> Record:
+    ours = data_loader.patch()
+    data_loader.patch = lambda: Patch(target=ours.target, make=lambda upstream: upstream)
+    return trained(flags)
+
+
+def replicas(ranks: Sequence[Record]) -> list[dict[str, str]]:
+    """Of each tensor-parallel rank the parameters that the others have too."""
+    whole = ("layernorm", "position_embeddings", "linear_proj.bias", "linear_fc2.bias")
+    return [
+        {name: digest for name, digest in rank.parameters.items() if any(w in name for w in whole)}
+        for rank in ranks
+    ]
+
+
+@pytest.mark.parametrize("flags", [DROPOUT, f"{DROPOUT} {FULL}"], ids=["plain", "recompute"])
+def test_tensor_parallel_replicas_drop_the_same_units(flags: str) -> None:
+    first, second = replicas(run_distributed(trained, 2, flags, timeout_s=120))
+    assert first == second
+    assert len(first) == 15
+
+
+def test_they_would_not_if_the_data_loader_drew_from_the_generator_of_dropout() -> None:
+    ranks = run_distributed(trained_with_megatrons_data_loader, 2, DROPOUT, timeout_s=120)
+    first, second = replicas(ranks)
+    assert first != second, "Megatron's data loader has become harmless: remove the patch"
+
+
+def test_recompute_changes_no_bit() -> None:
+    plain, recomputed = (
+        run_distributed(trained, 1, f"--train-iters 2 {flags}", timeout_s=120)
+        for flags in ("", FULL)
+    )
+    assert plain == recomputed
+
+
+@pytest.mark.parametrize("precision", ["", "--bf16"], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+def test_the_distributed_optimizer_resumes_bit_for_bit(
+    tmp_path: Path, precision: str, form: str
+) -> None:
+    flags = (
+        "--pipeline-model-parallel-size 2 --use-distributed-optimizer "
+        f"--train-iters 4 --ckpt-format {form} {precision}"
+    )
+    saving = f"{flags} --save {tmp_path} --save-interval 2"
+    whole = run_distributed(trained, 2, saving, timeout_s=120)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = run_distributed(trained, 2, f"{flags} --load {tmp_path}", timeout_s=120)
+    for before, after in zip(whole, resumed, strict=True):
+        assert after.iterations == before.iterations[2:]
+        assert after.parameters == before.parameters
+        assert after.optimizer == before.optimizer
+
+
+def test_sequence_parallelism_trains_what_tensor_parallelism_trains() -> None:
+    flags = f"{DROPOUT} --hidden-dropout 0 --attention-dropout 0"
+    plain, sequence = (
+        run_distributed(trained, 2, f"{flags} {more}", timeout_s=120)[0].iterations
+        for more in ("", "--sequence-parallel")
+    )
+    for values, others in zip(plain, sequence, strict=True):
+        numbers = [[float.fromhex(value) for value in row.values()] for row in (values, others)]
+        # Not bit for bit: sums over the sequence are made of one part per rank.
+        assert numbers[0] == pytest.approx(numbers[1], rel=1e-5)
