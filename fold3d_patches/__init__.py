@@ -1,6 +1,7 @@
 """Binds fold3d to Megatron: the ordered lists of patches, and nothing else."""
 
 from contextlib import ExitStack
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from fold3d_patches.registry import Patch, PatchError, apply
@@ -32,10 +33,30 @@ def install_schedule(config: "Fold3DConfig", num_microbatches: int) -> ExitStack
     if config.schedule == "stock":
         return ExitStack()
 
-    from fold3d_patches import get_forward_backward_func
+    from fold3d_patches import (
+        get_forward_backward_func,
+        optimizer_step,
+        save_checkpoint,
+        zero_grad_buffer,
+    )
+    from megatron.fold3d.runtime.deferred_sync import DeferredSync
     from megatron.fold3d.runtime.executor import Executor
     from megatron.fold3d.runtime.plans import Plans
 
     plans = Plans(config)
     plans.training(num_microbatches)
-    return apply([get_forward_backward_func.patch(Executor(config, plans))])
+    if config.backward_share is None:
+        return apply([get_forward_backward_func.patch(Executor(config, plans))])
+
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    deferred = DeferredSync(config.backward_share, timeout)
+    stack = apply(
+        [
+            get_forward_backward_func.patch(Executor(config, plans, deferred)),
+            optimizer_step.patch(deferred),
+            save_checkpoint.patch(deferred),
+            zero_grad_buffer.patch(deferred),
+        ]
+    )
+    stack.push(deferred)
+    return stack

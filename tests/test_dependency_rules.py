@@ -26,7 +26,13 @@ MAY_NAME = {
         f"{FOLD3D}.analysis.costs",
         f"{FOLD3D}.runtime",
     ),
-    ".": (f"{FOLD3D}.plan", f"{FOLD3D}.analysis", f"{FOLD3D}.config", f"{FOLD3D}.refusals"),
+    ".": (
+        f"{FOLD3D}.plan",
+        f"{FOLD3D}.analysis",
+        f"{FOLD3D}.config",
+        f"{FOLD3D}.refusals",
+        f"{FOLD3D}.backward_share",
+    ),
 }
 # What must not be loaded after they are imported, through whomever.
 MUST_NOT_LOAD = {

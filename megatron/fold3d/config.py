@@ -12,6 +12,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from megatron.fold3d.backward_share import deferred_stages, share_problems
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, LastSegment
 from megatron.fold3d.refusals import named, refusals, spelled
 
@@ -55,6 +56,14 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "afab in the same time.",
     )
     group.add_argument(
+        "--backward-share",
+        type=float,
+        metavar="X",
+        help="Let DP.sync reach into the next iteration: the share X, from 0 to 1, of a segment's "
+        "gradients is reduced behind its backward, the rest behind the next forward. "
+        "Not given, an iteration ends when all gradients are reduced.",
+    )
+    group.add_argument(
         "--device",
         choices=get_args(Device),
         default="cuda",
@@ -87,6 +96,9 @@ class Fold3DConfig:
         num_ranks: pipeline ranks: Megatron's ``--pipeline-model-parallel-size``.
         num_segments: model chunks per pipeline rank, from whichever flag says so.
         aiao_last_segment: how ``aiao`` runs its last segment.
+        backward_share: share of DP.sync that starts with backward; the rest, and what is left of
+            that, runs in the next iteration. None ends it with the iteration.
+        deferred_stages: the stages that this is for.
         device: what Megatron trains on.
         microbatch_group_size: micro-batches per group of ``interleaved``; None is one per rank.
         distributed_timeout_minutes: how long a transfer may take before the job ends.
@@ -100,6 +112,8 @@ class Fold3DConfig:
     device: Device
     microbatch_group_size: int | None
     distributed_timeout_minutes: float
+    backward_share: float | None = None
+    deferred_stages: range = range(0)
 
     @classmethod
     def from_args(cls, args: Namespace) -> "Fold3DConfig":
@@ -122,6 +136,7 @@ class Fold3DConfig:
             *_own_flags(args, schedule),
             *_segments(args, schedule, num_segments),
             *refusals(args, schedule),
+            *share_problems(args, schedule, num_segments),
         ]
         if problems:
             raise ValueError("\n".join(problems))
@@ -134,6 +149,8 @@ class Fold3DConfig:
             device=args.device,
             microbatch_group_size=args.microbatch_group_size_per_vp_stage,
             distributed_timeout_minutes=args.distributed_timeout_minutes,
+            backward_share=args.backward_share,
+            deferred_stages=deferred_stages(args, num_segments),
         )
 
 

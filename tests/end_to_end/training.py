@@ -110,7 +110,7 @@ def _flat(record: Record) -> dict[str, str]:
 
 
 def _exact(values: dict[str, Any]) -> dict[str, str]:
-    return {name: float(value).hex() for name, value in values.items()}
+    return {name: float(value).hex() for name, value in values.items() if value is not None}
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -5,18 +5,31 @@ import inspect
 import json
 import subprocess
 import sys
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fold3d_patches import compile_helpers, cpu, get_forward_backward_func
+from fold3d_patches import (
+    compile_helpers,
+    cpu,
+    get_forward_backward_func,
+    optimizer_step,
+    save_checkpoint,
+    zero_grad_buffer,
+)
 from fold3d_patches.registry import Patch, apply
+from megatron.fold3d.runtime.deferred_sync import DeferredSync
 
+DEFERRED = DeferredSync(0.5, timedelta(minutes=1))
 PATCHES = (
     compile_helpers.patch(),
     get_forward_backward_func.patch(lambda **_: []),
+    optimizer_step.patch(DEFERRED),
+    save_checkpoint.patch(DEFERRED),
+    zero_grad_buffer.patch(DEFERRED),
     *cpu.patches(),
 )
 ROOT = Path(__file__).parents[2]

@@ -165,7 +165,7 @@ def test_gradient_sync_is_checked_in_a_plan_without_transfers():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0WAIT_GRAD 0F0 0B0 0REDUCE_GRAD", "rank 0 waits at 0WAIT_GRAD for 0REDUCE_GRAD"),
+        ("0F0 0WAIT_GRAD 0B0 0REDUCE_GRAD", "rank 0 waits at 0WAIT_GRAD for 0REDUCE_GRAD"),
         ("0F0 0GATHER_PARAM 0WAIT_PARAM 0B0", "rank 0 waits at 0F0 for 0WAIT_PARAM"),
         ("0WAIT_PARAM 0GATHER_PARAM 0F0 0B0", "rank 0 waits at 0WAIT_PARAM for 0GATHER_PARAM"),
         ("0F0 0W0 0B0", "rank 0 waits at 0W0 for 0B0"),

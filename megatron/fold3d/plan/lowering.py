@@ -1,10 +1,10 @@
 """Passes from plan to plan: each adds one kind of action to a compute plan and moves nothing else.
 
-compute plan ──> add_p2p ──> add_grad_sync ──> the plan that runs
+compute plan ──> add_p2p ──> add_grad_sync ──> defer_grad_sync ──> the plan that runs
                     └──> add_offload, where activations leave the device
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from megatron.fold3d.plan.ir import (
     COMPUTE_OPS,
@@ -110,6 +110,27 @@ def add_grad_sync(plan: Plan) -> Plan:
     return Plan(tuple(map(_with_grad_sync, plan.programs)))
 
 
+def defer_grad_sync(plan: Plan, stages: Container[int]) -> Plan:
+    """Let DP.sync of ``stages`` reach into the next iteration: paper Algorithm 2, the free split.
+
+    Their ``WAIT_GRAD`` stands right before their first forward, behind its receive, and ends what
+    ``REDUCE_GRAD`` of the iteration before has started.
+    """
+    return Plan(tuple(_with_deferred_wait(program, stages) for program in plan.programs))
+
+
+def deferred_stages(program: Program) -> frozenset[int]:
+    """Return the stages whose gradients are waited for before their first forward."""
+    begun: set[int] = set()
+    deferred: set[int] = set()
+    for stage, op, _ in program:
+        if op is Op.FORWARD:
+            begun.add(stage)
+        elif op is Op.WAIT_GRAD and stage not in begun:
+            deferred.add(stage)
+    return frozenset(deferred)
+
+
 def add_offload(plan: Plan) -> Plan:
     """Add the saved activations' way to host memory and back (paper Sec. IV, offloader).
 
@@ -159,6 +180,21 @@ def _with_grad_sync(program: Program) -> Program:
     for stage in reversed(in_order):
         lowered.insert(last[stage] + 1, Action(stage, Op.REDUCE_GRAD))
     return (*lowered, *(Action(stage, Op.WAIT_GRAD) for stage in in_order))
+
+
+def _with_deferred_wait(program: Program, stages: Container[int]) -> Program:
+    waits = {action for action in program if action.op is Op.WAIT_GRAD and action.stage in stages}
+
+    def lower() -> Iterator[Action]:
+        moved = set(waits)
+        for action in program:
+            if action.op is Op.FORWARD and (wait := Action(action.stage, Op.WAIT_GRAD)) in moved:
+                moved.remove(wait)
+                yield wait
+            if action not in waits:
+                yield action
+
+    return tuple(lower())
 
 
 def _with_offload(program: Program) -> Program:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from itertools import count
 
 from megatron.fold3d.plan.ir import STAGE_OPS, Action, Op, Plan, PlanError, gc_paused
-from megatron.fold3d.plan.lowering import add_p2p
+from megatron.fold3d.plan.lowering import add_p2p, deferred_stages
 
 _COLUMNS = 4  # actions shown on either side of a marked one
 _ROWS = 8  # ranks shown at most
@@ -160,6 +160,9 @@ class _Needs:
         # Data and loss are there from the start, as if sent by stages beyond either end.
         self.done: set[_Need] = {(-1, sent_forward, m) for m in microbatches}
         self.done |= {(plan.num_stages, sent_back, m) for m in microbatches}
+        # So are the reductions that the iteration before has started.
+        deferred = frozenset().union(*map(deferred_stages, plan.programs))
+        self.done |= {(stage, Op.REDUCE_GRAD, None) for stage in deferred}
 
         self.others: dict[_Need, list[_Need]] = {}  # what the rules cannot say
         gradient = Op.WEIGHT if Op.WEIGHT in ops else Op.BACKWARD

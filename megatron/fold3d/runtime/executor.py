@@ -26,7 +26,9 @@ from megatron.core.utils import get_model_config
 
 from megatron.fold3d.config import Fold3DConfig
 from megatron.fold3d.plan.ir import Action, Op, Plan
+from megatron.fold3d.plan.lowering import deferred_stages
 from megatron.fold3d.plan.verify import peak_activations
+from megatron.fold3d.runtime.deferred_sync import DeferredSync
 from megatron.fold3d.runtime.grad_sync import GradSync
 from megatron.fold3d.runtime.p2p import P2P
 from megatron.fold3d.runtime.plans import Plans
@@ -42,9 +44,12 @@ class Executor:
     It lives as long as the job: process groups and plans are made when a call first needs them.
     """
 
-    def __init__(self, config: Fold3DConfig, plans: Plans) -> None:
+    def __init__(
+        self, config: Fold3DConfig, plans: Plans, deferred: DeferredSync | None = None
+    ) -> None:
         self._timeout = timedelta(minutes=config.distributed_timeout_minutes)
         self._plans = plans
+        self._deferred = deferred
         self._started = False
         self._p2p: P2P | None = None
 
@@ -85,6 +90,10 @@ class Executor:
         make = self._plans.evaluation if forward_only else self._plans.training
         plan = make(num_microbatches)
         self._start(plan, pp_group, _device(chunks))
+        if self._deferred is not None and forward_only:
+            self._deferred.drain()  # what is evaluated is the model of the last iteration
+        elif self._deferred is not None:
+            self._deferred.prepare(chunks)
 
         received, sent = (
             get_tensor_shapes(
@@ -101,7 +110,14 @@ class Executor:
             received, sent = adjust_tensor_shapes_fn(received, sent)
 
         with _timed(config):
-            with GradSync(config, chunks, trains=not forward_only) as grad_sync:
+            program = plan.programs[pp_group.rank()]
+            with GradSync(
+                config,
+                chunks,
+                trains=not forward_only,
+                deferred=self._deferred,
+                deferred_segments={stage // plan.num_ranks for stage in deferred_stages(program)},
+            ) as grad_sync:
                 iteration = _Iteration(
                     plan=plan,
                     chunks=chunks,
@@ -117,6 +133,8 @@ class Executor:
                     grad_sync=grad_sync,
                 )
                 iteration.run(pp_group.rank())
+            if self._deferred is not None:
+                self._deferred.start_rest()
             if config.finalize_model_grads_func is not None and not forward_only:
                 config.finalize_model_grads_func(
                     chunks,
@@ -194,7 +212,7 @@ class _Iteration:
         elif op is Op.REDUCE_GRAD:
             self.grad_sync.reduce(segment)
         elif op is Op.WAIT_GRAD:
-            pass  # Megatron's finalize_model_grads waits, for all segments at once
+            self.grad_sync.wait(segment)
         elif self.p2p is None:
             raise NotImplementedError(f"{action} on a pipeline of one rank")
         elif op is Op.SEND_F:

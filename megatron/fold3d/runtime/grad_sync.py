@@ -1,14 +1,17 @@
 """DP.sync, one segment at a time, through the functions that Megatron's DDP gives its schedules.
 
 Keeps one invariant: within an iteration a segment's gradients are reduced once, either by DDP's
-hooks inside its last backward or by an explicit start after it, never by both.
+hooks inside its last backward or by an explicit start after it, never by both. A segment whose
+DP.sync reaches into the next iteration is `DeferredSync`'s.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
+
+from megatron.fold3d.runtime.deferred_sync import DeferredSync
 
 
 class GradSync:
@@ -18,8 +21,18 @@ class GradSync:
     backward is about to run is released by `release`, and `reduce` starts what hooks do not.
     """
 
-    def __init__(self, config: Any, chunks: Sequence[torch.nn.Module], *, trains: bool) -> None:
+    def __init__(
+        self,
+        config: Any,
+        chunks: Sequence[torch.nn.Module],
+        *,
+        trains: bool,
+        deferred: DeferredSync | None = None,
+        deferred_segments: Container[int] = (),
+    ) -> None:
         self._chunks = chunks
+        self._deferred = deferred
+        self._deferred_segments = deferred_segments if deferred is not None else ()
         self._quiet = [ExitStack() for _ in chunks]
         self._no_sync = _per_chunk(config.no_sync_func, chunks)
         # Megatron sets these when launches are to be aligned over pipeline ranks; it leaves them
@@ -28,8 +41,8 @@ class GradSync:
         self._start_gather = _per_chunk(config.param_sync_func, chunks) if trains else None
 
     def __enter__(self) -> Self:
-        for quiet, no_sync in zip(self._quiet, self._no_sync or (), strict=False):
-            quiet.enter_context(no_sync())
+        for segment in range(len(self._chunks)):
+            self._hush(segment)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -38,19 +51,35 @@ class GradSync:
 
     def release(self, segment: int) -> None:
         """Let hooks reduce the gradients that become ready from now on: the last micro-batch's."""
-        if self._start_reduce is None:
+        if self._start_reduce is None and segment not in self._deferred_segments:
             self._quiet[segment].close()
 
     def reduce(self, segment: int) -> None:
         """Start to reduce the segment's gradients, unless its hooks have."""
         self._quiet[segment].close()
-        if self._start_reduce is not None:
+        if self._deferred is not None and segment in self._deferred_segments:
+            self._deferred.start(self._chunks[segment])
+        elif self._start_reduce is not None:
             self._start_reduce[segment](self._chunks[segment].parameters())
+
+    def wait(self, segment: int) -> None:
+        """End the reduction that the iteration before started; without one there is none to end.
+
+        Of the other segments Megatron's ``finalize_model_grads`` waits for all at once.
+        """
+        if self._deferred is not None and segment in self._deferred_segments:
+            self._deferred.settle(self._chunks[segment])
+            self._quiet[segment].close()
+            self._hush(segment)  # zeroed gradients are a new start for DDP, and its hooks listen
 
     def gather(self, segment: int) -> None:
         """Start to gather the segment's updated parameters, if it exists and hooks do not."""
         if self._start_gather is not None and segment < len(self._chunks):
             self._start_gather[segment](self._chunks[segment].parameters())
+
+    def _hush(self, segment: int) -> None:
+        if self._no_sync is not None:
+            self._quiet[segment].enter_context(self._no_sync[segment]())
 
 
 def _per_chunk(

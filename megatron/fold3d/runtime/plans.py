@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron.fold3d.config import Fold3DConfig
 from megatron.fold3d.plan.files import parse_plan
 from megatron.fold3d.plan.ir import COMPUTE_OPS, P2P_OPS, Op, Plan, PlanError
-from megatron.fold3d.plan.lowering import forward_only, lower
+from megatron.fold3d.plan.lowering import defer_grad_sync, deferred_stages, forward_only, lower
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
 
@@ -48,6 +48,7 @@ class Plans:
         if key not in self._made:
             try:
                 plan = lower(make(num_microbatches))
+                plan = defer_grad_sync(plan, self._config.deferred_stages)
                 verify(plan)
             except PlanError as error:
                 raise PlanError(f"{self.name}: {error}") from None
@@ -79,6 +80,13 @@ class Plans:
         for action in chain.from_iterable(plan.programs):
             if action.op not in RUNNABLE:
                 raise PlanError(f"found {action}; training runs {', '.join(sorted(RUNNABLE))}")
+        for stage in chain.from_iterable(map(deferred_stages, plan.programs)):
+            if stage not in self._config.deferred_stages:
+                raise PlanError(
+                    f"found {stage}WAIT_GRAD before {stage}F0; this stage's gradients are reduced "
+                    "within the iteration: give --backward-share, unless it shares the word "
+                    "embeddings, or move the action to the end"
+                )
         return plan
 
     def _make_evaluation(self, num_microbatches: int) -> Plan:

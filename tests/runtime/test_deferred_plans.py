@@ -1,0 +1,43 @@
+"""Plans of a run with ``--backward-share``."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron.fold3d.config import Fold3DConfig
+from megatron.fold3d.plan.ir import PlanError
+from megatron.fold3d.runtime.plans import Plans
+
+
+def plans(deferred_stages: range, plan_file: Path | None = None) -> Plans:
+    return Plans(
+        Fold3DConfig(
+            schedule="plan-file" if plan_file else "1f1b",
+            plan_file=plan_file,
+            num_ranks=2,
+            num_segments=1,
+            aiao_last_segment="1f1b",
+            device="cpu",
+            microbatch_group_size=None,
+            distributed_timeout_minutes=1,
+            backward_share=0.5,
+            deferred_stages=deferred_stages,
+        )
+    )
+
+
+def test_training_waits_before_its_first_forward_and_evaluation_does_not():
+    assert plans(range(2)).training(1).to_text().splitlines() == [
+        "0RECV_B0 0WAIT_GRAD 0F0 0SEND_F0 0B0 0REDUCE_GRAD",
+        "1RECV_F0 1WAIT_GRAD 1F0 1B0 1SEND_B0 1REDUCE_GRAD",
+    ]
+    assert "WAIT" not in plans(range(2)).evaluation(1).to_text()
+
+
+def test_a_plan_file_may_defer_what_the_run_may(tmp_path: Path):
+    path = tmp_path / "plan"
+    path.write_text(plans(range(2)).training(1).to_text())
+
+    assert plans(range(2), path).training(1) == plans(range(2)).training(1)
+    with pytest.raises(PlanError, match="found 1WAIT_GRAD before 1F0"):
+        plans(range(1), path).training(1)
