@@ -204,6 +204,7 @@ def _conditions(args: argparse.Namespace, runs: Sequence[Run]) -> str:
     priority = "before all other processes" if args.real_time else "as any process"
     delay = f" with {args.delay_ms:g} ms delay" if args.delay_ms else ""
     recompute = "full" if args.recompute else "no"
+    embeddings = "untied" if args.untied else "tied"
     timed = args.iterations - args.warmup
     return f"""\
 - {time.strftime("%Y-%m-%d")}, {_cpu_model()}, {os.cpu_count()} cores; \
@@ -211,7 +212,7 @@ other processes kept {load} of them busy. Ranks are scheduled {priority}.
 - pp={args.pp} x dp={args.dp}, one rank per host, links of {args.rate} each way{delay}; \
 {args.layers} layers of hidden size {args.hidden}, sequence {args.seq_length}, \
 {args.microbatches} micro-batches of {args.micro_batch_size}, fp32, \
-clip-grad {args.clip_grad:g}, {recompute} recompute.
+clip-grad {args.clip_grad:g}, {recompute} recompute, {embeddings} embeddings.
 - Layers: {pacing}. Collectives: {collectives}.
 - {args.rounds} rounds in turn, {timed} timed iterations each after {args.warmup}. Names with -do: \
 distributed optimizer. Bold: strongest stock. Compute: the same with links that are not shaped. \
@@ -241,6 +242,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     job.add_argument("--micro-batch-size", type=int, default=1, help="(1)")
     job.add_argument("--clip-grad", type=float, default=1.0, help="(1.0)")
     job.add_argument("--recompute", action="store_true", help="recompute every layer")
+    job.add_argument("--untied", action="store_true", help="untie the word embeddings")
     links = parser.add_argument_group("the testbed")
     links.add_argument("--rate", default="200mbit", help="of each link, or unshaped (200mbit)")
     links.add_argument("--delay-ms", type=float, default=0.0, help="one way, on each link (0)")
@@ -335,6 +337,7 @@ def _read(args: argparse.Namespace) -> tuple[Bench, list[Variant]]:
         num_iterations=args.iterations,
         clip_grad=args.clip_grad,
         recompute=args.recompute,
+        untied=args.untied,
     )
     rank_flags = [f"--forward-ms={args.forward_ms}", f"--backward-ms={args.backward_ms}"]
     bench = Bench(

@@ -23,6 +23,7 @@ class Job:
     num_iterations: int
     clip_grad: float
     recompute: bool
+    untied: bool = False  # word embeddings of their own at both ends
 
     def __post_init__(self) -> None:
         if self.num_layers % self.num_ranks:
@@ -83,7 +84,8 @@ class Job:
             flags |= {"recompute-granularity": "full", "recompute-method": "uniform"}
             flags |= {"recompute-num-layers": 1}
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-        return [*words, "--mock-data"]
+        untied = ["--untie-embeddings-and-output-weights"] if self.untied else []
+        return [*words, *untied, "--mock-data"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,7 @@ class Variant:
         return _DISTRIBUTED_OPTIMIZER in self.flags
 
 
+SHARES = (0, 25, 50, 60, 70, 80, 100)  # percent of DP.sync behind the backward
 DEFAULT = Variant("stock-default", ())  # the paper's baseline: 1F1B, and nothing overlaps
 
 
@@ -126,6 +129,9 @@ def known(job: Job) -> Iterator[Variant]:
     for segments in [1, *job.segment_counts]:
         aiao = ("--schedule", "aiao", "--segments", str(segments), "--overlap-grad-reduce")
         yield from _with_optimizers(f"aiao-s{segments}", aiao)
+        for percent in SHARES if job.clip_grad == 0 and segments > 1 else ():
+            share = ("--backward-share", str(percent / 100))
+            yield Variant(f"aiao-s{segments}-share{percent}", (*aiao, *share))
 
 
 def _with_optimizers(name: str, flags: tuple[str, ...]) -> Iterator[Variant]:
