@@ -5,6 +5,7 @@ for all of them at the end.
 """
 
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program
+from megatron.fold3d.plan.lowering import add_grad_sync, defer_grad_sync
 
 
 def serial_grad_sync(plan: Plan) -> Plan:
@@ -25,20 +26,7 @@ def deferred_grad_sync(plan: Plan) -> Plan:
     iteration before. Only a simulation of several iterations shows what that costs.
     """
 
-    def lower(program: Program) -> Program:
-        ends = {a.stage: i for i, a in enumerate(program) if a.op in (Op.BACKWARD, Op.WEIGHT)}
-        begun: set[int] = set()
-        lowered: list[Action] = []
-        for index, action in enumerate(program):
-            if action.op is Op.FORWARD and action.stage not in begun:
-                begun.add(action.stage)
-                lowered.append(Action(action.stage, Op.WAIT_GRAD))
-            lowered.append(action)
-            if ends.get(action.stage) == index:
-                lowered.append(Action(action.stage, Op.REDUCE_GRAD))
-        return tuple(lowered)
-
-    return Plan(tuple(map(lower, plan.programs)))
+    return defer_grad_sync(add_grad_sync(plan), range(plan.num_stages))
 
 
 def _in_order_of_backwards(program: Program) -> list[int]:

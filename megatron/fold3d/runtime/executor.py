@@ -80,11 +80,7 @@ class Executor:
         """
         chunks = model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
-        if config.variable_seq_lengths:
-            raise ValueError(
-                "variable_seq_lengths: transfers are posted before a shape could arrive; "
-                "use sequences of one length, or Megatron's own schedule"
-            )
+        _refuse(config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         pp_group = p2p_communicator.pp_group if p2p_communicator else groups.pp
         make = self._plans.evaluation if forward_only else self._plans.training
@@ -270,6 +266,20 @@ class _Iteration:
         input_grad = backward_step(input_tensor, output, output_grad, self.config)
         if stage > 0:
             self._input_grads[stage, microbatch] = input_grad
+
+
+def _refuse(config: Any) -> None:
+    """Refuse what has no flag and can only come from code that builds the model's configuration."""
+    if config.variable_seq_lengths:
+        raise ValueError(
+            "variable_seq_lengths: transfers are posted before a shape could arrive; "
+            "use sequences of one length, or Megatron's own schedule"
+        )
+    if config.num_microbatches_with_partial_activation_checkpoints is not None:
+        raise ValueError(
+            "num_microbatches_with_partial_activation_checkpoints: it counts the micro-batches in "
+            "flight of stock's schedules; use --recompute-granularity, or Megatron's own schedule"
+        )
 
 
 def _device(chunks: Sequence[torch.nn.Module]) -> torch.device:
