@@ -3,14 +3,23 @@ import os
 import shlex
 import subprocess
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
+from megatron.fold3d.analysis.candidates import Candidate
+from megatron.fold3d.analysis.model import model_shape
+from megatron.fold3d.analysis.sizes import Setup
 from megatron.fold3d.cli import main
+from megatron.fold3d.commands.training_flags import training_flags
+from megatron.fold3d.config import Fold3DConfig, add_arguments
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES
 
 AIAO = "plan --schedule aiao --pp 2 --segments 2 --microbatches 3"
+SIMULATE = "simulate --schedule aiao --pp 2 --segments 2 --microbatches 4"
+SEARCH = "search --global-batch-size 64"
+ON_A100 = "--model 24-2048-16 --cluster a100x8"
 
 
 @pytest.fixture
@@ -169,6 +178,25 @@ def test_plan_as_json_holds_sizes_and_programs(fold3d):
         ("verify", "the following arguments are required: --plan-file"),
         ("verify --plan-file /nowhere/plan.txt", "/nowhere/plan.txt: No such file or directory"),
         ("verify --plan-file /", "/: Is a directory"),
+        ("simulate", "one of the arguments --schedule --plan-file is required"),
+        ("simulate --schedule aiao --pp 2", "--schedule aiao without --microbatches"),
+        (f"{SIMULATE} --plan-file x", "not allowed with argument --schedule"),
+        ("simulate --plan-file x --pp 2", "--pp 2 with --plan-file: a plan has its sizes"),
+        (f"{SIMULATE} --iterations 0", "--iterations 0: a run has at least one"),
+        (f"{SIMULATE} --forward-s -1", "seconds are zero or more"),
+        (f"{SIMULATE} --forward-s 1 --costs x", "--forward-s with --costs: costs have one source"),
+        (f"{SIMULATE} --model 24-2048-16", "--cluster is missing"),
+        (f"{SIMULATE} {ON_A100} --tp 3", "does not use the 8 GPUs of a100x8; try --tp 2"),
+        (f"{SIMULATE} {ON_A100} --dp 3", "does not use the 8 GPUs of a100x8; try --dp 4"),
+        (f"{SIMULATE} {ON_A100} --tp 0", "--tp 0: a size is at least one"),
+        (f"{SIMULATE} --model 25-2048-16 --cluster a100x8", "the nearest number that fits is 5"),
+        (f"{SEARCH} --model gpt9 --cluster a100x8", "unknown model 'gpt9'; choose from"),
+        (f"{SEARCH} --model gpt3-18b --cluster a100", "unknown cluster 'a100'; write <node>x"),
+        (f"{SEARCH} --model gpt3-18b --cluster a100x9", "do not fill nodes of 8; try 8"),
+        (f"{SEARCH} --model gpt-1t --cluster v100x8", "does not fit on v100x8: the smallest"),
+        (f"{SEARCH} {ON_A100} --top 0", "--top 0: show at least one"),
+        (f"{SEARCH} {ON_A100} --task-overhead-s -1", "found task_overhead_s=-1.0; it is zero or"),
+        (f"{SEARCH} --model t5 --cluster a100x64 --emit", "t5 is no GPT"),
     ],
 )
 def test_a_mistake_in_the_command_line_exits_with_2(fold3d, line: str, message: str):
@@ -186,7 +214,7 @@ def test_a_file_that_holds_no_plan_is_rejected(fold3d, path: str):
 
 
 def test_every_command_explains_itself_with_examples(fold3d):
-    for command in ("plan", "verify"):
+    for command in ("plan", "verify", "simulate", "search"):
         code, out, _ = fold3d(f"{command} --help")
         assert code == 0
         assert "examples:\n  fold3d " in out
@@ -215,3 +243,233 @@ def test_closed_streams_cause_no_traceback():
     assert shell(f"fold3d {AIAO} >&-").stderr == ""
     result = shell("fold3d verify --plan-file - <&-")
     assert (result.returncode, result.stderr) == (2, "fold3d verify: Bad file descriptor\n")
+
+
+def test_simulate_prints_times_exposure_and_the_grid(fold3d, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    code, out, err = fold3d("simulate --schedule 1f1b --pp 2 --microbatches 2 --grad-sync-s 1.5")
+    assert (code, err) == (0, "")
+    assert (
+        out
+        == """\
+1f1b: 2 ranks, 1 segments, 2 micro-batches
+iteration         10.5 s
+bubble            50.0% of computation
+peak activations  2 1  per rank
+
+            forward  backward    bubble   DP.sync   PP.sync     total
+seconds           2         4         3       1.5         0      10.5
+share         19.0%     38.1%     28.6%     14.3%      0.0%    100.0%
+
+rank 0 | 0F0 0F1 ·   ·   0B0──── ·   0B1────
+rank 1 | ·   1F0 1B0──── 1F1 1B1──── ·   ·
+"""
+    )
+
+
+def test_the_grid_is_left_out_where_it_does_not_fit(fold3d, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("LINES", "24")
+    line = "simulate --schedule 1f1b --pp 8"
+    assert "rank 7 |" in fold3d(f"{line} --microbatches 1")[1]
+    assert "rank 7 |" not in fold3d(f"{line} --microbatches 40")[1]
+
+
+def test_simulate_as_json_adds_up(fold3d):
+    _, out, _ = fold3d(f"{SIMULATE} --p2p-s 0.1 --grad-sync-s 6 --json")
+    result = json.loads(out)
+    assert (result["name"], result["ranks"], result["segments"]) == ("aiao", 2, 2)
+    assert result["period_s"] == result["makespan_s"]
+    for row in (result["exposure"], *result["exposure_of_rank"]):
+        columns = (seconds for column, seconds in row.items() if column != "total_s")
+        assert sum(columns) == pytest.approx(row["total_s"])
+        assert row["total_s"] == pytest.approx(result["period_s"])
+
+
+def test_grad_sync_hides_behind_other_segments_and_the_next_iteration(fold3d):
+    periods = {
+        choice: json.loads(fold3d(f"{SIMULATE} --grad-sync-s 9 --grad-sync {choice} --json")[1])[
+            "period_s"
+        ]
+        for choice in ("serial", "overlap", "deferred")
+    }
+    assert periods["serial"] > periods["overlap"] > periods["deferred"]
+
+
+def test_a_plan_file_is_simulated_like_its_schedule(fold3d, tmp_path: Path):
+    path = tmp_path / "plan.txt"
+    fold3d(f"plan --schedule aiao --pp 2 --segments 2 --microbatches 4 --output {path}")
+    by_name, by_file = (
+        json.loads(fold3d(f"{line} --p2p-s 0.2 --grad-sync-s 3 --json")[1])
+        for line in (SIMULATE, f"simulate --plan-file {path}")
+    )
+    assert by_file["period_s"] == by_name["period_s"]
+    assert by_file["exposure"] == by_name["exposure"]
+
+
+def test_simulate_reads_costs_and_draws(fold3d, tmp_path: Path):
+    costs, svg = tmp_path / "costs.json", tmp_path / "aiao.svg"
+    costs.write_text(json.dumps({"forward_s": [1, 1, 1, 1], "backward_s": [2, 2, 2, 2]}))
+    code, out, err = fold3d(f"{SIMULATE} --costs {costs} --svg {svg}")
+    assert (code, err) == (0, "")
+    assert out == fold3d(SIMULATE)[1]
+    assert svg.read_text().startswith("<svg ")
+
+
+def test_a_model_that_does_not_fit_is_answered_with_no(fold3d):
+    line = "simulate --schedule 1f1b --pp 4 --microbatches 8 --model gpt3-14b --cluster a100x32"
+    code, out, err = fold3d(f"{line} --tp 8 --micro-batch-size 16")
+    assert code == 1
+    assert "peak memory" in out
+    assert "rank 0 needs" in err
+    fix = "--recompute selective"
+    assert err.endswith(f"; {fix} fits\n")
+    assert fold3d(f"{line} --tp 8 --micro-batch-size 16 {fix}")[0] == 0
+    assert "no --recompute makes it fit" in fold3d(f"{line} --tp 2")[2]
+
+
+def test_search_says_what_is_best_and_how_to_run_it(fold3d):
+    line = "search --model 12-1024-16-512 --cluster a100x8 --global-batch-size 16"
+    code, out, _ = fold3d(f"{line} --top 3")
+    assert code == 0
+    assert len(out.splitlines()) >= 7  # a head, three rows, what was considered, verdict, flags
+    _, emitted, _ = fold3d(f"{line} --emit")
+    assert emitted in out
+    _, as_json, _ = fold3d(f"{line} --top 3 --json")
+    result = json.loads(as_json)
+    assert len(result["rows"]) == 3
+    assert result["flags"] == emitted.rstrip()
+    seconds = [row["iteration_s"] for row in result["rows"]]
+    assert seconds == sorted(seconds)
+    assert result["best_stock"]["stock"]
+
+
+def test_search_says_that_aiao_gains_nothing_where_it_does_not(fold3d):
+    _, out, _ = fold3d("search --model 24-2048-16 --cluster h100x8 --global-batch-size 64 --top 2")
+    *_, verdict, flags = out.splitlines()
+    assert verdict == "AIAO gains nothing here, use these stock flags:"
+    assert "--schedule" not in flags
+
+
+def test_what_training_does_not_have_is_not_emitted(fold3d):
+    line = (
+        "search --model gpt3-18b --cluster a100x128-200g --task-overhead-s 5e-3 "
+        "--global-batch-size 256 --whole-paper"
+    )
+    code, out, err = fold3d(f"{line} --emit")
+    assert (code, out) == (1, "")
+    assert "DP.sync that reaches into the next iteration" in err
+    assert "drop --whole-paper" in err
+
+
+@pytest.fixture(scope="module")
+def megatrons_parser():
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    return add_arguments(parser)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    ("schedule", "one_group"),
+    [("1f1b", False), ("interleaved", False), ("aiao", False), ("aiao", True)],
+)
+def test_pretrain_gpt_accepts_every_flag_that_is_emitted(
+    megatrons_parser, schedule, one_group, recompute
+):
+    segments = 1 if schedule == "1f1b" else 5
+    setup = Setup(
+        tensor_parallel=8,
+        data_parallel=2,
+        microbatch_size=4,
+        sequence_parallel=True,
+        recompute=recompute,
+    )
+    candidate = Candidate(
+        schedule=schedule,
+        setup=setup,
+        num_ranks=4,
+        num_segments=segments,
+        num_microbatches=8,
+    )
+    flags = training_flags(model_shape("gpt3-18b"), candidate, one_group=one_group)
+    args = megatrons_parser.parse_args(flags.split())
+    config = Fold3DConfig.from_args(args)
+    assert config.schedule == ("aiao" if schedule == "aiao" and not one_group else "stock")
+    assert (config.num_ranks, config.num_segments) == (4, segments)
+    assert args.global_batch_size == 2 * 4 * 8
+    assert args.overlap_grad_reduce
+    assert args.microbatch_group_size_per_vp_stage == (8 if one_group else None)
+
+
+CLUSTER_FILE = """\
+num_nodes = 1
+gpus_per_node = 8
+gpu_flops_per_s = 312e12
+gpu_memory_bytes = 42e9
+nic_bytes_per_s = 25e9
+intra_bytes_per_s = 3e11
+host_copy_bytes_per_s = 29e9
+host_memory_bytes = 1e12
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "becomes", "message"),
+    [
+        ("num_nodes = 1", "", "lacks num_nodes; a cluster needs"),
+        ("num_nodes = 1", "num_nodes = 1.5", "found num_nodes=1.5; it is a whole number"),
+        ("num_nodes = 1", "num_nodes = 'one'", "found text where a number belongs"),
+        ("intra_bytes_per_s = 3e11", "intra_bytes_per_s = 0", "_per_s=0; it is above zero"),
+        ("num_nodes = 1", "num_nodes = 1\nspeed = 3", "unknown fields speed"),
+        ("num_nodes = 1", "num_nodes =", "cannot read a cluster from"),
+    ],
+)
+def test_a_cluster_file_is_read_with_care(fold3d, tmp_path: Path, line, becomes, message):
+    path = tmp_path / "cluster.toml"
+    command = (
+        "simulate --schedule 1f1b --pp 2 --microbatches 2 --model 12-1024-16-512 --tp 2 --dp 2 "
+        f"--cluster {path}"
+    )
+    path.write_text(CLUSTER_FILE)
+    assert fold3d(command)[0] == 0
+    path.write_text(CLUSTER_FILE.replace(line, becomes))
+    code, out, err = fold3d(command)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        ("[1]", "not costs"),
+        ('{"forward_s": [1, 1]}', "backward_s"),
+        ('{"forward_s": 1, "backward_s": [2, 2]}', "a list of finite numbers, one per stage"),
+        ('{"forward_s": ["a", 1], "backward_s": [2, 2]}', "a list of finite numbers"),
+        ('{"forward_s": [1], "backward_s": [2, 2]}', "1 numbers in forward_s"),
+        ('{"forward_s": [1, 1], "backward_s": [2, 2], "p2p_s": NaN}', "found p2p_s=nan"),
+        ('{"forward_s": [0, 1], "backward_s": [0, 2]}', "rank 0 take no time"),
+    ],
+)
+def test_costs_are_read_with_care(fold3d, tmp_path: Path, costs, message):
+    path = tmp_path / "costs.json"
+    path.write_text(costs)
+    code, out, err = fold3d(f"simulate --schedule 1f1b --pp 2 --microbatches 2 --costs {path}")
+    assert (code, out) == (2, "")
+    assert str(path) in err
+    assert message in err
+
+
+@pytest.mark.parametrize("line", [AIAO, "verify --plan-file /nowhere", "--help"])
+def test_plans_are_made_without_loading_the_simulator(line: str):
+    heavy = "{'numpy', 'torch', 'megatron.fold3d.analysis'} & set(sys.modules)"
+    code = (
+        "import sys\nfrom megatron.fold3d.cli import main\n"
+        f"try: main({shlex.split(line)})\nexcept SystemExit: pass\nprint({heavy})"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout.endswith("set()\n")

@@ -1,0 +1,64 @@
+"""What commands say: results on stdout, so that they pipe well, and all else on stderr."""
+
+import os
+import sys
+from time import monotonic
+from types import TracebackType
+from typing import Self
+
+OK, REJECTED = 0, 1
+
+
+def write(text: str) -> None:
+    """Write to stdout; a reader that has seen enough (``| head``) is no error."""
+    try:
+        print(text, end="", flush=True)  # noqa: T201
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+
+
+def complain(message: str) -> None:
+    """Write a line to stderr."""
+    print(message, file=sys.stderr, flush=True)  # noqa: T201
+
+
+class Progress:
+    """A counter on stderr for what takes longer than two seconds.
+
+    On a terminal it rewrites one line and leaves none; into a file it adds a line now and then.
+    """
+
+    DELAY_S, TERMINAL_S, FILE_S = 2.0, 0.2, 10.0
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._rewrites = sys.stderr is not None and sys.stderr.isatty()
+        self._next_s = monotonic() + self.DELAY_S
+        self._shown = False
+
+    def __call__(self, done: int, most: int) -> None:
+        """Show how many are done of those that there are at most."""
+        now_s = monotonic()
+        if now_s < self._next_s:
+            return
+        line = f"{self._what}: {done} of at most {most}"
+        self._next_s = now_s + (self.TERMINAL_S if self._rewrites else self.FILE_S)
+        self._shown = True
+        print(  # noqa: T201
+            f"\r{line}\033[K" if self._rewrites else line,
+            end="" if self._rewrites else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._shown and self._rewrites:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)  # noqa: T201

@@ -1,0 +1,194 @@
+"""Where the costs of a simulation come from: numbers, a file, or a model on a cluster."""
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import MISSING, dataclass, fields, replace
+from math import isfinite
+from pathlib import Path
+from typing import get_args
+
+from megatron.fold3d.analysis.cluster import Cluster
+from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.analysis.estimate import estimate
+from megatron.fold3d.analysis.memory import Footprint, memory
+from megatron.fold3d.analysis.model import ModelShape, model_shape
+from megatron.fold3d.analysis.planner import USABLE_MEMORY
+from megatron.fold3d.analysis.sizes import Recompute, Setup
+from megatron.fold3d.analysis.timeline import Timeline
+from megatron.fold3d.commands.hardware_options import add_hardware_options, named_cluster
+from megatron.fold3d.plan.ir import Plan
+
+_SECONDS = ("forward_s", "backward_s", "p2p_s", "grad_sync_s")
+_FILE = ("costs",)
+_MODEL = (
+    *("model", "cluster", "tp", "dp", "micro_batch_size", "recompute"),
+    *("distributed_optimizer", "task_overhead_s"),
+)
+
+
+def add_cost_options(parser: ArgumentParser) -> None:
+    """Add the options of all three sources; at most one source is given."""
+    units = parser.add_argument_group("costs in numbers", "of one micro-batch in one model chunk")
+    units.add_argument("--forward-s", type=float, metavar="S", help="(default: 1)")
+    units.add_argument("--backward-s", type=float, metavar="S", help="(default: 2)")
+    units.add_argument("--p2p-s", type=float, metavar="S", help="one transfer (default: 0)")
+    units.add_argument(
+        "--grad-sync-s", type=float, metavar="S", help="DP.sync of a model chunk (default: 0)"
+    )
+    file = parser.add_argument_group("costs from a file")
+    file.add_argument("--costs", type=Path, metavar="FILE", help="JSON, a key per kind of action")
+    model = parser.add_argument_group("costs of a model on a cluster")
+    add_hardware_options(model, required=False)  # type: ignore[arg-type]
+    model.add_argument("--tp", type=int, metavar="N", help="tensor-parallel size (default: 1)")
+    model.add_argument(
+        "--dp", type=int, metavar="N", help="data-parallel size (default: what is left)"
+    )
+    model.add_argument("--micro-batch-size", type=int, metavar="N", help="sequences (default: 1)")
+    model.add_argument("--recompute", choices=get_args(Recompute), help="(default: none)")
+    model.add_argument("--distributed-optimizer", action="store_true", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What is known beside the costs when they are those of a model on a cluster."""
+
+    shape: ModelShape
+    cluster: Cluster
+    setup: Setup
+    footprint: Footprint
+
+    @property
+    def usable_bytes(self) -> float:
+        """What a run may hold of a GPU's memory: the planner's share of it."""
+        return self.cluster.gpu_memory_bytes * USABLE_MEMORY
+
+    def peaks(self, timeline: Timeline) -> list[float]:
+        """Return the most bytes that each rank's GPU holds."""
+        return _peaks(timeline, self.footprint)
+
+    def nearest_fit(self, timeline: Timeline) -> str:
+        """Return how to make a run that is too large for the GPUs' memory fit."""
+        ranks, stages = timeline.num_ranks, timeline.num_ranks * timeline.num_segments
+        for recompute in ("selective", "full"):
+            setup = replace(self.setup, recompute=recompute)
+            known = estimate(
+                self.shape,
+                self.cluster,
+                setup,
+                num_ranks=ranks,
+                num_segments=stages // ranks,
+            )
+            if max(_peaks(timeline, known.footprint)) <= self.usable_bytes:
+                return f"--recompute {recompute} fits"
+        return "no --recompute makes it fit; `fold3d search` finds the splits that do"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Costs, and on which hardware if they are of any."""
+
+    costs: Costs
+    nic_of_rank: tuple[int, ...] | None = None
+    hardware: Hardware | None = None
+
+
+def costs_of(args: Namespace, plan: Plan) -> Source:
+    """Return the costs that the options stand for.
+
+    Raises:
+        ValueError: two sources are mixed, or the one given does not fit the plan.
+        OSError: the file cannot be read.
+    """
+    given = [
+        [name for name in names if getattr(args, name) is not None]
+        for names in (_SECONDS, _FILE, _MODEL)
+    ]
+    first, *others = [names[0] for names in given if names] or ["forward_s"]
+    if others:
+        raise ValueError(
+            f"{_flag(first)} with {_flag(others[0])}: costs have one source, numbers, a file or a "
+            "model on a cluster; drop one"
+        )
+    if first in _FILE:
+        return Source(_from_file(args.costs, plan))
+    if first in _MODEL:
+        return _from_model(args, plan)
+    numbers = {name: getattr(args, name) for name in given[0]}
+    costs = Costs.uniform(plan.num_stages, **numbers)
+    _check(costs, plan)
+    return Source(costs)
+
+
+def _from_file(path: Path, plan: Plan) -> Costs:
+    try:
+        costs = Costs.from_json(path.read_text(encoding="utf-8"))
+        _check(costs, plan)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return costs
+
+
+def _check(costs: Costs, plan: Plan) -> None:
+    """Return if the plan can be timed with these costs."""
+    for field in fields(Costs):
+        value = getattr(costs, field.name)
+        per_stage = field.default in (MISSING, ())
+        numbers = value if isinstance(value, tuple) else (value,)
+        if per_stage != isinstance(value, tuple) or not all(map(_is_finite, numbers)):
+            form = "a list of finite numbers, one per stage" if per_stage else "a finite number"
+            raise ValueError(f"found {field.name}={value!r}; it is {form}")
+    costs.check(plan)
+    seconds = [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
+    for rank in range(plan.num_ranks):
+        if not sum(seconds[rank :: plan.num_ranks]):
+            raise ValueError(
+                f"the forwards and backwards of rank {rank} take no time; "
+                "give every rank something to compute"
+            )
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and isfinite(value)
+
+
+def _from_model(args: Namespace, plan: Plan) -> Source:
+    if args.model is None or args.cluster is None:
+        lacking = "--cluster" if args.cluster is None else "--model"
+        raise ValueError(f"{lacking} is missing; the costs of a model need both it and a cluster")
+    shape, cluster = model_shape(args.model), named_cluster(args)
+    tp = 1 if args.tp is None else args.tp
+    setup = Setup(
+        tensor_parallel=tp,
+        data_parallel=_data_parallel(args.dp, tp, plan.num_ranks, cluster),
+        microbatch_size=1 if args.micro_batch_size is None else args.micro_batch_size,
+        sequence_parallel=tp > 1,
+        distributed_optimizer=bool(args.distributed_optimizer),
+        recompute=args.recompute or "none",
+    )
+    known = estimate(
+        shape, cluster, setup, num_ranks=plan.num_ranks, num_segments=plan.num_segments
+    )
+    return Source(known.costs, known.nic_of_rank, Hardware(shape, cluster, setup, known.footprint))
+
+
+def _data_parallel(dp: int | None, tp: int, pp: int, cluster: Cluster) -> int:
+    gpus = cluster.num_gpus
+    if tp < 1:
+        raise ValueError(f"--tp {tp}: a size is at least one")
+    left, rest = divmod(gpus, tp * pp)
+    if dp in (None, left) and left and not rest:
+        return left
+    found = f"--tp {tp} x pp {pp}" + (f" x --dp {dp}" if dp is not None else "")
+    if left and not rest:
+        fix = f"try --dp {left}"
+    else:
+        near = max((n for n in range(1, gpus + 1) if gpus % (n * pp) == 0 and n <= tp), default=0)
+        fix = f"try --tp {near}" if near else f"give a --pp that divides {gpus}"
+    raise ValueError(f"{found} does not use the {gpus} GPUs of {cluster.name}; {fix}")
+
+
+def _peaks(timeline: Timeline, footprint: Footprint) -> list[float]:
+    return [rank.device.peak_bytes for rank in memory(timeline, footprint)]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

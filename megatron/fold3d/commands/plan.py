@@ -1,0 +1,54 @@
+"""``fold3d plan``: print the plan of a schedule."""
+
+import json
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from megatron.fold3d.commands.console import OK, write
+from megatron.fold3d.commands.plan_source import sizes
+from megatron.fold3d.commands.schedule_options import add_size_options, compute_plan
+from megatron.fold3d.plan.lowering import lower
+from megatron.fold3d.plan.schedules import SCHEDULES
+
+DESCRIPTION = """\
+Print the plan of a schedule: one line per rank, its actions in order.
+2F0 is stage 2's forward of micro-batch 0, 2SEND_F0 sends its result to stage 3.
+Stage s is segment s // pp on rank s % pp."""
+
+EXAMPLES = """\
+examples:
+  fold3d plan --schedule aiao --pp 2 --segments 2 --microbatches 3 --compute-only
+  fold3d plan --schedule interleaved --pp 4 --segments 2 --microbatches 8 --group-size 6
+  fold3d plan --schedule 1f1b --pp 4 --microbatches 8 --format csv --output 1f1b.csv
+
+Train with what it wrote, as it is or edited: pretrain_gpt.py --plan-file FILE"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the options of this command."""
+    parser.add_argument("--schedule", required=True, choices=SCHEDULES)
+    add_size_options(parser, required=True)
+    parser.add_argument(
+        "--compute-only", action="store_true", help="without transfers and gradient sync"
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--format", choices=("text", "csv"), default="text")
+    form.add_argument("--json", action="store_true", help="sizes, peak activations and programs")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write here, not to stdout")
+
+
+def run(args: Namespace) -> int:
+    """Print the plan; returns the exit code."""
+    plan = compute_plan(args)
+    if not args.compute_only:
+        plan = lower(plan)
+    if args.json:
+        programs = list(plan.programs_as_words())
+        text = json.dumps({"schedule": args.schedule, **sizes(plan), "programs": programs}) + "\n"
+    else:
+        text = plan.to_csv() if args.format == "csv" else plan.to_text()
+    if args.output:
+        args.output.write_text(text, encoding="utf-8")
+    else:
+        write(text)
+    return OK

@@ -1,0 +1,34 @@
+"""Plans that a command reads, and the sizes that it reports of any plan."""
+
+from pathlib import Path
+from typing import Any
+
+from megatron.fold3d.plan.files import parse_plan, read_plan
+from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.verify import peak_activations
+
+
+def plan_from(path: Path) -> Plan:
+    """Return the plan in a file; ``-`` is stdin.
+
+    Raises:
+        PlanError: it holds no plan.
+        OSError: it cannot be read.
+    """
+    return parse_plan(_stdin()) if path == Path("-") else read_plan(path)
+
+
+def sizes(plan: Plan) -> dict[str, Any]:
+    """Return what the JSON of every command says about its plan."""
+    return {
+        "ranks": plan.num_ranks,
+        "segments": plan.num_segments,
+        "microbatches": plan.num_microbatches,
+        "actions": sum(map(len, plan.programs)),
+        "peak_activations": peak_activations(plan),
+    }
+
+
+def _stdin() -> bytes:
+    with open(0, "rb", closefd=False) as stdin:  # sys.stdin is None where a shell closed it
+        return stdin.read()

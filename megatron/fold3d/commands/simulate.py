@@ -1,0 +1,208 @@
+"""``fold3d simulate``: predict how long a plan takes and where its time goes."""
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from shutil import get_terminal_size
+from typing import Any
+
+from megatron.fold3d.analysis.draw import caption_of, draw
+from megatron.fold3d.analysis.exposure import Exposure, exposure, mean
+from megatron.fold3d.analysis.grad_sync import deferred_grad_sync, serial_grad_sync
+from megatron.fold3d.analysis.grid import to_text
+from megatron.fold3d.analysis.simulate import simulate
+from megatron.fold3d.analysis.steady import steady_state
+from megatron.fold3d.analysis.timeline import Lane, Timeline
+from megatron.fold3d.commands.console import OK, REJECTED, complain, write
+from megatron.fold3d.commands.cost_options import Hardware, add_cost_options, costs_of
+from megatron.fold3d.commands.plan_source import plan_from, sizes
+from megatron.fold3d.commands.schedule_options import add_size_options, compute_plan
+from megatron.fold3d.plan.ir import Op, Plan
+from megatron.fold3d.plan.lowering import add_grad_sync
+from megatron.fold3d.plan.schedules import SCHEDULES
+from megatron.fold3d.plan.verify import verify
+
+DESCRIPTION = """\
+Predict how long a plan takes and where its time goes: computation, bubble,
+and what of DP.sync and PP.sync nothing hides. Costs are numbers, a file, or
+estimated from a model and a cluster; without any, a forward takes 1 second
+and a backward 2."""
+
+EXAMPLES = """\
+examples:
+  fold3d simulate --schedule aiao --pp 2 --segments 2 --microbatches 4
+  fold3d simulate --schedule 1f1b --pp 4 --microbatches 8 --p2p-s 0.1 --grad-sync-s 6
+  fold3d simulate --plan-file my-plan.txt --costs costs.json --svg my-plan.svg
+  fold3d simulate --schedule aiao --pp 4 --segments 2 --microbatches 16 --model gpt3-18b \\
+      --cluster a100x128-200g --tp 8 --micro-batch-size 4 --recompute full
+
+exit code: 0, 1 if the plan cannot run or does not fit into memory, 2 for a mistake"""
+
+_PASSES = {
+    "serial": serial_grad_sync,
+    "overlap": add_grad_sync,
+    "deferred": deferred_grad_sync,
+}
+_COLUMNS = {
+    "forward_s": "forward",
+    "backward_s": "backward",
+    "optimizer_s": "optimizer",
+    "bubble_s": "bubble",
+    "grad_sync_s": "DP.sync",
+    "p2p_s": "PP.sync",
+    "copy_s": "copies",
+}
+_IF_ANY = ("optimizer_s", "copy_s")  # columns that Table II does not have
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the options of this command."""
+    order = parser.add_mutually_exclusive_group(required=True)
+    order.add_argument("--schedule", choices=SCHEDULES)
+    order.add_argument(
+        "--plan-file", type=Path, metavar="FILE", help="what `fold3d plan` wrote; - is stdin"
+    )
+    add_size_options(parser, required=False)
+    parser.add_argument(
+        "--grad-sync",
+        choices=tuple(_PASSES),
+        help="DP.sync after everything, behind other segments' backwards (default), or also "
+        "behind the next iteration's forwards, which training does not do yet",
+    )
+    parser.add_argument(
+        "--preemptive-comm",
+        action="store_true",
+        help="PP.sync goes before DP.sync on a link; training shares it evenly so far",
+    )
+    parser.add_argument(
+        "--iterations",
+        type=int,
+        metavar="N",
+        help="(default: 1; with --grad-sync deferred as many as it takes to settle)",
+    )
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the diagram here")
+    parser.add_argument("--json", action="store_true", help="the result as one JSON object")
+    add_cost_options(parser)
+
+
+def run(args: Namespace) -> int:
+    """Print what is predicted; returns the exit code."""
+    name, compute = _plan(args)
+    plan = _with_grad_sync(compute, args.grad_sync)
+    source = costs_of(args, plan)
+    deferred = args.grad_sync == "deferred"
+    options: dict[str, Any] = {
+        "nic_of_rank": source.nic_of_rank,
+        "preemptive": args.preemptive_comm,
+        "grad_sync_order": "edf" if deferred else "fifo",
+        "flush": not deferred,
+    }
+    if args.iterations is None and deferred:
+        timeline = steady_state(plan, source.costs, **options)
+    else:
+        timeline = simulate(plan, source.costs, iterations=args.iterations or 1, **options)
+    if args.svg:
+        args.svg.write_text(
+            draw(timeline, title=name, caption=caption_of(name, plan, timeline)), encoding="utf-8"
+        )
+    peaks = source.hardware.peaks(timeline) if source.hardware else []
+    if args.json:
+        write(json.dumps(_as_json(name, plan, timeline, peaks)) + "\n")
+    else:
+        write("\n".join(_lines(name, plan, timeline, peaks)) + "\n")
+    return OK if source.hardware is None else _judge_memory(source.hardware, timeline, peaks)
+
+
+def _plan(args: Namespace) -> tuple[str, Plan]:
+    """Return the name of the order and the order."""
+    if args.iterations is not None and args.iterations < 1:
+        raise ValueError(f"--iterations {args.iterations}: a run has at least one")
+    if args.plan_file is None:
+        for flag, value in (("--pp", args.pp), ("--microbatches", args.microbatches)):
+            if value is None:
+                raise ValueError(f"--schedule {args.schedule} without {flag}: give {flag} N")
+        return args.schedule, compute_plan(args)
+    for name in ("pp", "segments", "microbatches", "aiao_last_segment", "group_size"):
+        if (value := getattr(args, name)) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} {value} with --plan-file: a plan has its sizes; drop {flag}")
+    plan = plan_from(args.plan_file)
+    verify(plan)
+    return str(args.plan_file), plan
+
+
+def _with_grad_sync(plan: Plan, choice: str | None) -> Plan:
+    synced = any(action.op is Op.REDUCE_GRAD for program in plan.programs for action in program)
+    if synced and choice is not None:
+        raise ValueError(f"--grad-sync {choice}: the plan has its own DP.sync; drop the flag")
+    return plan if synced else _PASSES[choice or "overlap"](plan)
+
+
+def _lines(name: str, plan: Plan, timeline: Timeline, peaks: list[float]) -> Iterator[str]:
+    row, iterations = mean(exposure(timeline)), len(timeline.iteration_ends_s(0))
+    counts = " ".join(map(str, sizes(plan)["peak_activations"]))
+    yield (
+        f"{name}: {plan.num_ranks} ranks, {plan.num_segments} segments, "
+        f"{plan.num_microbatches} micro-batches"
+    )
+    last = f" (the last of {iterations}; makespan {timeline.makespan_s:.6g} s)"
+    yield f"iteration         {timeline.period_s:.6g} s{last * (iterations > 1)}"
+    yield f"bubble            {row.bubble_ratio:.1%} of computation"
+    yield f"peak activations  {counts}  per rank"
+    if peaks:
+        yield f"peak memory       {' '.join(f'{b / 2**30:.1f}' for b in peaks)}  GiB per rank"
+    yield ""
+    yield from _table(row)
+    if grid := _grid(timeline):
+        yield ""
+        yield grid
+
+
+def _table(row: Exposure) -> Iterator[str]:
+    """Where the last iteration went, mean over ranks: the columns of the paper's Table II."""
+    seconds = asdict(row)
+    shown = [name for name in _COLUMNS if seconds[name] or name not in _IF_ANY]
+    yield "         " + "".join(f"{_COLUMNS[name]:>10}" for name in shown) + f"{'total':>10}"
+    times = [*(seconds[name] for name in shown), row.total_s]
+    yield "seconds  " + "".join(f"{time_s:>10.4g}" for time_s in times)
+    yield "share    " + "".join(f"{row.share(time_s):>10.1%}" for time_s in times)
+
+
+def _grid(timeline: Timeline) -> str:
+    """Return the computations as text if that fits the terminal."""
+    width, height = get_terminal_size(fallback=(100, 24))
+    lanes = [timeline.lane(rank, Lane.COMPUTE) for rank in range(timeline.num_ranks)]
+    shortest_s = min((s.duration_s for spans in lanes for s in spans if s.duration_s), default=0.0)
+    if not shortest_s or timeline.makespan_s / shortest_s > width * height:
+        return ""
+    text = to_text(timeline, width=width).rstrip("\n")
+    return text if text.count("\n") < height else ""
+
+
+def _as_json(name: str, plan: Plan, timeline: Timeline, peaks: list[float]) -> dict[str, Any]:
+    rows = exposure(timeline)
+    row = mean(rows)
+    return {
+        "name": name,
+        **sizes(plan),
+        "iterations": len(timeline.iteration_ends_s(0)),
+        "makespan_s": timeline.makespan_s,
+        "period_s": timeline.period_s,
+        "bubble_ratio": row.bubble_ratio,
+        "exposure": {**asdict(row), "total_s": row.total_s},
+        "exposure_of_rank": [{**asdict(r), "total_s": r.total_s} for r in rows],
+        "peak_bytes": peaks or None,
+    }
+
+
+def _judge_memory(hardware: Hardware, timeline: Timeline, peaks: list[float]) -> int:
+    limit = hardware.usable_bytes
+    if max(peaks) <= limit:
+        return OK
+    complain(
+        f"rank {peaks.index(max(peaks))} needs {max(peaks) / 2**30:.1f} GiB, a GPU of "
+        f"{hardware.cluster.name} has {limit / 2**30:.1f} to use; {hardware.nearest_fit(timeline)}"
+    )
+    return REJECTED

@@ -1,0 +1,49 @@
+"""The flags of ``pretrain_gpt.py`` for what the planner chose."""
+
+from dataclasses import replace
+
+from megatron.fold3d.analysis.candidates import Candidate
+from megatron.fold3d.analysis.model import ModelShape
+
+
+def check_trains(shape: ModelShape) -> None:
+    """Return if ``pretrain_gpt.py`` trains such a model.
+
+    Raises:
+        ValueError: the model is no GPT.
+    """
+    if shape.num_decoder_layers or shape.name == "bert":
+        raise ValueError(f"{shape.name} is no GPT, and pretrain_gpt.py trains no other model")
+
+
+def training_flags(shape: ModelShape, candidate: Candidate, *, one_group: bool = False) -> str:
+    """Return the flags for the model, the split and the schedule.
+
+    Args:
+        shape: the model.
+        candidate: the split and the schedule.
+        one_group: run AIAO's order with stock Megatron, as one group of all micro-batches.
+    """
+    words = [
+        f"--num-layers {shape.num_layers}",
+        f"--hidden-size {shape.hidden_size}",
+        f"--num-attention-heads {shape.num_attention_heads}",
+        f"--seq-length {shape.seq_length}",
+        f"--max-position-embeddings {shape.seq_length}",
+    ]
+    if shape.ffn_hidden_size:
+        words.append(f"--ffn-hidden-size {shape.ffn_hidden_size}")
+    if shape.kv_channels:
+        words.append(f"--kv-channels {shape.kv_channels}")
+    words.append("--bf16")
+    if one_group:
+        words += [
+            replace(candidate, schedule="interleaved").flags(),
+            f"--microbatch-group-size-per-virtual-pipeline-stage {candidate.num_microbatches}",
+            "--overlap-p2p-communication-warmup-flush",
+        ]
+    else:
+        words.append(candidate.flags())
+        if not candidate.is_stock and candidate.setup.data_parallel > 1:
+            words.append("--overlap-grad-reduce")  # or no DP.sync starts before the last backward
+    return " ".join(words)

@@ -1,0 +1,57 @@
+"""``fold3d verify``: prove that a plan can run."""
+
+import json
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from megatron.fold3d.commands.console import OK, REJECTED, complain, write
+from megatron.fold3d.commands.plan_source import plan_from, sizes
+from megatron.fold3d.plan.ir import PlanError
+from megatron.fold3d.plan.verify import verify
+
+DESCRIPTION = """\
+Prove that a plan runs every micro-batch once, in order, with matching
+sends and receives and without deadlock, or show the action that stops it.
+A plan without transfers is judged with those that training gives it."""
+
+EXAMPLES = """\
+examples:
+  fold3d verify --plan-file my-plan.txt
+  fold3d plan --schedule aiao --pp 4 --microbatches 8 | fold3d verify --plan-file -
+
+exit code: 0 the plan can run, 1 it cannot, 2 the file cannot be read"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the options of this command."""
+    parser.add_argument(
+        "--plan-file",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="text, CSV or JSON as `fold3d plan` writes it; - is stdin",
+    )
+    parser.add_argument("--json", action="store_true", help="the verdict as one JSON object")
+
+
+def run(args: Namespace) -> int:
+    """Print the verdict; returns the exit code."""
+    try:
+        plan = plan_from(args.plan_file)
+        verify(plan)
+    except PlanError as error:
+        if args.json:
+            write(json.dumps({"ok": False, "error": str(error)}) + "\n")
+        complain(str(error))
+        return REJECTED
+    summary = sizes(plan)
+    if args.json:
+        write(json.dumps({"ok": True, **summary}) + "\n")
+    else:
+        peaks = " ".join(map(str, summary["peak_activations"]))
+        write(
+            f"{summary['ranks']} ranks, {summary['segments']} segments, "
+            f"{summary['microbatches']} micro-batches, {summary['actions']} actions, "
+            f"peak activations per rank: {peaks}\n"
+        )
+    return OK
