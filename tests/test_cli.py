@@ -307,6 +307,14 @@ def test_a_plan_file_is_simulated_like_its_schedule(fold3d, tmp_path: Path):
     assert by_file["exposure"] == by_name["exposure"]
 
 
+def test_a_plan_that_cannot_run_is_not_simulated(fold3d, tmp_path: Path):
+    path = tmp_path / "plan.txt"
+    path.write_text("0F0 0SEND_F0 0RECV_B0 0B0\n1RECV_F0 1F0 1B0\n")
+    code, out, err = fold3d(f"simulate --plan-file {path}")
+    assert (code, out) == (1, "")
+    assert err.startswith(f"{path}: 0RECV_B0 has no 1SEND_B0 to go with it\n")
+
+
 def test_simulate_reads_costs_and_draws(fold3d, tmp_path: Path):
     costs, svg = tmp_path / "costs.json", tmp_path / "aiao.svg"
     costs.write_text(json.dumps({"forward_s": [1, 1, 1, 1], "backward_s": [2, 2, 2, 2]}))
@@ -325,7 +333,7 @@ def test_a_model_that_does_not_fit_is_answered_with_no(fold3d):
     fix = "--recompute selective"
     assert err.endswith(f"; {fix} fits\n")
     assert fold3d(f"{line} --tp 8 --micro-batch-size 16 {fix}")[0] == 0
-    assert "no --recompute makes it fit" in fold3d(f"{line} --tp 2")[2]
+    assert "no --recompute makes it fit" in fold3d(f"{line} --tp 1")[2]
 
 
 def test_search_says_what_is_best_and_how_to_run_it(fold3d):

@@ -19,7 +19,7 @@ from megatron.fold3d.commands.console import OK, REJECTED, complain, write
 from megatron.fold3d.commands.cost_options import Hardware, add_cost_options, costs_of
 from megatron.fold3d.commands.plan_source import plan_from, sizes
 from megatron.fold3d.commands.schedule_options import add_size_options, compute_plan
-from megatron.fold3d.plan.ir import Op, Plan
+from megatron.fold3d.plan.ir import Op, Plan, PlanError
 from megatron.fold3d.plan.lowering import add_grad_sync
 from megatron.fold3d.plan.schedules import SCHEDULES
 from megatron.fold3d.plan.verify import verify
@@ -90,6 +90,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Print what is predicted; returns the exit code."""
     name, compute = _plan(args)
+    try:
+        verify(compute)
+    except PlanError as error:
+        complain(f"{name}: {error}")
+        return REJECTED
     plan = _with_grad_sync(compute, args.grad_sync)
     source = costs_of(args, plan)
     deferred = args.grad_sync == "deferred"
@@ -128,9 +133,7 @@ def _plan(args: Namespace) -> tuple[str, Plan]:
         if (value := getattr(args, name)) is not None:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} {value} with --plan-file: a plan has its sizes; drop {flag}")
-    plan = plan_from(args.plan_file)
-    verify(plan)
-    return str(args.plan_file), plan
+    return str(args.plan_file), plan_from(args.plan_file)
 
 
 def _with_grad_sync(plan: Plan, choice: str | None) -> Plan:

@@ -36,14 +36,13 @@ def training_flags(shape: ModelShape, candidate: Candidate, *, one_group: bool =
     if shape.kv_channels:
         words.append(f"--kv-channels {shape.kv_channels}")
     words.append("--bf16")
+    run = replace(candidate, schedule="interleaved") if one_group else candidate
+    words.append(run.flags())
     if one_group:
-        words += [
-            replace(candidate, schedule="interleaved").flags(),
-            f"--microbatch-group-size-per-virtual-pipeline-stage {candidate.num_microbatches}",
-            "--overlap-p2p-communication-warmup-flush",
-        ]
-    else:
-        words.append(candidate.flags())
-        if not candidate.is_stock and candidate.setup.data_parallel > 1:
-            words.append("--overlap-grad-reduce")  # or no DP.sync starts before the last backward
+        groups = "--microbatch-group-size-per-virtual-pipeline-stage"
+        words.append(f"{groups} {candidate.num_microbatches}")
+    if run.schedule == "interleaved":  # or stock hides transfers in its steady state only
+        words.append("--overlap-p2p-communication-warmup-flush")
+    if not run.is_stock and run.setup.data_parallel > 1:
+        words.append("--overlap-grad-reduce")  # or no DP.sync starts before the last backward
     return " ".join(words)
