@@ -26,9 +26,11 @@ MAY_NAME = {
         f"{FOLD3D}.analysis.costs",
         f"{FOLD3D}.runtime",
     ),
+    "commands": (f"{FOLD3D}.plan", f"{FOLD3D}.analysis", f"{FOLD3D}.commands"),
     ".": (
         f"{FOLD3D}.plan",
         f"{FOLD3D}.analysis",
+        f"{FOLD3D}.commands",
         f"{FOLD3D}.config",
         f"{FOLD3D}.refusals",
         f"{FOLD3D}.backward_share",
@@ -39,6 +41,7 @@ MUST_NOT_LOAD = {
     "plan": (*HEAVY, f"{FOLD3D}.analysis", f"{FOLD3D}.runtime"),
     "analysis": ("torch", "megatron.core", f"{FOLD3D}.runtime"),
     "runtime": (),
+    "commands": ("torch", "megatron.core", f"{FOLD3D}.runtime"),
     ".": (*HEAVY, f"{FOLD3D}.runtime"),
 }
 FOLDERS = [folder for folder in MAY_NAME if (ROOT / "megatron/fold3d" / folder).is_dir()]

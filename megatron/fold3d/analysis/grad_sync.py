@@ -25,7 +25,6 @@ def deferred_grad_sync(plan: Plan) -> Plan:
     A stage's reduction starts after its last backward; its first forward waits for the one of the
     iteration before. Only a simulation of several iterations shows what that costs.
     """
-
     return defer_grad_sync(add_grad_sync(plan), range(plan.num_stages))
 
 
