@@ -91,20 +91,12 @@ class Executor:
         elif self._deferred is not None:
             self._deferred.prepare(chunks)
 
-        received, sent = (
-            get_tensor_shapes(
-                seq_length=seq_length,
-                micro_batch_size=micro_batch_size,
-                decoder_seq_length=decoder_seq_length,
-                config=config,
-                tp_group=groups.tp,
-                cp_group=groups.cp,
-            )
-            for _ in range(2)
-        )
-        if adjust_tensor_shapes_fn is not None:
-            received, sent = adjust_tensor_shapes_fn(received, sent)
-
+        sizes = {
+            "seq_length": seq_length,
+            "micro_batch_size": micro_batch_size,
+            "decoder_seq_length": decoder_seq_length,
+        }
+        shapes = _shapes(sizes, config, groups, adjust_tensor_shapes_fn)
         with _timed(config):
             program = plan.programs[pp_group.rank()]
             with GradSync(
@@ -124,7 +116,7 @@ class Executor:
                     forward_only=forward_only,
                     collect_non_loss_data=collect_non_loss_data,
                     first_val_step=first_val_step,
-                    shapes={Op.RECV_F: received[0], Op.RECV_B: sent[0]},
+                    shapes=shapes,
                     p2p=self._p2p,
                     grad_sync=grad_sync,
                 )
@@ -280,6 +272,19 @@ def _refuse(config: Any) -> None:
             "num_microbatches_with_partial_activation_checkpoints: it counts the micro-batches in "
             "flight of stock's schedules; use --recompute-granularity, or Megatron's own schedule"
         )
+
+
+def _shapes(
+    sizes: Mapping[str, Any], config: Any, groups: Any, adjust: Callable[..., Any] | None
+) -> dict[Op, Sequence[int]]:
+    """What a rank receives, as Megatron has it: ``[seq, batch, hidden]``, seq split by CP, SP."""
+    received, sent = (
+        get_tensor_shapes(**sizes, config=config, tp_group=groups.tp, cp_group=groups.cp)
+        for _ in range(2)
+    )
+    if adjust is not None:
+        received, sent = adjust(received, sent)
+    return {Op.RECV_F: received[0], Op.RECV_B: sent[0]}
 
 
 def _device(chunks: Sequence[torch.nn.Module]) -> torch.device:
