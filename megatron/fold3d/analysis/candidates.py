@@ -62,7 +62,7 @@ class Candidate:
         return min(most, segments * microbatches)
 
     def flags(self) -> str:
-        """Return the flags of ``pretrain_gpt.py``."""
+        """Return the flags of ``pretrain_gpt.py``; there is none for `offload` yet."""
         setup = self.setup
         words = [
             f"--tensor-model-parallel-size {setup.tensor_parallel}",
@@ -81,12 +81,12 @@ class Candidate:
             )
         if self.is_stock and self.num_segments > 1:
             words.append(f"--num-virtual-stages-per-pipeline-rank {self.num_segments}")
-        if self.is_stock and setup.data_parallel > 1:
-            words.append("--overlap-grad-reduce")
         if not self.is_stock:
             words.append(f"--schedule aiao --segments {self.num_segments}")
-        if self.offload:
-            words.append("--offload-activations on")
+        if setup.data_parallel > 1:  # or no DP.sync starts before the last backward
+            words.append("--overlap-grad-reduce")
+        if self.schedule == "interleaved":  # or it hides transfers in its steady state only
+            words.append("--overlap-p2p-communication-warmup-flush")
         return " ".join(words)
 
 

@@ -41,8 +41,4 @@ def training_flags(shape: ModelShape, candidate: Candidate, *, one_group: bool =
     if one_group:
         groups = "--microbatch-group-size-per-virtual-pipeline-stage"
         words.append(f"{groups} {candidate.num_microbatches}")
-    if run.schedule == "interleaved":  # or stock hides transfers in its steady state only
-        words.append("--overlap-p2p-communication-warmup-flush")
-    if not run.is_stock and run.setup.data_parallel > 1:
-        words.append("--overlap-grad-reduce")  # or no DP.sync starts before the last backward
     return " ".join(words)
