@@ -1,9 +1,12 @@
-"""What every test shares: a header naming the hardware, and the rule that skips `gpu` tests."""
+"""What tests share: a header naming the hardware, the rule that skips `gpu` tests, the parser."""
 
 import os
+from argparse import ArgumentParser
 
 import pytest
 import torch
+
+from megatron.fold3d.config import add_arguments
 
 
 def pytest_report_header() -> str:
@@ -17,3 +20,13 @@ def pytest_report_header() -> str:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU, and torch sees none")
+
+
+@pytest.fixture(scope="session")
+def parser() -> ArgumentParser:
+    """Megatron's parser with our flags: seconds to make, so once for all tests."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    return add_arguments(parser)

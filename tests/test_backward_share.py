@@ -7,22 +7,13 @@ from collections.abc import Callable
 import pytest
 
 from megatron.fold3d.backward_share import REFUSALS
-from megatron.fold3d.config import Fold3DConfig, add_arguments
+from megatron.fold3d.config import Fold3DConfig
 from megatron.fold3d.refusals import Refusal
 
 NEEDED = "--backward-share 0.5 --clip-grad 0 --overlap-grad-reduce"
 UNTIED = "--untie-embeddings-and-output-weights"
 
 Parse = Callable[[str], Namespace]
-
-
-@pytest.fixture(scope="session")
-def parser() -> ArgumentParser:
-    from megatron.training.arguments import add_megatron_arguments
-
-    parser = ArgumentParser(allow_abbrev=False)
-    add_megatron_arguments(parser)
-    return add_arguments(parser)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fold3d.config import Fold3DConfig, add_arguments, megatron_defaults
+from megatron.fold3d.config import Fold3DConfig, megatron_defaults
 from megatron.fold3d.plan.schedules import SCHEDULES
 from megatron.fold3d.refusals import OURS, REFUSALS, Refusal, refusals
 
@@ -22,15 +22,6 @@ MODEL = (
 )
 
 Parse = Callable[[str], Namespace]
-
-
-@pytest.fixture(scope="session")
-def parser() -> ArgumentParser:
-    from megatron.training.arguments import add_megatron_arguments
-
-    parser = ArgumentParser(allow_abbrev=False)
-    add_megatron_arguments(parser)
-    return add_arguments(parser)
 
 
 @pytest.fixture

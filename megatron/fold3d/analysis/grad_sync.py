@@ -4,19 +4,19 @@ Beside `lowering.add_grad_sync`, which starts a stage's reduction with its last 
 for all of them at the end.
 """
 
-from megatron.fold3d.plan.ir import Action, Op, Plan, Program
+from megatron.fold3d.plan.ir import Op, Plan, Program
 from megatron.fold3d.plan.lowering import add_grad_sync, defer_grad_sync
 
 
 def serial_grad_sync(plan: Plan) -> Plan:
     """Add DP.sync after the last action: stock Megatron without ``--overlap-grad-reduce``."""
 
-    def lower(program: Program) -> Program:
-        stages = _in_order_of_backwards(program)
-        reduce = tuple(Action(stage, Op.REDUCE_GRAD) for stage in stages)
-        return (*program, *reduce, *(Action(stage, Op.WAIT_GRAD) for stage in stages))
+    def to_the_end(program: Program) -> Program:
+        sync = {op: [a for a in program if a.op is op] for op in (Op.REDUCE_GRAD, Op.WAIT_GRAD)}
+        others = (action for action in program if action.op not in sync)
+        return (*others, *sync[Op.REDUCE_GRAD], *sync[Op.WAIT_GRAD])
 
-    return Plan(tuple(map(lower, plan.programs)))
+    return Plan(tuple(map(to_the_end, add_grad_sync(plan).programs)))
 
 
 def deferred_grad_sync(plan: Plan) -> Plan:
@@ -26,8 +26,3 @@ def deferred_grad_sync(plan: Plan) -> Plan:
     iteration before. Only a simulation of several iterations shows what that costs.
     """
     return defer_grad_sync(add_grad_sync(plan), range(plan.num_stages))
-
-
-def _in_order_of_backwards(program: Program) -> list[int]:
-    last = {a.stage: i for i, a in enumerate(program) if a.op in (Op.BACKWARD, Op.WEIGHT)}
-    return sorted(last, key=last.__getitem__)
