@@ -25,7 +25,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from scripts.bench import summary, training_log, variants
+from megatron.fold3d.analysis import training_log
+from scripts.bench import summary, variants
 from scripts.bench.summary import Run
 from scripts.bench.testbed import (
     Link,

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from megatron.fold3d.analysis.training_log import Iteration
 from scripts.bench import compare
 from scripts.bench.summary import Run
 from scripts.bench.testbed import Link, Testbed, TestbedError
-from scripts.bench.training_log import Iteration
 from scripts.bench.variants import DEFAULT, Variant
 
 OURS = Variant("aiao-s2", ("--schedule", "aiao"))

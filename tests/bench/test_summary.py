@@ -1,8 +1,8 @@
 import pytest
 
+from megatron.fold3d.analysis.training_log import Iteration, Spread
 from scripts.bench import summary
 from scripts.bench.summary import Run
-from scripts.bench.training_log import Iteration, Spread
 from scripts.bench.variants import DEFAULT, Variant
 
 SWEPT = Variant("stock-v2-n4", ("--num-virtual-stages-per-pipeline-rank", "2"))

@@ -1,4 +1,4 @@
-from scripts.bench.training_log import Iteration, Spread, parse
+from megatron.fold3d.analysis.training_log import Iteration, Spread, parse
 
 LOG = """\
  > building train, validation, and test datasets for GPT ...
