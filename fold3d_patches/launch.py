@@ -20,21 +20,32 @@ from typing import NoReturn
 
 import fold3d_patches
 from fold3d_patches.cpu import flags as cpu_flags
+from megatron.fold3d.analysis.model import Family
+from megatron.fold3d.analysis.presets import preset_flags
 from megatron.fold3d.config import Fold3DConfig, add_arguments, megatron_defaults
 
 PATIENCE_S = 10.0
 # What Megatron, its tokenizers and our patches raise about flags, files and packages.
 MISTAKES = (ValueError, AssertionError, RuntimeError, OSError, ImportError)
 
+logger = logging.getLogger(__name__)
 
-def prepare(argv: Sequence[str], patched: ExitStack) -> Namespace:
+
+def prepare(argv: Sequence[str], patched: ExitStack, family: Family = "gpt") -> Namespace:
     """Check the flags and patch Megatron until ``patched`` closes; returns Megatron's namespace.
+
+    Args:
+        argv: the user's words.
+        patched: takes what undoes the patches.
+        family: of the models that the calling script trains.
 
     Raises:
         MISTAKES: about what the user gave; hand them to `refuse`.
     """
     ours = _add_arguments(ArgumentParser(add_help=False, allow_abbrev=False))
-    device = ours.parse_known_args(argv)[0].device
+    own = ours.parse_known_args(argv)[0]
+    device = own.device
+    preset = preset_flags(own.model_preset, family) if own.model_preset else ()
     _quiet(device)
 
     import torch
@@ -43,7 +54,10 @@ def prepare(argv: Sequence[str], patched: ExitStack) -> Namespace:
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no CUDA device; --device cpu needs none")
     on_cpu = device == "cpu"
-    sys.argv[1:] = [*(cpu_flags.FLAGS if on_cpu else ()), *argv]  # where Megatron reads them
+    # Where Megatron reads them. The user's words come last, and win.
+    sys.argv[1:] = [*(cpu_flags.FLAGS if on_cpu else ()), *preset, *argv]
+    if preset:
+        logger.info("--model-preset %s: %s", own.model_preset, " ".join(preset))
     args: Namespace = parse_args(_add_arguments)
     if on_cpu:
         cpu_flags.check(args)

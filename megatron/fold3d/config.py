@@ -64,6 +64,12 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "Not given, an iteration ends when all gradients are reduced.",
     )
     group.add_argument(
+        "--model-preset",
+        metavar="NAME",
+        help="Build a model of the paper, such as gpt3-18b, or any layers-hidden-heads[-sequence]: "
+        "stands for the flags of its shape, and those that are given win over it.",
+    )
+    group.add_argument(
         "--device",
         choices=get_args(Device),
         default="cuda",

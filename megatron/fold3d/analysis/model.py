@@ -7,6 +7,9 @@ embedding and the last one the head as well.
 
 import re
 from dataclasses import dataclass
+from typing import Literal
+
+Family = Literal["gpt", "bert", "encoder-decoder"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +28,7 @@ class ModelShape:
     """Hidden size over heads if zero."""
     num_decoder_layers: int = 0
     """Of ``num_layers``, those with cross-attention: T5 and its relatives."""
+    family: Family = "gpt"
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
@@ -114,9 +118,16 @@ class ModelShape:
         return layer >= self.num_layers - self.num_decoder_layers
 
 
-def _gpt(name: str, layers: int, hidden: int, heads: int, **rest: int) -> ModelShape:
+def _shape(
+    name: str, layers: int, hidden: int, heads: int, *, family: Family = "gpt", **rest: int
+) -> ModelShape:
     return ModelShape(
-        name=name, num_layers=layers, hidden_size=hidden, num_attention_heads=heads, **rest
+        name=name,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        family=family,
+        **rest,
     )
 
 
@@ -124,20 +135,21 @@ SHAPES = {
     shape.name: shape
     for shape in (
         # FOLD3D Table I, with the sequence length that its throughputs imply
-        _gpt("gpt3-14b", 32, 6144, 48, seq_length=1024),
-        _gpt("gpt3-18b", 40, 6144, 48, seq_length=1024),
-        _gpt("gpt3-39b", 48, 8192, 64, seq_length=1024),
-        _gpt("gpt3-81b", 64, 10240, 80, seq_length=1024),
-        _gpt("bert", 72, 7344, 48, seq_length=1024, vocab_size=30_592),
-        _gpt("t-nlg", 80, 4256, 28, seq_length=1024),
-        _gpt("cpm", 48, 5120, 64, seq_length=1024, vocab_size=26_240, num_decoder_layers=24),
+        _shape("gpt3-14b", 32, 6144, 48, seq_length=1024),
+        _shape("gpt3-18b", 40, 6144, 48, seq_length=1024),
+        _shape("gpt3-39b", 48, 8192, 64, seq_length=1024),
+        _shape("gpt3-81b", 64, 10240, 80, seq_length=1024),
+        _shape("bert", 72, 7344, 48, seq_length=1024, vocab_size=30_592, family="bert"),
+        _shape("t-nlg", 80, 4256, 28, seq_length=1024),
+        _shape("cpm", 48, 5120, 64, seq_length=1024, vocab_size=26_240, num_decoder_layers=24,
+             family="encoder-decoder"),
         # T5-11B: Table I's 24 layers are of the encoder and again of the decoder
-        _gpt("t5", 48, 1024, 128, seq_length=1024, vocab_size=32_128, ffn_hidden_size=65_536,
-             kv_channels=128, num_decoder_layers=24),
+        _shape("t5", 48, 1024, 128, seq_length=1024, vocab_size=32_128, ffn_hidden_size=65_536,
+             kv_channels=128, num_decoder_layers=24, family="encoder-decoder"),
         # Megatron (SC'21) and GPT-3
-        _gpt("gpt3-175b", 96, 12288, 96),
-        _gpt("gpt-530b", 105, 20480, 128),
-        _gpt("gpt-1t", 128, 25600, 160),
+        _shape("gpt3-175b", 96, 12288, 96),
+        _shape("gpt-530b", 105, 20480, 128),
+        _shape("gpt-1t", 128, 25600, 160),
     )
 }  # fmt: skip
 
@@ -152,7 +164,7 @@ def model_shape(name: str) -> ModelShape:
         return SHAPES[name]
     if match := re.fullmatch(r"(\d+)-(\d+)-(\d+)(?:-(\d+))?", name):
         layers, hidden, heads, sequence = (int(n) if n else 2048 for n in match.groups())
-        return _gpt(name, layers, hidden, heads, seq_length=sequence)
+        return _shape(name, layers, hidden, heads, seq_length=sequence)
     raise ValueError(
         f"unknown model {name!r}; choose from {', '.join(sorted(SHAPES))}, "
         "or write its layers-hidden-heads such as 24-2048-16"

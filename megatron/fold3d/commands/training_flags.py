@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from megatron.fold3d.analysis.candidates import Candidate
 from megatron.fold3d.analysis.model import ModelShape
+from megatron.fold3d.analysis.presets import shape_flags
 
 
 def check_trains(shape: ModelShape) -> None:
@@ -12,7 +13,7 @@ def check_trains(shape: ModelShape) -> None:
     Raises:
         ValueError: the model is no GPT.
     """
-    if shape.num_decoder_layers or shape.name == "bert":
+    if shape.family != "gpt":
         raise ValueError(f"{shape.name} is no GPT, and pretrain_gpt.py trains no other model")
 
 
@@ -24,18 +25,7 @@ def training_flags(shape: ModelShape, candidate: Candidate, *, one_group: bool =
         candidate: the split and the schedule.
         one_group: run AIAO's order with stock Megatron, as one group of all micro-batches.
     """
-    words = [
-        f"--num-layers {shape.num_layers}",
-        f"--hidden-size {shape.hidden_size}",
-        f"--num-attention-heads {shape.num_attention_heads}",
-        f"--seq-length {shape.seq_length}",
-        f"--max-position-embeddings {shape.seq_length}",
-    ]
-    if shape.ffn_hidden_size:
-        words.append(f"--ffn-hidden-size {shape.ffn_hidden_size}")
-    if shape.kv_channels:
-        words.append(f"--kv-channels {shape.kv_channels}")
-    words.append("--bf16")
+    words = [*shape_flags(shape), "--bf16"]
     run = replace(candidate, schedule="interleaved") if one_group else candidate
     words.append(run.flags())
     if one_group:
