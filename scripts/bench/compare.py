@@ -12,6 +12,8 @@ time. The larger of the two is the lower bound that the table compares with.
 """
 
 import argparse
+import gc
+import importlib
 import json
 import os
 import platform
@@ -20,9 +22,11 @@ import resource
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from megatron.fold3d.analysis import training_log
@@ -60,13 +64,10 @@ class Bench:
         link = self.link if number else Link(delay_ms=self.link.delay_ms)
         logs = self.logs / f"{variant.name}-round{number}"
         shutil.rmtree(logs, ignore_errors=True)
-        command = [
-            *(sys.executable, "-W", "ignore", "-m", "scripts.bench.rank"),
-            *(*self.rank_flags, "--", *self.job.flags(), *variant.flags),
-        ]
+        argv = [*self.rank_flags, "--", *self.job.flags(), *variant.flags]
         clock = _CpuClock()
         with Testbed(self.job.world_size, link) as testbed:
-            ranks = testbed.start(command, logs, cwd=_ROOT)
+            ranks = testbed.fork(partial(_train, argv), logs)
             timed = (self.warmup, self.job.num_iterations)
             meter = _Meter(testbed, ranks, timed, self.real_time)
             codes = ranks.wait(self.timeout_s, meter.watch)
@@ -83,6 +84,27 @@ class Bench:
             link_bytes=link_bytes / (self.job.num_iterations - self.warmup),
             other_cpus=other_cpus,
         )
+
+
+def _train(argv: Sequence[str]) -> int:
+    """Be one rank; see `_preload`."""
+    import torch
+
+    from scripts.bench import rank
+
+    torch.set_num_threads(1)
+    sys.argv = [rank.__file__]
+    return rank.main(argv)
+
+
+def _preload() -> None:
+    """Import once what every rank of every run needs; nothing of it starts a thread."""
+    warnings.simplefilter("ignore")
+    for module in ("megatron.core.tokenizers.text", "megatron.training.training"):
+        importlib.import_module(module)
+    for module in ("megatron.fold3d.runtime.executor", "scripts.bench.rank"):
+        importlib.import_module(module)
+    gc.freeze()  # else a collection in a rank would copy the pages that it shares
 
 
 class _Meter:
@@ -302,6 +324,7 @@ def main(argv: Sequence[str]) -> int:
         if args.list:
             print("\n".join(f"{v.name:24} {' '.join(v.flags)}" for v in chosen))
             return 0
+        _preload()
         runs = compare(bench, chosen, args.rounds, args.keep)
     except (TestbedError, ValueError) as error:
         return refuse("compare.py", error)

@@ -18,7 +18,9 @@ kills holders and ranks when their parent dies.
 
 import argparse
 import contextlib
+import ctypes
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -26,11 +28,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Protocol, Self
 
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "setpriv": "util-linux"}
 _DIES_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
@@ -39,6 +42,7 @@ _MTU_BYTES = 9000
 _OFFLOAD_BYTES = 16384
 _GRACE_S = 5.0  # for the ranks to print their own error after one of them has failed
 _POLL_S = 0.05
+_PR_SET_PDEATHSIG = 1  # of Linux's <sys/prctl.h>
 
 
 class TestbedError(RuntimeError):
@@ -92,10 +96,22 @@ class Traffic:
         return max(self.sent_bytes, self.received_bytes)
 
 
-class Ranks:
-    """Processes of one run, in the order of their ranks; `Testbed.start` makes them."""
+class Process(Protocol):
+    """What is asked of a rank's process; `subprocess.Popen` answers it."""
 
-    def __init__(self, processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> None:
+    pid: int
+
+    def poll(self) -> int | None:
+        """Exit code; None while it runs."""
+
+    def wait(self) -> object:
+        """Return when it has ended."""
+
+
+class Ranks:
+    """Processes of one run, in the order of their ranks; `Testbed.start` and `fork` make them."""
+
+    def __init__(self, processes: Sequence[Process], logs: Sequence[Path]) -> None:
         self.processes = processes
         self.logs = logs
 
@@ -136,7 +152,7 @@ class Ranks:
         for process in self.processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # every rank leads a session
+                    os.killpg(process.pid, signal.SIGKILL)  # every rank leads a group
         for process in self.processes:
             process.wait()
 
@@ -202,26 +218,45 @@ class Testbed:
         self, command: Sequence[str], logs: Path, cwd: Path | None = None, port: int = 29500
     ) -> Ranks:
         """Run a command on every rank; its output goes to ``logs/rank<N>.log``."""
+
+        def begin(host: int, environment: Mapping[str, str], log: Path) -> Process:
+            with log.open("wb") as output:
+                return subprocess.Popen(
+                    [*self.enter(host), *command],
+                    env=os.environ | environment,
+                    cwd=cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+
+        return self._begin(begin, logs, port)
+
+    def fork(self, function: Callable[[], int], logs: Path, port: int = 29500) -> Ranks:
+        """Call a function on every rank, in a copy of this process; it returns the exit code.
+
+        What this process has imported is there at once: seconds per rank, for Megatron.
+        """
+
+        def begin(host: int, environment: Mapping[str, str], log: Path) -> Process:
+            return _Forked(self.namespace(host), environment, log, function)
+
+        return self._begin(begin, logs, port)
+
+    def _begin(
+        self, begin: Callable[[int, Mapping[str, str], Path], Process], logs: Path, port: int
+    ) -> Ranks:
         logs.mkdir(parents=True, exist_ok=True)
         num_ranks = self.num_hosts * self.ranks_per_host
         paths = [logs / f"rank{rank}.log" for rank in range(num_ranks)]
-        processes: list[subprocess.Popen[bytes]] = []
+        processes: list[Process] = []
         ranks = Ranks(processes, paths)
         self._ranks.append(ranks)  # first, so that `close` finds those that did start
         for rank, path in enumerate(paths):
             host, local_rank = divmod(rank, self.ranks_per_host)
-            with path.open("wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [*self.enter(host), *command],
-                        env=os.environ | self._environment(rank, local_rank, port),
-                        cwd=cwd,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                        start_new_session=True,
-                    )
-                )
+            path.write_bytes(b"")  # whoever watches may read it at once
+            processes.append(begin(host, self._environment(rank, local_rank, port), path))
         return ranks
 
     def traffic(self) -> list[Traffic]:
@@ -297,6 +332,47 @@ class Testbed:
                 fields = counters.split()
                 return Traffic(sent_bytes=int(fields[8]), received_bytes=int(fields[0]))
         raise TestbedError(f"process {pid} has no eth0: its namespace is not a host's")
+
+
+class _Forked:
+    """A copy of this process on a host of the testbed."""
+
+    def __init__(
+        self,
+        namespace: str,
+        environment: Mapping[str, str],
+        log: Path,
+        function: Callable[[], int],
+    ) -> None:
+        self._process = multiprocessing.get_context("fork").Process(
+            target=self._run, args=(namespace, environment, log, function)
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        with contextlib.suppress(ProcessLookupError):
+            os.setpgid(self.pid, self.pid)  # before anybody kills the group
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> None:
+        self._process.join()
+
+    @staticmethod
+    def _run(
+        namespace: str, environment: Mapping[str, str], log: Path, function: Callable[[], int]
+    ) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        with Path(namespace).open() as host:
+            os.setns(host.fileno(), os.CLONE_NEWNET)
+        with log.open("wb", buffering=0) as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        sys.stdout, sys.stderr = (os.fdopen(fd, "w", 1, closefd=False) for fd in (1, 2))
+        os.environ.update(environment)
+        warnings.simplefilter("ignore")
+        sys.exit(function())
 
 
 def check_machine() -> None:

@@ -265,3 +265,24 @@ def test_the_machines_own_network_is_left_alone(needs_testbed):
 def test_traffic_is_the_difference_of_two_readings():
     assert Traffic(10, 25) - Traffic(4, 5) == Traffic(6, 20)
     assert Traffic(6, 20).busier_bytes == 20
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_rank_is_on_its_host_and_keeps_its_exit_code(bed, tmp_path):
+    def rank():
+        os.write(1, f"{os.environ['RANK']} {Path('/proc/self/ns/net').readlink()}".encode())
+        return 3
+
+    ranks = bed.fork(rank, tmp_path)
+    assert ranks.wait(20) == [3, 3]
+    hosts = [str(Path(bed.namespace(host)).readlink()) for host in range(2)]
+    assert [log.read_text().split() for log in ranks.logs] == [["0", hosts[0]], ["1", hosts[1]]]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_forked_ranks_are_killed_as_soon_as_they_exist(bed, tmp_path):
+    ranks = bed.fork(lambda: time.sleep(60) or 0, tmp_path)
+    start_s = time.monotonic()
+    ranks.stop()
+    assert time.monotonic() - start_s < 5
+    assert ranks.poll() == [-signal.SIGKILL] * 2
