@@ -8,6 +8,8 @@ from fold3d_patches.registry import Patch, PatchError, apply
 
 if TYPE_CHECKING:
     from megatron.fold3d.config import Fold3DConfig
+    from megatron.fold3d.runtime.plans import Plans
+    from megatron.fold3d.runtime.recorder import Recorder
 
 __all__ = ["Patch", "PatchError", "install_platform", "install_schedule"]
 
@@ -30,6 +32,25 @@ def install_schedule(config: "Fold3DConfig", num_microbatches: int) -> ExitStack
         PatchError: as above.
         PlanError: the schedule cannot run ``num_microbatches``, or the user's plan is for others.
     """
+    from megatron.fold3d.runtime.plans import Plans
+
+    plans = Plans(config)
+    if config.schedule != "stock":
+        plans.training(num_microbatches)
+    if config.trace is None:
+        return _install(config, plans, None)
+
+    from fold3d_patches import trace
+    from megatron.fold3d.runtime.tracer import Tracer
+
+    tracer = Tracer(config, plans)
+    with apply(trace.patches(tracer, config.schedule)) as stack:
+        stack.enter_context(tracer)
+        stack.push(_install(config, plans, tracer.recorder))
+        return stack.pop_all()
+
+
+def _install(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None") -> ExitStack:
     if config.schedule == "stock":
         return ExitStack()
 
@@ -41,18 +62,16 @@ def install_schedule(config: "Fold3DConfig", num_microbatches: int) -> ExitStack
     )
     from megatron.fold3d.runtime.deferred_sync import DeferredSync
     from megatron.fold3d.runtime.executor import Executor
-    from megatron.fold3d.runtime.plans import Plans
 
-    plans = Plans(config)
-    plans.training(num_microbatches)
     if config.backward_share is None:
-        return apply([get_forward_backward_func.patch(Executor(config, plans))])
+        executor = Executor(config, plans, recorder=recorder)
+        return apply([get_forward_backward_func.patch(executor)])
 
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     deferred = DeferredSync(config.backward_share, timeout)
     stack = apply(
         [
-            get_forward_backward_func.patch(Executor(config, plans, deferred)),
+            get_forward_backward_func.patch(Executor(config, plans, deferred, recorder)),
             optimizer_step.patch(deferred),
             save_checkpoint.patch(deferred),
             zero_grad_buffer.patch(deferred),

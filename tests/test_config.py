@@ -408,3 +408,28 @@ def test_what_the_documentation_says_works_is_not_refused(
             assert flag in by_flag, flag
             args = parse(f"--pipeline-model-parallel-size 2 {given_on(by_flag[flag])}")
             assert list(refusals(args, "aiao")) == [], flag
+
+
+def test_a_trace_has_a_folder_and_iterations(parse: Parse, tmp_path: Path) -> None:
+    config = Fold3DConfig.from_args(parse(f"--trace {tmp_path} --trace-iterations 7-9"))
+    assert (config.trace, config.trace_iterations) == (tmp_path, range(7, 10))
+    config = Fold3DConfig.from_args(parse("--trace new --trace-iterations 7"))
+    assert config.trace_iterations == range(7, 8)
+    assert Fold3DConfig.from_args(parse("--trace new")).trace_iterations is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--trace-iterations 4-5", "without --trace: there is no folder to write to"),
+        ("--trace new --trace-iterations 5-4", "5-4: it is the first and the last iteration"),
+        ("--trace new --trace-iterations 0", "0: it is the first and the last iteration"),
+        ("--trace new --trace-iterations x", "x: it is the first and the last iteration"),
+        ("--trace new --trace-iterations 4-5 --train-iters 4", "the run ends before"),
+        (f"--trace {__file__}", "it is a file, a trace is a folder"),
+        ("--trace new --cuda-graph-impl local", "a captured graph replays what it computes"),
+        ("--trace new --overlap-moe-expert-parallel-comm", "run as one"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused(parse: Parse, flags: str, problem: str) -> None:
+    assert problem in only_problem(parse(flags))

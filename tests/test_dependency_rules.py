@@ -24,6 +24,7 @@ MAY_NAME = {
         f"{FOLD3D}.plan",
         f"{FOLD3D}.config",
         f"{FOLD3D}.analysis.costs",
+        f"{FOLD3D}.analysis.trace",
         f"{FOLD3D}.runtime",
     ),
     "commands": (f"{FOLD3D}.plan", f"{FOLD3D}.analysis", f"{FOLD3D}.commands"),
@@ -34,6 +35,7 @@ MAY_NAME = {
         f"{FOLD3D}.config",
         f"{FOLD3D}.refusals",
         f"{FOLD3D}.backward_share",
+        f"{FOLD3D}.trace_flags",
     ),
 }
 # What must not be loaded after they are imported, through whomever.

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 from megatron.fold3d.backward_share import deferred_stages, share_problems
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, LastSegment
 from megatron.fold3d.refusals import named, refusals, spelled
+from megatron.fold3d.trace_flags import iterations, trace_problems
 
 Device = Literal["cuda", "cpu"]
 
@@ -70,6 +71,19 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "stands for the flags of its shape, and those that are given win over it.",
     )
     group.add_argument(
+        "--trace",
+        type=Path,
+        metavar="DIR",
+        help="Record when each action begins and ends on each rank, and write one file per rank "
+        "into DIR; see `fold3d trace`.",
+    )
+    group.add_argument(
+        "--trace-iterations",
+        metavar="A-B",
+        help="The iterations to record, as the log numbers them (default: the fourth and the "
+        "fifth of this run).",
+    )
+    group.add_argument(
         "--device",
         choices=get_args(Device),
         default="cuda",
@@ -105,6 +119,8 @@ class Fold3DConfig:
         backward_share: share of DP.sync that starts with backward; the rest, and what is left of
             that, runs in the next iteration. None ends it with the iteration.
         deferred_stages: the stages that this is for.
+        trace: the folder that a trace is written to.
+        trace_iterations: the iterations that are recorded; None is two after warm-up.
         device: what Megatron trains on.
         microbatch_group_size: micro-batches per group of ``interleaved``; None is one per rank.
         distributed_timeout_minutes: how long a transfer may take before the job ends.
@@ -120,6 +136,8 @@ class Fold3DConfig:
     distributed_timeout_minutes: float
     backward_share: float | None = None
     deferred_stages: range = range(0)
+    trace: Path | None = None
+    trace_iterations: range | None = None
 
     @classmethod
     def from_args(cls, args: Namespace) -> "Fold3DConfig":
@@ -143,6 +161,7 @@ class Fold3DConfig:
             *_segments(args, schedule, num_segments),
             *refusals(args, schedule),
             *share_problems(args, schedule, num_segments),
+            *trace_problems(args, schedule),
         ]
         if problems:
             raise ValueError("\n".join(problems))
@@ -157,6 +176,8 @@ class Fold3DConfig:
             distributed_timeout_minutes=args.distributed_timeout_minutes,
             backward_share=args.backward_share,
             deferred_stages=deferred_stages(args, num_segments),
+            trace=args.trace,
+            trace_iterations=iterations(args.trace_iterations),
         )
 
 

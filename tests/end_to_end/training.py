@@ -1,5 +1,6 @@
 """One training run inside a rank, and all of it that a schedule must not change, bit for bit."""
 
+import functools
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,7 @@ def train(argv: Sequence[str]) -> Record:
     trained: dict[str, Any] = {}
     train_step, evaluate = training.train_step, training.evaluate
 
+    @functools.wraps(train_step)
     def recorded_train_step(*args: Any, **kwargs: Any) -> Any:
         _, _, trained["model"], trained["optimizer"], *_ = args
         record.num_microbatches.append(get_num_microbatches())

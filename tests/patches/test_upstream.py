@@ -18,12 +18,27 @@ from fold3d_patches import (
     get_forward_backward_func,
     optimizer_step,
     save_checkpoint,
+    trace,
     zero_grad_buffer,
 )
 from fold3d_patches.registry import Patch, apply
+from megatron.fold3d.config import Fold3DConfig
 from megatron.fold3d.runtime.deferred_sync import DeferredSync
+from megatron.fold3d.runtime.plans import Plans
+from megatron.fold3d.runtime.tracer import Tracer
 
 DEFERRED = DeferredSync(0.5, timedelta(minutes=1))
+CONFIG = Fold3DConfig(
+    schedule="stock",
+    plan_file=None,
+    num_ranks=1,
+    num_segments=1,
+    aiao_last_segment="1f1b",
+    device="cpu",
+    microbatch_group_size=None,
+    distributed_timeout_minutes=1,
+    trace=Path("trace"),
+)
 PATCHES = (
     compile_helpers.patch(),
     get_forward_backward_func.patch(lambda **_: []),
@@ -31,6 +46,7 @@ PATCHES = (
     save_checkpoint.patch(DEFERRED),
     zero_grad_buffer.patch(DEFERRED),
     *cpu.patches(),
+    *trace.patches(Tracer(CONFIG, Plans(CONFIG)), "stock"),
 )
 ROOT = Path(__file__).parents[2]
 

@@ -32,6 +32,7 @@ from megatron.fold3d.runtime.deferred_sync import DeferredSync
 from megatron.fold3d.runtime.grad_sync import GradSync
 from megatron.fold3d.runtime.p2p import P2P
 from megatron.fold3d.runtime.plans import Plans
+from megatron.fold3d.runtime.recorder import Recorder, never
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +46,16 @@ class Executor:
     """
 
     def __init__(
-        self, config: Fold3DConfig, plans: Plans, deferred: DeferredSync | None = None
+        self,
+        config: Fold3DConfig,
+        plans: Plans,
+        deferred: DeferredSync | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._timeout = timedelta(minutes=config.distributed_timeout_minutes)
         self._plans = plans
         self._deferred = deferred
+        self._recorder = recorder or never(torch.device(config.device))
         self._started = False
         self._p2p: P2P | None = None
 
@@ -119,6 +125,7 @@ class Executor:
                     shapes=shapes,
                     p2p=self._p2p,
                     grad_sync=grad_sync,
+                    recorder=self._recorder,
                 )
                 iteration.run(pp_group.rank())
             if self._deferred is not None:
@@ -168,6 +175,7 @@ class _Iteration:
     shapes: Mapping[Op, Sequence[int]]
     p2p: P2P | None
     grad_sync: GradSync
+    recorder: Recorder
 
     def __post_init__(self) -> None:
         self.num_tokens = torch.zeros([], dtype=torch.int, device=_device(self.chunks))
@@ -176,6 +184,7 @@ class _Iteration:
         self._outputs: dict[_Key, torch.Tensor] = {}  # computed, not sent yet
         self._input_grads: dict[_Key, torch.Tensor] = {}
         self._last_backward: set[Action] = set()
+        self._arriving: dict[Action, Callable[[], None]] = {}  # posted, to be recorded when taken
 
     def run(self, rank: int) -> None:
         """Run the program of a pipeline rank."""
@@ -200,17 +209,19 @@ class _Iteration:
         elif op is Op.REDUCE_GRAD:
             self.grad_sync.reduce(segment)
         elif op is Op.WAIT_GRAD:
-            self.grad_sync.wait(segment)
+            with self.recorder.span(action, "wait"):
+                self.grad_sync.wait(segment)
         elif self.p2p is None:
             raise NotImplementedError(f"{action} on a pipeline of one rank")
         elif op is Op.SEND_F:
             output = self._outputs.pop(key)
-            self.p2p.send(action, output)
+            self._send(action, output)
             if not self.forward_only:
                 deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
         elif op is Op.SEND_B:
-            self.p2p.send(action, self._input_grads.pop(key))
+            self._send(action, self._input_grads.pop(key))
         elif op in self.shapes:
+            self._arriving[action] = self.recorder.begin(action, "p2p")
             self.p2p.post(action, self.shapes[op], self.config.pipeline_dtype)
         else:
             raise NotImplementedError(f"{action}: the executor has no {op} yet")
@@ -221,26 +232,27 @@ class _Iteration:
             self.grad_sync.gather(segment + 1)
         input_tensor = None
         if self.p2p is not None and stage > 0:
-            input_tensor = self.p2p.take(Action(stage, Op.RECV_F, microbatch))
+            input_tensor = self._take(Action(stage, Op.RECV_F, microbatch), action)
             input_tensor.requires_grad_(not self.forward_only)
         is_last_stage = stage == self.plan.num_stages - 1
-        output, num_tokens = forward_step(
-            self.forward_step_func,
-            self.iterators[segment],
-            self.chunks[segment],
-            self.plan.num_microbatches,
-            input_tensor,
-            self.reports,
-            self.config,
-            self.cp_size,
-            self.collect_non_loss_data,
-            is_first_microbatch=check_first_val_step(
-                self.first_val_step, self.forward_only, microbatch == 0
-            ),
-            current_microbatch=microbatch,
-            vp_stage=segment if len(self.chunks) > 1 else None,
-            is_last_stage=is_last_stage,
-        )
+        with self.recorder.span(action, "compute"):
+            output, num_tokens = forward_step(
+                self.forward_step_func,
+                self.iterators[segment],
+                self.chunks[segment],
+                self.plan.num_microbatches,
+                input_tensor,
+                self.reports,
+                self.config,
+                self.cp_size,
+                self.collect_non_loss_data,
+                is_first_microbatch=check_first_val_step(
+                    self.first_val_step, self.forward_only, microbatch == 0
+                ),
+                current_microbatch=microbatch,
+                vp_stage=segment if len(self.chunks) > 1 else None,
+                is_last_stage=is_last_stage,
+            )
         self.num_tokens += num_tokens
         if not is_last_stage:
             self._outputs[stage, microbatch] = output
@@ -251,13 +263,27 @@ class _Iteration:
         stage, _, microbatch = action
         output_grad = None
         if self.p2p is not None and stage < self.plan.num_stages - 1:
-            output_grad = self.p2p.take(Action(stage, Op.RECV_B, microbatch))
+            output_grad = self._take(Action(stage, Op.RECV_B, microbatch), action)
         if action in self._last_backward:
             self.grad_sync.release(segment)
         input_tensor, output = self._saved.pop((stage, microbatch))
-        input_grad = backward_step(input_tensor, output, output_grad, self.config)
+        with self.recorder.span(action, "compute"):
+            input_grad = backward_step(input_tensor, output, output_grad, self.config)
         if stage > 0:
             self._input_grads[stage, microbatch] = input_grad
+
+    def _take(self, receive: Action, computation: Action) -> torch.Tensor:
+        """Return what a computation needs from its neighbour, once it is here."""
+        assert self.p2p is not None
+        with self.recorder.span(f"wait {computation}", "wait"):
+            tensor = self.p2p.take(receive)
+        self._arriving.pop(receive)()
+        return tensor
+
+    def _send(self, send: Action, tensor: torch.Tensor) -> None:
+        assert self.p2p is not None
+        self.recorder.begin(send, "p2p")()
+        self.p2p.send(send, tensor)
 
 
 def _refuse(config: Any) -> None:

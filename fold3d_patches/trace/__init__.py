@@ -1,0 +1,21 @@
+"""What ``--trace`` replaces: upstream's functions, with a note of when they begin and end."""
+
+from typing import TYPE_CHECKING
+
+from fold3d_patches.registry import Patch
+
+if TYPE_CHECKING:
+    from megatron.fold3d.runtime.tracer import Tracer
+
+
+def patches(tracer: "Tracer", schedule: str) -> tuple[Patch, ...]:
+    """The patches under one schedule; the executor of ours records what it computes by itself."""
+    from fold3d_patches.trace import compute, grad_sync, iteration, optimizer, param_gather
+
+    return (
+        iteration.patch(tracer),
+        *grad_sync.patches(tracer),
+        *param_gather.patches(tracer),
+        *optimizer.patches(tracer),
+        *(compute.patches(tracer) if schedule == "stock" else ()),
+    )

@@ -1,0 +1,67 @@
+"""Patch ``megatron.core.pipeline_parallel.schedules.forward_step`` and ``backward_step``.
+
+Why: stock's schedules hold no plan; what they compute is seen where they compute it.
+Change: a trace gets each forward and backward under the name that a plan would give it.
+Remove when: Megatron's schedules call hooks around their computations.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fold3d_patches.registry import Patch
+from megatron.fold3d.plan.ir import Action, Op
+
+if TYPE_CHECKING:
+    from megatron.fold3d.runtime.tracer import Tracer
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+
+
+def patches(tracer: "Tracer") -> tuple[Patch, ...]:
+    """Both directions; a backward has the name of the forward whose output it is given."""
+    recorder = tracer.recorder
+    forwards: dict[int, Action] = {}  # by the id of their output, which lives until its backward
+
+    def make_forward(upstream: Callable[..., Any]) -> Callable[..., Any]:
+        def forward_step(*args: Any, **kwargs: Any) -> Any:
+            if not recorder.is_on:
+                return upstream(*args, **kwargs)
+            stage = tracer.stage(kwargs.get("vp_stage") or 0)
+            action = Action(stage, Op.FORWARD, kwargs["current_microbatch"])
+            with recorder.span(action, "compute"):
+                output, num_tokens = upstream(*args, **kwargs)
+            forwards[id(output)] = action
+            return output, num_tokens
+
+        return forward_step
+
+    def make_backward(upstream: Callable[..., Any]) -> Callable[..., Any]:
+        def backward_step(
+            input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, config: Any
+        ) -> Any:
+            arguments = input_tensor, output_tensor, output_tensor_grad, config
+            if not recorder.is_on:
+                return upstream(*arguments)
+            forward = forwards.pop(id(output_tensor))
+            with recorder.span(forward._replace(op=Op.BACKWARD), "compute"):
+                return upstream(*arguments)
+
+        return backward_step
+
+    return (
+        Patch(
+            target=f"{_SCHEDULES}:forward_step",
+            parameters=(
+                *("forward_step_func", "data_iterator", "model", "num_microbatches"),
+                *("input_tensor", "forward_data_store", "config", "cp_group_size"),
+                *("collect_non_loss_data", "checkpoint_activations_microbatch"),
+                *("is_first_microbatch", "current_microbatch", "vp_stage", "is_last_stage"),
+            ),
+            make=make_forward,
+        ),
+        Patch(
+            target=f"{_SCHEDULES}:backward_step",
+            parameters=("input_tensor", "output_tensor", "output_tensor_grad", "config"),
+            make=make_backward,
+        ),
+    )

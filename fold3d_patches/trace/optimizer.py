@@ -1,0 +1,34 @@
+"""Patch ``ChainedOptimizer.prepare_grads`` and ``step_with_ready_grads``.
+
+Why: within Megatron's ``step``, updating parameters and waiting for other ranks take turns.
+Change: a trace gets the first alone; the second is what is left.
+Remove when: Megatron's optimizer calls hooks around its update.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fold3d_patches.registry import Patch
+
+if TYPE_CHECKING:
+    from megatron.fold3d.runtime.tracer import Tracer
+
+
+def patches(tracer: "Tracer") -> tuple[Patch, ...]:
+    """The two parts of a step that compute."""
+
+    def make(upstream: Callable[..., bool]) -> Callable[..., bool]:
+        def recorded(self: Any) -> bool:
+            with tracer.recorder.span("optimizer", "optimizer"):
+                return upstream(self)
+
+        return recorded
+
+    return tuple(
+        Patch(
+            target=f"megatron.core.optimizer.optimizer:ChainedOptimizer.{name}",
+            parameters=("self",),
+            make=make,
+        )
+        for name in ("prepare_grads", "step_with_ready_grads")
+    )

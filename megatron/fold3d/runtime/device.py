@@ -1,0 +1,49 @@
+"""What differs between a GPU and a CPU as a device; the one file that names ``torch.cuda``.
+
+Keeps one invariant: nothing here makes the host wait for the device.
+"""
+
+import resource
+import time
+from typing import Any
+
+import torch
+
+Mark = Any
+"""A moment on a device's own time line: a CUDA event, or seconds of the host's clock."""
+
+
+class Clock:
+    """Marks moments of the work that is issued to a device, and tells the time between them.
+
+    On a GPU a mark is passed when the work issued before it on the current stream is done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+
+    def mark(self) -> Mark:
+        """Mark this place in the work that is issued."""
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def has_passed(self, mark: Mark) -> bool:
+        """Tell whether the device has come to a mark."""
+        return bool(mark.query()) if self._on_gpu else True
+
+    def seconds(self, start: Mark, end: Mark) -> float:
+        """Return the time between two marks that have been passed."""
+        return float(start.elapsed_time(end) / 1e3 if self._on_gpu else end - start)
+
+
+def peak_device_bytes(device: torch.device) -> int | None:
+    """Return the most that tensors have held of a GPU's memory; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def peak_host_bytes() -> int:
+    """Return the most that this process has held of the host's memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

@@ -1,0 +1,97 @@
+"""A trace of a real run names what its plan names, in the plan's order, and changes no result."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron.fold3d.analysis.exposure import exposure
+from megatron.fold3d.analysis.timeline import Lane
+from megatron.fold3d.analysis.trace import RankTrace, read_ranks, to_timeline
+from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan
+from tests.distributed import run_distributed
+from tests.end_to_end.training import differences, train
+
+pytestmark = pytest.mark.gloo
+
+MODEL = (
+    "--device cpu --num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--max-position-embeddings 16 --attention-dropout 0 --hidden-dropout 0 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 63 --num-workers 0 --micro-batch-size 1 "
+    "--global-batch-size 8 --pipeline-model-parallel-size 2 --segments 2 --train-iters 6 "
+    "--lr 1e-2 --eval-iters 1 --eval-interval 4 --use-distributed-optimizer "
+    "--overlap-grad-reduce --overlap-param-gather"
+)
+
+
+def test_both_schedules_are_traced_alike_and_train_alike(tmp_path: Path) -> None:
+    stock_dir, ours_dir = tmp_path / "stock", tmp_path / "ours"
+    one_group = "--microbatch-group-size-per-virtual-pipeline-stage 4"
+    stock, ours = (
+        run_distributed(train, 4, shlex.split(f"{MODEL} {schedule} --trace {folder}"))
+        for schedule, folder in (
+            (f"--schedule stock {one_group}", stock_dir),
+            ("--schedule aiao --trace-iterations 2-5", ours_dir),
+        )
+    )
+    assert differences(ours, stock) == []
+    for folder, iterations in ((stock_dir, [4, 5]), (ours_dir, [2, 3, 4, 5])):
+        ranks = read_ranks(folder)
+        assert [(r.rank, r.pp_rank, r.dp_rank) for r in ranks] == [
+            (0, 0, 0),
+            (1, 0, 1),
+            (2, 1, 0),
+            (3, 1, 1),
+        ]
+        for rank in ranks:
+            assert [row.iteration for row in rank.iterations] == iterations
+            assert {event.kind for event in rank.iterations[-1].events} >= {
+                *("compute", "wait", "grad_sync", "param_gather", "optimizer")
+            }
+    plan = Plan.from_text(read_ranks(ours_dir)[0].plan)
+    assert read_ranks(stock_dir)[0].plan == ""
+    for folder in (ours_dir, stock_dir):  # one group of all micro-batches: the same order
+        _check_order(read_ranks(folder), plan)
+
+
+def _check_order(ranks: tuple[RankTrace, ...], plan: Plan) -> None:
+    timeline = to_timeline((ranks[0], ranks[2]))
+    for number, program in enumerate(plan.programs):
+        computed = [action for action in program if action.op in COMPUTE_OPS]
+        spans = [s for s in timeline.lane(number, Lane.COMPUTE) if s.iteration == 1]
+        assert list(dict.fromkeys(span.action for span in spans)) == computed
+        arrived = {span.action for span in timeline.lane(number, Lane.P2P)}
+        assert arrived == {action for action in program if action.op in (Op.RECV_F, Op.RECV_B)}
+        synced = {span.action for span in timeline.lane(number, Lane.GRAD_SYNC)}
+        stages = {action.stage for action in computed}
+        assert synced == {
+            Action(stage, op) for stage in stages for op in (Op.REDUCE_GRAD, Op.GATHER_PARAM)
+        }
+    first, _ = exposure(timeline)
+    assert first.total_s == pytest.approx(timeline.period_s)
+    assert min(first.forward_s, first.backward_s, first.optimizer_s) > 0
+
+
+def test_a_run_that_dies_after_its_traced_iterations_leaves_a_whole_trace(tmp_path: Path) -> None:
+    argv = shlex.split(f"{MODEL} --schedule aiao --trace {tmp_path} --trace-iterations 2")
+    with pytest.raises(Exception, match="the network is gone"):
+        run_distributed(_train_until_the_fourth_iteration, 4, argv)
+    texts = [path.read_text() for path in sorted(tmp_path.iterdir())]
+    assert [json.loads(text)["iterations"][0]["iteration"] for text in texts] == [2, 2, 2, 2]
+
+
+def _train_until_the_fourth_iteration(argv: list[str]) -> None:
+    from megatron.training import get_args
+
+    from megatron.fold3d.runtime.executor import Executor
+
+    run = Executor.__call__
+
+    def fail(self: Executor, **kwargs: object) -> object:
+        if get_args().curr_iteration == 3:
+            raise RuntimeError("the network is gone")
+        return run(self, **kwargs)  # type: ignore[arg-type]
+
+    Executor.__call__ = fail  # type: ignore[assignment]
+    train(argv)
