@@ -40,9 +40,12 @@ class Breakdown:
 
 
 def exposure_of_ranks(timeline: Timeline) -> tuple[Exposure, ...]:
-    """Return, for each rank, where its time went: the mean of all iterations."""
-    iterations = range(min(len(timeline.iteration_ends_s(r)) for r in range(timeline.num_ranks)))
-    rows = [exposure(timeline, iteration) for iteration in iterations]
+    """Return, for each rank, where its time went: the mean of all iterations but the first.
+
+    An iteration counts from the end of the one before; the first is all there is of a single one.
+    """
+    count = min(len(timeline.iteration_ends_s(rank)) for rank in range(timeline.num_ranks))
+    rows = [exposure(timeline, iteration) for iteration in range(min(1, count - 1), count)]
     return tuple(map(mean, zip(*rows, strict=True)))
 
 

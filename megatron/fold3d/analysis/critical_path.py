@@ -17,9 +17,9 @@ from megatron.fold3d.analysis.exposure import READS
 from megatron.fold3d.analysis.timeline import Lane, Span, Timeline
 from megatron.fold3d.plan.ir import Action, Op, gc_paused
 
-# A measured message has arrived when its computation takes it, however early it came: a rank that
-# stood still for less than this share of what it computes next was not held up by its message.
-_SLACK = 0.03
+# A measured message may have arrived before it was taken. One that left while the rank still worked
+# did not hold it up if the rank stood still for less than this share of what it computed then.
+_SLACK = 0.1
 _SYNC_OF = {Op.WAIT_GRAD: Op.REDUCE_GRAD, Op.WAIT_PARAM: Op.GATHER_PARAM}
 
 
@@ -54,6 +54,12 @@ def path_seconds(steps: Iterable[PathStep]) -> dict[str, float]:
         seconds[_column(step.span)] += step.busy_s
         seconds["idle_s"] += step.idle_s
     return {name: total_s for name, total_s in seconds.items() if total_s > 0}
+
+
+def _is_found(message: Span, before: Span, span: Span) -> bool:
+    """Whether a message was there, or as good as there, when the rank came to need it."""
+    idle_s = span.start_s - before.end_s
+    return message.start_s < before.end_s and idle_s <= _SLACK * span.duration_s
 
 
 def _column(span: Span) -> str:
@@ -111,18 +117,20 @@ class _Causes:
 
     def _candidates(self, rank: int, span: Span) -> Iterator[tuple[int, Span] | None]:
         if span.lane is Lane.P2P:
-            yield self._source(span)
+            yield self._source(span.action, span.end_s)
             return
         before = self._last(rank, span.start_s)
         yield before
         if span.lane is Lane.GRAD_SYNC:
             yield self._in_lane(rank, Lane.GRAD_SYNC, span.start_s)
-        if before is not None and span.start_s - before[1].end_s <= _SLACK * span.duration_s:
-            return
         if span.lane is Lane.COMPUTE and span.action is not None and span.action.op in READS:
             stage, op, microbatch = span.action
-            message = Action(stage, READS[op], microbatch)
-            yield self._named(rank, Lane.P2P, message, span.start_s)
+            name = Action(stage, READS[op], microbatch)
+            message = self._named(rank, Lane.P2P, name, span.start_s)
+            if message is None:  # it took no time, or was not recorded
+                message = self._source(name, span.start_s)
+            if not (before and message and _is_found(message[1], before[1], span)):
+                yield message
             reload = Action(stage, Op.RELOAD, microbatch)
             yield self._named(rank, Lane.COPY, reload, span.start_s)
 
@@ -164,14 +172,14 @@ class _Causes:
         ended = self.names.get((rank, lane, action))
         return ended.last(until_s) if ended else None
 
-    def _source(self, message: Span) -> tuple[int, Span] | None:
+    def _source(self, message: Action | None, until_s: float) -> tuple[int, Span] | None:
         """The computation whose result a message carries."""
-        assert message.action is not None
-        stage, op, microbatch = message.action
+        if message is None:
+            return None
+        stage, op, microbatch = message
         source = (
             Action(stage - 1, Op.FORWARD, microbatch)
             if op is Op.RECV_F
             else Action(stage + 1, Op.BACKWARD, microbatch)
         )
-        rank = source.stage % self.num_ranks
-        return self._named(rank, Lane.COMPUTE, source, message.end_s)
+        return self._named(source.stage % self.num_ranks, Lane.COMPUTE, source, until_s)

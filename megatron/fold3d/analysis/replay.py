@@ -26,14 +26,14 @@ def observed_plan(measured: Timeline) -> Plan:
     programs = []
     for rank in range(measured.num_ranks):
         spans = measured.lane(rank, Lane.COMPUTE)
-        programs.append(tuple(s.action for s in spans if s.iteration == 0 and s.action is not None))
-    return with_observed_sync(Plan(tuple(programs)), measured)
+        actions = (s.action for s in spans if s.iteration == 0 and s.action is not None)
+        programs.append(tuple(dict.fromkeys(actions)))  # what was interrupted has several spans
+    return as_synced(add_grad_sync(Plan(tuple(programs))), measured)
 
 
-def with_observed_sync(plan: Plan, measured: Timeline) -> Plan:
-    """Return a plan with DP.sync: behind backwards if any of it was seen there, else at the end."""
-    compute = plan.select(COMPUTE_OPS)
-    return (add_grad_sync if _overlaps(measured) else serial_grad_sync)(compute)
+def as_synced(plan: Plan, measured: Timeline) -> Plan:
+    """Return a plan with all DP.sync at its end, if none was seen behind computation."""
+    return plan if _overlaps(measured) else serial_grad_sync(plan.select(COMPUTE_OPS))
 
 
 def observed_costs(measured: Timeline, plan: Plan) -> Costs:
@@ -47,7 +47,8 @@ def observed_costs(measured: Timeline, plan: Plan) -> Costs:
     """
     stages = range(plan.num_stages)
     compute = _durations(measured)
-    sync = _totals(measured, Lane.GRAD_SYNC)
+    sync = _totals(measured, Lane.GRAD_SYNC, Op.REDUCE_GRAD)
+    gather = _totals(measured, Lane.GRAD_SYNC, Op.GATHER_PARAM)
     update = _totals(measured, Lane.OPTIMIZER)
     messages = [s.duration_s for r in measured.ranks for s in r if s.lane is Lane.P2P]
 
@@ -63,6 +64,7 @@ def observed_costs(measured: Timeline, plan: Plan) -> Costs:
         weight_s=typical(Op.WEIGHT) if (0, Op.WEIGHT) in compute else (),
         p2p_s=quantiles(messages, n=10)[0] if len(messages) > 1 else 0.0,
         grad_sync_s=tuple(min(sync.get(stage, [0.0])) for stage in stages),
+        param_gather_s=tuple(min(gather.get(stage, [0.0])) for stage in stages),
         optimizer_s=tuple(median(update.get(stage, [0.0])) for stage in stages),
     )
 
@@ -111,23 +113,24 @@ def _overlaps(measured: Timeline) -> bool:
 
 
 def _durations(measured: Timeline) -> Mapping[tuple[int, Op], list[float]]:
-    """How long each stage's computations took."""
-    found: dict[tuple[int, Op], list[float]] = defaultdict(list)
+    """How long each stage's computations took, those that were interrupted without the pause."""
+    found: dict[tuple[int, Op], dict[object, float]] = defaultdict(lambda: defaultdict(float))
     for spans in measured.ranks:
         for span in spans:
             if span.lane is Lane.COMPUTE and span.action is not None:
-                found[span.action.stage, span.action.op].append(span.duration_s)
-    return found
+                stage, op, microbatch = span.action
+                found[stage, op][microbatch, span.iteration] += span.duration_s
+    return {key: list(seconds.values()) for key, seconds in found.items()}
 
 
-def _totals(measured: Timeline, lane: Lane) -> Mapping[int, list[float]]:
+def _totals(measured: Timeline, lane: Lane, op: Op | None = None) -> Mapping[int, list[float]]:
     """What each stage took in each iteration; spans without a stage are of all of the rank's."""
     totals: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for rank, spans in enumerate(measured.ranks):
         of_rank = range(rank, measured.num_ranks * measured.num_segments, measured.num_ranks)
         for span in spans:
-            if span.lane is lane:
+            if span.lane is lane and (op is None or (span.action and span.action.op is op)):
                 stages = of_rank if span.action is None else [span.action.stage]
                 for stage in stages:
                     totals[stage][span.iteration] += span.duration_s / len(stages)
-    return {stage: list(of_iteration.values()) for stage, of_iteration in totals.items()}
+    return {stage: list(seconds.values()) for stage, seconds in totals.items()}

@@ -18,10 +18,10 @@ from megatron.fold3d.analysis.exposure import mean
 from megatron.fold3d.analysis.model import model_shape
 from megatron.fold3d.analysis.page import View, page
 from megatron.fold3d.analysis.replay import (
+    as_synced,
     observed_costs,
     observed_plan,
     replay,
-    with_observed_sync,
 )
 from megatron.fold3d.analysis.timeline import Timeline
 from megatron.fold3d.analysis.trace import RankTrace, pipeline, read_ranks, to_timeline
@@ -139,7 +139,7 @@ def _simulated(timeline: Timeline, chosen: Sequence[RankTrace], costs: Path | No
     if chosen[0].plan:
         plan = Plan.from_text(chosen[0].plan)
         if not any(map(deferred_stages, plan.programs)):
-            plan = with_observed_sync(plan, timeline)
+            plan = as_synced(plan, timeline)
     else:
         plan = observed_plan(timeline)
     if costs is None:
@@ -157,15 +157,16 @@ def _title(rank: RankTrace) -> str:
 
 
 def _caption(chosen: Sequence[RankTrace], ranks: Sequence[RankTrace]) -> str:
-    numbers = sorted({iteration.iteration for rank in chosen for iteration in rank.iterations})
-    which = f"iteration {numbers[0]}"
-    if len(numbers) > 1:
-        which = f"iterations {numbers[0]} to {numbers[-1]}"
-    first = chosen[0]
+    common = set.intersection(*({row.iteration for row in rank.iterations} for rank in chosen))
+    first, *rest = sorted(common)
+    which = f"Iteration {first}"
+    if rest:
+        counted = f"{rest[0]} to {rest[-1]}" if len(rest) > 1 else f"{rest[0]}"
+        which = f"Iterations {first} to {rest[-1]} (the times are of {counted})"
+    place = f"replica {chosen[0].dp_rank}, tensor-parallel rank {chosen[0].tp_rank}"
     return (
-        f"{which.capitalize()} of the pipeline of replica {first.dp_rank}, tensor-parallel rank "
-        f"{first.tp_rank}; {len(ranks)} ranks in all. Simulated: the same order with the "
-        "measured costs of its actions."
+        f"{which} of the pipeline of {place}; {len(ranks)} ranks in all. "
+        "Simulated: the same order, with what its actions took."
     )
 
 
