@@ -20,6 +20,7 @@ _COMMANDS = {
     "simulate": "predict how long a plan takes and where its time goes",
     "search": "choose schedule, sizes and segments for a model on a cluster",
     "trace": "show where the time of a traced run went",
+    "compare": "compare two training runs: speed, losses, where the time went",
 }
 
 
