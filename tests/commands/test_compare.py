@@ -45,7 +45,7 @@ def test_the_ratio_is_of_throughputs_after_warmup(fold3d, runs: tuple[Path, Path
         "B is 1.500 times as fast as A; 1.485 to 1.515 by how iterations scatter",
         "",
         "loss: equal in every digit in 20 of 20 iterations",
-        "loss 0.5 was reached after 39.3 s by A, 26.2 s by B",
+        "loss 0.5 was reached after 39.27 s by A, 26.18 s by B",
         "",
         "no trace of A stock and B aiao: where the time went shows with --trace DIR",
     ]
