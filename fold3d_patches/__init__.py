@@ -67,8 +67,12 @@ def _install(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None"
         executor = Executor(config, plans, recorder=recorder)
         return apply([get_forward_backward_func.patch(executor)])
 
-    timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    deferred = DeferredSync(config.backward_share, timeout)
+    deferred = DeferredSync(
+        config.backward_share,
+        slice_bytes=config.dp_slice_bytes,
+        bounded=config.clips_or_scales,
+        timeout=timedelta(minutes=config.distributed_timeout_minutes),
+    )
     stack = apply(
         [
             get_forward_backward_func.patch(Executor(config, plans, deferred, recorder)),

@@ -4,7 +4,8 @@ Why: ``train_step`` steps all parameters at the end of an iteration; a model chu
     are still on their way can only be stepped later.
 Change: chunks whose DP.sync reaches into the next iteration are stepped before their next forward,
     with the learning rate and weight decay of this one (paper Algorithm 2). The norm of the
-    gradients is unknown yet: it is logged when it is known, with its iteration.
+    gradients is unknown yet: it is logged when it is known, with its iteration. A step that may
+    have to be clipped or skipped stays Megatron's own.
 Remove when: Megatron's optimizer steps model chunks one by one.
 """
 
@@ -23,9 +24,9 @@ def patch(deferred: "DeferredSync") -> Patch:
     def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.training import get_args
 
-        def step(self: Any) -> tuple[bool, None, None]:
-            deferred.step(self, iteration=get_args().curr_iteration + 1)
-            return True, None, None
+        def step(self: Any) -> Any:
+            iteration = get_args().curr_iteration + 1
+            return deferred.step(self, iteration, whole_step=lambda: upstream(self))
 
         return step
 

@@ -3,6 +3,7 @@
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -10,8 +11,7 @@ from megatron.fold3d.backward_share import REFUSALS
 from megatron.fold3d.config import Fold3DConfig
 from megatron.fold3d.refusals import Refusal
 
-NEEDED = "--backward-share 0.5 --clip-grad 0 --overlap-grad-reduce"
-UNTIED = "--untie-embeddings-and-output-weights"
+NEEDED = "--backward-share 0.5 --overlap-grad-reduce"
 
 Parse = Callable[[str], Namespace]
 
@@ -33,13 +33,13 @@ def problems(args: Namespace) -> list[str]:
 
 @pytest.mark.parametrize("share", [0, 0.5, 1])
 def test_a_share_from_0_to_1_is_taken(parse: Parse, share: float) -> None:
-    config = Fold3DConfig.from_args(parse(f"{NEEDED} {UNTIED} --backward-share {share}"))
+    config = Fold3DConfig.from_args(parse(f"{NEEDED} --backward-share {share}"))
     assert (config.backward_share, config.deferred_stages) == (share, range(2))
 
 
 @pytest.mark.parametrize("share", ["-0.1", "1.5", "nan", "inf"])
 def test_other_shares_are_refused(parse: Parse, share: str) -> None:
-    (problem,) = problems(parse(f"{NEEDED} {UNTIED} --backward-share={share}"))
+    (problem,) = problems(parse(f"{NEEDED} --backward-share={share}"))
     assert problem == (
         f"--backward-share {share}: it is a share of DP.sync; give a number from 0 to 1"
     )
@@ -50,20 +50,51 @@ def test_nothing_is_deferred_unless_asked_for(parse: Parse) -> None:
     assert (config.backward_share, config.deferred_stages) == (None, range(0))
 
 
-def test_stages_that_share_the_word_embeddings_are_kept_out(parse: Parse) -> None:
-    assert Fold3DConfig.from_args(parse(f"{NEEDED} --segments 2")).deferred_stages == range(1, 3)
-    untied = Fold3DConfig.from_args(parse(f"{NEEDED} --segments 2 {UNTIED}"))
-    assert untied.deferred_stages == range(4)
+def test_all_stages_are_deferred(parse: Parse) -> None:
+    assert Fold3DConfig.from_args(parse(f"{NEEDED} --segments 2")).deferred_stages == range(4)
     alone = Fold3DConfig.from_args(parse(f"{NEEDED} --pipeline-model-parallel-size 1"))
     assert alone.deferred_stages == range(1)
 
 
-def test_a_share_that_would_defer_nothing_is_refused(parse: Parse) -> None:
-    (problem,) = problems(parse(NEEDED))
+@pytest.mark.parametrize(
+    ("flags", "conditional"),
+    [
+        ("", True),
+        ("--clip-grad 0", False),
+        ("--clip-grad 0 --bf16", False),
+        ("--clip-grad 0 --fp16", True),
+        ("--clip-grad 0 --bf16 --loss-scale 2", True),
+    ],
+)
+def test_steps_depend_on_gradients_with_clipping_and_with_a_loss_scaler(
+    parse: Parse, flags: str, conditional: bool
+) -> None:
+    assert Fold3DConfig.from_args(parse(f"{NEEDED} {flags}")).clips_or_scales is conditional
+
+
+def test_slices_are_small_on_cpus_unless_told_otherwise(parse: Parse) -> None:
+    def slice_bytes(flags: str) -> int:
+        return Fold3DConfig.from_args(parse(f"{NEEDED} {flags}")).dp_slice_bytes
+
+    assert slice_bytes("") == 8 << 20
+    assert slice_bytes("--device cpu") == 256 << 10
+    assert slice_bytes("--device cpu --dp-slice-bytes 65536") == 65536
+
+
+@pytest.mark.parametrize("slice_bytes", [4095, 0, -1])
+def test_slices_that_cost_more_than_they_carry_are_refused(parse: Parse, slice_bytes: int) -> None:
+    (problem,) = problems(parse(f"{NEEDED} --dp-slice-bytes {slice_bytes}"))
     assert problem == (
-        "--backward-share 0.5 with 2 stages: the first and the last share the word embeddings "
-        "and are synced at the end of the iteration, and there is no other; "
-        f"give more --segments, or {UNTIED}"
+        f"--dp-slice-bytes {slice_bytes}: a slice this small costs more to send than it carries; "
+        "give at least 4096"
+    )
+
+
+def test_only_deferred_gradients_are_sliced(parse: Parse) -> None:
+    (problem,) = problems(parse("--dp-slice-bytes 65536"))
+    assert problem == (
+        "--dp-slice-bytes 65536 without --backward-share: DP.sync is Megatron's, in buckets; "
+        "add --backward-share, or give --ddp-bucket-size"
     )
 
 
@@ -72,10 +103,8 @@ def test_stock_defers_nothing(parse: Parse) -> None:
     assert problem.startswith("--backward-share 0.5 with --schedule stock:")
 
 
-def test_clipping_and_gradients_that_megatron_reduces_at_the_end_are_refused(parse: Parse) -> None:
-    assert problems(parse(f"--backward-share 0.5 {UNTIED}")) == [
-        "--clip-grad 1.0 with --backward-share 0.5: the norm needs all gradients before the first "
-        "step; give --clip-grad 0",
+def test_gradients_that_megatron_reduces_at_the_end_are_refused(parse: Parse) -> None:
+    assert problems(parse("--backward-share 0.5")) == [
         "--backward-share 0.5 without --overlap-grad-reduce: Megatron then reduces all gradients "
         "at the end of the iteration; add --overlap-grad-reduce",
     ]
@@ -90,7 +119,7 @@ def test_a_refusal_is_made_with_a_share_and_not_without(
     flag = row.flag
     if action.nargs != 0:
         flag += f" {list(action.choices)[-1] if action.choices else 2}"
-    line = f"{UNTIED} --tensor-model-parallel-size 2"
+    line = "--tensor-model-parallel-size 2"
 
     refused = problems(parse(f"{NEEDED} {line} {flag}"))
 
@@ -100,6 +129,7 @@ def test_a_refusal_is_made_with_a_share_and_not_without(
     assert set(re.findall(r"--[a-z0-9-]+", f"{row.rule} {row.fix}")) <= flags
 
 
-@pytest.mark.parametrize("flag", ["--sequence-parallel", "--qk-layernorm"])
-def test_what_sums_over_tensor_parallel_ranks_works_on_one(parse: Parse, flag: str) -> None:
-    Fold3DConfig.from_args(parse(f"{NEEDED} {UNTIED} {flag}"))
+def test_the_documentation_lists_what_is_refused() -> None:
+    page = Path(__file__).parents[1] / "docs" / "compatibility.md"
+    rows = [f"- `{row.flag}`: {row.rule}; {row.fix}" for row in REFUSALS]
+    assert [line for line in page.read_text().splitlines() if line.startswith("- `--")] == rows

@@ -73,6 +73,8 @@ def test_the_default_is_stock_megatron(parse: Parse) -> None:
         device="cuda",
         microbatch_group_size=None,
         distributed_timeout_minutes=10,
+        dp_slice_bytes=8 << 20,
+        clips_or_scales=True,  # it clips by default
     )
     assert megatron_defaults(args) == {}
 
@@ -91,6 +93,8 @@ def test_every_flag_reaches_the_configuration(parse: Parse, tmp_path: Path) -> N
         device="cpu",
         microbatch_group_size=None,
         distributed_timeout_minutes=3,
+        dp_slice_bytes=256 << 10,
+        clips_or_scales=True,
     )
     grouped = parse(
         "--schedule interleaved --segments 2 --pipeline-model-parallel-size 2 "

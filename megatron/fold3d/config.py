@@ -12,12 +12,15 @@ from math import gcd
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from megatron.fold3d.backward_share import deferred_stages, share_problems
+from megatron.fold3d.backward_share import share_problems
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, LastSegment
 from megatron.fold3d.refusals import named, refusals, spelled
 from megatron.fold3d.trace_flags import iterations, trace_problems
 
 Device = Literal["cuda", "cpu"]
+
+# A slice has to take much longer than to start it, and much less than an activation's transfer.
+SLICE_BYTES: dict[Device, int] = {"cuda": 8 << 20, "cpu": 256 << 10}
 
 # The flags from which Megatron derives virtual stages; it accepts one of them at a time.
 _VIRTUAL_STAGE_FLAGS = {
@@ -63,6 +66,13 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="Let DP.sync reach into the next iteration: the share X, from 0 to 1, of a segment's "
         "gradients is reduced behind its backward, the rest behind the next forward. "
         "Not given, an iteration ends when all gradients are reduced.",
+    )
+    group.add_argument(
+        "--dp-slice-bytes",
+        type=int,
+        metavar="N",
+        help="With --backward-share, reduce N bytes of gradients at once, so that what is needed "
+        "sooner waits no longer than these take (default: 8388608, on CPUs 262144).",
     )
     group.add_argument(
         "--model-preset",
@@ -118,7 +128,8 @@ class Fold3DConfig:
         aiao_last_segment: how ``aiao`` runs its last segment.
         backward_share: share of DP.sync that starts with backward; the rest, and what is left of
             that, runs in the next iteration. None ends it with the iteration.
-        deferred_stages: the stages that this is for.
+        dp_slice_bytes: how many bytes of gradients such a run reduces at once.
+        clips_or_scales: whether Megatron may clip gradients, or skip a step over a loss scale.
         trace: the folder that a trace is written to.
         trace_iterations: the iterations that are recorded; None is two after warm-up.
         device: what Megatron trains on.
@@ -135,9 +146,15 @@ class Fold3DConfig:
     microbatch_group_size: int | None
     distributed_timeout_minutes: float
     backward_share: float | None = None
-    deferred_stages: range = range(0)
+    dp_slice_bytes: int = 0
+    clips_or_scales: bool = False
     trace: Path | None = None
     trace_iterations: range | None = None
+
+    @property
+    def deferred_stages(self) -> range:
+        """The stages whose DP.sync may reach into the next iteration."""
+        return range(0 if self.backward_share is None else self.num_ranks * self.num_segments)
 
     @classmethod
     def from_args(cls, args: Namespace) -> "Fold3DConfig":
@@ -160,7 +177,7 @@ class Fold3DConfig:
             *_own_flags(args, schedule),
             *_segments(args, schedule, num_segments),
             *refusals(args, schedule),
-            *share_problems(args, schedule, num_segments),
+            *share_problems(args, schedule),
             *trace_problems(args, schedule),
         ]
         if problems:
@@ -175,7 +192,8 @@ class Fold3DConfig:
             microbatch_group_size=args.microbatch_group_size_per_vp_stage,
             distributed_timeout_minutes=args.distributed_timeout_minutes,
             backward_share=args.backward_share,
-            deferred_stages=deferred_stages(args, num_segments),
+            dp_slice_bytes=args.dp_slice_bytes or SLICE_BYTES[args.device],
+            clips_or_scales=args.clip_grad > 0 or args.fp16 or bool(args.loss_scale),
             trace=args.trace,
             trace_iterations=iterations(args.trace_iterations),
         )

@@ -129,7 +129,7 @@ def known(job: Job) -> Iterator[Variant]:
     for segments in [1, *job.segment_counts]:
         aiao = ("--schedule", "aiao", "--segments", str(segments), "--overlap-grad-reduce")
         yield from _with_optimizers(f"aiao-s{segments}", aiao)
-        for percent in SHARES if job.clip_grad == 0 and segments > 1 else ():
+        for percent in SHARES if segments > 1 else ():
             share = ("--backward-share", str(percent / 100))
             yield Variant(f"aiao-s{segments}-share{percent}", (*aiao, *share))
 

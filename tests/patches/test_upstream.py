@@ -27,7 +27,7 @@ from megatron.fold3d.runtime.deferred_sync import DeferredSync
 from megatron.fold3d.runtime.plans import Plans
 from megatron.fold3d.runtime.tracer import Tracer
 
-DEFERRED = DeferredSync(0.5, timedelta(minutes=1))
+DEFERRED = DeferredSync(0.5, slice_bytes=4096, bounded=False, timeout=timedelta(minutes=1))
 CONFIG = Fold3DConfig(
     schedule="stock",
     plan_file=None,

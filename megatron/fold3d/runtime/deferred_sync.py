@@ -5,96 +5,129 @@ when all backwards are, in the order in which the next forward needs the chunks.
 first forward a chunk waits for its gradients and takes the optimizer step of their iteration.
 
 Keeps one invariant: from the start of its reduction until its step, nobody else reads a chunk's
-gradients, adds to them or zeroes them, and nobody reads its parameters.
+gradients, adds to them or zeroes them, and nobody reads its parameters. What Megatron changes or
+looks at when the iteration ends is reduced by then: `kept_back`, or all of it where only the
+gradients themselves can tell whether there will be a step.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
 
+from megatron.fold3d.runtime.kept_back import kept_back
 from megatron.fold3d.runtime.late_step import LateStep
+from megatron.fold3d.runtime.norm_bound import NormBound
+from megatron.fold3d.runtime.reductions import Reductions
+from megatron.fold3d.runtime.replicas import bucket_groups, connect, ranks_of, ranks_of_all
 
 logger = logging.getLogger(__name__)
 
-_SLICE_BYTES = 1 << 20  # what a running slice delays, at most, that is needed sooner
-
-_Slice = tuple[torch.Tensor, Any, dist.ProcessGroup]  # with what is done over whom
+Outcome = tuple[bool, float | None, int | None]
+"""What Megatron's optimizer says of a step: was it taken, the gradients' norm, their zeros."""
 
 
 class DeferredSync:
     """Reductions and optimizer steps of one rank's model chunks, over all iterations.
 
-    Every replica of a chunk starts the same slices in the same order, in process groups that
-    nothing else uses: Megatron's own collectives, such as the mean of the losses, would stand in
-    the queue behind them. A started reduction becomes *due* when Megatron asks for the optimizer
-    step; before, an iteration that is run again drops it.
+    A started reduction becomes *due* when Megatron asks for the optimizer step; before, an
+    iteration that is run again drops it.
+
+    Args:
+        backward_share: share of every segment's DP.sync that starts with its backward.
+        slice_bytes: what is reduced at once; a slice that has begun delays what is needed sooner.
+        bounded: whether a step may be clipped or skipped, and is late only if a bound excludes it.
+        timeout: of a reduction.
     """
 
-    def __init__(self, backward_share: float, timeout: timedelta) -> None:
+    def __init__(
+        self, backward_share: float, *, slice_bytes: int, bounded: bool, timeout: timedelta
+    ) -> None:
         self._backward_share = backward_share
+        self._reductions = Reductions(slice_bytes)
+        self._kept_back: AbstractSet[torch.nn.Parameter] = frozenset()
+        self._norm_bound: NormBound | None = None
+        self._alone: dist.ProcessGroup | None = None
+        self._bounded = bounded
         self._timeout = timeout
         self._chunks: Sequence[Any] = ()
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._rest: dict[Any, list[_Slice]] = {}
-        self._running: dict[Any, list[dist.Work]] = {}
+        self._shares: Sequence[float] = ()
+        self._next_shares: Sequence[float] = ()
         self._due: set[Any] = set()
         self._step: LateStep | None = None
+        self._num_late = self._num_whole = 0
 
-    def prepare(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Make the process groups, at the first call; all ranks of the job call this together."""
+    def prepare(self, chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
+        """Begin an iteration; all ranks of the job call this together."""
         if not self._chunks:
-            ours = {_ranks(group.data_parallel_group) for group in _bucket_groups(*chunks)}
-            self._groups = _make_groups(ours, next(chunks[0].parameters()).device, self._timeout)
-            self._chunks = chunks
+            self._connect(chunks, groups)
+        self._shares = self._next_shares or [self._backward_share] * len(chunks)
+
+    def set_shares(self, shares: Sequence[float]) -> None:
+        """Start the share ``shares[segment]`` with a segment's backward, from the next iteration.
+
+        All replicas of a stage are to be given the same ones.
+        """
+        if not all(0 <= share <= 1 for share in shares):
+            raise ValueError(f"shares of DP.sync {shares}: give numbers from 0 to 1")
+        self._next_shares = tuple(shares)
 
     def start(self, chunk: Any) -> None:
         """Start to reduce the backward share of a chunk's gradients, which are complete."""
-        assert chunk not in self._running, "its gradients were not waited for"
-        works, rest = self._running.setdefault(chunk, []), self._rest.setdefault(chunk, [])
-        for bucket_group in _bucket_groups(chunk):
-            _make_ready(bucket_group)
-            average = bucket_group.ddp_config.average_in_collective
-            op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-            group = self._groups[_ranks(bucket_group.data_parallel_group)]
-            for bucket in bucket_group.buckets:
-                cut = round(bucket.grad_data.numel() * self._backward_share)
-                works += [_reduce(part, op, group) for part in _slices(bucket.grad_data[:cut])]
-                rest += [(part, op, group) for part in _slices(bucket.grad_data[cut:])]
+        segment = self._chunks.index(chunk)
+        slices = self._reductions.cut(chunk)
+        if self._norm_bound is not None:
+            self._norm_bound.add(segment, slices)
+        self._reductions.start(chunk, slices, self._shares[segment])
 
-    def start_rest(self) -> None:
-        """Start what is left of all chunks: the backwards of the iteration are through."""
-        for chunk in self._chunks:
-            self._running.get(chunk, []).extend(_reduce(*s) for s in self._rest.pop(chunk, ()))
+    def finish_backward(self) -> None:
+        """Start what is left of all chunks; all backwards of the iteration are through."""
+        self._reductions.finish_backward()
 
     def settle(self, chunk: Any) -> None:
         """Wait for the gradients of the iteration before, step with them and zero them."""
         if chunk in self._due:
             assert self._step is not None
-            self._wait(chunk)
+            self._reductions.wait(chunk)
             self._step.take(chunk.parameters())
             self._due.remove(chunk)
             chunk.zero_grad_buffer()
 
-    def step(self, optimizer: Any, iteration: int) -> None:
-        """Step what is not deferred; what is will be when it is settled, as if it were now."""
+    def step(self, optimizer: Any, iteration: int, whole_step: Callable[[], Outcome]) -> Outcome:
+        """Step what is not deferred; what is will be when it is settled, as if it were now.
+
+        Where that could differ from Megatron's ``whole_step``, wait for all gradients and take it.
+        """
         self._finish_step()
-        self._step = LateStep(optimizer, iteration)
-        here = [p for c in self._chunks if c not in self._running for p in c.parameters()]
-        if here:
+        late = [chunk for chunk in self._chunks if self._reductions.is_running(chunk)]
+        if self._norm_bound is not None:
+            here = [chunk for chunk in self._chunks if chunk not in late]
+            self._norm_bound.add_reduced(here, late, self._kept_back)
+            bound = self._norm_bound.total()
+            logger.debug("gradients of iteration %s: %s", iteration, bound)
+            if not bound.allows_late_steps(optimizer):
+                self._num_whole += 1
+                for chunk in late:
+                    self._reductions.wait(chunk)
+                return whole_step()
+        self._num_late += 1
+        self._step = LateStep(optimizer, iteration, self._alone)
+        if here := [p for c in self._chunks if c not in late for p in c.parameters()]:
             self._step.take(here)
-        self._due = set(self._running)
+        self._due = set(late)
+        return True, None, None
 
     def may_zero(self, chunk: Any) -> bool:
         """Whether a chunk's gradients may be zeroed; they may not while its step is due."""
         if chunk in self._due:
             return False
-        self._wait(chunk)  # the iteration is given up or run again
+        self._reductions.wait(chunk)  # the iteration is given up or run again
         return True
 
     def drain(self) -> None:
@@ -108,14 +141,30 @@ class DeferredSync:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         """Drain at the end of a run; after an error there may be nobody left to wait for."""
-        if error is None or issubclass(error, SystemExit):
-            self.drain()
-            for chunk in list(self._running):
-                self._wait(chunk)
+        if not self._chunks or not (error is None or issubclass(error, SystemExit)):
+            return
+        self.drain()
+        for chunk in self._chunks:
+            self._reductions.wait(chunk)
+        log_single_rank(
+            logger,
+            logging.INFO,
+            "steps: %s reached into the next iteration, %s waited for all gradients",
+            self._num_late,
+            self._num_whole,
+        )
 
-    def _wait(self, chunk: Any) -> None:
-        for work in self._running.pop(chunk, ()):
-            work.wait()
+    def _connect(self, chunks: Sequence[Any], groups: ProcessGroupCollection) -> None:
+        """Make the process groups."""
+        everyones = ranks_of_all({ranks_of(g.data_parallel_group) for g in bucket_groups(*chunks)})
+        device = next(chunks[0].parameters()).device
+        ours = connect(everyones, device, self._timeout)
+        self._kept_back = kept_back(chunks, groups)
+        self._reductions.connect(chunks, self._kept_back, ours)
+        if self._bounded:
+            self._norm_bound = NormBound(everyones, chunks, device, self._timeout)
+            self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        self._chunks = chunks
 
     def _finish_step(self) -> None:
         """Tell the norm of the gradients of an iteration, as soon as all are known."""
@@ -124,55 +173,3 @@ class DeferredSync:
             norm, iteration = self._step.grad_norm(), self._step.iteration
             log_single_rank(logger, logging.INFO, "grad norm of iteration %s: %s", iteration, norm)
             self._step = None
-
-
-def _bucket_groups(*chunks: Any) -> Iterator[Any]:
-    for chunk in chunks:
-        yield from chunk.bucket_groups
-        yield from chunk.expert_parallel_bucket_groups
-
-
-def _make_ready(bucket_group: Any) -> None:
-    """Do what Megatron's ``start_grad_sync`` does before it reduces, and end it for this iteration.
-
-    ``finalize_model_grads`` then finds the reduction finished and touches it no more.
-    """
-    config = bucket_group.ddp_config
-    if config.check_for_nan_in_grad or config.check_for_large_grads:
-        bucket_group.check_grads(
-            check_for_nan_or_inf=config.check_for_nan_in_grad,
-            check_for_large=config.check_for_large_grads,
-        )
-    for bucket in bucket_group.buckets:
-        if bucket.gradient_scaling_factor != 1.0:
-            bucket.grad_data *= bucket.gradient_scaling_factor
-    bucket_group.grad_reduce_finished = True
-
-
-def _slices(data: torch.Tensor) -> Sequence[torch.Tensor]:
-    return data.split(_SLICE_BYTES // data.element_size()) if data.numel() else ()
-
-
-def _reduce(part: torch.Tensor, op: Any, group: dist.ProcessGroup) -> dist.Work:
-    work: dist.Work | None = dist.all_reduce(part, op, group=group, async_op=True)
-    assert work is not None
-    return work
-
-
-def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group))
-
-
-def _make_groups(
-    ours: AbstractSet[tuple[int, ...]], device: torch.device, timeout: timedelta
-) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Make a new group over the ranks of each data-parallel group, all ranks in the same order."""
-    everyones: list[set[tuple[int, ...]]] = [set() for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyones, ours)
-    made = {}
-    for ranks in sorted(set().union(*everyones)):
-        group = dist.new_group(ranks, timeout=timeout)
-        if dist.get_rank() in ranks:
-            made[ranks] = group
-            dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL connects here
-    return made

@@ -95,7 +95,7 @@ class Executor:
         if self._deferred is not None and forward_only:
             self._deferred.drain()  # what is evaluated is the model of the last iteration
         elif self._deferred is not None:
-            self._deferred.prepare(chunks)
+            self._deferred.prepare(chunks, groups)
 
         sizes = {
             "seq_length": seq_length,
@@ -129,7 +129,7 @@ class Executor:
                 )
                 iteration.run(pp_group.rank())
             if self._deferred is not None:
-                self._deferred.start_rest()
+                self._deferred.finish_backward()
             if config.finalize_model_grads_func is not None and not forward_only:
                 config.finalize_model_grads_func(
                     chunks,

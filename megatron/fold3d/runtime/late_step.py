@@ -1,7 +1,8 @@
 """An iteration's optimizer step, taken part by part: each part as soon as its gradients are there.
 
 Keeps one invariant: whenever a part is stepped, the step is that of its own iteration. Learning
-rate, weight decay and step count are those of the moment at which Megatron asked for the step.
+rate, weight decay, step count and loss scale are those of the moment at which Megatron asked for
+the step.
 """
 
 import math
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 
 # What changes from one iteration to the next: the scheduler sets the first two, and fused
 # optimizers (apex, Transformer Engine) count steps per group where torch counts per parameter.
@@ -22,22 +25,35 @@ _LISTS_OF_GROUPS = ("float16_groups", "fp32_from_float16_groups", "fp32_from_fp3
 class LateStep:
     """The step of one iteration, through Megatron's own optimizer.
 
-    Every parameter of the optimizer is to be stepped once, in any order and in any parts.
+    Every parameter of the optimizer is to be stepped once, in any order and in any parts. Where
+    there is a loss scaler, all gradients are known to be finite, and the scaler is told at once.
+
+    Args:
+        optimizer: Megatron's, with its parts in ``chained_optimizers``.
+        iteration: whose step this is.
+        alone: a process group of this rank only, needed with a loss scaler.
     """
 
-    def __init__(self, optimizer: Any, iteration: int) -> None:
+    def __init__(
+        self, optimizer: Any, iteration: int, alone: dist.ProcessGroup | None = None
+    ) -> None:
         self.iteration = iteration
         self._optimizer = optimizer
         self._settings = [_settings(group) for group in self._groups()]
         device = optimizer.get_loss_scale().device
         self._squares = [torch.zeros((), device=device) for _ in optimizer.chained_optimizers]
+        self._alone = alone
+        self._scaled = [o for o in optimizer.chained_optimizers if getattr(o, "grad_scaler", None)]
+        self._scalers = [ConstantGradScaler(o.grad_scaler.scale.item()) for o in self._scaled]
+        for megatrons in self._scaled:
+            megatrons.grad_scaler.update(found_inf=False)
 
     @torch.no_grad()
     def take(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Step ``parameters`` with the reduced gradients in their ``main_grad``."""
-        with self._narrowed_to(parameters), self._with_its_settings():
+        with self._narrowed_to(parameters), self._with_its_settings(), self._with_its_scale():
             found_inf = self._optimizer.prepare_grads()
-            assert not found_inf, "a loss scaler would have skipped the whole step"
+            assert not found_inf, "gradients were finite when this step was allowed"
             for square, megatrons in zip(
                 self._squares, self._optimizer.chained_optimizers, strict=True
             ):
@@ -84,6 +100,18 @@ class LateStep:
                 if group["params"]:  # it has counted this step, or counts per parameter
                     settings |= {"step": group["step"]} if "step" in group else {}
                 _set(group, settings)
+
+    @contextmanager
+    def _with_its_scale(self) -> Iterator[None]:
+        """Unscale by the iteration's scale, and ask no other rank whether the result is finite."""
+        now = [(o.grad_scaler, o.get_grad_stats_parallel_group()) for o in self._scaled]
+        try:
+            for megatrons, scaler in zip(self._scaled, self._scalers, strict=True):
+                megatrons.grad_scaler, megatrons.grad_stats_parallel_group = scaler, self._alone
+            yield
+        finally:
+            for megatrons, (scaler, group) in zip(self._scaled, now, strict=True):
+                megatrons.grad_scaler, megatrons.grad_stats_parallel_group = scaler, group
 
     def _groups(self) -> Iterator[dict[str, Any]]:
         for megatrons in self._optimizer.chained_optimizers:

@@ -83,9 +83,8 @@ class Plans:
         for stage in chain.from_iterable(map(deferred_stages, plan.programs)):
             if stage not in self._config.deferred_stages:
                 raise PlanError(
-                    f"found {stage}WAIT_GRAD before {stage}F0; this stage's gradients are reduced "
-                    "within the iteration: give --backward-share, unless it shares the word "
-                    "embeddings, or move the action to the end"
+                    f"found {stage}WAIT_GRAD before {stage}F0, which ends DP.sync of the iteration "
+                    "before: give --backward-share, or move the action to the end"
                 )
         return plan
 

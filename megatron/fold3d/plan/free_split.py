@@ -1,0 +1,35 @@
+"""How much of each segment's DP.sync fits behind the backward: the r of paper Algorithm 2.
+
+The lowest segment is needed first in the next forward, and its backward is the last to end. So the
+network always works for the lowest segment whose gradients are there: earliest deadline first.
+What it has done when the last backward ends is each segment's share; to do the same bytes in
+another order until then changes nothing, for none of them is needed before.
+"""
+
+from bisect import insort
+from collections.abc import Sequence
+from itertools import pairwise
+
+
+def backward_shares(ready_s: Sequence[float], sync_s: Sequence[float]) -> tuple[float, ...]:
+    """Return the share of each segment's DP.sync that fits between its backward and the last one.
+
+    Args:
+        ready_s: when each segment's last backward ends, in seconds from any moment.
+        sync_s: how long each segment's DP.sync takes on a network that does nothing else.
+
+    Returns:
+        A number from 0 to 1 for each segment; 0 for the one that ends last and has no time left.
+    """
+    left_s = list(sync_s)
+    waiting: list[int] = []
+    for segment, following in pairwise(sorted(range(len(ready_s)), key=ready_s.__getitem__)):
+        insort(waiting, segment)
+        window_s = ready_s[following] - ready_s[segment]
+        for urgent in waiting:
+            served_s = min(left_s[urgent], window_s)
+            left_s[urgent] -= served_s
+            window_s -= served_s
+    return tuple(
+        1 - left / whole if whole else 1.0 for left, whole in zip(left_s, sync_s, strict=True)
+    )

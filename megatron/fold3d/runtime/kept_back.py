@@ -1,0 +1,51 @@
+"""The parameters whose gradients Megatron changes once they are reduced over the replicas.
+
+``finalize_model_grads`` sums some of them over pipeline or tensor-parallel ranks at the end of the
+iteration. These have to be reduced by then, whatever becomes of the rest of their model chunk.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+
+def kept_back(
+    chunks: Sequence[Any], groups: ProcessGroupCollection
+) -> frozenset[torch.nn.Parameter]:
+    """Return the parameters of a rank's model chunks whose gradients are to be kept back."""
+    kept: set[torch.nn.Parameter] = set()
+    for chunk in chunks:
+        kept.update(_copies_of_word_embeddings(chunk, groups.embd))
+        kept.update(_summed_over_tensor_parallel(chunk, groups.tp))
+    return frozenset(kept)
+
+
+def _copies_of_word_embeddings(
+    chunk: Any, embedding_group: dist.ProcessGroup | None
+) -> Iterator[torch.nn.Parameter]:
+    """Yield what ``_allreduce_word_embedding_grads`` of Megatron 0.19.2 sums over both ends."""
+    if embedding_group is None or embedding_group.size() == 1:
+        return
+    model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+    if (model.pre_process or model.post_process) and model.share_embeddings_and_output_weights:
+        yield model.shared_embedding_or_output_weight()
+
+
+def _summed_over_tensor_parallel(
+    chunk: Any, tensor_parallel_group: dist.ProcessGroup
+) -> Iterator[torch.nn.Parameter]:
+    """Yield what ``_allreduce_non_tensor_model_parallel_grads`` of Megatron 0.19.2 sums."""
+    if tensor_parallel_group.size() == 1:
+        return
+    config = get_model_config(chunk)
+    for name, parameter in chunk.named_parameters():
+        if (
+            getattr(parameter, "average_gradients_across_tp_domain", False)
+            or (config.sequence_parallel and getattr(parameter, "sequence_parallel", False))
+            or (config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name))
+        ):
+            yield parameter

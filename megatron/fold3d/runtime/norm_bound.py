@@ -1,0 +1,139 @@
+"""How large the norm of all gradients can be, told before they are reduced.
+
+The norm of a sum is at most the sum of the norms: what replicas are about to add up is no larger
+than their own norms together. One small all-reduce adds them up for all gradients at once, and
+where the result rules out that Megatron clips, skips or overflows, no step has to wait for that.
+
+Keeps one invariant: every rank gets the same numbers, and so takes the same decision.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from megatron.core.utils import get_model_config
+
+from megatron.fold3d.runtime.replicas import Ranks, bucket_groups, ranks_of
+from megatron.fold3d.runtime.slices import Slice
+
+# Norms in fp32 are not exact, neither ours nor Megatron's: a sum of squares in which each term
+# meets up to 100,000 roundings, one after the other, is off by 0.6% at most.
+_SAFETY = 1.01
+
+_MEGATRONS_EPSILON = 1e-6  # clip_grad_by_total_norm_fp32 divides by the norm and this
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What cannot be exceeded, of gradients as a loss scaler has scaled them.
+
+    Attributes:
+        norm: of all gradients.
+        peak: of each single gradient that is reduced in fp16, which overflows before a norm does.
+    """
+
+    norm: float
+    peak: float
+
+    def allows_late_steps(self, optimizer: Any) -> bool:
+        """Tell whether Megatron's optimizer is sure to take this step, and not to clip it."""
+        config, scale = optimizer.config, optimizer.get_loss_scale().item()
+        finite = torch.finfo(torch.float32).max
+        limit = min(config.clip_grad or finite, config.grad_norm_skip_threshold, finite)
+        norm = self.norm / scale * _SAFETY + _MEGATRONS_EPSILON
+        # Neither holds for NaN.
+        return norm <= limit and self.peak <= torch.finfo(torch.float16).max
+
+
+class NormBound:
+    """The norms of one iteration, as they become known.
+
+    They are kept in slots: gradients of one segment that the same ranks reduce share one. One slot
+    more for each such group of ranks holds the norm of what is reduced already.
+    """
+
+    def __init__(
+        self,
+        everyones: Sequence[Ranks],
+        chunks: Sequence[Any],
+        device: torch.device,
+        timeout: timedelta,
+    ) -> None:
+        self._reduced_slot = len(chunks)  # follows those of the segments
+        num_slots = len(chunks) + 1
+        self._first_slot = {ranks: i * num_slots for i, ranks in enumerate(everyones)}
+        self._slots = torch.zeros(2, len(everyones) * num_slots, dtype=torch.float64, device=device)
+        self._norms, self._peaks = self._slots
+        in_fp32 = chunks[0].ddp_config.grad_reduce_in_fp32
+        self._in_fp16 = get_model_config(chunks[0]).fp16 and not in_fp32
+        self._world = dist.new_group(timeout=timeout)  # its own, so that it stands in no queue
+
+    @torch.no_grad()
+    def add(self, segment: int, parts: Iterable[Slice]) -> None:
+        """Take down a segment's gradients that are about to be reduced."""
+        by_ranks = defaultdict(list)
+        for part in parts:
+            by_ranks[ranks_of(part.group)].append(part.data)
+        for ranks, data in by_ranks.items():
+            slot = self._first_slot[ranks] + segment
+            rounding = (1 + torch.finfo(data[0].dtype).eps) ** len(ranks)  # of the sum
+            self._norms[slot] = _norm(data) * rounding
+            if self._in_fp16:
+                self._peaks[slot] = _peak(data) * rounding
+
+    @torch.no_grad()
+    def add_reduced(
+        self,
+        stepped: Iterable[Any],
+        deferred: Iterable[Any],
+        kept_back: AbstractSet[torch.nn.Parameter],
+    ) -> None:
+        """Take down what is reduced: all of the ``stepped`` chunks, ``kept_back`` of the others.
+
+        All replicas have the same; the first one brings it in. What Megatron counts once, is.
+        """
+        by_ranks: dict[Ranks, list[torch.Tensor]] = defaultdict(list)
+        for chunks, reduced in ((stepped, None), (deferred, kept_back)):
+            for group in bucket_groups(*chunks):
+                by_ranks[ranks_of(group.data_parallel_group)] += [
+                    parameter.main_grad
+                    for bucket in group.buckets
+                    for parameter in bucket.params
+                    if (reduced is None or parameter in reduced) and _is_counted_here(parameter)
+                ]
+        for ranks, gradients in by_ranks.items():
+            if gradients and dist.get_rank() == ranks[0]:
+                self._norms[self._first_slot[ranks] + self._reduced_slot] = _norm(gradients)
+
+    def total(self) -> Bound:
+        """Return the bound, and forget what was taken down; all ranks of the job call this."""
+        dist.all_reduce(self._slots, group=self._world)
+        norm, peak = torch.stack([self._norms.norm(), self._peaks.max()]).tolist()
+        self._slots.zero_()
+        return Bound(norm, peak)
+
+
+def _norm(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a norm in fp64 whose terms are norms of parts in fp32."""
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
+    return torch.stack(norms).double().square().sum().sqrt()
+
+
+def _peak(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([torch.linalg.vector_norm(part, torch.inf) for part in parts]).max()
+
+
+def _is_counted_here(parameter: torch.nn.Parameter) -> bool:
+    """Whether Megatron's norm may count this one of several equal copies."""
+    if not getattr(parameter, "allreduce", True):
+        return True  # of an expert: which ranks have copies is not always to be seen from here
+    return bool(
+        param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
+    )

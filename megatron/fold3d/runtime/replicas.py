@@ -1,0 +1,43 @@
+"""Who reduces what: the bucket groups of model chunks, and process groups of our own over them."""
+
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Ranks = tuple[int, ...]
+
+
+def bucket_groups(*chunks: Any) -> Iterator[Any]:
+    """Yield the bucket groups of Megatron's DDP, those of experts too."""
+    for chunk in chunks:
+        yield from chunk.bucket_groups
+        yield from chunk.expert_parallel_bucket_groups
+
+
+def ranks_of(group: dist.ProcessGroup) -> Ranks:
+    """Return the global ranks of a process group."""
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def ranks_of_all(ours: AbstractSet[Ranks]) -> list[Ranks]:
+    """Return the groups of ranks that any rank of the job names, in one order everywhere."""
+    everyones: list[set[Ranks]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyones, ours)
+    return sorted(set().union(*everyones))
+
+
+def connect(
+    everyones: list[Ranks], device: torch.device, timeout: timedelta
+) -> dict[Ranks, dist.ProcessGroup]:
+    """Make a new process group over each group of ranks, and return this rank's."""
+    made = {}
+    for ranks in everyones:
+        group = dist.new_group(ranks, timeout=timeout)
+        if dist.get_rank() in ranks:
+            made[ranks] = group
+            dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL connects here
+    return made

@@ -1,0 +1,66 @@
+"""A model chunk's gradients, cut into what is reduced together.
+
+Keeps one invariant: the cut depends on the sizes of parameters, the share and the size of a slice
+alone, so every replica of a chunk cuts it alike.
+"""
+
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Some of a bucket's gradients, with what is to be done over whom."""
+
+    data: torch.Tensor
+    op: Any
+    group: dist.ProcessGroup
+
+    def reduce(self) -> dist.Work:
+        """Start to reduce it."""
+        work: dist.Work | None = dist.all_reduce(
+            self.data, self.op, group=self.group, async_op=True
+        )
+        assert work is not None
+        return work
+
+    def cut(self, size: int) -> tuple["Slice", "Slice"]:
+        """Return its first ``size`` elements and the others."""
+        return (
+            Slice(self.data[:size], self.op, self.group),
+            Slice(self.data[size:], self.op, self.group),
+        )
+
+
+def kept_ranges(bucket: Any, kept_back: Container[torch.nn.Parameter]) -> list[tuple[int, int]]:
+    """Return where in a bucket the gradients of ``kept_back`` lie, in order."""
+    return sorted(bucket.param_to_index[p] for p in bucket.params if p in kept_back)
+
+
+def slices(
+    bucket: Any, kept_back: Container[torch.nn.Parameter], slice_bytes: int
+) -> Iterator[torch.Tensor]:
+    """Yield a bucket's other gradients, at most ``slice_bytes`` at once."""
+    data = bucket.grad_data
+    edges = [0, *chain.from_iterable(kept_ranges(bucket, kept_back)), data.numel()]
+    for begin, end in zip(edges[::2], edges[1::2], strict=True):
+        if begin < end:
+            yield from data[begin:end].split(slice_bytes // data.element_size())
+
+
+def divide(whole: Sequence[Slice], share: float) -> tuple[list[Slice], list[Slice]]:
+    """Divide slices into the first ``share`` of their elements and the others."""
+    left = round(share * sum(part.data.numel() for part in whole))
+    first: list[Slice] = []
+    rest: list[Slice] = []
+    for part in whole:
+        ours, others = part.cut(left)
+        left -= ours.data.numel()
+        first += [ours] if ours.data.numel() else []
+        rest += [others] if others.data.numel() else []
+    return first, rest
