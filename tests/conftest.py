@@ -1,11 +1,13 @@
-"""What tests share: a header naming the hardware, the rule that skips `gpu` tests, the parser."""
+"""What tests share: a header naming the hardware, the rule that skips `gpu` tests, the commands."""
 
 import os
+import shlex
 from argparse import ArgumentParser
 
 import pytest
 import torch
 
+from megatron.fold3d.cli import main
 from megatron.fold3d.config import add_arguments
 
 
@@ -30,3 +32,17 @@ def parser() -> ArgumentParser:
     parser = ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(parser)
     return add_arguments(parser)
+
+
+@pytest.fixture
+def fold3d(capsys: pytest.CaptureFixture[str]):
+    """Run one command line; returns its exit code, stdout and stderr."""
+
+    def run(line: str) -> tuple[int, str, str]:
+        try:
+            code = main(shlex.split(line))
+        except SystemExit as exit_:  # argparse
+            code = int(exit_.code or 0)
+        return code, *capsys.readouterr()
+
+    return run

@@ -11,7 +11,6 @@ import pytest
 from megatron.fold3d.analysis.candidates import Candidate
 from megatron.fold3d.analysis.model import model_shape
 from megatron.fold3d.analysis.sizes import Setup
-from megatron.fold3d.cli import main
 from megatron.fold3d.commands.training_flags import training_flags
 from megatron.fold3d.config import Fold3DConfig, add_arguments
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES
@@ -20,20 +19,6 @@ AIAO = "plan --schedule aiao --pp 2 --segments 2 --microbatches 3"
 SIMULATE = "simulate --schedule aiao --pp 2 --segments 2 --microbatches 4"
 SEARCH = "search --global-batch-size 64"
 ON_A100 = "--model 24-2048-16 --cluster a100x8"
-
-
-@pytest.fixture
-def fold3d(capsys: pytest.CaptureFixture[str]):
-    """Run one command line; returns its exit code, stdout and stderr."""
-
-    def run(line: str) -> tuple[int, str, str]:
-        try:
-            code = main(shlex.split(line))
-        except SystemExit as exit_:  # argparse
-            code = int(exit_.code or 0)
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def shell(line: str) -> subprocess.CompletedProcess[str]:

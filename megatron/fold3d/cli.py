@@ -19,6 +19,8 @@ _COMMANDS = {
     "verify": "prove that a plan can run, or show the action that stops it",
     "simulate": "predict how long a plan takes and where its time goes",
     "search": "choose schedule, sizes and segments for a model on a cluster",
+    "trace": "show where the time of a traced run went",
+    "compare": "compare two training runs: speed, losses, where the time went",
 }
 
 

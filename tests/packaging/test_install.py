@@ -86,7 +86,7 @@ def test_wheel_holds_our_files_and_nothing_of_megatron(wheel: Path, checkout: Pa
         str(path.relative_to(checkout))
         for name in PORTIONS
         for path in (checkout / name).rglob("*")
-        if path.suffix in (".py", ".pyi") or path.name == "py.typed"
+        if path.suffix in (".py", ".pyi", ".html", ".css", ".js") or path.name == "py.typed"
     }
     assert packed == ours
     assert "megatron/__init__.py" not in packed

@@ -12,7 +12,8 @@ from operator import attrgetter
 from megatron.fold3d.analysis.timeline import BUSY_LANES, Lane, Span, Timeline
 from megatron.fold3d.plan.ir import Action, Op
 
-_READS = {Op.FORWARD: Op.RECV_F, Op.BACKWARD: Op.RECV_B}
+READS = {Op.FORWARD: Op.RECV_F, Op.BACKWARD: Op.RECV_B}
+"""The message that a computation waits for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +94,9 @@ def _count_gap(
 ) -> None:
     """Split the time before a computation among its message, its reload and the bubble."""
     bubble_s, until_s = span.start_s - free_s, span.start_s
-    if span.action is not None and span.action.op in _READS:
+    if span.action is not None and span.action.op in READS:
         stage, op, microbatch = span.action
-        message = arrivals.get(Action(stage, _READS[op], microbatch))
+        message = arrivals.get(Action(stage, READS[op], microbatch))
         reload = reloads.get(Action(stage, Op.RELOAD, microbatch))
         causes = [
             (c, name) for c, name in ((message, "p2p_s"), (reload, "copy_s")) if c is not None

@@ -11,6 +11,7 @@ HUES = {
     "weight": (140, 0.42, 0.36),
     "sync": (268, 0.52, 0.46),
     "copy": (176, 0.55, 0.30),
+    "p2p": (336, 0.62, 0.48),
 }
 """Per kind: hue in degrees, saturation, and the lightness of the last segment."""
 
@@ -37,7 +38,7 @@ def css_class(kind: str, segment: int) -> str:
 def rules(kind: str, num_segments: int) -> str:
     """Return the CSS rules of a kind of work."""
     return "".join(
-        f".{css_class(kind, segment)}{{fill:{_color(kind, segment, num_segments)}}}"
+        f".{css_class(kind, segment)}{{fill:{color(kind, segment, num_segments)}}}"
         for segment in range(num_segments)
     )
 
@@ -52,7 +53,8 @@ def takes_dark_text(kind: str, segment: int, num_segments: int) -> bool:
     return luminance > 0.26
 
 
-def _color(kind: str, segment: int, num_segments: int) -> str:
+def color(kind: str, segment: int, num_segments: int) -> str:
+    """Return the CSS color of a kind of work in a segment."""
     return "#" + "".join(f"{round(255 * c):02x}" for c in _rgb(kind, segment, num_segments))
 
 

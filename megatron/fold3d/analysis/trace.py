@@ -7,6 +7,8 @@ message was under way, is worked out here; so a measured run and a simulated one
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -222,6 +224,22 @@ class _Clocked:
             if event.kind in ("compute", "p2p") and (action := _action(event.name)) is not None
         }
 
+    def found_inputs(self) -> Mapping[Action, float]:
+        """Return since when a rank was free for what it then did not wait for.
+
+        Such a message was there before it was taken, and nobody knows how long before.
+        """
+        waits = {e.name: e.end_s - e.start_s for e in self.row.events if e.kind == "wait"}
+        busy = [e for e in self.row.events if _LANES.get(e.kind) in BUSY_LANES]
+        work = sorted(
+            (e for e in busy if e.kind != "wait" or _action(e.name)), key=lambda e: e.start_s
+        )
+        return {
+            Action.from_str(event.name): self.start_s + before.end_s
+            for before, event in pairwise(work)
+            if 2 * waits.get(f"wait {event.name}", inf) < event.start_s - before.end_s
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class _Message:
@@ -232,11 +250,14 @@ class _Message:
     receiver: int
     departure_s: float
     arrival_s: float
+    found_s: float
+    """When the receiver was free to take it, if it did not wait for it then."""
     iteration: int
 
     def span(self, offsets_s: Sequence[float]) -> Span:
         start_s = self.departure_s + offsets_s[self.sender]
         end_s = self.arrival_s + offsets_s[self.receiver]
+        end_s = min(end_s, max(start_s, self.found_s + offsets_s[self.receiver]))
         return Span(Lane.P2P, min(start_s, end_s), end_s, self.action, self.iteration)
 
 
@@ -250,7 +271,7 @@ def _messages(clocks: Sequence[Sequence[_Clocked]], receiver: int) -> Iterator[_
     if num_ranks == 1:
         return
     for number, clocked in enumerate(clocks[receiver]):
-        here = clocked.times()
+        here, found_s = clocked.times(), clocked.found_inputs()
         there = [rows[number].times() for rows in clocks]
         for action, (start_s, _) in here.items():
             if action.op not in _SENT:
@@ -269,6 +290,7 @@ def _messages(clocks: Sequence[Sequence[_Clocked]], receiver: int) -> Iterator[_
                 receiver=receiver,
                 departure_s=sent[0] if sent else computed[1],
                 arrival_s=here[received][1] if received in here else start_s,
+                found_s=found_s.get(action, inf),
                 iteration=number,
             )
 

@@ -10,17 +10,26 @@ _FIELDS = {
     "elapsed_ms": re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)"),
     "loss": re.compile(r"lm loss: (\S+)"),
     "grad_norm": re.compile(r"grad norm: (\S+)"),
+    "batch_size": re.compile(r"global batch size: +(\d+)"),
+    "tflops": re.compile(r"throughput per GPU \(TFLOP/s/GPU\): ([\d.]+)"),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Iteration:
-    """One line of the log; loss and gradient norm are None where Megatron skipped the update."""
+    """One line of the log, with None for what it does not say.
+
+    Loss and gradient norm are not there where Megatron skipped the update, TFLOP/s per GPU where
+    ``--log-throughput`` was not given. With ``--log-interval`` above one, a line is the mean of as
+    many iterations.
+    """
 
     number: int
     elapsed_ms: float
     loss: float | None = None
     grad_norm: float | None = None
+    batch_size: float | None = None
+    tflops: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
 
+from megatron.fold3d.analysis.breakdown import COLUMNS, shown_columns
 from megatron.fold3d.analysis.draw import caption_of, draw
 from megatron.fold3d.analysis.exposure import Exposure, exposure, mean
 from megatron.fold3d.analysis.grad_sync import deferred_grad_sync, serial_grad_sync
@@ -45,16 +46,6 @@ _PASSES = {
     "overlap": add_grad_sync,
     "deferred": deferred_grad_sync,
 }
-_COLUMNS = {
-    "forward_s": "forward",
-    "backward_s": "backward",
-    "optimizer_s": "optimizer",
-    "bubble_s": "bubble",
-    "grad_sync_s": "DP.sync",
-    "p2p_s": "PP.sync",
-    "copy_s": "copies",
-}
-_IF_ANY = ("optimizer_s", "copy_s")  # columns that Table II does not have
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -167,8 +158,8 @@ def _lines(name: str, plan: Plan, timeline: Timeline, peaks: list[float]) -> Ite
 def _table(row: Exposure) -> Iterator[str]:
     """Where the last iteration went, mean over ranks: the columns of the paper's Table II."""
     seconds = asdict(row)
-    shown = [name for name in _COLUMNS if seconds[name] or name not in _IF_ANY]
-    yield "         " + "".join(f"{_COLUMNS[name]:>10}" for name in shown) + f"{'total':>10}"
+    shown = shown_columns(row)
+    yield "         " + "".join(f"{COLUMNS[name]:>10}" for name in shown) + f"{'total':>10}"
     times = [*(seconds[name] for name in shown), row.total_s]
     yield "seconds  " + "".join(f"{time_s:>10.4g}" for time_s in times)
     yield "share    " + "".join(f"{row.share(time_s):>10.1%}" for time_s in times)

@@ -1,0 +1,136 @@
+"""A measured run, simulated: its own order with its own costs, without the noise of the machine.
+
+What differs between the two is what the model of the machine leaves out. Costs are what each action
+took at its best or usually; what they wait for each other is left to the simulator.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from statistics import median, quantiles
+
+from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.analysis.grad_sync import serial_grad_sync
+from megatron.fold3d.analysis.simulate import simulate
+from megatron.fold3d.analysis.steady import steady_state
+from megatron.fold3d.analysis.timeline import BUSY_LANES, Lane, Timeline
+from megatron.fold3d.plan.ir import COMPUTE_OPS, Op, Plan, PlanError
+from megatron.fold3d.plan.lowering import add_grad_sync, deferred_stages
+
+
+def observed_plan(measured: Timeline) -> Plan:
+    """Return the order in which the ranks computed, with DP.sync where it began.
+
+    Raises:
+        PlanError: the ranks recorded no whole iteration.
+    """
+    programs = []
+    for rank in range(measured.num_ranks):
+        spans = measured.lane(rank, Lane.COMPUTE)
+        actions = (s.action for s in spans if s.iteration == 0 and s.action is not None)
+        programs.append(tuple(dict.fromkeys(actions)))  # what was interrupted has several spans
+    return as_synced(add_grad_sync(Plan(tuple(programs))), measured)
+
+
+def as_synced(plan: Plan, measured: Timeline) -> Plan:
+    """Return a plan with all DP.sync at its end, if none was seen behind computation."""
+    return plan if _overlaps(measured) else serial_grad_sync(plan.select(COMPUTE_OPS))
+
+
+def observed_costs(measured: Timeline, plan: Plan) -> Costs:
+    """Return what the actions of a plan took in a measured run.
+
+    A computation counts with its median. A message, and the DP.sync of a stage, count with their
+    shortest time, since the others shared the link or were not missed yet when they arrived.
+
+    Raises:
+        PlanError: a stage of the plan was not recorded.
+    """
+    stages = range(plan.num_stages)
+    compute = _durations(measured)
+    sync = _totals(measured, Lane.GRAD_SYNC, Op.REDUCE_GRAD)
+    gather = _totals(measured, Lane.GRAD_SYNC, Op.GATHER_PARAM)
+    update = _totals(measured, Lane.OPTIMIZER)
+    messages = [s.duration_s for r in measured.ranks for s in r if s.lane is Lane.P2P]
+
+    def typical(op: Op) -> tuple[float, ...]:
+        if any((stage, op) not in compute for stage in stages):
+            missing = next(stage for stage in stages if (stage, op) not in compute)
+            raise PlanError(f"no {op} of stage {missing} in the trace; trace whole iterations")
+        return tuple(median(compute[stage, op]) for stage in stages)
+
+    return Costs(
+        forward_s=typical(Op.FORWARD),
+        backward_s=typical(Op.BACKWARD),
+        weight_s=typical(Op.WEIGHT) if (0, Op.WEIGHT) in compute else (),
+        p2p_s=quantiles(messages, n=10)[0] if len(messages) > 1 else 0.0,
+        grad_sync_s=tuple(min(sync.get(stage, [0.0])) for stage in stages),
+        param_gather_s=tuple(min(gather.get(stage, [0.0])) for stage in stages),
+        optimizer_s=tuple(median(update.get(stage, [0.0])) for stage in stages),
+    )
+
+
+def replay(plan: Plan, costs: Costs, iterations: int) -> Timeline:
+    """Return the simulation of as many iterations as were measured.
+
+    Of a plan whose DP.sync reaches into the next iteration, they are cut out of a steady state.
+    """
+    if not any(map(deferred_stages, plan.programs)):
+        return simulate(plan, costs, iterations=iterations, preemptive=False, flush=True)
+    steady = steady_state(plan, costs, preemptive=False)
+    ends_s = steady.iteration_ends_s(0)
+    first = len(ends_s) - iterations
+    return _iterations_from(steady, max(0, first))
+
+
+def _iterations_from(timeline: Timeline, first: int) -> Timeline:
+    """Return the last iterations of a timeline, counted from zero; the first starts at zero."""
+    kept = [[span for span in spans if span.iteration >= first] for spans in timeline.ranks]
+    zero_s = min(s.start_s for spans in kept for s in spans if s.lane in BUSY_LANES)
+    return Timeline.of(
+        (
+            span._replace(
+                start_s=max(0.0, span.start_s - zero_s),
+                end_s=span.end_s - zero_s,
+                iteration=span.iteration - first,
+            )
+            for span in spans
+            if span.end_s > zero_s
+        )
+        for spans in kept
+    )
+
+
+def _overlaps(measured: Timeline) -> bool:
+    """Whether a rank reduced gradients of an iteration in which it still computed."""
+    for spans in measured.ranks:
+        last_s: dict[int, float] = defaultdict(float)
+        for span in spans:
+            if span.lane is Lane.COMPUTE:
+                last_s[span.iteration] = max(last_s[span.iteration], span.start_s)
+        if any(s.lane is Lane.GRAD_SYNC and s.start_s < last_s[s.iteration] for s in spans):
+            return True
+    return False
+
+
+def _durations(measured: Timeline) -> Mapping[tuple[int, Op], list[float]]:
+    """How long each stage's computations took, those that were interrupted without the pause."""
+    found: dict[tuple[int, Op], dict[object, float]] = defaultdict(lambda: defaultdict(float))
+    for spans in measured.ranks:
+        for span in spans:
+            if span.lane is Lane.COMPUTE and span.action is not None:
+                stage, op, microbatch = span.action
+                found[stage, op][microbatch, span.iteration] += span.duration_s
+    return {key: list(seconds.values()) for key, seconds in found.items()}
+
+
+def _totals(measured: Timeline, lane: Lane, op: Op | None = None) -> Mapping[int, list[float]]:
+    """What each stage took in each iteration; spans without a stage are of all of the rank's."""
+    totals: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for rank, spans in enumerate(measured.ranks):
+        of_rank = range(rank, measured.num_ranks * measured.num_segments, measured.num_ranks)
+        for span in spans:
+            if span.lane is lane and (op is None or (span.action and span.action.op is op)):
+                stages = of_rank if span.action is None else [span.action.stage]
+                for stage in stages:
+                    totals[stage][span.iteration] += span.duration_s / len(stages)
+    return {stage: list(seconds.values()) for stage, seconds in totals.items()}

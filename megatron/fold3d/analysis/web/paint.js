@@ -1,0 +1,282 @@
+"use strict";
+// Draws the model on canvases. What is narrower than a pixel is drawn once per pixel, so that the
+// cost of a picture follows its width and not the number of actions.
+
+const GUTTER = 132, RIGHT = 12;
+
+/** Where every lane is, from top to bottom; recomputed when views are shown or hidden. */
+class Layout {
+  constructor(model, room) {
+    const shown = model.views.filter((view) => view.shown);
+    const thin = shown.reduce((n, view) => Math.max(n, ...view.lanes.map((lanes) => lanes.length - 1)), 0);
+    const blocks = Math.max(1, model.numRanks * shown.length);
+    const share = room / blocks;
+    this.main = Math.max(9, Math.min(30, share * 0.62));
+    this.thin = thin ? Math.max(3, Math.min(11, (share * 0.3) / thin)) : 0;
+    this.rows = [];
+    this.blocks = [];
+    let y = 8;
+    for (let rank = 0; rank < model.numRanks; rank++) {
+      const top = y;
+      for (const view of shown) {
+        this.blocks.push({ rank, view, top: y, height: this.main });
+        view.lanes[rank].forEach((lane, i) => {
+          const height = i ? this.thin : this.main;
+          this.rows.push({ lane, top: y, height });
+          y += height + 2;
+        });
+        y += Math.min(8, this.main / 3);
+      }
+      this.blocks.at(-1).last = true;
+      this.blocks.findLast((block) => block.rank === rank && block.top === top).first = true;
+      y += Math.min(14, this.main / 2);
+    }
+    this.height = Math.max(60, y);
+  }
+
+  at(y) { return this.rows.find((row) => y >= row.top - 1 && y <= row.top + row.height + 1); }
+  of(lane) { return this.rows.find((row) => row.lane === lane); }
+}
+
+/** A canvas in CSS pixels, sharp on every screen. */
+class Surface {
+  constructor(canvas) { this.canvas = canvas; this.context = canvas.getContext("2d"); }
+
+  resize(width, height) {
+    const ratio = window.devicePixelRatio || 1;
+    this.canvas.style.height = `${height}px`;
+    const pixels = [Math.round(width * ratio), Math.round(height * ratio)];
+    if (this.canvas.width !== pixels[0] || this.canvas.height !== pixels[1]) [this.canvas.width, this.canvas.height] = pixels;
+    Object.assign(this, { width, height });
+    this.context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    this.context.clearRect(0, 0, width, height);
+    return this.context;
+  }
+}
+
+class Painter {
+  constructor(model) {
+    this.model = model;
+    this.readColors();
+  }
+
+  /** Take over what the page's style says; it changes between light and dark. */
+  readColors() {
+    const style = getComputedStyle(document.documentElement);
+    this.color = {};
+    for (const name of ["ink", "soft", "line", "grid", "row", "thin", "card", "path", "accent", "wait", "update"]) {
+      this.color[name] = style.getPropertyValue(`--${name}`).trim();
+    }
+    this.font = getComputedStyle(document.body).fontFamily;
+    this.fills = new Map();
+  }
+
+  fill(meaning) {
+    if (!this.fills.has(meaning)) {
+      const shades = this.model.palette[meaning.kind];
+      this.fills.set(meaning, shades ? shades[Math.min(meaning.segment, shades.length - 1)] : this.color[meaning.kind] ?? this.color.row);
+    }
+    return this.fills.get(meaning);
+  }
+
+  /** The text color that reads on a fill. */
+  on(fill) {
+    const [r, g, b] = [1, 3, 5].map((i) => (parseInt(fill.slice(i, i + 2), 16) / 255) ** 2.2);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.26 ? "#14202f" : "#fff";
+  }
+
+  chart(surface, layout, view, width, marked, showPath) {
+    const c = surface.resize(width, layout.height);
+    const per = (width - GUTTER - RIGHT) / (view.to - view.from);
+    const x = (time) => GUTTER + (time - view.from) * per;
+    this.gutter(c, layout);
+    c.save();
+    c.beginPath();
+    c.rect(GUTTER, 0, width - GUTTER - RIGHT, layout.height);
+    c.clip();
+    for (const { lane, top, height } of layout.rows) {
+      c.fillStyle = lane.name === "compute" ? this.color.row : this.color.thin;
+      const from = Math.max(GUTTER, x(0)), to = Math.min(width, x(this.model.views[lane.view].ends.at(-1) ?? this.model.duration));
+      if (to > from) c.fillRect(from, top, to - from, height);
+    }
+    for (const tick of ticks(view, width)) {
+      c.fillStyle = this.color.grid;
+      c.fillRect(Math.round(x(tick)), 0, 1, layout.height);
+    }
+    for (const row of layout.rows) this.lane(c, row, view, x, per);
+    this.ends(c, layout, x);
+    if (showPath) this.path(c, layout, view, x);
+    for (const mark of marked) this.mark(c, layout, mark, x, per);
+    c.restore();
+  }
+
+  gutter(c, layout) {
+    c.textBaseline = "middle";
+    for (const { rank, view, top, height, first } of layout.blocks) {
+      const middle = top + height / 2;
+      if (first) {
+        c.font = `600 ${Math.min(13.5, height + 2)}px ${this.font}`;
+        c.fillStyle = this.color.ink;
+        c.fillText(`rank ${rank}`, 0, middle);
+      }
+      c.font = `${Math.min(12, height + 1)}px ${this.font}`;
+      c.fillStyle = this.color.soft;
+      c.fillText(view.name, 62, middle);
+    }
+  }
+
+  lane(c, { lane, top, height }, view, x, per) {
+    const last = view.to;
+    let run = null; // neighbours of one color that are too narrow to be told apart
+    const flush = () => { if (run) { c.fillStyle = run.fill; c.fillRect(run.left, top, Math.max(1, run.right - run.left), height); run = null; } };
+    for (let i = lane.firstAfter(view.from); i < lane.length && lane.start[i] < last; i++) {
+      const left = x(lane.start[i]), width = (lane.end[i] - lane.start[i]) * per;
+      const meaning = lane.meaning[i], fill = this.fill(meaning);
+      if (meaning.kind === "idle") continue;
+      if (width < 3) {
+        if (run && run.fill === fill && left <= run.right + 0.6) { run.right = Math.max(run.right, left + width); continue; }
+        if (run && left + width <= run.right) continue;
+        flush();
+        run = { fill, left, right: left + width };
+        continue;
+      }
+      flush();
+      this.box(c, left, top, width, height, fill, meaning);
+    }
+    flush();
+  }
+
+  box(c, left, top, width, height, fill, meaning) {
+    c.fillStyle = fill;
+    const inset = width > 5 ? 0.5 : 0, round = Math.min(3, width / 4, height / 4);
+    c.beginPath();
+    c.roundRect(left + inset, top, width - 2 * inset, height, round);
+    c.fill();
+    const label = meaning.kind === "sync" && meaning.microbatch === "" ? `DP.sync ${meaning.segment}` : meaning.microbatch;
+    const size = Math.min(12.5, height - 2);
+    if (!label || size < 8.5 || width < label.length * size * 0.6 + 4) return;
+    c.font = `${size}px ${this.font}`;
+    c.textBaseline = "middle";
+    c.textAlign = "center";
+    c.fillStyle = this.on(fill);
+    const seen = [Math.max(GUTTER, left), Math.min(this.right ?? Infinity, left + width)];
+    c.fillText(label, (seen[0] + seen[1]) / 2, top + height / 2 + 0.5);
+    c.textAlign = "start";
+  }
+
+  ends(c, layout, x) {
+    const ends = this.model.views.find((view) => view.shown)?.ends ?? [];
+    c.strokeStyle = this.color.soft;
+    c.setLineDash([4, 4]);
+    for (const end of ends) {
+      c.beginPath();
+      c.moveTo(x(end), 0);
+      c.lineTo(x(end), layout.height);
+      c.stroke();
+    }
+    c.setLineDash([]);
+  }
+
+  /** A stripe under each box of the critical path, and thin lines where it moves to another lane. */
+  path(c, layout, view, x) {
+    const followed = this.model.views.find((each) => each.shown); // of two, lines would cross
+    const points = followed.path.map(({ lane, index }) => {
+      const row = layout.of(lane);
+      return { from: x(lane.start[index]), to: x(lane.end[index]), y: row.top + row.height - 1 };
+    }).filter((point) => point.to > GUTTER - 50 && point.from < view.width + 50);
+    c.strokeStyle = this.color.path;
+    c.lineWidth = 1;
+    c.beginPath();
+    points.slice(1).forEach((point, i) => {
+      const before = points[i], bend = Math.round(Math.max(before.to, point.from)) + 0.5;
+      c.moveTo(before.to, before.y);
+      c.lineTo(bend, before.y);
+      c.lineTo(bend, point.y);
+    });
+    c.stroke();
+    c.lineWidth = 2.5;
+    c.beginPath();
+    for (const { from, to, y } of points) {
+      c.moveTo(from, y);
+      c.lineTo(Math.max(to, from + 0.5), y);
+    }
+    c.stroke();
+    c.lineWidth = 1;
+  }
+
+  mark(c, layout, { lane, index, strong }, x, per) {
+    const row = layout.of(lane);
+    if (!row) return;
+    c.strokeStyle = strong ? this.color.accent : this.color.soft;
+    c.lineWidth = strong ? 2.5 : 2;
+    const width = Math.max(3, (lane.end[index] - lane.start[index]) * per);
+    c.beginPath();
+    c.roundRect(x(lane.start[index]), row.top - 1, width, row.height + 2, 4);
+    c.stroke();
+    c.lineWidth = 1;
+  }
+
+  axis(surface, view, width) {
+    const c = surface.resize(width, 24);
+    const per = (width - GUTTER - RIGHT) / (view.to - view.from);
+    c.font = `12px ${this.font}`;
+    c.textBaseline = "middle";
+    c.fillStyle = this.color.soft;
+    const all = ticks(view, width), step = all[1] - all[0] || view.to - view.from;
+    const [unit, name] = unitOf(view.to - view.from);
+    const decimals = Math.max(0, Math.min(6, Math.ceil(-Math.log10(step / unit) - 1e-9)));
+    c.fillText(`time [${name}]`, 0, 13);
+    c.textAlign = "center";
+    for (const tick of all) c.fillText((tick / unit).toFixed(decimals), GUTTER + (tick - view.from) * per, 13);
+    c.textAlign = "start";
+  }
+
+  /** The whole run in a strip, with the part that the chart shows. */
+  overview(surface, view, width) {
+    const height = 44, c = surface.resize(width, height), per = (width - GUTTER - RIGHT) / this.model.duration;
+    const shown = this.model.views.filter((v) => v.shown).slice(0, 1);
+    const rowHeight = (height - 12) / this.model.numRanks;
+    c.fillStyle = this.color.row;
+    c.fillRect(GUTTER, 6, this.model.duration * per, height - 12);
+    for (const each of shown) {
+      each.lanes.forEach(([main], rank) => {
+        const row = { lane: main, top: 6 + rank * rowHeight, height: Math.max(1, rowHeight - (rowHeight > 4 ? 1 : 0)) };
+        this.strip(c, row, per);
+      });
+    }
+    const left = GUTTER + view.from * per, right = GUTTER + view.to * per;
+    c.fillStyle = this.color.card;
+    c.globalAlpha = 0.72;
+    c.fillRect(GUTTER, 4, left - GUTTER, height - 8);
+    c.fillRect(right, 4, width - RIGHT - right, height - 8);
+    c.globalAlpha = 1;
+    c.strokeStyle = this.color.accent;
+    c.lineWidth = 1.5;
+    c.beginPath();
+    c.roundRect(left, 3, Math.max(3, right - left), height - 6, 4);
+    c.stroke();
+    c.lineWidth = 1;
+  }
+
+  strip(c, { lane, top, height }, per) {
+    let drawn = -1;
+    for (let i = 0; i < lane.length; i++) {
+      const left = GUTTER + lane.start[i] * per, right = GUTTER + lane.end[i] * per;
+      if (right <= drawn || lane.meaning[i].kind === "idle") continue;
+      c.fillStyle = this.fill(lane.meaning[i]);
+      const from = Math.max(left, drawn);
+      c.fillRect(from, top, Math.max(0.7, right - from), height);
+      drawn = Math.max(right, from + 0.7);
+    }
+  }
+}
+
+/** Round times, some 110 pixels apart. */
+function ticks(view, width) {
+  const rough = (view.to - view.from) / Math.max(1, (width - GUTTER) / 110);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((k) => k * power).find((s) => s >= rough);
+  const found = [];
+  for (let i = Math.ceil(view.from / step - 1e-9); i * step <= view.to + 1e-9 * step; i++) found.push(i * step);
+  return found;
+}

@@ -1,0 +1,274 @@
+"use strict";
+// What a reader does: zoom, move, point, and the same by keyboard. The diagram is drawn at most once
+// per frame, however many events arrive.
+
+const byId = (id) => document.getElementById(id);
+
+class View {
+  constructor(model) {
+    Object.assign(this, { model, painter: new Painter(model), from: 0, to: model.duration, showPath: true });
+    this.surfaces = Object.fromEntries(["overview", "axis", "chart"].map((id) => [id, new Surface(byId(id))]));
+    this.hovered = null;
+    this.selected = null;
+    this.legend();
+    this.listen();
+    this.fit();
+  }
+
+  // --- drawing
+
+  redraw() {
+    this.frame ??= requestAnimationFrame(() => { this.frame = null; this.draw(); });
+  }
+
+  draw() {
+    this.width = byId("diagram").clientWidth;
+    this.layout = new Layout(this.model, Math.max(320, window.innerHeight * 0.66));
+    const chosen = this.selected ?? this.hovered;
+    const marked = [];
+    if (chosen) {
+      const twin = this.model.counterpart(chosen.lane, chosen.index);
+      if (twin) marked.push({ ...twin, strong: false });
+      marked.push({ ...chosen, strong: true });
+    }
+    const { overview, axis, chart } = this.surfaces;
+    this.painter.right = this.width - RIGHT;
+    this.painter.overview(overview, this, this.width);
+    this.painter.axis(axis, this, this.width);
+    this.painter.chart(chart, this.layout, this, this.width, marked, this.showPath);
+    const like = this.to - this.from, [unit, name] = unitOf(like);
+    const digits = Math.max(0, 3 - Math.floor(Math.log10(like / unit)));
+    const part = [this.from, this.to].map((time) => (time / unit).toFixed(digits)).join(" – ");
+    byId("window").textContent = `${part} ${name} of ${spell(this.model.duration)}`;
+  }
+
+  legend() {
+    const entries = [["forward", "forward"], ["backward", "backward"], ["weight", "weight gradient"],
+      ["sync", "DP.sync"], ["p2p", "PP.sync"], ["copy", "host copy"]];
+    const used = new Set();
+    for (const meaning of this.model.meanings.values()) used.add(meaning.kind);
+    const item = (colors, text) => `<li>${colors.map((c) => `<i style="background:${c}"></i>`).join("")}${text}</li>`;
+    const items = entries.filter(([kind]) => used.has(kind)).map(([kind, text]) => item(this.model.palette[kind], text));
+    if (used.has("wait")) items.push(item(["var(--wait)"], "waits for DP.sync"));
+    if (used.has("update")) items.push(item(["var(--update)"], "optimizer"));
+    items.push(item(["var(--row)"], "bubble"));
+    if (this.model.numSegments > 1) items.push('<li class="soft">lighter to darker: first to last segment</li>');
+    byId("legend").innerHTML = items.join("");
+  }
+
+  // --- the window of time
+
+  timeAt(x) { return this.from + ((x - GUTTER) / (this.width - GUTTER - RIGHT)) * (this.to - this.from); }
+
+  show(from, to) {
+    const least = this.model.duration / 1e5, length = Math.min(this.model.duration, Math.max(least, to - from));
+    this.from = Math.min(Math.max(0, from), this.model.duration - length);
+    this.to = this.from + length;
+    this.redraw();
+  }
+
+  fit() { this.show(0, this.model.duration); }
+
+  zoom(factor, around = (this.from + this.to) / 2) {
+    this.show(around - (around - this.from) * factor, around + (this.to - around) * factor);
+  }
+
+  move(share) { const by = share * (this.to - this.from); this.show(this.from + by, this.to + by); }
+
+  zoomTo({ lane, index }) {
+    const length = Math.max(lane.end[index] - lane.start[index], 1e-3);
+    this.show(lane.start[index] - 2 * length, lane.end[index] + 2 * length);
+  }
+
+  // --- what is pointed at
+
+  find(event) {
+    const box = byId("chart").getBoundingClientRect();
+    const [x, y] = [event.clientX - box.left, event.clientY - box.top];
+    const row = x < GUTTER ? null : this.layout?.at(y);
+    if (!row) return null;
+    const index = row.lane.at(this.timeAt(x), (2 * (this.to - this.from)) / (this.width - GUTTER - RIGHT));
+    return index < 0 ? null : { lane: row.lane, index };
+  }
+
+  describe({ lane, index }) {
+    const meaning = lane.meaning[index], duration = lane.end[index] - lane.start[index];
+    const names = this.model.views.map((view) => view.name);
+    const where = [`rank ${lane.rank}`];
+    if (meaning.segment >= 0) where.push(`segment ${meaning.segment}`);
+    if (meaning.microbatch !== "") where.push(`micro-batch ${meaning.microbatch}`);
+    const lines = [where.join(" · "), `${names[lane.view]}: ${spell(duration)}, starts at ${spell(lane.start[index], this.model.duration, 5)}`];
+    const twin = this.model.counterpart(lane, index);
+    if (twin) {
+      const other = twin.lane.end[twin.index] - twin.lane.start[twin.index];
+      const late = twin.lane.start[twin.index] - lane.start[index];
+      const when = late ? `${spell(Math.abs(late))} ${late < 0 ? "earlier" : "later"}` : "at the same time";
+      lines.push(`${names[twin.lane.view]}: ${spell(other)}, starts ${when}`);
+    }
+    if (lane.path[index]) lines.push("on the critical path");
+    const title = lane.words[index].match(/^\d/) ? `${lane.words[index]} – ${meaning.name}` : meaning.name;
+    return { title, lines };
+  }
+
+  tell(found, x, y) {
+    const tip = byId("tip");
+    tip.hidden = !found;
+    if (!found) return;
+    const { title, lines } = this.describe(found);
+    tip.replaceChildren(...[["b", title], ...lines.map((line) => ["p", line])].map(([tag, text]) => {
+      const element = document.createElement(tag);
+      element.textContent = text;
+      return element;
+    }));
+    const [width, height] = [tip.offsetWidth, tip.offsetHeight];
+    tip.style.left = `${Math.max(8, Math.min(x + 16, window.innerWidth - width - 8))}px`;
+    tip.style.top = `${y + 20 + height > window.innerHeight ? Math.max(8, y - height - 14) : y + 20}px`;
+  }
+
+  select(found) {
+    this.selected = found;
+    if (found) {
+      const { lane, index } = found;
+      if (lane.end[index] < this.from || lane.start[index] > this.to) {
+        const half = (this.to - this.from) / 2, middle = (lane.start[index] + lane.end[index]) / 2;
+        this.show(middle - half, middle + half);
+      }
+      const box = byId("chart").getBoundingClientRect(), row = this.layout.of(lane);
+      const x = GUTTER + ((lane.start[index] - this.from) / (this.to - this.from)) * (this.width - GUTTER - RIGHT);
+      this.tell(found, box.left + Math.max(GUTTER, x), box.top + row.top + row.height - 10);
+      const { title, lines } = this.describe(found);
+      byId("said").textContent = [title, ...lines].join(", ");
+    } else {
+      this.tell(null);
+    }
+    this.redraw();
+  }
+
+  /** Select the next action in time, or the one beside it in another lane. */
+  step(along, across) {
+    const rows = this.layout.rows.filter((row) => row.lane.length);
+    if (!this.selected) {
+      const lane = rows[0]?.lane;
+      if (lane) this.select({ lane, index: Math.min(lane.length - 1, lane.firstAfter(this.from)) });
+      return;
+    }
+    const { lane, index } = this.selected;
+    if (along) {
+      this.select({ lane, index: Math.max(0, Math.min(lane.length - 1, index + along)) });
+      return;
+    }
+    const at = rows.findIndex((row) => row.lane === lane) + across;
+    const other = rows[Math.max(0, Math.min(rows.length - 1, at))].lane;
+    this.select({ lane: other, index: Math.min(other.length - 1, other.firstAfter(lane.start[index])) });
+  }
+
+  // --- events
+
+  listen() {
+    const chart = byId("chart");
+    chart.addEventListener("wheel", (event) => {
+      const box = chart.getBoundingClientRect();
+      if (event.clientX - box.left < GUTTER) return; // beside the chart the wheel scrolls the page
+      event.preventDefault();
+      const sideways = event.shiftKey ? event.deltaY || event.deltaX : event.deltaX;
+      if (Math.abs(sideways) > Math.abs(event.deltaY) || event.shiftKey) this.move(sideways / 1000);
+      else this.zoom(Math.exp(Math.max(-240, Math.min(240, event.deltaY)) / 400), this.timeAt(event.clientX - box.left));
+    }, { passive: false });
+    chart.addEventListener("pointerdown", (event) => {
+      this.drag = { x: event.clientX, from: this.from, to: this.to, moved: false };
+      chart.setPointerCapture?.(event.pointerId);
+    });
+    chart.addEventListener("pointermove", (event) => this.point(event));
+    chart.addEventListener("pointerup", (event) => {
+      if (this.drag && !this.drag.moved) this.select(this.find(event));
+      this.drag = null;
+      chart.classList.remove("moving");
+    });
+    chart.addEventListener("pointercancel", () => { this.drag = null; });
+    chart.addEventListener("pointerleave", () => { this.hovered = null; if (!this.selected) this.tell(null); this.redraw(); });
+    chart.addEventListener("dblclick", (event) => { const found = this.find(event); if (found) this.zoomTo(found); });
+    chart.addEventListener("keydown", (event) => { if (this.key(event)) event.preventDefault(); });
+    chart.addEventListener("blur", () => this.select(null));
+    this.listenToOverview();
+    byId("in").addEventListener("click", () => this.zoom(0.5));
+    byId("out").addEventListener("click", () => this.zoom(2));
+    byId("fit").addEventListener("click", () => this.fit());
+    byId("path").addEventListener("click", () => this.togglePath());
+    for (const button of document.querySelectorAll("[data-view]")) {
+      button.addEventListener("click", () => this.toggleView(button));
+    }
+    new ResizeObserver(() => this.redraw()).observe(byId("diagram"));
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { this.painter.readColors(); this.redraw(); });
+  }
+
+  point(event) {
+    if (this.drag) {
+      const by = event.clientX - this.drag.x;
+      if (Math.abs(by) > 3) {
+        this.drag.moved = true;
+        byId("chart").classList.add("moving");
+      }
+      const time = (by / (this.width - GUTTER - RIGHT)) * (this.drag.to - this.drag.from);
+      if (this.drag.moved) this.show(this.drag.from - time, this.drag.to - time);
+      return;
+    }
+    const found = this.find(event);
+    if (found || !this.selected) this.tell(found ?? null, event.clientX, event.clientY);
+    if (found?.lane !== this.hovered?.lane || found?.index !== this.hovered?.index) {
+      this.hovered = found;
+      this.redraw();
+    }
+  }
+
+  listenToOverview() {
+    const overview = byId("overview");
+    const jump = (event) => {
+      if (!(event.buttons & 1)) return;
+      const box = overview.getBoundingClientRect();
+      const time = ((event.clientX - box.left - GUTTER) / (this.width - GUTTER - RIGHT)) * this.model.duration;
+      const half = (this.to - this.from) / 2;
+      this.show(time - half, time + half);
+    };
+    overview.addEventListener("pointerdown", (event) => { overview.setPointerCapture?.(event.pointerId); jump(event); });
+    overview.addEventListener("pointermove", jump);
+  }
+
+  key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return false;
+    const actions = {
+      ArrowLeft: () => (event.shiftKey ? this.move(-0.2) : this.step(-1, 0)),
+      ArrowRight: () => (event.shiftKey ? this.move(0.2) : this.step(1, 0)),
+      ArrowUp: () => this.step(0, -1),
+      ArrowDown: () => this.step(0, 1),
+      "+": () => this.zoom(0.5, this.middle()), "=": () => this.zoom(0.5, this.middle()),
+      "-": () => this.zoom(2, this.middle()), "−": () => this.zoom(2, this.middle()),
+      0: () => this.fit(), Home: () => this.fit(),
+      Enter: () => this.selected && this.zoomTo(this.selected),
+      c: () => this.togglePath(),
+      Escape: () => this.select(null),
+    };
+    actions[event.key]?.();
+    return event.key in actions;
+  }
+
+  middle() {
+    const chosen = this.selected;
+    return chosen ? (chosen.lane.start[chosen.index] + chosen.lane.end[chosen.index]) / 2 : undefined;
+  }
+
+  togglePath() {
+    this.showPath = !this.showPath;
+    byId("path").setAttribute("aria-pressed", this.showPath);
+    this.redraw();
+  }
+
+  toggleView(button) {
+    const view = this.model.views[+button.dataset.view];
+    if (view.shown && this.model.views.filter((v) => v.shown).length === 1) return; // one stays
+    view.shown = !view.shown;
+    button.setAttribute("aria-pressed", view.shown);
+    this.select(null);
+  }
+}
+
+const view = new View(new Model(JSON.parse(byId("data").textContent)));

@@ -1,0 +1,227 @@
+"""``fold3d compare``: two training runs, their speed, their losses and where their time went."""
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from megatron.fold3d.analysis.breakdown import COLUMNS, exposure_of_ranks, shown_columns
+from megatron.fold3d.analysis.exposure import Exposure, mean
+from megatron.fold3d.analysis.plot import Panel, plot
+from megatron.fold3d.analysis.runs import (
+    Ratio,
+    Run,
+    compare_losses,
+    read_run,
+    speed_ratio,
+    time_to_loss,
+)
+from megatron.fold3d.analysis.training_log import Spread
+from megatron.fold3d.commands.console import OK, write
+
+DESCRIPTION = """\
+Compare two training runs: how much faster the second is and how sure that is,
+whether they learn alike, and where their time went. A run is Megatron's output
+in a file, or a folder with it and with what --trace wrote."""
+
+EXAMPLES = """\
+examples:
+  fold3d compare out/demo/stock.log out/demo/aiao.log
+  fold3d compare runs/stock runs/aiao --warmup 10 --svg losses.svg
+
+B over A: a ratio above 1 means that B trains more samples per second."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the options of this command."""
+    parser.add_argument("first", type=Path, metavar="RUN_A")
+    parser.add_argument("second", type=Path, metavar="RUN_B")
+    parser.add_argument(
+        "--warmup",
+        type=int,
+        default=3,
+        metavar="N",
+        help="iterations at the start whose time does not count (default: 3)",
+    )
+    parser.add_argument(
+        "--svg", type=Path, metavar="FILE", help="plot the losses over iterations and over time"
+    )
+    parser.add_argument("--json", action="store_true", help="the result as one JSON object")
+
+
+def run(args: Namespace) -> int:
+    """Print the comparison; returns the exit code."""
+    if args.warmup < 0:
+        raise ValueError(f"--warmup {args.warmup}: it is zero or more")
+    names = _names(args.first, args.second)
+    runs = [
+        read_run(path, name) for path, name in zip((args.first, args.second), names, strict=True)
+    ]
+    ratio = _ratio(runs, args.warmup)
+    if args.svg:
+        args.svg.write_text(_losses_svg(runs), encoding="utf-8")
+    if args.json:
+        write(json.dumps(_as_json(runs, ratio, args.warmup)) + "\n")
+    else:
+        write("\n".join(_lines(runs, ratio, args.warmup)) + "\n")
+    return OK
+
+
+def _names(first: Path, second: Path) -> tuple[str, str]:
+    """What the runs' paths have for themselves."""
+    a, b = first.resolve().with_suffix("").parts, second.resolve().with_suffix("").parts
+    while len(a) > 1 and len(b) > 1 and a[-1] == b[-1]:
+        a, b = a[:-1], b[:-1]
+    return f"A {a[-1]}", f"B {b[-1]}"
+
+
+def _ratio(runs: Sequence[Run], warmup: int) -> Ratio | None:
+    """How many times as fast the second is; None where one of them has no log."""
+    if not all(run.iterations for run in runs):
+        return None
+    for run in runs:
+        if not run.times_s(warmup):
+            raise ValueError(
+                f"{run.name} ends with iteration {run.iterations[-1].number}, and --warmup "
+                f"{warmup} leaves nothing to time; give a smaller --warmup"
+            )
+    return speed_ratio(runs[0], runs[1], warmup)
+
+
+def _lines(runs: Sequence[Run], ratio: Ratio | None, warmup: int) -> Iterator[str]:
+    width = max(len(run.name) for run in runs)
+    if ratio is not None:
+        yield f"{'':<{width}}  ms per iteration (quartiles)  samples/s  TFLOP/s per GPU"
+        for run in runs:
+            speed = _speed(run, warmup)
+            numbers = [_number(speed[name]) for name in ("samples_per_s", "tflops_per_gpu")]
+            spread = str(Spread.of([s * 1e3 for s in run.times_s(warmup)]))
+            yield f"{run.name:<{width}}  {spread:>28}  {numbers[0]:>9}  {numbers[1]:>15}"
+        yield (
+            f"B is {ratio.value:.3f} times as fast as A; "
+            f"{ratio.low:.3f} to {ratio.high:.3f} by how iterations scatter"
+        )
+        yield ""
+        yield from _loss_lines(runs)
+    else:
+        logless = " and ".join(run.name for run in runs if not run.iterations)
+        yield f"no log of {logless}: speed and losses are not compared"
+    yield ""
+    yield from _time_lines(runs, width)
+
+
+def _loss_lines(runs: Sequence[Run]) -> Iterator[str]:
+    agreement = compare_losses(*runs)
+    if not agreement.common:
+        yield "loss: no iteration has one in both runs"
+        return
+    yield (
+        f"loss: equal in every digit in {agreement.equal} of {agreement.common} iterations"
+        + (
+            f"; first apart in iteration {agreement.first_difference}, by "
+            f"{agreement.largest:.1e} of it at most"
+            if agreement.first_difference is not None
+            else ""
+        )
+    )
+    reached = _reached(runs)
+    if reached is not None:
+        loss, (first_s, second_s) = reached
+        yield f"loss {loss:.4g} was reached after {first_s:.4g} s by A, {second_s:.4g} s by B"
+
+
+def _reached(runs: Sequence[Run]) -> tuple[float, tuple[float, float]] | None:
+    """The lowest loss that both came to, and when each did."""
+    curves = [run.loss_over_time() for run in runs]
+    if not all(curves):
+        return None
+    loss = max(min(loss for _, loss in curve) for curve in curves)
+    times_s = [time_to_loss(run, loss) for run in runs]
+    if times_s[0] is None or times_s[1] is None:
+        return None
+    return loss, (times_s[0], times_s[1])
+
+
+def _time_lines(runs: Sequence[Run], width: int) -> Iterator[str]:
+    rows = [_exposure(run) for run in runs]
+    if rows[0] is None or rows[1] is None:
+        traceless = " and ".join(r.name for r, row in zip(runs, rows, strict=True) if row is None)
+        yield f"no trace of {traceless}: where the time went shows with --trace DIR"
+        return
+    first, second = rows[0], rows[1]
+    shown = shown_columns(first, second)
+    width = max(width, len("B - A"))
+    yield (
+        f"{'ms':<{width}}" + "".join(f"{COLUMNS[name]:>10}" for name in shown) + f"{'total':>10}"
+    )
+    for run, row in zip(runs, (first, second), strict=True):
+        yield f"{run.name:<{width}}" + "".join(f"{ms:>10.4g}" for ms in _ms(row, shown))
+    gaps = [b - a for a, b in zip(_ms(first, shown), _ms(second, shown), strict=True)]
+    yield f"{'B - A':<{width}}" + "".join(f"{_signed(gap):>10}" for gap in gaps)
+
+
+def _ms(row: Exposure, shown: Sequence[str]) -> list[float]:
+    seconds = asdict(row)
+    return [*(seconds[name] * 1e3 for name in shown), row.total_s * 1e3]
+
+
+def _signed(ms: float) -> str:
+    return f"{ms:+.4g}" if abs(ms) >= 1e-9 else "0"
+
+
+def _exposure(run: Run) -> Exposure | None:
+    return mean(exposure_of_ranks(run.timeline)) if run.timeline else None
+
+
+def _speed(run: Run, warmup: int) -> dict[str, float | None]:
+    """Means over the iterations that count; None for what the log does not tell."""
+    rows = [row for row in run.iterations if row.number > warmup]
+    samples = [row.batch_size for row in rows if row.batch_size is not None]
+    tflops = [row.tflops for row in rows if row.tflops is not None]
+    whole = len(samples) == len(rows) and rows
+    return {
+        "samples_per_s": sum(samples) / sum(run.times_s(warmup)) if whole else None,
+        "tflops_per_gpu": fmean(tflops) if tflops else None,
+    }
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _losses_svg(runs: Sequence[Run]) -> str:
+    if not any(run.losses() for run in runs):
+        raise ValueError("--svg: no run has a loss in its log; drop --svg")
+    steps = {run.name: [(float(n), loss) for n, loss in run.losses().items()] for run in runs}
+    times = {run.name: run.loss_over_time() for run in runs}
+    last_s = max(time_s for points in times.values() for time_s, _ in points)
+    unit, seconds = ("hours", 3600.0) if last_s > 7200 else ("seconds", 1.0)
+    scaled = {name: [(t / seconds, loss) for t, loss in points] for name, points in times.items()}
+    return plot(
+        "Training loss",
+        [Panel("iteration", "loss", steps), Panel(f"{unit} of training", "loss", scaled)],
+    )
+
+
+def _as_json(runs: Sequence[Run], ratio: Ratio | None, warmup: int) -> dict[str, Any]:
+    reached = _reached(runs)
+    return {
+        "ratio": asdict(ratio) if ratio else None,
+        "runs": [
+            {
+                "name": run.name,
+                "iterations": len(run.iterations),
+                "times_ms": asdict(Spread.of([s * 1e3 for s in run.times_s(warmup)]))
+                if run.times_s(warmup)
+                else None,
+                **_speed(run, warmup),
+                "exposure": asdict(row) if (row := _exposure(run)) else None,
+            }
+            for run in runs
+        ],
+        "losses": asdict(compare_losses(*runs)),
+        "reached": {"loss": reached[0], "seconds": reached[1]} if reached else None,
+    }

@@ -1,0 +1,205 @@
+"""``fold3d trace``: what a traced run spent its time on, as a table, a page and a Perfetto file."""
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from megatron.fold3d.analysis.breakdown import (
+    COLUMNS,
+    Breakdown,
+    exposure_of_ranks,
+    shown_columns,
+)
+from megatron.fold3d.analysis.chrome import to_chrome
+from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.analysis.exposure import mean
+from megatron.fold3d.analysis.model import model_shape
+from megatron.fold3d.analysis.page import View, page
+from megatron.fold3d.analysis.replay import (
+    as_synced,
+    observed_costs,
+    observed_plan,
+    replay,
+)
+from megatron.fold3d.analysis.timeline import Timeline
+from megatron.fold3d.analysis.trace import RankTrace, pipeline, read_ranks, to_timeline
+from megatron.fold3d.commands.console import OK, complain, write
+from megatron.fold3d.plan.ir import Plan, PlanError
+from megatron.fold3d.plan.lowering import deferred_stages
+
+DESCRIPTION = """\
+Show where the time of a traced run went: the columns of the paper's Table II,
+beside what the simulator makes of the same order and the same costs. Writes a
+page for the browser and a file for Perfetto (https://ui.perfetto.dev).
+Traces are made by training with --trace DIR, also with --schedule stock."""
+
+EXAMPLES = """\
+examples:
+  fold3d trace out/trace
+  fold3d trace out/trace --model gpt3-18b --micro-batch-size 4 --peak-tflops 312
+  fold3d trace out/trace --costs costs.json --html timeline.html --chrome perfetto.json"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the options of this command."""
+    parser.add_argument("folder", type=Path, metavar="DIR", help="what --trace wrote")
+    parser.add_argument(
+        "--pipeline", type=int, default=0, metavar="N", help="which of them (default: 0, the first)"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="the page (default: DIR/timeline.html)"
+    )
+    parser.add_argument(
+        "--chrome", type=Path, metavar="FILE", help="for Perfetto (default: DIR/perfetto.json)"
+    )
+    parser.add_argument(
+        "--costs",
+        type=Path,
+        metavar="FILE",
+        help="simulate with these and not with what was measured",
+    )
+    parser.add_argument("--json", action="store_true", help="the table as one JSON object")
+    speed = parser.add_argument_group("TFLOP/s")
+    speed.add_argument("--model", metavar="NAME", help="as for `fold3d simulate`")
+    speed.add_argument("--micro-batch-size", type=int, metavar="N", help="sequences (default: 1)")
+    speed.add_argument("--peak-tflops", type=float, metavar="T", help="of one GPU, for utilisation")
+
+
+def run(args: Namespace) -> int:
+    """Print the table and write the files; returns the exit code."""
+    _check(args)
+    ranks = read_ranks(args.folder)
+    chosen = pipeline(ranks, args.pipeline)
+    timeline = to_timeline(chosen)
+    if not timeline.makespan_s:
+        raise ValueError(f"{args.folder}: the ranks have no iteration in common; trace again")
+    measured = _measured(timeline, ranks, args)
+    views = [View(name="measured", timeline=timeline, row=measured)]
+    try:
+        simulated = _simulated(timeline, chosen, args.costs)
+    except PlanError as error:  # an order that was cut off, or one with steps the plan lacks
+        complain(f"not simulated: {error}")
+    else:
+        views.append(View(name="simulated", timeline=simulated, row=_row(simulated)))
+    html = args.html or args.folder / "timeline.html"
+    chrome = args.chrome or args.folder / "perfetto.json"
+    html.write_text(page(_title(chosen[0]), _caption(chosen, ranks), views), encoding="utf-8")
+    chrome.write_text(to_chrome({view.name: view.timeline for view in views}), encoding="utf-8")
+    if args.json:
+        write(json.dumps({view.name: _as_json(view.row) for view in views}) + "\n")
+    else:
+        lines = [*_lines(_title(chosen[0]), views), "", f"page      {html}", f"Perfetto  {chrome}"]
+        write("\n".join(lines) + "\n")
+    return OK
+
+
+def _check(args: Namespace) -> None:
+    for flag, value in (
+        ("--micro-batch-size", args.micro_batch_size),
+        ("--peak-tflops", args.peak_tflops),
+    ):
+        if value is not None and args.model is None:
+            raise ValueError(f"{flag} {value} without --model: FLOPs are a model's; give --model")
+        if value is not None and not value > 0:
+            raise ValueError(f"{flag} {value}: it is above zero")
+
+
+def _measured(timeline: Timeline, ranks: Sequence[RankTrace], args: Namespace) -> Breakdown:
+    """The row of the measured pipeline; bytes are the most of all ranks of the run."""
+    row = _row(timeline)
+    iterations = [iteration for rank in ranks for iteration in rank.iterations]
+    device = [i.gpu_memory_bytes for i in iterations if i.gpu_memory_bytes is not None]
+    flops_s = utilisation = None
+    if args.model is not None:
+        pipelines = len(ranks) // ranks[0].num_ranks  # tensor-parallel ranks of a replica share one
+        replicas = 1 + max(rank.dp_rank for rank in ranks)
+        sequences = ranks[0].num_microbatches * (args.micro_batch_size or 1) * replicas
+        flops = 3 * sequences * sum(model_shape(args.model).stage_flops(1))
+        flops_s = flops / row.iteration.total_s / (pipelines * ranks[0].num_ranks)
+        utilisation = flops_s / (args.peak_tflops * 1e12) if args.peak_tflops else None
+    return Breakdown(
+        iteration=row.iteration,
+        of_rank=row.of_rank,
+        device_bytes=max(device, default=None),
+        host_bytes=max(iteration.host_memory_bytes for iteration in iterations),
+        flops_per_gpu_s=flops_s,
+        utilisation=utilisation,
+    )
+
+
+def _row(timeline: Timeline) -> Breakdown:
+    of_rank = exposure_of_ranks(timeline)
+    return Breakdown(iteration=mean(of_rank), of_rank=of_rank)
+
+
+def _simulated(timeline: Timeline, chosen: Sequence[RankTrace], costs: Path | None) -> Timeline:
+    """Simulate the plan that ran, or the order that was seen where Megatron chose it."""
+    if chosen[0].plan:
+        plan = Plan.from_text(chosen[0].plan)
+        if not any(map(deferred_stages, plan.programs)):
+            plan = as_synced(plan, timeline)
+    else:
+        plan = observed_plan(timeline)
+    if costs is None:
+        known = observed_costs(timeline, plan)
+    else:
+        known = Costs.from_json(costs.read_text(encoding="utf-8"))
+        known.check(plan)
+    return replay(plan, known, iterations=len(timeline.iteration_ends_s(0)))
+
+
+def _title(rank: RankTrace) -> str:
+    segments = f"{rank.num_segments} segment{'s' * (rank.num_segments > 1)}"
+    sizes = f"{rank.num_ranks} ranks, {segments}, {rank.num_microbatches} micro-batches"
+    return f"{rank.schedule}: {sizes}"
+
+
+def _caption(chosen: Sequence[RankTrace], ranks: Sequence[RankTrace]) -> str:
+    common = set.intersection(*({row.iteration for row in rank.iterations} for rank in chosen))
+    first, *rest = sorted(common)
+    which = f"Iteration {first}"
+    if rest:
+        counted = f"{rest[0]} to {rest[-1]}" if len(rest) > 1 else f"{rest[0]}"
+        which = f"Iterations {first} to {rest[-1]} (the times are of {counted})"
+    place = f"replica {chosen[0].dp_rank}, tensor-parallel rank {chosen[0].tp_rank}"
+    return (
+        f"{which} of the pipeline of {place}; {len(ranks)} ranks in all. "
+        "Simulated: the same order, with what its actions took."
+    )
+
+
+def _lines(title: str, views: Sequence[View]) -> Iterator[str]:
+    rows: Mapping[str, Breakdown] = {view.name: view.row for view in views}
+    shown = shown_columns(*(row.iteration for row in rows.values()))
+    yield title
+    yield ""
+    yield f"{'ms':<11}" + "".join(f"{COLUMNS[name]:>10}" for name in shown) + f"{'total':>10}"
+    for name, row in rows.items():
+        seconds = asdict(row.iteration)
+        times_s = [*(seconds[column] for column in shown), row.iteration.total_s]
+        yield f"{name:<11}" + "".join(f"{time_s * 1e3:>10.4g}" for time_s in times_s)
+        shares = [row.iteration.share(time_s) for time_s in times_s]
+        yield f"{'':<11}" + "".join(f"{share:>10.1%}" for share in shares)
+    measured = views[0].row
+    yield ""
+    if measured.device_bytes is not None:
+        yield f"GPU memory   {measured.device_bytes / 2**30:.1f} GiB at most"
+    if measured.host_bytes is not None:
+        yield f"host memory  {measured.host_bytes / 2**30:.1f} GiB at most, of one process"
+    if measured.flops_per_gpu_s is not None:
+        used = f", {measured.utilisation:.1%} of peak" if measured.utilisation is not None else ""
+        yield f"per GPU      {measured.flops_per_gpu_s / 1e12:.1f} TFLOP/s{used}"
+
+
+def _as_json(row: Breakdown) -> dict[str, object]:
+    return {
+        **asdict(row.iteration),
+        "total_s": row.iteration.total_s,
+        "of_rank": [{**asdict(r), "total_s": r.total_s} for r in row.of_rank],
+        "device_bytes": row.device_bytes,
+        "host_bytes": row.host_bytes,
+        "flops_per_gpu_s": row.flops_per_gpu_s,
+        "utilisation": row.utilisation,
+    }

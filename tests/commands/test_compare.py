@@ -1,0 +1,127 @@
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.commands.traces import write_traces
+
+LINE = (
+    " [2026-11-21 02:14:45] iteration {number:8d}/      20 | consumed samples: {samples:12d} | "
+    "elapsed time per iteration (ms): {ms:.1f} | throughput per GPU (TFLOP/s/GPU): 100.5 | "
+    "learning rate: 1.000000E-04 | global batch size:    16 | lm loss: {loss:.6E} | "
+    "loss scale: 1.0 | grad norm: 2.217 | number of skipped iterations:   0 |\n"
+)
+
+
+def log(ms: float, iterations: range = range(1, 21), worse: float = 0.0) -> str:
+    """A log whose first three iterations are slow, as those of a real run are."""
+    return "".join(
+        LINE.format(
+            number=n,
+            samples=16 * n,
+            ms=ms * (3 if n <= 3 else 1 + 0.01 * (n % 3)),
+            loss=10 / n + worse * (n > 10),
+        )
+        for n in iterations
+    )
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[Path, Path]:
+    stock, aiao = tmp_path / "stock.log", tmp_path / "aiao.log"
+    stock.write_text(log(1500.0))
+    aiao.write_text(log(1000.0))
+    return stock, aiao
+
+
+def test_the_ratio_is_of_throughputs_after_warmup(fold3d, runs: tuple[Path, Path]):
+    code, out, err = fold3d("compare {} {}".format(*runs))
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "         ms per iteration (quartiles)  samples/s  TFLOP/s per GPU",
+        "A stock              1515 (1500-1530)      10.55            100.5",
+        "B aiao               1010 (1000-1020)      15.83            100.5",
+        "B is 1.500 times as fast as A; 1.485 to 1.515 by how iterations scatter",
+        "",
+        "loss: equal in every digit in 20 of 20 iterations",
+        "loss 0.5 was reached after 39.27 s by A, 26.18 s by B",
+        "",
+        "no trace of A stock and B aiao: where the time went shows with --trace DIR",
+    ]
+
+
+def test_losses_that_part_are_told_with_the_iteration_and_by_how_much(fold3d, runs):
+    stock, aiao = runs
+    aiao.write_text(log(1000.0, worse=0.1))
+    _, out, _ = fold3d(f"compare {stock} {aiao}")
+    assert "equal in every digit in 10 of 20 iterations; first apart in iteration 11, by" in out
+    losses = json.loads(fold3d(f"compare {stock} {aiao} --json")[1])["losses"]
+    assert losses["largest"] == pytest.approx(0.1 / (10 / 20), rel=1e-5)
+
+
+def test_folders_hold_logs_of_several_starts_and_traces(fold3d, tmp_path: Path):
+    """A run that was stopped after iteration 12 went on from its checkpoint of iteration 8."""
+    for name, ms, slower in (("stock", 1500.0, 1.5), ("aiao", 1000.0, 1.0)):
+        write_traces(tmp_path / name / "trace", slower=slower)
+        (tmp_path / name / "1.log").write_text(log(ms, range(1, 13), worse=9.0))
+        (tmp_path / name / "2.log").write_text(log(ms, range(9, 21)))
+    code, out, err = fold3d(f"compare {tmp_path}/stock {tmp_path}/aiao")
+    assert (code, err) == (0, "")
+    assert "equal in every digit in 20 of 20 iterations" in out
+    table = [line.split() for line in out.splitlines()[-4:]]
+    assert table[0] == ["ms", "forward", "backward", "bubble", "DP.sync", "PP.sync", "total"]
+    assert [row[:2] for row in table[1:]] == [["A", "stock"], ["B", "aiao"], ["B", "-"]]
+    assert table[1][2:4] == ["144", "288"]
+    assert table[3][3:5] == ["-48", "-96"]
+
+
+def test_traces_alone_are_compared_too(fold3d, tmp_path: Path):
+    write_traces(tmp_path / "a")
+    write_traces(tmp_path / "b", "interleaved")
+    code, out, _ = fold3d(f"compare {tmp_path}/a {tmp_path}/b")
+    assert code == 0
+    assert "no log of A a and B b: speed and losses are not compared" in out
+    assert "B - A" in out
+
+
+def test_a_restarted_iteration_counts_as_it_went_the_last_time(fold3d, runs):
+    stock, aiao = runs
+    aiao.write_text(log(9000.0, range(1, 13)) + log(1000.0))
+    result = json.loads(fold3d(f"compare {stock} {aiao} --json")[1])
+    assert result["ratio"]["value"] == pytest.approx(1.5)
+    assert result["runs"][1]["iterations"] == 20
+
+
+def test_the_plot_shows_both_runs_over_iterations_and_over_time(fold3d, runs, tmp_path: Path):
+    svg = tmp_path / "losses.svg"
+    fold3d("compare {} {} --svg {}".format(*runs, svg))
+    text = svg.read_text()
+    lines = re.findall(r'<polyline[^>]*points="([^"]*)"', text)
+    ends = [float(line.split()[-1].split(",")[0]) for line in lines]
+    assert ends[0] == ends[1]  # as many iterations
+    assert ends[3] < ends[2]  # in less time
+    assert re.findall(r"https?://\S+?\"", text) == ['http://www.w3.org/2000/svg"']
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--warmup 20", "A stock ends with iteration 20, and --warmup 20 leaves nothing to time"),
+        ("--warmup -1", "--warmup -1: it is zero or more"),
+    ],
+)
+def test_mistakes_end_in_one_message(fold3d, runs, options: str, message: str):
+    code, out, err = fold3d("compare {} {} {}".format(*runs, options))
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_what_is_no_run_is_refused(fold3d, runs, tmp_path: Path):
+    stock, _ = runs
+    other = tmp_path / "notes.log"
+    other.write_text("nothing\n")
+    for path in (other, tmp_path / "nowhere"):
+        code, _, err = fold3d(f"compare {stock} {path}")
+        assert code == 2
+        assert str(path) in err

@@ -1,0 +1,93 @@
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.commands.traces import write_traces
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_traces(tmp_path)
+    return tmp_path
+
+
+def test_a_trace_becomes_table_ii_a_page_and_a_perfetto_file(fold3d, folder: Path):
+    code, out, err = fold3d(f"trace {folder}")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "aiao: 2 ranks, 2 segments, 8 micro-batches",
+        "",
+        "ms            forward  backward    bubble   DP.sync   PP.sync     total",
+        "measured           96       192        17        51         4       360",
+        "                26.7%     53.3%      4.7%     14.2%      1.1%    100.0%",
+        "simulated          96       192        17        52         5       362",
+        "                26.5%     53.0%      4.7%     14.4%      1.4%    100.0%",
+        "",
+        "GPU memory   3.0 GiB at most",
+        "host memory  2.0 GiB at most, of one process",
+        "",
+        f"page      {folder / 'timeline.html'}",
+        f"Perfetto  {folder / 'perfetto.json'}",
+    ]
+    html = (folder / "timeline.html").read_text()
+    data = json.loads(re.search(r'<script id="data".*?>(.*?)</script>', html)[1])
+    assert [view["name"] for view in data["views"]] == ["measured", "simulated"]
+    assert json.loads((folder / "perfetto.json").read_text())["traceEvents"]
+
+
+def test_a_model_and_a_peak_give_throughput_and_utilisation(fold3d, folder: Path):
+    line = f"trace {folder} --model 12-1024-16-512 --micro-batch-size 4 --peak-tflops 312"
+    _, out, _ = fold3d(line)
+    assert re.search(r"per GPU +\d+\.\d TFLOP/s, \d+\.\d% of peak", out)
+    _, out, _ = fold3d(f"{line} --json")
+    measured = json.loads(out)["measured"]
+    assert measured["utilisation"] == pytest.approx(measured["flops_per_gpu_s"] / 312e12)
+    assert measured["device_bytes"] == 3 << 30
+
+
+def test_a_stock_run_is_simulated_in_the_order_that_was_seen(fold3d, tmp_path: Path):
+    write_traces(tmp_path, "interleaved", with_plan=False)
+    code, out, err = fold3d(f"trace {tmp_path} --json")
+    assert (code, err) == (0, "")
+    result = json.loads(out)
+    assert result["simulated"]["total_s"] == pytest.approx(result["measured"]["total_s"], rel=0.05)
+
+
+def test_costs_of_ones_own_are_simulated_instead(fold3d, folder: Path, tmp_path: Path):
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps({"forward_s": [0.003] * 4, "backward_s": [0.006] * 4}))
+    _, out, _ = fold3d(f"trace {folder} --costs {costs} --json")
+    assert json.loads(out)["simulated"]["forward_s"] == pytest.approx(0.048)
+
+
+def test_files_go_where_they_are_wanted(fold3d, folder: Path, tmp_path: Path):
+    html, chrome = tmp_path / "a.html", tmp_path / "b.json"
+    fold3d(f"trace {folder} --html {html} --chrome {chrome}")
+    assert html.exists()
+    assert chrome.exists()
+    assert not (folder / "timeline.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--pipeline 1", "none of pipeline rank 0"),
+        ("--peak-tflops 312", "--peak-tflops 312.0 without --model"),
+        ("--model gpt9", "unknown model 'gpt9'"),
+        ("--model gpt3-18b --micro-batch-size 0", "--micro-batch-size 0: it is above zero"),
+        ("--html /nowhere/a.html", "/nowhere/a.html: No such file or directory"),
+    ],
+)
+def test_mistakes_end_in_one_message(fold3d, folder: Path, options: str, message: str):
+    code, out, err = fold3d(f"trace {folder} {options}")
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_folder_without_traces_says_how_to_make_them(fold3d, tmp_path: Path):
+    code, _, err = fold3d(f"trace {tmp_path}")
+    assert code == 2
+    assert f"holds no rank-*.json; train with --trace {tmp_path}" in err
