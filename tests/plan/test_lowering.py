@@ -1,6 +1,6 @@
 import pytest
 
-from megatron.fold3d.plan.ir import Plan, PlanError
+from megatron.fold3d.plan.ir import Op, Plan, PlanError
 from megatron.fold3d.plan.lowering import add_grad_sync, add_offload, add_p2p, forward_only, lower
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import peak_activations, verify
@@ -121,10 +121,38 @@ def test_offload_spares_what_comes_back_within_two_computations():
     ]
 
 
-def test_offload_keeps_two_activations_of_a_long_queue():
+def test_offload_keeps_three_activations_of_a_long_queue():
     plan = compute("afab", 1, 1, 50)
     assert peak_activations(plan) == (50,)
-    assert peak_activations(add_offload(plan)) == (2,)
+    # Where forwards end: one leaves, one is computed, one comes back.
+    assert peak_activations(add_offload(plan)) == (3,)
+
+
+def test_offload_leaves_when_its_output_has_been_sent():
+    plan = Plan.from_text("0F0 0F1 0F2 0B0 0B1 0B2\n1F0 1F1 1F2 1B0 1B1 1B2")
+    first = add_p2p(plan).programs[0]
+    assert [str(a) for a in add_offload(Plan((first,))).programs[0]][:6] == (
+        "0F0 0SEND_F0 0OFFLOAD0 0F1 0SEND_F1 0OFFLOAD1".split()
+    )
+    assert lower(add_offload(plan)) == add_grad_sync(add_p2p(add_offload(plan)))
+
+
+def test_offload_comes_back_earlier_over_slow_copies():
+    assert rows(add_offload(compute("afab", 1, 1, 4), ahead=2)) == [
+        "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELOAD0 0F2 0OFFLOAD2 0RELOAD1 0F3 0OFFLOAD3 0RELOAD2 0B0 "
+        "0RELOAD3 0B1 0B2 0B3"
+    ]
+
+
+def test_offload_of_a_few_takes_the_longest_away_and_spreads_them():
+    assert rows(add_offload(compute("afab", 1, 1, 6), at_most=2)) == [
+        "0F0 0OFFLOAD0 0F1 0F2 0F3 0OFFLOAD3 0F4 0RELOAD0 0F5 0B0 0B1 0RELOAD3 0B2 0B3 0B4 0B5"
+    ]
+    lowered = add_offload(compute("aiao", 1, 2, 3), at_most=4)
+    assert [str(a) for a in lowered.programs[0] if a.op is Op.OFFLOAD] == [
+        *("0OFFLOAD0", "0OFFLOAD1", "0OFFLOAD2", "1OFFLOAD0"),
+    ]
+    assert add_offload(compute("aiao", 1, 2, 3), at_most=0) == compute("aiao", 1, 2, 3)
 
 
 def test_evaluation_runs_the_forwards():

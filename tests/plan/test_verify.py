@@ -5,7 +5,7 @@ import pytest
 from megatron.fold3d.plan.ir import Plan, PlanError
 from megatron.fold3d.plan.lowering import add_offload, lower
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
-from megatron.fold3d.plan.verify import peak_activations, verify
+from megatron.fold3d.plan.verify import peak_activations, peak_on_host, verify
 
 
 def rejection(text: str) -> list[str]:
@@ -216,8 +216,16 @@ def test_peak_activations_count_what_is_held_at_once():
     assert peak_activations(plan) == (2, 1)
 
 
-def test_offloaded_activations_do_not_count():
+def test_offloaded_activations_count_until_the_next_computation_is_over():
     plan = Plan.from_text("0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0B2 0RELOAD1 0B1 0RELOAD0 0B0")
     verify(plan)
-    assert peak_activations(plan) == (1,)
-    assert peak_activations(add_offload(Plan.from_text("0F0 0F1 0F2 0B0 0B1 0B2"))) == (2,)
+    assert peak_activations(plan) == (2,)
+    plan = add_offload(Plan.from_text("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3"))
+    assert peak_activations(plan) == (3,)
+
+
+def test_host_memory_holds_activations_until_their_backward():
+    plan = add_offload(Plan.from_text("0F0 0F1 0F2 1F0 1F1 1F2 1B0 1B1 1B2 0B0 0B1 0B2"))
+    assert peak_on_host(plan.programs[0], {0: 100}) == {100: 3}
+    assert peak_on_host(plan.programs[0], {0: 100, 1: 100}) == {100: 6}
+    assert peak_on_host(plan.programs[0], {0: 100, 1: 50}) == {100: 3, 50: 3}

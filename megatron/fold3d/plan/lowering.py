@@ -1,10 +1,10 @@
 """Passes from plan to plan: each adds one kind of action to a compute plan and moves nothing else.
 
-compute plan ──> add_p2p ──> add_grad_sync ──> defer_grad_sync ──> the plan that runs
-                    └──> add_offload, where activations leave the device
+compute plan ──> add_offload ──> add_p2p ──> add_grad_sync ──> defer_grad_sync ──> what runs
 """
 
-from collections.abc import Container, Iterator
+from collections import defaultdict
+from collections.abc import Container, Iterator, Sequence
 
 from megatron.fold3d.plan.ir import (
     COMPUTE_OPS,
@@ -131,13 +131,18 @@ def deferred_stages(program: Program) -> frozenset[int]:
     return frozenset(deferred)
 
 
-def add_offload(plan: Plan) -> Plan:
+def add_offload(plan: Plan, *, ahead: int = 1, at_most: int | None = None) -> Plan:
     """Add the saved activations' way to host memory and back (paper Sec. IV, offloader).
 
-    A micro-batch leaves while the rank's next computation runs and comes back during the one
-    before its own backward. One whose backward comes within the next two computations stays.
+    A micro-batch leaves while the rank's next computation runs and comes back ``ahead``
+    computations before its own backward. One that could not stay away for the time between stays.
+
+    Args:
+        plan: with or without transfers; an output is sent before its stage's activations leave.
+        ahead: more where the way back takes longer than one computation.
+        at_most: how many of a rank leave; first of all those that are away for longest.
     """
-    return Plan(tuple(map(_with_offload, plan.programs)))
+    return Plan(tuple(_with_offload(program, ahead, at_most) for program in plan.programs))
 
 
 class _Results:
@@ -197,23 +202,50 @@ def _with_deferred_wait(program: Program, stages: Container[int]) -> Program:
     return tuple(lower())
 
 
-def _with_offload(program: Program) -> Program:
+def _with_offload(program: Program, ahead: int, at_most: int | None) -> Program:
     compute = [action for action in program if action.op in COMPUTE_OPS]
-    position = {action: i for i, action in enumerate(compute)}
-
-    def travels(stage: int, microbatch: int | None) -> bool:
-        forward = position[Action(stage, Op.FORWARD, microbatch)]
-        return position.get(Action(stage, Op.BACKWARD, microbatch), 0) - forward > 2
+    travels = _travels(compute, ahead, at_most)
+    reloads = {  # by the computation during which they come back
+        compute[index - ahead]: Action(stage, Op.RELOAD, microbatch)
+        for index, (stage, op, microbatch) in enumerate(compute)
+        if op is Op.BACKWARD and (stage, microbatch) in travels
+    }
 
     def lower() -> Iterator[Action]:
+        leaving = None
         for action in program:
-            if action.op in COMPUTE_OPS:
-                following = compute[position[action] + 1 : position[action] + 2]
-                for stage, op, microbatch in following:
-                    if op is Op.BACKWARD and travels(stage, microbatch):
-                        yield Action(stage, Op.RELOAD, microbatch)
+            if leaving and action != (leaving.stage, Op.SEND_F, leaving.microbatch):
+                yield leaving
+                leaving = None
+            if action in reloads:
+                yield reloads[action]
             yield action
-            if action.op is Op.FORWARD and travels(action.stage, action.microbatch):
-                yield Action(action.stage, Op.OFFLOAD, action.microbatch)
+            if leaving:
+                yield leaving
+                leaving = None
+            elif action.op is Op.FORWARD and (action.stage, action.microbatch) in travels:
+                leaving = Action(action.stage, Op.OFFLOAD, action.microbatch)
 
     return tuple(lower())
+
+
+def _travels(
+    compute: Sequence[Action], ahead: int, at_most: int | None
+) -> set[tuple[int, int | None]]:
+    """Choose the (stage, micro-batch) activations that leave the device."""
+    forwards = {(a.stage, a.microbatch): i for i, a in enumerate(compute) if a.op is Op.FORWARD}
+    alike: dict[int, list[tuple[int, int | None]]] = defaultdict(list)  # by how long they wait
+    for index, (stage, op, microbatch) in enumerate(compute):
+        if op is Op.BACKWARD:
+            away = index - forwards[stage, microbatch]
+            if away > 1 + ahead:
+                alike[away].append((stage, microbatch))
+    left = len(forwards) if at_most is None else at_most
+    chosen: set[tuple[int, int | None]] = set()
+    for away in sorted(alike, reverse=True):
+        candidates = alike[away]
+        take = min(left, len(candidates))
+        # Evenly spread, so that copies have the time of several computations each.
+        chosen |= {candidates[i * len(candidates) // take] for i in range(take)}
+        left -= take
+    return chosen

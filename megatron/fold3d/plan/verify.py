@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from itertools import count
 
-from megatron.fold3d.plan.ir import STAGE_OPS, Action, Op, Plan, PlanError, gc_paused
+from megatron.fold3d.plan.ir import STAGE_OPS, Action, Op, Plan, PlanError, Program, gc_paused
 from megatron.fold3d.plan.lowering import add_p2p, deferred_stages
 
 _COLUMNS = 4  # actions shown on either side of a marked one
@@ -39,17 +39,45 @@ def verify(plan: Plan) -> None:
 def peak_activations(plan: Plan) -> tuple[int, ...]:
     """Return, per rank, the most (segment, micro-batch) activations on the device at once.
 
-    Paper eqs. 6-7 multiply this count by the bytes of one.
+    Paper eqs. 6-7 multiply this count by the bytes of one. Those that leave are on the device
+    until the rank's next computation is over, those that come back from their RELOAD on.
     """
-    change = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.OFFLOAD: -1, Op.RELOAD: 1}
     peaks = []
     for program in plan.programs:
-        held = peak = 0
-        for action in program:
-            held += change.get(action.op, 0)
-            peak = max(peak, held)
+        held = peak = leaving = 0
+        for _, op, _ in program:
+            if op is Op.FORWARD or op is Op.RELOAD:
+                held += 1
+                peak = max(peak, held)
+            elif op is Op.OFFLOAD:
+                leaving += 1
+            if op is Op.FORWARD or op is Op.BACKWARD:
+                held -= leaving + (op is Op.BACKWARD)
+                leaving = 0
         peaks.append(peak)
     return tuple(peaks)
+
+
+def peak_on_host(program: Program, bytes_of_stage: Mapping[int, int]) -> Counter[int]:
+    """Return, for each size, the most activations of that size in host memory at once.
+
+    They are there from their OFFLOAD until their backward, before which they have surely arrived.
+    Stages that are not in ``bytes_of_stage`` do not count.
+    """
+    now: Counter[int] = Counter()
+    peak: Counter[int] = Counter()
+    away = set()
+    for stage, op, microbatch in program:
+        if stage not in bytes_of_stage:
+            continue
+        size = bytes_of_stage[stage]
+        if op is Op.OFFLOAD:
+            away.add((stage, microbatch))
+            now[size] += 1
+            peak[size] = max(peak[size], now[size])
+        elif op is Op.BACKWARD and (stage, microbatch) in away:
+            now[size] -= 1
+    return peak
 
 
 def _check_actions(plan: Plan) -> None:
