@@ -55,6 +55,7 @@ def _install(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None"
         return ExitStack()
 
     from fold3d_patches import (
+        checkpoint,
         get_forward_backward_func,
         optimizer_step,
         save_checkpoint,
@@ -62,10 +63,13 @@ def _install(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None"
     )
     from megatron.fold3d.runtime.deferred_sync import DeferredSync
     from megatron.fold3d.runtime.executor import Executor
+    from megatron.fold3d.runtime.offloader import Offloader
 
+    offloader = None if config.offload_activations == "off" else Offloader.of(config)
+    offloads = [] if offloader is None else [checkpoint.patch(offloader)]
     if config.backward_share is None:
-        executor = Executor(config, plans, recorder=recorder)
-        return apply([get_forward_backward_func.patch(executor)])
+        executor = Executor(config, plans, recorder=recorder, offloader=offloader)
+        return apply([get_forward_backward_func.patch(executor), *offloads])
 
     deferred = DeferredSync(
         config.backward_share,
@@ -75,10 +79,11 @@ def _install(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None"
     )
     stack = apply(
         [
-            get_forward_backward_func.patch(Executor(config, plans, deferred, recorder)),
+            get_forward_backward_func.patch(Executor(config, plans, deferred, recorder, offloader)),
             optimizer_step.patch(deferred),
             save_checkpoint.patch(deferred),
             zero_grad_buffer.patch(deferred),
+            *offloads,
         ]
     )
     stack.push(deferred)

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from megatron.fold3d.backward_share import share_problems
+from megatron.fold3d.offload_flags import offload_problems
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, LastSegment
 from megatron.fold3d.refusals import named, refusals, spelled
 from megatron.fold3d.trace_flags import iterations, trace_problems
 
 Device = Literal["cuda", "cpu"]
+Offload = Literal["off", "auto", "on"]
 
 # A slice has to take much longer than to start it, and much less than an activation's transfer.
 SLICE_BYTES: dict[Device, int] = {"cuda": 8 << 20, "cpu": 256 << 10}
@@ -94,6 +96,14 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "fifth of this run).",
     )
     group.add_argument(
+        "--offload-activations",
+        choices=get_args(Offload),
+        default="off",
+        help="Keep saved activations in host memory while no computation wants them: on moves all "
+        "large ones, auto what recomputation starts from, and no more of it than the GPU's memory "
+        "needs and its copy engine hides (default: off).",
+    )
+    group.add_argument(
         "--device",
         choices=get_args(Device),
         default="cuda",
@@ -133,6 +143,8 @@ class Fold3DConfig:
         trace: the folder that a trace is written to.
         trace_iterations: the iterations that are recorded; None is two after warm-up.
         device: what Megatron trains on.
+        offload_activations: whether saved activations go to host memory.
+        gradient_accumulation_fusion: Megatron's; it wants its weights as they were saved.
         microbatch_group_size: micro-batches per group of ``interleaved``; None is one per rank.
         distributed_timeout_minutes: how long a transfer may take before the job ends.
     """
@@ -150,6 +162,8 @@ class Fold3DConfig:
     clips_or_scales: bool = False
     trace: Path | None = None
     trace_iterations: range | None = None
+    offload_activations: Offload = "off"
+    gradient_accumulation_fusion: bool = False
 
     @property
     def deferred_stages(self) -> range:
@@ -178,6 +192,7 @@ class Fold3DConfig:
             *_segments(args, schedule, num_segments),
             *refusals(args, schedule),
             *share_problems(args, schedule),
+            *offload_problems(args, schedule),
             *trace_problems(args, schedule),
         ]
         if problems:
@@ -196,6 +211,8 @@ class Fold3DConfig:
             clips_or_scales=args.clip_grad > 0 or args.fp16 or bool(args.loss_scale),
             trace=args.trace,
             trace_iterations=iterations(args.trace_iterations),
+            offload_activations=args.offload_activations,
+            gradient_accumulation_fusion=args.gradient_accumulation_fusion,
         )
 
 

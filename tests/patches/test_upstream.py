@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fold3d_patches import (
+    checkpoint,
     compile_helpers,
     cpu,
     get_forward_backward_func,
@@ -24,6 +26,7 @@ from fold3d_patches import (
 from fold3d_patches.registry import Patch, apply
 from megatron.fold3d.config import Fold3DConfig
 from megatron.fold3d.runtime.deferred_sync import DeferredSync
+from megatron.fold3d.runtime.offloader import Offloader
 from megatron.fold3d.runtime.plans import Plans
 from megatron.fold3d.runtime.tracer import Tracer
 
@@ -41,6 +44,7 @@ CONFIG = Fold3DConfig(
 )
 PATCHES = (
     compile_helpers.patch(),
+    checkpoint.patch(Offloader(torch.device("cpu"), everything=False)),
     get_forward_backward_func.patch(lambda **_: []),
     optimizer_step.patch(DEFERRED),
     save_checkpoint.patch(DEFERRED),

@@ -6,8 +6,9 @@ Megatron's. A plan decides when something is computed, never what.
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -30,6 +31,7 @@ from megatron.fold3d.plan.lowering import deferred_stages
 from megatron.fold3d.plan.verify import peak_activations
 from megatron.fold3d.runtime.deferred_sync import DeferredSync
 from megatron.fold3d.runtime.grad_sync import GradSync
+from megatron.fold3d.runtime.offloader import Offloader
 from megatron.fold3d.runtime.p2p import P2P
 from megatron.fold3d.runtime.plans import Plans
 from megatron.fold3d.runtime.recorder import Recorder, never
@@ -51,11 +53,13 @@ class Executor:
         plans: Plans,
         deferred: DeferredSync | None = None,
         recorder: Recorder | None = None,
+        offloader: Offloader | None = None,
     ) -> None:
         self._timeout = timedelta(minutes=config.distributed_timeout_minutes)
         self._plans = plans
         self._deferred = deferred
         self._recorder = recorder or never(torch.device(config.device))
+        self._offloader = offloader
         self._started = False
         self._p2p: P2P | None = None
 
@@ -103,8 +107,11 @@ class Executor:
             "decoder_seq_length": decoder_seq_length,
         }
         shapes = _shapes(sizes, config, groups, adjust_tensor_shapes_fn)
+        program = plan.programs[pp_group.rank()]
+        offloader = None if forward_only else self._offloader
+        if offloader is not None:
+            offloader.begin(program, chunks, _bytes(shapes[Op.RECV_F], config.params_dtype))
         with _timed(config):
-            program = plan.programs[pp_group.rank()]
             with GradSync(
                 config,
                 chunks,
@@ -126,6 +133,7 @@ class Executor:
                     p2p=self._p2p,
                     grad_sync=grad_sync,
                     recorder=self._recorder,
+                    offloader=offloader,
                 )
                 iteration.run(pp_group.rank())
             if self._deferred is not None:
@@ -176,6 +184,7 @@ class _Iteration:
     p2p: P2P | None
     grad_sync: GradSync
     recorder: Recorder
+    offloader: Offloader | None
 
     def __post_init__(self) -> None:
         self.num_tokens = torch.zeros([], dtype=torch.int, device=_device(self.chunks))
@@ -206,6 +215,10 @@ class _Iteration:
             self._forward(action, segment)
         elif op is Op.BACKWARD:
             self._backward(action, segment)
+        elif op is Op.OFFLOAD and self.offloader is not None:
+            self.offloader.offload(action, held=self._saved[key][0])
+        elif op is Op.RELOAD and self.offloader is not None:
+            self.offloader.reload(action)
         elif op is Op.REDUCE_GRAD:
             self.grad_sync.reduce(segment)
         elif op is Op.WAIT_GRAD:
@@ -235,7 +248,8 @@ class _Iteration:
             input_tensor = self._take(Action(stage, Op.RECV_F, microbatch), action)
             input_tensor.requires_grad_(not self.forward_only)
         is_last_stage = stage == self.plan.num_stages - 1
-        with self.recorder.span(action, "compute"):
+        saving = nullcontext() if self.offloader is None else self.offloader.saving(action)
+        with self.recorder.span(action, "compute"), saving:
             output, num_tokens = forward_step(
                 self.forward_step_func,
                 self.iterators[segment],
@@ -267,7 +281,8 @@ class _Iteration:
         if action in self._last_backward:
             self.grad_sync.release(segment)
         input_tensor, output = self._saved.pop((stage, microbatch))
-        with self.recorder.span(action, "compute"):
+        using = nullcontext() if self.offloader is None else self.offloader.using(action)
+        with self.recorder.span(action, "compute"), using:
             input_grad = backward_step(input_tensor, output, output_grad, self.config)
         if stage > 0:
             self._input_grads[stage, microbatch] = input_grad
@@ -315,6 +330,10 @@ def _shapes(
 
 def _device(chunks: Sequence[torch.nn.Module]) -> torch.device:
     return next(chunks[0].parameters()).device
+
+
+def _bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
 
 
 @contextmanager

@@ -11,11 +11,19 @@ from pathlib import Path
 from megatron.fold3d.config import Fold3DConfig
 from megatron.fold3d.plan.files import parse_plan
 from megatron.fold3d.plan.ir import COMPUTE_OPS, P2P_OPS, Op, Plan, PlanError
-from megatron.fold3d.plan.lowering import defer_grad_sync, deferred_stages, forward_only, lower
+from megatron.fold3d.plan.lowering import (
+    add_offload,
+    defer_grad_sync,
+    deferred_stages,
+    forward_only,
+    lower,
+)
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
 
-RUNNABLE = COMPUTE_OPS - {Op.WEIGHT} | P2P_OPS | {Op.REDUCE_GRAD, Op.WAIT_GRAD}
+RUNNABLE = (
+    COMPUTE_OPS - {Op.WEIGHT} | P2P_OPS | {Op.REDUCE_GRAD, Op.WAIT_GRAD, Op.OFFLOAD, Op.RELOAD}
+)
 """What the executor knows how to do."""
 
 
@@ -47,13 +55,19 @@ class Plans:
         key = num_microbatches, make.__name__
         if key not in self._made:
             try:
-                plan = lower(make(num_microbatches))
+                plan = lower(self._offloaded(make(num_microbatches)))
                 plan = defer_grad_sync(plan, self._config.deferred_stages)
                 verify(plan)
             except PlanError as error:
                 raise PlanError(f"{self.name}: {error}") from None
             self._made[key] = plan
         return self._made[key]
+
+    def _offloaded(self, plan: Plan) -> Plan:
+        given = any(a.op is Op.OFFLOAD for a in chain.from_iterable(plan.programs))
+        if given and self._config.offload_activations == "off":
+            raise PlanError("found OFFLOAD in the plan; give --offload-activations on")
+        return plan if given or self._config.offload_activations == "off" else add_offload(plan)
 
     def _make_training(self, num_microbatches: int) -> Plan:
         config = self._config

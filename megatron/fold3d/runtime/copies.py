@@ -1,0 +1,66 @@
+"""Copies between a device and host memory, beside compute: one stream for each way.
+
+Keeps one order: a copy begins when what compute was given before has run, and compute goes on
+after `wait` only when the copy is over. So memory that compute has waited for may be freed or
+written again by what follows, on either side, without further events.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+
+class Copies:
+    """The copy engine of one rank.
+
+    Args:
+        device: what computes, the current one of its kind when the first copy is made. On a CPU
+            every copy is over when its call returns.
+        batch: tensors per launch at most.
+
+    Attributes:
+        num_calls: launches so far.
+        num_tensors: tensors copied so far.
+    """
+
+    def __init__(self, device: torch.device, batch: int = 64) -> None:
+        self.num_calls = self.num_tensors = 0
+        self._backend = torch.get_device_module(device)
+        self._batch = batch
+
+    @cached_property
+    def _streams(self) -> tuple[Any, Any]:
+        return self._backend.Stream(), self._backend.Stream()
+
+    def to_host(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Any:
+        """Start to copy device tensors; returns what `wait` takes."""
+        return self._copy(self._streams[0], targets, sources)
+
+    def to_device(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Any:
+        """Start to copy host tensors; returns what `wait` takes."""
+        return self._copy(self._streams[1], targets, sources)
+
+    def is_over(self, copied: Any) -> bool:
+        """Tell whether a copy is over."""
+        return bool(copied.query())
+
+    def wait(self, copied: Any) -> None:
+        """Let compute go on only when a copy is over; the host does not wait."""
+        self._backend.current_stream().wait_event(copied)
+
+    def _copy(
+        self, stream: Any, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> Any:
+        targets, sources = tuple(targets), tuple(sources)
+        stream.wait_stream(self._backend.current_stream())
+        with self._backend.stream(stream):
+            for start in range(0, len(targets), self._batch):
+                end = start + self._batch
+                torch._foreach_copy_(targets[start:end], sources[start:end], non_blocking=True)
+                self.num_calls += 1
+            self.num_tensors += len(targets)
+            copied = self._backend.Event()
+            copied.record()
+            return copied

@@ -1,0 +1,98 @@
+"""Slots of pinned host memory, taken once and used again in every iteration.
+
+Memory is taken in few large pieces, before an iteration where its need is known, and cut into
+slots. Slots of one size are reused first in, first out, the order in which AIAO's micro-batches
+leave and return.
+"""
+
+import logging
+from collections import Counter, deque
+from collections.abc import Mapping
+
+import torch
+
+from megatron.fold3d.runtime.host_memory import HostMemory
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = 512
+"""Bytes: what a device's own allocator aligns to, so that kernels see the alignment they know."""
+
+
+class Slot:
+    """A part of the pool; `memory` are its bytes."""
+
+    __slots__ = ("memory",)
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+
+
+class PinnedPool:
+    """The host memory of one rank's offloaded activations.
+
+    Attributes:
+        num_bytes: taken from the host so far.
+        num_growths: how often it was taken.
+        high_water_bytes: the most that was in use at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.num_bytes = self.num_growths = self.high_water_bytes = 0
+        self._device = device
+        self._in_use_bytes = 0
+        self._pieces: list[HostMemory] = []
+        self._slots: Counter[int] = Counter()  # how many there are, by size
+        self._free: dict[int, deque[Slot]] = {}
+
+    def reserve(self, slots: Mapping[int, int]) -> None:
+        """Make sure that there are as many slots of each size, in use or free.
+
+        Raises:
+            HostMemoryError: the host has less memory than that takes.
+        """
+        lacking = {
+            size: count - self._slots[size]
+            for size, count in slots.items()
+            if count > self._slots[size]
+        }
+        if lacking:
+            self._grow(lacking)
+
+    def take(self, num_bytes: int) -> Slot:
+        """Return the free slot that fits best; where there is none, the pool grows by one.
+
+        Raises:
+            HostMemoryError: the host has no memory left for it.
+        """
+        size = min((s for s, free in self._free.items() if free and s >= num_bytes), default=None)
+        if size is None:
+            size = aligned(num_bytes)
+            logger.info("no slot of %s bytes is free: the pool of host memory grows", f"{size:,}")
+            self._grow({size: 1})
+        slot = self._free[size].popleft()
+        self._in_use_bytes += size
+        self.high_water_bytes = max(self.high_water_bytes, self._in_use_bytes)
+        return slot
+
+    def give_back(self, slot: Slot) -> None:
+        """Take a slot back; nothing may read or write it any more."""
+        size = slot.memory.numel()
+        self._in_use_bytes -= size
+        self._free[size].append(slot)
+
+    def _grow(self, lacking: Mapping[int, int]) -> None:
+        total = sum(size * count for size, count in lacking.items())
+        piece = HostMemory(total, self._device)
+        self._pieces.append(piece)
+        self.num_bytes += total
+        self.num_growths += 1
+        sizes = [size for size, count in lacking.items() for _ in range(count)]
+        for memory in piece.tensor.split(sizes):
+            self._free.setdefault(memory.numel(), deque()).append(Slot(memory))
+        self._slots.update(lacking)
+
+
+def aligned(num_bytes: int) -> int:
+    """Round up to `ALIGNMENT`."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
