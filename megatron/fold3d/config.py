@@ -104,6 +104,12 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "needs and its copy engine hides (default: off).",
     )
     group.add_argument(
+        "--lazy-inter-segment",
+        action="store_true",
+        help="Send what goes from the last pipeline rank to the first through host memory, where "
+        "it waits until it is used.",
+    )
+    group.add_argument(
         "--device",
         choices=get_args(Device),
         default="cuda",
@@ -144,6 +150,7 @@ class Fold3DConfig:
         trace_iterations: the iterations that are recorded; None is two after warm-up.
         device: what Megatron trains on.
         offload_activations: whether saved activations go to host memory.
+        lazy_inter_segment: whether transfers between segments wait in host memory.
         gradient_accumulation_fusion: Megatron's; it wants its weights as they were saved.
         microbatch_group_size: micro-batches per group of ``interleaved``; None is one per rank.
         distributed_timeout_minutes: how long a transfer may take before the job ends.
@@ -163,6 +170,7 @@ class Fold3DConfig:
     trace: Path | None = None
     trace_iterations: range | None = None
     offload_activations: Offload = "off"
+    lazy_inter_segment: bool = False
     gradient_accumulation_fusion: bool = False
 
     @property
@@ -193,6 +201,7 @@ class Fold3DConfig:
             *refusals(args, schedule),
             *share_problems(args, schedule),
             *offload_problems(args, schedule),
+            *offload_problems(args, schedule, num_segments),
             *trace_problems(args, schedule),
         ]
         if problems:
@@ -212,6 +221,7 @@ class Fold3DConfig:
             trace=args.trace,
             trace_iterations=iterations(args.trace_iterations),
             offload_activations=args.offload_activations,
+            lazy_inter_segment=args.lazy_inter_segment,
             gradient_accumulation_fusion=args.gradient_accumulation_fusion,
         )
 

@@ -1,11 +1,18 @@
-"""What ``--offload-activations`` cannot be combined with."""
+"""What ``--offload-activations`` and ``--lazy-inter-segment`` cannot be combined with."""
 
 from argparse import Namespace
 from collections.abc import Iterator
 
 
-def offload_problems(args: Namespace, schedule: str) -> Iterator[str]:
+def offload_problems(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
     """Yield found, rule and fix of what is in the way of offloading."""
+    if args.lazy_inter_segment and schedule == "stock":
+        yield "--lazy-inter-segment with --schedule stock: it sends itself; give --schedule aiao"
+    elif args.lazy_inter_segment and num_segments == 1:
+        yield (
+            "--lazy-inter-segment with one segment: nothing goes from the last rank to the first; "
+            "drop it, or give --segments 2 or more"
+        )
     if args.offload_activations == "off":
         return
     found = f"--offload-activations {args.offload_activations}"

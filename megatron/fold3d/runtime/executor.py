@@ -56,6 +56,7 @@ class Executor:
         offloader: Offloader | None = None,
     ) -> None:
         self._timeout = timedelta(minutes=config.distributed_timeout_minutes)
+        self._lazy = config.lazy_inter_segment
         self._plans = plans
         self._deferred = deferred
         self._recorder = recorder or never(torch.device(config.device))
@@ -109,8 +110,11 @@ class Executor:
         shapes = _shapes(sizes, config, groups, adjust_tensor_shapes_fn)
         program = plan.programs[pp_group.rank()]
         offloader = None if forward_only else self._offloader
+        hidden_bytes = math.prod(shapes[Op.RECV_F]) * config.pipeline_dtype.itemsize
+        if self._p2p is not None:
+            self._p2p.begin(program, hidden_bytes)
         if offloader is not None:
-            offloader.begin(program, chunks, _bytes(shapes[Op.RECV_F], config.params_dtype))
+            offloader.begin(program, chunks, hidden_bytes)
         with _timed(config):
             with GradSync(
                 config,
@@ -155,7 +159,7 @@ class Executor:
             return
         self._started = True
         if plan.num_ranks > 1:
-            self._p2p = P2P(pp_group, device, self._timeout)
+            self._p2p = P2P(pp_group, device, self._timeout, lazy=self._lazy)
         if dist.get_rank() == 0:
             logger.info(
                 "plan of %s: %s ranks, %s segments, %s micro-batches, activations held by rank: %s",
@@ -330,10 +334,6 @@ def _shapes(
 
 def _device(chunks: Sequence[torch.nn.Module]) -> torch.device:
     return next(chunks[0].parameters()).device
-
-
-def _bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return math.prod(shape) * dtype.itemsize
 
 
 @contextmanager

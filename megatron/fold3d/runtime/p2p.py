@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.ir import Action, Op, Program
+from megatron.fold3d.runtime.host_link import HostLink
 
 _UNFINISHED_SENDS = 16  # more than a plan ever leaves behind unless the receiver is far behind
 
@@ -28,7 +29,12 @@ class P2P:
     """
 
     def __init__(
-        self, pp_group: dist.ProcessGroup, device: torch.device, timeout: timedelta
+        self,
+        pp_group: dist.ProcessGroup,
+        device: torch.device,
+        timeout: timedelta,
+        *,
+        lazy: bool = False,
     ) -> None:
         ranks = dist.get_process_group_ranks(pp_group)
         rank, num_ranks = pp_group.rank(), pp_group.size()
@@ -50,9 +56,22 @@ class P2P:
         self._arriving: dict[Action, tuple[torch.Tensor, dist.Work]] = {}
         self._leaving: deque[tuple[torch.Tensor, dist.Work]] = deque()
         self._meet(rank, num_ranks)
+        self._host_link = _host_link(ranks, rank, device, timeout) if lazy else None
+
+    def begin(self, program: Program, num_bytes: int) -> None:
+        """Prepare for an iteration whose transfers take ``num_bytes`` each.
+
+        Raises:
+            HostMemoryError: tensors that wait on the host need more than it has.
+        """
+        if self._host_link is not None:
+            self._host_link.begin(program, num_bytes)
 
     def post(self, action: Action, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Start to receive what ``action`` (RECV_F or RECV_B) names; `take` waits for it."""
+        if self._host_link is not None and self._host_link.carries(action):
+            self._host_link.post(action, shape, dtype)
+            return
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         work = dist.irecv(tensor, self._peers[action.op], group=self._groups[action.op])
         assert work is not None  # this rank is in the group
@@ -60,12 +79,17 @@ class P2P:
 
     def take(self, action: Action) -> torch.Tensor:
         """Return the tensor of a posted receive, arrived as far as the current stream can tell."""
+        if self._host_link is not None and self._host_link.carries(action):
+            return self._host_link.take(action)
         tensor, work = self._arriving.pop(action)
         work.wait()
         return tensor
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
         """Start to send; the caller may free or overwrite ``tensor.data`` at once."""
+        if self._host_link is not None and self._host_link.carries(action):
+            self._host_link.send(action, tensor)
+            return
         alias = tensor.detach()
         work = dist.isend(alias, self._peers[action.op], group=self._groups[action.op])
         assert work is not None
@@ -78,6 +102,8 @@ class P2P:
         assert not self._arriving, f"never used: {', '.join(map(str, self._arriving))}"
         while self._leaving:
             self._leaving.popleft()[1].wait()
+        if self._host_link is not None:
+            self._host_link.drain()
 
     @property
     def _first_has_left(self) -> bool:
@@ -97,6 +123,17 @@ class P2P:
             if rank == (link + 1) % num_ranks:
                 dist.recv(token, self._peers[Op.RECV_F], group=self._groups[Op.RECV_F])
                 dist.send(token, self._peers[Op.SEND_B], group=self._groups[Op.SEND_B])
+
+
+def _host_link(
+    ranks: Sequence[int], rank: int, device: torch.device, timeout: timedelta
+) -> HostLink:
+    """Make the groups of the link from the last rank to the first, which is the last of a ring."""
+    forward, backward = _make_groups(ranks, "gloo", timeout)[-1]
+    last, first = len(ranks) - 1, 0
+    groups = {Op.SEND_F: forward, Op.RECV_F: forward, Op.SEND_B: backward, Op.RECV_B: backward}
+    peers = {Op.SEND_F: first, Op.RECV_F: last, Op.SEND_B: last, Op.RECV_B: first}
+    return HostLink(groups, peers, device, timeout, len(ranks))
 
 
 def _make_groups(
