@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 from megatron.fold3d.backward_share import share_problems
 from megatron.fold3d.offload_flags import offload_problems
+from megatron.fold3d.offload_flags import offload_problems, offloads_everything
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, LastSegment
 from megatron.fold3d.refusals import named, refusals, spelled
 from megatron.fold3d.trace_flags import iterations, trace_problems
@@ -151,7 +152,7 @@ class Fold3DConfig:
         device: what Megatron trains on.
         offload_activations: whether saved activations go to host memory.
         lazy_inter_segment: whether transfers between segments wait in host memory.
-        gradient_accumulation_fusion: Megatron's; it wants its weights as they were saved.
+        offload_everything: also what is saved without recomputation.
         microbatch_group_size: micro-batches per group of ``interleaved``; None is one per rank.
         distributed_timeout_minutes: how long a transfer may take before the job ends.
     """
@@ -171,7 +172,7 @@ class Fold3DConfig:
     trace_iterations: range | None = None
     offload_activations: Offload = "off"
     lazy_inter_segment: bool = False
-    gradient_accumulation_fusion: bool = False
+    offload_everything: bool = False
 
     @property
     def deferred_stages(self) -> range:
@@ -222,7 +223,7 @@ class Fold3DConfig:
             trace_iterations=iterations(args.trace_iterations),
             offload_activations=args.offload_activations,
             lazy_inter_segment=args.lazy_inter_segment,
-            gradient_accumulation_fusion=args.gradient_accumulation_fusion,
+            offload_everything=offloads_everything(args),
         )
 
 

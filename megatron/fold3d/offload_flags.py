@@ -4,6 +4,15 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 
+def offloads_everything(args: Namespace) -> bool:
+    """Tell whether all large saved tensors leave, or only what recomputation starts from.
+
+    A hook of autograd's hands back a weight without the marks that Megatron's fused weight gradient
+    looks for. With that kernel hooks stay away from weights, and so from most of a forward.
+    """
+    return args.offload_activations == "on" and not args.gradient_accumulation_fusion
+
+
 def offload_problems(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
     """Yield found, rule and fix of what is in the way of offloading."""
     if args.lazy_inter_segment and schedule == "stock":

@@ -60,13 +60,8 @@ class Offloader:
 
     @classmethod
     def of(cls, config: Fold3DConfig) -> Self:
-        """Return the offloader of a run.
-
-        Autograd gives back a weight without the marks that Megatron's fused weight gradient looks
-        for, so with that only what recomputation starts from may go: no weight is saved there.
-        """
-        everything = config.offload_activations == "on" and not config.gradient_accumulation_fusion
-        return cls(torch.device(config.device), everything=everything)
+        """Return the offloader of a run."""
+        return cls(torch.device(config.device), everything=config.offload_everything)
 
     def begin(
         self, program: Program, modules: Iterable[torch.nn.Module], hidden_bytes: int
