@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from megatron.fold3d.backward_share import share_problems
-from megatron.fold3d.offload_flags import offload_problems
 from megatron.fold3d.offload_flags import offload_problems, offloads_everything
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, LastSegment
 from megatron.fold3d.refusals import named, refusals, spelled
@@ -201,7 +200,6 @@ class Fold3DConfig:
             *_segments(args, schedule, num_segments),
             *refusals(args, schedule),
             *share_problems(args, schedule),
-            *offload_problems(args, schedule),
             *offload_problems(args, schedule, num_segments),
             *trace_problems(args, schedule),
         ]
