@@ -21,6 +21,7 @@ _COMMANDS = {
     "search": "choose schedule, sizes and segments for a model on a cluster",
     "trace": "show where the time of a traced run went",
     "compare": "compare two training runs: speed, losses, where the time went",
+    "doctor": "look at the installation, and say what to fix",
 }
 
 

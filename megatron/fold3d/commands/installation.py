@@ -1,0 +1,120 @@
+"""What can be found out about an installation without importing torch or Megatron."""
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+Verdict = Literal["ok", "note", "bad"]
+
+MEGATRON = "megatron-core"
+_PARTS = ("core", "training", "fold3d")
+_SHM = Path("/dev/shm")
+_SHM_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        what: a word or two.
+        verdict: ``bad`` keeps training from working, a ``note`` may surprise.
+        found: what is there.
+        fix: what to do about it; empty where there is nothing to do.
+    """
+
+    what: str
+    verdict: Verdict
+    found: str
+    fix: str = ""
+
+
+def installation() -> Iterator[Finding]:
+    """Yield what the files of the installation tell."""
+    yield _python()
+    yield from _packages()
+    yield _apex()
+    yield _namespace()
+    yield _shared_memory()
+    if settings := sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith("NCCL_")):
+        yield Finding("NCCL settings", "note", ", ".join(settings))
+
+
+def _python() -> Finding:
+    version = sys.version.split()[0]
+    if sys.version_info >= (3, 14):
+        return Finding("Python", "bad", version, "Megatron-core has wheels for 3.12 and 3.13")
+    return Finding("Python", "ok", f"{version} ({sys.executable})")
+
+
+def _packages() -> Iterator[Finding]:
+    place = Path(__file__).parents[3]
+    yield _package("fold3d", "ok", f"imported from {place}, not installed", "")
+    for name in ("torch", MEGATRON):
+        yield _package(name, "bad", "not installed", f"pip install '{name}'")
+    absent = "not installed; fp8 and fused layers need it"
+    yield _package("transformer-engine", "note", absent, "on GPUs: pip install 'fold3d[gpu]'")
+
+
+def _package(name: str, verdict: Verdict, absent: str, fix: str) -> Finding:
+    try:
+        return Finding(name, "ok", metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return Finding(name, verdict, absent, fix)
+
+
+def _apex() -> Finding:
+    try:
+        version = metadata.version("apex")
+    except metadata.PackageNotFoundError:
+        return Finding("apex", "ok", "not installed; nothing needs it")
+    spec = find_spec("apex")
+    homes = spec.submodule_search_locations if spec else None
+    if homes and not any((Path(home) / "optimizers").is_dir() for home in homes):
+        return Finding(
+            "apex",
+            "bad",
+            f"{version} from PyPI, which is not NVIDIA's and which Megatron imports",
+            "pip uninstall apex; NVIDIA's is built from https://github.com/NVIDIA/apex",
+        )
+    return Finding("apex", "ok", version)
+
+
+def _namespace() -> Finding:
+    """Every folder named megatron on the path is a part of it, unless one has an __init__.py."""
+    spec = find_spec("megatron")
+    if spec is not None and spec.origin is not None:
+        found = f"{spec.origin} makes megatron a package of its own and hides the others"
+        return Finding("namespace", "bad", found, f"delete {spec.origin}")
+    homes = [Path(home) for home in (spec and spec.submodule_search_locations) or ()]
+    homes = list(dict.fromkeys(home.resolve() for home in homes))
+    parts = {name: [home for home in homes if (home / name).is_dir()] for name in _PARTS}
+    for name, places in parts.items():
+        if not places:
+            return Finding("namespace", "bad", f"no megatron.{name}", "pip install fold3d")
+        if len(places) > 1:
+            found = f"megatron.{name} in {' and '.join(map(str, places))}; Python takes the first"
+            fix = "uninstall one, or take the folder above it off PYTHONPATH"
+            return Finding("namespace", "bad" if name != "fold3d" else "note", found, fix)
+    return Finding("namespace", "ok", f"megatron is shared by {', '.join(map(str, homes))}")
+
+
+def _shared_memory() -> Finding:
+    if not _SHM.is_dir():
+        return Finding("shared memory", "note", f"no {_SHM}")
+    usage = os.statvfs(_SHM)
+    size = usage.f_frsize * usage.f_blocks
+    found = f"{size / 2**30:.1f} GiB in {_SHM}"
+    if size < _SHM_BYTES:
+        return Finding(
+            "shared memory",
+            "bad",
+            f"{found}; data loaders and NCCL share their buffers there",
+            "start the container with --shm-size=8g, or --ipc=host",
+        )
+    return Finding("shared memory", "ok", found)
