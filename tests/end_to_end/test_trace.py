@@ -1,6 +1,7 @@
 """A trace of a real run names what its plan names, in the plan's order, and changes no result."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -9,11 +10,14 @@ import pytest
 from megatron.fold3d.analysis.exposure import exposure
 from megatron.fold3d.analysis.timeline import Lane
 from megatron.fold3d.analysis.trace import RankTrace, read_ranks, to_timeline
+from megatron.fold3d.cli import main
 from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan
 from tests.distributed import run_distributed
 from tests.end_to_end.training import differences, train
 
 pytestmark = pytest.mark.gloo
+
+_DATA = re.compile(r'<script id="data".*?>(.*?)</script>')
 
 MODEL = (
     "--device cpu --num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
@@ -49,6 +53,9 @@ def test_both_schedules_are_traced_alike_and_train_alike(tmp_path: Path) -> None
             assert {event.kind for event in rank.iterations[-1].events} >= {
                 *("compute", "wait", "grad_sync", "param_gather", "optimizer")
             }
+        assert main(["trace", str(folder)]) == 0
+        views = json.loads(_DATA.search((folder / "timeline.html").read_text())[1])["views"]
+        assert [view["name"] for view in views] == ["measured", "simulated"]
     plan = Plan.from_text(read_ranks(ours_dir)[0].plan)
     assert read_ranks(stock_dir)[0].plan == ""
     for folder in (ours_dir, stock_dir):  # one group of all micro-batches: the same order
