@@ -57,6 +57,7 @@ def _install(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None"
     from fold3d_patches import (
         checkpoint,
         get_forward_backward_func,
+        gradient_buckets,
         optimizer_step,
         save_checkpoint,
         zero_grad_buffer,
@@ -67,9 +68,10 @@ def _install(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None"
 
     offloader = None if config.offload_activations == "off" else Offloader.of(config)
     offloads = [] if offloader is None else [checkpoint.patch(offloader)]
+    buckets = gradient_buckets.patches() if config.cuts_every_segment else ()
     if config.backward_share is None:
         executor = Executor(config, plans, recorder=recorder, offloader=offloader)
-        return apply([get_forward_backward_func.patch(executor), *offloads])
+        return apply([get_forward_backward_func.patch(executor), *offloads, *buckets])
 
     deferred = DeferredSync(
         config.backward_share,
@@ -84,6 +86,7 @@ def _install(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None"
             save_checkpoint.patch(deferred),
             zero_grad_buffer.patch(deferred),
             *offloads,
+            *buckets,
         ]
     )
     stack.push(deferred)

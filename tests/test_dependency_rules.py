@@ -37,6 +37,7 @@ MAY_NAME = {
         f"{FOLD3D}.backward_share",
         f"{FOLD3D}.trace_flags",
         f"{FOLD3D}.offload_flags",
+        f"{FOLD3D}.buckets",
     ),
 }
 # What must not be loaded after they are imported, through whomever.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from megatron.fold3d.backward_share import share_problems
+from megatron.fold3d.buckets import cuts_every_segment
 from megatron.fold3d.offload_flags import offload_problems, offloads_everything
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, LastSegment
 from megatron.fold3d.refusals import named, refusals, spelled
@@ -148,6 +149,8 @@ class Fold3DConfig:
         clips_or_scales: whether Megatron may clip gradients, or skip a step over a loss scale.
         trace: the folder that a trace is written to.
         trace_iterations: the iterations that are recorded; None is two after warm-up.
+        cuts_every_segment: whether every segment's gradients are reduced in buckets.
+        gathers_params: whether the plan gathers parameters that are updated in shards.
         device: what Megatron trains on.
         offload_activations: whether saved activations go to host memory.
         lazy_inter_segment: whether transfers between segments wait in host memory.
@@ -172,6 +175,8 @@ class Fold3DConfig:
     offload_activations: Offload = "off"
     lazy_inter_segment: bool = False
     offload_everything: bool = False
+    cuts_every_segment: bool = False
+    gathers_params: bool = False
 
     @property
     def deferred_stages(self) -> range:
@@ -222,6 +227,8 @@ class Fold3DConfig:
             offload_activations=args.offload_activations,
             lazy_inter_segment=args.lazy_inter_segment,
             offload_everything=offloads_everything(args),
+            cuts_every_segment=cuts_every_segment(args),
+            gathers_params=args.overlap_param_gather and args.align_param_gather,
         )
 
 

@@ -78,6 +78,12 @@ class Row:
 
 ZERO = "--use-distributed-optimizer"
 OVERLAP = f"{ZERO} --overlap-grad-reduce --overlap-param-gather"
+BUCKETS = "--ddp-bucket-size 2000"  # a layer has 12 thousand parameters
+# All gathers at the start, the second segment's first.
+GATHERED = """\
+2GATHER_PARAM 0GATHER_PARAM 0WAIT_PARAM 0F0 0F1 2WAIT_PARAM 2F0 2F1 2B0 2B1 0B0 0B1
+3GATHER_PARAM 1GATHER_PARAM 1WAIT_PARAM 1F0 1F1 3WAIT_PARAM 3F0 3F1 3B0 3B1 1B0 1B1
+"""
 SELECTIVE = "--recompute-granularity selective"
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -142,14 +148,32 @@ ROWS = (
     Row(name="two sequences per micro-batch", segments=2, flags="--micro-batch-size 2", dp=2),
     # Data parallelism.
     Row(name="data parallel", segments=2, dp=2),
+    Row(name="gradients in buckets", segments=2, dp=2, flags=f"--overlap-grad-reduce {BUCKETS}"),
     Row(
-        name="hooks reduce", segments=2, dp=2, flags="--overlap-grad-reduce --no-align-grad-reduce"
+        name="gradients in buckets, not aligned",
+        segments=2,
+        dp=2,
+        flags=f"--overlap-grad-reduce --no-align-grad-reduce --clip-grad 0 {BUCKETS}",
     ),
-    Row(name="aligned reduce", segments=2, dp=2, flags="--overlap-grad-reduce"),
     Row(name="distributed optimizer", segments=2, dp=2, flags=ZERO),
     Row(name="all overlapped", segments=2, dp=2, flags=OVERLAP),
-    Row(name="all overlapped", segments=2, dp=2, flags=OVERLAP, ours=AFAB_TAIL),
     Row(name="all overlapped", segments=2, dp=2, flags=OVERLAP, ours="--schedule interleaved"),
+    Row(
+        name="all overlapped, clipping off",
+        segments=2,
+        dp=2,
+        flags=f"{OVERLAP} --clip-grad 0 {BUCKETS}",
+        ours=AFAB_TAIL,
+    ),
+    Row(
+        name="all overlapped, by a plan file",
+        segments=2,
+        dp=2,
+        m=2,
+        flags=f"{OVERLAP} --bf16",
+        ours="--plan-file PLAN",
+        plan=GATHERED,
+    ),
     Row(
         name="all overlapped by hooks, bf16",
         segments=4,

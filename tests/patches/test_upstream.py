@@ -18,6 +18,7 @@ from fold3d_patches import (
     compile_helpers,
     cpu,
     get_forward_backward_func,
+    gradient_buckets,
     optimizer_step,
     save_checkpoint,
     trace,
@@ -49,6 +50,7 @@ PATCHES = (
     optimizer_step.patch(DEFERRED),
     save_checkpoint.patch(DEFERRED),
     zero_grad_buffer.patch(DEFERRED),
+    *gradient_buckets.patches(),
     *cpu.patches(),
     *trace.patches(Tracer(CONFIG, Plans(CONFIG)), "stock"),
 )

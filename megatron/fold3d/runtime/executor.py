@@ -204,7 +204,6 @@ class _Iteration:
         program = self.plan.programs[rank]
         backwards = {action.stage: action for action in program if action.op is Op.BACKWARD}
         self._last_backward = set(backwards.values())
-        self.grad_sync.gather(0)
         for action in program:
             try:
                 self._act(action)
@@ -228,6 +227,10 @@ class _Iteration:
         elif op is Op.WAIT_GRAD:
             with self.recorder.span(action, "wait"):
                 self.grad_sync.wait(segment)
+        elif op is Op.GATHER_PARAM:
+            self.grad_sync.gather(segment)
+        elif op is Op.WAIT_PARAM:
+            pass  # DDP's hooks wait in the forward, so that a layer waits for its own buckets only
         elif self.p2p is None:
             raise NotImplementedError(f"{action} on a pipeline of one rank")
         elif op is Op.SEND_F:
@@ -245,8 +248,6 @@ class _Iteration:
 
     def _forward(self, action: Action, segment: int) -> None:
         stage, _, microbatch = action
-        if microbatch == 0:
-            self.grad_sync.gather(segment + 1)
         input_tensor = None
         if self.p2p is not None and stage > 0:
             input_tensor = self._take(Action(stage, Op.RECV_F, microbatch), action)

@@ -1,8 +1,8 @@
-"""DP.sync, one segment at a time, through the functions that Megatron's DDP gives its schedules.
+"""DP.sync, one segment at a time, through Megatron's DDP and its hooks.
 
-Keeps one invariant: within an iteration a segment's gradients are reduced once, either by DDP's
-hooks inside its last backward or by an explicit start after it, never by both. A segment whose
-DP.sync reaches into the next iteration is `DeferredSync`'s.
+Keeps one invariant: within an iteration a bucket's gradients are reduced once, either by DDP's
+hooks inside the segment's last backward or by an explicit start after it, never by both. A segment
+whose DP.sync reaches into the next iteration is `DeferredSync`'s.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -18,7 +18,7 @@ class GradSync:
     """Gradient reduction and parameter gathering of the model chunks of one rank.
 
     As a context manager it spans one iteration and keeps DDP's hooks quiet; a segment whose last
-    backward is about to run is released by `release`, and `reduce` starts what hooks do not.
+    backward is about to run is released by `release`, and `reduce` starts what hooks did not.
     """
 
     def __init__(
@@ -30,15 +30,14 @@ class GradSync:
         deferred: DeferredSync | None = None,
         deferred_segments: Container[int] = (),
     ) -> None:
-        self._chunks = chunks
+        self._chunks: Sequence[Any] = chunks
         self._deferred = deferred
         self._deferred_segments = deferred_segments if deferred is not None else ()
         self._quiet = [ExitStack() for _ in chunks]
+        # Megatron sets the first with --overlap-grad-reduce; else nothing can start early. The
+        # second it leaves out as long as parameters are whole, and where hooks gather them.
         self._no_sync = _per_chunk(config.no_sync_func, chunks)
-        # Megatron sets these when launches are to be aligned over pipeline ranks; it leaves them
-        # out when hooks launch, and when only forwards run.
-        self._start_reduce = _per_chunk(config.grad_sync_func, chunks) if trains else None
-        self._start_gather = _per_chunk(config.param_sync_func, chunks) if trains else None
+        self._gathers = trains and config.param_sync_func is not None
 
     def __enter__(self) -> Self:
         for segment in range(len(self._chunks)):
@@ -51,35 +50,63 @@ class GradSync:
 
     def release(self, segment: int) -> None:
         """Let hooks reduce the gradients that become ready from now on: the last micro-batch's."""
-        if self._start_reduce is None and segment not in self._deferred_segments:
+        if segment not in self._deferred_segments:
             self._quiet[segment].close()
 
     def reduce(self, segment: int) -> None:
-        """Start to reduce the segment's gradients, unless its hooks have."""
+        """Start to reduce what hooks did not: in the first iteration DDP has them only count."""
         self._quiet[segment].close()
+        chunk = self._chunks[segment]
         if self._deferred is not None and segment in self._deferred_segments:
-            self._deferred.start(self._chunks[segment])
-        elif self._start_reduce is not None:
-            self._start_reduce[segment](self._chunks[segment].parameters())
+            self._deferred.start(chunk)
+        elif self._no_sync is not None:
+            for bucket_group in _bucket_groups(chunk):
+                if not _reduced_by_hooks(bucket_group):
+                    bucket_group.start_grad_sync(force_all_reduce=chunk.force_all_reduce)
 
     def wait(self, segment: int) -> None:
-        """End the reduction that the iteration before started; without one there is none to end.
+        """End the segment's reduction: of a deferred one, that of the iteration before.
 
-        Of the other segments Megatron's ``finalize_model_grads`` waits for all at once.
+        Megatron's ``finalize_model_grads`` then finds it ended and goes on to the next.
         """
+        chunk = self._chunks[segment]
         if self._deferred is not None and segment in self._deferred_segments:
-            self._deferred.settle(self._chunks[segment])
+            self._deferred.settle(chunk)
             self._quiet[segment].close()
             self._hush(segment)  # zeroed gradients are a new start for DDP, and its hooks listen
+        elif self._no_sync is not None:
+            chunk.finish_grad_sync(force_all_reduce=chunk.force_all_reduce)
 
     def gather(self, segment: int) -> None:
-        """Start to gather the segment's updated parameters, if it exists and hooks do not."""
-        if self._start_gather is not None and segment < len(self._chunks):
-            self._start_gather[segment](self._chunks[segment].parameters())
+        """Start to gather the segment's updated parameters, those of its first layers first.
+
+        DDP's hooks wait in the forward, each layer for its own buckets, and gather what is not
+        under way.
+        """
+        if self._gathers:
+            for bucket_group in reversed(_bucket_groups(self._chunks[segment])):  # last layer first
+                if not bucket_group.param_gather_dispatched:
+                    bucket_group.start_param_sync()
 
     def _hush(self, segment: int) -> None:
         if self._no_sync is not None:
             self._quiet[segment].enter_context(self._no_sync[segment]())
+
+
+def _bucket_groups(chunk: Any) -> list[Any]:
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+
+
+def _reduced_by_hooks(bucket_group: Any) -> bool:
+    """Whether DDP's hooks have started the reduction: all gradients came as often as they should.
+
+    The first iteration counts how often that is; hooks start nothing in it.
+    """
+    return bool(
+        not bucket_group.is_first_batch
+        and bucket_group.per_param_grad_ready_counts
+        == bucket_group.golden_per_param_grad_ready_counts
+    )
 
 
 def _per_chunk(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron.fold3d.config import Fold3DConfig
 from megatron.fold3d.plan.files import parse_plan
-from megatron.fold3d.plan.ir import COMPUTE_OPS, P2P_OPS, Op, Plan, PlanError
+from megatron.fold3d.plan.ir import Op, Plan, PlanError
 from megatron.fold3d.plan.lowering import (
     add_offload,
     defer_grad_sync,
@@ -18,12 +18,11 @@ from megatron.fold3d.plan.lowering import (
     forward_only,
     lower,
 )
+from megatron.fold3d.plan.param_gather import add_param_gather
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
 
-RUNNABLE = (
-    COMPUTE_OPS - {Op.WEIGHT} | P2P_OPS | {Op.REDUCE_GRAD, Op.WAIT_GRAD, Op.OFFLOAD, Op.RELOAD}
-)
+RUNNABLE = frozenset(Op) - {Op.WEIGHT}
 """What the executor knows how to do."""
 
 
@@ -70,6 +69,10 @@ class Plans:
         return plan if given or self._config.offload_activations == "off" else add_offload(plan)
 
     def _make_training(self, num_microbatches: int) -> Plan:
+        order = self._training_order(num_microbatches)
+        return add_param_gather(order) if self._config.gathers_params else order
+
+    def _training_order(self, num_microbatches: int) -> Plan:
         config = self._config
         if config.plan_file is not None:
             return self._read(config.plan_file, num_microbatches)

@@ -1,0 +1,68 @@
+"""Patch where Megatron decides into how many buckets a model chunk's gradients are cut.
+
+Why: only the first chunk of the first pipeline rank has buckets. Stock's schedules hide the others'
+    DP.sync behind further backwards, and both of these places leave the bucket size out for them.
+Change: every chunk is cut at ``--ddp-bucket-size``, on every rank, so that a segment's gradients
+    travel while its last backward still runs (paper Algorithm 2, lines 4-10).
+Remove when: Megatron lets the caller choose which chunks have buckets.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from fold3d_patches.registry import Patch
+
+Func = Callable[..., Any]
+
+
+def patches() -> tuple[Patch, ...]:
+    """The wrapper of a chunk, and its buffers."""
+    return (
+        Patch(
+            target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
+            make=_bucket_groups_of_their_own,
+            parameters=(
+                "self",
+                "config",
+                "ddp_config",
+                "module",
+                "disable_bucketing",
+                "pg_collection",
+                "full_param_layout",
+            ),
+        ),
+        Patch(
+            target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__",
+            make=_cut_buffer,
+            parameters=(
+                "self",
+                "ddp_config",
+                "param_dtype",
+                "grad_dtype",
+                "params_with_names",
+                "data_parallel_group",
+                "bucket_size",
+                "param_to_name",
+                "gradient_scaling_factor",
+                "param_indices",
+                "nccl_ub",
+                "pg_collection",
+                "param_layout",
+            ),
+        ),
+    )
+
+
+def _bucket_groups_of_their_own(upstream: Func) -> Func:
+    def __init__(self: Any, *args: Any, disable_bucketing: bool = False, **kwargs: Any) -> None:  # noqa: N807
+        upstream(self, *args, **kwargs)
+
+    return __init__
+
+
+def _cut_buffer(upstream: Func) -> Func:
+    def __init__(self: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        before, _bucket_size, *after = args[:4], *args[4:]
+        upstream(self, ddp_config, *before, ddp_config.bucket_size, *after, **kwargs)
+
+    return __init__

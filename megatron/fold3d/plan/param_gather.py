@@ -1,0 +1,39 @@
+"""The pass that makes the all-gather of a distributed optimizer's parameters part of a plan.
+
+The optimizer updates each parameter on one replica, in shards; the next forward gathers them.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from megatron.fold3d.plan.ir import Action, Op, Plan, Program
+
+
+def add_param_gather(plan: Plan) -> Plan:
+    """Let each rank gather its stages in the order in which it needs them.
+
+    The first stage's gather is the program's first action; each further one starts before the
+    first forward of the stage before, so that it travels behind that stage's forwards and the link
+    need never be idle. A plan that gathers already is left as it is.
+    """
+    gathers = any(action.op is Op.GATHER_PARAM for program in plan.programs for action in program)
+    return plan if gathers else Plan(tuple(map(_with_param_gather, plan.programs)))
+
+
+def _with_param_gather(program: Program) -> Program:
+    stages = list(dict.fromkeys(stage for stage, op, _ in program if op is Op.FORWARD))
+    following = dict(pairwise(stages))
+
+    def lower() -> Iterator[Action]:
+        yield Action(stages[0], Op.GATHER_PARAM)
+        waiting = set(stages)
+        for action in program:
+            stage, op, _ = action
+            if op is Op.FORWARD and stage in waiting:
+                waiting.remove(stage)
+                if stage in following:
+                    yield Action(following[stage], Op.GATHER_PARAM)
+                yield Action(stage, Op.WAIT_PARAM)
+            yield action
+
+    return tuple(lower())
