@@ -50,7 +50,8 @@ def test_both_schedules_are_traced_alike_and_train_alike(tmp_path: Path) -> None
         ]
         for rank in ranks:
             assert [row.iteration for row in rank.iterations] == iterations
-            assert {event.kind for event in rank.iterations[-1].events} >= {
+            # Evaluation has gathered the parameters of the iteration behind it.
+            assert {event.kind for row in rank.iterations for event in row.events} >= {
                 *("compute", "wait", "grad_sync", "param_gather", "optimizer")
             }
         assert main(["trace", str(folder)]) == 0
