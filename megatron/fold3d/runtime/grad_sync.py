@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 
 from megatron.fold3d.runtime.deferred_sync import DeferredSync
+from megatron.fold3d.runtime.replicas import bucket_groups
 
 
 class GradSync:
@@ -60,7 +61,7 @@ class GradSync:
         if self._deferred is not None and segment in self._deferred_segments:
             self._deferred.start(chunk)
         elif self._no_sync is not None:
-            for bucket_group in _bucket_groups(chunk):
+            for bucket_group in bucket_groups(chunk):
                 if not _reduced_by_hooks(bucket_group):
                     bucket_group.start_grad_sync(force_all_reduce=chunk.force_all_reduce)
 
@@ -84,17 +85,14 @@ class GradSync:
         under way.
         """
         if self._gathers:
-            for bucket_group in reversed(_bucket_groups(self._chunks[segment])):  # last layer first
+            last_layer_first = tuple(bucket_groups(self._chunks[segment]))
+            for bucket_group in reversed(last_layer_first):
                 if not bucket_group.param_gather_dispatched:
                     bucket_group.start_param_sync()
 
     def _hush(self, segment: int) -> None:
         if self._no_sync is not None:
             self._quiet[segment].enter_context(self._no_sync[segment]())
-
-
-def _bucket_groups(chunk: Any) -> list[Any]:
-    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
 
 
 def _reduced_by_hooks(bucket_group: Any) -> bool:
