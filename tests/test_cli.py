@@ -11,13 +11,14 @@ import pytest
 from megatron.fold3d.analysis.candidates import Candidate
 from megatron.fold3d.analysis.model import model_shape
 from megatron.fold3d.analysis.sizes import Setup
-from megatron.fold3d.commands.training_flags import training_flags
+from megatron.fold3d.commands.training_flags import _layout, training_flags
 from megatron.fold3d.config import Fold3DConfig, add_arguments
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES
 
 AIAO = "plan --schedule aiao --pp 2 --segments 2 --microbatches 3"
 SIMULATE = "simulate --schedule aiao --pp 2 --segments 2 --microbatches 4"
 SEARCH = "search --global-batch-size 64"
+SHAPE = model_shape("gpt3-18b")
 ON_A100 = "--model 24-2048-16 --cluster a100x8"
 
 
@@ -181,6 +182,10 @@ def test_plan_as_json_holds_sizes_and_programs(fold3d):
         (f"{SEARCH} --model gpt-1t --cluster v100x8", "does not fit on v100x8: the smallest"),
         (f"{SEARCH} {ON_A100} --top 0", "--top 0: show at least one"),
         (f"{SEARCH} {ON_A100} --task-overhead-s -1", "found task_overhead_s=-1.0; it is zero or"),
+        (
+            f"{SEARCH} {ON_A100} --assume luck",
+            "found 'luck'; it is one of preemptive-comm, offload",
+        ),
         (f"{SEARCH} --model t5 --cluster a100x64 --emit", "t5 is no GPT"),
     ],
 )
@@ -344,15 +349,12 @@ def test_search_says_that_aiao_gains_nothing_where_it_does_not(fold3d):
     assert "--schedule" not in flags
 
 
-def test_what_training_does_not_have_is_not_emitted(fold3d):
-    line = (
-        "search --model gpt3-18b --cluster a100x128-200g --task-overhead-s 5e-3 "
-        "--global-batch-size 256 --whole-paper"
-    )
-    code, out, err = fold3d(f"{line} --emit")
+def test_what_is_assumed_is_not_emitted(fold3d):
+    line = "search --model testbed --cluster testbedx4 --global-batch-size 16 --pp 2 --fp32"
+    code, out, err = fold3d(f"{line} --assume preemptive-comm,offload --emit")
     assert (code, out) == (1, "")
-    assert "DP.sync that reaches into the next iteration" in err
-    assert "drop --whole-paper" in err
+    assert "the best needs offload, preemptive-comm, which training does not have yet" in err
+    assert "--schedule aiao" in fold3d(f"{line} --emit")[1]
 
 
 @pytest.fixture(scope="module")
@@ -365,19 +367,31 @@ def megatrons_parser():
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("layers", [(), (6, *(5,) * 6, 4)])
 @pytest.mark.parametrize(
-    ("schedule", "one_group"),
-    [("1f1b", False), ("interleaved", False), ("aiao", False), ("aiao", True)],
+    ("schedule", "options"),
+    [
+        ("1f1b", {}),
+        ("interleaved", {"group_size": 4}),
+        ("interleaved", {"group_size": 8}),
+        ("interleaved", {"group_size": 8, "is_stock": False}),
+        ("aiao", {}),
+        ("aiao", {"distributed_optimizer": True}),
+        ("aiao", {"backward_share": 0.7}),
+    ],
 )
 def test_pretrain_gpt_accepts_every_flag_that_is_emitted(
-    megatrons_parser, schedule, one_group, recompute
+    megatrons_parser, schedule, options, layers, recompute
 ):
-    segments = 1 if schedule == "1f1b" else 5
+    segments = 1 if schedule == "1f1b" else 2
+    options = {"is_stock": schedule != "aiao", **options}
+    sharded = options.pop("distributed_optimizer", False)
     setup = Setup(
         tensor_parallel=8,
         data_parallel=2,
         microbatch_size=4,
         sequence_parallel=True,
+        distributed_optimizer=sharded,
         recompute=recompute,
     )
     candidate = Candidate(
@@ -386,15 +400,30 @@ def test_pretrain_gpt_accepts_every_flag_that_is_emitted(
         num_ranks=4,
         num_segments=segments,
         num_microbatches=8,
+        layers=layers if segments == 2 else (),
+        **options,
     )
-    flags = training_flags(model_shape("gpt3-18b"), candidate, one_group=one_group)
-    args = megatrons_parser.parse_args(flags.split())
+    args = megatrons_parser.parse_args(training_flags(SHAPE, candidate).split())
     config = Fold3DConfig.from_args(args)
-    assert config.schedule == ("aiao" if schedule == "aiao" and not one_group else "stock")
+    assert config.schedule == ("stock" if candidate.is_stock else schedule)
     assert (config.num_ranks, config.num_segments) == (4, segments)
     assert args.global_batch_size == 2 * 4 * 8
     assert args.overlap_grad_reduce
-    assert args.microbatch_group_size_per_vp_stage == (8 if one_group else None)
+    assert args.use_distributed_optimizer == sharded
+    assert config.backward_share == options.get("backward_share")
+    assert args.microbatch_group_size_per_vp_stage == (
+        8 if options.get("group_size") == 8 else None
+    )
+
+
+def test_layers_are_spelled_as_megatron_reads_them():
+    from megatron.core.transformer.pipeline_parallel_layer_layout import (
+        PipelineParallelLayerLayout,
+    )
+
+    spelled = _layout((6, 5, 5, 4))
+    found = PipelineParallelLayerLayout.from_str(spelled, pipeline_model_parallel_size=2)
+    assert [[len(s) for s in rank] for rank in found.layout] == [[7, 5], [5, 5]]
 
 
 CLUSTER_FILE = """\
@@ -414,7 +443,7 @@ host_memory_bytes = 1e12
     [
         ("num_nodes = 1", "", "lacks num_nodes; a cluster needs"),
         ("num_nodes = 1", "num_nodes = 1.5", "found num_nodes=1.5; it is a whole number"),
-        ("num_nodes = 1", "num_nodes = 'one'", "found text where a number belongs"),
+        ("num_nodes = 1", "num_nodes = 'one'", "found num_nodes='one'; it is a number"),
         ("intra_bytes_per_s = 3e11", "intra_bytes_per_s = 0", "_per_s=0; it is above zero"),
         ("num_nodes = 1", "num_nodes = 1\nspeed = 3", "unknown fields speed"),
         ("num_nodes = 1", "num_nodes =", "cannot read a cluster from"),
@@ -440,10 +469,10 @@ def test_a_cluster_file_is_read_with_care(fold3d, tmp_path: Path, line, becomes,
         ("[1]", "not costs"),
         ('{"forward_s": [1, 1]}', "backward_s"),
         ('{"forward_s": 1, "backward_s": [2, 2]}', "a list of finite numbers, one per stage"),
-        ('{"forward_s": ["a", 1], "backward_s": [2, 2]}', "a list of finite numbers"),
+        ('{"forward_s": ["a", 1], "backward_s": [2, 2]}', "seconds are zero or more"),
         ('{"forward_s": [1], "backward_s": [2, 2]}', "1 numbers in forward_s"),
         ('{"forward_s": [1, 1], "backward_s": [2, 2], "p2p_s": NaN}', "found p2p_s=nan"),
-        ('{"forward_s": [0, 1], "backward_s": [0, 2]}', "rank 0 take no time"),
+        ('{"forward_s": [1, -1], "backward_s": [2, 2]}', "found forward_s=(1, -1)"),
     ],
 )
 def test_costs_are_read_with_care(fold3d, tmp_path: Path, costs, message):

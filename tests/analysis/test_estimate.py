@@ -60,10 +60,42 @@ def test_a_group_inside_a_node_leaves_the_nic_alone():
 
 def test_the_distributed_optimizer_moves_fewer_bytes():
     shape = model_shape("gpt3-18b")
-    plain = estimate(shape, A100, PIPER, num_ranks=4, num_segments=2).costs.grad_sync_s
+    plain = estimate(shape, A100, PIPER, num_ranks=4, num_segments=2).costs
     sharded = replace(PIPER, distributed_optimizer=True)
-    spread = estimate(shape, A100, sharded, num_ranks=4, num_segments=2).costs.grad_sync_s
-    assert spread[0] == pytest.approx(plain[0] * 6 / 8)
+    spread = estimate(shape, A100, sharded, num_ranks=4, num_segments=2).costs
+    assert spread.grad_sync_s[0] == pytest.approx(plain.grad_sync_s[0] / 2)
+    assert spread.param_gather_s[0] == pytest.approx(plain.grad_sync_s[0] / 4)  # of 16 bits
+    assert plain.param_gather_s[0] == 0
+
+
+def test_layers_may_be_spread_unevenly():
+    shape, layers = model_shape("gpt3-18b"), (6, *(5,) * 6, 4)
+    even = estimate(shape, A100, PIPER, num_ranks=4, num_segments=2).costs.forward_s
+    found = estimate(shape, A100, PIPER, num_ranks=4, num_segments=2, layers=layers)
+    layer_s = (found.costs.forward_s[0] - even[0], even[7] - found.costs.forward_s[7])
+    assert layer_s[0] == pytest.approx(layer_s[1])
+    assert found.costs.forward_s[1:7] == even[1:7]
+    with pytest.raises(ValueError, match="found 41 layers in 8 stages; the model has 40"):
+        estimate(shape, A100, PIPER, num_ranks=4, num_segments=2, layers=(7, *layers[1:]))
+
+
+def test_shared_word_embeddings_are_kept_back_and_untied_ones_are_not():
+    shape = model_shape("gpt3-18b")
+    tied, untied = (
+        estimate(s, A100, PIPER, num_ranks=4, num_segments=2).costs
+        for s in (shape, replace(shape, untied=True))
+    )
+    assert untied.kept_back_s == (0.0,) * 8
+    assert tied.kept_back_s[1:7] == (0.0,) * 6
+    share = shape.embedding_parameters / shape.stage_parameters(8)[0]
+    assert tied.kept_back_s[0] == pytest.approx(tied.grad_sync_s[0] * share)
+
+
+def test_an_iterations_overhead_is_spread_over_a_ranks_stages():
+    slow = replace(A100, iteration_overhead_s=0.5)
+    steps = estimate(model_shape("gpt3-18b"), slow, PIPER, num_ranks=4, num_segments=2).costs
+    for rank in range(4):
+        assert sum(steps.optimizer_s[rank::4]) == pytest.approx(0.5)
 
 
 def test_gpus_must_be_those_of_the_cluster():

@@ -1,19 +1,17 @@
 """What the planner chooses from: every way to split a model that can run on a cluster at all."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
 from megatron.fold3d.analysis.cluster import Cluster
-from megatron.fold3d.analysis.grad_sync import deferred_grad_sync
+from megatron.fold3d.analysis.layers import layers_of_stages
 from megatron.fold3d.analysis.model import ModelShape
 from megatron.fold3d.analysis.sizes import Recompute, Setup
-from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.plan.lowering import add_grad_sync, add_offload
-from megatron.fold3d.plan.schedules import build
 
 Schedule = Literal["1f1b", "interleaved", "aiao"]
+Assumption = Literal["preemptive-comm", "offload"]
 MICROBATCH_SIZES = (1, 2, 4, 8)
 MOST_SEGMENTS = 8
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -24,28 +22,29 @@ class Candidate:
     """One configuration of a training run."""
 
     schedule: Schedule
+    is_stock: bool
+    """Whether Megatron runs it without us."""
     setup: Setup
     num_ranks: int
     num_segments: int
     num_microbatches: int
+    group_size: int | None = None
+    """Micro-batches per group of ``interleaved``; all of them is breadth-first."""
+    layers: tuple[int, ...] = ()
+    """Of each stage; without it all have equally many."""
+    backward_share: float | None = None
+    """Part of DP.sync behind the backward, the rest is behind the next iteration's forward.
+
+    None ends all with the iteration, as stock Megatron does.
+    """
     offload: bool = False
 
     @property
-    def is_stock(self) -> bool:
-        """Whether Megatron runs it without us."""
-        return self.schedule != "aiao"
-
-    def plan(self) -> Plan:
-        """Return the plan: stock overlaps DP.sync in one iteration, AIAO reaches into the next."""
-        compute = build(
-            self.schedule,
-            num_ranks=self.num_ranks,
-            num_segments=self.num_segments,
-            num_microbatches=self.num_microbatches,
-        )
-        if self.is_stock:
-            return add_grad_sync(compute)
-        return deferred_grad_sync(add_offload(compute) if self.offload else compute)
+    def name(self) -> str:
+        """What tables call its schedule."""
+        one_group = self.group_size == self.num_microbatches
+        order = "breadth-first" if one_group else self.schedule
+        return "stock " * self.is_stock + order + "+offload" * self.offload
 
     def most_activations(self, rank: int) -> int:
         """Return how many (segment, micro-batch) activations a rank's device holds at most."""
@@ -54,50 +53,52 @@ class Candidate:
         if self.schedule == "1f1b":
             most = ranks - rank
         elif self.schedule == "interleaved":
-            most = ahead + (segments - 1) * ranks + 1
+            most = ahead + (segments - 1) * (self.group_size or ranks) + 1
         else:
             most = (segments - 1) * microbatches + min(microbatches, ahead + 1)
             if self.offload:  # what computes, what leaves, what comes back
                 return min(most, 3)
         return min(most, segments * microbatches)
 
-    def flags(self) -> str:
-        """Return the flags of ``pretrain_gpt.py``; there is none for `offload` yet."""
-        setup = self.setup
-        words = [
-            f"--tensor-model-parallel-size {setup.tensor_parallel}",
-            f"--pipeline-model-parallel-size {self.num_ranks}",
-            f"--micro-batch-size {setup.microbatch_size}",
-            f"--global-batch-size "
-            f"{setup.microbatch_size * setup.data_parallel * self.num_microbatches}",
-        ]
-        if setup.sequence_parallel:
-            words.append("--sequence-parallel")
-        if setup.recompute == "selective":
-            words.append("--recompute-activations")
-        elif setup.recompute == "full":
-            words.append(
-                "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-            )
-        if self.is_stock and self.num_segments > 1:
-            words.append(f"--num-virtual-stages-per-pipeline-rank {self.num_segments}")
-        if not self.is_stock:
-            words.append(f"--schedule aiao --segments {self.num_segments}")
-        if setup.data_parallel > 1:  # or no DP.sync starts before the last backward
-            words.append("--overlap-grad-reduce")
-        if self.schedule == "interleaved":  # or it hides transfers in its steady state only
-            words.append("--overlap-p2p-communication-warmup-flush")
-        return " ".join(words)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What is not for the planner to choose; None leaves it free."""
+
+    tensor_parallel: int | None = None
+    data_parallel: int | None = None
+    num_ranks: int | None = None
+    num_segments: int | None = None
+    microbatch_size: int | None = None
+    recompute: Recompute | None = None
+    fp32: bool = False
 
 
-def candidates(shape: ModelShape, cluster: Cluster, global_batch_size: int) -> Iterator[Candidate]:
-    """Yield what divides evenly: GPUs, layers, heads and the batch; memory is not looked at."""
+FREE = Given()
+
+
+def candidates(
+    shape: ModelShape,
+    cluster: Cluster,
+    global_batch_size: int,
+    given: Given = FREE,
+    assumed: Set[Assumption] = frozenset(),
+) -> Iterator[Candidate]:
+    """Yield what divides the GPUs, the heads and the batch; memory is not looked at.
+
+    Of micro-batch groups there are the smallest and the largest, of uneven layers those where
+    even ones are not possible: `neighbours` has what is in between.
+    """
     gpus = cluster.num_gpus
-    for t, p in product(_divisors(cluster.gpus_per_node), _divisors(gpus)):
-        if gpus % (t * p) or shape.num_attention_heads % t or shape.num_layers % p:
+    tensor_sizes = _choices(_divisors(cluster.gpus_per_node), given.tensor_parallel)
+    for t, p in product(tensor_sizes, _choices(_divisors(gpus), given.num_ranks)):
+        if gpus % (t * p) or shape.num_attention_heads % t or shape.num_layers < p:
             continue
         dp = gpus // (t * p)
-        for size, recompute in product(MICROBATCH_SIZES, RECOMPUTES):
+        if given.data_parallel not in (None, dp):
+            continue
+        sizes = _choices(MICROBATCH_SIZES, given.microbatch_size)
+        for size, recompute in product(sizes, _choices(RECOMPUTES, given.recompute)):
             if global_batch_size % (dp * size):
                 continue
             setup = Setup(
@@ -106,28 +107,56 @@ def candidates(shape: ModelShape, cluster: Cluster, global_batch_size: int) -> I
                 microbatch_size=size,
                 sequence_parallel=t > 1,
                 recompute=recompute,
+                fp32=given.fp32,
             )
-            yield from _schedules(shape, setup, p, global_batch_size // (dp * size))
+            stock = Candidate(
+                schedule="1f1b",
+                is_stock=True,
+                setup=setup,
+                num_ranks=p,
+                num_segments=1,
+                num_microbatches=global_batch_size // (dp * size),
+            )
+            most = min(MOST_SEGMENTS, shape.num_layers // p) if p > 1 else 1
+            for segments in _choices(range(1, most + 1), given.num_segments):
+                yield from _of_segments(shape, stock, segments, assumed)
 
 
-def _schedules(
-    shape: ModelShape, setup: Setup, num_ranks: int, num_microbatches: int
+def _of_segments(
+    shape: ModelShape, stock: Candidate, segments: int, assumed: Set[Assumption]
 ) -> Iterator[Candidate]:
-    stock = Candidate(
-        schedule="1f1b",
-        setup=setup,
-        num_ranks=num_ranks,
-        num_segments=1,
-        num_microbatches=num_microbatches,
-    )
-    yield stock
-    for segments in _divisors(shape.num_layers // num_ranks):
-        if 1 < segments <= MOST_SEGMENTS:
-            looped = replace(stock, schedule="aiao", num_segments=segments)
-            yield looped
-            yield replace(looped, offload=True)
-            if num_ranks > 1 and num_microbatches % num_ranks == 0:
-                yield replace(looped, schedule="interleaved")
+    """Every schedule with this number of segments, without and with the distributed optimizer."""
+    ranks, microbatches = stock.num_ranks, stock.num_microbatches
+    if shape.num_layers < ranks * segments:
+        return
+    layers = layers_of_stages(shape.num_layers, ranks, segments)
+    even = len(set(layers)) == 1
+    if not even and shape.num_layers % ranks == 0 and segments > 1:
+        return  # ranks can be even, with fewer segments or other ones
+    first = replace(stock, num_segments=segments, layers=() if even else layers)
+    orders = [first] if segments == 1 else []
+    if segments > 1 and microbatches % ranks == 0:
+        orders.append(replace(first, schedule="interleaved", group_size=ranks))
+    if segments > 1 and microbatches > ranks:
+        orders.append(replace(first, schedule="interleaved", group_size=microbatches))
+    if ranks > 1:
+        ours = replace(first, is_stock=False)
+        orders.append(replace(ours, schedule="aiao"))
+        if segments > 1 and microbatches > ranks:
+            orders.append(replace(ours, schedule="interleaved", group_size=ranks))
+        if segments > 1 and "offload" in assumed:
+            orders.append(replace(ours, schedule="aiao", offload=True))
+    for order in orders:
+        yield order
+        if stock.setup.data_parallel > 1:
+            if not order.is_stock:
+                yield replace(order, backward_share=1.0)
+            sharded = replace(stock.setup, distributed_optimizer=True)
+            yield replace(order, setup=sharded)
+
+
+def _choices[T](all_: tuple[T, ...] | range | list[int], given: T | None) -> list[T]:
+    return [choice for choice in all_ if given in (None, choice)]  # type: ignore[misc]
 
 
 def _divisors(number: int) -> list[int]:

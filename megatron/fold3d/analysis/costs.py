@@ -8,6 +8,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
+from megatron.fold3d.analysis.fields import is_number
 from megatron.fold3d.plan.ir import Plan, PlanError
 
 
@@ -24,8 +25,12 @@ class Costs:
     """What a message waits before it uses any bandwidth."""
     p2p_local_s: float = 0.0
     """One message between two ranks behind the same NIC; it does not use the NIC."""
+    sends_are_buffered: bool = False
+    """Whether a sender that waits for its message waits for a buffer to take it, and no longer."""
     grad_sync_s: tuple[float, ...] = ()
     """DP.sync of a stage's gradients at the full rate of the rank's NIC."""
+    kept_back_s: tuple[float, ...] = ()
+    """Of ``grad_sync_s``, what ends within its iteration even where the rest is deferred."""
     grad_sync_local: bool = False
     """Whether DP.sync stays inside the node and leaves the NIC to the messages."""
     param_gather_s: tuple[float, ...] = ()
@@ -64,8 +69,10 @@ class Costs:
         for name in (field.name for field in fields(self)):
             value = getattr(self, name)
             numbers = value if isinstance(value, tuple) else (value,)
-            if not all(number >= 0 for number in numbers):
-                raise PlanError(f"found {name}={value}; seconds are zero or more")
+            if not all(isinstance(n, bool) or (is_number(n) and n >= 0) for n in numbers):
+                raise PlanError(
+                    f"found {name}={value!r}; seconds are zero or more, each a finite number"
+                )
             optional = not numbers and name not in ("forward_s", "backward_s")
             if isinstance(value, tuple) and len(numbers) != plan.num_stages and not optional:
                 raise PlanError(

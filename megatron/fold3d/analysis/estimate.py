@@ -5,6 +5,7 @@ pipeline ranks. All replicas of a pipeline do the same at the same time, so one 
 its messages and collectives carry what its whole node sends.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.fold3d.analysis.cluster import Cluster
@@ -16,9 +17,8 @@ from megatron.fold3d.analysis.collectives import (
 )
 from megatron.fold3d.analysis.costs import Costs
 from megatron.fold3d.analysis.memory import Footprint
-from megatron.fold3d.analysis.model import ModelShape
+from megatron.fold3d.analysis.model import ModelShape, Split
 from megatron.fold3d.analysis.sizes import (
-    ELEMENT_BYTES,
     GRADIENT_BYTES,
     Setup,
     gradient_bytes,
@@ -40,9 +40,23 @@ class Estimate:
 
 
 def estimate(
-    shape: ModelShape, cluster: Cluster, setup: Setup, *, num_ranks: int, num_segments: int
+    shape: ModelShape,
+    cluster: Cluster,
+    setup: Setup,
+    *,
+    num_ranks: int,
+    num_segments: int,
+    layers: Sequence[int] = (),
 ) -> Estimate:
     """Return the costs of a pipeline's actions and the bytes they hold.
+
+    Args:
+        shape: the model.
+        cluster: all of its GPUs are used.
+        setup: how it is trained.
+        num_ranks: of a pipeline.
+        num_segments: model chunks per rank.
+        layers: of each stage; without it all have equally many.
 
     Raises:
         ValueError: the model cannot be split like this, or the GPUs are not those of the cluster.
@@ -55,11 +69,13 @@ def estimate(
             f"{num_ranks} pipeline ranks are {group * num_ranks} GPUs; {cluster.name} has "
             f"{cluster.num_gpus}"
         )
-    stages = num_ranks * num_segments
-    forward_s = _forward_s(shape, cluster, setup, stages)
+    num_stages = num_ranks * num_segments
+    split: Split = layers or num_stages
+    forward_s = _forward_s(shape, cluster, setup, split)
     per_node = min(cluster.gpus_per_node, group)  # GPUs of one pipeline rank in one node
     sent = message_bytes(shape, setup)
-    saved = saved_bytes(shape, setup, stages)
+    saved = saved_bytes(shape, setup, split)
+    gradients, parameters = gradient_bytes(shape, setup, split), shape.stage_parameters(split)
     copy_bytes_per_s = cluster.host_copy_bytes_per_s / cluster.gpus_per_node
     overhead_s, passes = cluster.task_overhead_s, _backward_passes(shape, setup)
     costs = Costs(
@@ -68,15 +84,22 @@ def estimate(
         p2p_s=sent * per_node / cluster.goodput_bytes_per_s,
         p2p_latency_s=cluster.nic_latency_s,
         p2p_local_s=sent / cluster.intra_bytes_per_s,
-        grad_sync_s=_grad_sync_s(shape, cluster, setup, stages),
+        sends_are_buffered=sent <= cluster.send_buffer_bytes,
+        grad_sync_s=tuple(_grad_sync_s(cluster, setup, size) for size in gradients),
+        kept_back_s=_kept_back_s(shape, cluster, setup, num_ranks, num_stages),
+        param_gather_s=tuple(_param_gather_s(cluster, setup, size) for size in gradients),
+        optimizer_s=tuple(
+            cluster.iteration_overhead_s * count / sum(parameters[stage % num_ranks :: num_ranks])
+            for stage, count in enumerate(parameters)
+        ),
         grad_sync_local=group <= cluster.gpus_per_node,
         offload_s=tuple(b / copy_bytes_per_s for b in saved),
         reload_s=tuple(b / copy_bytes_per_s for b in saved),
     )
     footprint = Footprint(
-        static_bytes=tuple(static_bytes(shape, setup, num_ranks, stages)),
+        static_bytes=tuple(static_bytes(shape, setup, num_ranks, split)),
         saved_bytes=tuple(saved),
-        working_bytes=(working_bytes(shape, setup),) * stages,
+        working_bytes=(working_bytes(shape, setup),) * num_stages,
     )
     ranks_per_node = max(1, cluster.gpus_per_node // group)
     return Estimate(costs, footprint, tuple(rank // ranks_per_node for rank in range(num_ranks)))
@@ -91,7 +114,7 @@ def _backward_passes(shape: ModelShape, setup: Setup) -> float:
 
 
 def _forward_s(
-    shape: ModelShape, cluster: Cluster, setup: Setup, num_stages: int
+    shape: ModelShape, cluster: Cluster, setup: Setup, split: Split
 ) -> tuple[float, ...]:
     """One micro-batch's forward of each stage: its FLOPs, and TP.sync, which nothing hides."""
     t = setup.tensor_parallel
@@ -100,28 +123,36 @@ def _forward_s(
     elements = tensor_parallel_elements(
         setup.microbatch_size, shape.seq_length, shape.hidden_size, t
     )
-    sync_s = elements / 2 * ELEMENT_BYTES / bytes_per_s  # half of a layer's is in its forward
+    sync_s = elements / 2 * setup.element_bytes / bytes_per_s  # half of a layer's is in its forward
     return tuple(
         setup.microbatch_size * flops / rate + len(layers) * sync_s
-        for flops, layers in zip(
-            shape.stage_flops(num_stages), shape.stage_layers(num_stages), strict=True
-        )
+        for flops, layers in zip(shape.stage_flops(split), shape.stage_layers(split), strict=True)
     )
 
 
-def _grad_sync_s(
-    shape: ModelShape, cluster: Cluster, setup: Setup, num_stages: int
-) -> tuple[float, ...]:
-    """All-reduce, or with the distributed optimizer reduce-scatter and gather of the weights."""
-    d, bytes_per_s = setup.data_parallel, _bandwidths(cluster, setup)[1]
-    sizes = gradient_bytes(shape, setup, num_stages)
+def _grad_sync_s(cluster: Cluster, setup: Setup, num_bytes: float) -> float:
+    """DP.sync of gradients: an all-reduce, or with the distributed optimizer a reduce-scatter."""
+    collective = reduce_scatter_s if setup.distributed_optimizer else all_reduce_s
+    return collective(setup.data_parallel, num_bytes, _bandwidths(cluster, setup)[1])
+
+
+def _param_gather_s(cluster: Cluster, setup: Setup, gradient_bytes: float) -> float:
+    """DP.sync of updated parameters, which only the distributed optimizer has."""
     if not setup.distributed_optimizer:
-        return tuple(all_reduce_s(d, size, bytes_per_s) for size in sizes)
-    weights = [size / GRADIENT_BYTES * ELEMENT_BYTES for size in sizes]
-    return tuple(
-        reduce_scatter_s(d, size, bytes_per_s) + all_gather_s(d, weight / d, bytes_per_s)
-        for size, weight in zip(sizes, weights, strict=True)
-    )
+        return 0.0
+    d, weights_bytes = setup.data_parallel, gradient_bytes / GRADIENT_BYTES * setup.element_bytes
+    return all_gather_s(d, weights_bytes / d, _bandwidths(cluster, setup)[1])
+
+
+def _kept_back_s(
+    shape: ModelShape, cluster: Cluster, setup: Setup, num_ranks: int, num_stages: int
+) -> tuple[float, ...]:
+    """DP.sync of what deferring leaves in the iteration: word embeddings that two stages share."""
+    seconds = [0.0] * num_stages
+    if num_ranks > 1 and not shape.untied:
+        shared_bytes = shape.embedding_parameters / setup.tensor_parallel * GRADIENT_BYTES
+        seconds[0] = seconds[-1] = _grad_sync_s(cluster, setup, shared_bytes)
+    return tuple(seconds)
 
 
 def _bandwidths(cluster: Cluster, setup: Setup) -> tuple[float, ...]:

@@ -7,10 +7,9 @@ to PP.sync; if the message has not even left, that is bubble, whatever held up t
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from operator import attrgetter
 
 from megatron.fold3d.analysis.timeline import BUSY_LANES, Lane, Span, Timeline
-from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.ir import P2P_OPS, Action, Op
 
 READS = {Op.FORWARD: Op.RECV_F, Op.BACKWARD: Op.RECV_B}
 """The message that a computation waits for."""
@@ -36,16 +35,20 @@ class Exposure:
     @property
     def bubble_ratio(self) -> float:
         """Bubble over compute: Megatron Sec. 2.2's (p - 1) / m."""
-        return self.bubble_s / (self.forward_s + self.backward_s)
+        compute_s = self.forward_s + self.backward_s
+        return self.bubble_s / compute_s if compute_s else 0.0
 
     def share(self, seconds: float) -> float:
         """Return seconds as part of the iteration."""
-        return seconds / self.total_s
+        return seconds / self.total_s if self.total_s else 0.0
 
 
 def exposure(timeline: Timeline, iteration: int = -1) -> tuple[Exposure, ...]:
     """Return, for each rank, where the time of an iteration went; by default of the last one."""
-    return tuple(_rank_exposure(timeline, rank, iteration) for rank in range(timeline.num_ranks))
+    makespan_s = timeline.makespan_s
+    return tuple(
+        _rank_exposure(timeline, rank, iteration, makespan_s) for rank in range(timeline.num_ranks)
+    )
 
 
 def mean(rows: Iterable[Exposure]) -> Exposure:
@@ -54,8 +57,10 @@ def mean(rows: Iterable[Exposure]) -> Exposure:
     return Exposure(**{name: sum(c[name] for c in columns) / len(columns) for name in columns[0]})
 
 
-def _rank_exposure(timeline: Timeline, rank: int, iteration: int) -> Exposure:
+def _rank_exposure(timeline: Timeline, rank: int, iteration: int, makespan_s: float) -> Exposure:
     ends = timeline.iteration_ends_s(rank)
+    if not ends:  # nothing of its own takes time, so all of it is spent on the others
+        return Exposure(bubble_s=timeline.period_s or makespan_s)
     number = range(len(ends))[iteration]
     spans = [span for span in timeline.ranks[rank] if span.iteration == number]
     arrivals = {span.action: span for span in spans if span.lane is Lane.P2P and span.action}
@@ -66,13 +71,13 @@ def _rank_exposure(timeline: Timeline, rank: int, iteration: int) -> Exposure:
     }
     seconds = dict.fromkeys(Exposure.__dataclass_fields__, 0.0)
     free_s = ends[number - 1] if number else 0.0
-    for span in sorted((s for s in spans if s.lane in BUSY_LANES), key=attrgetter("start_s")):
+    for span in (span for span in spans if span.lane in BUSY_LANES):
         if span.start_s > free_s:
             _count_gap(seconds, free_s, span, arrivals, reloads)
         seconds[_column(span)] += span.duration_s
         free_s = span.end_s
     if len(ends) == 1:  # alone, an iteration lasts until its last rank is done
-        seconds["bubble_s"] += timeline.makespan_s - free_s
+        seconds["bubble_s"] += makespan_s - free_s
     return Exposure(**seconds)
 
 
@@ -80,7 +85,9 @@ def _column(span: Span) -> str:
     if span.lane is Lane.OPTIMIZER:
         return "optimizer_s"
     if span.lane is Lane.WAIT:
-        return "bubble_s" if span.action is None else "grad_sync_s"
+        if span.action is None:
+            return "bubble_s"
+        return "p2p_s" if span.action.op in P2P_OPS else "grad_sync_s"
     forward = span.action is not None and span.action.op is Op.FORWARD
     return "forward_s" if forward else "backward_s"
 

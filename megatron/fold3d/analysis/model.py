@@ -1,15 +1,22 @@
 """Model shapes: parameters and FLOPs of every stage of a Megatron transformer.
 
 Layers are counted from the first stage to the last; an encoder-decoder's decoder layers, which
-have cross-attention, are the last ones. Stages hold equal numbers of layers, the first one the
-embedding and the last one the head as well.
+have cross-attention, are the last ones. Beside its layers the first stage holds the embedding and
+the last one the head.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from megatron.fold3d.analysis.fields import check_numbers, from_file, is_file_name
 
 Family = Literal["gpt", "bert", "encoder-decoder"]
+Split = int | Sequence[int]
+"""Into how many stages a model is cut evenly, or how many layers each of them has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +36,20 @@ class ModelShape:
     num_decoder_layers: int = 0
     """Of ``num_layers``, those with cross-attention: T5 and its relatives."""
     family: Family = "gpt"
+    untied: bool = False
+    """Whether the head has weights of its own instead of the embedding's."""
 
     def __post_init__(self) -> None:
-        for field in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"found {field}={getattr(self, field)}; it is at least one")
+        check_numbers(self, may_be_zero=("ffn_hidden_size", "kv_channels", "num_decoder_layers"))
+        if self.family not in get_args(Family):
+            raise ValueError(
+                f"found family={self.family!r}; it is one of {', '.join(get_args(Family))}"
+            )
+        if self.num_decoder_layers > self.num_layers:
+            raise ValueError(
+                f"found num_decoder_layers={self.num_decoder_layers}; they are among the "
+                f"{self.num_layers} layers"
+            )
         if not self.kv_channels and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not divisible by num_attention_heads="
@@ -54,14 +70,14 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters, the embedding once: Megatron's eq. 2 for a GPT."""
+        """All parameters, a shared embedding once: Megatron's eq. 2 for a GPT."""
         positions = self.seq_length * self.hidden_size
         layers = sum(map(self.layer_parameters, range(self.num_layers)))
-        return layers + self.embedding_parameters + positions
+        return layers + self.embedding_parameters * (1 + self.untied) + positions
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the vocabulary, which the head uses as well."""
+        """Of the vocabulary, at one end of the model."""
         return self.vocab_size * self.hidden_size
 
     def layer_parameters(self, layer: int) -> int:
@@ -82,28 +98,35 @@ class ModelShape:
         """Return the FLOPs of the logits of one sequence."""
         return 2 * self.seq_length * self.embedding_parameters
 
-    def stage_flops(self, num_stages: int) -> tuple[int, ...]:
+    def stage_flops(self, split: Split) -> tuple[int, ...]:
         """Return, per stage, the FLOPs of one sequence's forward."""
-        stages = [sum(map(self.layer_flops, layers)) for layers in self.stage_layers(num_stages)]
+        stages = [sum(map(self.layer_flops, layers)) for layers in self.stage_layers(split)]
         stages[-1] += self.head_flops
         return tuple(stages)
 
-    def stage_parameters(self, num_stages: int) -> tuple[int, ...]:
+    def stage_parameters(self, split: Split) -> tuple[int, ...]:
         """Return, per stage, the parameters whose gradients it syncs."""
-        stages = [
-            sum(map(self.layer_parameters, layers)) for layers in self.stage_layers(num_stages)
-        ]
+        stages = [sum(map(self.layer_parameters, layers)) for layers in self.stage_layers(split)]
         stages[0] += self.embedding_parameters + self.seq_length * self.hidden_size
-        if num_stages > 1:  # tied to the first stage's, but a copy of its own
+        if len(stages) > 1 or self.untied:  # if tied to the first stage's, a copy of its own
             stages[-1] += self.embedding_parameters
         return tuple(stages)
 
-    def stage_layers(self, num_stages: int) -> tuple[range, ...]:
+    def stage_layers(self, split: Split) -> tuple[range, ...]:
         """Return the layers of each stage.
 
         Raises:
-            ValueError: they cannot be divided evenly.
+            ValueError: they cannot be divided evenly, or there are not as many.
         """
+        counts = self._evenly(split) if isinstance(split, int) else split
+        if sum(counts) != self.num_layers:
+            raise ValueError(
+                f"found {sum(counts)} layers in {len(counts)} stages; the model has "
+                f"{self.num_layers}"
+            )
+        return tuple(range(*ends) for ends in pairwise(accumulate(counts, initial=0)))
+
+    def _evenly(self, num_stages: int) -> list[int]:
         if num_stages < 1 or self.num_layers % num_stages:
             fits = [n for n in range(1, self.num_layers + 1) if self.num_layers % n == 0]
             nearest = min(fits, key=lambda n: abs(n - num_stages))
@@ -111,15 +134,14 @@ class ModelShape:
                 f"num_layers={self.num_layers} is not divisible by {num_stages} stages "
                 f"(ranks times segments); the nearest number that fits is {nearest}"
             )
-        each = self.num_layers // num_stages
-        return tuple(range(i * each, (i + 1) * each) for i in range(num_stages))
+        return [self.num_layers // num_stages] * num_stages
 
     def _has_cross_attention(self, layer: int) -> bool:
         return layer >= self.num_layers - self.num_decoder_layers
 
 
 def _shape(
-    name: str, layers: int, hidden: int, heads: int, *, family: Family = "gpt", **rest: int
+    name: str, layers: int, hidden: int, heads: int, *, family: Family = "gpt", **rest: Any
 ) -> ModelShape:
     return ModelShape(
         name=name,
@@ -150,22 +172,28 @@ SHAPES = {
         _shape("gpt3-175b", 96, 12288, 96),
         _shape("gpt-530b", 105, 20480, 128),
         _shape("gpt-1t", 128, 25600, 160),
+        # what scripts/bench/compare.py trains by default
+        _shape("testbed", 16, 256, 4, seq_length=32, vocab_size=128),
     )
 }  # fmt: skip
 
 
 def model_shape(name: str) -> ModelShape:
-    """Return a shape by its name, or from ``layers-hidden-heads[-sequence]`` such as 24-2048-16.
+    """Return a shape by its name, from ``layers-hidden-heads[-sequence]``, or from a file.
+
+    ``24-2048-16`` has 24 layers. A JSON or TOML file has the fields of `ModelShape`.
 
     Raises:
-        ValueError: no shape has this name.
+        ValueError: no shape has this name, or the file does not describe one.
     """
     if name in SHAPES:
         return SHAPES[name]
+    if is_file_name(name):
+        return from_file(Path(name), ModelShape, "model")
     if match := re.fullmatch(r"(\d+)-(\d+)-(\d+)(?:-(\d+))?", name):
         layers, hidden, heads, sequence = (int(n) if n else 2048 for n in match.groups())
         return _shape(name, layers, hidden, heads, seq_length=sequence)
     raise ValueError(
         f"unknown model {name!r}; choose from {', '.join(sorted(SHAPES))}, "
-        "or write its layers-hidden-heads such as 24-2048-16"
+        "write its layers-hidden-heads such as 24-2048-16, or name a .json or .toml file"
     )

@@ -1,34 +1,34 @@
 """Choose a configuration: which schedule, how many segments, which (dp, pp, tp).
 
 Memory and a lower bound on the iteration come first, from the costs alone; what is left is
-simulated in the order of the bounds, until no bound is below what has been found. AIAO and stock
-Megatron are searched side by side, so the answer can be that AIAO gains nothing.
+simulated in the order of the bounds, until no bound is below what has been found. The best ones'
+neighbours follow. Ours and stock Megatron are searched side by side, so the answer can be that
+AIAO gains nothing. Every candidate runs as it is simulated, except for what is assumed.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from heapq import nsmallest
+from collections.abc import Callable, Iterable, Set
+from dataclasses import replace
+from functools import lru_cache
 
-from megatron.fold3d.analysis.candidates import Candidate, candidates
+from megatron.fold3d.analysis.bounds import Bounded, bounded, fitting_share
+from megatron.fold3d.analysis.candidates import (
+    FREE,
+    Assumption,
+    Candidate,
+    Given,
+    candidates,
+)
 from megatron.fold3d.analysis.choices import Choice, Search
 from megatron.fold3d.analysis.cluster import Cluster
-from megatron.fold3d.analysis.costs import Costs
 from megatron.fold3d.analysis.estimate import Estimate, estimate
 from megatron.fold3d.analysis.exposure import exposure, mean
 from megatron.fold3d.analysis.memory import memory
 from megatron.fold3d.analysis.model import ModelShape
-from megatron.fold3d.analysis.simulate import simulate
+from megatron.fold3d.analysis.neighbours import neighbours
+from megatron.fold3d.analysis.running import timeline_of
 
 USABLE_MEMORY = 0.85  # the rest is CUDA's, NCCL's and what the allocator cannot use
-_ITERATIONS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class _Bounded:
-    candidate: Candidate
-    estimate: Estimate
-    bound_s: float
-    device_bytes: float
+_IMPROVED = 3  # of the best ones, how many have their neighbours looked at
 
 
 def search(
@@ -37,6 +37,8 @@ def search(
     *,
     global_batch_size: int,
     top: int = 10,
+    given: Given = FREE,
+    assumed: Set[Assumption] = frozenset(),
     progress: Callable[[int, int], None] = lambda done, all_: None,
 ) -> Search:
     """Return the fastest configurations that fit into memory.
@@ -46,6 +48,8 @@ def search(
         cluster: all of its GPUs are used.
         global_batch_size: sequences per iteration.
         top: how many to return.
+        given: what is not to be chosen.
+        assumed: what our runtime is given although it does not have it.
         progress: called with how many were simulated, and how many there are.
 
     Raises:
@@ -53,138 +57,119 @@ def search(
     """
     if global_batch_size < 1:
         raise ValueError(f"found global_batch_size={global_batch_size}; it is at least one")
+    judge = _Judge(shape, cluster, assumed, progress)
     everything = [
-        _bounded(shape, cluster, c) for c in candidates(shape, cluster, global_batch_size)
+        judge.bounded(judge.with_share(c))
+        for c in candidates(shape, cluster, global_batch_size, given, assumed)
     ]
-    limit = cluster.gpu_memory_bytes * USABLE_MEMORY
-    fitting = _quickest_of_each(b for b in everything if b.device_bytes <= limit)
-    if not fitting:
-        raise ValueError(_nothing_fits(shape, cluster, global_batch_size, everything))
-    best, simulated = _simulate_best(fitting, limit, top, progress)
-    only_stock = [b for b in fitting if b.candidate.is_stock]
-    stock, more = _simulate_best(only_stock, limit, 1, progress)
+    fitting = _quickest_of_each(b for b in everything if b.device_bytes <= judge.limit_bytes)
+    judge.num_left = len(fitting)
+    best = judge.best(fitting, top)
+    stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
     if not best:
         raise ValueError(_nothing_fits(shape, cluster, global_batch_size, everything))
+    better = [
+        judge.bounded(other)
+        for choice in (*best[:_IMPROVED], *stock)
+        for other in neighbours(choice.candidate, shape.num_layers)
+    ]
+    judge.num_left += len(better)
+    fitting += [b for b in better if b.device_bytes <= judge.limit_bytes]
+    stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
     return Search(
-        best=best,
+        best=judge.best(fitting, top),
         best_stock=stock[0] if stock else None,
-        considered=len(everything),
-        too_large=sum(b.device_bytes > limit for b in everything),
-        simulated=simulated + more,
+        considered=len(everything) + len(better),
+        too_large=sum(b.device_bytes > judge.limit_bytes for b in everything),
+        simulated=judge.num_simulated,
     )
 
 
-def _quickest_of_each(bounded: Iterable[_Bounded]) -> list[_Bounded]:
+class _Judge:
+    """Bounds and simulates candidates of one model on one cluster, each of them once."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        cluster: Cluster,
+        assumed: Set[Assumption],
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self.limit_bytes = cluster.gpu_memory_bytes * USABLE_MEMORY
+        self.num_left = 0
+        self._estimate = lru_cache(None)(
+            lambda setup, ranks, segments, layers: estimate(
+                shape, cluster, setup, num_ranks=ranks, num_segments=segments, layers=layers
+            )
+        )
+        self._assumed, self._progress = assumed, progress
+        self._judged: dict[Candidate, Choice] = {}
+
+    @property
+    def num_simulated(self) -> int:
+        return len(self._judged)
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        """Return the costs of a candidate."""
+        c = candidate
+        return self._estimate(c.setup, c.num_ranks, c.num_segments, c.layers)
+
+    def with_share(self, candidate: Candidate) -> Candidate:
+        """Return the candidate with a backward share that suits its costs, if it has one."""
+        if candidate.backward_share is None:
+            return candidate
+        share = fitting_share(candidate, self.estimate(candidate).costs)
+        return replace(candidate, backward_share=share)
+
+    def bounded(self, candidate: Candidate) -> Bounded:
+        """Return what is known of a candidate without a simulation."""
+        return bounded(candidate, self.estimate(candidate))
+
+    def best(self, among: Iterable[Bounded], top: int) -> tuple[Choice, ...]:
+        """Simulate in the order of the bounds until none can be among the best any more."""
+        found: list[Choice] = []
+        for item in sorted(among, key=lambda b: b.bound_s):
+            if len(found) == top and item.bound_s >= found[-1].iteration_s:
+                break
+            choice = self._judged.get(item.candidate) or self._simulate(item)
+            if choice.device_bytes <= self.limit_bytes:  # a slow copy stream frees memory late
+                found = sorted([*found, choice], key=lambda choice: choice.iteration_s)[:top]
+        return tuple(found)
+
+    def _simulate(self, item: Bounded) -> Choice:
+        timeline = timeline_of(item.candidate, item.estimate, self._assumed)
+        peak = item.device_bytes
+        if item.candidate.offload:
+            peak = max(r.device.peak_bytes for r in memory(timeline, item.estimate.footprint))
+        choice = Choice(item.candidate, timeline.period_s, peak, mean(exposure(timeline)))
+        self._judged[item.candidate] = choice
+        self._progress(self.num_simulated, self.num_left)
+        return choice
+
+
+def _quickest_of_each(among: Iterable[Bounded]) -> list[Bounded]:
     """Of those that differ in what they recompute alone, keep the one that recomputes least.
 
     Unless they offload: then less to recompute is more to copy.
     """
-    chosen: dict[tuple[object, ...], _Bounded] = {}
-    for item in sorted(bounded, key=lambda b: (b.bound_s, b.device_bytes)):
+    chosen: dict[Candidate, Bounded] = {}
+    for item in sorted(among, key=lambda b: (b.bound_s, b.device_bytes)):
         c = item.candidate
         setup = c.setup if c.offload else replace(c.setup, recompute="none")
-        chosen.setdefault((c.schedule, setup, c.num_ranks, c.num_segments, c.offload), item)
+        share = None if c.backward_share is None else 1.0
+        chosen.setdefault(replace(c, setup=setup, backward_share=share), item)
     return list(chosen.values())
 
 
-def _simulate_best(
-    bounded: list[_Bounded], limit_bytes: float, top: int, progress: Callable[[int, int], None]
-) -> tuple[tuple[Choice, ...], int]:
-    """Simulate in the order of the bounds until none can be among the best any more."""
-    found: list[Choice] = []
-    done = 0
-    for item in bounded:
-        best = nsmallest(top, (choice.iteration_s for choice in found))
-        if len(best) == top and item.bound_s >= best[-1]:
-            break
-        choice = _simulate(item)
-        if choice.device_bytes <= limit_bytes:  # a slow copy stream frees memory late
-            found.append(choice)
-        done += 1
-        progress(done, len(bounded))
-    return tuple(sorted(found, key=lambda choice: choice.iteration_s)[:top]), done
-
-
-def _simulate(item: _Bounded) -> Choice:
-    candidate, known = item.candidate, item.estimate
-    timeline = simulate(
-        candidate.plan(),
-        known.costs,
-        iterations=1 if candidate.is_stock else _ITERATIONS,
-        nic_of_rank=known.nic_of_rank,
-        grad_sync_order="fifo" if candidate.is_stock else "edf",
-        flush=candidate.is_stock,
-    )
-    peak = max(rank.device.peak_bytes for rank in memory(timeline, known.footprint))
-    return Choice(candidate, timeline.period_s, peak, mean(exposure(timeline)))
-
-
-def _bounded(shape: ModelShape, cluster: Cluster, candidate: Candidate) -> _Bounded:
-    """Bound the iteration from below.
-
-    The fullest rank computes all of its work; the first micro-batch must come to it and the last
-    one go back through the other ranks; then the first stage syncs before its next forward.
-    """
-    ranks = candidate.num_ranks
-    known = estimate(
-        shape, cluster, candidate.setup, num_ranks=ranks, num_segments=candidate.num_segments
-    )
-    if candidate.schedule == "1f1b":
-        known = replace(known, costs=_blocking(known))
-    costs = known.costs
-    work = [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
-    compute_s = max(sum(work[rank::ranks]) for rank in range(ranks)) * candidate.num_microbatches
-    bubble_s = sum(work[:ranks]) - max(work[:ranks])
-    hops_s = 2 * (ranks - 1) * min(costs.p2p_s, costs.p2p_local_s)
-    sync = costs.grad_sync_s
-    syncs_s = max(sum(sync[rank::ranks]) for rank in range(ranks))
-    bound_s = max(compute_s + bubble_s + hops_s + sync[0], syncs_s)
-    if candidate.offload:
-        bound_s = max(bound_s, _copies_s(costs, candidate))
-    return _Bounded(candidate, known, bound_s, _device_bytes(known, candidate))
-
-
-def _copies_s(costs: Costs, candidate: Candidate) -> float:
-    """What certainly goes through a copy stream: all but the last segment, all but the last few."""
-    ranks, segments = candidate.num_ranks, candidate.num_segments
-    copied = costs.offload_s[: ranks * (segments - 1)]
-    each_s = max((sum(copied[rank::ranks]) for rank in range(ranks)), default=0.0)
-    return each_s * max(0, candidate.num_microbatches - 2)
-
-
-def _blocking(known: Estimate) -> Costs:
-    """Let ranks stand still for their messages: stock's 1F1B does not overlap them."""
-    costs, several = known.costs, len(set(known.nic_of_rank)) > 1
-    message_s = costs.p2p_latency_s + (costs.p2p_s if several else costs.p2p_local_s)
-    return replace(
-        costs,
-        forward_s=tuple(s + message_s for s in costs.forward_s),
-        backward_s=tuple(s + message_s for s in costs.backward_s),
-        p2p_s=0.0,
-        p2p_local_s=0.0,
-        p2p_latency_s=0.0,
-    )
-
-
-def _device_bytes(known: Estimate, candidate: Candidate) -> float:
-    """The fullest rank, from the number of activations: a close bound without a simulation."""
-    footprint, ranks = known.footprint, candidate.num_ranks
-    return max(
-        static
-        + candidate.most_activations(rank) * max(footprint.saved_bytes[rank::ranks])
-        + max(footprint.working_bytes[rank::ranks])
-        for rank, static in enumerate(footprint.static_bytes)
-    )
-
-
 def _nothing_fits(
-    shape: ModelShape, cluster: Cluster, global_batch_size: int, all_: Iterable[_Bounded]
+    shape: ModelShape, cluster: Cluster, global_batch_size: int, all_: Iterable[Bounded]
 ) -> str:
     smallest = min(all_, key=lambda b: b.device_bytes, default=None)
     if smallest is None:
         return (
             f"no split of {shape.name} over {cluster.num_gpus} GPUs divides a batch of "
-            f"{global_batch_size}; try a multiple of the number of GPUs"
+            f"{global_batch_size} with the sizes given; try a multiple of the number of GPUs, or "
+            "give fewer sizes"
         )
     need = smallest.device_bytes / USABLE_MEMORY
     return (

@@ -4,11 +4,13 @@ Each rank runs its program strictly in order, one computation at a time. A messa
 SEND - in a plan without transfers, when its computation ends - waits for the latency, and flows
 through the NICs of both ranks; a computation waits for its message. REDUCE_GRAD puts the stage's
 DP.sync on the rank's queue, of which one at a time flows; WAIT_GRAD waits until what was started
-last for its stage is done, in this iteration or the one before. OFFLOAD and RELOAD run on one copy
+last for its stage is done, in this iteration or the one before. What is kept back of a DP.sync that
+is deferred has a queue of its own. OFFLOAD and RELOAD run on one copy
 stream per direction. A message does not wait for its RECV: `add_p2p` posts none of them late.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from megatron.fold3d.analysis.clock import Clock
@@ -18,6 +20,15 @@ from megatron.fold3d.analysis.steps import NO_FACT, Step, Steps
 from megatron.fold3d.analysis.sync_queue import GradSyncOrder, SyncQueue
 from megatron.fold3d.analysis.timeline import Lane, Span, Timeline
 from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan, PlanError, gc_paused
+
+_SOURCES = {
+    Op.FORWARD: Op.FORWARD,
+    Op.SEND_F: Op.FORWARD,
+    Op.BACKWARD: Op.BACKWARD,
+    Op.SEND_B: Op.BACKWARD,
+    Op.WEIGHT: Op.WEIGHT,
+}
+"""What computed the message that an action sends."""
 
 
 @gc_paused()
@@ -30,6 +41,9 @@ def simulate(
     grad_sync_order: GradSyncOrder = "fifo",
     preemptive: bool = True,
     flush: bool = False,
+    in_order: bool = False,
+    sends_waited_for: Collection[Op] = (),
+    backward_share: Sequence[float] = (),
 ) -> Timeline:
     """Return the timeline of ``iterations`` runs of the plan, one after the other.
 
@@ -41,6 +55,12 @@ def simulate(
         grad_sync_order: "edf" lets the DP.sync that is needed first overtake the others.
         preemptive: PP.sync goes before DP.sync on a shared link; otherwise they share it fairly.
         flush: no rank begins an iteration before all have ended the one before.
+        in_order: messages between two ranks in one direction go one after the other, as those of
+            one communicator do; otherwise they share the link.
+        sends_waited_for: FORWARD or BACKWARD, after which a rank stands still until the result has
+            arrived, as stock Megatron does.
+        backward_share: per stage, the part of DP.sync that its REDUCE_GRAD starts; the rest of all
+            stages follows the last action (paper Algorithm 2). None is all at once.
 
     Raises:
         PlanError: the costs are of another plan, or a rank waits for what never comes.
@@ -51,7 +71,12 @@ def simulate(
         raise PlanError(
             f"found {len(nics)} NICs; the plan has {plan.num_ranks} ranks, one for each"
         )
-    return _Run(plan, costs, nics, grad_sync_order, preemptive, iterations, flush).timeline()
+    steps = Steps(plan, costs, backward_share)
+    run = _Run(steps, costs, nics, grad_sync_order, preemptive, iterations, flush)
+    run.in_order = in_order
+    if not costs.sends_are_buffered:
+        run.sends_waited_for = frozenset(sends_waited_for)
+    return run.timeline()
 
 
 class _Rank:
@@ -59,7 +84,7 @@ class _Rank:
 
     __slots__ = (
         *("awaits", "copies_end_s", "iteration", "number", "position", "program"),
-        *("queue", "since_s", "spans"),
+        *("kept_back_queue", "queue", "sends", "since_s", "spans"),
     )
 
     def __init__(self, number: int, program: list[Step]) -> None:
@@ -70,8 +95,10 @@ class _Rank:
         self.since_s = 0.0  # when it came to its step
         self.awaits = NO_FACT  # what holds it up there
         self.copies_end_s = {Op.OFFLOAD: 0.0, Op.RELOAD: 0.0}
+        self.sends: Step | None = None  # the message that it stands still for
         self.spans: list[Span] = []
         self.queue: SyncQueue
+        self.kept_back_queue: SyncQueue
 
 
 class _Message(NamedTuple):
@@ -88,7 +115,7 @@ class _Run:
 
     def __init__(
         self,
-        plan: Plan,
+        steps: Steps,
         costs: Costs,
         nics: tuple[int, ...],
         order: GradSyncOrder,
@@ -98,21 +125,25 @@ class _Run:
     ) -> None:
         self.costs, self.nics = costs, nics
         self.iterations, self.flush = iterations, flush
+        self.sends_waited_for: frozenset[Op] = frozenset()
+        self.in_order = False
+        self.channels: defaultdict[tuple[int, int, Op], deque[_Message]] = defaultdict(deque)
         self.clock = Clock()
         # Behind the NICs, one more pair of links per rank: for DP.sync that stays in the node.
-        local_nics = range(1 + max(nics), 1 + max(nics) + plan.num_ranks)
+        local_nics = range(1 + max(nics), 1 + max(nics) + len(nics))
         self.network = Network(self.clock, local_nics.stop, preemptive=preemptive)
-        self.steps = Steps(plan, costs)
+        self.steps = steps
         self.times_true = [0] * self.steps.num_facts
         self.times_begun = [0] * self.steps.num_facts  # of DP.sync: it may end iterations later
         self.offloads_end_s: dict[tuple[int, int | None], float] = {}
         self.at_flush: list[_Rank] = []
-        self.ranks = list(map(_Rank, range(plan.num_ranks), self.steps.programs))
+        self.ranks = list(map(_Rank, range(len(nics)), self.steps.programs))
         for rank, nic in zip(
             self.ranks, local_nics if costs.grad_sync_local else nics, strict=True
         ):
-            write = rank.spans.append
-            rank.queue = SyncQueue(self.clock, self.network, nic, order, write, self.come_true)
+            write, tell = rank.spans.append, self.come_true
+            rank.queue = SyncQueue(self.clock, self.network, nic, order, write, tell)
+            rank.kept_back_queue = SyncQueue(self.clock, self.network, nic, "fifo", write, tell)
 
     def timeline(self) -> Timeline:
         for rank in self.ranks:
@@ -153,12 +184,15 @@ class _Run:
                     return
             elif op is Op.REDUCE_GRAD or op is Op.GATHER_PARAM:
                 self.times_begun[fact] += 1
-                rank.queue.start(step.action, rank.iteration, step.seconds, fact)
+                queue = rank.kept_back_queue if self.steps.is_kept_back(fact) else rank.queue
+                queue.start(step.action, rank.iteration, step.seconds, fact)
             elif op is Op.OFFLOAD or op is Op.RELOAD:
                 self._copy(rank, step)
             elif fact != NO_FACT:
                 self._send(rank, step)
             self._go_on(rank)
+            if rank.sends:
+                return
 
     def come_true(self, fact: int) -> None:
         """Note a fact, and let its rank go on if it waits for it."""
@@ -202,7 +236,8 @@ class _Run:
         else:
             self._write(rank, Lane.OPTIMIZER, rank.since_s, step.action, rank.iteration)
         self._go_on(rank)
-        self.advance(rank)
+        if not rank.sends:
+            self.advance(rank)
 
     def _send(self, sender: _Rank, step: Step) -> None:
         """Let the result of a computation leave for the rank that reads it."""
@@ -212,6 +247,8 @@ class _Run:
             return
         costs, leaves_s = self.costs, self.clock.now_s
         message = _Message(sender, receiver, step, leaves_s)
+        if _SOURCES[step.action.op] in self.sends_waited_for:
+            sender.sends = step
         local = self.nics[sender.number] == self.nics[receiver.number]
         if local or not costs.p2p_s:
             flows_s = costs.p2p_local_s if local else 0.0
@@ -222,14 +259,32 @@ class _Run:
             self._flow(message)
 
     def _flow(self, message: _Message) -> None:
+        """Let a message go as soon as those before it in its channel have arrived."""
+        if self.in_order:
+            channel = self._channel(message)
+            channel.append(message)
+            if len(channel) > 1:
+                return
+        self._put_on_network(message)
+
+    def _channel(self, message: _Message) -> "deque[_Message]":
+        sender, receiver, step, _ = message
+        return self.channels[sender.number, receiver.number, _SOURCES[step.action.op]]
+
+    def _put_on_network(self, message: _Message) -> None:
         source, target = self.nics[message.sender.number], self.nics[message.receiver.number]
         work_s = self.costs.p2p_s
         self.network.start(self.network.message(source, target, work_s, self._arrive, message))
 
     def _arrive(self, message: _Message) -> None:
-        _, receiver, (action, _, _, fact), left_s = message
+        sender, receiver, step, left_s = message
+        action, _, _, fact = step
+        if self.in_order and (channel := self._channel(message)):  # else it used no network
+            channel.popleft()
+            if channel:
+                self._put_on_network(channel[0])
         stage, op, microbatch = action
-        forward = op is Op.FORWARD or op is Op.SEND_F
+        forward = _SOURCES[op] is Op.FORWARD
         received = (
             Action(stage + 1, Op.RECV_F, microbatch)
             if forward
@@ -238,6 +293,12 @@ class _Run:
         # A rank reads each message once per iteration, so counting them tells their iteration.
         self._write(receiver, Lane.P2P, left_s, received, self.times_true[fact])
         self.come_true(fact)
+        if sender.sends is step:
+            sender.sends = None
+            sent = Action(stage, Op.SEND_F if forward else Op.SEND_B, microbatch)
+            self._write(sender, Lane.WAIT, sender.since_s, sent, sender.iteration)
+            sender.since_s = self.clock.now_s
+            self.advance(sender)
 
     def _copy(self, rank: _Rank, step: Step) -> None:
         """Put a copy on its stream; activations come back no earlier than they have left."""

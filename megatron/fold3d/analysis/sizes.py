@@ -9,12 +9,12 @@ as with flash attention); the layer's input alone, 2 s b h, when the whole layer
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.fold3d.analysis.model import ModelShape
+from megatron.fold3d.analysis.model import ModelShape, Split
 
 Recompute = Literal["none", "selective", "full"]
-ELEMENT_BYTES = 2  # weights, activations and messages
 GRADIENT_BYTES = 4  # Megatron accumulates in fp32
-OPTIMIZER_BYTES = 12  # fp32 master weights and Adam's two moments
+_MASTER_BYTES = 4  # fp32 weights, where the model's are of 16 bits
+_MOMENTS_BYTES = 8  # Adam's two
 _LOGIT_BYTES = 4  # the loss is computed in fp32
 
 
@@ -28,11 +28,23 @@ class Setup:
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     recompute: Recompute = "none"
+    fp32: bool = False
+    """Instead of 16 bits."""
 
     def __post_init__(self) -> None:
         for field in ("tensor_parallel", "data_parallel", "microbatch_size"):
             if getattr(self, field) < 1:
                 raise ValueError(f"found {field}={getattr(self, field)}; it is at least one")
+
+    @property
+    def element_bytes(self) -> int:
+        """Of weights, activations and messages."""
+        return 4 if self.fp32 else 2
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Of a parameter."""
+        return _MOMENTS_BYTES + (0 if self.fp32 else _MASTER_BYTES)
 
     def check(self, shape: ModelShape) -> None:
         """Return if the model can be split in this way.
@@ -49,20 +61,20 @@ class Setup:
             )
 
 
-def static_bytes(shape: ModelShape, setup: Setup, num_ranks: int, num_stages: int) -> list[float]:
+def static_bytes(shape: ModelShape, setup: Setup, num_ranks: int, split: Split) -> list[float]:
     """Return, per pipeline rank, what parameters, gradients and optimizer take for good."""
-    stages = shape.stage_parameters(num_stages)
+    stages = shape.stage_parameters(split)
     sharded = setup.data_parallel if setup.distributed_optimizer else 1
-    each = ELEMENT_BYTES + GRADIENT_BYTES + OPTIMIZER_BYTES / sharded
+    each = setup.element_bytes + GRADIENT_BYTES + setup.optimizer_bytes / sharded
     return [sum(stages[r::num_ranks]) / setup.tensor_parallel * each for r in range(num_ranks)]
 
 
-def saved_bytes(shape: ModelShape, setup: Setup, num_stages: int) -> list[float]:
+def saved_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
     """Return, per stage, what one micro-batch's forward keeps for its backward.
 
     The last stage of a model keeps its logits as well, whatever is recomputed.
     """
-    layers = [len(layers) for layers in shape.stage_layers(num_stages)]
+    layers = [len(layers) for layers in shape.stage_layers(split)]
     saved = [n * layer_bytes(shape, setup, setup.recompute) for n in layers]
     tokens = setup.microbatch_size * shape.seq_length
     saved[-1] += tokens * shape.vocab_size * _LOGIT_BYTES / setup.tensor_parallel
@@ -79,23 +91,23 @@ def layer_bytes(shape: ModelShape, setup: Setup, recompute: Recompute) -> float:
     t, sbh = setup.tensor_parallel, shape.hidden_size * shape.seq_length * setup.microbatch_size
     whole = t if setup.sequence_parallel else 1  # what is not split by tensor parallelism alone
     if recompute == "full":
-        return ELEMENT_BYTES * sbh / whole
+        return setup.element_bytes * sbh / whole
     scores = 0.0
     if recompute == "none":
         scores = 5 * shape.num_attention_heads * shape.seq_length / shape.hidden_size
-    return sbh * (10 / whole + (24 + scores) / t)
+    return sbh * (10 / whole + (24 + scores) / t) * setup.element_bytes / 2
 
 
 def message_bytes(shape: ModelShape, setup: Setup) -> float:
     """Return what one GPU sends to the next pipeline rank per micro-batch."""
     tokens = setup.microbatch_size * shape.seq_length
     whole = setup.tensor_parallel if setup.sequence_parallel else 1
-    return tokens * shape.hidden_size * ELEMENT_BYTES / whole
+    return tokens * shape.hidden_size * setup.element_bytes / whole
 
 
-def gradient_bytes(shape: ModelShape, setup: Setup, num_stages: int) -> list[float]:
+def gradient_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
     """Return, per stage, what one GPU syncs with its data-parallel peers."""
     return [
         parameters / setup.tensor_parallel * GRADIENT_BYTES
-        for parameters in shape.stage_parameters(num_stages)
+        for parameters in shape.stage_parameters(split)
     ]

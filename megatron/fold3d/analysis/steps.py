@@ -4,11 +4,12 @@ A *fact* is what a rank may have to wait for: a message is there, a stage's grad
 It has a number, and it comes true once per iteration.
 """
 
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
 from megatron.fold3d.analysis.costs import Costs
-from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan
+from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan, Program
 
 
 class Fact(IntEnum):
@@ -19,6 +20,7 @@ class Fact(IntEnum):
     RELOADED = 2
     GRADS_SYNCED = 3
     PARAMS_GATHERED = 4
+    KEPT_BACK_SYNCED = 5
 
 
 NO_FACT = -1
@@ -36,12 +38,19 @@ class Step(NamedTuple):
 class Steps:
     """The programs of a plan as steps.
 
+    Args:
+        plan: what is simulated.
+        costs: of its stages.
+        backward_share: per stage, the part of DP.sync that its REDUCE_GRAD starts. The rest of all
+            stages follows the last action, in the order of the next forward. Without it a
+            REDUCE_GRAD starts all.
+
     Attributes:
         programs: one list of steps per rank.
         num_facts: facts are numbered below this.
     """
 
-    def __init__(self, plan: Plan, costs: Costs) -> None:
+    def __init__(self, plan: Plan, costs: Costs, backward_share: Sequence[float] = ()) -> None:
         self._plan = plan
         self._microbatches, self._stages = plan.num_microbatches, plan.num_stages
         self._send_on_end = not plan.has_p2p
@@ -57,7 +66,17 @@ class Steps:
             Op.RELOAD: costs.reload_s,
         }
         self.num_facts = len(Fact) * self._stages * self._microbatches
-        self.programs = [[self._step(action) for action in program] for program in plan.programs]
+        if backward_share:
+            kept_back_s = costs.kept_back_s or (0.0,) * self._stages
+            self.programs = [
+                list(self._split(program, backward_share, kept_back_s)) for program in plan.programs
+            ]
+        else:
+            self.programs = [list(map(self._step, program)) for program in plan.programs]
+
+    def is_kept_back(self, fact: int) -> bool:
+        """Whether a fact is of the part of DP.sync that is not deferred."""
+        return fact >= self._fact(Fact.KEPT_BACK_SYNCED, 0)
 
     def rank_of(self, fact: int) -> int:
         """Return the rank that may wait for a fact."""
@@ -83,6 +102,27 @@ class Steps:
         if op is Op.RELOAD:
             return Step(action, seconds, (), self._fact(Fact.RELOADED, stage, microbatch))
         return Step(action, seconds)
+
+    def _split(
+        self, program: Program, backward_share: Sequence[float], kept_back_s: Sequence[float]
+    ) -> Iterator[Step]:
+        """Cut each DP.sync into what is kept back, what starts at once, and the rest."""
+        rests, kept_back = {}, []
+        for action in program:
+            step = self._step(action)
+            if action.op is not Op.REDUCE_GRAD:
+                yield step
+                continue
+            stage = action.stage
+            if kept_s := kept_back_s[stage]:
+                kept_back.append(Action(stage, Op.WAIT_GRAD))
+                yield Step(action, kept_s, (), self._fact(Fact.KEPT_BACK_SYNCED, stage))
+            deferred_s = step.seconds - kept_s
+            yield step._replace(seconds=backward_share[stage] * deferred_s)
+            rests[stage] = step._replace(seconds=(1 - backward_share[stage]) * deferred_s)
+        yield from (rests[stage] for stage in sorted(rests))
+        for action in kept_back:
+            yield Step(action, 0.0, (), self._fact(Fact.KEPT_BACK_SYNCED, action.stage))
 
     def _message(self, stage: int, op: Op, microbatch: int | None) -> int:
         """The fact that the result of a computation has reached the stage that reads it."""

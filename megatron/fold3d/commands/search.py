@@ -1,101 +1,75 @@
 """``fold3d search``: choose schedule, sizes and segments for a model on a cluster."""
 
 import json
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
+from megatron.fold3d.analysis.candidates import Assumption, Given
 from megatron.fold3d.analysis.choices import WORTHWHILE, Choice
 from megatron.fold3d.analysis.choices import Search as Found
 from megatron.fold3d.analysis.model import ModelShape, model_shape
 from megatron.fold3d.analysis.planner import search
-from megatron.fold3d.commands.as_built import AsBuilt, lacking
+from megatron.fold3d.analysis.sizes import Recompute
 from megatron.fold3d.commands.console import OK, REJECTED, Progress, complain, write
 from megatron.fold3d.commands.hardware_options import add_hardware_options, named_cluster
 from megatron.fold3d.commands.training_flags import check_trains, training_flags
 
 DESCRIPTION = """\
-Choose the schedule, the (dp, pp, tp) sizes, the micro-batch size, the segments
-and the recomputation of a model on a cluster: the fastest that fit into memory,
-and the best of stock Megatron beside them. Predicted is what training does
-today; --whole-paper adds what it does not do yet."""
+Choose the schedule, the (dp, pp, tp) sizes, the micro-batch size, the segments,
+the recomputation, the optimizer and the share of DP.sync behind the backward,
+for a model on a cluster: the fastest that fit into memory, and the best of
+stock Megatron beside them. All that is not assumed runs as it is predicted."""
 
 EXAMPLES = """\
 examples:
   fold3d search --model gpt3-18b --cluster a100x128-200g --global-batch-size 256
   fold3d search --model gpt3-39b --cluster my-cluster.toml --global-batch-size 256 --json
   fold3d search --model 24-2048-16 --cluster h100x8 --global-batch-size 64 --emit
+  fold3d search --model gpt3-18b --cluster a100x128-200g --global-batch-size 256 --tp 8
 
 A cluster file has one `field = number` per line: num_nodes, gpus_per_node,
 gpu_flops_per_s, gpu_memory_bytes, nic_bytes_per_s, intra_bytes_per_s,
 host_copy_bytes_per_s and host_memory_bytes."""
 
-# Of those that are fastest with the whole paper, how many are judged as training runs them.
-_JUDGED = 30
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A choice and what it is called; stock's twin of AIAO is AIAO's order in stock Megatron."""
-
-    choice: Choice
-    is_twin: bool = False
-    lacks: tuple[str, ...] = ()
-
-    @property
-    def is_stock(self) -> bool:
-        return self.is_twin or self.choice.candidate.is_stock
-
-    @property
-    def name(self) -> str:
-        if self.is_twin:
-            return "breadth-first"
-        return self.choice.candidate.schedule + "+offload" * self.choice.candidate.offload
-
-    def flags(self, shape: ModelShape) -> str:
-        """Return the flags of ``pretrain_gpt.py``.
-
-        Raises:
-            ValueError: it does not train such a model.
-        """
-        check_trains(shape)
-        return training_flags(shape, self.choice.candidate, one_group=self.is_twin)
-
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The rows to show, fastest first, and the best of stock Megatron."""
+    """What the search has found, and what of it to take."""
 
-    rows: list[_Row]
-    stock: _Row | None
     found: Found
+    assumed: frozenset[Assumption]
 
     @property
-    def aiao(self) -> _Row | None:
-        return next((row for row in self.rows if not row.is_stock), None)
+    def ours(self) -> Choice | None:
+        return next((c for c in self.found.best if not c.candidate.is_stock), None)
 
     @property
     def gain(self) -> float:
-        """By how much the best AIAO is faster than the best of stock."""
-        if self.stock is None or self.aiao is None:
+        """By how much the best of ours is faster than the best of stock."""
+        if self.found.best_stock is None or self.ours is None:
             return 0.0
-        return self.stock.choice.iteration_s / self.aiao.choice.iteration_s - 1
+        return self.found.best_stock.iteration_s / self.ours.iteration_s - 1
 
     @property
-    def possible_gain(self) -> float:
-        """By how much the whole paper would be faster than the best of stock."""
-        ours = (c.iteration_s for c in self.found.best if not c.candidate.is_stock)
-        fastest_s = min(ours, default=None)
-        if self.stock is None or fastest_s is None:
-            return 0.0
-        return self.stock.choice.iteration_s / fastest_s - 1
+    def best(self) -> Choice:
+        stock = self.found.best_stock
+        if stock is None or (self.ours is not None and self.gain >= WORTHWHILE):
+            return self.ours or self.found.best[0]
+        return stock
 
     @property
-    def best(self) -> _Row:
-        if self.stock is None or (self.aiao is not None and self.gain >= WORTHWHILE):
-            return self.aiao or self.rows[0]
-        return self.stock
+    def lacks(self) -> str:
+        """What training does not have of the best one, as the user has it assumed."""
+        return "" if self.best.candidate.is_stock else ", ".join(sorted(self.assumed))
+
+    def flags(self, shape: ModelShape) -> str | None:
+        """Return the best one's flags, if there is a training script that takes them."""
+        try:
+            return None if self.lacks else training_flags(shape, self.best.candidate)
+        except ValueError:
+            return None
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -106,11 +80,24 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--top", type=int, default=10, metavar="N", help="rows (default: 10)")
     parser.add_argument(
-        "--whole-paper",
-        action="store_true",
-        help="give AIAO what training does not do yet: DP.sync that reaches into the next "
-        "iteration, PP.sync that goes before it, offload",
+        "--assume",
+        type=_assumptions,
+        default=frozenset(),
+        metavar="WHAT",
+        help="give AIAO what training does not have yet, separated by commas: "
+        f"{', '.join(get_args(Assumption))}",
     )
+    given = parser.add_argument_group("what is not to be chosen")
+    for flag, what in (
+        ("--tp", "tensor-parallel size"),
+        ("--pp", "pipeline ranks"),
+        ("--dp", "data-parallel size"),
+        ("--segments", "model chunks per rank"),
+        ("--micro-batch-size", "sequences"),
+    ):
+        given.add_argument(flag, type=int, metavar="N", help=what)
+    given.add_argument("--recompute", choices=get_args(Recompute))
+    given.add_argument("--fp32", action="store_true", help="train in 32 bits instead of 16")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="the rows as one JSON object")
     form.add_argument(
@@ -130,130 +117,117 @@ def run(args: Namespace) -> int:
             shape,
             cluster,
             global_batch_size=args.global_batch_size,
-            top=max(_JUDGED, args.top),
+            top=args.top,
+            given=Given(
+                tensor_parallel=args.tp,
+                data_parallel=args.dp,
+                num_ranks=args.pp,
+                num_segments=args.segments,
+                microbatch_size=args.micro_batch_size,
+                recompute=args.recompute,
+                fp32=args.fp32,
+            ),
+            assumed=args.assume,
             progress=progress,
         )
-    answer = _answer(found, AsBuilt(shape, cluster), args.top, whole_paper=args.whole_paper)
-    if not answer.rows:
-        complain(
-            f"{shape.name} fits on {cluster.name} only with what training does not have yet; "
-            "--whole-paper shows it, more GPUs do without"
-        )
-        return REJECTED
-    best = answer.best
+    answer = _Answer(found, args.assume)
     if args.json:
         write(json.dumps(_as_json(answer, shape)) + "\n")
     elif not args.emit:
         write("\n".join(_lines(answer, shape)) + "\n")
-    elif best.lacks:
+    elif answer.lacks:
         complain(
-            f"the best needs {', '.join(best.lacks)}, which training does not have yet; "
-            "drop --whole-paper for the best that runs"
+            f"the best needs {answer.lacks}, which training does not have yet; "
+            "drop --assume for the best that runs"
         )
         return REJECTED
     else:
-        write(best.flags(shape) + "\n")
+        write(f"{answer.flags(shape)}\n")
     return OK
 
 
-def _answer(found: Found, judge: AsBuilt, top: int, *, whole_paper: bool) -> _Answer:
-    """Judge the planner's choices, and let stock Megatron run AIAO's order as well."""
-    orders = [choice.candidate for choice in found.best if not choice.candidate.is_stock]
-    stock = [_Row(c) for c in (*found.best, found.best_stock) if c and c.candidate.is_stock]
-    stock += [_Row(twin, is_twin=True) for c in orders if (twin := judge.stock_twin(c))]
-    if whole_paper:
-        ours = [
-            _Row(choice, lacks=lacking(choice.candidate, deferred=True))
-            for choice in found.best
-            if not choice.candidate.is_stock
-        ]
-    else:
-        ours = [_Row(choice) for c in orders if (choice := judge.aiao(c))]
-    stock = _fastest(stock, judge)
-    rows = _fastest(ours + stock, judge)
-    return _Answer(rows[:top], stock[0] if stock else None, found)
-
-
-def _fastest(rows: list[_Row], judge: AsBuilt) -> list[_Row]:
-    """Return the rows that fit, fastest first, each once."""
-    unique = {(row.choice.candidate, row.is_twin): row for row in rows}.values()
-    fitting = [row for row in unique if row.choice.device_bytes <= judge.usable_bytes]
-    return sorted(fitting, key=lambda row: row.choice.iteration_s)
+def _assumptions(text: str) -> frozenset[str]:
+    found = frozenset(text.split(","))
+    known = get_args(Assumption)
+    if unknown := sorted(found - set(known)):
+        raise ArgumentTypeError(f"found {unknown[0]!r}; it is one of {', '.join(known)}")
+    return found
 
 
 def _lines(answer: _Answer, shape: ModelShape) -> Iterator[str]:
+    found, stock = answer.found, answer.found.best_stock
     yield (
-        f"{'schedule':<13} {'dp':>4} {'pp':>3} {'tp':>3} {'seg':>3} {'mbs':>3}  {'recompute':<9} "
-        f"{'iteration':>10} {'memory':>9} {'bubble':>7} {'DP.sync':>7} {'PP.sync':>7}  limited by"
+        f"{'schedule':<19} {'dp':>4} {'pp':>3} {'tp':>3} {'seg':>3} {'mbs':>3} {'group':>5} "
+        f"{'share':>5} {'optimizer':<11} {'recompute':<9} {'iteration':>9} {'memory':>9} "
+        f"{'bubble':>6} {'DP.sync':>7} {'PP.sync':>7}  limited by"
     )
-    yield from map(_line, answer.rows)
-    if answer.stock and answer.stock not in answer.rows:
+    yield from map(_line, found.best)
+    if stock and stock not in found.best:
         yield "best of stock Megatron:"
-        yield _line(answer.stock)
-    found, best = answer.found, answer.best
+        yield _line(stock)
     yield f"{found.considered} considered, {found.too_large} too large for a GPU's memory"
-    if best.is_stock:
+    if answer.best.candidate.is_stock:
         yield "AIAO gains nothing here, use these stock flags:"
-    elif answer.stock is None:
-        yield "No stock configuration fits; AIAO:"
+    elif stock is None:
+        yield "no stock configuration fits; use these flags:"
     else:
-        yield f"AIAO is {answer.gain:.1%} faster than the best of stock Megatron:"
-    if best.lacks:
-        yield f"(training does not have yet: {', '.join(best.lacks)})"
+        yield f"{answer.gain:.1%} faster than the best of stock Megatron, with these flags:"
+    if answer.lacks:
+        yield f"(training does not have yet: {answer.lacks})"
         return
     try:
-        yield best.flags(shape)
+        yield training_flags(shape, answer.best.candidate)
     except ValueError as error:
         yield f"({error})"
-    if best.is_stock and answer.possible_gain >= WORTHWHILE:
-        gain = f"{answer.possible_gain:.1%} faster than that"
-        yield f"With all of the paper AIAO would be {gain}: --whole-paper"
 
 
-def _line(row: _Row) -> str:
-    choice, candidate, spent = row.choice, row.choice.candidate, row.choice.exposed
-    setup = candidate.setup
+def _line(choice: Choice) -> str:
+    candidate, spent = choice.candidate, choice.exposed
+    setup, share = candidate.setup, candidate.backward_share
     shares = (spent.share(s) for s in (spent.bubble_s, spent.grad_sync_s, spent.p2p_s))
     return (
-        f"{row.name:<13} {setup.data_parallel:>4} {candidate.num_ranks:>3} "
-        f"{setup.tensor_parallel:>3} {candidate.num_segments:>3} {setup.microbatch_size:>3}  "
-        f"{setup.recompute:<9} {choice.iteration_s:>9.3f}s {choice.device_bytes / 2**30:>5.1f} GiB "
-        + " ".join(f"{share:>7.1%}" for share in shares)
+        f"{candidate.name:<19} {setup.data_parallel:>4} {candidate.num_ranks:>3} "
+        f"{setup.tensor_parallel:>3} {candidate.num_segments:>3} {setup.microbatch_size:>3} "
+        f"{candidate.group_size or '-':>5} {'-' if share is None else share:>5} "
+        f"{'distributed' if setup.distributed_optimizer else 'whole':<11} "
+        f"{setup.recompute:<9} {choice.iteration_s:>8.3f}s {choice.device_bytes / 2**30:>5.1f} GiB "
+        "{:>6.1%} {:>7.1%} {:>7.1%}".format(*shares)
         + f"  {choice.limit}"
     )
 
 
 def _as_json(answer: _Answer, shape: ModelShape) -> dict[str, Any]:
-    def row(of: _Row) -> dict[str, Any]:
-        c, setup = of.choice.candidate, of.choice.candidate.setup
+    def row(choice: Choice) -> dict[str, Any]:
+        c, setup = choice.candidate, choice.candidate.setup
         return {
-            "schedule": of.name,
-            "stock": of.is_stock,
+            "schedule": c.schedule,
+            "offload": c.offload,
+            "stock": c.is_stock,
             "dp": setup.data_parallel,
             "pp": c.num_ranks,
             "tp": setup.tensor_parallel,
             "segments": c.num_segments,
             "microbatches": c.num_microbatches,
             "micro_batch_size": setup.microbatch_size,
+            "group_size": c.group_size,
+            "backward_share": c.backward_share,
+            "distributed_optimizer": setup.distributed_optimizer,
+            "layers": c.layers or None,
             "recompute": setup.recompute,
-            "iteration_s": of.choice.iteration_s,
-            "device_bytes": of.choice.device_bytes,
-            "exposure": asdict(of.choice.exposed),
-            "limited_by": of.choice.limit,
-            "lacks": of.lacks,
+            "iteration_s": choice.iteration_s,
+            "device_bytes": choice.device_bytes,
+            "exposure": asdict(choice.exposed),
+            "limited_by": choice.limit,
         }
 
-    best = answer.best
-    try:
-        flags = None if best.lacks else best.flags(shape)
-    except ValueError:
-        flags = None
+    found = answer.found
     return {
-        "rows": list(map(row, answer.rows)),
-        "best_stock": answer.stock and row(answer.stock),
-        "best": row(best),
-        "aiao_gain": answer.gain,
-        "flags": flags,
-        "considered": answer.found.considered,
-        "too_large": answer.found.too_large,
+        "rows": list(map(row, found.best)),
+        "best_stock": found.best_stock and row(found.best_stock),
+        "best": row(answer.best),
+        "gain": answer.gain,
+        "assumed": sorted(answer.assumed),
+        "flags": answer.flags(shape),
+        "considered": found.considered,
+        "too_large": found.too_large,
     }

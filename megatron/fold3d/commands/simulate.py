@@ -11,7 +11,11 @@ from typing import Any
 from megatron.fold3d.analysis.breakdown import COLUMNS, shown_columns
 from megatron.fold3d.analysis.draw import caption_of, draw
 from megatron.fold3d.analysis.exposure import Exposure, exposure, mean
-from megatron.fold3d.analysis.grad_sync import deferred_grad_sync, serial_grad_sync
+from megatron.fold3d.analysis.grad_sync import (
+    add_param_gather,
+    deferred_grad_sync,
+    serial_grad_sync,
+)
 from megatron.fold3d.analysis.grid import to_text
 from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.analysis.steady import steady_state
@@ -60,7 +64,14 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--grad-sync",
         choices=tuple(_PASSES),
         help="DP.sync after everything, behind other segments' backwards (default), or also "
-        "behind the next iteration's forwards, which training does not do yet",
+        "behind the next iteration's forwards, the most urgent first",
+    )
+    parser.add_argument(
+        "--backward-share",
+        type=float,
+        metavar="X",
+        help="DP.sync in order of issue, this share of it behind backwards and the rest behind the "
+        "next iteration's forwards, as training's --backward-share has it",
     )
     parser.add_argument(
         "--preemptive-comm",
@@ -87,15 +98,20 @@ def run(args: Namespace) -> int:
     except PlanError as error:
         complain(f"{name}: {error}")
         return REJECTED
-    plan = _with_grad_sync(compute, args.grad_sync)
+    plan = _with_grad_sync(compute, _grad_sync(args))
     source = costs_of(args, plan)
-    deferred = args.grad_sync == "deferred"
+    if source.gathers_params:
+        plan = add_param_gather(plan)
+    deferred = _grad_sync(args) == "deferred"
     options: dict[str, Any] = {
         "nic_of_rank": source.nic_of_rank,
         "preemptive": args.preemptive_comm,
-        "grad_sync_order": "edf" if deferred else "fifo",
+        "grad_sync_order": "edf" if args.grad_sync == "deferred" else "fifo",
         "flush": not deferred,
+        "in_order": True,
     }
+    if args.backward_share is not None:
+        options["backward_share"] = (args.backward_share,) * plan.num_stages
     if args.iterations is None and deferred:
         timeline = steady_state(plan, source.costs, **options)
     else:
@@ -128,10 +144,25 @@ def _plan(args: Namespace) -> tuple[str, Plan]:
     return str(args.plan_file), plan_from(args.plan_file)
 
 
+def _grad_sync(args: Namespace) -> str | None:
+    """Return where DP.sync goes."""
+    share = args.backward_share
+    if share is None:
+        return str(args.grad_sync) if args.grad_sync else None
+    if not 0 <= share <= 1:
+        raise ValueError(f"--backward-share {share}: it is a share of DP.sync, from 0 to 1")
+    if args.grad_sync is not None:
+        raise ValueError(
+            f"--backward-share {share} with --grad-sync {args.grad_sync}: a share has its own "
+            "order; drop one"
+        )
+    return "deferred"
+
+
 def _with_grad_sync(plan: Plan, choice: str | None) -> Plan:
     synced = any(action.op is Op.REDUCE_GRAD for program in plan.programs for action in program)
     if synced and choice is not None:
-        raise ValueError(f"--grad-sync {choice}: the plan has its own DP.sync; drop the flag")
+        raise ValueError(f"--grad-sync {choice} or a share: the plan has its own DP.sync; drop it")
     return plan if synced else _PASSES[choice or "overlap"](plan)
 
 

@@ -1,6 +1,6 @@
 """The flags of ``pretrain_gpt.py`` for what the planner chose."""
 
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
 from megatron.fold3d.analysis.candidates import Candidate
 from megatron.fold3d.analysis.model import ModelShape
@@ -17,18 +17,60 @@ def check_trains(shape: ModelShape) -> None:
         raise ValueError(f"{shape.name} is no GPT, and pretrain_gpt.py trains no other model")
 
 
-def training_flags(shape: ModelShape, candidate: Candidate, *, one_group: bool = False) -> str:
+def training_flags(shape: ModelShape, candidate: Candidate) -> str:
     """Return the flags for the model, the split and the schedule.
 
-    Args:
-        shape: the model.
-        candidate: the split and the schedule.
-        one_group: run AIAO's order with stock Megatron, as one group of all micro-batches.
+    Raises:
+        ValueError: ``pretrain_gpt.py`` does not train such a model.
     """
-    words = [*shape_flags(shape), "--bf16"]
-    run = replace(candidate, schedule="interleaved") if one_group else candidate
-    words.append(run.flags())
-    if one_group:
+    check_trains(shape)
+    untied = ["--untie-embeddings-and-output-weights"] if shape.untied else []
+    return " ".join([*shape_flags(shape), *untied, *_split(candidate), *_schedule(candidate)])
+
+
+def _split(candidate: Candidate) -> Iterator[str]:
+    """Precision, sizes and what is recomputed."""
+    setup = candidate.setup
+    if not setup.fp32:
+        yield "--bf16"
+    yield f"--tensor-model-parallel-size {setup.tensor_parallel}"
+    yield f"--pipeline-model-parallel-size {candidate.num_ranks}"
+    yield f"--micro-batch-size {setup.microbatch_size}"
+    batch_size = setup.microbatch_size * setup.data_parallel * candidate.num_microbatches
+    yield f"--global-batch-size {batch_size}"
+    if setup.sequence_parallel:
+        yield "--sequence-parallel"
+    if setup.recompute == "selective":
+        yield "--recompute-activations"
+    elif setup.recompute == "full":
+        yield "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def _schedule(candidate: Candidate) -> Iterator[str]:
+    """The order, and what overlaps it."""
+    if candidate.layers:
+        yield f"--pipeline-model-parallel-layout {_layout(candidate.layers)}"
+    if not candidate.is_stock:
+        yield f"--schedule {candidate.schedule}"
+        if not candidate.layers:
+            yield f"--segments {candidate.num_segments}"
+    elif candidate.num_segments > 1:
+        if not candidate.layers:
+            yield f"--num-virtual-stages-per-pipeline-rank {candidate.num_segments}"
+        yield "--overlap-p2p-communication-warmup-flush"  # or only its steady state overlaps
+    if candidate.group_size not in (None, candidate.num_ranks):
         groups = "--microbatch-group-size-per-virtual-pipeline-stage"
-        words.append(f"{groups} {candidate.num_microbatches}")
-    return " ".join(words)
+        yield f"{groups} {candidate.group_size}"
+    if candidate.setup.data_parallel > 1:  # or no DP.sync starts before the last backward
+        yield "--overlap-grad-reduce"
+    if candidate.setup.distributed_optimizer:
+        yield "--use-distributed-optimizer --overlap-param-gather"
+    if candidate.backward_share is not None:
+        yield f"--backward-share {candidate.backward_share:g}"
+
+
+def _layout(layers: Sequence[int]) -> str:
+    """Spell the layers of each stage as Megatron does: ``Et*2|t*3|t*2L``."""
+    stages = [f"t*{count}" for count in layers]
+    stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}L"
+    return "|".join(stages)

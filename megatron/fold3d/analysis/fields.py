@@ -1,0 +1,82 @@
+"""Data classes from JSON and TOML files, and numbers that are checked wherever they come from."""
+
+import json
+import tomllib
+from collections.abc import Iterable
+from dataclasses import MISSING, Field, fields
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a name stands for a file that `from_file` reads."""
+    return name.endswith((".json", ".toml"))
+
+
+def from_file[T](path: Path, kind: type[T], what: str) -> T:
+    """Return an object of a data class from a file; its ``name`` is the file's unless it has one.
+
+    Args:
+        path: one ``field = value`` per line of TOML, or one JSON object.
+        kind: the data class.
+        what: it is called in messages.
+
+    Raises:
+        ValueError: the file cannot be read, or what it holds is not what the class takes.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read a {what} from {path}: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{path} holds a {type(found).__name__}; it must hold the fields of a {what}"
+        )
+    members = fields(kind)  # type: ignore[arg-type]
+    needed = {f.name for f in members if f.default is MISSING} - {"name"}
+    known = {f.name for f in members}
+    if missing := sorted(needed - set(found)):
+        raise ValueError(
+            f"{path} lacks {', '.join(missing)}; a {what} needs {', '.join(sorted(needed))}"
+        )
+    if unknown := sorted(set(found) - known):
+        raise ValueError(
+            f"{path} has unknown fields {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+        )
+    try:
+        return kind(**{"name": path.stem, **found})
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def check_numbers(of: Any, *, may_be_zero: Iterable[str] = ()) -> None:
+    """Return if every field of a data class that is a number by its type is one.
+
+    Args:
+        of: the object; ``int`` fields hold whole numbers, all numbers are above zero.
+        may_be_zero: the fields that may be zero as well.
+
+    Raises:
+        ValueError: one is text, not finite, negative, or zero.
+    """
+    zero = frozenset(may_be_zero)
+    for field in fields(of):
+        if field.type in (int, float):
+            _check_number(field, getattr(of, field.name), may_be_zero=field.name in zero)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a finite number; ``True`` is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def _check_number(field: Field[Any], value: Any, *, may_be_zero: bool) -> None:
+    if not is_number(value):
+        raise ValueError(f"found {field.name}={value!r}; it is a number")
+    if field.type is int and not isinstance(value, int):
+        raise ValueError(f"found {field.name}={value}; it is a whole number")
+    if value < 0 or (value == 0 and not may_be_zero):
+        rule = "zero or more" if may_be_zero else "above zero"
+        raise ValueError(f"found {field.name}={value}; it is {rule}")

@@ -1,0 +1,20 @@
+"""How many layers each stage holds where they cannot all hold as many."""
+
+
+def layers_of_stages(num_layers: int, num_ranks: int, num_segments: int) -> tuple[int, ...]:
+    """Return the layers of each stage, as even as they can be over ranks first and then stages.
+
+    What is left over goes to the ranks in the middle, since the first one has the embedding and
+    the last one the head, and on each of them to its first segments.
+    """
+    each, left = divmod(num_layers, num_ranks)
+    order = [*range(1, num_ranks - 1), 0, num_ranks - 1]
+    of_rank = [each] * num_ranks
+    for rank in order[:left] if num_ranks > 1 else ():
+        of_rank[rank] += 1
+    stages = [0] * (num_ranks * num_segments)
+    for rank, layers in enumerate(of_rank):
+        few, more = divmod(layers, num_segments)
+        for segment in range(num_segments):
+            stages[segment * num_ranks + rank] = few + (segment < more)
+    return tuple(stages)

@@ -1,0 +1,36 @@
+"""What is worth a try beside a good candidate, and too much to try beside every one."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron.fold3d.analysis.candidates import Candidate
+
+SHARES = (0.8, 0.9, 1.1, 1.25)  # times a share of DP.sync that just fits
+
+
+def neighbours(candidate: Candidate, num_layers: int) -> Iterator[Candidate]:
+    """Yield candidates that differ from a good one in one choice."""
+    yield from _with_other_groups(candidate)
+    yield from _with_a_lighter_end(candidate, num_layers)
+    if share := candidate.backward_share:
+        for factor in SHARES:
+            yield replace(candidate, backward_share=min(1.0, round(share * factor, 2)))
+
+
+def _with_other_groups(candidate: Candidate) -> Iterator[Candidate]:
+    """Micro-batch groups between one per rank and all."""
+    ranks, microbatches = candidate.num_ranks, candidate.num_microbatches
+    if candidate.schedule == "interleaved":
+        for size in range(ranks + 1, microbatches):
+            if microbatches % size == 0:
+                yield replace(candidate, group_size=size)
+
+
+def _with_a_lighter_end(candidate: Candidate, num_layers: int) -> Iterator[Candidate]:
+    """The last stage, which has the head, gives one of its layers to a rank in the middle."""
+    ranks, num_stages = candidate.num_ranks, candidate.num_ranks * candidate.num_segments
+    layers = list(candidate.layers or (num_layers // num_stages,) * num_stages)
+    if ranks > 1 and layers[-1] > 1:
+        layers[-1] -= 1
+        layers[(ranks - 1) // 2] += 1
+        yield replace(candidate, layers=tuple(layers))

@@ -1,0 +1,91 @@
+"""How a candidate runs: its plan with what is around it, simulated as stock or as ours behaves.
+
+Stock Megatron waits for each forward's transfer before its next computation, because it frees the
+tensor; without virtual stages also for each backward's. It starts a chunk's DP.sync on all ranks
+at once, so that on rank r it comes r backwards late, and always ends it with the iteration.
+"""
+
+from collections.abc import Set
+from dataclasses import replace
+from typing import Any
+
+from megatron.fold3d.analysis.candidates import Assumption, Candidate
+from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.analysis.estimate import Estimate
+from megatron.fold3d.analysis.grad_sync import (
+    add_param_gather,
+    aligned_grad_sync,
+    deferred_grad_sync,
+    serial_grad_sync,
+)
+from megatron.fold3d.analysis.simulate import simulate
+from megatron.fold3d.analysis.timeline import Timeline
+from megatron.fold3d.plan.ir import Op, Plan
+from megatron.fold3d.plan.lowering import add_grad_sync, add_offload
+from megatron.fold3d.plan.schedules import build
+
+_STEADY = 3  # iterations until one that defers DP.sync takes as long as the one before
+
+
+def plan_of(candidate: Candidate) -> Plan:
+    """Return the plan, with DP.sync where the candidate has it."""
+    plan = build(
+        candidate.schedule,
+        num_ranks=candidate.num_ranks,
+        num_segments=candidate.num_segments,
+        num_microbatches=candidate.num_microbatches,
+        group_size=candidate.group_size,
+    )
+    if candidate.offload:
+        plan = add_offload(plan)
+    if candidate.backward_share is not None:
+        return deferred_grad_sync(plan)
+    if candidate.schedule == "1f1b":  # its hooks start in the last backward, if at all
+        plan = serial_grad_sync(plan)
+    elif candidate.is_stock:
+        plan = aligned_grad_sync(plan)
+    else:
+        plan = add_grad_sync(plan)
+    return add_param_gather(plan) if candidate.setup.distributed_optimizer else plan
+
+
+def timeline_of(
+    candidate: Candidate, known: Estimate, assumed: Set[Assumption] = frozenset()
+) -> Timeline:
+    """Return the simulated iterations of a candidate; the last one is steady."""
+    preemptive = "preemptive-comm" in assumed and not candidate.is_stock
+    options: dict[str, Any] = {
+        "preemptive": preemptive,
+        "nic_of_rank": known.nic_of_rank,
+        "in_order": True,
+    }
+    costs, plan = known.costs, plan_of(candidate)
+    if candidate.backward_share is None:
+        costs = _stepping_last(costs, candidate.num_ranks)
+        options["flush"] = True
+    else:
+        options["iterations"] = _STEADY
+        options["backward_share"] = _shares(candidate)
+    if preemptive:  # a queue of slices, the most urgent first
+        options["grad_sync_order"] = "edf"
+        if candidate.backward_share is not None:
+            options["backward_share"] = (1.0,) * plan.num_stages
+    if candidate.schedule == "1f1b":
+        options["sends_waited_for"] = (Op.FORWARD, Op.BACKWARD)
+    elif candidate.is_stock:
+        options["sends_waited_for"] = (Op.FORWARD,)
+    return simulate(plan, costs, **options)
+
+
+def _shares(candidate: Candidate) -> tuple[float, ...]:
+    """The first segment's backward is the last one: nothing hides its DP.sync."""
+    share, ranks = candidate.backward_share, candidate.num_ranks
+    assert share is not None
+    return (0.0,) * ranks + (share,) * (ranks * (candidate.num_segments - 1))
+
+
+def _stepping_last(costs: Costs, num_ranks: int) -> Costs:
+    """Let the optimizer step when all gradients are there: with the stages that end last."""
+    steps = costs.optimizer_s
+    first = tuple(sum(steps[rank::num_ranks]) for rank in range(num_ranks))
+    return replace(costs, optimizer_s=first + (0.0,) * (len(steps) - num_ranks))
