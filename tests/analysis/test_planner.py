@@ -52,7 +52,7 @@ def test_activations_are_counted_as_the_plan_has_them(all_small):
 
 def test_the_search_finds_the_fastest_of_all():
     judge = _Judge(SMALL, SLOW, frozenset(), WITHOUT_PROGRESS)
-    given = Given(microbatch_size=2, recompute="none")
+    given = Given(microbatch_size=1, recompute="none")
     all_ = [judge.with_share(c) for c in candidates(SMALL, SLOW, 32, given)]
     choices = [judge._simulate(judge.bounded(candidate)) for candidate in all_]
     limit = SLOW.gpu_memory_bytes * USABLE_MEMORY

@@ -1,6 +1,7 @@
 import itertools
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.fold3d.analysis.costs import Costs
-from megatron.fold3d.analysis.grad_sync import deferred_grad_sync, serial_grad_sync
+from megatron.fold3d.analysis.exposure import exposure
+from megatron.fold3d.analysis.grad_sync import (
+    add_param_gather,
+    aligned_grad_sync,
+    deferred_grad_sync,
+    serial_grad_sync,
+)
 from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.analysis.timeline import Lane, Timeline
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
@@ -191,3 +198,66 @@ def test_three_thousand_gpus_are_simulated_in_seconds():
     timeline = simulate(large, costs, grad_sync_order="edf")
     assert time.process_time() - start_s < 10
     assert timeline.makespan_s > 3 * 4 * 512
+
+
+def test_a_rank_may_wait_for_what_it_sends():
+    plan = Plan.from_text("0F0 0F1\n1F0 1F1\n")
+    costs = Costs(forward_s=(1.0, 1.0), backward_s=(0.0, 0.0), p2p_s=2.0)
+    timeline = simulate(plan, costs, sends_waited_for=[Op.FORWARD])
+    assert [row[:2] for row in compute_rows(timeline)[0]] == [(0, 1), (3, 4)]
+    waits = [(s.start_s, s.end_s, str(s.action)) for s in timeline.lane(0, Lane.WAIT)]
+    assert waits == [(1, 3, "0SEND_F0"), (4, 6, "0SEND_F1")]
+    assert timeline.makespan_s == 7
+    buffered = replace(costs, sends_are_buffered=True)
+    assert simulate(plan, buffered, sends_waited_for=[Op.FORWARD]) == simulate(plan, costs)
+
+
+def test_messages_of_one_channel_may_go_one_after_the_other():
+    costs = Costs(forward_s=(1.0, 1.0), backward_s=(0.0, 0.0), p2p_s=2.0)
+    timeline = simulate(Plan.from_text("0F0 0F1\n1F0 1F1\n"), costs, in_order=True)
+    assert [tuple(s[1:3]) for s in timeline.lane(1, Lane.P2P)] == [(1.0, 3.0), (2.0, 5.0)]
+
+
+def test_what_is_not_in_the_backward_share_follows_the_last_action():
+    plan = Plan.from_text("0WAIT_GRAD 0F0 1WAIT_GRAD 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD\n")
+    costs = Costs.uniform(2, grad_sync_s=4.0)
+    timeline = simulate(plan, costs, iterations=2, backward_share=(0.0, 0.5))
+    rows = [(s.start_s, s.end_s, str(s.action)) for s in timeline.lane(0, Lane.GRAD_SYNC)]
+    # Half of 1 behind 0B0; then 0, which the next forward needs first, and the rest of 1.
+    assert rows[:3] == [(4, 6, "1REDUCE_GRAD"), (6, 10, "0REDUCE_GRAD"), (10, 12, "1REDUCE_GRAD")]
+    starts = [(s.start_s, str(s.action)) for s in timeline.lane(0, Lane.COMPUTE)][4:6]
+    assert starts == [(10, "0F0"), (12, "1F0")]
+
+
+def test_what_is_kept_back_ends_with_its_iteration():
+    plan = Plan.from_text("0WAIT_GRAD 0F0 0B0 0REDUCE_GRAD\n")
+    costs = Costs.uniform(1, grad_sync_s=4.0)
+    kept = replace(costs, kept_back_s=(1.0,))
+    for share in (0.0, 1.0):
+        timeline = simulate(plan, kept, iterations=2, backward_share=(share,))
+        # Its second of work shares the link with the rest, so it takes two.
+        assert timeline.iteration_ends_s(0)[0] == 3 + 2
+        assert timeline.period_s == 2 + 3 + 2
+
+
+def test_a_rank_without_work_is_a_bubble():
+    plan = built("1f1b", 2, 1, 2)
+    costs = Costs(forward_s=(1.0, 0.0), backward_s=(2.0, 0.0))
+    busy, idle = exposure(simulate(plan, costs))
+    assert (busy.total_s, idle.bubble_s, idle.total_s) == (6.0, 6.0, 6.0)
+    assert idle.bubble_ratio == 0.0
+    nothing = exposure(simulate(plan, Costs.uniform(2, forward_s=0.0, backward_s=0.0)))
+    assert all(row.share(row.bubble_s) == 0.0 for row in nothing)
+
+
+def test_stock_starts_dp_sync_late_and_gathers_one_segment_ahead():
+    plan = build("interleaved", num_ranks=2, num_segments=2, num_microbatches=2, group_size=2)
+    first, last = add_param_gather(aligned_grad_sync(plan)).programs
+    assert " ".join(map(str, first)) == (
+        "0GATHER_PARAM 0WAIT_PARAM 2GATHER_PARAM 0F0 0F1 2WAIT_PARAM 2F0 2F1 2B0 2B1 "
+        "2REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD"
+    )
+    assert " ".join(map(str, last)) == (
+        "1GATHER_PARAM 1WAIT_PARAM 3GATHER_PARAM 1F0 1F1 3WAIT_PARAM 3F0 3B0 3F1 3B1 "
+        "1B0 3REDUCE_GRAD 1B1 1REDUCE_GRAD 3WAIT_GRAD 1WAIT_GRAD"
+    )

@@ -59,7 +59,8 @@ def _bound_s(candidate: Candidate, known: Estimate) -> float:
             step_s = sum(costs.optimizer_s[rank :: candidate.num_ranks])
             late_s = start_s + compute_s - _hiding_s(candidate, costs, rank) + synced_s
             bound_s = max(bound_s, start_s + compute_s + sync_s[rank] + step_s, late_s + step_s)
-    return max(bound_s, _copies_s(candidate, costs)) if candidate.offload else bound_s
+    copies_s = _copies_s(candidate, costs) if candidate.offload else 0.0
+    return max(bound_s, _messages_s(candidate, known), copies_s)
 
 
 def _there_and_back(candidate: Candidate, known: Estimate, rank: int) -> tuple[float, float]:
@@ -85,6 +86,17 @@ def _work_s(candidate: Candidate, known: Estimate, rank: int) -> float:
 def _message_s(known: Estimate) -> float:
     costs, several = known.costs, len(set(known.nic_of_rank)) > 1
     return costs.p2p_latency_s + (costs.p2p_s if several else costs.p2p_local_s)
+
+
+def _messages_s(candidate: Candidate, known: Estimate) -> float:
+    """What the busiest NIC sends: a forward's result to the next stage, a backward's back."""
+    nics, sent = known.nic_of_rank, [0] * (1 + max(known.nic_of_rank))
+    for stage in range(1, len(known.costs.forward_s)):
+        source, target = (nics[s % candidate.num_ranks] for s in (stage - 1, stage))
+        if source != target:
+            sent[source] += 1
+            sent[target] += 1
+    return max(sent) * candidate.num_microbatches * known.costs.p2p_s
 
 
 def _hiding_s(candidate: Candidate, costs: Costs, rank: int) -> float:

@@ -1,6 +1,7 @@
 """The flags of ``pretrain_gpt.py`` for what the planner chose."""
 
 from collections.abc import Iterator, Sequence
+from shlex import quote
 
 from megatron.fold3d.analysis.candidates import Candidate
 from megatron.fold3d.analysis.model import ModelShape
@@ -70,7 +71,7 @@ def _schedule(candidate: Candidate) -> Iterator[str]:
 
 
 def _layout(layers: Sequence[int]) -> str:
-    """Spell the layers of each stage as Megatron does: ``Et*2|t*3|t*2L``."""
+    """Spell the layers of each stage as Megatron does: ``Et*2|t*3|t*2L``, for a shell."""
     stages = [f"t*{count}" for count in layers]
     stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}L"
-    return "|".join(stages)
+    return quote("|".join(stages))

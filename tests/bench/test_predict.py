@@ -1,0 +1,65 @@
+from dataclasses import asdict
+
+import pytest
+
+from scripts.bench import compare, predict, variants
+
+# docs/measurements.md, 2026-11-21: iteration, and the same on links that are not shaped; ms.
+MEASURED = {
+    "stock-default": (2412, 1387),
+    "stock-v8-n8": (1699, 1291),
+    "stock-v8-n8-do": (1611, 1284),
+    "aiao-s8": (1705, 1289),
+    "aiao-s8-share60": (1506, 1288),
+    "aiao-s8-share70": (1464, 1292),
+}
+
+
+def report(*flags: str, measured=MEASURED) -> dict:
+    """What `compare --json` writes, as far as it is read."""
+    args = compare.parse_arguments(["--untied", "--clip-grad", "0", *flags])
+    _, every = compare._read(args)
+    flags_of = {variant.name: asdict(variant) for variant in every}
+    return {
+        "arguments": {key: str(value) for key, value in vars(args).items()},
+        "rows": [
+            {"variant": flags_of[name], "spread": {"median_ms": ms}, "compute_ms": alone_ms}
+            for name, (ms, alone_ms) in measured.items()
+        ],
+    }
+
+
+def test_what_was_measured_on_the_testbed_is_predicted_within_5_percent():
+    found = predict.rows(report())
+    assert [row.name for row in found] == list(MEASURED)
+    for row in found:
+        assert abs(row.error) < 0.05, row
+
+
+def test_only_stocks_default_on_unshaped_links_is_fitted():
+    measured = {
+        name: times if name == "stock-default" else (1, 1) for name, times in MEASURED.items()
+    }
+    fitted, other = (predict.rows(report(measured=m)) for m in (MEASURED, measured))
+    assert [row.predicted_ms for row in fitted] == [row.predicted_ms for row in other]
+
+
+def test_a_faster_link_shortens_what_its_traffic_exposes():
+    slow, fast = (predict.rows(report("--rate", rate)) for rate in ("200mbit", "400mbit"))
+    assert all(f.predicted_ms < s.predicted_ms for f, s in zip(fast, slow, strict=True))
+
+
+def test_layers_that_were_not_paced_are_not_predicted():
+    with pytest.raises(ValueError, match=r"layers were paced to 0\.0 ms forward"):
+        predict.rows(report("--no-pacing"))
+
+
+def test_every_known_variant_is_one_that_the_planner_knows():
+    args = compare.parse_arguments(["--untied", "--clip-grad", "0"])
+    bench, every = compare._read(args)
+    job = predict.Job.read({key: str(value) for key, value in vars(args).items()})
+    for variant in every:
+        candidate = job.candidate(variant.flags)
+        assert candidate.is_stock == variant.is_stock
+        assert candidate.setup.distributed_optimizer == variant.is_distributed_optimizer
+    assert len(every) == 1 + len(list(variants.known(bench.job))) - 1
