@@ -22,6 +22,7 @@ import fold3d_patches
 from fold3d_patches.cpu import flags as cpu_flags
 from megatron.fold3d.analysis.model import Family
 from megatron.fold3d.analysis.presets import preset_flags
+from megatron.fold3d.auto_segments import AUTO
 from megatron.fold3d.config import Fold3DConfig, add_arguments, megatron_defaults
 
 PATIENCE_S = 10.0
@@ -62,6 +63,8 @@ def prepare(argv: Sequence[str], patched: ExitStack, family: Family = "gpt") -> 
     if on_cpu:
         cpu_flags.check(args)
     Fold3DConfig.from_args(args)
+    if args.segments == AUTO:
+        args = _with_chosen_segments(args)
     patched.enter_context(fold3d_patches.install_platform(device))
     args = parse_and_validate_args(_add_arguments, args_defaults=megatron_defaults(args))
     # Once more: validation may bring options along, from a checkpoint say.
@@ -81,6 +84,21 @@ def refuse(error: Exception) -> int:
         prefix = "" if line.startswith(" ") else f"{_script()}: error: "  # rows of a plan's grid
         sys.stderr.write(f"{prefix}{line}\n")
     return 2
+
+
+def _with_chosen_segments(args: Namespace) -> Namespace:
+    """Return the namespace of the same command with a number for ``--segments auto``."""
+    from megatron.training.arguments import parse_args
+
+    from fold3d_patches.choose_segments import choose_segments
+
+    num_segments, reason = choose_segments(args, sys.argv[1:])
+    if reason:
+        sys.stderr.write(f"{_script()}: --segments auto: {reason}\n")
+    sys.argv += ["--segments", str(num_segments)]
+    args = parse_args(_add_arguments)
+    Fold3DConfig.from_args(args)
+    return args
 
 
 def _num_microbatches(args: Namespace) -> int:

@@ -38,6 +38,8 @@ MAY_NAME = {
         f"{FOLD3D}.trace_flags",
         f"{FOLD3D}.offload_flags",
         f"{FOLD3D}.buckets",
+        f"{FOLD3D}.auto_segments",
+        f"{FOLD3D}.layer_split",
     ),
 }
 # What must not be loaded after they are imported, through whomever.

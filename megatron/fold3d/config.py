@@ -8,12 +8,18 @@ import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from megatron.fold3d.auto_segments import AUTO, auto_problems, segments_or_auto
 from megatron.fold3d.backward_share import share_problems
 from megatron.fold3d.buckets import cuts_every_segment
+from megatron.fold3d.layer_split import (
+    fitting_segments,
+    layers_per_rank,
+    num_layers,
+    uneven_ranks,
+)
 from megatron.fold3d.offload_flags import offload_problems, offloads_everything
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, LastSegment
 from megatron.fold3d.refusals import named, refusals, spelled
@@ -52,9 +58,10 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     )
     group.add_argument(
         "--segments",
-        type=int,
+        type=segments_or_auto,
         metavar="N",
-        help="Model chunks per pipeline rank: sets Megatron's virtual stages.",
+        help="Model chunks per pipeline rank: sets Megatron's virtual stages. auto chooses from "
+        "what the hardware is measured to do when the run starts.",
     )
     group.add_argument(
         "--aiao-last-segment",
@@ -128,7 +135,7 @@ def megatron_defaults(args: Namespace) -> dict[str, Any]:
         config = Fold3DConfig.from_args(args)
         args = parse_and_validate_args(add_arguments, args_defaults=megatron_defaults(args))
     """
-    if args.segments is None or _virtual_stage_flag(args):
+    if args.segments in (None, AUTO) or _virtual_stage_flag(args):
         return {}
     return {"num_virtual_stages_per_pipeline_rank": args.segments}
 
@@ -264,8 +271,9 @@ def _num_segments(args: Namespace) -> int:
     if args.pipeline_model_parallel_layout is not None:
         return _num_stages(args.pipeline_model_parallel_layout) // num_ranks
     if args.num_layers_per_virtual_pipeline_stage is not None:
-        return _num_layers(args) // num_ranks // int(args.num_layers_per_virtual_pipeline_stage)
-    return int(args.num_virtual_stages_per_pipeline_rank or args.segments or 1)
+        return num_layers(args) // num_ranks // int(args.num_layers_per_virtual_pipeline_stage)
+    chosen = 1 if args.segments == AUTO else args.segments
+    return int(args.num_virtual_stages_per_pipeline_rank or chosen or 1)
 
 
 def _num_stages(layout: str) -> int:
@@ -278,18 +286,12 @@ def _num_stages(layout: str) -> int:
     return layout.count("|") + 1
 
 
-def _num_layers(args: Namespace) -> int:
-    """Return the layers that are split over ranks; 0 as long as only a checkpoint knows."""
-    layers = args.num_layers or args.encoder_num_layers
-    if not layers:
-        return 0
-    ends = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
-    return int(layers + ends)
-
-
 def _segments(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
     """Yield what is wrong with the number of segments."""
     if args.segments is None and schedule == "stock":
+        return
+    if args.segments == AUTO:
+        yield from auto_problems(args, schedule, _virtual_stage_flag(args))
         return
     num_ranks = args.pipeline_model_parallel_size
     if args.segments is not None and args.segments < 1:
@@ -312,7 +314,7 @@ def _segments(args: Namespace, schedule: str, num_segments: int) -> Iterator[str
         )
     if args.pipeline_model_parallel_layout is not None:
         return
-    if _num_layers(args):
+    if num_layers(args):
         yield from _split(args, num_segments)
     elif args.num_layers_per_virtual_pipeline_stage is not None:
         yield (
@@ -323,24 +325,13 @@ def _segments(args: Namespace, schedule: str, num_segments: int) -> Iterator[str
 
 def _split(args: Namespace, num_segments: int) -> Iterator[str]:
     """Yield why the layers cannot be split evenly over ranks and segments."""
-    ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
-    per_rank = [layers for layers in ends if layers is not None]
-    num_layers = _num_layers(args) - sum(per_rank)
-    num_ranks = args.pipeline_model_parallel_size - len(per_rank)
-    if num_ranks > 0 and num_layers % num_ranks:
+    fitting = fitting_segments(args)
+    if not fitting:
+        yield uneven_ranks(args)
+    elif num_segments not in fitting:
+        per_rank = " and ".join(map(str, layers_per_rank(args)))
         yield (
-            f"{num_layers} layers on {num_ranks} ranks: every rank holds as many, unless "
-            "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers or "
-            "--pipeline-model-parallel-layout says otherwise"
-        )
-        return
-    if num_ranks > 0:
-        per_rank.append(num_layers // num_ranks)
-    most = gcd(*per_rank)
-    if most % num_segments:
-        fitting = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
-        yield (
-            f"{num_segments} segments with {' and '.join(map(str, per_rank))} layers per rank: "
-            f"every segment of a rank holds as many layers; try --segments {fitting}, or "
-            "--pipeline-model-parallel-layout"
+            f"{num_segments} segments with {per_rank} layers per rank: "
+            "every segment of a rank holds as many layers; try --segments "
+            f"{', '.join(map(str, fitting))}, or --pipeline-model-parallel-layout"
         )

@@ -11,6 +11,8 @@ from megatron.fold3d.analysis.costs import Costs
 from megatron.fold3d.analysis.grad_sync import deferred_grad_sync
 from megatron.fold3d.analysis.perf_model import overlapping_s
 from megatron.fold3d.analysis.steady import TOLERANCE, steady_state
+from megatron.fold3d.analysis.sync_queue import GradSyncOrder
+from megatron.fold3d.plan.lowering import add_grad_sync
 from megatron.fold3d.plan.schedules import build
 
 
@@ -70,24 +72,38 @@ def by_simulation(
     *,
     num_ranks: int,
     num_microbatches: int,
+    schedule: str = "aiao",
+    deferred: bool = True,
+    preemptive: bool = True,
 ) -> Segments:
-    """Return the number of segments with the shortest steady iteration of AIAO.
+    """Return the number of segments with the shortest steady iteration.
 
     Args:
         options: numbers of segments that divide the layers; of equals, the lowest is taken.
         costs: of the stages, for each number of segments.
         num_ranks: of the pipeline.
         num_microbatches: per iteration.
+        schedule: that orders the computations.
+        deferred: whether DP.sync may reach into the next iteration.
+        preemptive: whether PP.sync goes before DP.sync on a link.
     """
+    sync = deferred_grad_sync if deferred else add_grad_sync
+    order: GradSyncOrder = "edf" if deferred else "fifo"
     periods: dict[int, float] = {}
     for segments in sorted(options):
         plan = build(
-            "aiao",
+            schedule,
             num_ranks=num_ranks,
             num_segments=segments,
             num_microbatches=num_microbatches,
         )
-        timeline = steady_state(deferred_grad_sync(plan), costs(segments), grad_sync_order="edf")
+        timeline = steady_state(
+            sync(plan),
+            costs(segments),
+            grad_sync_order=order,
+            preemptive=preemptive,
+            flush=not deferred,
+        )
         periods[segments] = timeline.period_s
     shortest_s = min(periods.values()) * (1 + TOLERANCE)
     best = next(segments for segments, period_s in periods.items() if period_s <= shortest_s)

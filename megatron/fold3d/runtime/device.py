@@ -1,8 +1,9 @@
 """What differs between a GPU and a CPU as a device; the one file that names ``torch.cuda``.
 
-Keeps one invariant: nothing here makes the host wait for the device.
+Keeps one invariant: nothing but `synchronize` makes the host wait for the device.
 """
 
+import platform
 import resource
 import time
 from typing import Any
@@ -37,6 +38,22 @@ class Clock:
     def seconds(self, start: Mark, end: Mark) -> float:
         """Return the time between two marks that have been passed."""
         return float(start.elapsed_time(end) / 1e3 if self._on_gpu else end - start)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that was issued to it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def pinned_bytes(count: int, device: torch.device) -> torch.Tensor:
+    """Return host memory that the device can copy to by itself."""
+    return torch.empty(count, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def device_name(device: torch.device) -> str:
+    """Return the kind of the device, as its vendor spells it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
 def peak_device_bytes(device: torch.device) -> int | None:

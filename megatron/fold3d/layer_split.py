@@ -1,0 +1,48 @@
+"""How Megatron splits a model's layers over pipeline ranks, and into how many segments each."""
+
+from argparse import Namespace
+from math import gcd
+
+
+def num_layers(args: Namespace) -> int:
+    """Return the layers that are split over ranks; 0 as long as only a checkpoint knows."""
+    layers = args.num_layers or args.encoder_num_layers
+    if not layers:
+        return 0
+    ends = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+    return int(layers + ends)
+
+
+def layers_per_rank(args: Namespace) -> tuple[int, ...]:
+    """Return the numbers of layers that ranks hold: the first's and the last's if they differ.
+
+    Empty if the layers cannot be split evenly.
+    """
+    ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
+    per_rank = [layers for layers in ends if layers is not None]
+    rest, num_ranks = num_layers(args) - sum(per_rank), _ranks_of_the_rest(args)
+    if num_ranks > 0 and rest % num_ranks:
+        return ()
+    return (*per_rank, *((rest // num_ranks,) if num_ranks > 0 else ()))
+
+
+def fitting_segments(args: Namespace) -> tuple[int, ...]:
+    """Return the numbers of segments that every rank's layers can be split into evenly."""
+    most = gcd(*layers_per_rank(args))
+    return tuple(n for n in range(1, most + 1) if most % n == 0)
+
+
+def uneven_ranks(args: Namespace) -> str:
+    """Return found, rule and fix of layers that ranks cannot share evenly."""
+    ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
+    rest = num_layers(args) - sum(layers for layers in ends if layers is not None)
+    return (
+        f"{rest} layers on {_ranks_of_the_rest(args)} ranks: every rank holds as many, unless "
+        "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers or "
+        "--pipeline-model-parallel-layout says otherwise"
+    )
+
+
+def _ranks_of_the_rest(args: Namespace) -> int:
+    ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
+    return int(args.pipeline_model_parallel_size - sum(layers is not None for layers in ends))
