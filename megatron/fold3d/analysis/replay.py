@@ -65,6 +65,8 @@ def observed_costs(measured: Timeline, plan: Plan) -> Costs:
         p2p_s=quantiles(messages, n=10)[0] if len(messages) > 1 else 0.0,
         grad_sync_s=tuple(min(sync.get(stage, [0.0])) for stage in stages),
         param_gather_s=tuple(min(gather.get(stage, [0.0])) for stage in stages),
+        offload_s=_copies(measured, Op.OFFLOAD, stages),
+        reload_s=_copies(measured, Op.RELOAD, stages),
         optimizer_s=tuple(median(update.get(stage, [0.0])) for stage in stages),
     )
 
@@ -121,6 +123,16 @@ def _durations(measured: Timeline) -> Mapping[tuple[int, Op], list[float]]:
                 stage, op, microbatch = span.action
                 found[stage, op][microbatch, span.iteration] += span.duration_s
     return {key: list(seconds.values()) for key, seconds in found.items()}
+
+
+def _copies(measured: Timeline, op: Op, stages: range) -> tuple[float, ...]:
+    """What one micro-batch's copy took in each stage; nothing where nothing was copied."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for spans in measured.ranks:
+        for span in spans:
+            if span.lane is Lane.COPY and span.action is not None and span.action.op is op:
+                found[span.action.stage].append(span.duration_s)
+    return tuple(median(found[stage]) if found[stage] else 0.0 for stage in stages)
 
 
 def _totals(measured: Timeline, lane: Lane, op: Op | None = None) -> Mapping[int, list[float]]:
