@@ -7,7 +7,8 @@ from megatron.fold3d.analysis.grad_sync import deferred_grad_sync, serial_grad_s
 from megatron.fold3d.analysis.replay import as_synced, observed_costs, observed_plan, replay
 from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.analysis.steady import steady_state
-from megatron.fold3d.plan.ir import COMPUTE_OPS, Plan, PlanError
+from megatron.fold3d.analysis.timeline import Lane, Span, Timeline
+from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Plan, PlanError
 from megatron.fold3d.plan.lowering import add_grad_sync
 from megatron.fold3d.plan.schedules import build
 
@@ -41,6 +42,18 @@ def test_a_replay_takes_about_as_long_as_what_it_replays(sync):
     assert len(again.iteration_ends_s(0)) == 2
     assert again.period_s == pytest.approx(run.period_s, rel=0.15)
     assert min(span.start_s for spans in again.ranks for span in spans) == 0.0
+
+
+def test_reductions_that_share_a_link_take_no_longer_together_than_it_was_busy():
+    """Over gloo, all that were started run at once."""
+    order = Plan.from_text("0F0 1F0 1B0 0B0")
+    names = [("0F0", 0, 1), ("1F0", 1, 2), ("1B0", 2, 4), ("0B0", 4, 6)]
+    spans = [Span(Lane.COMPUTE, a, b, Action.from_str(name)) for name, a, b in names]
+    spans += [
+        Span(Lane.GRAD_SYNC, 4.0, 10.0, Action.from_str("1REDUCE_GRAD")),
+        Span(Lane.GRAD_SYNC, 6.0, 10.0, Action.from_str("0REDUCE_GRAD")),
+    ]
+    assert observed_costs(Timeline.of([spans]), order).grad_sync_s == (2.0, 4.0)
 
 
 def test_a_plan_that_synced_at_its_end_is_replayed_so():

@@ -234,15 +234,13 @@ def _bars(rows: Iterator[tuple[str, dict[str, float], dict[str, str]]]) -> Itera
         yield f'<div><div class="stack" style="width:{100 * total_s / longest_s:.2f}%">'
         for field in titles:
             if seconds.get(field, 0) > 0:
-                yield _piece(titles[field], _KINDS.get(field), seconds[field], total_s, longest_s)
+                yield _piece(titles[field], _KINDS.get(field), seconds[field], total_s)
         yield f'</div></div><span class="of">{_ms(total_s)} ms</span>'
     yield "</div>"
 
 
-def _piece(title: str, kind: str | None, seconds: float, total_s: float, longest_s: float) -> str:
+def _piece(title: str, kind: str | None, seconds: float, total_s: float) -> str:
     share = seconds / total_s
-    words = f"{title} {share:.1%}"
-    fits = seconds / longest_s * 1150 > 8 * len(words)  # pixels of a wide window
     paint = "background:var(--row);color:var(--soft)"
     if title == COLUMNS["optimizer_s"]:
         paint = "background:var(--update);color:#14202f"
@@ -252,5 +250,5 @@ def _piece(title: str, kind: str | None, seconds: float, total_s: float, longest
     tip = f"{title}: {_ms(seconds)} ms, {share:.1%}"
     return (
         f'<div style="width:{100 * share:.3f}%;{paint}" title="{escape(tip)}">'
-        f"{words if fits else ''}</div>"
+        f"<span>{title} {share:.1%}</span></div>"
     )

@@ -6,13 +6,14 @@ took at its best or usually; what they wait for each other is left to the simula
 
 from collections import defaultdict
 from collections.abc import Mapping
+from itertools import pairwise
 from statistics import median, quantiles
 
 from megatron.fold3d.analysis.costs import Costs
 from megatron.fold3d.analysis.grad_sync import serial_grad_sync
 from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.analysis.steady import steady_state
-from megatron.fold3d.analysis.timeline import BUSY_LANES, Lane, Timeline
+from megatron.fold3d.analysis.timeline import BUSY_LANES, Lane, Span, Timeline
 from megatron.fold3d.plan.ir import COMPUTE_OPS, Op, Plan, PlanError
 from megatron.fold3d.plan.lowering import add_grad_sync, deferred_stages
 
@@ -47,9 +48,8 @@ def observed_costs(measured: Timeline, plan: Plan) -> Costs:
     """
     stages = range(plan.num_stages)
     compute = _durations(measured)
-    sync = _totals(measured, Lane.GRAD_SYNC, Op.REDUCE_GRAD)
-    gather = _totals(measured, Lane.GRAD_SYNC, Op.GATHER_PARAM)
-    update = _totals(measured, Lane.OPTIMIZER)
+    sync, gather = _grad_sync(measured, Op.REDUCE_GRAD), _grad_sync(measured, Op.GATHER_PARAM)
+    update = _updates(measured)
     messages = [s.duration_s for r in measured.ranks for s in r if s.lane is Lane.P2P]
 
     def typical(op: Op) -> tuple[float, ...]:
@@ -135,13 +135,34 @@ def _copies(measured: Timeline, op: Op, stages: range) -> tuple[float, ...]:
     return tuple(median(found[stage]) if found[stage] else 0.0 for stage in stages)
 
 
-def _totals(measured: Timeline, lane: Lane, op: Op | None = None) -> Mapping[int, list[float]]:
-    """What each stage took in each iteration; spans without a stage are of all of the rank's."""
+def _grad_sync(measured: Timeline, op: Op) -> Mapping[int, list[float]]:
+    """What each stage's DP.sync took in each iteration; at once, two take half of the time each."""
+    totals: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for spans in measured.ranks:
+        syncs = [span for span in spans if span.lane is Lane.GRAD_SYNC]
+        borders_s = sorted({s for span in syncs for s in (span.start_s, span.end_s)})
+        running: list[Span] = []
+        starting = iter([*syncs, None])
+        following = next(starting)
+        for start_s, end_s in pairwise(borders_s):
+            while following is not None and following.start_s <= start_s:
+                running.append(following)
+                following = next(starting)
+            running = [span for span in running if span.end_s > start_s]
+            for span in running:
+                if span.action is not None and span.action.op is op:
+                    share_s = (end_s - start_s) / len(running)
+                    totals[span.action.stage][span.iteration] += share_s
+    return {stage: list(seconds.values()) for stage, seconds in totals.items()}
+
+
+def _updates(measured: Timeline) -> Mapping[int, list[float]]:
+    """The optimizer's time in each iteration; a step of all of a rank's stages is shared out."""
     totals: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for rank, spans in enumerate(measured.ranks):
         of_rank = range(rank, measured.num_ranks * measured.num_segments, measured.num_ranks)
         for span in spans:
-            if span.lane is lane and (op is None or (span.action and span.action.op is op)):
+            if span.lane is Lane.OPTIMIZER:
                 stages = of_rank if span.action is None else [span.action.stage]
                 for stage in stages:
                     totals[stage][span.iteration] += span.duration_s / len(stages)
