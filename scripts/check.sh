@@ -12,7 +12,7 @@ gate() {
 gate ruff check
 gate ruff format --check
 gate mypy
-gate shellcheck scripts/*.sh .ci/run
+gate shellcheck scripts/*.sh scripts/slurm/*.s* .ci/run
 
 if ((${#failed[@]})); then
     echo "failed: ${failed[*]}" >&2

@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# What the .sbatch files share: one training run on all tasks of an allocation, a rank per task.
+#
+#     run.sh MICROBATCHES FLAGS...      micro-batches per iteration; flags of pretrain_gpt.py
+#
+# Task 0 of the job array is stock Megatron as it hides communication best, task 1 is AIAO on the
+# same model chunks. They are jobs of their own: each has its log, its checkpoints and its place in
+# the queue, and can be preempted alone.
+set -euo pipefail
+
+[[ -f pretrain_gpt.py ]] || {
+    echo "run.sh: error: no pretrain_gpt.py in $PWD; run sbatch in the checkout" >&2
+    exit 2
+}
+PATH=$PWD/.venv/bin:$PATH # of `make venv`; where there is none, the python that sbatch was run with
+
+case ${SLURM_ARRAY_TASK_ID:-1} in
+    0) # The order of computation is AIAO's: one group of all micro-batches.
+        name=stock
+        schedule=(--schedule stock --overlap-p2p-communication-warmup-flush
+            --microbatch-group-size-per-virtual-pipeline-stage "$1")
+        ;;
+    *)
+        name=aiao
+        schedule=(--schedule aiao)
+        ;;
+esac
+
+# A job keeps its id when it is requeued, so it finds here what it saved. The first time there is
+# nothing to load, and Megatron says so. On a cluster, out/ is on a file system that nodes share.
+checkpoints=out/slurm/${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}/$name
+mkdir -p "$checkpoints"
+
+# SIGTERM makes Megatron save after the iteration it is in, and exit. It comes to the ranks
+#  - from SLURM, which preempts the job or was told `scontrol requeue`: SLURM starts it again. The
+#    ranks have KillWait seconds (slurm.conf, 30 unless set), or the partition's GraceTime;
+#  - from us, when SLURM sends this script SIGUSR1 (#SBATCH --signal) before the time limit, or
+#    before preemption (PreemptParameters=send_user_signal): then we requeue.
+trap : TERM # SLURM sends it to this script too, which waits for its ranks
+trap 'requeue=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+requeue=
+
+# What torchrun would say to its ranks. Without it SIGTERM reaches them with nobody in between, and
+# srun ends all ranks when one fails. The first node, which runs this script, has rank 0.
+export WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
+export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun no longer takes it from sbatch
+# shellcheck disable=SC2016  # the variables are those of each task
+as_rank='export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID MASTER_ADDR=$SLURM_LAUNCH_NODE_IPADDR
+exec "$@"'
+
+# Every task sees all GPUs of its node and takes the one of its LOCAL_RANK: --gpus-per-task would
+# hide the others, and with them NVLink. Flags that are given twice count as given last: the user's.
+srun --kill-on-bad-exit=1 --mpi=none bash -c "$as_rank" rank python pretrain_gpt.py \
+    --save "$checkpoints" --load "$checkpoints" --save-interval 500 --exit-signal-handler \
+    --segments 4 --overlap-grad-reduce "${schedule[@]}" "${@:2}" &
+ranks=$!
+
+until wait "$ranks"; do
+    status=$?
+    kill -0 "$ranks" 2>/dev/null || break # else it was a signal that ended the wait
+done
+[[ -z $requeue ]] || exec scontrol requeue "$SLURM_JOB_ID"
+exit "${status:-0}"

@@ -1,0 +1,213 @@
+"""The SLURM scripts: what they ask Megatron for, and a real SLURM that runs and requeues them."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.fold3d.analysis.presets import preset_flags
+from megatron.fold3d.config import Fold3DConfig, megatron_defaults
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = Path("scripts/slurm")
+PATH = f"{os.environ['PATH']}:/usr/sbin"  # where Debian has the daemons
+TASKS = ("stock", "aiao")  # of the job array
+LOSS = re.compile(r"iteration +(\d+)/.* lm loss: (\S+)")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout whose outputs are the test's."""
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    for name in ("pretrain_gpt.py", "scripts"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / ".venv").symlink_to(Path(sys.executable).parents[1])
+    return folder
+
+
+# What is asked for. `srun` is one that says what it was told to run.
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    ("gpu", "model", "dp_pp_tp", "batch"),
+    [  # of the paper's Table II
+        ("a100", "gpt3-18b", (8, 2, 8), 256),
+        ("a100", "gpt3-39b", (4, 4, 8), 256),
+        ("v100", "gpt3-18b", (4, 2, 8), 128),
+        ("v100", "gpt3-39b", (2, 4, 8), 128),
+    ],
+)
+def test_a_pair_trains_the_papers_configuration(
+    parser: ArgumentParser, checkout: Path, monkeypatch, gpu, model, dp_pp_tp, batch, task
+):
+    _has_gpu(monkeypatch, major={"a100": 8, "v100": 7}[gpu])
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as the script does, for Megatron
+    text = (ROOT / SCRIPTS / f"{gpu}.sbatch").read_text()
+    assert "\nexport CUDA_DEVICE_MAX_CONNECTIONS=1" in text
+    num_nodes, per_node = (
+        int(re.findall(rf"^#SBATCH --{option}=(\d+)$", text, re.M)[0])
+        for option in ("nodes", "ntasks-per-node")
+    )
+    words = _asked_for(checkout, f"{gpu}.sbatch", [model, "--mock-data"], task)
+    args = _validated(parser, words, num_nodes * per_node)
+
+    dp, pp, tp = dp_pp_tp
+    assert (args.data_parallel_size, args.pipeline_model_parallel_size) == (dp, pp)
+    assert (args.tensor_model_parallel_size, args.global_batch_size) == (tp, batch)
+    config = Fold3DConfig.from_args(args)
+    assert (config.schedule, config.num_segments) == (task, 4)
+    num_microbatches = batch // (args.micro_batch_size * dp)
+    one_group = num_microbatches if task == "stock" else None
+    assert args.microbatch_group_size_per_vp_stage == one_group
+    assert args.exit_signal_handler
+    assert args.load == args.save == f"out/slurm/7/{task}"
+
+
+def test_flags_of_the_user_win(parser: ArgumentParser, checkout: Path):
+    words = _asked_for(checkout, "a100.sbatch", ["gpt3-39b", "--save", "x", "--lr", "1"])
+    args = parser.parse_args(words)
+    assert (args.save, args.lr) == ("x", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name a model: gpt3-18b or gpt3-39b"),
+        (["gpt3-81b"], "a100.sbatch: error: gpt3-81b is neither gpt3-18b nor gpt3-39b"),
+    ],
+)
+def test_another_model_is_refused(checkout: Path, words: list[str], message: str):
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        _asked_for(checkout, "a100.sbatch", words)
+    assert message in caught.value.stderr
+
+
+def test_outside_of_a_checkout_the_scripts_say_so(checkout: Path):
+    (checkout / "pretrain_gpt.py").unlink()
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        _asked_for(checkout, "a100.sbatch", ["gpt3-18b"])
+    assert f"no pretrain_gpt.py in {checkout}; run sbatch in the checkout" in caught.value.stderr
+
+
+def _asked_for(checkout: Path, script: str, words: Sequence[str], task: str = "aiao") -> list[str]:
+    """Return the flags that a task of the job array hands to ``pretrain_gpt.py``."""
+    srun = checkout.parent / "bin" / "srun"
+    srun.parent.mkdir(exist_ok=True)
+    srun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"')
+    srun.chmod(0o755)
+    environment = {
+        "PATH": f"{srun.parent}:{PATH}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_ARRAY_TASK_ID": str(TASKS.index(task)),
+        "SLURM_NTASKS": "128",
+        "SLURM_NTASKS_PER_NODE": "8",
+    }
+    shown = subprocess.run(
+        ["bash", SCRIPTS / script, *words],
+        cwd=checkout,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    ).stdout.splitlines()
+    return shown[shown.index("pretrain_gpt.py") + 1 :]
+
+
+def _has_gpu(monkeypatch: pytest.MonkeyPatch, major: int) -> None:
+    """Let Megatron's validation find a GPU of this compute capability."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (major, 0))
+    properties = SimpleNamespace(major=major)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _device: properties)
+
+
+def _validated(parser: ArgumentParser, words: Sequence[str], num_ranks: int) -> Namespace:
+    """What Megatron makes of the words on the first of its ranks."""
+    from megatron.training.arguments import validate_args
+
+    preset = parser.parse_args(words).model_preset
+    args = parser.parse_args([*preset_flags(preset, "gpt"), *words])
+    args.rank, args.world_size = 0, num_ranks
+    validate_args(args, megatron_defaults(args))
+    return args
+
+
+# A real SLURM.
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cluster of two nodes on this machine; yields the folder of its logs."""
+    monkeypatch.setenv("PATH", PATH)
+    if missing := [name for name in ("munged", "slurmctld", "slurmd") if not shutil.which(name)]:
+        pytest.skip(f"no {', '.join(missing)}: needs the Debian packages slurm-wlm and munge")
+    folder = tmp_path / "cluster"
+    _run(ROOT / SCRIPTS / "local_cluster.sh", "start", folder, "2")
+    monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+    try:
+        yield folder
+    finally:
+        _run(ROOT / SCRIPTS / "local_cluster.sh", "stop", folder)
+
+
+@pytest.mark.timeout(900)  # 60 s of an idle machine with two cores
+def test_a_job_that_is_requeued_twice_ends_with_the_losses_of_one_that_is_not(
+    slurm: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(checkout)
+    # One task per node: half the ranks to start, and the pair runs side by side.
+    command = ("sbatch", "--parsable", "--ntasks-per-node=1", SCRIPTS / "cpu.sbatch")
+    job = _run(*command, "--train-iters", "60")
+    stock, aiao = (Path(f"slurm-{job}_{task}.out") for task in (0, 1))
+
+    _wait_for("iteration        3/", stock)
+    _run("scontrol", "requeue", f"{job}_0")
+    _wait_for("exiting program after receiving SIGTERM", stock)
+    seen = max(_losses(stock))
+    _wait_for(f"iteration {seen + 3:8}/", stock)
+    _run("scancel", "--batch", "--signal=USR1", f"{job}_0")  # as before the time limit
+    _wait_for("exiting program after receiving SIGTERM", stock, times=2)
+    _wait_for("successfully saved checkpoint from iteration      60", stock)
+    _wait_for("successfully saved checkpoint from iteration      60", aiao)
+
+    loaded = r"successfully loaded checkpoint .* at iteration (\d+)"
+    first, second = (int(number) for number in re.findall(loaded, stock.read_text()))
+    assert 3 <= first < second < 60
+    ours, theirs = _losses(stock), _losses(aiao)
+    assert list(ours) == list(theirs) == list(range(1, 61))
+    for restart in (first, second):
+        # In the second line after a start Megatron logs the mean of the first two iterations.
+        del ours[restart + 2], theirs[restart + 2]
+    assert ours == theirs
+
+
+def _run(*command: str | Path) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    return done.stdout.strip()
+
+
+def _losses(log: Path) -> dict[int, str]:
+    """Return the loss of each iteration, in the order of the log; none may be there twice."""
+    found = LOSS.findall(log.read_text())
+    assert len(found) == len({iteration for iteration, _ in found})
+    return {int(iteration): loss for iteration, loss in found}
+
+
+def _wait_for(text: str, log: Path, times: int = 1, timeout_s: float = 400) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not log.exists() or log.read_text().count(text) < times:
+        if time.monotonic() > deadline:
+            lines = log.read_text().splitlines() if log.exists() else [_run("squeue")]
+            raise AssertionError(f"no {text!r} in {log}:\n" + "\n".join(lines[-40:]))
+        time.sleep(0.1)
