@@ -8,32 +8,13 @@ The processes that write checkpoints import this file again, which is why it imp
 
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 
-from fold3d_patches.launch import MISTAKES, prepare, refuse
+from fold3d_patches.launch import train
 
 
 def main(argv: Sequence[str]) -> int:
     """Train as the flags say; returns the exit code."""
-    with ExitStack() as patched:
-        try:
-            args = prepare(argv, patched)
-
-            from megatron.core.enums import ModelType
-            from megatron.training import pretrain
-            from megatron.training.argument_utils import (
-                gpt_config_from_args,
-                pretrain_cfg_container_from_args,
-            )
-
-            from fold3d_patches import gpt
-
-            gpt.check(args)
-            config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-        except MISTAKES as error:
-            return refuse(error)
-        pretrain(config, gpt.build_datasets, ModelType.encoder_or_decoder, gpt.forward_step)
-    return 0
+    return train(argv, "gpt")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A GPT for ``megatron.training.pretrain``: its data, its batches and its loss.
+"""A GPT for ``megatron.training.pretrain``: its model, its data, its batches and its loss.
 
 Megatron's wheel leaves these to the user's script.
 """
@@ -7,7 +7,6 @@ import functools
 import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import (
@@ -24,25 +21,20 @@ from megatron.core.utils import (
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
-from megatron.training import get_args, get_timers, get_tokenizer
-from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+from megatron.training import get_args, get_timers
+from megatron.training.argument_utils import gpt_config_from_args
+from megatron.training.utils import is_first_or_last_pipeline_stage
 
-# Options that Megatron's flags and its dataset call by one name.
-SAME_NAMES = (
-    "allow_ambiguous_pad_tokens",
+from fold3d_patches.pretraining import check_loss, check_run, dataset_options
+
+# Options of this dataset, beside those of every dataset.
+GPT_OPTIONS = (
     "context_parallel_size",
     "eod_mask_loss",
-    "full_validation",
-    "mid_level_dataset_surplus",
-    "mmap_bin_files",
-    "multiple_validation_sets",
-    "num_dataset_builder_threads",
     "object_storage_cache_path",
     "reset_attention_mask",
     "reset_position_ids",
-    "split",
 )
-# Options for another model or other data; to ignore them would be to train something else.
 NOT_PLAIN_GPT = (
     "dataloader_inter_document_masking",
     "fim_data",
@@ -110,15 +102,7 @@ def loss_func(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum of the losses ``[batch, seq]`` that count, how many count, and both for the log."""
     loss = (output.float() * loss_mask).sum()
-    if get_args().check_for_nan_in_loss_and_grad:
-        for is_wrong in (torch.isnan, torch.isinf):
-            get_rerun_state_machine().validate_result(
-                result=loss,
-                rejection_func=is_wrong,
-                message=f"{is_wrong.__name__} of the loss of a micro-batch",
-                tolerance=0.0,  # a forward pass repeats exactly
-                fatal=True,
-            )
+    check_loss(loss)
     num_tokens = loss_mask.sum().to(torch.int)
     return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.float()])}
 
@@ -141,56 +125,35 @@ def forward_step(
 def build_datasets(num_samples: Sequence[int], vp_stage: int | None = None) -> Any:
     """Training, validation and test data, on the ranks that read them."""
     args = get_args()
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
     sequences = args.per_dataset_sequences_path
-    config = GPTDatasetConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
-        tokenizer=get_tokenizer(),
-        blend=blend,
-        blend_per_split=blend_per_split,
-        path_to_cache=args.data_cache_path,
+    options = GPTDatasetConfig(
         fast_cache_load=args.dataloader_fast_cache_load,
         defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
         create_attention_mask=args.create_attention_mask_in_dataloader,
         sequences_per_dataset=json.loads(Path(sequences).read_text()) if sequences else None,
-        **{name: getattr(args, name) for name in SAME_NAMES},
+        **dataset_options(args),
+        **{name: getattr(args, name) for name in GPT_OPTIONS},
     )
     return BlendedMegatronDatasetBuilder(
         MockGPTDataset if args.mock_data else GPTDataset,
         num_samples,
         lambda: mpu.get_tensor_model_parallel_rank() == 0 and reads_data(vp_stage),
-        config,
+        options,
     ).build()
 
 
 build_datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank calls it
 
 
+def config(args: Namespace) -> Any:
+    """Return what Megatron builds the model from."""
+    return gpt_config_from_args(args)
+
+
 def check(args: Namespace) -> None:
-    """Refuse another model's options, and data or kernels that are not there.
+    """Refuse what would not be a GPT on plain documents, and what is not there.
 
     Raises:
         ValueError: what was asked for, why it cannot be, and what can.
     """
-    if foreign := ["--" + name.replace("_", "-") for name in NOT_PLAIN_GPT if getattr(args, name)]:
-        raise ValueError(f"{', '.join(foreign)}: this script trains a GPT on plain documents")
-    if args.transformer_impl == "transformer_engine" and find_spec("transformer_engine") is None:
-        raise ValueError(
-            "--transformer-impl transformer_engine: Transformer Engine is not installed; "
-            'run pip install "fold3d[gpu]", or give --transformer-impl local'
-        )
-    if args.eval_interval is None:
-        raise ValueError(
-            "--eval-interval is missing: Megatron counts evaluations with it even where "
-            "--eval-iters is 0; give the number of iterations between two, say 1000"
-        )
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
-    prefixes = [prefix for b in (blend, *(blend_per_split or ())) if b for prefix in b[0]]
-    missing = [prefix for prefix in prefixes if not IndexedDataset.exists(prefix)]
-    if missing or not (prefixes or args.mock_data):
-        raise ValueError(
-            f"no data{' at ' if missing else ''}{', '.join(missing)}: --data-path takes the path "
-            "of a .bin and an .idx file, without the ending; make them with "
-            "scripts/prepare_data.py, or give --mock-data"
-        )
+    check_run(args, NOT_PLAIN_GPT, "a GPT on plain documents")

@@ -1,4 +1,4 @@
-"""From a command line to a patched Megatron whose flags are valid.
+"""From a command line to a patched Megatron whose flags are valid, and to training with it.
 
 Keeps one invariant: a mistake of the user's ends as one message and exit code 2, before any
 process group exists; whatever goes wrong later keeps its traceback. Megatron, which takes seconds
@@ -15,8 +15,9 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import fold3d_patches
 from fold3d_patches.cpu import flags as cpu_flags
@@ -32,7 +33,26 @@ MISTAKES = (ValueError, AssertionError, RuntimeError, OSError, ImportError)
 logger = logging.getLogger(__name__)
 
 
-def prepare(argv: Sequence[str], patched: ExitStack, family: Family = "gpt") -> Namespace:
+def train(argv: Sequence[str], family: Literal["gpt", "bert"]) -> int:
+    """Train a model of the family as the flags say; returns the exit code."""
+    with ExitStack() as patched:
+        try:
+            args = prepare(argv, patched, family)
+
+            from megatron.core.enums import ModelType
+            from megatron.training import pretrain
+            from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+            model = import_module(f"fold3d_patches.{family}")
+            model.check(args)
+            config = pretrain_cfg_container_from_args(args, model.config(args))
+        except MISTAKES as error:
+            return refuse(error)
+        pretrain(config, model.build_datasets, ModelType.encoder_or_decoder, model.forward_step)
+    return 0
+
+
+def prepare(argv: Sequence[str], patched: ExitStack, family: Family) -> Namespace:
     """Check the flags and patch Megatron until ``patched`` closes; returns Megatron's namespace.
 
     Args:

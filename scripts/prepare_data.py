@@ -161,6 +161,8 @@ class TokenizerChoice:
     model: str | None
     vocab_size: int | None
     tiktoken_pattern: str | None
+    sentences: bool
+    """Each line of a text is a sentence, without the special tokens that BERT's dataset adds."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be built.
@@ -201,6 +203,7 @@ class TokenizerChoice:
             tokenizer_model=self.model,
             vocab_size=self.vocab_size,
             tiktoken_pattern=self.tiktoken_pattern,
+            tokenizer_hf_no_include_special_tokens=self.sentences,
             pad_vocab_size=False,
         )
         try:
@@ -234,6 +237,7 @@ class Encoder:
         _silence_megatron()
         from megatron.core.datasets.indexed_dataset import DType
 
+        self._sentences = choice.sentences
         self._tokenizer = choice.build()
         self.vocab_size = int(self._tokenizer.vocab_size)
         self.dtype = DType.optimal_dtype(self.vocab_size)
@@ -241,21 +245,26 @@ class Encoder:
         if self._tail == [None]:
             raise ValueError(f"{choice.model} has no end-of-document token; drop --append-eod")
 
-    def encode(self, document: Document) -> Tokens:
-        """Tokens of a document; the array is empty if the text has none.
+    def encode(self, document: Document) -> list[Tokens]:
+        """Tokens of a document's sentences, or of the document as one; none is empty.
 
         Raises:
             ValueError: The tokenizer refused the text or left its own vocabulary.
         """
+        texts = document.text.splitlines() if self._sentences else [document.text]
         try:
-            ids = self._tokenizer.tokenize(document.text)
+            encoded = [ids for text in texts if len(ids := self._tokenizer.tokenize(text))]
         except ValueError as error:
             raise ValueError(f"{document.origin}: {_first_line(error)}") from None
-        tokens = np.array([*ids, *self._tail] if ids else [], dtype=np.int64)
-        if ids and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
+        if encoded:
+            encoded[-1] = [*encoded[-1], *self._tail]
+        return [self._checked(np.array(ids, dtype=np.int64), document.origin) for ids in encoded]
+
+    def _checked(self, tokens: Tokens, origin: str) -> Tokens:
+        if not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
             outside = tokens.max() if tokens.min() >= 0 else tokens.min()
             raise ValueError(
-                f"{document.origin}: token {outside} is outside the vocabulary of {self.vocab_size}"
+                f"{origin}: token {outside} is outside the vocabulary of {self.vocab_size}"
             )
         return tokens.astype(self.dtype)
 
@@ -268,16 +277,16 @@ def _start_worker(choice: TokenizerChoice, append_eod: bool) -> None:
     _encoder = Encoder(choice, append_eod)
 
 
-def _encode_batch(documents: Sequence[Document]) -> list[Tokens]:
+def _encode_batch(documents: Sequence[Document]) -> list[list[Tokens]]:
     assert _encoder is not None
     return [_encoder.encode(document) for document in documents]
 
 
 def encode_in_parallel(
     documents: Iterable[Document], choice: TokenizerChoice, append_eod: bool, num_workers: int
-) -> Generator[Tokens]:
+) -> Generator[list[Tokens]]:
     """Yield the tokens of each document, in order, from worker processes."""
-    waiting: deque[Future[list[Tokens]]] = deque()
+    waiting: deque[Future[list[list[Tokens]]]] = deque()
     pool = ProcessPoolExecutor(
         num_workers,
         mp_context=multiprocessing.get_context("spawn"),
@@ -363,6 +372,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--stdlib", action="store_true", help="take the source of Python's standard library"
     )
     source.add_argument("--json-key", default="text", help="where a JSON line has its text (text)")
+    source.add_argument(
+        "--sentences", action="store_true", help="each line of a text is a sentence, for a BERT"
+    )
     source.add_argument("--max-bytes", type=int, help="stop after this much text")
     tokens = parser.add_argument_group("tokens")
     tokens.add_argument(
@@ -398,6 +410,7 @@ def prepare(args: argparse.Namespace) -> None:
         model=args.tokenizer_model,
         vocab_size=args.vocab_size,
         tiktoken_pattern=args.tiktoken_pattern,
+        sentences=args.sentences,
     )
     files = find_stdlib() if args.stdlib else find_files(args.inputs)
     num_bytes = sum(path.stat().st_size for path in files)
@@ -421,19 +434,20 @@ def prepare(args: argparse.Namespace) -> None:
         else:
             arrays = (encoder.encode(document) for document in documents)
         with contextlib.closing(arrays):
-            for tokens in arrays:
-                if tokens.size:
-                    builder.add_document(tokens, [tokens.size])
-        num_documents, num_tokens = len(builder.sequence_lengths), sum(builder.sequence_lengths)
+            for sentences in arrays:
+                if sentences:
+                    builder.add_document(np.concatenate(sentences), [len(s) for s in sentences])
+        num_documents, num_tokens = len(builder.document_indices) - 1, sum(builder.sequence_lengths)
         if not num_documents:
             raise ValueError(f"no text in {len(files)} files: found only blank documents")
 
     flags = ["--data-path", args.output_prefix, *choice.flags(encoder.vocab_size)]
+    script = "pretrain_bert.py" if args.sentences else "pretrain_gpt.py"
     print(
         f"{args.output_prefix}.bin, .idx: {num_documents:,} documents, {num_tokens:,} tokens, "
         f"{num_tokens * np.dtype(encoder.dtype).itemsize:,} bytes, "
         f"vocabulary of {encoder.vocab_size:,} ({choice.type})\n"
-        f"Train on it with: pretrain_gpt.py {shlex.join(flags)}"
+        f"Train on it with: {script} {shlex.join(flags)}"
     )
 
 

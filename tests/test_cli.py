@@ -186,7 +186,7 @@ def test_plan_as_json_holds_sizes_and_programs(fold3d):
             f"{SEARCH} {ON_A100} --assume luck",
             "found 'luck'; it is one of preemptive-comm, offload",
         ),
-        (f"{SEARCH} --model t5 --cluster a100x64 --emit", "t5 is no GPT"),
+        (f"{SEARCH} --model t5 --cluster a100x64 --emit", "t5: Megatron-core runs no encoder"),
     ],
 )
 def test_a_mistake_in_the_command_line_exits_with_2(fold3d, line: str, message: str):

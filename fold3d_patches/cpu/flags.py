@@ -7,7 +7,6 @@ FLAGS = (
     "--distributed-backend=gloo",
     "--use-cpu-initialization",
     "--transformer-impl=local",
-    "--attention-backend=unfused",
     "--no-masked-softmax-fusion",
     "--no-bias-gelu-fusion",
     "--no-bias-swiglu-fusion",

@@ -5,6 +5,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -32,13 +33,13 @@ class Record:
     optimizer: dict[str, str] = field(default_factory=dict)
 
 
-def train(argv: Sequence[str]) -> Record:
-    """Run ``pretrain_gpt.py`` on this rank with a recorder in Megatron's training loop."""
+def train(argv: Sequence[str], script: str = "pretrain_gpt") -> Record:
+    """Run the script on this rank with a recorder in Megatron's training loop."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.utils import unwrap_model
     from megatron.training import training
 
-    import pretrain_gpt
+    from fold3d_patches import launch
 
     record = Record()
     trained: dict[str, Any] = {}
@@ -60,8 +61,8 @@ def train(argv: Sequence[str]) -> Record:
         return result
 
     training.train_step, training.evaluate = recorded_train_step, recorded_evaluate
-    pretrain_gpt.MISTAKES = ()  # none is caught: here the traceback is wanted, on whichever rank
-    pretrain_gpt.main(argv)
+    launch.MISTAKES = ()  # none is caught: here the traceback is wanted, on whichever rank
+    import_module(script).main(argv)
     for number, chunk in enumerate(trained["model"]):
         module = unwrap_model(chunk)
         for name, parameter in module.named_parameters():

@@ -1,21 +1,21 @@
-"""The flags of ``pretrain_gpt.py`` for what the planner chose."""
+"""The flags of a training script for what the planner chose."""
 
 from collections.abc import Iterator, Sequence
 from shlex import quote
 
 from megatron.fold3d.analysis.candidates import Candidate
 from megatron.fold3d.analysis.model import ModelShape
-from megatron.fold3d.analysis.presets import shape_flags
+from megatron.fold3d.analysis.presets import SCRIPTS, shape_flags
 
 
 def check_trains(shape: ModelShape) -> None:
-    """Return if ``pretrain_gpt.py`` trains such a model.
+    """Return if one of the training scripts trains such a model.
 
     Raises:
-        ValueError: the model is no GPT.
+        ValueError: none does.
     """
-    if shape.family != "gpt":
-        raise ValueError(f"{shape.name} is no GPT, and pretrain_gpt.py trains no other model")
+    if shape.family not in SCRIPTS:
+        raise ValueError(f"{shape.name}: Megatron-core runs no encoder-decoder in a pipeline")
 
 
 def training_flags(shape: ModelShape, candidate: Candidate) -> str:

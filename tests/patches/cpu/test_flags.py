@@ -22,7 +22,7 @@ def test_megatron_takes_every_flag(parse) -> None:
 
 
 def test_a_users_flag_wins(parse) -> None:
-    assert parse("--attention-backend", "local").attention_backend.name == "local"
+    assert parse("--distributed-backend", "nccl").distributed_backend == "nccl"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,21 @@
+r"""Train a BERT: Megatron's model, data and loop, under a schedule of fold3d.
+
+    torchrun --nproc-per-node 4 pretrain_bert.py --device cpu --schedule aiao --segments 2 \
+        --pipeline-model-parallel-size 2 --num-layers 8 --hidden-size 64 ... --data-path DATA
+
+The processes that write checkpoints import this file again, which is why it imports Megatron late.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from fold3d_patches.launch import train
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train as the flags say; returns the exit code."""
+    return train(argv, "bert")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
