@@ -1,0 +1,178 @@
+"""Every command in the documentation is run here, or shown to be one that its program takes."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron.fold3d.analysis.model import Family
+from megatron.fold3d.analysis.presets import SCRIPTS, preset_flags
+from megatron.fold3d.config import Fold3DConfig
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCED = re.compile(r"^```(?:sh|console)\n(.*?)^```$", re.M | re.S)
+INDENTED = re.compile(r"^\n((?:    \S.*\n(?:        .*\n)*)+)$", re.M)
+FOLD3D = str(Path(sys.executable).with_name("fold3d"))
+# What `...` in a command stands for: a model, as far as Megatron's parser and we insist on one.
+ELIDED = "--num-layers 80 --micro-batch-size 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of a page, with what the page says it prints."""
+
+    page: str
+    words: tuple[str, ...]
+    output: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.page}: {' '.join(self.words)}"
+
+
+def commands(page: Path) -> Iterator[Command]:
+    """Yield the commands of a page, in order."""
+    text = page.read_text()
+    for block in FENCED.findall(text):
+        is_session = block.startswith("$ ")
+        for part in re.split(r"^\$ ", block, flags=re.M)[1:] if is_session else [block]:
+            lines = part.replace("\\\n", " ").splitlines()
+            asked, printed = (lines[:1], lines[1:]) if is_session else (lines, [])
+            for line in asked:
+                yield Command(page.name, _words(line), "\n".join(printed).strip())
+    for block in INDENTED.findall(text):
+        for line in block.replace("\\\n", " ").splitlines():
+            if re.match(r"    (sudo |\S*python|torchrun|fold3d|sbatch) ", line):
+                yield Command(page.name, _words(line))
+
+
+def _words(line: str) -> tuple[str, ...]:
+    return tuple(shlex.split(line, comments=True))
+
+
+COMMANDS = [command for page in PAGES for command in commands(page)]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_a_command_is_one_that_its_program_takes(
+    command: Command, parser: ArgumentParser, tmp_path_factory: pytest.TempPathFactory
+):
+    words = [word for word in command.words if word != "sudo"]
+    program = Path(words[0]).name
+    if program == "fold3d":
+        _check_fold3d(command, words, tmp_path_factory)
+    elif program == "torchrun":
+        _check_training(parser, words)
+    elif program.startswith("python"):
+        _check_script(words[1:])
+    elif program == "sbatch":
+        _check_sbatch(parser, words[1:])
+    elif program in OTHERS:
+        OTHERS[program](words)
+    else:
+        pytest.fail(f"{command}: say here how {program} is checked")
+
+
+def _check_fold3d(
+    command: Command, words: Sequence[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    if words[1] == "search":  # half a minute; tests/test_cli.py runs smaller ones
+        _takes([FOLD3D, "search"], words[2:])
+        return
+    folder = (
+        tmp_path_factory.getbasetemp() / command.page
+    )  # a page's commands read what others wrote
+    folder.mkdir(exist_ok=True)
+    line = shlex.join([FOLD3D, *words[1:]]).replace("'>'", ">")
+    done = subprocess.run(
+        ["bash", "-c", line],
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    if command.output:
+        assert _unpadded(done.stdout) == _unpadded(command.output)
+
+
+def _unpadded(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+def _check_training(parser: ArgumentParser, words: Sequence[str]) -> None:
+    script = next(word for word in words if word.endswith(".py"))
+    families: dict[str, Family] = {name: family for family, name in SCRIPTS.items()}
+    flags = list(words[words.index(script) + 1 :])
+    if "..." in flags:
+        flags = [*ELIDED.split(), *(word for word in flags if word != "...")]
+    args = parser.parse_args(flags)
+    preset = preset_flags(args.model_preset, families[script]) if args.model_preset else ()
+    Fold3DConfig.from_args(parser.parse_args([*preset, *flags]))
+
+
+def _check_script(words: Sequence[str]) -> None:
+    num_words = 2 if words[0] == "-m" else 1
+    _takes([sys.executable, *words[:num_words]], words[num_words:])
+
+
+def _takes(program: Sequence[str], words: Sequence[str]) -> None:
+    """Assert that the program's help names every option among the words."""
+    done = subprocess.run(
+        [*program, "--help"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    known = set(re.findall(r"--[\w-]+", done.stdout))
+    assert [word for word in words if word.startswith("--") and word not in known] == []
+
+
+def _check_sbatch(parser: ArgumentParser, words: Sequence[str]) -> None:
+    script = next(i for i, word in enumerate(words) if word.endswith(".sbatch"))
+    assert (ROOT / words[script]).is_file()
+    given = [word for word in words[script + 1 :] if not re.match(r"gpt3-\d+b$", word)]
+    parser.parse_args(given)  # tests/scripts/test_slurm.py has the rest
+
+
+def _check_make(words: Sequence[str]) -> None:
+    subprocess.run(["make", "--dry-run", *words[1:]], cwd=ROOT, capture_output=True, check=True)
+
+
+def _check_apt(words: Sequence[str]) -> None:
+    assert [name for name in words[2:] if name not in (ROOT / ".ci/run").read_text()] == []
+
+
+def _check_local_cluster(words: Sequence[str]) -> None:
+    assert os.access(ROOT / words[0], os.X_OK)  # tests/scripts/test_slurm.py starts and stops one
+    assert words[1] in ("start", "stop")
+
+
+def _check_export(words: Sequence[str]) -> None:
+    assert re.fullmatch(r"\w+=\S+", words[1])
+
+
+OTHERS: dict[str, Callable[[Sequence[str]], None]] = {
+    "apt-get": _check_apt,
+    "export": _check_export,
+    "local_cluster.sh": _check_local_cluster,
+    "make": _check_make,
+}
+
+
+def test_commands_are_found_in_every_form_that_pages_have():
+    programs = {Path(command.words[0]).name for command in COMMANDS}
+    assert programs >= {"fold3d", "make", "torchrun", "sbatch", "python", "sudo"}
+    assert any(command.output for command in COMMANDS)
