@@ -1,14 +1,17 @@
 # Every target works in a fresh clone; the logic is in scripts/. Arguments: make test ARGS="-k plan"
 ARGS ?=
 
-.PHONY: help venv demo test check clean
+.PHONY: help venv extension demo test check clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
 
-venv:  ## make .venv and install everything into it
+venv:  ## make .venv, install everything into it and build the extension
 	@scripts/venv.sh
+	@scripts/extension.sh
+
+extension: venv  ## build the C++ scheduler of --preemptive-comm
 
 demo: venv  ## train a small GPT with stock Megatron and with AIAO, and compare the losses
 	@.venv/bin/python scripts/demo.py $(ARGS)

@@ -62,6 +62,7 @@ def _install(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None"
         save_checkpoint,
         zero_grad_buffer,
     )
+    from megatron.fold3d.runtime.communicator import PreemptiveCommunicator
     from megatron.fold3d.runtime.deferred_sync import DeferredSync
     from megatron.fold3d.runtime.executor import Executor
     from megatron.fold3d.runtime.offloader import Offloader
@@ -69,19 +70,28 @@ def _install(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None"
     offloader = None if config.offload_activations == "off" else Offloader.of(config)
     offloads = [] if offloader is None else [checkpoint.patch(offloader)]
     buckets = gradient_buckets.patches() if config.cuts_every_segment else ()
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    communicator = None
+    if config.preemptive_comm:
+        communicator = PreemptiveCommunicator(slice_bytes=config.dp_slice_bytes, timeout=timeout)
     if config.backward_share is None:
-        executor = Executor(config, plans, recorder=recorder, offloader=offloader)
-        return apply([get_forward_backward_func.patch(executor), *offloads, *buckets])
+        executor = Executor(config, plans, None, recorder, offloader, communicator)
+        stack = apply([get_forward_backward_func.patch(executor), *offloads, *buckets])
+        if communicator is not None:
+            stack.push(communicator)
+        return stack
 
     deferred = DeferredSync(
         config.backward_share,
         slice_bytes=config.dp_slice_bytes,
         bounded=config.clips_or_scales,
-        timeout=timedelta(minutes=config.distributed_timeout_minutes),
+        timeout=timeout,
+        communicator=communicator,
     )
+    executor = Executor(config, plans, deferred, recorder, offloader, communicator)
     stack = apply(
         [
-            get_forward_backward_func.patch(Executor(config, plans, deferred, recorder, offloader)),
+            get_forward_backward_func.patch(executor),
             optimizer_step.patch(deferred),
             save_checkpoint.patch(deferred),
             zero_grad_buffer.patch(deferred),
@@ -89,5 +99,7 @@ def _install(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None"
             *buckets,
         ]
     )
-    stack.push(deferred)
+    if communicator is not None:
+        stack.push(communicator)
+    stack.push(deferred)  # it still communicates when it closes
     return stack

@@ -20,7 +20,7 @@ def share_problems(args: Namespace, schedule: str) -> Iterator[str]:
             f"--dp-slice-bytes {slice_bytes}: a slice this small costs more to send than it "
             f"carries; give at least {_SMALLEST_SLICE}"
         )
-    if slice_bytes is not None and share is None:
+    if slice_bytes is not None and share is None and not args.preemptive_comm:
         yield (
             f"--dp-slice-bytes {slice_bytes} without --backward-share: DP.sync is Megatron's, in "
             "buckets; add --backward-share, or give --ddp-bucket-size"

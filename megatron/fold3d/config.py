@@ -22,6 +22,7 @@ from megatron.fold3d.layer_split import (
 )
 from megatron.fold3d.offload_flags import offload_problems, offloads_everything
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, LastSegment
+from megatron.fold3d.preemption import preemption_problems
 from megatron.fold3d.refusals import named, refusals, spelled
 from megatron.fold3d.trace_flags import iterations, trace_problems
 
@@ -81,8 +82,9 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--dp-slice-bytes",
         type=int,
         metavar="N",
-        help="With --backward-share, reduce N bytes of gradients at once, so that what is needed "
-        "sooner waits no longer than these take (default: 8388608, on CPUs 262144).",
+        help="With --backward-share or --preemptive-comm, reduce N bytes of gradients at once, so "
+        "that what is needed sooner waits no longer than these take (default: 8388608, on CPUs "
+        "262144; preemption takes a quarter of a pipeline transfer if that is less).",
     )
     group.add_argument(
         "--model-preset",
@@ -116,6 +118,12 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         action="store_true",
         help="Send what goes from the last pipeline rank to the first through host memory, where "
         "it waits until it is used.",
+    )
+    group.add_argument(
+        "--preemptive-comm",
+        action="store_true",
+        help="Let PP.sync go before DP.sync: gradients are reduced in slices, which wait while a "
+        "transfer between pipeline ranks is under way.",
     )
     group.add_argument(
         "--device",
@@ -158,6 +166,7 @@ class Fold3DConfig:
         trace_iterations: the iterations that are recorded; None is two after warm-up.
         cuts_every_segment: whether every segment's gradients are reduced in buckets.
         gathers_params: whether the plan gathers parameters that are updated in shards.
+        preemptive_comm: whether transfers between pipeline ranks go before DP.sync.
         device: what Megatron trains on.
         offload_activations: whether saved activations go to host memory.
         lazy_inter_segment: whether transfers between segments wait in host memory.
@@ -184,6 +193,7 @@ class Fold3DConfig:
     offload_everything: bool = False
     cuts_every_segment: bool = False
     gathers_params: bool = False
+    preemptive_comm: bool = False
 
     @property
     def deferred_stages(self) -> range:
@@ -214,6 +224,7 @@ class Fold3DConfig:
             *share_problems(args, schedule),
             *offload_problems(args, schedule, num_segments),
             *trace_problems(args, schedule),
+            *preemption_problems(args, schedule),
         ]
         if problems:
             raise ValueError("\n".join(problems))
@@ -236,6 +247,7 @@ class Fold3DConfig:
             offload_everything=offloads_everything(args),
             cuts_every_segment=cuts_every_segment(args),
             gathers_params=args.overlap_param_gather and args.align_param_gather,
+            preemptive_comm=args.preemptive_comm,
         )
 
 

@@ -100,6 +100,13 @@ def test_uv_serves_its_own_python(machine: Machine):
     assert machine.run("python.sh").stdout == f"{managed}\n"
 
 
+def test_machine_without_a_compiler_is_told_what_it_misses(machine: Machine):
+    result = machine.run("extension.sh")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.count("\n") == 1
+    assert "No C++ compiler: --preemptive-comm" in result.stdout
+
+
 @pytest.fixture
 def installer(machine: Machine) -> Machine:
     """A machine whose Python makes environments and writes down every `pip install`."""

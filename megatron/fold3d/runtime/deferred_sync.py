@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
 
+from megatron.fold3d.runtime.communicator import PreemptiveCommunicator
 from megatron.fold3d.runtime.kept_back import kept_back
 from megatron.fold3d.runtime.late_step import LateStep
 from megatron.fold3d.runtime.norm_bound import NormBound
@@ -44,11 +45,19 @@ class DeferredSync:
         slice_bytes: what is reduced at once; a slice that has begun delays what is needed sooner.
         bounded: whether a step may be clipped or skipped, and is late only if a bound excludes it.
         timeout: of a reduction.
+        communicator: starts the slices; without one they start at once.
     """
 
     def __init__(
-        self, backward_share: float, *, slice_bytes: int, bounded: bool, timeout: timedelta
+        self,
+        backward_share: float,
+        *,
+        slice_bytes: int,
+        bounded: bool,
+        timeout: timedelta,
+        communicator: PreemptiveCommunicator | None = None,
     ) -> None:
+        self._communicator = communicator
         self._backward_share = backward_share
         self._reductions = Reductions(slice_bytes)
         self._kept_back: AbstractSet[torch.nn.Parameter] = frozenset()
@@ -159,6 +168,8 @@ class DeferredSync:
         everyones = ranks_of_all({ranks_of(g.data_parallel_group) for g in bucket_groups(*chunks)})
         device = next(chunks[0].parameters()).device
         ours = connect(everyones, device, self._timeout)
+        if self._communicator is not None:
+            ours = {ranks: self._communicator.group(group) for ranks, group in ours.items()}
         self._kept_back = kept_back(chunks, groups)
         self._reductions.connect(chunks, self._kept_back, ours)
         if self._bounded:

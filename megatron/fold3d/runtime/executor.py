@@ -29,8 +29,10 @@ from megatron.fold3d.config import Fold3DConfig
 from megatron.fold3d.plan.ir import Action, Op, Plan
 from megatron.fold3d.plan.lowering import deferred_stages
 from megatron.fold3d.plan.verify import peak_activations
+from megatron.fold3d.runtime.communicator import PreemptiveCommunicator
 from megatron.fold3d.runtime.deferred_sync import DeferredSync
 from megatron.fold3d.runtime.grad_sync import GradSync
+from megatron.fold3d.runtime.hand_over import hand_over, neighbours
 from megatron.fold3d.runtime.offloader import Offloader
 from megatron.fold3d.runtime.p2p import P2P
 from megatron.fold3d.runtime.plans import Plans
@@ -54,6 +56,7 @@ class Executor:
         deferred: DeferredSync | None = None,
         recorder: Recorder | None = None,
         offloader: Offloader | None = None,
+        communicator: PreemptiveCommunicator | None = None,
     ) -> None:
         self._timeout = timedelta(minutes=config.distributed_timeout_minutes)
         self._lazy = config.lazy_inter_segment
@@ -61,6 +64,7 @@ class Executor:
         self._deferred = deferred
         self._recorder = recorder or never(torch.device(config.device))
         self._offloader = offloader
+        self._communicator = communicator
         self._started = False
         self._p2p: P2P | None = None
 
@@ -96,12 +100,6 @@ class Executor:
         pp_group = p2p_communicator.pp_group if p2p_communicator else groups.pp
         make = self._plans.evaluation if forward_only else self._plans.training
         plan = make(num_microbatches)
-        self._start(plan, pp_group, _device(chunks))
-        if self._deferred is not None and forward_only:
-            self._deferred.drain()  # what is evaluated is the model of the last iteration
-        elif self._deferred is not None:
-            self._deferred.prepare(chunks, groups)
-
         sizes = {
             "seq_length": seq_length,
             "micro_batch_size": micro_batch_size,
@@ -111,6 +109,13 @@ class Executor:
         program = plan.programs[pp_group.rank()]
         offloader = None if forward_only else self._offloader
         hidden_bytes = math.prod(shapes[Op.RECV_F]) * config.pipeline_dtype.itemsize
+        self._start(plan, pp_group, chunks, hidden_bytes)
+        if self._deferred is not None and forward_only:
+            self._deferred.drain()  # what is evaluated is the model of the last iteration
+        elif self._deferred is not None:
+            self._deferred.prepare(chunks, groups)
+        if self._communicator is not None:
+            hand_over(chunks, self._communicator, self._timeout)
         if self._p2p is not None:
             self._p2p.begin(program, hidden_bytes)
         if offloader is not None:
@@ -151,15 +156,28 @@ class Executor:
                 )
             if self._p2p is not None:
                 self._p2p.drain()
+            if self._communicator is not None:
+                self._communicator.check()
         return iteration.reports
 
-    def _start(self, plan: Plan, pp_group: Any, device: torch.device) -> None:
+    def _start(
+        self,
+        plan: Plan,
+        pp_group: Any,
+        chunks: Sequence[torch.nn.Module],
+        transfer_bytes: int,
+    ) -> None:
         """At the first call, connect to the neighbours and say what is going to run."""
         if self._started:
             return
         self._started = True
+        device = _device(chunks)
+        if self._communicator is not None:
+            self._communicator.connect(neighbours(pp_group, chunks), transfer_bytes)
         if plan.num_ranks > 1:
-            self._p2p = P2P(pp_group, device, self._timeout, lazy=self._lazy)
+            self._p2p = P2P(
+                pp_group, device, self._timeout, lazy=self._lazy, communicator=self._communicator
+            )
         if dist.get_rank() == 0:
             logger.info(
                 "plan of %s: %s ranks, %s segments, %s micro-batches, activations held by rank: %s",
@@ -253,6 +271,8 @@ class _Iteration:
             input_tensor = self._take(Action(stage, Op.RECV_F, microbatch), action)
             input_tensor.requires_grad_(not self.forward_only)
         is_last_stage = stage == self.plan.num_stages - 1
+        if self.p2p is not None and not is_last_stage:
+            self.p2p.announce(Action(stage, Op.SEND_F, microbatch))
         saving = nullcontext() if self.offloader is None else self.offloader.saving(action)
         with self.recorder.span(action, "compute"), saving:
             output, num_tokens = forward_step(
@@ -283,6 +303,8 @@ class _Iteration:
         output_grad = None
         if self.p2p is not None and stage < self.plan.num_stages - 1:
             output_grad = self._take(Action(stage, Op.RECV_B, microbatch), action)
+        if self.p2p is not None and stage > 0:
+            self.p2p.announce(Action(stage, Op.SEND_B, microbatch))
         if action in self._last_backward:
             self.grad_sync.release(segment)
         input_tensor, output = self._saved.pop((stage, microbatch))

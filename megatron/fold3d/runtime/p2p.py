@@ -7,12 +7,14 @@ until its transfer is done, whatever the schedule does to the tensor meanwhile.
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.fold3d.plan.ir import Action, Op, Program
+from megatron.fold3d.runtime.communicator import PreemptiveCommunicator
 from megatron.fold3d.runtime.host_link import HostLink
 
 _UNFINISHED_SENDS = 16  # more than a plan ever leaves behind unless the receiver is far behind
@@ -35,19 +37,20 @@ class P2P:
         timeout: timedelta,
         *,
         lazy: bool = False,
+        communicator: PreemptiveCommunicator | None = None,
     ) -> None:
         ranks = dist.get_process_group_ranks(pp_group)
         rank, num_ranks = pp_group.rank(), pp_group.size()
         self._device = device
-        self._peers = {
-            Op.RECV_F: ranks[rank - 1],
-            Op.SEND_F: ranks[(rank + 1) % num_ranks],
-            Op.SEND_B: ranks[rank - 1],
-            Op.RECV_B: ranks[(rank + 1) % num_ranks],
+        self._peers = {  # in the group
+            Op.RECV_F: (rank - 1) % num_ranks,
+            Op.SEND_F: (rank + 1) % num_ranks,
+            Op.SEND_B: (rank - 1) % num_ranks,
+            Op.RECV_B: (rank + 1) % num_ranks,
         }
         links = _make_groups(ranks, dist.get_backend(pp_group), timeout)
         before, after = links[(rank - 1) % num_ranks % len(links)], links[rank % len(links)]
-        self._groups = {
+        self._groups: dict[Op, Any] = {
             Op.RECV_F: before[0],
             Op.SEND_B: before[1],
             Op.SEND_F: after[0],
@@ -57,6 +60,16 @@ class P2P:
         self._leaving: deque[tuple[torch.Tensor, dist.Work]] = deque()
         self._meet(rank, num_ranks)
         self._host_link = _host_link(ranks, rank, device, timeout) if lazy else None
+
+        self._announces = communicator is not None and device.type == "cpu"
+        self._announced: dict[Action, float] = {}  # when
+        self._computing_s: dict[tuple[int, Op], float] = {}  # from an announcement to its send
+        if communicator is not None:
+            backward = (Op.SEND_B, Op.RECV_B)
+            self._groups = {
+                op: communicator.group(group, direction=int(op in backward))
+                for op, group in self._groups.items()
+            }
 
     def begin(self, program: Program, num_bytes: int) -> None:
         """Prepare for an iteration whose transfers take ``num_bytes`` each.
@@ -73,7 +86,8 @@ class P2P:
             self._host_link.post(action, shape, dtype)
             return
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        work = dist.irecv(tensor, self._peers[action.op], group=self._groups[action.op])
+        peer, group = self._peers[action.op], self._groups[action.op]
+        work = dist.irecv(tensor, group=group, group_src=peer)
         assert work is not None  # this rank is in the group
         self._arriving[action] = tensor, work
 
@@ -85,13 +99,28 @@ class P2P:
         work.wait()
         return tensor
 
+    def announce(self, action: Action) -> None:
+        """Say that all is there to compute what ``action`` (SEND_F or SEND_B) will send.
+
+        How long that takes is known from the micro-batch before. On a GPU the host runs ahead of
+        the device and cannot tell: there nothing is announced.
+        """
+        if not self._announces or (self._host_link and self._host_link.carries(action)):
+            return
+        self._announced[action] = monotonic()
+        if (eta_s := self._computing_s.get((action.stage, action.op))) is not None:
+            self._groups[action.op].announce(self._peers[action.op], eta_s)
+
     def send(self, action: Action, tensor: torch.Tensor) -> None:
         """Start to send; the caller may free or overwrite ``tensor.data`` at once."""
         if self._host_link is not None and self._host_link.carries(action):
             self._host_link.send(action, tensor)
             return
         alias = tensor.detach()
-        work = dist.isend(alias, self._peers[action.op], group=self._groups[action.op])
+        peer, group = self._peers[action.op], self._groups[action.op]
+        work = dist.isend(alias, group=group, group_dst=peer)
+        if (since := self._announced.pop(action, None)) is not None:
+            self._computing_s[action.stage, action.op] = monotonic() - since
         assert work is not None
         self._leaving.append((alias, work))
         while self._leaving and (len(self._leaving) > _UNFINISHED_SENDS or self._first_has_left):
@@ -118,11 +147,18 @@ class P2P:
         token = torch.zeros(1, device=self._device)
         for link in range(num_ranks):  # from rank `link` to the next, and back
             if rank == link:
-                dist.send(token, self._peers[Op.SEND_F], group=self._groups[Op.SEND_F])
-                dist.recv(token, self._peers[Op.RECV_B], group=self._groups[Op.RECV_B])
+                self._pass(token, Op.SEND_F)
+                self._pass(token, Op.RECV_B)
             if rank == (link + 1) % num_ranks:
-                dist.recv(token, self._peers[Op.RECV_F], group=self._groups[Op.RECV_F])
-                dist.send(token, self._peers[Op.SEND_B], group=self._groups[Op.SEND_B])
+                self._pass(token, Op.RECV_F)
+                self._pass(token, Op.SEND_B)
+
+    def _pass(self, token: torch.Tensor, op: Op) -> None:
+        group, peer = self._groups[op], self._peers[op]
+        if op in (Op.SEND_F, Op.SEND_B):
+            dist.send(token, group=group, group_dst=peer)
+        else:
+            dist.recv(token, group=group, group_src=peer)
 
 
 def _host_link(

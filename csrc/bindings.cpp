@@ -1,0 +1,95 @@
+// What Python sees of the scheduler; no logic. Every call that may block releases the GIL.
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "control.h"
+#include "scheduler.h"
+#include "torch_operations.h"
+
+namespace py = pybind11;
+using namespace fold3d;
+
+namespace {
+
+constexpr auto kNoGil = py::call_guard<py::gil_scoped_release>();
+
+std::shared_ptr<Task> submit_send(Scheduler& scheduler, const Group& group, at::Tensor tensor,
+                           std::shared_ptr<Waiter> waiter, int group_peer, int tag, int peer,
+                           int direction, std::string name) {
+  const std::size_t num_bytes = tensor.nbytes();
+  return scheduler.send(
+      peer, direction, num_bytes, std::move(name),
+      std::make_shared<Send>(group, std::move(tensor), std::move(waiter), group_peer, tag));
+}
+
+std::shared_ptr<Task> submit_receive(Scheduler& scheduler, const Group& group, at::Tensor tensor,
+                              std::shared_ptr<Waiter> waiter, int group_peer, int tag, int peer,
+                              int direction, std::string name) {
+  return scheduler.receive(
+      peer, direction, std::move(name),
+      std::make_shared<Receive>(group, std::move(tensor), std::move(waiter), group_peer, tag));
+}
+
+std::shared_ptr<Task> submit_all_reduce(Scheduler& scheduler, const Group& group,
+                                 std::vector<at::Tensor> slices, std::shared_ptr<Waiter> waiter,
+                                 c10d::ReduceOp op, int lane, std::string name) {
+  std::vector<std::shared_ptr<Operation>> operations;
+  operations.reserve(slices.size());
+  for (auto& slice : slices)
+    operations.push_back(std::make_shared<AllReduce>(group, std::move(slice), waiter, op));
+  return scheduler.reduce(lane, std::move(name), std::move(operations));
+}
+
+std::shared_ptr<ControlLinks> open_links(
+    const std::shared_ptr<Scheduler>& scheduler,
+    const std::vector<std::tuple<int, int, std::string, int>>& connections) {
+  std::vector<Connection> given;
+  given.reserve(connections.size());
+  for (const auto& [rank, socket, address, port] : connections)
+    given.push_back({rank, socket, address, port});
+  auto links = std::make_shared<ControlLinks>(given);
+  scheduler->set_peers(links);
+  links->start([scheduler](const Message& message) { scheduler->hear(message); },
+               [scheduler](const std::string& error) { scheduler->fail(error); });
+  return links;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  py::class_<Task, std::shared_ptr<Task>>(module, "Task")
+      .def("wait", &Task::wait, py::arg("timeout_s") = py::none(), kNoGil)
+      .def("is_completed", &Task::completed)
+      .def_property_readonly("name", &Task::name);
+  py::class_<Waiter, std::shared_ptr<Waiter>>(module, "Waiter").def(py::init<>());
+  py::class_<Policy>(module, "Policy")
+      .def(py::init<>())
+      .def_readwrite("rank", &Policy::rank)
+      .def_readwrite("slices_in_flight", &Policy::slices_in_flight)
+      .def_readwrite("lease_s", &Policy::lease_s)
+      .def_readwrite("pause_share", &Policy::pause_share)
+      .def_readwrite("window_s", &Policy::window_s)
+      .def_readwrite("timeout_s", &Policy::timeout_s);
+  py::class_<Statistics>(module, "Statistics")
+      .def_readonly("transfers", &Statistics::transfers)
+      .def_readonly("slices", &Statistics::slices)
+      .def_readonly("announced", &Statistics::announced)
+      .def_readonly("unanswered", &Statistics::unanswered)
+      .def_readonly("paused_s", &Statistics::paused_s)
+      .def_readonly("exhausted", &Statistics::exhausted)
+      .def_readonly("slice_s", &Statistics::slice_s);
+  py::class_<Scheduler, std::shared_ptr<Scheduler>>(module, "Scheduler")
+      .def(py::init(&Scheduler::make), kNoGil)
+      .def("send", &submit_send, kNoGil)
+      .def("receive", &submit_receive, kNoGil)
+      .def("all_reduce", &submit_all_reduce, kNoGil)
+      .def("announce", &Scheduler::announce, kNoGil)
+      .def("fail", &Scheduler::fail, kNoGil)
+      .def("failure", &Scheduler::failure, kNoGil)
+      .def("shutdown", &Scheduler::shutdown, kNoGil)
+      .def("statistics", &Scheduler::statistics, kNoGil);
+  py::class_<ControlLinks, std::shared_ptr<ControlLinks>>(module, "ControlLinks")
+      .def(py::init(&open_links), kNoGil)
+      .def("warnings", &ControlLinks::warnings, kNoGil)
+      .def("close", &ControlLinks::close, kNoGil);
+}

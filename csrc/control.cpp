@@ -1,0 +1,236 @@
+#include "control.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+namespace fold3d {
+namespace {
+
+constexpr std::size_t kMostWaiting = 1 << 16;  // bytes to a peer that does not read
+constexpr std::size_t kLongestText = 4000;
+constexpr int kProbe_ms = 1000;
+
+struct Header {
+  std::uint32_t num_bytes;  // of header and text
+  std::uint8_t kind, direction;
+  std::int32_t sender, receiver;
+  std::uint64_t sequence;
+  double eta_s, lease_s;
+};
+
+// Whether something listens there: it does as long as its process lives.
+enum class Life { kAlive, kDead, kUnknown };
+
+Life probe(const Connection& connection) {
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<std::uint16_t>(connection.port));
+  if (inet_pton(AF_INET, connection.address.c_str(), &address.sin_addr) != 1)
+    return Life::kUnknown;
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (fd < 0) return Life::kUnknown;
+  Life life = Life::kUnknown;
+  if (connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0) {
+    life = Life::kAlive;
+  } else if (errno == ECONNREFUSED) {
+    life = Life::kDead;
+  } else if (errno == EINPROGRESS) {
+    pollfd waiting{fd, POLLOUT, 0};
+    int error = 0;
+    socklen_t size = sizeof error;
+    if (poll(&waiting, 1, kProbe_ms) == 1 &&
+        getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) == 0)
+      life = error == 0 ? Life::kAlive : error == ECONNREFUSED ? Life::kDead : Life::kUnknown;
+  }
+  ::close(fd);
+  return life;
+}
+
+}  // namespace
+
+std::string written(const Message& message) {
+  Header header{};
+  const std::string text = message.text.substr(0, kLongestText);
+  header.num_bytes = static_cast<std::uint32_t>(sizeof header + text.size());
+  header.kind = message.kind;
+  header.direction = static_cast<std::uint8_t>(message.transfer.direction);
+  header.sender = message.transfer.sender;
+  header.receiver = message.transfer.receiver;
+  header.sequence = message.transfer.sequence;
+  header.eta_s = message.eta_s;
+  header.lease_s = message.lease_s;
+  return std::string(reinterpret_cast<const char*>(&header), sizeof header) + text;
+}
+
+bool read_message(std::string& bytes, Message& message) {
+  Header header{};
+  if (bytes.size() < sizeof header) return false;
+  std::memcpy(&header, bytes.data(), sizeof header);
+  if (header.num_bytes < sizeof header || bytes.size() < header.num_bytes) return false;
+  message.kind = static_cast<Message::Kind>(header.kind);
+  message.transfer = {header.sender, header.receiver, header.direction, header.sequence};
+  message.eta_s = header.eta_s;
+  message.lease_s = header.lease_s;
+  message.text = bytes.substr(sizeof header, header.num_bytes - sizeof header);
+  bytes.erase(0, header.num_bytes);
+  return true;
+}
+
+ControlLinks::ControlLinks(const std::vector<Connection>& connections) : process_(getpid()) {
+  wake_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  for (const Connection& given : connections) {
+    Peer& peer = peers_[given.rank];
+    peer.connection = given;
+    peer.connection.socket = fcntl(given.socket, F_DUPFD_CLOEXEC, 0);
+    const int one = 1, low_delay = 0x10;
+    setsockopt(peer.connection.socket, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    setsockopt(peer.connection.socket, IPPROTO_IP, IP_TOS, &low_delay, sizeof low_delay);
+    fcntl(peer.connection.socket, F_SETFL, O_NONBLOCK);
+  }
+}
+
+ControlLinks::~ControlLinks() {
+  if (getpid() != process_) return;  // a fork's copy: thread and goodbye are the other's
+  close();
+  for (auto& [_, peer] : peers_)
+    if (peer.connection.socket >= 0) ::close(peer.connection.socket);
+  ::close(wake_);
+}
+
+void ControlLinks::start(Hear hear, Fail fail) {
+  hear_ = std::move(hear);
+  fail_ = std::move(fail);
+  thread_ = new std::thread([this] { run(); });
+}
+
+void ControlLinks::tell(int rank, const Message& message) {
+  std::lock_guard lock(mutex_);
+  auto found = peers_.find(rank);
+  if (found == peers_.end() || found->second.connection.socket < 0) return;
+  if (found->second.outgoing.size() > kMostWaiting) return;  // lost; leases make up for it
+  found->second.outgoing += written(message);
+  write(found->second);
+}
+
+void ControlLinks::broadcast(const Message& message) {
+  std::lock_guard lock(mutex_);
+  for (auto& [_, peer] : peers_) {
+    if (peer.connection.socket < 0) continue;
+    peer.outgoing += written(message);
+    write(peer);
+  }
+}
+
+void ControlLinks::close() {
+  Message bye;
+  bye.kind = Message::kBye;
+  broadcast(bye);
+  std::thread* thread = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    closing_ = true;
+    std::swap(thread, thread_);
+  }
+  wake();
+  if (thread) {
+    thread->join();
+    delete thread;
+    hear_ = {};  // the scheduler knows us, and now we no longer know it
+    fail_ = {};
+  }
+}
+
+std::vector<std::string> ControlLinks::warnings() {
+  std::lock_guard lock(mutex_);
+  return std::exchange(warnings_, {});
+}
+
+void ControlLinks::run() {
+  std::vector<pollfd> watched;
+  std::vector<int> ranks;
+  while (true) {
+    watched = {{wake_, POLLIN, 0}};
+    ranks = {-1};
+    {
+      std::lock_guard lock(mutex_);
+      if (closing_) return;
+      for (auto& [rank, peer] : peers_) {
+        if (peer.connection.socket < 0) continue;
+        const short events = peer.outgoing.empty() ? POLLIN : POLLIN | POLLOUT;
+        watched.push_back({peer.connection.socket, events, 0});
+        ranks.push_back(rank);
+      }
+    }
+    poll(watched.data(), watched.size(), 1000);
+    std::uint64_t count;
+    while (::read(wake_, &count, sizeof count) > 0) {
+    }
+    for (std::size_t i = 1; i < watched.size(); ++i) {
+      Peer& peer = peers_.at(ranks[i]);
+      if (watched[i].revents & POLLOUT) {
+        std::lock_guard lock(mutex_);
+        write(peer);
+      }
+      if (watched[i].revents & (POLLIN | POLLERR | POLLHUP)) read(peer);
+    }
+  }
+}
+
+void ControlLinks::read(Peer& peer) {
+  char buffer[4096];
+  ssize_t count = 0;
+  while ((count = recv(peer.connection.socket, buffer, sizeof buffer, 0)) > 0)
+    peer.incoming.append(buffer, static_cast<std::size_t>(count));
+  const bool ended = count == 0 || (errno != EAGAIN && errno != EINTR);
+  Message message;
+  while (read_message(peer.incoming, message)) {
+    peer.said_bye |= message.kind == Message::kBye;
+    hear_(message);
+  }
+  if (ended) lost(peer);
+}
+
+void ControlLinks::write(Peer& peer) {
+  while (!peer.outgoing.empty()) {
+    const ssize_t count = ::send(peer.connection.socket, peer.outgoing.data(),
+                                 peer.outgoing.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (count <= 0) break;  // full, or broken: then reading says so
+    peer.outgoing.erase(0, static_cast<std::size_t>(count));
+  }
+  if (!peer.outgoing.empty()) wake();
+}
+
+void ControlLinks::lost(Peer& peer) {
+  {
+    std::lock_guard lock(mutex_);
+    ::close(peer.connection.socket);
+    peer.connection.socket = -1;
+    if (closing_) return;
+  }
+  if (peer.said_bye) return;
+  const std::string who = "rank " + std::to_string(peer.connection.rank);
+  if (probe(peer.connection) == Life::kDead) {
+    fail_(who + " has died: nothing listens at " + peer.connection.address + ":" +
+          std::to_string(peer.connection.port) + " any more");
+    return;
+  }
+  std::lock_guard lock(mutex_);
+  warnings_.push_back("the control connection to " + who +
+                      " is lost: its transfers are no longer waited for, DP.sync is only sliced");
+}
+
+void ControlLinks::wake() {
+  const std::uint64_t one = 1;
+  [[maybe_unused]] auto ignored = ::write(wake_, &one, sizeof one);
+}
+
+}  // namespace fold3d

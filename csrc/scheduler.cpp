@@ -1,0 +1,398 @@
+#include "scheduler.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace fold3d {
+namespace {
+
+constexpr auto kDevicePoll = std::chrono::microseconds(20);
+constexpr int kSilent = 2;  // sends without an answer, after which an end's word is not waited for
+
+}  // namespace
+
+void Task::wait(std::optional<double> timeout_s) {
+  {
+    std::unique_lock lock(mutex_);
+    auto over = [this] { return unsettled_ == 0 || !error_.empty(); };
+    if (!timeout_s) {
+      changed_.wait(lock, over);
+    } else if (!changed_.wait_for(lock, seconds(*timeout_s), over)) {
+      throw std::runtime_error(name_ + ": not over within " + std::to_string(*timeout_s) + " s");
+    }
+    if (!error_.empty()) throw std::runtime_error(name_ + ": " + error_);
+  }
+  for (auto& operation : operations_) operation->join();
+}
+
+bool Task::completed() const {
+  std::lock_guard lock(mutex_);
+  return unsettled_ == 0 || !error_.empty();
+}
+
+void Task::settle() {
+  std::lock_guard lock(mutex_);
+  if (--unsettled_ == 0) changed_.notify_all();
+}
+
+void Task::fail(const std::string& error) {
+  std::lock_guard lock(mutex_);
+  if (unsettled_ == 0 || !error_.empty()) return;
+  error_ = error;
+  changed_.notify_all();
+}
+
+std::shared_ptr<Scheduler> Scheduler::make(const Policy& policy) {
+  std::shared_ptr<Scheduler> scheduler(new Scheduler(policy));
+  // The thread keeps the scheduler alive until `shutdown`, whoever else forgets it.
+  scheduler->thread_ = new std::thread([scheduler] { scheduler->run(); });
+  return scheduler;
+}
+
+Scheduler::Scheduler(const Policy& policy)
+    : policy_(policy), process_(getpid()), gate_(policy.pause_share, policy.window_s) {}
+
+void Scheduler::set_peers(std::shared_ptr<Peers> peers) {
+  std::lock_guard lock(mutex_);
+  peers_ = std::move(peers);
+}
+
+std::shared_ptr<Task> Scheduler::send(int peer, int direction, std::size_t num_bytes,
+                                      std::string name, std::shared_ptr<Operation> operation) {
+  check_process();
+  auto task = std::make_shared<Task>(name, 1);
+  task->operations_ = {operation};
+  std::lock_guard lock(mutex_);
+  Transfer transfer{policy_.rank, peer, direction, 0};
+  transfer.sequence = link(transfer).submitted++;
+  if (!error_.empty() || stopping_) {
+    task->fail(error_.empty() ? "communication has been shut down" : error_);
+    return task;
+  }
+  transfers_.push_back({task, operation, std::move(name), transfer, true, num_bytes, 0});
+  changed_.notify_all();
+  return task;
+}
+
+std::shared_ptr<Task> Scheduler::receive(int peer, int direction, std::string name,
+                                         std::shared_ptr<Operation> operation) {
+  check_process();
+  auto task = std::make_shared<Task>(name, 1);
+  task->operations_ = {operation};
+  std::lock_guard lock(mutex_);
+  Transfer transfer{peer, policy_.rank, direction, 0};
+  transfer.sequence = link(transfer).posted++;
+  if (!error_.empty() || stopping_) {
+    task->fail(error_.empty() ? "communication has been shut down" : error_);
+    return task;
+  }
+  transfers_.push_back({task, operation, std::move(name), transfer, false, 0, 0});
+  changed_.notify_all();
+  return task;
+}
+
+std::shared_ptr<Task> Scheduler::reduce(int lane, std::string name,
+                                        std::vector<std::shared_ptr<Operation>> slices) {
+  check_process();
+  auto task = std::make_shared<Task>(name, slices.size());
+  task->operations_ = slices;
+  std::lock_guard lock(mutex_);
+  if (!error_.empty() || stopping_) {
+    task->fail(error_.empty() ? "communication has been shut down" : error_);
+    return task;
+  }
+  for (std::size_t i = 0; i < slices.size(); ++i) {
+    auto slice = name + ", slice " + std::to_string(i + 1) + " of " + std::to_string(slices.size());
+    lanes_[lane].queue.push_back({task, slices[i], std::move(slice), {}, false, 0, lane});
+  }
+  changed_.notify_all();
+  return task;
+}
+
+void Scheduler::announce(int peer, int direction, double eta_s) {
+  check_process();
+  std::lock_guard lock(mutex_);
+  if (!error_.empty() || stopping_) return;
+  Transfer transfer{policy_.rank, peer, direction, 0};
+  transfer.sequence = link(transfer).submitted;
+  const double lease = policy_.lease_s;
+  const Time now = Clock::now();
+  gate_.close(transfer, now + seconds(eta_s - lead_s()), now + seconds(eta_s + lease));
+  tell(peer, Message::kTransfer, transfer, eta_s, lease);
+  ++statistics_.announced;
+  changed_.notify_all();
+}
+
+void Scheduler::hear(const Message& message) {
+  std::unique_lock lock(mutex_);
+  const Time now = Clock::now();
+  if (message.kind == Message::kFailure) {
+    fail_locked(message.text, lock);
+  } else if (message.kind == Message::kTransfer) {
+    if (message.transfer.sequence < link(message.transfer).received) return;  // it is over
+    gate_.close(message.transfer, now + seconds(message.eta_s - lead_s()),
+                now + seconds(message.eta_s + message.lease_s));
+  } else if (message.kind == Message::kEnd) {
+    Link& way = link(message.transfer);
+    way.silent = 0;
+    if (auto found = way.begun.find(message.transfer.sequence); found != way.begun.end()) {
+      const auto [began, num_bytes] = found->second;
+      if (num_bytes) {
+        const double measured = in_seconds(now - began) / static_cast<double>(num_bytes);
+        way.s_per_byte = way.s_per_byte ? 0.7 * way.s_per_byte + 0.3 * measured : measured;
+      }
+    }
+    way.begun.erase(way.begun.begin(), way.begun.upper_bound(message.transfer.sequence));
+    gate_.open_until(message.transfer);
+  }
+  changed_.notify_all();
+}
+
+void Scheduler::fail(const std::string& error) {
+  std::unique_lock lock(mutex_);
+  fail_locked(error, lock);
+}
+
+std::string Scheduler::failure() const {
+  std::lock_guard lock(mutex_);
+  return error_;
+}
+
+bool Scheduler::shutdown(double timeout_s) {
+  check_process();
+  bool drained = true;
+  {
+    std::unique_lock lock(mutex_);
+    if (error_.empty())
+      drained = changed_.wait_for(lock, seconds(timeout_s), [this] { return idle(); });
+    if (!drained) fail_locked("shut down before it was over", lock);
+    stopping_ = true;
+    changed_.notify_all();
+  }
+  std::thread* thread = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    std::swap(thread, thread_);
+  }
+  if (thread) {
+    thread->join();
+    delete thread;
+  }
+  return drained;
+}
+
+Statistics Scheduler::statistics() const {
+  std::lock_guard lock(mutex_);
+  Statistics result = statistics_;
+  result.paused_s = gate_.paused_s();
+  result.exhausted = gate_.times_exhausted();
+  result.slice_s = slice_s_;
+  return result;
+}
+
+void Scheduler::check_process() const {
+  if (getpid() != process_)
+    throw std::runtime_error(
+        "communication of another process: this one was forked from it, and a thread does not "
+        "survive a fork; make a communicator of its own");
+}
+
+void Scheduler::run() {
+  std::unique_lock lock(mutex_);
+  while (!stopping_) {
+    if (start_what_may(lock)) continue;  // the lock was released: look again
+    const Time now = Clock::now();
+    look_for_late(now, lock);
+    changed_.wait_until(lock, next_wake(now));
+  }
+}
+
+// Starts transfers, whatever the gate says, then one slice; true if it did.
+bool Scheduler::start_what_may(std::unique_lock<std::mutex>& lock) {
+  awaits_device_ = false;
+  // Receives need no input, and sends of one link must keep their order: the first unready send
+  // holds the later ones of its link.
+  std::vector<LinkKey> blocked;
+  for (auto item = transfers_.begin(); item != transfers_.end(); ++item) {
+    const LinkKey way{item->transfer->sender, item->transfer->receiver, item->transfer->direction};
+    if (std::find(blocked.begin(), blocked.end(), way) != blocked.end()) continue;
+    if (!item->operation->ready()) {
+      awaits_device_ = true;
+      blocked.push_back(way);
+      continue;
+    }
+    Pending next = std::move(*item);
+    transfers_.erase(item);
+    start(std::move(next), lock);
+    return true;
+  }
+  Lane* waiting = nullptr;
+  for (auto& [_, lane] : lanes_) {
+    if (lane.queue.empty() || lane.in_flight >= policy_.slices_in_flight) continue;
+    if (!lane.queue.front().operation->ready()) {
+      awaits_device_ = true;
+    } else if (!waiting || lane.in_flight < waiting->in_flight) {
+      waiting = &lane;
+    }
+  }
+  if (gate_.holds(Clock::now(), waiting != nullptr) || !waiting) return false;
+  Pending next = std::move(waiting->queue.front());
+  waiting->queue.pop_front();
+  ++waiting->in_flight;
+  start(std::move(next), lock);
+  return true;
+}
+
+void Scheduler::start(Pending item, std::unique_lock<std::mutex>& lock) {
+  const Time now = Clock::now();
+  if (item.is_send) close_for(item, now);
+  ++(item.transfer ? statistics_.transfers : statistics_.slices);
+  const std::uint64_t flight = next_flight_++;
+  auto operation = item.operation;
+  auto task = item.task;
+  flights_[flight] = {std::move(item), now};
+  lock.unlock();
+  std::string error;
+  try {
+    operation->start([self = shared_from_this(), flight](const std::string& how) {
+      self->finish(flight, how);
+    });
+    if (!operation->host_waits()) task->settle();
+  } catch (const std::exception& exception) {
+    error = exception.what();
+    if (error.empty()) error = "failed without a word";
+  }
+  if (!error.empty()) finish(flight, error);
+  lock.lock();
+}
+
+void Scheduler::close_for(const Pending& item, Time now) {
+  Link& way = link(*item.transfer);
+  if (!way.begun.empty() && now > way.begun.rbegin()->second.first +
+                                      seconds(lease_s(way, way.begun.rbegin()->second.second))) {
+    ++way.silent;
+    ++statistics_.unanswered;
+    way.begun.clear();
+  }
+  const double lease = lease_s(way, item.num_bytes);
+  gate_.close(*item.transfer, now, now + seconds(lease));
+  way.begun[item.transfer->sequence] = {now, item.num_bytes};
+  tell(item.transfer->receiver, Message::kTransfer, *item.transfer, 0, lease);
+}
+
+void Scheduler::finish(std::uint64_t number, const std::string& error) {
+  std::unique_lock lock(mutex_);
+  auto found = flights_.find(number);
+  if (found == flights_.end()) return;
+  Flight flight = std::move(found->second);
+  flights_.erase(found);
+  if (!error.empty()) {
+    fail_locked("rank " + std::to_string(policy_.rank) + ": " + flight.item.name + ": " + error,
+                lock);
+    flight.item.task->fail(error_);
+    return;
+  }
+  const Time now = Clock::now();
+  if (flight.item.transfer) {
+    finish_transfer(flight);
+  } else {
+    --lanes_[flight.item.lane].in_flight;
+    // The time of a slice that no peer's gate and no transfer stretches: a low quantile.
+    const double took_s = in_seconds(now - flight.started);
+    const double step = took_s < slice_s_ ? 0.3 : 0.02;
+    slice_s_ = slice_s_ ? slice_s_ + step * (took_s - slice_s_) : took_s;
+    if (took_s > 2 * slice_s_) gate_.charge((took_s - slice_s_) / policy_.slices_in_flight);
+  }
+  if (flight.item.operation->host_waits()) flight.item.task->settle();
+  changed_.notify_all();
+}
+
+// A sender whose bytes are in a socket's buffer is not through; its receiver says when it is.
+void Scheduler::finish_transfer(const Flight& flight) {
+  const Transfer& transfer = *flight.item.transfer;
+  Link& way = link(transfer);
+  if (!flight.item.is_send) {
+    way.received = std::max(way.received, transfer.sequence + 1);
+    gate_.open_until(transfer);
+    tell(transfer.sender, Message::kEnd, transfer, 0, 0);
+  } else if (!peers_ || way.silent >= kSilent) {
+    gate_.open_until(transfer);
+    if (!peers_) way.begun.erase(transfer.sequence);
+  }
+}
+
+void Scheduler::fail_locked(const std::string& error, std::unique_lock<std::mutex>& lock) {
+  if (!error_.empty()) return;
+  error_ = error;
+  std::vector<std::shared_ptr<Operation>> given_up;
+  for (auto& item : transfers_) item.task->fail(error_);
+  for (auto& [_, lane] : lanes_)
+    for (auto& item : lane.queue) item.task->fail(error_);
+  for (auto& [_, flight] : flights_) {
+    flight.item.task->fail(error_);
+    given_up.push_back(flight.item.operation);
+  }
+  transfers_.clear();
+  lanes_.clear();
+  changed_.notify_all();
+  auto peers = peers_;
+  lock.unlock();
+  if (peers) {
+    Message message;
+    message.kind = Message::kFailure;
+    message.text = error;
+    peers->broadcast(message);
+  }
+  for (auto& operation : given_up) operation->abort();
+  lock.lock();
+}
+
+void Scheduler::look_for_late(Time now, std::unique_lock<std::mutex>& lock) {
+  for (auto& [_, flight] : flights_) {
+    if (flight.reported || now < flight.started + seconds(policy_.timeout_s)) continue;
+    if (flight.item.transfer && !flight.item.is_send) continue;  // posted early, it waits by right
+    flight.reported = true;
+    fail_locked("rank " + std::to_string(policy_.rank) + ": " + flight.item.name +
+                    ": no end within " + std::to_string(policy_.timeout_s) + " s of its start",
+                lock);
+    return;
+  }
+}
+
+Time Scheduler::next_wake(Time now) const {
+  Time wake = now + std::chrono::seconds(1);
+  if (awaits_device_) wake = now + kDevicePoll;
+  if (auto change = gate_.next_change(now)) wake = std::min(wake, *change);
+  for (const auto& [_, flight] : flights_)
+    if (!flight.reported) wake = std::min(wake, flight.started + seconds(policy_.timeout_s));
+  return std::max(wake, now + std::chrono::microseconds(1));
+}
+
+bool Scheduler::idle() const {
+  const bool queued = std::any_of(lanes_.begin(), lanes_.end(),
+                                  [](const auto& lane) { return !lane.second.queue.empty(); });
+  return !error_.empty() || (transfers_.empty() && !queued && flights_.empty());
+}
+
+// What is in flight when the gate closes still goes first: the gate closes that much earlier.
+double Scheduler::lead_s() const {
+  return slice_s_ * (1.0 + 1.0 / policy_.slices_in_flight);
+}
+
+double Scheduler::lease_s(const Link& way, std::size_t num_bytes) const {
+  if (!way.s_per_byte) return policy_.lease_s;
+  return std::max(3 * way.s_per_byte * static_cast<double>(num_bytes), 1e-3);
+}
+
+void Scheduler::tell(int rank, Message::Kind kind, const Transfer& transfer, double eta_s,
+                     double lease_s) {
+  if (peers_) peers_->tell(rank, {kind, transfer, eta_s, lease_s, {}});
+}
+
+Scheduler::Link& Scheduler::link(const Transfer& transfer) {
+  return links_[{transfer.sender, transfer.receiver, transfer.direction}];
+}
+
+}  // namespace fold3d

@@ -1,0 +1,261 @@
+// What the scheduler promises: order, preemption, leases, budget, and one error for everybody.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "../control.h"
+#include "check.h"
+#include "network.h"
+
+using namespace fold3d;
+
+namespace {
+
+using Ranks = std::vector<std::shared_ptr<Scheduler>>;
+
+std::string failure_of(Task& task, double timeout_s = 20) {
+  try {
+    task.wait(timeout_s);
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+  return {};
+}
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+const Transfer kSomeTransfer{0, 1, 0, 0};
+
+void a_closure_ends_by_itself() {
+  Gate gate(1.0, 1.0);
+  const Time start = Clock::now();
+  gate.close(kSomeTransfer, start + seconds(1), start + seconds(3));
+  CHECK(!gate.holds(start, true));
+  CHECK(gate.holds(start + seconds(2), true));
+  CHECK(*gate.next_change(start + seconds(2)) <= start + seconds(3));
+  CHECK(!gate.holds(start + seconds(3), true));
+}
+
+void an_end_opens_for_all_transfers_before_it() {
+  Gate gate(1.0, 1.0);
+  const Time start = Clock::now();
+  for (std::uint64_t i = 0; i < 3; ++i)
+    gate.close({0, 1, 0, i}, start, start + seconds(10));
+  gate.open_until({0, 1, 0, 1});
+  CHECK(gate.holds(start, true));
+  gate.open_until({0, 1, 1, 5});  // another link's
+  CHECK(gate.holds(start, true));
+  gate.open_until({0, 1, 0, 2});
+  CHECK(!gate.holds(start, true));
+}
+
+void pauses_stay_within_their_share() {
+  Gate gate(0.25, 1.0);
+  const Time start = Clock::now();
+  gate.close(kSomeTransfer, start, start + seconds(1000));
+  int held = 0;
+  for (int i = 0; i < 10000; ++i) held += gate.holds(start + seconds(i * 0.01), true);
+  CHECK(held > 2300 && held < 2700);
+  CHECK(gate.times_exhausted() > 10);
+}
+
+void a_gate_that_holds_nothing_back_spends_nothing() {
+  Gate gate(0.25, 1.0);
+  const Time start = Clock::now();
+  gate.close(kSomeTransfer, start, start + seconds(1000));
+  for (int i = 0; i < 1000; ++i) gate.holds(start + seconds(i * 0.01), false);
+  CHECK(gate.paused_s() == 0);
+  CHECK(gate.holds(start + seconds(10), true));
+}
+
+void slices_wait_for_a_transfer_and_go_on_after_it() {
+  auto scheduler = Scheduler::make({});
+  Done end_transfer;
+  std::mutex mutex;
+  std::vector<std::string> started;
+  auto log = [&](const char* what) {
+    std::lock_guard lock(mutex);
+    started.push_back(what);
+  };
+  auto send = scheduler->send(1, 0, 100, "send", fake([&](Done done) {
+                                log("send");
+                                end_transfer = std::move(done);
+                              }));
+  while (scheduler->statistics().transfers == 0) std::this_thread::yield();
+  auto reduce = scheduler->reduce(0, "reduce", {fake([&](Done done) {
+                                    log("slice");
+                                    done("");
+                                  })});
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // less than the lease of 50
+  {
+    std::lock_guard lock(mutex);
+    CHECK(started == std::vector<std::string>{"send"});
+    CHECK(!reduce->completed());
+  }
+  end_transfer("");
+  reduce->wait(20);
+  send->wait(20);
+  CHECK(scheduler->shutdown(20));
+}
+
+void an_announced_transfer_holds_slices_until_its_lease_is_over() {
+  auto scheduler = Scheduler::make({});
+  scheduler->announce(1, 0, 0.0);
+  const Time start = Clock::now();
+  auto reduce = scheduler->reduce(0, "reduce", {fake([](Done done) { done(""); })});
+  reduce->wait(20);
+  CHECK(in_seconds(Clock::now() - start) > 0.03);
+  CHECK(scheduler->shutdown(20));
+}
+
+void the_first_error_is_everybodys() {
+  auto scheduler = Scheduler::make({});
+  auto stuck = scheduler->reduce(0, "reduce of bucket 3", {fake([](Done) {})});
+  auto behind = scheduler->reduce(0, "reduce of bucket 4", {fake([](Done) {})});
+  auto bad = scheduler->send(1, 0, 1, "send 2F3", fake([](Done) { throw std::runtime_error("no"); }));
+  CHECK(contains(failure_of(*bad), "rank 0: send 2F3: no"));
+  CHECK(contains(failure_of(*stuck), "reduce of bucket 3: rank 0: send 2F3: no"));
+  CHECK(contains(failure_of(*behind), "reduce of bucket 4"));
+  CHECK(contains(failure_of(*scheduler->send(1, 0, 1, "later", fake([](Done) {}))), "send 2F3"));
+  CHECK(scheduler->shutdown(20));
+}
+
+void a_slice_that_does_not_end_in_time_is_named() {
+  Policy policy;
+  policy.timeout_s = 0.05;
+  auto scheduler = Scheduler::make(policy);
+  auto reduce = scheduler->reduce(
+      0, "bucket 1", {fake([](Done done) { done(""); }), fake([](Done) {})});
+  CHECK(contains(failure_of(*reduce), "bucket 1, slice 2 of 2: no end within"));
+  CHECK(scheduler->shutdown(20));
+}
+
+void a_shutdown_in_mid_slice_fails_what_is_left() {
+  auto scheduler = Scheduler::make({});
+  Done late;
+  auto stuck = scheduler->reduce(0, "reduce", {fake([&](Done done) { late = std::move(done); })});
+  while (scheduler->statistics().slices == 0) std::this_thread::yield();
+  CHECK(!scheduler->shutdown(0.01));
+  CHECK(contains(failure_of(*stuck), "shut down before it was over"));
+  late("");  // the library may still come back to it
+}
+
+void a_forked_process_is_told_that_it_is_one() {
+  auto scheduler = Scheduler::make({});
+  const pid_t child = fork();
+  if (child == 0) {
+    try {
+      scheduler->announce(1, 0, 0);
+    } catch (const std::runtime_error& error) {
+      _exit(contains(error.what(), "forked") ? 0 : 1);
+    }
+    _exit(2);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  CHECK(scheduler->shutdown(20));
+}
+
+// Every rank reduces over the ring and passes a tensor on to the next, at random times. A message
+// between ranks is lost, doubled or late; the order in every lane must be the same on all ranks,
+// which the network checks, and all must end.
+void ring(int num_ranks, int num_steps, double lost) {
+  Network network(num_ranks, 1e-4, static_cast<unsigned>(num_ranks));
+  std::vector<std::weak_ptr<Scheduler>> weak(static_cast<std::size_t>(num_ranks));
+  Ranks ranks;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    Policy policy;
+    policy.rank = rank;
+    policy.slices_in_flight = 1 + rank % 2;
+    policy.lease_s = 1e-3;
+    policy.window_s = 0.05;
+    ranks.push_back(Scheduler::make(policy));
+    weak[static_cast<std::size_t>(rank)] = ranks.back();
+  }
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    const int next = (rank + 1) % num_ranks, last = (rank + num_ranks - 1) % num_ranks;
+    auto& mine = *ranks[static_cast<std::size_t>(rank)];
+    mine.set_peers(std::make_shared<Gossip>(network, weak, std::vector{next, last}, lost, lost / 2));
+    threads.emplace_back([&, rank, next, last] {
+      for (int step = 0; step < num_steps; ++step) {
+        std::vector<std::shared_ptr<Task>> tasks;
+        for (int lane = 0; lane < 2; ++lane) {
+          std::vector<std::shared_ptr<Operation>> slices;
+          for (int slice = 0; slice < 3; ++slice) {
+            auto name = std::to_string(step) + "." + std::to_string(slice);
+            slices.push_back(fake([&network, rank, lane, name](Done done) {
+              network.join(lane, rank, name, std::move(done));
+            }));
+          }
+          tasks.push_back(mine.reduce(lane, "step " + std::to_string(step), std::move(slices)));
+        }
+        auto name = [&](int from) { return std::to_string(from) + " " + std::to_string(step); };
+        if (step % 3) mine.announce(next, 0, network.dice.roll(2e-4));
+        tasks.push_back(mine.receive(last, 0, "receive", fake([&network, n = name(last)](Done done) {
+          network.meet(n, std::move(done));
+        })));
+        std::this_thread::sleep_for(seconds(network.dice.roll(2e-4)));
+        tasks.push_back(mine.send(next, 0, 1000, "send", fake([&network, n = name(rank)](Done done) {
+          network.meet(n, std::move(done));
+        })));
+        for (auto& task : tasks) task->wait(60);
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  for (auto& scheduler : ranks) CHECK(scheduler->shutdown(20));
+}
+
+void rings_end_whatever_the_timing() {
+  ring(2, 1000, 0);
+  ring(4, 400, 0);
+  ring(8, 150, 0);
+}
+
+void rings_end_when_half_of_the_messages_are_lost() {
+  ring(2, 400, 0.5);
+  ring(4, 200, 0.5);
+}
+
+void a_failure_reaches_ranks_that_are_no_neighbours() {
+  Network network(6, 1e-4, 1);
+  std::vector<std::weak_ptr<Scheduler>> weak(6);
+  Ranks ranks;
+  for (int rank = 0; rank < 6; ++rank) {
+    Policy policy;
+    policy.rank = rank;
+    ranks.push_back(Scheduler::make(policy));
+    weak[static_cast<std::size_t>(rank)] = ranks.back();
+  }
+  std::vector<std::shared_ptr<Task>> stuck;
+  for (int rank = 0; rank < 6; ++rank) {
+    auto& mine = *ranks[static_cast<std::size_t>(rank)];
+    mine.set_peers(std::make_shared<Gossip>(
+        network, weak, std::vector{(rank + 1) % 6, (rank + 5) % 6}, 0, 0));
+    stuck.push_back(mine.reduce(0, "reduce", {fake([](Done) {})}));
+  }
+  ranks[0]->fail("rank 0 failed: out of memory");
+  for (auto& task : stuck) CHECK(contains(failure_of(*task), "out of memory"));
+  for (auto& scheduler : ranks) CHECK(scheduler->shutdown(20));
+}
+
+}  // namespace
+
+int main() {
+  RUN(a_forked_process_is_told_that_it_is_one);  // first: a sanitizer forks best without threads
+  RUN(a_closure_ends_by_itself);
+  RUN(an_end_opens_for_all_transfers_before_it);
+  RUN(pauses_stay_within_their_share);
+  RUN(a_gate_that_holds_nothing_back_spends_nothing);
+  RUN(slices_wait_for_a_transfer_and_go_on_after_it);
+  RUN(an_announced_transfer_holds_slices_until_its_lease_is_over);
+  RUN(the_first_error_is_everybodys);
+  RUN(a_slice_that_does_not_end_in_time_is_named);
+  RUN(a_shutdown_in_mid_slice_fails_what_is_left);
+  RUN(rings_end_whatever_the_timing);
+  RUN(rings_end_when_half_of_the_messages_are_lost);
+  RUN(a_failure_reaches_ranks_that_are_no_neighbours);
+}

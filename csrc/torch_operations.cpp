@@ -1,0 +1,138 @@
+#include "torch_operations.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <thread>
+
+namespace fold3d {
+namespace {
+
+constexpr auto kPoll = std::chrono::microseconds(20);
+constexpr auto kIdle = std::chrono::seconds(1);  // after which a waiter's thread ends
+
+std::string reason(const std::exception_ptr& error) {
+  if (!error) return {};
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& exception) {
+    const std::string what = exception.what();
+    return what.empty() ? "failed without a word" : what.substr(0, what.find('\n'));
+  } catch (...) {
+    return "failed without a word";
+  }
+}
+
+std::string outcome(c10d::Work& work, bool polled) {
+  try {
+    if (!polled) {
+      work.wait();
+      return {};
+    }
+    while (!work.isCompleted()) std::this_thread::sleep_for(kPoll);
+    return reason(work.exception());
+  } catch (...) {
+    return reason(std::current_exception());
+  }
+}
+
+}  // namespace
+
+void Waiter::watch(c10::intrusive_ptr<c10d::Work> work, bool polled, Done done) {
+  std::lock_guard lock(mutex_);
+  watched_.push_back({std::move(work), polled, std::move(done)});
+  if (!running_) {
+    running_ = true;
+    std::thread([self = shared_from_this()] { self->run(); }).detach();
+  }
+  changed_.notify_one();
+}
+
+void Waiter::run() {
+  std::unique_lock lock(mutex_);
+  while (changed_.wait_for(lock, kIdle, [this] { return !watched_.empty(); })) {
+    Watched first = std::move(watched_.front());
+    watched_.pop_front();
+    lock.unlock();
+    first.done(outcome(*first.work, first.polled));
+    first = {};
+    lock.lock();
+  }
+  running_ = false;
+}
+
+TorchOperation::TorchOperation(Group group, at::Tensor tensor, std::shared_ptr<Waiter> waiter)
+    : group_(std::move(group)), tensors_{std::move(tensor)}, waiter_(std::move(waiter)) {
+  const c10::Device device = tensors_[0].device();
+  if (device.is_cpu()) return;
+  complete_.emplace(device.type());
+  complete_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
+bool TorchOperation::ready() { return !complete_ || complete_->query(); }
+
+void TorchOperation::start(Done done) {
+  auto work = launch();
+  TORCH_CHECK(work, "a process group without this rank was asked to communicate");
+  {
+    std::lock_guard lock(mutex_);
+    work_ = work;
+  }
+  if (complete_) {
+    waiter_->watch(std::move(work), true, std::move(done));
+    return;
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  try {
+    future = work->getFuture();
+  } catch (const c10::Error&) {  // gloo's transfers have none
+    waiter_->watch(std::move(work), false, std::move(done));
+    return;
+  }
+  // No work in the closure: the future belongs to it.
+  future->addCallback([done = std::move(done)](c10::ivalue::Future& over) {
+    done(over.hasError() ? reason(over.exception_ptr()) : std::string());
+  });
+}
+
+void TorchOperation::join() {
+  std::lock_guard lock(mutex_);
+  if (complete_ && work_) work_->synchronize();
+}
+
+void TorchOperation::abort() {
+  c10::intrusive_ptr<c10d::Work> work;
+  {
+    std::lock_guard lock(mutex_);
+    work = work_;
+  }
+  try {
+    if (work) work->abort();
+  } catch (const std::exception&) {  // not every work can be
+  }
+}
+
+Send::Send(Group group, at::Tensor tensor, std::shared_ptr<Waiter> waiter, int peer, int tag)
+    : TorchOperation(std::move(group), std::move(tensor), std::move(waiter)),
+      peer_(peer),
+      tag_(tag) {}
+
+c10::intrusive_ptr<c10d::Work> Send::launch() { return group_->send(tensors_, peer_, tag_); }
+
+Receive::Receive(Group group, at::Tensor tensor, std::shared_ptr<Waiter> waiter, int peer, int tag)
+    : TorchOperation(std::move(group), std::move(tensor), std::move(waiter)),
+      peer_(peer),
+      tag_(tag) {}
+
+c10::intrusive_ptr<c10d::Work> Receive::launch() { return group_->recv(tensors_, peer_, tag_); }
+
+AllReduce::AllReduce(Group group, at::Tensor tensor, std::shared_ptr<Waiter> waiter,
+                     c10d::ReduceOp op)
+    : TorchOperation(std::move(group), std::move(tensor), std::move(waiter)), op_(std::move(op)) {}
+
+c10::intrusive_ptr<c10d::Work> AllReduce::launch() {
+  c10d::AllreduceOptions options;
+  options.reduceOp = op_;
+  return group_->allreduce(tensors_, options);
+}
+
+}  // namespace fold3d

@@ -1,0 +1,130 @@
+"""PP.sync before DP.sync: paper Algorithm 2, on any backend of torch.distributed.
+
+Keeps one invariant: all transfers and gradient reductions of a rank are started by one thread, and
+those of a process group in the order in which they were asked for.
+"""
+
+import atexit
+import importlib
+import logging
+from collections.abc import Collection
+from contextlib import ExitStack
+from datetime import timedelta
+from types import ModuleType
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from megatron.fold3d.runtime.control_sockets import ControlSockets
+from megatron.fold3d.runtime.direct_scheduler import DirectScheduler
+from megatron.fold3d.runtime.preemptive_group import PreemptiveGroup
+
+logger = logging.getLogger(__name__)
+
+BUILD = "make extension"
+_SHUTDOWN_S = 10.0
+_SMALLEST_SLICE = 32 << 10  # bytes; below, starting slices costs a tenth of the link
+
+
+class PreemptiveCommunicator:
+    """Process groups that share one scheduler; a context manager for as long as it is needed.
+
+    Without the extension nothing is preempted: see `DirectScheduler`.
+    """
+
+    def __init__(self, *, slice_bytes: int, timeout: timedelta, pause_share: float = 0.35) -> None:
+        self._slice_bytes = slice_bytes
+        self._timeout_s = timeout.total_seconds()
+        self._pause_share = pause_share
+        self._extension = extension()
+        self._scheduler: Any = None
+        self._links: Any = None
+        self._open = ExitStack()
+
+    @property
+    def preempts(self) -> bool:
+        """Whether the extension is there."""
+        return self._extension is not None
+
+    def connect(self, neighbours: Collection[int], transfer_bytes: int = 0) -> None:
+        """Start the thread and reach the ranks that share a group with this one.
+
+        ``transfer_bytes`` is what a transfer usually carries: a slice is at most a quarter of it.
+
+        All ranks of the job call this together. Failures travel from neighbour to neighbour: the
+        ranks next to this one in the job are neighbours too, so that they reach everybody.
+        """
+        if self._scheduler is not None:
+            return
+        if transfer_bytes:
+            # A transfer that finds a slice under way then takes a quarter longer at most.
+            quarter = max(transfer_bytes // 4 // 4096 * 4096, _SMALLEST_SLICE)
+            self._slice_bytes = min(self._slice_bytes, quarter)
+        extension = self._extension
+        if extension is None:
+            logger.warning(
+                "--preemptive-comm: the extension is not built, DP.sync is sliced but never waits; "
+                "run: %s",
+                BUILD,
+            )
+            self._scheduler = DirectScheduler()
+            return
+        rank, world = dist.get_rank(), dist.get_world_size()
+        policy = extension.Policy()
+        policy.rank, policy.timeout_s = rank, self._timeout_s
+        policy.pause_share = self._pause_share
+        self._scheduler = extension.Scheduler(policy)
+        atexit.register(self.close)
+        if world > 1:
+            ring = {(rank - 1) % world, (rank + 1) % world}
+            sockets = self._open.enter_context(ControlSockets({*neighbours, *ring} - {rank}))
+            self._links = extension.ControlLinks(self._scheduler, sockets.connections)
+
+    def group(self, group: dist.ProcessGroup, direction: int = 0) -> PreemptiveGroup:
+        """Return ``group`` as one whose communication is scheduled."""
+        assert self._scheduler is not None, "connect first"
+        extension = self._extension
+        waiters = (extension.Waiter(), extension.Waiter()) if extension else (None, None)
+        return PreemptiveGroup(group, self._scheduler, waiters, self._slice_bytes, direction)
+
+    def statistics(self) -> Any:
+        """What the scheduler has done so far."""
+        return self._scheduler.statistics()
+
+    def check(self) -> None:
+        """Log what went wrong on the way without ending the job."""
+        for warning in self._links.warnings() if self._links is not None else ():
+            logger.warning("rank %s: %s", dist.get_rank(), warning)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Let what runs end, and stop; after an ``error``, tell all ranks and stop at once."""
+        atexit.unregister(self.close)
+        if self._scheduler is None:
+            return
+        if error is not None:
+            self._scheduler.fail(f"rank {dist.get_rank()} failed: {_one_line(error)}")
+        if not self._scheduler.shutdown(_SHUTDOWN_S):
+            logger.warning("communication was cut short after %s s", _SHUTDOWN_S)
+        if self._links is not None:
+            self.check()
+            self._links.close()
+        self._open.close()
+        self._scheduler = self._links = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, *_: object) -> None:
+        self.close(None if kind is None or issubclass(kind, SystemExit) else error)
+
+
+def extension() -> ModuleType | None:
+    """Return the extension, if it has been built."""
+    try:
+        return importlib.import_module("megatron.fold3d.runtime._scheduler")
+    except ImportError:
+        return None
+
+
+def _one_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,97 @@
+"""A process group whose communication a scheduler starts; callers see a process group.
+
+Keeps one invariant: a tensor is cut into the same slices on every rank, from its size alone, and
+they start in the order of the calls.
+"""
+
+from collections.abc import Sequence
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from megatron.fold3d.runtime._scheduler import Scheduler, Waiter
+    from megatron.fold3d.runtime.direct_scheduler import DirectScheduler
+
+_lanes = count()
+
+
+class PreemptiveGroup(dist.ProcessGroup):
+    """What ``group`` is, with transfers that go first and all-reduces in slices that let them.
+
+    Only what Megatron's gradient buckets and our pipeline ask of a group is here: ``allreduce``
+    (also coalesced), ``send`` and ``recv``. ``direction`` tells apart two groups whose transfers
+    have the same two ends. ``scheduled`` is the group that does the work.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        scheduler: "Scheduler | DirectScheduler",
+        waiters: "tuple[Waiter | None, Waiter | None]",
+        slice_bytes: int,
+        direction: int = 0,
+    ) -> None:
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # an overload
+        self.scheduled = group
+        self._ranks = dist.get_process_group_ranks(group)
+        self._scheduler: Any = scheduler
+        self._senders, self._receivers = waiters
+        self._slice_bytes = slice_bytes
+        self._direction = direction
+        self._lane = next(_lanes)
+        self._names = count(1)
+        # What torch knows of a group by its object: its own functions ask, above all when they
+        # report an error.
+        known = dist.distributed_c10d._world
+        known.pg_map[self] = known.pg_map[group]
+        known.pg_group_ranks[self] = known.pg_group_ranks[group]
+
+    def allreduce(  # type: ignore[override]
+        self, tensors: Sequence[torch.Tensor], options: Any = None
+    ) -> Any:
+        """Start to sum a tensor over the group, slice by slice; the task is for `dist.Work`."""
+        op = options.reduceOp if options is not None else dist.ReduceOp.SUM
+        name = f"all-reduce {next(self._names)} over ranks {self._ranks}"
+        slices = [part for tensor in tensors for part in self._slices(tensor)]
+        return self._scheduler.all_reduce(
+            self.scheduled, slices, self._senders, op, self._lane, name
+        )
+
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], options: Any = None) -> Any:
+        """Sum several tensors, as one task."""
+        return self.allreduce(tensors, options)
+
+    def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> Any:
+        """Start to send one tensor to ``peer``, a rank of the group."""
+        [tensor] = tensors
+        to = self._ranks[peer]
+        return self._scheduler.send(
+            self.scheduled,
+            tensor,
+            self._senders,
+            peer,
+            tag,
+            to,
+            self._direction,
+            f"send to rank {to}",
+        )
+
+    def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> Any:
+        """Start to receive one tensor from ``peer``, a rank of the group."""
+        [tensor] = tensors
+        of = self._ranks[peer]
+        name = f"receive from rank {of}"
+        return self._scheduler.receive(
+            self.scheduled, tensor, self._receivers, peer, tag, of, self._direction, name
+        )
+
+    def announce(self, peer: int, eta_s: float) -> None:
+        """Say that the next send to ``peer`` comes in ``eta_s``: DP.sync leaves the way clear."""
+        self._scheduler.announce(self._ranks[peer], self._direction, eta_s)
+
+    def _slices(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        flat = tensor.view(-1)
+        return tuple(flat.split(max(1, self._slice_bytes // flat.element_size())))

@@ -1,0 +1,48 @@
+"""PP.sync before DP.sync changes when something is sent, not what: bit for bit stock's."""
+
+import shlex
+from collections.abc import Sequence
+
+import pytest
+
+from megatron.fold3d.runtime.communicator import extension
+from tests.distributed import run_distributed
+from tests.end_to_end.training import Record, differences, train
+
+pytestmark = [
+    pytest.mark.gloo,
+    pytest.mark.skipif(extension() is None, reason="needs the extension: make extension"),
+]
+
+MODEL = (
+    "--device cpu --num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--max-position-embeddings 16 --attention-dropout 0 --hidden-dropout 0 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 63 --num-workers 0 --micro-batch-size 1 "
+    "--train-iters 4 --lr 1e-2 --lr-decay-iters 10 --eval-iters 1 --eval-interval 3 "
+    "--pipeline-model-parallel-size 2 --segments 2 --global-batch-size 8 --overlap-grad-reduce"
+)
+PREEMPTS = "--schedule aiao --preemptive-comm --dp-slice-bytes 4096"
+
+
+@pytest.mark.parametrize(
+    ("flags", "ours"),
+    [
+        ("", PREEMPTS),
+        ("--bf16 --clip-grad 0", f"{PREEMPTS} --backward-share 0.5"),
+    ],
+)
+def test_losses_and_parameters_are_those_of_stock(flags: str, ours: str) -> None:
+    command = shlex.split(f"{MODEL} {flags}")
+    record = run_distributed(train, 4, (*command, *shlex.split(ours)))
+    stock = run_distributed(train, 4, (*command, "--schedule", "stock"))
+
+    if "--backward-share" in ours:  # norms are then logged an iteration later
+        _drop_norms(record)
+        _drop_norms(stock)
+    assert differences(record, stock) == []
+
+
+def _drop_norms(records: Sequence[Record]) -> None:
+    for record in records:
+        for iteration in record.iterations:
+            iteration.pop("grad norm", None)
