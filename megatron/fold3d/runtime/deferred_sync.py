@@ -24,7 +24,7 @@ from megatron.core.utils import log_single_rank
 from megatron.fold3d.runtime.communicator import PreemptiveCommunicator
 from megatron.fold3d.runtime.kept_back import kept_back
 from megatron.fold3d.runtime.late_step import LateStep
-from megatron.fold3d.runtime.norm_bound import NormBound
+from megatron.fold3d.runtime.norm_bound import Bound, NormBound
 from megatron.fold3d.runtime.reductions import Reductions
 from megatron.fold3d.runtime.replicas import bucket_groups, connect, ranks_of, ranks_of_all
 
@@ -62,6 +62,7 @@ class DeferredSync:
         self._reductions = Reductions(slice_bytes)
         self._kept_back: AbstractSet[torch.nn.Parameter] = frozenset()
         self._norm_bound: NormBound | None = None
+        self._bound: Bound | None = None  # of the last step
         self._alone: dist.ProcessGroup | None = None
         self._bounded = bounded
         self._timeout = timeout
@@ -118,9 +119,8 @@ class DeferredSync:
         if self._norm_bound is not None:
             here = [chunk for chunk in self._chunks if chunk not in late]
             self._norm_bound.add_reduced(here, late, self._kept_back)
-            bound = self._norm_bound.total()
-            logger.debug("gradients of iteration %s: %s", iteration, bound)
-            if not bound.allows_late_steps(optimizer):
+            self._bound = self._norm_bound.total(optimizer.get_loss_scale().item())
+            if not self._bound.allows_late_steps(optimizer.config):
                 self._num_whole += 1
                 for chunk in late:
                     self._reductions.wait(chunk)
@@ -181,6 +181,13 @@ class DeferredSync:
         """Tell the norm of the gradients of an iteration, as soon as all are known."""
         assert not self._due, "a chunk ran no forward since its step became due"
         if self._step is not None:
-            norm, iteration = self._step.grad_norm(), self._step.iteration
-            log_single_rank(logger, logging.INFO, "grad norm of iteration %s: %s", iteration, norm)
+            known = "" if self._bound is None else f", bound {self._bound.norm:.6g}"
+            log_single_rank(
+                logger,
+                logging.INFO,
+                "grad norm of iteration %s: %s%s",
+                self._step.iteration,
+                self._step.grad_norm(),
+                known,
+            )
             self._step = None

@@ -32,24 +32,24 @@ _MEGATRONS_EPSILON = 1e-6  # clip_grad_by_total_norm_fp32 divides by the norm an
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What cannot be exceeded, of gradients as a loss scaler has scaled them.
+    """What cannot be exceeded.
 
     Attributes:
-        norm: of all gradients.
-        peak: of each single gradient that is reduced in fp16, which overflows before a norm does.
+        norm: by the norm of all gradients, as Megatron computes it.
+        peak: by any gradient that is reduced in fp16, as a loss scaler has scaled it. fp16
+            overflows where norms do not; in other types a finite norm is proof enough.
     """
 
     norm: float
     peak: float
 
-    def allows_late_steps(self, optimizer: Any) -> bool:
+    def allows_late_steps(self, config: Any) -> bool:
         """Tell whether Megatron's optimizer is sure to take this step, and not to clip it."""
-        config, scale = optimizer.config, optimizer.get_loss_scale().item()
         finite = torch.finfo(torch.float32).max
         limit = min(config.clip_grad or finite, config.grad_norm_skip_threshold, finite)
-        norm = self.norm / scale * _SAFETY + _MEGATRONS_EPSILON
+        unclipped = self.norm + _MEGATRONS_EPSILON <= limit
         # Neither holds for NaN.
-        return norm <= limit and self.peak <= torch.finfo(torch.float16).max
+        return unclipped and self.peak <= torch.finfo(torch.float16).max
 
 
 class NormBound:
@@ -112,12 +112,12 @@ class NormBound:
             if gradients and dist.get_rank() == ranks[0]:
                 self._norms[self._first_slot[ranks] + self._reduced_slot] = _norm(gradients)
 
-    def total(self) -> Bound:
+    def total(self, loss_scale: float) -> Bound:
         """Return the bound, and forget what was taken down; all ranks of the job call this."""
         dist.all_reduce(self._slots, group=self._world)
         norm, peak = torch.stack([self._norms.norm(), self._peaks.max()]).tolist()
         self._slots.zero_()
-        return Bound(norm, peak)
+        return Bound(norm / loss_scale * _SAFETY, peak)
 
 
 def _norm(parts: Sequence[torch.Tensor]) -> torch.Tensor:
