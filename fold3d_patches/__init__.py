@@ -40,10 +40,13 @@ def install_schedule(config: "Fold3DConfig", num_microbatches: int) -> ExitStack
     if config.trace is None:
         return _install(config, plans, None)
 
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
     from fold3d_patches import trace
+    from megatron.fold3d.runtime.metrics import Metrics
     from megatron.fold3d.runtime.tracer import Tracer
 
-    tracer = Tracer(config, plans)
+    tracer = Tracer(config, plans, Metrics(get_tensorboard_writer, get_wandb_writer))
     with apply(trace.patches(tracer, config.schedule)) as stack:
         stack.enter_context(tracer)
         stack.push(_install(config, plans, tracer.recorder))

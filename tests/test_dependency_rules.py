@@ -25,6 +25,7 @@ MAY_NAME = {
         f"{FOLD3D}.config",
         f"{FOLD3D}.analysis.costs",
         f"{FOLD3D}.analysis.trace",
+        f"{FOLD3D}.analysis.own_time",
         f"{FOLD3D}.runtime",
     ),
     "commands": (f"{FOLD3D}.plan", f"{FOLD3D}.analysis", f"{FOLD3D}.commands"),

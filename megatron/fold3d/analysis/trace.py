@@ -191,6 +191,11 @@ def to_timeline(ranks: Sequence[RankTrace]) -> Timeline:
     )
 
 
+def spans_of(row: IterationTrace) -> list[Span]:
+    """Return what a rank did in an iteration and knows by itself: all but its messages."""
+    return list(_Clocked(row, 0, 0.0).spans())
+
+
 @dataclass(frozen=True, slots=True)
 class _Clocked:
     """One iteration of one rank, on the run's time."""

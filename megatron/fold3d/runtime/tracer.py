@@ -17,6 +17,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron.fold3d.analysis.trace import IterationTrace, RankTrace
 from megatron.fold3d.config import Fold3DConfig
+from megatron.fold3d.runtime.metrics import Metrics
 from megatron.fold3d.runtime.plans import Plans
 from megatron.fold3d.runtime.recorder import Recorder
 
@@ -31,15 +32,17 @@ class Tracer:
     Args:
         config: of the run; it names the folder and the iterations.
         plans: of the schedule; stock's has none.
+        metrics: is given every iteration, on the rank that has writers.
     """
 
-    def __init__(self, config: Fold3DConfig, plans: Plans) -> None:
+    def __init__(self, config: Fold3DConfig, plans: Plans, metrics: Metrics) -> None:
         assert config.trace is not None
         self.recorder = Recorder(torch.device(config.device), self._wants, self._keep)
         self._folder: Path = config.trace
         self._iterations = config.trace_iterations
         self._config = config
         self._plans = plans
+        self._metrics = metrics
         self._recorded: list[IterationTrace] = []
         self._written = 0
         self._stages: dict[Any, int] = {}
@@ -78,11 +81,14 @@ class Tracer:
     def _wants(self, number: int) -> bool:
         if self._iterations is None:  # a resumed run does not begin with the first
             self._iterations = range(number + WARM_UP, number + WARM_UP + 2)
-        return number in self._iterations
+        return number in self._iterations or self._metrics.is_wanted
 
     def _keep(self, iteration: IterationTrace) -> None:
-        self._recorded.append(iteration)
+        if self._metrics.is_wanted:
+            self._metrics.write(iteration)
         assert self._iterations is not None
+        if iteration.iteration in self._iterations:
+            self._recorded.append(iteration)
         if iteration.iteration == self._iterations[-1]:
             self._write()
 

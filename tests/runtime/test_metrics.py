@@ -1,0 +1,76 @@
+import pytest
+
+from megatron.fold3d.analysis.own_time import own_seconds
+from megatron.fold3d.analysis.trace import Event, IterationTrace
+from megatron.fold3d.runtime.metrics import Metrics
+
+ROW = IterationTrace(
+    iteration=7,
+    start_s=1e9,
+    end_s=10.0,
+    events=(
+        Event("1RECV_F0", 0.0, 1.5, "p2p"),
+        Event("wait 1F0", 0.0, 1.5, "wait"),
+        Event("1F0", 1.5, 2.5, "compute"),
+        Event("1OFFLOAD0", 2.5, 3.0, "offload"),
+        Event("1B0", 2.5, 4.5, "compute"),
+        Event("1REDUCE_GRAD", 4.5, 9.0, "grad_sync"),
+        Event("1WAIT_GRAD", 4.5, 9.5, "wait"),
+        Event("optimizer", 9.0, 9.5, "optimizer"),
+    ),
+    gpu_memory_bytes=None,
+    host_memory_bytes=1 << 20,
+)
+SECONDS = {
+    "forward_s": 1.0,
+    "backward_s": 2.0,
+    "optimizer_s": 0.5,
+    "exposed_grad_sync_s": 4.5,
+    "copies_s": 0.5,
+    "bubble_and_exposed_p2p_s": 2.0,
+    "total_s": 10.0,
+}
+
+
+class TensorBoard:
+    def __init__(self) -> None:
+        self.scalars: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.scalars.append((name, value, step))
+
+
+class Wandb:
+    def __init__(self) -> None:
+        self.run: object = "running"
+        self.rows: list[tuple[dict[str, float], bool]] = []
+
+    def log(self, values: dict[str, float], *, commit: bool) -> None:
+        self.rows.append((values, commit))
+
+
+def test_a_rank_knows_where_its_own_time_went():
+    assert own_seconds(ROW) == pytest.approx(SECONDS)
+
+
+def test_an_iteration_goes_to_the_writers_that_there_are():
+    tensorboard, wandb = TensorBoard(), Wandb()
+    Metrics(lambda: tensorboard, lambda: wandb).write(ROW)
+    expected = {f"fold3d/{name}": value for name, value in SECONDS.items()}
+    assert {name: value for name, value, _ in tensorboard.scalars} == pytest.approx(expected)
+    assert {step for _, _, step in tensorboard.scalars} == {7}
+    assert wandb.rows == [({**expected, "fold3d/iteration": 7}, False)]
+
+
+def test_nothing_is_written_to_a_run_that_is_finished():
+    wandb = Wandb()
+    wandb.run = None
+    metrics = Metrics(lambda: None, lambda: wandb)
+    metrics.write(ROW)
+    assert not metrics.is_wanted
+    assert wandb.rows == []
+
+
+def test_a_rank_without_writers_wants_nothing():
+    assert not Metrics(lambda: None, lambda: None).is_wanted
+    assert Metrics(lambda: None, Wandb).is_wanted
