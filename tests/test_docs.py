@@ -15,6 +15,7 @@ import pytest
 from megatron.fold3d.analysis.model import Family
 from megatron.fold3d.analysis.presets import SCRIPTS, preset_flags
 from megatron.fold3d.config import Fold3DConfig
+from tests.commands.traces import write_traces
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -68,6 +69,8 @@ def test_a_command_is_one_that_its_program_takes(
     program = Path(words[0]).name
     if program == "fold3d":
         _check_fold3d(command, words, tmp_path_factory)
+    elif program == "torchrun" and "fold3d" in words:
+        _takes([FOLD3D], words[words.index("fold3d") + 1 :])
     elif program == "torchrun":
         _check_training(parser, words)
     elif program.startswith("python"):
@@ -83,13 +86,15 @@ def test_a_command_is_one_that_its_program_takes(
 def _check_fold3d(
     command: Command, words: Sequence[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    if words[1] == "search":  # half a minute; tests/test_cli.py runs smaller ones
-        _takes([FOLD3D, "search"], words[2:])
+    if words[1] in ("search", "doctor"):  # half a minute; tests of the commands run smaller ones
+        _takes([FOLD3D, words[1]], words[2:])
         return
-    folder = (
-        tmp_path_factory.getbasetemp() / command.page
-    )  # a page's commands read what others wrote
+    # A page's commands read what others wrote.
+    folder = tmp_path_factory.getbasetemp() / command.page
     folder.mkdir(exist_ok=True)
+    if words[1] in ("trace", "compare"):
+        for run in (word for word in words[2:] if "-" not in word and not Path(word).suffix):
+            write_traces(folder / run)  # as training would have
     line = shlex.join([FOLD3D, *words[1:]]).replace("'>'", ">")
     done = subprocess.run(
         ["bash", "-c", line],
