@@ -35,7 +35,8 @@ start() {
     done
     [[ ! -e $folder/slurm.conf ]] || die "$folder holds a cluster; stop it first"
     export PATH=$PATH:/usr/sbin SLURM_CONF=$folder/slurm.conf
-    trap 'stop "$folder"' ERR
+    # shellcheck disable=SC2064  # the folder of now
+    trap "stop '$folder'" EXIT # whatever fails from here on leaves no daemon behind
 
     mkdir -p "$folder/state"
     configure "$folder" "$num_nodes" >"$SLURM_CONF"
@@ -49,6 +50,7 @@ start() {
         slurmd -N "node$node"
     done
     wait_for_nodes "$num_nodes"
+    trap - EXIT
     echo "$num_nodes nodes of $CPUS_PER_NODE CPUs are up. In a shell: export SLURM_CONF=$SLURM_CONF"
 }
 
@@ -107,8 +109,9 @@ wait_for_nodes() {
 stop() {
     local folder=$1 pid_file pid
     [[ -e $folder/slurm.conf ]] || die "$folder holds no cluster"
-    trap - ERR
-    SLURM_CONF=$folder/slurm.conf scancel --quiet --full --signal=KILL --user="$(id -un)" || true
+    trap - EXIT
+    SLURM_CONF=$folder/slurm.conf scancel --quiet --full --signal=KILL --user="$(id -un)" \
+        2>/dev/null || true # a controller that never started has no jobs
     for pid_file in "$folder"/node*.pid "$folder/slurmctld.pid" "$folder/munge.pid"; do
         [[ -s $pid_file ]] || continue
         pid=$(<"$pid_file")

@@ -5,7 +5,8 @@
 #
 # Task 0 of the job array is stock Megatron as it hides communication best, task 1 is AIAO on the
 # same model chunks. They are jobs of their own: each has its log, its checkpoints and its place in
-# the queue, and can be preempted alone.
+# the queue, and can be preempted alone. As in the paper, both reduce gradients without the
+# distributed optimizer; --use-distributed-optimizer --overlap-param-gather adds it to either.
 set -euo pipefail
 
 [[ -f pretrain_gpt.py ]] || {

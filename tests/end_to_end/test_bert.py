@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+from argparse import ArgumentParser
 
 import pytest
 import tokenizers
@@ -67,3 +69,26 @@ def test_a_bert_is_trained_as_by_stock(data: list[str], num_ranks: int, flags: s
     first, *_, last = ours[-1].iterations
     assert ("sop loss" in first) == ("no-binary-head" not in flags)
     assert float.fromhex(last["lm loss"]) < float.fromhex(first["lm loss"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--mock-data", "--mock-data: this script trains a BERT on documents"),
+        ("--num-experts 2", "--num-experts: this script trains a BERT on documents"),
+        ("--data-path /nowhere", "no data at /nowhere: "),
+        ("--context-parallel-size 2", "--context-parallel-size 2: a BERT's padding is not split"),
+        ("--position-embedding-type none", "Megatron-core's BERT has learned_absolute and rope"),
+        ("--tokenizer-type NullTokenizer --vocab-size 99", "has [CLS], [SEP], [MASK] and [PAD]"),
+    ],
+)
+def test_what_is_no_bert_is_refused(
+    parser: ArgumentParser, data: list[str], words: str, message: str
+):
+    from fold3d_patches import bert
+
+    run = "--transformer-impl local --eval-interval 3"
+    args = parser.parse_args([*run.split(), *data, *words.split()])
+    args.rank = 0
+    with pytest.raises(ValueError, match=re.escape(message)):
+        bert.check(args)

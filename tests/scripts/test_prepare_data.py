@@ -60,6 +60,14 @@ def test_append_eod_ends_each_document_with_the_last_token(corpus: Path, prefix:
     assert read(prefix) == [[*"wörld".encode(), EOD], [*b"a\nb\0", EOD]]
 
 
+def test_sentences_are_the_lines_of_a_document(corpus: Path, prefix: Path):
+    assert prepare(corpus, "--output-prefix", prefix, "--sentences", "--append-eod") == 0
+    dataset = IndexedDataset(str(prefix))
+    sentences = [dataset[i].tolist() for i in range(len(dataset))]
+    assert sentences == [[*"wörld".encode(), EOD], [*b"a"], [*b"b\0", EOD]]
+    assert dataset.document_indices.tolist() == [0, 1, 3]
+
+
 def test_directories_and_globs_are_read_in_sorted_order(tmp_path: Path, prefix: Path):
     for name in ("d/b.txt", "d/a.txt", "d/sub/c.txt", "d/skipped.md", "e/z.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
