@@ -58,9 +58,10 @@ srun --kill-on-bad-exit=1 --mpi=none bash -c "$as_rank" rank python pretrain_gpt
     --segments 4 --overlap-grad-reduce "${schedule[@]}" "${@:2}" &
 ranks=$!
 
-until wait "$ranks"; do
-    status=$?
-    kill -0 "$ranks" 2>/dev/null || break # else it was a signal that ended the wait
+while true; do
+    status=0
+    wait "$ranks" || status=$?
+    kill -0 "$ranks" 2>/dev/null || break # else a signal has ended the wait, but not the ranks
 done
 [[ -z $requeue ]] || exec scontrol requeue "$SLURM_JOB_ID"
-exit "${status:-0}"
+exit "$status"

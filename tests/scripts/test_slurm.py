@@ -99,11 +99,19 @@ def test_outside_of_a_checkout_the_scripts_say_so(checkout: Path):
     assert f"no pretrain_gpt.py in {checkout}; run sbatch in the checkout" in caught.value.stderr
 
 
-def _asked_for(checkout: Path, script: str, words: Sequence[str], task: str = "aiao") -> list[str]:
+def test_the_job_fails_as_its_ranks_do(checkout: Path):
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        _asked_for(checkout, "a100.sbatch", ["gpt3-18b"], srun_then="exit 5")
+    assert caught.value.returncode == 5
+
+
+def _asked_for(
+    checkout: Path, script: str, words: Sequence[str], task: str = "aiao", srun_then: str = ""
+) -> list[str]:
     """Return the flags that a task of the job array hands to ``pretrain_gpt.py``."""
     srun = checkout.parent / "bin" / "srun"
     srun.parent.mkdir(exist_ok=True)
-    srun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"')
+    srun.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@"\n{srun_then}\n')
     srun.chmod(0o755)
     environment = {
         "PATH": f"{srun.parent}:{PATH}",
