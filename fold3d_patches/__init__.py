@@ -65,6 +65,7 @@ def _install(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None"
         save_checkpoint,
         zero_grad_buffer,
     )
+    from megatron.fold3d.runtime.auto_shares import AutoShares
     from megatron.fold3d.runtime.communicator import PreemptiveCommunicator
     from megatron.fold3d.runtime.deferred_sync import DeferredSync
     from megatron.fold3d.runtime.executor import Executor
@@ -90,6 +91,8 @@ def _install(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None"
         bounded=config.clips_or_scales,
         timeout=timeout,
         communicator=communicator,
+        auto=AutoShares(timeout) if config.auto_share else None,
+        recorder=recorder,
     )
     executor = Executor(config, plans, deferred, recorder, offloader, communicator)
     stack = apply(

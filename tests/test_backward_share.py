@@ -37,6 +37,12 @@ def test_a_share_from_0_to_1_is_taken(parse: Parse, share: float) -> None:
     assert (config.backward_share, config.deferred_stages) == (share, range(2))
 
 
+def test_auto_begins_with_half_until_something_is_measured(parse: Parse) -> None:
+    config = Fold3DConfig.from_args(parse(f"{NEEDED} --backward-share auto"))
+    assert (config.backward_share, config.auto_share) == (0.5, True)
+    assert not Fold3DConfig.from_args(parse(NEEDED)).auto_share
+
+
 @pytest.mark.parametrize("share", ["-0.1", "1.5", "nan", "inf"])
 def test_other_shares_are_refused(parse: Parse, share: str) -> None:
     (problem,) = problems(parse(f"{NEEDED} --backward-share={share}"))

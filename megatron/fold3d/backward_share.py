@@ -4,12 +4,24 @@ With it, optimizer steps reach into the next iteration. That is exact as long as
 gradients before the first step, and nobody reads parameters or gradients between iterations.
 """
 
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 
 from megatron.fold3d.refusals import Refusal, spelled
 
 _SMALLEST_SLICE = 4096  # below, a message costs more than what it carries
+
+
+AUTO = "auto"
+FIRST_SHARE = 0.5  # of auto, until something is measured
+
+
+def share_or_auto(text: str) -> float | str:
+    """Read the value of ``--backward-share``."""
+    try:
+        return text if text == AUTO else float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is neither a number nor {AUTO}") from None
 
 
 def share_problems(args: Namespace, schedule: str) -> Iterator[str]:
@@ -27,7 +39,7 @@ def share_problems(args: Namespace, schedule: str) -> Iterator[str]:
         )
     if share is None:
         return
-    if not 0 <= share <= 1:
+    if share != AUTO and not 0 <= share <= 1:
         yield f"--backward-share {share}: it is a share of DP.sync; give a number from 0 to 1"
     if schedule == "stock":
         yield (

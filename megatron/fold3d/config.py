@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from megatron.fold3d.auto_segments import AUTO, auto_problems, segments_or_auto
-from megatron.fold3d.backward_share import share_problems
+from megatron.fold3d.backward_share import FIRST_SHARE, share_or_auto, share_problems
 from megatron.fold3d.buckets import cuts_every_segment
 from megatron.fold3d.layer_split import (
     fitting_segments,
@@ -72,11 +72,11 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     )
     group.add_argument(
         "--backward-share",
-        type=float,
+        type=share_or_auto,
         metavar="X",
         help="Let DP.sync reach into the next iteration: the share X, from 0 to 1, of a segment's "
-        "gradients is reduced behind its backward, the rest behind the next forward. "
-        "Not given, an iteration ends when all gradients are reduced.",
+        "gradients is reduced behind its backward, the rest behind the next forward. auto measures "
+        "what fits behind it. Not given, an iteration ends when all gradients are reduced.",
     )
     group.add_argument(
         "--dp-slice-bytes",
@@ -160,6 +160,7 @@ class Fold3DConfig:
         aiao_last_segment: how ``aiao`` runs its last segment.
         backward_share: share of DP.sync that starts with backward; the rest, and what is left of
             that, runs in the next iteration. None ends it with the iteration.
+        auto_share: whether measured times replace it.
         dp_slice_bytes: how many bytes of gradients such a run reduces at once.
         clips_or_scales: whether Megatron may clip gradients, or skip a step over a loss scale.
         trace: the folder that a trace is written to.
@@ -184,6 +185,7 @@ class Fold3DConfig:
     microbatch_group_size: int | None
     distributed_timeout_minutes: float
     backward_share: float | None = None
+    auto_share: bool = False
     dp_slice_bytes: int = 0
     clips_or_scales: bool = False
     trace: Path | None = None
@@ -228,6 +230,7 @@ class Fold3DConfig:
         ]
         if problems:
             raise ValueError("\n".join(problems))
+        auto_share = args.backward_share == AUTO
         return cls(
             schedule=schedule,
             plan_file=args.plan_file,
@@ -237,7 +240,8 @@ class Fold3DConfig:
             device=args.device,
             microbatch_group_size=args.microbatch_group_size_per_vp_stage,
             distributed_timeout_minutes=args.distributed_timeout_minutes,
-            backward_share=args.backward_share,
+            backward_share=FIRST_SHARE if auto_share else args.backward_share,
+            auto_share=auto_share,
             dp_slice_bytes=args.dp_slice_bytes or SLICE_BYTES[args.device],
             clips_or_scales=args.clip_grad > 0 or args.fp16 or bool(args.loss_scale),
             trace=args.trace,

@@ -161,6 +161,17 @@ def test_shares_may_change_from_one_iteration_to_the_next() -> None:
     assert differences(*_comparable(ours, _stock(4, row.command("--schedule stock")))) == []
 
 
+def test_shares_that_are_measured_anew_in_each_iteration_change_no_result() -> None:
+    row = Row(ours="--schedule aiao --backward-share auto", flags="", clip=2.2)
+    ours, decided = zip(
+        *run_distributed(train_and_decide_often, 4, row.command(row.ours)), strict=True
+    )
+    assert differences(*_comparable(ours, _stock(4, row.command("--schedule stock")))) == []
+    # Of each stage's two replicas the first one tells, twice, what both have decided.
+    assert [len(told) for told in decided] == [2, 0, 2, 0]
+    assert "the first measured" in decided[0][0]
+
+
 @dataclass(frozen=True, slots=True)
 class Heard:
     """What one rank saw and what it logged."""
@@ -213,6 +224,22 @@ def train_with_changing_shares(argv: Sequence[str]) -> "Heard":
 
     DeferredSync.step = changed
     return train_and_listen(argv)
+
+
+def train_and_decide_often(argv: Sequence[str]) -> tuple["Heard", list[str]]:
+    """Train with shares that are decided every second iteration; with what is told of that."""
+    from megatron.fold3d.runtime import auto_shares
+
+    auto_shares.WARM_UP, auto_shares.EVERY, auto_shares.DRIFT = 1, 2, -1.0
+    told: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+
+    auto_shares.logger.setLevel(logging.INFO)
+    auto_shares.logger.addHandler(Listener())
+    return train_and_listen(argv), told
 
 
 def train_and_listen(argv: Sequence[str]) -> Heard:

@@ -21,10 +21,13 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
 
+from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.runtime.auto_shares import AutoShares
 from megatron.fold3d.runtime.communicator import PreemptiveCommunicator
 from megatron.fold3d.runtime.kept_back import kept_back
 from megatron.fold3d.runtime.late_step import LateStep
 from megatron.fold3d.runtime.norm_bound import Bound, NormBound
+from megatron.fold3d.runtime.recorder import Recorder, no_end
 from megatron.fold3d.runtime.reductions import Reductions
 from megatron.fold3d.runtime.replicas import bucket_groups, connect, ranks_of, ranks_of_all
 
@@ -46,6 +49,8 @@ class DeferredSync:
         bounded: whether a step may be clipped or skipped, and is late only if a bound excludes it.
         timeout: of a reduction.
         communicator: starts the slices; without one they start at once.
+        auto: decides the share of each segment, instead, once it has measured some iterations.
+        recorder: of a trace.
     """
 
     def __init__(
@@ -56,14 +61,18 @@ class DeferredSync:
         bounded: bool,
         timeout: timedelta,
         communicator: PreemptiveCommunicator | None = None,
+        auto: AutoShares | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._communicator = communicator
         self._backward_share = backward_share
-        self._reductions = Reductions(slice_bytes)
+        self._auto, self._recorder = auto, recorder
+        self._reductions = Reductions(slice_bytes, self._observe)
         self._kept_back: AbstractSet[torch.nn.Parameter] = frozenset()
         self._norm_bound: NormBound | None = None
         self._bound: Bound | None = None  # of the last step
         self._alone: dist.ProcessGroup | None = None
+        self._pp_group: dist.ProcessGroup
         self._bounded = bounded
         self._timeout = timeout
         self._chunks: Sequence[Any] = ()
@@ -77,6 +86,8 @@ class DeferredSync:
         """Begin an iteration; all ranks of the job call this together."""
         if not self._chunks:
             self._connect(chunks, groups)
+        if self._auto is not None and (shares := self._auto.begin()):
+            self.set_shares(shares)
         self._shares = self._next_shares or [self._backward_share] * len(chunks)
 
     def set_shares(self, shares: Sequence[float]) -> None:
@@ -92,6 +103,8 @@ class DeferredSync:
         """Start to reduce the backward share of a chunk's gradients, which are complete."""
         segment = self._chunks.index(chunk)
         slices = self._reductions.cut(chunk)
+        if self._auto is not None:
+            self._auto.ready(segment, sum(part.num_bytes for part in slices))
         if self._norm_bound is not None:
             self._norm_bound.add(segment, slices)
         self._reductions.start(chunk, slices, self._shares[segment])
@@ -175,7 +188,21 @@ class DeferredSync:
         if self._bounded:
             self._norm_bound = NormBound(everyones, chunks, device, self._timeout)
             self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        if self._auto is not None:
+            self._auto.connect(len(chunks), groups.dp_cp, device)
+        self._pp_group = groups.pp
         self._chunks = chunks
+
+    def _observe(self, chunk: Any, num_bytes: int) -> list[Callable[[], None]]:
+        """Return what to call when ``num_bytes`` that a chunk starts to reduce are reduced."""
+        ends = []
+        if self._auto is not None:
+            ends.append(self._auto.start(num_bytes))
+        if self._recorder is not None:
+            segment = self._chunks.index(chunk)
+            stage = segment * self._pp_group.size() + self._pp_group.rank()
+            ends.append(self._recorder.begin(Action(stage, Op.REDUCE_GRAD), "grad_sync"))
+        return [end for end in ends if end is not no_end]
 
     def _finish_step(self) -> None:
         """Tell the norm of the gradients of an iteration, as soon as all are known."""

@@ -5,7 +5,7 @@ it. Times are read once the device has passed them, when a later iteration begin
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -119,16 +119,9 @@ class Recorder:
             return no_end
         end = self.begin(name, kind)
         works = list(launch())
-        try:
-            futures = [work.get_future() for work in works]
-        except RuntimeError:  # gloo's reduce-scatter has none
-            return end
-        if not futures:
+        if not works:
             end()
-        else:
-            # Over NCCL a callback runs at once, on a stream that waits for the collective.
-            torch.futures.collect_all(futures).add_done_callback(lambda _: end())
-        return no_end
+        return no_end if when_done(works, end) else end
 
     def flush(self) -> None:
         """Deliver the iterations of which everything is known."""
@@ -172,6 +165,22 @@ class Recorder:
 def never(device: torch.device) -> Recorder:
     """Return a recorder that wants no iteration."""
     return Recorder(device, lambda _: False, lambda _: None)
+
+
+def when_done(works: Sequence[dist.Work], end: Callable[[], None]) -> bool:
+    """Call ``end`` when collectives are done, which nothing waits for; False if they cannot tell.
+
+    gloo's reduce-scatter cannot, nor can what waits for its turn in our communicator. Over NCCL
+    ``end`` is called at once, on a stream that waits for the collectives: a mark of the device is
+    then passed when they are done.
+    """
+    try:
+        futures = [work.get_future() for work in works]
+    except (AttributeError, RuntimeError):
+        return False
+    if futures:
+        torch.futures.collect_all(futures).add_done_callback(lambda _: end())
+    return True
 
 
 def no_end() -> None:

@@ -5,7 +5,8 @@ groups that nothing else uses: Megatron's own collectives, such as the mean of t
 stand in the queue behind them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -13,21 +14,32 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from megatron.fold3d.runtime.recorder import when_done
 from megatron.fold3d.runtime.replicas import Ranks, bucket_groups, ranks_of
 from megatron.fold3d.runtime.slices import Slice, divide, kept_ranges, slices
 
+Observer = Callable[[Any, int], Iterable[Callable[[], None]]]
+"""Told of a chunk and of bytes that it starts to reduce; what it returns is called at their end."""
+
 
 class Reductions:
-    """Of one rank's model chunks, those that are under way."""
+    """Of one rank's model chunks, those that are under way.
 
-    def __init__(self, slice_bytes: int) -> None:
+    Args:
+        slice_bytes: what is reduced at once.
+        observer: watches what is started; it must not wait.
+    """
+
+    def __init__(self, slice_bytes: int, observer: Observer) -> None:
         self._slice_bytes = slice_bytes
+        self._observer = observer
         self._chunks: Sequence[Any] = ()
         self._kept_back: AbstractSet[torch.nn.Parameter] = frozenset()
         self._groups: Mapping[Ranks, dist.ProcessGroup] = {}
         self._keeping: list[Any] = []
         self._rest: dict[Any, list[Slice]] = {}
         self._running: dict[Any, list[dist.Work]] = {}
+        self._ends: defaultdict[Any, list[Callable[[], None]]] = defaultdict(list)  # not heard of
 
     def connect(
         self,
@@ -53,12 +65,14 @@ class Reductions:
         for bucket_group in bucket_groups(chunk):
             self._keep(bucket_group)
         first, self._rest[chunk] = divide(whole, share)
-        self._running[chunk] = [part.reduce() for part in first]
+        self._running[chunk] = self._reduce(chunk, first)
 
     def finish_backward(self) -> None:
         """Start what is left of all chunks, lowest first, and wait for what is kept back."""
         for chunk in self._chunks:
-            self._running.get(chunk, []).extend(part.reduce() for part in self._rest.pop(chunk, ()))
+            rest = self._rest.pop(chunk, ())
+            if chunk in self._running:
+                self._running[chunk] += self._reduce(chunk, rest)
         for work in self._keeping:
             work.wait()
         self._keeping.clear()
@@ -71,6 +85,16 @@ class Reductions:
         """Wait until a chunk's gradients are reduced, if they are being reduced."""
         for work in self._running.pop(chunk, ()):
             work.wait()
+        for end in self._ends.pop(chunk, ()):
+            end()
+
+    def _reduce(self, chunk: Any, parts: Sequence[Slice]) -> list[dist.Work]:
+        if not parts:
+            return []
+        ends = self._observer(chunk, sum(part.num_bytes for part in parts))
+        works = [part.reduce() for part in parts]
+        self._ends[chunk] += [end for end in ends if not when_done(works, end)]
+        return works
 
     def _keep(self, bucket_group: Any) -> None:
         """Reduce what is kept back in Megatron's own group, where no slice stands before it."""

@@ -21,6 +21,11 @@ class Slice:
     op: Any
     group: dist.ProcessGroup
 
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return self.data.numel() * self.data.element_size()
+
     def reduce(self) -> dist.Work:
         """Start to reduce it."""
         work: dist.Work | None = dist.all_reduce(

@@ -1,0 +1,177 @@
+"""``--backward-share auto``: shares of DP.sync from measured times.
+
+Now and then an iteration is measured on the device's own clock: when each segment's gradients are
+complete, and how long the network is busy with a byte of them. Two iterations later, when its last
+slice has long been waited for, the shares are decided anew if these times have changed.
+
+Keeps one invariant: all replicas of a stage decide in the same iteration, from the same numbers.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron.fold3d.plan.free_split import backward_shares
+from megatron.fold3d.runtime.device import Clock, Mark, synchronize
+from megatron.fold3d.runtime.recorder import no_end
+from megatron.fold3d.runtime.replicas import connect, ranks_of, ranks_of_all
+
+logger = logging.getLogger(__name__)
+
+WARM_UP = 3  # iterations in which a run still allocates, connects and compiles
+EVERY = 50  # iterations from one that is measured to the next
+DRIFT = 0.1  # what a time may change, as a part of the slowest, before shares are decided anew
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What an iteration took, by segment; the slowest of all replicas."""
+
+    ready_s: tuple[float, ...]
+    """When its gradients were complete, counted from the last segment's: zero or less."""
+    sync_s: tuple[float, ...]
+    """How long the network is busy with them."""
+
+    def shares(self) -> tuple[float, ...]:
+        """Return the share of each segment that fits behind the backward."""
+        return backward_shares(self.ready_s, self.sync_s)
+
+    def change(self, before: "Times") -> float:
+        """Return the largest change of a time, as a part of the longest time before."""
+        now, then = (*self.ready_s, *self.sync_s), (*before.ready_s, *before.sync_s)
+        longest = max(map(abs, then))
+        change = max(abs(a - b) for a, b in zip(now, then, strict=True))
+        return change / longest if longest else change
+
+    def __str__(self) -> str:
+        ready, sync = (", ".join(f"{t:.4g}" for t in ts) for ts in (self.ready_s, self.sync_s))
+        return f"gradients ready at {ready} s, DP.sync of {sync} s"
+
+
+@dataclass(slots=True)
+class _Transfer:
+    start: Mark
+    end: Mark = None
+
+
+@dataclass(slots=True)
+class _Measured:
+    """An iteration that is being measured, or waits to be read."""
+
+    iteration: int
+    ready: dict[int, Mark] = field(default_factory=dict)
+    segment_bytes: dict[int, int] = field(default_factory=dict)
+    num_bytes: int = 0
+    transfers: list[_Transfer] = field(default_factory=list)
+
+    def busy_s(self, clock: Clock) -> float:
+        """Return how long at least one transfer was under way; infinite if an end is unknown."""
+        if any(transfer.end is None for transfer in self.transfers):
+            return math.inf
+        zero = next(iter(self.ready.values()), None)
+        spans = sorted(
+            (clock.seconds(zero, t.start), clock.seconds(zero, t.end)) for t in self.transfers
+        )
+        busy_s, until_s = 0.0, -math.inf
+        for start_s, end_s in spans:
+            busy_s += max(0.0, end_s - max(start_s, until_s))
+            until_s = max(until_s, end_s)
+        return busy_s
+
+
+class AutoShares:
+    """The shares of one rank's segments, over all iterations."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._num_segments = 0
+        self._iteration = 0
+        self._now: _Measured | None = None  # what happens now belongs to it
+        self._last: _Measured | None = None
+        self._decided: Times | None = None
+        self._clock: Clock
+        self._device: torch.device
+        self._replicas: dist.ProcessGroup
+
+    def connect(self, num_segments: int, replicas: dist.ProcessGroup, device: torch.device) -> None:
+        """Make the group in which replicas agree; all ranks of the job call this together."""
+        self._num_segments = num_segments
+        ours = ranks_of(replicas)
+        self._replicas = connect(ranks_of_all({ours}), device, self._timeout)[ours]
+        self._device, self._clock = device, Clock(device)
+
+    def begin(self) -> tuple[float, ...] | None:
+        """Begin an iteration; return the shares that hold from now on if they are new."""
+        self._iteration += 1
+        self._now, shares = None, None
+        if self._last is not None and self._iteration == self._last.iteration + 2:
+            shares = self._decide(self._last)
+        since = self._iteration - WARM_UP - 1
+        if since >= 0 and since % EVERY == 0:
+            self._now = self._last = _Measured(self._iteration)
+        return shares
+
+    def ready(self, segment: int, num_bytes: int) -> None:
+        """Note that a segment's gradients are complete."""
+        if self._now is not None:
+            self._now.ready[segment] = self._clock.mark()
+            self._now.segment_bytes[segment] = num_bytes
+
+    def start(self, num_bytes: int) -> Callable[[], None]:
+        """Note that some bytes are on their way; call what is returned when they have arrived."""
+        if self._now is None:
+            return no_end
+        transfer = _Transfer(self._clock.mark())
+        self._now.transfers.append(transfer)
+        self._now.num_bytes += num_bytes
+
+        def end() -> None:
+            transfer.end = self._clock.mark()
+
+        return end
+
+    def _decide(self, measured: _Measured) -> tuple[float, ...] | None:
+        synchronize(self._device)  # once in many iterations
+        segments = sorted(measured.ready)
+        times = self._agreed(measured, segments)
+        if times is None:
+            return None
+        change = math.inf if self._decided is None else times.change(self._decided)
+        if change <= DRIFT:
+            logger.debug("shares of DP.sync stay, times changed by %.0f %%", 100 * change)
+            return None
+        self._decided = times
+        of_segment = dict(zip(segments, times.shares(), strict=True))
+        shares = tuple(of_segment.get(segment, 0.0) for segment in range(self._num_segments))
+        if self._replicas.rank() == 0:
+            why = "the first measured" if change == math.inf else f"changed by {100 * change:.0f} %"
+            logger.info(
+                "shares of DP.sync behind backward on rank %s, from iteration %s of this run: %s; "
+                "times of iteration %s, %s: %s",
+                dist.get_rank(),
+                self._iteration,
+                ", ".join(f"{share:.2f}" for share in shares),
+                measured.iteration,
+                why,
+                times,
+            )
+        return shares
+
+    def _agreed(self, measured: _Measured, segments: Sequence[int]) -> Times | None:
+        """Return the slowest replica's times; None if one of them does not know its own."""
+        marks = list(measured.ready.values())  # in the order of the backward
+        ready_s = [0.0 - self._clock.seconds(measured.ready[s], marks[-1]) for s in segments]
+        per_byte_s = measured.busy_s(self._clock) / max(1, measured.num_bytes)
+        found = torch.tensor([*ready_s, per_byte_s], dtype=torch.float64, device=self._device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._replicas)
+        *ready_s, per_byte_s = found.tolist()
+        if not segments or not math.isfinite(per_byte_s):
+            return None
+        return Times(
+            tuple(ready_s), tuple(measured.segment_bytes[s] * per_byte_s for s in segments)
+        )
