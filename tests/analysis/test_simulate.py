@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from megatron.fold3d.analysis.costs import Costs
 from megatron.fold3d.analysis.exposure import exposure
 from megatron.fold3d.analysis.grad_sync import (
-    add_param_gather,
     aligned_grad_sync,
     deferred_grad_sync,
     serial_grad_sync,
@@ -250,14 +249,28 @@ def test_a_rank_without_work_is_a_bubble():
     assert all(row.share(row.bubble_s) == 0.0 for row in nothing)
 
 
-def test_stock_starts_dp_sync_late_and_gathers_one_segment_ahead():
+def test_stock_starts_dp_sync_late():
     plan = build("interleaved", num_ranks=2, num_segments=2, num_microbatches=2, group_size=2)
-    first, last = add_param_gather(aligned_grad_sync(plan)).programs
+    first, last = aligned_grad_sync(plan).programs
     assert " ".join(map(str, first)) == (
-        "0GATHER_PARAM 0WAIT_PARAM 2GATHER_PARAM 0F0 0F1 2WAIT_PARAM 2F0 2F1 2B0 2B1 "
-        "2REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD"
+        "0F0 0F1 2F0 2F1 2B0 2B1 2REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD"
     )
     assert " ".join(map(str, last)) == (
-        "1GATHER_PARAM 1WAIT_PARAM 3GATHER_PARAM 1F0 1F1 3WAIT_PARAM 3F0 3B0 3F1 3B1 "
-        "1B0 3REDUCE_GRAD 1B1 1REDUCE_GRAD 3WAIT_GRAD 1WAIT_GRAD"
+        "1F0 1F1 3F0 3B0 3F1 3B1 1B0 3REDUCE_GRAD 1B1 1REDUCE_GRAD 3WAIT_GRAD 1WAIT_GRAD"
     )
+
+
+def test_messages_that_fill_a_link_delay_dp_sync_no_longer_than_their_budget():
+    text = "0F0 0F1 0F2 0F3 0F4 0F5 0REDUCE_GRAD 0WAIT_GRAD\n1F0 1F1 1F2 1F3 1F4 1F5\n"
+    costs = Costs(forward_s=(0.1, 0.1), backward_s=(0.0, 0.0), p2p_s=1.0, grad_sync_s=(1.0, 0.0))
+
+    def ends_s(pause_share: float) -> float:
+        timeline = simulate(Plan.from_text(text), costs, in_order=True, pause_share=pause_share)
+        return timeline.iteration_ends_s(0)[0]
+
+    # The link is full from 0.1 to 6.1; DP.sync is there from 0.6 on.
+    assert ends_s(1.0) == pytest.approx(7.1)
+    # In each second from there it waits 0.35 and has half of the link for 0.65: 0.325 twice
+    # until 2.6, once more until 3.6, and the last 0.025 after a fourth pause.
+    assert ends_s(0.35) == pytest.approx(3.95 + 0.05)
+    assert ends_s(0.0) == pytest.approx(0.6 + 2.0)

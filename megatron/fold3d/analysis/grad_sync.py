@@ -4,9 +4,6 @@ Beside `lowering.add_grad_sync`, which starts a stage's reduction with its last 
 for all of them at the end.
 """
 
-from collections.abc import Iterator
-from itertools import pairwise
-
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program
 from megatron.fold3d.plan.lowering import add_grad_sync, defer_grad_sync
 
@@ -41,15 +38,6 @@ def aligned_grad_sync(plan: Plan) -> Plan:
     return Plan(tuple(_late(program, rank) for rank, program in enumerate(synced)))
 
 
-def add_param_gather(plan: Plan) -> Plan:
-    """Add the gather of updated parameters: an iteration of the distributed optimizer begins so.
-
-    The first segment's starts at once, each other one's at the first forward of the segment before
-    it, where stock Megatron's ``--overlap-param-gather`` has it.
-    """
-    return Plan(tuple(tuple(_with_gather(program)) for program in plan.programs))
-
-
 def _late(program: Program, num_backwards: int) -> Program:
     """Move every REDUCE_GRAD behind so many more backwards."""
     late: list[Action] = []
@@ -67,17 +55,3 @@ def _late(program: Program, num_backwards: int) -> Program:
         while due and due[0][0] <= done:
             late.append(due.pop(0)[1])
     return tuple(late)
-
-
-def _with_gather(program: Program) -> Iterator[Action]:
-    stages = sorted({action.stage for action in program})
-    following = dict(pairwise(stages))
-    waiting = set(stages)
-    yield Action(stages[0], Op.GATHER_PARAM)
-    for action in program:
-        if action.op is Op.FORWARD and action.stage in waiting:
-            waiting.remove(action.stage)
-            yield Action(action.stage, Op.WAIT_PARAM)
-            if action.stage in following:
-                yield Action(following[action.stage], Op.GATHER_PARAM)
-        yield action

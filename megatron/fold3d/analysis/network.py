@@ -1,5 +1,8 @@
 """Links that flows share: fluid, max-min fair, PP.sync before DP.sync.
 
+Strictly so, or up to a pause budget as the preemptive communicator has one: messages that fill a
+link would else keep DP.sync off it for good.
+
 Work is counted in seconds at the full rate of a NIC, so every capacity is one. A NIC is full
 duplex, two links: a message uses the sender's outgoing and the receiver's incoming one, a
 collective both links of its own NIC.
@@ -10,12 +13,16 @@ from math import inf
 from typing import Any
 
 from megatron.fold3d.analysis.clock import Clock
+from megatron.fold3d.analysis.pause_budget import PauseBudget
 
 
 class Flow:
     """Work that takes the same rate on each of its links, and whom to tell when it is done."""
 
-    __slots__ = ("background", "done", "ends_s", "links", "rate", "remaining_s", "since_s", "tag")
+    __slots__ = (
+        *("background", "done", "ends_s", "is_collective", "links"),
+        *("rate", "remaining_s", "since_s", "tag"),
+    )
 
     def __init__(
         self, links: tuple[int, int], work_s: float, done: Callable[[Any], None], tag: Any
@@ -24,7 +31,8 @@ class Flow:
         self.remaining_s = work_s
         self.done = done
         self.tag = tag
-        self.background = False
+        self.is_collective = False
+        self.background = False  # takes what messages leave
         self.rate = 0.0
         self.since_s = 0.0
         self.ends_s = inf  # if nothing changes on its links
@@ -38,14 +46,21 @@ class Network:
         num_nics: NICs, numbered from zero.
         preemptive: messages take all that they can use and collectives share the rest; without it
             they are equals.
+        pause_share: of the time that messages may keep collectives off a NIC; then they are equals.
     """
 
-    def __init__(self, clock: Clock, num_nics: int, *, preemptive: bool) -> None:
+    def __init__(
+        self, clock: Clock, num_nics: int, *, preemptive: bool, pause_share: float = 1.0
+    ) -> None:
         # Dicts as ordered sets: equal runs visit equal flows in equal order.
         self._clock = clock
         self._flows: list[dict[Flow, None]] = [{} for _ in range(2 * num_nics)]
         self._background: list[dict[Flow, None]] = [{} for _ in range(num_nics)]
         self._preemptive = preemptive
+        self._budgets = [
+            PauseBudget(clock, nic, pause_share, self._make_equal)
+            for nic in range(num_nics if preemptive and pause_share < 1 else 0)
+        ]
         self._touched: dict[int, None] = {}
 
     def message(
@@ -57,12 +72,15 @@ class Network:
     def collective(self, nic: int, work_s: float, done: Callable[[Any], None], tag: Any) -> Flow:
         """Make the flow of a collective, which sends and receives through one NIC."""
         flow = Flow((2 * nic, 2 * nic + 1), work_s, done, tag)
-        flow.background = self._preemptive
+        flow.is_collective = True
         return flow
 
     def start(self, flow: Flow) -> None:
         """Let a flow take part from now on; `settle` will give it its rate."""
         flow.since_s = self._clock.now_s
+        nic = flow.links[0] >> 1
+        equal = bool(self._budgets) and self._budgets[nic].is_spent
+        flow.background = flow.is_collective and self._preemptive and not equal
         for flows in self._of(flow):
             flows[flow] = None
         self._touch(flow)
@@ -101,6 +119,21 @@ class Network:
                 used = max(sum(flow.rate for flow in self._flows[2 * nic + i]) for i in (0, 1))
                 for flow in background:
                     self._set_rate(flow, max(0.0, 1.0 - used) / len(background))
+                if self._budgets:
+                    self._budgets[nic].pause(paused=used > 0)
+            elif self._budgets:
+                self._budgets[nic].pause(paused=False)
+
+    def _make_equal(self, nic: int, equal: bool) -> None:
+        """Let the collectives of a NIC share it with messages, or yield to them again."""
+        of_nic = [*self._background[nic], *self._flows[2 * nic]]
+        for flow in dict.fromkeys(flow for flow in of_nic if flow.is_collective):
+            for flows in self._of(flow):
+                del flows[flow]
+            flow.background = not equal
+            for flows in self._of(flow):
+                flows[flow] = None
+            self._touch(flow)
 
     def _of(self, flow: Flow) -> tuple[dict[Flow, None], ...]:
         if flow.background:

@@ -13,7 +13,6 @@ from megatron.fold3d.analysis.candidates import Assumption, Candidate
 from megatron.fold3d.analysis.costs import Costs
 from megatron.fold3d.analysis.estimate import Estimate
 from megatron.fold3d.analysis.grad_sync import (
-    add_param_gather,
     aligned_grad_sync,
     deferred_grad_sync,
     serial_grad_sync,
@@ -22,9 +21,11 @@ from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.analysis.timeline import Timeline
 from megatron.fold3d.plan.ir import Op, Plan
 from megatron.fold3d.plan.lowering import add_grad_sync, add_offload
+from megatron.fold3d.plan.param_gather import add_param_gather
 from megatron.fold3d.plan.schedules import build
 
 _STEADY = 3  # iterations until one that defers DP.sync takes as long as the one before
+PAUSE_SHARE = 0.35  # what PP.sync may take from DP.sync before they are equals
 
 
 def plan_of(candidate: Candidate) -> Plan:
@@ -67,7 +68,7 @@ def timeline_of(
         options["iterations"] = _STEADY
         options["backward_share"] = _shares(candidate)
     if preemptive:  # a queue of slices, the most urgent first
-        options["grad_sync_order"] = "edf"
+        options |= {"grad_sync_order": "edf", "pause_share": PAUSE_SHARE}
         if candidate.backward_share is not None:
             options["backward_share"] = (1.0,) * plan.num_stages
     if candidate.schedule == "1f1b":

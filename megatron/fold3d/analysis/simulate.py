@@ -40,6 +40,7 @@ def simulate(
     nic_of_rank: Sequence[int] | None = None,
     grad_sync_order: GradSyncOrder = "fifo",
     preemptive: bool = True,
+    pause_share: float = 1.0,
     flush: bool = False,
     in_order: bool = False,
     sends_waited_for: Collection[Op] = (),
@@ -54,6 +55,7 @@ def simulate(
         nic_of_rank: the NIC that each rank uses; one of its own by default.
         grad_sync_order: "edf" lets the DP.sync that is needed first overtake the others.
         preemptive: PP.sync goes before DP.sync on a shared link; otherwise they share it fairly.
+        pause_share: of each second, what PP.sync may keep DP.sync waiting if it goes first.
         flush: no rank begins an iteration before all have ended the one before.
         in_order: messages between two ranks in one direction go one after the other, as those of
             one communicator do; otherwise they share the link.
@@ -72,7 +74,7 @@ def simulate(
             f"found {len(nics)} NICs; the plan has {plan.num_ranks} ranks, one for each"
         )
     steps = Steps(plan, costs, backward_share)
-    run = _Run(steps, costs, nics, grad_sync_order, preemptive, iterations, flush)
+    run = _Run(steps, costs, nics, grad_sync_order, preemptive, pause_share, iterations, flush)
     run.in_order = in_order
     if not costs.sends_are_buffered:
         run.sends_waited_for = frozenset(sends_waited_for)
@@ -120,6 +122,7 @@ class _Run:
         nics: tuple[int, ...],
         order: GradSyncOrder,
         preemptive: bool,
+        pause_share: float,
         iterations: int,
         flush: bool,
     ) -> None:
@@ -131,7 +134,9 @@ class _Run:
         self.clock = Clock()
         # Behind the NICs, one more pair of links per rank: for DP.sync that stays in the node.
         local_nics = range(1 + max(nics), 1 + max(nics) + len(nics))
-        self.network = Network(self.clock, local_nics.stop, preemptive=preemptive)
+        self.network = Network(
+            self.clock, local_nics.stop, preemptive=preemptive, pause_share=pause_share
+        )
         self.steps = steps
         self.times_true = [0] * self.steps.num_facts
         self.times_begun = [0] * self.steps.num_facts  # of DP.sync: it may end iterations later

@@ -33,6 +33,8 @@ A cluster file has one `field = number` per line: num_nodes, gpus_per_node,
 gpu_flops_per_s, gpu_memory_bytes, nic_bytes_per_s, intra_bytes_per_s,
 host_copy_bytes_per_s and host_memory_bytes."""
 
+_LACKING: frozenset[Assumption] = frozenset({"preemptive-comm"})
+
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
@@ -61,8 +63,8 @@ class _Answer:
 
     @property
     def lacks(self) -> str:
-        """What training does not have of the best one, as the user has it assumed."""
-        return "" if self.best.candidate.is_stock else ", ".join(sorted(self.assumed))
+        """What training does not have of what the best one was assumed to have."""
+        return "" if self.best.candidate.is_stock else ", ".join(self.assumed & _LACKING)
 
     def flags(self, shape: ModelShape) -> str | None:
         """Return the best one's flags, if there is a training script that takes them."""
@@ -84,7 +86,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=_assumptions,
         default=frozenset(),
         metavar="WHAT",
-        help="give AIAO what training does not have yet, separated by commas: "
+        help="give ours what has not run on a GPU, or not at all, separated by commas: "
         f"{', '.join(get_args(Assumption))}",
     )
     given = parser.add_argument_group("what is not to be chosen")

@@ -11,12 +11,9 @@ from typing import Any
 from megatron.fold3d.analysis.breakdown import COLUMNS, shown_columns
 from megatron.fold3d.analysis.draw import caption_of, draw
 from megatron.fold3d.analysis.exposure import Exposure, exposure, mean
-from megatron.fold3d.analysis.grad_sync import (
-    add_param_gather,
-    deferred_grad_sync,
-    serial_grad_sync,
-)
+from megatron.fold3d.analysis.grad_sync import deferred_grad_sync, serial_grad_sync
 from megatron.fold3d.analysis.grid import to_text
+from megatron.fold3d.analysis.running import PAUSE_SHARE
 from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.analysis.steady import steady_state
 from megatron.fold3d.analysis.timeline import Lane, Timeline
@@ -26,6 +23,7 @@ from megatron.fold3d.commands.plan_source import plan_from, sizes
 from megatron.fold3d.commands.schedule_options import add_size_options, compute_plan
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
 from megatron.fold3d.plan.lowering import add_grad_sync
+from megatron.fold3d.plan.param_gather import add_param_gather
 from megatron.fold3d.plan.schedules import SCHEDULES
 from megatron.fold3d.plan.verify import verify
 
@@ -106,6 +104,7 @@ def run(args: Namespace) -> int:
     options: dict[str, Any] = {
         "nic_of_rank": source.nic_of_rank,
         "preemptive": args.preemptive_comm,
+        "pause_share": PAUSE_SHARE,
         "grad_sync_order": "edf" if args.grad_sync == "deferred" else "fifo",
         "flush": not deferred,
         "in_order": True,
