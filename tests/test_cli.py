@@ -349,12 +349,13 @@ def test_search_says_that_aiao_gains_nothing_where_it_does_not(fold3d):
     assert "--schedule" not in flags
 
 
-def test_what_is_assumed_is_not_emitted(fold3d):
+def test_what_no_gpu_has_timed_is_tried_on_request(fold3d):
     line = "search --model testbed --cluster testbedx4 --global-batch-size 16 --pp 2 --fp32"
-    code, out, err = fold3d(f"{line} --assume preemptive-comm,offload --emit")
-    assert (code, out) == (1, "")
-    assert "the best needs preemptive-comm, which training does not have yet" in err
-    assert "--schedule aiao" in fold3d(f"{line} --emit")[1]
+    tried = json.loads(fold3d(f"{line} --assume preemptive-comm,offload --json")[1])
+    usual = json.loads(fold3d(f"{line} --json")[1])
+    assert tried["considered"] > usual["considered"]
+    assert any(row["preemptive_comm"] for row in tried["rows"])
+    assert not any(row["preemptive_comm"] or row["offload"] for row in usual["rows"])
 
 
 @pytest.fixture(scope="module")
@@ -378,7 +379,7 @@ def megatrons_parser():
         ("aiao", {}),
         ("aiao", {"distributed_optimizer": True}),
         ("aiao", {"backward_share": 0.7}),
-        ("aiao", {"offload": True}),
+        ("aiao", {"offload": True, "preemptive": True}),
     ],
 )
 def test_pretrain_gpt_accepts_every_flag_that_is_emitted(
@@ -412,6 +413,7 @@ def test_pretrain_gpt_accepts_every_flag_that_is_emitted(
     assert args.overlap_grad_reduce
     assert args.use_distributed_optimizer == sharded
     assert config.backward_share == options.get("backward_share")
+    assert config.preemptive_comm == candidate.preemptive
     assert config.offload_activations == ("on" if candidate.offload else "off")
     assert args.microbatch_group_size_per_vp_stage == (
         8 if options.get("group_size") == 8 else None

@@ -22,7 +22,7 @@ WITHOUT_PROGRESS = lambda done, all_: None  # noqa: E731
 @pytest.fixture(scope="module", params=[frozenset(), frozenset({"offload", "preemptive-comm"})])
 def all_small(request):
     """Every candidate of a small search and some of their neighbours, simulated."""
-    judge = _Judge(SMALL, SLOW, request.param, WITHOUT_PROGRESS)
+    judge = _Judge(SMALL, SLOW, WITHOUT_PROGRESS)
     chosen = list(candidates(SMALL, SLOW, 32, assumed=request.param))[:: 2 + len(request.param)]
     chosen = [judge.with_share(candidate) for candidate in chosen]
     chosen += [n for c in chosen[::20] for n in neighbours(c, SMALL.num_layers)]
@@ -51,7 +51,7 @@ def test_activations_are_counted_as_the_plan_has_them(all_small):
 
 
 def test_the_search_finds_the_fastest_of_all():
-    judge = _Judge(SMALL, SLOW, frozenset(), WITHOUT_PROGRESS)
+    judge = _Judge(SMALL, SLOW, WITHOUT_PROGRESS)
     given = Given(microbatch_size=1, recompute="none")
     all_ = [judge.with_share(c) for c in candidates(SMALL, SLOW, 32, given)]
     choices = [judge._simulate(judge.bounded(candidate)) for candidate in all_]
@@ -99,7 +99,7 @@ def test_on_the_papers_cluster_aiao_is_chosen():
 def test_39b_is_at_least_as_fast_as_with_the_papers_split():
     shape = model_shape("gpt3-39b")
     found = search(shape, PAPER, global_batch_size=256)
-    judge = _Judge(shape, PAPER, frozenset(), WITHOUT_PROGRESS)
+    judge = _Judge(shape, PAPER, WITHOUT_PROGRESS)
     given = Given(num_ranks=4, data_parallel=4, microbatch_size=4, recompute="full")
     split = [judge.with_share(c) for c in candidates(shape, PAPER, 256, given)]
     assert found.best[0].iteration_s <= judge.best(map(judge.bounded, split), 1)[0].iteration_s

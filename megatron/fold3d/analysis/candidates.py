@@ -38,6 +38,8 @@ class Candidate:
     None ends all with the iteration, as stock Megatron does.
     """
     offload: bool = False
+    preemptive: bool = False
+    """Whether PP.sync goes before DP.sync on a link."""
 
     @property
     def name(self) -> str:
@@ -140,7 +142,7 @@ def _of_segments(
     if segments > 1 and microbatches > ranks:
         orders.append(replace(first, schedule="interleaved", group_size=microbatches))
     if ranks > 1:
-        ours = replace(first, is_stock=False)
+        ours = replace(first, is_stock=False, preemptive="preemptive-comm" in assumed)
         orders.append(replace(ours, schedule="aiao"))
         if segments > 1 and microbatches > ranks:
             orders.append(replace(ours, schedule="interleaved", group_size=ranks))
@@ -152,7 +154,7 @@ def _of_segments(
             if not order.is_stock:
                 yield replace(order, backward_share=1.0)
             sharded = replace(stock.setup, distributed_optimizer=True)
-            yield replace(order, setup=sharded)
+            yield replace(order, setup=sharded, preemptive=False)  # slices are of all-reduces
 
 
 def _choices[T](all_: tuple[T, ...] | range | list[int], given: T | None) -> list[T]:

@@ -3,7 +3,7 @@
 Memory and a lower bound on the iteration come first, from the costs alone; what is left is
 simulated in the order of the bounds, until no bound is below what has been found. The best ones'
 neighbours follow. Ours and stock Megatron are searched side by side, so the answer can be that
-AIAO gains nothing. Every candidate runs as it is simulated, except for what is assumed.
+AIAO gains nothing. Every candidate runs as it is simulated.
 """
 
 from collections.abc import Callable, Iterable, Set
@@ -49,7 +49,7 @@ def search(
         global_batch_size: sequences per iteration.
         top: how many to return.
         given: what is not to be chosen.
-        assumed: what our runtime is given although it does not have it.
+        assumed: what is tried although no GPU has timed it.
         progress: called with how many were simulated, and how many there are.
 
     Raises:
@@ -57,7 +57,7 @@ def search(
     """
     if global_batch_size < 1:
         raise ValueError(f"found global_batch_size={global_batch_size}; it is at least one")
-    judge = _Judge(shape, cluster, assumed, progress)
+    judge = _Judge(shape, cluster, progress)
     everything = [
         judge.bounded(judge.with_share(c))
         for c in candidates(shape, cluster, global_batch_size, given, assumed)
@@ -92,7 +92,6 @@ class _Judge:
         self,
         shape: ModelShape,
         cluster: Cluster,
-        assumed: Set[Assumption],
         progress: Callable[[int, int], None],
     ) -> None:
         self.limit_bytes = cluster.gpu_memory_bytes * USABLE_MEMORY
@@ -102,7 +101,7 @@ class _Judge:
                 shape, cluster, setup, num_ranks=ranks, num_segments=segments, layers=layers
             )
         )
-        self._assumed, self._progress = assumed, progress
+        self._progress = progress
         self._judged: dict[Candidate, Choice] = {}
 
     @property
@@ -137,7 +136,7 @@ class _Judge:
         return tuple(found)
 
     def _simulate(self, item: Bounded) -> Choice:
-        timeline = timeline_of(item.candidate, item.estimate, self._assumed)
+        timeline = timeline_of(item.candidate, item.estimate)
         peak = item.device_bytes
         if item.candidate.offload:
             peak = max(r.device.peak_bytes for r in memory(timeline, item.estimate.footprint))

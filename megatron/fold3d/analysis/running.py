@@ -5,11 +5,10 @@ tensor; without virtual stages also for each backward's. It starts a chunk's DP.
 at once, so that on rank r it comes r backwards late, and always ends it with the iteration.
 """
 
-from collections.abc import Set
 from dataclasses import replace
 from typing import Any
 
-from megatron.fold3d.analysis.candidates import Assumption, Candidate
+from megatron.fold3d.analysis.candidates import Candidate
 from megatron.fold3d.analysis.costs import Costs
 from megatron.fold3d.analysis.estimate import Estimate
 from megatron.fold3d.analysis.grad_sync import (
@@ -50,13 +49,11 @@ def plan_of(candidate: Candidate) -> Plan:
     return add_param_gather(plan) if candidate.setup.distributed_optimizer else plan
 
 
-def timeline_of(
-    candidate: Candidate, known: Estimate, assumed: Set[Assumption] = frozenset()
-) -> Timeline:
+def timeline_of(candidate: Candidate, known: Estimate) -> Timeline:
     """Return the simulated iterations of a candidate; the last one is steady."""
-    preemptive = "preemptive-comm" in assumed and not candidate.is_stock
     options: dict[str, Any] = {
-        "preemptive": preemptive,
+        "preemptive": candidate.preemptive,
+        "pause_share": PAUSE_SHARE,
         "nic_of_rank": known.nic_of_rank,
         "in_order": True,
     }
@@ -67,10 +64,6 @@ def timeline_of(
     else:
         options["iterations"] = _STEADY
         options["backward_share"] = _shares(candidate)
-    if preemptive:  # a queue of slices, the most urgent first
-        options |= {"grad_sync_order": "edf", "pause_share": PAUSE_SHARE}
-        if candidate.backward_share is not None:
-            options["backward_share"] = (1.0,) * plan.num_stages
     if candidate.schedule == "1f1b":
         options["sends_waited_for"] = (Op.FORWARD, Op.BACKWARD)
     elif candidate.is_stock:

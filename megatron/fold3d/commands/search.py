@@ -12,7 +12,7 @@ from megatron.fold3d.analysis.choices import Search as Found
 from megatron.fold3d.analysis.model import ModelShape, model_shape
 from megatron.fold3d.analysis.planner import search
 from megatron.fold3d.analysis.sizes import Recompute
-from megatron.fold3d.commands.console import OK, REJECTED, Progress, complain, write
+from megatron.fold3d.commands.console import OK, Progress, write
 from megatron.fold3d.commands.hardware_options import add_hardware_options, named_cluster
 from megatron.fold3d.commands.training_flags import check_trains, training_flags
 
@@ -20,7 +20,7 @@ DESCRIPTION = """\
 Choose the schedule, the (dp, pp, tp) sizes, the micro-batch size, the segments,
 the recomputation, the optimizer and the share of DP.sync behind the backward,
 for a model on a cluster: the fastest that fit into memory, and the best of
-stock Megatron beside them. All that is not assumed runs as it is predicted."""
+stock Megatron beside them. Every row runs as it is predicted."""
 
 EXAMPLES = """\
 examples:
@@ -33,15 +33,12 @@ A cluster file has one `field = number` per line: num_nodes, gpus_per_node,
 gpu_flops_per_s, gpu_memory_bytes, nic_bytes_per_s, intra_bytes_per_s,
 host_copy_bytes_per_s and host_memory_bytes."""
 
-_LACKING: frozenset[Assumption] = frozenset({"preemptive-comm"})
-
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
     """What the search has found, and what of it to take."""
 
     found: Found
-    assumed: frozenset[Assumption]
 
     @property
     def ours(self) -> Choice | None:
@@ -61,15 +58,10 @@ class _Answer:
             return self.ours or self.found.best[0]
         return stock
 
-    @property
-    def lacks(self) -> str:
-        """What training does not have of what the best one was assumed to have."""
-        return "" if self.best.candidate.is_stock else ", ".join(self.assumed & _LACKING)
-
     def flags(self, shape: ModelShape) -> str | None:
         """Return the best one's flags, if there is a training script that takes them."""
         try:
-            return None if self.lacks else training_flags(shape, self.best.candidate)
+            return training_flags(shape, self.best.candidate)
         except ValueError:
             return None
 
@@ -86,7 +78,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=_assumptions,
         default=frozenset(),
         metavar="WHAT",
-        help="give ours what has not run on a GPU, or not at all, separated by commas: "
+        help="also try what no GPU has timed, separated by commas: "
         f"{', '.join(get_args(Assumption))}",
     )
     given = parser.add_argument_group("what is not to be chosen")
@@ -132,17 +124,11 @@ def run(args: Namespace) -> int:
             assumed=args.assume,
             progress=progress,
         )
-    answer = _Answer(found, args.assume)
+    answer = _Answer(found)
     if args.json:
         write(json.dumps(_as_json(answer, shape)) + "\n")
     elif not args.emit:
         write("\n".join(_lines(answer, shape)) + "\n")
-    elif answer.lacks:
-        complain(
-            f"the best needs {answer.lacks}, which training does not have yet; "
-            "drop --assume for the best that runs"
-        )
-        return REJECTED
     else:
         write(f"{answer.flags(shape)}\n")
     return OK
@@ -174,9 +160,6 @@ def _lines(answer: _Answer, shape: ModelShape) -> Iterator[str]:
         yield "no stock configuration fits; use these flags:"
     else:
         yield f"{answer.gain:.1%} faster than the best of stock Megatron, with these flags:"
-    if answer.lacks:
-        yield f"(training does not have yet: {answer.lacks})"
-        return
     try:
         yield training_flags(shape, answer.best.candidate)
     except ValueError as error:
@@ -204,6 +187,7 @@ def _as_json(answer: _Answer, shape: ModelShape) -> dict[str, Any]:
         return {
             "schedule": c.schedule,
             "offload": c.offload,
+            "preemptive_comm": c.preemptive,
             "stock": c.is_stock,
             "dp": setup.data_parallel,
             "pp": c.num_ranks,
@@ -228,7 +212,6 @@ def _as_json(answer: _Answer, shape: ModelShape) -> dict[str, Any]:
         "best_stock": found.best_stock and row(found.best_stock),
         "best": row(answer.best),
         "gain": answer.gain,
-        "assumed": sorted(answer.assumed),
         "flags": answer.flags(shape),
         "considered": found.considered,
         "too_large": found.too_large,

@@ -74,7 +74,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--preemptive-comm",
         action="store_true",
-        help="PP.sync goes before DP.sync on a link; training shares it evenly so far",
+        help="PP.sync goes before DP.sync on a link, up to a pause budget",
     )
     parser.add_argument(
         "--iterations",

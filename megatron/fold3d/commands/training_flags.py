@@ -68,6 +68,8 @@ def _schedule(candidate: Candidate) -> Iterator[str]:
         yield "--use-distributed-optimizer --overlap-param-gather"
     if candidate.backward_share is not None:
         yield f"--backward-share {candidate.backward_share:g}"
+    if candidate.preemptive:
+        yield "--preemptive-comm"
     if candidate.offload:
         yield "--offload-activations on"
 
