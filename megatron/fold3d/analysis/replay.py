@@ -5,9 +5,10 @@ took at its best or usually; what they wait for each other is left to the simula
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 from statistics import median, quantiles
+from typing import Any
 
 from megatron.fold3d.analysis.costs import Costs
 from megatron.fold3d.analysis.grad_sync import serial_grad_sync
@@ -71,14 +72,19 @@ def observed_costs(measured: Timeline, plan: Plan) -> Costs:
     )
 
 
-def replay(plan: Plan, costs: Costs, iterations: int) -> Timeline:
+def replay(
+    plan: Plan, costs: Costs, iterations: int, *, sends_waited_for: Collection[Op] = ()
+) -> Timeline:
     """Return the simulation of as many iterations as were measured.
 
     Of a plan whose DP.sync reaches into the next iteration, they are cut out of a steady state.
+    ``sends_waited_for`` is the simulator's: what stock Megatron stands still after.
     """
+    options: dict[str, Any] = {"preemptive": False, "in_order": True}
     if not any(map(deferred_stages, plan.programs)):
-        return simulate(plan, costs, iterations=iterations, preemptive=False, flush=True)
-    steady = steady_state(plan, costs, preemptive=False)
+        options["sends_waited_for"] = sends_waited_for
+        return simulate(plan, costs, iterations=iterations, flush=True, **options)
+    steady = steady_state(plan, costs, grad_sync_order="edf", **options)
     ends_s = steady.iteration_ends_s(0)
     first = len(ends_s) - iterations
     return _iterations_from(steady, max(0, first))

@@ -26,7 +26,7 @@ from megatron.fold3d.analysis.replay import (
 from megatron.fold3d.analysis.timeline import Timeline
 from megatron.fold3d.analysis.trace import RankTrace, pipeline, read_ranks, to_timeline
 from megatron.fold3d.commands.console import OK, complain, write
-from megatron.fold3d.plan.ir import Plan, PlanError
+from megatron.fold3d.plan.ir import Op, Plan, PlanError
 from megatron.fold3d.plan.lowering import deferred_stages
 
 DESCRIPTION = """\
@@ -147,7 +147,11 @@ def _simulated(timeline: Timeline, chosen: Sequence[RankTrace], costs: Path | No
     else:
         known = Costs.from_json(costs.read_text(encoding="utf-8"))
         known.check(plan)
-    return replay(plan, known, iterations=len(timeline.iteration_ends_s(0)))
+    waited: tuple[Op, ...] = ()
+    if chosen[0].schedule == "stock":  # it frees a tensor when its transfer is over
+        waited = (Op.FORWARD, Op.BACKWARD) if plan.num_segments == 1 else (Op.FORWARD,)
+    iterations = len(timeline.iteration_ends_s(0))
+    return replay(plan, known, iterations, sends_waited_for=waited)
 
 
 def _title(rank: RankTrace) -> str:
