@@ -1,7 +1,7 @@
 # Every target works in a fresh clone; the logic is in scripts/. Arguments: make test ARGS="-k plan"
 ARGS ?=
 
-.PHONY: help venv extension demo test check clean
+.PHONY: help venv extension demo test check build-cuda clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -21,6 +21,9 @@ test: venv  ## run the tests
 
 check: venv  ## lint, format, types
 	@scripts/check.sh
+
+build-cuda:  ## compile what offloading to host memory needs on a GPU; ARCH=all-major by default
+	@scripts/build_cuda.sh $(ARCH)
 
 clean:  ## remove caches and outputs, keep .venv
 	@rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from megatron.fold3d.runtime.offload_library import batched_copy
+
 
 class Copies:
     """The copy engine of one rank.
@@ -28,6 +30,7 @@ class Copies:
     def __init__(self, device: torch.device, batch: int = 64) -> None:
         self.num_calls = self.num_tensors = 0
         self._backend = torch.get_device_module(device)
+        self._on_gpu = device.type == "cuda"
         self._batch = batch
 
     @cached_property
@@ -58,9 +61,17 @@ class Copies:
         with self._backend.stream(stream):
             for start in range(0, len(targets), self._batch):
                 end = start + self._batch
-                torch._foreach_copy_(targets[start:end], sources[start:end], non_blocking=True)
+                self._launch(targets[start:end], sources[start:end], stream)
                 self.num_calls += 1
             self.num_tensors += len(targets)
             copied = self._backend.Event()
             copied.record()
             return copied
+
+    def _launch(
+        self, targets: tuple[torch.Tensor, ...], sources: tuple[torch.Tensor, ...], stream: Any
+    ) -> None:
+        if self._on_gpu:
+            batched_copy(targets, sources, stream.cuda_stream)
+        else:
+            torch._foreach_copy_(targets, sources)

@@ -6,6 +6,7 @@ Keeps one invariant: nothing but `synchronize` makes the host wait for the devic
 import platform
 import resource
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +55,25 @@ def pinned_bytes(count: int, device: torch.device) -> torch.Tensor:
 def device_name(device: torch.device) -> str:
     """Return the kind of the device, as its vendor spells it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+
+
+def numa_node(device: torch.device) -> int | None:
+    """Return the part of the host's memory that a GPU is attached to; None where nobody tells."""
+    found: Any = torch.cuda.get_device_properties(device)
+    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    node = Path(f"/sys/bus/pci/devices/{address}/numa_node")
+    number = int(node.read_text()) if node.is_file() else -1
+    return number if number >= 0 else None
+
+
+def free_device_bytes(device: torch.device) -> int | None:
+    """Return what a GPU has left beside the most that was in use so far; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    total = int(torch.cuda.get_device_properties(device).total_memory)
+    free, _ = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)  # CUDA itself, NCCL, other processes
+    return total - others - torch.cuda.max_memory_allocated(device)
 
 
 def peak_device_bytes(device: torch.device) -> int | None:

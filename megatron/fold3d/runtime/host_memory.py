@@ -6,6 +6,9 @@ from pathlib import Path
 
 import torch
 
+from megatron.fold3d.runtime.device import numa_node
+from megatron.fold3d.runtime.offload_library import PinnedMemory
+
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -13,21 +16,20 @@ class HostMemoryError(RuntimeError):
     """The host has less memory than is asked for."""
 
 
-class HostMemory:
-    """One piece of host memory, page-locked where ``device`` is a GPU.
+def take(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return ``num_bytes`` of host memory as one tensor, page-locked where ``device`` is a GPU.
 
     It is anonymous memory of this process: however the process ends, nothing of it stays behind.
 
     Raises:
         HostMemoryError: there is not as much.
     """
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        check(num_bytes, "for offloaded activations")
-        mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        mapped.madvise(mmap.MADV_DONTFORK)  # workers of data loaders have no use for it
-        self.tensor = torch.frombuffer(mapped, dtype=torch.uint8)
-        """The memory as bytes. The mapping ends with the last tensor on it."""
+    check(num_bytes, "for offloaded activations")
+    if device.type == "cuda":
+        return PinnedMemory(num_bytes, numa_node(device)).tensor
+    mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapped.madvise(mmap.MADV_DONTFORK)  # workers of data loaders have no use for it
+    return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 def check(num_bytes: int, purpose: str, available: int | None = None) -> None:

@@ -18,7 +18,10 @@ _THREADS = 8  # that fault memory in; more do not help the memory's bandwidth
 
 
 class PinnedMemory:
-    """Page-locked memory of the host; `tensor` are its bytes, until `close`.
+    """Page-locked memory of the host, until `close` or the end of the process.
+
+    Attributes:
+        tensor: its bytes.
 
     Args:
         num_bytes: how much, rounded up to whole pages.

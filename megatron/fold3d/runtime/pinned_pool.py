@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron.fold3d.runtime.host_memory import HostMemory
+from megatron.fold3d.runtime import host_memory
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,6 @@ class PinnedPool:
         self.num_bytes = self.num_growths = self.high_water_bytes = 0
         self._device = device
         self._in_use_bytes = 0
-        self._pieces: list[HostMemory] = []
         self._slots: Counter[int] = Counter()  # how many there are, by size
         self._free: dict[int, deque[Slot]] = {}
 
@@ -83,12 +82,11 @@ class PinnedPool:
 
     def _grow(self, lacking: Mapping[int, int]) -> None:
         total = sum(size * count for size, count in lacking.items())
-        piece = HostMemory(total, self._device)
-        self._pieces.append(piece)
+        piece = host_memory.take(total, self._device)
         self.num_bytes += total
         self.num_growths += 1
         sizes = [size for size, count in lacking.items() for _ in range(count)]
-        for memory in piece.tensor.split(sizes):
+        for memory in piece.split(sizes):
             self._free.setdefault(memory.numel(), deque()).append(Slot(memory))
         self._slots.update(lacking)
 

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Compile the GPU side of --offload-activations. Takes the GPU architecture for nvcc's -arch:
+# `native` where the GPU is at hand, every major one otherwise.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+architecture=${1:-all-major}
+output=${2:-megatron/fold3d/runtime/_offload.so}
+nvcc=${CUDA_HOME:+$CUDA_HOME/bin/}nvcc
+
+if ! command -v "$nvcc" >/dev/null; then
+    echo "no nvcc: install the CUDA toolkit 12.0 or later, or set CUDA_HOME to where it is" >&2
+    exit 1
+fi
+"$nvcc" -O2 -std=c++20 -shared -Xcompiler -fPIC,-Wall,-Wextra,-Werror "-arch=$architecture" \
+    csrc/batched_copy.cu csrc/batched_copy.cpp csrc/pinned_pool.cpp csrc/offload.cpp -o "$output"
+echo "built $output"
