@@ -1,5 +1,6 @@
 """Binds fold3d to Megatron: the ordered lists of patches, and nothing else."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -25,18 +26,29 @@ def install_platform(device: str) -> ExitStack:
     return apply([compile_helpers.patch(), *(cpu.patches() if device == "cpu" else ())])
 
 
-def install_schedule(config: "Fold3DConfig", num_microbatches: int) -> ExitStack:
+def install_schedule(
+    config: "Fold3DConfig", num_microbatches: int, ranks_here: Sequence[int] = ()
+) -> ExitStack:
     """Make Megatron train under the schedule of ``config``; closing the stack restores it.
+
+    Args:
+        config: of the run.
+        num_microbatches: of an iteration.
+        ranks_here: the pipeline ranks of this node's processes.
 
     Raises:
         PatchError: as above.
         PlanError: the schedule cannot run ``num_microbatches``, or the user's plan is for others.
+        HostMemoryError: this node has not the memory for what ``config`` offloads to it.
     """
+    from megatron.fold3d.runtime import host_memory
     from megatron.fold3d.runtime.plans import Plans
 
     plans = Plans(config)
     if config.schedule != "stock":
-        plans.training(num_microbatches)
+        plan = plans.training(num_microbatches)
+        if config.offload_activations == "on":
+            host_memory.check_node(plan, config.saved_bytes, ranks_here)
     if config.trace is None:
         return _install(config, plans, None)
 

@@ -89,7 +89,9 @@ def prepare(argv: Sequence[str], patched: ExitStack, family: Family) -> Namespac
     args = parse_and_validate_args(_add_arguments, args_defaults=megatron_defaults(args))
     # Once more: validation may bring options along, from a checkpoint say.
     config = Fold3DConfig.from_args(args)
-    patched.enter_context(fold3d_patches.install_schedule(config, _num_microbatches(args)))
+    patched.enter_context(
+        fold3d_patches.install_schedule(config, _num_microbatches(args), _ranks_here(args))
+    )
     if "MASTER_ADDR" not in os.environ:
         raise ValueError(f"no torchrun; start with: torchrun --nproc-per-node N {_script()} ...")
     return args
@@ -124,6 +126,17 @@ def _with_chosen_segments(args: Namespace) -> Namespace:
 def _num_microbatches(args: Namespace) -> int:
     """Micro-batches of an iteration, once ramp-up is over."""
     return int(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
+
+
+def _ranks_here(args: Namespace) -> list[int]:
+    """Pipeline ranks of this node's processes, by torchrun's numbers and Megatron's placement."""
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        return []
+    rank, local_rank, here = (
+        int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
+    first, of_one_rank = rank - local_rank, args.world_size // args.pipeline_model_parallel_size
+    return [number // of_one_rank for number in range(first, first + here)]
 
 
 def _add_arguments(parser: ArgumentParser) -> ArgumentParser:

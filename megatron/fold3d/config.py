@@ -20,7 +20,7 @@ from megatron.fold3d.layer_split import (
     num_layers,
     uneven_ranks,
 )
-from megatron.fold3d.offload_flags import offload_problems, offloads_everything
+from megatron.fold3d.offload_flags import offload_problems, offloads_everything, saved_bytes
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, LastSegment
 from megatron.fold3d.preemption import preemption_problems
 from megatron.fold3d.refusals import named, refusals, spelled
@@ -172,6 +172,7 @@ class Fold3DConfig:
         offload_activations: whether saved activations go to host memory.
         lazy_inter_segment: whether transfers between segments wait in host memory.
         offload_everything: also what is saved without recomputation.
+        saved_bytes: by one micro-batch's forward of a stage, as far as known; 0 if it is not.
         microbatch_group_size: micro-batches per group of ``interleaved``; None is one per rank.
         distributed_timeout_minutes: how long a transfer may take before the job ends.
     """
@@ -196,6 +197,7 @@ class Fold3DConfig:
     cuts_every_segment: bool = False
     gathers_params: bool = False
     preemptive_comm: bool = False
+    saved_bytes: int = 0
 
     @property
     def deferred_stages(self) -> range:
@@ -252,6 +254,7 @@ class Fold3DConfig:
             cuts_every_segment=cuts_every_segment(args),
             gathers_params=args.overlap_param_gather and args.align_param_gather,
             preemptive_comm=args.preemptive_comm,
+            saved_bytes=saved_bytes(args, num_segments),
         )
 
 

@@ -13,6 +13,28 @@ def offloads_everything(args: Namespace) -> bool:
     return args.offload_activations == "on" and not args.gradient_accumulation_fusion
 
 
+def saved_bytes(args: Namespace, num_segments: int) -> int:
+    """Return what one micro-batch's forward of a stage saves for recomputation, or less.
+
+    It is known before anything has run with full recomputation of evenly split layers: one hidden
+    state for each layer, or group of layers, that is recomputed. 0 where it is not.
+    """
+    sizes = (args.num_layers, args.seq_length, args.micro_batch_size, args.hidden_size)
+    if args.recompute_granularity != "full" or args.recompute_num_layers is None:
+        return 0
+    if args.pipeline_model_parallel_layout is not None or None in sizes:
+        return 0
+    layers = args.num_layers // (args.pipeline_model_parallel_size * num_segments)
+    at_once: int = args.recompute_num_layers
+    by_groups = args.recompute_method == "uniform"
+    num_saved = -(-layers // at_once) if by_groups else min(layers, at_once)
+    elements = args.seq_length * args.micro_batch_size * args.hidden_size
+    shards = args.context_parallel_size
+    if args.sequence_parallel:
+        shards *= args.tensor_model_parallel_size
+    return int(num_saved * elements // shards * (2 if args.bf16 or args.fp16 else 4))
+
+
 def offload_problems(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
     """Yield found, rule and fix of what is in the way of offloading."""
     if args.lazy_inter_segment and schedule == "stock":

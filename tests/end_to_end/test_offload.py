@@ -1,9 +1,12 @@
 """Offloaded activations come back as they were: one table against stock, bit for bit."""
 
 import functools
+import os
 import shlex
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ import pytest
 from megatron.fold3d.plan.lowering import add_offload
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import peak_activations
-from tests.distributed import run_distributed
+from tests.distributed import RankError, run_distributed
 from tests.end_to_end.training import Record, differences, train
 
 pytestmark = pytest.mark.gloo
@@ -24,6 +27,7 @@ MODEL = (
 )
 ITERATIONS = "--train-iters 4 --lr-decay-iters 10"
 ON = "--offload-activations on"
+AUTO = "--offload-activations auto"
 LAZY = "--lazy-inter-segment"
 PP = 2
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method uniform"
@@ -75,13 +79,15 @@ class Row:
             num_segments=self.segments,
             num_microbatches=self.m,
         )
-        return peak_activations(add_offload(order))
+        # A CPU has no memory of its own that would be short: from the third iteration on all stays.
+        return peak_activations(order if self.moves == AUTO else add_offload(order))
 
 
 ROWS = (
     Row(recompute=FULL),
     Row(),
     Row(recompute=SELECTIVE, schedule="afab"),
+    Row(recompute=FULL, moves=AUTO),
     Row(recompute=FULL, moves=LAZY),
     Row(recompute=FULL, moves=f"{ON} {LAZY}", flags="--bf16", segments=4, m=4),
     Row(recompute=FULL, flags="--sequence-parallel", tp=2, segments=1),
@@ -96,9 +102,9 @@ def test_losses_norms_and_parameters_are_those_of_stock(row: Row) -> None:
 
     stock = _stock(PP * row.tp, row.command("--schedule stock"))
     assert differences([record for record, _ in runs], stock) == []
+    assert all((counts.sent_lazily > 0) == (LAZY in row.moves) for _, counts in runs)
     for rank, (_, counts) in enumerate(runs):
-        if counts is None:
-            assert ON not in row.moves
+        if row.moves == LAZY:
             continue
         assert counts.peak == row.peaks[rank // row.tp]
         assert counts.pool_bytes <= 1.05 * counts.high_water_bytes
@@ -113,42 +119,77 @@ def _stock(num_ranks: int, argv: Sequence[str]) -> list[Record]:
     return records
 
 
-@dataclass(frozen=True, slots=True)
+def test_a_rank_that_dies_while_it_copies_hangs_nobody_and_leaves_nothing() -> None:
+    row = Row(recompute=FULL, moves=f"{ON} {LAZY}")
+    files = set(Path("/dev/shm").iterdir())
+    argv = row.command(f"--schedule aiao {row.recompute} {row.moves}")
+    with pytest.raises(RankError, match=r"\[rank 1\] died with exit code -9") as caught:
+        run_distributed(train_until_a_copy, PP, argv, timeout_s=100)
+    assert any(failure.rank == 0 for failure in caught.value.failures)  # it had not to be ended
+    assert set(Path("/dev/shm").iterdir()) <= files
+
+
+def test_a_host_without_the_memory_is_told_before_training() -> None:
+    argv = Row().command(f"--schedule aiao {ON} {FULL} --micro-batch-size 1000000000")
+    with pytest.raises(RankError, match=r"HostMemoryError: [0-9,]+ bytes of host memory for the"):
+        run_distributed(train, PP, argv)
+
+
+def train_until_a_copy(argv: Sequence[str]) -> None:
+    """Train, but on rank 1 die in the middle of a copy of the second iteration."""
+    from megatron.fold3d.runtime.copies import Copies
+
+    launch, count = Copies._launch, 0
+
+    def deadly(self: Copies, *args: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        launch(self, *args)
+
+    if os.environ["RANK"] == "1":
+        Copies._launch = deadly
+    train(argv)
+
+
+@dataclass(slots=True)
 class Counts:
-    """What the offloader of a rank did; how often the pool had grown by each iteration."""
+    """What a rank moved; how often its pool had grown by each iteration."""
 
-    peak: int
-    pool_bytes: int
-    high_water_bytes: int
     growths: list[int]
-    reloads: int
-    early: int
+    peak: int = 0
+    pool_bytes: int = 0
+    high_water_bytes: int = 0
+    reloads: int = 0
+    early: int = 0
+    sent_lazily: int = 0
 
 
-def train_and_count(argv: Sequence[str]) -> tuple[Record, Counts | None]:
-    """Train; with what the offloader did."""
+def train_and_count(argv: Sequence[str]) -> tuple[Record, Counts]:
+    """Train; with what was moved."""
+    from megatron.fold3d.runtime.host_link import HostLink
     from megatron.fold3d.runtime.offloader import Offloader
 
-    made: list[Offloader] = []
-    growths: list[int] = []
-    begin = Offloader.begin
+    counts = Counts([])
+    begin, send = Offloader.begin, HostLink.send
+    offloaders: list[Offloader] = []
 
-    def counted(self: Offloader, *args: Any) -> None:
+    def counted_begin(self: Offloader, *args: Any) -> None:
         begin(self, *args)
-        made.append(self)
-        growths.append(self.pool.num_growths)
+        offloaders.append(self)
+        counts.growths.append(self.pool.num_growths)
 
-    Offloader.begin = counted
+    def counted_send(self: HostLink, *args: Any) -> None:
+        counts.sent_lazily += 1
+        send(self, *args)
+
+    Offloader.begin, HostLink.send = counted_begin, counted_send
     record = train(argv)
-    if not made:
-        return record, None
-    offloader = made[0]
-    pool = offloader.pool
-    return record, Counts(
-        offloader.peak,
-        pool.num_bytes,
-        pool.high_water_bytes,
-        [*growths[1:], pool.num_growths],
-        offloader.num_reloads,
-        offloader.num_early,
-    )
+    for offloader in offloaders[:1]:
+        pool = offloader.pool
+        counts.growths.append(pool.num_growths)
+        counts.peak = offloader.peak
+        counts.pool_bytes, counts.high_water_bytes = pool.num_bytes, pool.high_water_bytes
+        counts.reloads, counts.early = offloader.num_reloads, offloader.num_early
+    return record, counts

@@ -12,7 +12,7 @@ from fold3d_patches.registry import apply
 from megatron.fold3d.plan.ir import Action, Op, Plan
 from megatron.fold3d.plan.lowering import add_offload
 from megatron.fold3d.plan.verify import peak_activations
-from megatron.fold3d.runtime.copies import Copies
+from megatron.fold3d.runtime.copies import Copies, Watch, idle
 from megatron.fold3d.runtime.offloader import Offloader
 
 CPU = torch.device("cpu")
@@ -26,7 +26,9 @@ class LateCopies(Copies):
     def __init__(self) -> None:
         super().__init__(CPU, batch=4)
 
-    def _copy(self, stream: Any, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
+    def _copy(
+        self, stream: Any, targets: Sequence[Tensor], sources: Sequence[Tensor], watch: Watch
+    ) -> Any:
         copied = [list(targets), list(sources)]
         for target in targets:
             target.fill_(255)  # whoever reads it before finds not a number
@@ -37,7 +39,7 @@ class LateCopies(Copies):
 
     def wait(self, copied: Any) -> None:
         if copied:
-            super()._copy(self._streams[0], *copied)
+            super()._copy(self._streams[0], *copied, idle)
             copied.clear()
 
 

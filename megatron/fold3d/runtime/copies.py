@@ -5,13 +5,20 @@ after `wait` only when the copy is over. So memory that compute has waited for m
 written again by what follows, on either side, without further events.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from megatron.fold3d.runtime.offload_library import batched_copy
+
+Watch = Callable[[], Callable[[], None]]
+
+
+def idle() -> Callable[[], None]:
+    """Watch nothing."""
+    return lambda: None
 
 
 class Copies:
@@ -37,13 +44,21 @@ class Copies:
     def _streams(self) -> tuple[Any, Any]:
         return self._backend.Stream(), self._backend.Stream()
 
-    def to_host(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Any:
-        """Start to copy device tensors; returns what `wait` takes."""
-        return self._copy(self._streams[0], targets, sources)
+    def to_host(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], watch: Watch = idle
+    ) -> Any:
+        """Start to copy device tensors; returns what `wait` takes.
 
-    def to_device(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Any:
-        """Start to copy host tensors; returns what `wait` takes."""
-        return self._copy(self._streams[1], targets, sources)
+        ``watch`` is called when the copy begins and what it returns when it is over, both on the
+        stream of the copy.
+        """
+        return self._copy(self._streams[0], targets, sources, watch)
+
+    def to_device(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], watch: Watch = idle
+    ) -> Any:
+        """Start to copy host tensors; the rest is as in `to_host`."""
+        return self._copy(self._streams[1], targets, sources, watch)
 
     def is_over(self, copied: Any) -> bool:
         """Tell whether a copy is over."""
@@ -54,16 +69,22 @@ class Copies:
         self._backend.current_stream().wait_event(copied)
 
     def _copy(
-        self, stream: Any, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+        self,
+        stream: Any,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        watch: Watch,
     ) -> Any:
         targets, sources = tuple(targets), tuple(sources)
         stream.wait_stream(self._backend.current_stream())
         with self._backend.stream(stream):
+            over = watch()
             for start in range(0, len(targets), self._batch):
                 end = start + self._batch
                 self._launch(targets[start:end], sources[start:end], stream)
                 self.num_calls += 1
             self.num_tensors += len(targets)
+            over()
             copied = self._backend.Event()
             copied.record()
             return copied

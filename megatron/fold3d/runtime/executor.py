@@ -100,6 +100,9 @@ class Executor:
         pp_group = p2p_communicator.pp_group if p2p_communicator else groups.pp
         make = self._plans.evaluation if forward_only else self._plans.training
         plan = make(num_microbatches)
+        if self._offloader is not None and not forward_only:
+            at_most = self._offloader.at_most(plan.programs[pp_group.rank()])
+            plan = self._plans.training(num_microbatches, at_most)
         sizes = {
             "seq_length": seq_length,
             "micro_batch_size": micro_batch_size,
@@ -119,7 +122,7 @@ class Executor:
         if self._p2p is not None:
             self._p2p.begin(program, hidden_bytes)
         if offloader is not None:
-            offloader.begin(program, chunks, hidden_bytes)
+            offloader.begin(program, chunks, hidden_bytes, self._recorder)
         with _timed(config):
             with GradSync(
                 config,

@@ -1,11 +1,13 @@
 """How much memory the host still has, and how to get a piece of it that copies run fast from."""
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
+from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.verify import peak_on_host
 from megatron.fold3d.runtime.device import numa_node
 from megatron.fold3d.runtime.offload_library import PinnedMemory
 
@@ -30,6 +32,23 @@ def take(num_bytes: int, device: torch.device) -> torch.Tensor:
     mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapped.madvise(mmap.MADV_DONTFORK)  # workers of data loaders have no use for it
     return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def check_node(plan: Plan, bytes_of_stage: int, ranks: Sequence[int]) -> None:
+    """Return if a node has memory for the activations that a plan sends there.
+
+    Args:
+        plan: of all pipeline ranks.
+        bytes_of_stage: what one micro-batch's forward of a stage saves, at least.
+        ranks: the pipeline ranks that are on this node, each as often as it is.
+
+    Raises:
+        HostMemoryError: the node has less.
+    """
+    sizes = dict.fromkeys(range(plan.num_stages), bytes_of_stage)
+    of_rank = {rank: peak_on_host(plan.programs[rank], sizes).total() for rank in set(ranks)}
+    total = sum(of_rank[rank] for rank in ranks) * bytes_of_stage
+    check(total, f"for the activations that {len(ranks)} ranks of this node offload")
 
 
 def check(num_bytes: int, purpose: str, available: int | None = None) -> None:

@@ -4,8 +4,9 @@ The plan says when: a micro-batch's activations leave at its OFFLOAD, while the 
 runs, and come back at its RELOAD, computations before its backward.
 """
 
+import logging
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, Self
@@ -13,11 +14,16 @@ from typing import Any, Self
 import torch
 
 from megatron.fold3d.config import Fold3DConfig
-from megatron.fold3d.plan.ir import Action, Op, Program
+from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Program
 from megatron.fold3d.plan.verify import peak_on_host
 from megatron.fold3d.runtime.copies import Copies
+from megatron.fold3d.runtime.device import free_device_bytes
+from megatron.fold3d.runtime.offload_choice import Measured, Meter, choose
 from megatron.fold3d.runtime.pinned_pool import ALIGNMENT, PinnedPool, Slot
+from megatron.fold3d.runtime.recorder import Recorder, never
 from megatron.fold3d.runtime.saved_tensors import SavedTensors, offsets
+
+logger = logging.getLogger(__name__)
 
 _SMALL = 16  # a hidden state divided by this is too small to offload
 _Key = tuple[int, int | None]  # stage, micro-batch
@@ -30,6 +36,7 @@ class Offloader:
         device: where the model is.
         everything: offload every large tensor that a forward saves; otherwise only what
             recomputation starts from, which `checkpoint` marks.
+        sparing: once two iterations have shown what that takes, offload no more than needed.
         copies: the copy engine, one of its own by default.
 
     Attributes:
@@ -42,13 +49,23 @@ class Offloader:
     """
 
     def __init__(
-        self, device: torch.device, *, everything: bool, copies: Copies | None = None
+        self,
+        device: torch.device,
+        *,
+        everything: bool,
+        sparing: bool = False,
+        copies: Copies | None = None,
     ) -> None:
         self.pool = PinnedPool(device)
         self.copies = copies or Copies(device)
         self.held = self.peak = self.num_reloads = self.num_early = 0
         self._device = device
         self._everything = everything
+        self._meter = Meter(device) if sparing else None
+        self._measured: Measured | None = None
+        self._chosen: dict[int, int] = {}  # by the number of computations of an iteration
+        self._num_iterations = 0
+        self._recorder = never(device)
         self._bytes_of_stage: dict[int, int] = {}
         self._travels: frozenset[_Key] = frozenset()
         self._program: Program = ()
@@ -61,10 +78,29 @@ class Offloader:
     @classmethod
     def of(cls, config: Fold3DConfig) -> Self:
         """Return the offloader of a run."""
-        return cls(torch.device(config.device), everything=config.offload_everything)
+        return cls(
+            torch.device(config.device),
+            everything=config.offload_everything,
+            sparing=config.offload_activations == "auto",
+        )
+
+    def at_most(self, program: Program) -> int | None:
+        """Return how many activations of a program should leave; None is all."""
+        if self._meter is not None and self._num_iterations > 1:
+            self._measure(self._meter)
+        if self._measured is None:
+            return None
+        computations = tuple(action for action in program if action.op in COMPUTE_OPS)
+        if len(computations) not in self._chosen:
+            self._chosen[len(computations)] = choose(computations, self._measured)
+        return self._chosen[len(computations)]
 
     def begin(
-        self, program: Program, modules: Iterable[torch.nn.Module], hidden_bytes: int
+        self,
+        program: Program,
+        modules: Iterable[torch.nn.Module],
+        hidden_bytes: int,
+        recorder: Recorder | None = None,
     ) -> None:
         """Prepare for an iteration.
 
@@ -72,11 +108,16 @@ class Offloader:
             program: of this rank.
             modules: their parameters and buffers stay.
             hidden_bytes: of one hidden state; tensors that are much smaller stay.
+            recorder: is told of copies.
 
         Raises:
             HostMemoryError: the host has less memory than the program takes.
         """
         self.held = self.peak = 0
+        self._num_iterations += 1
+        self._recorder = recorder or self._recorder
+        if self._meter is not None:
+            self._meter.clear()
         self._away.clear()
         self._program = program
         self._travels = frozenset((a.stage, a.microbatch) for a in program if a.op is Op.OFFLOAD)
@@ -93,6 +134,7 @@ class Offloader:
     def saving(self, forward: Action) -> Iterator[None]:
         """Collect what the forward inside saves, if the plan offloads it."""
         self._hold()
+        over = self._watch(forward)
         key = forward.stage, forward.microbatch
         if key in self._travels:
             saved = SavedTensors(self._device, self._smallest_bytes, self._lasting)
@@ -103,6 +145,7 @@ class Offloader:
             self._collecting = None
         else:
             yield
+        over()
         self._release()
 
     def checkpoint(self) -> AbstractContextManager[Any]:
@@ -132,7 +175,7 @@ class Offloader:
             away.slot.memory[begin : begin + source.numel()]
             for source, begin in zip(sources, bounds[:-1], strict=True)
         ]
-        away.copied = self.copies.to_host(targets, sources)
+        away.copied = self.copies.to_host(targets, sources, lambda: self._watch(action, "offload"))
         self._leaving.append(away)
 
     def reload(self, action: Action) -> None:
@@ -141,7 +184,11 @@ class Offloader:
         assert away.slot is not None  # the verifier has seen its OFFLOAD
         self._hold()
         away.buffer = torch.empty(away.num_bytes, dtype=torch.uint8, device=self._device)
-        away.copied = self.copies.to_device([away.buffer], [away.slot.memory[: away.num_bytes]])
+        away.copied = self.copies.to_device(
+            [away.buffer],
+            [away.slot.memory[: away.num_bytes]],
+            lambda: self._watch(action, "offload"),
+        )
 
     @contextmanager
     def using(self, backward: Action) -> Iterator[None]:
@@ -156,7 +203,9 @@ class Offloader:
             if away.slot is not None:
                 self.pool.give_back(away.slot)
             del away
+        over = self._watch(backward)
         yield
+        over()
         self.held -= 1
         self._release()
 
@@ -167,6 +216,28 @@ class Offloader:
             self.copies.wait(away.copied)
             away.saved.leave(away.held)
             self.held -= 1
+
+    def _watch(self, action: Action, kind: str | None = None) -> Callable[[], None]:
+        """Note when an action begins; call what is returned when it is over."""
+        ends = []
+        if self._meter is not None and self._measured is None:
+            ends.append(self._meter.begin(action.op))
+        if kind is not None:
+            ends.append(self._recorder.begin(action, kind))
+
+        def over() -> None:
+            for end in ends:
+                end()
+
+        return over
+
+    def _measure(self, meter: Meter) -> None:
+        means_s = meter.means_s()
+        if self._measured is None and means_s is not None:
+            self._measured = Measured(
+                max(self._bytes_of_stage.values()), free_device_bytes(self._device), *means_s
+            )
+            logger.info("offload: measured %s", self._measured)
 
     def _hold(self) -> None:
         self.held += 1

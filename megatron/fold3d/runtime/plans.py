@@ -32,15 +32,19 @@ class Plans:
     def __init__(self, config: Fold3DConfig) -> None:
         self.name = str(config.plan_file or config.schedule)
         self._config = config
-        self._made: dict[tuple[int, str], Plan] = {}
+        self._made: dict[tuple[int, str, int | None], Plan] = {}
 
-    def training(self, num_microbatches: int) -> Plan:
+    def training(self, num_microbatches: int, most_offloaded: int | None = None) -> Plan:
         """Return the plan of a training iteration.
+
+        Args:
+            num_microbatches: of it.
+            most_offloaded: activations of each rank that leave the device; by default all.
 
         Raises:
             PlanError: no plan of this size can run, or the user's plan has another size.
         """
-        return self._get(num_microbatches, self._make_training)
+        return self._get(num_microbatches, self._make_training, most_offloaded)
 
     def evaluation(self, num_microbatches: int) -> Plan:
         """Return a plan of forwards alone.
@@ -50,11 +54,13 @@ class Plans:
         """
         return self._get(num_microbatches, self._make_evaluation)
 
-    def _get(self, num_microbatches: int, make: Callable[[int], Plan]) -> Plan:
-        key = num_microbatches, make.__name__
+    def _get(
+        self, num_microbatches: int, make: Callable[[int], Plan], most_offloaded: int | None = None
+    ) -> Plan:
+        key = num_microbatches, make.__name__, most_offloaded
         if key not in self._made:
             try:
-                plan = lower(self._offloaded(make(num_microbatches)))
+                plan = lower(self._offloaded(make(num_microbatches), most_offloaded))
                 plan = defer_grad_sync(plan, self._config.deferred_stages)
                 verify(plan)
             except PlanError as error:
@@ -62,11 +68,13 @@ class Plans:
             self._made[key] = plan
         return self._made[key]
 
-    def _offloaded(self, plan: Plan) -> Plan:
-        given = any(a.op is Op.OFFLOAD for a in chain.from_iterable(plan.programs))
-        if given and self._config.offload_activations == "off":
-            raise PlanError("found OFFLOAD in the plan; give --offload-activations on")
-        return plan if given or self._config.offload_activations == "off" else add_offload(plan)
+    def _offloaded(self, plan: Plan, at_most: int | None) -> Plan:
+        wanted = self._config.offload_activations != "off"
+        if any(action.op is Op.OFFLOAD for action in chain.from_iterable(plan.programs)):
+            if not wanted:
+                raise PlanError("found OFFLOAD in the plan; give --offload-activations on")
+            return plan
+        return add_offload(plan, at_most=at_most) if wanted else plan
 
     def _make_training(self, num_microbatches: int) -> Plan:
         order = self._training_order(num_microbatches)

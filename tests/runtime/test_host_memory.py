@@ -1,0 +1,50 @@
+"""What the host has left is known, and asked before it is taken."""
+
+import pytest
+import torch
+
+from megatron.fold3d.plan.lowering import add_offload
+from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.runtime import host_memory
+from megatron.fold3d.runtime.host_memory import HostMemoryError
+from megatron.fold3d.runtime.pinned_pool import PinnedPool
+
+PLAN = add_offload(build("afab", num_ranks=2, num_segments=1, num_microbatches=10))
+GIB = 1 << 30
+
+
+def test_more_than_the_host_has_is_an_error_with_both_numbers():
+    assert 0 < host_memory.available_bytes() < 1 << 50
+    host_memory.check_node(PLAN, 1024, [0, 0, 1])
+    with pytest.raises(HostMemoryError, match=r"^[0-9,]+ bytes of host memory for the activations"):
+        host_memory.check_node(PLAN, 1024 * GIB, [0, 0, 1])
+    with pytest.raises(HostMemoryError, match=r"10 bytes .*, 9 are available; use fewer micro-"):
+        host_memory.check(10, "for a test", available=9)
+
+
+def test_all_ranks_of_a_node_count():
+    with pytest.raises(HostMemoryError, match=f"^{(10 + 10 + 10) * 1024 * GIB:,} bytes .* 3 ranks"):
+        host_memory.check_node(PLAN, 1024 * GIB, [0, 0, 1])
+
+
+def test_slots_are_reused_first_in_first_out_and_taken_from_the_host_once():
+    pool = PinnedPool(torch.device("cpu"))
+    pool.reserve({512: 3})
+    slots = [pool.take(500) for _ in range(3)]
+    for slot in slots:
+        pool.give_back(slot)
+    assert [pool.take(512) for _ in range(3)] == slots
+    assert (pool.num_bytes, pool.num_growths, pool.high_water_bytes) == (1536, 1, 1536)
+
+
+def test_what_was_not_foreseen_grows_the_pool_and_is_logged(caplog: pytest.LogCaptureFixture):
+    pool = PinnedPool(torch.device("cpu"))
+    pool.reserve({512: 1})
+    pool.take(512)
+    with caplog.at_level("INFO"):
+        assert pool.take(1).memory.numel() == 512
+    assert "no slot of 512 bytes is free" in caplog.text
+    pool.reserve({512: 2})
+    assert pool.num_growths == 2
+    with pytest.raises(HostMemoryError, match="are available"):
+        pool.take(1 << 60)
