@@ -130,7 +130,8 @@ def test_a_rank_that_dies_while_it_copies_hangs_nobody_and_leaves_nothing() -> N
 
 
 def test_a_host_without_the_memory_is_told_before_training() -> None:
-    argv = Row().command(f"--schedule aiao {ON} {FULL} --micro-batch-size 1000000000")
+    huge = "--micro-batch-size 1000000000 --global-batch-size 6000000000"
+    argv = Row().command(f"--schedule aiao {ON} {FULL} {huge}")
     with pytest.raises(RankError, match=r"HostMemoryError: [0-9,]+ bytes of host memory for the"):
         run_distributed(train, PP, argv)
 
