@@ -25,8 +25,6 @@ bool Gate::holds(Time now, bool wanted) {
   return pausing_;
 }
 
-void Gate::charge(double lost_s) { allowance_s_ -= lost_s; }
-
 std::optional<Time> Gate::next_change(Time now) const {
   if (!pausing_) return {};
   Time next = now + seconds(std::max(allowance_s_, 0.0) / (1 - std::min(share_, 0.99)));

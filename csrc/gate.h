@@ -1,8 +1,7 @@
 // Says when a slice of DP.sync may start: not while a transfer of PP.sync is under way or near.
 //
 // Keeps one invariant: the gate opens by itself. Every closure ends at a time that is set when it
-// begins, and slices lose no more to gates, ours and those of the ranks that they are summed with,
-// than a share of a sliding window.
+// begins, and closures together hold slices back for no more than a share of a sliding window.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +26,7 @@ struct Transfer {
 
 class Gate {
  public:
-  /// Let slices lose at most `pause_share` of the time, looked at over `window_s`.
+  /// Hold slices back for at most `pause_share` of the time, looked at over `window_s`.
   Gate(double pause_share, double window_s);
 
   /// Close for a transfer from one time to another; replaces what was said of it before.
@@ -39,8 +38,6 @@ class Gate {
   /// Whether a slice must wait now. `wanted`: one is there that would start; only then is the
   /// time that passes a pause, and counts.
   bool holds(Time now, bool wanted);
-  /// Count time that a slice has lost to another rank's gate: that rank's pauses are ours too.
-  void charge(double lost_s);
   /// When the answer that a slice must wait may change by itself.
   std::optional<Time> next_change(Time now) const;
 

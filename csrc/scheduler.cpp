@@ -9,11 +9,13 @@ namespace fold3d {
 namespace {
 
 constexpr auto kDevicePoll = std::chrono::microseconds(20);
+constexpr double kLeases = 3;  // times that a transfer took: how long one may close the gate
 constexpr int kSilent = 2;  // sends without an answer, after which an end's word is not waited for
 
 }  // namespace
 
 void Task::wait(std::optional<double> timeout_s) {
+  if (waited_for_ && !completed()) waited_for_();
   {
     std::unique_lock lock(mutex_);
     auto over = [this] { return unsettled_ == 0 || !error_.empty(); };
@@ -84,6 +86,13 @@ std::shared_ptr<Task> Scheduler::receive(int peer, int direction, std::string na
   std::lock_guard lock(mutex_);
   Transfer transfer{peer, policy_.rank, direction, 0};
   transfer.sequence = link(transfer).posted++;
+  task->waited_for_ = [scheduler = weak_from_this(), transfer] {
+    auto self = scheduler.lock();
+    if (!self) return;
+    std::lock_guard lock(self->mutex_);
+    self->want(transfer);
+    self->tell(transfer.sender, Message::kWanted, transfer, 0, 0);
+  };
   if (!error_.empty() || stopping_) {
     task->fail(error_.empty() ? "communication has been shut down" : error_);
     return task;
@@ -117,9 +126,10 @@ void Scheduler::announce(int peer, int direction, double eta_s) {
   if (!error_.empty() || stopping_) return;
   Transfer transfer{policy_.rank, peer, direction, 0};
   transfer.sequence = link(transfer).submitted;
-  const double lease = policy_.lease_s;
+  const Link& way = link(transfer);
+  const double lease = lease_s(way, way.num_bytes);
   const Time now = Clock::now();
-  gate_.close(transfer, now + seconds(eta_s - lead_s()), now + seconds(eta_s + lease));
+  expect(transfer, now + seconds(eta_s - lead_s(lease)), now + seconds(eta_s + lease));
   tell(peer, Message::kTransfer, transfer, eta_s, lease);
   ++statistics_.announced;
   changed_.notify_all();
@@ -132,8 +142,10 @@ void Scheduler::hear(const Message& message) {
     fail_locked(message.text, lock);
   } else if (message.kind == Message::kTransfer) {
     if (message.transfer.sequence < link(message.transfer).received) return;  // it is over
-    gate_.close(message.transfer, now + seconds(message.eta_s - lead_s()),
-                now + seconds(message.eta_s + message.lease_s));
+    expect(message.transfer, now + seconds(message.eta_s - lead_s(message.lease_s)),
+           now + seconds(message.eta_s + message.lease_s));
+  } else if (message.kind == Message::kWanted) {
+    want(message.transfer);
   } else if (message.kind == Message::kEnd) {
     Link& way = link(message.transfer);
     way.silent = 0;
@@ -145,7 +157,7 @@ void Scheduler::hear(const Message& message) {
       }
     }
     way.begun.erase(way.begun.begin(), way.begun.upper_bound(message.transfer.sequence));
-    gate_.open_until(message.transfer);
+    over(message.transfer);
   }
   changed_.notify_all();
 }
@@ -276,10 +288,39 @@ void Scheduler::close_for(const Pending& item, Time now) {
     ++statistics_.unanswered;
     way.begun.clear();
   }
+  way.num_bytes = item.num_bytes;
   const double lease = lease_s(way, item.num_bytes);
-  gate_.close(*item.transfer, now, now + seconds(lease));
+  expect(*item.transfer, now, now + seconds(lease));
   way.begun[item.transfer->sequence] = {now, item.num_bytes};
   tell(item.transfer->receiver, Message::kTransfer, *item.transfer, 0, lease);
+}
+
+// A transfer that nobody waits for may as well share the link: only what is wanted closes the gate.
+void Scheduler::expect(const Transfer& transfer, Time from, Time until) {
+  Link& way = link(transfer);
+  if (!peers_ || transfer.sequence < way.wanted) {
+    gate_.close(transfer, from, until);
+  } else {
+    way.expected[transfer.sequence] = {from, until};
+  }
+}
+
+void Scheduler::want(const Transfer& transfer) {
+  Link& way = link(transfer);
+  way.wanted = std::max(way.wanted, transfer.sequence + 1);
+  while (!way.expected.empty() && way.expected.begin()->first < way.wanted) {
+    const auto [sequence, times] = *way.expected.begin();
+    way.expected.erase(way.expected.begin());
+    Transfer next = transfer;
+    next.sequence = sequence;
+    gate_.close(next, times.first, times.second);
+  }
+}
+
+void Scheduler::over(const Transfer& transfer) {
+  Link& way = link(transfer);
+  way.expected.erase(way.expected.begin(), way.expected.upper_bound(transfer.sequence));
+  gate_.open_until(transfer);
 }
 
 void Scheduler::finish(std::uint64_t number, const std::string& error) {
@@ -303,7 +344,6 @@ void Scheduler::finish(std::uint64_t number, const std::string& error) {
     const double took_s = in_seconds(now - flight.started);
     const double step = took_s < slice_s_ ? 0.3 : 0.02;
     slice_s_ = slice_s_ ? slice_s_ + step * (took_s - slice_s_) : took_s;
-    if (took_s > 2 * slice_s_) gate_.charge((took_s - slice_s_) / policy_.slices_in_flight);
   }
   if (flight.item.operation->host_waits()) flight.item.task->settle();
   changed_.notify_all();
@@ -315,10 +355,10 @@ void Scheduler::finish_transfer(const Flight& flight) {
   Link& way = link(transfer);
   if (!flight.item.is_send) {
     way.received = std::max(way.received, transfer.sequence + 1);
-    gate_.open_until(transfer);
+    over(transfer);
     tell(transfer.sender, Message::kEnd, transfer, 0, 0);
   } else if (!peers_ || way.silent >= kSilent) {
-    gate_.open_until(transfer);
+    over(transfer);
     if (!peers_) way.begun.erase(transfer.sequence);
   }
 }
@@ -376,14 +416,15 @@ bool Scheduler::idle() const {
   return !error_.empty() || (transfers_.empty() && !queued && flights_.empty());
 }
 
-// What is in flight when the gate closes still goes first: the gate closes that much earlier.
-double Scheduler::lead_s() const {
-  return slice_s_ * (1.0 + 1.0 / policy_.slices_in_flight);
+// What is in flight when the gate closes still goes first: the gate closes that much earlier, but
+// by no more than half of the time that the transfer itself takes.
+double Scheduler::lead_s(double lease_s) const {
+  return std::min(slice_s_ * (1.0 + 1.0 / policy_.slices_in_flight), lease_s / kLeases / 2);
 }
 
 double Scheduler::lease_s(const Link& way, std::size_t num_bytes) const {
   if (!way.s_per_byte) return policy_.lease_s;
-  return std::max(3 * way.s_per_byte * static_cast<double>(num_bytes), 1e-3);
+  return std::max(kLeases * way.s_per_byte * static_cast<double>(num_bytes), 1e-3);
 }
 
 void Scheduler::tell(int rank, Message::Kind kind, const Transfer& transfer, double eta_s,

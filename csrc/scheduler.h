@@ -66,11 +66,12 @@ class Task {
   std::size_t unsettled_;
   std::string error_;
   std::vector<std::shared_ptr<Operation>> operations_;
+  std::function<void()> waited_for_;  // called when somebody begins to wait
 };
 
 /// What ranks tell each other beside their data.
 struct Message {
-  enum Kind : std::uint8_t { kTransfer = 1, kEnd, kFailure, kBye };
+  enum Kind : std::uint8_t { kTransfer = 1, kEnd, kFailure, kBye, kWanted };
   Kind kind = kTransfer;
   Transfer transfer;
   double eta_s = 0;    // until the transfer starts
@@ -92,7 +93,7 @@ struct Policy {
   int rank = 0;
   int slices_in_flight = 1;   // per lane
   double lease_s = 0.05;      // of a closure, before any transfer's time is known
-  double pause_share = 0.35;  // of the time that slices may lose to gates, at most
+  double pause_share = 0.5;   // of the time that slices may be held back, at most
   double window_s = 1.0;      // over which that share is looked at
   double timeout_s = 1800.0;  // of one operation, from its start
 };
@@ -120,7 +121,8 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   /// A lane is a process group: its slices start in order, on all its ranks the same.
   std::shared_ptr<Task> reduce(int lane, std::string name,
                                std::vector<std::shared_ptr<Operation>> slices);
-  /// Say that the next send to `peer` will come in `eta_s`; both ends keep the way clear for it.
+  /// Say that the next send to `peer` will come in `eta_s`: both ends keep the way clear for it if
+  /// the receiver waits.
   void announce(int peer, int direction, double eta_s);
 
   /// What another rank said.
@@ -159,8 +161,11 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
     std::uint64_t received = 0;   // receives that have ended
     std::uint64_t posted = 0;     // receives given to us
     double s_per_byte = 0;        // 0: not known yet
+    std::size_t num_bytes = 0;    // of the last send
     int silent = 0;               // sends in a row whose end was not told
     std::map<std::uint64_t, std::pair<Time, std::size_t>> begun;
+    std::uint64_t wanted = 0;  // receives up to this one, not included, have been waited for
+    std::map<std::uint64_t, std::pair<Time, Time>> expected;  // not wanted yet: when, until when
   };
   using LinkKey = std::tuple<int, int, int>;  // sender, receiver, direction
 
@@ -172,12 +177,15 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   void finish(std::uint64_t flight, const std::string& error);
   void finish_transfer(const Flight& flight);
   void close_for(const Pending& item, Time now);
+  void expect(const Transfer& transfer, Time from, Time until);
+  void want(const Transfer& transfer);
+  void over(const Transfer& transfer);
   void fail_locked(const std::string& error, std::unique_lock<std::mutex>& lock);
   bool start_what_may(std::unique_lock<std::mutex>& lock);
   Time next_wake(Time now) const;
   void look_for_late(Time now, std::unique_lock<std::mutex>& lock);
   bool idle() const;
-  double lead_s() const;
+  double lead_s(double lease_s) const;
   double lease_s(const Link& link, std::size_t num_bytes) const;
   void tell(int rank, Message::Kind kind, const Transfer& transfer, double eta_s, double lease_s);
   Link& link(const Transfer& transfer);

@@ -74,6 +74,7 @@ class Load:
     announced_s: float
     duration_s: float
     slice_bytes: int
+    slices_in_flight: int
     pause_share: float
 
 
@@ -102,6 +103,7 @@ class Rank:
         self.communicator = PreemptiveCommunicator(
             slice_bytes=load.slice_bytes,
             timeout=timedelta(seconds=60),
+            slices_in_flight=load.slices_in_flight,
             pause_share=load.pause_share,
         )
         ring = {self.rank // dp * dp + (self.replica + 1) % dp, (self.rank + dp) % (2 * dp)}
@@ -290,9 +292,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--period-ms", type=float, default=50.0, help="(50)")
     parser.add_argument("--announced-ms", type=float, default=15.0, help="ahead (15)")
     parser.add_argument("--slice-kib", type=int, default=0, help="(a quarter of a transfer)")
-    parser.add_argument(
-        "--pause-share", type=float, default=0.35, help="most of the time held back"
-    )
+    parser.add_argument("--in-flight", type=int, default=1, help="slices of a group at once (1)")
+    parser.add_argument("--pause-share", type=float, default=0.5, help="held back at most (0.5)")
     parser.add_argument("--duration-s", type=float, default=6.0, help="of each mode (6)")
     parser.add_argument("--rounds", type=int, default=1, help="(1)")
     parser.add_argument("--only", nargs="+", default=[], metavar="MODE", help="some modes")
@@ -307,6 +308,7 @@ def main(argv: Sequence[str]) -> int:
         announced_s=args.announced_ms / 1e3,
         duration_s=args.duration_s,
         slice_bytes=(args.slice_kib or args.transfer_kib // 4) << 10,
+        slices_in_flight=args.in_flight,
         pause_share=args.pause_share,
     )
     modes = [mode for mode in MODES if not args.only or mode.name in args.only]

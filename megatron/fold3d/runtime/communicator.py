@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 BUILD = "make extension"
 _SHUTDOWN_S = 10.0
-_SMALLEST_SLICE = 32 << 10  # bytes; below, starting slices costs a tenth of the link
+_SMALLEST_SLICE = 64 << 10  # bytes; with smaller ones the link idles between slices
 
 
 class PreemptiveCommunicator:
@@ -32,8 +32,16 @@ class PreemptiveCommunicator:
     Without the extension nothing is preempted: see `DirectScheduler`.
     """
 
-    def __init__(self, *, slice_bytes: int, timeout: timedelta, pause_share: float = 0.35) -> None:
+    def __init__(
+        self,
+        *,
+        slice_bytes: int,
+        timeout: timedelta,
+        slices_in_flight: int = 1,
+        pause_share: float = 0.5,
+    ) -> None:
         self._slice_bytes = slice_bytes
+        self._slices_in_flight = slices_in_flight
         self._timeout_s = timeout.total_seconds()
         self._pause_share = pause_share
         self._extension = extension()
@@ -72,7 +80,7 @@ class PreemptiveCommunicator:
         rank, world = dist.get_rank(), dist.get_world_size()
         policy = extension.Policy()
         policy.rank, policy.timeout_s = rank, self._timeout_s
-        policy.pause_share = self._pause_share
+        policy.slices_in_flight, policy.pause_share = self._slices_in_flight, self._pause_share
         self._scheduler = extension.Scheduler(policy)
         atexit.register(self.close)
         if world > 1:
