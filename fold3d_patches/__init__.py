@@ -87,9 +87,7 @@ def _install(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None"
     offloads = [] if offloader is None else [checkpoint.patch(offloader)]
     buckets = gradient_buckets.patches() if config.cuts_every_segment else ()
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    communicator = None
-    if config.preemptive_comm:
-        communicator = PreemptiveCommunicator(slice_bytes=config.dp_slice_bytes, timeout=timeout)
+    communicator = PreemptiveCommunicator.of(config) if config.preemptive_comm else None
     if config.backward_share is None:
         executor = Executor(config, plans, None, recorder, offloader, communicator)
         stack = apply([get_forward_backward_func.patch(executor), *offloads, *buckets])

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from megatron.fold3d.config import Fold3DConfig
 from megatron.fold3d.runtime.control_sockets import ControlSockets
 from megatron.fold3d.runtime.direct_scheduler import DirectScheduler
 from megatron.fold3d.runtime.preemptive_group import PreemptiveGroup
@@ -49,10 +50,20 @@ class PreemptiveCommunicator:
         self._links: Any = None
         self._open = ExitStack()
 
-    @property
-    def preempts(self) -> bool:
-        """Whether the extension is there."""
-        return self._extension is not None
+    @classmethod
+    def of(cls, config: Fold3DConfig) -> Self:
+        """Return the communicator of a run.
+
+        Raises:
+            ValueError: on GPUs the extension is needed, and it has not been built.
+        """
+        if config.device == "cuda" and extension() is None:
+            raise ValueError(
+                "--preemptive-comm: its C++ scheduler is not built, and on GPUs nothing stands in "
+                f"for it; run: {BUILD}"
+            )
+        timeout = timedelta(minutes=config.distributed_timeout_minutes)
+        return cls(slice_bytes=config.dp_slice_bytes, timeout=timeout)
 
     def connect(self, neighbours: Collection[int], transfer_bytes: int = 0) -> None:
         """Start the thread and reach the ranks that share a group with this one.
