@@ -91,6 +91,7 @@ def _install(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None"
     if config.backward_share is None:
         executor = Executor(config, plans, None, recorder, offloader, communicator)
         stack = apply([get_forward_backward_func.patch(executor), *offloads, *buckets])
+        stack.push(executor)
         if communicator is not None:
             stack.push(communicator)
         return stack
@@ -115,6 +116,7 @@ def _install(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None"
             *buckets,
         ]
     )
+    stack.push(executor)
     if communicator is not None:
         stack.push(communicator)
     stack.push(deferred)  # it still communicates when it closes

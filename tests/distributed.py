@@ -85,12 +85,17 @@ class _Rank:
 
 
 def run_distributed(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 120.0,
+    grace_s: float = _GRACE_S,
 ) -> list[Any]:
     """Call ``fn(*args)`` on each of ``world_size`` new ranks and return what they return, by rank.
 
     ``fn`` is a function of a module's top level; ``init_process_group("gloo")`` and Megatron's own
     start-up find the other ranks as under torchrun. What a rank prints is shown when it fails.
+    After each failure the others have ``grace_s`` to end by themselves.
 
     Raises:
         RankError: a rank raised, died, or had not finished after ``timeout_s``.
@@ -122,16 +127,16 @@ def run_distributed(
             theirs.close()
             ranks.append(_Rank(rank, process, ours, log, stacks))
             stack.callback(ranks[-1].close)
-        return _collect(ranks, timeout_s)
+        return _collect(ranks, timeout_s, grace_s)
 
 
-def _collect(ranks: Sequence[_Rank], timeout_s: float) -> list[Any]:
+def _collect(ranks: Sequence[_Rank], timeout_s: float, grace_s: float) -> list[Any]:
     deadline = time.monotonic() + timeout_s
     results: dict[int, Any] = {}
     failures: list[Failure] = []
     waiting: dict[Any, _Rank] = {rank.connection: rank for rank in ranks}
     while waiting:
-        left_s = _GRACE_S if failures else max(0.0, deadline - time.monotonic())
+        left_s = grace_s if failures else max(0.0, deadline - time.monotonic())
         ready = wait(list(waiting), left_s)
         if not ready:
             break

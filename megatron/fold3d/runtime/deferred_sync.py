@@ -81,9 +81,11 @@ class DeferredSync:
         self._due: set[Any] = set()
         self._step: LateStep | None = None
         self._num_late = self._num_whole = 0
+        self._in_iteration = False
 
     def prepare(self, chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
         """Begin an iteration; all ranks of the job call this together."""
+        self._in_iteration = True
         if not self._chunks:
             self._connect(chunks, groups)
         if self._auto is not None and (shares := self._auto.begin()):
@@ -111,6 +113,7 @@ class DeferredSync:
 
     def finish_backward(self) -> None:
         """Start what is left of all chunks; all backwards of the iteration are through."""
+        self._in_iteration = False
         self._reductions.finish_backward()
 
     def settle(self, chunk: Any) -> None:
@@ -162,8 +165,12 @@ class DeferredSync:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """Drain at the end of a run; after an error there may be nobody left to wait for."""
-        if not self._chunks or not (error is None or issubclass(error, SystemExit)):
+        """Drain at the end of a run; after an error there may be nobody left to wait for.
+
+        Neither is there for a rank that leaves within an iteration, which the others go on with.
+        """
+        ends_well = error is None or issubclass(error, SystemExit)
+        if not self._chunks or self._in_iteration or not ends_well:
             return
         self.drain()
         for chunk in self._chunks:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ from megatron.fold3d.runtime.recorder import Recorder, never
 
 logger = logging.getLogger(__name__)
 
+_WAS_AT = "fold3d: pipeline rank"
 _Key = tuple[int, int | None]  # stage, micro-batch
 
 
@@ -66,6 +67,7 @@ class Executor:
         self._offloader = offloader
         self._communicator = communicator
         self._started = False
+        self._where: tuple[int, str] | None = None  # the rank, and where it is beside its program
         self._p2p: P2P | None = None
 
     def __call__(
@@ -113,6 +115,7 @@ class Executor:
         offloader = None if forward_only else self._offloader
         hidden_bytes = math.prod(shapes[Op.RECV_F]) * config.pipeline_dtype.itemsize
         self._start(plan, pp_group, chunks, hidden_bytes)
+        self._where = pp_group.rank(), "WAIT_GRAD before evaluation"
         if self._deferred is not None and forward_only:
             self._deferred.drain()  # what is evaluated is the model of the last iteration
         elif self._deferred is not None:
@@ -148,6 +151,7 @@ class Executor:
                     offloader=offloader,
                 )
                 iteration.run(pp_group.rank())
+            self._where = pp_group.rank(), "the last sums of gradients, behind its program"
             if self._deferred is not None:
                 self._deferred.finish_backward()
             if config.finalize_model_grads_func is not None and not forward_only:
@@ -157,11 +161,22 @@ class Executor:
                     pg_collection=groups,
                     force_all_reduce=force_all_reduce,
                 )
+            self._where = pp_group.rank(), "its last sends"
             if self._p2p is not None:
                 self._p2p.drain()
             if self._communicator is not None:
                 self._communicator.check()
+        self._where = pp_group.rank(), "the optimizer step, or else between two iterations"
         return iteration.reports
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Let an error that no action explains say how far its rank had come."""
+        explained = any(note.startswith(_WAS_AT) for note in getattr(error, "__notes__", ()))
+        if error is not None and self._where is not None and not explained:
+            error.add_note("{} {} was at {}".format(_WAS_AT, *self._where))
 
     def _start(
         self,
@@ -229,7 +244,7 @@ class _Iteration:
             try:
                 self._act(action)
             except Exception as error:
-                error.add_note(f"fold3d: pipeline rank {rank} was at {action}")
+                error.add_note(f"{_WAS_AT} {rank} was at {action}")
                 raise
 
     def _act(self, action: Action) -> None:
