@@ -87,7 +87,7 @@ class Bench:
 
 
 def _train(argv: Sequence[str]) -> int:
-    """Be one rank; see `_preload`."""
+    """Be one rank; see `preload`."""
     import torch
 
     from scripts.bench import rank
@@ -97,7 +97,7 @@ def _train(argv: Sequence[str]) -> int:
     return rank.main(argv)
 
 
-def _preload() -> None:
+def preload() -> None:
     """Import once what every rank of every run needs; nothing of it starts a thread."""
     warnings.simplefilter("ignore")
     for module in ("megatron.core.tokenizers.text", "megatron.training.training"):
@@ -181,7 +181,7 @@ def compare(
     runs: list[Run] = []
     for number in range(num_rounds + 1):
         if number == 2 and keep is not None:
-            chosen = _kept(chosen, runs, keep)
+            chosen = kept(chosen, runs, keep)
         for position, variant in enumerate(chosen, 1):
             run = bench.run(variant, number)
             runs.append(run)
@@ -190,13 +190,13 @@ def compare(
             if not what:
                 spread = training_log.Spread.of(run.times_ms)
                 what = f"{spread} ms; others use {run.other_cpus:.1f} CPUs"
-            _say(f"{where}/{num_rounds} {position}/{len(chosen)} {variant.name}: {what}")
+            say(f"{where}/{num_rounds} {position}/{len(chosen)} {variant.name}: {what}")
         failed = {run.variant for run in runs if run.failure}
         chosen = [variant for variant in chosen if variant not in failed]
     return runs
 
 
-def _kept(chosen: Sequence[Variant], runs: Sequence[Run], keep: int) -> list[Variant]:
+def kept(chosen: Sequence[Variant], runs: Sequence[Run], keep: int) -> list[Variant]:
     """The default, the ``keep`` fastest other stock variants of round 1, and all of ours."""
     first = summary.rows([run for run in runs if run.round < 2], None)
     sweep = [row for row in first if row.variant.is_stock and row.variant != variants.DEFAULT]
@@ -205,7 +205,8 @@ def _kept(chosen: Sequence[Variant], runs: Sequence[Run], keep: int) -> list[Var
     return [variant for variant in chosen if variant not in dropped]
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Tell whoever waits how it goes."""
     print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 
@@ -324,7 +325,7 @@ def main(argv: Sequence[str]) -> int:
         if args.list:
             print("\n".join(f"{v.name:24} {' '.join(v.flags)}" for v in chosen))
             return 0
-        _preload()
+        preload()
         runs = compare(bench, chosen, args.rounds, args.keep)
     except (TestbedError, ValueError) as error:
         return refuse("compare.py", error)

@@ -23,8 +23,8 @@ def test_after_the_first_round_the_fastest_of_the_sweep_go_on_with_default_and_o
     chosen = [DEFAULT, *SWEEP, OURS]
     times_ms = (900.0, 500.0, 300.0, 400.0, 800.0)
     first = [run for pair in zip(chosen, times_ms, strict=True) for run in runs(*pair)]
-    assert compare._kept(chosen, first, 2) == [DEFAULT, SWEEP[1], SWEEP[2], OURS]
-    assert compare._kept(chosen, first, 0) == [DEFAULT, OURS]
+    assert compare.kept(chosen, first, 2) == [DEFAULT, SWEEP[1], SWEEP[2], OURS]
+    assert compare.kept(chosen, first, 0) == [DEFAULT, OURS]
 
 
 @pytest.mark.gloo

@@ -1,0 +1,54 @@
+"""The grid's table, from runs that nobody had to make."""
+
+import json
+from argparse import Namespace
+
+from scripts.bench import grid
+from scripts.bench.grid import Grid, Layout
+
+LAYOUT = Layout(num_ranks=2, data_parallel=2, recompute=False, rates=("100mbit",))
+MS = {
+    "stock-default": 200.0,
+    "stock-v8-n8-do": 150.0,
+    "stock-v8-n8": 160.0,
+    "aiao-s8-do": 148.0,
+    "aiao-s8-auto-bound": 130.0,
+    "aiao-s8-auto-noclip": 120.0,
+}
+
+
+def written(tmp_path, **changes):
+    """A grid with one round; ``changes`` are of the shaped runs, by variant."""
+    entries = {}
+    for name, ms in MS.items():
+        for link, time_ms in (("unshaped, {}, round 0", 100.0), ("100mbit, {}, round 1", ms)):
+            iterations = [{"number": n, "elapsed_ms": time_ms, "loss": 4.0 / n} for n in (1, 2, 3)]
+            entry = {"round": int("round 1" in link), "iterations": iterations, "warmup": 1}
+            entry |= {"link_bytes": 1e6, "other_cpus": 0.0, "failure": ""}
+            if "round 1" in link:
+                entry |= changes.get(name, {})
+            entries[f"pp=2 x dp=2, {link.format(name)}"] = entry
+    (tmp_path / "runs.json").write_text(json.dumps(entries))
+    return Grid(Namespace(logs=tmp_path, rounds=1, iterations=3, warmup=1, real_time=False))
+
+
+def test_a_line_has_the_exposure_of_the_default_and_the_ratios_of_ours(tmp_path):
+    *_, line = grid.table(written(tmp_path), [LAYOUT]).splitlines()
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[:3] == ["pp=2 x dp=2", "100mbit", "50%"]
+    assert cells[3:8] == ["200", "150 (v8-n8-do)", "120", "130", "148"]
+    assert cells[8:] == ["1.67 / 1.54 / 1.35", "1.25 / 1.15 / 1.01", "1.20 / 1.30 / 1.48"]
+
+
+def test_a_loss_that_differs_and_a_run_that_failed_are_said(tmp_path):
+    odd = {"iterations": [{"number": 1, "elapsed_ms": 1.0, "loss": 3.9}]}
+    found = written(tmp_path, **{"aiao-s8-do": odd, "stock-v8-n8": {"failure": "rank 0 died"}})
+    problems = list(grid._problems(found, [LAYOUT]))
+    assert len(problems) == 2
+    assert "aiao-s8-do, round 1: losses differ" in problems[0]
+    assert problems[1] == "pp=2 x dp=2, 100mbit: stock-v8-n8: rank 0 died"
+
+
+def test_a_pipeline_without_replicas_has_no_sync_to_split():
+    job = Layout(num_ranks=4, data_parallel=1, recompute=True, rates=()).job(3)
+    assert [v.name for v in grid.chosen(job) if not v.is_stock] == ["aiao-s4-do", "aiao-s4"]
