@@ -1,7 +1,8 @@
 """Train a small GPT with stock Megatron and with AIAO on this machine, and compare.
 
 Four ranks, a pipeline of two and two replicas, the same data and seed. The losses of both runs
-must agree in every digit that Megatron prints; what differs is the order, drawn as two diagrams.
+must agree in every digit that Megatron prints; what differs is the order. Two diagrams show the
+orders, and two pages what each rank did when.
 """
 
 import argparse
@@ -81,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         times_ms[run.title] = median(ms for ms, _ in rows)
 
     identical = report(losses, times_ms)
+    for run in RUNS:
+        show_trace(run, options.output / run.schedule)
     print(f"\nDiagrams: {', '.join(str(options.output / f'{run.schedule}.svg') for run in RUNS)}")
     print(f"Done in {time.monotonic() - started:.0f} s.")
     return 0 if identical else 1
@@ -122,7 +125,7 @@ def train(
     command += ["--nproc-per-node", str(RANKS), str(ROOT / "pretrain_gpt.py"), "--device", "cpu"]
     command += ["--schedule", run.schedule, *MODEL.split(), *corpus]
     command += ["--train-iters", str(iterations), "--lr-decay-iters", str(iterations)]
-    command += ["--data-cache-path", str(output.parent / "cache")]
+    command += ["--data-cache-path", str(output.parent / "cache"), "--trace", str(output)]
     print(f"Starting {RANKS} ranks; the first iteration comes after some 20 s.", flush=True)
     tail: deque[str] = deque(maxlen=30)
     done = 0
@@ -143,6 +146,14 @@ def train(
                 yield ms, loss
     if ranks.returncode or done < iterations:
         raise SystemExit(f"{''.join(tail)}\n{run.title} ended after {done} iterations: {log.name}")
+
+
+def show_trace(run: Run, folder: Path) -> None:
+    """Print where the time of two traced iterations went, and write a page of them."""
+    if not any(folder.glob("rank-*.json")):
+        return  # a run this short records nothing
+    print(f"\n{run.title}:", flush=True)
+    subprocess.run([Path(sys.executable).with_name("fold3d"), "trace", folder], check=True)
 
 
 def report(losses: dict[str, list[str]], times_ms: dict[str, float]) -> bool:
