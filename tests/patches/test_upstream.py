@@ -27,6 +27,7 @@ from fold3d_patches import (
 from fold3d_patches.registry import Patch, apply
 from megatron.fold3d.config import Fold3DConfig
 from megatron.fold3d.runtime.deferred_sync import DeferredSync
+from megatron.fold3d.runtime.metrics import Metrics
 from megatron.fold3d.runtime.offloader import Offloader
 from megatron.fold3d.runtime.plans import Plans
 from megatron.fold3d.runtime.tracer import Tracer
@@ -52,7 +53,7 @@ PATCHES = (
     zero_grad_buffer.patch(DEFERRED),
     *gradient_buckets.patches(),
     *cpu.patches(),
-    *trace.patches(Tracer(CONFIG, Plans(CONFIG)), "stock"),
+    *trace.patches(Tracer(CONFIG, Plans(CONFIG), Metrics(lambda: None, lambda: None)), "stock"),
 )
 ROOT = Path(__file__).parents[2]
 
