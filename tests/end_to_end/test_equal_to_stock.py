@@ -175,6 +175,13 @@ ROWS = (
         plan=GATHERED,
     ),
     Row(
+        name="all overlapped, fp16, some iterations skipped",
+        segments=2,
+        dp=2,
+        flags=f"{OVERLAP} --fp16 --no-check-for-nan-in-loss-and-grad "
+        "--initial-loss-scale 524288 --hysteresis 1",
+    ),
+    Row(
         name="all overlapped by hooks, bf16",
         segments=4,
         dp=2,
