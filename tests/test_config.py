@@ -93,7 +93,7 @@ def test_every_flag_reaches_the_configuration(parse: Parse, tmp_path: Path) -> N
         device="cpu",
         microbatch_group_size=None,
         distributed_timeout_minutes=3,
-        dp_slice_bytes=256 << 10,
+        dp_slice_bytes=1 << 20,
         clips_or_scales=True,
     )
     grouped = parse(

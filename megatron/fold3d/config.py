@@ -30,7 +30,7 @@ Device = Literal["cuda", "cpu"]
 Offload = Literal["off", "auto", "on"]
 
 # A slice has to take much longer than to start it, and much less than an activation's transfer.
-SLICE_BYTES: dict[Device, int] = {"cuda": 8 << 20, "cpu": 256 << 10}
+SLICE_BYTES: dict[Device, int] = {"cuda": 8 << 20, "cpu": 1 << 20}
 
 # The flags from which Megatron derives virtual stages; it accepts one of them at a time.
 _VIRTUAL_STAGE_FLAGS = {
@@ -84,7 +84,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         metavar="N",
         help="With --backward-share or --preemptive-comm, reduce N bytes of gradients at once, so "
         "that what is needed sooner waits no longer than these take (default: 8388608, on CPUs "
-        "262144; preemption takes a quarter of a pipeline transfer if that is less).",
+        "1048576; preemption takes a quarter of a pipeline transfer if that is less).",
     )
     group.add_argument(
         "--model-preset",
