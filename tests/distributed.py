@@ -31,6 +31,7 @@ _PRELOAD = (
     "megatron.fold3d.runtime.executor",
     "megatron.training.training",
     "pretrain_gpt",
+    "tests.parsed_once",
 )
 _GRACE_S = 5.0  # in which all ranks that fail for one reason have failed, or have dumped a stack
 _LOG_LINES = 20

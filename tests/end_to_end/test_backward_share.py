@@ -72,18 +72,14 @@ SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 FP16 = "--fp16 --initial-loss-scale 524288 --hysteresis 1"
 
 ROWS = (
-    Row(ours=f"{AIAO} 0"),
-    Row(ours=f"{AIAO} 0.3 --aiao-last-segment afab"),
+    Row(ours=f"{AIAO} 0 --aiao-last-segment afab"),
     Row(ours=f"{AIAO} 1 --dp-slice-bytes 4096", flags=f"{UNTIED} --ddp-bucket-size 5000"),
     Row(ours=f"{AIAO} 0.5", flags="--position-embedding-type rope"),
     Row(ours=f"{AIAO} 0.3", flags="--bf16 --no-align-grad-reduce", segments=4),
     Row(ours=f"{AIAO} 0.5", flags="", pp=4, dp=1),
     Row(ours=f"{AIAO} 0.5", flags=f"{UNTIED} --optimizer sgd --no-align-grad-reduce"),
-    Row(ours=f"{AIAO} 0.5", evaluation="--eval-iters 0"),
-    Row(ours=f"{AIAO} 0.5", flags=f"{UNTIED} --tensor-model-parallel-size 2", dp=1),
     Row(ours=f"{AIAO} 0.5", flags=f"{SP} --qk-layernorm", dp=1),
-    Row(ours="--schedule interleaved --backward-share 0.3"),
-    Row(ours="--schedule 1f1b --backward-share 0.5", segments=1),
+    Row(ours="--schedule interleaved --backward-share 0.3", evaluation="--eval-iters 0"),
     Row(ours="--schedule 1f1b --backward-share 0.5", flags="", pp=1, segments=1),
     # Clipping: some steps are clipped, some could be, some cannot.
     Row(ours=f"{AIAO} 0.5", flags="", clip=2.2, whole=2),
