@@ -70,24 +70,26 @@ void a_gate_that_holds_nothing_back_spends_nothing() {
 }
 
 void slices_wait_for_a_transfer_and_go_on_after_it() {
-  auto scheduler = Scheduler::make({});
+  Policy policy;
+  policy.lease_s = 5;
+  auto scheduler = Scheduler::make(policy);
   Done end_transfer;
   std::mutex mutex;
   std::vector<std::string> started;
-  auto log = [&](const char* what) {
-    std::lock_guard lock(mutex);
-    started.push_back(what);
-  };
   auto send = scheduler->send(1, 0, 100, "send", fake([&](Done done) {
-                                log("send");
+                                std::lock_guard lock(mutex);
+                                started.push_back("send");
                                 end_transfer = std::move(done);
                               }));
   while (scheduler->statistics().transfers == 0) std::this_thread::yield();
   auto reduce = scheduler->reduce(0, "reduce", {fake([&](Done done) {
-                                    log("slice");
+                                    {
+                                      std::lock_guard lock(mutex);
+                                      started.push_back("slice");
+                                    }
                                     done("");
                                   })});
-  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // less than the lease of 50
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
   {
     std::lock_guard lock(mutex);
     CHECK(started == std::vector<std::string>{"send"});

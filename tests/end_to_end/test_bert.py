@@ -3,6 +3,8 @@
 import json
 import random
 import re
+import subprocess
+import sys
 from argparse import ArgumentParser
 
 import pytest
@@ -48,7 +50,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     flags = ["--tokenizer-type", "HuggingFaceTokenizer"]
     flags += ["--tokenizer-model", str(folder / "wordpiece")]
     prepare = [str(folder / "text.jsonl"), "--sentences", "--output-prefix", str(folder / "data")]
-    assert prepare_data.main([*prepare, *flags]) == 0
+    # In a process of its own: a script may silence the loggers of its process.
+    subprocess.run([sys.executable, prepare_data.__file__, *prepare, *flags], check=True)
     return [*flags, "--data-path", str(folder / "data")]
 
 

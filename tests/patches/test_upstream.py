@@ -93,7 +93,7 @@ def test_no_module_of_megatron_holds_a_patched_symbol_under_another_name() -> No
     forgotten = [
         f"{name}:{attribute} is {patch.target}"
         for name, module in list(sys.modules.items())
-        if name.startswith("megatron.")
+        if name.startswith("megatron.") and not name.startswith("megatron.fold3d.")
         for attribute, value in list(vars(module).items())
         if (patch := patched.get(id(value))) is not None
         and f"{name}:{attribute}" not in (patch.target, *patch.rebinds)
