@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import pretrain_gpt
 from fold3d_patches import registry
-from scripts.bench import layer_pacing, nccl_order, same_weights
+from scripts.bench import fused_adam, layer_pacing, nccl_order, same_weights
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--nccl-order", action="store_true", help="collectives as NCCL runs them")
     args = parser.parse_args(argv[:split])
 
-    patches = [same_weights.patch()]
+    patches = [same_weights.patch(), fused_adam.patch()]
     if args.forward_ms or args.backward_ms:
         pace_s = [(ms or 0.0) / 1e3 for ms in (args.forward_ms, args.backward_ms)]
         patches.append(layer_pacing.patch(*pace_s))
