@@ -1,5 +1,9 @@
 """What the host has left is known, and asked before it is taken."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -48,3 +52,51 @@ def test_what_was_not_foreseen_grows_the_pool_and_is_logged(caplog: pytest.LogCa
     assert pool.num_growths == 2
     with pytest.raises(HostMemoryError, match="are available"):
         pool.take(1 << 60)
+
+
+@pytest.mark.parametrize(
+    ("own", "files"),
+    [
+        ("0::/job/step", ("", "memory.max", "memory.current", "inactive_file")),
+        (
+            "11:cpuset:/\n4:memory:/job/step\n0::/",
+            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_the_tightest_control_group_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: tuple[str, ...]
+):
+    folder, limit, used, reclaimable = files
+    groups = [tmp_path / folder, tmp_path / folder / "job", tmp_path / folder / "job/step"]
+    groups[-1].mkdir(parents=True)
+    for group, limit_bytes in zip(groups, ("9000000", "5000", "7000"), strict=True):
+        (group / limit).write_text(f"{limit_bytes}\n")
+        (group / used).write_text("3000\n")
+        (group / "memory.stat").write_text(f"cache 1\n{reclaimable} 500\n")
+    (tmp_path / "own").write_text(f"{own}\n")
+    monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host_memory, "_OWN_GROUPS", tmp_path / "own")
+    assert host_memory.available_bytes() == 5000 - 3000 + 500
+
+    (groups[1] / limit).unlink()  # as a container sees it
+    assert host_memory.available_bytes() == 7000 - 3000 + 500
+
+
+def test_memory_that_was_taken_is_there_so_that_the_next_rank_counts_it():
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    before = resident_bytes()
+    memory = host_memory.take(64 << 20, torch.device("cpu"))
+    assert resident_bytes() - before > 60 << 20
+    assert memory.numel() == 64 << 20
+
+
+def test_ranks_look_and_take_one_after_the_other():
+    other = "import fcntl; fcntl.flock(open('/proc/meminfo'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    with host_memory._turn():
+        waits = subprocess.run([sys.executable, "-c", other], capture_output=True, check=False)
+    goes_on = subprocess.run([sys.executable, "-c", other], capture_output=True, check=False)
+    assert (b"BlockingIOError" in waits.stderr, goes_on.returncode) == (True, 0)
