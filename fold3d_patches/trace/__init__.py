@@ -10,12 +10,11 @@ if TYPE_CHECKING:
 
 def patches(tracer: "Tracer", schedule: str) -> tuple[Patch, ...]:
     """The patches under one schedule; the executor of ours records what it computes by itself."""
-    from fold3d_patches.trace import compute, grad_sync, iteration, optimizer, param_gather
+    from fold3d_patches.trace import collectives, compute, iteration, optimizer
 
     return (
         iteration.patch(tracer),
-        *grad_sync.patches(tracer),
-        *param_gather.patches(tracer),
+        *collectives.patches(tracer),
         *optimizer.patches(tracer),
         *(compute.patches(tracer) if schedule == "stock" else ()),
     )

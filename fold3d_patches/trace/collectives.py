@@ -1,0 +1,103 @@
+"""Patch how Megatron's DDP reduces gradients and gathers updated parameters.
+
+Why: both start in hooks and end in the background; only DDP knows which, and when.
+Change: a trace gets each from its launch to its end, and the wait for it.
+Remove when: Megatron's DDP calls hooks around its collectives.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fold3d_patches.registry import Patch
+from megatron.fold3d.plan.ir import Op
+from megatron.fold3d.runtime.recorder import no_end
+
+if TYPE_CHECKING:
+    from megatron.fold3d.runtime.tracer import Tracer
+
+_BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Collective:
+    """What DDP calls a collective of a bucket group, and what a trace does.
+
+    Attributes:
+        start: the method that launches it, with its parameters.
+        finish: the method that waits for it, with its parameters.
+        handle: the attribute that holds it from one to the other.
+        is_over: whether ``finish`` has nothing to wait for any more.
+    """
+
+    start: tuple[str, str]
+    finish: tuple[str, str]
+    handle: str
+    launched: Op
+    waited_for: Op
+    kind: str
+    is_over: Callable[[Any], bool]
+
+
+_REDUCE = _Collective(
+    start=("start_grad_sync", "force_all_reduce"),
+    finish=("finish_grad_sync", "force_all_reduce"),
+    handle="grad_reduce_handle",
+    launched=Op.REDUCE_GRAD,
+    waited_for=Op.WAIT_GRAD,
+    kind="grad_sync",
+    is_over=lambda _: False,
+)
+_GATHER = _Collective(
+    start=("start_param_sync", "force_sync"),
+    finish=("finish_param_sync", "skip_next_bucket_dispatch"),
+    handle="param_gather_handle",
+    launched=Op.GATHER_PARAM,
+    waited_for=Op.WAIT_PARAM,
+    kind="param_gather",
+    # The hook of each module asks again.
+    is_over=lambda group: group.param_gather_dispatched and group.param_gather_handle is None,
+)
+
+
+def patches(tracer: "Tracer") -> tuple[Patch, ...]:
+    """The launch of each collective of a bucket group, and the wait for it."""
+    return (*_patches(tracer, _REDUCE), *_patches(tracer, _GATHER))
+
+
+def _patches(tracer: "Tracer", collective: _Collective) -> tuple[Patch, ...]:
+    recorder = tracer.recorder
+    ends: dict[Any, Callable[[], None]] = {}  # by bucket group, of what is under way
+
+    def make_start(upstream: Callable[..., None]) -> Callable[..., None]:
+        def start(self: Any, *args: Any, **kwargs: Any) -> None:
+            def launch() -> Iterable[Any]:
+                upstream(self, *args, **kwargs)
+                return getattr(getattr(self, collective.handle), "works", ())
+
+            if getattr(self, collective.handle) is not None:  # launched already
+                launch()
+            else:
+                name = f"{tracer.stage_of(self)}{collective.launched}"
+                ends[self] = recorder.collective(name, collective.kind, launch)
+
+        return start
+
+    def make_finish(upstream: Callable[..., None]) -> Callable[..., None]:
+        def finish(self: Any, *args: Any, **kwargs: Any) -> None:
+            if collective.is_over(self):
+                upstream(self, *args, **kwargs)
+                return
+            with recorder.span(f"{tracer.stage_of(self)}{collective.waited_for}", "wait"):
+                upstream(self, *args, **kwargs)
+            ends.pop(self, no_end)()
+
+        return finish
+
+    return tuple(
+        Patch(target=f"{_BUCKETS}.{method}", parameters=("self", parameter), make=make)
+        for (method, parameter), make in (
+            (collective.start, make_start),
+            (collective.finish, make_finish),
+        )
+    )
