@@ -26,7 +26,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron.fold3d.config import Fold3DConfig
-from megatron.fold3d.plan.ir import Action, Op, Plan
+from megatron.fold3d.plan.ir import Action, Op, Plan, Program
 from megatron.fold3d.plan.lowering import deferred_stages
 from megatron.fold3d.plan.verify import peak_activations
 from megatron.fold3d.runtime.communicator import PreemptiveCommunicator
@@ -100,32 +100,18 @@ class Executor:
         _refuse(config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         pp_group = p2p_communicator.pp_group if p2p_communicator else groups.pp
-        make = self._plans.evaluation if forward_only else self._plans.training
-        plan = make(num_microbatches)
-        if self._offloader is not None and not forward_only:
-            at_most = self._offloader.at_most(plan.programs[pp_group.rank()])
-            plan = self._plans.training(num_microbatches, at_most)
+        rank = pp_group.rank()
+        plan = self._plan(num_microbatches, rank, trains=not forward_only)
+        program = plan.programs[rank]
         sizes = {
             "seq_length": seq_length,
             "micro_batch_size": micro_batch_size,
             "decoder_seq_length": decoder_seq_length,
         }
         shapes = _shapes(sizes, config, groups, adjust_tensor_shapes_fn)
-        program = plan.programs[pp_group.rank()]
-        offloader = None if forward_only else self._offloader
         hidden_bytes = math.prod(shapes[Op.RECV_F]) * config.pipeline_dtype.itemsize
         self._start(plan, pp_group, chunks, hidden_bytes)
-        self._where = pp_group.rank(), "WAIT_GRAD before evaluation"
-        if self._deferred is not None and forward_only:
-            self._deferred.drain()  # what is evaluated is the model of the last iteration
-        elif self._deferred is not None:
-            self._deferred.prepare(chunks, groups)
-        if self._communicator is not None:
-            hand_over(chunks, self._communicator, self._timeout)
-        if self._p2p is not None:
-            self._p2p.begin(program, hidden_bytes)
-        if offloader is not None:
-            offloader.begin(program, chunks, hidden_bytes, self._recorder)
+        self._prepare(rank, program, chunks, groups, hidden_bytes, trains=not forward_only)
         with _timed(config):
             with GradSync(
                 config,
@@ -148,10 +134,10 @@ class Executor:
                     p2p=self._p2p,
                     grad_sync=grad_sync,
                     recorder=self._recorder,
-                    offloader=offloader,
+                    offloader=None if forward_only else self._offloader,
                 )
-                iteration.run(pp_group.rank())
-            self._where = pp_group.rank(), "the last sums of gradients, behind its program"
+                iteration.run(rank)
+            self._where = rank, "the last sums of gradients, behind its program"
             if self._deferred is not None:
                 self._deferred.finish_backward()
             if config.finalize_model_grads_func is not None and not forward_only:
@@ -161,12 +147,12 @@ class Executor:
                     pg_collection=groups,
                     force_all_reduce=force_all_reduce,
                 )
-            self._where = pp_group.rank(), "its last sends"
+            self._where = rank, "its last sends"
             if self._p2p is not None:
                 self._p2p.drain()
             if self._communicator is not None:
                 self._communicator.check()
-        self._where = pp_group.rank(), "the optimizer step, or else between two iterations"
+        self._where = rank, "the optimizer step, or else between two iterations"
         return iteration.reports
 
     def __enter__(self) -> Self:
@@ -177,6 +163,38 @@ class Executor:
         explained = any(note.startswith(_WAS_AT) for note in getattr(error, "__notes__", ()))
         if error is not None and self._where is not None and not explained:
             error.add_note("{} {} was at {}".format(_WAS_AT, *self._where))
+
+    def _plan(self, num_microbatches: int, rank: int, *, trains: bool) -> Plan:
+        """Return what is to run; how much of it is offloaded may change from call to call."""
+        if not trains:
+            return self._plans.evaluation(num_microbatches)
+        plan = self._plans.training(num_microbatches)
+        if self._offloader is None:
+            return plan
+        return self._plans.training(num_microbatches, self._offloader.at_most(plan.programs[rank]))
+
+    def _prepare(
+        self,
+        rank: int,
+        program: Program,
+        chunks: Sequence[torch.nn.Module],
+        groups: Any,
+        hidden_bytes: int,
+        *,
+        trains: bool,
+    ) -> None:
+        """Get all that takes part in an iteration ready for its program."""
+        self._where = rank, "WAIT_GRAD before evaluation"
+        if self._deferred is not None and trains:
+            self._deferred.prepare(chunks, groups)
+        elif self._deferred is not None:
+            self._deferred.drain()  # what is evaluated is the model of the last iteration
+        if self._communicator is not None:
+            hand_over(chunks, self._communicator, self._timeout)
+        if self._p2p is not None:
+            self._p2p.begin(program, hidden_bytes)
+        if self._offloader is not None and trains:
+            self._offloader.begin(program, chunks, hidden_bytes, self._recorder)
 
     def _start(
         self,
