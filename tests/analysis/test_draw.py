@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron.fold3d.analysis.costs import Costs
-from megatron.fold3d.analysis.draw import caption_of, draw
+from megatron.fold3d.analysis.draw import Pipeline, caption_of, draw, draw_together
 from megatron.fold3d.analysis.grad_sync import serial_grad_sync
 from megatron.fold3d.analysis.grid import to_text
 from megatron.fold3d.analysis.simulate import simulate
@@ -73,11 +73,19 @@ def test_a_large_plan_stays_a_small_file():
     assert len(draw(aiao(ranks=16, segments=4, microbatches=128)[1])) < 1_000_000
 
 
-def test_diagrams_can_share_a_scale():
-    timeline = aiao()[1]
-    first = next(float(b.get("width", 0)) for b in boxes(draw(timeline), "backward"))
-    half = draw(timeline, until_s=2 * max(s.end_s for spans in timeline.ranks for s in spans))
-    assert float(boxes(half, "backward")[0].get("width", 0)) == pytest.approx(first / 2, abs=0.5)
+def test_pipelines_drawn_together_share_a_time_axis_and_keep_their_shades():
+    _, short = aiao(segments=1)
+    _, long = aiao(segments=4)
+    alone = next(float(b.get("width", 0)) for b in boxes(draw(long), "backward"))
+    svg = draw_together([Pipeline("a", "", short), Pipeline("b", "", long)], title="both")
+    widths = {float(b.get("width", 0)) for b in boxes(svg, "backward")} - {16.0, 8.0}
+    assert [min(widths), max(widths)] == pytest.approx([alone, alone], abs=0.02)
+    texts = [text.text for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+    assert texts.count("rank 0") == 2
+    assert texts.count("time [s]") == 1
+    shades = re.findall(r"\.(pipeline-\d) \.forward-0\{fill:(#\w+)\}", svg)
+    assert len(set(shades)) == 2
+    assert len({shade for _, shade in shades}) == 2
 
 
 def test_an_empty_timeline_can_be_drawn():

@@ -125,3 +125,26 @@ def test_what_is_no_run_is_refused(fold3d, runs, tmp_path: Path):
         code, _, err = fold3d(f"compare {stock} {path}")
         assert code == 2
         assert str(path) in err
+
+
+def test_both_pipelines_are_drawn_on_one_time_axis(fold3d, tmp_path: Path):
+    write_traces(tmp_path / "stock", "interleaved", slower=2.0)
+    write_traces(tmp_path / "aiao")
+    svg = tmp_path / "pipelines.svg"
+    code, _, err = fold3d(f"compare {tmp_path}/stock {tmp_path}/aiao --timelines {svg}")
+    assert (code, err) == (0, "")
+    words = re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text())
+    captions = [word for word in words if "ms per iteration" in word]
+    totals = [float(word.split()[0]) for word in captions]
+    assert totals[0] > totals[1]
+    assert re.fullmatch(
+        r"\d+ ms per iteration · bubble \d+% · exposed DP.sync \d+% · exposed PP.sync \d+%",
+        captions[0],
+    )
+    assert [word for word in words if word in ("stock", "aiao")] == ["stock", "aiao"]
+
+
+def test_pipelines_without_traces_cannot_be_drawn(fold3d, runs, tmp_path: Path):
+    code, out, err = fold3d("compare {} {} --timelines {}".format(*runs, tmp_path / "a.svg"))
+    assert (code, out) == (2, "")
+    assert "--timelines: no trace of A stock and B aiao; train with --trace DIR" in err

@@ -5,7 +5,7 @@ shade per segment, DP.sync and copies in thin lanes below, bubbles where the bac
 Equal input gives equal bytes; nothing is loaded from outside.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from html import escape
 from math import ceil, floor, log10
 from typing import NamedTuple
@@ -33,18 +33,73 @@ _MAX_TOOLTIPS = 1500
 _CHAR = 0.6  # width of a character over the font size
 
 
-def draw(
-    timeline: Timeline, *, title: str = "", caption: str = "", until_s: float | None = None
-) -> str:
+def draw(timeline: Timeline, *, title: str = "", caption: str = "") -> str:
     """Return the SVG of a timeline.
 
     Args:
         timeline: simulated or measured.
         title: in bold, above the diagram.
         caption: a line below the title; `caption_of` makes one.
-        until_s: where the time axis ends, so that several diagrams can share one scale.
     """
-    return "".join(_Diagram(timeline, title, caption, until_s).elements())
+    diagram = _Diagram(timeline, top=26.0 + 30 * bool(title) + 24 * bool(caption))
+    return _document(title, caption, [diagram], diagram.rows())
+
+
+class Pipeline(NamedTuple):
+    """A timeline among others, and the words above it."""
+
+    name: str
+    caption: str
+    timeline: Timeline
+
+
+def draw_together(pipelines: Sequence[Pipeline], *, title: str) -> str:
+    """Return the SVG of timelines one above the other, on the time axis of the longest."""
+    until_s = max(_last_s(pipeline.timeline) for pipeline in pipelines)
+    diagrams: list[_Diagram] = []
+    rows: list[str] = []
+    bottom = 50.0
+    for number, (name, caption, timeline) in enumerate(pipelines):
+        diagram = _Diagram(timeline, bottom + 48, until_s, scope=f"pipeline-{number}")
+        at_end = ' text-anchor="end"'
+        rows += [
+            _text(24, bottom + 30, 16, name, "ink", ' font-weight="bold"'),
+            _text(WIDTH - _RIGHT, bottom + 30, 14.5, caption, "soft", at_end),
+            *diagram.rows(),
+        ]
+        bottom = diagram.bottom + 4
+        diagrams.append(diagram)
+    return _document(title, "", diagrams, rows)
+
+
+def _document(title: str, caption: str, diagrams: Sequence["_Diagram"], rows: Iterable[str]) -> str:
+    """Return diagrams with the words above all of them, and the axis and the legend below."""
+    kinds = {kind for diagram in diagrams for kind in diagram.kinds}
+    lanes = {lane for diagram in diagrams for lane in diagram.lanes}
+    shades = "".join(
+        rules(kind, diagram.segments, diagram.scope)
+        for diagram in diagrams
+        for kind in sorted(kinds)
+    )
+    last, most = diagrams[-1], max(diagrams, key=lambda diagram: diagram.segments)
+    height = ceil(last.bottom + 84)
+    name = escape(title or "Pipeline diagram", quote=True)
+    opening = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'width="{WIDTH}" height="{height}" role="img" aria-label="{name}">\n'
+        f"<title>{name}</title>\n<style>{STYLE}{shades}</style>\n"
+        f'<rect class="page" width="{WIDTH}" height="{height}" rx="10"/>\n'
+    )
+    legend = _legend(last.bottom + 48, kinds, lanes, most)
+    return "".join((opening, *_headings(title, caption), *rows, *last.axis(), *legend, "</svg>\n"))
+
+
+def _headings(title: str, caption: str) -> Iterator[str]:
+    if title:
+        yield _text(24, 38, 19, title, "ink", ' font-weight="bold"')
+    if caption:
+        size = min(13.5, (WIDTH - 24 - _RIGHT) / (len(caption) * 0.53))
+        yield _text(24, 34 + 28 * bool(title), round(size, 1), caption, "soft")
 
 
 def caption_of(name: str, plan: Plan, timeline: Timeline) -> str:
@@ -77,16 +132,25 @@ class _Box(NamedTuple):
 
 
 class _Diagram:
-    """The coordinates of one diagram."""
+    """The coordinates of one diagram.
 
-    def __init__(self, timeline: Timeline, title: str, caption: str, until_s: float | None) -> None:
-        self.timeline, self.title, self.caption = timeline, title, caption
-        drawn = [span for spans in timeline.ranks for span in spans if span.lane is not Lane.P2P]
+    Args:
+        timeline: what it shows.
+        top: where its first rank is.
+        until_s: where the time axis ends; by default with the timeline.
+        scope: the CSS class of its shades, where there are other diagrams.
+    """
+
+    def __init__(
+        self, timeline: Timeline, top: float, until_s: float | None = None, scope: str = ""
+    ) -> None:
+        self.timeline, self.top, self.until_s, self.scope = timeline, top, until_s, scope
+        drawn = _drawn(timeline)
         self.lanes = {span.lane for span in drawn}
         self.kinds = {_KINDS[s.action.op] for s in drawn if s.action and s.action.op in _KINDS}
         self.segments = timeline.num_segments
         self.tooltips = len(drawn) <= _MAX_TOOLTIPS
-        self.last_s = max((span.end_s for span in drawn), default=0.0)  # no bubble after it
+        self.last_s = _last_s(timeline)  # no bubble after it
         self.end_s = until_s or self.last_s or 1.0
         self.per_s = (WIDTH - _LEFT - _RIGHT) / self.end_s
 
@@ -97,32 +161,28 @@ class _Diagram:
         self.space = min(2.0, self.row / 8)
         self.content = self.row + len(self.thin_lanes) * (self.thin + self.space)
         self.pitch = self.content + min(12.0, self.row / 3)
-        self.top = 26.0 + 30 * bool(title) + 24 * bool(caption)
         self.bottom = self.top + (ranks - 1) * self.pitch + self.content
         self.unit, self.unit_s = _unit(self.end_s)
 
-    def elements(self) -> Iterator[str]:
-        height = ceil(self.bottom + 84)
-        name = escape(self.title or "Pipeline diagram", quote=True)
-        shades = "".join(rules(kind, self.segments) for kind in sorted(self.kinds))
-        yield (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-            f'width="{WIDTH}" height="{height}" role="img" aria-label="{name}">\n'
-            f"<title>{name}</title>\n<style>{STYLE}{shades}</style>\n"
-            f'<rect class="page" width="{WIDTH}" height="{height}" rx="10"/>\n'
-        )
-        if self.title:
-            yield _text(24, 38, 19, self.title, "ink", ' font-weight="bold"')
-        if self.caption:
-            size = min(13.5, (WIDTH - 24 - _RIGHT) / (len(self.caption) * 0.53))
-            yield _text(24, 34 + 28 * bool(self.title), round(size, 1), self.caption, "soft")
+    def rows(self) -> Iterator[str]:
+        """Yield what the ranks do."""
+        yield f'<g class="{self.scope}">\n'
         yield from self._backgrounds()
-        yield from self._axis()
+        yield from self._grid()
         for rank in range(self.timeline.num_ranks):
             yield from self._rank(rank)
         yield from self._iteration_ends()
-        yield from self._legend()
-        yield "</svg>\n"
+        yield "</g>\n"
+
+    def axis(self) -> Iterator[str]:
+        """Yield the numbers below."""
+        step_s = _tick_step(self.end_s)
+        decimals = max(0, -floor(log10(step_s / self.unit_s) + 1e-9))
+        y = self.bottom + 21
+        for time_s in self._ticks():
+            label = f"{time_s / self.unit_s:.{decimals}f}"
+            yield _text(self.x(time_s), y, 12, label, "soft", ' text-anchor="middle"')
+        yield _text(_LEFT - 12, y, 12, f"time [{self.unit}]", "soft", ' text-anchor="end"')
 
     def x(self, time_s: float) -> float:
         return _LEFT + time_s * self.per_s
@@ -148,16 +208,13 @@ class _Diagram:
                 middle = self.top + rank * self.pitch + self.row / 2 + size * 0.36
                 yield _text(_LEFT - 12, middle, size, f"rank {rank}", "ink", ' text-anchor="end"')
 
-    def _axis(self) -> Iterator[str]:
+    def _ticks(self) -> Iterator[float]:
         step_s = _tick_step(self.end_s)
-        decimals = max(0, -floor(log10(step_s / self.unit_s) + 1e-9))
-        y = self.bottom + 6
-        for i in range(floor(self.end_s / step_s + 1e-9) + 1):
-            x = self.x(i * step_s)
-            yield f'<path class="line" d="M{x:.1f} {self.top - 4:.1f}V{y:.1f}"/>\n'
-            label = f"{i * step_s / self.unit_s:.{decimals}f}"
-            yield _text(x, y + 15, 12, label, "soft", ' text-anchor="middle"')
-        yield _text(_LEFT - 12, y + 15, 12, f"time [{self.unit}]", "soft", ' text-anchor="end"')
+        yield from (i * step_s for i in range(floor(self.end_s / step_s + 1e-9) + 1))
+
+    def _grid(self) -> Iterator[str]:
+        for x in map(self.x, self._ticks()):
+            yield f'<path class="line" d="M{x:.1f} {self.top - 4:.1f}V{self.bottom + 6:.1f}"/>\n'
 
     def _rank(self, rank: int) -> Iterator[str]:
         spans = self.timeline.ranks[rank]
@@ -217,39 +274,49 @@ class _Diagram:
         ranks = range(self.timeline.num_ranks)
         ends = [self.timeline.iteration_ends_s(rank) for rank in ranks]
         for end_s in map(max, zip(*ends, strict=False)):
+            if end_s == self.until_s:
+                continue  # cut there
             x = self.x(end_s)
             yield (
                 f'<path class="end" stroke-dasharray="4 3" '
                 f'd="M{x:.1f} {self.top - 6:.1f}V{self.bottom + 6:.1f}"/>\n'
             )
 
-    def _legend(self) -> Iterator[str]:
-        x, y = float(_LEFT), self.bottom + 48
-        entries: list[tuple[list[str], str]] = []
-        for kind in ("forward", "backward", "weight", "sync", "copy"):
-            if kind in self.kinds:
-                shades = [css_class(kind, segment) for segment in range(self.segments)]
-                entries.append((shades, _NAMES.get(kind, kind)))
-        if Lane.WAIT in self.lanes:
-            entries.append((["wait"], "waits for DP.sync"))
-        if Lane.OPTIMIZER in self.lanes:
-            entries.append((["update"], "optimizer"))
-        entries.append((["row"], "bubble"))
-        for shades, name in entries:
-            for css in shades:
-                yield _rect(x, y, 16, 14, css)
-                x += 17
-            yield _text(x + 6, y + 11.5, 12.5, name, "ink")
-            x += 6 + len(name) * 12.5 * 0.5 + 26
-        if self.segments > 1:
-            yield _text(
-                WIDTH - _RIGHT,
-                y + 11.5,
-                12.5,
-                "lighter to darker: first to last segment",
-                "soft",
-                ' text-anchor="end"',
-            )
+
+def _legend(
+    y: float, kinds: Container[str], lanes: Container[Lane], shown: _Diagram
+) -> Iterator[str]:
+    entries: list[tuple[list[str], str]] = []
+    for kind in ("forward", "backward", "weight", "sync", "copy"):
+        if kind in kinds:
+            shades = [css_class(kind, segment) for segment in range(shown.segments)]
+            entries.append((shades, _NAMES.get(kind, kind)))
+    if Lane.WAIT in lanes:
+        entries.append((["wait"], "waits for DP.sync"))
+    if Lane.OPTIMIZER in lanes:
+        entries.append((["update"], "optimizer"))
+    entries.append((["row"], "bubble"))
+    x = float(_LEFT)
+    yield f'<g class="{shown.scope}">\n'
+    for shades, name in entries:
+        width = 17 if len(shades) < 4 else 9
+        for css in shades:
+            yield _rect(x, y, width - 1, 14, css)
+            x += width
+        yield _text(x + 6, y + 11.5, 12.5, name, "ink")
+        x += 6 + len(name) * 12.5 * 0.5 + 26
+    yield "</g>\n"
+    if shown.segments > 1:
+        order, at_end = "lighter to darker: first to last segment", ' text-anchor="end"'
+        yield _text(WIDTH - _RIGHT, y + 11.5, 12.5, order, "soft", at_end)
+
+
+def _drawn(timeline: Timeline) -> list[Span]:
+    return [span for spans in timeline.ranks for span in spans if span.lane is not Lane.P2P]
+
+
+def _last_s(timeline: Timeline) -> float:
+    return max((span.end_s for span in _drawn(timeline)), default=0.0)
 
 
 def _rect(x: float, y: float, width: float, height: float, css: str, tooltip: str = "") -> str:

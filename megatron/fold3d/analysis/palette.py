@@ -35,10 +35,11 @@ def css_class(kind: str, segment: int) -> str:
     return f"{kind}-{segment}"
 
 
-def rules(kind: str, num_segments: int) -> str:
-    """Return the CSS rules of a kind of work."""
+def rules(kind: str, num_segments: int, scope: str = "") -> str:
+    """Return the CSS rules of a kind of work, all over a page or in elements of a class."""
+    within = f".{scope} " if scope else ""
     return "".join(
-        f".{css_class(kind, segment)}{{fill:{color(kind, segment, num_segments)}}}"
+        f"{within}.{css_class(kind, segment)}{{fill:{color(kind, segment, num_segments)}}}"
         for segment in range(num_segments)
     )
 

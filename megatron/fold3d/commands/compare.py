@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from megatron.fold3d.analysis.breakdown import COLUMNS, exposure_of_ranks, shown_columns
+from megatron.fold3d.analysis.draw import Pipeline, draw_together
 from megatron.fold3d.analysis.exposure import Exposure, mean
 from megatron.fold3d.analysis.plot import Panel, plot
 from megatron.fold3d.analysis.runs import (
@@ -19,6 +20,7 @@ from megatron.fold3d.analysis.runs import (
     speed_ratio,
     time_to_loss,
 )
+from megatron.fold3d.analysis.timeline import Timeline
 from megatron.fold3d.analysis.training_log import Spread
 from megatron.fold3d.commands.console import OK, write
 
@@ -31,8 +33,11 @@ EXAMPLES = """\
 examples:
   fold3d compare out/demo/stock.log out/demo/aiao.log
   fold3d compare runs/stock runs/aiao --warmup 10 --svg losses.svg
+  fold3d compare out/demo/stock out/demo/aiao --timelines pipelines.svg
 
 B over A: a ratio above 1 means that B trains more samples per second."""
+
+_A_LITTLE_MORE = 1.02
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -49,6 +54,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--svg", type=Path, metavar="FILE", help="plot the losses over iterations and over time"
     )
+    parser.add_argument(
+        "--timelines",
+        type=Path,
+        metavar="FILE",
+        help="draw what the ranks of both did, on one time axis; needs their traces",
+    )
     parser.add_argument("--json", action="store_true", help="the result as one JSON object")
 
 
@@ -63,6 +74,8 @@ def run(args: Namespace) -> int:
     ratio = _ratio(runs, args.warmup)
     if args.svg:
         args.svg.write_text(_losses_svg(runs), encoding="utf-8")
+    if args.timelines:
+        args.timelines.write_text(_timelines_svg(runs), encoding="utf-8")
     if args.json:
         write(json.dumps(_as_json(runs, ratio, args.warmup)) + "\n")
     else:
@@ -148,8 +161,7 @@ def _reached(runs: Sequence[Run]) -> tuple[float, tuple[float, float]] | None:
 def _time_lines(runs: Sequence[Run], width: int) -> Iterator[str]:
     rows = [_exposure(run) for run in runs]
     if rows[0] is None or rows[1] is None:
-        traceless = " and ".join(r.name for r, row in zip(runs, rows, strict=True) if row is None)
-        yield f"no trace of {traceless}: where the time went shows with --trace DIR"
+        yield f"no trace of {_traceless(runs)}: where the time went shows with --trace DIR"
         return
     first, second = rows[0], rows[1]
     shown = shown_columns(first, second)
@@ -161,6 +173,10 @@ def _time_lines(runs: Sequence[Run], width: int) -> Iterator[str]:
         yield f"{run.name:<{width}}" + "".join(f"{ms:>10.4g}" for ms in _ms(row, shown))
     gaps = [b - a for a, b in zip(_ms(first, shown), _ms(second, shown), strict=True)]
     yield f"{'B - A':<{width}}" + "".join(f"{_signed(gap):>10}" for gap in gaps)
+
+
+def _traceless(runs: Sequence[Run]) -> str:
+    return " and ".join(run.name for run in runs if run.timeline is None)
 
 
 def _ms(row: Exposure, shown: Sequence[str]) -> list[float]:
@@ -204,6 +220,43 @@ def _losses_svg(runs: Sequence[Run]) -> str:
         "Training loss",
         [Panel("iteration", "loss", steps), Panel(f"{unit} of training", "loss", scaled)],
     )
+
+
+def _timelines_svg(runs: Sequence[Run]) -> str:
+    """Draw as much of both as one steady iteration of the slower takes, and a little more."""
+    timelines = [run.timeline for run in runs if run.timeline is not None]
+    if len(timelines) < len(runs):
+        raise ValueError(f"--timelines: no trace of {_traceless(runs)}; train with --trace DIR")
+    starts_s = [_steady_from_s(timeline) for timeline in timelines]
+    rows = [mean(exposure_of_ranks(timeline)) for timeline in timelines]
+    shown_s = _A_LITTLE_MORE * max(row.total_s for row in rows)
+    return draw_together(
+        [
+            Pipeline(
+                run.name.partition(" ")[2],
+                _caption(row),
+                timeline.between(start_s, start_s + shown_s),
+            )
+            for run, row, timeline, start_s in zip(runs, rows, timelines, starts_s, strict=True)
+        ],
+        title="Both pipelines on one time axis, measured",
+    )
+
+
+def _steady_from_s(timeline: Timeline) -> float:
+    """When all ranks had come to the end of the first iteration; zero if there is no other."""
+    ends = [timeline.iteration_ends_s(rank) for rank in range(timeline.num_ranks)]
+    return max(end[0] for end in ends) if all(len(end) > 1 for end in ends) else 0.0
+
+
+def _caption(row: Exposure) -> str:
+    shares = (
+        ("bubble", row.bubble_s),
+        ("exposed DP.sync", row.grad_sync_s),
+        ("exposed PP.sync", row.p2p_s),
+    )
+    of_it = (f"{what} {row.share(seconds):.0%}" for what, seconds in shares)
+    return " · ".join((f"{row.total_s * 1e3:.0f} ms per iteration", *of_it))
 
 
 def _as_json(runs: Sequence[Run], ratio: Ratio | None, warmup: int) -> dict[str, Any]:
