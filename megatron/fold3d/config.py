@@ -30,7 +30,7 @@ Device = Literal["cuda", "cpu"]
 Offload = Literal["off", "auto", "on"]
 
 # A slice has to take much longer than to start it, and much less than an activation's transfer.
-SLICE_BYTES: dict[Device, int] = {"cuda": 8 << 20, "cpu": 1 << 20}
+SLICE_BYTES: dict[Device, int] = {"cuda": 8 << 20, "cpu": 1 << 19}
 
 # The flags from which Megatron derives virtual stages; it accepts one of them at a time.
 _VIRTUAL_STAGE_FLAGS = {

@@ -50,6 +50,7 @@ class OrderedWork(dist.Work):
         super().__init__()
         self._run = run
         self._done = threading.Event()
+        self._future: torch.futures.Future[None] = torch.futures.Future()
         self._error: BaseException | None = None
 
     def execute(self) -> None:
@@ -61,6 +62,11 @@ class OrderedWork(dist.Work):
         finally:
             del self._run  # and with it the tensors
             self._done.set()
+            self._future.set_result(None)
+
+    def get_future(self) -> "torch.futures.Future[None]":
+        """Return what is complete when the collective has ended, well or not."""
+        return self._future
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not."""

@@ -29,7 +29,7 @@ def written(tmp_path, **changes):
                 entry |= changes.get(name, {})
             entries[f"pp=2 x dp=2, {link.format(name)}"] = entry
     (tmp_path / "runs.json").write_text(json.dumps(entries))
-    return Grid(Namespace(logs=tmp_path, rounds=1, iterations=3, warmup=1, real_time=False))
+    return Grid(Namespace(logs=tmp_path, rounds=1, iterations=3, real_time=False))
 
 
 def test_a_line_has_the_exposure_of_the_default_and_the_ratios_of_ours(tmp_path):
@@ -50,5 +50,5 @@ def test_a_loss_that_differs_and_a_run_that_failed_are_said(tmp_path):
 
 
 def test_a_pipeline_without_replicas_has_no_sync_to_split():
-    job = Layout(num_ranks=4, data_parallel=1, recompute=True, rates=()).job(3)
+    job = Layout(num_ranks=4, data_parallel=1, recompute=True, rates=()).job()
     assert [v.name for v in grid.chosen(job) if not v.is_stock] == ["aiao-s4-do", "aiao-s4"]

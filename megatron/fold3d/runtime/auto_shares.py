@@ -1,8 +1,9 @@
 """``--backward-share auto``: shares of DP.sync from measured times.
 
 Now and then an iteration is measured on the device's own clock: when each segment's gradients are
-complete, and how long the network is busy with a byte of them. Two iterations later, when its last
-slice has long been waited for, the shares are decided anew if these times have changed.
+complete, and how long the network is busy with a byte of them behind the backward. Two iterations
+later, when its last slice has long been waited for, the shares are decided anew if these times
+have changed.
 
 Keeps one invariant: all replicas of a stage decide in the same iteration, from the same numbers.
 """
@@ -55,6 +56,7 @@ class Times:
 
 @dataclass(slots=True)
 class _Transfer:
+    num_bytes: int
     start: Mark
     end: Mark = None
 
@@ -66,22 +68,30 @@ class _Measured:
     iteration: int
     ready: dict[int, Mark] = field(default_factory=dict)
     segment_bytes: dict[int, int] = field(default_factory=dict)
-    num_bytes: int = 0
     transfers: list[_Transfer] = field(default_factory=list)
 
-    def busy_s(self, clock: Clock) -> float:
-        """Return how long at least one transfer was under way; infinite if an end is unknown."""
+    def per_byte_s(self, clock: Clock) -> float:
+        """Return how long the network is busy with a byte behind the backward.
+
+        Behind the forward that follows it has more of the pipeline's transfers to carry; what ends
+        there counts only if nothing ended before. Infinite if an end is unknown.
+        """
         if any(transfer.end is None for transfer in self.transfers):
             return math.inf
-        zero = next(iter(self.ready.values()), None)
+        marks = list(self.ready.values())  # in the order of the backward
+        if not marks:
+            return 0.0
         spans = sorted(
-            (clock.seconds(zero, t.start), clock.seconds(zero, t.end)) for t in self.transfers
+            (clock.seconds(marks[0], t.start), clock.seconds(marks[0], t.end), t.num_bytes)
+            for t in self.transfers
         )
+        last_s = clock.seconds(marks[0], marks[-1])
+        behind = [span for span in spans if span[1] <= last_s] or spans
         busy_s, until_s = 0.0, -math.inf
-        for start_s, end_s in spans:
+        for start_s, end_s, _ in behind:
             busy_s += max(0.0, end_s - max(start_s, until_s))
             until_s = max(until_s, end_s)
-        return busy_s
+        return busy_s / max(1, sum(num_bytes for *_, num_bytes in behind))
 
 
 class AutoShares:
@@ -126,9 +136,8 @@ class AutoShares:
         """Note that some bytes are on their way; call what is returned when they have arrived."""
         if self._now is None:
             return no_end
-        transfer = _Transfer(self._clock.mark())
+        transfer = _Transfer(num_bytes, self._clock.mark())
         self._now.transfers.append(transfer)
-        self._now.num_bytes += num_bytes
 
         def end() -> None:
             transfer.end = self._clock.mark()
@@ -166,7 +175,7 @@ class AutoShares:
         """Return the slowest replica's times; None if one of them does not know its own."""
         marks = list(measured.ready.values())  # in the order of the backward
         ready_s = [0.0 - self._clock.seconds(measured.ready[s], marks[-1]) for s in segments]
-        per_byte_s = measured.busy_s(self._clock) / max(1, measured.num_bytes)
+        per_byte_s = measured.per_byte_s(self._clock)
         found = torch.tensor([*ready_s, per_byte_s], dtype=torch.float64, device=self._device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._replicas)
         *ready_s, per_byte_s = found.tolist()
