@@ -4,11 +4,13 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <utility>
 
 namespace fold3d {
 namespace {
 
 constexpr auto kDevicePoll = std::chrono::microseconds(20);
+constexpr double kEarly = 0.8;  // of a slice's time, after which the next is started
 constexpr double kLeases = 3;  // times that a transfer took: how long one may close the gate
 constexpr int kSilent = 2;  // sends without an answer, after which an end's word is not waited for
 
@@ -214,15 +216,15 @@ void Scheduler::check_process() const {
 void Scheduler::run() {
   std::unique_lock lock(mutex_);
   while (!stopping_) {
-    if (start_what_may(lock)) continue;  // the lock was released: look again
     const Time now = Clock::now();
+    if (start_what_may(now, lock)) continue;  // the lock was released: look again
     look_for_late(now, lock);
     changed_.wait_until(lock, next_wake(now));
   }
 }
 
 // Starts transfers, whatever the gate says, then one slice; true if it did.
-bool Scheduler::start_what_may(std::unique_lock<std::mutex>& lock) {
+bool Scheduler::start_what_may(Time now, std::unique_lock<std::mutex>& lock) {
   awaits_device_ = false;
   // Receives need no input, and sends of one link must keep their order: the first unready send
   // holds the later ones of its link.
@@ -242,19 +244,27 @@ bool Scheduler::start_what_may(std::unique_lock<std::mutex>& lock) {
   }
   Lane* waiting = nullptr;
   for (auto& [_, lane] : lanes_) {
-    if (lane.queue.empty() || lane.in_flight >= policy_.slices_in_flight) continue;
+    if (lane.queue.empty() || room(lane) > now) continue;
     if (!lane.queue.front().operation->ready()) {
       awaits_device_ = true;
     } else if (!waiting || lane.in_flight < waiting->in_flight) {
       waiting = &lane;
     }
   }
-  if (gate_.holds(Clock::now(), waiting != nullptr) || !waiting) return false;
+  if (gate_.holds(now, waiting != nullptr) || !waiting) return false;
   Pending next = std::move(waiting->queue.front());
   waiting->queue.pop_front();
-  ++waiting->in_flight;
+  if (++waiting->in_flight == 1) waiting->since = now;
   start(std::move(next), lock);
   return true;
+}
+
+// When a lane may start its next slice. A little before one ends: the threads that notice its end
+// and start another may have to wait for a CPU, and the link would idle meanwhile.
+Time Scheduler::room(const Lane& lane) const {
+  if (lane.in_flight < policy_.slices_in_flight) return Time::min();
+  if (lane.in_flight > policy_.slices_in_flight || slice_s_ == 0) return Time::max();
+  return lane.since + seconds(kEarly * slice_s_);
 }
 
 void Scheduler::start(Pending item, std::unique_lock<std::mutex>& lock) {
@@ -339,9 +349,10 @@ void Scheduler::finish(std::uint64_t number, const std::string& error) {
   if (flight.item.transfer) {
     finish_transfer(flight);
   } else {
-    --lanes_[flight.item.lane].in_flight;
+    Lane& lane = lanes_[flight.item.lane];
+    --lane.in_flight;
     // The time of a slice that no peer's gate and no transfer stretches: a low quantile.
-    const double took_s = in_seconds(now - flight.started);
+    const double took_s = in_seconds(now - std::exchange(lane.since, now));
     const double step = took_s < slice_s_ ? 0.3 : 0.02;
     slice_s_ = slice_s_ ? slice_s_ + step * (took_s - slice_s_) : took_s;
   }
@@ -404,6 +415,8 @@ void Scheduler::look_for_late(Time now, std::unique_lock<std::mutex>& lock) {
 Time Scheduler::next_wake(Time now) const {
   Time wake = now + std::chrono::seconds(1);
   if (awaits_device_) wake = now + kDevicePoll;
+  for (const auto& [_, lane] : lanes_)
+    if (!lane.queue.empty() && room(lane) > now) wake = std::min(wake, room(lane));
   if (auto change = gate_.next_change(now)) wake = std::min(wake, *change);
   for (const auto& [_, flight] : flights_)
     if (!flight.reported) wake = std::min(wake, flight.started + seconds(policy_.timeout_s));
@@ -419,7 +432,7 @@ bool Scheduler::idle() const {
 // What is in flight when the gate closes still goes first: the gate closes that much earlier, but
 // by no more than half of the time that the transfer itself takes.
 double Scheduler::lead_s(double lease_s) const {
-  return std::min(slice_s_ * (1.0 + 1.0 / policy_.slices_in_flight), lease_s / kLeases / 2);
+  return std::min(slice_s_ * (policy_.slices_in_flight + 1), lease_s / kLeases / 2);
 }
 
 double Scheduler::lease_s(const Link& way, std::size_t num_bytes) const {

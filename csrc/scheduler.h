@@ -91,7 +91,7 @@ class Peers {
 
 struct Policy {
   int rank = 0;
-  int slices_in_flight = 1;   // per lane
+  int slices_in_flight = 1;   // per lane, and one more shortly before one of them ends
   double lease_s = 0.05;      // of a closure, before any transfer's time is known
   double pause_share = 0.5;   // of the time that slices may be held back, at most
   double window_s = 1.0;      // over which that share is looked at
@@ -155,6 +155,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   struct Lane {
     std::deque<Pending> queue;
     int in_flight = 0;
+    Time since{};  // when the oldest slice in flight was the only one: its start or the end before
   };
   struct Link {
     std::uint64_t submitted = 0;  // sends given to us
@@ -181,7 +182,8 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   void want(const Transfer& transfer);
   void over(const Transfer& transfer);
   void fail_locked(const std::string& error, std::unique_lock<std::mutex>& lock);
-  bool start_what_may(std::unique_lock<std::mutex>& lock);
+  bool start_what_may(Time now, std::unique_lock<std::mutex>& lock);
+  Time room(const Lane& lane) const;
   Time next_wake(Time now) const;
   void look_for_late(Time now, std::unique_lock<std::mutex>& lock);
   bool idle() const;

@@ -101,6 +101,27 @@ void slices_wait_for_a_transfer_and_go_on_after_it() {
   CHECK(scheduler->shutdown(20));
 }
 
+// Slices of 20 ms: once that is known, the next starts 4 ms before one ends.
+void the_next_slice_starts_a_little_before_one_ends() {
+  auto scheduler = Scheduler::make({});
+  Timeline link;
+  std::mutex mutex;
+  std::vector<Time> starts;
+  std::vector<std::shared_ptr<Operation>> slices;
+  for (int i = 0; i < 3; ++i)
+    slices.push_back(fake([&](Done done) {
+      std::lock_guard lock(mutex);
+      starts.push_back(Clock::now());
+      link.after(0.02 * static_cast<double>(starts.size()) - in_seconds(starts.back() - starts[0]),
+                 [done = std::move(done)] { done(""); });
+    }));
+  auto reduce = scheduler->reduce(0, "reduce", std::move(slices));
+  reduce->wait(20);
+  CHECK(in_seconds(starts[1] - starts[0]) >= 0.02);  // not known yet how long one takes
+  CHECK(in_seconds(starts[2] - starts[1]) >= 0.0155);
+  CHECK(scheduler->shutdown(20));
+}
+
 void an_announced_transfer_holds_slices_until_its_lease_is_over() {
   auto scheduler = Scheduler::make({});
   scheduler->announce(1, 0, 0.0);
@@ -253,6 +274,7 @@ int main() {
   RUN(pauses_stay_within_their_share);
   RUN(a_gate_that_holds_nothing_back_spends_nothing);
   RUN(slices_wait_for_a_transfer_and_go_on_after_it);
+  RUN(the_next_slice_starts_a_little_before_one_ends);
   RUN(an_announced_transfer_holds_slices_until_its_lease_is_over);
   RUN(the_first_error_is_everybodys);
   RUN(a_slice_that_does_not_end_in_time_is_named);
