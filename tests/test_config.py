@@ -74,6 +74,7 @@ def test_the_default_is_stock_megatron(parse: Parse) -> None:
         microbatch_group_size=None,
         distributed_timeout_minutes=10,
         dp_slice_bytes=8 << 20,
+        auto_slices=True,
         clips_or_scales=True,  # it clips by default
     )
     assert megatron_defaults(args) == {}
@@ -94,6 +95,7 @@ def test_every_flag_reaches_the_configuration(parse: Parse, tmp_path: Path) -> N
         microbatch_group_size=None,
         distributed_timeout_minutes=3,
         dp_slice_bytes=1 << 20,
+        auto_slices=True,
         clips_or_scales=True,
     )
     grouped = parse(

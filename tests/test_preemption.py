@@ -29,3 +29,4 @@ def test_slices_need_no_share_of_their_own(parser: ArgumentParser):
     flags = f"{NEEDED} --schedule aiao --dp-slice-bytes 65536".split()
     config = Fold3DConfig.from_args(parser.parse_args(flags))
     assert (config.preemptive_comm, config.dp_slice_bytes) == (True, 65536)
+    assert not config.auto_slices  # what is given is taken as it is

@@ -84,7 +84,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         metavar="N",
         help="With --backward-share or --preemptive-comm, reduce N bytes of gradients at once, so "
         "that what is needed sooner waits no longer than these take (default: 8388608, on CPUs "
-        "1048576; preemption takes a quarter of a pipeline transfer if that is less).",
+        "1048576; preemption measures what costs DP.sync little and takes less of it if it can).",
     )
     group.add_argument(
         "--model-preset",
@@ -162,6 +162,7 @@ class Fold3DConfig:
             that, runs in the next iteration. None ends it with the iteration.
         auto_share: whether measured times replace it.
         dp_slice_bytes: how many bytes of gradients such a run reduces at once.
+        auto_slices: whether preemption may choose less.
         clips_or_scales: whether Megatron may clip gradients, or skip a step over a loss scale.
         trace: the folder that a trace is written to.
         trace_iterations: the iterations that are recorded; None is two after warm-up.
@@ -188,6 +189,7 @@ class Fold3DConfig:
     backward_share: float | None = None
     auto_share: bool = False
     dp_slice_bytes: int = 0
+    auto_slices: bool = False
     clips_or_scales: bool = False
     trace: Path | None = None
     trace_iterations: range | None = None
@@ -245,6 +247,7 @@ class Fold3DConfig:
             backward_share=FIRST_SHARE if auto_share else args.backward_share,
             auto_share=auto_share,
             dp_slice_bytes=args.dp_slice_bytes or SLICE_BYTES[args.device],
+            auto_slices=args.dp_slice_bytes is None,
             clips_or_scales=args.clip_grad > 0 or args.fp16 or bool(args.loss_scale),
             trace=args.trace,
             trace_iterations=iterations(args.trace_iterations),

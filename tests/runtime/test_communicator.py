@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.fold3d.runtime import slice_size
 from megatron.fold3d.runtime.communicator import PreemptiveCommunicator, extension
 from megatron.fold3d.runtime.direct_scheduler import DirectScheduler
 from megatron.fold3d.runtime.preemptive_group import PreemptiveGroup
@@ -68,14 +69,17 @@ def exchange_at_random_times() -> dict[str, float]:
             reducing.wait()
             assert torch.equal(whole, expected)
         statistics = communicator.statistics()
-        return {"transfers": statistics.transfers, "slices": statistics.slices}
+        fitting = slice_size.measured(1 << 20, 1 << 22, dist.group.WORLD, torch.device("cpu"))
+        return {"transfers": statistics.transfers, "slices": statistics.slices, "fits": fitting}
 
 
 @BUILT
 @pytest.mark.gloo
 def test_a_ring_of_ranks_gets_what_it_would_without():
-    for seen in run_distributed(exchange_at_random_times, 4):
-        assert seen == {"transfers": 400, "slices": 180 * 10}  # ten slices of 4 KiB each
+    first, *others = run_distributed(exchange_at_random_times, 4)
+    assert (first["transfers"], first["slices"]) == (400, 180 * 10)  # ten slices of 4 KiB each
+    assert 1 << 18 <= first["fits"] <= 1 << 22
+    assert all(seen == first for seen in others)
 
 
 def lose_a_rank_in_mid_slice() -> None:
@@ -141,6 +145,7 @@ def test_a_slice_that_fails_ends_the_wait_of_every_rank():
 LEAVES_WITHOUT_A_WORD = """
 import torch, torch.distributed as dist
 from datetime import timedelta
+from megatron.fold3d.runtime import slice_size
 from megatron.fold3d.runtime.communicator import PreemptiveCommunicator
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 communicator = PreemptiveCommunicator(slice_bytes=4096, timeout=timedelta(seconds=60))

@@ -13,9 +13,11 @@ from datetime import timedelta
 from types import ModuleType
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 
 from megatron.fold3d.config import Fold3DConfig
+from megatron.fold3d.runtime import slice_size
 from megatron.fold3d.runtime.control_sockets import ControlSockets
 from megatron.fold3d.runtime.direct_scheduler import DirectScheduler
 from megatron.fold3d.runtime.preemptive_group import PreemptiveGroup
@@ -24,13 +26,19 @@ logger = logging.getLogger(__name__)
 
 BUILD = "make extension"
 _SHUTDOWN_S = 10.0
-_SMALLEST_SLICE = 64 << 10  # bytes; with smaller ones the link idles between slices
 
 
 class PreemptiveCommunicator:
     """Process groups that share one scheduler; a context manager for as long as it is needed.
 
     Without the extension nothing is preempted: see `DirectScheduler`.
+
+    Args:
+        slice_bytes: what is reduced at once, or at most if `fit_slices` may choose.
+        timeout: of a transfer or a slice.
+        slices_in_flight: of one group.
+        pause_share: of the time that slices may be held back, at most.
+        fits_slices: whether `fit_slices` may choose less.
     """
 
     def __init__(
@@ -40,8 +48,10 @@ class PreemptiveCommunicator:
         timeout: timedelta,
         slices_in_flight: int = 1,
         pause_share: float = 0.5,
+        fits_slices: bool = False,
     ) -> None:
         self._slice_bytes = slice_bytes
+        self._fits_slices = fits_slices
         self._slices_in_flight = slices_in_flight
         self._timeout_s = timeout.total_seconds()
         self._pause_share = pause_share
@@ -63,22 +73,18 @@ class PreemptiveCommunicator:
                 f"for it; run: {BUILD}"
             )
         timeout = timedelta(minutes=config.distributed_timeout_minutes)
-        return cls(slice_bytes=config.dp_slice_bytes, timeout=timeout)
+        return cls(
+            slice_bytes=config.dp_slice_bytes, timeout=timeout, fits_slices=config.auto_slices
+        )
 
-    def connect(self, neighbours: Collection[int], transfer_bytes: int = 0) -> None:
+    def connect(self, neighbours: Collection[int]) -> None:
         """Start the thread and reach the ranks that share a group with this one.
-
-        ``transfer_bytes`` is what a transfer usually carries: a slice is at most a quarter of it.
 
         All ranks of the job call this together. Failures travel from neighbour to neighbour: the
         ranks next to this one in the job are neighbours too, so that they reach everybody.
         """
         if self._scheduler is not None:
             return
-        if transfer_bytes:
-            # A transfer that finds a slice under way then takes a quarter longer at most.
-            quarter = max(transfer_bytes // 4 // 4096 * 4096, _SMALLEST_SLICE)
-            self._slice_bytes = min(self._slice_bytes, quarter)
         extension = self._extension
         if extension is None:
             logger.warning(
@@ -98,6 +104,18 @@ class PreemptiveCommunicator:
             ring = {(rank - 1) % world, (rank + 1) % world}
             sockets = self._open.enter_context(ControlSockets({*neighbours, *ring} - {rank}))
             self._links = extension.ControlLinks(self._scheduler, sockets.connections)
+
+    def fit_slices(
+        self, transfer_bytes: int, dp_group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        """Choose what is reduced at once beside transfers of ``transfer_bytes``, from now on.
+
+        All ranks of the job call this together; nothing happens if the user has chosen.
+        """
+        if self._fits_slices:
+            self._slice_bytes = slice_size.measured(
+                transfer_bytes, self._slice_bytes, dp_group, device
+            )
 
     def group(self, group: dist.ProcessGroup, direction: int = 0) -> PreemptiveGroup:
         """Return ``group`` as one whose communication is scheduled."""

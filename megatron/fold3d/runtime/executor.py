@@ -110,7 +110,7 @@ class Executor:
         }
         shapes = _shapes(sizes, config, groups, adjust_tensor_shapes_fn)
         hidden_bytes = math.prod(shapes[Op.RECV_F]) * config.pipeline_dtype.itemsize
-        self._start(plan, pp_group, chunks, hidden_bytes)
+        self._start(plan, pp_group, groups, chunks, hidden_bytes)
         self._prepare(rank, program, chunks, groups, hidden_bytes, trains=not forward_only)
         with _timed(config):
             with GradSync(
@@ -200,6 +200,7 @@ class Executor:
         self,
         plan: Plan,
         pp_group: Any,
+        groups: Any,
         chunks: Sequence[torch.nn.Module],
         transfer_bytes: int,
     ) -> None:
@@ -209,7 +210,8 @@ class Executor:
         self._started = True
         device = _device(chunks)
         if self._communicator is not None:
-            self._communicator.connect(neighbours(pp_group, chunks), transfer_bytes)
+            self._communicator.connect(neighbours(pp_group, chunks))
+            self._communicator.fit_slices(transfer_bytes, groups.dp_cp, device)
         if plan.num_ranks > 1:
             self._p2p = P2P(
                 pp_group, device, self._timeout, lazy=self._lazy, communicator=self._communicator

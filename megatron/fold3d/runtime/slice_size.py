@@ -1,0 +1,52 @@
+"""How many bytes of gradients are reduced at once where transfers go first.
+
+Keeps one invariant: every rank of the job gets the same answer, so all cut alike.
+"""
+
+import logging
+from math import ceil, log2
+
+import torch
+import torch.distributed as dist
+
+from megatron.fold3d.runtime import profiler
+
+logger = logging.getLogger(__name__)
+
+_SMALLEST = 64 << 10  # bytes
+_LOSS = 0.02  # of DP.sync's time may go into starting slices
+
+
+def measured(
+    transfer_bytes: int, at_most: int, dp_group: dist.ProcessGroup, device: torch.device
+) -> int:
+    """Return the bytes of a slice that fit transfers of ``transfer_bytes`` and this network.
+
+    All ranks of the job call this together; they measure at once, and the slowest counts.
+    """
+    cost = profiler.slowest(profiler.grad_sync(dp_group, device), device)
+    num_bytes = fitting(transfer_bytes, at_most, *cost)
+    if dist.get_rank() == 0:
+        logger.info(
+            "DP.sync in slices of %s bytes: to start one takes %.3g ms, a byte %.3g ns; "
+            "--dp-slice-bytes %s repeats it",
+            num_bytes,
+            1e3 * cost[1],
+            1e9 * cost[0],
+            num_bytes,
+        )
+    return num_bytes
+
+
+def fitting(transfer_bytes: int, at_most: int, per_byte_s: float, start_s: float) -> int:
+    """Return a quarter of a transfer, or more where starting slices would cost too much.
+
+    A transfer that finds a slice under way then takes a quarter longer at most. What is measured
+    gives a power of two: runs on one network should cut alike, since sums of more than two
+    replicas depend on it.
+    """
+    quarter = max(transfer_bytes // 4 // 4096 * 4096, _SMALLEST)
+    if quarter * per_byte_s * _LOSS < start_s:
+        worth = start_s / _LOSS / per_byte_s if per_byte_s else float(at_most)
+        quarter = 1 << ceil(log2(worth))
+    return min(quarter, at_most)
