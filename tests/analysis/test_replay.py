@@ -30,7 +30,7 @@ def test_the_order_and_the_costs_of_a_run_are_found_again(sync):
     assert found.backward_s == pytest.approx(COSTS.backward_s)
     assert found.optimizer_s == pytest.approx(COSTS.optimizer_s)
     assert found.p2p_s == pytest.approx(0.25)
-    assert found.grad_sync_s == pytest.approx(COSTS.grad_sync_s, rel=0.5)  # links are shared
+    assert found.grad_sync_s == pytest.approx(COSTS.grad_sync_s, rel=0.3)  # links are shared
 
 
 @pytest.mark.parametrize("sync", [add_grad_sync, deferred_grad_sync])
@@ -40,12 +40,12 @@ def test_a_replay_takes_about_as_long_as_what_it_replays(sync):
     run = steady_state(plan, COSTS) if deferred else simulate(plan, COSTS, flush=True)
     again = replay(plan, observed_costs(run, plan), iterations=2)
     assert len(again.iteration_ends_s(0)) == 2
-    assert again.period_s == pytest.approx(run.period_s, rel=0.15)
+    assert again.period_s == pytest.approx(run.period_s, rel=0.05)
     assert min(span.start_s for spans in again.ranks for span in spans) == 0.0
 
 
 def test_reductions_that_share_a_link_take_no_longer_together_than_it_was_busy():
-    """Over gloo, all that were started run at once."""
+    """They were all started, and went one after the other."""
     order = Plan.from_text("0F0 1F0 1B0 0B0")
     names = [("0F0", 0, 1), ("1F0", 1, 2), ("1B0", 2, 4), ("0B0", 4, 6)]
     spans = [Span(Lane.COMPUTE, a, b, Action.from_str(name)) for name, a, b in names]
@@ -53,7 +53,7 @@ def test_reductions_that_share_a_link_take_no_longer_together_than_it_was_busy()
         Span(Lane.GRAD_SYNC, 4.0, 10.0, Action.from_str("1REDUCE_GRAD")),
         Span(Lane.GRAD_SYNC, 6.0, 10.0, Action.from_str("0REDUCE_GRAD")),
     ]
-    assert observed_costs(Timeline.of([spans]), order).grad_sync_s == (2.0, 4.0)
+    assert observed_costs(Timeline.of([spans]), order).grad_sync_s == (0.0, 6.0)
 
 
 def test_a_plan_that_synced_at_its_end_is_replayed_so():

@@ -5,8 +5,7 @@ took at its best or usually; what they wait for each other is left to the simula
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
-from itertools import pairwise
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median, quantiles
 from typing import Any
 
@@ -42,16 +41,18 @@ def observed_costs(measured: Timeline, plan: Plan) -> Costs:
     """Return what the actions of a plan took in a measured run.
 
     A computation counts with its median. A message, and the DP.sync of a stage, count with their
-    shortest time, since the others shared the link or were not missed yet when they arrived.
+    shortest time, since the others shared the link or were not missed yet when they arrived; of
+    DP.sync the messages are taken off that passed meanwhile, which the simulator sends beside it.
 
     Raises:
         PlanError: a stage of the plan was not recorded.
     """
     stages = range(plan.num_stages)
     compute = _durations(measured)
-    sync, gather = _grad_sync(measured, Op.REDUCE_GRAD), _grad_sync(measured, Op.GATHER_PARAM)
     update = _updates(measured)
     messages = [s.duration_s for r in measured.ranks for s in r if s.lane is Lane.P2P]
+    p2p_s = quantiles(messages, n=10)[0] if len(messages) > 1 else 0.0
+    sync, gather = (_grad_sync(measured, op, p2p_s) for op in (Op.REDUCE_GRAD, Op.GATHER_PARAM))
 
     def typical(op: Op) -> tuple[float, ...]:
         if any((stage, op) not in compute for stage in stages):
@@ -63,7 +64,7 @@ def observed_costs(measured: Timeline, plan: Plan) -> Costs:
         forward_s=typical(Op.FORWARD),
         backward_s=typical(Op.BACKWARD),
         weight_s=typical(Op.WEIGHT) if (0, Op.WEIGHT) in compute else (),
-        p2p_s=quantiles(messages, n=10)[0] if len(messages) > 1 else 0.0,
+        p2p_s=p2p_s,
         grad_sync_s=tuple(min(sync.get(stage, [0.0])) for stage in stages),
         param_gather_s=tuple(min(gather.get(stage, [0.0])) for stage in stages),
         offload_s=_copies(measured, Op.OFFLOAD, stages),
@@ -141,25 +142,41 @@ def _copies(measured: Timeline, op: Op, stages: range) -> tuple[float, ...]:
     return tuple(median(found[stage]) if found[stage] else 0.0 for stage in stages)
 
 
-def _grad_sync(measured: Timeline, op: Op) -> Mapping[int, list[float]]:
-    """What each stage's DP.sync took in each iteration; at once, two take half of the time each."""
+def _grad_sync(measured: Timeline, op: Op, p2p_s: float) -> Mapping[int, list[float]]:
+    """What each stage's DP.sync takes of its link; what began first goes first."""
     totals: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for spans in measured.ranks:
-        syncs = [span for span in spans if span.lane is Lane.GRAD_SYNC]
-        borders_s = sorted({s for span in syncs for s in (span.start_s, span.end_s)})
-        running: list[Span] = []
-        starting = iter([*syncs, None])
-        following = next(starting)
-        for start_s, end_s in pairwise(borders_s):
-            while following is not None and following.start_s <= start_s:
-                running.append(following)
-                following = next(starting)
-            running = [span for span in running if span.end_s > start_s]
-            for span in running:
-                if span.action is not None and span.action.op is op:
-                    share_s = (end_s - start_s) / len(running)
-                    totals[span.action.stage][span.iteration] += share_s
+        syncs = [span for span in spans if span.lane is Lane.GRAD_SYNC]  # in order of their start
+        own = _own_share(spans, syncs, p2p_s)
+        until_s = 0.0
+        for span in syncs:
+            if span.action is not None and span.action.op is op:
+                used_s = max(0.0, span.end_s - max(span.start_s, until_s))
+                totals[span.action.stage][span.iteration] += own * used_s
+            until_s = max(until_s, span.end_s)
     return {stage: list(seconds.values()) for stage, seconds in totals.items()}
+
+
+def _own_share(spans: Sequence[Span], syncs: Sequence[Span], p2p_s: float) -> float:
+    """What DP.sync has of a link while it is there; messages that arrive meanwhile have the rest.
+
+    Half at least, as long as the link is shared fairly.
+    """
+    busy: list[tuple[float, float]] = []
+    for sync in syncs:
+        if busy and sync.start_s <= busy[-1][1]:
+            busy[-1] = busy[-1][0], max(busy[-1][1], sync.end_s)
+        else:
+            busy.append((sync.start_s, sync.end_s))
+    busy_s = sum(end_s - start_s for start_s, end_s in busy)
+    messages_s = 0.0
+    for message in (span for span in spans if span.lane is Lane.P2P and span.duration_s > 0):
+        beside_s = sum(
+            max(0.0, min(message.end_s, end_s) - max(message.start_s, start_s))
+            for start_s, end_s in busy
+        )
+        messages_s += min(message.duration_s, p2p_s) * beside_s / message.duration_s
+    return max(0.5, 1 - messages_s / busy_s) if busy_s else 1.0
 
 
 def _updates(measured: Timeline) -> Mapping[int, list[float]]:
