@@ -49,8 +49,9 @@ def install_schedule(
         plan = plans.training(num_microbatches)
         if config.offload_activations == "on":
             host_memory.check_node(plan, config.saved_bytes, ranks_here)
+    num_local = max(1, len(ranks_here))
     if config.trace is None:
-        return _install(config, plans, None)
+        return _install(config, plans, None, num_local)
 
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
@@ -61,11 +62,13 @@ def install_schedule(
     tracer = Tracer(config, plans, Metrics(get_tensorboard_writer, get_wandb_writer))
     with apply(trace.patches(tracer, config.schedule)) as stack:
         stack.enter_context(tracer)
-        stack.push(_install(config, plans, tracer.recorder))
+        stack.push(_install(config, plans, tracer.recorder, num_local))
         return stack.pop_all()
 
 
-def _install(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None") -> ExitStack:
+def _install(
+    config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None", num_local: int
+) -> ExitStack:
     if config.schedule == "stock":
         return ExitStack()
 
@@ -83,7 +86,7 @@ def _install(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None"
     from megatron.fold3d.runtime.executor import Executor
     from megatron.fold3d.runtime.offloader import Offloader
 
-    offloader = None if config.offload_activations == "off" else Offloader.of(config)
+    offloader = None if config.offload_activations == "off" else Offloader.of(config, num_local)
     offloads = [] if offloader is None else [checkpoint.patch(offloader)]
     buckets = gradient_buckets.patches() if config.cuts_every_segment else ()
     timeout = timedelta(minutes=config.distributed_timeout_minutes)

@@ -5,7 +5,7 @@ import os
 import shlex
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class Row:
         flags: of both runs.
         recompute: of ours alone: recomputation gives stock's bits, as `test_equal_to_stock` shows.
         moves: what ours keeps in host memory.
+        depth: computations that a copy has, from the third iteration on.
     """
 
     schedule: str = "aiao"
@@ -54,6 +55,7 @@ class Row:
     moves: str = ON
     flags: str = ""
     tp: int = 1
+    depth: int = 1
     segments: int = 2
     m: int = 6
 
@@ -80,7 +82,8 @@ class Row:
             num_microbatches=self.m,
         )
         # A CPU has no memory of its own that would be short: from the third iteration on all stays.
-        return peak_activations(order if self.moves == AUTO else add_offload(order))
+        plan = order if self.moves == AUTO else add_offload(order, depth=self.depth)
+        return peak_activations(plan, depth=self.depth)
 
 
 ROWS = (
@@ -89,7 +92,7 @@ ROWS = (
     Row(recompute=SELECTIVE, schedule="afab"),
     Row(recompute=FULL, moves=AUTO),
     Row(recompute=FULL, moves=LAZY),
-    Row(recompute=FULL, moves=f"{ON} {LAZY}", flags="--bf16", segments=4, m=4),
+    Row(recompute=FULL, moves=f"{ON} {LAZY}", flags="--bf16", depth=2, segments=4, m=4),
     Row(recompute=FULL, flags="--sequence-parallel", tp=2, segments=1),
     Row(recompute=FULL, moves=f"{ON} {LAZY}", flags=RAMP_UP),
 )
@@ -98,7 +101,7 @@ ROWS = (
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_losses_norms_and_parameters_are_those_of_stock(row: Row) -> None:
     ours = f"--schedule {row.schedule} {row.recompute} {row.moves}"
-    runs = run_distributed(train_and_count, PP * row.tp, row.command(ours))
+    runs = run_distributed(train_and_count, PP * row.tp, row.command(ours), row.depth)
 
     stock = _stock(PP * row.tp, row.command("--schedule stock"))
     assert differences([record for record, _ in runs], stock) == []
@@ -111,6 +114,9 @@ def test_losses_norms_and_parameters_are_those_of_stock(row: Row) -> None:
         # The pool grows at the begin of an iteration, once it knows the size of each stage.
         assert counts.growths[-2:] == [counts.growths[-1]] * 2
         assert counts.early == counts.reloads
+        # One launch for all that leaves together, and one back: no stage saves more than a batch.
+        assert counts.calls == 2 * counts.reloads
+        assert counts.tensors >= counts.calls or row.moves == AUTO
 
 
 @functools.cache
@@ -164,13 +170,22 @@ class Counts:
     high_water_bytes: int = 0
     reloads: int = 0
     early: int = 0
+    tensors: int = 0
+    calls: int = 0
     sent_lazily: int = 0
 
 
-def train_and_count(argv: Sequence[str]) -> tuple[Record, Counts]:
+def train_and_count(argv: Sequence[str], depth: int) -> tuple[Record, Counts]:
     """Train; with what was moved."""
+    from megatron.fold3d.runtime import offloader
     from megatron.fold3d.runtime.host_link import HostLink
+    from megatron.fold3d.runtime.offload_choice import Choice, choose
     from megatron.fold3d.runtime.offloader import Offloader
+
+    def chosen(*args: Any, **options: Any) -> Choice:
+        return replace(choose(*args, **options), depth=depth)  # a CPU's copies have one
+
+    offloader.choose = chosen
 
     counts = Counts([])
     begin, send = Offloader.begin, HostLink.send
@@ -187,10 +202,10 @@ def train_and_count(argv: Sequence[str]) -> tuple[Record, Counts]:
 
     Offloader.begin, HostLink.send = counted_begin, counted_send
     record = train(argv)
-    for offloader in offloaders[:1]:
-        pool = offloader.pool
-        counts.growths.append(pool.num_growths)
-        counts.peak = offloader.peak
-        counts.pool_bytes, counts.high_water_bytes = pool.num_bytes, pool.high_water_bytes
-        counts.reloads, counts.early = offloader.num_reloads, offloader.num_early
+    for each in offloaders[:1]:
+        counts.growths.append(each.pool.num_growths)
+        counts.peak = each.peak
+        counts.pool_bytes, counts.high_water_bytes = each.pool.num_bytes, each.pool.high_water_bytes
+        counts.reloads, counts.early = each.num_reloads, each.num_early
+        counts.tensors, counts.calls = each.copies.num_tensors, each.copies.num_calls
     return record, counts

@@ -138,9 +138,13 @@ def test_offload_leaves_when_its_output_has_been_sent():
 
 
 def test_offload_comes_back_earlier_over_slow_copies():
-    assert rows(add_offload(compute("afab", 1, 1, 4), ahead=2)) == [
-        "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELOAD0 0F2 0OFFLOAD2 0RELOAD1 0F3 0OFFLOAD3 0RELOAD2 0B0 "
-        "0RELOAD3 0B1 0B2 0B3"
+    assert rows(add_offload(compute("afab", 1, 1, 5), depth=2)) == [
+        "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0OFFLOAD2 0RELOAD0 0F3 0OFFLOAD3 0RELOAD1 0F4 0OFFLOAD4 "
+        "0RELOAD2 0B0 0RELOAD3 0B1 0RELOAD4 0B2 0B3 0B4"
+    ]
+    # What began to leave two computations ago has left when the first one comes back.
+    assert rows(add_offload(compute("afab", 1, 1, 4), depth=2)) == [
+        "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3"
     ]
 
 

@@ -96,6 +96,19 @@ def test_every_schedule_can_run(case: Case):
         verify(plan)
 
 
+@given(cases(), st.data())
+def test_ranks_may_offload_differently(case: Case, data: st.DataObject):
+    plan = case.build()
+    counts, depths = st.none() | st.integers(0, 20), st.integers(1, 4)
+    lowered = [
+        lower(add_offload(plan, depth=data.draw(depths), at_most=data.draw(counts)))
+        for _ in plan.programs
+    ]
+    mixed = Plan(tuple(each.programs[rank] for rank, each in enumerate(lowered)))
+    verify(mixed)
+    assert mixed.select(frozenset(Op) - {Op.OFFLOAD, Op.RELOAD}) == lower(plan)
+
+
 @given(cases())
 def test_the_forwards_alone_can_run(case: Case):
     verify(add_p2p(forward_only(case.build())))

@@ -222,6 +222,9 @@ def test_offloaded_activations_count_until_the_next_computation_is_over():
     assert peak_activations(plan) == (2,)
     plan = add_offload(Plan.from_text("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3"))
     assert peak_activations(plan) == (3,)
+    # Two that leave, one that is computed, two that come back.
+    plan = add_offload(build("afab", num_ranks=1, num_segments=1, num_microbatches=9), depth=2)
+    assert peak_activations(plan, depth=2) == (5,)
 
 
 def test_host_memory_holds_activations_until_their_backward():

@@ -131,18 +131,19 @@ def deferred_stages(program: Program) -> frozenset[int]:
     return frozenset(deferred)
 
 
-def add_offload(plan: Plan, *, ahead: int = 1, at_most: int | None = None) -> Plan:
+def add_offload(plan: Plan, *, depth: int = 1, at_most: int | None = None) -> Plan:
     """Add the saved activations' way to host memory and back (paper Sec. IV, offloader).
 
-    A micro-batch leaves while the rank's next computation runs and comes back ``ahead``
-    computations before its own backward. One that could not stay away for the time between stays.
+    A micro-batch leaves while the rank's next ``depth`` computations run and comes back while the
+    ``depth`` before its own backward do. One that could not stay away for the time between stays.
+    No other rank notices: ranks may offload differently.
 
     Args:
         plan: with or without transfers; an output is sent before its stage's activations leave.
-        ahead: more where the way back takes longer than one computation.
+        depth: more where a copy takes longer than one computation.
         at_most: how many of a rank leave; first of all those that are away for longest.
     """
-    return Plan(tuple(_with_offload(program, ahead, at_most) for program in plan.programs))
+    return Plan(tuple(_with_offload(program, depth, at_most) for program in plan.programs))
 
 
 class _Results:
@@ -202,11 +203,11 @@ def _with_deferred_wait(program: Program, stages: Container[int]) -> Program:
     return tuple(lower())
 
 
-def _with_offload(program: Program, ahead: int, at_most: int | None) -> Program:
+def _with_offload(program: Program, depth: int, at_most: int | None) -> Program:
     compute = [action for action in program if action.op in COMPUTE_OPS]
-    travels = _travels(compute, ahead, at_most)
+    travels = _travels(compute, depth, at_most)
     reloads = {  # by the computation during which they come back
-        compute[index - ahead]: Action(stage, Op.RELOAD, microbatch)
+        compute[index - depth]: Action(stage, Op.RELOAD, microbatch)
         for index, (stage, op, microbatch) in enumerate(compute)
         if op is Op.BACKWARD and (stage, microbatch) in travels
     }
@@ -230,7 +231,7 @@ def _with_offload(program: Program, ahead: int, at_most: int | None) -> Program:
 
 
 def _travels(
-    compute: Sequence[Action], ahead: int, at_most: int | None
+    compute: Sequence[Action], depth: int, at_most: int | None
 ) -> set[tuple[int, int | None]]:
     """Choose the (stage, micro-batch) activations that leave the device."""
     forwards = {(a.stage, a.microbatch): i for i, a in enumerate(compute) if a.op is Op.FORWARD}
@@ -238,7 +239,7 @@ def _travels(
     for index, (stage, op, microbatch) in enumerate(compute):
         if op is Op.BACKWARD:
             away = index - forwards[stage, microbatch]
-            if away > 1 + ahead:
+            if away > 2 * depth:
                 alike[away].append((stage, microbatch))
     left = len(forwards) if at_most is None else at_most
     chosen: set[tuple[int, int | None]] = set()

@@ -5,7 +5,7 @@ until the matching receive is posted, and one ordered channel per direction join
 A plan that ends under these rules ends under any looser ones, whatever the timing.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from itertools import count
 
@@ -36,24 +36,26 @@ def verify(plan: Plan) -> None:
     _check_progress(plan)
 
 
-def peak_activations(plan: Plan) -> tuple[int, ...]:
+def peak_activations(plan: Plan, *, depth: int = 1) -> tuple[int, ...]:
     """Return, per rank, the most (segment, micro-batch) activations on the device at once.
 
     Paper eqs. 6-7 multiply this count by the bytes of one. Those that leave are on the device
-    until the rank's next computation is over, those that come back from their RELOAD on.
+    until the rank's next ``depth`` computations are over, those that come back from their RELOAD
+    on: see `add_offload`.
     """
     peaks = []
     for program in plan.programs:
-        held = peak = leaving = 0
+        held = peak = 0
+        leaving = deque([0] * depth)  # by the computation before which they began to
         for _, op, _ in program:
             if op is Op.FORWARD or op is Op.RELOAD:
                 held += 1
                 peak = max(peak, held)
             elif op is Op.OFFLOAD:
-                leaving += 1
+                leaving[-1] += 1
             if op is Op.FORWARD or op is Op.BACKWARD:
-                held -= leaving + (op is Op.BACKWARD)
-                leaving = 0
+                held -= leaving.popleft() + (op is Op.BACKWARD)
+                leaving.append(0)
         peaks.append(peak)
     return tuple(peaks)
 

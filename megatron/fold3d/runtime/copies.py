@@ -55,9 +55,15 @@ class Copies:
         return self._copy(self._streams[0], targets, sources, watch)
 
     def to_device(
-        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], watch: Watch = idle
+        self,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        watch: Watch = idle,
+        after: Any = None,
     ) -> Any:
-        """Start to copy host tensors; the rest is as in `to_host`."""
+        """Start to copy host tensors, ``after`` another copy; the rest is as in `to_host`."""
+        if after is not None:
+            self._streams[1].wait_event(after)
         return self._copy(self._streams[1], targets, sources, watch)
 
     def is_over(self, copied: Any) -> bool:

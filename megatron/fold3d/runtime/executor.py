@@ -165,13 +165,13 @@ class Executor:
             error.add_note("{} {} was at {}".format(_WAS_AT, *self._where))
 
     def _plan(self, num_microbatches: int, rank: int, *, trains: bool) -> Plan:
-        """Return what is to run; how much of it is offloaded may change from call to call."""
+        """Return what is to run; what of it is offloaded may change from call to call."""
         if not trains:
             return self._plans.evaluation(num_microbatches)
         plan = self._plans.training(num_microbatches)
-        if self._offloader is None:
+        if self._offloader is None or self._plans.fixes_offload:
             return plan
-        return self._plans.training(num_microbatches, self._offloader.at_most(plan.programs[rank]))
+        return self._plans.training(num_microbatches, self._offloader.choice(plan.programs[rank]))
 
     def _prepare(
         self,

@@ -1,13 +1,15 @@
 """Saved activations in host memory while no computation wants them (paper Sec. IV, offloader).
 
 The plan says when: a micro-batch's activations leave at its OFFLOAD, while the next computation
-runs, and come back at its RELOAD, computations before its backward.
+runs, and come back at its RELOAD, computations before its backward. How many do, and how many
+computations a copy has, is chosen anew once an iteration has been measured.
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Self
 
@@ -16,9 +18,17 @@ import torch
 from megatron.fold3d.config import Fold3DConfig
 from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Program
 from megatron.fold3d.plan.verify import peak_on_host
+from megatron.fold3d.runtime import host_memory
 from megatron.fold3d.runtime.copies import Copies
-from megatron.fold3d.runtime.device import free_device_bytes
-from megatron.fold3d.runtime.offload_choice import Measured, Meter, choose
+from megatron.fold3d.runtime.device import Clock, Mark, free_device_bytes
+from megatron.fold3d.runtime.offload_choice import (
+    CAUTION,
+    Choice,
+    Measured,
+    Meter,
+    choose,
+    offloaded,
+)
 from megatron.fold3d.runtime.pinned_pool import ALIGNMENT, PinnedPool, Slot
 from megatron.fold3d.runtime.recorder import Recorder, never
 from megatron.fold3d.runtime.saved_tensors import SavedTensors, offsets
@@ -36,7 +46,10 @@ class Offloader:
         device: where the model is.
         everything: offload every large tensor that a forward saves; otherwise only what
             recomputation starts from, which `checkpoint` marks.
-        sparing: once two iterations have shown what that takes, offload no more than needed.
+        sparing: once two iterations have shown what that takes, offload no more than needed, and
+            never more than the host has room for.
+        saved_bytes: of one micro-batch's forward of a stage, as far as known before it has run.
+        num_local: ranks of this node, which share its memory.
         copies: the copy engine, one of its own by default.
 
     Attributes:
@@ -45,7 +58,7 @@ class Offloader:
         held: activations on the device now, offloaded or not, as `peak_activations` counts them.
         peak: the most there ever were in this iteration.
         num_reloads: activations that came back so far.
-        num_early: of these, those that were there before their backward began.
+        depth: computations that an activation has to leave from the next iteration on.
     """
 
     def __init__(
@@ -54,16 +67,24 @@ class Offloader:
         *,
         everything: bool,
         sparing: bool = False,
+        saved_bytes: int = 0,
+        num_local: int = 1,
         copies: Copies | None = None,
     ) -> None:
         self.pool = PinnedPool(device)
         self.copies = copies or Copies(device)
-        self.held = self.peak = self.num_reloads = self.num_early = 0
+        self.held = self.peak = self.num_reloads = self._num_early = 0
+        self.depth = 1
         self._device = device
         self._everything = everything
-        self._meter = Meter(device) if sparing else None
+        self._sparing = sparing
+        self._saved_bytes = saved_bytes
+        self._num_local = num_local
+        self._clock = Clock(device)
+        self._meter = Meter(device)
         self._measured: Measured | None = None
-        self._chosen: dict[int, int] = {}  # by the number of computations of an iteration
+        # By the number of computations of an iteration, and whether one has been measured.
+        self._chosen: dict[tuple[int, bool], Choice] = {}
         self._num_iterations = 0
         self._recorder = never(device)
         self._bytes_of_stage: dict[int, int] = {}
@@ -73,27 +94,48 @@ class Offloader:
         self._smallest_bytes = 0
         self._collecting: SavedTensors | None = None
         self._away: dict[_Key, _Away] = {}
-        self._leaving: deque[_Away] = deque()
+        self._leaving: deque[list[_Away]] = deque()  # by the computations that they still have
+        self._returned: deque[tuple[Mark, Mark]] = deque()  # when copied, when needed
 
     @classmethod
-    def of(cls, config: Fold3DConfig) -> Self:
-        """Return the offloader of a run."""
+    def of(cls, config: Fold3DConfig, num_local: int) -> Self:
+        """Return the offloader of a run, one of ``num_local`` on this node."""
         return cls(
             torch.device(config.device),
             everything=config.offload_everything,
             sparing=config.offload_activations == "auto",
+            saved_bytes=config.saved_bytes,
+            num_local=num_local,
         )
 
-    def at_most(self, program: Program) -> int | None:
-        """Return how many activations of a program should leave; None is all."""
-        if self._meter is not None and self._num_iterations > 1:
-            self._measure(self._meter)
-        if self._measured is None:
-            return None
+    @property
+    def num_early(self) -> int:
+        """How many of `num_reloads` were there when the device came to their backward.
+
+        On a GPU those that it has not come to yet do not count.
+        """
+        while self._returned and all(map(self._clock.has_passed, self._returned[0])):
+            self._num_early += self._clock.seconds(*self._returned.popleft()) >= 0
+        return self._num_early
+
+    def choice(self, program: Program) -> Choice:
+        """Return what of a program's activations should leave, and when; sets `depth`."""
+        if self._measured is None and self._num_iterations > 1:
+            self._measured = self._measure()
         computations = tuple(action for action in program if action.op in COMPUTE_OPS)
-        if len(computations) not in self._chosen:
-            self._chosen[len(computations)] = choose(computations, self._measured)
-        return self._chosen[len(computations)]
+        key = len(computations), self._measured is not None
+        if key not in self._chosen:
+            choice = Choice()
+            if self._measured is not None:
+                choice = choose(computations, self._measured, sparing=self._sparing)
+                many = "all" if choice.at_most is None else f"at most {choice.at_most}"
+                logger.info(
+                    "of %d activations %s leave, each within %d computations, for %s",
+                    *(len(computations) // 2, many, choice.depth, self._measured),
+                )
+            self._chosen[key] = self._with_room(computations, choice)
+        self.depth = self._chosen[key].depth
+        return self._chosen[key]
 
     def begin(
         self,
@@ -116,9 +158,9 @@ class Offloader:
         self.held = self.peak = 0
         self._num_iterations += 1
         self._recorder = recorder or self._recorder
-        if self._meter is not None:
-            self._meter.clear()
+        self._meter.clear()
         self._away.clear()
+        self._leaving = deque([] for _ in range(self.depth))
         self._program = program
         self._travels = frozenset((a.stage, a.microbatch) for a in program if a.op is Op.OFFLOAD)
         self._smallest_bytes = hidden_bytes // _SMALL
@@ -155,7 +197,7 @@ class Offloader:
         return self._collecting.hooks()
 
     def offload(self, action: Action, held: torch.Tensor | None) -> None:
-        """Start to copy to the host; the device's memory is free after the next computation.
+        """Start to copy to the host; the device's memory is free computations later.
 
         Args:
             action: what leaves.
@@ -176,7 +218,7 @@ class Offloader:
             for source, begin in zip(sources, bounds[:-1], strict=True)
         ]
         away.copied = self.copies.to_host(targets, sources, lambda: self._watch(action, "offload"))
-        self._leaving.append(away)
+        self._leaving[-1].append(away)
 
     def reload(self, action: Action) -> None:
         """Start to copy back."""
@@ -184,11 +226,18 @@ class Offloader:
         assert away.slot is not None  # the verifier has seen its OFFLOAD
         self._hold()
         away.buffer = torch.empty(away.num_bytes, dtype=torch.uint8, device=self._device)
-        away.copied = self.copies.to_device(
-            [away.buffer],
-            [away.slot.memory[: away.num_bytes]],
-            lambda: self._watch(action, "offload"),
-        )
+
+        def watch() -> Callable[[], None]:
+            over = self._watch(action, "offload")
+
+            def end() -> None:
+                over()
+                away.returned = self._clock.mark()
+
+            return end
+
+        source = away.slot.memory[: away.num_bytes]
+        away.copied = self.copies.to_device([away.buffer], [source], watch, after=away.copied)
 
     @contextmanager
     def using(self, backward: Action) -> Iterator[None]:
@@ -197,8 +246,9 @@ class Offloader:
         if away is not None:
             assert away.buffer is not None  # the verifier has seen its RELOAD
             self.num_reloads += 1
-            self.num_early += self.copies.is_over(away.copied)
+            needed = self._clock.mark()
             self.copies.wait(away.copied)
+            self._returned.append((away.returned, needed))
             away.saved.restore(away.buffer)
             if away.slot is not None:
                 self.pool.give_back(away.slot)
@@ -210,17 +260,17 @@ class Offloader:
         self._release()
 
     def _release(self) -> None:
-        """Free what left before the computation that was issued just now."""
-        while self._leaving:
-            away = self._leaving.popleft()
+        """Free what began to leave before the computations that the plan gave it."""
+        for away in self._leaving.popleft():
             self.copies.wait(away.copied)
             away.saved.leave(away.held)
             self.held -= 1
+        self._leaving.append([])
 
     def _watch(self, action: Action, kind: str | None = None) -> Callable[[], None]:
         """Note when an action begins; call what is returned when it is over."""
         ends = []
-        if self._meter is not None and self._measured is None:
+        if self._measured is None and self._travels:
             ends.append(self._meter.begin(action.op))
         if kind is not None:
             ends.append(self._recorder.begin(action, kind))
@@ -231,13 +281,30 @@ class Offloader:
 
         return over
 
-    def _measure(self, meter: Meter) -> None:
-        means_s = meter.means_s()
-        if self._measured is None and means_s is not None:
-            self._measured = Measured(
-                max(self._bytes_of_stage.values()), free_device_bytes(self._device), *means_s
-            )
-            logger.info("offload: measured %s", self._measured)
+    def _measure(self) -> Measured | None:
+        means_s = self._meter.means_s()
+        if means_s is None:
+            return None
+        largest = max(self._bytes_of_stage.values())
+        return Measured(largest, self.peak, free_device_bytes(self._device), *means_s)
+
+    def _with_room(self, computations: Program, choice: Choice) -> Choice:
+        """Return a choice that the host has memory for, where there is one."""
+        largest = max(self._bytes_of_stage.values(), default=self._saved_bytes)
+        if not self._sparing or not largest:
+            return choice
+        spare_bytes = int(host_memory.available_bytes() * CAUTION) // self._num_local
+        room = (spare_bytes + self.pool.num_bytes) // largest
+        sizes = dict.fromkeys((action.stage for action in computations), largest)
+        needed = peak_on_host(offloaded(computations, choice), sizes).total()
+        if needed <= room:
+            return choice
+        logger.warning(
+            "--offload-activations auto: %d activations of %s bytes should leave, the host has "
+            "memory for %d; the others stay on the device",
+            *(needed, f"{largest:,}", room),
+        )
+        return replace(choice, at_most=room)
 
     def _hold(self) -> None:
         self.held += 1
@@ -253,7 +320,7 @@ class Offloader:
 class _Away:
     """Activations that leave, are on the host, or come back."""
 
-    __slots__ = ("buffer", "copied", "held", "num_bytes", "saved", "slot")
+    __slots__ = ("buffer", "copied", "held", "num_bytes", "returned", "saved", "slot")
 
     def __init__(self, saved: SavedTensors) -> None:
         self.saved = saved
@@ -262,3 +329,4 @@ class _Away:
         self.slot: Slot | None = None
         self.buffer: torch.Tensor | None = None
         self.copied: Any = None
+        self.returned: Mark = None

@@ -21,30 +21,37 @@ from megatron.fold3d.plan.lowering import (
 from megatron.fold3d.plan.param_gather import add_param_gather
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
+from megatron.fold3d.runtime.offload_choice import Choice
 
 RUNNABLE = frozenset(Op) - {Op.WEIGHT}
 """What the executor knows how to do."""
+_ALL = Choice()
 
 
 class Plans:
-    """Verified plans of one configuration, kept once they are made."""
+    """Verified plans of one configuration, kept once they are made.
+
+    Attributes:
+        fixes_offload: whether the user's plan itself says what leaves the device, and when.
+    """
 
     def __init__(self, config: Fold3DConfig) -> None:
         self.name = str(config.plan_file or config.schedule)
+        self.fixes_offload = False
         self._config = config
-        self._made: dict[tuple[int, str, int | None], Plan] = {}
+        self._made: dict[tuple[int, str, Choice], Plan] = {}
 
-    def training(self, num_microbatches: int, most_offloaded: int | None = None) -> Plan:
+    def training(self, num_microbatches: int, offloaded: Choice = _ALL) -> Plan:
         """Return the plan of a training iteration.
 
         Args:
             num_microbatches: of it.
-            most_offloaded: activations of each rank that leave the device; by default all.
+            offloaded: which activations of each rank leave the device; by default all.
 
         Raises:
             PlanError: no plan of this size can run, or the user's plan has another size.
         """
-        return self._get(num_microbatches, self._make_training, most_offloaded)
+        return self._get(num_microbatches, self._make_training, offloaded)
 
     def evaluation(self, num_microbatches: int) -> Plan:
         """Return a plan of forwards alone.
@@ -55,12 +62,12 @@ class Plans:
         return self._get(num_microbatches, self._make_evaluation)
 
     def _get(
-        self, num_microbatches: int, make: Callable[[int], Plan], most_offloaded: int | None = None
+        self, num_microbatches: int, make: Callable[[int], Plan], offloaded: Choice = _ALL
     ) -> Plan:
-        key = num_microbatches, make.__name__, most_offloaded
+        key = num_microbatches, make.__name__, offloaded
         if key not in self._made:
             try:
-                plan = lower(self._offloaded(make(num_microbatches), most_offloaded))
+                plan = lower(self._with_offload(make(num_microbatches), offloaded))
                 plan = defer_grad_sync(plan, self._config.deferred_stages)
                 verify(plan)
             except PlanError as error:
@@ -68,13 +75,16 @@ class Plans:
             self._made[key] = plan
         return self._made[key]
 
-    def _offloaded(self, plan: Plan, at_most: int | None) -> Plan:
+    def _with_offload(self, plan: Plan, choice: Choice) -> Plan:
         wanted = self._config.offload_activations != "off"
         if any(action.op is Op.OFFLOAD for action in chain.from_iterable(plan.programs)):
             if not wanted:
                 raise PlanError("found OFFLOAD in the plan; give --offload-activations on")
+            self.fixes_offload = True
             return plan
-        return add_offload(plan, at_most=at_most) if wanted else plan
+        if not wanted:
+            return plan
+        return add_offload(plan, depth=choice.depth, at_most=choice.at_most)
 
     def _make_training(self, num_microbatches: int) -> Plan:
         order = self._training_order(num_microbatches)
