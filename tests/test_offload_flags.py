@@ -1,6 +1,7 @@
 """What ``--offload-activations`` and ``--lazy-inter-segment`` accept, and what they know before."""
 
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ MODEL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 2 --pipeline-model-parallel-size 2"
 )
+PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
 ON = "--offload-activations on"
 FULL = "--recompute-granularity full --recompute-num-layers"
 
@@ -35,7 +37,9 @@ def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
 def test_what_cannot_work_is_refused_with_its_fix(parser: ArgumentParser, line: str, found: str):
     with pytest.raises(ValueError, match=found) as raised:
         config(parser, line)
-    assert "; " in str(raised.value)
+    _, reason = str(raised.value).split(": ", 1)
+    assert "; " in reason
+    assert f"| {reason} |" in PAGE.read_text()
 
 
 @pytest.mark.parametrize(
