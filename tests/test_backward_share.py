@@ -83,7 +83,7 @@ def test_slices_are_small_on_cpus_unless_told_otherwise(parse: Parse) -> None:
         return Fold3DConfig.from_args(parse(f"{NEEDED} {flags}")).dp_slice_bytes
 
     assert slice_bytes("") == 8 << 20
-    assert slice_bytes("--device cpu") == 1 << 20
+    assert slice_bytes("--device cpu") == 1 << 19
     assert slice_bytes("--device cpu --dp-slice-bytes 65536") == 65536
 
 

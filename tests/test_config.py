@@ -94,7 +94,7 @@ def test_every_flag_reaches_the_configuration(parse: Parse, tmp_path: Path) -> N
         device="cpu",
         microbatch_group_size=None,
         distributed_timeout_minutes=3,
-        dp_slice_bytes=1 << 20,
+        dp_slice_bytes=512 << 10,
         auto_slices=True,
         clips_or_scales=True,
     )

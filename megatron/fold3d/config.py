@@ -84,7 +84,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         metavar="N",
         help="With --backward-share or --preemptive-comm, reduce N bytes of gradients at once, so "
         "that what is needed sooner waits no longer than these take (default: 8388608, on CPUs "
-        "1048576; preemption measures what costs DP.sync little and takes less of it if it can).",
+        "524288; preemption measures what costs DP.sync little and takes less of it if it can).",
     )
     group.add_argument(
         "--model-preset",
