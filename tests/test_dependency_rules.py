@@ -28,7 +28,12 @@ MAY_NAME = {
         f"{FOLD3D}.analysis.own_time",
         f"{FOLD3D}.runtime",
     ),
-    "commands": (f"{FOLD3D}.plan", f"{FOLD3D}.analysis", f"{FOLD3D}.commands"),
+    "commands": (
+        f"{FOLD3D}.plan",
+        f"{FOLD3D}.analysis",
+        f"{FOLD3D}.backward_share",
+        f"{FOLD3D}.commands",
+    ),
     ".": (
         f"{FOLD3D}.plan",
         f"{FOLD3D}.analysis",

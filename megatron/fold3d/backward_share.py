@@ -13,7 +13,6 @@ _SMALLEST_SLICE = 4096  # below, a message costs more than what it carries
 
 
 AUTO = "auto"
-FIRST_SHARE = 0.5  # of auto, until something is measured
 
 
 def share_or_auto(text: str) -> float | str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from megatron.fold3d.auto_segments import AUTO, auto_problems, segments_or_auto
-from megatron.fold3d.backward_share import FIRST_SHARE, share_or_auto, share_problems
+from megatron.fold3d.backward_share import share_or_auto, share_problems
 from megatron.fold3d.buckets import cuts_every_segment
 from megatron.fold3d.layer_split import (
     fitting_segments,
@@ -21,6 +21,7 @@ from megatron.fold3d.layer_split import (
     uneven_ranks,
 )
 from megatron.fold3d.offload_flags import offload_problems, offloads_everything, saved_bytes
+from megatron.fold3d.plan.free_split import FIRST_SHARE
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, LastSegment
 from megatron.fold3d.preemption import preemption_problems
 from megatron.fold3d.refusals import named, refusals, spelled

@@ -21,6 +21,7 @@ from megatron.fold3d.analysis.estimate import estimate
 from megatron.fold3d.analysis.model import SHAPES, ModelShape
 from megatron.fold3d.analysis.running import timeline_of
 from megatron.fold3d.analysis.sizes import Setup
+from megatron.fold3d.backward_share import share_or_auto
 from scripts.bench.testbed import parse_rate
 from scripts.bench.variants import DEFAULT
 
@@ -124,7 +125,7 @@ class Job:
         parser.add_argument(
             "--microbatch-group-size-per-virtual-pipeline-stage", type=int, dest="group"
         )
-        parser.add_argument("--backward-share", type=float)
+        parser.add_argument("--backward-share", type=share_or_auto)
         for flag in (
             *("--overlap-grad-reduce", "--overlap-param-gather", "--use-distributed-optimizer"),
             *("--overlap-p2p-communication-warmup-flush", "--no-align-grad-reduce"),

@@ -22,21 +22,6 @@ def bounded(candidate: Candidate, known: Estimate) -> Bounded:
     return Bounded(candidate, known, _bound_s(candidate, known), _device_bytes(candidate, known))
 
 
-def fitting_share(candidate: Candidate, costs: Costs) -> float:
-    """Return the largest share of DP.sync that fits behind the backward of the next segment.
-
-    A segment's gradients are the most urgent ones until those of the segment below are ready; what
-    does not fit until then would delay those.
-    """
-    ranks, together = candidate.num_ranks, _together(candidate)
-    share = 1.0
-    for stage in range(ranks, ranks * candidate.num_segments):
-        window_s = together * (costs.backward_s[stage - ranks] - costs.p2p_s)
-        if costs.grad_sync_s[stage]:
-            share = min(share, max(0.0, window_s) / costs.grad_sync_s[stage])
-    return round(share, 2)
-
-
 def _bound_s(candidate: Candidate, known: Estimate) -> float:
     """Bound the iteration from below by what each rank must do.
 

@@ -12,6 +12,7 @@ from megatron.fold3d.analysis.sizes import Recompute, Setup
 
 Schedule = Literal["1f1b", "interleaved", "aiao"]
 Assumption = Literal["preemptive-comm", "offload"]
+Share = float | Literal["auto"]
 MICROBATCH_SIZES = (1, 2, 4, 8)
 MOST_SEGMENTS = 8
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -32,10 +33,10 @@ class Candidate:
     """Micro-batches per group of ``interleaved``; all of them is breadth-first."""
     layers: tuple[int, ...] = ()
     """Of each stage; without it all have equally many."""
-    backward_share: float | None = None
-    """Part of DP.sync behind the backward, the rest is behind the next iteration's forward.
+    backward_share: Share | None = None
+    """Part of each segment's DP.sync behind the backward, the rest is behind the next forward.
 
-    None ends all with the iteration, as stock Megatron does.
+    "auto" is what fits, segment by segment. None ends all with the iteration, as stock does.
     """
     offload: bool = False
     preemptive: bool = False
@@ -152,7 +153,7 @@ def _of_segments(
         yield order
         if stock.setup.data_parallel > 1:
             if not order.is_stock:
-                yield replace(order, backward_share=1.0)
+                yield replace(order, backward_share="auto")
             sharded = replace(stock.setup, distributed_optimizer=True)
             yield replace(order, setup=sharded, preemptive=False)  # slices are of all-reduces
 

@@ -5,16 +5,16 @@ from dataclasses import replace
 
 from megatron.fold3d.analysis.candidates import Candidate
 
-SHARES = (0.8, 0.9, 1.1, 1.25)  # times a share of DP.sync that just fits
+SHARES = (0.6, 0.7, 0.8, 0.9, 1.0)  # of every segment, where auto has one for each
 
 
 def neighbours(candidate: Candidate, num_layers: int) -> Iterator[Candidate]:
     """Yield candidates that differ from a good one in one choice."""
     yield from _with_other_groups(candidate)
     yield from _with_a_lighter_end(candidate, num_layers)
-    if share := candidate.backward_share:
-        for factor in SHARES:
-            yield replace(candidate, backward_share=min(1.0, round(share * factor, 2)))
+    if candidate.backward_share == "auto" and candidate.num_segments > 1:
+        for share in SHARES:
+            yield replace(candidate, backward_share=share)
 
 
 def _with_other_groups(candidate: Candidate) -> Iterator[Candidate]:

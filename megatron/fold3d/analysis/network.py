@@ -180,14 +180,18 @@ class Network:
 def _max_min(
     links: Iterable[int], flows: dict[Flow, None], on_link: list[dict[Flow, None]]
 ) -> Iterator[tuple[Flow, float]]:
-    """Yield max-min fair rates: the fullest link's flows get equal shares, then the next's."""
+    """Yield max-min fair rates: the fullest links' flows get equal shares, then the next ones'."""
     free = dict.fromkeys(links, 1.0)
     count = {link: len(on_link[link]) for link in links}
     while flows:
-        rate, bottleneck = min((free[link] / n, link) for link, n in count.items() if n)
-        for flow in [flow for flow in on_link[bottleneck] if flow in flows]:
-            yield flow, rate
-            del flows[flow]
-            for link in flow.links:
-                free[link] = max(0.0, free[link] - rate)
-                count[link] -= 1
+        shares = [(free[link] / n, link) for link, n in count.items() if n]
+        rate, _ = min(shares)
+        for share, bottleneck in shares:
+            if share == rate:
+                for flow in on_link[bottleneck]:
+                    if flow in flows:
+                        yield flow, rate
+                        del flows[flow]
+                        for link in flow.links:
+                            free[link] = max(0.0, free[link] - rate)
+                            count[link] -= 1

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
 from functools import lru_cache
 
-from megatron.fold3d.analysis.bounds import Bounded, bounded, fitting_share
+from megatron.fold3d.analysis.bounds import Bounded, bounded
 from megatron.fold3d.analysis.candidates import (
     FREE,
     Assumption,
@@ -59,8 +59,7 @@ def search(
         raise ValueError(f"found global_batch_size={global_batch_size}; it is at least one")
     judge = _Judge(shape, cluster, progress)
     everything = [
-        judge.bounded(judge.with_share(c))
-        for c in candidates(shape, cluster, global_batch_size, given, assumed)
+        judge.bounded(c) for c in candidates(shape, cluster, global_batch_size, given, assumed)
     ]
     fitting = _quickest_of_each(b for b in everything if b.device_bytes <= judge.limit_bytes)
     judge.num_left = len(fitting)
@@ -113,13 +112,6 @@ class _Judge:
         c = candidate
         return self._estimate(c.setup, c.num_ranks, c.num_segments, c.layers)
 
-    def with_share(self, candidate: Candidate) -> Candidate:
-        """Return the candidate with a backward share that suits its costs, if it has one."""
-        if candidate.backward_share is None:
-            return candidate
-        share = fitting_share(candidate, self.estimate(candidate).costs)
-        return replace(candidate, backward_share=share)
-
     def bounded(self, candidate: Candidate) -> Bounded:
         """Return what is known of a candidate without a simulation."""
         return bounded(candidate, self.estimate(candidate))
@@ -155,8 +147,7 @@ def _quickest_of_each(among: Iterable[Bounded]) -> list[Bounded]:
     for item in sorted(among, key=lambda b: (b.bound_s, b.device_bytes)):
         c = item.candidate
         setup = c.setup if c.offload else replace(c.setup, recompute="none")
-        share = None if c.backward_share is None else 1.0
-        chosen.setdefault(replace(c, setup=setup, backward_share=share), item)
+        chosen.setdefault(replace(c, setup=setup), item)
     return list(chosen.values())
 
 

@@ -8,6 +8,7 @@ at once, so that on rank r it comes r backwards late, and always ends it with th
 from dataclasses import replace
 from typing import Any
 
+from megatron.fold3d.analysis.auto_shares import auto_shares
 from megatron.fold3d.analysis.candidates import Candidate
 from megatron.fold3d.analysis.costs import Costs
 from megatron.fold3d.analysis.estimate import Estimate
@@ -62,20 +63,16 @@ def timeline_of(candidate: Candidate, known: Estimate) -> Timeline:
         costs = _stepping_last(costs, candidate.num_ranks)
         options["flush"] = True
     else:
+        share = candidate.backward_share
+        options["backward_share"] = (
+            auto_shares(plan, costs, **options) if share == "auto" else (share,) * plan.num_stages
+        )
         options["iterations"] = _STEADY
-        options["backward_share"] = _shares(candidate)
     if candidate.schedule == "1f1b":
         options["sends_waited_for"] = (Op.FORWARD, Op.BACKWARD)
     elif candidate.is_stock:
         options["sends_waited_for"] = (Op.FORWARD,)
     return simulate(plan, costs, **options)
-
-
-def _shares(candidate: Candidate) -> tuple[float, ...]:
-    """The first segment's backward is the last one: nothing hides its DP.sync."""
-    share, ranks = candidate.backward_share, candidate.num_ranks
-    assert share is not None
-    return (0.0,) * ranks + (share,) * (ranks * (candidate.num_segments - 1))
 
 
 def _stepping_last(costs: Costs, num_ranks: int) -> Costs:

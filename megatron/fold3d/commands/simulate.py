@@ -8,6 +8,7 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
 
+from megatron.fold3d.analysis.auto_shares import auto_shares
 from megatron.fold3d.analysis.breakdown import COLUMNS, shown_columns
 from megatron.fold3d.analysis.draw import caption_of, draw
 from megatron.fold3d.analysis.exposure import Exposure, exposure, mean
@@ -17,6 +18,7 @@ from megatron.fold3d.analysis.running import PAUSE_SHARE
 from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.analysis.steady import steady_state
 from megatron.fold3d.analysis.timeline import Lane, Timeline
+from megatron.fold3d.backward_share import AUTO, share_or_auto
 from megatron.fold3d.commands.console import OK, REJECTED, complain, write
 from megatron.fold3d.commands.cost_options import Hardware, add_cost_options, costs_of
 from megatron.fold3d.commands.plan_source import plan_from, sizes
@@ -66,10 +68,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--backward-share",
-        type=float,
+        type=share_or_auto,
         metavar="X",
         help="DP.sync in order of issue, this share of it behind backwards and the rest behind the "
-        "next iteration's forwards, as training's --backward-share has it",
+        "next iteration's forwards, as training's --backward-share has it; auto is what fits of "
+        "each segment",
     )
     parser.add_argument(
         "--preemptive-comm",
@@ -109,7 +112,9 @@ def run(args: Namespace) -> int:
         "flush": not deferred,
         "in_order": True,
     }
-    if args.backward_share is not None:
+    if args.backward_share == AUTO:
+        options["backward_share"] = auto_shares(plan, source.costs, **options)
+    elif args.backward_share is not None:
         options["backward_share"] = (args.backward_share,) * plan.num_stages
     if args.iterations is None and deferred:
         timeline = steady_state(plan, source.costs, **options)
@@ -148,7 +153,7 @@ def _grad_sync(args: Namespace) -> str | None:
     share = args.backward_share
     if share is None:
         return str(args.grad_sync) if args.grad_sync else None
-    if not 0 <= share <= 1:
+    if share != AUTO and not 0 <= share <= 1:
         raise ValueError(f"--backward-share {share}: it is a share of DP.sync, from 0 to 1")
     if args.grad_sync is not None:
         raise ValueError(

@@ -67,7 +67,7 @@ def _schedule(candidate: Candidate) -> Iterator[str]:
     if candidate.setup.distributed_optimizer:
         yield "--use-distributed-optimizer --overlap-param-gather"
     if candidate.backward_share is not None:
-        yield f"--backward-share {candidate.backward_share:g}"
+        yield f"--backward-share {candidate.backward_share}"
     if candidate.preemptive:
         yield "--preemptive-comm"
     if candidate.offload:

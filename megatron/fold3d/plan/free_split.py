@@ -10,6 +10,8 @@ from bisect import insort
 from collections.abc import Sequence
 from itertools import pairwise
 
+FIRST_SHARE = 0.5  # of every segment, until something is measured
+
 
 def backward_shares(ready_s: Sequence[float], sync_s: Sequence[float]) -> tuple[float, ...]:
     """Return the share of each segment's DP.sync that fits between its backward and the last one.
