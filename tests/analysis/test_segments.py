@@ -1,5 +1,15 @@
+from dataclasses import replace
+
+import pytest
+
+from megatron.fold3d.analysis.candidates import Candidate
+from megatron.fold3d.analysis.cluster import cluster
 from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.analysis.estimate import estimate
+from megatron.fold3d.analysis.model import model_shape
+from megatron.fold3d.analysis.running import timeline_of
 from megatron.fold3d.analysis.segments import by_rule, by_simulation
+from megatron.fold3d.analysis.sizes import Setup
 
 RULE = {"compute_s": 10.0, "grad_sync_s": 8.0, "num_microbatches": 8}
 
@@ -44,3 +54,43 @@ def test_of_equals_the_fewest_segments_are_taken():
     alone = by_simulation([1, 2, 4], costs(0.0, 0.0, 1), num_ranks=1, num_microbatches=8)
     assert alone.num_segments == 1
     assert "1: 8 s, 2: 8 s, 4: 8 s" in alone.reason
+
+
+@pytest.mark.parametrize("backward_share", [None, "auto"])
+def test_39b_gets_a_number_of_segments_within_2_percent_of_the_best(backward_share):
+    # The paper's cluster, split and software overhead. Of all that divide 12 layers per rank, each
+    # is simulated as it runs; the choice is made from costs alone, before anything runs.
+    hosts = replace(cluster("a100x128-200g"), task_overhead_s=5e-3)
+    setup = Setup(
+        tensor_parallel=8,
+        data_parallel=4,
+        microbatch_size=4,
+        sequence_parallel=True,
+        recompute="full",
+    )
+    known = {
+        segments: estimate(
+            model_shape("gpt3-39b"), hosts, setup, num_ranks=4, num_segments=segments
+        )
+        for segments in (1, 2, 3, 4, 6, 12)
+    }
+    chosen = by_simulation(
+        known,
+        lambda segments: known[segments].costs,
+        num_ranks=4,
+        num_microbatches=16,
+        deferred=backward_share is not None,
+        preemptive=False,
+    )
+    runs = Candidate(
+        schedule="aiao",
+        is_stock=False,
+        setup=setup,
+        num_ranks=4,
+        num_segments=1,
+        num_microbatches=16,
+        backward_share=backward_share,
+    )
+    periods_s = {n: timeline_of(replace(runs, num_segments=n), known[n]).period_s for n in known}
+    assert periods_s[chosen.num_segments] <= 1.02 * min(periods_s.values())
+    assert max(periods_s.values()) > 1.3 * min(periods_s.values())  # there is something to choose
