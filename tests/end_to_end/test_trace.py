@@ -1,8 +1,10 @@
 """A trace of a real run names what its plan names, in the plan's order, and changes no result."""
 
 import json
+import os
 import re
 import shlex
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -19,12 +21,14 @@ pytestmark = pytest.mark.gloo
 
 _DATA = re.compile(r'<script id="data".*?>(.*?)</script>')
 
-MODEL = (
+SIZES = (
     "--device cpu --num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
     "--max-position-embeddings 16 --attention-dropout 0 --hidden-dropout 0 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 63 --num-workers 0 --micro-batch-size 1 "
-    "--global-batch-size 8 --pipeline-model-parallel-size 2 --segments 2 --train-iters 6 "
-    "--lr 1e-2 --eval-iters 1 --eval-interval 4 --use-distributed-optimizer "
+    "--pipeline-model-parallel-size 2 --segments 2 --lr 1e-2 --eval-iters 1 --eval-interval 4"
+)
+MODEL = (
+    f"{SIZES} --global-batch-size 8 --train-iters 6 --use-distributed-optimizer "
     "--overlap-grad-reduce --overlap-param-gather"
 )
 
@@ -87,6 +91,38 @@ def test_a_run_that_dies_after_its_traced_iterations_leaves_a_whole_trace(tmp_pa
         run_distributed(_train_until_the_fourth_iteration, 4, argv)
     texts = [path.read_text() for path in sorted(tmp_path.iterdir())]
     assert [json.loads(text)["iterations"][0]["iteration"] for text in texts] == [2, 2, 2, 2]
+
+
+def test_weights_and_biases_is_told_of_every_iteration_that_ends_before_it(tmp_path: Path) -> None:
+    """Without TensorBoard Megatron says nothing to it, and its step stands still."""
+    flags = (
+        "--global-batch-size 4 --train-iters 4 --schedule aiao --backward-share 0.5 "
+        "--overlap-grad-reduce --clip-grad 0 --untie-embeddings-and-output-weights "
+        f"--offload-activations on --trace {tmp_path} --trace-iterations 2 "
+        f"--wandb-project fold3d --wandb-exp-name run --wandb-save-dir {tmp_path}"
+    )
+    run_distributed(_train_offline, 2, shlex.split(f"{SIZES} {flags}"))
+    (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    found = _logged(log.read_bytes())
+    assert found["iteration"] == {"1", "2", "3"}
+    assert found["deferred_grad_sync_share"] == {"0.5"}
+    (row,) = read_ranks(tmp_path)[1].iterations
+    assert found["offloaded_bytes"] == {str(row.counts["offloaded_bytes"])}
+    assert row.counts["offloaded_bytes"] > 0
+
+
+def _train_offline(argv: list[str]) -> None:
+    os.environ["WANDB_MODE"] = "offline"
+    train(argv)
+
+
+def _logged(log: bytes) -> dict[str, set[str]]:
+    """Return our keys in a log of W&B's with their values, each a string behind its length."""
+    values: defaultdict[str, set[str]] = defaultdict(set)
+    for match in re.finditer(rb"fold3d/(\w+)\x82\x01(.)", log, re.DOTALL):
+        text = log[match.end() : match.end() + match[2][0]]
+        values[match[1].decode()].add(text.decode())
+    return values
 
 
 def _train_until_the_fourth_iteration(argv: list[str]) -> None:

@@ -1,3 +1,6 @@
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
 from megatron.fold3d.analysis.own_time import own_seconds
@@ -42,11 +45,14 @@ class TensorBoard:
 
 class Wandb:
     def __init__(self) -> None:
-        self.run: object = "running"
-        self.rows: list[tuple[dict[str, float], bool]] = []
+        self.run: SimpleNamespace | None = SimpleNamespace(step=0)
+        self.rows: list[tuple[dict[str, float], int]] = []
 
-    def log(self, values: dict[str, float], *, commit: bool) -> None:
-        self.rows.append((values, commit))
+    def log(self, values: dict[str, float], step: int) -> None:
+        assert self.run is not None
+        assert step >= self.run.step, "W&B drops it"
+        self.run.step = step
+        self.rows.append((values, step))
 
 
 def test_a_rank_knows_where_its_own_time_went():
@@ -59,7 +65,23 @@ def test_an_iteration_goes_to_the_writers_that_there_are():
     expected = {f"fold3d/{name}": value for name, value in SECONDS.items()}
     assert {name: value for name, value, _ in tensorboard.scalars} == pytest.approx(expected)
     assert {step for _, _, step in tensorboard.scalars} == {7}
-    assert wandb.rows == [({**expected, "fold3d/iteration": 7}, False)]
+    assert wandb.rows == [({**expected, "fold3d/iteration": 7}, 7)]
+
+
+def test_an_iteration_that_is_known_late_goes_to_the_step_that_is_open():
+    wandb = Wandb()
+    metrics = Metrics(lambda: None, lambda: wandb)
+    wandb.log({}, 8)  # Megatron's
+    metrics.write(ROW)
+    assert (wandb.rows[-1][0]["fold3d/iteration"], wandb.rows[-1][1]) == (7, 8)
+
+
+def test_counts_are_written_beside_seconds():
+    tensorboard = TensorBoard()
+    row = replace(ROW, counts={"offloaded_bytes": 4096, "deferred_grad_sync_share": 0.3})
+    Metrics(lambda: tensorboard, lambda: None).write(row)
+    assert ("fold3d/offloaded_bytes", 4096, 7) in tensorboard.scalars
+    assert ("fold3d/deferred_grad_sync_share", 0.3, 7) in tensorboard.scalars
 
 
 def test_nothing_is_written_to_a_run_that_is_finished():

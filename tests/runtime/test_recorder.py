@@ -89,3 +89,13 @@ def test_an_iteration_that_is_not_wanted_costs_no_mark():
     with record.iteration(1):
         assert not record.is_on
         assert record.span("0F0", "compute") is record.span("0B0", "compute")
+
+
+def test_counts_are_of_the_iteration_that_they_happened_in():
+    record, delivered = recorder(1, 3)
+    for number in (1, 2, 3):
+        with record.iteration(number):
+            record.count("offloaded_bytes", number)
+            record.count("offloaded_bytes", 10)
+    record.close()
+    assert [row.counts for row in delivered] == [{"offloaded_bytes": 11}, {"offloaded_bytes": 13}]

@@ -6,7 +6,7 @@ message was under way, is worked out here; so a measured run and a simulated one
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from math import inf
 from pathlib import Path
@@ -58,6 +58,8 @@ class IterationTrace:
     """The most that tensors have held so far, where there is a GPU."""
     host_memory_bytes: int
     """The most that the process has held so far."""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """Of what happened, under names of its own; `Metrics` writes them as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,10 +82,12 @@ class DeferredSync:
         self._step: LateStep | None = None
         self._num_late = self._num_whole = 0
         self._in_iteration = False
+        self._num_bytes = self._num_deferred_bytes = 0  # of all gradients; of an iteration's
 
     def prepare(self, chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
         """Begin an iteration; all ranks of the job call this together."""
         self._in_iteration = True
+        self._num_deferred_bytes = 0
         if not self._chunks:
             self._connect(chunks, groups)
         if self._auto is not None and (shares := self._auto.begin()):
@@ -138,10 +140,12 @@ class DeferredSync:
             self._bound = self._norm_bound.total(optimizer.get_loss_scale().item())
             if not self._bound.allows_late_steps(optimizer.config):
                 self._num_whole += 1
+                self._count_deferred(0)
                 for chunk in late:
                     self._reductions.wait(chunk)
                 return whole_step()
         self._num_late += 1
+        self._count_deferred(self._num_deferred_bytes)
         self._step = LateStep(optimizer, iteration, self._alone)
         if here := [p for c in self._chunks if c not in late for p in c.parameters()]:
             self._step.take(here)
@@ -199,9 +203,14 @@ class DeferredSync:
             self._auto.connect(len(chunks), groups.dp_cp, device)
         self._pp_group = groups.pp
         self._chunks = chunks
+        self._num_bytes = sum(
+            bucket.grad_data.nbytes for group in bucket_groups(*chunks) for bucket in group.buckets
+        )
 
     def _observe(self, chunk: Any, num_bytes: int) -> list[Callable[[], None]]:
         """Return what to call when ``num_bytes`` that a chunk starts to reduce are reduced."""
+        if not self._in_iteration:  # no backward is left to hide them
+            self._num_deferred_bytes += num_bytes
         ends = []
         if self._auto is not None:
             ends.append(self._auto.start(num_bytes))
@@ -210,6 +219,10 @@ class DeferredSync:
             stage = segment * self._pp_group.size() + self._pp_group.rank()
             ends.append(self._recorder.begin(Action(stage, Op.REDUCE_GRAD), "grad_sync"))
         return [end for end in ends if end is not no_end]
+
+    def _count_deferred(self, num_bytes: int) -> None:
+        if self._recorder is not None and self._num_bytes:
+            self._recorder.count("deferred_grad_sync_share", num_bytes / self._num_bytes)
 
     def _finish_step(self) -> None:
         """Tell the norm of the gradients of an iteration, as soon as all are known."""

@@ -30,14 +30,16 @@ class Metrics:
         return self._tensorboard() is not None or self._running_wandb() is not None
 
     def write(self, row: IterationTrace) -> None:
-        """Write one iteration's seconds."""
-        values = {_PREFIX + name: seconds for name, seconds in own_seconds(row).items()}
+        """Write one iteration's seconds and counts."""
+        found = {**own_seconds(row), **row.counts}
+        values = {_PREFIX + name: value for name, value in found.items()}
         if (writer := self._tensorboard()) is not None:
-            for name, seconds in values.items():
-                writer.add_scalar(name, seconds, row.iteration)
+            for name, value in values.items():
+                writer.add_scalar(name, value, row.iteration)
         if (wandb := self._running_wandb()) is not None:
-            # W&B drops what is of a step that has passed, and this one has: it goes to the next.
-            wandb.log({**values, f"{_PREFIX}iteration": row.iteration}, commit=False)
+            # W&B drops what is of a step that has passed, and Megatron may have passed this one.
+            step = max(row.iteration, wandb.run.step)
+            wandb.log({**values, f"{_PREFIX}iteration": row.iteration}, step)
 
     def _running_wandb(self) -> Any:
         """W&B until Megatron finishes its run, which is before the last iteration is known."""

@@ -36,6 +36,7 @@ from megatron.fold3d.runtime.saved_tensors import SavedTensors, offsets
 logger = logging.getLogger(__name__)
 
 _SMALL = 16  # a hidden state divided by this is too small to offload
+_OFFLOADED = "offloaded_bytes"
 _Key = tuple[int, int | None]  # stage, micro-batch
 
 
@@ -158,6 +159,7 @@ class Offloader:
         self.held = self.peak = 0
         self._num_iterations += 1
         self._recorder = recorder or self._recorder
+        self._recorder.count(_OFFLOADED, 0)  # known where nothing leaves, too
         self._meter.clear()
         self._away.clear()
         self._leaving = deque([] for _ in range(self.depth))
@@ -213,6 +215,7 @@ class Offloader:
         self._learn(action.stage, num_bytes)
         away.num_bytes, away.held = num_bytes, held
         away.slot = self.pool.take(num_bytes)
+        self._recorder.count(_OFFLOADED, num_bytes)
         targets = [
             away.slot.memory[begin : begin + source.numel()]
             for source, begin in zip(sources, bounds[:-1], strict=True)

@@ -34,6 +34,7 @@ class _Iteration:
     start: Mark
     end: Mark = None
     events: list[_Open] = field(default_factory=list)
+    counts: dict[str, float] = field(default_factory=dict)
 
     def is_complete(self, clock: Clock) -> bool:
         ends = [self.end, *(event.end for event in self.events)]
@@ -101,6 +102,11 @@ class Recorder:
 
         return end
 
+    def count(self, name: str, amount: float) -> None:
+        """Add to what the iteration counts under a name."""
+        if self._now is not None:
+            self._now.counts[name] = self._now.counts.get(name, 0) + amount
+
     def collective(
         self, name: object, kind: str, launch: Callable[[], Iterable[dist.Work]]
     ) -> Callable[[], None]:
@@ -159,6 +165,7 @@ class Recorder:
             ),
             gpu_memory_bytes=peak_device_bytes(self._device),
             host_memory_bytes=peak_host_bytes(),
+            counts=iteration.counts,
         )
 
 
