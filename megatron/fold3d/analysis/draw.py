@@ -53,9 +53,8 @@ class Pipeline(NamedTuple):
     timeline: Timeline
 
 
-def draw_together(pipelines: Sequence[Pipeline], *, title: str) -> str:
-    """Return the SVG of timelines one above the other, on the time axis of the longest."""
-    until_s = max(_last_s(pipeline.timeline) for pipeline in pipelines)
+def draw_together(pipelines: Sequence[Pipeline], *, title: str, until_s: float) -> str:
+    """Return the SVG of timelines one above the other, on a time axis that ends at ``until_s``."""
     diagrams: list[_Diagram] = []
     rows: list[str] = []
     bottom = 50.0
@@ -223,7 +222,7 @@ class _Diagram:
             if lane in self.lanes:
                 yield from self._lane((s for s in spans if s.lane is lane), *main, 11.5)
         for lane, (top, height) in zip(self.thin_lanes, thin, strict=True):
-            yield from self._lane((s for s in spans if s.lane is lane), top, height, 8.5)
+            yield from self._lane(_queued(s for s in spans if s.lane is lane), top, height, 8.5)
 
     def _lane(self, spans: Iterable[Span], top: float, height: float, size: float) -> Iterator[str]:
         for box in self._merged(map(self._box, spans)):
@@ -275,7 +274,7 @@ class _Diagram:
         ends = [self.timeline.iteration_ends_s(rank) for rank in ranks]
         for end_s in map(max, zip(*ends, strict=False)):
             if end_s == self.until_s:
-                continue  # cut there
+                continue  # it was cut there
             x = self.x(end_s)
             yield (
                 f'<path class="end" stroke-dasharray="4 3" '
@@ -309,6 +308,14 @@ def _legend(
     if shown.segments > 1:
         order, at_end = "lighter to darker: first to last segment", ' text-anchor="end"'
         yield _text(WIDTH - _RIGHT, y + 11.5, 12.5, order, "soft", at_end)
+
+
+def _queued(spans: Iterable[Span]) -> Iterator[Span]:
+    """Yield what shares a lane one by one, as the network serves them: in the order of ends."""
+    free_s = 0.0
+    for span in sorted(spans, key=lambda span: span.end_s):
+        yield span._replace(start_s=min(span.end_s, max(span.start_s, free_s)))
+        free_s = span.end_s
 
 
 def _drawn(timeline: Timeline) -> list[Span]:

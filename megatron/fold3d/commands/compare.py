@@ -240,6 +240,7 @@ def _timelines_svg(runs: Sequence[Run]) -> str:
             for run, row, timeline, start_s in zip(runs, rows, timelines, starts_s, strict=True)
         ],
         title="Both pipelines on one time axis, measured",
+        until_s=shown_s,
     )
 
 
