@@ -3,7 +3,7 @@
 Keeps one invariant: what is computed is the same, slice by slice; only the timing differs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,33 +34,13 @@ class DirectTask:
 class DirectScheduler:
     """What `_scheduler.Scheduler` has, run on the calling thread."""
 
-    def send(
-        self,
-        group: dist.ProcessGroup,
-        tensor: torch.Tensor,
-        _waiter: object,
-        group_peer: int,
-        tag: int,
-        _peer: int,
-        _direction: int,
-        name: str,
-    ) -> DirectTask:
+    def send(self, group: dist.ProcessGroup, tensor: torch.Tensor, *rest: Any) -> DirectTask:
         """Start to send."""
-        return DirectTask([group.send([tensor], group_peer, tag)], name)
+        return _transfer(group.send, tensor, *rest)
 
-    def receive(
-        self,
-        group: dist.ProcessGroup,
-        tensor: torch.Tensor,
-        _waiter: object,
-        group_peer: int,
-        tag: int,
-        _peer: int,
-        _direction: int,
-        name: str,
-    ) -> DirectTask:
+    def receive(self, group: dist.ProcessGroup, tensor: torch.Tensor, *rest: Any) -> DirectTask:
         """Start to receive."""
-        return DirectTask([group.recv([tensor], group_peer, tag)], name)
+        return _transfer(group.recv, tensor, *rest)
 
     def all_reduce(
         self,
@@ -85,3 +65,16 @@ class DirectScheduler:
     def shutdown(self, _timeout_s: float) -> bool:
         """Nothing is to be stopped."""
         return True
+
+
+def _transfer(
+    start: Callable[..., Any],
+    tensor: torch.Tensor,
+    _waiter: object,
+    group_peer: int,
+    tag: int,
+    _peer: int,
+    _direction: int,
+    name: str,
+) -> DirectTask:
+    return DirectTask([start([tensor], group_peer, tag)], name)
