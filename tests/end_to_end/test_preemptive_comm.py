@@ -2,9 +2,11 @@
 
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
+from megatron.fold3d.analysis.trace import read_ranks
 from megatron.fold3d.runtime.communicator import extension
 from tests.distributed import run_distributed
 from tests.end_to_end.training import Record, differences, train
@@ -31,15 +33,23 @@ PREEMPTS = "--schedule aiao --preemptive-comm --dp-slice-bytes 4096"
         ("--bf16 --clip-grad 0", f"{PREEMPTS} --backward-share 0.5"),
     ],
 )
-def test_losses_and_parameters_are_those_of_stock(flags: str, ours: str) -> None:
+def test_losses_and_parameters_are_those_of_stock(flags: str, ours: str, tmp_path: Path) -> None:
     command = shlex.split(f"{MODEL} {flags}")
-    record = run_distributed(train, 4, (*command, *shlex.split(ours)))
+    traced = f"{ours} --trace {tmp_path} --trace-iterations 3-4"
+    record = run_distributed(train, 4, (*command, *shlex.split(traced)))
     stock = run_distributed(train, 4, (*command, "--schedule", "stock"))
 
     if "--backward-share" in ours:  # norms are then logged an iteration later
         _drop_norms(record)
         _drop_norms(stock)
     assert differences(record, stock) == []
+    ranks = read_ranks(tmp_path)
+    assert len(ranks) == 4
+    for rank in ranks:
+        assert [row.iteration for row in rank.iterations] == [3, 4]
+        for row in rank.iterations:
+            assert {event.kind for event in row.events} >= {"compute", "p2p", "wait", "grad_sync"}
+            assert all(event.start_s <= event.end_s for event in row.events)
 
 
 def _drop_norms(records: Sequence[Record]) -> None:
