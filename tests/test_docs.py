@@ -148,7 +148,7 @@ def _takes(program: Sequence[str], words: Sequence[str]) -> None:
 def _check_sbatch(parser: ArgumentParser, words: Sequence[str]) -> None:
     script = next(i for i, word in enumerate(words) if word.endswith(".sbatch"))
     assert (ROOT / words[script]).is_file()
-    given = [word for word in words[script + 1 :] if not re.match(r"gpt3-\d+b$", word)]
+    given = [word for word in words[script + 1 :] if not re.match(r"(gpt3-\d+b|bert|cpm)$", word)]
     parser.parse_args(given)  # tests/scripts/test_slurm.py has the rest
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What the .sbatch files share: one training run on all tasks of an allocation, a rank per task.
 #
-#     run.sh MICROBATCHES FLAGS...      micro-batches per iteration; flags of pretrain_gpt.py
+#     run.sh SCRIPT MICROBATCHES FLAGS...     pretrain_gpt.py say; micro-batches per iteration
 #
 # Task 0 of the job array is stock Megatron as it hides communication best, task 1 is AIAO on the
 # same model chunks. They are jobs of their own: each has its log, its checkpoints and its place in
@@ -9,8 +9,8 @@
 # distributed optimizer; --use-distributed-optimizer --overlap-param-gather adds it to either.
 set -euo pipefail
 
-[[ -f pretrain_gpt.py ]] || {
-    echo "run.sh: error: no pretrain_gpt.py in $PWD; run sbatch in the checkout" >&2
+[[ -f $1 ]] || {
+    echo "run.sh: error: no $1 in $PWD; run sbatch in the checkout" >&2
     exit 2
 }
 PATH=$PWD/.venv/bin:$PATH # of `make venv`; where there is none, the python that sbatch was run with
@@ -19,7 +19,7 @@ case ${SLURM_ARRAY_TASK_ID:-1} in
     0) # The order of computation is AIAO's: one group of all micro-batches.
         name=stock
         schedule=(--schedule stock --overlap-p2p-communication-warmup-flush
-            --microbatch-group-size-per-virtual-pipeline-stage "$1")
+            --microbatch-group-size-per-virtual-pipeline-stage "$2")
         ;;
     *)
         name=aiao
@@ -53,9 +53,9 @@ exec "$@"'
 
 # Every task sees all GPUs of its node and takes the one of its LOCAL_RANK: --gpus-per-task would
 # hide the others, and with them NVLink. Flags that are given twice count as given last: the user's.
-srun --kill-on-bad-exit=1 --mpi=none bash -c "$as_rank" rank python pretrain_gpt.py \
+srun --kill-on-bad-exit=1 --mpi=none bash -c "$as_rank" rank python "$1" \
     --save "$checkpoints" --load "$checkpoints" --save-interval 500 --exit-signal-handler \
-    --segments 4 --overlap-grad-reduce "${schedule[@]}" "${@:2}" &
+    --segments 4 --overlap-grad-reduce "${schedule[@]}" "${@:3}" &
 ranks=$!
 
 while true; do

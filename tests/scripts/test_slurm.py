@@ -13,6 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron.fold3d.analysis.model import Family
+from megatron.fold3d.analysis.presets import SCRIPTS as TRAINING
 from megatron.fold3d.analysis.presets import preset_flags
 from megatron.fold3d.config import Fold3DConfig, megatron_defaults
 
@@ -28,7 +30,7 @@ def checkout(tmp_path: Path) -> Path:
     """A checkout whose outputs are the test's."""
     folder = tmp_path / "checkout"
     folder.mkdir()
-    for name in ("pretrain_gpt.py", "scripts"):
+    for name in (*TRAINING.values(), "scripts"):
         (folder / name).symlink_to(ROOT / name)
     (folder / ".venv").symlink_to(Path(sys.executable).parents[1])
     return folder
@@ -40,9 +42,11 @@ def checkout(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize(
     ("gpu", "model", "dp_pp_tp", "batch"),
-    [  # of the paper's Table II
+    [  # of the paper's Tables II and III
         ("a100", "gpt3-18b", (8, 2, 8), 256),
         ("a100", "gpt3-39b", (4, 4, 8), 256),
+        ("a100", "cpm", (4, 4, 8), 256),
+        ("a100", "bert", (4, 4, 8), 256),
         ("v100", "gpt3-18b", (4, 2, 8), 128),
         ("v100", "gpt3-39b", (2, 4, 8), 128),
     ],
@@ -65,7 +69,7 @@ def test_a_pair_trains_the_papers_configuration(
     assert (args.data_parallel_size, args.pipeline_model_parallel_size) == (dp, pp)
     assert (args.tensor_model_parallel_size, args.global_batch_size) == (tp, batch)
     config = Fold3DConfig.from_args(args)
-    assert (config.schedule, config.num_segments) == (task, 4)
+    assert (config.schedule, config.num_segments) == (task, 3 if model == "bert" else 4)
     num_microbatches = batch // (args.micro_batch_size * dp)
     one_group = num_microbatches if task == "stock" else None
     assert args.microbatch_group_size_per_vp_stage == one_group
@@ -82,8 +86,8 @@ def test_flags_of_the_user_win(parser: ArgumentParser, checkout: Path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "name a model: gpt3-18b or gpt3-39b"),
-        (["gpt3-81b"], "a100.sbatch: error: gpt3-81b is neither gpt3-18b nor gpt3-39b"),
+        ([], "name a model: gpt3-18b, gpt3-39b, cpm or bert"),
+        (["gpt3-81b"], "error: gpt3-81b is none of gpt3-18b, gpt3-39b, cpm and bert"),
     ],
 )
 def test_another_model_is_refused(checkout: Path, words: list[str], message: str):
@@ -108,7 +112,7 @@ def test_the_job_fails_as_its_ranks_do(checkout: Path):
 def _asked_for(
     checkout: Path, script: str, words: Sequence[str], task: str = "aiao", srun_then: str = ""
 ) -> list[str]:
-    """Return the flags that a task of the job array hands to ``pretrain_gpt.py``."""
+    """Return the flags that a task of the job array hands to the training script."""
     srun = checkout.parent / "bin" / "srun"
     srun.parent.mkdir(exist_ok=True)
     srun.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@"\n{srun_then}\n')
@@ -129,7 +133,11 @@ def _asked_for(
         check=True,
         timeout=30,
     ).stdout.splitlines()
-    return shown[shown.index("pretrain_gpt.py") + 1 :]
+    return shown[shown.index(TRAINING[_family(words)]) + 1 :]
+
+
+def _family(words: Sequence[str]) -> Family:
+    return "bert" if "bert" in words else "gpt"
 
 
 def _has_gpu(monkeypatch: pytest.MonkeyPatch, major: int) -> None:
@@ -144,7 +152,7 @@ def _validated(parser: ArgumentParser, words: Sequence[str], num_ranks: int) -> 
     from megatron.training.arguments import validate_args
 
     preset = parser.parse_args(words).model_preset
-    args = parser.parse_args([*preset_flags(preset, "gpt"), *words])
+    args = parser.parse_args([*preset_flags(preset, _family(words)), *words])
     args.rank, args.world_size = 0, num_ranks
     validate_args(args, megatron_defaults(args))
     return args
