@@ -1,8 +1,8 @@
 """Train a small GPT with stock Megatron and with AIAO on this machine, and compare.
 
 Four ranks, a pipeline of two and two replicas, the same data and seed. The losses of both runs
-must agree in every digit that Megatron prints; what differs is the order. Two diagrams show the
-orders, and two pages what each rank did when.
+must agree in every digit that Megatron prints; what differs is the order. A picture of both, and a
+page of each, show what each rank did when.
 """
 
 import argparse
@@ -16,14 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from megatron.fold3d.analysis.costs import Costs
-from megatron.fold3d.analysis.draw import draw
-from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.plan.lowering import lower
 from megatron.fold3d.plan.schedules import build
 
 ROOT = Path(__file__).parents[1]
+FOLD3D = Path(sys.executable).with_name("fold3d")
 RANKS, PIPELINE, SEGMENTS, MICROBATCHES = 4, 2, 2, 8
 REPLICAS = RANKS // PIPELINE
 CORPUS_BYTES = 8_000_000
@@ -59,40 +56,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__.splitlines()[0])
     parser.add_argument("--iterations", type=int, default=20, metavar="N")
     parser.add_argument("--output", type=Path, default=ROOT / "out/demo", metavar="DIR")
-    parser.add_argument("--diagrams-only", action="store_true", help="train nothing")
     options = parser.parse_args(argv)
     options.output.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
 
-    plans = {run: plan_of(run) for run in RUNS}
-    for run, plan in plans.items():
-        timeline = simulate(lower(plan), UNIT_COSTS)
-        (options.output / f"{run.schedule}.svg").write_text(draw(timeline, title=run.title))
-    if options.diagrams_only:
-        return 0
-
     corpus = prepare_corpus(options.output / "stdlib")
     losses, times_ms = {}, {}
-    for run, plan in plans.items():
+    for run in RUNS:
         print(f"\n{run.title} (--schedule {run.schedule}). A line per pipeline rank, in order:")
-        for rank, program in enumerate(plan.to_text().splitlines()):
+        for rank, program in enumerate(plan_of(run).to_text().splitlines()):
             print(f"  rank {rank}: {program}")
         rows = list(train(run, corpus, options.iterations, options.output / run.schedule))
         losses[run.title] = [loss for _, loss in rows]
         times_ms[run.title] = median(ms for ms, _ in rows)
 
     identical = report(losses, times_ms)
-    for run in RUNS:
-        show_trace(run, options.output / run.schedule)
-    print(f"\nDiagrams: {', '.join(str(options.output / f'{run.schedule}.svg') for run in RUNS)}")
+    show_traces([options.output / run.schedule for run in RUNS])
     print(f"Done in {time.monotonic() - started:.0f} s.")
     return 0 if identical else 1
-
-
-# A backward costs two forwards, the DP.sync of a segment six, a transfer next to nothing.
-UNIT_COSTS = Costs.uniform(
-    num_stages=PIPELINE * SEGMENTS, forward_s=1.0, backward_s=2.0, p2p_s=0.05, grad_sync_s=6.0
-)
 
 
 def plan_of(run: Run) -> Plan:
@@ -148,12 +129,17 @@ def train(
         raise SystemExit(f"{''.join(tail)}\n{run.title} ended after {done} iterations: {log.name}")
 
 
-def show_trace(run: Run, folder: Path) -> None:
-    """Print where the time of two traced iterations went, and write a page of them."""
-    if not any(folder.glob("rank-*.json")):
+def show_traces(folders: Sequence[Path]) -> None:
+    """Print where the time of two traced iterations went, and draw them."""
+    if not all(any(folder.glob("rank-*.json")) for folder in folders):
         return  # a run this short records nothing
-    print(f"\n{run.title}:", flush=True)
-    subprocess.run([Path(sys.executable).with_name("fold3d"), "trace", folder], check=True)
+    for folder in folders:
+        print(flush=True)
+        subprocess.run([FOLD3D, "trace", folder], check=True)
+    picture = folders[0].parent / "timelines.svg"
+    command: list[str | Path] = [FOLD3D, "compare", *folders, "--timelines", picture]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    print(f"\nBoth pipelines on one time axis: {picture}")
 
 
 def report(losses: dict[str, list[str]], times_ms: dict[str, float]) -> bool:

@@ -95,6 +95,8 @@ def _check_fold3d(
     if words[1] in ("trace", "compare"):
         for run in (word for word in words[2:] if "-" not in word and not Path(word).suffix):
             write_traces(folder / run)  # as training would have
+    for written in (word for word in words if word.endswith(".svg")):
+        (folder / written).parent.mkdir(parents=True, exist_ok=True)
     line = shlex.join([FOLD3D, *words[1:]]).replace("'>'", ">")
     done = subprocess.run(
         ["bash", "-c", line],
