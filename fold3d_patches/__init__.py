@@ -69,8 +69,9 @@ def install_schedule(
 def _install(
     config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None", num_local: int
 ) -> ExitStack:
+    marks = _marks(config)
     if config.schedule == "stock":
-        return ExitStack()
+        return apply(marks)
 
     from fold3d_patches import (
         checkpoint,
@@ -93,7 +94,7 @@ def _install(
     communicator = PreemptiveCommunicator.of(config) if config.preemptive_comm else None
     if config.backward_share is None:
         executor = Executor(config, plans, None, recorder, offloader, communicator)
-        stack = apply([get_forward_backward_func.patch(executor), *offloads, *buckets])
+        stack = apply([get_forward_backward_func.patch(executor), *offloads, *buckets, *marks])
         stack.push(executor)
         if communicator is not None:
             stack.push(communicator)
@@ -107,6 +108,7 @@ def _install(
         communicator=communicator,
         auto=AutoShares(timeout) if config.auto_share else None,
         recorder=recorder,
+        traffic_class=config.dp_traffic_class,
     )
     executor = Executor(config, plans, deferred, recorder, offloader, communicator)
     stack = apply(
@@ -117,6 +119,7 @@ def _install(
             zero_grad_buffer.patch(deferred),
             *offloads,
             *buckets,
+            *marks,
         ]
     )
     stack.push(executor)
@@ -124,3 +127,14 @@ def _install(
         stack.push(communicator)
     stack.push(deferred)  # it still communicates when it closes
     return stack
+
+
+def _marks(config: "Fold3DConfig") -> Sequence[Patch]:
+    if config.pp_traffic_class is None and config.dp_traffic_class is None:
+        return ()
+
+    from fold3d_patches import nccl_options
+    from megatron.fold3d.runtime import nccl
+
+    nccl.check_traffic_classes()
+    return (nccl_options.patch(config.pp_traffic_class, config.dp_traffic_class),)

@@ -41,6 +41,7 @@ MAY_NAME = {
         f"{FOLD3D}.config",
         f"{FOLD3D}.refusals",
         f"{FOLD3D}.backward_share",
+        f"{FOLD3D}.nccl_settings",
         f"{FOLD3D}.preemption",
         f"{FOLD3D}.trace_flags",
         f"{FOLD3D}.offload_flags",

@@ -20,6 +20,7 @@ from megatron.fold3d.layer_split import (
     num_layers,
     uneven_ranks,
 )
+from megatron.fold3d.nccl_settings import traffic_class_problems
 from megatron.fold3d.offload_flags import offload_problems, offloads_everything, saved_bytes
 from megatron.fold3d.plan.free_split import FIRST_SHARE
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, LastSegment
@@ -126,6 +127,14 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="Let PP.sync go before DP.sync: gradients are reduced in slices, which wait while a "
         "transfer between pipeline ranks is under way.",
     )
+    for groups in ("pp", "dp"):
+        group.add_argument(
+            f"--{groups}-traffic-class",
+            type=int,
+            metavar="N",
+            help=f"Mark the packets of {groups.upper()}.sync over NCCL, so that switches and cards "
+            "can put PP.sync first: on InfiniBand a service level, on RoCE four times a DSCP.",
+        )
     group.add_argument(
         "--device",
         choices=get_args(Device),
@@ -170,6 +179,8 @@ class Fold3DConfig:
         cuts_every_segment: whether every segment's gradients are reduced in buckets.
         gathers_params: whether the plan gathers parameters that are updated in shards.
         preemptive_comm: whether transfers between pipeline ranks go before DP.sync.
+        pp_traffic_class: marks PP.sync's packets.
+        dp_traffic_class: marks DP.sync's.
         device: what Megatron trains on.
         offload_activations: whether saved activations go to host memory.
         lazy_inter_segment: whether transfers between segments wait in host memory.
@@ -200,6 +211,8 @@ class Fold3DConfig:
     cuts_every_segment: bool = False
     gathers_params: bool = False
     preemptive_comm: bool = False
+    pp_traffic_class: int | None = None
+    dp_traffic_class: int | None = None
     saved_bytes: int = 0
 
     @property
@@ -232,6 +245,7 @@ class Fold3DConfig:
             *offload_problems(args, schedule, num_segments),
             *trace_problems(args, schedule),
             *preemption_problems(args, schedule),
+            *traffic_class_problems(args),
         ]
         if problems:
             raise ValueError("\n".join(problems))
@@ -258,6 +272,8 @@ class Fold3DConfig:
             cuts_every_segment=cuts_every_segment(args),
             gathers_params=args.overlap_param_gather and args.align_param_gather,
             preemptive_comm=args.preemptive_comm,
+            pp_traffic_class=args.pp_traffic_class,
+            dp_traffic_class=args.dp_traffic_class,
             saved_bytes=saved_bytes(args, num_segments),
         )
 

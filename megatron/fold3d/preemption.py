@@ -3,6 +3,8 @@
 from argparse import Namespace
 from collections.abc import Iterator
 
+from megatron.fold3d.nccl_settings import launch_problems
+
 
 def preemption_problems(args: Namespace, schedule: str) -> Iterator[str]:
     """Yield found, rule and fix of all that is in the way of ``--preemptive-comm``."""
@@ -18,3 +20,5 @@ def preemption_problems(args: Namespace, schedule: str) -> Iterator[str]:
             "--use-distributed-optimizer with --preemptive-comm: all-reduces are sliced, "
             "reduce-scatters and all-gathers are not yet; drop one of the two"
         )
+    if args.device == "cuda":
+        yield from launch_problems()

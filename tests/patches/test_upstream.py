@@ -19,6 +19,7 @@ from fold3d_patches import (
     cpu,
     get_forward_backward_func,
     gradient_buckets,
+    nccl_options,
     optimizer_step,
     save_checkpoint,
     trace,
@@ -52,6 +53,7 @@ PATCHES = (
     save_checkpoint.patch(DEFERRED),
     zero_grad_buffer.patch(DEFERRED),
     *gradient_buckets.patches(),
+    nccl_options.patch(3, 1),
     *cpu.patches(),
     *trace.patches(Tracer(CONFIG, Plans(CONFIG), Metrics(lambda: None, lambda: None)), "stock"),
 )

@@ -51,6 +51,7 @@ class DeferredSync:
         communicator: starts the slices; without one they start at once.
         auto: decides the share of each segment, instead, once it has measured some iterations.
         recorder: of a trace.
+        traffic_class: marks the packets of reductions.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class DeferredSync:
         communicator: PreemptiveCommunicator | None = None,
         auto: AutoShares | None = None,
         recorder: Recorder | None = None,
+        traffic_class: int | None = None,
     ) -> None:
         self._communicator = communicator
         self._backward_share = backward_share
@@ -75,6 +77,7 @@ class DeferredSync:
         self._pp_group: dist.ProcessGroup
         self._bounded = bounded
         self._timeout = timeout
+        self._traffic_class = traffic_class
         self._chunks: Sequence[Any] = ()
         self._shares: Sequence[float] = ()
         self._next_shares: Sequence[float] = ()
@@ -191,7 +194,7 @@ class DeferredSync:
         """Make the process groups."""
         everyones = ranks_of_all({ranks_of(g.data_parallel_group) for g in bucket_groups(*chunks)})
         device = next(chunks[0].parameters()).device
-        ours = connect(everyones, device, self._timeout)
+        ours = connect(everyones, device, self._timeout, self._traffic_class)
         if self._communicator is not None:
             ours = {ranks: self._communicator.group(group) for ranks, group in ours.items()}
         self._kept_back = kept_back(chunks, groups)

@@ -61,6 +61,7 @@ class Executor:
     ) -> None:
         self._timeout = timedelta(minutes=config.distributed_timeout_minutes)
         self._lazy = config.lazy_inter_segment
+        self._pp_class, self._dp_class = config.pp_traffic_class, config.dp_traffic_class
         self._plans = plans
         self._deferred = deferred
         self._recorder = recorder or never(torch.device(config.device))
@@ -190,7 +191,7 @@ class Executor:
         elif self._deferred is not None:
             self._deferred.drain()  # what is evaluated is the model of the last iteration
         if self._communicator is not None:
-            hand_over(chunks, self._communicator, self._timeout)
+            hand_over(chunks, self._communicator, self._timeout, self._dp_class)
         if self._p2p is not None:
             self._p2p.begin(program, hidden_bytes)
         if self._offloader is not None and trains:
@@ -214,7 +215,12 @@ class Executor:
             self._communicator.fit_slices(transfer_bytes, groups.dp_cp, device)
         if plan.num_ranks > 1:
             self._p2p = P2P(
-                pp_group, device, self._timeout, lazy=self._lazy, communicator=self._communicator
+                pp_group,
+                device,
+                self._timeout,
+                lazy=self._lazy,
+                communicator=self._communicator,
+                traffic_class=self._pp_class,
             )
         if dist.get_rank() == 0:
             logger.info(

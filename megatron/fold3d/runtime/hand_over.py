@@ -16,7 +16,10 @@ from megatron.fold3d.runtime.replicas import Ranks, bucket_groups, connect, rank
 
 
 def hand_over(
-    chunks: Sequence[torch.nn.Module], communicator: PreemptiveCommunicator, timeout: timedelta
+    chunks: Sequence[torch.nn.Module],
+    communicator: PreemptiveCommunicator,
+    timeout: timedelta,
+    traffic_class: int | None,
 ) -> None:
     """Let ``communicator`` reduce what Megatron's DDP gives its process group, from now on.
 
@@ -27,7 +30,7 @@ def hand_over(
         return
     device = next(chunks[0].parameters()).device
     everyones = ranks_of_all({ranks_of(group.data_parallel_group) for group in buckets})
-    made = connect(everyones, device, timeout)
+    made = connect(everyones, device, timeout, traffic_class)
     ours = {ranks: communicator.group(group) for ranks, group in made.items()}
     for bucket_group in buckets:
         bucket_group.data_parallel_group = ours[ranks_of(bucket_group.data_parallel_group)]

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.plan.ir import Action, Op, Program
+from megatron.fold3d.runtime import nccl
 from megatron.fold3d.runtime.communicator import PreemptiveCommunicator
 from megatron.fold3d.runtime.host_link import HostLink
 
@@ -38,6 +39,7 @@ class P2P:
         *,
         lazy: bool = False,
         communicator: PreemptiveCommunicator | None = None,
+        traffic_class: int | None = None,
     ) -> None:
         ranks = dist.get_process_group_ranks(pp_group)
         rank, num_ranks = pp_group.rank(), pp_group.size()
@@ -48,7 +50,7 @@ class P2P:
             Op.SEND_B: (rank - 1) % num_ranks,
             Op.RECV_B: (rank + 1) % num_ranks,
         }
-        links = _make_groups(ranks, dist.get_backend(pp_group), timeout)
+        links = _make_groups(ranks, dist.get_backend(pp_group), timeout, traffic_class)
         before, after = links[(rank - 1) % num_ranks % len(links)], links[rank % len(links)]
         self._groups: dict[Op, Any] = {
             Op.RECV_F: before[0],
@@ -165,7 +167,7 @@ def _host_link(
     ranks: Sequence[int], rank: int, device: torch.device, timeout: timedelta
 ) -> HostLink:
     """Make the groups of the link from the last rank to the first, which is the last of a ring."""
-    forward, backward = _make_groups(ranks, "gloo", timeout)[-1]
+    forward, backward = _make_groups(ranks, "gloo", timeout, None)[-1]
     last, first = len(ranks) - 1, 0
     groups = {Op.SEND_F: forward, Op.RECV_F: forward, Op.SEND_B: backward, Op.RECV_B: backward}
     peers = {Op.SEND_F: first, Op.RECV_F: last, Op.SEND_B: last, Op.RECV_B: first}
@@ -173,7 +175,7 @@ def _host_link(
 
 
 def _make_groups(
-    ranks: Sequence[int], backend: str, timeout: timedelta
+    ranks: Sequence[int], backend: str, timeout: timedelta, traffic_class: int | None
 ) -> list[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
     """Make the (forward, backward) groups of every pipeline, all ranks in the same order.
 
@@ -187,19 +189,16 @@ def _make_groups(
         for _ in range(2 if len(pipeline) == 2 else 1):
             forward, backward = (
                 dist.new_group(
-                    pipeline, timeout=timeout, backend=backend, pg_options=_urgent(backend, timeout)
+                    pipeline,
+                    timeout=timeout,
+                    backend=backend,
+                    # PP.sync goes before DP.sync (paper Sec. III-A).
+                    pg_options=nccl.options(
+                        backend, timeout, traffic_class=traffic_class, first=True
+                    ),
                 )
                 for _ in range(2)
             )
             if list(pipeline) == list(ranks):
                 ours.append((forward, backward))
     return ours
-
-
-def _urgent(backend: str, timeout: timedelta) -> Any:
-    """PP.sync goes before DP.sync (paper Sec. III-A): over NCCL, on a stream of high priority."""
-    if backend != "nccl":
-        return None
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # no GPU has run this
-    options._timeout = timeout
-    return options

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.fold3d.runtime import nccl
+
 Ranks = tuple[int, ...]
 
 
@@ -31,12 +33,16 @@ def ranks_of_all(ours: AbstractSet[Ranks]) -> list[Ranks]:
 
 
 def connect(
-    everyones: list[Ranks], device: torch.device, timeout: timedelta
+    everyones: list[Ranks],
+    device: torch.device,
+    timeout: timedelta,
+    traffic_class: int | None = None,
 ) -> dict[Ranks, dist.ProcessGroup]:
     """Make a new process group over each group of ranks, and return this rank's."""
     made = {}
     for ranks in everyones:
-        group = dist.new_group(ranks, timeout=timeout)
+        options = nccl.options(dist.get_backend(), timeout, traffic_class=traffic_class)
+        group = dist.new_group(ranks, timeout=timeout, pg_options=options)
         if dist.get_rank() in ranks:
             made[ranks] = group
             dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL connects here

@@ -1,0 +1,61 @@
+"""Settings of NCCL and CUDA that would hang a run, or undo what a flag asks for."""
+
+import os
+from argparse import Namespace
+from collections.abc import Iterator
+
+# With --preemptive-comm one thread starts what is ready while another runs ahead on the compute
+# stream, and every rank's gate has its own timing: whatever makes the device wait in the order of
+# launches lets ranks wait for each other in a circle.
+_UNSAFE = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": (
+        "streams share one queue, in which a send that another rank needs may stand behind what "
+        "waits for that rank",
+        "unset it, or give 8 or more; Megatron asserts 1 for tensor and context parallelism on "
+        "GPUs before Blackwell: drop --preemptive-comm there",
+    ),
+    "CUDA_LAUNCH_BLOCKING": (
+        "a receive that is posted early would hold the thread that starts the sends",
+        "unset it",
+    ),
+    "NCCL_LAUNCH_ORDER_IMPLICIT": (
+        "groups would have to start their operations in one order on all ranks, and a gate delays "
+        "those of one rank",
+        "unset it",
+    ),
+}
+_CLASS_OF_ALL = ("NCCL_IB_SL", "NCCL_IB_TC")
+_CLASSES = range(256)
+
+
+def launch_problems() -> Iterator[str]:
+    """Yield found, rule and fix of each setting with which ``--preemptive-comm`` may hang."""
+    for name, (rule, fix) in _UNSAFE.items():
+        if os.environ.get(name) == "1":
+            yield f"{name}=1 with --preemptive-comm: {rule}; {fix}"
+
+
+def traffic_class_problems(args: Namespace) -> Iterator[str]:
+    """Yield what is in the way of ``--pp-traffic-class`` and ``--dp-traffic-class``."""
+    given = {
+        "--pp-traffic-class": args.pp_traffic_class,
+        "--dp-traffic-class": args.dp_traffic_class,
+    }
+    flags = {flag: value for flag, value in given.items() if value is not None}
+    for flag, value in flags.items():
+        if value not in _CLASSES:
+            yield (
+                f"{flag} {value}: a class is a number from {_CLASSES[0]} to {_CLASSES[-1]}; on "
+                "InfiniBand the service level, 0 to 15, on RoCE four times the DSCP"
+            )
+    if flags and args.device == "cpu":
+        yield (
+            f"{' and '.join(flags)} with --device cpu: gloo does not mark its packets; "
+            "drop the flag, or train on GPUs"
+        )
+    for name in _CLASS_OF_ALL if flags and args.device == "cuda" else ():
+        if (value := os.environ.get(name)) is not None:
+            yield (
+                f"{name}={value} with {' and '.join(flags)}: it sets the class of all of NCCL's "
+                "connections and wins; drop one of the two"
+            )

@@ -1,0 +1,51 @@
+"""Options of NCCL's process groups: whose packets, and whose kernels, go first.
+
+Keeps one invariant: over another backend there are none. **No GPU has run this.**
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def options(
+    backend: str, timeout: timedelta, *, traffic_class: int | None, first: bool = False
+) -> Any:
+    """Return the ``pg_options`` of a group, or None where NCCL's own will do.
+
+    Args:
+        backend: of the group.
+        timeout: of the group.
+        traffic_class: marks its packets: InfiniBand's service level, RoCE's traffic class.
+        first: whether its kernels are on a stream of high priority.
+    """
+    if backend != "nccl" or (traffic_class is None and not first):
+        return None
+    made = dist.ProcessGroupNCCL.Options(is_high_priority_stream=first)
+    made._timeout = timeout
+    return marked(made, traffic_class)
+
+
+def marked(made: Any, traffic_class: int | None) -> Any:
+    """Return options of NCCL's with a traffic class, if there is one to set."""
+    if traffic_class is not None:
+        made.config.traffic_class = traffic_class
+    return made
+
+
+def check_traffic_classes() -> None:
+    """Refuse a torch that cannot set a traffic class.
+
+    Raises:
+        ValueError: what it lacks, and what to do.
+    """
+    known = dist.is_nccl_available() and hasattr(
+        dist.ProcessGroupNCCL.Options().config, "traffic_class"
+    )
+    if not known:
+        raise ValueError(
+            f"--pp-traffic-class, --dp-traffic-class: NCCL's options in torch {torch.__version__} "
+            "have no traffic_class; use a torch that has it, such as 2.13, or drop the flags"
+        )
