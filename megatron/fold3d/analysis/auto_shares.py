@@ -1,10 +1,10 @@
 """The shares that ``--backward-share auto`` comes to, from a simulation instead of a measurement.
 
 They are decided as training decides them: from when gradients are ready in an iteration that runs
-with `FIRST_SHARE`, and from how long the network was busy with them beside the messages.
+with `FIRST_SHARE`, and from how long the network is busy with them behind the backward.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.fold3d.analysis.costs import Costs
@@ -26,23 +26,21 @@ def auto_shares(plan: Plan, costs: Costs, **options: Any) -> tuple[float, ...]:
     shares = [0.0] * stages
     if plan.num_segments == 1 or not costs.grad_sync_s:
         return tuple(shares)  # no backward follows
-    first = simulate(
-        plan, costs, iterations=2, backward_share=(FIRST_SHARE,) * stages, **options
-    )  # what is deferred ends in the second
+    first = simulate(plan, costs, backward_share=(FIRST_SHARE,) * stages, **options)
     kept_back_s = costs.kept_back_s or (0.0,) * stages
+    late_s = [whole - kept for whole, kept in zip(costs.grad_sync_s, kept_back_s, strict=True)]
+    at_once_s = [FIRST_SHARE * late + kept for late, kept in zip(late_s, kept_back_s, strict=True)]
     for rank, spans in enumerate(first.ranks):
         own = range(rank, stages, ranks)
-        measured = [span for span in spans if span.iteration == 0]
-        ready_s, busy_s = _ready_s(measured), _busy_s(measured)
-        slower = busy_s / (sum(costs.grad_sync_s[rank::ranks]) or 1.0)
+        ready_s = _ready_s(spans)
+        slower = _slower(spans, max(ready_s.values()), at_once_s)
         shares[rank::ranks] = backward_shares(
-            [ready_s[stage] for stage in own],
-            [slower * (costs.grad_sync_s[stage] - kept_back_s[stage]) for stage in own],
+            [ready_s[stage] for stage in own], [slower * late_s[stage] for stage in own]
         )
     return tuple(shares)
 
 
-def _ready_s(spans: Iterable[Span]) -> dict[int, float]:
+def _ready_s(spans: Sequence[Span]) -> dict[int, float]:
     """When each stage's last backward ended."""
     return {
         span.action.stage: span.end_s
@@ -51,11 +49,20 @@ def _ready_s(spans: Iterable[Span]) -> dict[int, float]:
     }
 
 
-def _busy_s(spans: Iterable[Span]) -> float:
-    """How long at least one DP.sync was on the network."""
-    busy_s = until_s = 0.0
+def _slower(spans: Sequence[Span], last_s: float, at_once_s: Sequence[float]) -> float:
+    """By which factor messages slow DP.sync down behind the backward, which ends at ``last_s``.
+
+    What ends later counts only if nothing ended before. What is kept back counts as well.
+    """
+    of_stage: dict[int, list[Span]] = {}
     for span in spans:
-        if span.lane is Lane.GRAD_SYNC:
-            busy_s += max(0.0, span.end_s - max(span.start_s, until_s))
-            until_s = max(until_s, span.end_s)
-    return busy_s
+        if span.lane is Lane.GRAD_SYNC and span.action and span.start_s < last_s:
+            of_stage.setdefault(span.action.stage, []).append(span)
+    ended = {s: its for s, its in of_stage.items() if all(span.end_s <= last_s for span in its)}
+    behind = ended or of_stage
+    alone_s = sum(at_once_s[stage] for stage in behind)
+    busy_s = until_s = 0.0
+    for span in sorted(span for its in behind.values() for span in its):
+        busy_s += max(0.0, span.end_s - max(span.start_s, until_s))
+        until_s = max(until_s, span.end_s)
+    return busy_s / alone_s if alone_s else 1.0
