@@ -175,7 +175,10 @@ def test_plan_as_json_holds_sizes_and_programs(fold3d):
         (f"{SIMULATE} {ON_A100} --tp 3", "does not use the 8 GPUs of a100x8; try --tp 2"),
         (f"{SIMULATE} {ON_A100} --dp 3", "does not use the 8 GPUs of a100x8; try --dp 4"),
         (f"{SIMULATE} {ON_A100} --tp 0", "--tp 0: a size is at least one"),
-        (f"{SIMULATE} --model 25-2048-16 --cluster a100x8", "the nearest number that fits is 5"),
+        (
+            f"{SIMULATE} --model 25-2048-16 --cluster a100x8",
+            "pp 2 x segments 2; try a --pp that divides 25",
+        ),
         (f"{SEARCH} --model gpt9 --cluster a100x8", "unknown model 'gpt9'; choose from"),
         (f"{SEARCH} --model gpt3-18b --cluster a100", "unknown cluster 'a100'; write <node>x"),
         (f"{SEARCH} --model gpt3-18b --cluster a100x9", "do not fill nodes of 8; try 8"),
@@ -465,6 +468,27 @@ def test_a_cluster_file_is_read_with_care(fold3d, tmp_path: Path, line, becomes,
     code, out, err = fold3d(command)
     assert (code, out) == (2, "")
     assert message in err
+
+
+def test_a_measured_layer_replaces_the_rate_of_the_gpus(fold3d):
+    line = (
+        "simulate --schedule 1f1b --pp 2 --microbatches 2 --model testbed --cluster testbedx4 "
+        "--fp32 --json"
+    )
+
+    def forward_s(flags: str) -> float:
+        return json.loads(fold3d(f"{line} {flags}")[1])["exposure"]["forward_s"]
+
+    assert forward_s("--layer-forward-s 0.006") == pytest.approx(forward_s(""))
+    assert forward_s("--layer-forward-s 0.012") == pytest.approx(2 * forward_s(""))
+    assert (
+        "--layer-forward-s 0.0: give seconds above zero" in fold3d(f"{line} --layer-forward-s 0")[2]
+    )
+
+
+def test_layers_that_do_not_divide_are_refused_with_segments_that_do(fold3d):
+    line = "simulate --schedule aiao --pp 4 --microbatches 8 --model gpt3-18b --cluster a100x32"
+    assert "pp 4 x segments 3; try --segments 2" in fold3d(f"{line} --tp 8 --segments 3")[2]
 
 
 @pytest.mark.parametrize(

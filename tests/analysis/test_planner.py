@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import pytest
@@ -73,8 +74,6 @@ def test_what_is_given_is_not_chosen():
         c = choice.candidate
         assert (c.num_ranks, c.num_segments, c.setup.microbatch_size) == (2, 3, 1)
         assert c.setup.recompute == "full"
-    with pytest.raises(ValueError, match="with the sizes given"):
-        search(SMALL, SLOW, global_batch_size=32, given=Given(num_ranks=5))
 
 
 def test_layers_that_cannot_be_even_are_uneven():
@@ -135,9 +134,34 @@ def test_progress_is_reported():
     assert all(done <= of for done, of in seen)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (Given(num_ranks=5), r"found --pp 5, .* it can be 1, 2, 4, 8$"),
+        (Given(tensor_parallel=8, data_parallel=4), r"found --tp 8, .* it can be 1, 2, 4$"),
+        (Given(num_ranks=4, num_segments=5), r"found --segments 5, .* it can be 1, 3$"),
+        (Given(microbatch_size=16), r"found --micro-batch-size 16, .* 1, 2, 4, 8$"),
+        (Given(num_ranks=3, data_parallel=3), r"has --dp 3 --pp 3; give fewer sizes"),
+    ],
+)
+def test_what_divides_nothing_is_refused_with_what_does(given, message):
+    with pytest.raises(ValueError, match=message):
+        search(SMALL, SLOW, global_batch_size=32, given=given)
+
+
 def test_what_cannot_fit_is_refused_with_what_would():
-    with pytest.raises(ValueError, match=r"gpt-1t does not fit on v100x8: .* try \d+ GPUs"):
-        search(model_shape("gpt-1t"), cluster("v100x8"), global_batch_size=64)
+    shape, few = model_shape("gpt3-39b"), cluster("a100x64")
+    with pytest.raises(ValueError, match="gpt3-39b does not fit on a100x64: ") as refused:
+        search(shape, few, global_batch_size=64, given=Given(num_ranks=1))
+    sizes = re.search(r"try --tp (\d+) --pp (\d+) .* --recompute full$", str(refused.value))
+    assert sizes is not None
+    given = Given(tensor_parallel=int(sizes[1]), num_ranks=int(sizes[2]), recompute="full")
+    assert search(shape, few, global_batch_size=64, top=1, given=given).best
+
+
+def test_a_model_that_is_too_large_for_a_cluster_gets_a_larger_one():
+    with pytest.raises(ValueError, match=r"39b does not fit on v100x8: .* full on 32 GPUs$"):
+        search(model_shape("gpt3-39b"), cluster("v100x8"), global_batch_size=64)
 
 
 def test_a_batch_of_nothing_is_refused():

@@ -14,10 +14,19 @@ MEASURED = {
     "aiao-s8-share70": (1464, 1292),
 }
 
+# Tied embeddings, layers of 12 and 24 ms, links of 100 Mb/s; one run of each.
+SLOWER = ("--rate", "100mbit", "--forward-ms", "12", "--backward-ms", "24")
+MEASURED_SLOWER = {
+    "stock-default": (4813, 2590),
+    "stock-v8-n8-do": (3198, 2590),
+    "aiao-s8-do": (3256, 2590),
+    "aiao-s8-share70": (2894, 2590),
+}
 
-def report(*flags: str, measured=MEASURED) -> dict:
+
+def report(*flags: str, measured=MEASURED, untied: bool = True) -> dict:
     """What `compare --json` writes, as far as it is read."""
-    args = compare.parse_arguments(["--untied", "--clip-grad", "0", *flags])
+    args = compare.parse_arguments([*["--untied"] * untied, "--clip-grad", "0", *flags])
     _, every = compare._read(args)
     flags_of = {variant.name: asdict(variant) for variant in every}
     return {
@@ -34,6 +43,14 @@ def test_what_was_measured_on_the_testbed_is_predicted_within_5_percent():
     assert [row.name for row in found] == list(MEASURED)
     for row in found:
         assert abs(row.error) < 0.05, row
+
+
+def test_a_slower_testbed_is_predicted_within_5_percent_and_in_order():
+    found = predict.rows(report(*SLOWER, measured=MEASURED_SLOWER, untied=False))
+    for row in found:
+        assert abs(row.error) < 0.05, row
+    default, stock, distributed, share = (row.predicted_ms for row in found)
+    assert share < min(stock, distributed) < default
 
 
 def test_only_stocks_default_on_unshaped_links_is_fitted():

@@ -107,7 +107,8 @@ NODES = {node.name: node for node in map(_node, _NODES.strip().splitlines()[1:])
 """One node of each kind; `cluster` makes clusters of them."""
 
 # scripts/bench/compare.py's host: one rank, which a layer of the model `testbed` takes 6 ms
-# forward. Headers take 2% of the link. gloo's sends of up to 128 KiB ended within 0.2 ms there.
+# forward; `--layer-forward-s` is for another pace, `testbedx4-0.1g` for 100 Mb/s. Headers take 2%
+# of the link. gloo's sends of up to 128 KiB ended within 0.2 ms there.
 NODES["testbed"] = Cluster(
     name="testbed",
     num_nodes=1,

@@ -24,6 +24,7 @@ from megatron.fold3d.analysis.estimate import Estimate, estimate
 from megatron.fold3d.analysis.exposure import exposure, mean
 from megatron.fold3d.analysis.memory import memory
 from megatron.fold3d.analysis.model import ModelShape
+from megatron.fold3d.analysis.nearest import nothing_divides, nothing_fits
 from megatron.fold3d.analysis.neighbours import neighbours
 from megatron.fold3d.analysis.running import timeline_of
 
@@ -61,12 +62,24 @@ def search(
     everything = [
         judge.bounded(c) for c in candidates(shape, cluster, global_batch_size, given, assumed)
     ]
+    if not everything:
+        raise ValueError(nothing_divides(shape, cluster, global_batch_size, given))
     fitting = _quickest_of_each(b for b in everything if b.device_bytes <= judge.limit_bytes)
     judge.num_left = len(fitting)
     best = judge.best(fitting, top)
     stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
     if not best:
-        raise ValueError(_nothing_fits(shape, cluster, global_batch_size, everything))
+        raise ValueError(
+            nothing_fits(
+                shape,
+                cluster,
+                global_batch_size,
+                given,
+                found=everything,
+                bounds_on=lambda other: _Judge(shape, other, progress).bounded,
+                usable=USABLE_MEMORY,
+            )
+        )
     better = [
         judge.bounded(other)
         for choice in (*best[:_IMPROVED], *stock)
@@ -149,21 +162,3 @@ def _quickest_of_each(among: Iterable[Bounded]) -> list[Bounded]:
         setup = c.setup if c.offload else replace(c.setup, recompute="none")
         chosen.setdefault(replace(c, setup=setup), item)
     return list(chosen.values())
-
-
-def _nothing_fits(
-    shape: ModelShape, cluster: Cluster, global_batch_size: int, all_: Iterable[Bounded]
-) -> str:
-    smallest = min(all_, key=lambda b: b.device_bytes, default=None)
-    if smallest is None:
-        return (
-            f"no split of {shape.name} over {cluster.num_gpus} GPUs divides a batch of "
-            f"{global_batch_size} with the sizes given; try a multiple of the number of GPUs, or "
-            "give fewer sizes"
-        )
-    need = smallest.device_bytes / USABLE_MEMORY
-    return (
-        f"{shape.name} does not fit on {cluster.name}: the smallest split needs "
-        f"{need / 2**30:.0f} GiB per GPU, found {cluster.gpu_memory_bytes / 2**30:.0f}; "
-        f"try {round(need / cluster.gpu_memory_bytes + 0.5) * cluster.num_gpus} GPUs"
-    )

@@ -9,18 +9,18 @@ from megatron.fold3d.analysis.cluster import Cluster
 from megatron.fold3d.analysis.costs import Costs
 from megatron.fold3d.analysis.estimate import estimate
 from megatron.fold3d.analysis.memory import Footprint, memory
-from megatron.fold3d.analysis.model import ModelShape, model_shape
+from megatron.fold3d.analysis.model import ModelShape
 from megatron.fold3d.analysis.planner import USABLE_MEMORY
 from megatron.fold3d.analysis.sizes import Recompute, Setup
 from megatron.fold3d.analysis.timeline import Timeline
-from megatron.fold3d.commands.hardware_options import add_hardware_options, named_cluster
+from megatron.fold3d.commands.hardware_options import add_hardware_options, named_hardware
 from megatron.fold3d.plan.ir import Plan
 
 _SECONDS = ("forward_s", "backward_s", "p2p_s", "grad_sync_s")
 _FILE = ("costs",)
 _MODEL = (
     *("model", "cluster", "tp", "dp", "micro_batch_size", "recompute"),
-    *("distributed_optimizer", "fp32", "task_overhead_s"),
+    *("distributed_optimizer", "fp32", "layer_forward_s", "task_overhead_s"),
 )
 
 
@@ -147,7 +147,7 @@ def _from_model(args: Namespace, plan: Plan) -> Source:
     if args.model is None or args.cluster is None:
         lacking = "--cluster" if args.cluster is None else "--model"
         raise ValueError(f"{lacking} is missing; the costs of a model need both it and a cluster")
-    shape, cluster = model_shape(args.model), named_cluster(args)
+    shape, cluster = named_hardware(args)
     tp = 1 if args.tp is None else args.tp
     setup = Setup(
         tensor_parallel=tp,
@@ -158,10 +158,23 @@ def _from_model(args: Namespace, plan: Plan) -> Source:
         recompute=args.recompute or "none",
         fp32=bool(args.fp32),
     )
+    if shape.num_layers % plan.num_stages:
+        raise ValueError(_uneven(shape, plan))
     known = estimate(
         shape, cluster, setup, num_ranks=plan.num_ranks, num_segments=plan.num_segments
     )
     return Source(known.costs, known.nic_of_rank, Hardware(shape, cluster, setup, known.footprint))
+
+
+def _uneven(shape: ModelShape, plan: Plan) -> str:
+    layers, ranks, segments = shape.num_layers, plan.num_ranks, plan.num_segments
+    fit = [n for n in range(1, layers + 1) if layers % (ranks * n) == 0]
+    nearest = min(fit, key=lambda n: abs(n - segments), default=None)
+    fix = f"--segments {nearest}" if nearest else f"a --pp that divides {layers}"
+    return (
+        f"the {layers} layers of {shape.name} are not divisible by pp {ranks} x segments "
+        f"{segments}; try {fix}"
+    )
 
 
 def _data_parallel(dp: int | None, tp: int, pp: int, cluster: Cluster) -> int:

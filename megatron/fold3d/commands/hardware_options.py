@@ -2,13 +2,14 @@
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
+from math import inf
 
 from megatron.fold3d.analysis.cluster import NODES, Cluster, cluster
-from megatron.fold3d.analysis.model import SHAPES
+from megatron.fold3d.analysis.model import SHAPES, ModelShape, model_shape
 
 
 def add_hardware_options(parser: ArgumentParser, *, required: bool) -> None:
-    """Add ``--model``, ``--cluster`` and ``--task-overhead-s``."""
+    """Add ``--model``, ``--cluster``, ``--layer-forward-s`` and ``--task-overhead-s``."""
     parser.add_argument(
         "--model",
         required=required,
@@ -23,6 +24,13 @@ def add_hardware_options(parser: ArgumentParser, *, required: bool) -> None:
         f"{', '.join(NODES)}; or a .json or .toml file with the fields of a cluster",
     )
     parser.add_argument(
+        "--layer-forward-s",
+        type=float,
+        metavar="S",
+        help="what one layer's forward of one sequence was measured to take on one GPU (default: "
+        "its FLOPs at the rate and the efficiency of the cluster's GPUs)",
+    )
+    parser.add_argument(
         "--task-overhead-s",
         type=float,
         metavar="S",
@@ -31,13 +39,18 @@ def add_hardware_options(parser: ArgumentParser, *, required: bool) -> None:
     )
 
 
-def named_cluster(args: Namespace) -> Cluster:
-    """Return the cluster of ``args``.
+def named_hardware(args: Namespace) -> tuple[ModelShape, Cluster]:
+    """Return the model and the cluster of ``args``.
 
     Raises:
         ValueError: there is none of this name, or a number of it cannot be.
     """
-    found = cluster(args.cluster)
-    if args.task_overhead_s is None:
-        return found
-    return replace(found, task_overhead_s=args.task_overhead_s)
+    shape, found = model_shape(args.model), cluster(args.cluster)
+    if (layer_s := args.layer_forward_s) is not None:
+        if not 0 < layer_s < inf:
+            raise ValueError(f"--layer-forward-s {layer_s}: give seconds above zero")
+        flops_per_s = shape.layer_flops(0) / layer_s / found.compute_efficiency
+        found = replace(found, gpu_flops_per_s=flops_per_s)
+    if args.task_overhead_s is not None:
+        found = replace(found, task_overhead_s=args.task_overhead_s)
+    return shape, found

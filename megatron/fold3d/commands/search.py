@@ -9,11 +9,11 @@ from typing import Any, get_args
 from megatron.fold3d.analysis.candidates import Assumption, Given
 from megatron.fold3d.analysis.choices import WORTHWHILE, Choice
 from megatron.fold3d.analysis.choices import Search as Found
-from megatron.fold3d.analysis.model import ModelShape, model_shape
+from megatron.fold3d.analysis.model import ModelShape
 from megatron.fold3d.analysis.planner import search
 from megatron.fold3d.analysis.sizes import Recompute
 from megatron.fold3d.commands.console import OK, Progress, write
-from megatron.fold3d.commands.hardware_options import add_hardware_options, named_cluster
+from megatron.fold3d.commands.hardware_options import add_hardware_options, named_hardware
 from megatron.fold3d.commands.training_flags import check_trains, training_flags
 
 DESCRIPTION = """\
@@ -103,7 +103,7 @@ def run(args: Namespace) -> int:
     """Print the choices; returns the exit code."""
     if args.top < 1:
         raise ValueError(f"--top {args.top}: show at least one")
-    shape, cluster = model_shape(args.model), named_cluster(args)
+    shape, cluster = named_hardware(args)
     if args.emit:
         check_trains(shape)
     with Progress("simulated") as progress:
