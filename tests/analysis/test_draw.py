@@ -69,6 +69,13 @@ def test_numbers_vanish_from_boxes_that_are_too_narrow():
     assert narrow < wide
 
 
+def test_numbers_of_a_row_vanish_together():
+    for microbatches in (11, 16, 20, 24, 32):
+        svg = draw(aiao(microbatches=microbatches)[1])
+        assert (">9</text>" in svg) == (">10</text>" in svg)
+    assert ">10</text>" in draw(aiao(microbatches=11)[1])
+
+
 def test_a_large_plan_stays_a_small_file():
     assert len(draw(aiao(ranks=16, segments=4, microbatches=128)[1])) < 1_000_000
 

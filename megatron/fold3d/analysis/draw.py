@@ -148,6 +148,8 @@ class _Diagram:
         self.lanes = {span.lane for span in drawn}
         self.kinds = {_KINDS[s.action.op] for s in drawn if s.action and s.action.op in _KINDS}
         self.segments = timeline.num_segments
+        numbers = (s.action.microbatch for s in drawn if s.action)
+        self.digits = len(str(max((n for n in numbers if n is not None), default=0)))
         self.tooltips = len(drawn) <= _MAX_TOOLTIPS
         self.last_s = _last_s(timeline)  # no bubble after it
         self.end_s = until_s or self.last_s or 1.0
@@ -230,7 +232,8 @@ class _Diagram:
             inset = 0.45 if width > 4 else 0.0
             yield _rect(x + inset, top, width - 2 * inset, height, box.css, box.tooltip)
             label = box.label if height > size and box.label else ""
-            if label and len(label) * size * _CHAR + 3 < width:
+            # 9 and 10 alike: numbers that end in the middle of a row look like an end of the work.
+            if label and max(len(label), self.digits) * size * _CHAR + 3 < width:
                 css = "n on-light" if box.dark_text else "n on-dark"
                 yield _text(x + width / 2, top + height / 2 + size * 0.36, size, label, css)
 
