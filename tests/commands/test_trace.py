@@ -91,3 +91,48 @@ def test_a_folder_without_traces_says_how_to_make_them(fold3d, tmp_path: Path):
     code, _, err = fold3d(f"trace {tmp_path}")
     assert code == 2
     assert f"holds no rank-*.json; train with --trace {tmp_path}" in err
+
+
+def test_a_folder_that_is_none_is_not_searched(fold3d, tmp_path: Path):
+    code, _, err = fold3d(f"trace {tmp_path}/nowhere")
+    assert code == 2
+    assert f"{tmp_path}/nowhere: there is no such folder; give one that --trace wrote" in err
+
+
+def _cut_off(text: str) -> str:
+    return text[:1000]
+
+
+def _of_more_segments(text: str) -> str:
+    return text.replace('"num_segments":2', '"num_segments":4')
+
+
+def _of_an_hour_later(text: str) -> str:
+    return text.replace('"start_s":1000000000.0', '"start_s":1000003600.0')
+
+
+def _without_a_field(text: str) -> str:
+    return text.replace('"pp_rank":1,', "")
+
+
+@pytest.mark.parametrize("command", ["trace {}", "compare {} {}"])
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_cut_off, "cut off, or not a trace: Expecting"),
+        (_of_more_segments, "is of another job than rank-00000.json: num_segments 4, not 2"),
+        (
+            _of_an_hour_later,
+            "another job than rank-00000.json: their iterations 4 are 3600 s apart",
+        ),
+        (_without_a_field, "not a trace: RankTrace.__init__() missing"),
+    ],
+)
+def test_a_bad_file_of_a_rank_is_named(fold3d, folder: Path, command: str, spoil, message: str):
+    bad = folder / "rank-00001.json"
+    bad.write_text(spoil(bad.read_text()))
+    code, out, err = fold3d(command.format(folder, folder))
+    assert (code, out) == (2, "")
+    assert f"{bad}" in err
+    assert message in err
+    assert err.count("\n") == 1

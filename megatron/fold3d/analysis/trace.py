@@ -16,6 +16,7 @@ from megatron.fold3d.analysis.timeline import BUSY_LANES, Lane, Span, Timeline
 from megatron.fold3d.plan.ir import Action, Op, PlanError, gc_paused
 
 VERSION = 1
+_APART_S = 600.0  # no clock of a cluster is this wrong
 _LANES = {
     "compute": Lane.COMPUTE,
     "optimizer": Lane.OPTIMIZER,
@@ -106,6 +107,8 @@ class RankTrace:
                 if unknown := {event.kind for event in row["events"]} - KINDS:
                     raise ValueError(f"found events of kind {', '.join(sorted(unknown))}")
             return cls(**found, iterations=tuple(IterationTrace(**row) for row in rows))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"cut off, or not a trace: {error}; copy it or trace again") from None
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not a trace: {error}") from None
 
@@ -123,8 +126,10 @@ def read_ranks(folder: Path) -> tuple[RankTrace, ...]:
     """Return the traces of all ranks, in order.
 
     Raises:
-        ValueError: there is none, or a file is not one.
+        ValueError: there is none, a file is not one, or they are not of one job.
     """
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: there is no such folder; give one that --trace wrote")
     paths = sorted(folder.glob("rank-*.json"))
     if not paths:
         raise ValueError(f"{folder} holds no rank-*.json; train with --trace {folder}")
@@ -134,7 +139,27 @@ def read_ranks(folder: Path) -> tuple[RankTrace, ...]:
             ranks.append(RankTrace.from_json(path.read_text(encoding="utf-8")))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+    for rank, path in zip(ranks, paths, strict=True):
+        if difference := _another_job(ranks[0], rank):
+            raise ValueError(
+                f"{path} is of another job than {paths[0].name}: {difference}; "
+                "move what is old out of the folder, or trace again into a new one"
+            )
     return tuple(ranks)
+
+
+def _another_job(first: RankTrace, other: RankTrace) -> str:
+    """Say by what two ranks cannot be of one job; nothing if they can."""
+    for name in ("schedule", "num_ranks", "num_segments", "num_microbatches"):
+        ours, theirs = getattr(first, name), getattr(other, name)
+        if ours != theirs:
+            return f"{name} {theirs}, not {ours}"
+    starts_s = {row.iteration: row.start_s for row in first.iterations}
+    for row in other.iterations:
+        apart_s = abs(row.start_s - starts_s.get(row.iteration, row.start_s))
+        if apart_s > _APART_S:
+            return f"their iterations {row.iteration} are {apart_s:.0f} s apart"
+    return ""
 
 
 def pipeline(ranks: Sequence[RankTrace], number: int = 0) -> tuple[RankTrace, ...]:
