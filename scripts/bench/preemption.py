@@ -52,6 +52,7 @@ class Mode:
     preempts: bool = False
     announced: bool = False
     aligned: bool = True
+    loses_control: bool = False  # for good: the last mode
 
 
 MODES = (
@@ -61,6 +62,7 @@ MODES = (
     Mode("announced", preempts=True, announced=True),
     Mode("not announced", preempts=True),
     Mode("announced, unaligned", preempts=True, announced=True, aligned=False),
+    Mode("control lost", preempts=True, announced=True, loses_control=True),
 )
 
 
@@ -112,6 +114,8 @@ class Rank:
 
     def run(self, mode: Mode) -> dict[str, Any]:
         """Run a mode for its time; what this rank saw of it."""
+        if mode.loses_control:
+            self.communicator._links.close()  # from now on no rank hears another
         stage, pair = self._scheduled if mode.preempts else (self._stage, self._pair)
         dist.barrier()
         start_s = self._agree(time.monotonic() + 0.3) + _SETTLE_S
