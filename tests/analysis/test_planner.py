@@ -11,6 +11,7 @@ from megatron.fold3d.analysis.model import model_shape
 from megatron.fold3d.analysis.neighbours import neighbours
 from megatron.fold3d.analysis.planner import USABLE_MEMORY, _Judge, search
 from megatron.fold3d.analysis.running import plan_of
+from megatron.fold3d.commands.training_flags import training_flags
 from megatron.fold3d.plan.verify import peak_activations, verify
 
 SMALL = model_shape("12-1024-16-512")
@@ -167,3 +168,18 @@ def test_a_model_that_is_too_large_for_a_cluster_gets_a_larger_one():
 def test_a_batch_of_nothing_is_refused():
     with pytest.raises(ValueError, match="found global_batch_size=0"):
         search(SMALL, cluster("a100x8"), global_batch_size=0)
+
+
+def test_offload_is_chosen_where_aiao_fits_in_no_other_way_and_the_host_has_room():
+    given = Given(num_ranks=4, num_segments=3, tensor_parallel=1, microbatch_size=4)
+    small = replace(SLOW, gpu_memory_bytes=3 * 2**30)
+    found = search(SMALL, small, global_batch_size=512, given=given)
+    assert all(choice.candidate.offload for choice in found.best)
+    assert 0 < found.best[0].host_bytes <= small.host_memory_bytes / small.gpus_per_node
+    assert training_flags(SMALL, found.best[0].candidate).endswith("--offload-activations on")
+
+    usual = search(SMALL, SLOW, global_batch_size=512, given=given)
+    assert not any(choice.candidate.offload for choice in usual.best)
+    full = replace(small, host_memory_bytes=2**30)
+    with pytest.raises(ValueError, match="does not fit"):
+        search(SMALL, full, global_batch_size=512, given=given)

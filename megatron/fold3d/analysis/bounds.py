@@ -1,5 +1,6 @@
 """What is known of a candidate without a simulation: its costs, its memory, a bound on its time."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.fold3d.analysis.candidates import Candidate
@@ -15,11 +16,19 @@ class Bounded:
     estimate: Estimate
     bound_s: float
     device_bytes: float
+    host_bytes: float
+    """Of one GPU's activations, the least that must fit there."""
 
 
 def bounded(candidate: Candidate, known: Estimate) -> Bounded:
     """Return a candidate with its bounds."""
-    return Bounded(candidate, known, _bound_s(candidate, known), _device_bytes(candidate, known))
+    return Bounded(
+        candidate,
+        known,
+        _bound_s(candidate, known),
+        _device_bytes(candidate, known),
+        _most_copied(candidate, known.footprint.saved_bytes) if candidate.offload else 0.0,
+    )
 
 
 def _bound_s(candidate: Candidate, known: Estimate) -> float:
@@ -44,7 +53,7 @@ def _bound_s(candidate: Candidate, known: Estimate) -> float:
             step_s = sum(costs.optimizer_s[rank :: candidate.num_ranks])
             late_s = start_s + compute_s - _hiding_s(candidate, costs, rank) + synced_s
             bound_s = max(bound_s, start_s + compute_s + sync_s[rank] + step_s, late_s + step_s)
-    copies_s = _copies_s(candidate, costs) if candidate.offload else 0.0
+    copies_s = _most_copied(candidate, costs.offload_s) if candidate.offload else 0.0
     return max(bound_s, _messages_s(candidate, known), copies_s)
 
 
@@ -97,12 +106,12 @@ def _together(candidate: Candidate) -> int:
     return min(candidate.num_microbatches, candidate.group_size or candidate.num_ranks)
 
 
-def _copies_s(candidate: Candidate, costs: Costs) -> float:
-    """What certainly goes through a copy stream: all but the last segment, all but the last few."""
+def _most_copied(candidate: Candidate, of_stage: Sequence[float]) -> float:
+    """Seconds or bytes of what a rank certainly copies: all but the last segment and few others."""
     ranks, segments = candidate.num_ranks, candidate.num_segments
-    copied = costs.offload_s[: ranks * (segments - 1)]
-    each_s = max((sum(copied[rank::ranks]) for rank in range(ranks)), default=0.0)
-    return each_s * max(0, candidate.num_microbatches - 2)
+    copied = of_stage[: ranks * (segments - 1)]
+    each = max((sum(copied[rank::ranks]) for rank in range(ranks)), default=0.0)
+    return each * max(0, candidate.num_microbatches - 2)
 
 
 def _device_bytes(candidate: Candidate, known: Estimate) -> float:

@@ -16,6 +16,8 @@ class Choice:
     iteration_s: float
     device_bytes: float
     exposed: Exposure
+    host_bytes: float = 0.0
+    """Of one GPU's activations."""
 
     @property
     def limit(self) -> str:

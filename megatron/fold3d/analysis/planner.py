@@ -6,7 +6,7 @@ neighbours follow. Ours and stock Megatron are searched side by side, so the ans
 AIAO gains nothing. Every candidate runs as it is simulated.
 """
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from functools import lru_cache
 
@@ -64,7 +64,9 @@ def search(
     ]
     if not everything:
         raise ValueError(nothing_divides(shape, cluster, global_batch_size, given))
-    fitting = _quickest_of_each(b for b in everything if b.device_bytes <= judge.limit_bytes)
+    if "offload" not in assumed:
+        everything += map(judge.bounded, _that_memory_asks_to_offload(everything, judge.fits))
+    fitting = _quickest_of_each(filter(judge.fits, everything))
     judge.num_left = len(fitting)
     best = judge.best(fitting, top)
     stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
@@ -75,7 +77,7 @@ def search(
                 cluster,
                 global_batch_size,
                 given,
-                found=everything,
+                found=[b for b in everything if b.host_bytes <= judge.host_limit_bytes],
                 bounds_on=lambda other: _Judge(shape, other, progress).bounded,
                 usable=USABLE_MEMORY,
             )
@@ -86,13 +88,13 @@ def search(
         for other in neighbours(choice.candidate, shape.num_layers)
     ]
     judge.num_left += len(better)
-    fitting += [b for b in better if b.device_bytes <= judge.limit_bytes]
+    fitting += filter(judge.fits, better)
     stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
     return Search(
         best=judge.best(fitting, top),
         best_stock=stock[0] if stock else None,
         considered=len(everything) + len(better),
-        too_large=sum(b.device_bytes > judge.limit_bytes for b in everything),
+        too_large=sum(not judge.fits(b) for b in everything),
         simulated=judge.num_simulated,
     )
 
@@ -107,6 +109,7 @@ class _Judge:
         progress: Callable[[int, int], None],
     ) -> None:
         self.limit_bytes = cluster.gpu_memory_bytes * USABLE_MEMORY
+        self.host_limit_bytes = cluster.host_memory_bytes * USABLE_MEMORY / cluster.gpus_per_node
         self.num_left = 0
         self._estimate = lru_cache(None)(
             lambda setup, ranks, segments, layers: estimate(
@@ -129,6 +132,11 @@ class _Judge:
         """Return what is known of a candidate without a simulation."""
         return bounded(candidate, self.estimate(candidate))
 
+    def fits(self, known: Bounded | Choice) -> bool:
+        """Tell whether memory is enough, the GPU's and a GPU's share of the host's."""
+        host_fits = known.host_bytes <= self.host_limit_bytes
+        return known.device_bytes <= self.limit_bytes and host_fits
+
     def best(self, among: Iterable[Bounded], top: int) -> tuple[Choice, ...]:
         """Simulate in the order of the bounds until none can be among the best any more."""
         found: list[Choice] = []
@@ -136,19 +144,40 @@ class _Judge:
             if len(found) == top and item.bound_s >= found[-1].iteration_s:
                 break
             choice = self._judged.get(item.candidate) or self._simulate(item)
-            if choice.device_bytes <= self.limit_bytes:  # a slow copy stream frees memory late
+            if self.fits(choice):  # a slow copy stream frees memory late
                 found = sorted([*found, choice], key=lambda choice: choice.iteration_s)[:top]
         return tuple(found)
 
     def _simulate(self, item: Bounded) -> Choice:
         timeline = timeline_of(item.candidate, item.estimate)
-        peak = item.device_bytes
+        peak, on_host = item.device_bytes, 0.0
         if item.candidate.offload:
-            peak = max(r.device.peak_bytes for r in memory(timeline, item.estimate.footprint))
-        choice = Choice(item.candidate, timeline.period_s, peak, mean(exposure(timeline)))
+            ranks = memory(timeline, item.estimate.footprint)
+            peak = max(rank.device.peak_bytes for rank in ranks)
+            on_host = max(rank.host.peak_bytes for rank in ranks)
+        choice = Choice(item.candidate, timeline.period_s, peak, mean(exposure(timeline)), on_host)
         self._judged[item.candidate] = choice
         self._progress(self.num_simulated, self.num_left)
         return choice
+
+
+def _that_memory_asks_to_offload(
+    all_: Sequence[Bounded], fits: Callable[[Bounded], bool]
+) -> Iterator[Candidate]:
+    """Yield AIAO with offload where a split of the model has no AIAO that fits without.
+
+    Nothing less is a reason to recommend what no GPU has timed.
+    """
+
+    def split(c: Candidate) -> tuple[object, ...]:
+        sizes = c.setup.tensor_parallel, c.setup.microbatch_size
+        return c.num_ranks, c.num_segments, c.layers, *sizes
+
+    aiao = [b for b in all_ if b.candidate.schedule == "aiao" and b.candidate.num_segments > 1]
+    fitting = {split(b.candidate) for b in aiao if fits(b)}
+    for item in aiao:
+        if split(item.candidate) not in fitting:
+            yield replace(item.candidate, offload=True)
 
 
 def _quickest_of_each(among: Iterable[Bounded]) -> list[Bounded]:

@@ -153,7 +153,9 @@ def _lines(answer: _Answer, shape: ModelShape) -> Iterator[str]:
     if stock and stock not in found.best:
         yield "best of stock Megatron:"
         yield _line(stock)
-    yield f"{found.considered} considered, {found.too_large} too large for a GPU's memory"
+    yield f"{found.considered} considered, {found.too_large} too large for memory"
+    if any(choice.candidate.offload for choice in found.best):
+        yield "+offload: no GPU has timed it; rows have it where no recomputation makes AIAO fit"
     if answer.best.candidate.is_stock:
         yield "AIAO gains nothing here, use these stock flags:"
     elif stock is None:
@@ -202,6 +204,7 @@ def _as_json(answer: _Answer, shape: ModelShape) -> dict[str, Any]:
             "recompute": setup.recompute,
             "iteration_s": choice.iteration_s,
             "device_bytes": choice.device_bytes,
+            "host_bytes": choice.host_bytes,
             "exposure": asdict(choice.exposed),
             "limited_by": choice.limit,
         }
