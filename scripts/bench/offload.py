@@ -5,11 +5,13 @@ r"""What offloading costs: one pipeline rank with stand-ins for its neighbours, 
         --tensor-parallel 8 --layers 5 --micro-batch-size 4 --seq-length 2048
     .venv/bin/python -m scripts.bench.offload copies
 
-`rank` runs the program of one rank of an AIAO pipeline over layers that are recomputed in backward:
-what arrives is random, what leaves is dropped. The layers are one tensor-parallel rank's share of a
-transformer's, without its collectives. Four ways to keep what is saved take turns: on the device,
+The second is GPT-3 18B's shape: 4 ranks, 2 segments of 5 layers. `rank` runs the program of one
+rank of an AIAO pipeline over layers recomputed in backward: what arrives is random, what leaves
+is dropped. The layers are one tensor-parallel rank's share of a transformer's, without its
+collectives. Four ways to keep what is saved take turns, iteration by iteration: on the device,
 `Offloader`, torch's ``save_on_cpu``, and on the device under 1F1B, which AIAO is to be as small as.
-`copies` needs a GPU: batched, kernel and single copies of many sizes, against one large copy.
+Megatron's own offload is asked whether it would run such a rank, and its answer is shown. `copies`
+needs a GPU: batched, kernel and single copies of many sizes, against one large copy.
 """
 
 import argparse
@@ -18,26 +20,33 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
+from typing import Any, get_args
 
 import torch
+from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
+from megatron.core.transformer import TransformerConfig
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
+from megatron.fold3d.analysis.perf_model import aiao_activation_bytes
 from megatron.fold3d.plan.ir import Action, Op, Plan
 from megatron.fold3d.plan.lowering import add_offload
-from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.plan.schedules import LastSegment, build
 from megatron.fold3d.plan.verify import peak_activations
-from megatron.fold3d.runtime.device import peak_device_bytes
+from megatron.fold3d.runtime.device import peak_device_bytes, synchronize
 from megatron.fold3d.runtime.host_memory import take
+from megatron.fold3d.runtime.offload_choice import Choice
 from megatron.fold3d.runtime.offload_library import batched_copy, kernel_copy
 from megatron.fold3d.runtime.offloader import Offloader
 
 MIB = 1 << 20
 Hooks = AbstractContextManager[object]
+_ROUNDS = 5
+_ROUND_BYTES = 4 << 30
 WAYS = ("device", "offload", "save_on_cpu", "1f1b")
 
 
@@ -63,14 +72,49 @@ class Layer(nn.Module):
         return hidden + result
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One way: times of its iterations, the most of the device's memory, what the offloader did."""
+@dataclass(slots=True)
+class Way:
+    """One way to keep activations: how, and what its iterations took.
 
-    times_ms: list[float]
-    device_bytes: int | None
-    offloader: Offloader | None
-    peak_activations: int
+    Attributes:
+        order: what is computed.
+        offloader: what moves them, if anything of ours.
+        hooks: what autograd saves them through, if anything of torch's.
+        times_ms: of iterations after warm-up.
+        device_bytes: the most that tensors held of the device's memory in one of them.
+        peak: the most activations on the device, by the verifier.
+    """
+
+    order: Plan
+    offloader: Offloader | None = None
+    hooks: Callable[[], Hooks] = nullcontext
+    times_ms: list[float] = field(default_factory=list)
+    device_bytes: int | None = None
+    peak: int = 0
+
+    @property
+    def median_ms(self) -> float:
+        """Of an iteration."""
+        return median(self.times_ms)
+
+    @classmethod
+    def named(cls, name: str, device: torch.device, args: argparse.Namespace) -> "Way":
+        """Return one of `WAYS`."""
+        is_1f1b = name == "1f1b"
+        order = build(
+            "1f1b" if is_1f1b else "aiao",
+            num_ranks=args.ranks,
+            num_segments=1 if is_1f1b else args.segments,
+            # 1F1B has one segment: as many computations of as many layers.
+            num_microbatches=args.micro_batches * (args.segments if is_1f1b else 1),
+            last_segment=args.last_segment,
+        )
+        if name == "offload":
+            return cls(order, offloader=Offloader(device, everything=True))
+        if name == "save_on_cpu":
+            pin = device.type == "cuda"
+            return cls(order, hooks=lambda: torch.autograd.graph.save_on_cpu(pin_memory=pin))
+        return cls(order)
 
 
 class Rank:
@@ -90,8 +134,14 @@ class Rank:
         ]
         self.arriving = torch.randn(self.shape, device=self.device, dtype=dtype)
 
-    def iterate(self, plan: Plan, offloader: Offloader | None, hooks: Callable[[], Hooks]) -> None:
+    def iterate(self, way: Way) -> None:
         """Run one iteration."""
+        plan, offloader, hooks = way.order, way.offloader, way.hooks
+        choice = Choice()
+        if offloader is not None:
+            choice = offloader.choice(plan.programs[self.rank])
+            plan = add_offload(plan, depth=choice.depth, at_most=choice.at_most)
+        way.peak = peak_activations(plan, depth=choice.depth)[self.rank]
         program = plan.programs[self.rank]
         saved: dict[tuple[int, int | None], tuple[torch.Tensor, torch.Tensor]] = {}
         if offloader is not None:
@@ -102,10 +152,11 @@ class Rank:
                 tensor = self.arriving.clone().requires_grad_()
                 with hooks() if offloader is None else offloader.saving(action):
                     saved[key] = tensor, self._forward(action, tensor)
+                deallocate_output_tensor(saved[key][1], deallocate_pipeline_outputs=True)  # sent
             elif action.op is Op.BACKWARD:
                 _, output = saved.pop(key)
                 with nullcontext() if offloader is None else offloader.using(action):
-                    output.backward(self.arriving)
+                    custom_backward(output, self.arriving)
             elif offloader is not None and action.op is Op.OFFLOAD:
                 offloader.offload(action, saved[key][0])
             elif offloader is not None and action.op is Op.RELOAD:
@@ -114,58 +165,49 @@ class Rank:
     def _forward(self, action: Action, tensor: torch.Tensor) -> torch.Tensor:
         output = tensor
         for layer in self.chunks[action.stage // self.num_ranks % len(self.chunks)]:
-            output = checkpoint(layer, output, use_reentrant=True)
+            output = checkpoint(layer, output, use_reentrant=True, preserve_rng_state=False)
         return output
 
 
 def run_rank(args: argparse.Namespace) -> int:
     """Compare the ways to keep activations; returns the exit code."""
     rank = Rank(args)
-    results = {way: _run(rank, way, args) for way in tqdm(args.only, disable=None)}
-    header = "| way | iteration ms (min-max) | device MiB | activations on the device, at most |"
-    print(header, "|---|--:|--:|--:|", sep="\n")
-    for way, result in results.items():
-        low, high = min(result.times_ms), max(result.times_ms)
-        memory = "-" if result.device_bytes is None else f"{result.device_bytes / MIB:.0f}"
-        times = f"{median(result.times_ms):.1f} ({low:.1f}-{high:.1f})"
-        print(f"| {way} | {times} | {memory} | {result.peak_activations} |")
-    if "offload" in results:
-        _report(results["offload"], args)
+    ways = {name: Way.named(name, rank.device, args) for name in args.only}
+    for number in tqdm(range(args.warm_up + args.iterations), disable=None):
+        for way in ways.values():
+            _iterate(rank, way, counts=number >= args.warm_up)
+    print("| way | iteration ms (min-max) | device MiB | activations on the device, at most |")
+    print("|---|--:|--:|--:|")
+    for name, way in ways.items():
+        low, high = min(way.times_ms), max(way.times_ms)
+        memory = "-" if way.device_bytes is None else f"{way.device_bytes / MIB:.0f}"
+        print(f"| {name} | {way.median_ms:.1f} ({low:.1f}-{high:.1f}) | {memory} | {way.peak} |")
+    if "offload" in ways:
+        _report(rank, ways["offload"], args)
+        _compare(ways)
+    for flag, answer in _megatrons_own(args).items():
+        print(f"Megatron's {flag}: {answer}")
     return 0
 
 
-def _run(rank: Rank, way: str, args: argparse.Namespace) -> Result:
-    order = build(
-        "1f1b" if way == "1f1b" else "aiao",
-        num_ranks=args.ranks,
-        num_segments=1 if way == "1f1b" else args.segments,
-        # 1F1B has one segment: as many computations of as many layers.
-        num_microbatches=args.micro_batches * (args.segments if way == "1f1b" else 1),
-    )
-    plan = add_offload(order) if way == "offload" else order
-    offloader = Offloader(rank.device, everything=True) if way == "offload" else None
-    on_gpu = rank.device.type == "cuda"
-    hooks: Callable[[], Hooks] = nullcontext
-    if way == "save_on_cpu":
-        hooks = lambda: torch.autograd.graph.save_on_cpu(pin_memory=on_gpu)  # noqa: E731
-    backend = torch.get_device_module(rank.device)
-    if on_gpu:
-        backend.reset_peak_memory_stats()
-    times_ms = []
-    for number in range(args.warm_up + args.iterations):
-        backend.synchronize()
-        start = time.perf_counter()
-        rank.iterate(plan, offloader, hooks)
-        backend.synchronize()
-        if number >= args.warm_up:
-            times_ms.append((time.perf_counter() - start) * 1e3)
-    peak = peak_activations(plan)[args.rank]
-    assert offloader is None or offloader.peak == peak
-    return Result(times_ms, peak_device_bytes(rank.device), offloader, peak)
+def _iterate(rank: Rank, way: Way, *, counts: bool) -> None:
+    if rank.device.type == "cuda":
+        torch.get_device_module(rank.device).reset_peak_memory_stats()
+    synchronize(rank.device)
+    start = time.perf_counter()
+    rank.iterate(way)
+    synchronize(rank.device)
+    if counts:
+        way.times_ms.append((time.perf_counter() - start) * 1e3)
+        way.device_bytes = max(
+            filter(None, (way.device_bytes, peak_device_bytes(rank.device))), default=None
+        )
+    assert way.offloader is None or way.offloader.peak == way.peak
 
 
-def _report(result: Result, args: argparse.Namespace) -> None:
-    offloader = result.offloader
+def _report(rank: Rank, way: Way, args: argparse.Namespace) -> None:
+    """Say what the offloader did, and what equation 7 says of the host's memory."""
+    offloader = way.offloader
     assert offloader is not None  # of this way
     pool, copies = offloader.pool, offloader.copies
     iterations = args.warm_up + args.iterations
@@ -174,13 +216,61 @@ def _report(result: Result, args: argparse.Namespace) -> None:
         f"{pool.num_bytes / pool.high_water_bytes:.3f} of its high water; "
         f"{copies.num_tensors / iterations:.0f} tensors in {copies.num_calls / iterations:.0f} "
         f"copy calls an iteration; {offloader.num_early} of {offloader.num_reloads} activations "
-        "were back before they were needed"
+        f"were back before they were needed; depth {offloader.depth}"
     )
+    saved_bytes = args.layers * rank.hidden_bytes
+    equation_7 = aiao_activation_bytes(args.segments, args.micro_batches, saved_bytes)
+    held = peak_activations(way.order)[args.rank] * saved_bytes
+    print(
+        f"host memory: {pool.num_bytes / held:.3f} of what the schedule holds (goal: within 5%), "
+        f"{pool.num_bytes / equation_7:.3f} of equation 7, which is --last-segment afab's"
+    )
+
+
+def _compare(ways: dict[str, Way]) -> None:
+    """Print what offloading is judged by, as far as the ways for it were run."""
+    ours = ways["offload"]
+    if "device" in ways:
+        overhead = ours.median_ms / ways["device"].median_ms - 1
+        print(f"overhead: {overhead:+.1%} of an iteration on the device alone (goal: below 2%)")
+    if "1f1b" in ways and ours.device_bytes and ways["1f1b"].device_bytes:
+        ratio = ours.device_bytes / ways["1f1b"].device_bytes
+        print(f"device memory: {ratio:.3f} of 1F1B's (goal: at most 1.05)")
+
+
+def _megatrons_own(args: argparse.Namespace) -> dict[str, str]:
+    """Ask the installed Megatron whether it would offload such a rank's activations itself."""
+    common: dict[str, Any] = {
+        "num_layers": args.layers * args.segments * args.ranks,
+        "hidden_size": args.hidden_size,
+        "num_attention_heads": args.heads,
+        "pipeline_dtype": torch.bfloat16,
+        "cpu_offloading": True,
+        "cpu_offloading_num_layers": 1,
+    }
+    pipeline = {"pipeline_model_parallel_size": args.ranks}
+    recomputation = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    return {
+        "--cpu-offloading-num-layers in a pipeline": _answer(**common, **pipeline),
+        "--cpu-offloading-num-layers with recomputation": _answer(**common, **recomputation),
+    }
+
+
+def _answer(**options: Any) -> str:
+    try:
+        TransformerConfig(**options)
+    except (ValueError, AssertionError) as error:
+        return f"refused: {error}"
+    return "accepted: compare with it"
 
 
 def run_copies(args: argparse.Namespace) -> int:
     """Compare copies to and from a GPU, in GB/s; returns the exit code."""
-    device = torch.device("cuda")
+    device = torch.device("cuda", torch.cuda.current_device())
     stream = torch.get_device_module(device).Stream()
     host, there = take(args.most, device), torch.empty(args.most, dtype=torch.uint8, device=device)
 
@@ -209,23 +299,28 @@ def run_copies(args: argparse.Namespace) -> int:
     return 0
 
 
-def _rate(stream: torch.Stream, copy: Callable[[], None], num_bytes: int, times: int = 20) -> float:
-    """GB/s of a copy, back to back on one stream."""
+def _rate(stream: torch.Stream, copy: Callable[[], None], num_bytes: int) -> float:
+    """GB/s of a copy on one stream: the median of rounds, each back to back for a while."""
     backend = torch.get_device_module("cuda")
-    with backend.stream(stream):
-        copy()
+    times = max(1, min(50, _ROUND_BYTES // num_bytes))
+    rates: list[float] = []
+    for _ in range(1 + _ROUNDS):
         start, end = (backend.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(times):
-            copy()
-        end.record()
-    end.synchronize()
-    return float(num_bytes * times / start.elapsed_time(end) / 1e6)
+        with backend.stream(stream):
+            start.record()
+            for _ in range(times):
+                copy()
+            end.record()
+        end.synchronize()
+        rates.append(num_bytes * times / start.elapsed_time(end) / 1e6)
+    return median(rates[1:])  # the first one warms up
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one of the two benches; returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(required=True)
     rank = commands.add_parser("rank", help="one pipeline rank, with and without offloading")
     rank.set_defaults(run=run_rank)
@@ -236,12 +331,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         *(("micro-batch-size", 1), ("iterations", 8), ("warm-up", 2)),
     ):
         rank.add_argument(f"--{name}", type=int, default=default)
+    rank.add_argument("--last-segment", choices=get_args(LastSegment), default="1f1b")
     rank.add_argument("--only", nargs="+", choices=WAYS, default=WAYS)
     copies = commands.add_parser("copies", help="bare copies to and from a GPU")
     copies.set_defaults(run=run_copies)
-    copies.add_argument("--most", type=int, default=1024 * MIB, help="bytes of the largest copy")
+    copies.add_argument("--most", type=int, default=4096 * MIB, help="bytes of the largest copy")
     copies.add_argument("--blocks", type=int, default=32, help="of the copying kernel")
     args = parser.parse_args(argv)
+    if getattr(args, "device", "cuda") == "cuda" and not torch.cuda.is_available():
+        fix = "rank takes --device cpu" if "device" in args else "run it where there is one"
+        parser.error(f"torch finds no CUDA device, copies to a GPU need one; {fix}")
     return int(args.run(args))
 
 
