@@ -1,6 +1,6 @@
 import pytest
 
-from megatron.fold3d.analysis.timeline import Lane, Span, Timeline
+from megatron.fold3d.analysis.timeline import Lane, Span, Timeline, queued
 from megatron.fold3d.plan.ir import Action, Op
 
 F0, B0 = Action(0, Op.FORWARD, 0), Action(0, Op.BACKWARD, 0)
@@ -66,3 +66,11 @@ def test_text_that_is_no_timeline_is_refused(text):
 def test_an_empty_timeline_has_no_time():
     assert Timeline(()).makespan_s == 0.0
     assert Timeline(((),)).period_s == 0.0
+
+
+def test_collectives_of_one_launch_are_shown_as_the_network_serves_them():
+    def sync(start_s: float, end_s: float) -> Span:
+        return Span(Lane.GRAD_SYNC, start_s, end_s)
+
+    launched = [sync(0, 3), sync(0, 1), sync(2, 5), sync(7, 8)]
+    assert queued(launched) == [sync(0, 1), sync(1, 3), sync(3, 5), sync(7, 8)]

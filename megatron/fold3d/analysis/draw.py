@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megatron.fold3d.analysis.exposure import exposure, mean
 from megatron.fold3d.analysis.palette import STYLE, css_class, rules, takes_dark_text
-from megatron.fold3d.analysis.timeline import Lane, Span, Timeline
+from megatron.fold3d.analysis.timeline import Lane, Span, Timeline, queued
 from megatron.fold3d.plan.ir import Op, Plan
 from megatron.fold3d.plan.verify import peak_activations
 
@@ -224,7 +224,7 @@ class _Diagram:
             if lane in self.lanes:
                 yield from self._lane((s for s in spans if s.lane is lane), *main, 11.5)
         for lane, (top, height) in zip(self.thin_lanes, thin, strict=True):
-            yield from self._lane(_queued(s for s in spans if s.lane is lane), top, height, 8.5)
+            yield from self._lane(queued(s for s in spans if s.lane is lane), top, height, 8.5)
 
     def _lane(self, spans: Iterable[Span], top: float, height: float, size: float) -> Iterator[str]:
         for box in self._merged(map(self._box, spans)):
@@ -311,14 +311,6 @@ def _legend(
     if shown.segments > 1:
         order, at_end = "lighter to darker: first to last segment", ' text-anchor="end"'
         yield _text(WIDTH - _RIGHT, y + 11.5, 12.5, order, "soft", at_end)
-
-
-def _queued(spans: Iterable[Span]) -> Iterator[Span]:
-    """Yield what shares a lane one by one, as the network serves them: in the order of ends."""
-    free_s = 0.0
-    for span in sorted(spans, key=lambda span: span.end_s):
-        yield span._replace(start_s=min(span.end_s, max(span.start_s, free_s)))
-        free_s = span.end_s
 
 
 def _drawn(timeline: Timeline) -> list[Span]:

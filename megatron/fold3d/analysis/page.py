@@ -16,7 +16,7 @@ from megatron.fold3d.analysis.breakdown import COLUMNS, Breakdown, shown_columns
 from megatron.fold3d.analysis.critical_path import PathStep, critical_path, path_seconds
 from megatron.fold3d.analysis.exposure import Exposure
 from megatron.fold3d.analysis.palette import HUES, color, takes_dark_text
-from megatron.fold3d.analysis.timeline import BUSY_LANES, Lane, Span, Timeline
+from megatron.fold3d.analysis.timeline import BUSY_LANES, Lane, Span, Timeline, queued
 from megatron.fold3d.plan.ir import gc_paused
 
 _WEB = Path(__file__).parent / "web"
@@ -95,7 +95,7 @@ def _columns(view: View, path: Sequence[PathStep]) -> dict[str, Any]:
         "ranks": [
             {
                 name: {
-                    "start": [round(span.start_s * _US, 1) for span in spans],
+                    "start": [round(start_s * _US, 1) for start_s in _starts_s(name, spans)],
                     "end": [round(span.end_s * _US, 1) for span in spans],
                     "word": [_word(span) for span in spans],
                 }
@@ -110,7 +110,12 @@ def _columns(view: View, path: Sequence[PathStep]) -> dict[str, Any]:
 def _lanes(spans: Sequence[Span]) -> Iterator[tuple[str, list[Span]]]:
     yield _MAIN, [span for span in spans if span.lane in BUSY_LANES]
     for lane in _THIN:
-        yield lane, [span for span in spans if span.lane is lane]
+        own = [span for span in spans if span.lane is lane]
+        yield lane, sorted(own, key=lambda span: span.end_s) if lane is Lane.GRAD_SYNC else own
+
+
+def _starts_s(lane: str, spans: Sequence[Span]) -> Iterator[float]:
+    yield from (span.start_s for span in (queued(spans) if lane == Lane.GRAD_SYNC else spans))
 
 
 def _word(span: Span) -> str:

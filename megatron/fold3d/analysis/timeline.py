@@ -153,5 +153,17 @@ class Timeline:
         return cls.of(ranks)
 
 
+def queued(spans: Iterable[Span]) -> list[Span]:
+    """Return what shares a lane in the order of its ends, each from the end of the one before it.
+
+    A measured collective begins with its launch and may then stand in a queue.
+    """
+    served, free_s = [], 0.0
+    for span in sorted(spans, key=lambda span: span.end_s):
+        served.append(span._replace(start_s=min(span.end_s, max(span.start_s, free_s))))
+        free_s = span.end_s
+    return served
+
+
 def _span(lane: str, start_s: float, end_s: float, action: str, iteration: int) -> Span:
     return Span(Lane(lane), start_s, end_s, Action.from_str(action) if action else None, iteration)
