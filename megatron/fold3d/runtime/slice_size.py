@@ -13,7 +13,8 @@ from megatron.fold3d.runtime import profiler
 
 logger = logging.getLogger(__name__)
 
-_SMALLEST = 64 << 10  # bytes
+_SMALLEST, _LARGE = 64 << 10, 1 << 20  # bytes
+_MANY = 20
 _LOSS = 0.02  # of DP.sync's time may go into starting slices
 
 
@@ -24,7 +25,18 @@ def measured(
 
     All ranks of the job call this together; they measure at once, and the slowest counts.
     """
-    cost = profiler.slowest(profiler.grad_sync(dp_group, device), device)
+    # What starts one is what one element takes. The difference of two sizes would not tell: a link
+    # may let the first bytes of each through at once.
+    element, large = torch.zeros(1, device=device), torch.zeros(_LARGE // 4, device=device)
+
+    def reduce(data: torch.Tensor, times: int) -> float:
+        def work() -> None:
+            for _ in range(times):
+                dist.all_reduce(data, group=dp_group)
+
+        return profiler.seconds(work, device) / times
+
+    cost = profiler.slowest([reduce(large, 1) / _LARGE, reduce(element, _MANY)], device)
     num_bytes = fitting(transfer_bytes, at_most, *cost)
     if dist.get_rank() == 0:
         logger.info(
@@ -47,6 +59,5 @@ def fitting(transfer_bytes: int, at_most: int, per_byte_s: float, start_s: float
     """
     quarter = max(transfer_bytes // 4 // 4096 * 4096, _SMALLEST)
     if quarter * per_byte_s * _LOSS < start_s:
-        worth = start_s / _LOSS / per_byte_s if per_byte_s else float(at_most)
-        quarter = 1 << ceil(log2(worth))
+        quarter = 1 << ceil(log2(start_s / _LOSS / per_byte_s))
     return min(quarter, at_most)
