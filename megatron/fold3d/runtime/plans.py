@@ -32,11 +32,13 @@ class Plans:
     """Verified plans of one configuration, kept once they are made.
 
     Attributes:
+        latest: the one that trained last; what leaves the device in it is its own rank's choice.
         fixes_offload: whether the user's plan itself says what leaves the device, and when.
     """
 
     def __init__(self, config: Fold3DConfig) -> None:
         self.name = str(config.plan_file or config.schedule)
+        self.latest: Plan | None = None
         self.fixes_offload = False
         self._config = config
         self._made: dict[tuple[int, str, Choice], Plan] = {}
@@ -51,7 +53,8 @@ class Plans:
         Raises:
             PlanError: no plan of this size can run, or the user's plan has another size.
         """
-        return self._get(num_microbatches, self._make_training, offloaded)
+        self.latest = self._get(num_microbatches, self._make_training, offloaded)
+        return self.latest
 
     def evaluation(self, num_microbatches: int) -> Plan:
         """Return a plan of forwards alone.

@@ -94,7 +94,7 @@ class Tracer:
 
     def _write(self) -> None:
         rank, num_microbatches = dist.get_rank(), get_num_microbatches()
-        with_plan = rank == 0 and self._config.schedule != "stock"
+        plan = self._plans.latest if rank == 0 else None  # stock has none
         trace = RankTrace(
             rank=rank,
             pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
@@ -104,7 +104,7 @@ class Tracer:
             num_segments=self._config.num_segments,
             num_microbatches=num_microbatches,
             schedule=self._config.schedule,
-            plan=self._plans.training(num_microbatches).to_text() if with_plan else "",
+            plan="" if plan is None else plan.to_text(),
             iterations=tuple(self._recorded),
         )
         path = self._folder / trace.file_name
