@@ -1,7 +1,8 @@
 """Choose a configuration: which schedule, how many segments, which (dp, pp, tp).
 
 Memory and a lower bound on the iteration come first, from the costs alone; what is left is
-simulated in the order of the bounds, until no bound is below what has been found. The best ones'
+simulated in the order of the bounds, without DP.sync first, until no bound is below what has been
+found. The best ones'
 neighbours follow. Ours and stock Megatron are searched side by side, so the answer can be that
 AIAO gains nothing. Every candidate runs as it is simulated.
 """
@@ -26,7 +27,7 @@ from megatron.fold3d.analysis.memory import memory
 from megatron.fold3d.analysis.model import ModelShape
 from megatron.fold3d.analysis.nearest import nothing_divides, nothing_fits
 from megatron.fold3d.analysis.neighbours import neighbours
-from megatron.fold3d.analysis.running import timeline_of
+from megatron.fold3d.analysis.running import timeline_of, undisturbed_s, without_grad_sync
 
 USABLE_MEMORY = 0.85  # the rest is CUDA's, NCCL's and what the allocator cannot use
 _IMPROVED = 3  # of the best ones, how many have their neighbours looked at
@@ -118,6 +119,7 @@ class _Judge:
         )
         self._progress = progress
         self._judged: dict[Candidate, Choice] = {}
+        self._undisturbed_s: dict[Candidate, float] = {}
 
     @property
     def num_simulated(self) -> int:
@@ -137,13 +139,27 @@ class _Judge:
         host_fits = known.host_bytes <= self.host_limit_bytes
         return known.device_bytes <= self.limit_bytes and host_fits
 
+    def at_least_s(self, item: Bounded) -> float:
+        """Return a higher bound than the costs alone give, for the time of a short simulation.
+
+        The first segment's DP.sync has nothing to hide behind.
+        """
+        alone = without_grad_sync(item.candidate)
+        if alone not in self._undisturbed_s:
+            self._undisturbed_s[alone] = undisturbed_s(alone, item.estimate)
+        return self._undisturbed_s[alone] + item.estimate.costs.grad_sync_s[0]
+
     def best(self, among: Iterable[Bounded], top: int) -> tuple[Choice, ...]:
         """Simulate in the order of the bounds until none can be among the best any more."""
         found: list[Choice] = []
         for item in sorted(among, key=lambda b: b.bound_s):
             if len(found) == top and item.bound_s >= found[-1].iteration_s:
                 break
-            choice = self._judged.get(item.candidate) or self._simulate(item)
+            choice = self._judged.get(item.candidate)
+            if choice is None:
+                if len(found) == top and self.at_least_s(item) >= found[-1].iteration_s:
+                    continue
+                choice = self._simulate(item)
             if self.fits(choice):  # a slow copy stream frees memory late
                 found = sorted([*found, choice], key=lambda choice: choice.iteration_s)[:top]
         return tuple(found)

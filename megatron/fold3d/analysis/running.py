@@ -30,13 +30,7 @@ PAUSE_SHARE = 0.35  # what PP.sync may take from DP.sync before they are equals
 
 def plan_of(candidate: Candidate) -> Plan:
     """Return the plan, with DP.sync where the candidate has it."""
-    plan = build(
-        candidate.schedule,
-        num_ranks=candidate.num_ranks,
-        num_segments=candidate.num_segments,
-        num_microbatches=candidate.num_microbatches,
-        group_size=candidate.group_size,
-    )
+    plan = _compute_plan(candidate)
     if candidate.offload:
         plan = add_offload(plan)
     if candidate.backward_share is not None:
@@ -68,11 +62,47 @@ def timeline_of(candidate: Candidate, known: Estimate) -> Timeline:
             auto_shares(plan, costs, **options) if share == "auto" else (share,) * plan.num_stages
         )
         options["iterations"] = _STEADY
+    return simulate(plan, costs, sends_waited_for=_sends_waited_for(candidate), **options)
+
+
+def without_grad_sync(candidate: Candidate) -> Candidate:
+    """Return a candidate that stands for all that differ in DP.sync and host copies alone."""
+    setup = replace(candidate.setup, distributed_optimizer=False)
+    return replace(candidate, setup=setup, backward_share=None, offload=False, preemptive=False)
+
+
+def undisturbed_s(candidate: Candidate, known: Estimate) -> float:
+    """Return an iteration without DP.sync and host copies, on links that no two messages share.
+
+    Orders are fixed, so whatever else a candidate has can only make a rank wait longer. Without
+    flows on a network it takes a part of the time to simulate.
+    """
+    costs = known.costs
+    message_s = costs.p2p_s
+    if len(set(known.nic_of_rank)) < candidate.num_ranks:
+        message_s = min(message_s, costs.p2p_local_s)
+    alone = replace(
+        costs, p2p_s=0.0, p2p_local_s=0.0, p2p_latency_s=costs.p2p_latency_s + message_s
+    )
+    waited_for = _sends_waited_for(candidate)
+    return simulate(_compute_plan(candidate), alone, sends_waited_for=waited_for).period_s
+
+
+def _compute_plan(candidate: Candidate) -> Plan:
+    return build(
+        candidate.schedule,
+        num_ranks=candidate.num_ranks,
+        num_segments=candidate.num_segments,
+        num_microbatches=candidate.num_microbatches,
+        group_size=candidate.group_size,
+    )
+
+
+def _sends_waited_for(candidate: Candidate) -> tuple[Op, ...]:
+    """What stock stands still after."""
     if candidate.schedule == "1f1b":
-        options["sends_waited_for"] = (Op.FORWARD, Op.BACKWARD)
-    elif candidate.is_stock:
-        options["sends_waited_for"] = (Op.FORWARD,)
-    return simulate(plan, costs, **options)
+        return (Op.FORWARD, Op.BACKWARD)
+    return (Op.FORWARD,) if candidate.is_stock else ()
 
 
 def _stepping_last(costs: Costs, num_ranks: int) -> Costs:
