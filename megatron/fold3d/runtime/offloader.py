@@ -115,8 +115,7 @@ class Offloader:
 
         On a GPU those that it has not come to yet do not count.
         """
-        while self._returned and all(map(self._clock.has_passed, self._returned[0])):
-            self._num_early += self._clock.seconds(*self._returned.popleft()) >= 0
+        self._count_early()
         return self._num_early
 
     def choice(self, program: Program) -> Choice:
@@ -157,6 +156,7 @@ class Offloader:
             HostMemoryError: the host has less memory than the program takes.
         """
         self.held = self.peak = 0
+        self._count_early()
         self._num_iterations += 1
         self._recorder = recorder or self._recorder
         self._recorder.count(_OFFLOADED, 0)  # known where nothing leaves, too
@@ -269,6 +269,11 @@ class Offloader:
             away.saved.leave(away.held)
             self.held -= 1
         self._leaving.append([])
+
+    def _count_early(self) -> None:
+        """Forget the marks that the device has passed, once they are counted."""
+        while self._returned and all(map(self._clock.has_passed, self._returned[0])):
+            self._num_early += self._clock.seconds(*self._returned.popleft()) >= 0
 
     def _watch(self, action: Action, kind: str | None = None) -> Callable[[], None]:
         """Note when an action begins; call what is returned when it is over."""
