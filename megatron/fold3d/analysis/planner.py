@@ -2,9 +2,8 @@
 
 Memory and a lower bound on the iteration come first, from the costs alone; what is left is
 simulated in the order of the bounds, without DP.sync first, until no bound is below what has been
-found. The best ones'
-neighbours follow. Ours and stock Megatron are searched side by side, so the answer can be that
-AIAO gains nothing. Every candidate runs as it is simulated.
+found. The best ones' neighbours follow. Ours and stock Megatron are searched side by side, so the
+answer can be that AIAO gains nothing. Every candidate runs as it is simulated.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
