@@ -91,7 +91,7 @@ def search(
     fitting += filter(judge.fits, better)
     stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
     return Search(
-        best=judge.best(fitting, top),
+        best=_measuring_first(judge.best(fitting, top)),
         best_stock=stock[0] if stock else None,
         considered=len(everything) + len(better),
         too_large=sum(not judge.fits(b) for b in everything),
@@ -174,6 +174,19 @@ class _Judge:
         self._judged[item.candidate] = choice
         self._progress(self.num_simulated, self.num_left)
         return choice
+
+
+def _measuring_first(best: tuple[Choice, ...]) -> tuple[Choice, ...]:
+    """Put the share that training measures before a given one that is no more than 1% faster.
+
+    No simulation is as good as that, and what it is wrong by, `auto` makes up for.
+    """
+    first = best[0]
+    for choice in best[1:]:
+        alike = replace(first.candidate, backward_share="auto") == choice.candidate
+        if alike and choice.iteration_s <= 1.01 * first.iteration_s:
+            return choice, *(other for other in best if other is not choice)
+    return best
 
 
 def _that_memory_asks_to_offload(

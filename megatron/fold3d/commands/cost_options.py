@@ -21,6 +21,7 @@ _FILE = ("costs",)
 _MODEL = (
     *("model", "cluster", "tp", "dp", "micro_batch_size", "recompute"),
     *("distributed_optimizer", "fp32", "layer_forward_s", "task_overhead_s"),
+    "iteration_overhead_s",
 )
 
 

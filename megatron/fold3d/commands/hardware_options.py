@@ -9,7 +9,7 @@ from megatron.fold3d.analysis.model import SHAPES, ModelShape, model_shape
 
 
 def add_hardware_options(parser: ArgumentParser, *, required: bool) -> None:
-    """Add ``--model``, ``--cluster``, ``--layer-forward-s`` and ``--task-overhead-s``."""
+    """Add ``--model``, ``--cluster``, and what was measured of them."""
     parser.add_argument(
         "--model",
         required=required,
@@ -37,6 +37,13 @@ def add_hardware_options(parser: ArgumentParser, *, required: bool) -> None:
         help="what starting a forward or backward of one model chunk costs (default: the "
         "cluster's, 0 for those that have a name)",
     )
+    parser.add_argument(
+        "--iteration-overhead-s",
+        type=float,
+        metavar="S",
+        help="what an iteration was measured to cost beside its forwards, backwards and network "
+        "(default: the cluster's, 0 for those that have a name)",
+    )
 
 
 def named_hardware(args: Namespace) -> tuple[ModelShape, Cluster]:
@@ -51,6 +58,7 @@ def named_hardware(args: Namespace) -> tuple[ModelShape, Cluster]:
             raise ValueError(f"--layer-forward-s {layer_s}: give seconds above zero")
         flops_per_s = shape.layer_flops(0) / layer_s / found.compute_efficiency
         found = replace(found, gpu_flops_per_s=flops_per_s)
-    if args.task_overhead_s is not None:
-        found = replace(found, task_overhead_s=args.task_overhead_s)
+    for overhead in ("task_overhead_s", "iteration_overhead_s"):
+        if (seconds := getattr(args, overhead)) is not None:
+            found = replace(found, **{overhead: seconds})
     return shape, found
