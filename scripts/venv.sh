@@ -4,8 +4,12 @@
 # .venv/installed says what is in there: the checkout's path, then what was installed. Both as they
 # are now: nothing to do. Another path, or no path at all: a virtual environment holds absolute
 # paths, or its first installation was cut short; start afresh. Anything else: install on top.
+# A link is to another checkout's, which is not ours to change.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+if [[ -L .venv ]]; then
+    exit 0
+fi
 
 readonly STAMP=.venv/installed
 

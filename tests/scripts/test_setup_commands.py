@@ -170,3 +170,11 @@ def test_moved_checkout_is_installed_afresh(installer: Machine):
     work(installer)
     installer.checkout = installer.checkout.rename(installer.bin.parent / "moved")
     assert work(installer) == ["venv", "pip"]
+
+
+def test_environment_of_another_checkout_is_left_alone(installer: Machine):
+    others = installer.bin.parent / "others"
+    others.mkdir()
+    (installer.checkout / ".venv").symlink_to(others)
+    assert work(installer) == []
+    assert not any(others.iterdir())
