@@ -129,6 +129,8 @@ def known(job: Job) -> Iterator[Variant]:
     for segments in [1, *job.segment_counts]:
         aiao = ("--schedule", "aiao", "--segments", str(segments), "--overlap-grad-reduce")
         yield from _with_optimizers(f"aiao-s{segments}", aiao)
+        if segments > 1:
+            yield Variant(f"aiao-s{segments}-auto", (*aiao, "--backward-share", "auto"))
         for percent in SHARES if segments > 1 else ():
             share = ("--backward-share", str(percent / 100))
             yield Variant(f"aiao-s{segments}-share{percent}", (*aiao, *share))

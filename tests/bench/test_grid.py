@@ -52,3 +52,10 @@ def test_a_loss_that_differs_and_a_run_that_failed_are_said(tmp_path):
 def test_a_pipeline_without_replicas_has_no_sync_to_split():
     job = Layout(num_ranks=4, data_parallel=1, recompute=True, rates=()).job()
     assert [v.name for v in grid.chosen(job) if not v.is_stock] == ["aiao-s4-do", "aiao-s4"]
+
+
+def test_cells_are_chosen_by_layout_and_rate():
+    layout = Layout(num_ranks=2, data_parallel=2, recompute=True, rates=("90mbit", "100mbit"))
+    assert grid.wanted(layout, [""]) == layout.rates
+    assert grid.wanted(layout, ["dp=2, recompute, 100mbit"]) == ("100mbit",)
+    assert grid.wanted(layout, ["dp=2, 100mbit"]) == ()
