@@ -120,6 +120,17 @@ ROWS = (
     Row(pp=4, m=6, ours="--schedule afab"),
     Row(pp=4, m=6, ours="--schedule 1f1b"),
     Row(pp=4, m=6, ours="--schedule shifted-critical-path"),
+    # Models: the presets' heads, few layers.
+    Row(
+        name="T-NLG",
+        segments=2,
+        flags="--model-preset t-nlg --hidden-size 56 --num-attention-heads 28",
+    ),
+    Row(
+        name="CPM",
+        segments=2,
+        flags="--model-preset cpm --hidden-size 128 --num-attention-heads 64",
+    ),
     # Sizes.
     Row(name="no pipeline", pp=1),
     Row(name="no pipeline", pp=1, dp=2, m=3, flags=OVERLAP, ours="--schedule 1f1b"),
