@@ -69,12 +69,14 @@ AIAO = "--schedule aiao --backward-share"
 
 SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 
+TO_HOST = "--offload-activations on --lazy-inter-segment"
+
 FP16 = "--fp16 --initial-loss-scale 524288 --hysteresis 1"
 
 ROWS = (
     Row(ours=f"{AIAO} 0 --aiao-last-segment afab"),
     Row(ours=f"{AIAO} 1 --dp-slice-bytes 4096", flags=f"{UNTIED} --ddp-bucket-size 5000"),
-    Row(ours=f"{AIAO} 0.5", flags="--position-embedding-type rope"),
+    Row(ours=f"{AIAO} 0.5 {TO_HOST}", flags="--position-embedding-type rope"),
     Row(ours=f"{AIAO} 0.3", flags="--bf16 --no-align-grad-reduce", segments=4),
     Row(ours=f"{AIAO} 0.5", flags="", pp=4, dp=1),
     Row(ours=f"{AIAO} 0.5", flags=f"{UNTIED} --optimizer sgd --no-align-grad-reduce"),
