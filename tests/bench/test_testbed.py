@@ -95,6 +95,8 @@ def start_tool(logs):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell starts what is in the background, these tests perhaps, with SIGINT ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     paths = [logs / f"rank{rank}.log" for rank in range(2)]
     started = wait_until(lambda: all(path.exists() and path.stat().st_size for path in paths), 20)
