@@ -65,7 +65,7 @@ _TWO, _FOUR = {"num_ranks": 2, "data_parallel": 2}, {"num_ranks": 2, "data_paral
 LAYOUTS = (
     Layout(**_TWO, recompute=False, rates=("90mbit", "100mbit", "175mbit", "350mbit")),
     Layout(**_TWO, recompute=True, rates=("70mbit", "135mbit", "325mbit")),
-    Layout(**_FOUR, hidden_size=128, recompute=False, rates=("33mbit", "62mbit", "150mbit")),
+    Layout(**_FOUR, hidden_size=128, recompute=False, rates=("37mbit", "62mbit", "150mbit")),
     Layout(num_ranks=4, data_parallel=1, recompute=False, rates=("90mbit",)),
     Layout(**_FOUR, hidden_size=128, recompute=True, rates=("48mbit",)),
 )
