@@ -10,7 +10,7 @@ from typing import Any
 from megatron.fold3d.analysis.costs import Costs
 from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.analysis.timeline import Lane, Span
-from megatron.fold3d.plan.free_split import FIRST_SHARE, backward_shares
+from megatron.fold3d.plan.free_split import FIRST_SHARE, backward_shares, busy_s
 from megatron.fold3d.plan.ir import Op, Plan
 
 
@@ -61,8 +61,5 @@ def _slower(spans: Sequence[Span], last_s: float, at_once_s: Sequence[float]) ->
     ended = {s: its for s, its in of_stage.items() if all(span.end_s <= last_s for span in its)}
     behind = ended or of_stage
     alone_s = sum(at_once_s[stage] for stage in behind)
-    busy_s = until_s = 0.0
-    for span in sorted(span for its in behind.values() for span in its):
-        busy_s += max(0.0, span.end_s - max(span.start_s, until_s))
-        until_s = max(until_s, span.end_s)
-    return busy_s / alone_s if alone_s else 1.0
+    there_s = busy_s((span.start_s, span.end_s) for its in behind.values() for span in its)
+    return there_s / alone_s if alone_s else 1.0

@@ -7,8 +7,9 @@ another order until then changes nothing, for none of them is needed before.
 """
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from math import inf
 
 FIRST_SHARE = 0.5  # of every segment, until something is measured
 
@@ -35,3 +36,12 @@ def backward_shares(ready_s: Sequence[float], sync_s: Sequence[float]) -> tuple[
     return tuple(
         1 - left / whole if whole else 1.0 for left, whole in zip(left_s, sync_s, strict=True)
     )
+
+
+def busy_s(spans: Iterable[tuple[float, float]]) -> float:
+    """Return how long at least one of the (start, end) ``spans`` lasts."""
+    total_s, until_s = 0.0, -inf
+    for start_s, end_s in sorted(spans):
+        total_s += max(0.0, end_s - max(start_s, until_s))
+        until_s = max(until_s, end_s)
+    return total_s

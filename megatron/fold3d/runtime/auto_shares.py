@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron.fold3d.plan.free_split import backward_shares
+from megatron.fold3d.plan.free_split import backward_shares, busy_s
 from megatron.fold3d.runtime.device import Clock, Mark, synchronize
 from megatron.fold3d.runtime.recorder import no_end
 from megatron.fold3d.runtime.replicas import connect, ranks_of, ranks_of_all
@@ -81,17 +81,14 @@ class _Measured:
         marks = list(self.ready.values())  # in the order of the backward
         if not marks:
             return 0.0
-        spans = sorted(
+        spans = [
             (clock.seconds(marks[0], t.start), clock.seconds(marks[0], t.end), t.num_bytes)
             for t in self.transfers
-        )
+        ]
         last_s = clock.seconds(marks[0], marks[-1])
         behind = [span for span in spans if span[1] <= last_s] or spans
-        busy_s, until_s = 0.0, -math.inf
-        for start_s, end_s, _ in behind:
-            busy_s += max(0.0, end_s - max(start_s, until_s))
-            until_s = max(until_s, end_s)
-        return busy_s / max(1, sum(num_bytes for *_, num_bytes in behind))
+        num_bytes = sum(num_bytes for *_, num_bytes in behind)
+        return busy_s((start_s, end_s) for start_s, end_s, _ in behind) / max(1, num_bytes)
 
 
 class AutoShares:
