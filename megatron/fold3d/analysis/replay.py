@@ -13,7 +13,7 @@ from megatron.fold3d.analysis.costs import Costs
 from megatron.fold3d.analysis.grad_sync import serial_grad_sync
 from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.analysis.steady import steady_state
-from megatron.fold3d.analysis.timeline import BUSY_LANES, Lane, Span, Timeline
+from megatron.fold3d.analysis.timeline import BUSY_LANES, Lane, Span, Timeline, queued
 from megatron.fold3d.plan.ir import COMPUTE_OPS, Op, Plan, PlanError
 from megatron.fold3d.plan.lowering import add_grad_sync, deferred_stages
 
@@ -52,7 +52,7 @@ def observed_costs(measured: Timeline, plan: Plan) -> Costs:
     update = _updates(measured)
     messages = [s.duration_s for r in measured.ranks for s in r if s.lane is Lane.P2P]
     p2p_s = quantiles(messages, n=10)[0] if len(messages) > 1 else 0.0
-    sync, gather = (_grad_sync(measured, op, p2p_s) for op in (Op.REDUCE_GRAD, Op.GATHER_PARAM))
+    sync = _grad_sync(measured, p2p_s)
 
     def typical(op: Op) -> tuple[float, ...]:
         if any((stage, op) not in compute for stage in stages):
@@ -65,8 +65,8 @@ def observed_costs(measured: Timeline, plan: Plan) -> Costs:
         backward_s=typical(Op.BACKWARD),
         weight_s=typical(Op.WEIGHT) if (0, Op.WEIGHT) in compute else (),
         p2p_s=p2p_s,
-        grad_sync_s=tuple(min(sync.get(stage, [0.0])) for stage in stages),
-        param_gather_s=tuple(min(gather.get(stage, [0.0])) for stage in stages),
+        grad_sync_s=tuple(min(sync.get((stage, Op.REDUCE_GRAD), [0.0])) for stage in stages),
+        param_gather_s=tuple(min(sync.get((stage, Op.GATHER_PARAM), [0.0])) for stage in stages),
         offload_s=_copies(measured, Op.OFFLOAD, stages),
         reload_s=_copies(measured, Op.RELOAD, stages),
         optimizer_s=tuple(median(update.get(stage, [0.0])) for stage in stages),
@@ -142,41 +142,33 @@ def _copies(measured: Timeline, op: Op, stages: range) -> tuple[float, ...]:
     return tuple(median(found[stage]) if found[stage] else 0.0 for stage in stages)
 
 
-def _grad_sync(measured: Timeline, op: Op, p2p_s: float) -> Mapping[int, list[float]]:
-    """What each stage's DP.sync takes of its link; what began first goes first."""
-    totals: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+def _grad_sync(measured: Timeline, p2p_s: float) -> Mapping[tuple[int, Op], list[float]]:
+    """What each stage's DP.sync takes of its link in each iteration; what ends first goes first."""
+    totals: dict[tuple[int, Op], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for spans in measured.ranks:
-        syncs = [span for span in spans if span.lane is Lane.GRAD_SYNC]  # in order of their start
+        syncs = queued(span for span in spans if span.lane is Lane.GRAD_SYNC)
         own = _own_share(spans, syncs, p2p_s)
-        until_s = 0.0
         for span in syncs:
-            if span.action is not None and span.action.op is op:
-                used_s = max(0.0, span.end_s - max(span.start_s, until_s))
-                totals[span.action.stage][span.iteration] += own * used_s
-            until_s = max(until_s, span.end_s)
-    return {stage: list(seconds.values()) for stage, seconds in totals.items()}
+            if span.action is not None:
+                key = span.action.stage, span.action.op
+                totals[key][span.iteration] += own * span.duration_s
+    return {key: list(seconds.values()) for key, seconds in totals.items()}
 
 
 def _own_share(spans: Sequence[Span], syncs: Sequence[Span], p2p_s: float) -> float:
     """What DP.sync has of a link while it is there; messages that arrive meanwhile have the rest.
 
-    Half at least, as long as the link is shared fairly.
+    Half at least, as long as the link is shared fairly. No two of ``syncs`` are there at once.
     """
-    busy: list[tuple[float, float]] = []
-    for sync in syncs:
-        if busy and sync.start_s <= busy[-1][1]:
-            busy[-1] = busy[-1][0], max(busy[-1][1], sync.end_s)
-        else:
-            busy.append((sync.start_s, sync.end_s))
-    busy_s = sum(end_s - start_s for start_s, end_s in busy)
+    sync_s = sum(sync.duration_s for sync in syncs)
     messages_s = 0.0
     for message in (span for span in spans if span.lane is Lane.P2P and span.duration_s > 0):
         beside_s = sum(
-            max(0.0, min(message.end_s, end_s) - max(message.start_s, start_s))
-            for start_s, end_s in busy
+            max(0.0, min(message.end_s, sync.end_s) - max(message.start_s, sync.start_s))
+            for sync in syncs
         )
         messages_s += min(message.duration_s, p2p_s) * beside_s / message.duration_s
-    return max(0.5, 1 - messages_s / busy_s) if busy_s else 1.0
+    return max(0.5, 1 - messages_s / sync_s) if sync_s else 1.0
 
 
 def _updates(measured: Timeline) -> Mapping[int, list[float]]:
