@@ -144,14 +144,14 @@ class _Diagram:
         self, timeline: Timeline, top: float, until_s: float | None = None, scope: str = ""
     ) -> None:
         self.timeline, self.top, self.until_s, self.scope = timeline, top, until_s, scope
-        drawn = _drawn(timeline)
+        drawn = [span for spans in timeline.ranks for span in spans if span.lane is not Lane.P2P]
         self.lanes = {span.lane for span in drawn}
         self.kinds = {_KINDS[s.action.op] for s in drawn if s.action and s.action.op in _KINDS}
         self.segments = timeline.num_segments
         numbers = (s.action.microbatch for s in drawn if s.action)
         self.digits = len(str(max((n for n in numbers if n is not None), default=0)))
         self.tooltips = len(drawn) <= _MAX_TOOLTIPS
-        self.last_s = _last_s(timeline)  # no bubble after it
+        self.last_s = max((span.end_s for span in drawn), default=0.0)  # no bubble after it
         self.end_s = until_s or self.last_s or 1.0
         self.per_s = (WIDTH - _LEFT - _RIGHT) / self.end_s
 
@@ -311,14 +311,6 @@ def _legend(
     if shown.segments > 1:
         order, at_end = "lighter to darker: first to last segment", ' text-anchor="end"'
         yield _text(WIDTH - _RIGHT, y + 11.5, 12.5, order, "soft", at_end)
-
-
-def _drawn(timeline: Timeline) -> list[Span]:
-    return [span for spans in timeline.ranks for span in spans if span.lane is not Lane.P2P]
-
-
-def _last_s(timeline: Timeline) -> float:
-    return max((span.end_s for span in _drawn(timeline)), default=0.0)
 
 
 def _rect(x: float, y: float, width: float, height: float, css: str, tooltip: str = "") -> str:

@@ -112,9 +112,8 @@ def choose(program: Program, measured: Measured, *, sparing: bool) -> Choice:
         sparing: no more leaves than memory needs, nor than computations hide; otherwise all does.
     """
     most_held = measured.most_held
-    if (
-        most_held is None
-    ):  # a CPU: memory is the host's, and copies are over when their calls return
+    if most_held is None:
+        # A CPU: memory is the host's, and copies are over when their calls return.
         return Choice(0 if sparing else None)
     return _spare(program, measured, most_held) if sparing else _all(program, measured, most_held)
 
