@@ -10,20 +10,12 @@ from megatron.fold3d.analysis.model import model_shape
 from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.analysis.sizes import Setup
 from megatron.fold3d.plan.schedules import build
-
-A100 = replace(cluster("a100x128-200g"), task_overhead_s=5e-3)
-PIPER = Setup(
-    tensor_parallel=8,
-    data_parallel=4,
-    microbatch_size=4,
-    sequence_parallel=True,
-    recompute="full",
-)
+from tests.analysis.published import A100, SETUP_39B
 
 
 def test_live_tensors_are_most_of_the_memory_that_the_paper_measured():
     # Table II: GPT-3 39B, (dp, pp, tp) = (4, 4, 8), 256 sequences, 29.8 GB.
-    found = estimate(model_shape("gpt3-39b"), A100, PIPER, num_ranks=4, num_segments=2)
+    found = estimate(model_shape("gpt3-39b"), A100, SETUP_39B, num_ranks=4, num_segments=2)
     plan = build("interleaved", num_ranks=4, num_segments=2, num_microbatches=16)
     timeline = simulate(serial_grad_sync(plan), found.costs, nic_of_rank=found.nic_of_rank)
     peak = max(rank.device.peak_bytes for rank in memory(timeline, found.footprint))
@@ -32,7 +24,7 @@ def test_live_tensors_are_most_of_the_memory_that_the_paper_measured():
 
 
 def test_a_recomputing_backward_takes_three_forwards():
-    found = estimate(model_shape("gpt3-39b"), A100, PIPER, num_ranks=4, num_segments=2)
+    found = estimate(model_shape("gpt3-39b"), A100, SETUP_39B, num_ranks=4, num_segments=2)
     overhead_s = A100.task_overhead_s
     for forward_s, backward_s in zip(found.costs.forward_s, found.costs.backward_s, strict=True):
         assert backward_s - overhead_s == pytest.approx(3 * (forward_s - overhead_s))
@@ -40,9 +32,9 @@ def test_a_recomputing_backward_takes_three_forwards():
 
 def test_one_replica_carries_what_its_node_sends():
     shape = model_shape("gpt3-18b")
-    small = replace(PIPER, tensor_parallel=4, data_parallel=16)
+    small = replace(SETUP_39B, tensor_parallel=4, data_parallel=16)
     four = estimate(shape, A100, small, num_ranks=2, num_segments=1)
-    eight = estimate(shape, A100, replace(PIPER, data_parallel=8), num_ranks=2, num_segments=1)
+    eight = estimate(shape, A100, replace(SETUP_39B, data_parallel=8), num_ranks=2, num_segments=1)
     assert four.costs.p2p_s == pytest.approx(2 * eight.costs.p2p_s)  # two replicas per node
     assert not eight.costs.grad_sync_local
 
@@ -60,8 +52,8 @@ def test_a_group_inside_a_node_leaves_the_nic_alone():
 
 def test_the_distributed_optimizer_moves_fewer_bytes():
     shape = model_shape("gpt3-18b")
-    plain = estimate(shape, A100, PIPER, num_ranks=4, num_segments=2).costs
-    sharded = replace(PIPER, distributed_optimizer=True)
+    plain = estimate(shape, A100, SETUP_39B, num_ranks=4, num_segments=2).costs
+    sharded = replace(SETUP_39B, distributed_optimizer=True)
     spread = estimate(shape, A100, sharded, num_ranks=4, num_segments=2).costs
     assert spread.grad_sync_s[0] == pytest.approx(plain.grad_sync_s[0] / 2)
     assert spread.param_gather_s[0] == pytest.approx(plain.grad_sync_s[0] / 4)  # of 16 bits
@@ -70,19 +62,19 @@ def test_the_distributed_optimizer_moves_fewer_bytes():
 
 def test_layers_may_be_spread_unevenly():
     shape, layers = model_shape("gpt3-18b"), (6, *(5,) * 6, 4)
-    even = estimate(shape, A100, PIPER, num_ranks=4, num_segments=2).costs.forward_s
-    found = estimate(shape, A100, PIPER, num_ranks=4, num_segments=2, layers=layers)
+    even = estimate(shape, A100, SETUP_39B, num_ranks=4, num_segments=2).costs.forward_s
+    found = estimate(shape, A100, SETUP_39B, num_ranks=4, num_segments=2, layers=layers)
     layer_s = (found.costs.forward_s[0] - even[0], even[7] - found.costs.forward_s[7])
     assert layer_s[0] == pytest.approx(layer_s[1])
     assert found.costs.forward_s[1:7] == even[1:7]
     with pytest.raises(ValueError, match="found 41 layers in 8 stages; the model has 40"):
-        estimate(shape, A100, PIPER, num_ranks=4, num_segments=2, layers=(7, *layers[1:]))
+        estimate(shape, A100, SETUP_39B, num_ranks=4, num_segments=2, layers=(7, *layers[1:]))
 
 
 def test_shared_word_embeddings_are_kept_back_and_untied_ones_are_not():
     shape = model_shape("gpt3-18b")
     tied, untied = (
-        estimate(s, A100, PIPER, num_ranks=4, num_segments=2).costs
+        estimate(s, A100, SETUP_39B, num_ranks=4, num_segments=2).costs
         for s in (shape, replace(shape, untied=True))
     )
     assert untied.kept_back_s == (0.0,) * 8
@@ -93,14 +85,14 @@ def test_shared_word_embeddings_are_kept_back_and_untied_ones_are_not():
 
 def test_an_iterations_overhead_is_spread_over_a_ranks_stages():
     slow = replace(A100, iteration_overhead_s=0.5)
-    steps = estimate(model_shape("gpt3-18b"), slow, PIPER, num_ranks=4, num_segments=2).costs
+    steps = estimate(model_shape("gpt3-18b"), slow, SETUP_39B, num_ranks=4, num_segments=2).costs
     for rank in range(4):
         assert sum(steps.optimizer_s[rank::4]) == pytest.approx(0.5)
 
 
 def test_gpus_must_be_those_of_the_cluster():
     with pytest.raises(ValueError, match=r"x 2 pipeline ranks are 64 GPUs; a100x128-200g has 128"):
-        estimate(model_shape("gpt3-18b"), A100, PIPER, num_ranks=2, num_segments=2)
+        estimate(model_shape("gpt3-18b"), A100, SETUP_39B, num_ranks=2, num_segments=2)
 
 
 def test_grad_sync_inside_the_node_does_not_wait_for_messages():

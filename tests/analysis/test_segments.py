@@ -3,13 +3,12 @@ from dataclasses import replace
 import pytest
 
 from megatron.fold3d.analysis.candidates import Candidate
-from megatron.fold3d.analysis.cluster import cluster
 from megatron.fold3d.analysis.costs import Costs
 from megatron.fold3d.analysis.estimate import estimate
 from megatron.fold3d.analysis.model import model_shape
 from megatron.fold3d.analysis.running import timeline_of
 from megatron.fold3d.analysis.segments import by_rule, by_simulation
-from megatron.fold3d.analysis.sizes import Setup
+from tests.analysis.published import A100, SETUP_39B
 
 RULE = {"compute_s": 10.0, "grad_sync_s": 8.0, "num_microbatches": 8}
 
@@ -60,17 +59,9 @@ def test_of_equals_the_fewest_segments_are_taken():
 def test_39b_gets_a_number_of_segments_within_2_percent_of_the_best(backward_share):
     # The paper's cluster, split and software overhead. Of all that divide 12 layers per rank, each
     # is simulated as it runs; the choice is made from costs alone, before anything runs.
-    hosts = replace(cluster("a100x128-200g"), task_overhead_s=5e-3)
-    setup = Setup(
-        tensor_parallel=8,
-        data_parallel=4,
-        microbatch_size=4,
-        sequence_parallel=True,
-        recompute="full",
-    )
     known = {
         segments: estimate(
-            model_shape("gpt3-39b"), hosts, setup, num_ranks=4, num_segments=segments
+            model_shape("gpt3-39b"), A100, SETUP_39B, num_ranks=4, num_segments=segments
         )
         for segments in (1, 2, 3, 4, 6, 12)
     }
@@ -85,7 +76,7 @@ def test_39b_gets_a_number_of_segments_within_2_percent_of_the_best(backward_sha
     runs = Candidate(
         schedule="aiao",
         is_stock=False,
-        setup=setup,
+        setup=SETUP_39B,
         num_ranks=4,
         num_segments=1,
         num_microbatches=16,

@@ -5,6 +5,7 @@ import inspect
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -26,25 +27,15 @@ from fold3d_patches import (
     zero_grad_buffer,
 )
 from fold3d_patches.registry import Patch, apply
-from megatron.fold3d.config import Fold3DConfig
 from megatron.fold3d.runtime.deferred_sync import DeferredSync
 from megatron.fold3d.runtime.metrics import Metrics
 from megatron.fold3d.runtime.offloader import Offloader
 from megatron.fold3d.runtime.plans import Plans
 from megatron.fold3d.runtime.tracer import Tracer
+from tests.configs import CONFIG
 
 DEFERRED = DeferredSync(0.5, slice_bytes=4096, bounded=False, timeout=timedelta(minutes=1))
-CONFIG = Fold3DConfig(
-    schedule="stock",
-    plan_file=None,
-    num_ranks=1,
-    num_segments=1,
-    aiao_last_segment="1f1b",
-    device="cpu",
-    microbatch_group_size=None,
-    distributed_timeout_minutes=1,
-    trace=Path("trace"),
-)
+TRACED = replace(CONFIG, trace=Path("trace"))
 PATCHES = (
     compile_helpers.patch(),
     checkpoint.patch(Offloader(torch.device("cpu"), everything=False)),
@@ -55,7 +46,7 @@ PATCHES = (
     *gradient_buckets.patches(),
     nccl_options.patch(3, 1),
     *cpu.patches(),
-    *trace.patches(Tracer(CONFIG, Plans(CONFIG), Metrics(lambda: None, lambda: None)), "stock"),
+    *trace.patches(Tracer(TRACED, Plans(TRACED), Metrics(lambda: None, lambda: None)), "stock"),
 )
 ROOT = Path(__file__).parents[2]
 

@@ -1,25 +1,22 @@
 """Plans of a run with ``--backward-share``."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatron.fold3d.config import Fold3DConfig
 from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.runtime.plans import Plans
+from tests.configs import CONFIG
 
 
 def plans(backward_share: float | None, plan_file: Path | None = None) -> Plans:
     return Plans(
-        Fold3DConfig(
+        replace(
+            CONFIG,
             schedule="plan-file" if plan_file else "1f1b",
             plan_file=plan_file,
             num_ranks=2,
-            num_segments=1,
-            aiao_last_segment="1f1b",
-            device="cpu",
-            microbatch_group_size=None,
-            distributed_timeout_minutes=1,
             backward_share=backward_share,
         )
     )

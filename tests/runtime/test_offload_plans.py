@@ -1,26 +1,23 @@
 """Plans of a run with ``--offload-activations``."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatron.fold3d.config import Fold3DConfig, Offload
+from megatron.fold3d.config import Offload
 from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.runtime.offload_choice import Choice
 from megatron.fold3d.runtime.plans import Plans
+from tests.configs import CONFIG
 
 
 def plans(offload: Offload, plan_file: Path | None = None) -> Plans:
     return Plans(
-        Fold3DConfig(
+        replace(
+            CONFIG,
             schedule="plan-file" if plan_file else "afab",
             plan_file=plan_file,
-            num_ranks=1,
-            num_segments=1,
-            aiao_last_segment="1f1b",
-            device="cpu",
-            microbatch_group_size=None,
-            distributed_timeout_minutes=1,
             offload_activations=offload,
         )
     )
