@@ -114,7 +114,7 @@ class Grid:
                 if number == 2:
                     some = compare.kept(some, self.runs(layout, rate), 1)
                 for variant in some:
-                    if self._args.skip and variant.name.endswith(self._args.skip):
+                    if variant.name.endswith(tuple(self._args.skip)):
                         continue
                     self._measure(layout, rate, variant, number)
 
@@ -239,7 +239,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--real-time", action="store_true", help="as for compare.py")
     parser.add_argument("--table", action="store_true", help="measure nothing")
     parser.add_argument("--logs", type=Path, default=Path("out/grid"), help="(out/grid)")
-    parser.add_argument("--skip", default="", metavar="TEXT", help="variants that end so")
+    parser.add_argument(
+        "--skip", nargs="+", default=[], metavar="TEXT", help="variants that end so"
+    )
     args = parser.parse_args(argv)
     end_on_signals()
     layouts = [replace(layout, rates=wanted(layout, args.only)) for layout in LAYOUTS]
