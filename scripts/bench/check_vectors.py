@@ -18,10 +18,34 @@ from megatron.fold3d.analysis.timeline import Timeline
 from megatron.fold3d.plan.ir import Action, Op, Plan
 
 LIMIT = 0.005
+DP_MODES = ("edf", "fifo", "serial")
+
+
+def check(case: dict[str, Any]) -> None:
+    """Return if a case's lists are as long as its numbers say and its mode is one.
+
+    Raises:
+        ValueError: found and rule.
+    """
+    if case["dp_mode"] not in DP_MODES:
+        raise ValueError(f"found dp_mode={case['dp_mode']!r}; it is one of {', '.join(DP_MODES)}")
+    ranks, chunks, tasks = case["p"], case["v"], 2 * case["v"] * case["m"]
+    lengths = {
+        "dp": (case["dp"], ranks),
+        "order": (case["order"], ranks),
+        "end_of_iteration_rank0": (case["expect"]["end_of_iteration_rank0"], case["iters"]),
+        **{f"dp of rank {rank}": (dp, chunks) for rank, dp in enumerate(case["dp"])},
+        **{f"order of rank {rank}": (order, tasks) for rank, order in enumerate(case["order"])},
+    }
+    for name, (found, wanted) in lengths.items():
+        if len(found) != wanted:
+            numbers = ", ".join(f"{key}={case[key]}" for key in ("p", "v", "m", "iters"))
+            raise ValueError(f"found {len(found)} entries in {name}; {numbers} make it {wanted}")
 
 
 def run(case: dict[str, Any]) -> Timeline:
     """Simulate one case of the file."""
+    check(case)
     ranks, segments = case["p"], range(case["v"])
     plan = Plan(
         tuple(
@@ -54,7 +78,30 @@ def error(case: dict[str, Any]) -> float:
         (timeline.makespan_s, expected["makespan"]),
         *zip(timeline.iteration_ends_s(0), expected["end_of_iteration_rank0"], strict=True),
     ]
+    if not all(wanted > 0 for _, wanted in pairs):
+        raise ValueError(f"found expect={expected}; times are above zero")
     return max(abs(found - wanted) / wanted for found, wanted in pairs)
+
+
+def errors_of(path: Path) -> dict[Any, float]:
+    """Return the largest relative error of each case of a file.
+
+    Raises:
+        ValueError: the file has no cases, or one of them is none.
+    """
+    found = json.loads(path.read_text())
+    cases = found.get("cases") if isinstance(found, dict) else None
+    if not isinstance(cases, list) or not cases:
+        raise ValueError('no list of plans under "cases"')
+    errors = {}
+    for index, case in enumerate(cases):
+        try:
+            errors[case.get("id", index)] = error(case)
+        except KeyError as key:
+            raise ValueError(f"case {index} lacks {key}") from None
+        except (AttributeError, TypeError, ValueError) as cause:
+            raise ValueError(f"case {index}: {cause}") from None
+    return errors
 
 
 def main() -> int:
@@ -63,10 +110,9 @@ def main() -> int:
     parser.add_argument("file", type=Path, help="plans and what to expect of them, JSON")
     arguments = parser.parse_args()
     try:
-        cases = json.loads(arguments.file.read_text())["cases"]
-        errors = {case.get("id", index): error(case) for index, case in enumerate(cases)}
-    except (KeyError, OSError, TypeError, ValueError) as found:
-        parser.error(f"{arguments.file} is no file of cases: {found!r}")
+        errors = errors_of(arguments.file)
+    except (OSError, ValueError) as found:
+        parser.error(f"{arguments.file} is no file of cases: {found}")
     for number, value in errors.items():
         print(f"case {number:>3}  {value:.2e}")
     worst = max(errors.values())

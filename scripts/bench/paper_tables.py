@@ -61,7 +61,7 @@ def main() -> int:
         calibrated = [row for row in tables.rows if row["model"] == arguments.calibrate_on]
         fit = calibrate(tables, calibrated)
         rows = compare(tables, fit, calibrated)
-    except (KeyError, OSError, ValueError) as found:
+    except (KeyError, OSError, TypeError, ValueError) as found:
         parser.error(f"{arguments.tables}: {found}")
     if arguments.json:
         print(json.dumps(rows, indent=1))
@@ -88,8 +88,8 @@ def print_table(rows: list[dict[str, Any]], fit: Fit, tables: Tables) -> None:
             for c in map(row["columns"].get, COLUMNS)
         )
         print(f"{name:<36}{total:>17}{row['error']:>+8.1%} " + "".join(f"{c:>15}" for c in cells))
-    errors = [abs(row["error"]) for row in rows if row["system"] != "DSpeedZ3"]
-    print(f"\n3D rows: mean error {fmean(errors):.1%}, largest {max(errors):.1%}")
+    if errors := [abs(row["error"]) for row in rows if row["system"] != "DSpeedZ3"]:
+        print(f"\n3D rows: mean error {fmean(errors):.1%}, largest {max(errors):.1%}")
     for row in rows:
         for text in row["misprints"]:
             print(f"! {row['cluster']} {row['model']} {row['system']}: {text}")

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -59,6 +60,33 @@ def test_the_aiao_rows_beat_megatrons(tables, constants):
         if row["system"] == "Fold3D":
             predicted = sum(predict(tables, row, constants).values())
             assert predicted < published_ms(tables.measured(row))
+
+
+def test_layers_that_no_number_of_stages_divides_are_split_as_evenly_as_they_can_be(
+    tables, constants
+):
+    megatrons = next(r for r in tables.rows if r["model"] == "BERT" and r["pp"])
+    ours = {**megatrons, "system": "Fold3D", "ns": 4}
+    assert sorted(set(tables.layers(ours, 4))) == [4, 5]  # 72 layers, 16 stages
+    assert sum(predict(tables, ours, constants).values()) < published_ms(megatrons)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dp": None}, "row A100x128, CPM, Fold3D: found dp=None; it is a whole number above zero"),
+        ({"ns": None}, "found ns=None; Fold3D has one or more segments"),
+        ({"batch": 8}, "found batch=8; dp=4 micro-batches of 4 take 16"),
+        ({"cluster": "TPU"}, "found cluster='TPU'; it begins with one of a100"),
+        ({"bwd_ms": "2 s"}, "found bwd_ms='2 s'; it is milliseconds, or null"),
+    ],
+)
+def test_a_row_that_cannot_be_predicted_says_what_it_lacks(tmp_path, tables, change, message):
+    row = next(r for r in tables.rows if r["model"] == "CPM")
+    file = tmp_path / "tables.json"
+    file.write_text(json.dumps({"table_III": [row | change]}))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Tables.read(file)
 
 
 def run(*arguments):

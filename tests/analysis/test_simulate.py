@@ -1,5 +1,6 @@
 import itertools
 import json
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from megatron.fold3d.analysis.timeline import Lane, Timeline
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
 from megatron.fold3d.plan.lowering import add_grad_sync, add_offload, add_p2p
 from megatron.fold3d.plan.schedules import build
-from scripts.bench.check_vectors import error
+from scripts.bench.check_vectors import error, errors_of
 
 CASES = json.loads((Path(__file__).parents[1] / "data/simulator_vectors.json").read_text())["cases"]
 
@@ -40,6 +41,30 @@ def compute_rows(timeline: Timeline) -> list[list[tuple[float, float, str]]]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case["id"]))
 def test_pinned_plans_take_the_time_that_is_expected(case):
     assert error(case) < 1e-9  # both sum the same numbers, in their own order
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dp_mode": "lifo"}, "case 1: found dp_mode='lifo'; it is one of edf, fifo, serial"),
+        ({"dp": [[1.0]]}, "case 1: found 1 entries in dp; p=2, v=1, m=2, iters=3 make it 2"),
+        ({"m": 3}, "case 1: found 4 entries in order of rank 0"),
+        ({"lat": float("nan")}, "case 1: found p2p_latency_s=nan"),
+        ({"expect": {}}, "case 1 lacks 'end_of_iteration_rank0'"),
+    ],
+)
+def test_a_file_of_pinned_plans_that_is_wrong_says_which_one(tmp_path, change, message):
+    file = tmp_path / "vectors.json"
+    file.write_text(json.dumps({"cases": [CASES[8], CASES[10] | change]}))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        errors_of(file)
+
+
+def test_a_file_without_plans_is_refused(tmp_path):
+    file = tmp_path / "vectors.json"
+    file.write_text('{"cases": []}')
+    with pytest.raises(ValueError, match='no list of plans under "cases"'):
+        errors_of(file)
 
 
 def test_1f1b_of_two_ranks_by_hand():

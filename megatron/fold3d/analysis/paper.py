@@ -15,7 +15,9 @@ from typing import Any
 from megatron.fold3d.analysis.cluster import NODES
 from megatron.fold3d.analysis.costs import Costs
 from megatron.fold3d.analysis.exposure import exposure, mean
+from megatron.fold3d.analysis.fields import is_number
 from megatron.fold3d.analysis.grad_sync import deferred_grad_sync, serial_grad_sync
+from megatron.fold3d.analysis.layers import layers_of_stages
 from megatron.fold3d.analysis.model import SHAPES, ModelShape
 from megatron.fold3d.analysis.perf_model import grad_sync_s
 from megatron.fold3d.analysis.simulate import simulate
@@ -55,11 +57,18 @@ class Tables:
 
     @classmethod
     def read(cls, path: Path) -> "Tables":
-        """Read a file of the format of ``fold3d_tables.json``."""
+        """Read a file of the format of ``fold3d_tables.json``.
+
+        Raises:
+            ValueError: it has no rows, or one lacks what a prediction needs.
+        """
         found = json.loads(path.read_text())
-        rows = tuple(row for table in ("table_II", "table_III") for row in found.get(table, ()))
+        tables = ("table_II", "table_III")
+        if not isinstance(found, dict) or not any(map(found.get, tables)):
+            raise ValueError(f"no rows; they are under {' and '.join(tables)}")
+        rows = tuple(_row(row) for table in tables for row in found.get(table, ()))
         sizes = {row["model"]: row for row in found.get("table_I", ())}
-        nodes = {row["cluster"]: NODES[row["cluster"].split("x")[0].lower()] for row in rows}
+        nodes = {row["cluster"]: NODES[_node(row["cluster"])] for row in rows}
         return cls(
             rows=rows,
             shapes={row["model"]: _shape(row["model"], sizes) for row in rows},
@@ -87,9 +96,13 @@ class Tables:
         tensor_parallel: int = row["tp"]
         return max(1, self.gpus_per_node[row["cluster"]] // tensor_parallel)
 
-    def stage_gradient_bytes(self, row: Row, num_stages: int) -> list[float]:
+    def layers(self, row: Row, num_segments: int) -> tuple[int, ...]:
+        """Return the layers of each stage: 72 of BERT have no equal share in 16 stages."""
+        return layers_of_stages(self.shapes[row["model"]].num_layers, row["pp"], num_segments)
+
+    def stage_gradient_bytes(self, row: Row, num_segments: int) -> list[float]:
         """Return w of Sec. III-C for each stage: the gradients of all GPUs of a node."""
-        parameters = self.shapes[row["model"]].stage_parameters(num_stages)
+        parameters = self.shapes[row["model"]].stage_parameters(self.layers(row, num_segments))
         return [p * GRADIENT_BYTES * self.replicas_per_node(row) for p in parameters]
 
     def nodes_per_group(self, row: Row) -> int:
@@ -99,19 +112,18 @@ class Tables:
 
 def predict(tables: Tables, row: Row, fit: Fit) -> dict[str, float]:
     """Return the row's columns in milliseconds."""
-    return (_predict_pipeline if row["pp"] else _predict_zero3)(tables, row, fit)
+    return (_predict_pipeline if row.get("pp") else _predict_zero3)(tables, row, fit)
 
 
 def _predict_pipeline(tables: Tables, row: Row, fit: Fit) -> dict[str, float]:
     shape, measured = tables.shapes[row["model"]], tables.measured(row)
-    segments = row["ns"] or (MEGATRON_SEGMENTS if row["system"].startswith("Megatron") else 1)
+    segments = row.get("ns") or (MEGATRON_SEGMENTS if row["system"].startswith("Megatron") else 1)
     microbatches = row["batch"] // row["dp"] // MICROBATCH_SIZE
     sizes = {
         "num_ranks": row["pp"],
         "num_segments": segments,
         "num_microbatches": microbatches,
     }
-    stages = row["pp"] * segments
     bytes_per_s = fit.sync_bytes_per_s[row["cluster"]]
 
     # Megatron sends each element once and gathers in the node, DeepSpeed from every TP rank.
@@ -121,7 +133,7 @@ def _predict_pipeline(tables: Tables, row: Row, fit: Fit) -> dict[str, float]:
     folds = row["system"] == "Fold3D"
     blocked_s = 0.0 if folds else p2p_s  # the baselines' ranks stand still for their transfers
 
-    flops = shape.stage_flops(stages)
+    flops = shape.stage_flops(tables.layers(row, segments))
     share = [f * row["pp"] / sum(flops) / microbatches for f in flops]
     extra_s = fit.task_overhead_s + blocked_s
     nodes = tables.nodes_per_group(row)
@@ -130,7 +142,7 @@ def _predict_pipeline(tables: Tables, row: Row, fit: Fit) -> dict[str, float]:
         backward_s=tuple(measured["bwd_ms"] / 1e3 * part + extra_s for part in share),
         p2p_s=p2p_s - blocked_s,
         grad_sync_s=tuple(
-            grad_sync_s(w, nodes, bytes_per_s) for w in tables.stage_gradient_bytes(row, stages)
+            grad_sync_s(w, nodes, bytes_per_s) for w in tables.stage_gradient_bytes(row, segments)
         ),
     )
     if folds:
@@ -164,19 +176,19 @@ def calibrate(tables: Tables, rows: Sequence[Row]) -> Fit:
     gather: dict[str, float] = {}
     for cluster in sorted({row["cluster"] for row in tables.rows}):
         here = [row for row in rows if row["cluster"] == cluster]
-        serial = [row for row in here if row["pp"] and row["system"] != "Fold3D"]
+        serial = [row for row in here if row.get("pp") and row["system"] != "Fold3D"]
         if not serial:
             raise ValueError(f"no calibration row of {cluster} exposes all of its DP.sync")
         volumes = [max(_rank_sync_bytes(tables, row)) for row in serial]
         sync[cluster] = sum(volumes) / sum(row["dpsync_ms"] / 1e3 for row in serial)
-        if zero := [row for row in here if not row["pp"]]:
+        if zero := [row for row in here if not row.get("pp")]:
             unit = Fit(sync, {cluster: 1.0}, 0.0)
             gathered = sum(2 * _predict_zero3(tables, row, unit)["fwd_ms"] for row in zero)
             gather[cluster] = gathered / sum(row["fwd_ms"] + row["bwd_ms"] for row in zero)
         else:
             gather[cluster] = sync[cluster]
 
-    pipelines = [row for row in rows if row["pp"]]
+    pipelines = [row for row in rows if row.get("pp")]
 
     def loss(overhead_s: float) -> float:
         fit = Fit(sync, gather, overhead_s)
@@ -187,7 +199,7 @@ def calibrate(tables: Tables, rows: Sequence[Row]) -> Fit:
 
 def _rank_sync_bytes(tables: Tables, row: Row) -> Iterable[float]:
     nodes = tables.nodes_per_group(row)
-    return (grad_sync_s(w, nodes, 1.0) for w in tables.stage_gradient_bytes(row, row["pp"]))
+    return (grad_sync_s(w, nodes, 1.0) for w in tables.stage_gradient_bytes(row, 1))
 
 
 def _minimum(function: Callable[[float], float], low: float, high: float) -> float:
@@ -209,6 +221,46 @@ def error(row: Row, predicted: dict[str, float]) -> float:
 def published_ms(row: Row) -> float:
     """Return a row's iteration, the sum of its columns."""
     return float(sum(row[column] or 0.0 for column in COLUMNS))
+
+
+def _node(cluster: str) -> str:
+    """Return the name of a cluster's nodes: a100 of A100x128."""
+    return cluster.split("x")[0].lower()
+
+
+def _row(found: Any) -> Row:
+    """Return a row of a file; columns that do not apply to its system may be missing or null."""
+    if not isinstance(found, dict):
+        raise ValueError(f"found {found!r} as a row; it is an object")
+    row: Row = dict.fromkeys(COLUMNS) | found
+    name = ", ".join(str(row.get(key)) for key in ("cluster", "model", "system"))
+
+    def need(key: str, rule: str, *, holds: bool) -> None:
+        if not holds:
+            raise ValueError(f"row {name}: found {key}={row.get(key)!r}; {rule}")
+
+    for key in ("cluster", "model", "system"):
+        need(key, "it is a name", holds=isinstance(row.get(key), str))
+    known = ", ".join(sorted(NODES))
+    need("cluster", f"it begins with one of {known}", holds=_node(row["cluster"]) in NODES)
+    pipeline = row.get("pp") is not None
+    for key in ("batch", "dp", "tp", *["pp"] * pipeline):
+        whole = isinstance(row.get(key), int) and row[key] > 0
+        need(key, "it is a whole number above zero", holds=whole)
+    for key in COLUMNS:
+        milliseconds = row[key] is None or (is_number(row[key]) and row[key] >= 0)
+        need(key, "it is milliseconds, or null", holds=milliseconds)
+    need("fwd_ms", "the columns add up to an iteration above zero", holds=published_ms(row) > 0)
+    if pipeline:
+        full = row["dp"] * MICROBATCH_SIZE
+        rule = f"dp={row['dp']} micro-batches of {MICROBATCH_SIZE} take {full}"
+        need("batch", rule, holds=row["batch"] >= full)
+        folds = row["system"] == "Fold3D"
+        need("ns", "Fold3D has one or more segments", holds=bool(row.get("ns")) or not folds)
+    else:
+        gpus = NODES[_node(row["cluster"])].gpus_per_node
+        need("pp", f"without a pipeline dp is {gpus} or more", holds=row["dp"] >= gpus)
+    return row
 
 
 def _shape(model: str, sizes: dict[str, Row]) -> ModelShape:
