@@ -79,6 +79,7 @@ def _install(
         gradient_buckets,
         optimizer_step,
         save_checkpoint,
+        scale_gradients,
         zero_grad_buffer,
     )
     from megatron.fold3d.runtime.auto_shares import AutoShares
@@ -116,6 +117,7 @@ def _install(
             get_forward_backward_func.patch(executor),
             optimizer_step.patch(deferred),
             save_checkpoint.patch(deferred),
+            scale_gradients.patch(deferred),
             zero_grad_buffer.patch(deferred),
             *offloads,
             *buckets,

@@ -78,7 +78,6 @@ REFUSALS = (
         found=lambda args: args.optimizer not in ("adam", "sgd"),
     ),
     Refusal("--optimizer-cpu-offload", "optimizer_cpu_offload", _STEP, _DROP),
-    Refusal("--calculate-per-token-loss", "calculate_per_token_loss", _AFTER, _DROP),
     Refusal("--mtp-num-layers", "mtp_num_layers", _AFTER, _DROP),
     Refusal(
         "--ddp-param-name-patterns-for-fp32-local-accumulation",

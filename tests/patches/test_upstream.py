@@ -23,6 +23,7 @@ from fold3d_patches import (
     nccl_options,
     optimizer_step,
     save_checkpoint,
+    scale_gradients,
     trace,
     zero_grad_buffer,
 )
@@ -42,6 +43,7 @@ PATCHES = (
     get_forward_backward_func.patch(lambda **_: []),
     optimizer_step.patch(DEFERRED),
     save_checkpoint.patch(DEFERRED),
+    scale_gradients.patch(DEFERRED),
     zero_grad_buffer.patch(DEFERRED),
     *gradient_buckets.patches(),
     nccl_options.patch(3, 1),

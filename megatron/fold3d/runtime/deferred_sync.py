@@ -82,6 +82,7 @@ class DeferredSync:
         self._shares: Sequence[float] = ()
         self._next_shares: Sequence[float] = ()
         self._due: set[Any] = set()
+        self._scaling: dict[Any, Any] = {}  # of chunks whose gradients are still on their way
         self._step: LateStep | None = None
         self._num_late = self._num_whole = 0
         self._in_iteration = False
@@ -125,7 +126,7 @@ class DeferredSync:
         """Wait for the gradients of the iteration before, step with them and zero them."""
         if chunk in self._due:
             assert self._step is not None
-            self._reductions.wait(chunk)
+            self._wait(chunk)
             self._step.take(chunk.parameters())
             self._due.remove(chunk)
             chunk.zero_grad_buffer()
@@ -139,13 +140,14 @@ class DeferredSync:
         late = [chunk for chunk in self._chunks if self._reductions.is_running(chunk)]
         if self._norm_bound is not None:
             here = [chunk for chunk in self._chunks if chunk not in late]
-            self._norm_bound.add_reduced(here, late, self._kept_back)
-            self._bound = self._norm_bound.total(optimizer.get_loss_scale().item())
+            scaling = next(iter(self._scaling.values()), 1.0)  # one for the whole model
+            self._norm_bound.add_reduced(here, late, self._kept_back, scaling)
+            self._bound = self._norm_bound.total(optimizer.get_loss_scale().item(), scaling)
             if not self._bound.allows_late_steps(optimizer.config):
                 self._num_whole += 1
                 self._count_deferred(0)
                 for chunk in late:
-                    self._reductions.wait(chunk)
+                    self._wait(chunk)
                 return whole_step()
         self._num_late += 1
         self._count_deferred(self._num_deferred_bytes)
@@ -155,11 +157,18 @@ class DeferredSync:
         self._due = set(late)
         return True, None, None
 
+    def may_scale(self, chunk: Any, factor: Any) -> bool:
+        """Whether a chunk's gradients may be scaled now; otherwise they will be, once reduced."""
+        if self._reductions.is_running(chunk):
+            self._scaling[chunk] = factor
+            return False
+        return True
+
     def may_zero(self, chunk: Any) -> bool:
         """Whether a chunk's gradients may be zeroed; they may not while its step is due."""
         if chunk in self._due:
             return False
-        self._reductions.wait(chunk)  # the iteration is given up or run again
+        self._wait(chunk)  # the iteration is given up or run again
         return True
 
     def drain(self) -> None:
@@ -181,7 +190,7 @@ class DeferredSync:
             return
         self.drain()
         for chunk in self._chunks:
-            self._reductions.wait(chunk)
+            self._wait(chunk)
         log_single_rank(
             logger,
             logging.INFO,
@@ -189,6 +198,12 @@ class DeferredSync:
             self._num_late,
             self._num_whole,
         )
+
+    def _wait(self, chunk: Any) -> None:
+        """Wait for a chunk's gradients, if they are being reduced, and scale them if need be."""
+        self._reductions.wait(chunk)
+        if (factor := self._scaling.pop(chunk, None)) is not None:
+            chunk.scale_gradients(factor)
 
     def _connect(self, chunks: Sequence[Any], groups: ProcessGroupCollection) -> None:
         """Make the process groups."""

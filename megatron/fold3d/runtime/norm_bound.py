@@ -94,16 +94,18 @@ class NormBound:
         stepped: Iterable[Any],
         deferred: Iterable[Any],
         kept_back: AbstractSet[torch.nn.Parameter],
+        scaling: torch.Tensor | float = 1.0,
     ) -> None:
         """Take down what is reduced: all of the ``stepped`` chunks, ``kept_back`` of the others.
 
         All replicas have the same; the first one brings it in. What Megatron counts once, is.
+        The ``deferred`` chunks are still to be multiplied by ``scaling``.
         """
         by_ranks: dict[Ranks, list[torch.Tensor]] = defaultdict(list)
-        for chunks, reduced in ((stepped, None), (deferred, kept_back)):
+        for chunks, reduced, factor in ((stepped, None, 1.0), (deferred, kept_back, scaling)):
             for group in bucket_groups(*chunks):
                 by_ranks[ranks_of(group.data_parallel_group)] += [
-                    parameter.main_grad
+                    parameter.main_grad * factor
                     for bucket in group.buckets
                     for parameter in bucket.params
                     if (reduced is None or parameter in reduced) and _is_counted_here(parameter)
@@ -112,10 +114,15 @@ class NormBound:
             if gradients and dist.get_rank() == ranks[0]:
                 self._norms[self._first_slot[ranks] + self._reduced_slot] = _norm(gradients)
 
-    def total(self, loss_scale: float) -> Bound:
-        """Return the bound, and forget what was taken down; all ranks of the job call this."""
+    def total(self, loss_scale: float, scaling: torch.Tensor | float = 1.0) -> Bound:
+        """Return the bound, and forget what was taken down; all ranks of the job call this.
+
+        Segments are still to be multiplied by ``scaling``.
+        """
         dist.all_reduce(self._slots, group=self._world)
-        norm, peak = torch.stack([self._norms.norm(), self._peaks.max()]).tolist()
+        norms = self._norms.view(-1, self._reduced_slot + 1)
+        norms[:, : self._reduced_slot] *= scaling
+        norm, peak = torch.stack([norms.norm(), self._peaks.max()]).tolist()
         self._slots.zero_()
         return Bound(norm / loss_scale * _SAFETY, peak)
 
