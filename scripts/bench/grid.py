@@ -87,9 +87,9 @@ def chosen(job: Job) -> list[Variant]:
     stock = [f"stock-v{most}-n8-do", f"stock-v{most}-n8", f"stock-v{most // 2}-n8-do"]
     order, distributed = (by_name[f"aiao-s{most}{ending}"] for ending in ("", "-do"))
     ours = [distributed]
-    if job.data_parallel == 1:
+    if job.data_parallel == 1 or job.recompute:  # forwards are too short to hide an all-gather
         ours.append(order)
-    else:
+    if job.data_parallel > 1:
         split = (*order.flags, "--backward-share", "auto")
         ours.append(Variant(f"{order.name}-auto-bound", (*split, *_NEVER_CLIPS)))
         ours.append(Variant(f"{order.name}-auto-noclip", (*split, *_UNCLIPPED)))
