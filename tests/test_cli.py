@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fold3d.analysis.candidates import Candidate
+from megatron.fold3d.analysis.cluster import cluster
 from megatron.fold3d.analysis.model import model_shape
 from megatron.fold3d.analysis.sizes import Setup
 from megatron.fold3d.commands.training_flags import _layout, training_flags
@@ -408,7 +409,8 @@ def test_pretrain_gpt_accepts_every_flag_that_is_emitted(
         layers=layers if segments == 2 else (),
         **options,
     )
-    args = megatrons_parser.parse_args(shlex.split(training_flags(SHAPE, candidate)))
+    flags = training_flags(SHAPE, cluster("a100x64"), candidate)
+    args = megatrons_parser.parse_args(shlex.split(flags))
     config = Fold3DConfig.from_args(args)
     assert config.schedule == ("stock" if candidate.is_stock else schedule)
     assert (config.num_ranks, config.num_segments) == (4, segments)
@@ -421,6 +423,14 @@ def test_pretrain_gpt_accepts_every_flag_that_is_emitted(
     assert args.microbatch_group_size_per_vp_stage == (
         8 if options.get("group_size") == 8 else None
     )
+
+
+def test_gpus_without_bf16_are_told_to_train_in_fp16(fold3d):
+    line = "search --model 12-1024-16-512 --global-batch-size 16 --emit --cluster"
+    assert "--bf16" in fold3d(f"{line} a100x8")[1]
+    fp16 = fold3d(f"{line} v100x8")[1]
+    assert "--fp16 --accumulate-allreduce-grads-in-fp32" in fp16
+    assert "--bf16" not in fp16
 
 
 def test_layers_are_spelled_as_megatron_reads_them():

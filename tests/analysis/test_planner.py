@@ -31,6 +31,15 @@ def all_small(request):
     return [(item, judge._simulate(item)) for item in map(judge.bounded, chosen)]
 
 
+def test_preemption_is_tried_beside_what_runs_without_and_only_where_it_can_run():
+    found = set(candidates(SMALL, SLOW, 32, assumed=frozenset({"preemptive-comm"})))
+    preempting = [c for c in found if c.preemptive]
+    assert {replace(c, preemptive=False) for c in preempting} <= found
+    # Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor parallelism.
+    assert {c.setup.tensor_parallel for c in preempting} == {1}
+    assert not any(c.is_stock or c.setup.data_parallel == 1 for c in preempting)
+
+
 def test_no_simulation_is_faster_than_its_bound(all_small):
     assert len(all_small) > 300
     for item, choice in all_small:
@@ -185,7 +194,7 @@ def test_offload_is_chosen_where_aiao_fits_in_no_other_way_and_the_host_has_room
     found = search(SMALL, small, global_batch_size=512, given=given)
     assert all(choice.candidate.offload for choice in found.best)
     assert 0 < found.best[0].host_bytes <= small.host_memory_bytes / small.gpus_per_node
-    assert training_flags(SMALL, found.best[0].candidate).endswith("--offload-activations on")
+    assert training_flags(SMALL, SLOW, found.best[0].candidate).endswith("--offload-activations on")
 
     usual = search(SMALL, SLOW, global_batch_size=512, given=given)
     assert not any(choice.candidate.offload for choice in usual.best)

@@ -143,7 +143,7 @@ def _of_segments(
     if segments > 1 and microbatches > ranks:
         orders.append(replace(first, schedule="interleaved", group_size=microbatches))
     if ranks > 1:
-        ours = replace(first, is_stock=False, preemptive="preemptive-comm" in assumed)
+        ours = replace(first, is_stock=False)
         orders.append(replace(ours, schedule="aiao"))
         if segments > 1 and microbatches > ranks:
             orders.append(replace(ours, schedule="interleaved", group_size=ranks))
@@ -154,8 +154,19 @@ def _of_segments(
         if stock.setup.data_parallel > 1:
             if not order.is_stock:
                 yield replace(order, backward_share="auto")
-            sharded = replace(stock.setup, distributed_optimizer=True)
-            yield replace(order, setup=sharded, preemptive=False)  # slices are of all-reduces
+            yield replace(order, setup=replace(stock.setup, distributed_optimizer=True))
+        if "preemptive-comm" in assumed and not order.is_stock and _can_preempt(stock.setup):
+            yield replace(order, preemptive=True)
+            yield replace(order, preemptive=True, backward_share="auto")
+
+
+def _can_preempt(setup: Setup) -> bool:
+    """Whether there is DP.sync to interrupt, and Megatron lets streams overtake each other.
+
+    With tensor parallelism it asserts CUDA_DEVICE_MAX_CONNECTIONS=1 on all that is older than
+    Blackwell, and the communicator cannot work with that.
+    """
+    return setup.data_parallel > 1 and setup.tensor_parallel == 1
 
 
 def _choices[T](all_: tuple[T, ...] | range | list[int], given: T | None) -> list[T]:

@@ -35,6 +35,8 @@ class Cluster:
     """A message up to this size is out of its sender's way at once: TCP's buffers hold it."""
     iteration_overhead_s: float = 0.0
     """What an iteration costs beside its actions: the optimizer's step, data, logs."""
+    has_bf16: bool = True
+    """Otherwise its GPUs train in fp16."""
 
     def __post_init__(self) -> None:
         check_numbers(
@@ -47,6 +49,8 @@ class Cluster:
         for name in ("compute_efficiency", "nic_efficiency"):
             if (value := getattr(self, name)) > 1:
                 raise ValueError(f"found {name}={value}; an efficiency is in (0, 1]")
+        if not isinstance(self.has_bf16, bool):
+            raise ValueError(f"found has_bf16={self.has_bf16!r}; it is true or false")
 
     @property
     def num_gpus(self) -> int:
@@ -100,6 +104,7 @@ def _node(row: str) -> Cluster:
         nic_bytes_per_s=gigabits / 8 * GIGA,
         host_copy_bytes_per_s=to_host * GIGA,
         host_memory_bytes=host * GIGA,
+        has_bf16=name != "v100",  # from Ampere on
     )
 
 

@@ -14,7 +14,8 @@ def add_hardware_options(parser: ArgumentParser, *, required: bool) -> None:
         "--model",
         required=required,
         metavar="NAME",
-        help=f"{', '.join(SHAPES)}, or layers-hidden-heads[-sequence] such as 24-2048-16",
+        help=f"{', '.join(SHAPES)}; or layers-hidden-heads[-sequence] such as 24-2048-16; or a "
+        ".json or .toml file with the fields of a model's shape",
     )
     parser.add_argument(
         "--cluster",

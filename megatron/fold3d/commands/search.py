@@ -9,6 +9,7 @@ from typing import Any, get_args
 from megatron.fold3d.analysis.candidates import Assumption, Given
 from megatron.fold3d.analysis.choices import WORTHWHILE, Choice
 from megatron.fold3d.analysis.choices import Search as Found
+from megatron.fold3d.analysis.cluster import Cluster
 from megatron.fold3d.analysis.model import ModelShape
 from megatron.fold3d.analysis.planner import search
 from megatron.fold3d.analysis.sizes import Recompute
@@ -58,10 +59,10 @@ class _Answer:
             return self.ours or self.found.best[0]
         return stock
 
-    def flags(self, shape: ModelShape) -> str | None:
+    def flags(self, shape: ModelShape, cluster: Cluster) -> str | None:
         """Return the best one's flags, if there is a training script that takes them."""
         try:
-            return training_flags(shape, self.best.candidate)
+            return training_flags(shape, cluster, self.best.candidate)
         except ValueError:
             return None
 
@@ -126,11 +127,11 @@ def run(args: Namespace) -> int:
         )
     answer = _Answer(found)
     if args.json:
-        write(json.dumps(_as_json(answer, shape)) + "\n")
+        write(json.dumps(_as_json(answer, shape, cluster)) + "\n")
     elif not args.emit:
-        write("\n".join(_lines(answer, shape)) + "\n")
+        write("\n".join(_lines(answer, shape, cluster)) + "\n")
     else:
-        write(f"{answer.flags(shape)}\n")
+        write(f"{answer.flags(shape, cluster)}\n")
     return OK
 
 
@@ -142,7 +143,7 @@ def _assumptions(text: str) -> frozenset[str]:
     return found
 
 
-def _lines(answer: _Answer, shape: ModelShape) -> Iterator[str]:
+def _lines(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str]:
     found, stock = answer.found, answer.found.best_stock
     yield (
         f"{'schedule':<19} {'dp':>4} {'pp':>3} {'tp':>3} {'seg':>3} {'mbs':>3} {'group':>5} "
@@ -163,7 +164,7 @@ def _lines(answer: _Answer, shape: ModelShape) -> Iterator[str]:
     else:
         yield f"{answer.gain:.1%} faster than the best of stock Megatron, with these flags:"
     try:
-        yield training_flags(shape, answer.best.candidate)
+        yield training_flags(shape, cluster, answer.best.candidate)
     except ValueError as error:
         yield f"({error})"
 
@@ -183,7 +184,7 @@ def _line(choice: Choice) -> str:
     )
 
 
-def _as_json(answer: _Answer, shape: ModelShape) -> dict[str, Any]:
+def _as_json(answer: _Answer, shape: ModelShape, cluster: Cluster) -> dict[str, Any]:
     def row(choice: Choice) -> dict[str, Any]:
         c, setup = choice.candidate, choice.candidate.setup
         return {
@@ -215,7 +216,7 @@ def _as_json(answer: _Answer, shape: ModelShape) -> dict[str, Any]:
         "best_stock": found.best_stock and row(found.best_stock),
         "best": row(answer.best),
         "gain": answer.gain,
-        "flags": answer.flags(shape),
+        "flags": answer.flags(shape, cluster),
         "considered": found.considered,
         "too_large": found.too_large,
     }

@@ -4,8 +4,11 @@ from collections.abc import Iterator, Sequence
 from shlex import quote
 
 from megatron.fold3d.analysis.candidates import Candidate
+from megatron.fold3d.analysis.cluster import Cluster
 from megatron.fold3d.analysis.model import ModelShape
 from megatron.fold3d.analysis.presets import SCRIPTS, shape_flags
+
+_FP16 = ("--fp16", "--accumulate-allreduce-grads-in-fp32")  # the second comes with bf16 by itself
 
 
 def check_trains(shape: ModelShape) -> None:
@@ -18,7 +21,7 @@ def check_trains(shape: ModelShape) -> None:
         raise ValueError(f"{shape.name}: Megatron-core runs no encoder-decoder in a pipeline")
 
 
-def training_flags(shape: ModelShape, candidate: Candidate) -> str:
+def training_flags(shape: ModelShape, cluster: Cluster, candidate: Candidate) -> str:
     """Return the flags for the model, the split and the schedule.
 
     Raises:
@@ -26,14 +29,14 @@ def training_flags(shape: ModelShape, candidate: Candidate) -> str:
     """
     check_trains(shape)
     untied = ["--untie-embeddings-and-output-weights"] if shape.untied else []
-    return " ".join([*shape_flags(shape), *untied, *_split(candidate), *_schedule(candidate)])
+    precision = () if candidate.setup.fp32 else ("--bf16",) if cluster.has_bf16 else _FP16
+    flags = [*shape_flags(shape), *untied, *precision, *_split(candidate), *_schedule(candidate)]
+    return " ".join(flags)
 
 
 def _split(candidate: Candidate) -> Iterator[str]:
-    """Precision, sizes and what is recomputed."""
+    """Sizes and what is recomputed."""
     setup = candidate.setup
-    if not setup.fp32:
-        yield "--bf16"
     yield f"--tensor-model-parallel-size {setup.tensor_parallel}"
     yield f"--pipeline-model-parallel-size {candidate.num_ranks}"
     yield f"--micro-batch-size {setup.microbatch_size}"
