@@ -47,6 +47,19 @@ def test_a_model_and_a_peak_give_throughput_and_utilisation(fold3d, folder: Path
     assert measured["device_bytes"] == 3 << 30
 
 
+def test_what_ranks_have_counted_is_shown(fold3d, tmp_path: Path):
+    counts = {"offloaded_bytes": 3 << 28, "deferred_grad_sync_share": 0.3}
+    write_traces(tmp_path, counts=counts)
+    _, out, _ = fold3d(f"trace {tmp_path}")
+    assert "offloaded    0.75 GiB at most, by one process in an iteration\n" in out
+    assert "deferred     30.0% of the gradients, reduced behind the next forward\n" in out
+    html = (tmp_path / "timeline.html").read_text()
+    assert "<th>offloaded GiB</th><th>deferred</th>" in html
+    assert "<td>0.75</td><td>30.0%</td>" in html
+    measured = json.loads(fold3d(f"trace {tmp_path} --json")[1])["measured"]
+    assert (measured["offloaded_bytes"], measured["deferred_share"]) == (3 << 28, 0.3)
+
+
 def test_a_stock_run_is_simulated_in_the_order_that_was_seen(fold3d, tmp_path: Path):
     write_traces(tmp_path, "interleaved", with_plan=False)
     code, out, err = fold3d(f"trace {tmp_path} --json")

@@ -1,5 +1,6 @@
 """Traces without training: a simulated run, written down as its ranks would have recorded it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.fold3d.analysis.costs import Costs
@@ -19,6 +20,7 @@ def write_traces(
     segments: int = 2,
     with_plan: bool = True,
     slower: float = 1.0,
+    counts: Mapping[str, float] | None = None,
 ) -> None:
     """Write the files of two pipeline ranks, two iterations of 8 micro-batches."""
     plan = lower(build(schedule, num_ranks=2, num_segments=segments, num_microbatches=8))
@@ -45,6 +47,7 @@ def write_traces(
                 ),
                 gpu_memory_bytes=3 << 30,
                 host_memory_bytes=2 << 30,
+                counts=counts or {},
             )
             for i in range(2)
         ]

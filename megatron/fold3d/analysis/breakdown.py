@@ -29,6 +29,10 @@ class Breakdown:
         host_bytes: the most that any process held.
         flops_per_gpu_s: the model's FLOPs over time and GPUs; None where they are not known.
         utilisation: of the GPU's peak.
+        offloaded_bytes: the most that any process copied to the host in an iteration; None without
+            offload.
+        deferred_share: of the gradients, what was reduced behind the next iteration's forward, as
+            a mean; None where nothing is deferred.
     """
 
     iteration: Exposure
@@ -37,6 +41,8 @@ class Breakdown:
     host_bytes: float | None = None
     flops_per_gpu_s: float | None = None
     utilisation: float | None = None
+    offloaded_bytes: float | None = None
+    deferred_share: float | None = None
 
 
 def exposure_of_ranks(timeline: Timeline) -> tuple[Exposure, ...]:

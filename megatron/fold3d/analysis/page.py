@@ -182,6 +182,8 @@ def _extra_columns(rows: Sequence[Breakdown]) -> Iterator[tuple[str, list[str]]]
     columns = (
         ("GPU GiB", [(r.device_bytes, 2**30, ".1f") for r in rows]),
         ("host GiB", [(r.host_bytes, 2**30, ".1f") for r in rows]),
+        ("offloaded GiB", [(r.offloaded_bytes, 2**30, ".3g") for r in rows]),
+        ("deferred", [(r.deferred_share, 1, ".1%") for r in rows]),
         ("TFLOP/s per GPU", [(r.flops_per_gpu_s, 1e12, ".1f") for r in rows]),
         ("utilisation", [(r.utilisation, 1, ".1%") for r in rows]),
     )

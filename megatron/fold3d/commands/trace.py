@@ -5,6 +5,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 
 from megatron.fold3d.analysis.breakdown import (
     COLUMNS,
@@ -24,7 +25,13 @@ from megatron.fold3d.analysis.replay import (
     replay,
 )
 from megatron.fold3d.analysis.timeline import Timeline
-from megatron.fold3d.analysis.trace import RankTrace, pipeline, read_ranks, to_timeline
+from megatron.fold3d.analysis.trace import (
+    IterationTrace,
+    RankTrace,
+    pipeline,
+    read_ranks,
+    to_timeline,
+)
 from megatron.fold3d.commands.console import OK, complain, write
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
 from megatron.fold3d.plan.lowering import deferred_stages
@@ -111,6 +118,7 @@ def _measured(timeline: Timeline, ranks: Sequence[RankTrace], args: Namespace) -
     row = _row(timeline)
     iterations = [iteration for rank in ranks for iteration in rank.iterations]
     device = [i.gpu_memory_bytes for i in iterations if i.gpu_memory_bytes is not None]
+    shares = _counted(iterations, "deferred_grad_sync_share")
     flops_s = utilisation = None
     if args.model is not None:
         pipelines = len(ranks) // ranks[0].num_ranks  # tensor-parallel ranks of a replica share one
@@ -126,7 +134,14 @@ def _measured(timeline: Timeline, ranks: Sequence[RankTrace], args: Namespace) -
         host_bytes=max(iteration.host_memory_bytes for iteration in iterations),
         flops_per_gpu_s=flops_s,
         utilisation=utilisation,
+        offloaded_bytes=max(_counted(iterations, "offloaded_bytes"), default=None),
+        deferred_share=fmean(shares) if shares else None,
     )
+
+
+def _counted(iterations: Sequence[IterationTrace], name: str) -> list[float]:
+    """What the ranks have counted under a name, one number per iteration."""
+    return [iteration.counts[name] for iteration in iterations if name in iteration.counts]
 
 
 def _row(timeline: Timeline) -> Breakdown:
@@ -192,6 +207,12 @@ def _lines(title: str, views: Sequence[View]) -> Iterator[str]:
         yield f"GPU memory   {measured.device_bytes / 2**30:.1f} GiB at most"
     if measured.host_bytes is not None:
         yield f"host memory  {measured.host_bytes / 2**30:.1f} GiB at most, of one process"
+    if measured.offloaded_bytes is not None:
+        gib = measured.offloaded_bytes / 2**30
+        yield f"offloaded    {gib:.3g} GiB at most, by one process in an iteration"
+    if measured.deferred_share is not None:
+        share = measured.deferred_share
+        yield f"deferred     {share:.1%} of the gradients, reduced behind the next forward"
     if measured.flops_per_gpu_s is not None:
         used = f", {measured.utilisation:.1%} of peak" if measured.utilisation is not None else ""
         yield f"per GPU      {measured.flops_per_gpu_s / 1e12:.1f} TFLOP/s{used}"
@@ -206,4 +227,6 @@ def _as_json(row: Breakdown) -> dict[str, object]:
         "host_bytes": row.host_bytes,
         "flops_per_gpu_s": row.flops_per_gpu_s,
         "utilisation": row.utilisation,
+        "offloaded_bytes": row.offloaded_bytes,
+        "deferred_share": row.deferred_share,
     }
