@@ -14,6 +14,7 @@ from megatron.fold3d.plan.lowering import add_offload
 from megatron.fold3d.plan.verify import peak_activations
 from megatron.fold3d.runtime.copies import Copies, Watch
 from megatron.fold3d.runtime.offloader import Offloader
+from megatron.fold3d.runtime.saved_tensors import SavedTensors, offsets
 
 CPU = torch.device("cpu")
 HIDDEN = 64
@@ -152,6 +153,28 @@ def test_a_storage_leaves_once_however_many_views_are_saved():
     )
     largest = 8 * HIDDEN * 4  # `halves` as a whole; its sine and cosine are half as large
     assert offloader.pool.high_water_bytes == 4 * 2 * largest
+
+
+def test_an_emptied_storage_and_the_next_at_its_address_are_two():
+    # What Megatron computes again by itself it empties in mid-forward.
+    x = torch.rand(1 << 16, requires_grad=True)
+    doubled, tripled = x * 2, x * 3
+    saved, others = SavedTensors(CPU, 1, frozenset()), []
+    with saved.hooks():
+        emptied = doubled.exp()
+        address = emptied.data_ptr()
+        emptied.untyped_storage().resize_(0)
+        while (later := tripled.exp()).data_ptr() != address:
+            others.append(later)
+    sources = saved.flat()
+    begins = offsets([source.numel() for source in sources])
+    buffer = torch.empty(begins[-1], dtype=torch.uint8)
+    for source, begin in zip(sources, begins[:-1], strict=True):
+        buffer[begin : begin + source.numel()] = source
+    saved.leave(None)
+    saved.restore(buffer)
+    (gradient,) = torch.autograd.grad(later.sum(), tripled)
+    assert torch.equal(gradient, later)
 
 
 def test_the_device_forgets_what_has_left():

@@ -72,7 +72,9 @@ class SavedTensors:
             or address in self._lasting
         ):
             return tensor.detach()  # an output that is its own saved tensor would never be freed
-        part = self._parts.setdefault(address, _Part(storage))
+        part = self._parts.get(address)
+        if part is None or not part.is_whole:  # an emptied storage's address is given out again
+            part = self._parts[address] = _Part(storage)
         return _View(part, tensor)
 
 
