@@ -11,9 +11,14 @@ from fold3d_patches import checkpoint, cpu
 from fold3d_patches.registry import apply
 from megatron.fold3d.plan.ir import Action, Op, Plan
 from megatron.fold3d.plan.lowering import add_offload
+from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import peak_activations
+from megatron.fold3d.runtime import host_memory
 from megatron.fold3d.runtime.copies import Copies, Watch
+from megatron.fold3d.runtime.host_memory import HostMemoryError
+from megatron.fold3d.runtime.offload_choice import offloaded
 from megatron.fold3d.runtime.offloader import Offloader
+from megatron.fold3d.runtime.pinned_pool import PinnedPool
 from megatron.fold3d.runtime.saved_tensors import SavedTensors, offsets
 
 CPU = torch.device("cpu")
@@ -175,6 +180,43 @@ def test_an_emptied_storage_and_the_next_at_its_address_are_two():
     saved.restore(buffer)
     (gradient,) = torch.autograd.grad(later.sum(), tripled)
     assert torch.equal(gradient, later)
+
+
+def test_auto_leaves_on_the_device_what_finds_no_room_on_the_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    size, grow = 8 * HIDDEN * 4, PinnedPool._grow
+    available, taken = [3 * size * 10 // 9 + 1], []
+
+    def counted(self: PinnedPool, new: dict[int, int]) -> None:
+        grow(self, new)
+        taken.append(new)
+        available[0] -= sum(size * count for size, count in new.items())
+
+    monkeypatch.setattr(PinnedPool, "_grow", counted)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: available[0])
+    model, plan = mlp(), build("afab", num_ranks=1, num_segments=1, num_microbatches=8)
+    offloader = Offloader(CPU, everything=False, sparing=True)
+    with apply([*cpu.patches(), checkpoint.patch(offloader)]):
+        layer = recomputed(model)
+        for moved in (3, 3):
+            program = offloaded(plan.programs[0], offloader.choice(plan.programs[0]))
+            before = offloader.num_reloads
+            ours = run(program, model, layer, offloader)
+            theirs = run(program, model, layer, None)
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+            assert (offloader.num_reloads - before, offloader.held) == (moved, 0)
+    assert "the host has memory for 3 of 8 activations that should be there" in caplog.text
+    assert caplog.text.count("the others stay on the device") == 2  # then the choice knows
+    assert taken == [{size: 3}]
+    assert (offloader.peak,) == peak_activations(Plan((program,)))
+
+    offloader = Offloader(CPU, everything=False)  # `on` moves all, or ends
+    with (
+        apply([*cpu.patches(), checkpoint.patch(offloader)]),
+        pytest.raises(HostMemoryError, match=f"{8 * size:,} bytes of host memory"),
+    ):
+        run(queue(8).programs[0], model, recomputed(model), offloader)
 
 
 def test_the_device_forgets_what_has_left():

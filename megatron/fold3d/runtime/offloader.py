@@ -84,8 +84,8 @@ class Offloader:
         self._clock = Clock(device)
         self._meter = Meter(device)
         self._measured: Measured | None = None
-        # By the number of computations of an iteration, and whether one has been measured.
-        self._chosen: dict[tuple[int, bool], Choice] = {}
+        # By the number of computations of an iteration, and whether sizes and times are known.
+        self._chosen: dict[tuple[int, bool, bool], Choice] = {}
         self._num_iterations = 0
         self._recorder = never(device)
         self._bytes_of_stage: dict[int, int] = {}
@@ -123,7 +123,7 @@ class Offloader:
         if self._measured is None and self._num_iterations > 1:
             self._measured = self._measure()
         computations = tuple(action for action in program if action.op in COMPUTE_OPS)
-        key = len(computations), self._measured is not None
+        key = len(computations), bool(self._bytes_of_stage), self._measured is not None
         if key not in self._chosen:
             choice = Choice()
             if self._measured is not None:
@@ -172,7 +172,7 @@ class Offloader:
             # Megatron's DDP has other things under the name `buffers`.
             for tensor in chain(module.parameters(), torch.nn.Module.buffers(module))
         )
-        self.pool.reserve(peak_on_host(program, self._bytes_of_stage))
+        self._reserve()
 
     @contextmanager
     def saving(self, forward: Action) -> Iterator[None]:
@@ -201,6 +201,8 @@ class Offloader:
     def offload(self, action: Action, held: torch.Tensor | None) -> None:
         """Start to copy to the host; the device's memory is free computations later.
 
+        With ``auto`` it stays where the host has no room for it.
+
         Args:
             action: what leaves.
             held: the stage's input tensor, which the schedule keeps for its gradient alone.
@@ -213,6 +215,9 @@ class Offloader:
         bounds = offsets([source.numel() for source in sources])
         num_bytes = max(bounds[-1], ALIGNMENT)  # a slot even where nothing is large enough
         self._learn(action.stage, num_bytes)
+        if self._sparing and not self.pool.has_free(num_bytes):
+            del self._away[action.stage, action.microbatch]
+            return
         away.num_bytes, away.held = num_bytes, held
         away.slot = self.pool.take(num_bytes)
         self._recorder.count(_OFFLOADED, num_bytes)
@@ -224,8 +229,10 @@ class Offloader:
         self._leaving[-1].append(away)
 
     def reload(self, action: Action) -> None:
-        """Start to copy back."""
-        away = self._away[action.stage, action.microbatch]
+        """Start to copy back, if it has left."""
+        away = self._away.get((action.stage, action.microbatch))
+        if away is None:
+            return
         assert away.slot is not None  # the verifier has seen its OFFLOAD
         self._hold()
         away.buffer = torch.empty(away.num_bytes, dtype=torch.uint8, device=self._device)
@@ -301,8 +308,7 @@ class Offloader:
         largest = max(self._bytes_of_stage.values(), default=self._saved_bytes)
         if not self._sparing or not largest:
             return choice
-        spare_bytes = int(host_memory.available_bytes() * CAUTION) // self._num_local
-        room = (spare_bytes + self.pool.num_bytes) // largest
+        room = (self._room_bytes() + self.pool.num_bytes) // largest
         sizes = dict.fromkeys((action.stage for action in computations), largest)
         needed = peak_on_host(offloaded(computations, choice), sizes).total()
         if needed <= room:
@@ -322,7 +328,26 @@ class Offloader:
         """Get the slots of a stage at once when its first micro-batch shows their size."""
         if self._bytes_of_stage.get(stage, 0) < num_bytes:
             self._bytes_of_stage[stage] = num_bytes
-            self.pool.reserve(peak_on_host(self._program, self._bytes_of_stage))
+            self._reserve()
+
+    def _reserve(self) -> None:
+        """Get all slots that the program needs, or with ``auto`` those that the host has room for.
+
+        Raises:
+            HostMemoryError: the host has less memory than the program takes.
+        """
+        slots = peak_on_host(self._program, self._bytes_of_stage)
+        lacking = self.pool.reserve(slots, self._room_bytes() if self._sparing else None)
+        if lacking:
+            logger.warning(
+                "--offload-activations auto: the host has memory for %d of %d activations that "
+                "should be there at once; the others stay on the device",
+                *(slots.total() - lacking, slots.total()),
+            )
+
+    def _room_bytes(self) -> int:
+        """Return what this rank may still take of the host's memory, as one of its node."""
+        return int(host_memory.available_bytes() * CAUTION) // self._num_local
 
 
 class _Away:

@@ -44,19 +44,35 @@ class PinnedPool:
         self._slots: Counter[int] = Counter()  # how many there are, by size
         self._free: dict[int, deque[Slot]] = {}
 
-    def reserve(self, slots: Mapping[int, int]) -> None:
+    def reserve(self, slots: Mapping[int, int], most_bytes: int | None = None) -> int:
         """Make sure that there are as many slots of each size, in use or free.
+
+        Args:
+            slots: how many, by size.
+            most_bytes: that may be taken for them; None is as many as it takes.
+
+        Returns:
+            How many slots were not made, for want of bytes.
 
         Raises:
             HostMemoryError: the host has less memory than that takes.
         """
-        lacking = {
-            size: count - self._slots[size]
-            for size, count in slots.items()
-            if count > self._slots[size]
-        }
-        if lacking:
-            self._grow(lacking)
+        new: dict[int, int] = {}
+        left, num_lacking = most_bytes, 0
+        for size, count in slots.items():
+            lacking = max(0, count - self._slots[size])
+            made = lacking if left is None else min(lacking, left // size)
+            left = None if left is None else left - made * size
+            num_lacking += lacking - made
+            if made:
+                new[size] = made
+        if new:
+            self._grow(new)
+        return num_lacking
+
+    def has_free(self, num_bytes: int) -> bool:
+        """Tell whether there is a free slot of that size, or a larger one."""
+        return self._best(num_bytes) is not None
 
     def take(self, num_bytes: int) -> Slot:
         """Return the free slot that fits best; where there is none, the pool grows by one.
@@ -64,7 +80,7 @@ class PinnedPool:
         Raises:
             HostMemoryError: the host has no memory left for it.
         """
-        size = min((s for s, free in self._free.items() if free and s >= num_bytes), default=None)
+        size = self._best(num_bytes)
         if size is None:
             size = aligned(num_bytes)
             logger.info("no slot of %s bytes is free: the pool of host memory grows", f"{size:,}")
@@ -80,15 +96,19 @@ class PinnedPool:
         self._in_use_bytes -= size
         self._free[size].append(slot)
 
-    def _grow(self, lacking: Mapping[int, int]) -> None:
-        total = sum(size * count for size, count in lacking.items())
+    def _best(self, num_bytes: int) -> int | None:
+        fitting = (size for size, free in self._free.items() if free and size >= num_bytes)
+        return min(fitting, default=None)
+
+    def _grow(self, new: Mapping[int, int]) -> None:
+        total = sum(size * count for size, count in new.items())
         piece = host_memory.take(total, self._device)
         self.num_bytes += total
         self.num_growths += 1
-        sizes = [size for size, count in lacking.items() for _ in range(count)]
+        sizes = [size for size, count in new.items() for _ in range(count)]
         for memory in piece.split(sizes):
             self._free.setdefault(memory.numel(), deque()).append(Slot(memory))
-        self._slots.update(lacking)
+        self._slots.update(new)
 
 
 def aligned(num_bytes: int) -> int:
