@@ -15,7 +15,7 @@ struct Pieces {  // travels as the kernel's argument: no table in device memory 
 };
 
 // Row y of the grid copies piece y; its blocks take turns.
-__global__ void copy_pieces(const __grid_constant__ Pieces pieces) {
+__global__ void copy_pieces(const Pieces pieces) {
   const auto* source = static_cast<const unsigned char*>(pieces.source[blockIdx.y]);
   auto* target = static_cast<unsigned char*>(pieces.target[blockIdx.y]);
   const std::size_t bytes = pieces.bytes[blockIdx.y];

@@ -10,7 +10,9 @@
 namespace {
 
 int pin(void* memory, std::size_t num_bytes) {
-  return static_cast<int>(cudaHostRegister(memory, num_bytes, cudaHostRegisterPortable));
+  // Mapped, for the kernel that reads and writes it.
+  constexpr unsigned kFlags = cudaHostRegisterPortable | cudaHostRegisterMapped;
+  return static_cast<int>(cudaHostRegister(memory, num_bytes, kFlags));
 }
 
 int unpin(void* memory) { return static_cast<int>(cudaHostUnregister(memory)); }

@@ -41,6 +41,12 @@ class Clock:
         return float(start.elapsed_time(end) / 1e3 if self._on_gpu else end - start)
 
 
+def make_current(device: torch.device) -> None:
+    """Let the calling thread issue its work to a GPU: every new thread begins at the first one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all that was issued to it."""
     if device.type == "cuda":
@@ -60,6 +66,8 @@ def device_name(device: torch.device) -> str:
 def numa_node(device: torch.device) -> int | None:
     """Return the part of the host's memory that a GPU is attached to; None where nobody tells."""
     found: Any = torch.cuda.get_device_properties(device)
+    if not hasattr(found, "pci_domain_id"):  # not every torch tells
+        return None
     address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     node = Path(f"/sys/bus/pci/devices/{address}/numa_node")
     number = int(node.read_text()) if node.is_file() else -1

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Program
 from megatron.fold3d.runtime.copies import Copies
+from megatron.fold3d.runtime.device import make_current
 from megatron.fold3d.runtime.pinned_pool import PinnedPool, Slot, aligned
 
 _UNFINISHED_SENDS = 4  # a tensor more would wait; the verified plan runs with none unfinished
@@ -55,7 +56,7 @@ class HostLink:
         self._arriving: dict[Action, _Staged] = {}
         self._leaving: deque[tuple[Future[None], Slot]] = deque()
         self._copying: deque[tuple[Any, torch.Tensor | Slot]] = deque()  # with what it uses
-        self._sender = _Worker()
+        self._sender = _Worker(device)
 
     def begin(self, program: Program, num_bytes: int) -> None:
         """Take the host memory that an iteration needs; ``num_bytes`` are those of one tensor.
@@ -99,7 +100,7 @@ class HostLink:
         while len(self._leaving) >= _UNFINISHED_SENDS:
             self._finish_first()
         staged = self._stage(tensor.shape, tensor.dtype)
-        source = tensor.detach()
+        source = tensor.detach().contiguous()  # a batch of copies moves bytes as they lie
         copied = self._copies.to_host([staged.tensor], [source])
         self._copying.append((copied, source))
         group, peer = self._groups[action.op], self._peers[action.op]
@@ -150,9 +151,10 @@ class _Staged:
 class _Worker:
     """A thread that makes calls one after the other; it ends with the process."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]]
         self._calls = queue.SimpleQueue()
+        self._device = device
         threading.Thread(target=self._run, name="fold3d host link", daemon=True).start()
 
     def start(self, call: Callable[[], None]) -> Future[None]:
@@ -162,6 +164,7 @@ class _Worker:
         return future
 
     def _run(self) -> None:
+        make_current(self._device)
         while True:
             call, future = self._calls.get()
             try:

@@ -17,6 +17,7 @@ from megatron.fold3d.runtime.offload_library import PinnedMemory
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _MACHINE = Path("/proc/meminfo")
+_FIX = "use fewer micro-batches, more recomputation, or --offload-activations off"
 
 
 class _Files(NamedTuple):
@@ -51,7 +52,10 @@ def take(num_bytes: int, device: torch.device) -> torch.Tensor:
     with _turn():
         check(num_bytes, "for offloaded activations")
         if device.type == "cuda":
-            return PinnedMemory(num_bytes, numa_node(device)).tensor
+            try:
+                return PinnedMemory(num_bytes, numa_node(device)).tensor
+            except OSError as error:
+                raise HostMemoryError(f"{error}; {_FIX}") from None
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
         mapped = mmap.mmap(-1, num_bytes, flags=flags)
         mapped.madvise(mmap.MADV_DONTFORK)  # workers of data loaders have no use for it
@@ -92,8 +96,7 @@ def check(num_bytes: int, purpose: str, available: int | None = None) -> None:
     available = available_bytes() if available is None else available
     if num_bytes > available:
         raise HostMemoryError(
-            f"{num_bytes:,} bytes of host memory {purpose}, {available:,} are available; "
-            "use fewer micro-batches, more recomputation, or --offload-activations off"
+            f"{num_bytes:,} bytes of host memory {purpose}, {available:,} are available; {_FIX}"
         )
 
 
