@@ -1,6 +1,7 @@
 """Offloaded activations come back as they were: one table against stock, bit for bit."""
 
 import functools
+import itertools
 import os
 import shlex
 import signal
@@ -81,8 +82,8 @@ class Row:
             num_segments=self.segments,
             num_microbatches=self.m,
         )
-        # A CPU has no memory of its own that would be short: from the third iteration on all stays.
-        plan = order if self.moves == AUTO else add_offload(order, depth=self.depth)
+        # A CPU has no memory of its own that would be short: `auto` lets all stay in the end.
+        plan = add_offload(order, depth=self.depth) if ON in self.moves else order
         return peak_activations(plan, depth=self.depth)
 
 
@@ -92,9 +93,11 @@ ROWS = (
     Row(recompute=SELECTIVE, schedule="afab"),
     Row(recompute=FULL, moves=AUTO),
     Row(recompute=FULL, moves=LAZY),
+    Row(moves=LAZY),
+    Row(recompute=SELECTIVE, moves=LAZY),
     Row(recompute=FULL, moves=f"{ON} {LAZY}", flags="--bf16", depth=2, segments=4, m=4),
-    Row(recompute=FULL, flags="--sequence-parallel", tp=2, segments=1),
-    Row(recompute=FULL, moves=f"{ON} {LAZY}", flags=RAMP_UP),
+    Row(recompute=SELECTIVE, moves=f"{ON} {LAZY}", flags="--sequence-parallel", tp=2),
+    Row(moves=f"{ON} {LAZY}", flags=RAMP_UP),
 )
 
 
@@ -105,14 +108,19 @@ def test_losses_norms_and_parameters_are_those_of_stock(row: Row) -> None:
 
     stock = _stock(PP * row.tp, row.command("--schedule stock"))
     assert differences([record for record, _ in runs], stock) == []
-    assert all((counts.sent_lazily > 0) == (LAZY in row.moves) for _, counts in runs)
     for rank, (_, counts) in enumerate(runs):
+        assert counts.peak == row.peaks[rank // row.tp]
+        assert (counts.sent_lazily > 0) == (LAZY in row.moves)
+        # Beside the one that is needed next; else up to m - p + 1 of them wait on the device.
+        assert counts.arriving <= (2 if LAZY in row.moves else row.m)
         if row.moves == LAZY:
             continue
-        assert counts.peak == row.peaks[rank // row.tp]
         assert counts.pool_bytes <= 1.05 * counts.high_water_bytes
-        # The pool grows at the begin of an iteration, once it knows the size of each stage.
-        assert counts.growths[-2:] == [counts.growths[-1]] * 2
+        # From the second iteration on the pool grows between iterations, if at all.
+        assert counts.growths[0] == [0, 0]
+        for (_, began), (ended, _) in itertools.pairwise(counts.growths[1:]):
+            assert began == ended
+        assert counts.growths[-2][0] == counts.growths[-1][0]
         assert counts.early == counts.reloads
         # One launch for all that leaves together, and one back: no stage saves more than a batch.
         assert counts.calls == 2 * counts.reloads
@@ -162,10 +170,18 @@ def train_until_a_copy(argv: Sequence[str]) -> None:
 
 @dataclass(slots=True)
 class Counts:
-    """What a rank moved; how often its pool had grown by each iteration."""
+    """What a rank moved and held.
 
-    growths: list[int]
+    Attributes:
+        growths: how often the pool had grown before and after the begin of each iteration, and at
+            the end of the last.
+        peak: the most activations on the device in the last iteration.
+        arriving: the most receives of tensors that were posted on the device and not used yet.
+    """
+
+    growths: list[list[int]]
     peak: int = 0
+    arriving: int = 0
     pool_bytes: int = 0
     high_water_bytes: int = 0
     reloads: int = 0
@@ -178,9 +194,11 @@ class Counts:
 def train_and_count(argv: Sequence[str], depth: int) -> tuple[Record, Counts]:
     """Train; with what was moved."""
     from megatron.fold3d.runtime import offloader
+    from megatron.fold3d.runtime.executor import _Iteration
     from megatron.fold3d.runtime.host_link import HostLink
     from megatron.fold3d.runtime.offload_choice import Choice, choose
     from megatron.fold3d.runtime.offloader import Offloader
+    from megatron.fold3d.runtime.p2p import P2P
 
     def chosen(*args: Any, **options: Any) -> Choice:
         return replace(choose(*args, **options), depth=depth)  # a CPU's copies have one
@@ -188,22 +206,38 @@ def train_and_count(argv: Sequence[str], depth: int) -> tuple[Record, Counts]:
     offloader.choose = chosen
 
     counts = Counts([])
+    run, forward, post = _Iteration.run, _Iteration._forward, P2P.post
     begin, send = Offloader.begin, HostLink.send
     offloaders: list[Offloader] = []
 
+    def counted_run(self: _Iteration, *args: Any) -> None:
+        if not self.forward_only:
+            counts.peak = 0
+        run(self, *args)
+
+    def counted_forward(self: _Iteration, *args: Any) -> None:
+        forward(self, *args)
+        counts.peak = max(counts.peak, len(self._saved))
+
+    def counted_post(self: P2P, *args: Any) -> None:
+        post(self, *args)
+        counts.arriving = max(counts.arriving, len(self._arriving))
+
     def counted_begin(self: Offloader, *args: Any) -> None:
+        before = self.pool.num_growths
         begin(self, *args)
         offloaders.append(self)
-        counts.growths.append(self.pool.num_growths)
+        counts.growths.append([before, self.pool.num_growths])
 
     def counted_send(self: HostLink, *args: Any) -> None:
         counts.sent_lazily += 1
         send(self, *args)
 
+    _Iteration.run, _Iteration._forward, P2P.post = counted_run, counted_forward, counted_post
     Offloader.begin, HostLink.send = counted_begin, counted_send
     record = train(argv)
     for each in offloaders[:1]:
-        counts.growths.append(each.pool.num_growths)
+        counts.growths.append([each.pool.num_growths] * 2)
         counts.peak = each.peak
         counts.pool_bytes, counts.high_water_bytes = each.pool.num_bytes, each.pool.high_water_bytes
         counts.reloads, counts.early = each.num_reloads, each.num_early

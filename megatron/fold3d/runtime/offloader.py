@@ -7,7 +7,7 @@ computations a copy has, is chosen anew once an iteration has been measured.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -176,17 +176,24 @@ class Offloader:
 
     @contextmanager
     def saving(self, forward: Action) -> Iterator[None]:
-        """Collect what the forward inside saves, if the plan offloads it."""
+        """Collect what the forward inside saves, if the plan offloads it.
+
+        A stage's first micro-batch is looked at in any case: what it saves is what a later
+        iteration, with more micro-batches, needs slots for.
+        """
         self._hold()
         over = self._watch(forward)
         key = forward.stage, forward.microbatch
-        if key in self._travels:
+        if key in self._travels or forward.stage not in self._bytes_of_stage:
             saved = SavedTensors(self._device, self._smallest_bytes, self._lasting)
-            self._away[key] = _Away(saved)
             self._collecting = saved
             with saved.hooks() if self._everything else nullcontext():
                 yield
             self._collecting = None
+            if key in self._travels:
+                self._away[key] = _Away(saved)
+            else:
+                self._learn(forward.stage, _slot_bytes(saved.flat()))
         else:
             yield
         over()
@@ -213,7 +220,7 @@ class Offloader:
         away = self._away[action.stage, action.microbatch]
         sources = away.saved.flat()
         bounds = offsets([source.numel() for source in sources])
-        num_bytes = max(bounds[-1], ALIGNMENT)  # a slot even where nothing is large enough
+        num_bytes = _slot_bytes(sources)
         self._learn(action.stage, num_bytes)
         if self._sparing and not self.pool.has_free(num_bytes):
             del self._away[action.stage, action.microbatch]
@@ -348,6 +355,11 @@ class Offloader:
     def _room_bytes(self) -> int:
         """Return what this rank may still take of the host's memory, as one of its node."""
         return int(host_memory.available_bytes() * CAUTION) // self._num_local
+
+
+def _slot_bytes(sources: Sequence[torch.Tensor]) -> int:
+    """Return the bytes of a slot for flat tensors; there is one even where none is large enough."""
+    return max(offsets([source.numel() for source in sources])[-1], ALIGNMENT)
 
 
 class _Away:
