@@ -101,14 +101,13 @@ def _headings(title: str, caption: str) -> Iterator[str]:
         yield _text(24, 34 + 28 * bool(title), round(size, 1), caption, "soft")
 
 
-def caption_of(name: str, plan: Plan, timeline: Timeline) -> str:
+def caption_of(plan: Plan, timeline: Timeline) -> str:
     """Return a line with a plan's sizes and what the last iteration exposes, mean over ranks."""
     row = mean(exposure(timeline))
     exposed = (("DP.sync", row.grad_sync_s), ("PP.sync", row.p2p_s), ("copies", row.copy_s))
     peaks = peak_activations(plan)
     peak = f"{max(peaks)}" if len(set(peaks)) == 1 else f"{min(peaks)} to {max(peaks)}"
     parts = [
-        name,
         f"p = {plan.num_ranks}",
         f"{plan.num_segments} segment{'s' * (plan.num_segments > 1)}",
         f"{plan.num_microbatches} micro-batches",

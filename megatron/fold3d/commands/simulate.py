@@ -122,7 +122,7 @@ def run(args: Namespace) -> int:
         timeline = simulate(plan, source.costs, iterations=args.iterations or 1, **options)
     if args.svg:
         args.svg.write_text(
-            draw(timeline, title=name, caption=caption_of(name, plan, timeline)), encoding="utf-8"
+            draw(timeline, title=name, caption=caption_of(plan, timeline)), encoding="utf-8"
         )
     peaks = source.hardware.peaks(timeline) if source.hardware else []
     if args.json:
