@@ -25,7 +25,7 @@ from megatron.fold3d.plan.param_gather import add_param_gather
 from megatron.fold3d.plan.schedules import build
 
 _STEADY = 3  # iterations until one that defers DP.sync takes as long as the one before
-PAUSE_SHARE = 0.35  # what PP.sync may take from DP.sync before they are equals
+PAUSE_SHARE = 0.5  # what PP.sync may take from DP.sync before they are equals
 
 
 def plan_of(candidate: Candidate) -> Plan:
