@@ -42,7 +42,9 @@ _MTU_BYTES = 9000
 _OFFLOAD_BYTES = 16384
 _GRACE_S = 5.0  # for the ranks to print their own error after one of them has failed
 _POLL_S = 0.05
+_SMALL_BURST_BYTES = 18 << 10  # of a link with two classes: one super-packet
 _PR_SET_PDEATHSIG = 1  # of Linux's <sys/prctl.h>
+LOW_DELAY = 0x10  # type of service, of <netinet/ip.h>
 
 
 class TestbedError(RuntimeError):
@@ -53,10 +55,14 @@ class TestbedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One host's link, in each direction: bits per second, and the time a packet is under way."""
+    """One host's link, in each direction: bits per second, and the time a packet is under way.
+
+    With ``marked_first``, packets that are marked for low delay go before all others.
+    """
 
     rate_bit_s: float | None = None
     delay_ms: float = 0.0
+    marked_first: bool = False
 
     def __post_init__(self) -> None:
         if self.rate_bit_s is not None and self.rate_bit_s < 1e5:
@@ -71,11 +77,26 @@ class Link:
             yield f"qdisc add dev {device} root handle 1: netem delay {self.delay_ms}ms limit 10000"
             parent = "parent 1:"
         if self.rate_bit_s is not None:
-            burst = max(32 * 1024, int(self.rate_bit_s / 8 * 1.3e-3))
+            yield from self._shaped(f"dev {device}", parent, self.rate_bit_s)
+
+    def _shaped(self, on: str, parent: str, rate_bit_s: float) -> Iterator[str]:
+        burst = max(32 * 1024, int(rate_bit_s / 8 * 1.3e-3))
+        if not self.marked_first:
+            rate = f"rate {rate_bit_s:.0f}bit burst {burst}b"
+            yield f"qdisc add {on} {parent} handle 2: tbf {rate} latency 2ms"
+            return
+        queue = f"bfifo limit {burst + rate_bit_s / 8 * 2e-3:.0f}b"
+        bursts = f"burst {_SMALL_BURST_BYTES}b cburst {_SMALL_BURST_BYTES}b"
+        yield f"qdisc add {on} {parent} handle 2: htb default 2"
+        yield f"class add {on} parent 2: classid 2:9 htb rate {rate_bit_s:.0f}bit {bursts}"
+        for number, share in ((1, 0.95), (2, 0.05)):  # and whatever the other one leaves
             yield (
-                f"qdisc add dev {device} {parent} handle 2: tbf "
-                f"rate {self.rate_bit_s:.0f}bit burst {burst}b latency 2ms"
+                f"class add {on} parent 2:9 classid 2:{number} htb prio {number} "
+                f"rate {share * rate_bit_s:.0f}bit ceil {rate_bit_s:.0f}bit {bursts}"
             )
+            yield f"qdisc add {on} parent 2:{number} {queue}"
+        match = f"match ip tos {LOW_DELAY:#x} 0xff"
+        yield f"filter add {on} parent 2: protocol ip u32 {match} flowid 2:1"
 
 
 @dataclass(frozen=True, slots=True)

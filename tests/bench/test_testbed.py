@@ -130,6 +130,14 @@ def test_delay_comes_before_the_shaping():
     assert list(Link().qdiscs("eth0")) == []
 
 
+def test_marked_packets_have_a_class_that_goes_first():
+    lines = list(Link(2e8, marked_first=True).qdiscs("eth0"))
+    first, second = (line.partition(" rate ")[0] for line in lines if "2:9 classid" in line)
+    assert ("2:1 htb prio 1" in first, "2:2 htb prio 2" in second) == (True, True)
+    assert lines[0].endswith("root handle 2: htb default 2")
+    assert lines[-1].endswith("match ip tos 0x10 0xff flowid 2:1")
+
+
 @pytest.mark.parametrize("arguments", [(10.0, 0.0), (None, -1.0)])
 def test_a_link_that_cannot_be_is_refused(arguments):
     with pytest.raises(ValueError, match=r"a link of 10 bit/s|a delay of -1 ms"):
