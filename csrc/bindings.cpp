@@ -1,5 +1,6 @@
 // What Python sees of the scheduler; no logic. Every call that may block releases the GIL.
 #include <pybind11/stl.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "control.h"
@@ -40,6 +41,33 @@ std::shared_ptr<Task> submit_all_reduce(Scheduler& scheduler, const Group& group
   return scheduler.reduce(lane, std::move(name), std::move(operations));
 }
 
+using Sharded = std::vector<std::pair<at::Tensor, std::vector<at::Tensor>>>;
+
+std::shared_ptr<Task> submit_reduce_scatter(Scheduler& scheduler, const Group& group, Sharded slices,
+                                     std::shared_ptr<Waiter> waiter, c10d::ReduceOp op, int lane,
+                                     std::string name) {
+  std::vector<std::shared_ptr<Operation>> operations;
+  operations.reserve(slices.size());
+  for (auto& [sum, parts] : slices)
+    operations.push_back(
+        std::make_shared<ReduceScatter>(group, std::move(sum), std::move(parts), waiter, op));
+  return scheduler.reduce(lane, std::move(name), std::move(operations));
+}
+
+std::shared_ptr<Task> submit_all_gather(Scheduler& scheduler, const Group& group, Sharded slices,
+                                 std::shared_ptr<Waiter> waiter, int lane, std::string name) {
+  std::vector<std::shared_ptr<Operation>> operations;
+  operations.reserve(slices.size());
+  for (auto& [part, parts] : slices)
+    operations.push_back(
+        std::make_shared<AllGather>(group, std::move(part), std::move(parts), waiter));
+  return scheduler.reduce(lane, std::move(name), std::move(operations));
+}
+
+std::shared_ptr<torch::jit::PythonFutureWrapper> future_in_python(Task& task) {
+  return std::make_shared<torch::jit::PythonFutureWrapper>(future_of(task));
+}
+
 std::shared_ptr<ControlLinks> open_links(
     const std::shared_ptr<Scheduler>& scheduler,
     const std::vector<std::tuple<int, int, std::string, int>>& connections) {
@@ -60,6 +88,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Task, std::shared_ptr<Task>>(module, "Task")
       .def("wait", &Task::wait, py::arg("timeout_s") = py::none(), kNoGil)
       .def("is_completed", &Task::completed)
+      .def("get_future", &future_in_python, kNoGil)
       .def_property_readonly("name", &Task::name);
   py::class_<Waiter, std::shared_ptr<Waiter>>(module, "Waiter").def(py::init<>());
   py::class_<Policy>(module, "Policy")
@@ -83,6 +112,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("send", &submit_send, kNoGil)
       .def("receive", &submit_receive, kNoGil)
       .def("all_reduce", &submit_all_reduce, kNoGil)
+      .def("reduce_scatter", &submit_reduce_scatter, kNoGil)
+      .def("all_gather", &submit_all_gather, kNoGil)
       .def("announce", &Scheduler::announce, kNoGil)
       .def("fail", &Scheduler::fail, kNoGil)
       .def("failure", &Scheduler::failure, kNoGil)

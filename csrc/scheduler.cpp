@@ -36,16 +36,41 @@ bool Task::completed() const {
   return unsettled_ == 0 || !error_.empty();
 }
 
+void Task::when_over(std::function<void()> call) {
+  {
+    std::lock_guard lock(mutex_);
+    if (running_ && error_.empty()) {
+      calls_.push_back(std::move(call));
+      return;
+    }
+  }
+  call();
+}
+
 void Task::settle() {
   std::lock_guard lock(mutex_);
   if (--unsettled_ == 0) changed_.notify_all();
 }
 
+void Task::end() {
+  std::vector<std::function<void()>> calls;
+  {
+    std::lock_guard lock(mutex_);
+    if (--running_ == 0) calls.swap(calls_);
+  }
+  for (auto& call : calls) call();
+}
+
 void Task::fail(const std::string& error) {
-  std::lock_guard lock(mutex_);
-  if (unsettled_ == 0 || !error_.empty()) return;
-  error_ = error;
-  changed_.notify_all();
+  std::vector<std::function<void()>> calls;
+  {
+    std::lock_guard lock(mutex_);
+    if (running_ == 0 || !error_.empty()) return;
+    calls.swap(calls_);
+    if (unsettled_) error_ = error;
+    changed_.notify_all();
+  }
+  for (auto& call : calls) call();
 }
 
 std::shared_ptr<Scheduler> Scheduler::make(const Policy& policy) {
@@ -342,7 +367,9 @@ void Scheduler::finish(std::uint64_t number, const std::string& error) {
   if (!error.empty()) {
     fail_locked("rank " + std::to_string(policy_.rank) + ": " + flight.item.name + ": " + error,
                 lock);
-    flight.item.task->fail(error_);
+    const std::string first = error_;
+    lock.unlock();
+    flight.item.task->fail(first);
     return;
   }
   const Time now = Clock::now();
@@ -356,8 +383,10 @@ void Scheduler::finish(std::uint64_t number, const std::string& error) {
     const double step = took_s < slice_s_ ? 0.3 : 0.02;
     slice_s_ = slice_s_ ? slice_s_ + step * (took_s - slice_s_) : took_s;
   }
-  if (flight.item.operation->host_waits()) flight.item.task->settle();
   changed_.notify_all();
+  lock.unlock();
+  if (flight.item.operation->host_waits()) flight.item.task->settle();
+  flight.item.task->end();
 }
 
 // A sender whose bytes are in a socket's buffer is not through; its receiver says when it is.
@@ -377,12 +406,13 @@ void Scheduler::finish_transfer(const Flight& flight) {
 void Scheduler::fail_locked(const std::string& error, std::unique_lock<std::mutex>& lock) {
   if (!error_.empty()) return;
   error_ = error;
+  std::vector<std::shared_ptr<Task>> failed;
   std::vector<std::shared_ptr<Operation>> given_up;
-  for (auto& item : transfers_) item.task->fail(error_);
+  for (auto& item : transfers_) failed.push_back(item.task);
   for (auto& [_, lane] : lanes_)
-    for (auto& item : lane.queue) item.task->fail(error_);
+    for (auto& item : lane.queue) failed.push_back(item.task);
   for (auto& [_, flight] : flights_) {
-    flight.item.task->fail(error_);
+    failed.push_back(flight.item.task);
     given_up.push_back(flight.item.operation);
   }
   transfers_.clear();
@@ -390,6 +420,7 @@ void Scheduler::fail_locked(const std::string& error, std::unique_lock<std::mute
   changed_.notify_all();
   auto peers = peers_;
   lock.unlock();
+  for (auto& task : failed) task->fail(error);
   if (peers) {
     Message message;
     message.kind = Message::kFailure;

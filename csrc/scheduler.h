@@ -46,27 +46,34 @@ class Operation {
 class Task {
  public:
   Task(std::string name, std::size_t num_operations)
-      : name_(std::move(name)), unsettled_(num_operations) {}
+      : name_(std::move(name)), unsettled_(num_operations), running_(num_operations) {}
 
   /// Block until it is over. Throws the first failure of the job, with this task's name, or says
   /// that the time is up.
   void wait(std::optional<double> timeout_s = {});
   bool completed() const;
+  /// Have `call` called once all operations have ended, or the job has failed: at once if that is
+  /// so, else on a thread that may not be kept waiting.
+  void when_over(std::function<void()> call);
   const std::string& name() const { return name_; }
 
  private:
   friend class Scheduler;
 
+  // None of these may be called under the scheduler's mutex: they call whoever asked to be.
   void settle();
+  void end();
   void fail(const std::string& error);
 
   const std::string name_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  std::size_t unsettled_;
+  std::size_t unsettled_;  // operations that somebody would have to wait for
+  std::size_t running_;    // operations that have not ended
   std::string error_;
   std::vector<std::shared_ptr<Operation>> operations_;
   std::function<void()> waited_for_;  // called when somebody begins to wait
+  std::vector<std::function<void()>> calls_;
 };
 
 /// What ranks tell each other beside their data.

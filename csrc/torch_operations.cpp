@@ -1,5 +1,6 @@
 #include "torch_operations.h"
 
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <thread>
@@ -33,6 +34,14 @@ std::string outcome(c10d::Work& work, bool polled) {
   } catch (...) {
     return reason(std::current_exception());
   }
+}
+
+// A library lets what it starts wait for the current stream. What is started here is ready: behind
+// the computations that are queued already it could stand behind one that waits for it.
+c10::Stream empty_stream(c10::Device device) {
+  thread_local const c10::Stream stream =
+      c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+  return stream;
 }
 
 }  // namespace
@@ -71,6 +80,8 @@ TorchOperation::TorchOperation(Group group, at::Tensor tensor, std::shared_ptr<W
 bool TorchOperation::ready() { return !complete_ || complete_->query(); }
 
 void TorchOperation::start(Done done) {
+  std::optional<c10::StreamGuard> guard;
+  if (complete_) guard.emplace(empty_stream(tensors_[0].device()));
   auto work = launch();
   TORCH_CHECK(work, "a process group without this rank was asked to communicate");
   {
@@ -78,13 +89,18 @@ void TorchOperation::start(Done done) {
     work_ = work;
   }
   if (complete_) {
-    waiter_->watch(std::move(work), true, std::move(done));
+    // Who is told of the end may mark it on the current stream.
+    auto told = [done = std::move(done), stream = guard->current_stream()](const std::string& how) {
+      c10::StreamGuard guard(stream);
+      done(how);
+    };
+    waiter_->watch(std::move(work), true, std::move(told));
     return;
   }
   c10::intrusive_ptr<c10::ivalue::Future> future;
   try {
     future = work->getFuture();
-  } catch (const c10::Error&) {  // gloo's transfers have none
+  } catch (const c10::Error&) {  // gloo's transfers and reduce-scatters have none
     waiter_->watch(std::move(work), false, std::move(done));
     return;
   }
@@ -133,6 +149,31 @@ c10::intrusive_ptr<c10d::Work> AllReduce::launch() {
   c10d::AllreduceOptions options;
   options.reduceOp = op_;
   return group_->allreduce(tensors_, options);
+}
+
+ReduceScatter::ReduceScatter(Group group, at::Tensor sum, std::vector<at::Tensor> parts,
+                             std::shared_ptr<Waiter> waiter, c10d::ReduceOp op)
+    : TorchOperation(std::move(group), std::move(sum), std::move(waiter)),
+      parts_{std::move(parts)},
+      op_(std::move(op)) {}
+
+c10::intrusive_ptr<c10d::Work> ReduceScatter::launch() {
+  c10d::ReduceScatterOptions options;
+  options.reduceOp = op_;
+  return group_->reduce_scatter(tensors_, parts_, options);
+}
+
+AllGather::AllGather(Group group, at::Tensor part, std::vector<at::Tensor> parts,
+                     std::shared_ptr<Waiter> waiter)
+    : TorchOperation(std::move(group), std::move(part), std::move(waiter)),
+      parts_{std::move(parts)} {}
+
+c10::intrusive_ptr<c10d::Work> AllGather::launch() { return group_->allgather(parts_, tensors_); }
+
+c10::intrusive_ptr<c10::ivalue::Future> future_of(Task& task) {
+  auto over = c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
+  task.when_over([over] { over->markCompleted(c10::IValue()); });
+  return over;
 }
 
 }  // namespace fold3d

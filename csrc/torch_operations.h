@@ -38,7 +38,8 @@ class Waiter : public std::enable_shared_from_this<Waiter> {
 
 class TorchOperation : public Operation {
  public:
-  /// Takes note of where the current stream is now: the tensor is complete there.
+  /// Takes note of where the current stream is now: the tensor is complete there, or free to be
+  /// written.
   TorchOperation(Group group, at::Tensor tensor, std::shared_ptr<Waiter> waiter);
 
   bool ready() override;
@@ -86,5 +87,32 @@ class AllReduce : public TorchOperation {
   c10::intrusive_ptr<c10d::Work> launch() override;
   const c10d::ReduceOp op_;
 };
+
+/// Some elements of each rank's shard, summed into `sum`; `parts` are theirs in the order of ranks.
+/// The library gathers them in one place: they do not lie side by side.
+class ReduceScatter : public TorchOperation {
+ public:
+  ReduceScatter(Group group, at::Tensor sum, std::vector<at::Tensor> parts,
+                std::shared_ptr<Waiter> waiter, c10d::ReduceOp op);
+
+ private:
+  c10::intrusive_ptr<c10d::Work> launch() override;
+  std::vector<std::vector<at::Tensor>> parts_;
+  const c10d::ReduceOp op_;
+};
+
+/// `part`, some elements of this rank's shard, to all; `parts` are where they and the others' go.
+class AllGather : public TorchOperation {
+ public:
+  AllGather(Group group, at::Tensor part, std::vector<at::Tensor> parts,
+            std::shared_ptr<Waiter> waiter);
+
+ private:
+  c10::intrusive_ptr<c10d::Work> launch() override;
+  std::vector<std::vector<at::Tensor>> parts_;
+};
+
+/// Complete when the task is over, well or not.
+c10::intrusive_ptr<c10::ivalue::Future> future_of(Task& task);
 
 }  // namespace fold3d

@@ -19,9 +19,13 @@ def test_stock_has_no_plan_whose_transfers_could_be_scheduled(parser: ArgumentPa
     assert "give --schedule aiao, or drop it" in refused(parser, "")
 
 
-def test_shards_are_not_sliced_yet(parser: ArgumentParser):
-    message = refused(parser, "--schedule aiao --use-distributed-optimizer")
-    assert message.startswith("--use-distributed-optimizer with --preemptive-comm")
+@pytest.mark.parametrize(
+    "flags",
+    ["--num-distributed-optimizer-instances 2", "--ddp-reduce-scatter-with-fp32-accumulation"],
+)
+def test_what_is_not_sliced_is_refused(flags: str, parser: ArgumentParser):
+    message = refused(parser, f"--schedule aiao --use-distributed-optimizer {flags}")
+    assert message.startswith(f"{flags} with --preemptive-comm")
     assert message.count("\n") == 0
 
 

@@ -2,6 +2,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <future>
+
 #include "../control.h"
 #include "check.h"
 #include "network.h"
@@ -149,6 +151,26 @@ void the_first_error_is_everybodys() {
   CHECK(scheduler->shutdown(20));
 }
 
+void a_task_tells_when_it_is_over_well_or_not() {
+  auto scheduler = Scheduler::make({});
+  Timeline link;
+  const Time start = Clock::now();
+  auto slow = scheduler->reduce(0, "reduce", {fake([&](Done done) {
+                                  link.after(0.02, [done = std::move(done)] { done(""); });
+                                })});
+  std::promise<Time> well, not_well;
+  slow->when_over([&] { well.set_value(Clock::now()); });
+  CHECK(in_seconds(well.get_future().get() - start) >= 0.02);
+  bool told = false;
+  slow->when_over([&] { told = true; });
+  CHECK(told);
+  auto stuck = scheduler->reduce(0, "reduce", {fake([](Done) {})});
+  stuck->when_over([&] { not_well.set_value(Clock::now()); });
+  scheduler->fail("no");
+  not_well.get_future().get();
+  CHECK(scheduler->shutdown(20));
+}
+
 void a_slice_that_does_not_end_in_time_is_named() {
   Policy policy;
   policy.timeout_s = 0.05;
@@ -282,6 +304,7 @@ int main() {
   RUN(the_next_slice_starts_a_little_before_one_ends);
   RUN(an_announced_transfer_holds_slices_until_its_lease_is_over);
   RUN(the_first_error_is_everybodys);
+  RUN(a_task_tells_when_it_is_over_well_or_not);
   RUN(a_slice_that_does_not_end_in_time_is_named);
   RUN(a_shutdown_in_mid_slice_fails_what_is_left);
   RUN(rings_end_whatever_the_timing);

@@ -15,10 +15,15 @@ def preemption_problems(args: Namespace, schedule: str) -> Iterator[str]:
             "--preemptive-comm with --schedule stock: it schedules the transfers of a plan; "
             "give --schedule aiao, or drop it"
         )
-    if args.use_distributed_optimizer:
+    if (instances := args.num_distributed_optimizer_instances) > 1:
         yield (
-            "--use-distributed-optimizer with --preemptive-comm: all-reduces are sliced, "
-            "reduce-scatters and all-gathers are not yet; drop one of the two"
+            f"--num-distributed-optimizer-instances {instances} with --preemptive-comm: sums over "
+            "the instances are not sliced; drop one of the two"
+        )
+    if args.ddp_reduce_scatter_with_fp32_accumulation:
+        yield (
+            "--ddp-reduce-scatter-with-fp32-accumulation with --preemptive-comm: its all-to-alls "
+            "are not sliced; drop one of the two"
         )
     if args.device == "cuda":
         yield from launch_problems()

@@ -89,7 +89,7 @@ class Link:
         bursts = f"burst {_SMALL_BURST_BYTES}b cburst {_SMALL_BURST_BYTES}b"
         yield f"qdisc add {on} {parent} handle 2: htb default 2"
         yield f"class add {on} parent 2: classid 2:9 htb rate {rate_bit_s:.0f}bit {bursts}"
-        for number, share in ((1, 0.95), (2, 0.05)):  # and whatever the other one leaves
+        for number, share in ((1, 0.99), (2, 0.01)):  # and whatever the other one leaves
             yield (
                 f"class add {on} parent 2:9 classid 2:{number} htb prio {number} "
                 f"rate {share * rate_bit_s:.0f}bit ceil {rate_bit_s:.0f}bit {bursts}"

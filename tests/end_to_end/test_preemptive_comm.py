@@ -29,8 +29,8 @@ PREEMPTS = "--schedule aiao --preemptive-comm --dp-slice-bytes 4096"
 @pytest.mark.parametrize(
     ("flags", "ours"),
     [
-        ("", PREEMPTS),
-        ("--bf16 --clip-grad 0", f"{PREEMPTS} --backward-share 0.5"),
+        ("--bf16 --use-distributed-optimizer --overlap-param-gather", PREEMPTS),
+        ("--clip-grad 0", f"{PREEMPTS} --backward-share 0.5"),
     ],
 )
 def test_losses_and_parameters_are_those_of_stock(flags: str, ours: str, tmp_path: Path) -> None:
@@ -50,6 +50,9 @@ def test_losses_and_parameters_are_those_of_stock(flags: str, ours: str, tmp_pat
         for row in rank.iterations:
             assert {event.kind for event in row.events} >= {"compute", "p2p", "wait", "grad_sync"}
             assert all(event.start_s <= event.end_s for event in row.events)
+        # Evaluation gathers the parameters of the iteration before it.
+        kinds = {event.kind for row in rank.iterations for event in row.events}
+        assert ("param_gather" in kinds) == ("--overlap-param-gather" in flags)
 
 
 def _drop_norms(records: Sequence[Record]) -> None:

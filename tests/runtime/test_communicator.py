@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from megatron.fold3d.runtime import slice_size
 from megatron.fold3d.runtime.communicator import PreemptiveCommunicator, extension
@@ -47,6 +48,23 @@ def pass_on(group: Any, step: int, announced: bool) -> tuple[Any, Any, torch.Ten
     return receiving, dist.isend(leaving, group=group, group_dst=(rank + 1) % size), arriving
 
 
+def check_shares(group: Any, step: int) -> None:
+    """Sum two tensors into shares and gather them again, within the tensors as Megatron does."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    wholes = [torch.arange(3000.0 * size) * (rank + step), torch.ones(3000 * size)]
+    expected = [torch.arange(3000.0 * size) * (sum(range(size)) + step * size), size]
+    shares = [whole.chunk(size)[rank] for whole in wholes]
+    with _coalescing_manager(group, async_ops=True) as summing:
+        for share, whole in zip(shares, wholes, strict=True):
+            dist.reduce_scatter_tensor(share, whole, group=group, async_op=True)
+    summing.wait()
+    assert torch.equal(shares[0], expected[0].chunk(size)[rank])
+    for share, whole in zip(shares, wholes, strict=True):
+        dist.all_gather_into_tensor(whole, share, group=group)
+    assert torch.equal(wholes[0], expected[0])
+    assert torch.equal(wholes[1], torch.full((3000 * size,), float(size)))
+
+
 def exchange_at_random_times() -> dict[str, float]:
     communicator, transfers, reductions = connected()
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -66,8 +84,10 @@ def exchange_at_random_times() -> dict[str, float]:
                 arriving, torch.full((3000,), float(step * size + (rank - 1) % size))
             )
             sending.wait()
-            reducing.wait()
+            (reducing.get_future() if step % 2 else reducing).wait()
             assert torch.equal(whole, expected)
+            if step % 10 == 4:
+                check_shares(slow if step % 20 == 4 else reductions, step)
         statistics = communicator.statistics()
         fitting = slice_size.measured(1 << 20, 1 << 22, dist.group.WORLD, torch.device("cpu"))
         return {"transfers": statistics.transfers, "slices": statistics.slices, "fits": fitting}
@@ -77,7 +97,8 @@ def exchange_at_random_times() -> dict[str, float]:
 @pytest.mark.gloo
 def test_a_ring_of_ranks_gets_what_it_would_without():
     first, *others = run_distributed(exchange_at_random_times, 4)
-    assert (first["transfers"], first["slices"]) == (400, 180 * 10)  # ten slices of 4 KiB each
+    # Ten slices of 4 KiB each; of two shares of 3000 numbers six of 2 KiB, there and back.
+    assert (first["transfers"], first["slices"]) == (400, 180 * 10 + 10 * 2 * 6 * 2)
     assert 1 << 18 <= first["fits"] <= 1 << 22
     assert all(seen == first for seen in others)
 

@@ -149,15 +149,17 @@ def _of_segments(
             orders.append(replace(ours, schedule="interleaved", group_size=ranks))
         if segments > 1 and "offload" in assumed:
             orders.append(replace(ours, schedule="aiao", offload=True))
+    sharded = replace(stock.setup, distributed_optimizer=True)
     for order in orders:
         yield order
         if stock.setup.data_parallel > 1:
             if not order.is_stock:
                 yield replace(order, backward_share="auto")
-            yield replace(order, setup=replace(stock.setup, distributed_optimizer=True))
+            yield replace(order, setup=sharded)
         if "preemptive-comm" in assumed and not order.is_stock and _can_preempt(stock.setup):
             yield replace(order, preemptive=True)
             yield replace(order, preemptive=True, backward_share="auto")
+            yield replace(order, preemptive=True, setup=sharded)
 
 
 def _can_preempt(setup: Setup) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
+from torch.futures import Future
 
 class Task:
     """What was submitted; over when all of its operations are."""
@@ -18,6 +19,8 @@ class Task:
         """
 
     def is_completed(self) -> bool: ...
+    def get_future(self) -> Future[None]:
+        """Return what is complete when all of it has ended, well or not."""
 
 class Waiter:
     """A thread that waits for operations of one kind, in order; it runs while there are any."""
@@ -85,6 +88,27 @@ class Scheduler:
         lane: int,
         name: str,
     ) -> Task: ...
+    def reduce_scatter(
+        self,
+        group: ProcessGroup,
+        slices: Sequence[tuple[Tensor, Sequence[Tensor]]],
+        waiter: Waiter,
+        op: ReduceOp,
+        lane: int,
+        name: str,
+    ) -> Task:
+        """Sum each slice's tensors, one per rank, each into its rank's first."""
+
+    def all_gather(
+        self,
+        group: ProcessGroup,
+        slices: Sequence[tuple[Tensor, Sequence[Tensor]]],
+        waiter: Waiter,
+        lane: int,
+        name: str,
+    ) -> Task:
+        """Collect each slice's first tensor, of all ranks, in the others."""
+
     def announce(self, peer: int, direction: int, eta_s: float) -> None: ...
     def fail(self, error: str) -> None: ...
     def failure(self) -> str: ...

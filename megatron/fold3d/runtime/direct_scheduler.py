@@ -30,6 +30,10 @@ class DirectTask:
         """Whether all are over, as far as the backend tells."""
         return all(work.is_completed() for work in self._works)
 
+    def get_future(self) -> Any:
+        """Return what is complete when all are over, if the backend tells."""
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
 
 class DirectScheduler:
     """What `_scheduler.Scheduler` has, run on the calling thread."""
@@ -55,6 +59,32 @@ class DirectScheduler:
         options = dist.AllreduceOptions()
         options.reduceOp = op
         return DirectTask([group.allreduce([part], options) for part in slices], name)
+
+    def reduce_scatter(
+        self,
+        group: dist.ProcessGroup,
+        slices: Sequence[tuple[torch.Tensor, list[torch.Tensor]]],
+        _waiter: object,
+        op: dist.ReduceOp,
+        _lane: int,
+        name: str,
+    ) -> DirectTask:
+        """Start all slices: some elements of our share, and of everybody's."""
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = op
+        works = [group.reduce_scatter([ours], [parts], options) for ours, parts in slices]
+        return DirectTask(works, name)
+
+    def all_gather(
+        self,
+        group: dist.ProcessGroup,
+        slices: Sequence[tuple[torch.Tensor, list[torch.Tensor]]],
+        _waiter: object,
+        _lane: int,
+        name: str,
+    ) -> DirectTask:
+        """Start all slices: some elements of our share, and of everybody's."""
+        return DirectTask([group.allgather([parts], [ours]) for ours, parts in slices], name)
 
     def announce(self, _peer: int, _direction: int, _eta_s: float) -> None:
         """Nothing waits for a transfer."""

@@ -1,4 +1,4 @@
-"""Gradient buckets whose reductions the communicator starts, in process groups of its own.
+"""Buckets whose collectives the communicator starts, in process groups of its own.
 
 Keeps one invariant: nobody else issues a collective on these groups, so their order is that of the
 buckets, on every replica.
@@ -12,7 +12,15 @@ import torch.distributed as dist
 
 from megatron.fold3d.runtime.communicator import PreemptiveCommunicator
 from megatron.fold3d.runtime.preemptive_group import PreemptiveGroup
-from megatron.fold3d.runtime.replicas import Ranks, bucket_groups, connect, ranks_of, ranks_of_all
+from megatron.fold3d.runtime.replicas import (
+    Ranks,
+    bucket_groups,
+    connect,
+    group_of,
+    ranks_of,
+    ranks_of_all,
+    set_group,
+)
 
 
 def hand_over(
@@ -21,24 +29,24 @@ def hand_over(
     timeout: timedelta,
     traffic_class: int | None,
 ) -> None:
-    """Let ``communicator`` reduce what Megatron's DDP gives its process group, from now on.
+    """Let ``communicator`` reduce and gather the buckets of Megatron's DDP from now on.
 
     All ranks of the job call this together.
     """
     buckets = list(bucket_groups(*chunks))
-    if any(isinstance(group.data_parallel_group, PreemptiveGroup) for group in buckets):
+    if any(isinstance(group_of(bucket_group), PreemptiveGroup) for bucket_group in buckets):
         return
     device = next(chunks[0].parameters()).device
-    everyones = ranks_of_all({ranks_of(group.data_parallel_group) for group in buckets})
+    everyones = ranks_of_all({ranks_of(group_of(bucket_group)) for bucket_group in buckets})
     made = connect(everyones, device, timeout, traffic_class)
     ours = {ranks: communicator.group(group) for ranks, group in made.items()}
     for bucket_group in buckets:
-        bucket_group.data_parallel_group = ours[ranks_of(bucket_group.data_parallel_group)]
+        set_group(bucket_group, ours[ranks_of(group_of(bucket_group))])
 
 
 def neighbours(pp_group: dist.ProcessGroup, chunks: Sequence[torch.nn.Module]) -> set[int]:
     """Return the ranks next to this one in its pipeline and among the replicas of its chunks."""
-    groups = [pp_group, *(group.data_parallel_group for group in bucket_groups(*chunks))]
+    groups = [pp_group, *map(group_of, bucket_groups(*chunks))]
     return {rank for group in groups for rank in _next_to_us(ranks_of(group))}
 
 

@@ -19,11 +19,12 @@ _lanes = count()
 
 
 class PreemptiveGroup(dist.ProcessGroup):
-    """What ``group`` is, with transfers that go first and all-reduces in slices that let them.
+    """What ``group`` is, with transfers that go first and collectives in slices that let them.
 
-    Only what Megatron's gradient buckets and our pipeline ask of a group is here: ``allreduce``
-    (also coalesced), ``send`` and ``recv``. ``direction`` tells apart two groups whose transfers
-    have the same two ends. ``scheduled`` is the group that does the work.
+    Only what Megatron's buckets and our pipeline ask of a group is here: ``allreduce``,
+    ``reduce_scatter_single`` and ``all_gather_single`` (each also coalesced), ``send`` and
+    ``recv``. ``direction`` tells apart two groups whose transfers have the same two ends.
+    ``scheduled`` is the group that does the work.
     """
 
     def __init__(
@@ -53,16 +54,52 @@ class PreemptiveGroup(dist.ProcessGroup):
         self, tensors: Sequence[torch.Tensor], options: Any = None
     ) -> Any:
         """Start to sum a tensor over the group, slice by slice; the task is for `dist.Work`."""
-        op = options.reduceOp if options is not None else dist.ReduceOp.SUM
         name = f"all-reduce {next(self._names)} over ranks {self._ranks}"
         slices = [part for tensor in tensors for part in self._slices(tensor)]
         return self._scheduler.all_reduce(
-            self.scheduled, slices, self._senders, op, self._lane, name
+            self.scheduled, slices, self._senders, _op(options), self._lane, name
         )
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], options: Any = None) -> Any:
         """Sum several tensors, as one task."""
         return self.allreduce(tensors, options)
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, whole: torch.Tensor, options: Any = None
+    ) -> Any:
+        """Start to sum ``whole`` over the group; ``output`` gets this rank's share of the sum."""
+        return self.reduce_scatter_single_coalesced([output], [whole], options)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], options: Any = None
+    ) -> Any:
+        """Sum several tensors into shares, as one task."""
+        return self._scheduler.reduce_scatter(
+            self.scheduled,
+            self._sharded_slices(outputs, wholes),
+            self._senders,
+            _op(options),
+            self._lane,
+            f"reduce-scatter {next(self._names)} over ranks {self._ranks}",
+        )
+
+    def all_gather_single(
+        self, whole: torch.Tensor, share: torch.Tensor, options: Any = None
+    ) -> Any:
+        """Start to collect every rank's ``share`` in ``whole``."""
+        return self.all_gather_single_coalesced([whole], [share], options)
+
+    def all_gather_single_coalesced(
+        self, wholes: Sequence[torch.Tensor], shares: Sequence[torch.Tensor], _options: Any = None
+    ) -> Any:
+        """Collect the shares of several tensors, as one task."""
+        return self._scheduler.all_gather(
+            self.scheduled,
+            self._sharded_slices(shares, wholes),
+            self._senders,
+            self._lane,
+            f"all-gather {next(self._names)} over ranks {self._ranks}",
+        )
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> Any:
         """Start to send one tensor to ``peer``, a rank of the group."""
@@ -95,3 +132,23 @@ class PreemptiveGroup(dist.ProcessGroup):
     def _slices(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         flat = tensor.view(-1)
         return tuple(flat.split(max(1, self._slice_bytes // flat.element_size())))
+
+    def _sharded_slices(
+        self, shares: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+        """Cut every rank's share of a tensor at the same places: ours beside all of the tensor.
+
+        So each element is summed with the same others as without slices. The bytes of a slice are
+        those of an all-reduce on the wire, which is twice what a slice of shares sends.
+        """
+        slices = []
+        for share, whole in zip(shares, wholes, strict=True):
+            size = max(1, 2 * self._slice_bytes // whole.element_size() // self.size())
+            cut = [part.split(size) for part in whole.view(-1).chunk(self.size())]
+            ours = share.view(-1).split(size)
+            slices += [(part, list(parts)) for part, *parts in zip(ours, *cut, strict=True)]
+        return slices
+
+
+def _op(options: Any) -> Any:
+    return options.reduceOp if options is not None else dist.ReduceOp.SUM

@@ -177,9 +177,8 @@ def never(device: torch.device) -> Recorder:
 def when_done(works: Sequence[dist.Work], end: Callable[[], None]) -> bool:
     """Call ``end`` when collectives are done, which nothing waits for; False if they cannot tell.
 
-    gloo's reduce-scatter cannot, nor can what waits for its turn in our communicator. Over NCCL
-    ``end`` is called at once, on a stream that waits for the collectives: a mark of the device is
-    then passed when they are done.
+    gloo's reduce-scatter cannot. Over NCCL ``end`` is called at once, on a stream that waits for
+    the collectives: a mark of the device is then passed when they are done.
     """
     try:
         futures = [work.get_future() for work in works]

@@ -20,6 +20,22 @@ def bucket_groups(*chunks: Any) -> Iterator[Any]:
         yield from chunk.expert_parallel_bucket_groups
 
 
+def group_of(bucket_group: Any) -> dist.ProcessGroup:
+    """Return the process group that reduces a bucket group and, where it is sharded, gathers it."""
+    group: dist.ProcessGroup = getattr(bucket_group, _group_name(bucket_group))
+    return group
+
+
+def set_group(bucket_group: Any, group: dist.ProcessGroup) -> None:
+    """Let ``group`` reduce and gather a bucket group from now on."""
+    setattr(bucket_group, _group_name(bucket_group), group)
+
+
+def _group_name(bucket_group: Any) -> str:
+    is_sharded = bucket_group.ddp_config.use_distributed_optimizer
+    return "intra_distributed_optimizer_instance_group" if is_sharded else "data_parallel_group"
+
+
 def ranks_of(group: dist.ProcessGroup) -> Ranks:
     """Return the global ranks of a process group."""
     return tuple(dist.get_process_group_ranks(group))
