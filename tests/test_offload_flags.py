@@ -48,11 +48,13 @@ def test_what_cannot_work_is_refused_with_its_fix(parser: ArgumentParser, line: 
         (f"{FULL} 1 --recompute-method uniform", 4),
         (f"{FULL} 3 --recompute-method uniform", 2),
         (f"{FULL} 3 --recompute-method block", 3),
+        (f"{FULL} 1 --recompute-method uniform --decoder-first-pipeline-num-layers 3", 3),
         ("--recompute-granularity selective", 0),
         ("", 0),
+        ("--no-gradient-accumulation-fusion", 4),
     ],
 )
-def test_the_inputs_of_full_recomputation_are_known_before(
+def test_what_leaves_at_least_is_known_before(
     parser: ArgumentParser, line: str, states: int
 ):
     hidden_state = 32 * 2 * 64 * 4

@@ -3,6 +3,8 @@
 from argparse import Namespace
 from collections.abc import Iterator
 
+from megatron.fold3d.layer_split import layers_per_rank
+
 
 def offloads_everything(args: Namespace) -> bool:
     """Tell whether all large saved tensors leave, or only what recomputation starts from.
@@ -14,20 +16,24 @@ def offloads_everything(args: Namespace) -> bool:
 
 
 def saved_bytes(args: Namespace, num_segments: int) -> int:
-    """Return what one micro-batch's forward of a stage saves for recomputation, or less.
+    """Return what one micro-batch's forward of a stage saves and sends to the host, or less.
 
-    It is known before anything has run with full recomputation of evenly split layers: one hidden
-    state for each layer, or group of layers, that is recomputed. 0 where it is not.
+    Some of it is known before anything has run where layers are split evenly: one hidden state for
+    each layer, or group of layers, that full recomputation starts from, and each layer's input where
+    all large saved tensors leave. 0 where it is not.
     """
     sizes = (args.num_layers, args.seq_length, args.micro_batch_size, args.hidden_size)
-    if args.recompute_granularity != "full" or args.recompute_num_layers is None:
+    per_rank = layers_per_rank(args) if args.num_layers else ()
+    if not per_rank or args.pipeline_model_parallel_layout is not None or None in sizes:
         return 0
-    if args.pipeline_model_parallel_layout is not None or None in sizes:
+    stages = args.pipeline_model_parallel_size * num_segments
+    num_saved = min(args.num_layers // stages, min(per_rank) // num_segments)
+    if args.recompute_granularity == "full" and args.recompute_num_layers is not None:
+        at_once: int = args.recompute_num_layers
+        by_groups = args.recompute_method == "uniform"
+        num_saved = -(-num_saved // at_once) if by_groups else min(num_saved, at_once)
+    elif not offloads_everything(args):
         return 0
-    layers = args.num_layers // (args.pipeline_model_parallel_size * num_segments)
-    at_once: int = args.recompute_num_layers
-    by_groups = args.recompute_method == "uniform"
-    num_saved = -(-layers // at_once) if by_groups else min(layers, at_once)
     elements = args.seq_length * args.micro_batch_size * args.hidden_size
     shards = args.context_parallel_size
     if args.sequence_parallel:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from megatron.fold3d.plan.lowering import add_offload
 from megatron.fold3d.plan.schedules import build
@@ -143,9 +144,10 @@ def test_a_rank_that_dies_while_it_copies_hangs_nobody_and_leaves_nothing() -> N
     assert set(Path("/dev/shm").iterdir()) <= files
 
 
-def test_a_host_without_the_memory_is_told_before_training() -> None:
+@pytest.mark.parametrize("recompute", [FULL, ""], ids=["full", "none"])
+def test_a_host_without_the_memory_is_told_before_training(recompute: str) -> None:
     huge = "--micro-batch-size 1000000000 --global-batch-size 6000000000"
-    argv = Row().command(f"--schedule aiao {ON} {FULL} {huge}")
+    argv = Row().command(f"--schedule aiao {ON} {recompute} {huge}")
     with pytest.raises(RankError, match=r"HostMemoryError: [0-9,]+ bytes of host memory for the"):
         run_distributed(train, PP, argv)
 
@@ -156,16 +158,27 @@ def train_until_a_copy(argv: Sequence[str]) -> None:
 
     launch, count = Copies._launch, 0
 
-    def deadly(self: Copies, *args: Any) -> None:
+    def deadly(self: Copies, targets: Sequence[Tensor], *args: Any) -> None:
         nonlocal count
         count += 1
         if count == 20:
+            assert all(_ends_with_its_process(target) for target in targets)
             os.kill(os.getpid(), signal.SIGKILL)
-        launch(self, *args)
+        launch(self, targets, *args)
 
     if os.environ["RANK"] == "1":
         Copies._launch = deadly
     train(argv)
+
+
+def _ends_with_its_process(tensor: Tensor) -> bool:
+    """Whether the kernel has a tensor's memory for this process alone, and without a file."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        bounds, access, _, _, file, *_ = line.split()
+        begin, end = (int(bound, 16) for bound in bounds.split("-"))
+        if begin <= tensor.data_ptr() < end:
+            return access.endswith("p") and file == "0"
+    return False
 
 
 @dataclass(slots=True)
