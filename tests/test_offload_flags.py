@@ -54,9 +54,7 @@ def test_what_cannot_work_is_refused_with_its_fix(parser: ArgumentParser, line: 
         ("--no-gradient-accumulation-fusion", 4),
     ],
 )
-def test_what_leaves_at_least_is_known_before(
-    parser: ArgumentParser, line: str, states: int
-):
+def test_what_leaves_at_least_is_known_before(parser: ArgumentParser, line: str, states: int):
     hidden_state = 32 * 2 * 64 * 4
     assert config(parser, f"--schedule aiao {ON} {line}").saved_bytes == states * hidden_state
     half = "--bf16 --tensor-model-parallel-size 4 --sequence-parallel"

@@ -50,10 +50,15 @@ WAYS = ("device", "offload", "save_on_cpu", "1f1b")
 
 
 class Layer(nn.Module):
-    """One tensor-parallel rank's share of a transformer layer, without the collectives."""
+    """One tensor-parallel rank's share of a transformer layer, without the collectives.
 
-    def __init__(self, hidden_size: int, heads: int, shards: int) -> None:
+    With sequence parallelism it takes and gives a part of the sequence; copies of that part stand
+    for the others'.
+    """
+
+    def __init__(self, hidden_size: int, heads: int, shards: int, parts: int) -> None:
         super().__init__()
+        self.parts = parts  # of the sequence
         self.heads, self.head_size = heads // shards, hidden_size // heads
         share = hidden_size // shards
         self.first_norm, self.second_norm = nn.LayerNorm(hidden_size), nn.LayerNorm(hidden_size)
@@ -61,14 +66,20 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(hidden_size, 4 * share), nn.Linear(4 * share, hidden_size)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map ``[seq, batch, hidden]`` to the same."""
-        seq, batch, _ = hidden.shape
-        qkv = self.qkv(self.first_norm(hidden)).view(seq, batch, self.heads, 3 * self.head_size)
+        """Map ``[seq / parts, batch, hidden]`` to the same."""
+        own, batch, _ = hidden.shape
+        seq = own * self.parts
+        gathered = self._gathered(self.first_norm(hidden))
+        qkv = self.qkv(gathered).view(seq, batch, self.heads, 3 * self.head_size)
         q, k, v = (part.permute(1, 2, 0, 3) for part in qkv.chunk(3, dim=-1))
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        hidden = hidden + self.project(mixed.permute(2, 0, 1, 3).reshape(seq, batch, -1))
-        result: torch.Tensor = self.down(nn.functional.gelu(self.up(self.second_norm(hidden))))
-        return hidden + result
+        hidden = hidden + self.project(mixed.permute(2, 0, 1, 3).reshape(seq, batch, -1))[:own]
+        gathered = self._gathered(self.second_norm(hidden))
+        result: torch.Tensor = self.down(nn.functional.gelu(self.up(gathered)))
+        return hidden + result[:own]
+
+    def _gathered(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if self.parts == 1 else hidden.repeat(self.parts, 1, 1)
 
 
 @dataclass(slots=True)
@@ -135,14 +146,18 @@ class Rank:
     def __init__(self, args: argparse.Namespace) -> None:
         self.device = torch.device(args.device)
         dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-        self.shape = (args.seq_length, args.micro_batch_size, args.hidden_size)
+        parts = args.tensor_parallel if args.sequence_parallel else 1
+        self.shape = (args.seq_length // parts, args.micro_batch_size, args.hidden_size)
         self.hidden_bytes = torch.Size(self.shape).numel() * dtype.itemsize
         self.rank, self.num_ranks = args.rank, args.ranks
         self.chunks = [
             nn.Sequential(
-                *(Layer(args.hidden_size, args.heads, args.tensor_parallel) for _ in range(layers))
+                *(
+                    Layer(args.hidden_size, args.heads, args.tensor_parallel, parts)
+                    for _ in range(args.layers)
+                )
             ).to(self.device, dtype)
-            for layers in [args.layers] * args.segments
+            for _ in range(args.segments)
         ]
         self.arriving = torch.randn(self.shape, device=self.device, dtype=dtype)
 
@@ -339,6 +354,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         *(("micro-batch-size", 1), ("iterations", 8), ("warm-up", 2)),
     ):
         rank.add_argument(f"--{name}", type=int, default=default)
+    rank.add_argument("--sequence-parallel", action="store_true")
     rank.add_argument("--last-segment", choices=get_args(LastSegment), default="1f1b")
     rank.add_argument("--only", nargs="+", choices=WAYS, default=WAYS)
     copies = commands.add_parser("copies", help="bare copies to and from a GPU")

@@ -1,6 +1,10 @@
 """Offloading on a real GPU: what CPUs cannot show. `make build-cuda` comes first."""
 
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import peak_activations
 from megatron.fold3d.runtime.copies import Copies
 from megatron.fold3d.runtime.device import synchronize
+from megatron.fold3d.runtime.host_memory import available_bytes
 from megatron.fold3d.runtime.offload_library import PinnedMemory, batched_copy, kernel_copy
 from megatron.fold3d.runtime.offloader import Offloader
 
@@ -21,6 +26,21 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 HIDDEN = 1024
 SIZES = (1, 17, 512, 4097, 1 << 20, (8 << 20) + 3)
+GIB = 1 << 30
+ENDLESS = """
+import torch
+from megatron.fold3d.runtime.copies import Copies
+from megatron.fold3d.runtime.host_memory import take
+
+device = torch.device("cuda")
+host, copies = take(4 << 30, device), Copies(device)
+there = torch.empty(4 << 30, dtype=torch.uint8, device=device)
+for number in range(10000):
+    copied = copies.to_host([host], [there])
+    if number == 10:
+        print("copying", flush=True)
+copied.synchronize()
+"""
 Copy = Callable[[Sequence[Tensor], Sequence[Tensor], int], None]
 
 
@@ -63,6 +83,22 @@ def test_copies_begin_after_compute_and_compute_goes_on_after_them():
         tensor.fill_(255)  # what has been waited for may be overwritten
         synchronize(CUDA)
         assert bool((memory.tensor == value).all())
+
+
+def test_a_process_that_is_killed_in_mid_copy_gives_its_locked_memory_back():
+    before = available_bytes()
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", ENDLESS], cwd=root, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "copying\n"
+        assert available_bytes() < before - 3 * GIB
+        process.kill()
+    deadline = time.monotonic() + 30
+    while available_bytes() < before - GIB:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("depth", [1, 3])
