@@ -18,9 +18,9 @@ def offloads_everything(args: Namespace) -> bool:
 def saved_bytes(args: Namespace, num_segments: int) -> int:
     """Return what one micro-batch's forward of a stage saves and sends to the host, or less.
 
-    Some of it is known before anything has run where layers are split evenly: one hidden state for
-    each layer, or group of layers, that full recomputation starts from, and each layer's input where
-    all large saved tensors leave. 0 where it is not.
+    Some of it is known before anything has run where layers are split evenly: one hidden state
+    for each layer, or group of layers, that full recomputation starts from, and each layer's input
+    where all large saved tensors leave. 0 where it is not.
     """
     sizes = (args.num_layers, args.seq_length, args.micro_batch_size, args.hidden_size)
     per_rank = layers_per_rank(args) if args.num_layers else ()
