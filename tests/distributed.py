@@ -25,13 +25,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# What every rank imports sooner or later.
 _PRELOAD = (
+    "pytest",  # the files of tests
     "torch",
-    "megatron.core.tokenizers.text",  # transformers
+    "megatron.core.datasets.helpers",
+    "megatron.core.models.mimo",
+    "megatron.core.tokenizers.text.models",  # transformers
     "megatron.fold3d.runtime.executor",
     "megatron.training.training",
     "pretrain_gpt",
-    "tests.parsed_once",
+    "tests.end_to_end.training",
+    "tests.rank_server",  # last
 )
 _GRACE_S = 5.0  # in which all ranks that fail for one reason have failed, or have dumped a stack
 _LOG_LINES = 20

@@ -84,10 +84,10 @@ ROWS = (
     Row(ours="--schedule interleaved --backward-share 0.3", evaluation="--eval-iters 0"),
     Row(ours="--schedule 1f1b --backward-share 0.5", flags="", pp=1, segments=1),
     # Clipping: some steps are clipped, some could be, some cannot.
-    Row(ours=f"{AIAO} 0.5", flags="", clip=2.2, whole=2),
-    Row(ours=f"{AIAO} 0.5", flags=f"{UNTIED} --bf16", clip=2.2, whole=4),
-    Row(ours="--schedule 1f1b --backward-share 0.5", flags=SP, pp=1, segments=1, clip=2.2, whole=3),
-    Row(ours=f"{AIAO} 0.5", flags="--calculate-per-token-loss", clip=2.2, whole=2),
+    Row(ours=f"{AIAO} 0.5", flags="", clip=2.2, whole=3),
+    Row(ours=f"{AIAO} 0.5", flags=f"{UNTIED} --bf16", clip=2.2, whole=5),
+    Row(ours="--schedule 1f1b --backward-share 0.5", flags=SP, pp=1, segments=1, clip=2.2, whole=4),
+    Row(ours=f"{AIAO} 0.5", flags="--calculate-per-token-loss", clip=2.2, whole=3),
     # Loss scaling: the first two steps overflow and are skipped.
     Row(ours=f"{AIAO} 0.5", flags=FP16, clip=2.2, whole=4, skipped=2),
 )
