@@ -167,22 +167,29 @@ def test_a_reader_can_zoom_point_and_step_through_it(tmp_path: Path, theme: str)
 
 
 REDRAW = """
-const times = [];
+let drawn = 0;
+const fill = CanvasRenderingContext2D.prototype.fillRect;
+CanvasRenderingContext2D.prototype.fillRect = function (...box) { drawn++; fill.apply(this, box); };
+const counts = [];
 for (let i = 0; i < 6; i++) {
   chart.dispatchEvent(new WheelEvent("wheel", { ...at(500, 20), deltaY: i < 3 ? -120 : 120 }));
-  const start = performance.now();
+  drawn = 0;
   view.draw();
-  times.push(performance.now() - start);
+  counts.push(drawn);
 }
 const lanes = view.model.views[0].lanes.flat();
-return { fastest: Math.min(...times), actions: lanes.reduce((n, lane) => n + lane.length, 0) };
+return {
+  most: Math.max(...counts),
+  pixels: lanes.length * chart.clientWidth,
+  actions: lanes.reduce((n, lane) => n + lane.length, 0),
+};
 """
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
-def test_a_hundred_thousand_actions_are_redrawn_within_a_frame_or_few(tmp_path: Path):
+def test_of_a_hundred_thousand_actions_what_shares_a_pixel_is_drawn_once(tmp_path: Path):
     html = page("large", "", [view("simulated", timeline(8, 8, 200))])
     seen, console = look(html, ACT + REDRAW, tmp_path)
     assert console == []
     assert seen["actions"] > 100_000
-    assert seen["fastest"] < 100  # ms, on a busy machine without a GPU
+    assert 0 < seen["most"] < seen["pixels"] < seen["actions"] / 3

@@ -214,14 +214,22 @@ def test_weight_gradients_have_their_own_cost():
     assert timeline.compute_s(0, {Op.WEIGHT}) == 4.0
 
 
-def test_three_thousand_gpus_are_simulated_in_seconds():
-    # pp=64 of dp=6 and tp=8: the 48 replicas of a pipeline rank do the same, so one is run.
-    large = deferred_grad_sync(built("aiao", 64, 4, 512))
-    costs = Costs.uniform(256, p2p_s=0.1, p2p_latency_s=0.01, grad_sync_s=30.0)
+def test_the_time_of_a_simulation_grows_with_the_number_of_actions():
+    # The larger one is that of 3,072 GPUs: pp=64 of dp=6 and tp=8; replicas do the same, so one
+    # is run. It has 16 times the actions: 4 times the ranks, 4 times the micro-batches. A step that
+    # looked at all of either would make it 64 times as long.
+    assert simulation_s(64, 256) < 3 * 16 * simulation_s(16, 64)
+
+
+def simulation_s(ranks: int, microbatches: int) -> float:
+    """Simulate AIAO of four segments; returns the CPU time that it took."""
+    plan = deferred_grad_sync(built("aiao", ranks, 4, microbatches))
+    costs = Costs.uniform(4 * ranks, p2p_s=0.1, p2p_latency_s=0.01, grad_sync_s=30.0)
     start_s = time.process_time()
-    timeline = simulate(large, costs, grad_sync_order="edf")
-    assert time.process_time() - start_s < 10
-    assert timeline.makespan_s > 3 * 4 * 512
+    timeline = simulate(plan, costs, grad_sync_order="edf")
+    took_s = time.process_time() - start_s
+    assert timeline.makespan_s > 3 * 4 * microbatches
+    return took_s
 
 
 def test_a_rank_may_wait_for_what_it_sends():
