@@ -94,7 +94,7 @@ def run_distributed(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 120.0,
+    timeout_s: float = 240.0,
     grace_s: float = _GRACE_S,
 ) -> list[Any]:
     """Call ``fn(*args)`` on each of ``world_size`` new ranks and return what they return, by rank.

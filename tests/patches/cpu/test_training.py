@@ -44,21 +44,20 @@ def replicas(ranks: Sequence[Record]) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("flags", [DROPOUT, f"{DROPOUT} {FULL}"], ids=["plain", "recompute"])
 def test_tensor_parallel_replicas_drop_the_same_units(flags: str) -> None:
-    first, second = replicas(run_distributed(trained, 2, flags, timeout_s=120))
+    first, second = replicas(run_distributed(trained, 2, flags))
     assert first == second
     assert len(first) == 15
 
 
 def test_they_would_not_if_the_data_loader_drew_from_the_generator_of_dropout() -> None:
-    ranks = run_distributed(trained_with_megatrons_data_loader, 2, DROPOUT, timeout_s=120)
+    ranks = run_distributed(trained_with_megatrons_data_loader, 2, DROPOUT)
     first, second = replicas(ranks)
     assert first != second, "Megatron's data loader has become harmless: remove the patch"
 
 
 def test_recompute_changes_no_bit() -> None:
     plain, recomputed = (
-        run_distributed(trained, 1, f"--train-iters 2 {flags}", timeout_s=120)
-        for flags in ("", FULL)
+        run_distributed(trained, 1, f"--train-iters 2 {flags}") for flags in ("", FULL)
     )
     assert plain == recomputed
 
@@ -73,9 +72,9 @@ def test_the_distributed_optimizer_resumes_bit_for_bit(
         f"--train-iters 4 --ckpt-format {form} {precision}"
     )
     saving = f"{flags} --save {tmp_path} --save-interval 2"
-    whole = run_distributed(trained, 2, saving, timeout_s=120)
+    whole = run_distributed(trained, 2, saving)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
-    resumed = run_distributed(trained, 2, f"{flags} --load {tmp_path}", timeout_s=120)
+    resumed = run_distributed(trained, 2, f"{flags} --load {tmp_path}")
     for before, after in zip(whole, resumed, strict=True):
         assert after.iterations == before.iterations[2:]
         assert after.parameters == before.parameters
@@ -85,7 +84,7 @@ def test_the_distributed_optimizer_resumes_bit_for_bit(
 def test_sequence_parallelism_trains_what_tensor_parallelism_trains() -> None:
     flags = f"{DROPOUT} --hidden-dropout 0 --attention-dropout 0"
     plain, sequence = (
-        run_distributed(trained, 2, f"{flags} {more}", timeout_s=120)[0].iterations
+        run_distributed(trained, 2, f"{flags} {more}")[0].iterations
         for more in ("", "--sequence-parallel")
     )
     for values, others in zip(plain, sequence, strict=True):
