@@ -61,7 +61,7 @@ def look(
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         check=True,
     )
     found = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL)

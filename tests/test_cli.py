@@ -31,7 +31,7 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
         ["bash", "-c", f"{function}; {line}"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
 
@@ -530,6 +530,6 @@ def test_plans_are_made_without_loading_the_simulator(line: str):
         f"try: main({shlex.split(line)})\nexcept SystemExit: pass\nprint({heavy})"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200
     )
     assert result.stdout.endswith("set()\n")

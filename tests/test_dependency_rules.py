@@ -106,7 +106,7 @@ def probe(first: list[str], second: list[str]) -> dict[str, list[str]]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         check=False,
     )
     assert result.returncode == 0, result.stderr

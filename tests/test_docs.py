@@ -105,7 +105,7 @@ def _check_fold3d(
         env={**os.environ, "COLUMNS": "100"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -317,4 +317,4 @@ def _plan(written: str) -> str:
     if not written.startswith("fold3d "):
         return written
     command = [str(Path(sys.executable).with_name("fold3d")), *written.split()[1:]]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=200).stdout

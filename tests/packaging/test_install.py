@@ -17,7 +17,7 @@ PORTIONS = ("megatron", "fold3d_patches")
 
 def run(*command: object, cwd: Path) -> str:
     done = subprocess.run(
-        [str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=120
+        [str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

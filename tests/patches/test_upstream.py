@@ -110,5 +110,5 @@ for name in ("launch", "gpt", "registry", "compile_helpers", "cpu", "cpu.flags")
 print(json.dumps([t for t, b in zip(targets, before) if id(symbol(t)) != b]))
 """
     run = [sys.executable, "-W", "ignore", "-c", script]
-    found = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+    found = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=250, check=True)
     assert json.loads(found.stdout.splitlines()[-1]) == []

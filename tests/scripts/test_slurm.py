@@ -131,7 +131,7 @@ def _asked_for(
         capture_output=True,
         text=True,
         check=True,
-        timeout=30,
+        timeout=200,
     ).stdout.splitlines()
     return shown[shown.index(TRAINING[_family(words)]) + 1 :]
 
@@ -211,7 +211,7 @@ def test_a_job_that_is_requeued_twice_ends_with_the_losses_of_one_that_is_not(
 
 
 def _run(*command: str | Path) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     return done.stdout.strip()
 
