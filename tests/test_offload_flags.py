@@ -27,9 +27,11 @@ def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
         (f"--schedule stock {ON}", "--offload-activations on with --schedule stock: the copies"),
         ("--offload-activations auto", "--offload-activations auto with --schedule stock"),
         (
-            f"--schedule aiao {ON} --distribute-saved-activations",
+            f"--schedule aiao {ON} {FULL} 1 --distribute-saved-activations",
             "--offload-activations on with --distribute-saved-activations",
         ),
+        ("--schedule aiao --offload-activations auto", "auto without recomputation"),
+        (f"--schedule aiao {ON}", "on without recomputation"),
         ("--schedule aiao --lazy-inter-segment", "--lazy-inter-segment with one segment"),
         ("--lazy-inter-segment", "--lazy-inter-segment with --schedule stock"),
     ],
@@ -50,7 +52,6 @@ def test_what_cannot_work_is_refused_with_its_fix(parser: ArgumentParser, line: 
         (f"{FULL} 3 --recompute-method block", 3),
         (f"{FULL} 1 --recompute-method uniform --decoder-first-pipeline-num-layers 3", 3),
         ("--recompute-granularity selective", 0),
-        ("", 0),
         ("--no-gradient-accumulation-fusion", 4),
     ],
 )
@@ -63,7 +64,8 @@ def test_what_leaves_at_least_is_known_before(parser: ArgumentParser, line: str,
 
 
 def test_the_fused_weight_gradient_keeps_hooks_away_from_weights(parser: ArgumentParser):
-    assert not config(parser, f"--schedule aiao {ON}").offload_everything
-    unfused = f"--schedule aiao {ON} --no-gradient-accumulation-fusion"
+    fused = f"--schedule aiao {ON} {FULL} 1 --recompute-method uniform"
+    assert not config(parser, fused).offload_everything
+    unfused = f"{fused} --no-gradient-accumulation-fusion"
     assert config(parser, unfused).offload_everything
     assert not config(parser, unfused.replace(ON, "--offload-activations auto")).offload_everything

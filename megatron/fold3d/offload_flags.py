@@ -57,9 +57,16 @@ def offload_problems(args: Namespace, schedule: str, num_segments: int) -> Itera
         yield (
             f"{found} with --schedule stock: the copies are actions of a plan; give --schedule aiao"
         )
+        return
     if args.distribute_saved_activations:
         yield (
             f"{found} with --distribute-saved-activations: it puts shards together in the tensors "
             "that they were cut from, which have left; use --sequence-parallel, which saves "
             "shards of its own"
+        )
+    if args.recompute_granularity is None and not offloads_everything(args):
+        yield (
+            f"{found} without recomputation: what it starts from would leave, and there is none; "
+            "add --recompute-granularity full or selective, or give --offload-activations on "
+            "--no-gradient-accumulation-fusion"
         )

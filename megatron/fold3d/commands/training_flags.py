@@ -74,6 +74,8 @@ def _schedule(candidate: Candidate) -> Iterator[str]:
     if candidate.preemptive:
         yield "--preemptive-comm"
     if candidate.offload:
+        if candidate.setup.recompute == "none":  # all that a forward saves leaves then
+            yield "--no-gradient-accumulation-fusion"
         yield "--offload-activations on"
 
 
