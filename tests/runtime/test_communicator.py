@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -131,36 +132,56 @@ def test_when_a_rank_is_killed_all_others_say_so_and_what_they_waited_for():
 
 
 class FaultyGroup(dist.ProcessGroup):
-    """A group whose third all-reduce fails on rank 1."""
+    """A group whose third all-reduce meets a fault on rank 1."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, fault: Callable[[], None]) -> None:
         super().__init__(group.rank(), group.size())
-        self._group, self._calls = group, 0
+        self._group, self._fault, self._calls = group, fault, 0
 
     def allreduce(self, tensors: Any, options: Any) -> Any:
         self._calls += 1
         if self._calls == 3 and self.rank() == 1:
-            raise RuntimeError("the cable is unplugged")
+            self._fault()
         return self._group.allreduce(tensors, options)
 
 
-def fail_in_the_third_slice() -> None:
-    communicator, _, reductions = connected()
+def reduce_with(fault: Callable[[], None], timeout: timedelta) -> float:
+    communicator, _, reductions = connected(timeout)
     with communicator:
-        faulty = FaultyGroup(reductions.scheduled)
-        reductions.scheduled = faulty
-        dist.all_reduce(torch.zeros(1 << 14), group=reductions)
+        reductions.scheduled = FaultyGroup(reductions.scheduled, fault)
+        tensor = torch.ones(1 << 14)
+        dist.all_reduce(tensor, group=reductions)
+    return float(tensor.mean())
+
+
+def unplug() -> None:
+    raise RuntimeError("the cable is unplugged")
+
+
+def stall() -> None:
+    time.sleep(8)
 
 
 @BUILT
 @pytest.mark.gloo
 def test_a_slice_that_fails_ends_the_wait_of_every_rank():
     with pytest.raises(RankError) as caught:
-        run_distributed(fail_in_the_third_slice, 4)
+        run_distributed(reduce_with, 4, unplug, TIMEOUT)
     assert len(caught.value.failures) == 4
     for failure in caught.value.failures:
         where = "rank 1: all-reduce 1 over ranks [0, 1, 2, 3], slice 3 of 16: RuntimeError: "
         assert where + "the cable is unplugged" in failure.text
+
+
+@BUILT
+@pytest.mark.gloo
+def test_a_slice_that_is_late_ends_the_wait_of_every_rank_only_after_the_timeout():
+    assert run_distributed(reduce_with, 4, stall, TIMEOUT) == [4.0] * 4
+    with pytest.raises(RankError) as caught:
+        run_distributed(reduce_with, 4, stall, timedelta(seconds=4))
+    assert len(caught.value.failures) == 4
+    for failure in caught.value.failures:
+        assert "all-reduce 1 over ranks [0, 1, 2, 3], slice 3 of 16: " in failure.text
 
 
 LEAVES_WITHOUT_A_WORD = """
