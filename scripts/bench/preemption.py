@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megatron.fold3d.runtime.communicator import BUILD, extension
 from scripts.bench.preemption_rank import HEADERS, Load, Mode, Result, run_killed, run_modes
 from scripts.bench.testbed import (
     Link,
@@ -235,6 +236,10 @@ def main(argv: Sequence[str]) -> int:
     modes = [mode for mode in MODES if not args.only or mode.name in args.only]
     measured = []
     try:
+        if extension() is None:
+            raise ValueError(
+                f"the extension is not built, and without it nothing waits; run: {BUILD}"
+            )
         for rate, load in loads(args):
             rate_bit_s = parse_rate(rate)
             if rate_bit_s is None:
