@@ -52,6 +52,7 @@ def test_what_cannot_work_is_refused_with_its_fix(parser: ArgumentParser, line: 
         (f"{FULL} 3 --recompute-method block", 3),
         (f"{FULL} 1 --recompute-method uniform --decoder-first-pipeline-num-layers 3", 3),
         ("--recompute-granularity selective", 0),
+        ("--recompute-activations", 0),
         ("--no-gradient-accumulation-fusion", 4),
     ],
 )

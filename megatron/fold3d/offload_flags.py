@@ -64,7 +64,8 @@ def offload_problems(args: Namespace, schedule: str, num_segments: int) -> Itera
             "that they were cut from, which have left; use --sequence-parallel, which saves "
             "shards of its own"
         )
-    if args.recompute_granularity is None and not offloads_everything(args):
+    recomputes = args.recompute_granularity is not None or args.recompute_activations
+    if not recomputes and not offloads_everything(args):
         yield (
             f"{found} without recomputation: what it starts from would leave, and there is none; "
             "add --recompute-granularity full or selective, or give --offload-activations on "
