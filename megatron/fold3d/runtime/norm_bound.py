@@ -101,18 +101,19 @@ class NormBound:
         All replicas have the same; the first one brings it in. What Megatron counts once, is.
         The ``deferred`` chunks are still to be multiplied by ``scaling``.
         """
-        by_ranks: dict[Ranks, list[torch.Tensor]] = defaultdict(list)
         for chunks, reduced, factor in ((stepped, None, 1.0), (deferred, kept_back, scaling)):
+            by_ranks: dict[Ranks, list[torch.Tensor]] = defaultdict(list)
             for group in bucket_groups(*chunks):
                 by_ranks[ranks_of(group.data_parallel_group)] += [
-                    parameter.main_grad * factor
+                    parameter.main_grad
                     for bucket in group.buckets
                     for parameter in bucket.params
                     if (reduced is None or parameter in reduced) and _is_counted_here(parameter)
                 ]
-        for ranks, gradients in by_ranks.items():
-            if gradients and dist.get_rank() == ranks[0]:
-                self._norms[self._first_slot[ranks] + self._reduced_slot] = _norm(gradients)
+            for ranks, gradients in by_ranks.items():
+                if gradients and dist.get_rank() == ranks[0]:
+                    norm = self._norms[self._first_slot[ranks] + self._reduced_slot]
+                    norm.copy_(torch.hypot(norm, _norm(gradients) * factor))
 
     def total(self, loss_scale: float, scaling: torch.Tensor | float = 1.0) -> Bound:
         """Return the bound, and forget what was taken down; all ranks of the job call this.
