@@ -54,10 +54,14 @@ class PreemptiveGroup(dist.ProcessGroup):
         self, tensors: Sequence[torch.Tensor], options: Any = None
     ) -> Any:
         """Start to sum a tensor over the group, slice by slice; the task is for `dist.Work`."""
-        name = f"all-reduce {next(self._names)} over ranks {self._ranks}"
         slices = [part for tensor in tensors for part in self._slices(tensor)]
         return self._scheduler.all_reduce(
-            self.scheduled, slices, self._senders, _op(options), self._lane, name
+            self.scheduled,
+            slices,
+            self._senders,
+            _op(options),
+            self._lane,
+            self._name("all-reduce"),
         )
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], options: Any = None) -> Any:
@@ -80,7 +84,7 @@ class PreemptiveGroup(dist.ProcessGroup):
             self._senders,
             _op(options),
             self._lane,
-            f"reduce-scatter {next(self._names)} over ranks {self._ranks}",
+            self._name("reduce-scatter"),
         )
 
     def all_gather_single(
@@ -98,7 +102,7 @@ class PreemptiveGroup(dist.ProcessGroup):
             self._sharded_slices(shares, wholes),
             self._senders,
             self._lane,
-            f"all-gather {next(self._names)} over ranks {self._ranks}",
+            self._name("all-gather"),
         )
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> Any:
@@ -128,6 +132,9 @@ class PreemptiveGroup(dist.ProcessGroup):
     def announce(self, peer: int, eta_s: float) -> None:
         """Say that the next send to ``peer`` comes in ``eta_s``: DP.sync leaves the way clear."""
         self._scheduler.announce(self._ranks[peer], self._direction, eta_s)
+
+    def _name(self, collective: str) -> str:
+        return f"{collective} {next(self._names)} over ranks {self._ranks}"
 
     def _slices(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         flat = tensor.view(-1)
