@@ -64,7 +64,8 @@ def offload_problems(args: Namespace, schedule: str, num_segments: int) -> Itera
             "that they were cut from, which have left; use --sequence-parallel, which saves "
             "shards of its own"
         )
-    recomputes = args.recompute_granularity is not None or args.recompute_activations
+    # Megatron's validation turns the short form into the long one, and takes it out.
+    recomputes = args.recompute_granularity or getattr(args, "recompute_activations", False)
     if not recomputes and not offloads_everything(args):
         yield (
             f"{found} without recomputation: what it starts from would leave, and there is none; "
