@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from itertools import count
 
 from megatron.fold3d.plan.ir import STAGE_OPS, Action, Op, Plan, PlanError, Program, gc_paused
-from megatron.fold3d.plan.lowering import add_p2p, deferred_stages
+from megatron.fold3d.plan.lowering import add_p2p, deferred_stages, split_stages
 
 _COLUMNS = 4  # actions shown on either side of a marked one
 _ROWS = 8  # ranks shown at most
@@ -41,21 +41,24 @@ def peak_activations(plan: Plan, *, depth: int = 1) -> tuple[int, ...]:
 
     Paper eqs. 6-7 multiply this count by the bytes of one. Those that leave are on the device
     until the rank's next ``depth`` computations are over, those that come back from their RELOAD
-    on: see `add_offload`.
+    on: see `add_offload`. Those whose weight gradients are delayed stay until these are computed.
     """
     peaks = []
     for program in plan.programs:
+        split = split_stages(program)
         held = peak = 0
         leaving = deque([0] * depth)  # by the computation before which they began to
-        for _, op, _ in program:
+        for stage, op, _ in program:
             if op is Op.FORWARD or op is Op.RELOAD:
                 held += 1
                 peak = max(peak, held)
             elif op is Op.OFFLOAD:
                 leaving[-1] += 1
             if op is Op.FORWARD or op is Op.BACKWARD:
-                held -= leaving.popleft() + (op is Op.BACKWARD)
+                held -= leaving.popleft() + (op is Op.BACKWARD and stage not in split)
                 leaving.append(0)
+            elif op is Op.WEIGHT:
+                held -= 1
         peaks.append(peak)
     return tuple(peaks)
 
@@ -98,7 +101,8 @@ def _check_actions(plan: Plan) -> None:
 
     ops = {op for _, op in found}
     for stage in range(plan.num_stages):
-        for op in {Op.FORWARD} | ops & {Op.BACKWARD, Op.WEIGHT}:
+        split = {Op.WEIGHT} if found[stage, Op.WEIGHT] else set()
+        for op in {Op.FORWARD} | ops & {Op.BACKWARD} | split:
             if len(found[stage, op]) < plan.num_microbatches:
                 present = set(found[stage, op])
                 lacking = Action(stage, op, next(m for m in count() if m not in present))
@@ -195,8 +199,9 @@ class _Needs:
         self.done |= {(stage, Op.REDUCE_GRAD, None) for stage in deferred}
 
         self.others: dict[_Need, list[_Need]] = {}  # what the rules cannot say
-        gradient = Op.WEIGHT if Op.WEIGHT in ops else Op.BACKWARD
+        split = frozenset().union(*map(split_stages, plan.programs))
         for stage in stages if Op.REDUCE_GRAD in ops else ():
+            gradient = Op.WEIGHT if stage in split else Op.BACKWARD
             whole: list[_Need] = [(stage, gradient, m) for m in microbatches]
             self.others[stage, Op.REDUCE_GRAD, None] = whole
         for stage in stages if Op.WAIT_PARAM in ops else ():
