@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.analysis.execution import Execution
 from megatron.fold3d.analysis.grad_sync import deferred_grad_sync, serial_grad_sync
 from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.analysis.timeline import Timeline
@@ -64,9 +65,11 @@ def run(case: dict[str, Any]) -> Timeline:
     return simulate(
         serial_grad_sync(plan) if serial else deferred_grad_sync(plan),
         costs,
+        Execution(
+            grad_sync_order="edf" if case["dp_mode"] == "edf" else "fifo",
+            flush=serial,
+        ),
         iterations=case["iters"],
-        grad_sync_order="edf" if case["dp_mode"] == "edf" else "fifo",
-        flush=serial,
     )
 
 

@@ -12,6 +12,7 @@ import sys
 import time
 
 from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.analysis.execution import Execution
 from megatron.fold3d.analysis.grad_sync import deferred_grad_sync
 from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.plan.schedules import build
@@ -28,7 +29,7 @@ def seconds(num_ranks: int, num_segments: int, num_microbatches: int) -> tuple[i
     plan = deferred_grad_sync(order)
     costs = Costs.uniform(plan.num_stages, p2p_s=0.1, p2p_latency_s=0.01, grad_sync_s=30.0)
     start_s = time.process_time()
-    simulate(plan, costs, grad_sync_order="edf", in_order=True)
+    simulate(plan, costs, Execution(grad_sync_order="edf", in_order=True))
     return sum(map(len, plan.programs)), time.process_time() - start_s
 
 

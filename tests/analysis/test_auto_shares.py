@@ -7,6 +7,7 @@ from megatron.fold3d.analysis.candidates import Candidate
 from megatron.fold3d.analysis.cluster import cluster
 from megatron.fold3d.analysis.costs import Costs
 from megatron.fold3d.analysis.estimate import estimate
+from megatron.fold3d.analysis.execution import Execution
 from megatron.fold3d.analysis.grad_sync import deferred_grad_sync
 from megatron.fold3d.analysis.model import model_shape
 from megatron.fold3d.analysis.neighbours import SHARES
@@ -22,7 +23,7 @@ def shares(costs: Costs, ranks: int = 1, microbatches: int = 2):
         num_segments=len(costs.forward_s) // ranks,
         num_microbatches=microbatches,
     )
-    return auto_shares(deferred_grad_sync(plan), costs, preemptive=False)
+    return auto_shares(deferred_grad_sync(plan), costs, Execution(preemptive=False))
 
 
 def test_each_segment_gets_what_fits_until_the_one_below_is_more_urgent():

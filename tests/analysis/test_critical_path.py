@@ -2,6 +2,7 @@ import pytest
 
 from megatron.fold3d.analysis.costs import Costs
 from megatron.fold3d.analysis.critical_path import critical_path, path_seconds
+from megatron.fold3d.analysis.execution import Execution
 from megatron.fold3d.analysis.grad_sync import deferred_grad_sync, serial_grad_sync
 from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.analysis.timeline import Lane, Span, Timeline
@@ -34,8 +35,8 @@ def test_the_steps_follow_each_other_and_add_up_to_the_makespan(sync, schedule, 
     timeline = simulate(
         sync(order),
         Costs.uniform(order.num_stages, **COSTS),
+        Execution(flush=sync is not deferred_grad_sync),
         iterations=3,
-        flush=sync is not deferred_grad_sync,
     )
     steps = critical_path(timeline)
     ends = [0.0, *(step.span.end_s for step in steps)]

@@ -5,6 +5,7 @@ import pytest
 
 from megatron.fold3d.analysis.costs import Costs
 from megatron.fold3d.analysis.draw import Pipeline, caption_of, draw, draw_together
+from megatron.fold3d.analysis.execution import Execution
 from megatron.fold3d.analysis.grad_sync import serial_grad_sync
 from megatron.fold3d.analysis.grid import to_text
 from megatron.fold3d.analysis.simulate import simulate
@@ -104,7 +105,8 @@ def test_an_empty_timeline_can_be_drawn():
 
 def test_the_caption_says_what_was_run_and_what_it_exposes():
     plan = build("interleaved", num_ranks=2, num_segments=2, num_microbatches=4)
-    timeline = simulate(serial_grad_sync(plan), Costs.uniform(4, grad_sync_s=3.0), flush=True)
+    costs = Costs.uniform(4, grad_sync_s=3.0)
+    timeline = simulate(serial_grad_sync(plan), costs, Execution(flush=True))
     assert caption_of(plan, timeline) == (
         "p = 2 · 2 segments · 4 micro-batches · bubble 9.1% of the time · "
         "exposed DP.sync 18.2% · peak activations 3 to 5 per rank"

@@ -4,6 +4,7 @@ import pytest
 
 from megatron.fold3d.analysis.cluster import cluster
 from megatron.fold3d.analysis.estimate import estimate
+from megatron.fold3d.analysis.execution import Execution
 from megatron.fold3d.analysis.grad_sync import serial_grad_sync
 from megatron.fold3d.analysis.memory import memory
 from megatron.fold3d.analysis.model import model_shape
@@ -17,7 +18,8 @@ def test_live_tensors_are_most_of_the_memory_that_the_paper_measured():
     # Table II: GPT-3 39B, (dp, pp, tp) = (4, 4, 8), 256 sequences, 29.8 GB.
     found = estimate(model_shape("gpt3-39b"), A100, SETUP_39B, num_ranks=4, num_segments=2)
     plan = build("interleaved", num_ranks=4, num_segments=2, num_microbatches=16)
-    timeline = simulate(serial_grad_sync(plan), found.costs, nic_of_rank=found.nic_of_rank)
+    execution = Execution(nic_of_rank=found.nic_of_rank)
+    timeline = simulate(serial_grad_sync(plan), found.costs, execution)
     peak = max(rank.device.peak_bytes for rank in memory(timeline, found.footprint))
     # The rest is CUDA's and NCCL's own, and what the allocator cannot use.
     assert 0.75 * 29.8e9 < peak < 29.8e9

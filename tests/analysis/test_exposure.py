@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.analysis.execution import Execution
 from megatron.fold3d.analysis.exposure import exposure, mean
 from megatron.fold3d.analysis.grad_sync import deferred_grad_sync, serial_grad_sync
 from megatron.fold3d.analysis.simulate import simulate
@@ -44,7 +45,7 @@ def test_bubble_ratio_of_the_mean_is_the_known_one():
 def test_columns_add_up_to_the_iteration(schedule, lower, p2p_s, grad_sync_s):
     plan = lower(build(schedule, num_ranks=3, num_segments=2, num_microbatches=6))
     costs = Costs.uniform(6, p2p_s=p2p_s, grad_sync_s=grad_sync_s)
-    timeline = simulate(plan, costs, iterations=3, grad_sync_order="edf")
+    timeline = simulate(plan, costs, Execution(grad_sync_order="edf"), iterations=3)
     for rank, row in enumerate(exposure(timeline)):
         ends = timeline.iteration_ends_s(rank)
         assert row.total_s == pytest.approx(ends[2] - ends[1])

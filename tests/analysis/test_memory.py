@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.analysis.execution import Execution
 from megatron.fold3d.analysis.grad_sync import deferred_grad_sync
 from megatron.fold3d.analysis.memory import Footprint, memory
 from megatron.fold3d.analysis.model import model_shape
@@ -152,7 +153,7 @@ def test_setups_that_cannot_be_are_refused():
 def test_the_steady_state_hides_what_fits_behind_the_next_forward():
     plan = deferred_grad_sync(built("aiao", 2, 2, 8))
     costs = Costs.uniform(4, grad_sync_s=20.0)
-    timeline = steady_state(plan, costs, grad_sync_order="edf")
+    timeline = steady_state(plan, costs, Execution(grad_sync_order="edf"))
     alone = simulate(built("aiao", 2, 2, 8), costs).makespan_s
     # Segment 1's reduction (20) has 16 behind segment 0's backward; the rest follows segment 0's,
     # while its next forward runs: only segment 0's own is exposed.
@@ -161,6 +162,6 @@ def test_the_steady_state_hides_what_fits_behind_the_next_forward():
 
 def test_without_deferred_work_all_iterations_are_equal():
     plan = built("1f1b", 3, 1, 4)
-    timeline = steady_state(plan, Costs.uniform(3), flush=True)
+    timeline = steady_state(plan, Costs.uniform(3), Execution(flush=True))
     ends = timeline.iteration_ends_s(0)
     assert ends == (18.0, 36.0, 54.0)

@@ -6,6 +6,7 @@ import pytest
 
 from megatron.fold3d.analysis.breakdown import Breakdown, exposure_of_ranks
 from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.analysis.execution import Execution
 from megatron.fold3d.analysis.exposure import mean
 from megatron.fold3d.analysis.page import View, page
 from megatron.fold3d.analysis.simulate import simulate
@@ -24,7 +25,7 @@ def timeline(ranks: int = 4, segments: int = 2, microbatches: int = 8, slower: f
         p2p_s=0.001,
         grad_sync_s=0.08,
     )
-    return simulate(add_grad_sync(order), costs, iterations=2, flush=True)
+    return simulate(add_grad_sync(order), costs, Execution(flush=True), iterations=2)
 
 
 def view(name: str, of: Timeline) -> View:

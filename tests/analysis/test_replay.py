@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.analysis.execution import Execution
 from megatron.fold3d.analysis.grad_sync import deferred_grad_sync, serial_grad_sync
 from megatron.fold3d.analysis.replay import as_synced, observed_costs, observed_plan, replay
 from megatron.fold3d.analysis.simulate import simulate
@@ -22,7 +23,7 @@ COSTS = replace(
 
 @pytest.mark.parametrize("sync", [add_grad_sync, serial_grad_sync])
 def test_the_order_and_the_costs_of_a_run_are_found_again(sync):
-    timeline = simulate(sync(AIAO), COSTS, iterations=2, flush=True)
+    timeline = simulate(sync(AIAO), COSTS, Execution(flush=True), iterations=2)
     plan = observed_plan(timeline)
     assert plan == sync(AIAO)
     found = observed_costs(timeline, plan)
@@ -37,7 +38,7 @@ def test_the_order_and_the_costs_of_a_run_are_found_again(sync):
 def test_a_replay_takes_about_as_long_as_what_it_replays(sync):
     plan = sync(AIAO)
     deferred = sync is deferred_grad_sync
-    run = steady_state(plan, COSTS) if deferred else simulate(plan, COSTS, flush=True)
+    run = steady_state(plan, COSTS) if deferred else simulate(plan, COSTS, Execution(flush=True))
     again = replay(plan, observed_costs(run, plan), iterations=2)
     assert len(again.iteration_ends_s(0)) == 2
     assert again.period_s == pytest.approx(run.period_s, rel=0.05)

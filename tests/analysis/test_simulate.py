@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.analysis.execution import Execution
 from megatron.fold3d.analysis.exposure import exposure
 from megatron.fold3d.analysis.grad_sync import (
     aligned_grad_sync,
@@ -105,13 +106,14 @@ def test_p2p_goes_before_grad_sync_on_the_same_link():
     alone = simulate(Plan.from_text(text), costs)
     assert alone.makespan_s == 1 + 2 + 3
     # As equals, both have half the link until the message has gone.
-    assert simulate(Plan.from_text(text), costs, preemptive=False).lane(1, Lane.P2P)[0].end_s == 5.0
+    fair = simulate(Plan.from_text(text), costs, Execution(preemptive=False))
+    assert fair.lane(1, Lane.P2P)[0].end_s == 5.0
 
 
 def test_ranks_behind_one_nic_share_it_for_grad_sync_and_not_for_messages():
     text = "0F0 0REDUCE_GRAD 0WAIT_GRAD\n1F0 1REDUCE_GRAD 1WAIT_GRAD\n"
     costs = Costs(forward_s=(1.0, 1.0), backward_s=(0.0, 0.0), p2p_s=9.0, grad_sync_s=(2.0, 2.0))
-    timeline = simulate(Plan.from_text(text), costs, nic_of_rank=(0, 0))
+    timeline = simulate(Plan.from_text(text), costs, Execution(nic_of_rank=(0, 0)))
     # 1 to 2: rank 0 alone; 2 to 4: half each; 4 to 5: rank 1 alone.
     assert timeline.iteration_ends_s(0) == (4.0,)
     assert timeline.iteration_ends_s(1) == (5.0,)
@@ -120,7 +122,7 @@ def test_ranks_behind_one_nic_share_it_for_grad_sync_and_not_for_messages():
 def test_edf_lets_the_segment_that_is_needed_first_overtake():
     text = "0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD 0WAIT_GRAD 1WAIT_GRAD\n"
     costs = Costs.uniform(2, grad_sync_s=5.0)
-    edf = simulate(Plan.from_text(text), costs, grad_sync_order="edf")
+    edf = simulate(Plan.from_text(text), costs, Execution(grad_sync_order="edf"))
     rows = [(s.start_s, s.end_s, str(s.action)) for s in edf.lane(0, Lane.GRAD_SYNC)]
     assert rows == [(4, 6, "1REDUCE_GRAD"), (6, 11, "0REDUCE_GRAD"), (11, 14, "1REDUCE_GRAD")]
     fifo = simulate(Plan.from_text(text), costs)
@@ -155,7 +157,8 @@ def test_an_offloaded_micro_batch_waits_for_its_reload():
 
 
 def test_a_flush_holds_all_ranks_until_the_last_has_ended():
-    timeline = simulate(built("1f1b", 3, 1, 3), Costs.uniform(3), iterations=2, flush=True)
+    plan = built("1f1b", 3, 1, 3)
+    timeline = simulate(plan, Costs.uniform(3), Execution(flush=True), iterations=2)
     ends = {timeline.iteration_ends_s(rank) for rank in range(3)}
     assert ends == {(15.0, 30.0)}
 
@@ -172,7 +175,7 @@ def test_costs_of_another_plan_are_refused():
     with pytest.raises(PlanError, match="seconds are zero or more"):
         simulate(built("1f1b", 2, 1, 2), Costs.uniform(2, forward_s=-1.0))
     with pytest.raises(PlanError, match="3 NICs; the plan has 2 ranks"):
-        simulate(built("1f1b", 2, 1, 2), Costs.uniform(2), nic_of_rank=(0, 1, 2))
+        simulate(built("1f1b", 2, 1, 2), Costs.uniform(2), Execution(nic_of_rank=(0, 1, 2)))
 
 
 def test_costs_give_themselves_back_from_json():
@@ -226,7 +229,7 @@ def simulation_s(ranks: int, microbatches: int) -> float:
     plan = deferred_grad_sync(built("aiao", ranks, 4, microbatches))
     costs = Costs.uniform(4 * ranks, p2p_s=0.1, p2p_latency_s=0.01, grad_sync_s=30.0)
     start_s = time.process_time()
-    timeline = simulate(plan, costs, grad_sync_order="edf")
+    timeline = simulate(plan, costs, Execution(grad_sync_order="edf"))
     took_s = time.process_time() - start_s
     assert timeline.makespan_s > 3 * 4 * microbatches
     return took_s
@@ -235,25 +238,26 @@ def simulation_s(ranks: int, microbatches: int) -> float:
 def test_a_rank_may_wait_for_what_it_sends():
     plan = Plan.from_text("0F0 0F1\n1F0 1F1\n")
     costs = Costs(forward_s=(1.0, 1.0), backward_s=(0.0, 0.0), p2p_s=2.0)
-    timeline = simulate(plan, costs, sends_waited_for=[Op.FORWARD])
+    waiting = Execution(sends_waited_for=frozenset({Op.FORWARD}))
+    timeline = simulate(plan, costs, waiting)
     assert [row[:2] for row in compute_rows(timeline)[0]] == [(0, 1), (3, 4)]
     waits = [(s.start_s, s.end_s, str(s.action)) for s in timeline.lane(0, Lane.WAIT)]
     assert waits == [(1, 3, "0SEND_F0"), (4, 6, "0SEND_F1")]
     assert timeline.makespan_s == 7
     buffered = replace(costs, sends_are_buffered=True)
-    assert simulate(plan, buffered, sends_waited_for=[Op.FORWARD]) == simulate(plan, costs)
+    assert simulate(plan, buffered, waiting) == simulate(plan, costs)
 
 
 def test_messages_of_one_channel_may_go_one_after_the_other():
     costs = Costs(forward_s=(1.0, 1.0), backward_s=(0.0, 0.0), p2p_s=2.0)
-    timeline = simulate(Plan.from_text("0F0 0F1\n1F0 1F1\n"), costs, in_order=True)
+    timeline = simulate(Plan.from_text("0F0 0F1\n1F0 1F1\n"), costs, Execution(in_order=True))
     assert [tuple(s[1:3]) for s in timeline.lane(1, Lane.P2P)] == [(1.0, 3.0), (2.0, 5.0)]
 
 
 def test_what_is_not_in_the_backward_share_follows_the_last_action():
     plan = Plan.from_text("0WAIT_GRAD 0F0 1WAIT_GRAD 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD\n")
     costs = Costs.uniform(2, grad_sync_s=4.0)
-    timeline = simulate(plan, costs, iterations=2, backward_share=(0.0, 0.5))
+    timeline = simulate(plan, costs, Execution(backward_share=(0.0, 0.5)), iterations=2)
     rows = [(s.start_s, s.end_s, str(s.action)) for s in timeline.lane(0, Lane.GRAD_SYNC)]
     # Half of 1 behind 0B0; then 0, which the next forward needs first, and the rest of 1.
     assert rows[:3] == [(4, 6, "1REDUCE_GRAD"), (6, 10, "0REDUCE_GRAD"), (10, 12, "1REDUCE_GRAD")]
@@ -266,7 +270,7 @@ def test_what_is_kept_back_ends_with_its_iteration():
     costs = Costs.uniform(1, grad_sync_s=4.0)
     kept = replace(costs, kept_back_s=(1.0,))
     for share in (0.0, 1.0):
-        timeline = simulate(plan, kept, iterations=2, backward_share=(share,))
+        timeline = simulate(plan, kept, Execution(backward_share=(share,)), iterations=2)
         # Its second of work shares the link with the rest, so it takes two.
         assert timeline.iteration_ends_s(0)[0] == 3 + 2
         assert timeline.period_s == 2 + 3 + 2
@@ -298,7 +302,8 @@ def test_messages_that_fill_a_link_delay_dp_sync_no_longer_than_their_budget():
     costs = Costs(forward_s=(0.1, 0.1), backward_s=(0.0, 0.0), p2p_s=1.0, grad_sync_s=(1.0, 0.0))
 
     def ends_s(pause_share: float) -> float:
-        timeline = simulate(Plan.from_text(text), costs, in_order=True, pause_share=pause_share)
+        execution = Execution(in_order=True, pause_share=pause_share)
+        timeline = simulate(Plan.from_text(text), costs, execution)
         return timeline.iteration_ends_s(0)[0]
 
     # The link is full from 0.1 to 6.1; DP.sync is there from 0.6 on.

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.analysis.execution import Execution
 from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.analysis.timeline import Lane, Span
 from megatron.fold3d.analysis.trace import Event, IterationTrace, RankTrace
@@ -31,7 +32,7 @@ def write_traces(
         p2p_s=0.002,
         grad_sync_s=0.05,
     )
-    timeline = simulate(plan, costs, iterations=2, flush=True)
+    timeline = simulate(plan, costs, Execution(flush=True), iterations=2)
     starts_s = (0.0, *timeline.iteration_ends_s(0))
     folder.mkdir(parents=True, exist_ok=True)
     for number, spans in enumerate(timeline.ranks):

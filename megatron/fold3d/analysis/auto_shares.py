@@ -5,28 +5,29 @@ with `FIRST_SHARE`, and from how long the network is busy with them behind the b
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.analysis.execution import Execution
 from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.analysis.timeline import Lane, Span
 from megatron.fold3d.plan.free_split import FIRST_SHARE, backward_shares, busy_s
 from megatron.fold3d.plan.ir import Op, Plan
 
 
-def auto_shares(plan: Plan, costs: Costs, **options: Any) -> tuple[float, ...]:
+def auto_shares(plan: Plan, costs: Costs, execution: Execution) -> tuple[float, ...]:
     """Return the share of each stage's DP.sync that fits behind the backwards of its rank.
 
     Args:
         plan: whose DP.sync is deferred.
         costs: of its stages.
-        options: of `simulate`, except the shares and the number of iterations.
+        execution: how the plan is run; the shares it names do not count.
     """
     stages, ranks = plan.num_stages, plan.num_ranks
     shares = [0.0] * stages
     if plan.num_segments == 1 or not costs.grad_sync_s:
         return tuple(shares)  # no backward follows
-    first = simulate(plan, costs, backward_share=(FIRST_SHARE,) * stages, **options)
+    first = simulate(plan, costs, replace(execution, backward_share=(FIRST_SHARE,) * stages))
     kept_back_s = costs.kept_back_s or (0.0,) * stages
     late_s = [whole - kept for whole, kept in zip(costs.grad_sync_s, kept_back_s, strict=True)]
     at_once_s = [FIRST_SHARE * late + kept for late, kept in zip(late_s, kept_back_s, strict=True)]

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
+from megatron.fold3d.analysis.messages import reader_of, source_of
 from megatron.fold3d.analysis.timeline import BUSY_LANES, Lane, Span, Timeline
-from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.ir import Op
 
 _US = 1e6
 _THREADS = ("compute", Lane.P2P, Lane.GRAD_SYNC, Lane.COPY)
@@ -26,7 +27,9 @@ _NAMES = {
     Op.OFFLOAD: "offload",
     Op.RELOAD: "reload",
 }
-_READER = {Op.RECV_F: Op.FORWARD, Op.RECV_B: Op.BACKWARD}
+
+_Ends = tuple[tuple[int, Span], tuple[int, Span]]
+"""The rank and the span of a message's source, and of its reader."""
 
 
 def to_chrome(timelines: Mapping[str, Timeline]) -> str:
@@ -41,7 +44,7 @@ def to_chrome(timelines: Mapping[str, Timeline]) -> str:
             for lane, thread in enumerate(_THREADS):
                 events.extend(_lane(timeline, spans, thread, pids[rank], lane * _PER_LANE))
         for ends, message in _messages(timeline):
-            events.extend(_arrow(next(flows), message, [(pids[rank], span) for rank, span in ends]))
+            events.extend(_arrow(next(flows), message, ends, pids))
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
 
 
@@ -89,7 +92,7 @@ def _metadata(pid: int, tid: int, what: str, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _messages(timeline: Timeline) -> Iterator[tuple[list[tuple[int, Span]], Span]]:
+def _messages(timeline: Timeline) -> Iterator[tuple[_Ends, Span]]:
     """Yield each message with the computations at its two ends, and their ranks."""
     computed = {
         (span.action, span.iteration): (rank, span)
@@ -101,24 +104,19 @@ def _messages(timeline: Timeline) -> Iterator[tuple[list[tuple[int, Span]], Span
         for message in spans:
             if message.lane is not Lane.P2P or message.action is None:
                 continue
-            stage, op, microbatch = message.action
-            source = stage - 1 if op is Op.RECV_F else stage + 1
-            pair = [
-                computed.get((Action(at, _READER[op], microbatch), message.iteration))
-                for at in (source, stage)
-            ]
-            ends = [end for end in pair if end is not None]
-            if len(ends) == len(pair):
-                yield ends, message
+            source = computed.get((source_of(message.action), message.iteration))
+            reader = computed.get((reader_of(message.action), message.iteration))
+            if source is not None and reader is not None:
+                yield (source, reader), message
 
 
 def _arrow(
-    number: int, message: Span, ends: Sequence[tuple[int, Span]]
+    number: int, message: Span, ends: _Ends, pids: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
     """A flow begins inside the slice it comes from and ends inside the one it leads to."""
     (sender, source), (receiver, target) = ends
     inside_s = (source.start_s + source.end_s) / 2
     common = {"name": str(message.action), "cat": "message", "id": number, "tid": 0}
-    yield {**common, "ph": "s", "pid": sender, "ts": round(inside_s * _US, 3)}
+    yield {**common, "ph": "s", "pid": pids[sender], "ts": round(inside_s * _US, 3)}
     arrives_us = round(target.start_s * _US, 3)
-    yield {**common, "ph": "f", "bp": "e", "pid": receiver, "ts": arrives_us}
+    yield {**common, "ph": "f", "bp": "e", "pid": pids[receiver], "ts": arrives_us}

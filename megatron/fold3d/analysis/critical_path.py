@@ -13,7 +13,7 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
-from megatron.fold3d.analysis.exposure import READS
+from megatron.fold3d.analysis.messages import message_to, source_of
 from megatron.fold3d.analysis.timeline import Lane, Span, Timeline
 from megatron.fold3d.plan.ir import Action, Op, gc_paused
 
@@ -123,15 +123,15 @@ class _Causes:
         yield before
         if span.lane is Lane.GRAD_SYNC:
             yield self._in_lane(rank, Lane.GRAD_SYNC, span.start_s)
-        if span.lane is Lane.COMPUTE and span.action is not None and span.action.op in READS:
-            stage, op, microbatch = span.action
-            name = Action(stage, READS[op], microbatch)
-            message = self._named(rank, Lane.P2P, name, span.start_s)
+        if span.lane is not Lane.COMPUTE or span.action is None:
+            return
+        if (read := message_to(span.action)) is not None:
+            message = self._named(rank, Lane.P2P, read, span.start_s)
             if message is None:  # it took no time, or was not recorded
-                message = self._source(name, span.start_s)
+                message = self._source(read, span.start_s)
             if not (before and message and _is_found(message[1], before[1], span)):
                 yield message
-            reload = Action(stage, Op.RELOAD, microbatch)
+            reload = Action(span.action.stage, Op.RELOAD, span.action.microbatch)
             yield self._named(rank, Lane.COPY, reload, span.start_s)
 
     def _last(self, rank: int, until_s: float) -> tuple[int, Span] | None:
@@ -176,10 +176,5 @@ class _Causes:
         """The computation whose result a message carries."""
         if message is None:
             return None
-        stage, op, microbatch = message
-        source = (
-            Action(stage - 1, Op.FORWARD, microbatch)
-            if op is Op.RECV_F
-            else Action(stage + 1, Op.BACKWARD, microbatch)
-        )
+        source = source_of(message)
         return self._named(source.stage % self.num_ranks, Lane.COMPUTE, source, until_s)

@@ -8,11 +8,9 @@ to PP.sync; if the message has not even left, that is bubble, whatever held up t
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
+from megatron.fold3d.analysis.messages import message_to
 from megatron.fold3d.analysis.timeline import BUSY_LANES, Lane, Span, Timeline
 from megatron.fold3d.plan.ir import P2P_OPS, Action, Op
-
-READS = {Op.FORWARD: Op.RECV_F, Op.BACKWARD: Op.RECV_B}
-"""The message that a computation waits for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +99,9 @@ def _count_gap(
 ) -> None:
     """Split the time before a computation among its message, its reload and the bubble."""
     bubble_s, until_s = span.start_s - free_s, span.start_s
-    if span.action is not None and span.action.op in READS:
-        stage, op, microbatch = span.action
-        message = arrivals.get(Action(stage, READS[op], microbatch))
-        reload = reloads.get(Action(stage, Op.RELOAD, microbatch))
+    if span.action is not None and (read := message_to(span.action)) is not None:
+        message = arrivals.get(read)
+        reload = reloads.get(Action(span.action.stage, Op.RELOAD, span.action.microbatch))
         causes = [
             (c, name) for c, name in ((message, "p2p_s"), (reload, "copy_s")) if c is not None
         ]

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.fold3d.analysis.cluster import NODES
 from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.analysis.execution import Execution
 from megatron.fold3d.analysis.exposure import exposure, mean
 from megatron.fold3d.analysis.fields import is_number
 from megatron.fold3d.analysis.grad_sync import deferred_grad_sync, serial_grad_sync
@@ -147,10 +148,10 @@ def _predict_pipeline(tables: Tables, row: Row, fit: Fit) -> dict[str, float]:
     )
     if folds:
         plan = deferred_grad_sync(build("aiao", last_segment="afab", **sizes))
-        timeline = simulate(plan, costs, iterations=ITERATIONS, grad_sync_order="edf")
+        timeline = simulate(plan, costs, Execution(grad_sync_order="edf"), iterations=ITERATIONS)
     else:
         plan = serial_grad_sync(build("interleaved" if segments > 1 else "1f1b", **sizes))
-        timeline = simulate(plan, costs, flush=True)
+        timeline = simulate(plan, costs, Execution(flush=True))
     exposed = mean(exposure(timeline))
     columns = {
         "fwd_ms": measured["fwd_ms"],

@@ -5,11 +5,12 @@ took at its best or usually; what they wait for each other is left to the simula
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median, quantiles
-from typing import Any
 
 from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.analysis.execution import Execution
 from megatron.fold3d.analysis.grad_sync import serial_grad_sync
 from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.analysis.steady import steady_state
@@ -74,18 +75,24 @@ def observed_costs(measured: Timeline, plan: Plan) -> Costs:
 
 
 def replay(
-    plan: Plan, costs: Costs, iterations: int, *, sends_waited_for: Collection[Op] = ()
+    plan: Plan, costs: Costs, iterations: int, *, sends_waited_for: frozenset[Op] = frozenset()
 ) -> Timeline:
     """Return the simulation of as many iterations as were measured.
 
-    Of a plan whose DP.sync reaches into the next iteration, they are cut out of a steady state.
-    ``sends_waited_for`` is the simulator's: what stock Megatron stands still after.
+    A plan whose DP.sync reaches into the next iteration is simulated until it is steady, and its
+    last iterations are returned.
+
+    Args:
+        plan: that was run.
+        costs: that it had.
+        iterations: how many were measured.
+        sends_waited_for: as in `Execution`, of a plan that ends its DP.sync with the iteration.
     """
-    options: dict[str, Any] = {"preemptive": False, "in_order": True}
+    execution = Execution(preemptive=False, in_order=True)
     if not any(map(deferred_stages, plan.programs)):
-        options["sends_waited_for"] = sends_waited_for
-        return simulate(plan, costs, iterations=iterations, flush=True, **options)
-    steady = steady_state(plan, costs, grad_sync_order="edf", **options)
+        flushed = replace(execution, flush=True, sends_waited_for=sends_waited_for)
+        return simulate(plan, costs, flushed, iterations=iterations)
+    steady = steady_state(plan, costs, replace(execution, grad_sync_order="edf"))
     ends_s = steady.iteration_ends_s(0)
     first = len(ends_s) - iterations
     return _iterations_from(steady, max(0, first))

@@ -1,17 +1,17 @@
 """How a candidate runs: its plan with what is around it, simulated as stock or as ours behaves.
 
-Stock Megatron waits for each forward's transfer before its next computation, because it frees the
-tensor; without virtual stages also for each backward's. It starts a chunk's DP.sync on all ranks
-at once, so that on rank r it comes r backwards late, and always ends it with the iteration.
+Stock Megatron waits for transfers before it goes on (`sends_stock_waits_for`). It starts a chunk's
+DP.sync on all ranks at once, so that on rank r it comes r backwards late, and always ends it with
+the iteration.
 """
 
 from dataclasses import replace
-from typing import Any
 
 from megatron.fold3d.analysis.auto_shares import auto_shares
 from megatron.fold3d.analysis.candidates import Candidate
 from megatron.fold3d.analysis.costs import Costs
 from megatron.fold3d.analysis.estimate import Estimate
+from megatron.fold3d.analysis.execution import Execution, sends_stock_waits_for
 from megatron.fold3d.analysis.grad_sync import (
     aligned_grad_sync,
     deferred_grad_sync,
@@ -46,23 +46,19 @@ def plan_of(candidate: Candidate) -> Plan:
 
 def timeline_of(candidate: Candidate, known: Estimate) -> Timeline:
     """Return the simulated iterations of a candidate; the last one is steady."""
-    options: dict[str, Any] = {
-        "preemptive": candidate.preemptive,
-        "pause_share": PAUSE_SHARE,
-        "nic_of_rank": known.nic_of_rank,
-        "in_order": True,
-    }
-    costs, plan = known.costs, plan_of(candidate)
-    if candidate.backward_share is None:
-        costs = _stepping_last(costs, candidate.num_ranks)
-        options["flush"] = True
-    else:
-        share = candidate.backward_share
-        options["backward_share"] = (
-            auto_shares(plan, costs, **options) if share == "auto" else (share,) * plan.num_stages
-        )
-        options["iterations"] = _STEADY
-    return simulate(plan, costs, sends_waited_for=_sends_waited_for(candidate), **options)
+    plan, costs, share = plan_of(candidate), known.costs, candidate.backward_share
+    execution = Execution(
+        nic_of_rank=known.nic_of_rank,
+        preemptive=candidate.preemptive,
+        pause_share=PAUSE_SHARE,
+        in_order=True,
+        flush=share is None,
+        sends_waited_for=_sends_waited_for(candidate),
+    )
+    if share is None:
+        return simulate(plan, _stepping_last(costs, candidate.num_ranks), execution)
+    shares = auto_shares(plan, costs, execution) if share == "auto" else (share,) * plan.num_stages
+    return simulate(plan, costs, replace(execution, backward_share=shares), iterations=_STEADY)
 
 
 def without_grad_sync(candidate: Candidate) -> Candidate:
@@ -84,8 +80,8 @@ def undisturbed_s(candidate: Candidate, known: Estimate) -> float:
     alone = replace(
         costs, p2p_s=0.0, p2p_local_s=0.0, p2p_latency_s=costs.p2p_latency_s + message_s
     )
-    waited_for = _sends_waited_for(candidate)
-    return simulate(_compute_plan(candidate), alone, sends_waited_for=waited_for).period_s
+    execution = Execution(sends_waited_for=_sends_waited_for(candidate))
+    return simulate(_compute_plan(candidate), alone, execution).period_s
 
 
 def _compute_plan(candidate: Candidate) -> Plan:
@@ -98,11 +94,8 @@ def _compute_plan(candidate: Candidate) -> Plan:
     )
 
 
-def _sends_waited_for(candidate: Candidate) -> tuple[Op, ...]:
-    """What stock stands still after."""
-    if candidate.schedule == "1f1b":
-        return (Op.FORWARD, Op.BACKWARD)
-    return (Op.FORWARD,) if candidate.is_stock else ()
+def _sends_waited_for(candidate: Candidate) -> frozenset[Op]:
+    return sends_stock_waits_for(candidate.num_segments) if candidate.is_stock else frozenset()
 
 
 def _stepping_last(costs: Costs, num_ranks: int) -> Costs:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.analysis.execution import Execution
 from megatron.fold3d.analysis.grad_sync import deferred_grad_sync
 from megatron.fold3d.analysis.perf_model import overlapping_s
 from megatron.fold3d.analysis.steady import TOLERANCE, steady_state
-from megatron.fold3d.analysis.sync_queue import GradSyncOrder
 from megatron.fold3d.plan.lowering import add_grad_sync
 from megatron.fold3d.plan.schedules import build
 
@@ -88,7 +88,9 @@ def by_simulation(
         preemptive: whether PP.sync goes before DP.sync on a link.
     """
     sync = deferred_grad_sync if deferred else add_grad_sync
-    order: GradSyncOrder = "edf" if deferred else "fifo"
+    execution = Execution(
+        grad_sync_order="edf" if deferred else "fifo", preemptive=preemptive, flush=not deferred
+    )
     periods: dict[int, float] = {}
     for segments in sorted(options):
         plan = build(
@@ -97,14 +99,7 @@ def by_simulation(
             num_segments=segments,
             num_microbatches=num_microbatches,
         )
-        timeline = steady_state(
-            sync(plan),
-            costs(segments),
-            grad_sync_order=order,
-            preemptive=preemptive,
-            flush=not deferred,
-        )
-        periods[segments] = timeline.period_s
+        periods[segments] = steady_state(sync(plan), costs(segments), execution).period_s
     shortest_s = min(periods.values()) * (1 + TOLERANCE)
     best = next(segments for segments, period_s in periods.items() if period_s <= shortest_s)
     times = ", ".join(f"{segments}: {period_s:.3g} s" for segments, period_s in periods.items())

@@ -1,154 +1,120 @@
 """Simulate a plan: an event-driven run that gives the timeline a cluster would.
 
 Each rank runs its program strictly in order, one computation at a time. A message leaves at its
-SEND - in a plan without transfers, when its computation ends - waits for the latency, and flows
-through the NICs of both ranks; a computation waits for its message. REDUCE_GRAD puts the stage's
-DP.sync on the rank's queue, of which one at a time flows; WAIT_GRAD waits until what was started
-last for its stage is done, in this iteration or the one before. What is kept back of a DP.sync that
-is deferred has a queue of its own. OFFLOAD and RELOAD run on one copy
-stream per direction. A message does not wait for its RECV: `add_p2p` posts none of them late.
+SEND or, in a plan without transfers, when its computation ends. It waits for the latency and then
+flows through the NICs of both ranks; the computation that reads it waits for it. A RECV does
+nothing here: `add_p2p` posts none of them late.
+
+REDUCE_GRAD puts a stage's DP.sync into the queue of its rank, and one at a time flows. WAIT_GRAD
+waits for the stage's DP.sync that was started last, in this iteration or the one before. What is
+kept back of a deferred DP.sync has a queue of its own. OFFLOAD and RELOAD run on one copy stream
+per direction.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron.fold3d.analysis.clock import Clock
 from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.analysis.execution import PLAIN, Execution
+from megatron.fold3d.analysis.messages import message_from, send_of, source_of
 from megatron.fold3d.analysis.network import Network
 from megatron.fold3d.analysis.steps import NO_FACT, Step, Steps
-from megatron.fold3d.analysis.sync_queue import GradSyncOrder, SyncQueue
+from megatron.fold3d.analysis.sync_queue import SyncQueue
 from megatron.fold3d.analysis.timeline import Lane, Span, Timeline
 from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan, PlanError, gc_paused
-
-_SOURCES = {
-    Op.FORWARD: Op.FORWARD,
-    Op.SEND_F: Op.FORWARD,
-    Op.BACKWARD: Op.BACKWARD,
-    Op.SEND_B: Op.BACKWARD,
-    Op.WEIGHT: Op.WEIGHT,
-}
-"""What computed the message that an action sends."""
 
 
 @gc_paused()
 def simulate(
-    plan: Plan,
-    costs: Costs,
-    *,
-    iterations: int = 1,
-    nic_of_rank: Sequence[int] | None = None,
-    grad_sync_order: GradSyncOrder = "fifo",
-    preemptive: bool = True,
-    pause_share: float = 1.0,
-    flush: bool = False,
-    in_order: bool = False,
-    sends_waited_for: Collection[Op] = (),
-    backward_share: Sequence[float] = (),
+    plan: Plan, costs: Costs, execution: Execution = PLAIN, *, iterations: int = 1
 ) -> Timeline:
     """Return the timeline of ``iterations`` runs of the plan, one after the other.
 
     Args:
         plan: with or without transfers and DP.sync.
         costs: of the plan's stages.
+        execution: how the plan is run.
         iterations: how many; work deferred into the next one shows from the second on.
-        nic_of_rank: the NIC that each rank uses; one of its own by default.
-        grad_sync_order: "edf" lets the DP.sync that is needed first overtake the others.
-        preemptive: PP.sync goes before DP.sync on a shared link; otherwise they share it fairly.
-        pause_share: of each second, what PP.sync may keep DP.sync waiting if it goes first.
-        flush: no rank begins an iteration before all have ended the one before.
-        in_order: messages between two ranks in one direction go one after the other, as those of
-            one communicator do; otherwise they share the link.
-        sends_waited_for: FORWARD or BACKWARD, after which a rank stands still until the result has
-            arrived, as stock Megatron does.
-        backward_share: per stage, the part of DP.sync that its REDUCE_GRAD starts; the rest of all
-            stages follows the last action (paper Algorithm 2). None is all at once.
 
     Raises:
         PlanError: the costs are of another plan, or a rank waits for what never comes.
     """
     costs.check(plan)
-    nics = tuple(range(plan.num_ranks) if nic_of_rank is None else nic_of_rank)
-    if len(nics) != plan.num_ranks:
+    nics = execution.nic_of_rank
+    if nics is not None and len(nics) != plan.num_ranks:
         raise PlanError(
             f"found {len(nics)} NICs; the plan has {plan.num_ranks} ranks, one for each"
         )
-    steps = Steps(plan, costs, backward_share)
-    run = _Run(steps, costs, nics, grad_sync_order, preemptive, pause_share, iterations, flush)
-    run.in_order = in_order
-    if not costs.sends_are_buffered:
-        run.sends_waited_for = frozenset(sends_waited_for)
-    return run.timeline()
+    steps = Steps(plan, costs, execution.backward_share)
+    return _Run(steps, costs, execution, iterations).timeline()
 
 
+@dataclass(slots=True, eq=False)
 class _Rank:
     """Where a rank is in its program."""
 
-    __slots__ = (
-        *("awaits", "copies_end_s", "iteration", "number", "position", "program"),
-        *("kept_back_queue", "queue", "sends", "since_s", "spans"),
-    )
-
-    def __init__(self, number: int, program: list[Step]) -> None:
-        self.number = number
-        self.program = program
-        self.iteration = 0
-        self.position = 0
-        self.since_s = 0.0  # when it came to its step
-        self.awaits = NO_FACT  # what holds it up there
-        self.copies_end_s = {Op.OFFLOAD: 0.0, Op.RELOAD: 0.0}
-        self.sends: Step | None = None  # the message that it stands still for
-        self.spans: list[Span] = []
-        self.queue: SyncQueue
-        self.kept_back_queue: SyncQueue
+    number: int
+    program: list[Step]
+    spans: list[Span]
+    queue: SyncQueue
+    kept_back_queue: SyncQueue
+    iteration: int = 0
+    position: int = 0
+    since_s: float = 0.0
+    """When it came to its step."""
+    awaits: int = NO_FACT
+    """The fact that holds it up there."""
+    awaits_arrival: "_Message | None" = None
+    """The message of its own that holds it up until it has arrived."""
+    copies_end_s: dict[Op, float] = field(default_factory=lambda: {Op.OFFLOAD: 0.0, Op.RELOAD: 0.0})
 
 
 class _Message(NamedTuple):
-    """A result on its way."""
+    """A result on its way; ``action`` is its RECV."""
 
     sender: _Rank
     receiver: _Rank
-    step: Step
+    action: Action
+    fact: int
     left_s: float
 
 
 class _Run:
     """All ranks, what they share, and what has come true so far."""
 
-    def __init__(
-        self,
-        steps: Steps,
-        costs: Costs,
-        nics: tuple[int, ...],
-        order: GradSyncOrder,
-        preemptive: bool,
-        pause_share: float,
-        iterations: int,
-        flush: bool,
-    ) -> None:
-        self.costs, self.nics = costs, nics
-        self.iterations, self.flush = iterations, flush
-        self.sends_waited_for: frozenset[Op] = frozenset()
-        self.in_order = False
+    def __init__(self, steps: Steps, costs: Costs, execution: Execution, iterations: int) -> None:
+        self.steps, self.costs, self.execution = steps, costs, execution
+        self.iterations = iterations
+        self.nics = execution.nic_of_rank or tuple(range(len(steps.programs)))
+        self.sends_waited_for = (
+            frozenset() if costs.sends_are_buffered else execution.sends_waited_for
+        )
         self.channels: defaultdict[tuple[int, int, Op], deque[_Message]] = defaultdict(deque)
         self.clock = Clock()
         # Behind the NICs, one more pair of links per rank: for DP.sync that stays in the node.
-        local_nics = range(1 + max(nics), 1 + max(nics) + len(nics))
+        local_nics = range(1 + max(self.nics), 1 + max(self.nics) + len(self.nics))
         self.network = Network(
-            self.clock, local_nics.stop, preemptive=preemptive, pause_share=pause_share
+            self.clock,
+            local_nics.stop,
+            preemptive=execution.preemptive,
+            pause_share=execution.pause_share,
         )
-        self.steps = steps
-        self.times_true = [0] * self.steps.num_facts
-        self.times_begun = [0] * self.steps.num_facts  # of DP.sync: it may end iterations later
+        self.times_true = [0] * steps.num_facts
+        self.times_begun = [0] * steps.num_facts  # of DP.sync: it may end iterations later
         self.offloads_end_s: dict[tuple[int, int | None], float] = {}
         self.at_flush: list[_Rank] = []
-        self.ranks = list(map(_Rank, range(len(nics)), self.steps.programs))
-        for rank, nic in zip(
-            self.ranks, local_nics if costs.grad_sync_local else nics, strict=True
-        ):
-            write, tell = rank.spans.append, self.come_true
-            rank.queue = SyncQueue(self.clock, self.network, nic, order, write, tell)
-            rank.kept_back_queue = SyncQueue(self.clock, self.network, nic, "fifo", write, tell)
+        sync_nics = local_nics if costs.grad_sync_local else self.nics
+        self.ranks = list(map(self._rank, range(len(self.nics)), steps.programs, sync_nics))
+
+    def _rank(self, number: int, program: list[Step], nic: int) -> _Rank:
+        spans: list[Span] = []
+        queue, kept_back_queue = (
+            SyncQueue(self.clock, self.network, nic, order, spans.append, self.come_true)
+            for order in (self.execution.grad_sync_order, "fifo")
+        )
+        return _Rank(number, program, spans, queue, kept_back_queue)
 
     def timeline(self) -> Timeline:
         for rank in self.ranks:
@@ -165,7 +131,7 @@ class _Run:
         program, times_true = rank.program, self.times_true
         while rank.iteration < self.iterations:
             if rank.position == len(program):
-                if self.flush:
+                if self.execution.flush:
                     self._meet(rank)
                     return
                 self._begin_next_iteration(rank)
@@ -196,7 +162,7 @@ class _Run:
             elif fact != NO_FACT:
                 self._send(rank, step)
             self._go_on(rank)
-            if rank.sends:
+            if rank.awaits_arrival:
                 return
 
     def come_true(self, fact: int) -> None:
@@ -241,7 +207,7 @@ class _Run:
         else:
             self._write(rank, Lane.OPTIMIZER, rank.since_s, step.action, rank.iteration)
         self._go_on(rank)
-        if not rank.sends:
+        if not rank.awaits_arrival:
             self.advance(rank)
 
     def _send(self, sender: _Rank, step: Step) -> None:
@@ -251,9 +217,10 @@ class _Run:
             self.come_true(step.fact)
             return
         costs, leaves_s = self.costs, self.clock.now_s
-        message = _Message(sender, receiver, step, leaves_s)
-        if _SOURCES[step.action.op] in self.sends_waited_for:
-            sender.sends = step
+        action = message_from(step.action)
+        message = _Message(sender, receiver, action, step.fact, leaves_s)
+        if self.sends_waited_for and source_of(action).op in self.sends_waited_for:
+            sender.awaits_arrival = message
         local = self.nics[sender.number] == self.nics[receiver.number]
         if local or not costs.p2p_s:
             flows_s = costs.p2p_local_s if local else 0.0
@@ -265,16 +232,15 @@ class _Run:
 
     def _flow(self, message: _Message) -> None:
         """Let a message go as soon as those before it in its channel have arrived."""
-        if self.in_order:
+        if self.execution.in_order:
             channel = self._channel(message)
             channel.append(message)
             if len(channel) > 1:
                 return
         self._put_on_network(message)
 
-    def _channel(self, message: _Message) -> "deque[_Message]":
-        sender, receiver, step, _ = message
-        return self.channels[sender.number, receiver.number, _SOURCES[step.action.op]]
+    def _channel(self, message: _Message) -> deque[_Message]:
+        return self.channels[message.sender.number, message.receiver.number, message.action.op]
 
     def _put_on_network(self, message: _Message) -> None:
         source, target = self.nics[message.sender.number], self.nics[message.receiver.number]
@@ -282,26 +248,17 @@ class _Run:
         self.network.start(self.network.message(source, target, work_s, self._arrive, message))
 
     def _arrive(self, message: _Message) -> None:
-        sender, receiver, step, left_s = message
-        action, _, _, fact = step
-        if self.in_order and (channel := self._channel(message)):  # else it used no network
+        sender, receiver, action, fact, left_s = message
+        if self.execution.in_order and (channel := self._channel(message)):  # else no network
             channel.popleft()
             if channel:
                 self._put_on_network(channel[0])
-        stage, op, microbatch = action
-        forward = _SOURCES[op] is Op.FORWARD
-        received = (
-            Action(stage + 1, Op.RECV_F, microbatch)
-            if forward
-            else Action(stage - 1, Op.RECV_B, microbatch)
-        )
         # A rank reads each message once per iteration, so counting them tells their iteration.
-        self._write(receiver, Lane.P2P, left_s, received, self.times_true[fact])
+        self._write(receiver, Lane.P2P, left_s, action, self.times_true[fact])
         self.come_true(fact)
-        if sender.sends is step:
-            sender.sends = None
-            sent = Action(stage, Op.SEND_F if forward else Op.SEND_B, microbatch)
-            self._write(sender, Lane.WAIT, sender.since_s, sent, sender.iteration)
+        if sender.awaits_arrival is message:
+            sender.awaits_arrival = None
+            self._write(sender, Lane.WAIT, sender.since_s, send_of(action), sender.iteration)
             sender.since_s = self.clock.now_s
             self.advance(sender)
 

@@ -1,8 +1,7 @@
 """The steady state: iterations in a row until one takes as long as the one before."""
 
-from typing import Any
-
 from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.analysis.execution import PLAIN, Execution
 from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.analysis.timeline import Timeline
 from megatron.fold3d.plan.ir import Plan
@@ -11,7 +10,7 @@ TOLERANCE = 1e-6
 FEWEST, MOST = 3, 24
 
 
-def steady_state(plan: Plan, costs: Costs, **options: Any) -> Timeline:
+def steady_state(plan: Plan, costs: Costs, execution: Execution = PLAIN) -> Timeline:
     """Simulate until the period has settled; the last iteration is a steady one.
 
     Work deferred into the next iteration makes the first ones differ. A schedule that never
@@ -20,11 +19,11 @@ def steady_state(plan: Plan, costs: Costs, **options: Any) -> Timeline:
     Args:
         plan: with DP.sync, or there is nothing to wait for.
         costs: of the plan's stages.
-        options: of `simulate`, except the number of iterations.
+        execution: how the plan is run.
     """
     iterations = FEWEST
     while True:
-        timeline = simulate(plan, costs, iterations=iterations, **options)
+        timeline = simulate(plan, costs, execution, iterations=iterations)
         *_, before_s, start_s, end_s = (0.0, *timeline.iteration_ends_s(0))
         settled = abs((end_s - start_s) - (start_s - before_s)) <= TOLERANCE * (end_s - start_s)
         if settled or iterations >= MOST:

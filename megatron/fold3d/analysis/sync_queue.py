@@ -2,14 +2,13 @@
 
 import heapq
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from megatron.fold3d.analysis.clock import Clock
+from megatron.fold3d.analysis.execution import GradSyncOrder
 from megatron.fold3d.analysis.network import Flow, Network
 from megatron.fold3d.analysis.timeline import Lane, Span
 from megatron.fold3d.plan.ir import Action
-
-GradSyncOrder = Literal["fifo", "edf"]
 
 
 class _Task(NamedTuple):

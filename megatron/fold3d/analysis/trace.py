@@ -12,8 +12,9 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from megatron.fold3d.analysis.messages import message_to, send_of, source_of
 from megatron.fold3d.analysis.timeline import BUSY_LANES, Lane, Span, Timeline
-from megatron.fold3d.plan.ir import Action, Op, PlanError, gc_paused
+from megatron.fold3d.plan.ir import Action, PlanError, gc_paused
 
 VERSION = 1
 _APART_S = 600.0  # no clock of a cluster is this wrong
@@ -26,8 +27,6 @@ _LANES = {
     "offload": Lane.COPY,
 }
 KINDS = frozenset({*_LANES, "p2p"})
-_SENT = {Op.FORWARD: Op.SEND_F, Op.BACKWARD: Op.SEND_B}
-_RECEIVED = {Op.FORWARD: Op.RECV_F, Op.BACKWARD: Op.RECV_B}
 
 
 class Event(NamedTuple):
@@ -306,22 +305,19 @@ def _messages(clocks: Sequence[Sequence[_Clocked]], receiver: int) -> Iterator[_
         here, found_s = clocked.times(), clocked.found_inputs()
         there = [rows[number].times() for rows in clocks]
         for action, (start_s, _) in here.items():
-            if action.op not in _SENT:
+            if (message := message_to(action)) is None:
                 continue
-            stage, op, microbatch = action
-            source = stage - 1 if op is Op.FORWARD else stage + 1
-            sender = source % num_ranks
-            computed = there[sender].get(Action(source, op, microbatch))
-            if source < 0 or computed is None:
-                continue
-            received = Action(stage, _RECEIVED[op], microbatch)
-            sent = there[sender].get(Action(source, _SENT[op], microbatch))
+            source = source_of(message)
+            sender = source.stage % num_ranks
+            if (computed := there[sender].get(source)) is None:
+                continue  # the first stage reads no message, nor does the last one's backward
+            sent = there[sender].get(send_of(message))
             yield _Message(
-                action=received,
+                action=message,
                 sender=sender,
                 receiver=receiver,
                 departure_s=sent[0] if sent else computed[1],
-                arrival_s=here[received][1] if received in here else start_s,
+                arrival_s=here[message][1] if message in here else start_s,
                 found_s=found_s.get(action, inf),
                 iteration=number,
             )

@@ -3,7 +3,7 @@
 import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from megatron.fold3d.analysis.auto_shares import auto_shares
 from megatron.fold3d.analysis.breakdown import COLUMNS, shown_columns
 from megatron.fold3d.analysis.draw import caption_of, draw
+from megatron.fold3d.analysis.execution import Execution
 from megatron.fold3d.analysis.exposure import Exposure, exposure, mean
 from megatron.fold3d.analysis.grad_sync import deferred_grad_sync, serial_grad_sync
 from megatron.fold3d.analysis.grid import to_text
@@ -20,7 +21,7 @@ from megatron.fold3d.analysis.steady import steady_state
 from megatron.fold3d.analysis.timeline import Lane, Timeline
 from megatron.fold3d.backward_share import AUTO, share_or_auto
 from megatron.fold3d.commands.console import OK, REJECTED, complain, write
-from megatron.fold3d.commands.cost_options import Hardware, add_cost_options, costs_of
+from megatron.fold3d.commands.cost_options import Hardware, Source, add_cost_options, costs_of
 from megatron.fold3d.commands.plan_source import plan_from, sizes
 from megatron.fold3d.commands.schedule_options import add_size_options, compute_plan
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
@@ -99,27 +100,12 @@ def run(args: Namespace) -> int:
     except PlanError as error:
         complain(f"{name}: {error}")
         return REJECTED
-    plan = _with_grad_sync(compute, _grad_sync(args))
+    grad_sync = _grad_sync(args)
+    plan = _with_grad_sync(compute, grad_sync)
     source = costs_of(args, plan)
     if source.gathers_params:
         plan = add_param_gather(plan)
-    deferred = _grad_sync(args) == "deferred"
-    options: dict[str, Any] = {
-        "nic_of_rank": source.nic_of_rank,
-        "preemptive": args.preemptive_comm,
-        "pause_share": PAUSE_SHARE,
-        "grad_sync_order": "edf" if args.grad_sync == "deferred" else "fifo",
-        "flush": not deferred,
-        "in_order": True,
-    }
-    if args.backward_share == AUTO:
-        options["backward_share"] = auto_shares(plan, source.costs, **options)
-    elif args.backward_share is not None:
-        options["backward_share"] = (args.backward_share,) * plan.num_stages
-    if args.iterations is None and deferred:
-        timeline = steady_state(plan, source.costs, **options)
-    else:
-        timeline = simulate(plan, source.costs, iterations=args.iterations or 1, **options)
+    timeline = _timeline(args, plan, source, deferred=grad_sync == "deferred")
     if args.svg:
         args.svg.write_text(
             draw(timeline, title=name, caption=caption_of(plan, timeline)), encoding="utf-8"
@@ -168,6 +154,27 @@ def _with_grad_sync(plan: Plan, choice: str | None) -> Plan:
     if synced and choice is not None:
         raise ValueError(f"--grad-sync {choice} or a share: the plan has its own DP.sync; drop it")
     return plan if synced else _PASSES[choice or "overlap"](plan)
+
+
+def _timeline(args: Namespace, plan: Plan, source: Source, *, deferred: bool) -> Timeline:
+    execution = Execution(
+        nic_of_rank=source.nic_of_rank,
+        preemptive=args.preemptive_comm,
+        pause_share=PAUSE_SHARE,
+        grad_sync_order="edf" if args.grad_sync == "deferred" else "fifo",
+        flush=not deferred,
+        in_order=True,
+    )
+    if (share := args.backward_share) is not None:
+        shares = (
+            auto_shares(plan, source.costs, execution)
+            if share == AUTO
+            else (share,) * plan.num_stages
+        )
+        execution = replace(execution, backward_share=shares)
+    if args.iterations is None and deferred:
+        return steady_state(plan, source.costs, execution)
+    return simulate(plan, source.costs, execution, iterations=args.iterations or 1)
 
 
 def _lines(name: str, plan: Plan, timeline: Timeline, peaks: list[float]) -> Iterator[str]:

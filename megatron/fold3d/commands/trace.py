@@ -15,6 +15,7 @@ from megatron.fold3d.analysis.breakdown import (
 )
 from megatron.fold3d.analysis.chrome import to_chrome
 from megatron.fold3d.analysis.costs import Costs
+from megatron.fold3d.analysis.execution import sends_stock_waits_for
 from megatron.fold3d.analysis.exposure import mean
 from megatron.fold3d.analysis.model import model_shape
 from megatron.fold3d.analysis.page import View, page
@@ -33,7 +34,7 @@ from megatron.fold3d.analysis.trace import (
     to_timeline,
 )
 from megatron.fold3d.commands.console import OK, complain, write
-from megatron.fold3d.plan.ir import Op, Plan, PlanError
+from megatron.fold3d.plan.ir import Plan, PlanError
 from megatron.fold3d.plan.lowering import deferred_stages
 
 DESCRIPTION = """\
@@ -162,11 +163,10 @@ def _simulated(timeline: Timeline, chosen: Sequence[RankTrace], costs: Path | No
     else:
         known = Costs.from_json(costs.read_text(encoding="utf-8"))
         known.check(plan)
-    waited: tuple[Op, ...] = ()
-    if chosen[0].schedule == "stock":  # it frees a tensor when its transfer is over
-        waited = (Op.FORWARD, Op.BACKWARD) if plan.num_segments == 1 else (Op.FORWARD,)
+    is_stock = chosen[0].schedule == "stock"
+    waited_for = sends_stock_waits_for(plan.num_segments) if is_stock else frozenset()
     iterations = len(timeline.iteration_ends_s(0))
-    return replay(plan, known, iterations, sends_waited_for=waited)
+    return replay(plan, known, iterations, sends_waited_for=waited_for)
 
 
 def _title(rank: RankTrace) -> str:
