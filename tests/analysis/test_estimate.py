@@ -32,6 +32,17 @@ def test_a_recomputing_backward_takes_three_forwards():
         assert backward_s - overhead_s == pytest.approx(3 * (forward_s - overhead_s))
 
 
+def test_weight_gradients_take_a_forward_without_its_attention_scores():
+    shape, plain = model_shape("gpt3-39b"), replace(SETUP_39B, recompute="none")
+    found = estimate(shape, A100, plain, num_ranks=4, num_segments=2).costs
+    full = estimate(shape, A100, SETUP_39B, num_ranks=4, num_segments=2).costs
+    assert full.weight_s == found.weight_s
+    assert full.split_s == A100.task_overhead_s
+    h, s, layers = 8192, 1024, 6
+    rate = A100.gpu_flops_per_s * A100.compute_efficiency * 8
+    assert found.weight_s == (pytest.approx(4 * layers * 24 * s * h * h / rate),) * 8
+
+
 def test_one_replica_carries_what_its_node_sends():
     shape = model_shape("gpt3-18b")
     small = replace(SETUP_39B, tensor_parallel=4, data_parallel=16)

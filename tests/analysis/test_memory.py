@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from megatron.fold3d.analysis.model import model_shape
 from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.analysis.sizes import (
     Setup,
+    delayed_bytes,
+    gathered_bytes,
     gradient_bytes,
     layer_bytes,
     message_bytes,
@@ -56,6 +59,20 @@ def test_an_offloaded_micro_batch_is_on_both_sides_while_it_is_copied():
     assert dict(zip(rank.host.times_s, rank.host.bytes, strict=True)) == {0: 0, 2: 8, 5: 0}
     device = dict(zip(rank.device.times_s, rank.device.bytes, strict=True))
     assert device == {0: 8, 2: 16, 3: 8, 4: 8 + 8 + 3, 6: 8 + 3, 8: 0}
+
+
+def test_what_weight_gradients_are_computed_from_is_held_until_they_are():
+    plan = Plan.from_text("0F0 0F1 0B0 0B1 0W0 0W1\n")
+    footprint = Footprint(
+        static_bytes=(100.0,), saved_bytes=(8.0,), gathered_bytes=(2.0,), delayed_bytes=(7.0,)
+    )
+    split, whole = (
+        memory(simulate(p, Costs.uniform(1)), footprint)[0].device
+        for p in (plan, plan.select({"F", "B"}))
+    )
+    assert split.times_s == (0.0, 1.0, 3.0, 4.0, 5.0, 6.0)
+    assert split.bytes == (110.0, 120.0, 117.0, 114.0, 107.0, 100.0)
+    assert whole.peak_bytes == 116.0
 
 
 @pytest.mark.parametrize(
@@ -119,6 +136,20 @@ def test_activations_of_a_layer():
     both = Setup(tensor_parallel=8, sequence_parallel=True)
     assert layer_bytes(shape, both, "none") == sbh * (34 + 80) / 8
     assert layer_bytes(shape, both, "full") == sbh * 2 / 8
+
+
+def test_inputs_and_output_gradients_of_a_layers_linears():
+    shape = model_shape("gpt3-175b")
+    sbh = 2048 * 12288
+    # Inputs of h, h, h, 4h and output gradients of 3h, h, 4h, h, in 2 bytes each
+    assert delayed_bytes(shape, Setup(), 96) == [32 * sbh] * 96
+    # Split over 8 GPUs: outputs of 3h and 4h, inputs of h and 4h
+    eight = Setup(tensor_parallel=8, sequence_parallel=True)
+    assert delayed_bytes(shape, eight, 96)[0] == sbh * (4 + 12 / 8) * 2
+    assert delayed_bytes(shape, replace(eight, fp32=True), 48)[0] == sbh * (4 + 12 / 8) * 4 * 2
+    assert gathered_bytes(shape, eight, 96)[0] == sbh * 2 * 7 / 8 * 2
+    assert gathered_bytes(shape, replace(eight, recompute="full"), 96)[0] == 0
+    assert gathered_bytes(shape, Setup(tensor_parallel=8), 96)[0] == 0
 
 
 def test_model_states_take_18_bytes_per_parameter_or_fewer():

@@ -10,7 +10,7 @@ from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.analysis.steady import steady_state
 from megatron.fold3d.analysis.timeline import Lane, Span, Timeline
 from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Plan, PlanError
-from megatron.fold3d.plan.lowering import add_grad_sync
+from megatron.fold3d.plan.lowering import add_grad_sync, delay_weight_grads
 from megatron.fold3d.plan.schedules import build
 
 AIAO = build("aiao", num_ranks=3, num_segments=2, num_microbatches=5)
@@ -43,6 +43,18 @@ def test_a_replay_takes_about_as_long_as_what_it_replays(sync):
     assert len(again.iteration_ends_s(0)) == 2
     assert again.period_s == pytest.approx(run.period_s, rel=0.05)
     assert min(span.start_s for spans in again.ranks for span in spans) == 0.0
+
+
+def test_only_stages_whose_weight_gradients_are_delayed_are_split():
+    costs = replace(COSTS, weight_s=(0.75,) * 6)
+    plan = add_grad_sync(delay_weight_grads(AIAO, [1]))
+    timeline = simulate(plan, costs, Execution(flush=True), iterations=2)
+    assert observed_plan(timeline) == plan
+    found = observed_costs(timeline, plan)
+    assert found.weight_s == pytest.approx((0.0,) * 3 + (0.75,) * 3)
+    assert found.backward_s == pytest.approx(costs.backward_s)
+    again = replay(plan, found, iterations=2)
+    assert again.period_s == pytest.approx(timeline.period_s, rel=0.05)
 
 
 def test_reductions_that_share_a_link_take_no_longer_together_than_it_was_busy():

@@ -20,7 +20,12 @@ from megatron.fold3d.analysis.grad_sync import (
 from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.analysis.timeline import Lane, Timeline
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
-from megatron.fold3d.plan.lowering import add_grad_sync, add_offload, add_p2p
+from megatron.fold3d.plan.lowering import (
+    add_grad_sync,
+    add_offload,
+    add_p2p,
+    delay_weight_grads,
+)
 from megatron.fold3d.plan.schedules import build
 from scripts.bench.check_vectors import error, errors_of
 
@@ -211,10 +216,26 @@ def test_no_rank_does_two_things_at_once_and_every_computation_runs(sizes, p2p_s
 
 def test_weight_gradients_have_their_own_cost():
     split = Plan.from_text("0F0 0B0 0W0\n")
-    costs = Costs(forward_s=(1.0,), backward_s=(2.0,), weight_s=(4.0,))
+    costs = Costs(forward_s=(1.0,), backward_s=(6.0,), weight_s=(4.0,), split_s=0.5)
     timeline = simulate(split, costs)
-    assert timeline.makespan_s == 7.0
-    assert timeline.compute_s(0, {Op.WEIGHT}) == 4.0
+    assert timeline.makespan_s == 7.5
+    assert timeline.compute_s(0, {Op.BACKWARD}) == 2.0
+    assert timeline.compute_s(0, {Op.WEIGHT}) == 4.5
+
+
+def test_weight_gradients_are_a_part_of_a_backward():
+    costs = Costs(forward_s=(1.0,), backward_s=(2.0,), weight_s=(4.0,))
+    with pytest.raises(PlanError, match=r"found 4\.0 in weight_s; it is a part of a backward of 2"):
+        costs.check(Plan.from_text("0F0 0B0\n"))
+
+
+def test_a_backward_that_is_not_split_computes_its_weight_gradients():
+    plan = delay_weight_grads(built("aiao", 1, 2, 2), [1])
+    costs = Costs(forward_s=(1.0, 1.0), backward_s=(3.0, 5.0), weight_s=(1.0, 2.0))
+    timeline = simulate(plan, costs)
+    taken = [(str(s.action), s.duration_s) for s in timeline.lane(0, Lane.COMPUTE)]
+    assert taken[-4:] == [("0B0", 3.0), ("0B1", 3.0), ("1W0", 2.0), ("1W1", 2.0)]
+    assert timeline.compute_s(0, {Op.BACKWARD}) == 2 * (3.0 + 5.0 - 2.0)
 
 
 def test_the_time_of_a_simulation_grows_with_the_number_of_actions():

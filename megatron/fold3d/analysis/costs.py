@@ -19,6 +19,9 @@ class Costs:
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     weight_s: tuple[float, ...] = ()
+    """Of ``backward_s``, the weight gradients: what a plan's W takes, and its B then takes less."""
+    split_s: float = 0.0
+    """What a W takes beside it, for being a task of its own."""
     p2p_s: float = 0.0
     """One message at the full rate of a NIC."""
     p2p_latency_s: float = 0.0
@@ -51,10 +54,14 @@ class Costs:
         p2p_s: float = 0.0,
         p2p_latency_s: float = 0.0,
     ) -> Self:
-        """Return the same costs for every stage; by default the units of the usual diagrams."""
+        """Return the same costs for every stage; by default the units of the usual diagrams.
+
+        Half of a backward is weight gradients, as many multiplications as a forward has.
+        """
         return cls(
             forward_s=(forward_s,) * num_stages,
             backward_s=(backward_s,) * num_stages,
+            weight_s=(backward_s / 2,) * num_stages,
             grad_sync_s=(grad_sync_s,) * num_stages,
             p2p_s=p2p_s,
             p2p_latency_s=p2p_latency_s,
@@ -78,6 +85,11 @@ class Costs:
                 raise PlanError(
                     f"found {len(numbers)} numbers in {name}; a plan of {plan.num_stages} stages "
                     "needs one for each"
+                )
+        for part_s, whole_s in zip(self.weight_s, self.backward_s, strict=False):
+            if part_s > whole_s:
+                raise PlanError(
+                    f"found {part_s!r} in weight_s; it is a part of a backward of {whole_s!r}"
                 )
 
     def to_json(self) -> str:

@@ -21,6 +21,8 @@ from megatron.fold3d.analysis.model import ModelShape, Split
 from megatron.fold3d.analysis.sizes import (
     GRADIENT_BYTES,
     Setup,
+    delayed_bytes,
+    gathered_bytes,
     gradient_bytes,
     message_bytes,
     saved_bytes,
@@ -81,6 +83,8 @@ def estimate(
     costs = Costs(
         forward_s=tuple(s + overhead_s for s in forward_s),
         backward_s=tuple(passes * s + overhead_s for s in forward_s),
+        weight_s=_weight_s(shape, cluster, setup, split),
+        split_s=overhead_s,
         p2p_s=sent * per_node / cluster.goodput_bytes_per_s,
         p2p_latency_s=cluster.nic_latency_s,
         p2p_local_s=sent / cluster.intra_bytes_per_s,
@@ -100,6 +104,8 @@ def estimate(
         static_bytes=tuple(static_bytes(shape, setup, num_ranks, split)),
         saved_bytes=tuple(saved),
         working_bytes=(working_bytes(shape, setup),) * num_stages,
+        gathered_bytes=tuple(gathered_bytes(shape, setup, split)),
+        delayed_bytes=tuple(delayed_bytes(shape, setup, split)),
     )
     ranks_per_node = max(1, cluster.gpus_per_node // group)
     return Estimate(costs, footprint, tuple(rank // ranks_per_node for rank in range(num_ranks)))
@@ -118,7 +124,7 @@ def _forward_s(
 ) -> tuple[float, ...]:
     """One micro-batch's forward of each stage: its FLOPs, and TP.sync, which nothing hides."""
     t = setup.tensor_parallel
-    rate = cluster.gpu_flops_per_s * cluster.compute_efficiency * t
+    rate = _flops_per_s(cluster, setup)
     bytes_per_s = _bandwidths(cluster, setup)[0]
     elements = tensor_parallel_elements(
         setup.microbatch_size, shape.seq_length, shape.hidden_size, t
@@ -128,6 +134,18 @@ def _forward_s(
         setup.microbatch_size * flops / rate + len(layers) * sync_s
         for flops, layers in zip(shape.stage_flops(split), shape.stage_layers(split), strict=True)
     )
+
+
+def _weight_s(shape: ModelShape, cluster: Cluster, setup: Setup, split: Split) -> tuple[float, ...]:
+    """Weight gradients of a stage's layers. Those of embedding and head are never delayed."""
+    flops = (sum(map(shape.linear_flops, layers)) for layers in shape.stage_layers(split))
+    rate = _flops_per_s(cluster, setup)
+    return tuple(setup.microbatch_size * each / rate for each in flops)
+
+
+def _flops_per_s(cluster: Cluster, setup: Setup) -> float:
+    """What the GPUs of a tensor-parallel group do."""
+    return cluster.gpu_flops_per_s * cluster.compute_efficiency * setup.tensor_parallel
 
 
 def _grad_sync_s(cluster: Cluster, setup: Setup, num_bytes: float) -> float:

@@ -1,7 +1,8 @@
 """Memory over time: what each rank of a timeline holds, on the device and on the host.
 
 A forward's saved activations are held from its start to the end of its backward. Those that are
-offloaded are on both sides while they are copied, and on the host in between.
+offloaded are on both sides while they are copied, and on the host in between. Where weight
+gradients are delayed, what they are computed from stays until they are.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,10 @@ class Footprint:
     """Per stage: what one micro-batch's forward keeps."""
     working_bytes: tuple[float, ...] = ()
     """Per stage: what a backward needs beside it while it runs."""
+    gathered_bytes: tuple[float, ...] = ()
+    """Per stage: what a forward keeps more if weight gradients are delayed."""
+    delayed_bytes: tuple[float, ...] = ()
+    """Per stage: what a backward leaves for weight gradients that are delayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +65,26 @@ _Change = tuple[float, float]  # when, by how many bytes
 
 
 def _device_changes(spans: Sequence[Span], footprint: Footprint) -> Iterator[_Change]:
-    working = footprint.working_bytes
+    working, gathered = footprint.working_bytes, footprint.gathered_bytes
+    split = {action.stage for *_, action, _ in spans if action and action.op is Op.WEIGHT}
+    delayed = {stage: footprint.delayed_bytes[stage] for stage in split if footprint.delayed_bytes}
     for lane, start_s, end_s, action, _ in spans:
         if action is None or lane not in (Lane.COMPUTE, Lane.COPY):
             continue
         saved = footprint.saved_bytes[action.stage]
+        if gathered and action.stage in split:
+            saved += gathered[action.stage]
         if action.op is Op.FORWARD or action.op is Op.RELOAD:
             yield start_s, saved
         elif action.op is Op.OFFLOAD:
             yield end_s, -saved
         elif action.op is Op.BACKWARD:
-            yield end_s, -saved
+            yield end_s, delayed.get(action.stage, 0.0) - saved
             if working:
                 yield start_s, working[action.stage]
                 yield end_s, -working[action.stage]
+        elif action.op is Op.WEIGHT:
+            yield end_s, -delayed.get(action.stage, 0.0)
 
 
 def _host_changes(spans: Sequence[Span], saved_bytes: Sequence[float]) -> Iterator[_Change]:

@@ -89,9 +89,16 @@ class ModelShape:
 
     def layer_flops(self, layer: int) -> int:
         """Return the FLOPs of a layer's forward of one sequence, multiplications and additions."""
+        scores = 4 * self.seq_length**2 * self.attention_size
+        return self.linear_flops(layer) + scores * (1 + self._has_cross_attention(layer))
+
+    def linear_flops(self, layer: int) -> int:
+        """Return those that have a weight: all but attention's scores and what they weigh.
+
+        The gradients of these weights take as many.
+        """
         h, a, f, s = self.hidden_size, self.attention_size, self.ffn_size, self.seq_length
-        attention = 8 * s * h * a + 4 * s * s * a
-        return attention * (1 + self._has_cross_attention(layer)) + 4 * s * h * f
+        return 8 * s * h * a * (1 + self._has_cross_attention(layer)) + 4 * s * h * f
 
     @property
     def head_flops(self) -> int:

@@ -5,8 +5,9 @@ took at its best or usually; what they wait for each other is left to the simula
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from operator import add
 from statistics import median, quantiles
 
 from megatron.fold3d.analysis.costs import Costs
@@ -16,7 +17,7 @@ from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.analysis.steady import steady_state
 from megatron.fold3d.analysis.timeline import BUSY_LANES, Lane, Span, Timeline, queued
 from megatron.fold3d.plan.ir import COMPUTE_OPS, Op, Plan, PlanError
-from megatron.fold3d.plan.lowering import add_grad_sync, deferred_stages
+from megatron.fold3d.plan.lowering import add_grad_sync, deferred_stages, split_stages
 
 
 def observed_plan(measured: Timeline) -> Plan:
@@ -41,7 +42,8 @@ def as_synced(plan: Plan, measured: Timeline) -> Plan:
 def observed_costs(measured: Timeline, plan: Plan) -> Costs:
     """Return what the actions of a plan took in a measured run.
 
-    A computation counts with its median. A message, and the DP.sync of a stage, count with their
+    A computation counts with its median, and weight gradients apart from their backward as a part
+    of it. A message, and the DP.sync of a stage, count with their
     shortest time, since the others shared the link or were not missed yet when they arrived; of
     DP.sync the messages are taken off that passed meanwhile, which the simulator sends beside it.
 
@@ -55,16 +57,18 @@ def observed_costs(measured: Timeline, plan: Plan) -> Costs:
     p2p_s = quantiles(messages, n=10)[0] if len(messages) > 1 else 0.0
     sync = _grad_sync(measured, p2p_s)
 
-    def typical(op: Op) -> tuple[float, ...]:
-        if any((stage, op) not in compute for stage in stages):
-            missing = next(stage for stage in stages if (stage, op) not in compute)
+    def typical(op: Op, of_stages: Collection[int]) -> tuple[float, ...]:
+        if any((stage, op) not in compute for stage in of_stages):
+            missing = next(stage for stage in of_stages if (stage, op) not in compute)
             raise PlanError(f"no {op} of stage {missing} in the trace; trace whole iterations")
-        return tuple(median(compute[stage, op]) for stage in stages)
+        return tuple(median(compute[stage, op]) if stage in of_stages else 0.0 for stage in stages)
 
+    split = sorted(set().union(*map(split_stages, plan.programs)))
+    weight_s = typical(Op.WEIGHT, split)
     return Costs(
-        forward_s=typical(Op.FORWARD),
-        backward_s=typical(Op.BACKWARD),
-        weight_s=typical(Op.WEIGHT) if (0, Op.WEIGHT) in compute else (),
+        forward_s=typical(Op.FORWARD, stages),
+        backward_s=tuple(map(add, typical(Op.BACKWARD, stages), weight_s)),
+        weight_s=weight_s,
         p2p_s=p2p_s,
         grad_sync_s=tuple(min(sync.get((stage, Op.REDUCE_GRAD), [0.0])) for stage in stages),
         param_gather_s=tuple(min(sync.get((stage, Op.GATHER_PARAM), [0.0])) for stage in stages),

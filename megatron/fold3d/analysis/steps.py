@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from megatron.fold3d.analysis.costs import Costs
 from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan, Program
+from megatron.fold3d.plan.lowering import split_stages
 
 
 class Fact(IntEnum):
@@ -57,8 +58,8 @@ class Steps:
         self._reloads = {a for program in plan.programs for a in program if a.op is Op.RELOAD}
         self._seconds = {
             Op.FORWARD: costs.forward_s,
-            Op.BACKWARD: costs.backward_s,
-            Op.WEIGHT: costs.weight_s,
+            Op.BACKWARD: _backward_s(plan, costs),
+            Op.WEIGHT: tuple(weight_s + costs.split_s for weight_s in costs.weight_s),
             Op.REDUCE_GRAD: costs.grad_sync_s,
             Op.WAIT_GRAD: costs.optimizer_s,
             Op.GATHER_PARAM: costs.param_gather_s,
@@ -143,3 +144,16 @@ class Steps:
         if self._reloads and (stage, Op.RELOAD, microbatch) in self._reloads:
             needs.append(self._fact(Fact.RELOADED, stage, microbatch))
         return tuple(needs)
+
+
+def _backward_s(plan: Plan, costs: Costs) -> tuple[float, ...]:
+    """A stage's backward, without its weight gradients where the plan has these apart."""
+    if not costs.weight_s:
+        return costs.backward_s
+    split = frozenset().union(*map(split_stages, plan.programs))
+    return tuple(
+        whole_s - weight_s * (stage in split)
+        for stage, (whole_s, weight_s) in enumerate(
+            zip(costs.backward_s, costs.weight_s, strict=True)
+        )
+    )
