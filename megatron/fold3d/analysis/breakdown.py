@@ -1,5 +1,6 @@
 """A row of the paper's Table II for a timeline: where an iteration's time goes, what it takes."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from megatron.fold3d.analysis.exposure import Exposure, exposure, mean
@@ -63,3 +64,8 @@ def shown_columns(*rows: Exposure) -> list[str]:
         for name in COLUMNS
         if name not in _NOT_IN_THE_PAPER or any(row[name] for row in seconds)
     ]
+
+
+def seconds_of(row: Exposure, shown: Sequence[str]) -> list[float]:
+    """Return the seconds of these fields, and the whole iteration's at the end."""
+    return [*(getattr(row, name) for name in shown), row.total_s]

@@ -36,6 +36,10 @@ class Exposure:
         compute_s = self.forward_s + self.backward_s
         return self.bubble_s / compute_s if compute_s else 0.0
 
+    def to_dict(self) -> dict[str, float]:
+        """Return all seconds by name, with the total."""
+        return {**asdict(self), "total_s": self.total_s}
+
     def share(self, seconds: float) -> float:
         """Return seconds as part of the iteration."""
         return seconds / self.total_s if self.total_s else 0.0

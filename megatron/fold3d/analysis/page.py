@@ -6,13 +6,13 @@ bars; the scripts in `web` draw the diagram from the spans, which are embedded a
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from html import escape
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megatron.fold3d.analysis.breakdown import COLUMNS, Breakdown, shown_columns
+from megatron.fold3d.analysis.breakdown import COLUMNS, Breakdown, seconds_of, shown_columns
 from megatron.fold3d.analysis.critical_path import PathStep, critical_path, path_seconds
 from megatron.fold3d.analysis.exposure import Exposure
 from megatron.fold3d.analysis.palette import HUES, color, takes_dark_text
@@ -161,7 +161,10 @@ def _time_section(views: Sequence[View]) -> Iterator[str]:
     yield '<section aria-labelledby="time"><h2 id="time">Where the time goes</h2>'
     yield '<p class="soft small">An iteration, mean over ranks: the columns of the FOLD3D paper’s '
     yield "Table II. DP.sync and PP.sync are what nothing hides.</p>"
-    yield from _bars((v.name, _seconds(v.row.iteration, shown), COLUMNS) for v in views)
+    yield from _bars(
+        (v.name, dict(zip(shown, seconds_of(v.row.iteration, shown), strict=False)), COLUMNS)
+        for v in views
+    )
     yield '<div class="scroll"><table><thead><tr><th>ms</th>'
     yield "".join(f"<th>{COLUMNS[name]}</th>" for name in shown)
     extra = list(_extra_columns(rows))
@@ -206,17 +209,12 @@ def _rank_table(view: View, shown: Sequence[str]) -> Iterator[str]:
 
 
 def _cells(row: Exposure, shown: Sequence[str]) -> list[str]:
-    return [_ms(seconds) for seconds in (*_seconds(row, shown).values(), row.total_s)]
+    return [_ms(seconds) for seconds in seconds_of(row, shown)]
 
 
 def _table_row(name: str, cells: Sequence[str]) -> str:
     inside = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
     return f'<tr><th scope="row">{escape(name)}</th>{inside}</tr>'
-
-
-def _seconds(row: Exposure, shown: Sequence[str]) -> dict[str, float]:
-    all_seconds = asdict(row)
-    return {name: all_seconds[name] for name in shown}
 
 
 def _path_section(views: Sequence[View], paths: Sequence[Sequence[PathStep]]) -> Iterator[str]:

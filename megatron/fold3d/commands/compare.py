@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron.fold3d.analysis.breakdown import COLUMNS, exposure_of_ranks, shown_columns
+from megatron.fold3d.analysis.breakdown import exposure_of_ranks, seconds_of, shown_columns
 from megatron.fold3d.analysis.draw import Pipeline, draw_together
 from megatron.fold3d.analysis.exposure import Exposure, mean
 from megatron.fold3d.analysis.plot import Panel, plot
@@ -22,6 +22,7 @@ from megatron.fold3d.analysis.runs import (
 )
 from megatron.fold3d.analysis.timeline import Timeline
 from megatron.fold3d.analysis.training_log import Spread
+from megatron.fold3d.commands import exposure_table
 from megatron.fold3d.commands.console import OK, write
 
 DESCRIPTION = """\
@@ -166,26 +167,17 @@ def _time_lines(runs: Sequence[Run], width: int) -> Iterator[str]:
     first, second = rows[0], rows[1]
     shown = shown_columns(first, second)
     width = max(width, len("B - A"))
-    yield (
-        f"{'ms':<{width}}" + "".join(f"{COLUMNS[name]:>10}" for name in shown) + f"{'total':>10}"
-    )
-    for run, row in zip(runs, (first, second), strict=True):
-        yield f"{run.name:<{width}}" + "".join(f"{ms:>10.4g}" for ms in _ms(row, shown))
-    gaps = [b - a for a, b in zip(_ms(first, shown), _ms(second, shown), strict=True)]
-    yield f"{'B - A':<{width}}" + "".join(f"{_signed(gap):>10}" for gap in gaps)
+    times_ms = [[1e3 * s for s in seconds_of(row, shown)] for row in (first, second)]
+    gaps_ms = (b - a for a, b in zip(*times_ms, strict=True))
+    yield exposure_table.titles(f"{'ms':<{width}}", shown)
+    for run, row_ms in zip(runs, times_ms, strict=True):
+        yield exposure_table.line(f"{run.name:<{width}}", row_ms)
+    signed = [ms if abs(ms) >= 1e-9 else 0.0 for ms in gaps_ms]
+    yield exposure_table.line(f"{'B - A':<{width}}", signed, "+.4g")
 
 
 def _traceless(runs: Sequence[Run]) -> str:
     return " and ".join(run.name for run in runs if run.timeline is None)
-
-
-def _ms(row: Exposure, shown: Sequence[str]) -> list[float]:
-    seconds = asdict(row)
-    return [*(seconds[name] * 1e3 for name in shown), row.total_s * 1e3]
-
-
-def _signed(ms: float) -> str:
-    return f"{ms:+.4g}" if abs(ms) >= 1e-9 else "0"
 
 
 def _exposure(run: Run) -> Exposure | None:

@@ -3,13 +3,13 @@
 import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
 
 from megatron.fold3d.analysis.auto_shares import auto_shares
-from megatron.fold3d.analysis.breakdown import COLUMNS, shown_columns
+from megatron.fold3d.analysis.breakdown import seconds_of, shown_columns
 from megatron.fold3d.analysis.draw import caption_of, draw
 from megatron.fold3d.analysis.execution import Execution
 from megatron.fold3d.analysis.exposure import Exposure, exposure, mean
@@ -20,6 +20,7 @@ from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.analysis.steady import steady_state
 from megatron.fold3d.analysis.timeline import Lane, Timeline
 from megatron.fold3d.backward_share import AUTO, share_or_auto
+from megatron.fold3d.commands import exposure_table
 from megatron.fold3d.commands.console import OK, REJECTED, complain, write
 from megatron.fold3d.commands.cost_options import Hardware, Source, add_cost_options, costs_of
 from megatron.fold3d.commands.plan_source import plan_from, sizes
@@ -199,12 +200,11 @@ def _lines(name: str, plan: Plan, timeline: Timeline, peaks: list[float]) -> Ite
 
 def _table(row: Exposure) -> Iterator[str]:
     """Where the last iteration went, mean over ranks: the columns of the paper's Table II."""
-    seconds = asdict(row)
     shown = shown_columns(row)
-    yield "         " + "".join(f"{COLUMNS[name]:>10}" for name in shown) + f"{'total':>10}"
-    times = [*(seconds[name] for name in shown), row.total_s]
-    yield "seconds  " + "".join(f"{time_s:>10.4g}" for time_s in times)
-    yield "share    " + "".join(f"{row.share(time_s):>10.1%}" for time_s in times)
+    times_s = seconds_of(row, shown)
+    yield exposure_table.titles("         ", shown)
+    yield exposure_table.line("seconds  ", times_s)
+    yield exposure_table.line("share    ", map(row.share, times_s), ".1%")
 
 
 def _grid(timeline: Timeline) -> str:
@@ -228,8 +228,8 @@ def _as_json(name: str, plan: Plan, timeline: Timeline, peaks: list[float]) -> d
         "makespan_s": timeline.makespan_s,
         "period_s": timeline.period_s,
         "bubble_ratio": row.bubble_ratio,
-        "exposure": {**asdict(row), "total_s": row.total_s},
-        "exposure_of_rank": [{**asdict(r), "total_s": r.total_s} for r in rows],
+        "exposure": row.to_dict(),
+        "exposure_of_rank": [r.to_dict() for r in rows],
         "peak_bytes": peaks or None,
     }
 

@@ -2,15 +2,14 @@
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
 from megatron.fold3d.analysis.breakdown import (
-    COLUMNS,
     Breakdown,
     exposure_of_ranks,
+    seconds_of,
     shown_columns,
 )
 from megatron.fold3d.analysis.chrome import to_chrome
@@ -33,6 +32,7 @@ from megatron.fold3d.analysis.trace import (
     read_ranks,
     to_timeline,
 )
+from megatron.fold3d.commands import exposure_table
 from megatron.fold3d.commands.console import OK, complain, write
 from megatron.fold3d.plan.ir import Plan, PlanError
 from megatron.fold3d.plan.lowering import deferred_stages
@@ -190,17 +190,14 @@ def _caption(chosen: Sequence[RankTrace], ranks: Sequence[RankTrace]) -> str:
 
 
 def _lines(title: str, views: Sequence[View]) -> Iterator[str]:
-    rows: Mapping[str, Breakdown] = {view.name: view.row for view in views}
-    shown = shown_columns(*(row.iteration for row in rows.values()))
+    shown = shown_columns(*(view.row.iteration for view in views))
     yield title
     yield ""
-    yield f"{'ms':<11}" + "".join(f"{COLUMNS[name]:>10}" for name in shown) + f"{'total':>10}"
-    for name, row in rows.items():
-        seconds = asdict(row.iteration)
-        times_s = [*(seconds[column] for column in shown), row.iteration.total_s]
-        yield f"{name:<11}" + "".join(f"{time_s * 1e3:>10.4g}" for time_s in times_s)
-        shares = [row.iteration.share(time_s) for time_s in times_s]
-        yield f"{'':<11}" + "".join(f"{share:>10.1%}" for share in shares)
+    yield exposure_table.titles(f"{'ms':<11}", shown)
+    for view in views:
+        times_s = seconds_of(view.row.iteration, shown)
+        yield exposure_table.line(f"{view.name:<11}", (1e3 * time_s for time_s in times_s))
+        yield exposure_table.line(f"{'':<11}", map(view.row.iteration.share, times_s), ".1%")
     measured = views[0].row
     yield ""
     if measured.device_bytes is not None:
@@ -220,9 +217,8 @@ def _lines(title: str, views: Sequence[View]) -> Iterator[str]:
 
 def _as_json(row: Breakdown) -> dict[str, object]:
     return {
-        **asdict(row.iteration),
-        "total_s": row.iteration.total_s,
-        "of_rank": [{**asdict(r), "total_s": r.total_s} for r in row.of_rank],
+        **row.iteration.to_dict(),
+        "of_rank": [of_rank.to_dict() for of_rank in row.of_rank],
         "device_bytes": row.device_bytes,
         "host_bytes": row.host_bytes,
         "flops_per_gpu_s": row.flops_per_gpu_s,
