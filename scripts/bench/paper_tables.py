@@ -13,16 +13,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron.fold3d.analysis.paper import (
-    COLUMNS,
-    Fit,
-    Row,
-    Tables,
-    calibrate,
-    error,
-    predict,
-    published_ms,
-)
+from megatron.fold3d.analysis.paper import Fit, calibrate, error, predict
+from megatron.fold3d.analysis.published_rows import COLUMNS, Row, Tables, published_ms
 
 
 def compare(tables: Tables, fit: Fit, calibrated: list[Row]) -> list[dict[str, Any]]:

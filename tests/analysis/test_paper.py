@@ -8,7 +8,8 @@ from statistics import fmean
 
 import pytest
 
-from megatron.fold3d.analysis.paper import Tables, calibrate, error, predict, published_ms
+from megatron.fold3d.analysis.paper import calibrate, error, predict
+from megatron.fold3d.analysis.published_rows import Tables, published_ms
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "tests/data/fold3d_tables.json"

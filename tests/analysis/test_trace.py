@@ -5,15 +5,8 @@ import pytest
 
 from megatron.fold3d.analysis.exposure import exposure
 from megatron.fold3d.analysis.timeline import Lane, Span, Timeline
-from megatron.fold3d.analysis.trace import (
-    Event,
-    IterationTrace,
-    RankTrace,
-    pipeline,
-    read_ranks,
-    read_trace,
-    to_timeline,
-)
+from megatron.fold3d.analysis.trace import Event, IterationTrace, RankTrace, pipeline, read_ranks
+from megatron.fold3d.analysis.trace_timeline import read_trace, to_timeline
 from megatron.fold3d.plan.ir import Action
 
 

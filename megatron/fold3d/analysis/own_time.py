@@ -5,7 +5,8 @@ to tell; a trace does.
 """
 
 from megatron.fold3d.analysis.timeline import Lane
-from megatron.fold3d.analysis.trace import IterationTrace, spans_of
+from megatron.fold3d.analysis.trace import IterationTrace
+from megatron.fold3d.analysis.trace_timeline import spans_of
 from megatron.fold3d.plan.ir import Op
 
 

@@ -44,11 +44,11 @@ def plan_of(candidate: Candidate) -> Plan:
     return add_param_gather(plan) if candidate.setup.distributed_optimizer else plan
 
 
-def timeline_of(candidate: Candidate, known: Estimate) -> Timeline:
+def timeline_of(candidate: Candidate, estimate: Estimate) -> Timeline:
     """Return the simulated iterations of a candidate; the last one is steady."""
-    plan, costs, share = plan_of(candidate), known.costs, candidate.backward_share
+    plan, costs, share = plan_of(candidate), estimate.costs, candidate.backward_share
     execution = Execution(
-        nic_of_rank=known.nic_of_rank,
+        nic_of_rank=estimate.nic_of_rank,
         preemptive=candidate.preemptive,
         pause_share=PAUSE_SHARE,
         in_order=True,
@@ -67,15 +67,15 @@ def without_grad_sync(candidate: Candidate) -> Candidate:
     return replace(candidate, setup=setup, backward_share=None, offload=False, preemptive=False)
 
 
-def undisturbed_s(candidate: Candidate, known: Estimate) -> float:
+def undisturbed_s(candidate: Candidate, estimate: Estimate) -> float:
     """Return an iteration without DP.sync and host copies, on links that no two messages share.
 
     Orders are fixed, so whatever else a candidate has can only make a rank wait longer. Without
     flows on a network it takes a part of the time to simulate.
     """
-    costs = known.costs
+    costs = estimate.costs
     message_s = costs.p2p_s
-    if len(set(known.nic_of_rank)) < candidate.num_ranks:
+    if len(set(estimate.nic_of_rank)) < candidate.num_ranks:
         message_s = min(message_s, costs.p2p_local_s)
     alone = replace(
         costs, p2p_s=0.0, p2p_local_s=0.0, p2p_latency_s=costs.p2p_latency_s + message_s

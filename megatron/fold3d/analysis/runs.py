@@ -12,7 +12,7 @@ from random import Random
 from statistics import median
 
 from megatron.fold3d.analysis.timeline import Timeline
-from megatron.fold3d.analysis.trace import read_trace
+from megatron.fold3d.analysis.trace_timeline import read_trace
 from megatron.fold3d.analysis.training_log import Iteration, parse
 
 _LOGS = ("*.log", "*.out", "*.txt")

@@ -30,8 +30,8 @@ from megatron.fold3d.analysis.trace import (
     RankTrace,
     pipeline,
     read_ranks,
-    to_timeline,
 )
+from megatron.fold3d.analysis.trace_timeline import to_timeline
 from megatron.fold3d.commands import exposure_table
 from megatron.fold3d.commands.console import OK, complain, write
 from megatron.fold3d.plan.ir import Plan, PlanError
