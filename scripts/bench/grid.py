@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron.fold3d.analysis.training_log import Iteration
 from scripts.bench import compare, summary, variants
-from scripts.bench.compare import Bench
+from scripts.bench.runner import Bench, preload
 from scripts.bench.summary import Row, Run
 from scripts.bench.testbed import Link, TestbedError, end_on_signals, parse_rate, refuse
 from scripts.bench.variants import DEFAULT, Job, Variant
@@ -248,7 +248,7 @@ def main(argv: Sequence[str]) -> int:
     grid = Grid(args)
     try:
         if not args.table:
-            compare.preload()
+            preload()
             for layout in layouts:
                 grid.measure(layout)
     except (TestbedError, ValueError) as error:

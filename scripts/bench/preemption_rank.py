@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.runtime.communicator import PreemptiveCommunicator
-from scripts.bench.testbed import LOW_DELAY
+from scripts.bench.processes import hurry
+from scripts.bench.testbed import LOW_DELAY, traffic_of
 
 _BUCKET_BYTES = 8 << 20
 _SETTLE_S = 1.5  # between two modes: TCP forgets the one before, schedulers learn
@@ -108,7 +109,7 @@ class Rank:
         reducing = threading.Thread(target=_reduce_until, args=(stage, end_s, mode.preempts))
         if mode.reduces:
             reducing.start()
-        _hurry()
+        hurry(os.getpid())
         seen: dict[str, Any] = {"moments_s": []}
         with self._counted(start_s, seen):
             if mode.transfers:
@@ -165,11 +166,8 @@ class Rank:
         seen |= {"bytes_s": num_bytes / lasted_s, "paused_share": paused_s / lasted_s}
 
     def _reading(self) -> tuple[float, int, float]:
-        for line in Path("/proc/self/net/dev").read_text().splitlines():
-            if line.strip().startswith("eth0:"):
-                sent = int(line.partition(":")[2].split()[8])
-                return time.monotonic(), sent, self.communicator.statistics().paused_s
-        raise RuntimeError("no eth0: start this through its main program")
+        sent_bytes = traffic_of(os.getpid()).sent_bytes
+        return time.monotonic(), sent_bytes, self.communicator.statistics().paused_s
 
     def _agree(self, moment_s: float) -> float:
         moments = [moment_s]
@@ -250,10 +248,3 @@ def _mark(descriptors: set[int]) -> None:
 def _sleep_until(moment_s: float) -> None:
     if (left_s := moment_s - time.monotonic()) > 0:
         time.sleep(left_s)
-
-
-def _hurry() -> None:
-    """Go before all other processes of this machine; threads started later inherit it."""
-    for task in Path("/proc/self/task").glob("*"):
-        with contextlib.suppress(ProcessLookupError):
-            os.sched_setscheduler(int(task.name), os.SCHED_RR, os.sched_param(1))

@@ -89,7 +89,7 @@ def measure(job: Job, link: Link, args: argparse.Namespace) -> str:
 
         codes = ranks.wait(300.0, hurry)
         busiest = max(host.busier_bytes for host in testbed.traffic())
-    if any(codes):
+    if any(code != 0 for code in codes):
         raise ValueError(f"ranks ended with {codes}; logs in {logs}")
     iterations = training_log.parse(log.read_text())
     iteration_ms = statistics.median(i.elapsed_ms for i in iterations[_WARMUP:])

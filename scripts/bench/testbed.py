@@ -18,9 +18,7 @@ kills holders and ranks when their parent dies.
 
 import argparse
 import contextlib
-import ctypes
 import json
-import multiprocessing
 import os
 import re
 import shutil
@@ -28,22 +26,21 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Protocol, Self
+from typing import IO, Self
+
+from scripts.bench.processes import Forked, Process, Ranks
 
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "setpriv": "util-linux"}
 _DIES_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 _MTU_BYTES = 9000
 # Larger super-packets of segmentation offload would wait too long behind each other.
 _OFFLOAD_BYTES = 16384
-_GRACE_S = 5.0  # for the ranks to print their own error after one of them has failed
-_POLL_S = 0.05
+_SWITCH = -1  # its holder is the last one
 _SMALL_BURST_BYTES = 18 << 10  # of a link with two classes: one super-packet
-_PR_SET_PDEATHSIG = 1  # of Linux's <sys/prctl.h>
 LOW_DELAY = 0x10  # type of service, of <netinet/ip.h>
 
 
@@ -115,67 +112,6 @@ class Traffic:
     def busier_bytes(self) -> int:
         """Those of the busier direction."""
         return max(self.sent_bytes, self.received_bytes)
-
-
-class Process(Protocol):
-    """What is asked of a rank's process; `subprocess.Popen` answers it."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """Exit code; None while it runs."""
-
-    def wait(self) -> object:
-        """Return when it has ended."""
-
-
-class Ranks:
-    """Processes of one run, in the order of their ranks; `Testbed.start` and `fork` make them."""
-
-    def __init__(self, processes: Sequence[Process], logs: Sequence[Path]) -> None:
-        self.processes = processes
-        self.logs = logs
-
-    def wait(self, timeout_s: float, watch: Callable[[], None] = lambda: None) -> list[int | None]:
-        """Exit codes by rank; None for one that was stopped.
-
-        The ranks are stopped when the time is over, and a few seconds after one of them has failed.
-        ``watch`` is called again and again in the meantime.
-        """
-        end_s, failed = time.monotonic() + timeout_s, False
-        codes = self.poll()
-        while None in codes and time.monotonic() < end_s:
-            if not failed and any(codes):
-                end_s, failed = min(end_s, time.monotonic() + _GRACE_S), True
-            watch()
-            time.sleep(_POLL_S)
-            codes = self.poll()
-        self.stop()
-        return codes
-
-    def poll(self) -> list[int | None]:
-        """Exit codes by rank; None for one that runs."""
-        return [process.poll() for process in self.processes]
-
-    def hurry(self) -> None:
-        """Let every thread that runs now go before all other processes of this machine.
-
-        All get one priority, in turn: gloo's thread polls while another thread holds a lock that
-        it needs, and above that thread it would poll for ever.
-        """
-        for process in self.processes:
-            for task in Path(f"/proc/{process.pid}/task").glob("*"):
-                with contextlib.suppress(ProcessLookupError):
-                    os.sched_setscheduler(int(task.name), os.SCHED_RR, os.sched_param(1))
-
-    def stop(self) -> None:
-        """Kill what still runs, each rank with the processes that it started."""
-        for process in self.processes:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # every rank leads a group
-        for process in self.processes:
-            process.wait()
 
 
 class Testbed:
@@ -261,7 +197,7 @@ class Testbed:
         """
 
         def begin(host: int, environment: Mapping[str, str], log: Path) -> Process:
-            return _Forked(self.namespace(host), environment, log, function)
+            return Forked(self.namespace(host), environment, log, function)
 
         return self._begin(begin, logs, port)
 
@@ -282,25 +218,25 @@ class Testbed:
 
     def traffic(self) -> list[Traffic]:
         """Bytes on each host's link since the testbed was made."""
-        return [self._traffic(holder.pid) for holder in self._holders[: self.num_hosts]]
+        return [traffic_of(holder.pid) for holder in self._holders[: self.num_hosts]]
 
     @contextlib.contextmanager
     def cut(self, host: int) -> Iterator[None]:
         """Pull the host's cable for the time of the block; packets are lost without a word."""
-        self._ip(-1, f"link set p{host} down")
+        self._ip(_SWITCH, f"link set p{host} down")
         try:
             yield
         finally:
-            self._ip(-1, f"link set p{host} up")
+            self._ip(_SWITCH, f"link set p{host} up")
 
     def _build(self) -> None:
         for _ in range(self.num_hosts + 1):
             self._holders.append(_hold_namespace())
         offload = f"gso_max_size {_OFFLOAD_BYTES} gro_max_size {_OFFLOAD_BYTES}"
-        self._ip(-1, "link add br0 type bridge stp_state 0 forward_delay 0", "link set br0 up")
+        self._ip(_SWITCH, "link add br0 type bridge stp_state 0 forward_delay 0", "link set br0 up")
         for host in range(self.num_hosts):
             self._ip(
-                -1,
+                _SWITCH,
                 f"link add p{host} mtu {_MTU_BYTES} type veth "
                 f"peer name eth0 mtu {_MTU_BYTES} netns {self._holders[host].pid}",
                 f"link set p{host} {offload}",
@@ -318,7 +254,7 @@ class Testbed:
             for name, value in (("congestion_control", "reno"), ("slow_start_after_idle", "0")):
                 _run([*self._inside(host), "sysctl", "-qw", f"net.ipv4.tcp_{name}={value}"])
             self._tc(host, "eth0")
-            self._tc(-1, f"p{host}")
+            self._tc(_SWITCH, f"p{host}")
 
     def _environment(self, rank: int, local_rank: int, port: int) -> dict[str, str]:
         """What torchrun would set, and the interface that gloo is to use."""
@@ -338,62 +274,26 @@ class Testbed:
         return ("nsenter", f"--net={self.namespace(host)}", "--")
 
     def _ip(self, host: int, *lines: str) -> None:
-        """Run ``ip`` on a host, or with -1 on the switch."""
+        """Run ``ip`` on a host or on the switch."""
         _run([*self._inside(host), "ip", "-batch", "-"], "\n".join(lines))
 
     def _tc(self, host: int, device: str) -> None:
         if lines := list(self.link.qdiscs(device)):
             _run([*self._inside(host), "tc", "-batch", "-"], "\n".join(lines))
 
-    @staticmethod
-    def _traffic(pid: int) -> Traffic:
-        for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines():
-            device, _, counters = line.partition(":")
-            if device.strip() == "eth0":
-                fields = counters.split()
-                return Traffic(sent_bytes=int(fields[8]), received_bytes=int(fields[0]))
-        raise TestbedError(f"process {pid} has no eth0: its namespace is not a host's")
 
+def traffic_of(pid: int) -> Traffic:
+    """Bytes on the link of the host that a process is on, since the testbed was made.
 
-class _Forked:
-    """A copy of this process on a host of the testbed."""
-
-    def __init__(
-        self,
-        namespace: str,
-        environment: Mapping[str, str],
-        log: Path,
-        function: Callable[[], int],
-    ) -> None:
-        self._process = multiprocessing.get_context("fork").Process(
-            target=self._run, args=(namespace, environment, log, function)
-        )
-        self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-        with contextlib.suppress(ProcessLookupError):
-            os.setpgid(self.pid, self.pid)  # before anybody kills the group
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self) -> None:
-        self._process.join()
-
-    @staticmethod
-    def _run(
-        namespace: str, environment: Mapping[str, str], log: Path, function: Callable[[], int]
-    ) -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        with Path(namespace).open() as host:
-            os.setns(host.fileno(), os.CLONE_NEWNET)
-        with log.open("wb", buffering=0) as output:
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
-        sys.stdout, sys.stderr = (os.fdopen(fd, "w", 1, closefd=False) for fd in (1, 2))
-        os.environ.update(environment)
-        warnings.simplefilter("ignore")
-        sys.exit(function())
+    Raises:
+        TestbedError: the process is on no host.
+    """
+    for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines():
+        device, _, counters = line.partition(":")
+        if device.strip() == "eth0":
+            fields = counters.split()
+            return Traffic(sent_bytes=int(fields[8]), received_bytes=int(fields[0]))
+    raise TestbedError(f"process {pid} has no eth0: its namespace is not a host's")
 
 
 def check_machine() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench import testbed
+from scripts.bench import processes, testbed
 from scripts.bench.testbed import Link, Testbed, TestbedError, Traffic, parse_rate
 
 ROOT = Path(__file__).parents[2]
@@ -202,7 +202,7 @@ def test_ranks_are_told_what_torchrun_would_tell_them(needs_testbed, tmp_path):
 
 
 def test_a_failed_rank_ends_the_others(bed, tmp_path, monkeypatch):
-    monkeypatch.setattr(testbed, "_GRACE_S", 0.3)
+    monkeypatch.setattr(processes, "_GRACE_S", 0.3)
     ranks = bed.start(["sh", "-c", 'test "$RANK" = 1 && exit 3; sleep 600'], tmp_path)
     assert ranks.wait(PATIENCE_S) == [None, 3]
     assert not any(is_running(process.pid) for process in ranks.processes)
@@ -214,7 +214,7 @@ def test_time_that_is_over_ends_all(bed, tmp_path):
 
 
 def test_a_killed_rank_leaves_nothing_behind(needs_testbed, tmp_path, monkeypatch):
-    monkeypatch.setattr(testbed, "_GRACE_S", 0.3)
+    monkeypatch.setattr(processes, "_GRACE_S", 0.3)
     with Testbed(2, Link(1e8)) as bed:
         namespaces = namespaces_of(bed)
         ranks = bed.start(["sleep", "600"], tmp_path)
