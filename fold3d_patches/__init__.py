@@ -77,6 +77,7 @@ def _install(
         checkpoint,
         get_forward_backward_func,
         gradient_buckets,
+        linear,
         optimizer_step,
         save_checkpoint,
         scale_gradients,
@@ -87,47 +88,45 @@ def _install(
     from megatron.fold3d.runtime.deferred_sync import DeferredSync
     from megatron.fold3d.runtime.executor import Executor
     from megatron.fold3d.runtime.offloader import Offloader
+    from megatron.fold3d.runtime.weight_grads import DelayedWeightGrads
 
-    offloader = None if config.offload_activations == "off" else Offloader.of(config, num_local)
-    offloads = [] if offloader is None else [checkpoint.patch(offloader)]
-    buckets = gradient_buckets.patches() if config.cuts_every_segment else ()
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    offloader = None if config.offload_activations == "off" else Offloader.of(config, num_local)
     communicator = PreemptiveCommunicator.of(config) if config.preemptive_comm else None
-    if config.backward_share is None:
-        executor = Executor(config, plans, None, recorder, offloader, communicator)
-        stack = apply([get_forward_backward_func.patch(executor), *offloads, *buckets, *marks])
-        stack.push(executor)
-        if communicator is not None:
-            stack.push(communicator)
-        return stack
-
-    deferred = DeferredSync(
-        config.backward_share,
-        slice_bytes=config.dp_slice_bytes,
-        bounded=config.clips_or_scales,
-        timeout=timeout,
-        communicator=communicator,
-        auto=AutoShares(timeout) if config.auto_share else None,
-        recorder=recorder,
-        traffic_class=config.dp_traffic_class,
-    )
-    executor = Executor(config, plans, deferred, recorder, offloader, communicator)
-    stack = apply(
-        [
-            get_forward_backward_func.patch(executor),
+    weight_grads = DelayedWeightGrads() if config.delay_weight_grads else None
+    deferred = None
+    if config.backward_share is not None:
+        deferred = DeferredSync(
+            config.backward_share,
+            slice_bytes=config.dp_slice_bytes,
+            bounded=config.clips_or_scales,
+            timeout=timeout,
+            communicator=communicator,
+            auto=AutoShares(timeout) if config.auto_share else None,
+            recorder=recorder,
+            traffic_class=config.dp_traffic_class,
+        )
+    executor = Executor(config, plans, deferred, recorder, offloader, communicator, weight_grads)
+    patches = [get_forward_backward_func.patch(executor), *marks]
+    if deferred is not None:
+        patches += [
             optimizer_step.patch(deferred),
             save_checkpoint.patch(deferred),
             scale_gradients.patch(deferred),
             zero_grad_buffer.patch(deferred),
-            *offloads,
-            *buckets,
-            *marks,
         ]
-    )
+    if offloader is not None:
+        patches.append(checkpoint.patch(offloader))
+    if weight_grads is not None:
+        patches.append(linear.patch(weight_grads))
+    if config.cuts_every_segment:
+        patches += gradient_buckets.patches()
+    stack = apply(patches)
     stack.push(executor)
     if communicator is not None:
         stack.push(communicator)
-    stack.push(deferred)  # it still communicates when it closes
+    if deferred is not None:
+        stack.push(deferred)  # it still communicates when it closes
     return stack
 
 

@@ -27,6 +27,7 @@ from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, Las
 from megatron.fold3d.preemption import preemption_problems
 from megatron.fold3d.refusals import named, refusals, spelled
 from megatron.fold3d.trace_flags import iterations, trace_problems
+from megatron.fold3d.weight_grad_flags import segment_list, weight_grad_problems
 
 Device = Literal["cuda", "cpu"]
 Offload = Literal["off", "auto", "on"]
@@ -87,6 +88,14 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="With --backward-share or --preemptive-comm, reduce N bytes of gradients at once, so "
         "that what is needed sooner waits no longer than these take (default: 8388608, on CPUs "
         "524288; preemption measures what costs DP.sync little and takes less of it if it can).",
+    )
+    group.add_argument(
+        "--delay-weight-grads",
+        type=segment_list,
+        metavar="N,N",
+        default=(),
+        help="Compute the weight gradients of these segments, counted from 0, when all backwards "
+        "are through: the DP.sync of the segment that is needed first is hidden behind them.",
     )
     group.add_argument(
         "--model-preset",
@@ -173,6 +182,7 @@ class Fold3DConfig:
         auto_share: whether measured times replace it.
         dp_slice_bytes: how many bytes of gradients such a run reduces at once.
         auto_slices: whether preemption may choose less.
+        delay_weight_grads: the segments whose weight gradients follow all backwards.
         clips_or_scales: whether Megatron may clip gradients, or skip a step over a loss scale.
         trace: the folder that a trace is written to.
         trace_iterations: the iterations that are recorded; None is two after warm-up.
@@ -202,6 +212,7 @@ class Fold3DConfig:
     auto_share: bool = False
     dp_slice_bytes: int = 0
     auto_slices: bool = False
+    delay_weight_grads: tuple[int, ...] = ()
     clips_or_scales: bool = False
     trace: Path | None = None
     trace_iterations: range | None = None
@@ -243,6 +254,7 @@ class Fold3DConfig:
             *refusals(args, schedule),
             *share_problems(args, schedule),
             *offload_problems(args, schedule, num_segments),
+            *weight_grad_problems(args, schedule, num_segments),
             *trace_problems(args, schedule),
             *preemption_problems(args, schedule),
             *traffic_class_problems(args),
@@ -263,6 +275,7 @@ class Fold3DConfig:
             auto_share=auto_share,
             dp_slice_bytes=args.dp_slice_bytes or SLICE_BYTES[args.device],
             auto_slices=args.dp_slice_bytes is None,
+            delay_weight_grads=args.delay_weight_grads,
             clips_or_scales=args.clip_grad > 0 or args.fp16 or bool(args.loss_scale),
             trace=args.trace,
             trace_iterations=iterations(args.trace_iterations),

@@ -1,20 +1,23 @@
-"""Patch ``megatron.core.transformer.transformer_layer.TransformerLayer.forward``.
+"""Patch ``megatron.core.transformer.transformer_layer.TransformerLayer.forward``, and our `W`.
 
 Why: ranks that share a few CPU cores disturb each other, and iteration times scatter by 5-10 %.
 Change: the forward and the backward of a layer each last at least a given time; what the CPU does
     not need is slept. Tensors, gradients and traffic stay real. A layer that is recomputed lasts
-    a forward more.
+    a forward more. Weight gradients that are delayed take as long as a forward, which multiplies
+    the same matrices, and their backward takes that much less.
 Remove when: every rank of the bench has an accelerator of its own.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
 from fold3d_patches.registry import Patch
+from megatron.fold3d.plan.ir import Action
 
 
 @dataclass(slots=True)
@@ -57,13 +60,15 @@ def _sleep_until(moment_s: float) -> None:
         time.sleep(left_s)
 
 
-def patch(forward_s: float, backward_s: float) -> Patch:
+def patches(forward_s: float, backward_s: float) -> tuple[Patch, ...]:
     """Make every layer last; the times are those of one micro-batch."""
+    split: set[Any] = set()  # layers whose weight gradients are delayed
 
-    def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def pace_layer(upstream: Callable[..., Any]) -> Callable[..., Any]:
         def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             start_s, backward = time.perf_counter(), _Backward()
-            x = _LayerInput.apply(hidden_states, backward, backward_s)  # type: ignore[no-untyped-call]
+            rest_s = backward_s - forward_s if self in split else backward_s
+            x = _LayerInput.apply(hidden_states, backward, rest_s)  # type: ignore[no-untyped-call]
             output, *rest = upstream(self, x, *args, **kwargs)
             output = _LayerOutput.apply(output, backward)  # type: ignore[no-untyped-call]
             _sleep_until(start_s + forward_s)
@@ -71,7 +76,26 @@ def patch(forward_s: float, backward_s: float) -> Patch:
 
         return forward
 
-    return Patch(
-        target="megatron.core.transformer.transformer_layer:TransformerLayer.forward",
-        make=make,
+    def note_layers(upstream: Callable[..., None]) -> Callable[..., None]:
+        def choose(self: Any, chunks: Any) -> None:
+            upstream(self, chunks)
+            split.clear()
+            split.update(chain.from_iterable(self.layers.values()))
+
+        return choose
+
+    def pace_weight_grads(upstream: Callable[..., None]) -> Callable[..., None]:
+        def compute(self: Any, action: Action) -> None:
+            end_s = time.perf_counter() + forward_s * len(self.layers[action.stage])
+            upstream(self, action)
+            _sleep_until(end_s)
+
+        return compute
+
+    layer = "megatron.core.transformer.transformer_layer:TransformerLayer"
+    weight_grads = "megatron.fold3d.runtime.weight_grads:DelayedWeightGrads"
+    return (
+        Patch(target=f"{layer}.forward", make=pace_layer),
+        Patch(target=f"{weight_grads}.choose", make=note_layers),
+        Patch(target=f"{weight_grads}.compute", make=pace_weight_grads),
     )

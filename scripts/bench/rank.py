@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     patches = [same_weights.patch(), fused_adam.patch()]
     if args.forward_ms or args.backward_ms:
         pace_s = [(ms or 0.0) / 1e3 for ms in (args.forward_ms, args.backward_ms)]
-        patches.append(layer_pacing.patch(*pace_s))
+        patches += layer_pacing.patches(*pace_s)
     if args.nccl_order:
         patches += nccl_order.patches()
     with registry.apply(patches):

@@ -66,8 +66,8 @@ def train(argv: Sequence[str]) -> int:
     """Be one rank: ``OUT FORWARD_MS BACKWARD_MS FLAGS``; leave what its transfers cost in OUT."""
     out, forward_ms, backward_ms, *flags = argv
     spent_s: dict[str, list[float]] = {"send": [0.0], "take": [0.0]}
-    pacing = layer_pacing.patch(float(forward_ms) / 1e3, float(backward_ms) / 1e3)
-    with registry.apply([pacing, *patches(spent_s)]):
+    pacing = layer_pacing.patches(float(forward_ms) / 1e3, float(backward_ms) / 1e3)
+    with registry.apply([*pacing, *patches(spent_s)]):
         code = pretrain_gpt.main(flags)
     Path(f"{out}.{os.environ['RANK']}").write_text(json.dumps(spent_s))
     return code

@@ -120,6 +120,28 @@ ROWS = (
     Row(pp=4, m=6, ours="--schedule afab"),
     Row(pp=4, m=6, ours="--schedule 1f1b"),
     Row(pp=4, m=6, ours="--schedule shifted-critical-path"),
+    # Weight gradients apart from their backwards.
+    Row(segments=2, ours="--schedule aiao --delay-weight-grads 0,1"),
+    Row(
+        name="recomputed and overlapped",
+        segments=2,
+        dp=2,
+        flags=f"{OVERLAP} --bf16 --add-qkv-bias {FULL} uniform",
+        ours="--schedule aiao --delay-weight-grads 1",
+    ),
+    Row(
+        name="no bias, selectively recomputed",
+        tp=2,
+        segments=2,
+        flags=f"--sequence-parallel --disable-bias-linear --swiglu {SELECTIVE} {DROPOUT}",
+        ours="--schedule interleaved --delay-weight-grads 1",
+    ),
+    Row(
+        tp=2,
+        m=2,
+        ours="--plan-file PLAN --delay-weight-grads 0",
+        plan="0F0 0F1 0B0 0W0 0B1 0W1\n1F0 1B0 1F1 1W0 1B1 1W1",
+    ),
     # Models: the presets' heads, few layers.
     Row(
         name="T-NLG",

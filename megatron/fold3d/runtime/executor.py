@@ -27,7 +27,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.fold3d.config import Fold3DConfig
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program
-from megatron.fold3d.plan.lowering import deferred_stages
+from megatron.fold3d.plan.lowering import deferred_stages, split_stages
 from megatron.fold3d.plan.verify import peak_activations
 from megatron.fold3d.runtime.communicator import PreemptiveCommunicator
 from megatron.fold3d.runtime.deferred_sync import DeferredSync
@@ -37,6 +37,7 @@ from megatron.fold3d.runtime.offloader import Offloader
 from megatron.fold3d.runtime.p2p import P2P
 from megatron.fold3d.runtime.plans import Plans
 from megatron.fold3d.runtime.recorder import Recorder, never
+from megatron.fold3d.runtime.weight_grads import DelayedWeightGrads
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class Executor:
         recorder: Recorder | None = None,
         offloader: Offloader | None = None,
         communicator: PreemptiveCommunicator | None = None,
+        weight_grads: DelayedWeightGrads | None = None,
     ) -> None:
         self._timeout = timedelta(minutes=config.distributed_timeout_minutes)
         self._lazy = config.lazy_inter_segment
@@ -67,6 +69,7 @@ class Executor:
         self._recorder = recorder or never(torch.device(config.device))
         self._offloader = offloader
         self._communicator = communicator
+        self._weight_grads = weight_grads
         self._started = False
         self._where: tuple[int, str] | None = None  # the rank, and where it is beside its program
         self._p2p: P2P | None = None
@@ -136,6 +139,7 @@ class Executor:
                     grad_sync=grad_sync,
                     recorder=self._recorder,
                     offloader=None if forward_only else self._offloader,
+                    weight_grads=self._weight_grads,
                 )
                 iteration.run(rank)
             self._where = rank, "the last sums of gradients, behind its program"
@@ -194,6 +198,9 @@ class Executor:
             hand_over(chunks, self._communicator, self._timeout, self._dp_class)
         if self._p2p is not None:
             self._p2p.begin(program, hidden_bytes)
+        if self._weight_grads is not None:
+            split = split_stages(program)
+            self._weight_grads.choose({stage: chunks[stage // groups.pp.size()] for stage in split})
         if self._offloader is not None and trains:
             self._offloader.begin(program, chunks, hidden_bytes, self._recorder)
 
@@ -251,6 +258,7 @@ class _Iteration:
     grad_sync: GradSync
     recorder: Recorder
     offloader: Offloader | None
+    weight_grads: DelayedWeightGrads | None
 
     def __post_init__(self) -> None:
         self.num_tokens = torch.zeros([], dtype=torch.int, device=_device(self.chunks))
@@ -258,14 +266,16 @@ class _Iteration:
         self._saved: dict[_Key, tuple[torch.Tensor | None, torch.Tensor]] = {}  # for backward
         self._outputs: dict[_Key, torch.Tensor] = {}  # computed, not sent yet
         self._input_grads: dict[_Key, torch.Tensor] = {}
-        self._last_backward: set[Action] = set()
+        self._split: frozenset[int] = frozenset()  # stages with weight gradients of their own
+        self._last_backward: set[Action] = set()  # of the others
         self._arriving: dict[Action, Callable[[], None]] = {}  # posted, to be recorded when taken
 
     def run(self, rank: int) -> None:
         """Run the program of a pipeline rank."""
         program = self.plan.programs[rank]
+        self._split = split_stages(program)
         backwards = {action.stage: action for action in program if action.op is Op.BACKWARD}
-        self._last_backward = set(backwards.values())
+        self._last_backward = {b for stage, b in backwards.items() if stage not in self._split}
         for action in program:
             try:
                 self._act(action)
@@ -280,6 +290,9 @@ class _Iteration:
             self._forward(action, segment)
         elif op is Op.BACKWARD:
             self._backward(action, segment)
+        elif op is Op.WEIGHT and self.weight_grads is not None:
+            with self.recorder.span(action, "compute"):
+                self.weight_grads.compute(action)
         elif op is Op.OFFLOAD and self.offloader is not None:
             self.offloader.offload(action, held=self._saved[key][0])
         elif op is Op.RELOAD and self.offloader is not None:
@@ -351,6 +364,8 @@ class _Iteration:
             self.p2p.announce(Action(stage, Op.SEND_B, microbatch))
         if action in self._last_backward:
             self.grad_sync.release(segment)
+        if self.weight_grads is not None and stage in self._split:
+            self.weight_grads.begin_backward(action)
         input_tensor, output = self._saved.pop((stage, microbatch))
         using = nullcontext() if self.offloader is None else self.offloader.using(action)
         with self.recorder.span(action, "compute"), using:

@@ -15,6 +15,7 @@ from megatron.fold3d.plan.lowering import (
     add_offload,
     defer_grad_sync,
     deferred_stages,
+    delay_weight_grads,
     forward_only,
     lower,
 )
@@ -23,8 +24,6 @@ from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.runtime.offload_choice import Choice
 
-RUNNABLE = frozenset(Op) - {Op.WEIGHT}
-"""What the executor knows how to do."""
 _ALL = Choice()
 
 
@@ -89,8 +88,16 @@ class Plans:
             return plan
         return add_offload(plan, depth=choice.depth, at_most=choice.at_most)
 
+    def _with_weight_grads(self, plan: Plan) -> Plan:
+        wanted = self._config.delay_weight_grads
+        if not any(action.op is Op.WEIGHT for action in chain.from_iterable(plan.programs)):
+            return delay_weight_grads(plan, wanted) if wanted else plan
+        if not wanted:
+            raise PlanError("found W in the plan; give --delay-weight-grads with its segments")
+        return plan
+
     def _make_training(self, num_microbatches: int) -> Plan:
-        order = self._training_order(num_microbatches)
+        order = self._with_weight_grads(self._training_order(num_microbatches))
         return add_param_gather(order) if self._config.gathers_params else order
 
     def _training_order(self, num_microbatches: int) -> Plan:
@@ -115,9 +122,6 @@ class Plans:
                 f"found {_sizes(*found)}, this run has {_sizes(*needed)}; "
                 "a plan file fits one size: change the flags, or use --schedule"
             )
-        for action in chain.from_iterable(plan.programs):
-            if action.op not in RUNNABLE:
-                raise PlanError(f"found {action}; training runs {', '.join(sorted(RUNNABLE))}")
         for stage in chain.from_iterable(map(deferred_stages, plan.programs)):
             if stage not in self._config.deferred_stages:
                 raise PlanError(

@@ -1,0 +1,147 @@
+"""Weight gradients that are computed apart from their backward: what `WEIGHT` actions do.
+
+A linear layer's backward multiplies twice: the gradient of its output with its weight, for which
+the stage before waits, and with its input, for which only DP.sync waits. In stages whose weight
+gradients are delayed, the backward does the first and keeps what the second needs.
+
+Keeps one invariant: what is computed, and the order in which a weight's gradients are added up, are
+those of Megatron's own backward, so that sums are equal bit for bit.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
+
+from megatron.fold3d.plan.ir import Action
+
+
+class _Kept(NamedTuple):
+    """What the gradient of one weight, and of its bias, is computed from."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    input: torch.Tensor
+    output_grad: torch.Tensor
+
+
+class DelayedWeightGrads:
+    """The weights of one rank whose gradients are delayed, and what is kept for them.
+
+    Attributes:
+        layers: the transformer layers whose weights they are, by stage.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[int, list[TransformerLayer]] = {}
+        self._weights: frozenset[torch.Tensor] = frozenset()
+        self._kept: dict[tuple[int, int | None], list[_Kept]] = {}  # by stage and micro-batch
+        self._now: list[_Kept] = []
+
+    def choose(self, chunks: Mapping[int, torch.nn.Module]) -> None:
+        """Delay the gradients of all linear layers in the transformer layers of ``chunks``.
+
+        Those of embeddings and of the output layer, of norms and of most biases are cheap to
+        compute or large to keep, and come with the backward as ever.
+
+        Args:
+            chunks: the model chunk of each stage whose weight gradients are delayed.
+        """
+        if chunks.keys() == self.layers.keys():
+            return
+        self.layers = {
+            stage: [layer for layer in chunk.modules() if isinstance(layer, TransformerLayer)]
+            for stage, chunk in chunks.items()
+        }
+        self._weights = frozenset(
+            linear.weight
+            for layer in chain.from_iterable(self.layers.values())
+            for linear in layer.modules()
+            if isinstance(linear, ColumnParallelLinear | RowParallelLinear)
+        )
+
+    def concerns(self, weight: torch.Tensor) -> bool:
+        """Whether a weight is one of those, and autograd records what happens to it."""
+        return torch.is_grad_enabled() and weight in self._weights
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: Any,
+    ) -> torch.Tensor:
+        """Return ``x`` times ``weight`` plus ``bias``, differentiable by ``x`` alone.
+
+        Args:
+            x: ``[seq, batch, hidden]``; with sequence parallelism this rank's part of seq.
+            weight: ``[output, hidden]``; for this one, and for ``bias``, `compute` cares.
+            bias: ``[output]``.
+            allreduce_dgrad: whether the gradient of ``x`` is summed over ``tp_group``.
+            sequence_parallel: whether ``x`` is gathered, and its gradient scattered.
+            tp_group: tensor parallel ranks; None is Megatron's.
+        """
+        if sequence_parallel:
+            x = gather_from_sequence_parallel_region(
+                x, tensor_parallel_output_grad=True, group=tp_group
+            )
+        elif allreduce_dgrad:
+            x = copy_to_tensor_model_parallel_region(x, group=tp_group)
+        constant_bias = None if bias is None else bias.detach()
+        keep = partial(self._keep, weight, bias)
+        output: torch.Tensor = _Linear.apply(x, weight.detach(), constant_bias, keep)  # type: ignore[no-untyped-call]
+        return output
+
+    def begin_backward(self, action: Action) -> None:
+        """Keep what follows for the weight gradients of an action's stage and micro-batch."""
+        self._now = self._kept[action.stage, action.microbatch] = []
+
+    def compute(self, action: Action) -> None:
+        """Add the weight gradients of one stage and micro-batch, through DDP's hooks."""
+        params, grads = [], []
+        for weight, bias, x, output_grad in self._kept.pop((action.stage, action.microbatch)):
+            output_grad, x = prepare_input_tensors_for_wgrad_compute(output_grad, x)
+            params.append(weight)
+            grads.append(output_grad.t().matmul(x))
+            if bias is not None:
+                params.append(bias)
+                grads.append(output_grad.sum(dim=0))
+        torch.autograd.backward(params, grads)
+
+    def _keep(self, *what: Any) -> None:
+        self._now.append(_Kept(*what))
+
+
+class _Linear(torch.autograd.Function):
+    """Megatron's linear layer without the gradients of its weight and bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        keep: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.keep = keep
+        output = torch.matmul(x, weight.t())
+        return output if bias is None else output + bias
+
+    @staticmethod
+    def backward(ctx: Any, output_grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        x, weight = ctx.saved_tensors
+        ctx.keep(x, output_grad)
+        return output_grad.matmul(weight), None, None, None

@@ -1,0 +1,54 @@
+"""What ``--delay-weight-grads`` says, and what it cannot be combined with."""
+
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Iterator
+
+from megatron.fold3d.auto_segments import AUTO
+
+
+def segment_list(text: str) -> tuple[int, ...]:
+    """Read the value of ``--delay-weight-grads``: segments, separated by commas."""
+    try:
+        segments = tuple(sorted(map(int, text.split(","))))
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is not a list of segments such as 3,4") from None
+    if len(set(segments)) < len(segments):
+        raise ArgumentTypeError(f"{text!r} names a segment twice")
+    return segments
+
+
+def weight_grad_problems(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
+    """Yield found, rule and fix of all that is in the way of ``--delay-weight-grads``."""
+    if not args.delay_weight_grads:
+        return
+    found = f"--delay-weight-grads {','.join(map(str, args.delay_weight_grads))}"
+    if schedule == "stock":
+        yield f"{found} with --schedule stock: only a plan has them apart; give --schedule aiao"
+        return
+    if args.segments == AUTO:
+        yield f"{found} with --segments auto: which segments that are is not known; give a number"
+    elif unknown := [s for s in args.delay_weight_grads if not 0 <= s < num_segments]:
+        yield (
+            f"{found}: there is no segment {unknown[0]}, a rank holds {num_segments}; "
+            f"give some of 0 to {num_segments - 1}"
+        )
+    if args.transformer_impl != "local":
+        yield (
+            f"{found} with --transformer-impl {args.transformer_impl}: the linear layers of "
+            "Megatron itself are split in two; give --transformer-impl local"
+        )
+    if args.gradient_accumulation_fusion:
+        yield (
+            f"{found} with fused weight gradients: the kernel is a part of the backward; "
+            "add --no-gradient-accumulation-fusion"
+        )
+    if args.num_experts:
+        yield (
+            f"{found} with --num-experts {args.num_experts}: the linear layers of experts are "
+            "not split; drop one of the two"
+        )
+    if args.offload_activations != "off":
+        yield (
+            f"{found} with --offload-activations {args.offload_activations}: what weight gradients "
+            "are computed from would come back for the backward and stay; drop one of the two"
+        )
