@@ -44,6 +44,7 @@ MAY_NAME = {
         f"{FOLD3D}.nccl_settings",
         f"{FOLD3D}.preemption",
         f"{FOLD3D}.trace_flags",
+        f"{FOLD3D}.weight_grad_flags",
         f"{FOLD3D}.offload_flags",
         f"{FOLD3D}.buckets",
         f"{FOLD3D}.auto_segments",

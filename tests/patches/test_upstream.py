@@ -20,6 +20,7 @@ from fold3d_patches import (
     cpu,
     get_forward_backward_func,
     gradient_buckets,
+    linear,
     nccl_options,
     optimizer_step,
     save_checkpoint,
@@ -33,6 +34,7 @@ from megatron.fold3d.runtime.metrics import Metrics
 from megatron.fold3d.runtime.offloader import Offloader
 from megatron.fold3d.runtime.plans import Plans
 from megatron.fold3d.runtime.tracer import Tracer
+from megatron.fold3d.runtime.weight_grads import DelayedWeightGrads
 from tests.configs import CONFIG
 
 DEFERRED = DeferredSync(0.5, slice_bytes=4096, bounded=False, timeout=timedelta(minutes=1))
@@ -46,6 +48,7 @@ PATCHES = (
     scale_gradients.patch(DEFERRED),
     zero_grad_buffer.patch(DEFERRED),
     *gradient_buckets.patches(),
+    linear.patch(DelayedWeightGrads()),
     nccl_options.patch(3, 1),
     *cpu.patches(),
     *trace.patches(Tracer(TRACED, Plans(TRACED), Metrics(lambda: None, lambda: None)), "stock"),
