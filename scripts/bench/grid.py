@@ -91,7 +91,9 @@ def chosen(job: Job) -> list[Variant]:
         ours.append(order)
     if job.data_parallel > 1:
         split = (*order.flags, "--backward-share", "auto")
+        middle = ("--delay-weight-grads", f"{most // 2 - 1},{most // 2}")
         ours.append(Variant(f"{order.name}-auto-bound", (*split, *_NEVER_CLIPS)))
+        ours.append(Variant(f"{order.name}-auto-delay", (*split, *middle, *_NEVER_CLIPS)))
         ours.append(Variant(f"{order.name}-auto-noclip", (*split, *_UNCLIPPED)))
     return [DEFAULT, *(by_name[name] for name in stock), *ours]
 
@@ -167,7 +169,7 @@ def _read(entry: dict[str, object], variant: Variant) -> Run:
 def table(grid: Grid, layouts: Sequence[Layout]) -> str:
     """Spell all cells as Markdown, a line each."""
     titles = ["layout", "link", "exposed", "stock default", "strongest stock"]
-    titles += ["ours, no clip", "ours, bound proves", "ours, clips", "x default", "x strongest"]
+    titles += ["ours, no clip", "bound proves", "and delays", "clips", "x default", "x strongest"]
     titles += ["of the bound"]
     lines = [f"| {' | '.join(titles)} |", "|---|---" + "|--:" * (len(titles) - 2) + "|"]
     for layout in layouts:
@@ -184,7 +186,7 @@ def _cells(found: Sequence[Row]) -> list[str]:
     if default is None or strongest is None:
         return []
     exposed = 1 - default.compute_ms / default.spread.median_ms
-    ours = [_ours(found, ending) for ending in ("noclip", "bound", "")]
+    ours = [_ours(found, ending) for ending in ("noclip", "bound", "delay", "")]
     return [
         f"{exposed:.0%}",
         f"{default.spread.median_ms:.0f}",

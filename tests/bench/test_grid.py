@@ -13,6 +13,7 @@ MS = {
     "stock-v8-n8": 160.0,
     "aiao-s8-do": 148.0,
     "aiao-s8-auto-bound": 130.0,
+    "aiao-s8-auto-delay": 125.0,
     "aiao-s8-auto-noclip": 120.0,
 }
 
@@ -36,8 +37,10 @@ def test_a_line_has_the_exposure_of_the_default_and_the_ratios_of_ours(tmp_path)
     *_, line = grid.table(written(tmp_path), [LAYOUT]).splitlines()
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[:3] == ["pp=2 x dp=2", "100mbit", "50%"]
-    assert cells[3:8] == ["200", "150 (v8-n8-do)", "120", "130", "148"]
-    assert cells[8:] == ["1.67 / 1.54 / 1.35", "1.25 / 1.15 / 1.01", "1.20 / 1.30 / 1.48"]
+    assert cells[3:9] == ["200", "150 (v8-n8-do)", "120", "130", "125", "148"]
+    assert cells[9] == "1.67 / 1.54 / 1.60 / 1.35"
+    assert cells[10] == "1.25 / 1.15 / 1.20 / 1.01"
+    assert cells[11] == "1.20 / 1.30 / 1.25 / 1.48"
 
 
 def test_a_loss_that_differs_and_a_run_that_failed_are_said(tmp_path):
