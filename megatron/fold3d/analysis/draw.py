@@ -1,22 +1,21 @@
 """Draw a timeline as a pipeline diagram (paper Fig. 4): one self-contained SVG.
 
-A row per rank: forwards and backwards as boxes with their micro-batch, a hue per direction and a
-shade per segment, DP.sync and copies in thin lanes below, bubbles where the background shows.
-Equal input gives equal bytes; nothing is loaded from outside.
+A row per rank shows forwards and backwards as boxes with their micro-batch, in a hue per direction
+and a shade per segment. DP.sync and copies are in thin lanes below. Where the background shows, the
+rank is idle.
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
-from html import escape
 from math import ceil, floor, log10
 from typing import NamedTuple
 
 from megatron.fold3d.analysis.exposure import exposure, mean
 from megatron.fold3d.analysis.palette import STYLE, css_class, rules, takes_dark_text
+from megatron.fold3d.analysis.svg import WIDTH, opening, rect, text
 from megatron.fold3d.analysis.timeline import Lane, Span, Timeline, queued
 from megatron.fold3d.plan.ir import Op, Plan
 from megatron.fold3d.plan.verify import peak_activations
 
-WIDTH = 1200
 _LEFT, _RIGHT = 78, 28
 _KINDS = {
     Op.FORWARD: "forward",
@@ -60,10 +59,9 @@ def draw_together(pipelines: Sequence[Pipeline], *, title: str, until_s: float) 
     bottom = 50.0
     for number, (name, caption, timeline) in enumerate(pipelines):
         diagram = _Diagram(timeline, bottom + 48, until_s, scope=f"pipeline-{number}")
-        at_end = ' text-anchor="end"'
         rows += [
-            _text(24, bottom + 30, 16, name, "ink", ' font-weight="bold"'),
-            _text(WIDTH - _RIGHT, bottom + 30, 14.5, caption, "soft", at_end),
+            text(24, bottom + 30, 16, name, bold=True),
+            text(WIDTH - _RIGHT, bottom + 30, 14.5, caption, "soft", anchor="end"),
             *diagram.rows(),
         ]
         bottom = diagram.bottom + 4
@@ -81,24 +79,23 @@ def _document(title: str, caption: str, diagrams: Sequence["_Diagram"], rows: It
         for kind in sorted(kinds)
     )
     last, most = diagrams[-1], max(diagrams, key=lambda diagram: diagram.segments)
-    height = ceil(last.bottom + 84)
-    name = escape(title or "Pipeline diagram", quote=True)
-    opening = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        f'width="{WIDTH}" height="{height}" role="img" aria-label="{name}">\n'
-        f"<title>{name}</title>\n<style>{STYLE}{shades}</style>\n"
-        f'<rect class="page" width="{WIDTH}" height="{height}" rx="10"/>\n'
+    parts = (
+        opening(title or "Pipeline diagram", ceil(last.bottom + 84), STYLE + shades),
+        *_headings(title, caption),
+        *rows,
+        *last.axis(),
+        *_legend(last.bottom + 48, kinds, lanes, most),
+        "</svg>\n",
     )
-    legend = _legend(last.bottom + 48, kinds, lanes, most)
-    return "".join((opening, *_headings(title, caption), *rows, *last.axis(), *legend, "</svg>\n"))
+    return "".join(parts)
 
 
 def _headings(title: str, caption: str) -> Iterator[str]:
     if title:
-        yield _text(24, 38, 19, title, "ink", ' font-weight="bold"')
+        yield text(24, 38, 19, title, bold=True)
     if caption:
         size = min(13.5, (WIDTH - 24 - _RIGHT) / (len(caption) * 0.53))
-        yield _text(24, 34 + 28 * bool(title), round(size, 1), caption, "soft")
+        yield text(24, 34 + 28 * bool(title), round(size, 1), caption, "soft")
 
 
 def caption_of(plan: Plan, timeline: Timeline) -> str:
@@ -181,8 +178,8 @@ class _Diagram:
         y = self.bottom + 21
         for time_s in self._ticks():
             label = f"{time_s / self.unit_s:.{decimals}f}"
-            yield _text(self.x(time_s), y, 12, label, "soft", ' text-anchor="middle"')
-        yield _text(_LEFT - 12, y, 12, f"time [{self.unit}]", "soft", ' text-anchor="end"')
+            yield text(self.x(time_s), y, 12, label, "soft", anchor="middle")
+        yield text(_LEFT - 12, y, 12, f"time [{self.unit}]", "soft", anchor="end")
 
     def x(self, time_s: float) -> float:
         return _LEFT + time_s * self.per_s
@@ -202,11 +199,11 @@ class _Diagram:
         every = ceil(14 / self.pitch)
         for rank in range(self.timeline.num_ranks):
             for i, (top, height) in enumerate(self.lane_tops(rank)):
-                yield _rect(_LEFT, top, width, height, "thin" if i else "row")
+                yield rect(_LEFT, top, width, height, "thin" if i else "row")
             if rank % every == 0:
                 size = min(13.0, max(9.0, self.row * 0.7))
                 middle = self.top + rank * self.pitch + self.row / 2 + size * 0.36
-                yield _text(_LEFT - 12, middle, size, f"rank {rank}", "ink", ' text-anchor="end"')
+                yield text(_LEFT - 12, middle, size, f"rank {rank}", anchor="end")
 
     def _ticks(self) -> Iterator[float]:
         step_s = _tick_step(self.end_s)
@@ -229,12 +226,12 @@ class _Diagram:
         for box in self._merged(map(self._box, spans)):
             x, width = self.x(box.start_s), (box.end_s - box.start_s) * self.per_s
             inset = 0.45 if width > 4 else 0.0
-            yield _rect(x + inset, top, width - 2 * inset, height, box.css, box.tooltip)
+            yield rect(x + inset, top, width - 2 * inset, height, box.css, box.tooltip)
             label = box.label if height > size and box.label else ""
             # 9 and 10 alike: numbers that end in the middle of a row look like an end of the work.
             if label and max(len(label), self.digits) * size * _CHAR + 3 < width:
                 css = "n on-light" if box.dark_text else "n on-dark"
-                yield _text(x + width / 2, top + height / 2 + size * 0.36, size, label, css)
+                yield text(x + width / 2, top + height / 2 + size * 0.36, size, label, css)
 
     def _box(self, span: Span) -> _Box:
         if span.action is None or span.lane is Lane.WAIT or span.lane is Lane.OPTIMIZER:
@@ -302,27 +299,14 @@ def _legend(
     for shades, name in entries:
         width = 17 if len(shades) < 4 else 9
         for css in shades:
-            yield _rect(x, y, width - 1, 14, css)
+            yield rect(x, y, width - 1, 14, css)
             x += width
-        yield _text(x + 6, y + 11.5, 12.5, name, "ink")
+        yield text(x + 6, y + 11.5, 12.5, name)
         x += 6 + len(name) * 12.5 * 0.5 + 26
     yield "</g>\n"
     if shown.segments > 1:
-        order, at_end = "lighter to darker: first to last segment", ' text-anchor="end"'
-        yield _text(WIDTH - _RIGHT, y + 11.5, 12.5, order, "soft", at_end)
-
-
-def _rect(x: float, y: float, width: float, height: float, css: str, tooltip: str = "") -> str:
-    inside = f"><title>{escape(tooltip)}</title></rect>\n" if tooltip else "/>\n"
-    return (
-        f'<rect class="{css}" x="{x:.2f}" y="{y:.1f}" width="{max(width, 0.3):.2f}" '
-        f'height="{height:.1f}"{inside}'
-    )
-
-
-def _text(x: float, y: float, size: float, text: str, css: str, more: str = "") -> str:
-    place = f'x="{x:.2f}" y="{y:.1f}" font-size="{size:g}"'
-    return f'<text class="{css}" {place}{more}>{escape(text)}</text>\n'
+        order = "lighter to darker: first to last segment"
+        yield text(WIDTH - _RIGHT, y + 11.5, 12.5, order, "soft", anchor="end")
 
 
 def _unit(end_s: float) -> tuple[str, float]:

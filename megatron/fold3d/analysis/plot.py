@@ -1,16 +1,13 @@
-"""Line plots side by side as one self-contained SVG, in the colors of the diagrams.
-
-Equal input gives equal bytes; nothing is loaded from outside.
-"""
+"""Line plots side by side as one self-contained SVG, in the colors of the diagrams."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from math import ceil, floor, isfinite, log10
 
 from megatron.fold3d.analysis.palette import STYLE, color
+from megatron.fold3d.analysis.svg import WIDTH, opening, text
 
-WIDTH, HEIGHT = 1200, 436
+HEIGHT = 436
 _TOP, _BOTTOM, _LEFT, _RIGHT = 108, 56, 66, 22
 _MOST_POINTS = 1500  # of a line; a screen shows no more
 _COLORS = (color("forward", 0, 1), color("backward", 0, 1), color("sync", 0, 1))
@@ -33,18 +30,13 @@ def plot(title: str, panels: Sequence[Panel]) -> str:
 
 
 def _elements(title: str, panels: Sequence[Panel]) -> Iterator[str]:
-    yield (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
-        f'height="{HEIGHT}" role="img" aria-label="{escape(title, quote=True)}">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n"
-        f'<rect class="page" width="{WIDTH}" height="{HEIGHT}" rx="10"/>\n'
-    )
-    yield _text(24, 38, 19, title, "ink", ' font-weight="bold"')
+    yield opening(title, HEIGHT, STYLE)
+    yield text(24, 38, 19, title, bold=True)
     x = 24.0
     names = list(panels[0].lines)
     for name, paint in zip(names, _COLORS, strict=False):
         yield f'<path d="M{x} 60h22" stroke="{paint}" stroke-width="3" stroke-linecap="round"/>\n'
-        yield _text(x + 29, 64.5, 13.5, name, "ink")
+        yield text(x + 29, 64.5, 13.5, name)
         x += 29 + len(name) * 7.4 + 26
     width = WIDTH / len(panels)
     for i, panel in enumerate(panels):
@@ -71,11 +63,11 @@ def _panel(panel: Panel, left: float, width: float) -> Iterator[str]:
     for tick, label in _ticks(y_low, y_high, 6):
         y = at_y(tick)
         yield f'<path class="line" d="M{left + _LEFT:.1f} {y:.1f}h{room_x:.1f}"/>\n'
-        yield _text(left + _LEFT - 9, y + 4, 12, label, "soft", ' text-anchor="end"')
+        yield text(left + _LEFT - 9, y + 4, 12, label, "soft", anchor="end")
     for tick, label in _ticks(x_low, x_high, 7):
-        yield _text(at_x(tick), bottom + 20, 12, label, "soft", ' text-anchor="middle"')
-    yield _text(left + _LEFT + room_x, bottom + 42, 13, panel.x_label, "ink", ' text-anchor="end"')
-    yield _text(left + _LEFT, _TOP - 10, 13, panel.y_label, "ink")
+        yield text(at_x(tick), bottom + 20, 12, label, "soft", anchor="middle")
+    yield text(left + _LEFT + room_x, bottom + 42, 13, panel.x_label, anchor="end")
+    yield text(left + _LEFT, _TOP - 10, 13, panel.y_label)
     for i, (line, paint) in enumerate(zip(lines, _COLORS, strict=False)):
         kept = _thinned(line)
         path = " ".join(f"{at_x(x):.1f},{at_y(y):.1f}" for x, y in kept)
@@ -108,8 +100,3 @@ def _ticks(low: float, high: float, about: int) -> Iterator[tuple[float, str]]:
     decimals = max(0, -floor(log10(step) + 1e-9))
     for i in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1):
         yield i * step, f"{i * step:.{decimals}f}"
-
-
-def _text(x: float, y: float, size: float, text: str, css: str, more: str = "") -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" font-size="{size:g}"'
-    return f'<text class="{css}" {place}{more}>{escape(text)}</text>\n'
