@@ -1,9 +1,9 @@
 """``--backward-share auto``: shares of DP.sync from measured times.
 
 Now and then an iteration is measured on the device's own clock: when each segment's gradients are
-complete, and how long the network is busy with a byte of them behind the backward. Two iterations
-later, when its last slice has long been waited for, the shares are decided anew if these times
-have changed.
+complete, and how long the network is busy with a byte of them behind the backward. If these times
+have changed, the shares are decided anew two iterations later, when the last slice of the measured
+iteration has long been waited for.
 
 Keeps one invariant: all replicas of a stage decide in the same iteration, from the same numbers.
 """
@@ -19,12 +19,11 @@ import torch.distributed as dist
 
 from megatron.fold3d.plan.free_split import backward_shares, busy_s
 from megatron.fold3d.runtime.device import Clock, Mark, synchronize
-from megatron.fold3d.runtime.recorder import no_end
-from megatron.fold3d.runtime.replicas import connect, ranks_of, ranks_of_all
+from megatron.fold3d.runtime.recorder import WARM_UP, no_end
+from megatron.fold3d.runtime.replicas import connect, everyones_groups, ranks_of
 
 logger = logging.getLogger(__name__)
 
-WARM_UP = 3  # iterations in which a run still allocates, connects and compiles
 EVERY = 50  # iterations from one that is measured to the next
 DRIFT = 0.1  # what a time may change, as a part of the slowest, before shares are decided anew
 
@@ -73,8 +72,8 @@ class _Measured:
     def per_byte_s(self, clock: Clock) -> float:
         """Return how long the network is busy with a byte behind the backward.
 
-        Behind the forward that follows it has more of the pipeline's transfers to carry; what ends
-        there counts only if nothing ended before. Infinite if an end is unknown.
+        Behind the next forward it has more of the pipeline's transfers to carry. So what ended
+        there counts only if nothing ended before. The result is infinite if an end is unknown.
         """
         if any(transfer.end is None for transfer in self.transfers):
             return math.inf
@@ -109,7 +108,7 @@ class AutoShares:
         """Make the group in which replicas agree; all ranks of the job call this together."""
         self._num_segments = num_segments
         ours = ranks_of(replicas)
-        self._replicas = connect(ranks_of_all({ours}), device, self._timeout)[ours]
+        self._replicas = connect(everyones_groups({ours}), device, self._timeout)[ours]
         self._device, self._clock = device, Clock(device)
 
     def begin(self) -> tuple[float, ...] | None:

@@ -29,7 +29,7 @@ from megatron.fold3d.runtime.late_step import LateStep
 from megatron.fold3d.runtime.norm_bound import Bound, NormBound
 from megatron.fold3d.runtime.recorder import Recorder, no_end
 from megatron.fold3d.runtime.reductions import Reductions
-from megatron.fold3d.runtime.replicas import bucket_groups, connect, ranks_of, ranks_of_all
+from megatron.fold3d.runtime.replicas import bucket_groups, connect, everyones_groups, ranks_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +40,17 @@ Outcome = tuple[bool, float | None, int | None]
 class DeferredSync:
     """Reductions and optimizer steps of one rank's model chunks, over all iterations.
 
-    A started reduction becomes *due* when Megatron asks for the optimizer step; before, an
-    iteration that is run again drops it.
+    A chunk's step becomes *due* when Megatron asks for the optimizer step. An iteration that is run
+    again, which happens before that, drops the reduction.
 
     Args:
-        backward_share: share of every segment's DP.sync that starts with its backward.
+        backward_share: of every segment's DP.sync, the part that starts with its backward.
         slice_bytes: what is reduced at once; a slice that has begun delays what is needed sooner.
-        bounded: whether a step may be clipped or skipped, and is late only if a bound excludes it.
+        bounded: whether steps may be clipped or skipped; a step is then taken late only if a bound
+            on the norm rules that out.
         timeout: of a reduction.
         communicator: starts the slices; without one they start at once.
-        auto: decides the share of each segment, instead, once it has measured some iterations.
+        auto: measures some iterations, and from then on decides the share of each segment.
         recorder: of a trace.
         traffic_class: marks the packets of reductions.
     """
@@ -66,27 +67,34 @@ class DeferredSync:
         recorder: Recorder | None = None,
         traffic_class: int | None = None,
     ) -> None:
-        self._communicator = communicator
         self._backward_share = backward_share
-        self._auto, self._recorder = auto, recorder
-        self._reductions = Reductions(slice_bytes, self._observe)
-        self._kept_back: AbstractSet[torch.nn.Parameter] = frozenset()
-        self._norm_bound: NormBound | None = None
-        self._bound: Bound | None = None  # of the last step
-        self._alone: dist.ProcessGroup | None = None
-        self._pp_group: dist.ProcessGroup
         self._bounded = bounded
         self._timeout = timeout
+        self._communicator = communicator
+        self._auto, self._recorder = auto, recorder
         self._traffic_class = traffic_class
+        self._reductions = Reductions(slice_bytes, self._observe)
+
+        # Known with the first iteration.
         self._chunks: Sequence[Any] = ()
+        self._kept_back: AbstractSet[torch.nn.Parameter] = frozenset()
+        self._norm_bound: NormBound | None = None
+        self._alone: dist.ProcessGroup | None = None
+        self._pp_group: dist.ProcessGroup
+        self._num_bytes = 0  # of all gradients
+
+        # Of the iteration that runs.
+        self._in_iteration = False
         self._shares: Sequence[float] = ()
         self._next_shares: Sequence[float] = ()
-        self._due: set[Any] = set()
         self._scaling: dict[Any, Any] = {}  # of chunks whose gradients are still on their way
+        self._num_deferred_bytes = 0
+
+        # Of the step that Megatron asked for last.
         self._step: LateStep | None = None
-        self._num_late = self._num_whole = 0
-        self._in_iteration = False
-        self._num_bytes = self._num_deferred_bytes = 0  # of all gradients; of an iteration's
+        self._bound: Bound | None = None
+        self._due: set[Any] = set()  # chunks
+        self._num_late = self._num_whole = 0  # of all steps
 
     def prepare(self, chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
         """Begin an iteration; all ranks of the job call this together."""
@@ -123,7 +131,7 @@ class DeferredSync:
         self._reductions.finish_backward()
 
     def settle(self, chunk: Any) -> None:
-        """Wait for the gradients of the iteration before, step with them and zero them."""
+        """If a chunk's step is due, wait for its gradients, step with them and zero them."""
         if chunk in self._due:
             assert self._step is not None
             self._wait(chunk)
@@ -132,28 +140,25 @@ class DeferredSync:
             chunk.zero_grad_buffer()
 
     def step(self, optimizer: Any, iteration: int, whole_step: Callable[[], Outcome]) -> Outcome:
-        """Step what is not deferred; what is will be when it is settled, as if it were now.
+        """Step the chunks whose gradients are reduced; the others are due from now on.
 
-        Where that could differ from Megatron's ``whole_step``, wait for all gradients and take it.
+        `settle` steps those with the settings of this iteration. Where that could differ from
+        Megatron's ``whole_step``, wait for all gradients and take it.
         """
         self._finish_step()
         late = [chunk for chunk in self._chunks if self._reductions.is_running(chunk)]
-        if self._norm_bound is not None:
-            here = [chunk for chunk in self._chunks if chunk not in late]
-            scaling = next(iter(self._scaling.values()), 1.0)  # one for the whole model
-            self._norm_bound.add_reduced(here, late, self._kept_back, scaling)
-            self._bound = self._norm_bound.total(optimizer.get_loss_scale().item(), scaling)
-            if not self._bound.allows_late_steps(optimizer.config):
-                self._num_whole += 1
-                self._count_deferred(0)
-                for chunk in late:
-                    self._wait(chunk)
-                return whole_step()
+        reduced = [chunk for chunk in self._chunks if chunk not in late]
+        if not self._may_be_late(optimizer, reduced, late):
+            self._num_whole += 1
+            self._count_deferred(0)
+            for chunk in late:
+                self._wait(chunk)
+            return whole_step()
         self._num_late += 1
         self._count_deferred(self._num_deferred_bytes)
         self._step = LateStep(optimizer, iteration, self._alone)
-        if here := [p for c in self._chunks if c not in late for p in c.parameters()]:
-            self._step.take(here)
+        if parameters := [p for chunk in reduced for p in chunk.parameters()]:
+            self._step.take(parameters)
         self._due = set(late)
         return True, None, None
 
@@ -181,9 +186,10 @@ class DeferredSync:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """Drain at the end of a run; after an error there may be nobody left to wait for.
+        """Drain at the end of a run.
 
-        Neither is there for a rank that leaves within an iteration, which the others go on with.
+        Not after an error, when there may be nobody left to wait for, nor where a rank leaves
+        within an iteration: the others go on with it.
         """
         ends_well = error is None or issubclass(error, SystemExit)
         if not self._chunks or self._in_iteration or not ends_well:
@@ -199,6 +205,15 @@ class DeferredSync:
             self._num_whole,
         )
 
+    def _may_be_late(self, optimizer: Any, reduced: Sequence[Any], late: Sequence[Any]) -> bool:
+        """Whether the step is sure to be neither clipped nor skipped."""
+        if self._norm_bound is None:
+            return True
+        scaling = next(iter(self._scaling.values()), 1.0)  # one for the whole model
+        self._norm_bound.add_reduced(reduced, late, self._kept_back, scaling)
+        self._bound = self._norm_bound.total(optimizer.get_loss_scale().item(), scaling)
+        return self._bound.allows_late_steps(optimizer.config)
+
     def _wait(self, chunk: Any) -> None:
         """Wait for a chunk's gradients, if they are being reduced, and scale them if need be."""
         self._reductions.wait(chunk)
@@ -207,15 +222,17 @@ class DeferredSync:
 
     def _connect(self, chunks: Sequence[Any], groups: ProcessGroupCollection) -> None:
         """Make the process groups."""
-        everyones = ranks_of_all({ranks_of(g.data_parallel_group) for g in bucket_groups(*chunks)})
+        rank_groups = everyones_groups(
+            {ranks_of(g.data_parallel_group) for g in bucket_groups(*chunks)}
+        )
         device = next(chunks[0].parameters()).device
-        ours = connect(everyones, device, self._timeout, self._traffic_class)
+        ours = connect(rank_groups, device, self._timeout, self._traffic_class)
         if self._communicator is not None:
             ours = {ranks: self._communicator.group(group) for ranks, group in ours.items()}
         self._kept_back = kept_back(chunks, groups)
         self._reductions.connect(chunks, self._kept_back, ours)
         if self._bounded:
-            self._norm_bound = NormBound(everyones, chunks, device, self._timeout)
+            self._norm_bound = NormBound(rank_groups, chunks, device, self._timeout)
             self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         if self._auto is not None:
             self._auto.connect(len(chunks), groups.dp_cp, device)
@@ -226,7 +243,7 @@ class DeferredSync:
         )
 
     def _observe(self, chunk: Any, num_bytes: int) -> list[Callable[[], None]]:
-        """Return what to call when ``num_bytes`` that a chunk starts to reduce are reduced."""
+        """Note that a chunk starts to reduce ``num_bytes``; return what to call at their end."""
         if not self._in_iteration:  # no backward is left to hide them
             self._num_deferred_bytes += num_bytes
         ends = []

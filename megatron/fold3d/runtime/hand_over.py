@@ -16,9 +16,9 @@ from megatron.fold3d.runtime.replicas import (
     Ranks,
     bucket_groups,
     connect,
+    everyones_groups,
     group_of,
     ranks_of,
-    ranks_of_all,
     set_group,
 )
 
@@ -37,8 +37,8 @@ def hand_over(
     if any(isinstance(group_of(bucket_group), PreemptiveGroup) for bucket_group in buckets):
         return
     device = next(chunks[0].parameters()).device
-    everyones = ranks_of_all({ranks_of(group_of(bucket_group)) for bucket_group in buckets})
-    made = connect(everyones, device, timeout, traffic_class)
+    groups = everyones_groups({ranks_of(group_of(bucket_group)) for bucket_group in buckets})
+    made = connect(groups, device, timeout, traffic_class)
     ours = {ranks: communicator.group(group) for ranks, group in made.items()}
     for bucket_group in buckets:
         set_group(bucket_group, ours[ranks_of(group_of(bucket_group))])

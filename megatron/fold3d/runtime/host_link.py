@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -138,14 +139,14 @@ class HostLink:
                 self.pool.give_back(used)
 
 
+@dataclass(slots=True)
 class _Staged:
     """A tensor in a slot of host memory."""
 
-    __slots__ = ("slot", "tensor", "work")
-
-    def __init__(self, slot: Slot, tensor: torch.Tensor) -> None:
-        self.slot, self.tensor = slot, tensor
-        self.work: dist.Work | None = None
+    slot: Slot
+    tensor: torch.Tensor
+    work: dist.Work | None = None
+    """What receives it."""
 
 
 class _Worker:

@@ -1,8 +1,8 @@
-"""An iteration's optimizer step, taken part by part: each part as soon as its gradients are there.
+"""An iteration's optimizer step, taken for some parameters at a time, as their gradients arrive.
 
-Keeps one invariant: whenever a part is stepped, the step is that of its own iteration. Learning
-rate, weight decay, step count and loss scale are those of the moment at which Megatron asked for
-the step.
+Keeps one invariant: whenever a parameter is stepped, the step is that of its own iteration.
+Learning rate, weight decay, step count and loss scale are those of the moment at which Megatron
+asked for the step.
 """
 
 import math
@@ -25,11 +25,12 @@ _LISTS_OF_GROUPS = ("float16_groups", "fp32_from_float16_groups", "fp32_from_fp3
 class LateStep:
     """The step of one iteration, through Megatron's own optimizer.
 
-    Every parameter of the optimizer is to be stepped once, in any order and in any parts. Where
-    there is a loss scaler, all gradients are known to be finite, and the scaler is told at once.
+    Every parameter of the optimizer must be stepped once, in any order, a few or many at a time.
+    Where there is a loss scaler, all gradients must be known to be finite: the scaler is told so at
+    once.
 
     Args:
-        optimizer: Megatron's, with its parts in ``chained_optimizers``.
+        optimizer: Megatron's, a chain of optimizers.
         iteration: whose step this is.
         alone: a process group of this rank only, needed with a loss scaler.
     """
@@ -43,10 +44,11 @@ class LateStep:
         device = optimizer.get_loss_scale().device
         self._squares = [torch.zeros((), device=device) for _ in optimizer.chained_optimizers]
         self._alone = alone
-        self._scaled = [o for o in optimizer.chained_optimizers if getattr(o, "grad_scaler", None)]
-        self._scalers = [ConstantGradScaler(o.grad_scaler.scale.item()) for o in self._scaled]
-        for megatrons in self._scaled:
-            megatrons.grad_scaler.update(found_inf=False)
+        parts = optimizer.chained_optimizers
+        self._scaled = [part for part in parts if getattr(part, "grad_scaler", None)]
+        self._scalers = [ConstantGradScaler(p.grad_scaler.scale.item()) for p in self._scaled]
+        for part in self._scaled:
+            part.grad_scaler.update(found_inf=False)
 
     @torch.no_grad()
     def take(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -54,21 +56,16 @@ class LateStep:
         with self._narrowed_to(parameters), self._with_its_settings(), self._with_its_scale():
             found_inf = self._optimizer.prepare_grads()
             assert not found_inf, "gradients were finite when this step was allowed"
-            for square, megatrons in zip(
-                self._squares, self._optimizer.chained_optimizers, strict=True
-            ):
-                grads = megatrons.get_grads_for_grad_norm()
-                if grads:
+            for square, part in self._squares_of_parts():
+                if grads := part.get_grads_for_grad_norm():
                     square += torch.nn.utils.get_total_norm(grads).float() ** 2
             self._optimizer.step_with_ready_grads()
             self._optimizer.zero_grad()
 
     def grad_norm(self) -> float:
         """Return the norm of all gradients, once all are stepped; every rank calls this."""
-        for square, megatrons in zip(
-            self._squares, self._optimizer.chained_optimizers, strict=True
-        ):
-            torch.distributed.all_reduce(square, group=megatrons.get_grad_stats_parallel_group())
+        for square, part in self._squares_of_parts():
+            torch.distributed.all_reduce(square, group=part.get_grad_stats_parallel_group())
         return math.sqrt(sum(square.item() for square in self._squares))
 
     @contextmanager
@@ -104,26 +101,29 @@ class LateStep:
     @contextmanager
     def _with_its_scale(self) -> Iterator[None]:
         """Unscale by the iteration's scale, and ask no other rank whether the result is finite."""
-        now = [(o.grad_scaler, o.get_grad_stats_parallel_group()) for o in self._scaled]
+        now = [(p.grad_scaler, p.get_grad_stats_parallel_group()) for p in self._scaled]
         try:
-            for megatrons, scaler in zip(self._scaled, self._scalers, strict=True):
-                megatrons.grad_scaler, megatrons.grad_stats_parallel_group = scaler, self._alone
+            for part, scaler in zip(self._scaled, self._scalers, strict=True):
+                part.grad_scaler, part.grad_stats_parallel_group = scaler, self._alone
             yield
         finally:
-            for megatrons, (scaler, group) in zip(self._scaled, now, strict=True):
-                megatrons.grad_scaler, megatrons.grad_stats_parallel_group = scaler, group
+            for part, (scaler, group) in zip(self._scaled, now, strict=True):
+                part.grad_scaler, part.grad_stats_parallel_group = scaler, group
+
+    def _squares_of_parts(self) -> Iterator[tuple[torch.Tensor, Any]]:
+        return zip(self._squares, self._optimizer.chained_optimizers, strict=True)
 
     def _groups(self) -> Iterator[dict[str, Any]]:
-        for megatrons in self._optimizer.chained_optimizers:
-            if not megatrons.is_stub_optimizer:
-                yield from megatrons.optimizer.param_groups
+        for part in self._optimizer.chained_optimizers:
+            if not part.is_stub_optimizer:
+                yield from part.optimizer.param_groups
 
     def _parameter_lists(self) -> Iterator[list[torch.nn.Parameter]]:
         for group in self._groups():
             yield group["params"]
-        for megatrons in self._optimizer.chained_optimizers:
+        for part in self._optimizer.chained_optimizers:
             for name in _LISTS_OF_GROUPS:
-                yield from getattr(megatrons, name, ())
+                yield from getattr(part, name, ())
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -84,8 +84,8 @@ class P2P:
 
     def post(self, action: Action, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Start to receive what ``action`` (RECV_F or RECV_B) names; `take` waits for it."""
-        if self._host_link is not None and self._host_link.carries(action):
-            self._host_link.post(action, shape, dtype)
+        if (link := self._host_link_of(action)) is not None:
+            link.post(action, shape, dtype)
             return
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         peer, group = self._peers[action.op], self._groups[action.op]
@@ -95,8 +95,8 @@ class P2P:
 
     def take(self, action: Action) -> torch.Tensor:
         """Return the tensor of a posted receive, arrived as far as the current stream can tell."""
-        if self._host_link is not None and self._host_link.carries(action):
-            return self._host_link.take(action)
+        if (link := self._host_link_of(action)) is not None:
+            return link.take(action)
         tensor, work = self._arriving.pop(action)
         work.wait()
         return tensor
@@ -107,7 +107,7 @@ class P2P:
         How long that takes is known from the micro-batch before. On a GPU the host runs ahead of
         the device and cannot tell: there nothing is announced.
         """
-        if not self._announces or (self._host_link and self._host_link.carries(action)):
+        if not self._announces or self._host_link_of(action) is not None:
             return
         self._announced[action] = monotonic()
         if (eta_s := self._computing_s.get((action.stage, action.op))) is not None:
@@ -115,8 +115,8 @@ class P2P:
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
         """Start to send; the caller may free or overwrite ``tensor.data`` at once."""
-        if self._host_link is not None and self._host_link.carries(action):
-            self._host_link.send(action, tensor)
+        if (link := self._host_link_of(action)) is not None:
+            link.send(action, tensor)
             return
         alias = tensor.detach()
         peer, group = self._peers[action.op], self._groups[action.op]
@@ -135,6 +135,11 @@ class P2P:
             self._leaving.popleft()[1].wait()
         if self._host_link is not None:
             self._host_link.drain()
+
+    def _host_link_of(self, action: Action) -> HostLink | None:
+        """Return the link that carries a transfer from host to host, if it goes that way."""
+        link = self._host_link
+        return link if link is not None and link.carries(action) else None
 
     @property
     def _first_has_left(self) -> bool:

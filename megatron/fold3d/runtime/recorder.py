@@ -15,6 +15,8 @@ import torch.distributed as dist
 from megatron.fold3d.analysis.trace import Event, IterationTrace
 from megatron.fold3d.runtime.device import Clock, Mark, peak_device_bytes, peak_host_bytes
 
+WARM_UP = 3  # iterations in which a run still allocates, connects and compiles
+
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -115,10 +117,11 @@ class Recorder:
         Args:
             name: of the event.
             kind: of the event.
-            launch: starts it and returns what is under way then; none if it is over.
+            launch: starts it and returns the works that are under way then, or none if it is over.
 
         Returns:
-            What to call when it has been waited for, in case it cannot tell its end by itself.
+            A function to call when somebody has waited for it: some collectives cannot tell by
+            themselves when they end.
         """
         if not self.is_on:
             launch()
@@ -175,10 +178,11 @@ def never(device: torch.device) -> Recorder:
 
 
 def when_done(works: Sequence[dist.Work], end: Callable[[], None]) -> bool:
-    """Call ``end`` when collectives are done, which nothing waits for; False if they cannot tell.
+    """Call ``end`` when collectives are done, without waiting for them.
 
-    gloo's reduce-scatter cannot. Over NCCL ``end`` is called at once, on a stream that waits for
-    the collectives: a mark of the device is then passed when they are done.
+    Returns False if they cannot tell when they are done: gloo's reduce-scatter cannot. Over NCCL
+    ``end`` is called at once, on a stream that waits for the collectives: a mark of the device is
+    then passed when they are done.
     """
     try:
         futures = [work.get_future() for work in works]

@@ -41,22 +41,22 @@ def ranks_of(group: dist.ProcessGroup) -> Ranks:
     return tuple(dist.get_process_group_ranks(group))
 
 
-def ranks_of_all(ours: AbstractSet[Ranks]) -> list[Ranks]:
+def everyones_groups(ours: AbstractSet[Ranks]) -> list[Ranks]:
     """Return the groups of ranks that any rank of the job names, in one order everywhere."""
-    everyones: list[set[Ranks]] = [set() for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyones, ours)
-    return sorted(set().union(*everyones))
+    of_rank: list[set[Ranks]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_rank, ours)
+    return sorted(set().union(*of_rank))
 
 
 def connect(
-    everyones: list[Ranks],
+    groups: list[Ranks],
     device: torch.device,
     timeout: timedelta,
     traffic_class: int | None = None,
 ) -> dict[Ranks, dist.ProcessGroup]:
-    """Make a new process group over each group of ranks, and return this rank's."""
+    """Make a new process group over each group of ranks, and return those that this rank is in."""
     made = {}
-    for ranks in everyones:
+    for ranks in groups:
         options = nccl.options(dist.get_backend(), timeout, traffic_class=traffic_class)
         group = dist.new_group(ranks, timeout=timeout, pg_options=options)
         if dist.get_rank() in ranks:

@@ -19,11 +19,10 @@ from megatron.fold3d.analysis.trace import IterationTrace, RankTrace
 from megatron.fold3d.config import Fold3DConfig
 from megatron.fold3d.runtime.metrics import Metrics
 from megatron.fold3d.runtime.plans import Plans
-from megatron.fold3d.runtime.recorder import Recorder
+from megatron.fold3d.runtime.recorder import WARM_UP, Recorder
+from megatron.fold3d.runtime.replicas import bucket_groups
 
 logger = logging.getLogger(__name__)
-
-WARM_UP = 3  # iterations in which a run still allocates, connects and compiles
 
 
 class Tracer:
@@ -120,5 +119,5 @@ class Tracer:
     def _find_stages(self, chunks: Sequence[Any]) -> Iterator[tuple[Any, int]]:
         for segment, chunk in enumerate(chunks):
             yield chunk, self.stage(segment)
-            for bucket_group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            for bucket_group in bucket_groups(chunk):
                 yield bucket_group, self.stage(segment)
