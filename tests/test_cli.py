@@ -65,6 +65,16 @@ def test_plan_prints_transfers_and_gradient_sync_by_default(fold3d):
     ]
 
 
+def test_the_weight_gradients_of_a_segment_can_be_delayed(fold3d):
+    line = "--schedule aiao --pp 1 --segments 2 --microbatches 2 --delay-weight-grads 1"
+    code, out, _ = fold3d(f"plan {line} --compute-only")
+    assert code == 0
+    assert out == "0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1 1W0 1W1\n"
+    # F 4, B of both segments 4 + 2, W 2 beside segment 0's DP.sync of 2; segment 1's follows.
+    _, out, _ = fold3d(f"simulate {line} --grad-sync-s 2 --json")
+    assert json.loads(out)["period_s"] == 4 + 4 + 2 + 2 + 2
+
+
 def test_the_group_size_reaches_the_schedule(fold3d):
     line = "plan --schedule interleaved --pp 2 --segments 2 --microbatches 4 --compute-only"
     _, depth_first, _ = fold3d(line)
@@ -169,6 +179,9 @@ def test_plan_as_json_holds_sizes_and_programs(fold3d):
         ("simulate --schedule aiao --pp 2", "--schedule aiao without --microbatches"),
         (f"{SIMULATE} --plan-file x", "not allowed with argument --schedule"),
         ("simulate --plan-file x --pp 2", "--pp 2 with --plan-file: a plan has its sizes"),
+        ("simulate --plan-file x --delay-weight-grads 1,2", "--delay-weight-grads 1,2 with --plan"),
+        (f"{SIMULATE} --delay-weight-grads 0,2", "no segment 2 whose weight gradients could be"),
+        (f"{SIMULATE} --delay-weight-grads all", "'all' is not a list of segments such as 3,4"),
         (f"{SIMULATE} --iterations 0", "--iterations 0: a run has at least one"),
         (f"{SIMULATE} --forward-s -1", "seconds are zero or more"),
         (f"{SIMULATE} --forward-s 1 --costs x", "--forward-s with --costs: costs have one source"),
@@ -188,7 +201,7 @@ def test_plan_as_json_holds_sizes_and_programs(fold3d):
         (f"{SEARCH} {ON_A100} --task-overhead-s -1", "found task_overhead_s=-1.0; it is zero or"),
         (
             f"{SEARCH} {ON_A100} --assume luck",
-            "found 'luck'; it is one of preemptive-comm, offload",
+            "found 'luck'; it is one of preemptive-comm, offload, delay-weight-grads",
         ),
         (f"{SEARCH} --model t5 --cluster a100x64 --emit", "t5: Megatron-core runs no encoder"),
     ],
@@ -355,7 +368,8 @@ def test_search_says_that_aiao_gains_nothing_where_it_does_not(fold3d):
 
 def test_what_no_gpu_has_timed_is_tried_on_request(fold3d):
     line = "search --model testbed --cluster testbedx4 --global-batch-size 16 --pp 2 --fp32"
-    tried = json.loads(fold3d(f"{line} --assume preemptive-comm,offload --json")[1])
+    assumed = "preemptive-comm,offload,delay-weight-grads"
+    tried = json.loads(fold3d(f"{line} --assume {assumed} --json")[1])
     usual = json.loads(fold3d(f"{line} --json")[1])
     assert tried["considered"] > usual["considered"]
     assert any(row["preemptive_comm"] for row in tried["rows"])
@@ -384,6 +398,7 @@ def megatrons_parser():
         ("aiao", {"distributed_optimizer": True}),
         ("aiao", {"backward_share": 0.7}),
         ("aiao", {"offload": True, "preemptive": True}),
+        ("aiao", {"backward_share": 0.7, "delayed_weight_grads": (1,)}),
     ],
 )
 def test_pretrain_gpt_accepts_every_flag_that_is_emitted(
@@ -418,6 +433,7 @@ def test_pretrain_gpt_accepts_every_flag_that_is_emitted(
     assert args.overlap_grad_reduce
     assert args.use_distributed_optimizer == sharded
     assert config.backward_share == options.get("backward_share")
+    assert config.delay_weight_grads == candidate.delayed_weight_grads
     assert config.preemptive_comm == candidate.preemptive
     assert config.offload_activations == ("on" if candidate.offload else "off")
     assert args.microbatch_group_size_per_vp_stage == (

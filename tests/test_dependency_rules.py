@@ -32,6 +32,7 @@ MAY_NAME = {
         f"{FOLD3D}.plan",
         f"{FOLD3D}.analysis",
         f"{FOLD3D}.backward_share",
+        f"{FOLD3D}.weight_grad_flags",
         f"{FOLD3D}.commands",
     ),
     ".": (

@@ -3,8 +3,6 @@
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 
-from megatron.fold3d.auto_segments import AUTO
-
 
 def segment_list(text: str) -> tuple[int, ...]:
     """Read the value of ``--delay-weight-grads``: segments, separated by commas."""
@@ -25,7 +23,7 @@ def weight_grad_problems(args: Namespace, schedule: str, num_segments: int) -> I
     if schedule == "stock":
         yield f"{found} with --schedule stock: only a plan has them apart; give --schedule aiao"
         return
-    if args.segments == AUTO:
+    if args.segments == "auto":  # not imported: its module brings the simulator along
         yield f"{found} with --segments auto: which segments that are is not known; give a number"
     elif unknown := [s for s in args.delay_weight_grads if not 0 <= s < num_segments]:
         yield (

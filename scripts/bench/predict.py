@@ -22,6 +22,7 @@ from megatron.fold3d.analysis.model import SHAPES, ModelShape
 from megatron.fold3d.analysis.running import timeline_of
 from megatron.fold3d.analysis.sizes import Setup
 from megatron.fold3d.backward_share import share_or_auto
+from megatron.fold3d.weight_grad_flags import segment_list
 from scripts.bench.testbed import parse_rate
 from scripts.bench.variants import DEFAULT
 
@@ -126,9 +127,11 @@ class Job:
             "--microbatch-group-size-per-virtual-pipeline-stage", type=int, dest="group"
         )
         parser.add_argument("--backward-share", type=share_or_auto)
+        parser.add_argument("--delay-weight-grads", type=segment_list, default=())
         for flag in (
             *("--overlap-grad-reduce", "--overlap-param-gather", "--use-distributed-optimizer"),
             *("--overlap-p2p-communication-warmup-flush", "--no-align-grad-reduce"),
+            "--no-gradient-accumulation-fusion",
         ):
             parser.add_argument(flag, action="store_true")
         try:
@@ -148,6 +151,7 @@ class Job:
             num_microbatches=self.num_microbatches,
             group_size=args.group,
             backward_share=args.backward_share,
+            delayed_weight_grads=args.delay_weight_grads,
         )
 
 

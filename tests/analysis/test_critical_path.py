@@ -7,7 +7,7 @@ from megatron.fold3d.analysis.grad_sync import deferred_grad_sync, serial_grad_s
 from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.analysis.timeline import Lane, Span, Timeline
 from megatron.fold3d.plan.ir import Action, Plan
-from megatron.fold3d.plan.lowering import add_grad_sync
+from megatron.fold3d.plan.lowering import add_grad_sync, delay_weight_grads
 from megatron.fold3d.plan.schedules import build
 
 COSTS = {"p2p_s": 0.3, "p2p_latency_s": 0.01, "grad_sync_s": 7.0}
@@ -25,6 +25,14 @@ def test_the_path_of_two_ranks_by_hand():
         *("0:0RECV_B0", "0:0B0", "0:0REDUCE_GRAD"),
     ]
     seconds = {"forward_s": 2.0, "backward_s": 4.0, "p2p_s": 1.0, "grad_sync_s": 3.0}
+    assert path_seconds(critical_path(timeline)) == seconds
+
+
+def test_weight_gradients_that_hide_dp_sync_are_on_the_path_after_the_last_backward():
+    plan = add_grad_sync(delay_weight_grads(Plan.from_text("0F0 1F0 1B0 0B0\n"), [1]))
+    timeline = simulate(plan, Costs.uniform(2, grad_sync_s=0.5))
+    assert names(timeline)[-3:] == ["0:0B0", "0:1W0", "0:1REDUCE_GRAD"]
+    seconds = {"forward_s": 2.0, "backward_s": 4.0, "grad_sync_s": 0.5}
     assert path_seconds(critical_path(timeline)) == seconds
 
 

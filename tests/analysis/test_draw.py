@@ -11,7 +11,7 @@ from megatron.fold3d.analysis.grid import to_text
 from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.analysis.timeline import Timeline
 from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.plan.lowering import add_grad_sync, add_offload
+from megatron.fold3d.plan.lowering import add_grad_sync, add_offload, delay_weight_grads
 from megatron.fold3d.plan.schedules import build
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -37,6 +37,14 @@ def test_every_computation_is_a_box_and_every_grad_sync_a_thin_one():
         kind: {b.get("height") for b in boxes(svg, kind)[:-legend]} for kind in ("forward", "sync")
     }
     assert float(heights["sync"].pop()) < float(heights["forward"].pop())
+
+
+def test_weight_gradients_have_a_color_and_a_name_of_their_own():
+    plan = delay_weight_grads(aiao()[0], [1])
+    svg = draw(simulate(plan, Costs.uniform(4)))
+    assert len(boxes(svg, "weight")) == 2 * 4 + 2
+    assert ">weight gradient</text>" in svg
+    assert "weight" not in draw(aiao()[1]).replace('font-weight="bold"', "")
 
 
 def test_boxes_lie_inside_the_picture():

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.fold3d.analysis.candidates import Given, candidates
+from megatron.fold3d.analysis.candidates import Candidate, Given, candidates
 from megatron.fold3d.analysis.choices import WORTHWHILE
 from megatron.fold3d.analysis.cluster import cluster
 from megatron.fold3d.analysis.layers import layers_of_stages
@@ -11,6 +11,7 @@ from megatron.fold3d.analysis.model import model_shape
 from megatron.fold3d.analysis.neighbours import neighbours
 from megatron.fold3d.analysis.planner import USABLE_MEMORY, _Judge, search
 from megatron.fold3d.analysis.running import plan_of
+from megatron.fold3d.analysis.sizes import Setup
 from megatron.fold3d.commands.training_flags import training_flags
 from megatron.fold3d.plan.verify import peak_activations, verify
 from tests.analysis.published import A100
@@ -22,12 +23,15 @@ SLOW = cluster("a100x16-10g")
 WITHOUT_PROGRESS = lambda done, all_: None  # noqa: E731
 
 
-@pytest.fixture(scope="module", params=[frozenset(), frozenset({"offload", "preemptive-comm"})])
+@pytest.fixture(
+    scope="module",
+    params=[frozenset(), frozenset({"offload", "preemptive-comm", "delay-weight-grads"})],
+)
 def all_small(request):
     """Every candidate of a small search and some of their neighbours, simulated."""
     judge = _Judge(SMALL, SLOW, WITHOUT_PROGRESS)
     chosen = list(candidates(SMALL, SLOW, 32, assumed=request.param))[:: 3 + len(request.param)]
-    chosen += [n for c in chosen[::20] for n in neighbours(c, SMALL.num_layers)]
+    chosen += [n for c in chosen[::20] for n in neighbours(c, SMALL.num_layers, request.param)]
     return [(item, judge._simulate(item)) for item in map(judge.bounded, chosen)]
 
 
@@ -57,12 +61,13 @@ def test_no_simulation_is_faster_than_without_dp_sync(all_small):
 
 def test_every_candidate_is_a_plan_that_runs(all_small):
     for item, _ in all_small[::25]:
-        verify(plan_of(item.candidate).select({"F", "B"}))
+        verify(plan_of(item.candidate).select({"F", "B", "W"}))
 
 
 def test_activations_are_counted_as_the_plan_has_them(all_small):
     for item, _ in all_small:
-        candidate, peaks = item.candidate, peak_activations(plan_of(item.candidate))
+        candidate = replace(item.candidate, delayed_weight_grads=())
+        peaks = peak_activations(plan_of(candidate))
         bounds = tuple(map(candidate.most_activations, range(candidate.num_ranks)))
         if candidate.offload:
             assert all(peak <= bound for peak, bound in zip(peaks, bounds, strict=True))
@@ -213,3 +218,48 @@ def test_a_share_that_training_measures_goes_before_one_that_is_hardly_faster():
     faster = [choice for choice in others if choice.iteration_s < first.iteration_s]
     assert faster
     assert all(choice.iteration_s > first.iteration_s / 1.01 for choice in faster)
+
+
+def test_weight_gradients_are_delayed_on_request_where_that_hides_dp_sync():
+    hosts, given = cluster("testbedx4-0.35g"), Given(num_ranks=2, num_segments=4, fp32=True)
+    usual, tried = (
+        search(model_shape("testbed"), hosts, global_batch_size=16, given=given, assumed=assumed)
+        for assumed in (frozenset(), frozenset({"delay-weight-grads"}))
+    )
+    assert not any(choice.candidate.delayed_weight_grads for choice in usual.best)
+    assert usual.undelayed is None
+    best = tried.best[0]
+    assert best.candidate.delayed_weight_grads
+    assert best.candidate.backward_share == "auto"
+    assert tried.undelayed.candidate == replace(best.candidate, delayed_weight_grads=())
+    assert best.iteration_s < tried.undelayed.iteration_s / (1 + WORTHWHILE)
+    assert training_flags(SMALL, hosts, best.candidate).endswith(
+        f" --delay-weight-grads {best.candidate.delayed_segments}"
+        " --transformer-impl local --no-gradient-accumulation-fusion"
+    )
+
+
+@pytest.mark.parametrize(
+    ("segments", "sets"),
+    [(1, []), (2, [(1,)]), (3, [(2,), (1, 2)]), (8, [(7,), (4, 7), (3, 4)])],
+)
+def test_the_first_segments_weight_gradients_are_never_delayed(segments, sets):
+    setup = Setup(data_parallel=2)
+    share = Candidate(
+        schedule="aiao",
+        is_stock=False,
+        setup=setup,
+        num_ranks=2,
+        num_segments=segments,
+        num_microbatches=8,
+        backward_share="auto",
+    )
+    assumed = frozenset({"delay-weight-grads"})
+    found = [c.delayed_weight_grads for c in neighbours(share, 16, assumed)]
+    assert [delayed for delayed in found if delayed] == sets
+    without = replace(share, backward_share=None, setup=replace(setup, distributed_optimizer=True))
+    assert [c for c in neighbours(without, 16, assumed) if c.delayed_weight_grads] == [
+        replace(share, delayed_weight_grads=delayed) for delayed in sets
+    ]
+    alone = replace(share, setup=Setup())
+    assert not any(c.delayed_weight_grads for c in neighbours(alone, 16, assumed))

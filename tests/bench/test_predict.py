@@ -80,3 +80,11 @@ def test_every_known_variant_is_one_that_the_planner_knows():
         assert candidate.is_stock == variant.is_stock
         assert candidate.setup.distributed_optimizer == variant.is_distributed_optimizer
     assert len(every) == 1 + len(list(variants.known(bench.job))) - 1
+
+
+def test_delayed_weight_grads_are_predicted():
+    job = predict.Job.read(report("--rate", "400mbit")["arguments"])
+    flags = ["--schedule", "aiao", "--segments", "8", "--backward-share", "auto"]
+    delayed = [*flags, "--delay-weight-grads", "7,4"]
+    assert job.candidate(delayed).delayed_weight_grads == (4, 7)
+    assert job.iteration_ms(delayed) < job.iteration_ms(flags)

@@ -60,6 +60,18 @@ def test_what_ranks_have_counted_is_shown(fold3d, tmp_path: Path):
     assert (measured["offloaded_bytes"], measured["deferred_share"]) == (3 << 28, 0.3)
 
 
+def test_weight_gradients_that_were_delayed_are_shown_and_simulated(fold3d, tmp_path: Path):
+    write_traces(tmp_path, delayed=[1])
+    code, out, err = fold3d(f"trace {tmp_path} --json")
+    assert (code, err) == (0, "")
+    measured, simulated = json.loads(out).values()
+    assert measured["backward_s"] == pytest.approx(8 * 2 * 0.012)
+    assert simulated["total_s"] == pytest.approx(measured["total_s"], rel=0.05)
+    html = (tmp_path / "timeline.html").read_text()
+    assert '"2W7"' in html
+    assert '"weight gradient 7"' in (tmp_path / "perfetto.json").read_text()
+
+
 def test_a_stock_run_is_simulated_in_the_order_that_was_seen(fold3d, tmp_path: Path):
     write_traces(tmp_path, "interleaved", with_plan=False)
     code, out, err = fold3d(f"trace {tmp_path} --json")

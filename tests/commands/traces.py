@@ -1,6 +1,6 @@
 """Traces without training: a simulated run, written down as its ranks would have recorded it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron.fold3d.analysis.costs import Costs
@@ -8,7 +8,7 @@ from megatron.fold3d.analysis.execution import Execution
 from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.analysis.timeline import Lane, Span
 from megatron.fold3d.analysis.trace import Event, IterationTrace, RankTrace
-from megatron.fold3d.plan.lowering import lower
+from megatron.fold3d.plan.lowering import delay_weight_grads, lower
 from megatron.fold3d.plan.schedules import build
 
 _KINDS = {Lane.COMPUTE: "compute", Lane.WAIT: "wait", Lane.GRAD_SYNC: "grad_sync"}
@@ -19,12 +19,14 @@ def write_traces(
     schedule: str = "aiao",
     *,
     segments: int = 2,
+    delayed: Sequence[int] = (),
     with_plan: bool = True,
     slower: float = 1.0,
     counts: Mapping[str, float] | None = None,
 ) -> None:
     """Write the files of two pipeline ranks, two iterations of 8 micro-batches."""
-    plan = lower(build(schedule, num_ranks=2, num_segments=segments, num_microbatches=8))
+    order = build(schedule, num_ranks=2, num_segments=segments, num_microbatches=8)
+    plan = lower(delay_weight_grads(order, delayed))
     costs = Costs.uniform(
         plan.num_stages,
         forward_s=0.006 * slower,

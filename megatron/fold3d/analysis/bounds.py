@@ -37,7 +37,8 @@ def _bound_s(candidate: Candidate, estimate: Estimate) -> float:
     """Bound the iteration from below by what each rank must do.
 
     The first micro-batch comes to a rank through those before it and the last one goes back through
-    them, the rank computes all of its work in between, and the first segment's DP.sync follows.
+    them, the rank computes all of its work in between, and the first segment's DP.sync follows; it
+    may do so beside weight gradients that are delayed.
     DP.sync that ends with the iteration can begin after the last segment's last backward only.
     """
     costs = estimate.costs
@@ -47,7 +48,8 @@ def _bound_s(candidate: Candidate, estimate: Estimate) -> float:
         compute_s = _work_s(candidate, estimate, rank)
         sync_s, gather_s = costs.grad_sync_s, costs.param_gather_s
         start_s = max(forward_s, gather_s[rank])
-        bound_s = max(bound_s, start_s + compute_s + backward_s + sync_s[0])
+        synced_first_s = compute_s - _delayed_s(candidate, costs, rank) + backward_s + sync_s[0]
+        bound_s = max(bound_s, start_s + max(compute_s, synced_first_s))
         synced_s = sum(sync_s[rank :: candidate.num_ranks])
         if candidate.backward_share is not None:
             bound_s = max(bound_s, synced_s)
@@ -77,6 +79,12 @@ def _work_s(candidate: Candidate, estimate: Estimate, rank: int) -> float:
             sent += sum(stage > 0 for stage in stages)
         work_s += sent * message_s
     return work_s * candidate.num_microbatches
+
+
+def _delayed_s(candidate: Candidate, costs: Costs, rank: int) -> float:
+    """What a rank computes when all of its backwards are through."""
+    stages = (segment * candidate.num_ranks + rank for segment in candidate.delayed_weight_grads)
+    return candidate.num_microbatches * sum(costs.weight_s[stage] for stage in stages)
 
 
 def _message_s(estimate: Estimate) -> float:

@@ -11,7 +11,7 @@ from megatron.fold3d.analysis.model import ModelShape
 from megatron.fold3d.analysis.sizes import Recompute, Setup
 
 Schedule = Literal["1f1b", "interleaved", "aiao"]
-Assumption = Literal["preemptive-comm", "offload"]
+Assumption = Literal["preemptive-comm", "offload", "delay-weight-grads"]
 Share = float | Literal["auto"]
 MICROBATCH_SIZES = (1, 2, 4, 8)
 MOST_SEGMENTS = 8
@@ -41,13 +41,21 @@ class Candidate:
     offload: bool = False
     preemptive: bool = False
     """Whether PP.sync goes before DP.sync on a link."""
+    delayed_weight_grads: tuple[int, ...] = ()
+    """The segments whose weight gradients are computed when all backwards are through."""
 
     @property
     def name(self) -> str:
         """What tables call its schedule."""
         one_group = self.group_size == self.num_microbatches
         order = "breadth-first" if one_group else self.schedule
-        return "stock " * self.is_stock + order + "+offload" * self.offload
+        delayed = "+W" + self.delayed_segments if self.delayed_weight_grads else ""
+        return "stock " * self.is_stock + order + "+offload" * self.offload + delayed
+
+    @property
+    def delayed_segments(self) -> str:
+        """The segments whose weight gradients are delayed, as the flag has them."""
+        return ",".join(map(str, self.delayed_weight_grads))
 
     def most_activations(self, rank: int) -> int:
         """Return how many (segment, micro-batch) activations a rank's device holds at most."""

@@ -43,3 +43,5 @@ class Search:
     considered: int
     too_large: int
     simulated: int
+    undelayed: Choice | None = None
+    """Where the best one delays weight gradients: the same without."""

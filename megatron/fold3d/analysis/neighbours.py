@@ -1,20 +1,24 @@
 """What is worth a try beside a good candidate, and too much to try beside every one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import replace
 
-from megatron.fold3d.analysis.candidates import Candidate
+from megatron.fold3d.analysis.candidates import Assumption, Candidate
 
 SHARES = (0.6, 0.7, 0.8, 0.9, 1.0)  # of every segment, where auto has one for each
 
 
-def neighbours(candidate: Candidate, num_layers: int) -> Iterator[Candidate]:
+def neighbours(
+    candidate: Candidate, num_layers: int, assumed: Set[Assumption] = frozenset()
+) -> Iterator[Candidate]:
     """Yield candidates that differ from a good one in one choice."""
     yield from _with_other_groups(candidate)
     yield from _with_a_lighter_end(candidate, num_layers)
     if candidate.backward_share == "auto" and candidate.num_segments > 1:
         for share in SHARES:
             yield replace(candidate, backward_share=share)
+    if "delay-weight-grads" in assumed:
+        yield from _with_delayed_weight_grads(candidate)
 
 
 def _with_other_groups(candidate: Candidate) -> Iterator[Candidate]:
@@ -34,3 +38,21 @@ def _with_a_lighter_end(candidate: Candidate, num_layers: int) -> Iterator[Candi
         layers[-1] -= 1
         layers[(ranks - 1) // 2] += 1
         yield replace(candidate, layers=tuple(layers))
+
+
+def _with_delayed_weight_grads(candidate: Candidate) -> Iterator[Candidate]:
+    """One segment or two: those in the middle, or the last, whose own DP.sync has until its turn.
+
+    Not the first, whose DP.sync is the one to hide. What they add to DP.sync at the end of the
+    iteration has to reach into the next one.
+    """
+    setup, segments = candidate.setup, candidate.num_segments
+    if candidate.schedule != "aiao" or candidate.offload or setup.data_parallel == 1:
+        return
+    if candidate.backward_share is None:
+        whole = replace(setup, distributed_optimizer=False)
+        candidate = replace(candidate, setup=whole, backward_share="auto")
+    middle = segments // 2
+    for chosen in ((segments - 1,), (middle, segments - 1), (middle - 1, middle)):
+        if chosen[0] > 0 and len(set(chosen)) == len(chosen):
+            yield replace(candidate, delayed_weight_grads=chosen)

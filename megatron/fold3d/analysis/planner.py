@@ -18,7 +18,7 @@ from megatron.fold3d.analysis.candidates import (
     Given,
     candidates,
 )
-from megatron.fold3d.analysis.choices import Choice, Search
+from megatron.fold3d.analysis.choices import WORTHWHILE, Choice, Search
 from megatron.fold3d.analysis.cluster import Cluster
 from megatron.fold3d.analysis.estimate import Estimate, estimate
 from megatron.fold3d.analysis.exposure import exposure, mean
@@ -82,20 +82,24 @@ def search(
                 usable=USABLE_MEMORY,
             )
         )
-    better = [
-        judge.bounded(other)
+    others = dict.fromkeys(
+        other
         for choice in (*best[:_IMPROVED], *stock)
-        for other in neighbours(choice.candidate, shape.num_layers)
-    ]
+        for other in neighbours(choice.candidate, shape.num_layers, assumed)
+    )
+    known = {item.candidate for item in fitting}
+    better = [judge.bounded(other) for other in others if other not in known]
     judge.num_left += len(better)
     fitting += filter(judge.fits, better)
     stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
+    best = _plainest_first(judge.best(fitting, top))
     return Search(
-        best=_measuring_first(judge.best(fitting, top)),
+        best=best,
         best_stock=stock[0] if stock else None,
         considered=len(everything) + len(better),
         too_large=sum(not judge.fits(b) for b in everything),
         simulated=judge.num_simulated,
+        undelayed=judge.undelayed(best[0].candidate),
     )
 
 
@@ -141,12 +145,13 @@ class _Judge:
     def at_least_s(self, item: Bounded) -> float:
         """Return a higher bound than the costs alone give, for the time of a short simulation.
 
-        The first segment's DP.sync has nothing to hide behind.
+        The first segment's DP.sync has nothing to hide behind but delayed weight gradients.
         """
         alone = without_grad_sync(item.candidate)
         if alone not in self._undisturbed_s:
             self._undisturbed_s[alone] = undisturbed_s(alone, item.estimate)
-        return self._undisturbed_s[alone] + item.estimate.costs.grad_sync_s[0]
+        sync_s = 0.0 if alone.delayed_weight_grads else item.estimate.costs.grad_sync_s[0]
+        return self._undisturbed_s[alone] + sync_s
 
     def best(self, among: Iterable[Bounded], top: int) -> tuple[Choice, ...]:
         """Simulate in the order of the bounds until none can be among the best any more."""
@@ -163,10 +168,17 @@ class _Judge:
                 found = sorted([*found, choice], key=lambda choice: choice.iteration_s)[:top]
         return tuple(found)
 
+    def undelayed(self, candidate: Candidate) -> Choice | None:
+        """Return a candidate without the delayed weight gradients that it has."""
+        if not candidate.delayed_weight_grads:
+            return None
+        undelayed = replace(candidate, delayed_weight_grads=())
+        return self._judged.get(undelayed) or self._simulate(self.bounded(undelayed))
+
     def _simulate(self, item: Bounded) -> Choice:
         timeline = timeline_of(item.candidate, item.estimate)
         peak, on_host = item.device_bytes, 0.0
-        if item.candidate.offload:
+        if item.candidate.offload or item.candidate.delayed_weight_grads:
             ranks = memory(timeline, item.estimate.footprint)
             peak = max(rank.device.peak_bytes for rank in ranks)
             on_host = max(rank.host.peak_bytes for rank in ranks)
@@ -176,16 +188,23 @@ class _Judge:
         return choice
 
 
-def _measuring_first(best: tuple[Choice, ...]) -> tuple[Choice, ...]:
-    """Put the share that training measures before a given one that is no more than 1% faster.
+def _plainest_first(best: tuple[Choice, ...]) -> tuple[Choice, ...]:
+    """Put a choice first that is as the best one and plainer, and no more than 1% slower.
 
-    No simulation is as good as that, and what it is wrong by, `auto` makes up for.
+    No simulation is as good as what training measures, and what a given share is wrong by, `auto`
+    makes up for. Nothing has to be delayed, and kept for it, to gain less than that.
     """
     first = best[0]
-    for choice in best[1:]:
-        alike = replace(first.candidate, backward_share="auto") == choice.candidate
-        if alike and choice.iteration_s <= 1.01 * first.iteration_s:
-            return choice, *(other for other in best if other is not choice)
+    delayed = first.candidate.delayed_weight_grads
+    for plainer in (
+        replace(first.candidate, delayed_weight_grads=()),
+        replace(first.candidate, delayed_weight_grads=delayed[-1:]),
+        replace(first.candidate, backward_share="auto"),
+    ):
+        for choice in best[1:]:
+            slow = choice.iteration_s > (1 + WORTHWHILE) * first.iteration_s
+            if choice.candidate == plainer and not slow:
+                return choice, *(other for other in best if other is not choice)
     return best
 
 

@@ -20,7 +20,7 @@ from megatron.fold3d.analysis.grad_sync import (
 from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.analysis.timeline import Timeline
 from megatron.fold3d.plan.ir import Op, Plan
-from megatron.fold3d.plan.lowering import add_grad_sync, add_offload
+from megatron.fold3d.plan.lowering import add_grad_sync, add_offload, delay_weight_grads
 from megatron.fold3d.plan.param_gather import add_param_gather
 from megatron.fold3d.plan.schedules import build
 
@@ -85,13 +85,14 @@ def undisturbed_s(candidate: Candidate, estimate: Estimate) -> float:
 
 
 def _compute_plan(candidate: Candidate) -> Plan:
-    return build(
+    plan = build(
         candidate.schedule,
         num_ranks=candidate.num_ranks,
         num_segments=candidate.num_segments,
         num_microbatches=candidate.num_microbatches,
         group_size=candidate.group_size,
     )
+    return delay_weight_grads(plan, candidate.delayed_weight_grads)
 
 
 def _sends_waited_for(candidate: Candidate) -> frozenset[Op]:

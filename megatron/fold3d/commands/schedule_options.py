@@ -4,7 +4,9 @@ from argparse import ArgumentParser, Namespace
 from typing import get_args
 
 from megatron.fold3d.plan.ir import Plan, PlanError
+from megatron.fold3d.plan.lowering import delay_weight_grads
 from megatron.fold3d.plan.schedules import LastSegment, build
+from megatron.fold3d.weight_grad_flags import segment_list
 
 
 def add_size_options(parser: ArgumentParser, *, required: bool) -> None:
@@ -25,6 +27,12 @@ def add_size_options(parser: ArgumentParser, *, required: bool) -> None:
         metavar="N",
         help="micro-batches per group of interleaved (default: as many as ranks)",
     )
+    parser.add_argument(
+        "--delay-weight-grads",
+        type=segment_list,
+        metavar="N,N",
+        help="compute the weight gradients of these segments when all backwards are through",
+    )
 
 
 def compute_plan(args: Namespace) -> Plan:
@@ -42,7 +50,7 @@ def compute_plan(args: Namespace) -> Plan:
                 f"{flag} {value} with --schedule {args.schedule}: only {reader} reads it; "
                 f"drop it or give --schedule {reader}"
             )
-    return build(
+    plan = build(
         args.schedule,
         num_ranks=args.pp,
         num_segments=1 if args.segments is None else args.segments,
@@ -50,3 +58,4 @@ def compute_plan(args: Namespace) -> Plan:
         last_segment=args.aiao_last_segment or "1f1b",
         group_size=args.group_size,
     )
+    return delay_weight_grads(plan, args.delay_weight_grads or ())

@@ -40,6 +40,8 @@ and a backward 2."""
 EXAMPLES = """\
 examples:
   fold3d simulate --schedule aiao --pp 2 --segments 2 --microbatches 4
+  fold3d simulate --schedule aiao --pp 2 --segments 4 --microbatches 4 --grad-sync-s 6 \\
+      --delay-weight-grads 1,2
   fold3d simulate --schedule 1f1b --pp 4 --microbatches 8 --p2p-s 0.1 --grad-sync-s 6
   fold3d simulate --plan-file my-plan.txt --costs costs.json --svg my-plan.svg
   fold3d simulate --schedule aiao --pp 4 --segments 2 --microbatches 16 --model gpt3-18b \\
@@ -128,9 +130,13 @@ def _plan(args: Namespace) -> tuple[str, Plan]:
             if value is None:
                 raise ValueError(f"--schedule {args.schedule} without {flag}: give {flag} N")
         return args.schedule, compute_plan(args)
-    for name in ("pp", "segments", "microbatches", "aiao_last_segment", "group_size"):
+    for name in (
+        *("pp", "segments", "microbatches", "aiao_last_segment", "group_size"),
+        "delay_weight_grads",
+    ):
         if (value := getattr(args, name)) is not None:
             flag = "--" + name.replace("_", "-")
+            value = ",".join(map(str, value)) if isinstance(value, tuple) else value
             raise ValueError(f"{flag} {value} with --plan-file: a plan has its sizes; drop {flag}")
     return str(args.plan_file), plan_from(args.plan_file)
 

@@ -71,6 +71,9 @@ def _schedule(candidate: Candidate) -> Iterator[str]:
         yield "--use-distributed-optimizer --overlap-param-gather"
     if candidate.backward_share is not None:
         yield f"--backward-share {candidate.backward_share}"
+    if candidate.delayed_weight_grads:  # Megatron's own linear layers are split, unfused
+        yield f"--delay-weight-grads {candidate.delayed_segments}"
+        yield "--transformer-impl local --no-gradient-accumulation-fusion"
     if candidate.preemptive:
         yield "--preemptive-comm"
     if candidate.offload:
