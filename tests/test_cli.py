@@ -95,7 +95,8 @@ def test_verify_accepts_what_plan_writes(
     assert fold3d(f"{line} {compute_only} {form} --output {path}") == (0, "", "")
     code, out, err = fold3d(f"verify --plan-file {path}")
     assert (code, err) == (0, "")
-    assert out.startswith(f"3 ranks, {segments} segments, 4 micro-batches, ")
+    counted = f"{segments} segment{'s' * (segments > 1)}"
+    assert out.startswith(f"3 ranks, {counted}, 4 micro-batches, ")
 
 
 def test_verify_sums_a_plan_up_in_one_line(fold3d, tmp_path: Path):
@@ -114,6 +115,13 @@ def test_verify_sums_a_plan_up_in_one_line(fold3d, tmp_path: Path):
         "actions": 68,
         "peak_activations": [6, 4],
     }
+
+
+def test_verify_counts_one_as_one(fold3d, tmp_path: Path):
+    path = tmp_path / "plan.txt"
+    path.write_text("0F0 0B0")
+    _, out, _ = fold3d(f"verify --plan-file {path}")
+    assert out.startswith("1 rank, 1 segment, 1 micro-batch, 2 actions, ")
 
 
 def test_verify_rejects_a_plan_without_any_one_of_its_actions(fold3d, tmp_path: Path):
@@ -164,6 +172,7 @@ def test_plan_as_json_holds_sizes_and_programs(fold3d):
         (f"{AIAO} --json --format csv", "not allowed with argument"),
         ("plan --schedule aiao --pp 2 --microbatches 0", "found 0 micro-batches"),
         ("plan --schedule aiao --pp -2 --microbatches 2", "found -2 ranks"),
+        ("plan --schedule aiao --pp 99999999 --microbatches 2", "no memory holds a plan of over"),
         ("plan --schedule 1f1b --pp 2 --segments 2 --microbatches 2", "try --segments 1"),
         (f"{AIAO} --group-size 2", "--group-size 2 with --schedule aiao: only interleaved reads"),
         ("plan --schedule interleaved --pp 4 --microbatches 4 --group-size 0", "at least 4"),
@@ -183,9 +192,16 @@ def test_plan_as_json_holds_sizes_and_programs(fold3d):
         (f"{SIMULATE} --delay-weight-grads 0,2", "no segment 2 whose weight gradients could be"),
         (f"{SIMULATE} --delay-weight-grads all", "'all' is not a list of segments such as 3,4"),
         (f"{SIMULATE} --iterations 0", "--iterations 0: a run has at least one"),
-        (f"{SIMULATE} --forward-s -1", "seconds are zero or more"),
+        (f"{SIMULATE} --iterations 1001", "all are alike long before 1000"),
+        (f"{SIMULATE} --forward-s -1", "--forward-s -1.0: seconds are zero or more"),
+        (f"{SIMULATE} --p2p-s nan", "--p2p-s nan: seconds are zero or more"),
         (f"{SIMULATE} --forward-s 1 --costs x", "--forward-s with --costs: costs have one source"),
-        (f"{SIMULATE} --model 24-2048-16", "--cluster is missing"),
+        (f"{SIMULATE} --model 24-2048-16", "--model without --cluster: it is for the costs of"),
+        (f"{SIMULATE} --tp 2", "--tp without --model and --cluster"),
+        (
+            f"{SIMULATE} --segments 2 --pp 1 --bogus",
+            "simulate: error: unrecognized arguments: --bo",
+        ),
         (f"{SIMULATE} {ON_A100} --tp 3", "does not use the 8 GPUs of a100x8; try --tp 2"),
         (f"{SIMULATE} {ON_A100} --dp 3", "does not use the 8 GPUs of a100x8; try --dp 4"),
         (f"{SIMULATE} {ON_A100} --tp 0", "--tp 0: a size is at least one"),
@@ -196,6 +212,8 @@ def test_plan_as_json_holds_sizes_and_programs(fold3d):
         (f"{SEARCH} --model gpt9 --cluster a100x8", "unknown model 'gpt9'; choose from"),
         (f"{SEARCH} --model gpt3-18b --cluster a100", "unknown cluster 'a100'; write <node>x"),
         (f"{SEARCH} --model gpt3-18b --cluster a100x9", "do not fill nodes of 8; try 8"),
+        (f"{SEARCH} --model gpt3-18b --cluster a100x8000000", "give 1000000 at most"),
+        (f"{SEARCH} --model 99999-64-4 --cluster a100x8", "found num_layers=99999; give 10000"),
         (f"{SEARCH} --model gpt-1t --cluster v100x8", "does not fit on v100x8: the smallest"),
         (f"{SEARCH} {ON_A100} --top 0", "--top 0: show at least one"),
         (f"{SEARCH} {ON_A100} --task-overhead-s -1", "found task_overhead_s=-1.0; it is zero or"),
@@ -259,7 +277,7 @@ def test_simulate_prints_times_exposure_and_the_grid(fold3d, monkeypatch):
     assert (
         out
         == """\
-1f1b: 2 ranks, 1 segments, 2 micro-batches
+1f1b: 2 ranks, 1 segment, 2 micro-batches
 iteration         10.5 s
 bubble            50.0% of computation
 peak activations  2 1  per rank
@@ -329,6 +347,54 @@ def test_simulate_reads_costs_and_draws(fold3d, tmp_path: Path):
     assert (code, err) == (0, "")
     assert out == fold3d(SIMULATE)[1]
     assert svg.read_text().startswith("<svg ")
+
+
+NESTED = '{"forward_s":' * 50_000
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not costs: Expecting value"),
+        (b"\xff\xfe", "not text in UTF-8"),
+        pytest.param(NESTED.encode(), "not costs: nested too deeply", id="nested"),
+        (b"[1, 2]", "not costs: found a list; give one JSON object"),
+        (b'{"forward_s": [1]}', "lacks backward_s; needed are forward_s, backward_s"),
+        (b'{"forward_s": [1], "backward_s": [2], "f": 1}', "has unknown f; needed are"),
+        (b'{"forward_s": 1, "backward_s": 2}', "found forward_s=1; it is a list of finite"),
+        (b'{"forward_s": [1], "backward_s": [2], "p2p_s": [1]}', "p2p_s=(1,); it is one number"),
+        (b'{"forward_s": [1], "backward_s": [2]}', "found 1 numbers in forward_s"),
+        (b'{"forward_s": [1,1,1,NaN], "backward_s": [2,2,2,2]}', "seconds are zero or more"),
+    ],
+)
+def test_a_file_that_holds_no_costs_is_refused(
+    fold3d, tmp_path: Path, content: bytes, message: str
+):
+    costs = tmp_path / "costs.json"
+    costs.write_bytes(content)
+    code, out, err = fold3d(f"{SIMULATE} --costs {costs}")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"fold3d simulate: {costs}: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["deep.json", "binary.toml", "nowhere.json"])
+def test_a_model_file_that_cannot_be_read_is_named(fold3d, tmp_path: Path, name: str):
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "binary.toml").write_bytes(b"\xff")
+    code, out, err = fold3d(f"{SEARCH} --cluster a100x8 --model {tmp_path / name}")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"fold3d search: cannot read a model from {tmp_path / name}: ")
+    assert err.count("\n") == 1
+
+
+def test_ctrl_c_while_a_command_is_loaded_causes_no_traceback(fold3d, monkeypatch):
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatron.fold3d.cli.import_module", interrupted)
+    assert fold3d(AIAO) == (130, "", "")
 
 
 def test_a_model_that_does_not_fit_is_answered_with_no(fold3d):

@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 USAGE = 2
 INTERRUPTED = 130  # what a shell makes of Ctrl-C
@@ -36,28 +37,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="fold3d", description="Pipeline schedules as plans: write, check, time, choose them."
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, summary in _COMMANDS.items():
-        if [name] != words[:1]:
-            commands.add_parser(name, help=summary)
-            continue
-        module = import_module(f"megatron.fold3d.commands.{name}")
-        command = commands.add_parser(
-            name,
-            help=summary,
-            description=module.DESCRIPTION,
-            epilog=module.EXAMPLES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        command.set_defaults(run=module.run, prog=command.prog)
-        module.add_arguments(command)
-    args = parser.parse_args(words)
+    asked = parser
     try:
+        for name, summary in _COMMANDS.items():
+            if [name] == words[:1]:
+                asked = _add_command(commands, name, summary)
+            else:
+                commands.add_parser(name, help=summary)
+        args, unknown = parser.parse_known_args(words)
+        if unknown:  # with the usage of the command that was asked for
+            asked.error(f"unrecognized arguments: {' '.join(unknown)}")
         return int(args.run(args))
     except ValueError as error:  # PlanError is one
         message = str(error)
     except OSError as error:
-        message = ": ".join(filter(None, (error.filename, error.strerror)))
+        message = ": ".join(filter(None, (error.filename, error.strerror))) or str(error)
     except KeyboardInterrupt:
         return INTERRUPTED
-    print(f"{args.prog}: {message}", file=sys.stderr)
+    print(f"{asked.prog}: {message}", file=sys.stderr)
     return USAGE
+
+
+def _add_command(commands: Any, name: str, summary: str) -> argparse.ArgumentParser:
+    """Load the module of a sub-command; returns the parser of its options."""
+    module = import_module(f"megatron.fold3d.commands.{name}")
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=module.DESCRIPTION,
+        epilog=module.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(run=module.run)
+    module.add_arguments(command)
+    return command

@@ -145,7 +145,7 @@ def test_what_is_missing_or_wrong_is_named(tmp_path: Path):
     with pytest.raises(ValueError, match=r"rank-00000.json: not a trace: found version 0"):
         read_ranks(tmp_path)
     path.write_text(FIRST.to_json().replace('"compute"', '"thought"'))
-    with pytest.raises(ValueError, match="events of kind thought"):
+    with pytest.raises(ValueError, match="an event of kind 'thought'; known are"):
         read_ranks(tmp_path)
     path.write_text("[]")
     with pytest.raises(ValueError, match="not a trace"):

@@ -148,3 +148,30 @@ def test_pipelines_without_traces_cannot_be_drawn(fold3d, runs, tmp_path: Path):
     code, out, err = fold3d("compare {} {} --timelines {}".format(*runs, tmp_path / "a.svg"))
     assert (code, out) == (2, "")
     assert "--timelines: no trace of A stock and B aiao; train with --trace DIR" in err
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"), [("1010.0", "1.0.1.0"), ("E-01", "E-0x"), ("1010.0", "0.0")]
+)
+def test_a_line_whose_numbers_are_none_is_left_out(fold3d, runs, good: str, bad: str):
+    stock, aiao = runs
+    lines = aiao.read_text().splitlines(keepends=True)
+    at = next(i for i, line in enumerate(lines) if i > 10 and good in line)
+    lines[at] = lines[at].replace(good, bad)
+    aiao.write_text("".join(lines))
+    code, out, err = fold3d(f"compare {stock} {aiao}")
+    assert (code, err) == (0, "")
+    assert "equal in every digit in 19 of 19 iterations" in out
+
+
+def test_iterations_of_unknown_size_are_compared_one_by_one(fold3d, runs):
+    stock, aiao = runs
+    aiao.write_text(aiao.read_text().replace("global batch size:    16", "", 10))
+    _, out, _ = fold3d(f"compare {stock} {aiao}")
+    assert "B is 1.500 times as fast as A" in out
+
+
+def test_a_run_compared_with_itself_keeps_its_name(fold3d, runs):
+    _, out, _ = fold3d(f"compare {runs[0]} {runs[0]}")
+    assert "A stock" in out
+    assert "B stock" in out

@@ -1,5 +1,6 @@
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,10 @@ def test_files_go_where_they_are_wanted(fold3d, folder: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--pipeline 1", "none of pipeline rank 0"),
+        ("--pipeline 1", "found no pipeline 1; the last one is 0"),
+        ("--pipeline -1", "--pipeline -1: the first is 0"),
+        ("--model gpt3-18b --peak-tflops inf", "--peak-tflops inf: it is above zero"),
+        ("--costs {}/two.json", "two.json: found 2 numbers in forward_s; a plan of 4 stages"),
         ("--peak-tflops 312", "--peak-tflops 312.0 without --model"),
         ("--model gpt9", "unknown model 'gpt9'"),
         ("--model gpt3-18b --micro-batch-size 0", "--micro-batch-size 0: it is above zero"),
@@ -106,7 +110,8 @@ def test_files_go_where_they_are_wanted(fold3d, folder: Path, tmp_path: Path):
     ],
 )
 def test_mistakes_end_in_one_message(fold3d, folder: Path, options: str, message: str):
-    code, out, err = fold3d(f"trace {folder} {options}")
+    (folder / "two.json").write_text('{"forward_s": [1, 1], "backward_s": [2, 2]}')
+    code, out, err = fold3d(f"trace {folder} {options.format(folder)}")
     assert (code, out) == (2, "")
     assert message in err
     assert err.count("\n") == 1
@@ -140,6 +145,10 @@ def _without_a_field(text: str) -> str:
     return text.replace('"pp_rank":1,', "")
 
 
+def _replaced(pattern: str, by: str) -> Callable[[str], str]:
+    return lambda text: re.sub(pattern, by, text)
+
+
 @pytest.mark.parametrize("command", ["trace {}", "compare {} {}"])
 @pytest.mark.parametrize(
     ("spoil", "message"),
@@ -151,6 +160,21 @@ def _without_a_field(text: str) -> str:
             "another job than rank-00000.json: their iterations 4 are 3600 s apart",
         ),
         (_without_a_field, "not a trace: RankTrace.__init__() missing"),
+        (lambda _: "[" * 100_000, "not a trace: nested too deeply"),
+        (lambda _: "null", "not a trace: found no version in it"),
+        (_replaced('"version":1', '"version":2'), "found version 2, this is for 1"),
+        (_replaced('"num_ranks":2', '"num_ranks":0'), "found num_ranks=0; it is above zero"),
+        (_replaced('"pp_rank":1', '"pp_rank":2'), "found pp_rank=2 of num_ranks=2"),
+        (_replaced('"schedule":"aiao"', '"schedule":5'), "found schedule=5; it is text"),
+        (_replaced('"iteration":5', '"iteration":4'), "found iterations [4, 4]; each is there"),
+        (_replaced(r'"end_s":[\d.]+', '"end_s":NaN'), "found end_s=nan; it is a number"),
+        (
+            _replaced('"gpu_memory_bytes":\\d+', '"gpu_memory_bytes":"x"'),
+            "found 'x' in iteration 4",
+        ),
+        (_replaced('"counts":{}', '"counts":{"a":null}'), "found None in iteration 4"),
+        (_replaced('"1F0",[\\d.]+', '"1F0","x"'), "found ['1F0', 'x'"),
+        (_replaced('"compute"', '"tea"'), "found an event of kind 'tea'; known are"),
     ],
 )
 def test_a_bad_file_of_a_rank_is_named(fold3d, folder: Path, command: str, spoil, message: str):
@@ -161,3 +185,10 @@ def test_a_bad_file_of_a_rank_is_named(fold3d, folder: Path, command: str, spoil
     assert f"{bad}" in err
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_a_file_of_a_rank_that_is_no_text_is_named(fold3d, folder: Path):
+    bad = folder / "rank-00001.json"
+    bad.write_bytes(b"\xff\xfe")
+    code, out, err = fold3d(f"trace {folder}")
+    assert (code, out, err) == (2, "", f"fold3d trace: {bad}: not text in UTF-8\n")

@@ -4,9 +4,10 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.fold3d.analysis.fields import check_numbers, from_file, is_file_name
+from megatron.fold3d.analysis.fields import check_names, check_numbers, from_file, is_file_name
 
 GIGA = 1e9
+_MOST_GPUS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,9 @@ class Cluster:
                 *("task_overhead_s", "iteration_overhead_s"),
             ),
         )
+        check_names(self)
+        if self.num_gpus > _MOST_GPUS:
+            raise ValueError(f"found {self.num_gpus} GPUs; give {_MOST_GPUS} at most")
         for name in ("compute_efficiency", "nic_efficiency"):
             if (value := getattr(self, name)) > 1:
                 raise ValueError(f"found {name}={value}; an efficiency is in (0, 1]")

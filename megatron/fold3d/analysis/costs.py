@@ -5,11 +5,14 @@ the simulator's business and never part of a cost.
 """
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
+from reprlib import repr as shortened
 from typing import Any, Self
 
-from megatron.fold3d.analysis.fields import is_number
+from megatron.fold3d.analysis.fields import is_number, parse_json
 from megatron.fold3d.plan.ir import Plan, PlanError
+
+_NEEDED = ("forward_s", "backward_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +81,10 @@ class Costs:
             numbers = value if isinstance(value, tuple) else (value,)
             if not all(isinstance(n, bool) or (is_number(n) and n >= 0) for n in numbers):
                 raise PlanError(
-                    f"found {name}={value!r}; seconds are zero or more, each a finite number"
+                    f"found {name}={shortened(value)}; seconds are zero or more, each a finite "
+                    "number"
                 )
-            optional = not numbers and name not in ("forward_s", "backward_s")
+            optional = not numbers and name not in _NEEDED
             if isinstance(value, tuple) and len(numbers) != plan.num_stages and not optional:
                 raise PlanError(
                     f"found {len(numbers)} numbers in {name}; a plan of {plan.num_stages} stages "
@@ -103,10 +107,28 @@ class Costs:
         Raises:
             ValueError: the text is not JSON, a key is unknown, or one that is needed is missing.
         """
+        known = {field.name for field in fields(cls)}
         try:
-            found = json.loads(text).items()
-            values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found}
-            return cls(**values)
-        except (AttributeError, TypeError, ValueError) as error:
-            known = ", ".join(field.name for field in fields(cls))
-            raise ValueError(f"not costs: {error}; the keys are {known}") from None
+            found = parse_json(text)
+        except ValueError as error:
+            raise ValueError(f"not costs: {error}") from None
+        if not isinstance(found, dict):
+            raise ValueError(f"not costs: found a {type(found).__name__}; give one JSON object")
+        for wrong, which in (
+            (known.intersection(_NEEDED) - set(found), "lacks"),
+            (set(found) - known, "has unknown"),
+        ):
+            if wrong:
+                raise ValueError(
+                    f"not costs: {which} {', '.join(sorted(wrong))}; needed are "
+                    f"{', '.join(_NEEDED)}, known {', '.join(sorted(known))}"
+                )
+        values: dict[str, Any] = {
+            key: tuple(v) if isinstance(v, list) else v for key, v in found.items()
+        }
+        for field in fields(cls):
+            per_stage = field.default in (MISSING, ())
+            if field.name in values and per_stage != isinstance(values[field.name], tuple):
+                form = "a list of finite numbers, one per stage" if per_stage else "one number"
+                raise ValueError(f"found {field.name}={values[field.name]!r}; it is {form}")
+        return cls(**values)

@@ -14,6 +14,31 @@ def is_file_name(name: str) -> bool:
     return name.endswith((".json", ".toml"))
 
 
+def read_text(path: Path) -> str:
+    """Return the text in a file that a user named.
+
+    Raises:
+        ValueError: it is no text; the message begins with its path.
+        OSError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not text in UTF-8") from None
+
+
+def parse_json(text: str) -> Any:
+    """Return what a text holds.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def from_file[T](path: Path, kind: type[T], what: str) -> T:
     """Return an object of a data class from a file; its ``name`` is the file's unless it has one.
 
@@ -26,10 +51,10 @@ def from_file[T](path: Path, kind: type[T], what: str) -> T:
         ValueError: the file cannot be read, or what it holds is not what the class takes.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        found = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        found = (tomllib.loads if path.suffix == ".toml" else parse_json)(read_text(path))
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read a {what} from {path}: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"cannot read a {what} from {path}: {reason}") from None
     if not isinstance(found, dict):
         raise ValueError(
             f"{path} holds a {type(found).__name__}; it must hold the fields of a {what}"
@@ -65,6 +90,17 @@ def check_numbers(of: Any, *, may_be_zero: Iterable[str] = ()) -> None:
     for field in fields(of):
         if field.type in (int, float):
             _check_number(field, getattr(of, field.name), may_be_zero=field.name in zero)
+
+
+def check_names(of: Any) -> None:
+    """Return if every field of a data class that is text by its type is text.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for field in fields(of):
+        if field.type is str and not isinstance(value := getattr(of, field.name), str):
+            raise ValueError(f"found {field.name}={value!r}; it is text")
 
 
 def is_number(value: object) -> bool:

@@ -12,11 +12,12 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from megatron.fold3d.analysis.fields import check_numbers, from_file, is_file_name
+from megatron.fold3d.analysis.fields import check_names, check_numbers, from_file, is_file_name
 
 Family = Literal["gpt", "bert", "encoder-decoder"]
 Split = int | Sequence[int]
 """Into how many stages a model is cut evenly, or how many layers each of them has."""
+_MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,9 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         check_numbers(self, may_be_zero=("ffn_hidden_size", "kv_channels", "num_decoder_layers"))
+        check_names(self)
+        if self.num_layers > _MOST_LAYERS:
+            raise ValueError(f"found num_layers={self.num_layers}; give {_MOST_LAYERS} at most")
         if self.family not in get_args(Family):
             raise ValueError(
                 f"found family={self.family!r}; it is one of {', '.join(get_args(Family))}"

@@ -93,10 +93,17 @@ def read_run(path: Path, name: str) -> Run:
 def speed_ratio(first: Run, second: Run, warmup: int) -> Ratio:
     """Return by how much the second run's samples per second exceed the first's.
 
+    Where a line does not say how many samples it is of, all count as iterations of one size.
+
     Medians are compared. The interval is where 95% of them fall when iterations are drawn again
     with replacement: it knows how iterations of one run scatter, not how two runs of one job do.
     """
-    rates = [_rates(run, warmup) for run in (first, second)]
+    timed = [[row for row in run.iterations if row.number > warmup] for run in (first, second)]
+    sized = all(row.batch_size for rows in timed for row in rows)
+    rates = [
+        [(row.batch_size or 0.0 if sized else 1.0) / row.elapsed_ms for row in rows[-_MOST_TIMES:]]
+        for rows in timed
+    ]
     random = Random(0)  # equal input, equal interval
 
     def drawn(rate: Sequence[float]) -> float:
@@ -105,11 +112,6 @@ def speed_ratio(first: Run, second: Run, warmup: int) -> Ratio:
     ratios = sorted(drawn(rates[1]) / drawn(rates[0]) for _ in range(_RESAMPLES))
     low, high = (ratios[round(share * (_RESAMPLES - 1))] for share in (0.025, 0.975))
     return Ratio(median(rates[1]) / median(rates[0]), low, high)
-
-
-def _rates(run: Run, warmup: int) -> list[float]:
-    rows = [row for row in run.iterations if row.number > warmup][-_MOST_TIMES:]
-    return [(row.batch_size or 1.0) / row.elapsed_ms for row in rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

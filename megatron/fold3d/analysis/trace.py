@@ -10,6 +10,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from megatron.fold3d.analysis.fields import (
+    check_names,
+    check_numbers,
+    is_number,
+    parse_json,
+    read_text,
+)
 from megatron.fold3d.analysis.timeline import Lane
 from megatron.fold3d.plan.ir import gc_paused
 
@@ -60,6 +67,20 @@ class IterationTrace:
     counts: Mapping[str, float] = field(default_factory=dict)
     """Numbers that were counted during the iteration, by name."""
 
+    def check(self) -> None:
+        """Return if every number of it is one; see `RankTrace.check`."""
+        check_numbers(self, may_be_zero=("iteration", "start_s", "end_s", "host_memory_bytes"))
+        others = (self.gpu_memory_bytes or 0, *self.counts.values())
+        if wrong := [number for number in others if not is_number(number)]:
+            raise ValueError(f"found {wrong[0]!r} in iteration {self.iteration}; it is a number")
+        for event in self.events:
+            name: object = event.name
+            if not isinstance(name, str) or not all(map(is_number, (event.start_s, event.end_s))):
+                raise ValueError(f"found {[*event]}; an event is a name, two times and a kind")
+            if event.kind not in LANES:
+                known = ", ".join(LANES)
+                raise ValueError(f"found an event of kind {event.kind!r}; known are {known}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTrace:
@@ -95,20 +116,37 @@ class RankTrace:
             ValueError: the text is no trace, or one of another version.
         """
         try:
-            found = json.loads(text)
-            version = found.pop("version")
-            if version != VERSION:
-                raise ValueError(f"found version {version}, this is for {VERSION}; trace again")
+            found = parse_json(text)
+            if not isinstance(found, dict) or "version" not in found:
+                raise ValueError("found no version in it; give a folder that --trace wrote")
+            if (version := found.pop("version")) != VERSION:
+                raise ValueError(f"found version {version!r}, this is for {VERSION}; trace again")
             rows = [dict(row) for row in found.pop("iterations")]
             for row in rows:
                 row["events"] = tuple(Event(*event) for event in row["events"])
-                if unknown := {event.kind for event in row["events"]} - LANES.keys():
-                    raise ValueError(f"found events of kind {', '.join(sorted(unknown))}")
-            return cls(**found, iterations=tuple(IterationTrace(**row) for row in rows))
+            trace = cls(**found, iterations=tuple(IterationTrace(**row) for row in rows))
+            trace.check()
         except json.JSONDecodeError as error:
             raise ValueError(f"cut off, or not a trace: {error}; copy it or trace again") from None
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not a trace: {error}") from None
+        return trace
+
+    def check(self) -> None:
+        """Return if a file can have been written by `to_json`, so that what reads it need not ask.
+
+        Raises:
+            ValueError: a number is none, or out of its range.
+        """
+        check_names(self)
+        check_numbers(self, may_be_zero=("rank", "pp_rank", "dp_rank", "tp_rank"))
+        if self.pp_rank >= self.num_ranks:
+            raise ValueError(f"found pp_rank={self.pp_rank} of num_ranks={self.num_ranks}")
+        for row in self.iterations:
+            row.check()
+        numbers = [row.iteration for row in self.iterations]
+        if numbers != sorted(set(numbers)):
+            raise ValueError(f"found iterations {numbers}; each is there once, in order")
 
 
 def read_ranks(folder: Path) -> tuple[RankTrace, ...]:
@@ -124,8 +162,9 @@ def read_ranks(folder: Path) -> tuple[RankTrace, ...]:
         raise ValueError(f"{folder} holds no rank-*.json; train with --trace {folder}")
     ranks = []
     for path in paths:
+        text = read_text(path)
         try:
-            ranks.append(RankTrace.from_json(path.read_text(encoding="utf-8")))
+            ranks.append(RankTrace.from_json(text))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
     for rank, path in zip(ranks, paths, strict=True):
@@ -155,18 +194,18 @@ def pipeline(ranks: Sequence[RankTrace], number: int = 0) -> tuple[RankTrace, ..
     """Return the ranks of one pipeline, by its number, in the order of the pipeline.
 
     Raises:
-        ValueError: a rank of it is missing.
+        ValueError: a rank of it is missing, or there are not so many pipelines.
     """
-    found = tuple(
-        next((rank for rank in _at(ranks, position)[number:]), None)
-        for position in range(ranks[0].num_ranks)
-    )
-    if None in found:
+    at = [_at(ranks, position) for position in range(ranks[0].num_ranks)]
+    counts = [len(found) for found in at]
+    if 0 < max(counts) == min(counts) <= number:
+        raise ValueError(f"found no pipeline {number}; the last one is {max(counts) - 1}")
+    if min(counts) <= number:
         raise ValueError(
-            f"found traces of {len(ranks)} ranks, none of pipeline rank {found.index(None)}; "
-            "collect the files of all nodes in one folder"
+            f"found traces of {len(ranks)} ranks, none of pipeline rank "
+            f"{counts.index(min(counts))}; collect the files of all nodes in one folder"
         )
-    return tuple(rank for rank in found if rank is not None)
+    return tuple(found[number] for found in at)
 
 
 def _at(ranks: Sequence[RankTrace], position: int) -> list[RankTrace]:

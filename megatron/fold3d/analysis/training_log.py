@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import median, quantiles
 
 _ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|(.*)")
@@ -53,16 +54,23 @@ class Spread:
 
 
 def parse(text: str) -> list[Iteration]:
-    """Read the iterations in a log; a line that is still being written is left out."""
+    """Read the iterations in a log.
+
+    A line that is still being written is left out, and one whose numbers are none: several ranks
+    may write into one file at once.
+    """
     iterations = []
     for line in text.splitlines(keepends=True):
         if not line.endswith("\n") or not (found := _ITERATION.search(line)):
             continue
-        fields = {
-            name: float(value[1])
-            for name, pattern in _FIELDS.items()
-            if (value := pattern.search(found[2]))
-        }
-        if "elapsed_ms" in fields:
+        try:
+            fields = {
+                name: float(value[1])
+                for name, pattern in _FIELDS.items()
+                if (value := pattern.search(found[2]))
+            }
+        except ValueError:
+            continue
+        if 0 < fields.get("elapsed_ms", 0) < inf:
             iterations.append(Iteration(number=int(found[1]), **fields))
     return iterations

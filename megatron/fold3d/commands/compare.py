@@ -87,7 +87,7 @@ def run(args: Namespace) -> int:
 def _names(first: Path, second: Path) -> tuple[str, str]:
     """What the runs' paths have for themselves."""
     a, b = first.resolve().with_suffix("").parts, second.resolve().with_suffix("").parts
-    while len(a) > 1 and len(b) > 1 and a[-1] == b[-1]:
+    while a != b and len(a) > 1 and len(b) > 1 and a[-1] == b[-1]:
         a, b = a[:-1], b[:-1]
     return f"A {a[-1]}", f"B {b[-1]}"
 

@@ -17,6 +17,12 @@ def write(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
 
 
+def counted(number: int, things: str) -> str:
+    """Return ``1 rank`` or ``2 ranks``."""
+    one = things.removesuffix("es" if things.endswith("ches") else "s")
+    return f"{number} {one if number == 1 else things}"
+
+
 def complain(message: str) -> None:
     """Write a line to stderr."""
     print(message, file=sys.stderr, flush=True)  # noqa: T201

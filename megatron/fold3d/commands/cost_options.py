@@ -1,13 +1,15 @@
 """Where the costs of a simulation come from: numbers, a file, or a model on a cluster."""
 
 from argparse import ArgumentParser, Namespace
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import get_args
 
 from megatron.fold3d.analysis.cluster import Cluster
 from megatron.fold3d.analysis.costs import Costs
 from megatron.fold3d.analysis.estimate import estimate
+from megatron.fold3d.analysis.fields import read_text
 from megatron.fold3d.analysis.memory import Footprint, memory
 from megatron.fold3d.analysis.model import ModelShape
 from megatron.fold3d.analysis.planner import USABLE_MEMORY
@@ -115,39 +117,40 @@ def costs_of(args: Namespace, plan: Plan) -> Source:
             "model on a cluster; drop one"
         )
     if first in _FILE:
-        return Source(_from_file(args.costs, plan))
+        return Source(costs_from(args.costs, plan))
     if first in _MODEL:
         return _from_model(args, plan)
     numbers = {name: getattr(args, name) for name in given[0]}
-    costs = Costs.uniform(plan.num_stages, **numbers)
-    _check(costs, plan)
-    return Source(costs)
+    for name, seconds in numbers.items():
+        if not (isfinite(seconds) and seconds >= 0):
+            raise ValueError(f"{_flag(name)} {seconds}: seconds are zero or more")
+    return Source(Costs.uniform(plan.num_stages, **numbers))
 
 
-def _from_file(path: Path, plan: Plan) -> Costs:
+def costs_from(path: Path, plan: Plan) -> Costs:
+    """Return the costs in a file, those of a plan's stages.
+
+    Raises:
+        ValueError: they are not; the message begins with the path.
+        OSError: it cannot be read.
+    """
+    text = read_text(path)
     try:
-        costs = Costs.from_json(path.read_text(encoding="utf-8"))
-        _check(costs, plan)
+        costs = Costs.from_json(text)
+        costs.check(plan)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return costs
 
 
-def _check(costs: Costs, plan: Plan) -> None:
-    """Return if the plan can be timed with these costs."""
-    for field in fields(Costs):
-        value = getattr(costs, field.name)
-        per_stage = field.default in (MISSING, ())
-        if per_stage != isinstance(value, tuple):
-            form = "a list of finite numbers, one per stage" if per_stage else "one number"
-            raise ValueError(f"found {field.name}={value!r}; it is {form}")
-    costs.check(plan)
-
-
 def _from_model(args: Namespace, plan: Plan) -> Source:
-    if args.model is None or args.cluster is None:
-        lacking = "--cluster" if args.cluster is None else "--model"
-        raise ValueError(f"{lacking} is missing; the costs of a model need both it and a cluster")
+    lacking = [_flag(name) for name in ("model", "cluster") if getattr(args, name) is None]
+    if lacking:
+        given = next(name for name in _MODEL if getattr(args, name) is not None)
+        raise ValueError(
+            f"{_flag(given)} without {' and '.join(lacking)}: it is for the costs of a model on a "
+            f"cluster; give {' and '.join(lacking)}"
+        )
     shape, cluster = named_hardware(args)
     tp = 1 if args.tp is None else args.tp
     setup = Setup(

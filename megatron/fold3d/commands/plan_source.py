@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from megatron.fold3d.commands.console import counted
 from megatron.fold3d.plan.files import parse_plan, read_plan
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.verify import peak_activations
@@ -27,6 +28,12 @@ def sizes(plan: Plan) -> dict[str, Any]:
         "actions": sum(map(len, plan.programs)),
         "peak_activations": peak_activations(plan),
     }
+
+
+def in_words(num_ranks: int, num_segments: int, num_microbatches: int) -> str:
+    """Return the sizes of a plan as a heading."""
+    sizes = {"ranks": num_ranks, "segments": num_segments, "micro-batches": num_microbatches}
+    return ", ".join(counted(number, things) for things, number in sizes.items())
 
 
 def _stdin() -> bytes:

@@ -23,7 +23,7 @@ from megatron.fold3d.backward_share import AUTO, share_or_auto
 from megatron.fold3d.commands import exposure_table
 from megatron.fold3d.commands.console import OK, REJECTED, complain, write
 from megatron.fold3d.commands.cost_options import Hardware, Source, add_cost_options, costs_of
-from megatron.fold3d.commands.plan_source import plan_from, sizes
+from megatron.fold3d.commands.plan_source import in_words, plan_from, sizes
 from megatron.fold3d.commands.schedule_options import add_size_options, compute_plan
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
 from megatron.fold3d.plan.lowering import add_grad_sync
@@ -49,6 +49,7 @@ examples:
 
 exit code: 0, 1 if the plan cannot run or does not fit into memory, 2 for a mistake"""
 
+_MOST_ITERATIONS = 1000
 _PASSES = {
     "serial": serial_grad_sync,
     "overlap": add_grad_sync,
@@ -123,8 +124,11 @@ def run(args: Namespace) -> int:
 
 def _plan(args: Namespace) -> tuple[str, Plan]:
     """Return the name of the order and the order."""
-    if args.iterations is not None and args.iterations < 1:
-        raise ValueError(f"--iterations {args.iterations}: a run has at least one")
+    if args.iterations is not None and not 1 <= args.iterations <= _MOST_ITERATIONS:
+        raise ValueError(
+            f"--iterations {args.iterations}: a run has at least one, and all are alike long "
+            f"before {_MOST_ITERATIONS}"
+        )
     if args.plan_file is None:
         for flag, value in (("--pp", args.pp), ("--microbatches", args.microbatches)):
             if value is None:
@@ -187,10 +191,7 @@ def _timeline(args: Namespace, plan: Plan, source: Source, *, deferred: bool) ->
 def _lines(name: str, plan: Plan, timeline: Timeline, peaks: list[float]) -> Iterator[str]:
     row, iterations = mean(exposure(timeline)), len(timeline.iteration_ends_s(0))
     counts = " ".join(map(str, sizes(plan)["peak_activations"]))
-    yield (
-        f"{name}: {plan.num_ranks} ranks, {plan.num_segments} segments, "
-        f"{plan.num_microbatches} micro-batches"
-    )
+    yield f"{name}: {in_words(plan.num_ranks, plan.num_segments, plan.num_microbatches)}"
     last = f" (the last of {iterations}; makespan {timeline.makespan_s:.6g} s)"
     yield f"iteration         {timeline.period_s:.6g} s{last * (iterations > 1)}"
     yield f"bubble            {row.bubble_ratio:.1%} of computation"

@@ -3,6 +3,7 @@
 import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
+from math import inf
 from pathlib import Path
 from statistics import fmean
 
@@ -13,7 +14,6 @@ from megatron.fold3d.analysis.breakdown import (
     shown_columns,
 )
 from megatron.fold3d.analysis.chrome import to_chrome
-from megatron.fold3d.analysis.costs import Costs
 from megatron.fold3d.analysis.execution import sends_stock_waits_for
 from megatron.fold3d.analysis.exposure import mean
 from megatron.fold3d.analysis.model import model_shape
@@ -34,6 +34,8 @@ from megatron.fold3d.analysis.trace import (
 from megatron.fold3d.analysis.trace_timeline import to_timeline
 from megatron.fold3d.commands import exposure_table
 from megatron.fold3d.commands.console import OK, complain, write
+from megatron.fold3d.commands.cost_options import costs_from
+from megatron.fold3d.commands.plan_source import in_words
 from megatron.fold3d.plan.ir import Plan, PlanError
 from megatron.fold3d.plan.lowering import deferred_stages
 
@@ -110,8 +112,10 @@ def _check(args: Namespace) -> None:
     ):
         if value is not None and args.model is None:
             raise ValueError(f"{flag} {value} without --model: FLOPs are a model's; give --model")
-        if value is not None and not value > 0:
+        if value is not None and not 0 < value < inf:
             raise ValueError(f"{flag} {value}: it is above zero")
+    if args.pipeline < 0:
+        raise ValueError(f"--pipeline {args.pipeline}: the first is 0")
 
 
 def _measured(timeline: Timeline, ranks: Sequence[RankTrace], args: Namespace) -> Breakdown:
@@ -158,11 +162,7 @@ def _simulated(timeline: Timeline, chosen: Sequence[RankTrace], costs: Path | No
             plan = as_synced(plan, timeline)
     else:
         plan = observed_plan(timeline)
-    if costs is None:
-        known = observed_costs(timeline, plan)
-    else:
-        known = Costs.from_json(costs.read_text(encoding="utf-8"))
-        known.check(plan)
+    known = observed_costs(timeline, plan) if costs is None else costs_from(costs, plan)
     is_stock = chosen[0].schedule == "stock"
     waited_for = sends_stock_waits_for(plan.num_segments) if is_stock else frozenset()
     iterations = len(timeline.iteration_ends_s(0))
@@ -170,8 +170,7 @@ def _simulated(timeline: Timeline, chosen: Sequence[RankTrace], costs: Path | No
 
 
 def _title(rank: RankTrace) -> str:
-    segments = f"{rank.num_segments} segment{'s' * (rank.num_segments > 1)}"
-    sizes = f"{rank.num_ranks} ranks, {segments}, {rank.num_microbatches} micro-batches"
+    sizes = in_words(rank.num_ranks, rank.num_segments, rank.num_microbatches)
     return f"{rank.schedule}: {sizes}"
 
 

@@ -4,8 +4,8 @@ import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from megatron.fold3d.commands.console import OK, REJECTED, complain, write
-from megatron.fold3d.commands.plan_source import plan_from, sizes
+from megatron.fold3d.commands.console import OK, REJECTED, complain, counted, write
+from megatron.fold3d.commands.plan_source import in_words, plan_from, sizes
 from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.plan.verify import verify
 
@@ -48,10 +48,10 @@ def run(args: Namespace) -> int:
     if args.json:
         write(json.dumps({"ok": True, **summary}) + "\n")
     else:
+        plan_sizes = (plan.num_ranks, plan.num_segments, plan.num_microbatches)
         peaks = " ".join(map(str, summary["peak_activations"]))
         write(
-            f"{summary['ranks']} ranks, {summary['segments']} segments, "
-            f"{summary['microbatches']} micro-batches, {summary['actions']} actions, "
+            f"{in_words(*plan_sizes)}, {counted(summary['actions'], 'actions')}, "
             f"peak activations per rank: {peaks}\n"
         )
     return OK

@@ -18,6 +18,7 @@ from typing import Literal
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, gc_paused
 
 LastSegment = Literal["1f1b", "afab"]
+_MOST_FORWARDS = 10_000_000  # about 10 GB of actions, with their backwards and transfers
 
 
 def afab(rank: int, num_ranks: int, num_segments: int, num_microbatches: int) -> Iterator[Action]:
@@ -122,6 +123,11 @@ def build(
     for name, size in sizes.items():
         if size < 1:
             raise PlanError(f"found {size} {name}; a plan needs at least one")
+    if (forwards := num_ranks * num_segments * num_microbatches) > _MOST_FORWARDS:
+        found = ", ".join(f"{size} {name}" for name, size in sizes.items())
+        raise PlanError(
+            f"found {found}: {forwards} forwards; no memory holds a plan of over {_MOST_FORWARDS}"
+        )
     if group_size is None:
         group_size = num_ranks
     elif group_size < num_ranks:
