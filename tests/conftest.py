@@ -4,11 +4,16 @@ import os
 import shlex
 from argparse import ArgumentParser
 
+import hypothesis
 import pytest
 import torch
 
 from megatron.fold3d.cli import main
 from megatron.fold3d.config import add_arguments
+
+# On a machine that others use as well, how long an example takes says nothing.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 
 def pytest_report_header() -> str:

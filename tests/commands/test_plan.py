@@ -1,0 +1,63 @@
+import json
+
+AIAO = "plan --schedule aiao --pp 2 --segments 2 --microbatches 3"
+
+
+def test_plan_prints_one_line_per_rank(fold3d):
+    code, out, err = fold3d(f"{AIAO} --compute-only")
+    assert (code, err) == (0, "")
+    assert (
+        out
+        == """\
+0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2
+1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2
+"""
+    )
+
+
+def test_plan_prints_the_last_segment_as_the_paper_has_it(fold3d):
+    _, out, _ = fold3d(f"{AIAO} --compute-only --aiao-last-segment afab")
+    assert out.splitlines() == [
+        "0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2",
+        "1F0 1F1 1F2 3F0 3F1 3F2 3B0 3B1 3B2 1B0 1B1 1B2",
+    ]
+
+
+def test_plan_prints_transfers_and_gradient_sync_by_default(fold3d):
+    code, out, err = fold3d("plan --schedule 1f1b --pp 2 --microbatches 2")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1 0REDUCE_GRAD 0WAIT_GRAD",
+        "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE_GRAD 1WAIT_GRAD",
+    ]
+
+
+def test_the_weight_gradients_of_a_segment_can_be_delayed(fold3d):
+    line = "--schedule aiao --pp 1 --segments 2 --microbatches 2 --delay-weight-grads 1"
+    code, out, _ = fold3d(f"plan {line} --compute-only")
+    assert code == 0
+    assert out == "0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1 1W0 1W1\n"
+    # F 4, B of both segments 4 + 2, W 2 beside segment 0's DP.sync of 2; segment 1's follows.
+    _, out, _ = fold3d(f"simulate {line} --grad-sync-s 2 --json")
+    assert json.loads(out)["period_s"] == 4 + 4 + 2 + 2 + 2
+
+
+def test_the_group_size_reaches_the_schedule(fold3d):
+    line = "plan --schedule interleaved --pp 2 --segments 2 --microbatches 4 --compute-only"
+    _, depth_first, _ = fold3d(line)
+    _, one_group, _ = fold3d(f"{line} --group-size 4")
+    assert depth_first.startswith("0F0 0F1 2F0 2F1 0F2")
+    assert one_group.startswith("0F0 0F1 0F2 0F3 2F0")
+
+
+def test_plan_as_json_holds_sizes_and_programs(fold3d):
+    _, out, _ = fold3d("plan --schedule 1f1b --pp 2 --microbatches 1 --compute-only --json")
+    assert json.loads(out) == {
+        "schedule": "1f1b",
+        "ranks": 2,
+        "segments": 1,
+        "microbatches": 1,
+        "actions": 4,
+        "peak_activations": [1, 1],
+        "programs": [["0F0", "0B0"], ["1F0", "1B0"]],
+    }

@@ -1,0 +1,57 @@
+import json
+from pathlib import Path
+
+import pytest
+
+SEARCH = "search --global-batch-size 64"
+
+
+@pytest.mark.parametrize("name", ["deep.json", "binary.toml", "nowhere.json"])
+def test_a_model_file_that_cannot_be_read_is_named(fold3d, tmp_path: Path, name: str):
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "binary.toml").write_bytes(b"\xff")
+    code, out, err = fold3d(f"{SEARCH} --cluster a100x8 --model {tmp_path / name}")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"fold3d search: cannot read a model from {tmp_path / name}: ")
+    assert err.count("\n") == 1
+
+
+def test_search_says_what_is_best_and_how_to_run_it(fold3d):
+    line = "search --model 12-1024-16-512 --cluster a100x8 --global-batch-size 16"
+    code, out, _ = fold3d(f"{line} --top 3")
+    assert code == 0
+    assert len(out.splitlines()) >= 7  # a head, three rows, what was considered, verdict, flags
+    _, emitted, _ = fold3d(f"{line} --emit")
+    assert emitted in out
+    _, as_json, _ = fold3d(f"{line} --top 3 --json")
+    result = json.loads(as_json)
+    assert len(result["rows"]) == 3
+    assert result["flags"] == emitted.rstrip()
+    seconds = [row["iteration_s"] for row in result["rows"]]
+    assert seconds == sorted(seconds)
+    assert result["best_stock"]["stock"]
+
+
+def test_search_says_that_aiao_gains_nothing_where_it_does_not(fold3d):
+    _, out, _ = fold3d("search --model 24-2048-16 --cluster h100x8 --global-batch-size 64 --top 2")
+    *_, verdict, flags = out.splitlines()
+    assert verdict == "AIAO gains nothing here, use these stock flags:"
+    assert "--schedule" not in flags
+
+
+def test_what_no_gpu_has_timed_is_tried_on_request(fold3d):
+    line = "search --model testbed --cluster testbedx4 --global-batch-size 16 --pp 2 --fp32"
+    assumed = "preemptive-comm,offload,delay-weight-grads"
+    tried = json.loads(fold3d(f"{line} --assume {assumed} --json")[1])
+    usual = json.loads(fold3d(f"{line} --json")[1])
+    assert tried["considered"] > usual["considered"]
+    assert any(row["preemptive_comm"] for row in tried["rows"])
+    assert not any(row["preemptive_comm"] or row["offload"] for row in usual["rows"])
+
+
+def test_gpus_without_bf16_are_told_to_train_in_fp16(fold3d):
+    line = "search --model 12-1024-16-512 --global-batch-size 16 --emit --cluster"
+    assert "--bf16" in fold3d(f"{line} a100x8")[1]
+    fp16 = fold3d(f"{line} v100x8")[1]
+    assert "--fp16 --accumulate-allreduce-grads-in-fp32" in fp16
+    assert "--bf16" not in fp16

@@ -1,0 +1,188 @@
+import json
+from pathlib import Path
+
+import pytest
+
+SIMULATE = "simulate --schedule aiao --pp 2 --segments 2 --microbatches 4"
+
+
+def test_simulate_prints_times_exposure_and_the_grid(fold3d, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    code, out, err = fold3d("simulate --schedule 1f1b --pp 2 --microbatches 2 --grad-sync-s 1.5")
+    assert (code, err) == (0, "")
+    assert (
+        out
+        == """\
+1f1b: 2 ranks, 1 segment, 2 micro-batches
+iteration         10.5 s
+bubble            50.0% of computation
+peak activations  2 1  per rank
+
+            forward  backward    bubble   DP.sync   PP.sync     total
+seconds           2         4         3       1.5         0      10.5
+share         19.0%     38.1%     28.6%     14.3%      0.0%    100.0%
+
+rank 0 | 0F0 0F1 ·   ·   0B0──── ·   0B1────
+rank 1 | ·   1F0 1B0──── 1F1 1B1──── ·   ·
+"""
+    )
+
+
+def test_the_grid_is_left_out_where_it_does_not_fit(fold3d, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("LINES", "24")
+    line = "simulate --schedule 1f1b --pp 8"
+    assert "rank 7 |" in fold3d(f"{line} --microbatches 1")[1]
+    assert "rank 7 |" not in fold3d(f"{line} --microbatches 40")[1]
+
+
+def test_simulate_as_json_adds_up(fold3d):
+    _, out, _ = fold3d(f"{SIMULATE} --p2p-s 0.1 --grad-sync-s 6 --json")
+    result = json.loads(out)
+    assert (result["name"], result["ranks"], result["segments"]) == ("aiao", 2, 2)
+    assert result["period_s"] == result["makespan_s"]
+    for row in (result["exposure"], *result["exposure_of_rank"]):
+        columns = (seconds for column, seconds in row.items() if column != "total_s")
+        assert sum(columns) == pytest.approx(row["total_s"])
+        assert row["total_s"] == pytest.approx(result["period_s"])
+
+
+def test_grad_sync_hides_behind_other_segments_and_the_next_iteration(fold3d):
+    periods = {
+        choice: json.loads(fold3d(f"{SIMULATE} --grad-sync-s 9 --grad-sync {choice} --json")[1])[
+            "period_s"
+        ]
+        for choice in ("serial", "overlap", "deferred")
+    }
+    assert periods["serial"] > periods["overlap"] > periods["deferred"]
+
+
+def test_a_plan_file_is_simulated_like_its_schedule(fold3d, tmp_path: Path):
+    path = tmp_path / "plan.txt"
+    fold3d(f"plan --schedule aiao --pp 2 --segments 2 --microbatches 4 --output {path}")
+    by_name, by_file = (
+        json.loads(fold3d(f"{line} --p2p-s 0.2 --grad-sync-s 3 --json")[1])
+        for line in (SIMULATE, f"simulate --plan-file {path}")
+    )
+    assert by_file["period_s"] == by_name["period_s"]
+    assert by_file["exposure"] == by_name["exposure"]
+
+
+def test_a_plan_that_cannot_run_is_not_simulated(fold3d, tmp_path: Path):
+    path = tmp_path / "plan.txt"
+    path.write_text("0F0 0SEND_F0 0RECV_B0 0B0\n1RECV_F0 1F0 1B0\n")
+    code, out, err = fold3d(f"simulate --plan-file {path}")
+    assert (code, out) == (1, "")
+    assert err.startswith(f"{path}: 0RECV_B0 has no 1SEND_B0 to go with it\n")
+
+
+def test_simulate_reads_costs_and_draws(fold3d, tmp_path: Path):
+    costs, svg = tmp_path / "costs.json", tmp_path / "aiao.svg"
+    costs.write_text(json.dumps({"forward_s": [1, 1, 1, 1], "backward_s": [2, 2, 2, 2]}))
+    code, out, err = fold3d(f"{SIMULATE} --costs {costs} --svg {svg}")
+    assert (code, err) == (0, "")
+    assert out == fold3d(SIMULATE)[1]
+    assert svg.read_text().startswith("<svg ")
+
+
+NESTED = '{"forward_s":' * 50_000
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not costs: Expecting value"),
+        (b"\xff\xfe", "not text in UTF-8"),
+        pytest.param(NESTED.encode(), "not costs: nested too deeply", id="nested"),
+        (b"[1, 2]", "not costs: found a list; give one JSON object"),
+        (b'{"forward_s": [1]}', "lacks backward_s; needed are forward_s, backward_s"),
+        (b'{"forward_s": [1], "backward_s": [2], "f": 1}', "has unknown f; needed are"),
+        (b'{"forward_s": 1, "backward_s": 2}', "found forward_s=1; it is a list of finite"),
+        (b'{"forward_s": [1], "backward_s": [2], "p2p_s": [1]}', "p2p_s=(1,); it is one number"),
+        (b'{"forward_s": [1], "backward_s": [2]}', "found 1 numbers in forward_s"),
+        (b'{"forward_s": [1,1,1,NaN], "backward_s": [2,2,2,2]}', "seconds are zero or more"),
+        (b'{"forward_s": ["a",1,1,1], "backward_s": [2,2,2,2]}', "seconds are zero or more"),
+        (b'{"forward_s": [1,1,1,-1], "backward_s": [2,2,2,2]}', "found forward_s=(1, 1, 1, -1)"),
+        (b'{"forward_s": [1,1,1,1], "backward_s": [2,2,2,2], "p2p_s": NaN}', "found p2p_s=nan"),
+    ],
+)
+def test_a_file_that_holds_no_costs_is_refused(
+    fold3d, tmp_path: Path, content: bytes, message: str
+):
+    costs = tmp_path / "costs.json"
+    costs.write_bytes(content)
+    code, out, err = fold3d(f"{SIMULATE} --costs {costs}")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"fold3d simulate: {costs}: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_model_that_does_not_fit_is_answered_with_no(fold3d):
+    line = "simulate --schedule 1f1b --pp 4 --microbatches 8 --model gpt3-14b --cluster a100x32"
+    code, out, err = fold3d(f"{line} --tp 8 --micro-batch-size 16")
+    assert code == 1
+    assert "peak memory" in out
+    assert "rank 0 needs" in err
+    fix = "--recompute selective"
+    assert err.endswith(f"; {fix} fits\n")
+    assert fold3d(f"{line} --tp 8 --micro-batch-size 16 {fix}")[0] == 0
+    assert "no --recompute makes it fit" in fold3d(f"{line} --tp 1")[2]
+
+
+CLUSTER_FILE = """\
+num_nodes = 1
+gpus_per_node = 8
+gpu_flops_per_s = 312e12
+gpu_memory_bytes = 42e9
+nic_bytes_per_s = 25e9
+intra_bytes_per_s = 3e11
+host_copy_bytes_per_s = 29e9
+host_memory_bytes = 1e12
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "becomes", "message"),
+    [
+        ("num_nodes = 1", "", "lacks num_nodes; a cluster needs"),
+        ("num_nodes = 1", "num_nodes = 1.5", "found num_nodes=1.5; it is a whole number"),
+        ("num_nodes = 1", "num_nodes = 'one'", "found num_nodes='one'; it is a number"),
+        ("intra_bytes_per_s = 3e11", "intra_bytes_per_s = 0", "_per_s=0; it is above zero"),
+        ("num_nodes = 1", "num_nodes = 1\nspeed = 3", "unknown fields speed"),
+        ("num_nodes = 1", "num_nodes =", "cannot read a cluster from"),
+    ],
+)
+def test_a_cluster_file_is_read_with_care(fold3d, tmp_path: Path, line, becomes, message):
+    path = tmp_path / "cluster.toml"
+    command = (
+        "simulate --schedule 1f1b --pp 2 --microbatches 2 --model 12-1024-16-512 --tp 2 --dp 2 "
+        f"--cluster {path}"
+    )
+    path.write_text(CLUSTER_FILE)
+    assert fold3d(command)[0] == 0
+    path.write_text(CLUSTER_FILE.replace(line, becomes))
+    code, out, err = fold3d(command)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_a_measured_layer_replaces_the_rate_of_the_gpus(fold3d):
+    line = (
+        "simulate --schedule 1f1b --pp 2 --microbatches 2 --model testbed --cluster testbedx4 "
+        "--fp32 --json"
+    )
+
+    def forward_s(flags: str) -> float:
+        return json.loads(fold3d(f"{line} {flags}")[1])["exposure"]["forward_s"]
+
+    assert forward_s("--layer-forward-s 0.006") == pytest.approx(forward_s(""))
+    assert forward_s("--layer-forward-s 0.012") == pytest.approx(2 * forward_s(""))
+    assert (
+        "--layer-forward-s 0.0: give seconds above zero" in fold3d(f"{line} --layer-forward-s 0")[2]
+    )
+
+
+def test_layers_that_do_not_divide_are_refused_with_segments_that_do(fold3d):
+    line = "simulate --schedule aiao --pp 4 --microbatches 8 --model gpt3-18b --cluster a100x32"
+    assert "pp 4 x segments 3; try --segments 2" in fold3d(f"{line} --tp 8 --segments 3")[2]

@@ -1,0 +1,84 @@
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES
+
+AIAO = "plan --schedule aiao --pp 2 --segments 2 --microbatches 3"
+
+
+@pytest.mark.parametrize("form", ["", "--format csv", "--json"])
+@pytest.mark.parametrize("compute_only", ["", "--compute-only"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_verify_accepts_what_plan_writes(
+    fold3d, tmp_path: Path, schedule: str, compute_only: str, form: str
+):
+    path = tmp_path / "plan"
+    segments = 1 if schedule in ONE_SEGMENT_SCHEDULES else 2
+    line = f"plan --schedule {schedule} --pp 3 --segments {segments} --microbatches 4"
+    assert fold3d(f"{line} {compute_only} {form} --output {path}") == (0, "", "")
+    code, out, err = fold3d(f"verify --plan-file {path}")
+    assert (code, err) == (0, "")
+    counted = f"{segments} segment{'s' * (segments > 1)}"
+    assert out.startswith(f"3 ranks, {counted}, 4 micro-batches, ")
+
+
+def test_verify_sums_a_plan_up_in_one_line(fold3d, tmp_path: Path):
+    path = tmp_path / "plan.txt"
+    fold3d(f"{AIAO} --output {path}")
+    _, out, _ = fold3d(f"verify --plan-file {path}")
+    assert out == (
+        "2 ranks, 2 segments, 3 micro-batches, 68 actions, peak activations per rank: 6 4\n"
+    )
+    _, out, _ = fold3d(f"verify --plan-file {path} --json")
+    assert json.loads(out) == {
+        "ok": True,
+        "ranks": 2,
+        "segments": 2,
+        "microbatches": 3,
+        "actions": 68,
+        "peak_activations": [6, 4],
+    }
+
+
+def test_verify_counts_one_as_one(fold3d, tmp_path: Path):
+    path = tmp_path / "plan.txt"
+    path.write_text("0F0 0B0")
+    _, out, _ = fold3d(f"verify --plan-file {path}")
+    assert out.startswith("1 rank, 1 segment, 1 micro-batch, 2 actions, ")
+
+
+def test_verify_rejects_a_plan_without_any_one_of_its_actions(fold3d, tmp_path: Path):
+    _, text, _ = fold3d(AIAO)
+    path = tmp_path / "plan.txt"
+    for word in text.split():  # no action appears twice
+        rows = [[w for w in line.split() if w != word] for line in text.splitlines()]
+        path.write_text("\n".join(map(" ".join, rows)))
+        code, out, err = fold3d(f"verify --plan-file {path}")
+        assert (code, out) == (1, "")
+        assert word in err
+
+
+def test_verify_shows_the_grid_with_the_wrong_cell_marked(fold3d, tmp_path: Path):
+    path = tmp_path / "plan.txt"
+    path.write_text("0F0 0SEND_F0 0RECV_B0 0B0\n1RECV_F0 1F0 1B0\n")
+    message = """\
+0RECV_B0 has no 1SEND_B0 to go with it
+  rank  0 | 0F0          0SEND_F0    >0RECV_B0<    0B0
+  rank  1 | 1RECV_F0     1F0          1B0
+"""
+    assert fold3d(f"verify --plan-file {path}") == (1, "", message)
+    code, out, err = fold3d(f"verify --plan-file {path} --json")
+    assert (code, err) == (1, message)
+    assert json.loads(out) == {"ok": False, "error": message.rstrip()}
+
+
+@pytest.mark.parametrize("path", [os.devnull, sys.executable])
+def test_a_file_that_holds_no_plan_is_rejected(fold3d, path: str):
+    code, out, err = fold3d(f"verify --plan-file {path}")
+    assert (code, out) == (1, "")
+    assert err.startswith(f"{path}: ")
+    assert err.count("\n") == 1
