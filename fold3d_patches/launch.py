@@ -8,6 +8,7 @@ to import, is imported only where our own flags are right.
 import linecache
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -72,7 +73,8 @@ def prepare(argv: Sequence[str], patched: ExitStack, family: Family) -> Namespac
     import torch
     from megatron.training.arguments import parse_and_validate_args, parse_args
 
-    if device == "cuda" and not torch.cuda.is_available():
+    asks_for_help = not {"-h", "--help"}.isdisjoint(argv)
+    if device == "cuda" and not torch.cuda.is_available() and not asks_for_help:
         raise ValueError("--device cuda: torch finds no CUDA device; --device cpu needs none")
     on_cpu = device == "cpu"
     # Where Megatron reads them. The user's words come last, and win.
@@ -146,6 +148,8 @@ def _add_arguments(parser: ArgumentParser) -> ArgumentParser:
         raise ValueError(message)
 
     parser.error = error  # type: ignore[method-assign]
+    for action in parser._actions:  # Megatron 0.19.2 has a bare "10%)", over which --help fails
+        action.help = action.help and re.sub(r"%%|%(?!\()", "%%", action.help)
     return add_arguments(parser)
 
 
@@ -173,4 +177,6 @@ def _reason(error: Exception) -> str:
         return "\n".join((str(error), *getattr(error, "__notes__", ())))
     frame = traceback.extract_tb(error.__traceback__)[-1]
     lines = linecache.getlines(frame.filename)[(frame.lineno or 1) - 1 : frame.end_lineno]
-    return " ".join("".join(lines).split())
+    demand = " ".join("".join(lines).split()).removeprefix("assert ")
+    flags = re.sub(r"\bargs\.(\w+)", lambda found: "--" + found[1].replace("_", "-"), demand)
+    return f"Megatron demands: {flags}"

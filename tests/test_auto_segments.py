@@ -88,7 +88,7 @@ def test_what_cannot_be_chosen_is_refused(parse: Parse, flags: str, problem: str
 
 
 def test_layers_that_cannot_be_split_are_refused(parse: Parse):
-    with pytest.raises(ValueError, match="17 layers on 2 ranks: every rank holds as many"):
+    with pytest.raises(ValueError, match="17 layers on 2 ranks: each holds as many"):
         Fold3DConfig.from_args(parse("--schedule aiao --num-layers 17"))
     args = parse("--schedule aiao --num-layers 17")
     args.num_layers = None

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fold3d_patches import launch
 from megatron.fold3d.config import Fold3DConfig, megatron_defaults
+from megatron.fold3d.least_sizes import _SIZES
 from megatron.fold3d.plan.schedules import SCHEDULES
 from megatron.fold3d.refusals import OURS, REFUSALS, Refusal, refusals
 
@@ -57,6 +59,50 @@ def problems(args: Namespace) -> list[str]:
 def only_problem(args: Namespace) -> str:
     (problem,) = problems(args)
     return problem
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--num-layers-per-virtual-pipeline-stage 0",
+        "--tensor-model-parallel-size 0",
+        "--pipeline-model-parallel-size -2",
+        "--eval-interval 0",
+        "--num-layers -8",
+    ],
+)
+def test_a_size_below_one_is_refused_before_anything_divides_by_it(parse: Parse, flag: str) -> None:
+    assert only_problem(parse(f"--schedule aiao {flag}")) == (
+        f"{flag}: it is at least one; give another number"
+    )
+
+
+def test_every_size_has_the_name_of_its_flag(parser: ArgumentParser) -> None:
+    known = {flag: action.dest for action in options(parser) for flag in action.option_strings}
+    assert {f"--{name.replace('_', '-')}": name for name in _SIZES}.items() <= known.items()
+
+
+def test_a_rank_without_layers_is_refused(parse: Parse) -> None:
+    line = "--schedule aiao --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 9"
+    assert "-1 layers on 1 ranks: each holds as many and one at least" in only_problem(parse(line))
+
+
+def test_help_needs_no_gpu(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py"])
+    with pytest.raises(SystemExit) as ended:
+        launch.train(["--help"], "gpt")
+    assert ended.value.code == 0
+    assert "--backward-share" in capsys.readouterr().out
+
+
+def test_a_bare_assertion_of_megatrons_names_its_flags() -> None:
+    args = Namespace(hidden_size=33, num_attention_heads=4)
+    with pytest.raises(AssertionError) as raised:
+        assert args.hidden_size % args.num_attention_heads == 0
+    raised.value.args = ()  # pytest has explained it
+    assert launch._reason(raised.value) == (
+        "Megatron demands: --hidden-size % --num-attention-heads == 0"
+    )
 
 
 # Our flags
@@ -432,7 +478,8 @@ def test_a_trace_has_a_folder_and_iterations(parse: Parse, tmp_path: Path) -> No
         ("--trace new --trace-iterations 0", "0: it is the first and the last iteration"),
         ("--trace new --trace-iterations x", "x: it is the first and the last iteration"),
         ("--trace new --trace-iterations 4-5 --train-iters 4", "the run ends before"),
-        (f"--trace {__file__}", "it is a file, a trace is a folder"),
+        (f"--trace {__file__}", "is a file, a trace is a folder"),
+        (f"--trace {__file__}/new/one", f"{__file__} is a file, a trace is a folder"),
         ("--trace new --cuda-graph-impl local", "a captured graph replays what it computes"),
         ("--trace new --overlap-moe-expert-parallel-comm", "run as one"),
     ],

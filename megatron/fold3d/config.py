@@ -20,6 +20,7 @@ from megatron.fold3d.layer_split import (
     num_layers,
     uneven_ranks,
 )
+from megatron.fold3d.least_sizes import size_problems
 from megatron.fold3d.nccl_settings import traffic_class_problems
 from megatron.fold3d.offload_flags import offload_problems, offloads_everything, saved_bytes
 from megatron.fold3d.plan.free_split import FIRST_SHARE
@@ -246,6 +247,8 @@ class Fold3DConfig:
                 "--yaml-cfg: Megatron then ignores the command line and with it --schedule, "
                 "--segments and --device; give the options as flags"
             )
+        if problems := [*size_problems(args)]:  # with which the others cannot be looked for
+            raise ValueError("\n".join(problems))
         schedule = "plan-file" if args.plan_file else args.schedule or "stock"
         num_segments = _num_segments(args)
         problems = [

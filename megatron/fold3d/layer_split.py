@@ -16,14 +16,15 @@ def num_layers(args: Namespace) -> int:
 def layers_per_rank(args: Namespace) -> tuple[int, ...]:
     """Return the numbers of layers that ranks hold: the first's and the last's if they differ.
 
-    Empty if the layers cannot be split evenly.
+    Empty if the layers cannot be split evenly, or leave a rank without any.
     """
     ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
     per_rank = [layers for layers in ends if layers is not None]
     rest, num_ranks = num_layers(args) - sum(per_rank), _ranks_of_the_rest(args)
     if num_ranks > 0 and rest % num_ranks:
         return ()
-    return (*per_rank, *((rest // num_ranks,) if num_ranks > 0 else ()))
+    found = (*per_rank, *((rest // num_ranks,) if num_ranks > 0 else ()))
+    return found if min(found) > 0 else ()
 
 
 def fitting_segments(args: Namespace) -> tuple[int, ...]:
@@ -33,11 +34,12 @@ def fitting_segments(args: Namespace) -> tuple[int, ...]:
 
 
 def uneven_ranks(args: Namespace) -> str:
-    """Return found, rule and fix of layers that ranks cannot share evenly."""
+    """Return found, rule and fix of layers that ranks cannot share evenly, or that are too few."""
     ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
     rest = num_layers(args) - sum(layers for layers in ends if layers is not None)
     return (
-        f"{rest} layers on {_ranks_of_the_rest(args)} ranks: every rank holds as many, unless "
+        f"{rest} layers on {_ranks_of_the_rest(args)} ranks: each holds as many and one at least, "
+        "unless "
         "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers or "
         "--pipeline-model-parallel-layout says otherwise"
     )

@@ -1,5 +1,6 @@
 """What ``--trace-iterations`` means, and what cannot be recorded."""
 
+import os
 import re
 from argparse import Namespace
 from collections.abc import Iterator
@@ -41,8 +42,12 @@ def trace_problems(args: Namespace, schedule: str) -> Iterator[str]:
                 "to write to; give --trace DIR"
             )
         return
-    if args.trace.exists() and not args.trace.is_dir():
-        yield f"--trace {args.trace}: it is a file, a trace is a folder; give another name"
+    # What is there of its path; the rest is made when the first iterations have been recorded.
+    there = next(path for path in (args.trace, *args.trace.absolute().parents) if path.exists())
+    if not there.is_dir():
+        yield f"--trace {args.trace}: {there} is a file, a trace is a folder; give another name"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield f"--trace {args.trace}: no permission to write to {there}; give another folder"
     if chosen is not None and args.train_iters is not None and chosen[-1] > args.train_iters:
         yield (
             f"--trace-iterations {args.trace_iterations} with --train-iters {args.train_iters}: "

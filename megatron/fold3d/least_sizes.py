@@ -1,0 +1,29 @@
+"""Sizes that are one at least: with less, Megatron divides by zero or trains nothing."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+# Attributes of Megatron's namespace; each is named as its flag is.
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "micro_batch_size",
+    "global_batch_size",
+    "eval_interval",
+    "distributed_timeout_minutes",
+)
+
+
+def size_problems(args: Namespace) -> Iterator[str]:
+    """Yield found, rule and fix of each size below one; one that is not given is none."""
+    for name in _SIZES:
+        if (size := getattr(args, name, None)) is not None and size < 1:
+            yield f"--{name.replace('_', '-')} {size}: it is at least one; give another number"
