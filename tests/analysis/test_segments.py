@@ -55,6 +55,12 @@ def test_of_equals_the_fewest_segments_are_taken():
     assert "1: 8 s, 2: 8 s, 4: 8 s" in alone.reason
 
 
+def test_messages_that_fill_a_link_go_one_after_the_other_as_in_training():
+    slow = Costs.uniform(4, p2p_s=2.0)
+    found = by_simulation([2], lambda _: slow, num_ranks=2, num_microbatches=8, deferred=False)
+    assert "2: 70 s" in found.reason  # 76.8 s if each had a share of the link
+
+
 @pytest.mark.parametrize("backward_share", [None, "auto"])
 def test_39b_gets_a_number_of_segments_within_2_percent_of_the_best(backward_share):
     # The paper's cluster, split and software overhead. Of all that divide 12 layers per rank, each

@@ -89,7 +89,10 @@ def by_simulation(
     """
     sync = deferred_grad_sync if deferred else add_grad_sync
     execution = Execution(
-        grad_sync_order="edf" if deferred else "fifo", preemptive=preemptive, flush=not deferred
+        grad_sync_order="edf" if deferred else "fifo",
+        preemptive=preemptive,
+        flush=not deferred,
+        in_order=True,
     )
     periods: dict[int, float] = {}
     for segments in sorted(options):
