@@ -108,26 +108,30 @@ def _measure(args: Namespace, device: torch.device) -> Measured:
         dtype=torch.long,
         device=device,
     )
-    layer_s = _forward_and_backward(layer, shape, dtype, device)
-    last_s = _forward_and_backward(last, shape, dtype, device, labels=labels)
-    message_s = profiler.message(groups.pp, shape, dtype, device)
-    sync_s = profiler.grad_sync(groups.dp_cp, device)
-    *times, per_copied_byte_s = profiler.slowest(
-        [*layer_s, *last_s, *message_s, *sync_s, 1 / profiler.host_copy_bytes_per_s(device)], device
+    found = [
+        *_forward_and_backward(layer, shape, dtype, device),
+        *_forward_and_backward(last, shape, dtype, device, labels=labels),
+        *profiler.message(groups.pp, shape, dtype, device),
+        *profiler.grad_sync(groups.dp_cp, device),
+        1 / profiler.host_copy_bytes_per_s(device),
+    ]
+    layer_forward_s, layer_backward_s, last_forward_s, last_backward_s, *others = profiler.slowest(
+        found, device
     )
+    message_s, latency_s, per_synced_byte_s, sync_latency_s, per_copied_byte_s = others
     element_bytes = 4 if args.accumulate_allreduce_grads_in_fp32 else dtype.itemsize
     layer_bytes, last_bytes = (
         element_bytes * sum(p.numel() for p in model.parameters()) for model in (layer, last)
     )
     return Measured(
-        layer_forward_s=times[0],
-        layer_backward_s=times[1],
-        head_forward_s=max(0.0, times[2] - times[0]),
-        head_backward_s=max(0.0, times[3] - times[1]),
-        message_s=times[4],
-        message_latency_s=times[5],
-        grad_sync_s_per_byte=times[6],
-        grad_sync_latency_s=times[7],
+        layer_forward_s=layer_forward_s,
+        layer_backward_s=layer_backward_s,
+        head_forward_s=max(0.0, last_forward_s - layer_forward_s),
+        head_backward_s=max(0.0, last_backward_s - layer_backward_s),
+        message_s=message_s,
+        message_latency_s=latency_s,
+        grad_sync_s_per_byte=per_synced_byte_s,
+        grad_sync_latency_s=sync_latency_s,
         layer_gradient_bytes=layer_bytes,
         head_gradient_bytes=last_bytes - layer_bytes,
         host_copy_bytes_per_s=1 / per_copied_byte_s,

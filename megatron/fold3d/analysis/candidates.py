@@ -100,37 +100,44 @@ def candidates(
     Of micro-batch groups there are the smallest and the largest, of uneven layers those where
     even ones are not possible: `neighbours` has what is in between.
     """
+    microbatch_sizes = _choices(MICROBATCH_SIZES, given.microbatch_size)
+    recomputes = _choices(RECOMPUTES, given.recompute)
+    for (t, p, dp), size, recompute in product(
+        _splits(shape, cluster, given), microbatch_sizes, recomputes
+    ):
+        if global_batch_size % (dp * size):
+            continue
+        setup = Setup(
+            tensor_parallel=t,
+            data_parallel=dp,
+            microbatch_size=size,
+            sequence_parallel=t > 1,
+            recompute=recompute,
+            fp32=given.fp32,
+        )
+        stock = Candidate(
+            schedule="1f1b",
+            is_stock=True,
+            setup=setup,
+            num_ranks=p,
+            num_segments=1,
+            num_microbatches=global_batch_size // (dp * size),
+        )
+        most = min(MOST_SEGMENTS, shape.num_layers // p) if p > 1 else 1
+        for segments in _choices(range(1, most + 1), given.num_segments):
+            yield from _of_segments(shape, stock, segments, assumed)
+
+
+def _splits(shape: ModelShape, cluster: Cluster, given: Given) -> Iterator[tuple[int, int, int]]:
+    """The (tp, pp, dp) sizes that divide the GPUs, the heads and the layers."""
     gpus = cluster.num_gpus
     tensor_sizes = _choices(_divisors(cluster.gpus_per_node), given.tensor_parallel)
     for t, p in product(tensor_sizes, _choices(_divisors(gpus), given.num_ranks)):
         if gpus % (t * p) or shape.num_attention_heads % t or shape.num_layers < p:
             continue
         dp = gpus // (t * p)
-        if given.data_parallel not in (None, dp):
-            continue
-        sizes = _choices(MICROBATCH_SIZES, given.microbatch_size)
-        for size, recompute in product(sizes, _choices(RECOMPUTES, given.recompute)):
-            if global_batch_size % (dp * size):
-                continue
-            setup = Setup(
-                tensor_parallel=t,
-                data_parallel=dp,
-                microbatch_size=size,
-                sequence_parallel=t > 1,
-                recompute=recompute,
-                fp32=given.fp32,
-            )
-            stock = Candidate(
-                schedule="1f1b",
-                is_stock=True,
-                setup=setup,
-                num_ranks=p,
-                num_segments=1,
-                num_microbatches=global_batch_size // (dp * size),
-            )
-            most = min(MOST_SEGMENTS, shape.num_layers // p) if p > 1 else 1
-            for segments in _choices(range(1, most + 1), given.num_segments):
-                yield from _of_segments(shape, stock, segments, assumed)
+        if given.data_parallel in (None, dp):
+            yield t, p, dp
 
 
 def _of_segments(

@@ -100,15 +100,20 @@ def estimate(
         offload_s=tuple(b / copy_bytes_per_s for b in saved),
         reload_s=tuple(b / copy_bytes_per_s for b in saved),
     )
-    footprint = Footprint(
+    ranks_per_node = max(1, cluster.gpus_per_node // group)
+    nic_of_rank = tuple(rank // ranks_per_node for rank in range(num_ranks))
+    return Estimate(costs, _footprint(shape, setup, num_ranks, split), nic_of_rank)
+
+
+def _footprint(shape: ModelShape, setup: Setup, num_ranks: int, split: Split) -> Footprint:
+    saved = saved_bytes(shape, setup, split)
+    return Footprint(
         static_bytes=tuple(static_bytes(shape, setup, num_ranks, split)),
         saved_bytes=tuple(saved),
-        working_bytes=(working_bytes(shape, setup),) * num_stages,
+        working_bytes=(working_bytes(shape, setup),) * len(saved),
         gathered_bytes=tuple(gathered_bytes(shape, setup, split)),
         delayed_bytes=tuple(delayed_bytes(shape, setup, split)),
     )
-    ranks_per_node = max(1, cluster.gpus_per_node // group)
-    return Estimate(costs, footprint, tuple(rank // ranks_per_node for rank in range(num_ranks)))
 
 
 def _backward_passes(shape: ModelShape, setup: Setup) -> float:

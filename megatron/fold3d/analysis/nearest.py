@@ -1,4 +1,4 @@
-"""Why a search has found nothing, and the nearest that there is."""
+"""Why a search has found nothing, and what comes nearest to what was asked for."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
@@ -23,7 +23,7 @@ _FLAGS: dict[str, tuple[str, Callable[[Candidate], int]]] = {
 def nothing_divides(
     shape: ModelShape, cluster: Cluster, global_batch_size: int, given: Given
 ) -> str:
-    """Say which of the sizes given is in the way, and what it can be beside the others."""
+    """Say which of the given sizes is in the way, and what else it could be."""
     sizes = {name: value for name, value in _sizes(given).items() if value is not None}
     job = f"{shape.name} on {cluster.num_gpus} GPUs with a batch of {global_batch_size}"
     for name, value in sizes.items():
@@ -57,8 +57,8 @@ def nothing_fits(
         cluster: it was searched on.
         global_batch_size: of the search.
         given: what was not to be chosen.
-        found: what divides, and is too large.
-        bounds_on: returns for a cluster what tells the memory of its candidates.
+        found: candidates that divide evenly, and are too large.
+        bounds_on: returns, for a cluster, the function that bounds its candidates.
         usable: the part of a GPU's memory that a run may hold.
     """
     need = min(b.device_bytes for b in found) / usable

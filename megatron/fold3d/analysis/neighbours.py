@@ -1,4 +1,4 @@
-"""What is worth a try beside a good candidate, and too much to try beside every one."""
+"""Variations that are worth a try on a good candidate, and too many to try on every one."""
 
 from collections.abc import Iterator, Set
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """Links that flows share: fluid, max-min fair, PP.sync before DP.sync.
 
-Strictly so, or up to a pause budget as the preemptive communicator has one: messages that fill a
-link would else keep DP.sync off it for good.
+PP.sync may go first for good, or up to a pause budget like the preemptive communicator's. Without a
+budget, messages that fill a link would keep DP.sync off it for ever.
 
 Work is counted in seconds at the full rate of a NIC, so every capacity is one. A NIC is full
 duplex, two links: a message uses the sender's outgoing and the receiver's incoming one, a
@@ -17,7 +17,7 @@ from megatron.fold3d.analysis.pause_budget import PauseBudget
 
 
 class Flow:
-    """Work that takes the same rate on each of its links, and whom to tell when it is done."""
+    """Work that has the same rate on each of its links; ``done(tag)`` is called at its end."""
 
     __slots__ = (
         *("background", "done", "ends_s", "is_collective", "links"),
@@ -46,7 +46,8 @@ class Network:
         num_nics: NICs, numbered from zero.
         preemptive: messages take all that they can use and collectives share the rest; without it
             they are equals.
-        pause_share: of the time that messages may keep collectives off a NIC; then they are equals.
+        pause_share: the part of the time for which messages may keep collectives off a NIC; when
+            it is spent, they are equals.
     """
 
     def __init__(

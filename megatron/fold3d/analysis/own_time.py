@@ -1,7 +1,7 @@
 """Where the time of one rank went, as far as it knows by itself.
 
-What of its waiting was for messages under way, and what for messages not sent yet, takes two ranks
-to tell; a trace does.
+How much of its waiting was for messages under way, and how much for messages that had not been sent
+yet, one rank cannot tell; a trace of all of them does.
 """
 
 from megatron.fold3d.analysis.timeline import Lane

@@ -9,13 +9,15 @@ WINDOW_S = 1.0
 
 
 class PauseBudget:
-    """A share of each window of time; a window begins with the first pause after the last one.
+    """How long all pauses of a window of time may last together.
+
+    A window begins with the first pause after the window before it has ended.
 
     Args:
         clock: the run's.
         nic: its number.
         share: of a window that may be spent in pauses.
-        tell: called with the NIC, and whether its budget is spent, when that changes.
+        tell: called with the NIC and with whether its budget is spent, whenever that changes.
     """
 
     def __init__(

@@ -1,9 +1,12 @@
 """Choose a configuration: which schedule, how many segments, which (dp, pp, tp).
 
-Memory and a lower bound on the iteration come first, from the costs alone; what is left is
-simulated in the order of the bounds, without DP.sync first, until no bound is below what has been
-found. The best ones' neighbours follow. Ours and stock Megatron are searched side by side, so the
-answer can be that AIAO gains nothing. Every candidate runs as it is simulated.
+1. The costs alone tell the memory of a candidate, and a lower bound on its iteration.
+2. What fits is simulated in the order of the bounds, until no bound is below what has been found. A
+   short simulation without DP.sync tightens a bound first.
+3. Variations of the best ones follow.
+
+Ours and stock Megatron are searched side by side, so the answer can be that AIAO gains nothing.
+Every candidate runs as it is simulated.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set

@@ -1,7 +1,7 @@
 """A measured run, simulated: its own order with its own costs, without the noise of the machine.
 
-What differs between the two is what the model of the machine leaves out. Costs are what each action
-took at its best or usually; what they wait for each other is left to the simulator.
+What differs between the two is what the simulator leaves out of the machine. The costs are what
+actions took by themselves; how long they wait for each other is left to the simulator.
 """
 
 from collections import defaultdict
@@ -43,9 +43,9 @@ def observed_costs(measured: Timeline, plan: Plan) -> Costs:
     """Return what the actions of a plan took in a measured run.
 
     A computation counts with its median, and weight gradients apart from their backward as a part
-    of it. A message, and the DP.sync of a stage, count with their
-    shortest time, since the others shared the link or were not missed yet when they arrived; of
-    DP.sync the messages are taken off that passed meanwhile, which the simulator sends beside it.
+    of it. A message, and the DP.sync of a stage, count with their shortest time: the longer ones
+    shared the link, or arrived before anybody missed them. From DP.sync, the time of messages that
+    passed meanwhile is taken off: the simulator sends them beside it.
 
     Raises:
         PlanError: a stage of the plan was not recorded.

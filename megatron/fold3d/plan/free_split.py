@@ -2,8 +2,8 @@
 
 The lowest segment is needed first in the next forward, and its backward is the last to end. So the
 network always works for the lowest segment whose gradients are there: earliest deadline first.
-What it has done when the last backward ends is each segment's share; to do the same bytes in
-another order until then changes nothing, for none of them is needed before.
+What it has done of each segment when the last backward ends is the segment's share. The order in
+which it did these bytes makes no difference: none of them is needed before.
 """
 
 from bisect import insort

@@ -161,10 +161,11 @@ def _stages(rank: int, num_ranks: int, num_segments: int) -> range:
 
 
 def _groups(num_microbatches: int, group_size: int, num_ranks: int) -> list[range]:
-    """Cut the micro-batches into groups, the last of them smaller or all nearly of one size.
+    """Cut the micro-batches into groups of ``group_size``; what is left over is a smaller group.
 
-    A micro-batch enters a rank's next segment when it has passed all ranks, so in a last group of
-    less than p ranks would wait for one another, some of them forever. The other groups share it.
+    Unless fewer than p are left over: a micro-batch enters a rank's next segment when it has passed
+    all ranks, and in so small a group ranks would wait for one another, some of them for ever. All
+    groups then share what is left over.
     """
     num_groups, rest = divmod(num_microbatches, group_size)
     if rest >= num_ranks:

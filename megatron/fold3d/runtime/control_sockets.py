@@ -1,4 +1,4 @@
-"""TCP connections between ranks for words beside the data, made once when all ranks are there.
+"""TCP connections between ranks for control messages, made once when all ranks are there.
 
 Keeps one invariant: a rank listens as long as its process lives, so whoever is refused knows that
 it has died.
@@ -53,7 +53,7 @@ class ControlSockets:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop to listen: from now on this rank counts as gone."""
+        """Stop listening: from now on this rank counts as gone."""
         for made in (*self._sockets.values(), self._listener):
             made.close()
 

@@ -32,11 +32,11 @@ _MEGATRONS_EPSILON = 1e-6  # clip_grad_by_total_norm_fp32 divides by the norm an
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What cannot be exceeded.
+    """Upper bounds on an iteration's gradients.
 
     Attributes:
-        norm: by the norm of all gradients, as Megatron computes it.
-        peak: by any gradient that is reduced in fp16, as a loss scaler has scaled it. fp16
+        norm: of all of them, as Megatron computes it.
+        peak: of any gradient that is reduced in fp16, as a loss scaler has scaled it. fp16
             overflows where norms do not; in other types a finite norm is proof enough.
     """
 
@@ -55,8 +55,8 @@ class Bound:
 class NormBound:
     """The norms of one iteration, as they become known.
 
-    They are kept in slots: gradients of one segment that the same ranks reduce share one. One slot
-    more for each such group of ranks holds the norm of what is reduced already.
+    They are kept in slots. The gradients of one segment that the same ranks reduce share a slot.
+    Each such group of ranks has one more, for the norm of what is reduced already.
     """
 
     def __init__(
@@ -98,8 +98,9 @@ class NormBound:
     ) -> None:
         """Take down what is reduced: all of the ``stepped`` chunks, ``kept_back`` of the others.
 
-        All replicas have the same; the first one brings it in. What Megatron counts once, is.
-        The ``deferred`` chunks are still to be multiplied by ``scaling``.
+        All replicas hold the same numbers, so only the first of them takes them down. A parameter
+        that Megatron counts once is counted once. The gradients of ``deferred`` chunks are still to
+        be multiplied by ``scaling``.
         """
         for chunks, reduced, factor in ((stepped, None, 1.0), (deferred, kept_back, scaling)):
             by_ranks: dict[Ranks, list[torch.Tensor]] = defaultdict(list)

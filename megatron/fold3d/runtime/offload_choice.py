@@ -1,4 +1,4 @@
-"""What of a rank's activations leaves and how early it comes back, from times that were measured.
+"""Which activations of a rank leave and how early they come back, chosen from measured times.
 
 Each rank chooses for itself: an activation's way to the host and back concerns no other rank.
 """
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 CAUTION = 0.9
 """Of memory that is left over: fragments, other processes, and iterations that differ."""
 _TIMED = (Op.FORWARD, Op.BACKWARD, Op.OFFLOAD, Op.RELOAD)
-_HIDDEN = 0.01  # of the computations' time: waiting for less than this is no reason to do otherwise
+_HIDDEN = 0.01  # of the computations' time; a shorter wait for copies counts as none
 _MOST_DEPTH = 8
 
 

@@ -23,7 +23,7 @@ Observer = Callable[[Any, int], Iterable[Callable[[], None]]]
 
 
 class Reductions:
-    """Of one rank's model chunks, those that are under way.
+    """The reductions of one rank's model chunks that are under way.
 
     Args:
         slice_bytes: what is reduced at once.

@@ -18,9 +18,9 @@ class SavedTensors:
     """The saved tensors of one micro-batch's forward of one stage.
 
     Args:
-        device: tensors elsewhere stay where they are.
-        smallest_bytes: so do those whose storage is smaller,
-        lasting: and those with one of these storages (by address), which outlive the iteration.
+        device: what computes; tensors elsewhere stay where they are.
+        smallest_bytes: tensors whose storage is smaller stay as well.
+        lasting: addresses of storages that outlive the iteration; tensors in them stay as well.
     """
 
     def __init__(self, device: torch.device, smallest_bytes: int, lasting: frozenset[int]) -> None:
