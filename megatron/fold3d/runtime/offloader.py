@@ -193,7 +193,7 @@ class Offloader:
             if key in self._travels:
                 self._away[key] = _Away(saved)
             else:
-                self._learn(forward.stage, _slot_bytes(saved.flat()))
+                self._learn(forward.stage, _layout(saved.flat())[1])
         else:
             yield
         over()
@@ -219,8 +219,7 @@ class Offloader:
         """
         away = self._away[action.stage, action.microbatch]
         sources = away.saved.flat()
-        bounds = offsets([source.numel() for source in sources])
-        num_bytes = _slot_bytes(sources)
+        begins, num_bytes = _layout(sources)
         self._learn(action.stage, num_bytes)
         if self._sparing and not self.pool.has_free(num_bytes):
             del self._away[action.stage, action.microbatch]
@@ -230,7 +229,7 @@ class Offloader:
         self._recorder.count(_OFFLOADED, num_bytes)
         targets = [
             away.slot.memory[begin : begin + source.numel()]
-            for source, begin in zip(sources, bounds[:-1], strict=True)
+            for source, begin in zip(sources, begins, strict=True)
         ]
         away.copied = self.copies.to_host(targets, sources, lambda: self._watch(action, "offload"))
         self._leaving[-1].append(away)
@@ -357,9 +356,10 @@ class Offloader:
         return int(host_memory.available_bytes() * CAUTION) // self._num_local
 
 
-def _slot_bytes(sources: Sequence[torch.Tensor]) -> int:
-    """Return the bytes of a slot for flat tensors; there is one even where none is large enough."""
-    return max(offsets([source.numel() for source in sources])[-1], ALIGNMENT)
+def _layout(sources: Sequence[torch.Tensor]) -> tuple[Sequence[int], int]:
+    """Return where flat tensors begin in their slot, and its bytes: some even without a tensor."""
+    *begins, end = offsets([source.numel() for source in sources])
+    return begins, max(end, ALIGNMENT)
 
 
 class _Away:
