@@ -15,53 +15,59 @@ namespace {
 constexpr auto kNoGil = py::call_guard<py::gil_scoped_release>();
 
 std::shared_ptr<Task> submit_send(Scheduler& scheduler, const Group& group, at::Tensor tensor,
-                           std::shared_ptr<Waiter> waiter, int group_peer, int tag, int peer,
-                           int direction, std::string name) {
-  const std::size_t num_bytes = tensor.nbytes();
+                                  std::shared_ptr<Waiter> waiter, int group_peer, int tag, int peer,
+                                  int direction, std::string name) {
   return scheduler.send(
-      peer, direction, num_bytes, std::move(name),
+      peer, direction, std::move(name),
       std::make_shared<Send>(group, std::move(tensor), std::move(waiter), group_peer, tag));
 }
 
 std::shared_ptr<Task> submit_receive(Scheduler& scheduler, const Group& group, at::Tensor tensor,
-                              std::shared_ptr<Waiter> waiter, int group_peer, int tag, int peer,
-                              int direction, std::string name) {
+                                     std::shared_ptr<Waiter> waiter, int group_peer, int tag,
+                                     int peer, int direction, std::string name) {
   return scheduler.receive(
       peer, direction, std::move(name),
       std::make_shared<Receive>(group, std::move(tensor), std::move(waiter), group_peer, tag));
 }
 
-std::shared_ptr<Task> submit_all_reduce(Scheduler& scheduler, const Group& group,
-                                 std::vector<at::Tensor> slices, std::shared_ptr<Waiter> waiter,
-                                 c10d::ReduceOp op, int lane, std::string name) {
+/// A task of one lane: what `make` makes of each slice.
+template <class Slice, class Make>
+std::shared_ptr<Task> submit_slices(Scheduler& scheduler, int lane, std::string name,
+                                    std::vector<Slice>& slices, Make make) {
   std::vector<std::shared_ptr<Operation>> operations;
   operations.reserve(slices.size());
-  for (auto& slice : slices)
-    operations.push_back(std::make_shared<AllReduce>(group, std::move(slice), waiter, op));
+  for (auto& slice : slices) operations.push_back(make(slice));
   return scheduler.reduce(lane, std::move(name), std::move(operations));
 }
 
+std::shared_ptr<Task> submit_all_reduce(Scheduler& scheduler, const Group& group,
+                                        std::vector<at::Tensor> slices,
+                                        std::shared_ptr<Waiter> waiter, c10d::ReduceOp op, int lane,
+                                        std::string name) {
+  return submit_slices(scheduler, lane, std::move(name), slices, [&](at::Tensor& slice) {
+    return std::make_shared<AllReduce>(group, std::move(slice), waiter, op);
+  });
+}
+
+/// Of each slice what this rank holds alone, and what all ranks hold.
 using Sharded = std::vector<std::pair<at::Tensor, std::vector<at::Tensor>>>;
 
-std::shared_ptr<Task> submit_reduce_scatter(Scheduler& scheduler, const Group& group, Sharded slices,
-                                     std::shared_ptr<Waiter> waiter, c10d::ReduceOp op, int lane,
-                                     std::string name) {
-  std::vector<std::shared_ptr<Operation>> operations;
-  operations.reserve(slices.size());
-  for (auto& [sum, parts] : slices)
-    operations.push_back(
-        std::make_shared<ReduceScatter>(group, std::move(sum), std::move(parts), waiter, op));
-  return scheduler.reduce(lane, std::move(name), std::move(operations));
+std::shared_ptr<Task> submit_reduce_scatter(Scheduler& scheduler, const Group& group,
+                                            Sharded slices, std::shared_ptr<Waiter> waiter,
+                                            c10d::ReduceOp op, int lane, std::string name) {
+  return submit_slices(scheduler, lane, std::move(name), slices, [&](auto& slice) {
+    auto& [sum, parts] = slice;
+    return std::make_shared<ReduceScatter>(group, std::move(sum), std::move(parts), waiter, op);
+  });
 }
 
 std::shared_ptr<Task> submit_all_gather(Scheduler& scheduler, const Group& group, Sharded slices,
-                                 std::shared_ptr<Waiter> waiter, int lane, std::string name) {
-  std::vector<std::shared_ptr<Operation>> operations;
-  operations.reserve(slices.size());
-  for (auto& [part, parts] : slices)
-    operations.push_back(
-        std::make_shared<AllGather>(group, std::move(part), std::move(parts), waiter));
-  return scheduler.reduce(lane, std::move(name), std::move(operations));
+                                        std::shared_ptr<Waiter> waiter, int lane,
+                                        std::string name) {
+  return submit_slices(scheduler, lane, std::move(name), slices, [&](auto& slice) {
+    auto& [part, parts] = slice;
+    return std::make_shared<AllGather>(group, std::move(part), std::move(parts), waiter);
+  });
 }
 
 std::shared_ptr<torch::jit::PythonFutureWrapper> future_in_python(Task& task) {

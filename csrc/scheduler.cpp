@@ -88,8 +88,8 @@ void Scheduler::set_peers(std::shared_ptr<Peers> peers) {
   peers_ = std::move(peers);
 }
 
-std::shared_ptr<Task> Scheduler::send(int peer, int direction, std::size_t num_bytes,
-                                      std::string name, std::shared_ptr<Operation> operation) {
+std::shared_ptr<Task> Scheduler::send(int peer, int direction, std::string name,
+                                      std::shared_ptr<Operation> operation) {
   check_process();
   auto task = std::make_shared<Task>(name, 1);
   task->operations_ = {operation};
@@ -100,7 +100,7 @@ std::shared_ptr<Task> Scheduler::send(int peer, int direction, std::size_t num_b
     task->fail(error_.empty() ? "communication has been shut down" : error_);
     return task;
   }
-  transfers_.push_back({task, operation, std::move(name), transfer, true, num_bytes, 0});
+  transfers_.push_back({task, operation, std::move(name), transfer, true, 0});
   changed_.notify_all();
   return task;
 }
@@ -124,7 +124,7 @@ std::shared_ptr<Task> Scheduler::receive(int peer, int direction, std::string na
     task->fail(error_.empty() ? "communication has been shut down" : error_);
     return task;
   }
-  transfers_.push_back({task, operation, std::move(name), transfer, false, 0, 0});
+  transfers_.push_back({task, operation, std::move(name), transfer, false, 0});
   changed_.notify_all();
   return task;
 }
@@ -141,7 +141,7 @@ std::shared_ptr<Task> Scheduler::reduce(int lane, std::string name,
   }
   for (std::size_t i = 0; i < slices.size(); ++i) {
     auto slice = name + ", slice " + std::to_string(i + 1) + " of " + std::to_string(slices.size());
-    lanes_[lane].queue.push_back({task, slices[i], std::move(slice), {}, false, 0, lane});
+    lanes_[lane].queue.push_back({task, slices[i], std::move(slice), {}, false, lane});
   }
   changed_.notify_all();
   return task;
@@ -323,10 +323,10 @@ void Scheduler::close_for(const Pending& item, Time now) {
     ++statistics_.unanswered;
     way.begun.clear();
   }
-  way.num_bytes = item.num_bytes;
-  const double lease = lease_s(way, item.num_bytes);
+  way.num_bytes = item.operation->num_bytes();
+  const double lease = lease_s(way, way.num_bytes);
   expect(*item.transfer, now, now + seconds(lease));
-  way.begun[item.transfer->sequence] = {now, item.num_bytes};
+  way.begun[item.transfer->sequence] = {now, way.num_bytes};
   tell(item.transfer->receiver, Message::kTransfer, *item.transfer, 0, lease);
 }
 

@@ -30,6 +30,7 @@ using Done = std::function<void(const std::string& error)>;
 class Operation {
  public:
   virtual ~Operation() = default;
+  virtual std::size_t num_bytes() const = 0;
   /// Whether its input is complete, on a device that computes behind the host's back.
   virtual bool ready() { return true; }
   /// Hand it to the library, which calls `done` once, from any thread; may throw instead.
@@ -121,7 +122,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   /// Must be set before anything is submitted; must outlive the scheduler's thread.
   void set_peers(std::shared_ptr<Peers> peers);
 
-  std::shared_ptr<Task> send(int peer, int direction, std::size_t num_bytes, std::string name,
+  std::shared_ptr<Task> send(int peer, int direction, std::string name,
                              std::shared_ptr<Operation> operation);
   std::shared_ptr<Task> receive(int peer, int direction, std::string name,
                                 std::shared_ptr<Operation> operation);
@@ -151,7 +152,6 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
     std::string name;
     std::optional<Transfer> transfer;
     bool is_send = false;
-    std::size_t num_bytes = 0;
     int lane = 0;
   };
   struct Flight {

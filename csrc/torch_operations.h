@@ -42,6 +42,7 @@ class TorchOperation : public Operation {
   /// written.
   TorchOperation(Group group, at::Tensor tensor, std::shared_ptr<Waiter> waiter);
 
+  std::size_t num_bytes() const override { return tensors_[0].nbytes(); }
   bool ready() override;
   void start(Done done) override;
   bool host_waits() const override { return !complete_; }

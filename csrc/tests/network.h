@@ -136,6 +136,7 @@ class Network {
 class Fake : public Operation {
  public:
   explicit Fake(std::function<void(Done)> start) : start_(std::move(start)) {}
+  std::size_t num_bytes() const override { return 1000; }
   void start(Done done) override { start_(std::move(done)); }
 
  private:

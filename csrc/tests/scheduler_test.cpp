@@ -78,7 +78,7 @@ void slices_wait_for_a_transfer_and_go_on_after_it() {
   Done end_transfer;
   std::mutex mutex;
   std::vector<std::string> started;
-  auto send = scheduler->send(1, 0, 100, "send", fake([&](Done done) {
+  auto send = scheduler->send(1, 0, "send", fake([&](Done done) {
                                 std::lock_guard lock(mutex);
                                 started.push_back("send");
                                 end_transfer = std::move(done);
@@ -143,11 +143,11 @@ void the_first_error_is_everybodys() {
   auto scheduler = Scheduler::make({});
   auto stuck = scheduler->reduce(0, "reduce of bucket 3", {fake([](Done) {})});
   auto behind = scheduler->reduce(0, "reduce of bucket 4", {fake([](Done) {})});
-  auto bad = scheduler->send(1, 0, 1, "send 2F3", fake([](Done) { throw std::runtime_error("no"); }));
+  auto bad = scheduler->send(1, 0, "send 2F3", fake([](Done) { throw std::runtime_error("no"); }));
   CHECK(contains(failure_of(*bad), "rank 0: send 2F3: no"));
   CHECK(contains(failure_of(*stuck), "reduce of bucket 3: rank 0: send 2F3: no"));
   CHECK(contains(failure_of(*behind), "reduce of bucket 4"));
-  CHECK(contains(failure_of(*scheduler->send(1, 0, 1, "later", fake([](Done) {}))), "send 2F3"));
+  CHECK(contains(failure_of(*scheduler->send(1, 0, "later", fake([](Done) {}))), "send 2F3"));
   CHECK(scheduler->shutdown(20));
 }
 
@@ -248,7 +248,7 @@ void ring(int num_ranks, int num_steps, double lost) {
           network.meet(n, std::move(done));
         })));
         std::this_thread::sleep_for(seconds(network.dice.roll(2e-4)));
-        tasks.push_back(mine.send(next, 0, 1000, "send", fake([&network, n = name(rank)](Done done) {
+        tasks.push_back(mine.send(next, 0, "send", fake([&network, n = name(rank)](Done done) {
           network.meet(n, std::move(done));
         })));
         for (auto& task : tasks) task->wait(60);
