@@ -193,6 +193,8 @@ void a_shutdown_in_mid_slice_fails_what_is_left() {
 
 void a_forked_process_is_told_that_it_is_one() {
   auto scheduler = Scheduler::make({});
+  // A thread that allocates just now would leave the sanitizer's lock shut in the child.
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
   const pid_t child = fork();
   if (child == 0) {
     try {
