@@ -190,3 +190,29 @@ def test_commands_are_found_in_every_form_that_pages_have():
     programs = {Path(command.words[0]).name for command in COMMANDS}
     assert programs >= {"fold3d", "make", "torchrun", "sbatch", "python", "sudo"}
     assert any(command.output for command in COMMANDS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_somewhere(page: Path):
+    for target in re.findall(r"\]\((?!http)([^)\s]+)\)", page.read_text()):
+        path, _, heading = target.partition("#")
+        there = page.parent / path if path else page
+        assert there.exists(), target
+        assert not heading or heading in _anchors(there), target
+
+
+def _anchors(page: Path) -> list[str]:
+    """Return what GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def test_the_paper_map_names_what_exists():
+    text = (ROOT / "docs/paper-map.md").read_text()
+    named = re.findall(r"`([\w/]+/\w+\.(?:py|cpp|cu|sbatch))(?:: ([\w.]+))?", text)
+    assert len(named) > 30
+    for path, name in named:
+        (file,) = (f for f in (ROOT / path, ROOT / "megatron/fold3d" / path) if f.exists())
+        for part in filter(None, name.split(".")):
+            found = re.search(rf"^ *(?:def|class) {part}\b|^{part} = ", file.read_text(), re.M)
+            assert found, f"{path} has no {part}"
