@@ -57,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--iterations", type=int, default=20, metavar="N")
     parser.add_argument("--output", type=Path, default=ROOT / "out/demo", metavar="DIR")
     options = parser.parse_args(argv)
+    if options.iterations < 1:
+        parser.error(f"--iterations {options.iterations}: train at least one")
     options.output.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
 

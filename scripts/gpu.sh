@@ -13,11 +13,13 @@ python=${2:-.venv/bin/python}
 chosen=" ${*:3} "
 # Layers of GPT-3 18B on 4 pipeline ranks in 2 segments, as in the paper.
 gpt3=(rank --hidden-size 6144 --heads 48 --tensor-parallel 8 --layers 5 --micro-batch-size 4)
+known=" "
 failed=()
 mkdir -p "$folder"
 
 step() { # a name, then a command
     local name=$1
+    known+="$name "
     shift
     if [[ $chosen != "  " && $chosen != *" $name "* ]]; then
         return
@@ -38,6 +40,12 @@ step rank-2048 "$python" -m scripts.bench.offload "${gpt3[@]}" --seq-length 2048
 step rank-2048-sp "$python" -m scripts.bench.offload "${gpt3[@]}" --seq-length 2048 \
     --sequence-parallel
 
+for name in "${@:3}"; do
+    if [[ $known != *" $name "* ]]; then
+        echo "gpu.sh: error: no step is called $name; there are$known" >&2
+        exit 2
+    fi
+done
 if ((${#failed[@]})); then
     echo "failed: ${failed[*]}; see $folder" >&2
     exit 1

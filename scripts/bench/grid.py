@@ -247,6 +247,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     end_on_signals()
     layouts = [replace(layout, rates=wanted(layout, args.only)) for layout in LAYOUTS]
+    if not any(layout.rates for layout in layouts):
+        parser.error(f"--only {' '.join(args.only)}: no cell has that in its name")
     grid = Grid(args)
     try:
         if not args.table:

@@ -40,7 +40,11 @@ def main() -> int:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=(128, 256, 1024))
     args = parser.parse_args()
     given = Given(tensor_parallel=args.tp, num_ranks=args.pp)
-    shape = model_shape(args.model)
+    try:
+        shape = model_shape(args.model)
+        cluster(f"{args.node}x{args.gpus}")
+    except ValueError as error:
+        parser.error(str(error))
     print(f"| Gb/s per node | {' | '.join(f'batch {size}' for size in args.batch_sizes)} |")
     print("|--:" * (1 + len(args.batch_sizes)) + "|")
     for gigabits in args.gigabits:

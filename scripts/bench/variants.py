@@ -26,6 +26,10 @@ class Job:
     untied: bool = False  # word embeddings of their own at both ends
 
     def __post_init__(self) -> None:
+        sizes = {"pp": self.num_ranks, "dp": self.data_parallel, "layers": self.num_layers}
+        for flag, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"--{flag} {size}: it is at least one")
         if self.num_layers % self.num_ranks:
             nearest = max(1, self.num_layers // self.num_ranks) * self.num_ranks
             raise ValueError(

@@ -33,6 +33,7 @@ start() {
         PATH=$PATH:/usr/sbin command -v "$program" >/dev/null ||
             die "no $program; run: sudo apt-get install slurm-wlm munge"
     done
+    [[ $num_nodes =~ ^[1-9][0-9]?$ ]] || die "$num_nodes nodes: give 1 to 99"
     [[ ! -e $folder/slurm.conf ]] || die "$folder holds a cluster; stop it first"
     export PATH=$PATH:/usr/sbin SLURM_CONF=$folder/slurm.conf
     # shellcheck disable=SC2064  # the folder of now

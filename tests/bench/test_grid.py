@@ -3,6 +3,8 @@
 import json
 from argparse import Namespace
 
+import pytest
+
 from scripts.bench import grid
 from scripts.bench.grid import Grid, Layout
 
@@ -62,3 +64,9 @@ def test_cells_are_chosen_by_layout_and_rate():
     assert grid.wanted(layout, [""]) == layout.rates
     assert grid.wanted(layout, ["dp=2, recompute, 100mbit"]) == ("100mbit",)
     assert grid.wanted(layout, ["dp=2, 100mbit"]) == ()
+
+
+def test_a_cell_that_is_not_there_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        grid.main(["--only", "nowhere"])
+    assert "--only nowhere: no cell has that in its name" in capsys.readouterr().err

@@ -39,6 +39,11 @@ def test_layers_that_ranks_cannot_share_are_refused_with_a_number_that_works():
         replace(JOB, num_layers=15)
 
 
+def test_a_job_without_ranks_is_refused():
+    with pytest.raises(ValueError, match="--pp 0: it is at least one"):
+        replace(JOB, num_ranks=0)
+
+
 def test_the_sweep_has_every_even_cut_from_depth_first_to_breadth_first():
     names = {variant.name for variant in variants.known(JOB)}
     assert {f"stock-v{v}-n{n}-do" for v in (2, 4, 8) for n in (2, 4, 8)} <= names

@@ -178,3 +178,10 @@ def test_environment_of_another_checkout_is_left_alone(installer: Machine):
     (installer.checkout / ".venv").symlink_to(others)
     assert work(installer) == []
     assert not any(others.iterdir())
+
+
+def test_a_step_that_the_gpu_script_lacks_is_refused(tmp_path: Path):
+    command = [ROOT / "scripts/gpu.sh", tmp_path, sys.executable, "copys"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no step is called copys; there are machine build extension tests copies" in done.stderr
