@@ -1,5 +1,3 @@
-import pytest
-
 from megatron.fold3d.analysis.timeline import Lane, Span, Timeline, queued
 from megatron.fold3d.plan.ir import Action, Op
 
@@ -33,15 +31,6 @@ def test_iterations_end_with_what_occupies_the_rank_not_with_grad_sync():
     assert timeline().makespan_s == 9.0
 
 
-def test_compute_counts_the_ops_asked_for():
-    assert timeline().compute_s(0) == 6.0
-    assert timeline().compute_s(0, {Op.FORWARD}) == 2.0
-
-
-def test_bubble_ratio_is_idle_over_compute():
-    assert timeline().bubble_ratio == 0.5
-
-
 def test_a_window_cuts_spans_and_starts_at_zero():
     window = timeline().between(3.0, 6.0)
     assert [(s.lane, s.start_s, s.end_s) for s in window.ranks[0]] == [
@@ -49,18 +38,6 @@ def test_a_window_cuts_spans_and_starts_at_zero():
         (Lane.GRAD_SYNC, 1.0, 3.0),
         (Lane.WAIT, 1.5, 2.0),
     ]
-
-
-def test_json_gives_back_the_same_timeline():
-    assert Timeline.from_json(timeline().to_json()) == timeline()
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", '{"ranks":[[["nap",0,1,"",0]]]}', '{"ranks":[[["wait",0]]]}']
-)
-def test_text_that_is_no_timeline_is_refused(text):
-    with pytest.raises(ValueError, match="not a timeline"):
-        Timeline.from_json(text)
 
 
 def test_an_empty_timeline_has_no_time():

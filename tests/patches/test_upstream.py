@@ -81,11 +81,6 @@ def test_all_patches_fit_together() -> None:
     apply(PATCHES).close()
 
 
-def test_initialize_megatron_still_has_the_argument_that_pretrain_does_not_pass() -> None:
-    function = symbol("megatron.training.initialize:initialize_megatron")
-    assert "allow_no_cuda" in inspect.signature(function).parameters
-
-
 def test_no_module_of_megatron_holds_a_patched_symbol_under_another_name() -> None:
     patched = {id(symbol(patch.target)): patch for patch in PATCHES}
     forgotten = [

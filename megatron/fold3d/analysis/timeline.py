@@ -5,14 +5,13 @@ number by number. A span names the action of the plan it belongs to; the lanes o
 side by side.
 """
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import itemgetter
 from typing import NamedTuple, Self
 
-from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, gc_paused
+from megatron.fold3d.plan.ir import Action
 
 
 class Lane(StrEnum):
@@ -83,24 +82,9 @@ class Timeline:
         ends = (0.0, 0.0, *self.iteration_ends_s(0))
         return ends[-1] - ends[-2]
 
-    @property
-    def bubble_ratio(self) -> float:
-        """Idle time over compute time, all ranks together: Megatron Sec. 2.2's (p - 1) / m.
-
-        Everything between the start and the makespan in which a rank does not compute is idle.
-        """
-        compute_s = sum(map(self.compute_s, range(self.num_ranks)))
-        return self.num_ranks * self.makespan_s / compute_s - 1 if compute_s else 0.0
-
     def lane(self, rank: int, lane: Lane) -> tuple[Span, ...]:
         """Return one lane of one rank."""
         return tuple(span for span in self.ranks[rank] if span.lane is lane)
-
-    def compute_s(self, rank: int, ops: Iterable[Op] = COMPUTE_OPS) -> float:
-        """Seconds that the rank computed, all iterations together."""
-        wanted = frozenset(ops)
-        spans = self.lane(rank, Lane.COMPUTE)
-        return sum(s.end_s - s.start_s for s in spans if s.action and s.action.op in wanted)
 
     def iteration_ends_s(self, rank: int) -> tuple[float, ...]:
         """When the rank came to the end of its program, once per iteration."""
@@ -124,34 +108,6 @@ class Timeline:
             )
         )
 
-    def to_json(self) -> str:
-        """One list per rank of [lane, start, end, action, iteration]; `from_json` reads it."""
-        ranks = [
-            [
-                (lane, start_s, end_s, str(action or ""), i)
-                for lane, start_s, end_s, action, i in spans
-            ]
-            for spans in self.ranks
-        ]
-        return json.dumps({"ranks": ranks}, separators=(",", ":"))
-
-    @classmethod
-    @gc_paused()
-    def from_json(cls, text: str) -> Self:
-        """Read `to_json`.
-
-        Raises:
-            ValueError: the text is no timeline.
-        """
-        try:
-            rows = json.loads(text)["ranks"]
-            ranks = [[_span(*row) for row in spans] for spans in rows]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"not a timeline: {error}; expected the text that to_json wrote"
-            ) from None
-        return cls.of(ranks)
-
 
 def queued(spans: Iterable[Span]) -> list[Span]:
     """Return what shares a lane in the order of its ends, each from the end of the one before it.
@@ -163,7 +119,3 @@ def queued(spans: Iterable[Span]) -> list[Span]:
         served.append(span._replace(start_s=min(span.end_s, max(span.start_s, free_s))))
         free_s = span.end_s
     return served
-
-
-def _span(lane: str, start_s: float, end_s: float, action: str, iteration: int) -> Span:
-    return Span(Lane(lane), start_s, end_s, Action.from_str(action) if action else None, iteration)
