@@ -1,4 +1,4 @@
-"""Plans of a run with ``--backward-share``."""
+"""Plans of a run with ``--backward-share`` and ``--delay-weight-grads``."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,3 +37,17 @@ def test_a_plan_file_may_defer_what_the_run_may(tmp_path: Path):
     assert plans(0.5, path).training(1) == plans(0.5).training(1)
     with pytest.raises(PlanError, match="found 0WAIT_GRAD before 0F0"):
         plans(None, path).training(1)
+
+
+def test_a_plan_file_may_delay_weight_gradients_if_the_run_does(tmp_path: Path):
+    path = tmp_path / "plan"
+    path.write_text("0F0 0B0 0W0")
+    wanted = replace(CONFIG, schedule="plan-file", plan_file=path, delay_weight_grads=(0,))
+    whole = tmp_path / "whole"
+    whole.write_text("0F0 0B0")
+
+    lowered = "0F0 0B0 0W0 0REDUCE_GRAD 0WAIT_GRAD\n"
+    assert Plans(wanted).training(1).to_text() == lowered
+    assert Plans(replace(wanted, plan_file=whole)).training(1).to_text() == lowered
+    with pytest.raises(PlanError, match="found W in the plan; give --delay-weight-grads"):
+        Plans(replace(wanted, delay_weight_grads=())).training(1)
