@@ -1,8 +1,11 @@
 """DP.sync that reaches into the next iteration: the paper's free split (Algorithm 2).
 
-A part of each model chunk's gradients is reduced as soon as its last backward is through, the rest
-when all backwards are, in the order in which the next forward needs the chunks. Right before its
-first forward a chunk waits for its gradients and takes the optimizer step of their iteration.
+A part of each model chunk's gradients is reduced as soon as its last backward is through. The rest
+follows in the order in which the next forward needs the chunks: that of the first chunk when all
+backwards are through, those of the others when the next iteration begins. In between Megatron sums
+up what is small and waited for, such as norms and losses, which would share the links with them.
+Right before its first forward a chunk waits for its gradients and takes the optimizer step of their
+iteration.
 
 Keeps one invariant: from the start of its reduction until its step, nobody else reads a chunk's
 gradients, adds to them or zeroes them, and nobody reads its parameters. What Megatron changes or
@@ -98,8 +101,8 @@ class DeferredSync:
 
     def prepare(self, chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
         """Begin an iteration; all ranks of the job call this together."""
+        self._reductions.start_rest()
         self._in_iteration = True
-        self._num_deferred_bytes = 0
         if not self._chunks:
             self._connect(chunks, groups)
         if self._auto is not None and (shares := self._auto.begin()):
@@ -126,8 +129,9 @@ class DeferredSync:
         self._reductions.start(chunk, slices, self._shares[segment])
 
     def finish_backward(self) -> None:
-        """Start what is left of all chunks; all backwards of the iteration are through."""
+        """Start what the next forward waits for first; all backwards are through."""
         self._in_iteration = False
+        self._num_deferred_bytes = self._reductions.rest_bytes
         self._reductions.finish_backward()
 
     def settle(self, chunk: Any) -> None:
@@ -151,6 +155,7 @@ class DeferredSync:
         if not self._may_be_late(optimizer, reduced, late):
             self._num_whole += 1
             self._count_deferred(0)
+            self._reductions.start_rest()
             for chunk in late:
                 self._wait(chunk)
             return whole_step()
@@ -178,6 +183,7 @@ class DeferredSync:
 
     def drain(self) -> None:
         """Settle everything: parameters are then those of the last iteration, for all to read."""
+        self._reductions.start_rest()
         for chunk in self._chunks:
             self.settle(chunk)
         self._finish_step()
@@ -244,8 +250,6 @@ class DeferredSync:
 
     def _observe(self, chunk: Any, num_bytes: int) -> list[Callable[[], None]]:
         """Note that a chunk starts to reduce ``num_bytes``; return what to call at their end."""
-        if not self._in_iteration:  # no backward is left to hide them
-            self._num_deferred_bytes += num_bytes
         ends = []
         if self._auto is not None:
             ends.append(self._auto.start(num_bytes))

@@ -67,15 +67,22 @@ class Reductions:
         first, self._rest[chunk] = divide(whole, share)
         self._running[chunk] = self._reduce(chunk, first)
 
+    @property
+    def rest_bytes(self) -> int:
+        """What is left to start, of all chunks."""
+        return sum(part.num_bytes for rest in self._rest.values() for part in rest)
+
     def finish_backward(self) -> None:
-        """Start what is left of all chunks, lowest first, and wait for what is kept back."""
-        for chunk in self._chunks:
-            rest = self._rest.pop(chunk, ())
-            if chunk in self._running:
-                self._running[chunk] += self._reduce(chunk, rest)
+        """Start what is left of the first chunk, and wait for what is kept back."""
+        self._start_rest(self._chunks[0])
         for work in self._keeping:
             work.wait()
         self._keeping.clear()
+
+    def start_rest(self) -> None:
+        """Start what is left of all chunks, lowest first."""
+        for chunk in self._chunks:
+            self._start_rest(chunk)
 
     def is_running(self, chunk: Any) -> bool:
         """Whether a chunk's reduction was started and not waited for."""
@@ -83,10 +90,15 @@ class Reductions:
 
     def wait(self, chunk: Any) -> None:
         """Wait until a chunk's gradients are reduced, if they are being reduced."""
+        self._start_rest(chunk)
         for work in self._running.pop(chunk, ()):
             work.wait()
         for end in self._ends.pop(chunk, ()):
             end()
+
+    def _start_rest(self, chunk: Any) -> None:
+        if chunk in self._running:
+            self._running[chunk] += self._reduce(chunk, self._rest.pop(chunk, ()))
 
     def _reduce(self, chunk: Any, parts: Sequence[Slice]) -> list[dist.Work]:
         if not parts:
