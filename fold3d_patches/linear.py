@@ -22,6 +22,8 @@ def patch(delayed: "DelayedWeightGrads") -> Patch:
     """What column- and row-parallel linear layers compute their output with."""
 
     def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
+        from megatron.fold3d.runtime.weight_grads import Parallel
+
         @wraps(upstream)  # upstream keeps a mark on the function, and finds it by name
         def linear(
             input: "torch.Tensor",  # noqa: A002 - it is passed by name
@@ -33,14 +35,19 @@ def patch(delayed: "DelayedWeightGrads") -> Patch:
             tp_group: Any = None,
             **rest: Any,
         ) -> Any:
-            parallel: dict[str, Any] = {
-                "allreduce_dgrad": allreduce_dgrad,
-                "sequence_parallel": sequence_parallel,
-                "tp_group": tp_group,
-            }
             if delayed.concerns(weight):
-                return delayed.linear(input, weight, bias, **parallel)
-            return upstream(input, weight, bias, gradient_accumulation_fusion, **parallel, **rest)
+                parallel = Parallel(allreduce_dgrad, sequence_parallel, tp_group)
+                return delayed.linear(input, weight, bias, parallel)
+            return upstream(
+                input,
+                weight,
+                bias,
+                gradient_accumulation_fusion,
+                allreduce_dgrad,
+                sequence_parallel,
+                tp_group=tp_group,
+                **rest,
+            )
 
         return linear
 

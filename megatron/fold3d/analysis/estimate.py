@@ -22,7 +22,6 @@ from megatron.fold3d.analysis.sizes import (
     GRADIENT_BYTES,
     Setup,
     delayed_bytes,
-    gathered_bytes,
     gradient_bytes,
     message_bytes,
     saved_bytes,
@@ -111,7 +110,6 @@ def _footprint(shape: ModelShape, setup: Setup, num_ranks: int, split: Split) ->
         static_bytes=tuple(static_bytes(shape, setup, num_ranks, split)),
         saved_bytes=tuple(saved),
         working_bytes=(working_bytes(shape, setup),) * len(saved),
-        gathered_bytes=tuple(gathered_bytes(shape, setup, split)),
         delayed_bytes=tuple(delayed_bytes(shape, setup, split)),
     )
 

@@ -23,8 +23,6 @@ class Footprint:
     """Per stage: what one micro-batch's forward keeps."""
     working_bytes: tuple[float, ...] = ()
     """Per stage: what a backward needs beside it while it runs."""
-    gathered_bytes: tuple[float, ...] = ()
-    """Per stage: what a forward keeps more if weight gradients are delayed."""
     delayed_bytes: tuple[float, ...] = ()
     """Per stage: what a backward leaves for weight gradients that are delayed."""
 
@@ -65,15 +63,13 @@ _Change = tuple[float, float]  # when, by how many bytes
 
 
 def _device_changes(spans: Sequence[Span], footprint: Footprint) -> Iterator[_Change]:
-    working, gathered = footprint.working_bytes, footprint.gathered_bytes
+    working = footprint.working_bytes
     split = {action.stage for *_, action, _ in spans if action and action.op is Op.WEIGHT}
     delayed = {stage: footprint.delayed_bytes[stage] for stage in split if footprint.delayed_bytes}
     for lane, start_s, end_s, action, _ in spans:
         if action is None or lane not in (Lane.COMPUTE, Lane.COPY):
             continue
         saved = footprint.saved_bytes[action.stage]
-        if gathered and action.stage in split:
-            saved += gathered[action.stage]
         if action.op is Op.FORWARD or action.op is Op.RELOAD:
             yield start_s, saved
         elif action.op is Op.OFFLOAD:

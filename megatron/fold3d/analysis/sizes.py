@@ -102,25 +102,16 @@ def delayed_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
     """Return, per stage, what a backward leaves for the weight gradients that are delayed.
 
     The inputs of each layer's linears and the gradients of their outputs. Tensor parallelism splits
-    the outputs of the first linear of a pair and the inputs of the second, and nothing else.
+    the outputs of the first linear of a pair and the inputs of the second; sequence parallelism
+    the inputs of the first as well.
     """
     h, a, f = shape.hidden_size, shape.attention_size, shape.ffn_size
-    whole, divided = 4 * h, (3 * a + f) + (a + f)
+    gathered, inputs, divided = 2 * h, 2 * h, (3 * a + f) + (a + f)
+    if setup.sequence_parallel:
+        inputs, divided = 0, divided + inputs
     tokens = setup.microbatch_size * shape.seq_length
-    layer = tokens * (whole + divided / setup.tensor_parallel) * setup.element_bytes
-    return [len(layers) * layer for layers in shape.stage_layers(split)]
-
-
-def gathered_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
-    """Return, per stage, what a forward keeps more where weight gradients are delayed.
-
-    The first linear of a pair keeps its input as it was gathered, not a part of it.
-    """
-    if not setup.sequence_parallel or setup.recompute == "full":
-        return [0.0] * len(shape.stage_layers(split))
-    share = 1 - 1 / setup.tensor_parallel
-    tokens = setup.microbatch_size * shape.seq_length
-    layer = 2 * tokens * shape.hidden_size * share * setup.element_bytes
+    elements = gathered + inputs + divided / setup.tensor_parallel
+    layer = tokens * elements * setup.element_bytes
     return [len(layers) * layer for layers in shape.stage_layers(split)]
 
 

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
@@ -25,11 +26,40 @@ from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 from megatron.fold3d.plan.ir import Action
 
 
+class Parallel(NamedTuple):
+    """How tensor parallelism spreads the input of a linear layer.
+
+    Attributes:
+        allreduce_dgrad: whether its gradient is summed over ``tp_group``.
+        sequence_parallel: whether it is a part of the sequence, which is gathered.
+        tp_group: tensor-parallel ranks; None is Megatron's.
+    """
+
+    allreduce_dgrad: bool
+    sequence_parallel: bool
+    tp_group: Any
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the input that the weight is multiplied with."""
+        if self.sequence_parallel:
+            x = gather_from_sequence_parallel_region(x, group=self.tp_group)
+        return x
+
+    def own(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the gradient of that input, summed over the ranks."""
+        if self.sequence_parallel:
+            grad = reduce_scatter_to_sequence_parallel_region(grad, group=self.tp_group)
+        elif self.allreduce_dgrad:
+            grad = reduce_from_tensor_model_parallel_region(grad, group=self.tp_group)
+        return grad
+
+
 class _Kept(NamedTuple):
     """What the gradient of one weight, and of its bias, is computed from."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    parallel: Parallel
     input: torch.Tensor
     output_grad: torch.Tensor
 
@@ -74,14 +104,7 @@ class DelayedWeightGrads:
         return torch.is_grad_enabled() and weight in self._weights
 
     def linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        allreduce_dgrad: bool,
-        sequence_parallel: bool,
-        tp_group: Any,
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parallel: Parallel
     ) -> torch.Tensor:
         """Return ``x`` times ``weight`` plus ``bias``, differentiable by ``x`` alone.
 
@@ -89,30 +112,25 @@ class DelayedWeightGrads:
             x: ``[seq, batch, hidden]``; with sequence parallelism this rank's part of seq.
             weight: ``[output, hidden]``; for this one, and for ``bias``, `compute` cares.
             bias: ``[output]``.
-            allreduce_dgrad: whether the gradient of ``x`` is summed over ``tp_group``.
-            sequence_parallel: whether ``x`` is gathered, and its gradient scattered.
-            tp_group: tensor parallel ranks; None is Megatron's.
+            parallel: how ``x`` is spread over ranks.
         """
-        if sequence_parallel:
-            x = gather_from_sequence_parallel_region(
-                x, tensor_parallel_output_grad=True, group=tp_group
-            )
-        elif allreduce_dgrad:
-            x = copy_to_tensor_model_parallel_region(x, group=tp_group)
         constant_bias = None if bias is None else bias.detach()
-        keep = partial(self._keep, weight, bias)
-        output: torch.Tensor = _Linear.apply(x, weight.detach(), constant_bias, keep)  # type: ignore[no-untyped-call]
+        keep = partial(self._keep, weight, bias, parallel)
+        output: torch.Tensor = _Linear.apply(x, weight.detach(), constant_bias, parallel, keep)  # type: ignore[no-untyped-call]
         return output
 
     def begin_backward(self, action: Action) -> None:
         """Keep what follows for the weight gradients of an action's stage and micro-batch."""
         self._now = self._kept[action.stage, action.microbatch] = []
 
+    @torch.no_grad()
     def compute(self, action: Action) -> None:
         """Add the weight gradients of one stage and micro-batch, through DDP's hooks."""
         params, grads = [], []
-        for weight, bias, x, output_grad in self._kept.pop((action.stage, action.microbatch)):
-            output_grad, x = prepare_input_tensors_for_wgrad_compute(output_grad, x)
+        for weight, bias, parallel, x, output_grad in self._kept.pop(
+            (action.stage, action.microbatch)
+        ):
+            output_grad, x = prepare_input_tensors_for_wgrad_compute(output_grad, parallel.whole(x))
             params.append(weight)
             grads.append(output_grad.t().matmul(x))
             if bias is not None:
@@ -133,15 +151,18 @@ class _Linear(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        parallel: Parallel,
         keep: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.keep = keep
-        output = torch.matmul(x, weight.t())
+        ctx.parallel, ctx.keep = parallel, keep
+        output = torch.matmul(parallel.whole(x), weight.t())
         return output if bias is None else output + bias
 
     @staticmethod
-    def backward(ctx: Any, output_grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(
+        ctx: Any, output_grad: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None, None]:
         x, weight = ctx.saved_tensors
-        ctx.keep(x, output_grad)
-        return output_grad.matmul(weight), None, None, None
+        ctx.keep(x.detach(), output_grad)
+        return ctx.parallel.own(output_grad.matmul(weight)), None, None, None, None
