@@ -50,6 +50,7 @@ MAY_NAME = {
         f"{FOLD3D}.buckets",
         f"{FOLD3D}.auto_segments",
         f"{FOLD3D}.layer_split",
+        f"{FOLD3D}.least_sizes",
     ),
 }
 # What must not be loaded after they are imported, through whomever.
