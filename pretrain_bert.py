@@ -9,7 +9,7 @@ The processes that write checkpoints import this file again, which is why it imp
 import sys
 from collections.abc import Sequence
 
-from fold3d_patches.launch import train
+from megatron.fold3d.training.launch import train
 
 
 def main(argv: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ def _extension() -> dict[str, Any]:
 
     sources = ("gate", "scheduler", "control", "torch_operations", "bindings")
     scheduler = CppExtension(
-        "megatron.fold3d.runtime._scheduler",
+        "megatron.fold3d.runtime.preemption._scheduler",
         [f"csrc/{name}.cpp" for name in sources],
         extra_compile_args=["-O2", "-g0", "-std=c++20"],
     )

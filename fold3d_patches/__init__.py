@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from fold3d_patches.registry import Patch, PatchError, apply
 
 if TYPE_CHECKING:
-    from megatron.fold3d.config import Fold3DConfig
+    from megatron.fold3d.config.fold3d_config import Fold3DConfig
     from megatron.fold3d.runtime.plans import Plans
-    from megatron.fold3d.runtime.recorder import Recorder
+    from megatron.fold3d.runtime.trace.recorder import Recorder
 
 __all__ = ["Patch", "PatchError", "install_platform", "install_schedule"]
 
@@ -41,7 +41,7 @@ def install_schedule(
         PlanError: the schedule cannot run ``num_microbatches``, or the user's plan is for others.
         HostMemoryError: this node has not the memory for what ``config`` offloads to it.
     """
-    from megatron.fold3d.runtime import host_memory
+    from megatron.fold3d.runtime.offload import host_memory
     from megatron.fold3d.runtime.plans import Plans
 
     plans = Plans(config)
@@ -56,8 +56,8 @@ def install_schedule(
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
     from fold3d_patches import trace
-    from megatron.fold3d.runtime.metrics import Metrics
-    from megatron.fold3d.runtime.tracer import Tracer
+    from megatron.fold3d.runtime.trace.metrics import Metrics
+    from megatron.fold3d.runtime.trace.tracer import Tracer
 
     tracer = Tracer(config, plans, Metrics(get_tensorboard_writer, get_wandb_writer))
     with apply(trace.patches(tracer, config.schedule)) as stack:
@@ -73,7 +73,7 @@ def _install(
     if config.schedule == "stock":
         return apply(marks)
 
-    from fold3d_patches import (
+    from fold3d_patches.schedule import (
         checkpoint,
         get_forward_backward_func,
         gradient_buckets,
@@ -83,12 +83,12 @@ def _install(
         scale_gradients,
         zero_grad_buffer,
     )
-    from megatron.fold3d.runtime.auto_shares import AutoShares
-    from megatron.fold3d.runtime.communicator import PreemptiveCommunicator
-    from megatron.fold3d.runtime.deferred_sync import DeferredSync
     from megatron.fold3d.runtime.executor import Executor
-    from megatron.fold3d.runtime.offloader import Offloader
-    from megatron.fold3d.runtime.weight_grads import DelayedWeightGrads
+    from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
+    from megatron.fold3d.runtime.grad_sync.measured_shares import AutoShares
+    from megatron.fold3d.runtime.offload.offloader import Offloader
+    from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
+    from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGrads
 
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     offloader = None if config.offload_activations == "off" else Offloader.of(config, num_local)
@@ -134,8 +134,8 @@ def _marks(config: "Fold3DConfig") -> Sequence[Patch]:
     if config.pp_traffic_class is None and config.dp_traffic_class is None:
         return ()
 
-    from fold3d_patches import nccl_options
-    from megatron.fold3d.runtime import nccl
+    from fold3d_patches.schedule import nccl_options
+    from megatron.fold3d.runtime.transfers import nccl
 
     nccl.check_traffic_classes()
     return (nccl_options.patch(config.pp_traffic_class, config.dp_traffic_class),)

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 architecture=${1:-all-major}
-output=${2:-megatron/fold3d/runtime/_offload.so}
+output=${2:-megatron/fold3d/runtime/offload/_offload.so}
 nvcc=${CUDA_HOME:+$CUDA_HOME/bin/}nvcc
 
 if ! command -v "$nvcc" >/dev/null; then

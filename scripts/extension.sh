@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-built=(megatron/fold3d/runtime/_scheduler.*.so)
+built=(megatron/fold3d/runtime/preemption/_scheduler.*.so)
 if [[ -f ${built[0]} && -z $(find csrc setup.py .venv/installed -newer "${built[0]}" -print -quit) ]]; then
     exit 0
 fi
@@ -19,4 +19,4 @@ if ! .venv/bin/python -W ignore setup.py -q build_ext --inplace >"$log" 2>&1; th
     echo "error: the C++ scheduler does not build; see above" >&2
     exit 1
 fi
-touch megatron/fold3d/runtime/_scheduler.*.so
+touch megatron/fold3d/runtime/preemption/_scheduler.*.so

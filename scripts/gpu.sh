@@ -33,7 +33,7 @@ step() { # a name, then a command
 step machine nvidia-smi
 step build scripts/build_cuda.sh native
 step extension "$python" -W ignore setup.py -q build_ext --inplace
-step tests "$python" -m pytest -m gpu tests/gpu tests/runtime/test_host_link.py
+step tests "$python" -m pytest -m gpu tests/gpu tests/runtime/transfers/test_host_link.py
 step copies "$python" -m scripts.bench.offload copies
 step rank-1024 "$python" -m scripts.bench.offload "${gpt3[@]}" --seq-length 1024
 step rank-2048 "$python" -m scripts.bench.offload "${gpt3[@]}" --seq-length 2048

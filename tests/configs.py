@@ -1,6 +1,6 @@
 """A configuration that tests change where they care."""
 
-from megatron.fold3d.config import Fold3DConfig
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
 
 CONFIG = Fold3DConfig(
     schedule="stock",

@@ -136,7 +136,8 @@ def test_ctrl_c_while_a_command_is_loaded_causes_no_traceback(fold3d, monkeypatc
 
 @pytest.mark.parametrize("line", [AIAO, "verify --plan-file /nowhere", "--help"])
 def test_plans_are_made_without_loading_the_simulator(line: str):
-    heavy = "{'numpy', 'torch', 'megatron.fold3d.analysis'} & set(sys.modules)"
+    heavy = "{'numpy', 'torch', *(f'megatron.fold3d.{r}' for r in ('observe', 'predict'))}"
+    heavy += " & set(sys.modules)"
     code = (
         "import sys\nfrom megatron.fold3d.cli import main\n"
         f"try: main({shlex.split(line)})\nexcept SystemExit: pass\nprint({heavy})"

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -13,55 +14,54 @@ ROOT = Path(__file__).parents[1]
 FOLD3D = "megatron.fold3d"
 HEAVY = ("torch", "numpy", "megatron.core")
 
-# What the files of a folder may name in an import, besides the standard library. The files of
-# `megatron/fold3d` itself, under ".", are for a command line: they start within milliseconds.
+# What the files of a room may name in an import, besides the standard library. Rooms stand from
+# the bottom up. The files of `megatron/fold3d` itself are under ".".
+ROOMS = {
+    "plan": (),
+    "policy": ("plan",),
+    "config": ("plan", "policy"),
+    "observe": ("plan",),
+    "runtime": ("plan", "policy", "config", "observe.trace_files", "observe.rank_exposure"),
+    "predict": ("plan", "policy", "observe"),
+    "commands": ("plan", "policy", "config", "observe", "predict"),
+    "training": ("plan", "policy", "config", "observe", "runtime", "predict", "commands"),
+    ".": ("commands",),
+}
+FOREIGN = {
+    "runtime": ("torch", "megatron.core"),
+    "predict": ("numpy",),
+    "training": ("torch", "megatron.core", "megatron.training", "fold3d_patches", "tqdm"),
+}
 MAY_NAME = {
-    "plan": (f"{FOLD3D}.plan",),
-    "analysis": (f"{FOLD3D}.plan", f"{FOLD3D}.analysis", "numpy"),
-    "runtime": (
-        "torch",
-        "megatron.core",
-        f"{FOLD3D}.plan",
-        f"{FOLD3D}.config",
-        f"{FOLD3D}.analysis.costs",
-        f"{FOLD3D}.analysis.trace",
-        f"{FOLD3D}.analysis.own_time",
-        f"{FOLD3D}.runtime",
-    ),
-    "commands": (
-        f"{FOLD3D}.plan",
-        f"{FOLD3D}.analysis",
-        f"{FOLD3D}.backward_share",
-        f"{FOLD3D}.weight_grad_flags",
-        f"{FOLD3D}.commands",
-    ),
-    ".": (
-        f"{FOLD3D}.plan",
-        f"{FOLD3D}.analysis",
-        f"{FOLD3D}.commands",
-        f"{FOLD3D}.config",
-        f"{FOLD3D}.refusals",
-        f"{FOLD3D}.backward_share",
-        f"{FOLD3D}.nccl_settings",
-        f"{FOLD3D}.preemption",
-        f"{FOLD3D}.trace_flags",
-        f"{FOLD3D}.weight_grad_flags",
-        f"{FOLD3D}.offload_flags",
-        f"{FOLD3D}.buckets",
-        f"{FOLD3D}.auto_segments",
-        f"{FOLD3D}.layer_split",
-        f"{FOLD3D}.least_sizes",
-    ),
+    room: (*(f"{FOLD3D}.{name}" for name in (room, *others)), *FOREIGN.get(room, ()))
+    for room, others in ROOMS.items()
 }
-# What must not be loaded after they are imported, through whomever.
+# What must not be loaded after all of a room's files are imported, through whomever.
+TRAINING = (f"{FOLD3D}.training", "fold3d_patches", "megatron.training")
 MUST_NOT_LOAD = {
-    "plan": (*HEAVY, f"{FOLD3D}.analysis", f"{FOLD3D}.runtime"),
-    "analysis": ("torch", "megatron.core", f"{FOLD3D}.runtime"),
-    "runtime": (),
-    "commands": ("torch", "megatron.core", f"{FOLD3D}.runtime"),
-    ".": (*HEAVY, f"{FOLD3D}.runtime"),
+    "plan": (*HEAVY, *TRAINING, *(f"{FOLD3D}.{room}" for room in ROOMS if room != "plan")),
+    "policy": (
+        *(*HEAVY, *TRAINING),
+        *(f"{FOLD3D}.{room}" for room in ("config", "observe", "runtime", "predict", "commands")),
+    ),
+    "config": (
+        *(*HEAVY, *TRAINING),
+        *(f"{FOLD3D}.{room}" for room in ("observe", "runtime", "predict", "commands")),
+    ),
+    "observe": (
+        *(*HEAVY, *TRAINING),
+        *(f"{FOLD3D}.{room}" for room in ("policy", "config", "runtime", "predict", "commands")),
+    ),
+    "runtime": (*TRAINING, f"{FOLD3D}.predict", f"{FOLD3D}.observe.report", f"{FOLD3D}.commands"),
+    "predict": (
+        *("torch", "megatron.core", *TRAINING),
+        *(f"{FOLD3D}.{room}" for room in ("config", "runtime", "commands")),
+    ),
+    "commands": ("torch", "megatron.core", *TRAINING, f"{FOLD3D}.runtime"),
+    "training": ("apex", "transformer_engine", f"{FOLD3D}.observe.report"),
+    ".": (*HEAVY, *TRAINING, f"{FOLD3D}.runtime"),
 }
-FOLDERS = [folder for folder in MAY_NAME if (ROOT / "megatron/fold3d" / folder).is_dir()]
+FOLDERS = list(ROOMS)
 
 # Runs in a fresh interpreter: imports some modules, then others, and tells what these changed.
 PROBE = """
@@ -95,7 +95,8 @@ print(json.dumps({
 
 
 def files(folder: str) -> list[Path]:
-    return sorted((ROOT / "megatron/fold3d" / folder).glob("*.py"))
+    pattern = "*.py" if folder == "." else "**/*.py"
+    return sorted((ROOT / "megatron/fold3d" / folder).glob(pattern))
 
 
 def module(path: Path) -> str:
@@ -146,8 +147,22 @@ def test_a_file_names_only_what_its_folder_may(folder: str):
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_importing_a_folder_loads_only_what_it_may(folder: str):
     loaded = probe([], [module(path) for path in files(folder)])["loaded"]
-    too_much = (*MUST_NOT_LOAD[folder], "fold3d_patches", "megatron.training")
-    assert [name for name in loaded if is_within(name, too_much)] == []
+    assert [name for name in loaded if is_within(name, MUST_NOT_LOAD[folder])] == []
+
+
+def test_every_folder_is_a_room_with_rules():
+    folders = {path.parent.name for path in (ROOT / "megatron/fold3d").glob("*/__init__.py")}
+    assert folders | {"."} == set(ROOMS)
+    assert all(MUST_NOT_LOAD[room] for room in ROOMS)
+
+
+def test_rooms_have_no_two_files_of_one_name():
+    rooms = [room for room in ROOMS if room not in (".", "commands")]
+    homes: dict[str, list[str]] = {}
+    for path in chain.from_iterable(map(files, rooms)):
+        if path.name != "__init__.py":
+            homes.setdefault(path.name, []).append(str(path.relative_to(ROOT)))
+    assert [paths for paths in homes.values() if len(paths) > 1] == []
 
 
 @pytest.mark.parametrize("path", files("plan") + files("."), ids=module)

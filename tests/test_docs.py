@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fold3d.analysis.model import Family
-from megatron.fold3d.analysis.presets import SCRIPTS, preset_flags
-from megatron.fold3d.config import Fold3DConfig
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.predict.cost_model.model_shape import Family
+from megatron.fold3d.predict.cost_model.presets import SCRIPTS, preset_flags
 from tests.commands.traces import write_traces
 
 ROOT = Path(__file__).parents[1]

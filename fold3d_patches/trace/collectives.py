@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from fold3d_patches.registry import Patch
 from megatron.fold3d.plan.ir import Op
-from megatron.fold3d.runtime.recorder import no_end
+from megatron.fold3d.runtime.trace.recorder import no_end
 
 if TYPE_CHECKING:
-    from megatron.fold3d.runtime.tracer import Tracer
+    from megatron.fold3d.runtime.trace.tracer import Tracer
 
 _BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
 

@@ -12,7 +12,7 @@ from fold3d_patches.registry import Patch
 from megatron.fold3d.plan.ir import Action, Op
 
 if TYPE_CHECKING:
-    from megatron.fold3d.runtime.tracer import Tracer
+    from megatron.fold3d.runtime.trace.tracer import Tracer
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fold3d_patches.registry import Patch
 
 if TYPE_CHECKING:
-    from megatron.fold3d.runtime.tracer import Tracer
+    from megatron.fold3d.runtime.trace.tracer import Tracer
 
 
 def patches(tracer: "Tracer") -> tuple[Patch, ...]:

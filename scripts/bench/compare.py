@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron.fold3d.analysis import training_log
+from megatron.fold3d.observe import training_log
 from scripts.bench import summary, variants
 from scripts.bench.runner import Bench, preload
 from scripts.bench.summary import Run

@@ -17,7 +17,7 @@ from statistics import median
 
 from tqdm import tqdm
 
-from megatron.fold3d.analysis.training_log import Spread, parse
+from megatron.fold3d.observe.training_log import Spread, parse
 
 LIMIT = 1.02
 SCHEDULES = ("stock", "interleaved")

@@ -8,10 +8,10 @@ a forward; a backward takes two.
 from collections.abc import Iterator
 from functools import partial
 
-from megatron.fold3d.analysis.costs import Costs
-from megatron.fold3d.analysis.simulate import simulate
 from megatron.fold3d.plan.ir import Action, Op, Plan
 from megatron.fold3d.plan.schedules import aiao, one_f_one_b
+from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.simulate import simulate
 
 SIZES = ((4, 2, 8), (8, 4, 16), (8, 2, 32))  # ranks, segments, micro-batches
 TRANSFERS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from megatron.fold3d.analysis.training_log import Iteration
+from megatron.fold3d.observe.training_log import Iteration
 from scripts.bench import compare, summary, variants
 from scripts.bench.runner import Bench, preload
 from scripts.bench.summary import Row, Run

@@ -93,7 +93,7 @@ def patches(forward_s: float, backward_s: float) -> tuple[Patch, ...]:
         return compute
 
     layer = "megatron.core.transformer.transformer_layer:TransformerLayer"
-    weight_grads = "megatron.fold3d.runtime.weight_grads:DelayedWeightGrads"
+    weight_grads = "megatron.fold3d.runtime.weight_grads.delayed_linear:DelayedWeightGrads"
     return (
         Patch(target=f"{layer}.forward", make=pace_layer),
         Patch(target=f"{weight_grads}.choose", make=note_layers),

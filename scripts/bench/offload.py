@@ -32,15 +32,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from megatron.fold3d.analysis.perf_model import aiao_activation_bytes
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program
 from megatron.fold3d.plan.schedules import LastSegment, build
 from megatron.fold3d.plan.verify import peak_activations
+from megatron.fold3d.predict.paper.perf_model import aiao_activation_bytes
 from megatron.fold3d.runtime.device import peak_device_bytes, synchronize
-from megatron.fold3d.runtime.host_memory import take
-from megatron.fold3d.runtime.offload_choice import Choice, offloaded
-from megatron.fold3d.runtime.offload_library import batched_copy, kernel_copy
-from megatron.fold3d.runtime.offloader import Offloader
+from megatron.fold3d.runtime.offload.host_memory import take
+from megatron.fold3d.runtime.offload.offload_choice import Choice, offloaded
+from megatron.fold3d.runtime.offload.offload_library import batched_copy, kernel_copy
+from megatron.fold3d.runtime.offload.offloader import Offloader
 
 MIB = 1 << 20
 Hooks = AbstractContextManager[object]

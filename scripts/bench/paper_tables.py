@@ -3,7 +3,7 @@
     python scripts/bench/paper_tables.py tests/data/fold3d_tables.json --calibrate-on "GPT-3 18B"
 
 Prints published, predicted and error per row and column. What is fitted, and how, is said by
-`megatron.fold3d.analysis.paper`.
+`megatron.fold3d.predict.paper.table_rows`.
 """
 
 import argparse
@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron.fold3d.analysis.paper import Fit, calibrate, error, predict
-from megatron.fold3d.analysis.published_rows import COLUMNS, Row, Tables, published_ms
+from megatron.fold3d.predict.paper.published_rows import COLUMNS, Row, Tables, published_ms
+from megatron.fold3d.predict.paper.table_rows import Fit, calibrate, error, predict
 
 
 def compare(tables: Tables, fit: Fit, calibrated: list[Row]) -> list[dict[str, Any]]:

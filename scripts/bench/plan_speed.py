@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from megatron.fold3d.plan.lowering import lower
+from megatron.fold3d.plan.compile import lower
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
 from megatron.fold3d.plan.verify import verify
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.fold3d.analysis.candidates import Candidate, Schedule
-from megatron.fold3d.analysis.cluster import Cluster, cluster
-from megatron.fold3d.analysis.estimate import estimate
-from megatron.fold3d.analysis.model import SHAPES, ModelShape
-from megatron.fold3d.analysis.running import timeline_of
-from megatron.fold3d.analysis.sizes import Setup
-from megatron.fold3d.backward_share import share_or_auto
-from megatron.fold3d.weight_grad_flags import segment_list
+from megatron.fold3d.config.backward_share_flags import share_or_auto
+from megatron.fold3d.config.weight_grad_flags import segment_list
+from megatron.fold3d.predict.cost_model.cluster import Cluster, cluster
+from megatron.fold3d.predict.cost_model.estimate import estimate
+from megatron.fold3d.predict.cost_model.model_shape import SHAPES, ModelShape
+from megatron.fold3d.predict.cost_model.sizes import Setup
+from megatron.fold3d.predict.search.candidate_timeline import timeline_of
+from megatron.fold3d.predict.search.candidates import Candidate, Schedule
 from scripts.bench.testbed import parse_rate
 from scripts.bench.variants import DEFAULT
 

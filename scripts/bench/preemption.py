@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron.fold3d.runtime.communicator import BUILD, extension
+from megatron.fold3d.runtime.preemption.communicator import BUILD, extension
 from scripts.bench.preemption_rank import HEADERS, Load, Mode, Result, run_killed, run_modes
 from scripts.bench.testbed import (
     Link,

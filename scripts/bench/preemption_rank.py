@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.fold3d.runtime.communicator import PreemptiveCommunicator
+from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
 from scripts.bench.processes import hurry
 from scripts.bench.testbed import LOW_DELAY, traffic_of
 

@@ -15,7 +15,7 @@ from statistics import median
 import torch
 
 from megatron.fold3d.plan.ir import Action, Op
-from megatron.fold3d.runtime.recorder import Recorder
+from megatron.fold3d.runtime.trace.recorder import Recorder
 
 ROUNDS = 9
 

@@ -10,10 +10,10 @@ DP.sync and PP.sync that nothing hides.
 import argparse
 import sys
 
-from megatron.fold3d.analysis.candidates import Given
-from megatron.fold3d.analysis.cluster import cluster
-from megatron.fold3d.analysis.model import ModelShape, model_shape
-from megatron.fold3d.analysis.planner import search
+from megatron.fold3d.predict.cost_model.cluster import cluster
+from megatron.fold3d.predict.cost_model.model_shape import ModelShape, model_shape
+from megatron.fold3d.predict.search.candidates import Given
+from megatron.fold3d.predict.search.planner import search
 
 
 def cell(shape: ModelShape, name: str, batch_size: int, given: Given) -> str:

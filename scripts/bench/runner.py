@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron.fold3d.analysis import training_log
+from megatron.fold3d.observe import training_log
 from scripts.bench.processes import Ranks
 from scripts.bench.summary import Run
 from scripts.bench.testbed import Link, Testbed, Traffic

@@ -21,14 +21,14 @@ from typing import Any
 import pretrain_gpt
 from fold3d_patches import registry
 from fold3d_patches.registry import Patch
-from megatron.fold3d.analysis import training_log
+from megatron.fold3d.observe import training_log
 from scripts.bench import layer_pacing
 from scripts.bench.testbed import Link, Testbed, TestbedError, end_on_signals, parse_rate, refuse
 from scripts.bench.variants import Job
 
 _ROOT = Path(__file__).parents[2]
 _WARMUP = 3
-_P2P = "megatron.fold3d.runtime.p2p:P2P"
+_P2P = "megatron.fold3d.runtime.transfers.p2p:P2P"
 
 
 def patches(spent_s: dict[str, list[float]]) -> tuple[Patch, ...]:

@@ -11,11 +11,11 @@ import argparse
 import sys
 import time
 
-from megatron.fold3d.analysis.costs import Costs
-from megatron.fold3d.analysis.execution import Execution
-from megatron.fold3d.analysis.grad_sync import deferred_grad_sync
-from megatron.fold3d.analysis.simulate import simulate
+from megatron.fold3d.plan.passes.stock_grad_sync import deferred_grad_sync
 from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.simulate import simulate
 
 
 def seconds(num_ranks: int, num_segments: int, num_microbatches: int) -> tuple[int, float]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megatron.fold3d.analysis.training_log import Iteration, Spread
+from megatron.fold3d.observe.training_log import Iteration, Spread
 from scripts.bench.variants import DEFAULT, Variant
 
 # fp32 sums of the same numbers in another order, over a handful of small updates.

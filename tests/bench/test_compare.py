@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatron.fold3d.analysis.training_log import Iteration
+from megatron.fold3d.observe.training_log import Iteration
 from scripts.bench import compare
 from scripts.bench.summary import Run
 from scripts.bench.testbed import Link, Testbed, TestbedError

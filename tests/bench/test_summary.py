@@ -1,6 +1,6 @@
 import pytest
 
-from megatron.fold3d.analysis.training_log import Iteration, Spread
+from megatron.fold3d.observe.training_log import Iteration, Spread
 from scripts.bench import summary
 from scripts.bench.summary import Run
 from scripts.bench.variants import DEFAULT, Variant

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.fold3d.commands.installation import installation
-from megatron.fold3d.runtime.links import pairs
+from megatron.fold3d.runtime.measure.link_speeds import pairs
 from tests.distributed import run_distributed
 
 FOLD3D = "import sys; from megatron.fold3d.cli import main; sys.exit(main())"
@@ -102,7 +102,7 @@ def test_ranks_compare_notes_and_measure_their_links():
 
 def _meet() -> Any:
     """Rank 1 has another NCCL than rank 0, and what is bad on it."""
-    from fold3d_patches.doctor import Finding, meet
+    from megatron.fold3d.training.installation_facts import Finding, meet
 
     same = Finding("torch", "ok", "2.13.0")
     if os.environ["RANK"] == "0":

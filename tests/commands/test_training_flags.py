@@ -2,12 +2,12 @@ import shlex
 
 import pytest
 
-from megatron.fold3d.analysis.candidates import Candidate
-from megatron.fold3d.analysis.cluster import cluster
-from megatron.fold3d.analysis.model import model_shape
-from megatron.fold3d.analysis.sizes import Setup
 from megatron.fold3d.commands.training_flags import _layout, training_flags
-from megatron.fold3d.config import Fold3DConfig
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.predict.cost_model.cluster import cluster
+from megatron.fold3d.predict.cost_model.model_shape import model_shape
+from megatron.fold3d.predict.cost_model.sizes import Setup
+from megatron.fold3d.predict.search.candidates import Candidate
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

@@ -3,13 +3,14 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron.fold3d.analysis.costs import Costs
-from megatron.fold3d.analysis.execution import Execution
-from megatron.fold3d.analysis.simulate import simulate
-from megatron.fold3d.analysis.timeline import Lane, Span
-from megatron.fold3d.analysis.trace import Event, IterationTrace, RankTrace
-from megatron.fold3d.plan.lowering import delay_weight_grads, lower
+from megatron.fold3d.observe.timeline import Lane, Span
+from megatron.fold3d.observe.trace_files import Event, IterationTrace, RankTrace
+from megatron.fold3d.plan.compile import lower
+from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.simulate import simulate
 
 _KINDS = {Lane.COMPUTE: "compute", Lane.WAIT: "wait", Lane.GRAD_SYNC: "grad_sync"}
 

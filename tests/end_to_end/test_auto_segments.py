@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fold3d_patches.choose_segments import measure
+from megatron.fold3d.training.choose_segments import measure
 from tests.distributed import run_distributed
 from tests.end_to_end.training import Record, differences, train
 

@@ -214,7 +214,7 @@ def train_each_iteration_twice(argv: Sequence[str]) -> tuple[Heard, int]:
 
 def train_with_changing_shares(argv: Sequence[str]) -> "Heard":
     """Train with other shares of the two segments in each iteration."""
-    from megatron.fold3d.runtime.deferred_sync import DeferredSync
+    from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
 
     step, shares = DeferredSync.step, itertools.cycle([(0.2, 1.0), (1.0, 0.0), (0.0, 0.7)])
 
@@ -228,17 +228,17 @@ def train_with_changing_shares(argv: Sequence[str]) -> "Heard":
 
 def train_and_decide_often(argv: Sequence[str]) -> tuple["Heard", list[str]]:
     """Train with shares that are decided every second iteration; with what is told of that."""
-    from megatron.fold3d.runtime import auto_shares
+    from megatron.fold3d.runtime.grad_sync.ddp_sync import measured_shares
 
-    auto_shares.WARM_UP, auto_shares.EVERY, auto_shares.DRIFT = 1, 2, -1.0
+    measured_shares.WARM_UP, measured_shares.EVERY, measured_shares.DRIFT = 1, 2, -1.0
     told: list[str] = []
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             told.append(record.getMessage())
 
-    auto_shares.logger.setLevel(logging.INFO)
-    auto_shares.logger.addHandler(Listener())
+    measured_shares.logger.setLevel(logging.INFO)
+    measured_shares.logger.addHandler(Listener())
     return train_and_listen(argv), told
 
 
@@ -256,7 +256,7 @@ def train_and_listen(argv: Sequence[str]) -> Heard:
             if found := STEPS.fullmatch(record.getMessage()):
                 steps.append((int(found[1]), int(found[2])))
 
-    logger = logging.getLogger("megatron.fold3d.runtime.deferred_sync")
+    logger = logging.getLogger("megatron.fold3d.runtime.grad_sync.deferred_sync")
     logger.setLevel(logging.INFO)
     logger.addHandler(Listener())
     return Heard(train(argv), norms, bounds, steps)

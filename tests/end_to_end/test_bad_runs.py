@@ -84,7 +84,7 @@ def _refused(argv: Sequence[str], reason: str) -> None:
 def _refusal(argv: Sequence[str]) -> tuple[int, str]:
     """Return the script's exit code on this rank, and what it says."""
     import pretrain_gpt
-    from fold3d_patches import launch
+    from megatron.fold3d.training import launch
 
     launch.PATIENCE_S = 0.0  # no launcher ends this rank because another has spoken
     sys.argv[0] = "pretrain_gpt.py"
@@ -138,7 +138,7 @@ def test_a_hanging_rank_ends_the_job_when_transfers_time_out() -> None:
 
 def _end_in_second_iteration(argv: Sequence[str], with_signal: signal.Signals) -> None:
     """Train, but on rank 1 meet a signal in a forward of the second iteration."""
-    from fold3d_patches import gpt
+    from megatron.fold3d.training import gpt
 
     forward_step, count = gpt.forward_step, 0
 

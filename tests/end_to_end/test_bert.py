@@ -88,7 +88,7 @@ def test_a_bert_is_trained_as_by_stock(data: list[str], num_ranks: int, flags: s
 def test_what_is_no_bert_is_refused(
     parser: ArgumentParser, data: list[str], words: str, message: str
 ):
-    from fold3d_patches import bert
+    from megatron.fold3d.training import bert
 
     run = "--transformer-impl local --eval-interval 3"
     args = parser.parse_args([*run.split(), *data, *words.split()])

@@ -149,7 +149,7 @@ def _train_with_fault(
     argv: Sequence[str],
 ) -> Record:
     """Train on the rank's host; rank 1 meets its fault in the second iteration, in mid-sync."""
-    from megatron.fold3d.runtime.grad_sync import GradSync
+    from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
 
     namespaces, address, folder = place
     rank = int(os.environ["RANK"])

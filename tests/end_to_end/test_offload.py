@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from megatron.fold3d.plan.lowering import add_offload
+from megatron.fold3d.plan.passes.offload import add_offload
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import peak_activations
 from tests.distributed import RankError, run_distributed
@@ -154,7 +154,7 @@ def test_a_host_without_the_memory_is_told_before_training(recompute: str) -> No
 
 def train_until_a_copy(argv: Sequence[str]) -> None:
     """Train, but on rank 1 die in the middle of a copy of the second iteration."""
-    from megatron.fold3d.runtime.copies import Copies
+    from megatron.fold3d.runtime.offload.copies import Copies
 
     launch, count = Copies._launch, 0
 
@@ -206,12 +206,12 @@ class Counts:
 
 def train_and_count(argv: Sequence[str], depth: int) -> tuple[Record, Counts]:
     """Train; with what was moved."""
-    from megatron.fold3d.runtime import offloader
     from megatron.fold3d.runtime.executor import _Iteration
-    from megatron.fold3d.runtime.host_link import HostLink
-    from megatron.fold3d.runtime.offload_choice import Choice, choose
-    from megatron.fold3d.runtime.offloader import Offloader
-    from megatron.fold3d.runtime.p2p import P2P
+    from megatron.fold3d.runtime.offload import offloader
+    from megatron.fold3d.runtime.offload.offload_choice import Choice, choose
+    from megatron.fold3d.runtime.offload.offloader import Offloader
+    from megatron.fold3d.runtime.transfers.host_link import HostLink
+    from megatron.fold3d.runtime.transfers.p2p import P2P
 
     def chosen(*args: Any, **options: Any) -> Choice:
         return replace(choose(*args, **options), depth=depth)  # a CPU's copies have one

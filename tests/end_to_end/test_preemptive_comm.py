@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fold3d.analysis.trace import read_ranks
-from megatron.fold3d.runtime.communicator import extension
+from megatron.fold3d.observe.trace_files import read_ranks
+from megatron.fold3d.runtime.preemption.communicator import extension
 from tests.distributed import run_distributed
 from tests.end_to_end.training import Record, differences, train
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fold3d.analysis.exposure import exposure
-from megatron.fold3d.analysis.timeline import Lane
-from megatron.fold3d.analysis.trace import RankTrace, read_ranks
-from megatron.fold3d.analysis.trace_timeline import to_timeline
 from megatron.fold3d.cli import main
+from megatron.fold3d.observe.exposure import exposure
+from megatron.fold3d.observe.timeline import Lane
+from megatron.fold3d.observe.trace_files import RankTrace, read_ranks
+from megatron.fold3d.observe.trace_timeline import to_timeline
 from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan
 from tests.distributed import run_distributed
 from tests.end_to_end.training import differences, train

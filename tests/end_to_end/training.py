@@ -39,7 +39,7 @@ def train(argv: Sequence[str], script: str = "pretrain_gpt") -> Record:
     from megatron.core.utils import unwrap_model
     from megatron.training import training
 
-    from fold3d_patches import launch
+    from megatron.fold3d.training import launch
 
     record = Record()
     trained: dict[str, Any] = {}

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.fold3d.runtime.communicator import PreemptiveCommunicator, extension
+from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator, extension
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from megatron.fold3d.plan.ir import Op
-from megatron.fold3d.plan.lowering import add_offload
+from megatron.fold3d.plan.passes.offload import add_offload
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import peak_activations
-from megatron.fold3d.runtime.copies import Copies
 from megatron.fold3d.runtime.device import synchronize
-from megatron.fold3d.runtime.host_memory import available_bytes
-from megatron.fold3d.runtime.offload_library import PinnedMemory, batched_copy, kernel_copy
-from megatron.fold3d.runtime.offloader import Offloader
+from megatron.fold3d.runtime.offload.copies import Copies
+from megatron.fold3d.runtime.offload.host_memory import available_bytes
+from megatron.fold3d.runtime.offload.offload_library import PinnedMemory, batched_copy, kernel_copy
+from megatron.fold3d.runtime.offload.offloader import Offloader
 
 pytestmark = pytest.mark.gpu
 
@@ -29,8 +29,8 @@ SIZES = (1, 17, 512, 4097, 1 << 20, (8 << 20) + 3)
 GIB = 1 << 30
 ENDLESS = """
 import torch
-from megatron.fold3d.runtime.copies import Copies
-from megatron.fold3d.runtime.host_memory import take
+from megatron.fold3d.runtime.offload.copies import Copies
+from megatron.fold3d.runtime.offload.host_memory import take
 
 device = torch.device("cuda")
 host, copies = take(4 << 30, device), Copies(device)

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from fold3d_patches import (
+from fold3d_patches import compile_helpers, cpu, trace
+from fold3d_patches.registry import Patch, apply
+from fold3d_patches.schedule import (
     checkpoint,
-    compile_helpers,
-    cpu,
     get_forward_backward_func,
     gradient_buckets,
     linear,
@@ -25,16 +25,14 @@ from fold3d_patches import (
     optimizer_step,
     save_checkpoint,
     scale_gradients,
-    trace,
     zero_grad_buffer,
 )
-from fold3d_patches.registry import Patch, apply
-from megatron.fold3d.runtime.deferred_sync import DeferredSync
-from megatron.fold3d.runtime.metrics import Metrics
-from megatron.fold3d.runtime.offloader import Offloader
+from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
+from megatron.fold3d.runtime.offload.offloader import Offloader
 from megatron.fold3d.runtime.plans import Plans
-from megatron.fold3d.runtime.tracer import Tracer
-from megatron.fold3d.runtime.weight_grads import DelayedWeightGrads
+from megatron.fold3d.runtime.trace.metrics import Metrics
+from megatron.fold3d.runtime.trace.tracer import Tracer
+from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGrads
 from tests.configs import CONFIG
 
 DEFERRED = DeferredSync(0.5, slice_bytes=4096, bounded=False, timeout=timedelta(minutes=1))
@@ -58,7 +56,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session", autouse=True)
 def _everything_imported() -> None:
-    import_module("fold3d_patches.gpt")
+    import_module("megatron.fold3d.training.gpt")
 
 
 def symbol(target: str) -> Any:

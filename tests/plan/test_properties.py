@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.fold3d.plan.compile import forward_only, lower
 from megatron.fold3d.plan.ir import (
     COMPUTE_OPS,
     RECV_OPS,
@@ -19,7 +20,9 @@ from megatron.fold3d.plan.ir import (
     Plan,
     PlanError,
 )
-from megatron.fold3d.plan.lowering import add_grad_sync, add_offload, add_p2p, forward_only, lower
+from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
+from megatron.fold3d.plan.passes.offload import add_offload
+from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, LastSegment, build
 from megatron.fold3d.plan.verify import peak_activations, verify
 

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.fold3d.analysis.model import Family
-from megatron.fold3d.analysis.presets import SCRIPTS as TRAINING
-from megatron.fold3d.analysis.presets import preset_flags
-from megatron.fold3d.config import Fold3DConfig, megatron_defaults
+from megatron.fold3d.config.fold3d_config import Fold3DConfig, megatron_defaults
+from megatron.fold3d.predict.cost_model.model_shape import Family
+from megatron.fold3d.predict.cost_model.presets import SCRIPTS as TRAINING
+from megatron.fold3d.predict.cost_model.presets import preset_flags
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path("scripts/slurm")

@@ -8,11 +8,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron.fold3d.analysis.breakdown import exposure_of_ranks, seconds_of, shown_columns
-from megatron.fold3d.analysis.draw import Pipeline, draw_together
-from megatron.fold3d.analysis.exposure import Exposure, mean
-from megatron.fold3d.analysis.plot import Panel, plot
-from megatron.fold3d.analysis.runs import (
+from megatron.fold3d.commands import exposure_table
+from megatron.fold3d.commands.console import OK, write
+from megatron.fold3d.observe.breakdown import exposure_of_ranks, seconds_of, shown_columns
+from megatron.fold3d.observe.exposure import Exposure, mean
+from megatron.fold3d.observe.report.draw import Pipeline, draw_together
+from megatron.fold3d.observe.report.plot import Panel, plot
+from megatron.fold3d.observe.runs import (
     Ratio,
     Run,
     compare_losses,
@@ -20,10 +22,8 @@ from megatron.fold3d.analysis.runs import (
     speed_ratio,
     time_to_loss,
 )
-from megatron.fold3d.analysis.timeline import Timeline
-from megatron.fold3d.analysis.training_log import Spread
-from megatron.fold3d.commands import exposure_table
-from megatron.fold3d.commands.console import OK, write
+from megatron.fold3d.observe.timeline import Timeline
+from megatron.fold3d.observe.training_log import Spread
 
 DESCRIPTION = """\
 Compare two training runs: how much faster the second is and how sure that is,

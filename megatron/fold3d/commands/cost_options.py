@@ -6,17 +6,17 @@ from math import isfinite
 from pathlib import Path
 from typing import get_args
 
-from megatron.fold3d.analysis.cluster import Cluster
-from megatron.fold3d.analysis.costs import Costs
-from megatron.fold3d.analysis.estimate import estimate
-from megatron.fold3d.analysis.fields import read_text
-from megatron.fold3d.analysis.memory import Footprint, memory
-from megatron.fold3d.analysis.model import ModelShape
-from megatron.fold3d.analysis.planner import USABLE_MEMORY
-from megatron.fold3d.analysis.sizes import Recompute, Setup
-from megatron.fold3d.analysis.timeline import Timeline
 from megatron.fold3d.commands.hardware_options import add_hardware_options, named_hardware
+from megatron.fold3d.observe.fields import read_text
+from megatron.fold3d.observe.memory_curve import Footprint, memory
+from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.predict.cost_model.cluster import Cluster
+from megatron.fold3d.predict.cost_model.estimate import estimate
+from megatron.fold3d.predict.cost_model.model_shape import ModelShape
+from megatron.fold3d.predict.cost_model.sizes import Recompute, Setup
+from megatron.fold3d.predict.search.planner import USABLE_MEMORY
+from megatron.fold3d.predict.simulator.costs import Costs
 
 _SECONDS = ("forward_s", "backward_s", "p2p_s", "grad_sync_s")
 _FILE = ("costs",)

@@ -27,7 +27,7 @@ examples:
 exit code: 0 ready, 1 something has to be fixed"""
 
 # A torch that does not fit its machine may die at import, which then is one more finding.
-_PROBE = (sys.executable, "-m", "fold3d_patches.doctor")
+_PROBE = (sys.executable, "-m", "megatron.fold3d.training.installation_facts")
 _PROBE_S = 600.0
 _NEEDED = ("torch", "megatron-core", "namespace")  # without these there is nothing to probe
 _SLOW_LINK = 4.0  # times as slow as the median one

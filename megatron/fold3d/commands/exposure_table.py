@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from megatron.fold3d.analysis.breakdown import COLUMNS
+from megatron.fold3d.observe.breakdown import COLUMNS
 
 _WIDTH = 10
 

@@ -4,8 +4,8 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from math import inf
 
-from megatron.fold3d.analysis.cluster import NODES, Cluster, cluster
-from megatron.fold3d.analysis.model import SHAPES, ModelShape, model_shape
+from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster, cluster
+from megatron.fold3d.predict.cost_model.model_shape import SHAPES, ModelShape, model_shape
 
 
 def add_hardware_options(parser: ArgumentParser, *, required: bool) -> None:

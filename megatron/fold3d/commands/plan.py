@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron.fold3d.commands.console import OK, write
 from megatron.fold3d.commands.plan_source import sizes
 from megatron.fold3d.commands.schedule_options import add_size_options, compute_plan
-from megatron.fold3d.plan.lowering import lower
+from megatron.fold3d.plan.compile import lower
 from megatron.fold3d.plan.schedules import SCHEDULES
 
 DESCRIPTION = """\

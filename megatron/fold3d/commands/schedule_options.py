@@ -3,10 +3,10 @@
 from argparse import ArgumentParser, Namespace
 from typing import get_args
 
+from megatron.fold3d.config.weight_grad_flags import segment_list
 from megatron.fold3d.plan.ir import Plan, PlanError
-from megatron.fold3d.plan.lowering import delay_weight_grads
+from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import LastSegment, build
-from megatron.fold3d.weight_grad_flags import segment_list
 
 
 def add_size_options(parser: ArgumentParser, *, required: bool) -> None:

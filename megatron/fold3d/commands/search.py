@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
-from megatron.fold3d.analysis.candidates import Assumption, Given
-from megatron.fold3d.analysis.choices import WORTHWHILE, Choice
-from megatron.fold3d.analysis.choices import Search as Found
-from megatron.fold3d.analysis.cluster import Cluster
-from megatron.fold3d.analysis.model import ModelShape
-from megatron.fold3d.analysis.planner import search
-from megatron.fold3d.analysis.sizes import Recompute
 from megatron.fold3d.commands.console import OK, Progress, write
 from megatron.fold3d.commands.hardware_options import add_hardware_options, named_hardware
 from megatron.fold3d.commands.training_flags import check_trains, training_flags
+from megatron.fold3d.predict.cost_model.cluster import Cluster
+from megatron.fold3d.predict.cost_model.model_shape import ModelShape
+from megatron.fold3d.predict.cost_model.sizes import Recompute
+from megatron.fold3d.predict.search.candidates import Assumption, Given
+from megatron.fold3d.predict.search.planner import search
+from megatron.fold3d.predict.search.search_result import WORTHWHILE, Choice
+from megatron.fold3d.predict.search.search_result import Search as Found
 
 DESCRIPTION = """\
 Choose the schedule, the (dp, pp, tp) sizes, the micro-batch size, the segments,

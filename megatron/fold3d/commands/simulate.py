@@ -8,28 +8,28 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
 
-from megatron.fold3d.analysis.auto_shares import auto_shares
-from megatron.fold3d.analysis.breakdown import seconds_of, shown_columns
-from megatron.fold3d.analysis.draw import caption_of, draw
-from megatron.fold3d.analysis.execution import Execution
-from megatron.fold3d.analysis.exposure import Exposure, exposure, mean
-from megatron.fold3d.analysis.grad_sync import deferred_grad_sync, serial_grad_sync
-from megatron.fold3d.analysis.grid import to_text
-from megatron.fold3d.analysis.running import PAUSE_SHARE
-from megatron.fold3d.analysis.simulate import simulate
-from megatron.fold3d.analysis.steady import steady_state
-from megatron.fold3d.analysis.timeline import Lane, Timeline
-from megatron.fold3d.backward_share import AUTO, share_or_auto
 from megatron.fold3d.commands import exposure_table
 from megatron.fold3d.commands.console import OK, REJECTED, complain, write
 from megatron.fold3d.commands.cost_options import Hardware, Source, add_cost_options, costs_of
 from megatron.fold3d.commands.plan_source import in_words, plan_from, sizes
 from megatron.fold3d.commands.schedule_options import add_size_options, compute_plan
+from megatron.fold3d.config.backward_share_flags import AUTO, share_or_auto
+from megatron.fold3d.observe.breakdown import seconds_of, shown_columns
+from megatron.fold3d.observe.exposure import Exposure, exposure, mean
+from megatron.fold3d.observe.report.draw import caption_of, draw
+from megatron.fold3d.observe.report.grid import to_text
+from megatron.fold3d.observe.timeline import Lane, Timeline
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
-from megatron.fold3d.plan.lowering import add_grad_sync
-from megatron.fold3d.plan.param_gather import add_param_gather
+from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
+from megatron.fold3d.plan.passes.param_gather import add_param_gather
+from megatron.fold3d.plan.passes.stock_grad_sync import deferred_grad_sync, serial_grad_sync
 from megatron.fold3d.plan.schedules import SCHEDULES
 from megatron.fold3d.plan.verify import verify
+from megatron.fold3d.predict.search.candidate_timeline import PAUSE_SHARE
+from megatron.fold3d.predict.search.simulated_shares import auto_shares
+from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.simulate import simulate
+from megatron.fold3d.predict.simulator.steady import steady_state
 
 DESCRIPTION = """\
 Predict how long a plan takes and where its time goes: computation, bubble,

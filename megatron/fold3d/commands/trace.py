@@ -7,37 +7,37 @@ from math import inf
 from pathlib import Path
 from statistics import fmean
 
-from megatron.fold3d.analysis.breakdown import (
+from megatron.fold3d.commands import exposure_table
+from megatron.fold3d.commands.console import OK, complain, write
+from megatron.fold3d.commands.cost_options import costs_from
+from megatron.fold3d.commands.plan_source import in_words
+from megatron.fold3d.observe.breakdown import (
     Breakdown,
     exposure_of_ranks,
     seconds_of,
     shown_columns,
 )
-from megatron.fold3d.analysis.chrome import to_chrome
-from megatron.fold3d.analysis.execution import sends_stock_waits_for
-from megatron.fold3d.analysis.exposure import mean
-from megatron.fold3d.analysis.model import model_shape
-from megatron.fold3d.analysis.page import View, page
-from megatron.fold3d.analysis.replay import (
-    as_synced,
-    observed_costs,
-    observed_plan,
-    replay,
-)
-from megatron.fold3d.analysis.timeline import Timeline
-from megatron.fold3d.analysis.trace import (
+from megatron.fold3d.observe.exposure import mean
+from megatron.fold3d.observe.report.chrome import to_chrome
+from megatron.fold3d.observe.report.page import View, page
+from megatron.fold3d.observe.timeline import Timeline
+from megatron.fold3d.observe.trace_files import (
     IterationTrace,
     RankTrace,
     pipeline,
     read_ranks,
 )
-from megatron.fold3d.analysis.trace_timeline import to_timeline
-from megatron.fold3d.commands import exposure_table
-from megatron.fold3d.commands.console import OK, complain, write
-from megatron.fold3d.commands.cost_options import costs_from
-from megatron.fold3d.commands.plan_source import in_words
+from megatron.fold3d.observe.trace_timeline import to_timeline
 from megatron.fold3d.plan.ir import Plan, PlanError
-from megatron.fold3d.plan.lowering import deferred_stages
+from megatron.fold3d.plan.passes.grad_sync import deferred_stages
+from megatron.fold3d.predict.cost_model.model_shape import model_shape
+from megatron.fold3d.predict.simulator.execution import sends_stock_waits_for
+from megatron.fold3d.predict.simulator.replay import (
+    as_synced,
+    observed_costs,
+    observed_plan,
+    replay,
+)
 
 DESCRIPTION = """\
 Show where the time of a traced run went: the columns of the paper's Table II,

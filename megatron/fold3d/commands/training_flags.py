@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from shlex import quote
 
-from megatron.fold3d.analysis.candidates import Candidate
-from megatron.fold3d.analysis.cluster import Cluster
-from megatron.fold3d.analysis.model import ModelShape
-from megatron.fold3d.analysis.presets import SCRIPTS, shape_flags
+from megatron.fold3d.predict.cost_model.cluster import Cluster
+from megatron.fold3d.predict.cost_model.model_shape import ModelShape
+from megatron.fold3d.predict.cost_model.presets import SCRIPTS, shape_flags
+from megatron.fold3d.predict.search.candidates import Candidate
 
 _FP16 = ("--fp16", "--accumulate-allreduce-grads-in-fp32")  # the second comes with bf16 by itself
 

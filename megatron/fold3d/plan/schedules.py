@@ -1,7 +1,7 @@
 """Schedules: the order in which each rank computes, one generator per schedule.
 
 A generator yields the forwards and backwards of one rank and nothing else; transfers, gradient
-sync and offload are added by `lowering`. Every schedule runs micro-batches first in, first out in
+sync and offload are added by `passes`. Every schedule runs micro-batches first in, first out in
 forward and in backward, so gradients are summed in the same order whichever schedule runs.
 
     p = num_ranks, v = num_segments, m = num_microbatches; rank 0 of p=2, v=2, m=3:

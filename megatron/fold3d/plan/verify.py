@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from itertools import count
 
 from megatron.fold3d.plan.ir import STAGE_OPS, Action, Op, Plan, PlanError, Program, gc_paused
-from megatron.fold3d.plan.lowering import add_p2p, deferred_stages, split_stages
+from megatron.fold3d.plan.passes.grad_sync import deferred_stages
+from megatron.fold3d.plan.passes.transfers import add_p2p
+from megatron.fold3d.plan.passes.weight_grads import split_stages
 
 _COLUMNS = 4  # actions shown on either side of a marked one
 _ROWS = 8  # ranks shown at most

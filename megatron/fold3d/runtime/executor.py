@@ -25,19 +25,20 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from megatron.fold3d.config import Fold3DConfig
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program
-from megatron.fold3d.plan.lowering import deferred_stages, split_stages
+from megatron.fold3d.plan.passes.grad_sync import deferred_stages
+from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.plan.verify import peak_activations
-from megatron.fold3d.runtime.communicator import PreemptiveCommunicator
-from megatron.fold3d.runtime.deferred_sync import DeferredSync
-from megatron.fold3d.runtime.grad_sync import GradSync
-from megatron.fold3d.runtime.hand_over import hand_over, neighbours
-from megatron.fold3d.runtime.offloader import Offloader
-from megatron.fold3d.runtime.p2p import P2P
+from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
+from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
+from megatron.fold3d.runtime.offload.offloader import Offloader
 from megatron.fold3d.runtime.plans import Plans
-from megatron.fold3d.runtime.recorder import Recorder, never
-from megatron.fold3d.runtime.weight_grads import DelayedWeightGrads
+from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
+from megatron.fold3d.runtime.preemption.route_buckets import hand_over, neighbours
+from megatron.fold3d.runtime.trace.recorder import Recorder, never
+from megatron.fold3d.runtime.transfers.p2p import P2P
+from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGrads
 
 logger = logging.getLogger(__name__)
 

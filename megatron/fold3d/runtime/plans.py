@@ -8,21 +8,17 @@ from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
-from megatron.fold3d.config import Fold3DConfig
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.plan.compile import forward_only, lower
 from megatron.fold3d.plan.files import parse_plan
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
-from megatron.fold3d.plan.lowering import (
-    add_offload,
-    defer_grad_sync,
-    deferred_stages,
-    delay_weight_grads,
-    forward_only,
-    lower,
-)
-from megatron.fold3d.plan.param_gather import add_param_gather
+from megatron.fold3d.plan.passes.grad_sync import defer_grad_sync, deferred_stages
+from megatron.fold3d.plan.passes.offload import add_offload
+from megatron.fold3d.plan.passes.param_gather import add_param_gather
+from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
-from megatron.fold3d.runtime.offload_choice import Choice
+from megatron.fold3d.runtime.offload.offload_choice import Choice
 
 _ALL = Choice()
 

@@ -1,0 +1,1 @@
+"""Patches that put a schedule of ours in the place of Megatron's."""

@@ -1,0 +1,65 @@
+"""Patch ``megatron.core.tensor_parallel.layers.linear_with_grad_accumulation_and_async_allreduce``.
+
+Why: the backward of a linear layer computes the gradient of its weight at once, and a plan may want
+    it later, to hide DP.sync behind it.
+Change: for the weights whose gradients are delayed the backward keeps what they are computed from.
+Remove when: Megatron's ``--delay-wgrad-compute`` works under any schedule, for its own layers too.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from fold3d_patches.registry import Patch
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGrads
+
+
+def patch(delayed: "DelayedWeightGrads") -> Patch:
+    """What column- and row-parallel linear layers compute their output with."""
+
+    def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
+        from megatron.fold3d.runtime.weight_grads.delayed_linear import Parallel
+
+        @wraps(upstream)  # upstream keeps a mark on the function, and finds it by name
+        def linear(
+            input: "torch.Tensor",  # noqa: A002 - it is passed by name
+            weight: "torch.Tensor",
+            bias: "torch.Tensor | None",
+            gradient_accumulation_fusion: bool,
+            allreduce_dgrad: bool,
+            sequence_parallel: bool,
+            tp_group: Any = None,
+            **rest: Any,
+        ) -> Any:
+            if delayed.concerns(weight):
+                parallel = Parallel(allreduce_dgrad, sequence_parallel, tp_group)
+                return delayed.linear(input, weight, bias, parallel)
+            return upstream(
+                input,
+                weight,
+                bias,
+                gradient_accumulation_fusion,
+                allreduce_dgrad,
+                sequence_parallel,
+                tp_group=tp_group,
+                **rest,
+            )
+
+        return linear
+
+    module = "megatron.core.tensor_parallel"
+    name = "linear_with_grad_accumulation_and_async_allreduce"
+    return Patch(
+        target=f"{module}.layers:{name}",
+        rebinds=(f"{module}:{name}",),
+        parameters=(
+            *("input", "weight", "bias", "gradient_accumulation_fusion", "allreduce_dgrad"),
+            *("sequence_parallel", "grad_output_buffer", "wgrad_deferral_limit", "tp_group"),
+            "gtp_remat_size",
+        ),
+        make=make,
+    )

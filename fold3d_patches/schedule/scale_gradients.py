@@ -1,0 +1,33 @@
+"""Patch ``megatron.core.distributed.DistributedDataParallel.scale_gradients``.
+
+Why: with ``--calculate-per-token-loss``, ``finalize_model_grads`` divides all gradients by the
+    number of tokens at the end of an iteration.
+Change: gradients that are still being reduced are divided once they are there.
+Remove when: Megatron's optimizer divides by the number of tokens when it steps.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fold3d_patches.registry import Patch
+
+if TYPE_CHECKING:
+    from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
+
+
+def patch(deferred: "DeferredSync") -> Patch:
+    """The scaling of a model chunk's gradients."""
+
+    def make(upstream: Callable[..., None]) -> Callable[..., None]:
+        def scale_gradients(self: Any, scaling_factor: Any) -> None:
+            if deferred.may_scale(self, scaling_factor):
+                upstream(self, scaling_factor)
+
+        return scale_gradients
+
+    module = "megatron.core.distributed.distributed_data_parallel"
+    return Patch(
+        target=f"{module}:DistributedDataParallel.scale_gradients",
+        parameters=("self", "scaling_factor"),
+        make=make,
+    )

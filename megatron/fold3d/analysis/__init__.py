@@ -1,1 +1,0 @@
-"""HOW LONG, HOW MUCH: simulated and measured runs, formulas, memory. No torch."""

@@ -1,0 +1,1 @@
+"""OUR FLAGS: what each feature takes, checks and refuses, and one frozen configuration."""

@@ -1,0 +1,74 @@
+"""What ``--offload-activations`` and ``--lazy-inter-segment`` cannot be combined with."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+from megatron.fold3d.config.layer_split import layers_per_rank
+
+
+def offloads_everything(args: Namespace) -> bool:
+    """Tell whether all large saved tensors leave, or only what recomputation starts from.
+
+    A hook of autograd's hands back a weight without the marks that Megatron's fused weight gradient
+    looks for. With that kernel hooks stay away from weights, and so from most of a forward.
+    """
+    return args.offload_activations == "on" and not args.gradient_accumulation_fusion
+
+
+def saved_bytes(args: Namespace, num_segments: int) -> int:
+    """Return what one micro-batch's forward of a stage saves and sends to the host, or less.
+
+    Some of it is known before anything has run where layers are split evenly: one hidden state
+    for each layer, or group of layers, that full recomputation starts from, and each layer's input
+    where all large saved tensors leave. 0 where it is not.
+    """
+    sizes = (args.num_layers, args.seq_length, args.micro_batch_size, args.hidden_size)
+    per_rank = layers_per_rank(args) if args.num_layers else ()
+    if not per_rank or args.pipeline_model_parallel_layout is not None or None in sizes:
+        return 0
+    stages = args.pipeline_model_parallel_size * num_segments
+    num_saved = min(args.num_layers // stages, min(per_rank) // num_segments)
+    if args.recompute_granularity == "full" and args.recompute_num_layers is not None:
+        at_once: int = args.recompute_num_layers
+        by_groups = args.recompute_method == "uniform"
+        num_saved = -(-num_saved // at_once) if by_groups else min(num_saved, at_once)
+    elif not offloads_everything(args):
+        return 0
+    elements = args.seq_length * args.micro_batch_size * args.hidden_size
+    shards = args.context_parallel_size
+    if args.sequence_parallel:
+        shards *= args.tensor_model_parallel_size
+    return int(num_saved * elements // shards * (2 if args.bf16 or args.fp16 else 4))
+
+
+def offload_problems(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
+    """Yield found, rule and fix of what is in the way of offloading."""
+    if args.lazy_inter_segment and schedule == "stock":
+        yield "--lazy-inter-segment with --schedule stock: it sends itself; give --schedule aiao"
+    elif args.lazy_inter_segment and num_segments == 1:
+        yield (
+            "--lazy-inter-segment with one segment: nothing goes from the last rank to the first; "
+            "drop it, or give --segments 2 or more"
+        )
+    if args.offload_activations == "off":
+        return
+    found = f"--offload-activations {args.offload_activations}"
+    if schedule == "stock":
+        yield (
+            f"{found} with --schedule stock: the copies are actions of a plan; give --schedule aiao"
+        )
+        return
+    if args.distribute_saved_activations:
+        yield (
+            f"{found} with --distribute-saved-activations: it puts shards together in the tensors "
+            "that they were cut from, which have left; use --sequence-parallel, which saves "
+            "shards of its own"
+        )
+    # Megatron's validation turns the short form into the long one, and takes it out.
+    recomputes = args.recompute_granularity or getattr(args, "recompute_activations", False)
+    if not recomputes and not offloads_everything(args):
+        yield (
+            f"{found} without recomputation: what it starts from would leave, and there is none; "
+            "add --recompute-granularity full or selective, or give --offload-activations on "
+            "--no-gradient-accumulation-fusion"
+        )

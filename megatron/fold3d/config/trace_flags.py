@@ -1,0 +1,81 @@
+"""What ``--trace-iterations`` means, and what cannot be recorded."""
+
+import os
+import re
+from argparse import Namespace
+from collections.abc import Iterator
+
+from megatron.fold3d.config.refusals import Refusal, spelled
+
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def iterations(text: str | None) -> range | None:
+    """Return the iterations that ``4-5`` or ``4`` stands for; None if it is not given.
+
+    Raises:
+        ValueError: it stands for none.
+    """
+    if text is None:
+        return None
+    match = _RANGE.fullmatch(text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(
+            f"--trace-iterations {text}: it is the first and the last iteration, from 1 on; "
+            "give 4-5, say"
+        )
+    return range(first, last + 1)
+
+
+def trace_problems(args: Namespace, schedule: str) -> Iterator[str]:
+    """Yield found, rule and fix of all that is in the way of ``--trace``."""
+    try:
+        chosen = iterations(args.trace_iterations)
+    except ValueError as error:
+        yield str(error)
+        chosen = None
+    if args.trace is None:
+        if args.trace_iterations is not None:
+            yield (
+                f"--trace-iterations {args.trace_iterations} without --trace: there is no folder "
+                "to write to; give --trace DIR"
+            )
+        return
+    # What is there of its path; the rest is made when the first iterations have been recorded.
+    there = next(path for path in (args.trace, *args.trace.absolute().parents) if path.exists())
+    if not there.is_dir():
+        yield f"--trace {args.trace}: {there} is a file, a trace is a folder; give another name"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield f"--trace {args.trace}: no permission to write to {there}; give another folder"
+    if chosen is not None and args.train_iters is not None and chosen[-1] > args.train_iters:
+        yield (
+            f"--trace-iterations {args.trace_iterations} with --train-iters {args.train_iters}: "
+            "the run ends before; give iterations that it has"
+        )
+    for row in REFUSALS:
+        if row.applies(args, schedule):
+            found = spelled(row.flag, getattr(args, row.attribute))
+            yield f"{found} with --trace: {row.rule}; {row.fix}"
+
+
+_GRAPH = "a captured graph replays what it computes without telling when"
+_DROP = "drop it, or drop --trace"
+
+REFUSALS = (
+    Refusal(
+        "--cuda-graph-impl",
+        "cuda_graph_impl",
+        _GRAPH,
+        _DROP,
+        found=lambda args: args.cuda_graph_impl != "none",
+        schedules=frozenset({"stock"}),
+    ),
+    Refusal(
+        "--overlap-moe-expert-parallel-comm",
+        "overlap_moe_expert_parallel_comm",
+        "a forward and a backward run as one, and neither has a time of its own",
+        _DROP,
+        schedules=frozenset({"stock"}),
+    ),
+)

@@ -1,0 +1,71 @@
+"""A row of the paper's Table II for a timeline: where an iteration's time goes, what it takes."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from megatron.fold3d.observe.exposure import Exposure, exposure, mean
+from megatron.fold3d.observe.timeline import Timeline
+
+COLUMNS = {
+    "forward_s": "forward",
+    "backward_s": "backward",
+    "optimizer_s": "optimizer",
+    "bubble_s": "bubble",
+    "grad_sync_s": "DP.sync",
+    "p2p_s": "PP.sync",
+    "copy_s": "copies",
+}
+"""The fields of `Exposure` and what to call them."""
+_NOT_IN_THE_PAPER = ("optimizer_s", "copy_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """One row: seconds of an iteration as means over ranks, and what is known beside them.
+
+    Attributes:
+        iteration: the mean of all ranks.
+        of_rank: each rank's own.
+        device_bytes: the most that any GPU held; None where there is none.
+        host_bytes: the most that any process held.
+        flops_per_gpu_s: the model's FLOPs over time and GPUs; None where they are not known.
+        utilisation: of the GPU's peak.
+        offloaded_bytes: the most that any process copied to the host in an iteration; None without
+            offload.
+        deferred_share: of the gradients, what was reduced behind the next iteration's forward, as
+            a mean; None where nothing is deferred.
+    """
+
+    iteration: Exposure
+    of_rank: tuple[Exposure, ...] = ()
+    device_bytes: float | None = None
+    host_bytes: float | None = None
+    flops_per_gpu_s: float | None = None
+    utilisation: float | None = None
+    offloaded_bytes: float | None = None
+    deferred_share: float | None = None
+
+
+def exposure_of_ranks(timeline: Timeline) -> tuple[Exposure, ...]:
+    """Return, for each rank, where its time went: the mean of all iterations but the first.
+
+    An iteration counts from the end of the one before; the first is all there is of a single one.
+    """
+    count = min(len(timeline.iteration_ends_s(rank)) for rank in range(timeline.num_ranks))
+    rows = [exposure(timeline, iteration) for iteration in range(min(1, count - 1), count)]
+    return tuple(map(mean, zip(*rows, strict=True)))
+
+
+def shown_columns(*rows: Exposure) -> list[str]:
+    """Return the fields to show: Table II's, and any other that is not zero in all rows."""
+    seconds = [asdict(row) for row in rows]
+    return [
+        name
+        for name in COLUMNS
+        if name not in _NOT_IN_THE_PAPER or any(row[name] for row in seconds)
+    ]
+
+
+def seconds_of(row: Exposure, shown: Sequence[str]) -> list[float]:
+    """Return the seconds of these fields, and the whole iteration's at the end."""
+    return [*(getattr(row, name) for name in shown), row.total_s]

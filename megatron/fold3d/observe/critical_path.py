@@ -1,0 +1,180 @@
+"""The critical path: the chain of work and transfers that made a timeline as long as it is.
+
+Found from the end backwards. A computation was held up by whatever ended last of the action before
+it on its rank, its message and its reload; a message by the computation that it is the result of;
+a wait for DP.sync by that DP.sync. The steps follow each other without a gap, so their durations
+add up to the makespan; where nothing held it up, a step has idle time of its own.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from math import inf
+from operator import itemgetter
+from typing import NamedTuple
+
+from megatron.fold3d.observe.messages import message_to, source_of
+from megatron.fold3d.observe.timeline import Lane, Span, Timeline
+from megatron.fold3d.plan.ir import Action, Op, gc_paused
+
+# A measured message may have arrived before it was taken. One that left while the rank still worked
+# did not hold it up if the rank stood still for less than this share of what it computed then.
+_SLACK = 0.1
+_SYNC_OF = {Op.WAIT_GRAD: Op.REDUCE_GRAD, Op.WAIT_PARAM: Op.GATHER_PARAM}
+
+
+class PathStep(NamedTuple):
+    """A stretch of the path: from ``start_s`` on it waited for nothing but this span's end."""
+
+    rank: int
+    span: Span
+    start_s: float
+
+    @property
+    def idle_s(self) -> float:
+        """What passed before the span began although nothing held it up."""
+        return max(0.0, self.span.start_s - self.start_s)
+
+    @property
+    def busy_s(self) -> float:
+        """What the span itself contributes to the path."""
+        return self.span.end_s - max(self.start_s, self.span.start_s)
+
+
+@gc_paused()
+def critical_path(timeline: Timeline) -> tuple[PathStep, ...]:
+    """Return the path to the end of the last work, in the order of time."""
+    return tuple(reversed(list(_Causes(timeline).backwards())))
+
+
+def path_seconds(steps: Iterable[PathStep]) -> dict[str, float]:
+    """Return how long the path spends in what, by the names of Table II's columns."""
+    seconds: dict[str, float] = defaultdict(float)
+    for step in steps:
+        seconds[_column(step.span)] += step.busy_s
+        seconds["idle_s"] += step.idle_s
+    return {name: total_s for name, total_s in seconds.items() if total_s > 0}
+
+
+def _is_found(message: Span, before: Span, span: Span) -> bool:
+    """Whether a message was there, or as good as there, when the rank came to need it."""
+    idle_s = span.start_s - before.end_s
+    return message.start_s < before.end_s and idle_s <= _SLACK * span.duration_s
+
+
+def _column(span: Span) -> str:
+    if span.lane is Lane.COMPUTE:
+        forward = span.action is not None and span.action.op is Op.FORWARD
+        return "forward_s" if forward else "backward_s"
+    return f"{span.lane}_s"
+
+
+class _Ended(NamedTuple):
+    """Spans by their end, to find the one that ended last before a time."""
+
+    ends_s: list[float]
+    spans: list[tuple[int, Span]]
+
+    @classmethod
+    def of(cls, spans: Iterable[tuple[int, Span]]) -> "_Ended":
+        by_end = sorted(((span.end_s, rank, span) for rank, span in spans), key=itemgetter(0))
+        return cls([end_s for end_s, _, _ in by_end], [(rank, span) for _, rank, span in by_end])
+
+    def last(self, until_s: float) -> tuple[int, Span] | None:
+        index = bisect_right(self.ends_s, until_s)
+        return self.spans[index - 1] if index else None
+
+
+class _Causes:
+    """What held up what. Causes lie strictly before, so the way back ends."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.num_ranks = timeline.num_ranks
+        by_lane: dict[tuple[int, Lane], list[tuple[int, Span]]] = defaultdict(list)
+        by_name: dict[tuple[int, Lane, Action], list[tuple[int, Span]]] = defaultdict(list)
+        for rank, spans in enumerate(timeline.ranks):
+            for span in spans:
+                lane = Lane.COMPUTE if span.lane is Lane.OPTIMIZER else span.lane
+                by_lane[rank, lane].append((rank, span))
+                if span.action is not None:
+                    by_name[rank, lane, span.action].append((rank, span))
+        self.lanes = {key: _Ended.of(spans) for key, spans in by_lane.items()}
+        self.names = {key: _Ended.of(spans) for key, spans in by_name.items()}
+
+    def backwards(self) -> Iterator[PathStep]:
+        found = self._last_anywhere(inf)
+        while found is not None:
+            rank, span = found
+            causes = [(min(c[1].end_s, span.start_s), c) for c in self._of(rank, span)]
+            until_s, found = max(causes, key=itemgetter(0), default=(0.0, None))
+            yield PathStep(rank, span, until_s)
+
+    def _of(self, rank: int, span: Span) -> Iterator[tuple[int, Span]]:
+        """Yield what a span may have waited for: all of it began earlier."""
+        for cause in self._candidates(rank, span):
+            if cause is not None and cause[1].start_s < span.start_s:
+                yield cause
+
+    def _candidates(self, rank: int, span: Span) -> Iterator[tuple[int, Span] | None]:
+        if span.lane is Lane.P2P:
+            yield self._source(span.action, span.end_s)
+            return
+        before = self._last(rank, span.start_s)
+        yield before
+        if span.lane is Lane.GRAD_SYNC:
+            yield self._in_lane(rank, Lane.GRAD_SYNC, span.start_s)
+        if span.lane is not Lane.COMPUTE or span.action is None:
+            return
+        if (read := message_to(span.action)) is not None:
+            message = self._named(rank, Lane.P2P, read, span.start_s)
+            if message is None:  # it took no time, or was not recorded
+                message = self._source(read, span.start_s)
+            if not (before and message and _is_found(message[1], before[1], span)):
+                yield message
+            reload = Action(span.action.stage, Op.RELOAD, span.action.microbatch)
+            yield self._named(rank, Lane.COPY, reload, span.start_s)
+
+    def _last(self, rank: int, until_s: float) -> tuple[int, Span] | None:
+        """What the rank did last; where it waited, what it waited for."""
+        work = self._in_lane(rank, Lane.COMPUTE, until_s)
+        wait = self._in_lane(rank, Lane.WAIT, until_s)
+        if wait is None or (work is not None and work[1].end_s > wait[1].end_s):
+            return work
+        if wait[1].action is None:  # at the end of an iteration, for the last rank to end it
+            return self._last_anywhere(wait[1].end_s)
+        return self._synced(rank, wait[1]) or work
+
+    def _last_anywhere(self, until_s: float) -> tuple[int, Span] | None:
+        """What ended last on all ranks, counting of waits only those for DP.sync."""
+        found = []
+        for rank in range(self.num_ranks):
+            found.append(self._in_lane(rank, Lane.COMPUTE, until_s))
+            wait = self._in_lane(rank, Lane.WAIT, until_s)
+            while wait is not None and wait[1].action is None:
+                wait = self._in_lane(rank, Lane.WAIT, wait[1].start_s)
+            found.append(self._synced(rank, wait[1]) if wait else None)
+        return max((f for f in found if f), key=lambda pair: pair[1].end_s, default=None)
+
+    def _synced(self, rank: int, wait: Span) -> tuple[int, Span] | None:
+        """The DP.sync that a wait was for."""
+        if wait.action is None or wait.action.op not in _SYNC_OF:
+            return None
+        sync = Action(wait.action.stage, _SYNC_OF[wait.action.op])
+        return self._named(rank, Lane.GRAD_SYNC, sync, wait.end_s)
+
+    def _in_lane(self, rank: int, lane: Lane, until_s: float) -> tuple[int, Span] | None:
+        ended = self.lanes.get((rank, lane))
+        return ended.last(until_s) if ended else None
+
+    def _named(
+        self, rank: int, lane: Lane, action: Action, until_s: float
+    ) -> tuple[int, Span] | None:
+        ended = self.names.get((rank, lane, action))
+        return ended.last(until_s) if ended else None
+
+    def _source(self, message: Action | None, until_s: float) -> tuple[int, Span] | None:
+        """The computation whose result a message carries."""
+        if message is None:
+            return None
+        source = source_of(message)
+        return self._named(source.stage % self.num_ranks, Lane.COMPUTE, source, until_s)

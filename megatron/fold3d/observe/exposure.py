@@ -1,0 +1,118 @@
+"""Where an iteration's time goes: the columns of the paper's Table II, for any timeline.
+
+Every second of a rank between the ends of two iterations is counted once, so a row's columns add
+up to the iteration. A rank that has nothing to compute because its message is under way is exposed
+to PP.sync; if the message has not even left, that is bubble, whatever held up the sender.
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from megatron.fold3d.observe.messages import message_to
+from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline
+from megatron.fold3d.plan.ir import P2P_OPS, Action, Op
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exposure:
+    """Seconds of one rank in one iteration, by what they were spent on."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    optimizer_s: float = 0.0
+    bubble_s: float = 0.0
+    grad_sync_s: float = 0.0
+    p2p_s: float = 0.0
+    copy_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """The iteration."""
+        return float(sum(asdict(self).values()))
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Bubble over compute: Megatron Sec. 2.2's (p - 1) / m."""
+        compute_s = self.forward_s + self.backward_s
+        return self.bubble_s / compute_s if compute_s else 0.0
+
+    def to_dict(self) -> dict[str, float]:
+        """Return all seconds by name, with the total."""
+        return {**asdict(self), "total_s": self.total_s}
+
+    def share(self, seconds: float) -> float:
+        """Return seconds as part of the iteration."""
+        return seconds / self.total_s if self.total_s else 0.0
+
+
+def exposure(timeline: Timeline, iteration: int = -1) -> tuple[Exposure, ...]:
+    """Return, for each rank, where the time of an iteration went; by default of the last one."""
+    makespan_s = timeline.makespan_s
+    return tuple(
+        _rank_exposure(timeline, rank, iteration, makespan_s) for rank in range(timeline.num_ranks)
+    )
+
+
+def mean(rows: Iterable[Exposure]) -> Exposure:
+    """Return the mean over ranks."""
+    columns = [asdict(row) for row in rows]
+    return Exposure(**{name: sum(c[name] for c in columns) / len(columns) for name in columns[0]})
+
+
+def _rank_exposure(timeline: Timeline, rank: int, iteration: int, makespan_s: float) -> Exposure:
+    ends = timeline.iteration_ends_s(rank)
+    if not ends:  # nothing of its own takes time, so all of it is spent on the others
+        return Exposure(bubble_s=timeline.period_s or makespan_s)
+    number = range(len(ends))[iteration]
+    spans = [span for span in timeline.ranks[rank] if span.iteration == number]
+    arrivals = {span.action: span for span in spans if span.lane is Lane.P2P and span.action}
+    reloads = {
+        span.action: span
+        for span in spans
+        if span.lane is Lane.COPY and span.action is not None and span.action.op is Op.RELOAD
+    }
+    seconds = dict.fromkeys(Exposure.__dataclass_fields__, 0.0)
+    free_s = ends[number - 1] if number else 0.0
+    for span in (span for span in spans if span.lane in BUSY_LANES):
+        if span.start_s > free_s:
+            _count_gap(seconds, free_s, span, arrivals, reloads)
+        seconds[_column(span)] += span.duration_s
+        free_s = span.end_s
+    if len(ends) == 1:  # alone, an iteration lasts until its last rank is done
+        seconds["bubble_s"] += makespan_s - free_s
+    return Exposure(**seconds)
+
+
+def _column(span: Span) -> str:
+    if span.lane is Lane.OPTIMIZER:
+        return "optimizer_s"
+    if span.lane is Lane.WAIT:
+        if span.action is None:
+            return "bubble_s"
+        return "p2p_s" if span.action.op in P2P_OPS else "grad_sync_s"
+    forward = span.action is not None and span.action.op is Op.FORWARD
+    return "forward_s" if forward else "backward_s"
+
+
+def _count_gap(
+    seconds: dict[str, float],
+    free_s: float,
+    span: Span,
+    arrivals: dict[Action, Span],
+    reloads: dict[Action, Span],
+) -> None:
+    """Split the time before a computation among its message, its reload and the bubble."""
+    bubble_s, until_s = span.start_s - free_s, span.start_s
+    if span.action is not None and (read := message_to(span.action)) is not None:
+        message = arrivals.get(read)
+        reload = reloads.get(Action(span.action.stage, Op.RELOAD, span.action.microbatch))
+        causes = [
+            (c, name) for c, name in ((message, "p2p_s"), (reload, "copy_s")) if c is not None
+        ]
+        for cause, column in sorted(causes, key=lambda pair: pair[0].end_s, reverse=True):
+            began_s = max(free_s, cause.start_s)
+            if (exposed_s := min(until_s, cause.end_s) - began_s) > 0:
+                seconds[column] += exposed_s
+                bubble_s -= exposed_s
+                until_s = began_s
+    seconds["bubble_s"] += bubble_s

@@ -1,0 +1,99 @@
+"""Memory over time: what each rank of a timeline holds, on the device and on the host.
+
+A forward's saved activations are held from its start to the end of its backward. Those that are
+offloaded are on both sides while they are copied, and on the host in between. Where weight
+gradients are delayed, what they are computed from stays until they are.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from megatron.fold3d.observe.timeline import Lane, Span, Timeline
+from megatron.fold3d.plan.ir import Op
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Bytes of the actions of a plan; one number per rank or per stage."""
+
+    static_bytes: tuple[float, ...]
+    """Per rank: parameters, gradients, optimizer."""
+    saved_bytes: tuple[float, ...]
+    """Per stage: what one micro-batch's forward keeps."""
+    working_bytes: tuple[float, ...] = ()
+    """Per stage: what a backward needs beside it while it runs."""
+    delayed_bytes: tuple[float, ...] = ()
+    """Per stage: what a backward leaves for weight gradients that are delayed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Bytes from each time to the next one."""
+
+    times_s: tuple[float, ...]
+    bytes: tuple[float, ...]
+
+    @property
+    def peak_bytes(self) -> float:
+        """The most that was ever held."""
+        return max(self.bytes, default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What one rank holds over time."""
+
+    device: Curve
+    host: Curve
+
+
+def memory(timeline: Timeline, footprint: Footprint) -> tuple[Memory, ...]:
+    """Return, per rank, the memory that a timeline takes."""
+    return tuple(
+        Memory(
+            _curve(static, _device_changes(spans, footprint)),
+            _curve(0.0, _host_changes(spans, footprint.saved_bytes)),
+        )
+        for static, spans in zip(footprint.static_bytes, timeline.ranks, strict=True)
+    )
+
+
+_Change = tuple[float, float]  # when, by how many bytes
+
+
+def _device_changes(spans: Sequence[Span], footprint: Footprint) -> Iterator[_Change]:
+    working = footprint.working_bytes
+    split = {action.stage for *_, action, _ in spans if action and action.op is Op.WEIGHT}
+    delayed = {stage: footprint.delayed_bytes[stage] for stage in split if footprint.delayed_bytes}
+    for lane, start_s, end_s, action, _ in spans:
+        if action is None or lane not in (Lane.COMPUTE, Lane.COPY):
+            continue
+        saved = footprint.saved_bytes[action.stage]
+        if action.op is Op.FORWARD or action.op is Op.RELOAD:
+            yield start_s, saved
+        elif action.op is Op.OFFLOAD:
+            yield end_s, -saved
+        elif action.op is Op.BACKWARD:
+            yield end_s, delayed.get(action.stage, 0.0) - saved
+            if working:
+                yield start_s, working[action.stage]
+                yield end_s, -working[action.stage]
+        elif action.op is Op.WEIGHT:
+            yield end_s, -delayed.get(action.stage, 0.0)
+
+
+def _host_changes(spans: Sequence[Span], saved_bytes: Sequence[float]) -> Iterator[_Change]:
+    for _, start_s, end_s, action, _ in spans:
+        if action is not None and action.op is Op.OFFLOAD:
+            yield start_s, saved_bytes[action.stage]
+        elif action is not None and action.op is Op.RELOAD:
+            yield end_s, -saved_bytes[action.stage]
+
+
+def _curve(static_bytes: float, changes: Iterator[_Change]) -> Curve:
+    """Sum changes up; of those at one time, memory is freed before more is taken."""
+    ordered = [(0.0, static_bytes), *sorted(changes)]
+    totals = list(accumulate(change for _, change in ordered))
+    last = {time_s: index for index, (time_s, _) in enumerate(ordered)}
+    return Curve(tuple(last), tuple(totals[index] for index in last.values()))

@@ -1,0 +1,34 @@
+"""Where the time of one rank went, as far as it knows by itself.
+
+How much of its waiting was for messages under way, and how much for messages that had not been sent
+yet, one rank cannot tell; a trace of all of them does.
+"""
+
+from megatron.fold3d.observe.timeline import Lane
+from megatron.fold3d.observe.trace_files import IterationTrace
+from megatron.fold3d.observe.trace_timeline import spans_of
+from megatron.fold3d.plan.ir import Op
+
+
+def own_seconds(row: IterationTrace) -> dict[str, float]:
+    """Return where a rank's iteration went.
+
+    ``copies_s`` run beside the rest; all others add up to ``total_s``.
+    """
+    seconds = dict.fromkeys(
+        ("forward_s", "backward_s", "optimizer_s", "exposed_grad_sync_s", "copies_s"), 0.0
+    )
+    for span in spans_of(row):
+        if span.lane is Lane.COMPUTE:
+            forward = span.action is not None and span.action.op is Op.FORWARD
+            seconds["forward_s" if forward else "backward_s"] += span.duration_s
+        elif span.lane is Lane.OPTIMIZER:
+            seconds["optimizer_s"] += span.duration_s
+        elif span.lane is Lane.WAIT:
+            seconds["exposed_grad_sync_s"] += span.duration_s
+        elif span.lane is Lane.COPY:
+            seconds["copies_s"] += span.duration_s
+    used_s = sum(seconds.values()) - seconds["copies_s"]
+    seconds["bubble_and_exposed_p2p_s"] = max(0.0, row.end_s - used_s)
+    seconds["total_s"] = row.end_s
+    return seconds

@@ -1,0 +1,1 @@
+"""Timelines as text, SVG, a page for the browser and a Perfetto trace."""

@@ -1,0 +1,122 @@
+"""Timelines in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing read.
+
+A process per rank and a thread per lane; spans that overlap within a lane get threads of their own.
+Arrows join each message's computation with the one that reads it.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from megatron.fold3d.observe.messages import reader_of, source_of
+from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline
+from megatron.fold3d.plan.ir import Op
+
+_US = 1e6
+_THREADS = ("compute", Lane.P2P, Lane.GRAD_SYNC, Lane.COPY)
+_PER_LANE = 100  # threads at most; numbers are for sorting
+_NAMES = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.WEIGHT: "weight gradient",
+    Op.RECV_F: "PP.sync forward",
+    Op.RECV_B: "PP.sync backward",
+    Op.REDUCE_GRAD: "DP.sync gradients",
+    Op.GATHER_PARAM: "DP.sync parameters",
+    Op.OFFLOAD: "offload",
+    Op.RELOAD: "reload",
+}
+
+_Ends = tuple[tuple[int, Span], tuple[int, Span]]
+"""The rank and the span of a message's source, and of its reader."""
+
+
+def to_chrome(timelines: Mapping[str, Timeline]) -> str:
+    """Return the JSON of one or more timelines by their names, such as ``measured``."""
+    events: list[dict[str, Any]] = []
+    processes, flows = count(), count()
+    for name, timeline in timelines.items():
+        pids = [next(processes) for _ in timeline.ranks]
+        for rank, spans in enumerate(timeline.ranks):
+            title = f"{name}: rank {rank}" if len(timelines) > 1 else f"rank {rank}"
+            events.append(_metadata(pids[rank], 0, "process_name", title))
+            for lane, thread in enumerate(_THREADS):
+                events.extend(_lane(timeline, spans, thread, pids[rank], lane * _PER_LANE))
+        for ends, message in _messages(timeline):
+            events.extend(_arrow(next(flows), message, ends, pids))
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
+
+
+def _lane(
+    timeline: Timeline, spans: Sequence[Span], thread: str, pid: int, first: int
+) -> Iterator[dict[str, Any]]:
+    busy = thread == "compute"
+    mine = [s for s in spans if (s.lane in BUSY_LANES if busy else s.lane == thread)]
+    free_s: list[float] = []  # when each of the lane's threads is free again
+    for span in mine:
+        row = next((i for i, end_s in enumerate(free_s) if end_s <= span.start_s), len(free_s))
+        if row == len(free_s):
+            free_s.append(0.0)
+            yield _metadata(pid, first + row, "thread_name", thread)
+        free_s[row] = span.end_s
+        yield _slice(timeline, span, pid, first + row)
+
+
+def _slice(timeline: Timeline, span: Span, pid: int, tid: int) -> dict[str, Any]:
+    details: dict[str, Any] = {"iteration": span.iteration}
+    name = str(span.lane)
+    if span.action is not None:
+        stage, op, microbatch = span.action
+        details |= {"action": str(span.action), "segment": stage // timeline.num_ranks}
+        if span.lane is Lane.WAIT:
+            name = "waits for DP.sync"
+        elif span.lane is not Lane.OPTIMIZER:
+            name = _NAMES.get(op, str(op))
+        if microbatch is not None:
+            details["microbatch"] = microbatch
+            name = f"{name} {microbatch}"
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": span.lane,
+        "pid": pid,
+        "tid": tid,
+        "ts": round(span.start_s * _US, 3),
+        "dur": round(span.duration_s * _US, 3),
+        "args": details,
+    }
+
+
+def _metadata(pid: int, tid: int, what: str, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _messages(timeline: Timeline) -> Iterator[tuple[_Ends, Span]]:
+    """Yield each message with the computations at its two ends, and their ranks."""
+    computed = {
+        (span.action, span.iteration): (rank, span)
+        for rank, spans in enumerate(timeline.ranks)
+        for span in spans
+        if span.lane is Lane.COMPUTE
+    }
+    for spans in timeline.ranks:
+        for message in spans:
+            if message.lane is not Lane.P2P or message.action is None:
+                continue
+            source = computed.get((source_of(message.action), message.iteration))
+            reader = computed.get((reader_of(message.action), message.iteration))
+            if source is not None and reader is not None:
+                yield (source, reader), message
+
+
+def _arrow(
+    number: int, message: Span, ends: _Ends, pids: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """A flow begins inside the slice it comes from and ends inside the one it leads to."""
+    (sender, source), (receiver, target) = ends
+    inside_s = (source.start_s + source.end_s) / 2
+    common = {"name": str(message.action), "cat": "message", "id": number, "tid": 0}
+    yield {**common, "ph": "s", "pid": pids[sender], "ts": round(inside_s * _US, 3)}
+    arrives_us = round(target.start_s * _US, 3)
+    yield {**common, "ph": "f", "bp": "e", "pid": pids[receiver], "ts": arrives_us}

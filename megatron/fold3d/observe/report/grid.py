@@ -1,0 +1,46 @@
+"""A timeline as text: one row per rank, one column per unit of time.
+
+rank 0 | 0F0 0F1 ·   0B0──── 0B1────
+rank 1 | ·   1F0 1B0──── ...
+"""
+
+from megatron.fold3d.observe.timeline import Lane, Timeline
+
+_IDLE, _GOES_ON = "·", "─"
+
+
+def to_text(timeline: Timeline, *, unit_s: float | None = None, width: int | None = None) -> str:
+    """Return the computations of a timeline as a grid.
+
+    Args:
+        timeline: simulated or measured; times are rounded to the unit.
+        unit_s: seconds of a column; by default those of the shortest computation.
+        width: characters of a line; longer rows go on in a further block. By default no limit.
+    """
+    lanes = [timeline.lane(rank, Lane.COMPUTE) for rank in range(timeline.num_ranks)]
+    durations = [span.duration_s for spans in lanes for span in spans if span.duration_s > 0]
+    unit_s = unit_s or min(durations, default=1.0)
+    columns = max((round(spans[-1].end_s / unit_s) for spans in lanes if spans), default=0)
+    cell = 1 + max((len(str(span.action)) for spans in lanes for span in spans), default=1)
+    names = [f"rank {rank}" for rank in range(timeline.num_ranks)]
+    margin = max(map(len, names), default=0)
+
+    rows = []
+    for spans in lanes:
+        row = [_IDLE.ljust(cell)] * columns
+        for span in spans:
+            first = round(span.start_s / unit_s)
+            last = max(first + 1, round(span.end_s / unit_s))
+            word = str(span.action).ljust((last - first) * cell - 1, _GOES_ON) + " "
+            row[first:last] = [word[i * cell : (i + 1) * cell] for i in range(last - first)]
+        rows.append(row)
+
+    per_block = max(1, (width - margin - 3) // cell) if width else max(1, columns)
+    blocks = [
+        "\n".join(
+            f"{name:<{margin}} | {''.join(row[first : first + per_block])}".rstrip()
+            for name, row in zip(names, rows, strict=True)
+        )
+        for first in range(0, max(1, columns), per_block)
+    ]
+    return "\n\n".join(blocks) + "\n"

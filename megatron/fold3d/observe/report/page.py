@@ -1,0 +1,259 @@
+"""A page for the browser: the pipeline diagram to zoom into, and the tables that go with it.
+
+One file that loads nothing from outside. Python writes what is known beforehand, the tables and
+bars; the scripts in `web` draw the diagram from the spans, which are embedded as columns.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from megatron.fold3d.observe.breakdown import COLUMNS, Breakdown, seconds_of, shown_columns
+from megatron.fold3d.observe.critical_path import PathStep, critical_path, path_seconds
+from megatron.fold3d.observe.exposure import Exposure
+from megatron.fold3d.observe.report.palette import HUES, color, takes_dark_text
+from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline, queued
+from megatron.fold3d.plan.ir import gc_paused
+
+_WEB = Path(__file__).parent / "web"
+_SCRIPTS = ("model.js", "paint.js", "view.js")
+_MAIN, _THIN = "compute", (Lane.P2P, Lane.GRAD_SYNC, Lane.COPY)
+_US = 1e6
+# The fill of a column in a bar; what is not here has the color of an empty row.
+_KINDS = {
+    "forward_s": "forward",
+    "backward_s": "backward",
+    "grad_sync_s": "sync",
+    "p2p_s": "p2p",
+    "copy_s": "copy",
+}
+_PATH_NAMES = {**COLUMNS, "idle_s": "idle"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """One run on the page, such as the measured one, and its row of Table II."""
+
+    name: str
+    timeline: Timeline
+    row: Breakdown
+
+
+@gc_paused()
+def page(title: str, caption: str, views: Sequence[View]) -> str:
+    """Return the page as HTML; of several views the first is the one that the tiles are about."""
+    paths = [critical_path(view.timeline) for view in views]
+    toggles = [
+        f'<button data-view="{i}" aria-pressed="true">{escape(view.name.capitalize())}</button>'
+        for i, view in enumerate(views)
+    ]
+    parts = {
+        "title": escape(title),
+        "caption": escape(caption),
+        "style": (_WEB / "style.css").read_text(encoding="utf-8"),
+        "script": "\n".join((_WEB / name).read_text(encoding="utf-8") for name in _SCRIPTS),
+        "tiles": "".join(_tiles(views)),
+        "toggles": "".join(toggles) if len(views) > 1 else "",
+        "sections": "".join(chain(_time_section(views), _path_section(views, paths))),
+        "data": _embedded(views, paths),
+    }
+    head, *rest = (_WEB / "page.html").read_text(encoding="utf-8").split("{{")
+    filled = (parts[name] + text for name, text in (part.split("}}", 1) for part in rest))
+    return head + "".join(filled)
+
+
+def _embedded(views: Sequence[View], paths: Sequence[Sequence[PathStep]]) -> str:
+    num_segments = max(view.timeline.num_segments for view in views)
+    data = {
+        "num_ranks": views[0].timeline.num_ranks,
+        "num_segments": num_segments,
+        "palette": {k: [color(k, s, num_segments) for s in range(num_segments)] for k in HUES},
+        "views": [_columns(view, path) for view, path in zip(views, paths, strict=True)],
+    }
+    return json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+
+
+def _columns(view: View, path: Sequence[PathStep]) -> dict[str, Any]:
+    """The spans of each lane as three columns, and where among them the critical path is."""
+    lanes = [dict(_lanes(spans)) for spans in view.timeline.ranks]
+    used = {name for of_rank in lanes for name, spans in of_rank.items() if spans}
+    index = {
+        (rank, span): (name, i)
+        for rank, of_rank in enumerate(lanes)
+        for name, spans in of_rank.items()
+        for i, span in enumerate(spans)
+    }
+    ends = zip(*map(view.timeline.iteration_ends_s, range(len(lanes))), strict=False)
+    return {
+        "name": view.name,
+        "ends": [round(max(end_s) * _US, 1) for end_s in ends],
+        "path": [(step.rank, *index[step.rank, step.span]) for step in path],
+        "ranks": [
+            {
+                name: {
+                    "start": [round(start_s * _US, 1) for start_s in _starts_s(name, spans)],
+                    "end": [round(span.end_s * _US, 1) for span in spans],
+                    "word": [_word(span) for span in spans],
+                }
+                for name, spans in of_rank.items()
+                if name in used or name == _MAIN
+            }
+            for of_rank in lanes
+        ],
+    }
+
+
+def _lanes(spans: Sequence[Span]) -> Iterator[tuple[str, list[Span]]]:
+    yield _MAIN, [span for span in spans if span.lane in BUSY_LANES]
+    for lane in _THIN:
+        own = [span for span in spans if span.lane is lane]
+        yield lane, sorted(own, key=lambda span: span.end_s) if lane is Lane.GRAD_SYNC else own
+
+
+def _starts_s(lane: str, spans: Sequence[Span]) -> Iterator[float]:
+    yield from (span.start_s for span in (queued(spans) if lane == Lane.GRAD_SYNC else spans))
+
+
+def _word(span: Span) -> str:
+    """The action, or what else the rank did and for which stage; `parse` in model.js reads it."""
+    if span.action is not None and span.lane not in (Lane.WAIT, Lane.OPTIMIZER):
+        return str(span.action)
+    return span.lane if span.action is None else f"{span.lane} {span.action.stage}"
+
+
+def _tiles(views: Sequence[View]) -> Iterator[str]:
+    row, others = views[0].row, views[1:]
+    exposed = {"bubble_s": "bubble", "grad_sync_s": "exposed DP.sync", "p2p_s": "exposed PP.sync"}
+
+    def tile(text: str, name: str, *compared: str) -> str:
+        beside = "".join(
+            f", {other} {escape(v.name)}" for other, v in zip(compared, others, strict=True)
+        )
+        return f"<li><b>{text}</b><span>{name}{beside}</span></li>"
+
+    times = [f"{_ms(view.row.iteration.total_s)} ms" for view in views]
+    yield tile(times[0], "per iteration", *times[1:])
+    for field, name in exposed.items():
+        share, *others_share = [_share(view.row.iteration, field) for view in views]
+        yield tile(share, name, *others_share)
+    if row.flops_per_gpu_s is not None:
+        used = f", {row.utilisation:.1%} of peak" if row.utilisation is not None else ""
+        yield f"<li><b>{row.flops_per_gpu_s / 1e12:.1f}</b><span>TFLOP/s per GPU{used}</span></li>"
+
+
+def _share(row: Exposure, field: str) -> str:
+    return f"{row.share(getattr(row, field)):.1%}"
+
+
+def _ms(seconds: float) -> str:
+    """Milliseconds with four digits, all of them where there are more before the point."""
+    ms = seconds * 1e3
+    return f"{ms:.0f}" if abs(ms) >= 1e3 else f"{ms:.4g}"
+
+
+def _time_section(views: Sequence[View]) -> Iterator[str]:
+    rows = [view.row for view in views]
+    shown = shown_columns(*(row.iteration for row in rows))
+    yield '<section aria-labelledby="time"><h2 id="time">Where the time goes</h2>'
+    yield '<p class="soft small">An iteration, mean over ranks: the columns of the FOLD3D paper’s '
+    yield "Table II. DP.sync and PP.sync are what nothing hides.</p>"
+    yield from _bars(
+        (v.name, dict(zip(shown, seconds_of(v.row.iteration, shown), strict=False)), COLUMNS)
+        for v in views
+    )
+    yield '<div class="scroll"><table><thead><tr><th>ms</th>'
+    yield "".join(f"<th>{COLUMNS[name]}</th>" for name in shown)
+    extra = list(_extra_columns(rows))
+    yield "<th>iteration</th>" + "".join(f"<th>{name}</th>" for name, _ in extra)
+    yield "</tr></thead><tbody>"
+    for i, view in enumerate(views):
+        cells = [*_cells(view.row.iteration, shown), *(texts[i] for _, texts in extra)]
+        yield _table_row(view.name, cells)
+    yield "</tbody></table></div>"
+    for view in views:
+        if view.row.of_rank:
+            yield from _rank_table(view, shown)
+    yield "</section>"
+
+
+def _extra_columns(rows: Sequence[Breakdown]) -> Iterator[tuple[str, list[str]]]:
+    """What is not time, where any row knows it."""
+    columns = (
+        ("GPU GiB", [(r.device_bytes, 2**30, ".1f") for r in rows]),
+        ("host GiB", [(r.host_bytes, 2**30, ".1f") for r in rows]),
+        ("offloaded GiB", [(r.offloaded_bytes, 2**30, ".3g") for r in rows]),
+        ("deferred", [(r.deferred_share, 1, ".1%") for r in rows]),
+        ("TFLOP/s per GPU", [(r.flops_per_gpu_s, 1e12, ".1f") for r in rows]),
+        ("utilisation", [(r.utilisation, 1, ".1%") for r in rows]),
+    )
+    for name, values in columns:
+        if any(value is not None for value, _, _ in values):
+            texts = [
+                "–" if value is None else format(value / unit, form) for value, unit, form in values
+            ]
+            yield name, texts
+
+
+def _rank_table(view: View, shown: Sequence[str]) -> Iterator[str]:
+    yield f"<details><summary>{escape(view.name.capitalize())}, each rank</summary>"
+    yield '<div class="scroll"><table><thead><tr><th>ms</th>'
+    yield "".join(f"<th>{COLUMNS[name]}</th>" for name in shown)
+    yield "<th>iteration</th></tr></thead><tbody>"
+    for rank, row in enumerate(view.row.of_rank):
+        yield _table_row(f"rank {rank}", _cells(row, shown))
+    yield "</tbody></table></div></details>"
+
+
+def _cells(row: Exposure, shown: Sequence[str]) -> list[str]:
+    return [_ms(seconds) for seconds in seconds_of(row, shown)]
+
+
+def _table_row(name: str, cells: Sequence[str]) -> str:
+    inside = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+    return f'<tr><th scope="row">{escape(name)}</th>{inside}</tr>'
+
+
+def _path_section(views: Sequence[View], paths: Sequence[Sequence[PathStep]]) -> Iterator[str]:
+    yield '<section aria-labelledby="why"><h2 id="why">The critical path</h2>'
+    yield '<p class="soft small">The chain of work and transfers that made the run as long as it '
+    yield "is, from its end backwards. Making anything else faster gains nothing.</p>"
+    yield from _bars(
+        (view.name, path_seconds(path), _PATH_NAMES)
+        for view, path in zip(views, paths, strict=True)
+    )
+    yield "</section>"
+
+
+def _bars(rows: Iterator[tuple[str, dict[str, float], dict[str, str]]]) -> Iterator[str]:
+    """A bar per row, all on one scale."""
+    known = list(rows)
+    longest_s = max(sum(seconds.values()) for _, seconds, _ in known) or 1.0
+    yield '<div class="shares">'
+    for name, seconds, titles in known:
+        total_s = sum(seconds.values())
+        yield f"<span>{escape(name)}</span>"
+        yield f'<div><div class="stack" style="width:{100 * total_s / longest_s:.2f}%">'
+        for field in titles:
+            if seconds.get(field, 0) > 0:
+                yield _piece(titles[field], _KINDS.get(field), seconds[field], total_s)
+        yield f'</div></div><span class="of">{_ms(total_s)} ms</span>'
+    yield "</div>"
+
+
+def _piece(title: str, kind: str | None, seconds: float, total_s: float) -> str:
+    share = seconds / total_s
+    paint = "background:var(--row);color:var(--soft)"
+    if title == COLUMNS["optimizer_s"]:
+        paint = "background:var(--update);color:#14202f"
+    if kind is not None:
+        ink = "#14202f" if takes_dark_text(kind, 0, 1) else "#fff"
+        paint = f"background:{color(kind, 0, 1)};color:{ink}"
+    tip = f"{title}: {_ms(seconds)} ms, {share:.1%}"
+    return (
+        f'<div style="width:{100 * share:.3f}%;{paint}" title="{escape(tip)}">'
+        f"<span>{title} {share:.1%}</span></div>"
+    )

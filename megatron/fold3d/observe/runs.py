@@ -1,0 +1,150 @@
+"""Training runs and how two of them compare: speed, losses, and where the time went.
+
+A run is what it left behind: Megatron's log, our traces, or both in one folder.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+from pathlib import Path
+from random import Random
+from statistics import median
+
+from megatron.fold3d.observe.timeline import Timeline
+from megatron.fold3d.observe.trace_timeline import read_trace
+from megatron.fold3d.observe.training_log import Iteration, parse
+
+_LOGS = ("*.log", "*.out", "*.txt")
+_RESAMPLES = 2000
+_MOST_TIMES = 500  # that are resampled; the last ones of longer runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One training run.
+
+    Attributes:
+        name: what to call it.
+        iterations: lines of its log, each iteration once, in order.
+        timeline: of its traced iterations, if there are any.
+    """
+
+    name: str
+    iterations: tuple[Iteration, ...]
+    timeline: Timeline | None
+
+    def times_s(self, warmup: int) -> list[float]:
+        """Seconds of each iteration but the first ones."""
+        return [row.elapsed_ms / 1e3 for row in self.iterations if row.number > warmup]
+
+    def losses(self) -> dict[int, float]:
+        """The loss of each iteration that has one."""
+        return {row.number: row.loss for row in self.iterations if row.loss is not None}
+
+    def loss_over_time(self) -> list[tuple[float, float]]:
+        """Return seconds spent in iterations so far, and the loss then."""
+        before = (0, *(row.number for row in self.iterations))
+        seconds = (
+            (row.number - last) * row.elapsed_ms / 1e3  # a line stands for all since the one before
+            for row, last in zip(self.iterations, before, strict=False)
+        )
+        return [
+            (time_s, row.loss)
+            for row, time_s in zip(self.iterations, accumulate(seconds), strict=True)
+            if row.loss is not None
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How many times as fast one run is as another, and 95% of what chance makes of it."""
+
+    value: float
+    low: float
+    high: float
+
+
+def read_run(path: Path, name: str) -> Run:
+    """Return the run that a log file, or a folder with logs and traces, tells of.
+
+    Raises:
+        ValueError: it tells of none.
+        OSError: it cannot be read.
+    """
+    files = [path]
+    if path.is_dir():
+        files = sorted(found for pattern in _LOGS for found in path.glob(pattern))
+    iterations: dict[int, Iteration] = {}
+    for file in files:
+        # What ran again, after a restart, counts as it went the last time.
+        for row in parse(file.read_text(encoding="utf-8", errors="replace")):
+            iterations[row.number] = row
+    traces = [folder for folder in (path, path / "trace") if any(folder.glob("rank-*.json"))]
+    if not iterations and not traces:
+        raise ValueError(
+            f"{path}: found no line with 'elapsed time per iteration' and no trace; give the "
+            "output of a training run, or a folder with it and what --trace wrote"
+        )
+    ordered = tuple(iterations[number] for number in sorted(iterations))
+    return Run(name=name, iterations=ordered, timeline=read_trace(traces[0]) if traces else None)
+
+
+def speed_ratio(first: Run, second: Run, warmup: int) -> Ratio:
+    """Return by how much the second run's samples per second exceed the first's.
+
+    Where a line does not say how many samples it is of, all count as iterations of one size.
+
+    Medians are compared. The interval is where 95% of them fall when iterations are drawn again
+    with replacement: it knows how iterations of one run scatter, not how two runs of one job do.
+    """
+    timed = [[row for row in run.iterations if row.number > warmup] for run in (first, second)]
+    sized = all(row.batch_size for rows in timed for row in rows)
+    rates = [
+        [(row.batch_size or 0.0 if sized else 1.0) / row.elapsed_ms for row in rows[-_MOST_TIMES:]]
+        for rows in timed
+    ]
+    random = Random(0)  # equal input, equal interval
+
+    def drawn(rate: Sequence[float]) -> float:
+        return median(random.choices(rate, k=len(rate)))
+
+    ratios = sorted(drawn(rates[1]) / drawn(rates[0]) for _ in range(_RESAMPLES))
+    low, high = (ratios[round(share * (_RESAMPLES - 1))] for share in (0.025, 0.975))
+    return Ratio(median(rates[1]) / median(rates[0]), low, high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossAgreement:
+    """How the losses of two runs compare, iteration by iteration.
+
+    Attributes:
+        common: iterations that have a loss in both.
+        equal: of these, how many are equal in every digit that was logged.
+        first_difference: the first that is not.
+        largest: the largest relative difference.
+    """
+
+    common: int
+    equal: int
+    first_difference: int | None
+    largest: float
+
+
+def compare_losses(first: Run, second: Run) -> LossAgreement:
+    """Compare the losses of the iterations that both runs logged."""
+    ours, theirs = first.losses(), second.losses()
+    common = sorted(ours.keys() & theirs.keys())
+    off = {n: abs(ours[n] - theirs[n]) / (abs(ours[n]) or 1.0) for n in common}
+    differing = [n for n in common if ours[n] != theirs[n]]
+    return LossAgreement(
+        common=len(common),
+        equal=len(common) - len(differing),
+        first_difference=differing[0] if differing else None,
+        largest=max((inf if gap != gap else gap for gap in off.values()), default=0.0),
+    )
+
+
+def time_to_loss(run: Run, loss: float) -> float | None:
+    """Return after how many seconds a run first was at a loss; None if it never was."""
+    return next((time_s for time_s, found in run.loss_over_time() if found <= loss), None)

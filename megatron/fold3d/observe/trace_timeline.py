@@ -1,0 +1,211 @@
+"""The timeline of a traced run, from the traces of its ranks.
+
+A rank does not know how long a message to it was under way: that takes the clocks of two ranks.
+They are put together here, so that a measured run and a simulated one are the same type.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+from pathlib import Path
+
+from megatron.fold3d.observe.messages import message_to, send_of, source_of
+from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline
+from megatron.fold3d.observe.trace_files import (
+    LANES,
+    Event,
+    IterationTrace,
+    RankTrace,
+    pipeline,
+    read_ranks,
+)
+from megatron.fold3d.plan.ir import Action, PlanError, gc_paused
+
+
+def read_trace(folder: Path) -> Timeline:
+    """Return the timeline of the first pipeline of a traced run.
+
+    Raises:
+        ValueError: there is no trace, or not one of every pipeline rank.
+    """
+    return to_timeline(pipeline(read_ranks(folder)))
+
+
+@gc_paused()
+def to_timeline(ranks: Sequence[RankTrace]) -> Timeline:
+    """Return what the ranks of one pipeline did in the iterations that all of them recorded.
+
+    Zero is the start of the first of these. They are numbered from zero, as in a simulation.
+
+    Raises:
+        ValueError: there is no such iteration.
+    """
+    common = set.intersection(*({row.iteration for row in rank.iterations} for rank in ranks))
+    if not common:
+        raise ValueError("found no iteration that all ranks recorded; trace again")
+    recorded = [[row for row in rank.iterations if row.iteration in common] for rank in ranks]
+    clocks = [
+        [
+            _Clocked(row, number, row.start_s - recorded[0][0].start_s)
+            for number, row in enumerate(rows)
+        ]
+        for rows in recorded
+    ]
+    spans = [[span for clocked in rows for span in clocked.spans()] for rows in clocks]
+    messages = [list(_messages(clocks, rank)) for rank in range(len(ranks))]
+    offsets_s = _offsets(messages)
+    start_s = min(rows[0].start_s + offsets_s[rank] for rank, rows in enumerate(clocks))
+    offsets_s = [offset_s - start_s for offset_s in offsets_s]
+    return Timeline.of(
+        [
+            [_moved(span, offsets_s[rank]) for span in spans[rank]]
+            + [m.span(offsets_s) for m in messages[rank]]
+            for rank in range(len(ranks))
+        ]
+    )
+
+
+def spans_of(row: IterationTrace) -> list[Span]:
+    """Return what a rank did in an iteration and knows by itself: all but its messages."""
+    return list(_Clocked(row, 0, 0.0).spans())
+
+
+@dataclass(frozen=True, slots=True)
+class _Clocked:
+    """One iteration of one rank, whose ``start_s`` counts from the start of the run."""
+
+    row: IterationTrace
+    number: int
+    start_s: float
+
+    def spans(self) -> Iterator[Span]:
+        """Yield what the rank did by itself; what lies within something else interrupts it."""
+        events = sorted(self.row.events, key=lambda event: (event.start_s, -event.end_s))
+        # A wait for a message is a gap: the message's own span says why.
+        shown = [(e, _action(e.name)) for e in events if e.kind != "p2p"]
+        shown = [(e, action) for e, action in shown if e.kind != "wait" or action is not None]
+        busy = [event for event, _ in shown if LANES[event.kind] in BUSY_LANES]
+        position = 0
+        for event, action in shown:
+            lane, pieces = LANES[event.kind], [(event.start_s, event.end_s)]
+            if lane in BUSY_LANES:
+                position += 1
+                pieces = list(_pieces(event, busy, position))
+            for start_s, end_s in pieces:
+                start_s, end_s = self.start_s + start_s, self.start_s + end_s
+                yield Span(lane, start_s, end_s, action, self.number)
+
+    def times(self) -> Mapping[Action, tuple[float, float]]:
+        """Return when each computation and transfer began and ended."""
+        return {
+            action: (self.start_s + event.start_s, self.start_s + event.end_s)
+            for event in self.row.events
+            if event.kind in ("compute", "p2p") and (action := _action(event.name)) is not None
+        }
+
+    def found_inputs(self) -> Mapping[Action, float]:
+        """Return when the rank became free for each computation whose message was there already.
+
+        How long before, nobody knows.
+        """
+        waits = {e.name: e.end_s - e.start_s for e in self.row.events if e.kind == "wait"}
+        busy = [e for e in self.row.events if LANES[e.kind] in BUSY_LANES]
+        work = sorted(
+            (e for e in busy if e.kind != "wait" or _action(e.name)), key=lambda e: e.start_s
+        )
+        return {
+            Action.from_str(event.name): self.start_s + before.end_s
+            for before, event in pairwise(work)
+            if 2 * waits.get(f"wait {event.name}", inf) < event.start_s - before.end_s
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """A message from its departure on the sender's clock to its arrival on the receiver's."""
+
+    action: Action
+    sender: int
+    receiver: int
+    departure_s: float
+    arrival_s: float
+    found_s: float
+    """When the receiver became free and found it there; infinite if it had to wait for it."""
+    iteration: int
+
+    def span(self, offsets_s: Sequence[float]) -> Span:
+        start_s = self.departure_s + offsets_s[self.sender]
+        end_s = self.arrival_s + offsets_s[self.receiver]
+        end_s = min(end_s, max(start_s, self.found_s + offsets_s[self.receiver]))
+        return Span(Lane.P2P, min(start_s, end_s), end_s, self.action, self.iteration)
+
+
+def _messages(clocks: Sequence[Sequence[_Clocked]], receiver: int) -> Iterator[_Message]:
+    """Yield the messages that a rank received.
+
+    Stock's schedules record no sends and receives. There a message leaves when it has been computed
+    and arrives when the computation that reads it begins.
+    """
+    num_ranks = len(clocks)
+    if num_ranks == 1:
+        return
+    for number, clocked in enumerate(clocks[receiver]):
+        here, found_s = clocked.times(), clocked.found_inputs()
+        there = [rows[number].times() for rows in clocks]
+        for action, (start_s, _) in here.items():
+            if (message := message_to(action)) is None:
+                continue
+            source = source_of(message)
+            sender = source.stage % num_ranks
+            if (computed := there[sender].get(source)) is None:
+                continue  # the first stage reads no message, nor does the last one's backward
+            sent = there[sender].get(send_of(message))
+            yield _Message(
+                action=message,
+                sender=sender,
+                receiver=receiver,
+                departure_s=sent[0] if sent else computed[1],
+                arrival_s=here[message][1] if message in here else start_s,
+                found_s=found_s.get(action, inf),
+                iteration=number,
+            )
+
+
+def _offsets(messages: Sequence[Sequence[_Message]]) -> list[float]:
+    """Return what to add to each rank's clock so that no message arrives before it has left.
+
+    Clocks of one machine agree, those of several to a millisecond or so. Each rank is moved as
+    little as its messages from and to the rank before it demand.
+    """
+    offsets_s = [0.0] * len(messages)
+    for rank in range(1, len(messages)):
+        into = [m.arrival_s - m.departure_s for m in messages[rank] if m.sender == rank - 1]
+        back = [m.arrival_s - m.departure_s for m in messages[rank - 1] if m.sender == rank]
+        late_s, early_s = -min(into, default=0.0), min(back, default=0.0)
+        moved_s = max(0.0, late_s) or min(0.0, early_s)
+        offsets_s[rank] = offsets_s[rank - 1] + moved_s
+    return offsets_s
+
+
+def _pieces(event: Event, busy: Sequence[Event], position: int) -> Iterator[tuple[float, float]]:
+    """Yield the parts of an event in which nothing else runs: ``busy[position:]`` interrupts it."""
+    at_s = event.start_s
+    while position < len(busy) and busy[position].start_s < event.end_s:
+        if busy[position].start_s > at_s:
+            yield at_s, busy[position].start_s
+        at_s = max(at_s, busy[position].end_s)
+        position += 1
+    if at_s < event.end_s or at_s == event.start_s:
+        yield at_s, event.end_s
+
+
+def _moved(span: Span, by_s: float) -> Span:
+    return span._replace(start_s=span.start_s + by_s, end_s=span.end_s + by_s) if by_s else span
+
+
+def _action(name: str) -> Action | None:
+    try:
+        return Action.from_str(name)
+    except PlanError:
+        return None

@@ -1,0 +1,62 @@
+"""The passes that add DP.sync: within an iteration, and reaching into the next one."""
+
+from collections.abc import Container, Iterator
+
+from megatron.fold3d.plan.ir import Action, Op, Plan, Program
+
+_BACKWARD_ENDS = frozenset({Op.BACKWARD, Op.WEIGHT, Op.SEND_B})
+
+
+def add_grad_sync(plan: Plan) -> Plan:
+    """Add DP.sync: start a stage's reduction with its last backward, wait after the last action.
+
+    ``REDUCE_GRAD`` follows the stage's last backward and its send: PP.sync goes first. Gradients
+    that become ready inside that backward may start to travel inside it (paper Algorithm 2,
+    lines 4-10).
+    """
+    return Plan(tuple(map(_with_grad_sync, plan.programs)))
+
+
+def defer_grad_sync(plan: Plan, stages: Container[int]) -> Plan:
+    """Let DP.sync of ``stages`` reach into the next iteration: paper Algorithm 2, the free split.
+
+    Their ``WAIT_GRAD`` stands right before their first forward, behind its receive, and ends what
+    ``REDUCE_GRAD`` of the iteration before has started.
+    """
+    return Plan(tuple(_with_deferred_wait(program, stages) for program in plan.programs))
+
+
+def deferred_stages(program: Program) -> frozenset[int]:
+    """Return the stages whose gradients are waited for before their first forward."""
+    begun: set[int] = set()
+    deferred: set[int] = set()
+    for stage, op, _ in program:
+        if op is Op.FORWARD:
+            begun.add(stage)
+        elif op is Op.WAIT_GRAD and stage not in begun:
+            deferred.add(stage)
+    return frozenset(deferred)
+
+
+def _with_grad_sync(program: Program) -> Program:
+    lowered = list(program)
+    last = {stage: i for i, (stage, op, _) in enumerate(program) if op in _BACKWARD_ENDS}
+    in_order = sorted(last, key=last.__getitem__)
+    for stage in reversed(in_order):
+        lowered.insert(last[stage] + 1, Action(stage, Op.REDUCE_GRAD))
+    return (*lowered, *(Action(stage, Op.WAIT_GRAD) for stage in in_order))
+
+
+def _with_deferred_wait(program: Program, stages: Container[int]) -> Program:
+    waits = {action for action in program if action.op is Op.WAIT_GRAD and action.stage in stages}
+
+    def lower() -> Iterator[Action]:
+        moved = set(waits)
+        for action in program:
+            if action.op is Op.FORWARD and (wait := Action(action.stage, Op.WAIT_GRAD)) in moved:
+                moved.remove(wait)
+                yield wait
+            if action not in waits:
+                yield action
+
+    return tuple(lower())

@@ -1,0 +1,70 @@
+"""The pass that sends saved activations to host memory and back."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan, Program
+
+
+def add_offload(plan: Plan, *, depth: int = 1, at_most: int | None = None) -> Plan:
+    """Add the saved activations' way to host memory and back (paper Sec. IV, offloader).
+
+    A micro-batch leaves while the rank's next ``depth`` computations run and comes back while the
+    ``depth`` before its own backward do. One that could not stay away for the time between stays.
+    No other rank notices: ranks may offload differently.
+
+    Args:
+        plan: with or without transfers; an output is sent before its stage's activations leave.
+        depth: more where a copy takes longer than one computation.
+        at_most: how many of a rank leave; first of all those that are away for longest.
+    """
+    return Plan(tuple(_with_offload(program, depth, at_most) for program in plan.programs))
+
+
+def _with_offload(program: Program, depth: int, at_most: int | None) -> Program:
+    compute = [action for action in program if action.op in COMPUTE_OPS]
+    travels = _travels(compute, depth, at_most)
+    reloads = {  # by the computation during which they come back
+        compute[index - depth]: Action(stage, Op.RELOAD, microbatch)
+        for index, (stage, op, microbatch) in enumerate(compute)
+        if op is Op.BACKWARD and (stage, microbatch) in travels
+    }
+
+    def lower() -> Iterator[Action]:
+        leaving = None
+        for action in program:
+            if leaving and action != (leaving.stage, Op.SEND_F, leaving.microbatch):
+                yield leaving
+                leaving = None
+            if action in reloads:
+                yield reloads[action]
+            yield action
+            if leaving:
+                yield leaving
+                leaving = None
+            elif action.op is Op.FORWARD and (action.stage, action.microbatch) in travels:
+                leaving = Action(action.stage, Op.OFFLOAD, action.microbatch)
+
+    return tuple(lower())
+
+
+def _travels(
+    compute: Sequence[Action], depth: int, at_most: int | None
+) -> set[tuple[int, int | None]]:
+    """Choose the (stage, micro-batch) activations that leave the device."""
+    forwards = {(a.stage, a.microbatch): i for i, a in enumerate(compute) if a.op is Op.FORWARD}
+    alike: dict[int, list[tuple[int, int | None]]] = defaultdict(list)  # by how long they wait
+    for index, (stage, op, microbatch) in enumerate(compute):
+        if op is Op.BACKWARD:
+            away = index - forwards[stage, microbatch]
+            if away > 2 * depth:
+                alike[away].append((stage, microbatch))
+    left = len(forwards) if at_most is None else at_most
+    chosen: set[tuple[int, int | None]] = set()
+    for away in sorted(alike, reverse=True):
+        candidates = alike[away]
+        take = min(left, len(candidates))
+        # Evenly spread, so that copies have the time of several computations each.
+        chosen |= {candidates[i * len(candidates) // take] for i in range(take)}
+        left -= take
+    return chosen

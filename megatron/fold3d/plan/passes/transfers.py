@@ -1,0 +1,99 @@
+"""The pass that adds the transfers between stages (PP.sync)."""
+
+from megatron.fold3d.plan.ir import COMPUTE_OPS, P2P_OPS, Action, Op, Plan, PlanError, gc_paused
+
+
+@gc_paused()
+def add_p2p(plan: Plan) -> Plan:
+    """Add the transfers between stages: paper Algorithm 2, ``PPComm``.
+
+    The pass plays the plan in rounds, one computation per rank and round. A computation is
+    followed by the send of its result; the matching receive is posted before the computation
+    that its rank last started by then, so that it is open while the result is still being
+    computed. Sends and receives appear in one order that all ranks can follow even if each send
+    blocks until its receive is posted: no plan that this pass returns can deadlock. Whatever else
+    stands behind a computation stays there, behind its send.
+
+    Raises:
+        PlanError: the compute order itself cannot run.
+    """
+    num_ranks, num_stages = plan.num_ranks, plan.num_stages
+    programs = [[a for a in program if a.op not in P2P_OPS] for program in plan.programs]
+    results = _Results(plan)
+    lowered: list[list[Action]] = [[] for _ in programs]
+    last_compute = [0] * num_ranks  # where in `lowered` each rank's last computation stands
+    position = [0] * num_ranks
+
+    def take_over(rank: int) -> None:
+        """Copy what stands before the rank's next computation."""
+        program, index = programs[rank], position[rank]
+        while index < len(program) and program[index].op not in COMPUTE_OPS:
+            lowered[rank].append(program[index])
+            index += 1
+        position[rank] = index
+
+    for rank in range(num_ranks):
+        take_over(rank)
+    running = [rank for rank in range(num_ranks) if position[rank] < len(programs[rank])]
+    while running:
+        ready = [
+            (rank, action)
+            for rank in running
+            if results.allow(action := programs[rank][position[rank]])
+        ]
+        if not ready:
+            raise PlanError(_stuck({rank: programs[rank][position[rank]] for rank in running}))
+        for rank, action in ready:
+            position[rank] += 1
+            last_compute[rank] = len(lowered[rank])
+            lowered[rank].append(action)
+            results.add(action)
+        for rank, (stage, op, microbatch) in ready:
+            if op is Op.FORWARD and stage + 1 < num_stages:
+                peer, send, receive = stage + 1, Op.SEND_F, Op.RECV_F
+            elif op is Op.BACKWARD and stage > 0:
+                peer, send, receive = stage - 1, Op.SEND_B, Op.RECV_B
+            else:
+                continue
+            to = peer % num_ranks
+            if to != rank:  # one rank alone hands its tensors to itself
+                lowered[rank].append(Action(stage, send, microbatch))
+                lowered[to].insert(last_compute[to], Action(peer, receive, microbatch))
+                last_compute[to] += 1
+        for rank, _ in ready:
+            take_over(rank)
+        running = [rank for rank in running if position[rank] < len(programs[rank])]
+    return Plan(tuple(map(tuple, lowered)))
+
+
+class _Results:
+    """Which forwards and backwards have run, as one byte each: plans have a million of them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.num_microbatches = plan.num_microbatches
+        self.last_stage = plan.num_stages - 1
+        self.forward = bytearray(plan.num_stages * plan.num_microbatches)
+        self.backward = bytearray(plan.num_stages * plan.num_microbatches)
+
+    def add(self, action: Action) -> None:
+        stage, op, microbatch = action
+        if op is not Op.WEIGHT:
+            done = self.forward if op is Op.FORWARD else self.backward
+            done[stage * self.num_microbatches + (microbatch or 0)] = True
+
+    def allow(self, action: Action) -> int:
+        """Whether what the action reads is there."""
+        stage, op, microbatch = action
+        here = stage * self.num_microbatches + (microbatch or 0)
+        if op is Op.FORWARD:
+            return stage == 0 or self.forward[here - self.num_microbatches]
+        if op is Op.WEIGHT:
+            return self.backward[here]
+        return self.forward[here] and (
+            stage == self.last_stage or self.backward[here + self.num_microbatches]
+        )
+
+
+def _stuck(waiting: dict[int, Action]) -> str:
+    where = ", ".join(f"rank {rank} at {action}" for rank, action in waiting.items())
+    return f"no rank can go on: {where}; each needs a result that comes later or never"

@@ -1,0 +1,42 @@
+"""The pass that splits backwards in two and delays their weight gradients."""
+
+from collections.abc import Sequence
+
+from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, Program
+
+
+def delay_weight_grads(plan: Plan, segments: Sequence[int]) -> Plan:
+    """Compute the weight gradients of some segments when all backwards of a rank are through.
+
+    The next forward needs the first segment's gradients first, and its backward is the last to
+    end: its DP.sync has nothing to hide behind but these weight gradients, which no other
+    computation waits for. The split of a backward in two is that of Zero Bubble (Qi et al., 2023).
+
+    Args:
+        plan: without DP.sync; what else stands behind the last backward stays in front.
+        segments: whose `BACKWARD` becomes one of activations alone, with a `WEIGHT` to follow.
+
+    Raises:
+        PlanError: a segment is not one of the plan's.
+    """
+    if unknown := [segment for segment in segments if not 0 <= segment < plan.num_segments]:
+        raise PlanError(
+            f"no segment {unknown[0]} whose weight gradients could be delayed; the plan has "
+            f"segments 0 to {plan.num_segments - 1}"
+        )
+    delayed = [
+        Action(segment * plan.num_ranks, Op.WEIGHT, microbatch)
+        for segment in sorted(segments)
+        for microbatch in range(plan.num_microbatches)
+    ]
+    return Plan(
+        tuple(
+            (*program, *(action._replace(stage=action.stage + rank) for action in delayed))
+            for rank, program in enumerate(plan.programs)
+        )
+    )
+
+
+def split_stages(program: Program) -> frozenset[int]:
+    """Return the stages whose weight gradients are computed apart from their backwards."""
+    return frozenset(stage for stage, op, _ in program if op is Op.WEIGHT)

@@ -1,0 +1,1 @@
+"""FROM MEASUREMENTS TO SETTINGS: functions that runtime and planner share. No torch."""

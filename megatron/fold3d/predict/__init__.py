@@ -1,0 +1,1 @@
+"""WHAT WOULD RUN: simulator, cost model, search, and the paper's own numbers. No torch."""

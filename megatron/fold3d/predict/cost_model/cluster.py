@@ -1,0 +1,160 @@
+"""Clusters as data: what a node has, and what links it to the others."""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron.fold3d.observe.fields import check_names, check_numbers, from_file, is_file_name
+
+GIGA = 1e9
+_MOST_GPUS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Identical nodes; rates are what the hardware promises, efficiencies what is left of it."""
+
+    name: str
+    num_nodes: int
+    gpus_per_node: int
+    gpu_flops_per_s: float
+    gpu_memory_bytes: float
+    nic_bytes_per_s: float
+    """All NICs of a node together, in one direction."""
+    intra_bytes_per_s: float
+    """Between two GPUs of a node, in one direction."""
+    host_copy_bytes_per_s: float
+    """Between all GPUs of a node and its host memory, in one direction."""
+    host_memory_bytes: float
+    nic_latency_s: float = 10e-6
+    compute_efficiency: float = 0.45
+    nic_efficiency: float = 0.65
+    task_overhead_s: float = 0.0
+    """What starting one forward or backward of a model chunk costs beside its computation."""
+
+    send_buffer_bytes: float = 0.0
+    """A message up to this size is out of its sender's way at once: TCP's buffers hold it."""
+    iteration_overhead_s: float = 0.0
+    """What an iteration costs beside its actions: the optimizer's step, data, logs."""
+    has_bf16: bool = True
+    """Otherwise its GPUs train in fp16."""
+
+    def __post_init__(self) -> None:
+        check_numbers(
+            self,
+            may_be_zero=(
+                *("nic_latency_s", "send_buffer_bytes"),
+                *("task_overhead_s", "iteration_overhead_s"),
+            ),
+        )
+        check_names(self)
+        if self.num_gpus > _MOST_GPUS:
+            raise ValueError(f"found {self.num_gpus} GPUs; give {_MOST_GPUS} at most")
+        for name in ("compute_efficiency", "nic_efficiency"):
+            if (value := getattr(self, name)) > 1:
+                raise ValueError(f"found {name}={value}; an efficiency is in (0, 1]")
+        if not isinstance(self.has_bf16, bool):
+            raise ValueError(f"found has_bf16={self.has_bf16!r}; it is true or false")
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all nodes."""
+        return self.num_nodes * self.gpus_per_node
+
+    @property
+    def goodput_bytes_per_s(self) -> float:
+        """What collectives and messages get through the NICs of a node."""
+        return self.nic_bytes_per_s * self.nic_efficiency
+
+    def with_gpus(self, num_gpus: int) -> "Cluster":
+        """Return the cluster with another number of GPUs.
+
+        Raises:
+            ValueError: they do not fill their nodes.
+        """
+        if num_gpus < 1 or (num_gpus > self.gpus_per_node and num_gpus % self.gpus_per_node):
+            raise ValueError(
+                f"{num_gpus} GPUs do not fill nodes of {self.gpus_per_node}; "
+                f"try {max(1, round(num_gpus / self.gpus_per_node)) * self.gpus_per_node}"
+            )
+        per_node = min(num_gpus, self.gpus_per_node)
+        return replace(self, num_nodes=num_gpus // per_node, gpus_per_node=per_node)
+
+
+_NODES = """
+           GPUs TFLOP/s GiB   NVLink GB/s   NIC Gb/s   host GB/s   host GB
+v100          8     125  32           150        100        13.6      1200
+a100          8     312  40           300        200        29.6      2000
+a100-80g      8     312  80           300       1600       100        2000
+h100          8     989  80           450       3200       200        2000
+h200          8     989 141           450       3200       200        2000
+perlmutter    4     312  40           300        800       100         256
+rtx3090       4      71  24            12        100        24          96
+"""
+# v100 and a100: FOLD3D Sec. VI, with its measured copy rates; a100-80g: Megatron Sec. 5;
+# perlmutter: AxoNN Sec. VI; rtx3090: Merak Sec. 6.1; the others: their vendors' data sheets.
+
+
+def _node(row: str) -> Cluster:
+    name, *numbers = row.split()
+    gpus, tera_flops, gib, intra, gigabits, to_host, host = map(float, numbers)
+    return Cluster(
+        name=name,
+        num_nodes=1,
+        gpus_per_node=int(gpus),
+        gpu_flops_per_s=tera_flops * 1e12,
+        gpu_memory_bytes=gib * 2**30,
+        intra_bytes_per_s=intra * GIGA,
+        nic_bytes_per_s=gigabits / 8 * GIGA,
+        host_copy_bytes_per_s=to_host * GIGA,
+        host_memory_bytes=host * GIGA,
+        has_bf16=name != "v100",  # from Ampere on
+    )
+
+
+NODES = {node.name: node for node in map(_node, _NODES.strip().splitlines()[1:])}
+"""One node of each kind; `cluster` makes clusters of them."""
+
+# scripts/bench/compare.py's host: one rank, which a layer of the model `testbed` takes 6 ms
+# forward; `--layer-forward-s` is for another pace, `testbedx4-0.1g` for 100 Mb/s. Headers take 2%
+# of the link. gloo's sends of up to 128 KiB ended within 0.2 ms there.
+NODES["testbed"] = Cluster(
+    name="testbed",
+    num_nodes=1,
+    gpus_per_node=1,
+    gpu_flops_per_s=51_380_224 / 6e-3,
+    compute_efficiency=1.0,
+    gpu_memory_bytes=4 * 2**30,
+    intra_bytes_per_s=GIGA,
+    nic_bytes_per_s=200e6 / 8,
+    nic_efficiency=0.98,
+    nic_latency_s=100e-6,
+    send_buffer_bytes=128 * 1024,
+    host_copy_bytes_per_s=GIGA,
+    host_memory_bytes=16 * GIGA,
+)
+
+_NAME = re.compile(r"(?P<node>[a-z0-9-]+?)x(?P<gpus>\d+)(?:-(?P<gigabits>\d+(\.\d+)?)g)?")
+
+
+def cluster(name: str) -> Cluster:
+    """Return a cluster by its name, ``<node>x<gpus>[-<Gb/s per node>g]``, or from a file.
+
+    ``a100x128-200g`` is 16 nodes of 8 A100 with 200 Gb/s each. A JSON or TOML file has the fields
+    of `Cluster`.
+
+    Raises:
+        ValueError: the name or the file does not describe a cluster.
+    """
+    if is_file_name(name):
+        return from_file(Path(name), Cluster, "cluster")
+    match = _NAME.fullmatch(name)
+    if match is None or match["node"] not in NODES:
+        raise ValueError(
+            f"unknown cluster {name!r}; write <node>x<gpus>-<Gb/s>g such as a100x128-200g with a "
+            f"node of {', '.join(sorted(NODES))}, or name a .json or .toml file"
+        )
+    found = replace(NODES[match["node"]].with_gpus(int(match["gpus"])), name=name)
+    if match["gigabits"] is None:
+        return found
+    return replace(found, nic_bytes_per_s=float(match["gigabits"]) / 8 * GIGA)

@@ -1,0 +1,53 @@
+"""Models by their names, in Megatron's flags: what ``--model-preset`` stands for.
+
+`SHAPES` is the one table of models: what the planner predicts is what training builds.
+"""
+
+from megatron.fold3d.predict.cost_model.model_shape import SHAPES, Family, ModelShape, model_shape
+
+SCRIPTS: dict[Family, str] = {"gpt": "pretrain_gpt.py", "bert": "pretrain_bert.py"}
+"""Which script trains which models; Megatron-core runs no encoder-decoder in a pipeline."""
+
+AS_GPT = ("cpm",)
+"""Encoder-decoders that have a GPT of their depth, width and vocabulary as a preset."""
+
+
+def preset_flags(name: str, family: Family) -> tuple[str, ...]:
+    """Return the flags that ``--model-preset name`` stands for in the script of ``family``.
+
+    Raises:
+        ValueError: there is no such model, or another script trains it.
+    """
+    shape = model_shape(name)
+    if name not in SHAPES or shape in _presets(family):
+        return shape_flags(shape)
+    reason = "Megatron-core runs no encoder-decoder in a pipeline"
+    if script := SCRIPTS.get(shape.family):
+        reason = f"{script} trains it"
+    ours = ", ".join(shape.name for shape in _presets(family))
+    raise ValueError(
+        f"--model-preset {name}: {reason}; {SCRIPTS[family]} trains {ours}, "
+        "and any layers-hidden-heads such as 24-2048-16"
+    )
+
+
+def _presets(family: Family) -> tuple[ModelShape, ...]:
+    as_gpt = AS_GPT if family == "gpt" else ()
+    return tuple(s for s in SHAPES.values() if s.family == family or s.name in as_gpt)
+
+
+def shape_flags(shape: ModelShape) -> tuple[str, ...]:
+    """Return the flags that make Megatron build a model of this shape.
+
+    Its vocabulary is not among them: that comes with the tokenizer.
+    """
+    sizes = {
+        "num-layers": shape.num_layers,
+        "hidden-size": shape.hidden_size,
+        "num-attention-heads": shape.num_attention_heads,
+        "seq-length": shape.seq_length,
+        "max-position-embeddings": shape.seq_length,
+        "ffn-hidden-size": shape.ffn_hidden_size,
+        "kv-channels": shape.kv_channels,
+    }
+    return tuple(word for name, size in sizes.items() if size for word in (f"--{name}", str(size)))

@@ -1,0 +1,1 @@
+"""The paper's formulas and the rows of its tables."""

@@ -1,0 +1,1 @@
+"""The planner: which schedule, how many segments, which (dp, pp, tp)."""

@@ -1,0 +1,138 @@
+"""Bounds on a candidate that need no simulation: on its time, and on its memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.fold3d.predict.cost_model.estimate import Estimate
+from megatron.fold3d.predict.search.candidates import Candidate
+from megatron.fold3d.predict.simulator.costs import Costs
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """A candidate with its estimate and its bounds."""
+
+    candidate: Candidate
+    estimate: Estimate
+    bound_s: float
+    """No simulated iteration of the candidate is shorter."""
+    device_bytes: float
+    """What the fullest GPU holds; more is needed where copies to the host are slow."""
+    host_bytes: float
+    """The least that one GPU's activations take on the host."""
+
+
+def bounded(candidate: Candidate, estimate: Estimate) -> Bounded:
+    """Return a candidate with its bounds."""
+    return Bounded(
+        candidate,
+        estimate,
+        _bound_s(candidate, estimate),
+        _device_bytes(candidate, estimate),
+        _most_copied(candidate, estimate.footprint.saved_bytes) if candidate.offload else 0.0,
+    )
+
+
+def _bound_s(candidate: Candidate, estimate: Estimate) -> float:
+    """Bound the iteration from below by what each rank must do.
+
+    The first micro-batch comes to a rank through those before it and the last one goes back through
+    them, the rank computes all of its work in between, and the first segment's DP.sync follows; it
+    may do so beside weight gradients that are delayed.
+    DP.sync that ends with the iteration can begin after the last segment's last backward only.
+    """
+    costs = estimate.costs
+    bound_s = 0.0
+    for rank in range(candidate.num_ranks):
+        forward_s, backward_s = _there_and_back(candidate, estimate, rank)
+        compute_s = _work_s(candidate, estimate, rank)
+        sync_s, gather_s = costs.grad_sync_s, costs.param_gather_s
+        start_s = max(forward_s, gather_s[rank])
+        synced_first_s = compute_s - _delayed_s(candidate, costs, rank) + backward_s + sync_s[0]
+        bound_s = max(bound_s, start_s + max(compute_s, synced_first_s))
+        synced_s = sum(sync_s[rank :: candidate.num_ranks])
+        if candidate.backward_share is not None:
+            bound_s = max(bound_s, synced_s)
+        else:
+            step_s = sum(costs.optimizer_s[rank :: candidate.num_ranks])
+            late_s = start_s + compute_s - _hiding_s(candidate, costs, rank) + synced_s
+            bound_s = max(bound_s, start_s + compute_s + sync_s[rank] + step_s, late_s + step_s)
+    copies_s = _most_copied(candidate, costs.offload_s) if candidate.offload else 0.0
+    return max(bound_s, _messages_s(candidate, estimate), copies_s)
+
+
+def _there_and_back(candidate: Candidate, estimate: Estimate, rank: int) -> tuple[float, float]:
+    """The first segment's forwards, and its backwards, on the ranks before this one."""
+    costs = estimate.costs
+    hops_s = rank * min(_message_s(estimate), costs.p2p_s, costs.p2p_local_s)
+    return sum(costs.forward_s[:rank]) + hops_s, sum(costs.backward_s[:rank]) + hops_s
+
+
+def _work_s(candidate: Candidate, estimate: Estimate, rank: int) -> float:
+    """A rank's computation, and what stock waits for its messages."""
+    costs, stages = estimate.costs, range(rank, len(estimate.costs.forward_s), candidate.num_ranks)
+    work_s = sum(costs.forward_s[stage] + costs.backward_s[stage] for stage in stages)
+    if candidate.is_stock and not costs.sends_are_buffered and candidate.num_ranks > 1:
+        message_s = min(_message_s(estimate), costs.p2p_local_s + costs.p2p_latency_s)
+        sent = sum(stage + 1 < len(costs.forward_s) for stage in stages)
+        if candidate.schedule == "1f1b":
+            sent += sum(stage > 0 for stage in stages)
+        work_s += sent * message_s
+    return work_s * candidate.num_microbatches
+
+
+def _delayed_s(candidate: Candidate, costs: Costs, rank: int) -> float:
+    """What a rank computes when all of its backwards are through."""
+    stages = (segment * candidate.num_ranks + rank for segment in candidate.delayed_weight_grads)
+    return candidate.num_microbatches * sum(costs.weight_s[stage] for stage in stages)
+
+
+def _message_s(estimate: Estimate) -> float:
+    costs, several = estimate.costs, len(set(estimate.nic_of_rank)) > 1
+    return costs.p2p_latency_s + (costs.p2p_s if several else costs.p2p_local_s)
+
+
+def _messages_s(candidate: Candidate, estimate: Estimate) -> float:
+    """What the busiest NIC sends: a forward's result to the next stage, a backward's back."""
+    nics, sent = estimate.nic_of_rank, [0] * (1 + max(estimate.nic_of_rank))
+    for stage in range(1, len(estimate.costs.forward_s)):
+        source, target = (nics[s % candidate.num_ranks] for s in (stage - 1, stage))
+        if source != target:
+            sent[source] += 1
+            sent[target] += 1
+    return max(sent) * candidate.num_microbatches * estimate.costs.p2p_s
+
+
+def _hiding_s(candidate: Candidate, costs: Costs, rank: int) -> float:
+    """What a rank computes after the last segment's last backward: the backwards of one group."""
+    *others, _ = costs.backward_s[rank :: candidate.num_ranks]
+    return _together(candidate) * sum(others)
+
+
+def _together(candidate: Candidate) -> int:
+    """How many micro-batches pass a segment before the next one's turn."""
+    if candidate.schedule != "interleaved":
+        return candidate.num_microbatches
+    return min(candidate.num_microbatches, candidate.group_size or candidate.num_ranks)
+
+
+def _most_copied(candidate: Candidate, of_stage: Sequence[float]) -> float:
+    """The most that a rank certainly copies to the host, in the unit of ``of_stage``.
+
+    Nothing of the last segment need leave, nor the last two micro-batches of another.
+    """
+    ranks, segments = candidate.num_ranks, candidate.num_segments
+    copied = of_stage[: ranks * (segments - 1)]
+    each = max((sum(copied[rank::ranks]) for rank in range(ranks)), default=0.0)
+    return each * max(0, candidate.num_microbatches - 2)
+
+
+def _device_bytes(candidate: Candidate, estimate: Estimate) -> float:
+    """The fullest rank's memory, from its number of activations."""
+    footprint, ranks = estimate.footprint, candidate.num_ranks
+    return max(
+        static
+        + candidate.most_activations(rank) * max(footprint.saved_bytes[rank::ranks])
+        + max(footprint.working_bytes[rank::ranks])
+        for rank, static in enumerate(footprint.static_bytes)
+    )

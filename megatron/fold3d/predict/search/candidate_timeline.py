@@ -1,0 +1,108 @@
+"""How a candidate runs: its plan with what is around it, simulated as stock or as ours behaves.
+
+Stock Megatron waits for transfers before it goes on (`sends_stock_waits_for`). It starts a chunk's
+DP.sync on all ranks at once, so that on rank r it comes r backwards late, and always ends it with
+the iteration.
+"""
+
+from dataclasses import replace
+
+from megatron.fold3d.observe.timeline import Timeline
+from megatron.fold3d.plan.ir import Op, Plan
+from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
+from megatron.fold3d.plan.passes.offload import add_offload
+from megatron.fold3d.plan.passes.param_gather import add_param_gather
+from megatron.fold3d.plan.passes.stock_grad_sync import (
+    aligned_grad_sync,
+    deferred_grad_sync,
+    serial_grad_sync,
+)
+from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
+from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.predict.cost_model.estimate import Estimate
+from megatron.fold3d.predict.search.candidates import Candidate
+from megatron.fold3d.predict.search.simulated_shares import auto_shares
+from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.execution import Execution, sends_stock_waits_for
+from megatron.fold3d.predict.simulator.simulate import simulate
+
+_STEADY = 3  # iterations until one that defers DP.sync takes as long as the one before
+PAUSE_SHARE = 0.5  # what PP.sync may take from DP.sync before they are equals
+
+
+def plan_of(candidate: Candidate) -> Plan:
+    """Return the plan, with DP.sync where the candidate has it."""
+    plan = _compute_plan(candidate)
+    if candidate.offload:
+        plan = add_offload(plan)
+    if candidate.backward_share is not None:
+        return deferred_grad_sync(plan)
+    if candidate.schedule == "1f1b":  # its hooks start in the last backward, if at all
+        plan = serial_grad_sync(plan)
+    elif candidate.is_stock:
+        plan = aligned_grad_sync(plan)
+    else:
+        plan = add_grad_sync(plan)
+    return add_param_gather(plan) if candidate.setup.distributed_optimizer else plan
+
+
+def timeline_of(candidate: Candidate, estimate: Estimate) -> Timeline:
+    """Return the simulated iterations of a candidate; the last one is steady."""
+    plan, costs, share = plan_of(candidate), estimate.costs, candidate.backward_share
+    execution = Execution(
+        nic_of_rank=estimate.nic_of_rank,
+        preemptive=candidate.preemptive,
+        pause_share=PAUSE_SHARE,
+        in_order=True,
+        flush=share is None,
+        sends_waited_for=_sends_waited_for(candidate),
+    )
+    if share is None:
+        return simulate(plan, _stepping_last(costs, candidate.num_ranks), execution)
+    shares = auto_shares(plan, costs, execution) if share == "auto" else (share,) * plan.num_stages
+    return simulate(plan, costs, replace(execution, backward_share=shares), iterations=_STEADY)
+
+
+def without_grad_sync(candidate: Candidate) -> Candidate:
+    """Return a candidate that stands for all that differ in DP.sync and host copies alone."""
+    setup = replace(candidate.setup, distributed_optimizer=False)
+    return replace(candidate, setup=setup, backward_share=None, offload=False, preemptive=False)
+
+
+def undisturbed_s(candidate: Candidate, estimate: Estimate) -> float:
+    """Return an iteration without DP.sync and host copies, on links that no two messages share.
+
+    Orders are fixed, so whatever else a candidate has can only make a rank wait longer. Without
+    flows on a network it takes a part of the time to simulate.
+    """
+    costs = estimate.costs
+    message_s = costs.p2p_s
+    if len(set(estimate.nic_of_rank)) < candidate.num_ranks:
+        message_s = min(message_s, costs.p2p_local_s)
+    alone = replace(
+        costs, p2p_s=0.0, p2p_local_s=0.0, p2p_latency_s=costs.p2p_latency_s + message_s
+    )
+    execution = Execution(sends_waited_for=_sends_waited_for(candidate))
+    return simulate(_compute_plan(candidate), alone, execution).period_s
+
+
+def _compute_plan(candidate: Candidate) -> Plan:
+    plan = build(
+        candidate.schedule,
+        num_ranks=candidate.num_ranks,
+        num_segments=candidate.num_segments,
+        num_microbatches=candidate.num_microbatches,
+        group_size=candidate.group_size,
+    )
+    return delay_weight_grads(plan, candidate.delayed_weight_grads)
+
+
+def _sends_waited_for(candidate: Candidate) -> frozenset[Op]:
+    return sends_stock_waits_for(candidate.num_segments) if candidate.is_stock else frozenset()
+
+
+def _stepping_last(costs: Costs, num_ranks: int) -> Costs:
+    """Let the optimizer step when all gradients are there: with the stages that end last."""
+    steps = costs.optimizer_s
+    first = tuple(sum(steps[rank::num_ranks]) for rank in range(num_ranks))
+    return replace(costs, optimizer_s=first + (0.0,) * (len(steps) - num_ranks))

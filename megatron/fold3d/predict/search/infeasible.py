@@ -1,0 +1,92 @@
+"""Why a search has found nothing, and what comes nearest to what was asked for."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from megatron.fold3d.predict.cost_model.cluster import Cluster
+from megatron.fold3d.predict.cost_model.model_shape import ModelShape
+from megatron.fold3d.predict.search.bounds import Bounded
+from megatron.fold3d.predict.search.candidates import Candidate, Given, candidates
+
+_MOST_GPUS = 1 << 16
+_FLAGS: dict[str, tuple[str, Callable[[Candidate], int]]] = {
+    "tensor_parallel": ("--tp", lambda c: c.setup.tensor_parallel),
+    "num_ranks": ("--pp", lambda c: c.num_ranks),
+    "data_parallel": ("--dp", lambda c: c.setup.data_parallel),
+    "num_segments": ("--segments", lambda c: c.num_segments),
+    "microbatch_size": ("--micro-batch-size", lambda c: c.setup.microbatch_size),
+}
+"""The sizes that can be given: what `fold3d search` calls them, and where a candidate has them."""
+
+
+def nothing_divides(
+    shape: ModelShape, cluster: Cluster, global_batch_size: int, given: Given
+) -> str:
+    """Say which of the given sizes is in the way, and what else it could be."""
+    sizes = {name: value for name, value in _sizes(given).items() if value is not None}
+    job = f"{shape.name} on {cluster.num_gpus} GPUs with a batch of {global_batch_size}"
+    for name, value in sizes.items():
+        flag, of = _FLAGS[name]
+        freed: dict[str, Any] = {name: None}
+        others = candidates(shape, cluster, global_batch_size, replace(given, **freed))
+        if fit := sorted(set(map(of, others))):
+            return (
+                f"found {flag} {value}, which no split of {job} has; beside the other sizes given "
+                f"it can be {', '.join(map(str, fit))}"
+            )
+    found = f"no split of {job} has {_spelled(sizes)}" if sizes else f"no split of {job}"
+    fix = "give fewer sizes, or " if sizes else ""
+    return f"{found}; {fix}try a batch that is a multiple of the number of GPUs"
+
+
+def nothing_fits(
+    shape: ModelShape,
+    cluster: Cluster,
+    global_batch_size: int,
+    given: Given,
+    *,
+    found: Iterable[Bounded],
+    bounds_on: Callable[[Cluster], Callable[[Candidate], Bounded]],
+    usable: float,
+) -> str:
+    """Say how much memory is missing, and with what the model does fit.
+
+    Args:
+        shape: the model.
+        cluster: it was searched on.
+        global_batch_size: of the search.
+        given: what was not to be chosen.
+        found: candidates that divide evenly, and are too large.
+        bounds_on: returns, for a cluster, the function that bounds its candidates.
+        usable: the part of a GPU's memory that a run may hold.
+    """
+    need = min(b.device_bytes for b in found) / usable
+    message = (
+        f"{shape.name} does not fit on {cluster.name}: the smallest split needs "
+        f"{need / 2**30:.0f} GiB per GPU, found {cluster.gpu_memory_bytes / 2**30:.0f}"
+    )
+    least = Given(microbatch_size=1, recompute="full", fp32=given.fp32)
+    more = cluster
+    while more.num_gpus <= _MOST_GPUS:
+        fit = min(
+            map(bounds_on(more), candidates(shape, more, global_batch_size, least)),
+            key=lambda b: b.device_bytes,
+            default=None,
+        )
+        if fit and fit.device_bytes <= usable * more.gpu_memory_bytes:
+            sizes = {name: of(fit.candidate) for name, (_, of) in _FLAGS.items()}
+            where = "" if more is cluster else f" on {more.num_gpus} GPUs"
+            return f"{message}; try {_spelled(sizes)} --recompute full{where}"
+        more = replace(more, num_nodes=2 * more.num_nodes)
+    return f"{message}, and so it does not on {more.num_gpus // 2}; take GPUs with more memory"
+
+
+def _sizes(given: Given) -> dict[str, int | None]:
+    return {
+        field.name: getattr(given, field.name) for field in fields(given) if field.name in _FLAGS
+    }
+
+
+def _spelled(sizes: Mapping[str, int]) -> str:
+    return " ".join(f"{_FLAGS[name][0]} {value}" for name, value in sizes.items())

@@ -1,0 +1,247 @@
+"""Choose a configuration: which schedule, how many segments, which (dp, pp, tp).
+
+1. The costs alone tell the memory of a candidate, and a lower bound on its iteration.
+2. What fits is simulated in the order of the bounds, until no bound is below what has been found. A
+   short simulation without DP.sync tightens a bound first.
+3. Variations of the best ones follow.
+
+Ours and stock Megatron are searched side by side, so the answer can be that AIAO gains nothing.
+Every candidate runs as it is simulated.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import replace
+from functools import lru_cache
+
+from megatron.fold3d.observe.exposure import exposure, mean
+from megatron.fold3d.observe.memory_curve import memory
+from megatron.fold3d.predict.cost_model.cluster import Cluster
+from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
+from megatron.fold3d.predict.cost_model.model_shape import ModelShape
+from megatron.fold3d.predict.search.bounds import Bounded, bounded
+from megatron.fold3d.predict.search.candidate_timeline import (
+    timeline_of,
+    undisturbed_s,
+    without_grad_sync,
+)
+from megatron.fold3d.predict.search.candidates import (
+    FREE,
+    Assumption,
+    Candidate,
+    Given,
+    candidates,
+)
+from megatron.fold3d.predict.search.infeasible import nothing_divides, nothing_fits
+from megatron.fold3d.predict.search.neighbours import neighbours
+from megatron.fold3d.predict.search.search_result import WORTHWHILE, Choice, Search
+
+USABLE_MEMORY = 0.85  # the rest is CUDA's, NCCL's and what the allocator cannot use
+_IMPROVED = 3  # of the best ones, how many have their neighbours looked at
+
+
+def search(
+    shape: ModelShape,
+    cluster: Cluster,
+    *,
+    global_batch_size: int,
+    top: int = 10,
+    given: Given = FREE,
+    assumed: Set[Assumption] = frozenset(),
+    progress: Callable[[int, int], None] = lambda done, all_: None,
+) -> Search:
+    """Return the fastest configurations that fit into memory.
+
+    Args:
+        shape: the model.
+        cluster: all of its GPUs are used.
+        global_batch_size: sequences per iteration.
+        top: how many to return.
+        given: what is not to be chosen.
+        assumed: what is tried although no GPU has timed it.
+        progress: called with how many were simulated, and how many there are.
+
+    Raises:
+        ValueError: nothing divides evenly, or nothing fits.
+    """
+    if global_batch_size < 1:
+        raise ValueError(f"found global_batch_size={global_batch_size}; it is at least one")
+    judge = _Judge(shape, cluster, progress)
+    everything = [
+        judge.bounded(c) for c in candidates(shape, cluster, global_batch_size, given, assumed)
+    ]
+    if not everything:
+        raise ValueError(nothing_divides(shape, cluster, global_batch_size, given))
+    if "offload" not in assumed:
+        everything += map(judge.bounded, _that_memory_asks_to_offload(everything, judge.fits))
+    fitting = _quickest_of_each(filter(judge.fits, everything))
+    judge.num_left = len(fitting)
+    best = judge.best(fitting, top)
+    stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
+    if not best:
+        raise ValueError(
+            nothing_fits(
+                shape,
+                cluster,
+                global_batch_size,
+                given,
+                found=[b for b in everything if b.host_bytes <= judge.host_limit_bytes],
+                bounds_on=lambda other: _Judge(shape, other, progress).bounded,
+                usable=USABLE_MEMORY,
+            )
+        )
+    others = dict.fromkeys(
+        other
+        for choice in (*best[:_IMPROVED], *stock)
+        for other in neighbours(choice.candidate, shape.num_layers, assumed)
+    )
+    known = {item.candidate for item in fitting}
+    better = [judge.bounded(other) for other in others if other not in known]
+    judge.num_left += len(better)
+    fitting += filter(judge.fits, better)
+    stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
+    best = _plainest_first(judge.best(fitting, top))
+    return Search(
+        best=best,
+        best_stock=stock[0] if stock else None,
+        considered=len(everything) + len(better),
+        too_large=sum(not judge.fits(b) for b in everything),
+        simulated=judge.num_simulated,
+        undelayed=judge.undelayed(best[0].candidate),
+    )
+
+
+class _Judge:
+    """Bounds and simulates candidates of one model on one cluster, each of them once."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        cluster: Cluster,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self.limit_bytes = cluster.gpu_memory_bytes * USABLE_MEMORY
+        self.host_limit_bytes = cluster.host_memory_bytes * USABLE_MEMORY / cluster.gpus_per_node
+        self.num_left = 0
+        self._estimate = lru_cache(None)(
+            lambda setup, ranks, segments, layers: estimate(
+                shape, cluster, setup, num_ranks=ranks, num_segments=segments, layers=layers
+            )
+        )
+        self._progress = progress
+        self._judged: dict[Candidate, Choice] = {}
+        self._undisturbed_s: dict[Candidate, float] = {}
+
+    @property
+    def num_simulated(self) -> int:
+        return len(self._judged)
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        """Return the costs of a candidate."""
+        c = candidate
+        return self._estimate(c.setup, c.num_ranks, c.num_segments, c.layers)
+
+    def bounded(self, candidate: Candidate) -> Bounded:
+        """Return what is known of a candidate without a simulation."""
+        return bounded(candidate, self.estimate(candidate))
+
+    def fits(self, known: Bounded | Choice) -> bool:
+        """Tell whether memory is enough, the GPU's and a GPU's share of the host's."""
+        host_fits = known.host_bytes <= self.host_limit_bytes
+        return known.device_bytes <= self.limit_bytes and host_fits
+
+    def at_least_s(self, item: Bounded) -> float:
+        """Return a higher bound than the costs alone give, for the time of a short simulation.
+
+        The first segment's DP.sync has nothing to hide behind but delayed weight gradients.
+        """
+        alone = without_grad_sync(item.candidate)
+        if alone not in self._undisturbed_s:
+            self._undisturbed_s[alone] = undisturbed_s(alone, item.estimate)
+        sync_s = 0.0 if alone.delayed_weight_grads else item.estimate.costs.grad_sync_s[0]
+        return self._undisturbed_s[alone] + sync_s
+
+    def best(self, among: Iterable[Bounded], top: int) -> tuple[Choice, ...]:
+        """Simulate in the order of the bounds until none can be among the best any more."""
+        found: list[Choice] = []
+        for item in sorted(among, key=lambda b: b.bound_s):
+            if len(found) == top and item.bound_s >= found[-1].iteration_s:
+                break
+            choice = self._judged.get(item.candidate)
+            if choice is None:
+                if len(found) == top and self.at_least_s(item) >= found[-1].iteration_s:
+                    continue
+                choice = self._simulate(item)
+            if self.fits(choice):  # a slow copy stream frees memory late
+                found = sorted([*found, choice], key=lambda choice: choice.iteration_s)[:top]
+        return tuple(found)
+
+    def undelayed(self, candidate: Candidate) -> Choice | None:
+        """Return a candidate without the delayed weight gradients that it has."""
+        if not candidate.delayed_weight_grads:
+            return None
+        undelayed = replace(candidate, delayed_weight_grads=())
+        return self._judged.get(undelayed) or self._simulate(self.bounded(undelayed))
+
+    def _simulate(self, item: Bounded) -> Choice:
+        timeline = timeline_of(item.candidate, item.estimate)
+        peak, on_host = item.device_bytes, 0.0
+        if item.candidate.offload or item.candidate.delayed_weight_grads:
+            ranks = memory(timeline, item.estimate.footprint)
+            peak = max(rank.device.peak_bytes for rank in ranks)
+            on_host = max(rank.host.peak_bytes for rank in ranks)
+        choice = Choice(item.candidate, timeline.period_s, peak, mean(exposure(timeline)), on_host)
+        self._judged[item.candidate] = choice
+        self._progress(self.num_simulated, self.num_left)
+        return choice
+
+
+def _plainest_first(best: tuple[Choice, ...]) -> tuple[Choice, ...]:
+    """Put a choice first that is as the best one and plainer, and no more than 1% slower.
+
+    No simulation is as good as what training measures, and what a given share is wrong by, `auto`
+    makes up for. Nothing has to be delayed, and kept for it, to gain less than that.
+    """
+    first = best[0]
+    delayed = first.candidate.delayed_weight_grads
+    for plainer in (
+        replace(first.candidate, delayed_weight_grads=()),
+        replace(first.candidate, delayed_weight_grads=delayed[-1:]),
+        replace(first.candidate, backward_share="auto"),
+    ):
+        for choice in best[1:]:
+            slow = choice.iteration_s > (1 + WORTHWHILE) * first.iteration_s
+            if choice.candidate == plainer and not slow:
+                return choice, *(other for other in best if other is not choice)
+    return best
+
+
+def _that_memory_asks_to_offload(
+    all_: Sequence[Bounded], fits: Callable[[Bounded], bool]
+) -> Iterator[Candidate]:
+    """Yield AIAO with offload where a split of the model has no AIAO that fits without.
+
+    Nothing less is a reason to recommend what no GPU has timed.
+    """
+
+    def split(c: Candidate) -> tuple[object, ...]:
+        sizes = c.setup.tensor_parallel, c.setup.microbatch_size
+        return c.num_ranks, c.num_segments, c.layers, *sizes
+
+    aiao = [b for b in all_ if b.candidate.schedule == "aiao" and b.candidate.num_segments > 1]
+    fitting = {split(b.candidate) for b in aiao if fits(b)}
+    for item in aiao:
+        if split(item.candidate) not in fitting:
+            yield replace(item.candidate, offload=True)
+
+
+def _quickest_of_each(among: Iterable[Bounded]) -> list[Bounded]:
+    """Of those that differ in what they recompute alone, keep the one that recomputes least.
+
+    Unless they offload: then less to recompute is more to copy.
+    """
+    chosen: dict[Candidate, Bounded] = {}
+    for item in sorted(among, key=lambda b: (b.bound_s, b.device_bytes)):
+        c = item.candidate
+        setup = c.setup if c.offload else replace(c.setup, recompute="none")
+        chosen.setdefault(replace(c, setup=setup), item)
+    return list(chosen.values())

@@ -1,0 +1,47 @@
+"""What a search has found."""
+
+from dataclasses import dataclass
+
+from megatron.fold3d.observe.exposure import Exposure
+from megatron.fold3d.predict.search.candidates import Candidate
+
+WORTHWHILE = 0.01  # a smaller gain than this is within the error of the costs
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A configuration with what it is predicted to do."""
+
+    candidate: Candidate
+    iteration_s: float
+    device_bytes: float
+    exposed: Exposure
+    host_bytes: float = 0.0
+    """Of one GPU's activations."""
+
+    @property
+    def limit(self) -> str:
+        """What takes the most time beside computation."""
+        row = self.exposed
+        causes = {
+            "bubble": row.bubble_s,
+            "DP.sync": row.grad_sync_s,
+            "PP.sync": row.p2p_s,
+            "host copies": row.copy_s,
+        }
+        name = max(causes, key=causes.__getitem__)
+        share = row.share(causes[name])
+        return f"{name} {share:.0%}" if share >= 0.02 else "computation"
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The best configurations, fastest first, and how many were looked at."""
+
+    best: tuple[Choice, ...]
+    best_stock: Choice | None
+    considered: int
+    too_large: int
+    simulated: int
+    undelayed: Choice | None = None
+    """Where the best one delays weight gradients: the same without."""

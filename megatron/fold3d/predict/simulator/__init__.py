@@ -1,0 +1,1 @@
+"""An event-driven simulation of plans: their timelines on a cluster."""

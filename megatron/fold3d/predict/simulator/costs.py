@@ -1,0 +1,134 @@
+"""Costs: how long each action of a plan takes on its own.
+
+Analytic or measured, the simulator does not mind. What sharing adds - links, waiting, order - is
+the simulator's business and never part of a cost.
+"""
+
+import json
+from dataclasses import MISSING, asdict, dataclass, fields
+from reprlib import repr as shortened
+from typing import Any, Self
+
+from megatron.fold3d.observe.fields import is_number, parse_json
+from megatron.fold3d.plan.ir import Plan, PlanError
+
+_NEEDED = ("forward_s", "backward_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Seconds per action; tuples hold one number per stage, and empty ones mean zero."""
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    weight_s: tuple[float, ...] = ()
+    """Of ``backward_s``, the weight gradients: what a plan's W takes, and its B then takes less."""
+    split_s: float = 0.0
+    """What a W takes beside it, for being a task of its own."""
+    p2p_s: float = 0.0
+    """One message at the full rate of a NIC."""
+    p2p_latency_s: float = 0.0
+    """What a message waits before it uses any bandwidth."""
+    p2p_local_s: float = 0.0
+    """One message between two ranks behind the same NIC; it does not use the NIC."""
+    sends_are_buffered: bool = False
+    """Whether a sender that waits for its message waits for a buffer to take it, and no longer."""
+    grad_sync_s: tuple[float, ...] = ()
+    """DP.sync of a stage's gradients at the full rate of the rank's NIC."""
+    kept_back_s: tuple[float, ...] = ()
+    """Of ``grad_sync_s``, what ends within its iteration even where the rest is deferred."""
+    grad_sync_local: bool = False
+    """Whether DP.sync stays inside the node and leaves the NIC to the messages."""
+    param_gather_s: tuple[float, ...] = ()
+    optimizer_s: tuple[float, ...] = ()
+    """Update of a stage's parameters, after its WAIT_GRAD."""
+    offload_s: tuple[float, ...] = ()
+    """One micro-batch's saved activations of a stage to the host, on the copy stream."""
+    reload_s: tuple[float, ...] = ()
+
+    @classmethod
+    def uniform(
+        cls,
+        num_stages: int,
+        *,
+        forward_s: float = 1.0,
+        backward_s: float = 2.0,
+        grad_sync_s: float = 0.0,
+        p2p_s: float = 0.0,
+        p2p_latency_s: float = 0.0,
+    ) -> Self:
+        """Return the same costs for every stage; by default the units of the usual diagrams.
+
+        Half of a backward is weight gradients, as many multiplications as a forward has.
+        """
+        return cls(
+            forward_s=(forward_s,) * num_stages,
+            backward_s=(backward_s,) * num_stages,
+            weight_s=(backward_s / 2,) * num_stages,
+            grad_sync_s=(grad_sync_s,) * num_stages,
+            p2p_s=p2p_s,
+            p2p_latency_s=p2p_latency_s,
+        )
+
+    def check(self, plan: Plan) -> None:
+        """Return if the costs are of this plan's stages.
+
+        Raises:
+            PlanError: a tuple has another length, or a number is negative.
+        """
+        for name in (field.name for field in fields(self)):
+            value = getattr(self, name)
+            numbers = value if isinstance(value, tuple) else (value,)
+            if not all(isinstance(n, bool) or (is_number(n) and n >= 0) for n in numbers):
+                raise PlanError(
+                    f"found {name}={shortened(value)}; seconds are zero or more, each a finite "
+                    "number"
+                )
+            optional = not numbers and name not in _NEEDED
+            if isinstance(value, tuple) and len(numbers) != plan.num_stages and not optional:
+                raise PlanError(
+                    f"found {len(numbers)} numbers in {name}; a plan of {plan.num_stages} stages "
+                    "needs one for each"
+                )
+        for part_s, whole_s in zip(self.weight_s, self.backward_s, strict=False):
+            if part_s > whole_s:
+                raise PlanError(
+                    f"found {part_s!r} in weight_s; it is a part of a backward of {whole_s!r}"
+                )
+
+    def to_json(self) -> str:
+        """One key per field; the inverse is `from_json`."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read `to_json`; fields that are not there have their defaults.
+
+        Raises:
+            ValueError: the text is not JSON, a key is unknown, or one that is needed is missing.
+        """
+        known = {field.name for field in fields(cls)}
+        try:
+            found = parse_json(text)
+        except ValueError as error:
+            raise ValueError(f"not costs: {error}") from None
+        if not isinstance(found, dict):
+            raise ValueError(f"not costs: found a {type(found).__name__}; give one JSON object")
+        for wrong, which in (
+            (known.intersection(_NEEDED) - set(found), "lacks"),
+            (set(found) - known, "has unknown"),
+        ):
+            if wrong:
+                raise ValueError(
+                    f"not costs: {which} {', '.join(sorted(wrong))}; needed are "
+                    f"{', '.join(_NEEDED)}, known {', '.join(sorted(known))}"
+                )
+        values: dict[str, Any] = {
+            key: tuple(v) if isinstance(v, list) else v for key, v in found.items()
+        }
+        for field in fields(cls):
+            per_stage = field.default in (MISSING, ())
+            if field.name in values and per_stage != isinstance(values[field.name], tuple):
+                form = "a list of finite numbers, one per stage" if per_stage else "one number"
+                raise ValueError(f"found {field.name}={values[field.name]!r}; it is {form}")
+        return cls(**values)

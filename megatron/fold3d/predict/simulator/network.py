@@ -1,0 +1,198 @@
+"""Links that flows share: fluid, max-min fair, PP.sync before DP.sync.
+
+PP.sync may go first for good, or up to a pause budget like the preemptive communicator's. Without a
+budget, messages that fill a link would keep DP.sync off it for ever.
+
+Work is counted in seconds at the full rate of a NIC, so every capacity is one. A NIC is full
+duplex, two links: a message uses the sender's outgoing and the receiver's incoming one, a
+collective both links of its own NIC.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from math import inf
+from typing import Any
+
+from megatron.fold3d.predict.simulator.clock import Clock
+from megatron.fold3d.predict.simulator.pause_budget import PauseBudget
+
+
+class Flow:
+    """Work that has the same rate on each of its links; ``done(tag)`` is called at its end."""
+
+    __slots__ = (
+        *("background", "done", "ends_s", "is_collective", "links"),
+        *("rate", "remaining_s", "since_s", "tag"),
+    )
+
+    def __init__(
+        self, links: tuple[int, int], work_s: float, done: Callable[[Any], None], tag: Any
+    ) -> None:
+        self.links = links
+        self.remaining_s = work_s
+        self.done = done
+        self.tag = tag
+        self.is_collective = False
+        self.background = False  # takes what messages leave
+        self.rate = 0.0
+        self.since_s = 0.0
+        self.ends_s = inf  # if nothing changes on its links
+
+
+class Network:
+    """The NICs and what flows through them.
+
+    Args:
+        clock: the run's.
+        num_nics: NICs, numbered from zero.
+        preemptive: messages take all that they can use and collectives share the rest; without it
+            they are equals.
+        pause_share: the part of the time for which messages may keep collectives off a NIC; when
+            it is spent, they are equals.
+    """
+
+    def __init__(
+        self, clock: Clock, num_nics: int, *, preemptive: bool, pause_share: float = 1.0
+    ) -> None:
+        # Dicts as ordered sets: equal runs visit equal flows in equal order.
+        self._clock = clock
+        self._flows: list[dict[Flow, None]] = [{} for _ in range(2 * num_nics)]
+        self._background: list[dict[Flow, None]] = [{} for _ in range(num_nics)]
+        self._preemptive = preemptive
+        self._budgets = [
+            PauseBudget(clock, nic, pause_share, self._make_equal)
+            for nic in range(num_nics if preemptive and pause_share < 1 else 0)
+        ]
+        self._touched: dict[int, None] = {}
+
+    def message(
+        self, source: int, target: int, work_s: float, done: Callable[[Any], None], tag: Any
+    ) -> Flow:
+        """Make the flow of a message from NIC to NIC."""
+        return Flow((2 * source, 2 * target + 1), work_s, done, tag)
+
+    def collective(self, nic: int, work_s: float, done: Callable[[Any], None], tag: Any) -> Flow:
+        """Make the flow of a collective, which sends and receives through one NIC."""
+        flow = Flow((2 * nic, 2 * nic + 1), work_s, done, tag)
+        flow.is_collective = True
+        return flow
+
+    def start(self, flow: Flow) -> None:
+        """Let a flow take part from now on; `settle` will give it its rate."""
+        flow.since_s = self._clock.now_s
+        nic = flow.links[0] >> 1
+        equal = bool(self._budgets) and self._budgets[nic].is_spent
+        flow.background = flow.is_collective and self._preemptive and not equal
+        for flows in self._of(flow):
+            flows[flow] = None
+        self._touch(flow)
+
+    def stop(self, flow: Flow) -> None:
+        """Take a flow out, done or not; what is left of its work stays in it."""
+        self._set_rate(flow, 0.0)
+        for flows in self._of(flow):
+            del flows[flow]
+        self._touch(flow)
+
+    def settle(self) -> None:
+        """Share the links anew where flows have started or stopped."""
+        nics: dict[int, None] = {}
+        touched, on_link = self._touched, self._flows
+        while touched:
+            link, _ = touched.popitem()
+            nics[link >> 1] = None
+            flows = on_link[link]
+            if len(flows) == 1:
+                (flow,) = flows
+                out, into = flow.links
+                if len(on_link[out]) == 1 and len(on_link[into]) == 1:  # alone, as most are
+                    nics[out >> 1] = nics[into >> 1] = None
+                    self._set_rate(flow, 1.0)
+                    continue
+            if flows:
+                links, flows = self._component(link)
+                for other in links:
+                    touched.pop(other, None)
+                    nics[other >> 1] = None
+                for flow, rate in _max_min(links, flows, on_link):
+                    self._set_rate(flow, rate)
+        for nic in nics:
+            if background := self._background[nic]:
+                used = max(sum(flow.rate for flow in self._flows[2 * nic + i]) for i in (0, 1))
+                for flow in background:
+                    self._set_rate(flow, max(0.0, 1.0 - used) / len(background))
+                if self._budgets:
+                    self._budgets[nic].pause(paused=used > 0)
+            elif self._budgets:
+                self._budgets[nic].pause(paused=False)
+
+    def _make_equal(self, nic: int, equal: bool) -> None:
+        """Let the collectives of a NIC share it with messages, or yield to them again."""
+        of_nic = [*self._background[nic], *self._flows[2 * nic]]
+        for flow in dict.fromkeys(flow for flow in of_nic if flow.is_collective):
+            for flows in self._of(flow):
+                del flows[flow]
+            flow.background = not equal
+            for flows in self._of(flow):
+                flows[flow] = None
+            self._touch(flow)
+
+    def _of(self, flow: Flow) -> tuple[dict[Flow, None], ...]:
+        if flow.background:
+            return (self._background[flow.links[0] >> 1],)
+        out, into = flow.links
+        return self._flows[out], self._flows[into]
+
+    def _touch(self, flow: Flow) -> None:
+        for link in flow.links:
+            self._touched[link] = None
+
+    def _component(self, link: int) -> tuple[dict[int, None], dict[Flow, None]]:
+        """Everything that shares with this link, directly or through others."""
+        links: dict[int, None] = {link: None}
+        flows: dict[Flow, None] = {}
+        queue = [link]
+        while queue:
+            for flow in self._flows[queue.pop()]:
+                flows[flow] = None
+                for other in flow.links:
+                    if other not in links:
+                        links[other] = None
+                        queue.append(other)
+        return links, flows
+
+    def _set_rate(self, flow: Flow, rate: float) -> None:
+        if rate == flow.rate:
+            return
+        now_s = self._clock.now_s
+        flow.remaining_s = max(0.0, flow.remaining_s - flow.rate * (now_s - flow.since_s))
+        flow.since_s = now_s
+        flow.rate = rate
+        flow.ends_s = now_s + flow.remaining_s / rate if rate > 0 else inf
+        if rate > 0:
+            self._clock.at(flow.ends_s, self._end, flow)
+
+    def _end(self, flow: Flow) -> None:
+        if flow.ends_s == self._clock.now_s and flow.rate > 0:  # else its end has moved since
+            flow.remaining_s = 0.0
+            self.stop(flow)
+            flow.done(flow.tag)
+
+
+def _max_min(
+    links: Iterable[int], flows: dict[Flow, None], on_link: list[dict[Flow, None]]
+) -> Iterator[tuple[Flow, float]]:
+    """Yield max-min fair rates: the fullest links' flows get equal shares, then the next ones'."""
+    free = dict.fromkeys(links, 1.0)
+    count = {link: len(on_link[link]) for link in links}
+    while flows:
+        shares = [(free[link] / n, link) for link, n in count.items() if n]
+        rate, _ = min(shares)
+        for share, bottleneck in shares:
+            if share == rate:
+                for flow in on_link[bottleneck]:
+                    if flow in flows:
+                        yield flow, rate
+                        del flows[flow]
+                        for link in flow.links:
+                            free[link] = max(0.0, free[link] - rate)
+                            count[link] -= 1

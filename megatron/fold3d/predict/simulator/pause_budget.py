@@ -1,0 +1,59 @@
+"""How long the messages of a NIC may keep its collectives waiting."""
+
+from collections.abc import Callable
+from math import inf
+
+from megatron.fold3d.predict.simulator.clock import Clock
+
+WINDOW_S = 1.0
+
+
+class PauseBudget:
+    """How long all pauses of a window of time may last together.
+
+    A window begins with the first pause after the window before it has ended.
+
+    Args:
+        clock: the run's.
+        nic: its number.
+        share: of a window that may be spent in pauses.
+        tell: called with the NIC and with whether its budget is spent, whenever that changes.
+    """
+
+    def __init__(
+        self, clock: Clock, nic: int, share: float, tell: Callable[[int, bool], None]
+    ) -> None:
+        self.is_spent = False
+        self._clock, self._nic, self._tell = clock, nic, tell
+        self._budget_s = share * WINDOW_S
+        self._left_s = 0.0
+        self._window_ends_s = -inf
+        self._since_s = inf  # of the pause under way
+
+    def pause(self, *, paused: bool) -> None:
+        """Note whether collectives are being paused from now on."""
+        now_s = self._clock.now_s
+        if self._since_s < inf:
+            self._left_s -= now_s - self._since_s
+        self._since_s = now_s if paused else inf
+        if not paused:
+            return
+        if now_s >= self._window_ends_s:
+            self._left_s = self._budget_s
+            self._window_ends_s = now_s + WINDOW_S
+        self._clock.at(now_s + max(0.0, self._left_s), self._spend, now_s)
+
+    def _spend(self, since_s: float) -> None:
+        if self._since_s == since_s and not self.is_spent:  # else that pause is over
+            self._since_s = inf
+            self._left_s = 0.0
+            self._change(is_spent=True)
+            self._clock.at(max(self._clock.now_s, self._window_ends_s), self._renew, None)
+
+    def _renew(self, _: None) -> None:
+        self._window_ends_s = -inf
+        self._change(is_spent=False)
+
+    def _change(self, *, is_spent: bool) -> None:
+        self.is_spent = is_spent
+        self._tell(self._nic, is_spent)

@@ -1,0 +1,196 @@
+"""A measured run, simulated: its own order with its own costs, without the noise of the machine.
+
+What differs between the two is what the simulator leaves out of the machine. The costs are what
+actions took by themselves; how long they wait for each other is left to the simulator.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from operator import add
+from statistics import median, quantiles
+
+from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline, queued
+from megatron.fold3d.plan.ir import COMPUTE_OPS, Op, Plan, PlanError
+from megatron.fold3d.plan.passes.grad_sync import add_grad_sync, deferred_stages
+from megatron.fold3d.plan.passes.stock_grad_sync import serial_grad_sync
+from megatron.fold3d.plan.passes.weight_grads import split_stages
+from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.simulate import simulate
+from megatron.fold3d.predict.simulator.steady import steady_state
+
+
+def observed_plan(measured: Timeline) -> Plan:
+    """Return the order in which the ranks computed, with DP.sync where it began.
+
+    Raises:
+        PlanError: the ranks recorded no whole iteration.
+    """
+    programs = []
+    for rank in range(measured.num_ranks):
+        spans = measured.lane(rank, Lane.COMPUTE)
+        actions = (s.action for s in spans if s.iteration == 0 and s.action is not None)
+        programs.append(tuple(dict.fromkeys(actions)))  # what was interrupted has several spans
+    return as_synced(add_grad_sync(Plan(tuple(programs))), measured)
+
+
+def as_synced(plan: Plan, measured: Timeline) -> Plan:
+    """Return a plan with all DP.sync at its end, if none was seen behind computation."""
+    return plan if _overlaps(measured) else serial_grad_sync(plan.select(COMPUTE_OPS))
+
+
+def observed_costs(measured: Timeline, plan: Plan) -> Costs:
+    """Return what the actions of a plan took in a measured run.
+
+    A computation counts with its median, and weight gradients apart from their backward as a part
+    of it. A message, and the DP.sync of a stage, count with their shortest time: the longer ones
+    shared the link, or arrived before anybody missed them. From DP.sync, the time of messages that
+    passed meanwhile is taken off: the simulator sends them beside it.
+
+    Raises:
+        PlanError: a stage of the plan was not recorded.
+    """
+    stages = range(plan.num_stages)
+    compute = _durations(measured)
+    update = _updates(measured)
+    messages = [s.duration_s for r in measured.ranks for s in r if s.lane is Lane.P2P]
+    p2p_s = quantiles(messages, n=10)[0] if len(messages) > 1 else 0.0
+    sync = _grad_sync(measured, p2p_s)
+
+    def typical(op: Op, of_stages: Collection[int]) -> tuple[float, ...]:
+        if any((stage, op) not in compute for stage in of_stages):
+            missing = next(stage for stage in of_stages if (stage, op) not in compute)
+            raise PlanError(f"no {op} of stage {missing} in the trace; trace whole iterations")
+        return tuple(median(compute[stage, op]) if stage in of_stages else 0.0 for stage in stages)
+
+    split = sorted(set().union(*map(split_stages, plan.programs)))
+    weight_s = typical(Op.WEIGHT, split)
+    return Costs(
+        forward_s=typical(Op.FORWARD, stages),
+        backward_s=tuple(map(add, typical(Op.BACKWARD, stages), weight_s)),
+        weight_s=weight_s,
+        p2p_s=p2p_s,
+        grad_sync_s=tuple(min(sync.get((stage, Op.REDUCE_GRAD), [0.0])) for stage in stages),
+        param_gather_s=tuple(min(sync.get((stage, Op.GATHER_PARAM), [0.0])) for stage in stages),
+        offload_s=_copies(measured, Op.OFFLOAD, stages),
+        reload_s=_copies(measured, Op.RELOAD, stages),
+        optimizer_s=tuple(median(update.get(stage, [0.0])) for stage in stages),
+    )
+
+
+def replay(
+    plan: Plan, costs: Costs, iterations: int, *, sends_waited_for: frozenset[Op] = frozenset()
+) -> Timeline:
+    """Return the simulation of as many iterations as were measured.
+
+    A plan whose DP.sync reaches into the next iteration is simulated until it is steady, and its
+    last iterations are returned.
+
+    Args:
+        plan: that was run.
+        costs: that it had.
+        iterations: how many were measured.
+        sends_waited_for: as in `Execution`, of a plan that ends its DP.sync with the iteration.
+    """
+    execution = Execution(preemptive=False, in_order=True)
+    if not any(map(deferred_stages, plan.programs)):
+        flushed = replace(execution, flush=True, sends_waited_for=sends_waited_for)
+        return simulate(plan, costs, flushed, iterations=iterations)
+    steady = steady_state(plan, costs, replace(execution, grad_sync_order="edf"))
+    ends_s = steady.iteration_ends_s(0)
+    first = len(ends_s) - iterations
+    return _iterations_from(steady, max(0, first))
+
+
+def _iterations_from(timeline: Timeline, first: int) -> Timeline:
+    """Return the last iterations of a timeline, counted from zero; the first starts at zero."""
+    kept = [[span for span in spans if span.iteration >= first] for spans in timeline.ranks]
+    zero_s = min(s.start_s for spans in kept for s in spans if s.lane in BUSY_LANES)
+    return Timeline.of(
+        (
+            span._replace(
+                start_s=max(0.0, span.start_s - zero_s),
+                end_s=span.end_s - zero_s,
+                iteration=span.iteration - first,
+            )
+            for span in spans
+            if span.end_s > zero_s
+        )
+        for spans in kept
+    )
+
+
+def _overlaps(measured: Timeline) -> bool:
+    """Whether a rank reduced gradients of an iteration in which it still computed."""
+    for spans in measured.ranks:
+        last_s: dict[int, float] = defaultdict(float)
+        for span in spans:
+            if span.lane is Lane.COMPUTE:
+                last_s[span.iteration] = max(last_s[span.iteration], span.start_s)
+        if any(s.lane is Lane.GRAD_SYNC and s.start_s < last_s[s.iteration] for s in spans):
+            return True
+    return False
+
+
+def _durations(measured: Timeline) -> Mapping[tuple[int, Op], list[float]]:
+    """How long each stage's computations took, those that were interrupted without the pause."""
+    found: dict[tuple[int, Op], dict[object, float]] = defaultdict(lambda: defaultdict(float))
+    for spans in measured.ranks:
+        for span in spans:
+            if span.lane is Lane.COMPUTE and span.action is not None:
+                stage, op, microbatch = span.action
+                found[stage, op][microbatch, span.iteration] += span.duration_s
+    return {key: list(seconds.values()) for key, seconds in found.items()}
+
+
+def _copies(measured: Timeline, op: Op, stages: range) -> tuple[float, ...]:
+    """What one micro-batch's copy took in each stage; nothing where nothing was copied."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for spans in measured.ranks:
+        for span in spans:
+            if span.lane is Lane.COPY and span.action is not None and span.action.op is op:
+                found[span.action.stage].append(span.duration_s)
+    return tuple(median(found[stage]) if found[stage] else 0.0 for stage in stages)
+
+
+def _grad_sync(measured: Timeline, p2p_s: float) -> Mapping[tuple[int, Op], list[float]]:
+    """What each stage's DP.sync takes of its link in each iteration; what ends first goes first."""
+    totals: dict[tuple[int, Op], dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for spans in measured.ranks:
+        syncs = queued(span for span in spans if span.lane is Lane.GRAD_SYNC)
+        own = _own_share(spans, syncs, p2p_s)
+        for span in syncs:
+            if span.action is not None:
+                key = span.action.stage, span.action.op
+                totals[key][span.iteration] += own * span.duration_s
+    return {key: list(seconds.values()) for key, seconds in totals.items()}
+
+
+def _own_share(spans: Sequence[Span], syncs: Sequence[Span], p2p_s: float) -> float:
+    """What DP.sync has of a link while it is there; messages that arrive meanwhile have the rest.
+
+    Half at least, as long as the link is shared fairly. No two of ``syncs`` are there at once.
+    """
+    sync_s = sum(sync.duration_s for sync in syncs)
+    messages_s = 0.0
+    for message in (span for span in spans if span.lane is Lane.P2P and span.duration_s > 0):
+        beside_s = sum(
+            max(0.0, min(message.end_s, sync.end_s) - max(message.start_s, sync.start_s))
+            for sync in syncs
+        )
+        messages_s += min(message.duration_s, p2p_s) * beside_s / message.duration_s
+    return max(0.5, 1 - messages_s / sync_s) if sync_s else 1.0
+
+
+def _updates(measured: Timeline) -> Mapping[int, list[float]]:
+    """The optimizer's time in each iteration; a step of all of a rank's stages is shared out."""
+    totals: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for rank, spans in enumerate(measured.ranks):
+        of_rank = range(rank, measured.num_ranks * measured.num_segments, measured.num_ranks)
+        for span in spans:
+            if span.lane is Lane.OPTIMIZER:
+                stages = of_rank if span.action is None else [span.action.stage]
+                for stage in stages:
+                    totals[stage][span.iteration] += span.duration_s / len(stages)
+    return {stage: list(seconds.values()) for stage, seconds in totals.items()}

@@ -1,0 +1,282 @@
+"""Simulate a plan: an event-driven run that gives the timeline a cluster would.
+
+Each rank runs its program strictly in order, one computation at a time. A message leaves at its
+SEND or, in a plan without transfers, when its computation ends. It waits for the latency and then
+flows through the NICs of both ranks; the computation that reads it waits for it. A RECV does
+nothing here: `add_p2p` posts none of them late.
+
+REDUCE_GRAD puts a stage's DP.sync into the queue of its rank, and one at a time flows. WAIT_GRAD
+waits for the stage's DP.sync that was started last, in this iteration or the one before. What is
+kept back of a deferred DP.sync has a queue of its own. OFFLOAD and RELOAD run on one copy stream
+per direction.
+"""
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatron.fold3d.observe.messages import message_from, send_of, source_of
+from megatron.fold3d.observe.timeline import Lane, Span, Timeline
+from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan, PlanError, gc_paused
+from megatron.fold3d.predict.simulator.clock import Clock
+from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.execution import PLAIN, Execution
+from megatron.fold3d.predict.simulator.network import Network
+from megatron.fold3d.predict.simulator.steps import NO_FACT, Step, Steps
+from megatron.fold3d.predict.simulator.sync_queue import SyncQueue
+
+
+@gc_paused()
+def simulate(
+    plan: Plan, costs: Costs, execution: Execution = PLAIN, *, iterations: int = 1
+) -> Timeline:
+    """Return the timeline of ``iterations`` runs of the plan, one after the other.
+
+    Args:
+        plan: with or without transfers and DP.sync.
+        costs: of the plan's stages.
+        execution: how the plan is run.
+        iterations: how many; work deferred into the next one shows from the second on.
+
+    Raises:
+        PlanError: the costs are of another plan, or a rank waits for what never comes.
+    """
+    costs.check(plan)
+    nics = execution.nic_of_rank
+    if nics is not None and len(nics) != plan.num_ranks:
+        raise PlanError(
+            f"found {len(nics)} NICs; the plan has {plan.num_ranks} ranks, one for each"
+        )
+    steps = Steps(plan, costs, execution.backward_share)
+    return _Run(steps, costs, execution, iterations).timeline()
+
+
+@dataclass(slots=True, eq=False)
+class _Rank:
+    """Where a rank is in its program."""
+
+    number: int
+    program: list[Step]
+    spans: list[Span]
+    queue: SyncQueue
+    kept_back_queue: SyncQueue
+    iteration: int = 0
+    position: int = 0
+    since_s: float = 0.0
+    """When it came to its step."""
+    awaits: int = NO_FACT
+    """The fact that holds it up there."""
+    awaits_arrival: "_Message | None" = None
+    """The message of its own that holds it up until it has arrived."""
+    copies_end_s: dict[Op, float] = field(default_factory=lambda: {Op.OFFLOAD: 0.0, Op.RELOAD: 0.0})
+
+
+class _Message(NamedTuple):
+    """A result on its way; ``action`` is its RECV."""
+
+    sender: _Rank
+    receiver: _Rank
+    action: Action
+    fact: int
+    left_s: float
+
+
+class _Run:
+    """All ranks, what they share, and what has come true so far."""
+
+    def __init__(self, steps: Steps, costs: Costs, execution: Execution, iterations: int) -> None:
+        self.steps, self.costs, self.execution = steps, costs, execution
+        self.iterations = iterations
+        self.nics = execution.nic_of_rank or tuple(range(len(steps.programs)))
+        self.sends_waited_for = (
+            frozenset() if costs.sends_are_buffered else execution.sends_waited_for
+        )
+        self.channels: defaultdict[tuple[int, int, Op], deque[_Message]] = defaultdict(deque)
+        self.clock = Clock()
+        # Behind the NICs, one more pair of links per rank: for DP.sync that stays in the node.
+        local_nics = range(1 + max(self.nics), 1 + max(self.nics) + len(self.nics))
+        self.network = Network(
+            self.clock,
+            local_nics.stop,
+            preemptive=execution.preemptive,
+            pause_share=execution.pause_share,
+        )
+        self.times_true = [0] * steps.num_facts
+        self.times_begun = [0] * steps.num_facts  # of DP.sync: it may end iterations later
+        self.offloads_end_s: dict[tuple[int, int | None], float] = {}
+        self.at_flush: list[_Rank] = []
+        sync_nics = local_nics if costs.grad_sync_local else self.nics
+        self.ranks = list(map(self._rank, range(len(self.nics)), steps.programs, sync_nics))
+
+    def _rank(self, number: int, program: list[Step], nic: int) -> _Rank:
+        spans: list[Span] = []
+        queue, kept_back_queue = (
+            SyncQueue(self.clock, self.network, nic, order, spans.append, self.come_true)
+            for order in (self.execution.grad_sync_order, "fifo")
+        )
+        return _Rank(number, program, spans, queue, kept_back_queue)
+
+    def timeline(self) -> Timeline:
+        for rank in self.ranks:
+            self.advance(rank)
+        self.clock.run(between=self.network.settle)
+        if stuck := [rank for rank in self.ranks if rank.iteration < self.iterations]:
+            steps = [(rank.number, rank.program[rank.position].action) for rank in stuck[:8]]
+            where = ", ".join(f"rank {number} at {action}" for number, action in steps)
+            raise PlanError(f"deadlock: {where}; each waits for what comes later or never")
+        return Timeline.of(rank.spans for rank in self.ranks)
+
+    def advance(self, rank: _Rank) -> None:
+        """Run a rank's program up to where it computes, waits or has ended."""
+        program, times_true = rank.program, self.times_true
+        while rank.iteration < self.iterations:
+            if rank.position == len(program):
+                if self.execution.flush:
+                    self._meet(rank)
+                    return
+                self._begin_next_iteration(rank)
+                continue
+            step = program[rank.position]
+            for fact in step.needs:
+                if times_true[fact] <= rank.iteration:
+                    rank.awaits = fact
+                    return
+            op, fact = step.action.op, step.fact
+            if op in COMPUTE_OPS:
+                self._occupy(rank, step.seconds)
+                return
+            if op is Op.WAIT_GRAD or op is Op.WAIT_PARAM:
+                if times_true[fact] < self.times_begun[fact]:
+                    rank.awaits = fact
+                    return
+                self._write(rank, Lane.WAIT, rank.since_s, step.action, rank.iteration)
+                if step.seconds and self.times_begun[fact]:
+                    self._occupy(rank, step.seconds)
+                    return
+            elif op is Op.REDUCE_GRAD or op is Op.GATHER_PARAM:
+                self.times_begun[fact] += 1
+                queue = rank.kept_back_queue if self.steps.is_kept_back(fact) else rank.queue
+                queue.start(step.action, rank.iteration, step.seconds, fact)
+            elif op is Op.OFFLOAD or op is Op.RELOAD:
+                self._copy(rank, step)
+            elif fact != NO_FACT:
+                self._send(rank, step)
+            self._go_on(rank)
+            if rank.awaits_arrival:
+                return
+
+    def come_true(self, fact: int) -> None:
+        """Note a fact, and let its rank go on if it waits for it."""
+        self.times_true[fact] += 1
+        rank = self.ranks[self.steps.rank_of(fact)]
+        if rank.awaits == fact:
+            rank.awaits = NO_FACT
+            self.advance(rank)
+
+    def _go_on(self, rank: _Rank) -> None:
+        rank.position += 1
+        rank.since_s = self.clock.now_s
+
+    def _begin_next_iteration(self, rank: _Rank) -> None:
+        rank.iteration += 1
+        rank.position = 0
+        rank.since_s = self.clock.now_s
+
+    def _meet(self, rank: _Rank) -> None:
+        """Wait for all ranks at the end of an iteration; the last one wakes the others."""
+        self.at_flush.append(rank)
+        if len(self.at_flush) < len(self.ranks):
+            return
+        ranks, self.at_flush = self.at_flush, []
+        for waiting in ranks:
+            self._write(waiting, Lane.WAIT, waiting.since_s, None, waiting.iteration)
+            self._begin_next_iteration(waiting)
+        for waiting in ranks:
+            self.advance(waiting)
+
+    def _occupy(self, rank: _Rank, seconds: float) -> None:
+        rank.since_s = self.clock.now_s
+        self.clock.at(rank.since_s + seconds, self._finish, rank)
+
+    def _finish(self, rank: _Rank) -> None:
+        step = rank.program[rank.position]
+        if step.action.op in COMPUTE_OPS:
+            self._write(rank, Lane.COMPUTE, rank.since_s, step.action, rank.iteration)
+            if step.fact != NO_FACT:
+                self._send(rank, step)
+        else:
+            self._write(rank, Lane.OPTIMIZER, rank.since_s, step.action, rank.iteration)
+        self._go_on(rank)
+        if not rank.awaits_arrival:
+            self.advance(rank)
+
+    def _send(self, sender: _Rank, step: Step) -> None:
+        """Let the result of a computation leave for the rank that reads it."""
+        receiver = self.ranks[self.steps.rank_of(step.fact)]
+        if receiver is sender:
+            self.come_true(step.fact)
+            return
+        costs, leaves_s = self.costs, self.clock.now_s
+        action = message_from(step.action)
+        message = _Message(sender, receiver, action, step.fact, leaves_s)
+        if self.sends_waited_for and source_of(action).op in self.sends_waited_for:
+            sender.awaits_arrival = message
+        local = self.nics[sender.number] == self.nics[receiver.number]
+        if local or not costs.p2p_s:
+            flows_s = costs.p2p_local_s if local else 0.0
+            self.clock.at(leaves_s + costs.p2p_latency_s + flows_s, self._arrive, message)
+        elif costs.p2p_latency_s:
+            self.clock.at(leaves_s + costs.p2p_latency_s, self._flow, message)
+        else:
+            self._flow(message)
+
+    def _flow(self, message: _Message) -> None:
+        """Let a message go as soon as those before it in its channel have arrived."""
+        if self.execution.in_order:
+            channel = self._channel(message)
+            channel.append(message)
+            if len(channel) > 1:
+                return
+        self._put_on_network(message)
+
+    def _channel(self, message: _Message) -> deque[_Message]:
+        return self.channels[message.sender.number, message.receiver.number, message.action.op]
+
+    def _put_on_network(self, message: _Message) -> None:
+        source, target = self.nics[message.sender.number], self.nics[message.receiver.number]
+        work_s = self.costs.p2p_s
+        self.network.start(self.network.message(source, target, work_s, self._arrive, message))
+
+    def _arrive(self, message: _Message) -> None:
+        sender, receiver, action, fact, left_s = message
+        if self.execution.in_order and (channel := self._channel(message)):  # else no network
+            channel.popleft()
+            if channel:
+                self._put_on_network(channel[0])
+        # A rank reads each message once per iteration, so counting them tells their iteration.
+        self._write(receiver, Lane.P2P, left_s, action, self.times_true[fact])
+        self.come_true(fact)
+        if sender.awaits_arrival is message:
+            sender.awaits_arrival = None
+            self._write(sender, Lane.WAIT, sender.since_s, send_of(action), sender.iteration)
+            sender.since_s = self.clock.now_s
+            self.advance(sender)
+
+    def _copy(self, rank: _Rank, step: Step) -> None:
+        """Put a copy on its stream; activations come back no earlier than they have left."""
+        stage, op, microbatch = step.action
+        left_s = self.offloads_end_s.get((stage, microbatch), 0.0) if op is Op.RELOAD else 0.0
+        starts_s = max(self.clock.now_s, rank.copies_end_s[op], left_s)
+        ends_s = rank.copies_end_s[op] = starts_s + step.seconds
+        if op is Op.OFFLOAD:
+            self.offloads_end_s[stage, microbatch] = ends_s
+        if step.seconds:
+            rank.spans.append(Span(Lane.COPY, starts_s, ends_s, step.action, rank.iteration))
+        if step.fact != NO_FACT:
+            self.clock.at(ends_s, self.come_true, step.fact)
+
+    def _write(
+        self, rank: _Rank, lane: Lane, start_s: float, action: Action | None, iteration: int
+    ) -> None:
+        if self.clock.now_s > start_s:
+            rank.spans.append(Span(lane, start_s, self.clock.now_s, action, iteration))

@@ -1,0 +1,31 @@
+"""The steady state: iterations in a row until one takes as long as the one before."""
+
+from megatron.fold3d.observe.timeline import Timeline
+from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.execution import PLAIN, Execution
+from megatron.fold3d.predict.simulator.simulate import simulate
+
+TOLERANCE = 1e-6
+FEWEST, MOST = 3, 24
+
+
+def steady_state(plan: Plan, costs: Costs, execution: Execution = PLAIN) -> Timeline:
+    """Simulate until the period has settled; the last iteration is a steady one.
+
+    Work deferred into the next iteration makes the first ones differ. A schedule that never
+    settles, because its DP.sync takes turns, is cut off after `MOST` iterations.
+
+    Args:
+        plan: with DP.sync, or there is nothing to wait for.
+        costs: of the plan's stages.
+        execution: how the plan is run.
+    """
+    iterations = FEWEST
+    while True:
+        timeline = simulate(plan, costs, execution, iterations=iterations)
+        *_, before_s, start_s, end_s = (0.0, *timeline.iteration_ends_s(0))
+        settled = abs((end_s - start_s) - (start_s - before_s)) <= TOLERANCE * (end_s - start_s)
+        if settled or iterations >= MOST:
+            return timeline
+        iterations *= 2

@@ -1,0 +1,159 @@
+"""A plan as the simulator runs it: durations looked up, names replaced by numbers.
+
+A *fact* is what a rank may have to wait for: a message is there, a stage's gradients are synced.
+It has a number, and it comes true once per iteration.
+"""
+
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan, Program
+from megatron.fold3d.plan.passes.weight_grads import split_stages
+from megatron.fold3d.predict.simulator.costs import Costs
+
+
+class Fact(IntEnum):
+    """What comes true for a stage and a micro-batch (zero, for what concerns the whole stage)."""
+
+    FORWARD_INPUT = 0
+    BACKWARD_INPUT = 1
+    RELOADED = 2
+    GRADS_SYNCED = 3
+    PARAMS_GATHERED = 4
+    KEPT_BACK_SYNCED = 5
+
+
+NO_FACT = -1
+
+
+class Step(NamedTuple):
+    """An action, what it takes, and the facts around it."""
+
+    action: Action
+    seconds: float
+    needs: tuple[int, ...] = ()  # true in this iteration before a computation starts
+    fact: int = NO_FACT  # what it brings about; what a WAIT_ waits for
+
+
+class Steps:
+    """The programs of a plan as steps.
+
+    Args:
+        plan: what is simulated.
+        costs: of its stages.
+        backward_share: per stage, the part of DP.sync that its REDUCE_GRAD starts. The rest of all
+            stages follows the last action, in the order of the next forward. Without it a
+            REDUCE_GRAD starts all.
+
+    Attributes:
+        programs: one list of steps per rank.
+        num_facts: facts are numbered below this.
+    """
+
+    def __init__(self, plan: Plan, costs: Costs, backward_share: Sequence[float] = ()) -> None:
+        self._plan = plan
+        self._microbatches, self._stages = plan.num_microbatches, plan.num_stages
+        self._send_on_end = not plan.has_p2p
+        self._reloads = {a for program in plan.programs for a in program if a.op is Op.RELOAD}
+        self._seconds = {
+            Op.FORWARD: costs.forward_s,
+            Op.BACKWARD: _backward_s(plan, costs),
+            Op.WEIGHT: tuple(weight_s + costs.split_s for weight_s in costs.weight_s),
+            Op.REDUCE_GRAD: costs.grad_sync_s,
+            Op.WAIT_GRAD: costs.optimizer_s,
+            Op.GATHER_PARAM: costs.param_gather_s,
+            Op.OFFLOAD: costs.offload_s,
+            Op.RELOAD: costs.reload_s,
+        }
+        self.num_facts = len(Fact) * self._stages * self._microbatches
+        if backward_share:
+            kept_back_s = costs.kept_back_s or (0.0,) * self._stages
+            self.programs = [
+                list(self._split(program, backward_share, kept_back_s)) for program in plan.programs
+            ]
+        else:
+            self.programs = [list(map(self._step, program)) for program in plan.programs]
+
+    def is_kept_back(self, fact: int) -> bool:
+        """Whether a fact is of the part of DP.sync that is not deferred."""
+        return fact >= self._fact(Fact.KEPT_BACK_SYNCED, 0)
+
+    def rank_of(self, fact: int) -> int:
+        """Return the rank that may wait for a fact."""
+        return fact // self._microbatches % self._plan.num_ranks
+
+    def _fact(self, kind: Fact, stage: int, microbatch: int | None = None) -> int:
+        return (kind * self._stages + stage) * self._microbatches + (microbatch or 0)
+
+    def _step(self, action: Action) -> Step:
+        stage, op, microbatch = action
+        by_stage = self._seconds.get(op, ())
+        seconds = by_stage[stage] if by_stage else 0.0
+        if op in COMPUTE_OPS:
+            message = self._message(stage, op, microbatch) if self._send_on_end else NO_FACT
+            return Step(action, seconds, self._needs(stage, op, microbatch), message)
+        if op is Op.SEND_F or op is Op.SEND_B:
+            source = Op.FORWARD if op is Op.SEND_F else Op.BACKWARD
+            return Step(action, 0.0, (), self._message(stage, source, microbatch))
+        if op is Op.REDUCE_GRAD or op is Op.WAIT_GRAD:
+            return Step(action, seconds, (), self._fact(Fact.GRADS_SYNCED, stage))
+        if op is Op.GATHER_PARAM or op is Op.WAIT_PARAM:
+            return Step(action, seconds, (), self._fact(Fact.PARAMS_GATHERED, stage))
+        if op is Op.RELOAD:
+            return Step(action, seconds, (), self._fact(Fact.RELOADED, stage, microbatch))
+        return Step(action, seconds)
+
+    def _split(
+        self, program: Program, backward_share: Sequence[float], kept_back_s: Sequence[float]
+    ) -> Iterator[Step]:
+        """Cut each DP.sync into what is kept back, what starts at once, and the rest."""
+        rests, kept_back = {}, []
+        for action in program:
+            step = self._step(action)
+            if action.op is not Op.REDUCE_GRAD:
+                yield step
+                continue
+            stage = action.stage
+            if kept_s := kept_back_s[stage]:
+                kept_back.append(Action(stage, Op.WAIT_GRAD))
+                yield Step(action, kept_s, (), self._fact(Fact.KEPT_BACK_SYNCED, stage))
+            deferred_s = step.seconds - kept_s
+            yield step._replace(seconds=backward_share[stage] * deferred_s)
+            rests[stage] = step._replace(seconds=(1 - backward_share[stage]) * deferred_s)
+        yield from (rests[stage] for stage in sorted(rests))
+        for action in kept_back:
+            yield Step(action, 0.0, (), self._fact(Fact.KEPT_BACK_SYNCED, action.stage))
+
+    def _message(self, stage: int, op: Op, microbatch: int | None) -> int:
+        """The fact that the result of a computation has reached the stage that reads it."""
+        if op is Op.FORWARD and stage + 1 < self._stages:
+            return self._fact(Fact.FORWARD_INPUT, stage + 1, microbatch)
+        if op is Op.BACKWARD and stage > 0:
+            return self._fact(Fact.BACKWARD_INPUT, stage - 1, microbatch)
+        return NO_FACT
+
+    def _needs(self, stage: int, op: Op, microbatch: int | None) -> tuple[int, ...]:
+        if op is Op.FORWARD:
+            return (self._fact(Fact.FORWARD_INPUT, stage, microbatch),) if stage else ()
+        if op is Op.WEIGHT:
+            return ()
+        needs = []
+        if stage + 1 < self._stages:
+            needs.append(self._fact(Fact.BACKWARD_INPUT, stage, microbatch))
+        if self._reloads and (stage, Op.RELOAD, microbatch) in self._reloads:
+            needs.append(self._fact(Fact.RELOADED, stage, microbatch))
+        return tuple(needs)
+
+
+def _backward_s(plan: Plan, costs: Costs) -> tuple[float, ...]:
+    """A stage's backward, without its weight gradients where the plan has these apart."""
+    if not costs.weight_s:
+        return costs.backward_s
+    split = frozenset().union(*map(split_stages, plan.programs))
+    return tuple(
+        whole_s - weight_s * (stage in split)
+        for stage, (whole_s, weight_s) in enumerate(
+            zip(costs.backward_s, costs.weight_s, strict=True)
+        )
+    )

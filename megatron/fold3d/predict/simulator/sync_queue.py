@@ -1,0 +1,78 @@
+"""The DP.sync of one rank: a queue of which one task at a time is on the network."""
+
+import heapq
+from collections.abc import Callable
+from typing import NamedTuple
+
+from megatron.fold3d.observe.timeline import Lane, Span
+from megatron.fold3d.plan.ir import Action
+from megatron.fold3d.predict.simulator.clock import Clock
+from megatron.fold3d.predict.simulator.execution import GradSyncOrder
+from megatron.fold3d.predict.simulator.network import Flow, Network
+
+
+class _Task(NamedTuple):
+    """DP.sync of one stage; tasks compare by who goes first."""
+
+    key: tuple[int, int]
+    number: int
+    action: Action
+    iteration: int
+    fact: int
+    flow: Flow
+
+
+class SyncQueue:
+    """Tasks in the order of their start, or ("edf") of the forward that needs them.
+
+    In the second case a task that is needed earlier interrupts the one under way: of two segments
+    the lower one is needed first, and an iteration's before the next one's.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        network: Network,
+        nic: int,
+        order: GradSyncOrder,
+        write: Callable[[Span], None],
+        done: Callable[[int], None],
+    ) -> None:
+        self._clock, self._network, self._nic = clock, network, nic
+        self._earliest_first = order == "edf"
+        self._write, self._done = write, done
+        self._waiting: list[_Task] = []
+        self._active: _Task | None = None
+        self._since_s = 0.0
+        self._started = 0
+
+    def start(self, action: Action, iteration: int, work_s: float, fact: int) -> None:
+        """Put a task into the queue; ``done(fact)`` follows when it has gone through."""
+        self._started += 1
+        key = (iteration, action.stage) if self._earliest_first else (0, 0)
+        flow = self._network.collective(self._nic, work_s, self._end, None)
+        heapq.heappush(self._waiting, _Task(key, self._started, action, iteration, fact, flow))
+        if self._active is not None and key < self._active.key:
+            self._network.stop(self._active.flow)
+            heapq.heappush(self._waiting, self._leave())
+        self._next()
+
+    def _next(self) -> None:
+        if self._active is None and self._waiting:
+            self._active = heapq.heappop(self._waiting)
+            self._since_s = self._clock.now_s
+            self._network.start(self._active.flow)
+
+    def _end(self, _: None) -> None:
+        task = self._leave()
+        self._next()
+        self._done(task.fact)
+
+    def _leave(self) -> _Task:
+        """Take the active task off the network and write down when it was there."""
+        task, self._active = self._active, None
+        assert task is not None
+        if (now_s := self._clock.now_s) > self._since_s:
+            span = Span(Lane.GRAD_SYNC, self._since_s, now_s, task.action, task.iteration)
+            self._write(span)
+        return task

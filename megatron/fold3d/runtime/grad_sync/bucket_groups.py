@@ -1,0 +1,65 @@
+"""Who reduces what: the bucket groups of model chunks, and process groups of our own over them."""
+
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.fold3d.runtime.transfers import nccl
+
+Ranks = tuple[int, ...]
+
+
+def bucket_groups(*chunks: Any) -> Iterator[Any]:
+    """Yield the bucket groups of Megatron's DDP, those of experts too."""
+    for chunk in chunks:
+        yield from chunk.bucket_groups
+        yield from chunk.expert_parallel_bucket_groups
+
+
+def group_of(bucket_group: Any) -> dist.ProcessGroup:
+    """Return the process group that reduces a bucket group and, where it is sharded, gathers it."""
+    group: dist.ProcessGroup = getattr(bucket_group, _group_name(bucket_group))
+    return group
+
+
+def set_group(bucket_group: Any, group: dist.ProcessGroup) -> None:
+    """Let ``group`` reduce and gather a bucket group from now on."""
+    setattr(bucket_group, _group_name(bucket_group), group)
+
+
+def _group_name(bucket_group: Any) -> str:
+    is_sharded = bucket_group.ddp_config.use_distributed_optimizer
+    return "intra_distributed_optimizer_instance_group" if is_sharded else "data_parallel_group"
+
+
+def ranks_of(group: dist.ProcessGroup) -> Ranks:
+    """Return the global ranks of a process group."""
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def everyones_groups(ours: AbstractSet[Ranks]) -> list[Ranks]:
+    """Return the groups of ranks that any rank of the job names, in one order everywhere."""
+    of_rank: list[set[Ranks]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_rank, ours)
+    return sorted(set().union(*of_rank))
+
+
+def connect(
+    groups: list[Ranks],
+    device: torch.device,
+    timeout: timedelta,
+    traffic_class: int | None = None,
+) -> dict[Ranks, dist.ProcessGroup]:
+    """Make a new process group over each group of ranks, and return those that this rank is in."""
+    made = {}
+    for ranks in groups:
+        options = nccl.options(dist.get_backend(), timeout, traffic_class=traffic_class)
+        group = dist.new_group(ranks, timeout=timeout, pg_options=options)
+        if dist.get_rank() in ranks:
+            made[ranks] = group
+            dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL connects here
+    return made

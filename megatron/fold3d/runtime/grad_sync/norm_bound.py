@@ -1,0 +1,148 @@
+"""How large the norm of all gradients can be, told before they are reduced.
+
+The norm of a sum is at most the sum of the norms: what replicas are about to add up is no larger
+than their own norms together. One small all-reduce adds them up for all gradients at once, and
+where the result rules out that Megatron clips, skips or overflows, no step has to wait for that.
+
+Keeps one invariant: every rank gets the same numbers, and so takes the same decision.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from megatron.core.utils import get_model_config
+
+from megatron.fold3d.runtime.grad_sync.bucket_groups import Ranks, bucket_groups, ranks_of
+from megatron.fold3d.runtime.grad_sync.slices import Slice
+
+# Norms in fp32 are not exact, neither ours nor Megatron's: a sum of squares in which each term
+# meets up to 100,000 roundings, one after the other, is off by 0.6% at most.
+_SAFETY = 1.01
+
+_MEGATRONS_EPSILON = 1e-6  # clip_grad_by_total_norm_fp32 divides by the norm and this
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Upper bounds on an iteration's gradients.
+
+    Attributes:
+        norm: of all of them, as Megatron computes it.
+        peak: of any gradient that is reduced in fp16, as a loss scaler has scaled it. fp16
+            overflows where norms do not; in other types a finite norm is proof enough.
+    """
+
+    norm: float
+    peak: float
+
+    def allows_late_steps(self, config: Any) -> bool:
+        """Tell whether Megatron's optimizer is sure to take this step, and not to clip it."""
+        finite = torch.finfo(torch.float32).max
+        limit = min(config.clip_grad or finite, config.grad_norm_skip_threshold, finite)
+        unclipped = self.norm + _MEGATRONS_EPSILON <= limit
+        # Neither holds for NaN.
+        return unclipped and self.peak <= torch.finfo(torch.float16).max
+
+
+class NormBound:
+    """The norms of one iteration, as they become known.
+
+    They are kept in slots. The gradients of one segment that the same ranks reduce share a slot.
+    Each such group of ranks has one more, for the norm of what is reduced already.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Ranks],
+        chunks: Sequence[Any],
+        device: torch.device,
+        timeout: timedelta,
+    ) -> None:
+        self._reduced_slot = len(chunks)  # follows those of the segments
+        num_slots = len(chunks) + 1
+        self._first_slot = {ranks: i * num_slots for i, ranks in enumerate(groups)}
+        self._slots = torch.zeros(2, len(groups) * num_slots, dtype=torch.float64, device=device)
+        self._norms, self._peaks = self._slots
+        in_fp32 = chunks[0].ddp_config.grad_reduce_in_fp32
+        self._in_fp16 = get_model_config(chunks[0]).fp16 and not in_fp32
+        self._world = dist.new_group(timeout=timeout)  # its own, so that it stands in no queue
+
+    @torch.no_grad()
+    def add(self, segment: int, parts: Iterable[Slice]) -> None:
+        """Take down a segment's gradients that are about to be reduced."""
+        by_ranks = defaultdict(list)
+        for part in parts:
+            by_ranks[ranks_of(part.group)].append(part.data)
+        for ranks, data in by_ranks.items():
+            slot = self._first_slot[ranks] + segment
+            rounding = (1 + torch.finfo(data[0].dtype).eps) ** len(ranks)  # of the sum
+            self._norms[slot] = _norm(data) * rounding
+            if self._in_fp16:
+                self._peaks[slot] = _peak(data) * rounding
+
+    @torch.no_grad()
+    def add_reduced(
+        self,
+        stepped: Iterable[Any],
+        deferred: Iterable[Any],
+        kept_back: AbstractSet[torch.nn.Parameter],
+        scaling: torch.Tensor | float = 1.0,
+    ) -> None:
+        """Take down what is reduced: all of the ``stepped`` chunks, ``kept_back`` of the others.
+
+        All replicas hold the same numbers, so only the first of them takes them down. A parameter
+        that Megatron counts once is counted once. The gradients of ``deferred`` chunks are still to
+        be multiplied by ``scaling``.
+        """
+        for chunks, reduced, factor in ((stepped, None, 1.0), (deferred, kept_back, scaling)):
+            by_ranks: dict[Ranks, list[torch.Tensor]] = defaultdict(list)
+            for group in bucket_groups(*chunks):
+                by_ranks[ranks_of(group.data_parallel_group)] += [
+                    parameter.main_grad
+                    for bucket in group.buckets
+                    for parameter in bucket.params
+                    if (reduced is None or parameter in reduced) and _is_counted_here(parameter)
+                ]
+            for ranks, gradients in by_ranks.items():
+                if gradients and dist.get_rank() == ranks[0]:
+                    norm = self._norms[self._first_slot[ranks] + self._reduced_slot]
+                    norm.copy_(torch.hypot(norm, _norm(gradients) * factor))
+
+    def total(self, loss_scale: float, scaling: torch.Tensor | float = 1.0) -> Bound:
+        """Return the bound, and forget what was taken down; all ranks of the job call this.
+
+        Segments are still to be multiplied by ``scaling``.
+        """
+        dist.all_reduce(self._slots, group=self._world)
+        norms = self._norms.view(-1, self._reduced_slot + 1)
+        norms[:, : self._reduced_slot] *= scaling
+        norm, peak = torch.stack([norms.norm(), self._peaks.max()]).tolist()
+        self._slots.zero_()
+        return Bound(norm / loss_scale * _SAFETY, peak)
+
+
+def _norm(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a norm in fp64 whose terms are norms of parts in fp32."""
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
+    return torch.stack(norms).double().square().sum().sqrt()
+
+
+def _peak(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([torch.linalg.vector_norm(part, torch.inf) for part in parts]).max()
+
+
+def _is_counted_here(parameter: torch.nn.Parameter) -> bool:
+    """Whether Megatron's norm may count this one of several equal copies."""
+    if not getattr(parameter, "allreduce", True):
+        return True  # of an expert: which ranks have copies is not always to be seen from here
+    return bool(
+        param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
+    )

@@ -1,0 +1,1 @@
+"""Measurements of a run's own hardware."""

@@ -1,0 +1,1 @@
+"""Saved activations on the way to host memory and back."""

@@ -1,0 +1,104 @@
+"""Copies between a device and host memory, beside compute: one stream for each way.
+
+Keeps one order: a copy begins when what compute was given before has run, and compute goes on
+after `wait` only when the copy is over. So memory that compute has waited for may be freed or
+written again by what follows, on either side, without further events.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megatron.fold3d.runtime.offload.offload_library import batched_copy
+
+Watch = Callable[[], Callable[[], None]]
+
+
+def idle() -> Callable[[], None]:
+    """Watch nothing."""
+    return lambda: None
+
+
+class Copies:
+    """The copy engine of one rank.
+
+    Args:
+        device: what computes, the current one of its kind when the first copy is made. On a CPU
+            every copy is over when its call returns.
+        batch: tensors per launch at most.
+
+    Attributes:
+        num_calls: launches so far.
+        num_tensors: tensors copied so far.
+    """
+
+    def __init__(self, device: torch.device, batch: int = 64) -> None:
+        self.num_calls = self.num_tensors = 0
+        self._backend = torch.get_device_module(device)
+        self._on_gpu = device.type == "cuda"
+        self._batch = batch
+
+    @cached_property
+    def _streams(self) -> tuple[Any, Any]:
+        return self._backend.Stream(), self._backend.Stream()
+
+    def to_host(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], watch: Watch = idle
+    ) -> Any:
+        """Start to copy device tensors; returns what `wait` takes.
+
+        ``watch`` is called when the copy begins and what it returns when it is over, both on the
+        stream of the copy.
+        """
+        return self._copy(self._streams[0], targets, sources, watch)
+
+    def to_device(
+        self,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        watch: Watch = idle,
+        after: Any = None,
+    ) -> Any:
+        """Start to copy host tensors, ``after`` another copy; the rest is as in `to_host`."""
+        if after is not None:
+            self._streams[1].wait_event(after)
+        return self._copy(self._streams[1], targets, sources, watch)
+
+    def is_over(self, copied: Any) -> bool:
+        """Tell whether a copy is over."""
+        return bool(copied.query())
+
+    def wait(self, copied: Any) -> None:
+        """Let compute go on only when a copy is over; the host does not wait."""
+        self._backend.current_stream().wait_event(copied)
+
+    def _copy(
+        self,
+        stream: Any,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        watch: Watch,
+    ) -> Any:
+        targets, sources = tuple(targets), tuple(sources)
+        stream.wait_stream(self._backend.current_stream())
+        with self._backend.stream(stream):
+            over = watch()
+            for start in range(0, len(targets), self._batch):
+                end = start + self._batch
+                self._launch(targets[start:end], sources[start:end], stream)
+                self.num_calls += 1
+            self.num_tensors += len(targets)
+            over()
+            copied = self._backend.Event()
+            copied.record()
+            return copied
+
+    def _launch(
+        self, targets: tuple[torch.Tensor, ...], sources: tuple[torch.Tensor, ...], stream: Any
+    ) -> None:
+        if self._on_gpu:
+            batched_copy(targets, sources, stream.cuda_stream)
+        else:
+            torch._foreach_copy_(targets, sources)

@@ -1,0 +1,142 @@
+"""How much memory the host still has, and how to get a piece of it that copies run fast from."""
+
+import fcntl
+import mmap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.verify import peak_on_host
+from megatron.fold3d.runtime.device import numa_node
+from megatron.fold3d.runtime.offload.offload_library import PinnedMemory
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_MACHINE = Path("/proc/meminfo")
+_FIX = "use fewer micro-batches, more recomputation, or --offload-activations off"
+
+
+class _Files(NamedTuple):
+    """Where a version of control groups says what a group may take."""
+
+    folder: str
+    limit: str
+    used: str
+    reclaimable: str
+    """In `memory.stat`: bytes of files that the kernel would drop first; ``used`` counts them."""
+
+
+_VERSION_1 = _Files(
+    "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+)
+_VERSION_2 = _Files("", "memory.max", "memory.current", "inactive_file")
+
+
+class HostMemoryError(RuntimeError):
+    """The host has less memory than is asked for."""
+
+
+def take(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return ``num_bytes`` of host memory as one tensor, page-locked where ``device`` is a GPU.
+
+    It is anonymous memory of this process: however the process ends, nothing of it stays behind.
+    Every page of it is there on return.
+
+    Raises:
+        HostMemoryError: there is not as much.
+    """
+    with _turn():
+        check(num_bytes, "for offloaded activations")
+        if device.type == "cuda":
+            try:
+                return PinnedMemory(num_bytes, numa_node(device)).tensor
+            except OSError as error:
+                raise HostMemoryError(f"{error}; {_FIX}") from None
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+        mapped = mmap.mmap(-1, num_bytes, flags=flags)
+        mapped.madvise(mmap.MADV_DONTFORK)  # workers of data loaders have no use for it
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+@contextmanager
+def _turn() -> Iterator[None]:
+    """Let the ranks of a node look and take one after the other: no two count the same bytes."""
+    with _MACHINE.open() as shared:
+        fcntl.flock(shared, fcntl.LOCK_EX)  # until it is closed, or its process ends
+        yield
+
+
+def check_node(plan: Plan, bytes_of_stage: int, ranks: Sequence[int]) -> None:
+    """Return if a node has memory for the activations that a plan sends there.
+
+    Args:
+        plan: of all pipeline ranks.
+        bytes_of_stage: what one micro-batch's forward of a stage saves, at least.
+        ranks: the pipeline ranks that are on this node, each as often as it is.
+
+    Raises:
+        HostMemoryError: the node has less.
+    """
+    sizes = dict.fromkeys(range(plan.num_stages), bytes_of_stage)
+    of_rank = {rank: peak_on_host(plan.programs[rank], sizes).total() for rank in set(ranks)}
+    total = sum(of_rank[rank] for rank in ranks) * bytes_of_stage
+    check(total, f"for the activations that {len(ranks)} ranks of this node offload")
+
+
+def check(num_bytes: int, purpose: str, available: int | None = None) -> None:
+    """Return if the host has ``num_bytes`` left.
+
+    Raises:
+        HostMemoryError: it has not.
+    """
+    available = available_bytes() if available is None else available
+    if num_bytes > available:
+        raise HostMemoryError(
+            f"{num_bytes:,} bytes of host memory {purpose}, {available:,} are available; {_FIX}"
+        )
+
+
+def available_bytes() -> int:
+    """Return what this process may still take: of the machine, and of its control group."""
+    return min(_of_machine(), *_of_control_groups())
+
+
+def _of_machine() -> int:
+    for line in _MACHINE.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{_MACHINE} has no MemAvailable; offload needs Linux 3.14 or later")
+
+
+def _of_control_groups() -> Iterator[int]:
+    """Yield what each control group around this process leaves it, of either version."""
+    yield 1 << 62
+    for line in _OWN_GROUPS.read_text().splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            yield from _of_group(path, _VERSION_2)
+        elif "memory" in controllers.split(","):
+            yield from _of_group(path, _VERSION_1)
+
+
+def _of_group(path: str, files: _Files) -> Iterator[int]:
+    """Yield what a group and those around it leave; a container may see but the outermost."""
+    root = _CGROUPS / files.folder
+    group = root / path.lstrip("/")
+    for folder in (group, *group.parents):
+        limit, used = folder / files.limit, folder / files.used
+        if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
+            yield max(0, int(text) - int(used.read_text()) + _reclaimable(folder, files))
+        if folder == root:
+            return
+
+
+def _reclaimable(group: Path, files: _Files) -> int:
+    for line in (group / "memory.stat").read_text().splitlines():
+        if line.startswith(f"{files.reclaimable} "):
+            return int(line.split()[1])
+    return 0

@@ -1,0 +1,377 @@
+"""Saved activations in host memory while no computation wants them (paper Sec. IV, offloader).
+
+The plan says when: a micro-batch's activations leave at its OFFLOAD, while the next computation
+runs, and come back at its RELOAD, computations before its backward. How many do, and how many
+computations a copy has, is chosen anew once an iteration has been measured.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from itertools import chain
+from typing import Any, Self
+
+import torch
+
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Program
+from megatron.fold3d.plan.verify import peak_on_host
+from megatron.fold3d.runtime.device import Clock, Mark, free_device_bytes
+from megatron.fold3d.runtime.offload import host_memory
+from megatron.fold3d.runtime.offload.copies import Copies
+from megatron.fold3d.runtime.offload.offload_choice import (
+    CAUTION,
+    Choice,
+    Measured,
+    Meter,
+    choose,
+    offloaded,
+)
+from megatron.fold3d.runtime.offload.pinned_pool import ALIGNMENT, PinnedPool, Slot
+from megatron.fold3d.runtime.offload.saved_tensors import SavedTensors, offsets
+from megatron.fold3d.runtime.trace.recorder import Recorder, never
+
+logger = logging.getLogger(__name__)
+
+_SMALL = 16  # a hidden state divided by this is too small to offload
+_OFFLOADED = "offloaded_bytes"
+_Key = tuple[int, int | None]  # stage, micro-batch
+
+
+class Offloader:
+    """Moves what forwards save between the device and a pool of host memory.
+
+    Args:
+        device: where the model is.
+        everything: offload every large tensor that a forward saves; otherwise only what
+            recomputation starts from, which `checkpoint` marks.
+        sparing: once two iterations have shown what that takes, offload no more than needed, and
+            never more than the host has room for.
+        saved_bytes: of one micro-batch's forward of a stage, as far as known before it has run.
+        num_local: ranks of this node, which share its memory.
+        copies: the copy engine, one of its own by default.
+
+    Attributes:
+        pool: the host memory.
+        copies: the copy engine.
+        held: activations on the device now, offloaded or not, as `peak_activations` counts them.
+        peak: the most there ever were in this iteration.
+        num_reloads: activations that came back so far.
+        depth: computations that an activation has to leave from the next iteration on.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        everything: bool,
+        sparing: bool = False,
+        saved_bytes: int = 0,
+        num_local: int = 1,
+        copies: Copies | None = None,
+    ) -> None:
+        self.pool = PinnedPool(device)
+        self.copies = copies or Copies(device)
+        self.held = self.peak = self.num_reloads = self._num_early = 0
+        self.depth = 1
+        self._device = device
+        self._everything = everything
+        self._sparing = sparing
+        self._saved_bytes = saved_bytes
+        self._num_local = num_local
+        self._clock = Clock(device)
+        self._meter = Meter(device)
+        self._measured: Measured | None = None
+        # By the number of computations of an iteration, and whether sizes and times are known.
+        self._chosen: dict[tuple[int, bool, bool], Choice] = {}
+        self._num_iterations = 0
+        self._recorder = never(device)
+        self._bytes_of_stage: dict[int, int] = {}
+        self._travels: frozenset[_Key] = frozenset()
+        self._program: Program = ()
+        self._lasting: frozenset[int] = frozenset()
+        self._smallest_bytes = 0
+        self._collecting: SavedTensors | None = None
+        self._away: dict[_Key, _Away] = {}
+        self._leaving: deque[list[_Away]] = deque()  # by the computations that they still have
+        self._returned: deque[tuple[Mark, Mark]] = deque()  # when copied, when needed
+
+    @classmethod
+    def of(cls, config: Fold3DConfig, num_local: int) -> Self:
+        """Return the offloader of a run, one of ``num_local`` on this node."""
+        return cls(
+            torch.device(config.device),
+            everything=config.offload_everything,
+            sparing=config.offload_activations == "auto",
+            saved_bytes=config.saved_bytes,
+            num_local=num_local,
+        )
+
+    @property
+    def num_early(self) -> int:
+        """How many of `num_reloads` were there when the device came to their backward.
+
+        On a GPU those that it has not come to yet do not count.
+        """
+        self._count_early()
+        return self._num_early
+
+    def choice(self, program: Program) -> Choice:
+        """Return what of a program's activations should leave, and when; sets `depth`."""
+        if self._measured is None and self._num_iterations > 1:
+            self._measured = self._measure()
+        computations = tuple(action for action in program if action.op in COMPUTE_OPS)
+        key = len(computations), bool(self._bytes_of_stage), self._measured is not None
+        if key not in self._chosen:
+            choice = Choice()
+            if self._measured is not None:
+                choice = choose(computations, self._measured, sparing=self._sparing)
+                many = "all" if choice.at_most is None else f"at most {choice.at_most}"
+                logger.info(
+                    "of %d activations %s leave, each within %d computations, for %s",
+                    *(len(computations) // 2, many, choice.depth, self._measured),
+                )
+            self._chosen[key] = self._with_room(computations, choice)
+        self.depth = self._chosen[key].depth
+        return self._chosen[key]
+
+    def begin(
+        self,
+        program: Program,
+        modules: Iterable[torch.nn.Module],
+        hidden_bytes: int,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """Prepare for an iteration.
+
+        Args:
+            program: of this rank.
+            modules: their parameters and buffers stay.
+            hidden_bytes: of one hidden state; tensors that are much smaller stay.
+            recorder: is told of copies.
+
+        Raises:
+            HostMemoryError: the host has less memory than the program takes.
+        """
+        self.held = self.peak = 0
+        self._count_early()
+        self._num_iterations += 1
+        self._recorder = recorder or self._recorder
+        self._recorder.count(_OFFLOADED, 0)  # known where nothing leaves, too
+        self._meter.clear()
+        self._away.clear()
+        self._leaving = deque([] for _ in range(self.depth))
+        self._program = program
+        self._travels = frozenset((a.stage, a.microbatch) for a in program if a.op is Op.OFFLOAD)
+        self._smallest_bytes = hidden_bytes // _SMALL
+        self._lasting = frozenset(
+            tensor.untyped_storage().data_ptr()
+            for module in modules
+            # Megatron's DDP has other things under the name `buffers`.
+            for tensor in chain(module.parameters(), torch.nn.Module.buffers(module))
+        )
+        self._reserve()
+
+    @contextmanager
+    def saving(self, forward: Action) -> Iterator[None]:
+        """Collect what the forward inside saves, if the plan offloads it.
+
+        A stage's first micro-batch is looked at in any case: what it saves is what a later
+        iteration, with more micro-batches, needs slots for.
+        """
+        self._hold()
+        over = self._watch(forward)
+        key = forward.stage, forward.microbatch
+        if key in self._travels or forward.stage not in self._bytes_of_stage:
+            saved = SavedTensors(self._device, self._smallest_bytes, self._lasting)
+            self._collecting = saved
+            with saved.hooks() if self._everything else nullcontext():
+                yield
+            self._collecting = None
+            if key in self._travels:
+                self._away[key] = _Away(saved)
+            else:
+                self._learn(forward.stage, _layout(saved.flat())[1])
+        else:
+            yield
+        over()
+        self._release()
+
+    def checkpoint(self) -> AbstractContextManager[Any]:
+        """Collect what the recomputation inside saves: its inputs."""
+        if self._collecting is None or self._everything:
+            return nullcontext()
+        return self._collecting.hooks()
+
+    def offload(self, action: Action, held: torch.Tensor | None) -> None:
+        """Start to copy to the host; the device's memory is free computations later.
+
+        With ``auto`` it stays where the host has no room for it.
+
+        Args:
+            action: what leaves.
+            held: the stage's input tensor, which the schedule keeps for its gradient alone.
+
+        Raises:
+            HostMemoryError: the host has no memory left for it.
+        """
+        away = self._away[action.stage, action.microbatch]
+        sources = away.saved.flat()
+        begins, num_bytes = _layout(sources)
+        self._learn(action.stage, num_bytes)
+        if self._sparing and not self.pool.has_free(num_bytes):
+            del self._away[action.stage, action.microbatch]
+            return
+        away.num_bytes, away.held = num_bytes, held
+        away.slot = self.pool.take(num_bytes)
+        self._recorder.count(_OFFLOADED, num_bytes)
+        targets = [
+            away.slot.memory[begin : begin + source.numel()]
+            for source, begin in zip(sources, begins, strict=True)
+        ]
+        away.copied = self.copies.to_host(targets, sources, lambda: self._watch(action, "offload"))
+        self._leaving[-1].append(away)
+
+    def reload(self, action: Action) -> None:
+        """Start to copy back, if it has left."""
+        away = self._away.get((action.stage, action.microbatch))
+        if away is None:
+            return
+        assert away.slot is not None  # the verifier has seen its OFFLOAD
+        self._hold()
+        away.buffer = torch.empty(away.num_bytes, dtype=torch.uint8, device=self._device)
+
+        def watch() -> Callable[[], None]:
+            over = self._watch(action, "offload")
+
+            def end() -> None:
+                over()
+                away.returned = self._clock.mark()
+
+            return end
+
+        source = away.slot.memory[: away.num_bytes]
+        away.copied = self.copies.to_device([away.buffer], [source], watch, after=away.copied)
+
+    @contextmanager
+    def using(self, backward: Action) -> Iterator[None]:
+        """Let the backward inside have what came back for it."""
+        away = self._away.pop((backward.stage, backward.microbatch), None)
+        if away is not None:
+            assert away.buffer is not None  # the verifier has seen its RELOAD
+            self.num_reloads += 1
+            needed = self._clock.mark()
+            self.copies.wait(away.copied)
+            self._returned.append((away.returned, needed))
+            away.saved.restore(away.buffer)
+            if away.slot is not None:
+                self.pool.give_back(away.slot)
+            del away
+        over = self._watch(backward)
+        yield
+        over()
+        self.held -= 1
+        self._release()
+
+    def _release(self) -> None:
+        """Free what began to leave before the computations that the plan gave it."""
+        for away in self._leaving.popleft():
+            self.copies.wait(away.copied)
+            away.saved.leave(away.held)
+            self.held -= 1
+        self._leaving.append([])
+
+    def _count_early(self) -> None:
+        """Forget the marks that the device has passed, once they are counted."""
+        while self._returned and all(map(self._clock.has_passed, self._returned[0])):
+            self._num_early += self._clock.seconds(*self._returned.popleft()) >= 0
+
+    def _watch(self, action: Action, kind: str | None = None) -> Callable[[], None]:
+        """Note when an action begins; call what is returned when it is over."""
+        ends = []
+        if self._measured is None and self._travels:
+            ends.append(self._meter.begin(action.op))
+        if kind is not None:
+            ends.append(self._recorder.begin(action, kind))
+
+        def over() -> None:
+            for end in ends:
+                end()
+
+        return over
+
+    def _measure(self) -> Measured | None:
+        means_s = self._meter.means_s()
+        if means_s is None:
+            return None
+        largest = max(self._bytes_of_stage.values())
+        return Measured(largest, self.peak, free_device_bytes(self._device), *means_s)
+
+    def _with_room(self, computations: Program, choice: Choice) -> Choice:
+        """Return a choice that the host has memory for, where there is one."""
+        largest = max(self._bytes_of_stage.values(), default=self._saved_bytes)
+        if not self._sparing or not largest:
+            return choice
+        room = (self._room_bytes() + self.pool.num_bytes) // largest
+        sizes = dict.fromkeys((action.stage for action in computations), largest)
+        needed = peak_on_host(offloaded(computations, choice), sizes).total()
+        if needed <= room:
+            return choice
+        logger.warning(
+            "--offload-activations auto: %d activations of %s bytes should leave, the host has "
+            "memory for %d; the others stay on the device",
+            *(needed, f"{largest:,}", room),
+        )
+        return replace(choice, at_most=room)
+
+    def _hold(self) -> None:
+        self.held += 1
+        self.peak = max(self.peak, self.held)
+
+    def _learn(self, stage: int, num_bytes: int) -> None:
+        """Get the slots of a stage at once when its first micro-batch shows their size."""
+        if self._bytes_of_stage.get(stage, 0) < num_bytes:
+            self._bytes_of_stage[stage] = num_bytes
+            self._reserve()
+
+    def _reserve(self) -> None:
+        """Get all slots that the program needs, or with ``auto`` those that the host has room for.
+
+        Raises:
+            HostMemoryError: the host has less memory than the program takes.
+        """
+        slots = peak_on_host(self._program, self._bytes_of_stage)
+        lacking = self.pool.reserve(slots, self._room_bytes() if self._sparing else None)
+        if lacking:
+            logger.warning(
+                "--offload-activations auto: the host has memory for %d of %d activations that "
+                "should be there at once; the others stay on the device",
+                *(slots.total() - lacking, slots.total()),
+            )
+
+    def _room_bytes(self) -> int:
+        """Return what this rank may still take of the host's memory, as one of its node."""
+        return int(host_memory.available_bytes() * CAUTION) // self._num_local
+
+
+def _layout(sources: Sequence[torch.Tensor]) -> tuple[Sequence[int], int]:
+    """Return where flat tensors begin in their slot, and its bytes: some even without a tensor."""
+    *begins, end = offsets([source.numel() for source in sources])
+    return begins, max(end, ALIGNMENT)
+
+
+class _Away:
+    """Activations that leave, are on the host, or come back."""
+
+    __slots__ = ("buffer", "copied", "held", "num_bytes", "returned", "saved", "slot")
+
+    def __init__(self, saved: SavedTensors) -> None:
+        self.saved = saved
+        self.held: torch.Tensor | None = None
+        self.num_bytes = 0
+        self.slot: Slot | None = None
+        self.buffer: torch.Tensor | None = None
+        self.copied: Any = None
+        self.returned: Mark = None

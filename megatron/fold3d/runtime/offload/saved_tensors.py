@@ -1,0 +1,130 @@
+"""What autograd saves in one forward, in a form that can leave the device and come back.
+
+Autograd hands each tensor that it saves to a hook and asks for it again in backward. We keep the
+*storages* of these tensors, each once: that is what a tensor's memory is, and views share it. What
+backward gets has the same bytes, shape and strides.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from megatron.fold3d.runtime.offload.pinned_pool import aligned
+
+
+class SavedTensors:
+    """The saved tensors of one micro-batch's forward of one stage.
+
+    Args:
+        device: what computes; tensors elsewhere stay where they are.
+        smallest_bytes: tensors whose storage is smaller stay as well.
+        lasting: addresses of storages that outlive the iteration; tensors in them stay as well.
+    """
+
+    def __init__(self, device: torch.device, smallest_bytes: int, lasting: frozenset[int]) -> None:
+        self._device = device
+        self._smallest_bytes = smallest_bytes
+        self._lasting = lasting
+        self._parts: dict[int, _Part] = {}  # by address, while all are on the device
+        self._moved: list[_Part] = []
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        """Collect what autograd saves while the context is open."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def flat(self) -> list[torch.Tensor]:
+        """Return the bytes of everything that can leave, one tensor for each storage."""
+        self._moved = [part for part in self._parts.values() if part.is_whole]
+        return [part.flat() for part in self._moved]
+
+    def leave(self, held: torch.Tensor | None) -> None:
+        """Free the storages, which have been copied.
+
+        Args:
+            held: a tensor that others keep for its gradient alone: its memory is freed as well.
+        """
+        if held is not None:
+            storage = held.untyped_storage()
+            part = self._parts.get(storage.data_ptr())
+            if part is not None and part in self._moved:
+                storage.resize_(0)
+        for part in self._moved:
+            part.storage = None
+        self._parts.clear()
+
+    def restore(self, buffer: torch.Tensor) -> None:
+        """Give autograd its tensors on ``buffer``, which holds `flat` at aligned offsets."""
+        begins = offsets([part.num_bytes for part in self._moved])
+        for part, begin in zip(self._moved, begins[:-1], strict=True):
+            part.storage, part.offset = buffer.untyped_storage(), begin
+
+    def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | _View":
+        # A subclass has more to it than its storage; parameters are one.
+        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if (
+            tensor.device.type != self._device.type
+            or storage.nbytes() < self._smallest_bytes
+            or address in self._lasting
+        ):
+            return tensor.detach()  # an output that is its own saved tensor would never be freed
+        part = self._parts.get(address)
+        if part is None or not part.is_whole:  # an emptied storage's address is given out again
+            part = self._parts[address] = _Part(storage)
+        return _View(part, tensor)
+
+
+class _Part:
+    """One storage."""
+
+    __slots__ = ("num_bytes", "offset", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage: torch.UntypedStorage | None = storage
+        self.num_bytes = storage.nbytes()
+        self.offset = 0  # in the storage, in bytes
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has its bytes; Megatron empties storages that it computes again by itself."""
+        return self.storage is not None and self.storage.nbytes() == self.num_bytes
+
+    def flat(self) -> torch.Tensor:
+        assert self.storage is not None
+        flat = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return flat.set_(self.storage)
+
+
+class _View:
+    """A saved tensor: where in its part it is."""
+
+    __slots__ = ("dtype", "offset", "part", "shape", "strides")
+
+    def __init__(self, part: _Part, tensor: torch.Tensor) -> None:
+        self.part = part
+        self.dtype = tensor.dtype
+        self.offset = tensor.storage_offset()
+        self.shape, self.strides = tensor.shape, tensor.stride()
+
+
+def _unpack(saved: torch.Tensor | _View) -> torch.Tensor:
+    if isinstance(saved, torch.Tensor):
+        return saved
+    part = saved.part
+    if part.storage is None:
+        raise RuntimeError("a backward needs activations that are on the host; RELOAD comes first")
+    tensor = torch.empty(0, dtype=saved.dtype, device=part.storage.device)
+    offset = part.offset // tensor.itemsize + saved.offset
+    return tensor.set_(part.storage, offset, saved.shape, saved.strides)
+
+
+def offsets(sizes: Sequence[int]) -> list[int]:
+    """Return where things of these sizes begin when each is aligned; the end comes last."""
+    begins = [0]
+    for size in sizes:
+        begins.append(begins[-1] + aligned(size))
+    return begins

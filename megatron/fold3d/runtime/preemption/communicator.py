@@ -1,0 +1,167 @@
+"""PP.sync before DP.sync: paper Algorithm 2, on any backend of torch.distributed.
+
+Keeps one invariant: all transfers and gradient reductions of a rank are started by one thread, and
+those of a process group in the order in which they were asked for.
+"""
+
+import atexit
+import importlib
+import logging
+from collections.abc import Collection
+from contextlib import ExitStack
+from datetime import timedelta
+from types import ModuleType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.runtime.preemption import slice_size
+from megatron.fold3d.runtime.preemption.control_sockets import ControlSockets
+from megatron.fold3d.runtime.preemption.preemptive_group import PreemptiveGroup
+from megatron.fold3d.runtime.preemption.unscheduled import DirectScheduler
+
+logger = logging.getLogger(__name__)
+
+BUILD = "make extension"
+_SHUTDOWN_S = 10.0
+
+
+class PreemptiveCommunicator:
+    """Process groups that share one scheduler; a context manager for as long as it is needed.
+
+    Without the extension nothing is preempted: see `DirectScheduler`.
+
+    Args:
+        slice_bytes: what is reduced at once, or at most if `fit_slices` may choose.
+        timeout: of a transfer or a slice.
+        slices_in_flight: of one group.
+        pause_share: of the time that slices may be held back, at most.
+        fits_slices: whether `fit_slices` may choose less.
+    """
+
+    def __init__(
+        self,
+        *,
+        slice_bytes: int,
+        timeout: timedelta,
+        slices_in_flight: int = 1,
+        pause_share: float = 0.5,
+        fits_slices: bool = False,
+    ) -> None:
+        self._slice_bytes = slice_bytes
+        self._fits_slices = fits_slices
+        self._slices_in_flight = slices_in_flight
+        self._timeout_s = timeout.total_seconds()
+        self._pause_share = pause_share
+        self._extension = extension()
+        self._scheduler: Any = None
+        self._links: Any = None
+        self._open = ExitStack()
+
+    @classmethod
+    def of(cls, config: Fold3DConfig) -> Self:
+        """Return the communicator of a run.
+
+        Raises:
+            ValueError: on GPUs the extension is needed, and it has not been built.
+        """
+        if config.device == "cuda" and extension() is None:
+            raise ValueError(
+                "--preemptive-comm: its C++ scheduler is not built, and on GPUs nothing stands in "
+                f"for it; run: {BUILD}"
+            )
+        timeout = timedelta(minutes=config.distributed_timeout_minutes)
+        return cls(
+            slice_bytes=config.dp_slice_bytes, timeout=timeout, fits_slices=config.auto_slices
+        )
+
+    def connect(self, neighbours: Collection[int]) -> None:
+        """Start the thread and reach the ranks that share a group with this one.
+
+        All ranks of the job call this together. Failures travel from neighbour to neighbour: the
+        ranks next to this one in the job are neighbours too, so that they reach everybody.
+        """
+        if self._scheduler is not None:
+            return
+        extension = self._extension
+        if extension is None:
+            logger.warning(
+                "--preemptive-comm: the extension is not built, DP.sync is sliced but never waits; "
+                "run: %s",
+                BUILD,
+            )
+            self._scheduler = DirectScheduler()
+            return
+        rank, world = dist.get_rank(), dist.get_world_size()
+        policy = extension.Policy()
+        policy.rank, policy.timeout_s = rank, self._timeout_s
+        policy.slices_in_flight, policy.pause_share = self._slices_in_flight, self._pause_share
+        self._scheduler = extension.Scheduler(policy)
+        atexit.register(self.close)
+        if world > 1:
+            ring = {(rank - 1) % world, (rank + 1) % world}
+            sockets = self._open.enter_context(ControlSockets({*neighbours, *ring} - {rank}))
+            self._links = extension.ControlLinks(self._scheduler, sockets.connections)
+
+    def fit_slices(
+        self, transfer_bytes: int, dp_group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        """Choose what is reduced at once beside transfers of ``transfer_bytes``, from now on.
+
+        All ranks of the job call this together; nothing happens if the user has chosen.
+        """
+        if self._fits_slices:
+            self._slice_bytes = slice_size.measured(
+                transfer_bytes, self._slice_bytes, dp_group, device
+            )
+
+    def group(self, group: dist.ProcessGroup, direction: int = 0) -> PreemptiveGroup:
+        """Return ``group`` as one whose communication is scheduled."""
+        assert self._scheduler is not None, "connect first"
+        extension = self._extension
+        waiters = (extension.Waiter(), extension.Waiter()) if extension else (None, None)
+        return PreemptiveGroup(group, self._scheduler, waiters, self._slice_bytes, direction)
+
+    def statistics(self) -> Any:
+        """What the scheduler has done so far."""
+        return self._scheduler.statistics()
+
+    def check(self) -> None:
+        """Log what went wrong on the way without ending the job."""
+        for warning in self._links.warnings() if self._links is not None else ():
+            logger.warning("rank %s: %s", dist.get_rank(), warning)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Let what runs end, and stop; after an ``error``, tell all ranks and stop at once."""
+        atexit.unregister(self.close)
+        if self._scheduler is None:
+            return
+        if error is not None:
+            self._scheduler.fail(f"rank {dist.get_rank()} failed: {_one_line(error)}")
+        if not self._scheduler.shutdown(_SHUTDOWN_S):
+            logger.warning("communication was cut short after %s s", _SHUTDOWN_S)
+        if self._links is not None:
+            self.check()
+            self._links.close()
+        self._open.close()
+        self._scheduler = self._links = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, *_: object) -> None:
+        self.close(None if kind is None or issubclass(kind, SystemExit) else error)
+
+
+def extension() -> ModuleType | None:
+    """Return the extension, if it has been built."""
+    try:
+        return importlib.import_module("megatron.fold3d.runtime.preemption._scheduler")
+    except ImportError:
+        return None
+
+
+def _one_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

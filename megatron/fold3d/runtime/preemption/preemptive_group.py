@@ -1,0 +1,161 @@
+"""A process group whose communication a scheduler starts; callers see a process group.
+
+Keeps one invariant: a tensor is cut into the same slices on every rank, from its size alone, and
+they start in the order of the calls.
+"""
+
+from collections.abc import Sequence
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from megatron.fold3d.runtime.preemption._scheduler import Scheduler, Waiter
+    from megatron.fold3d.runtime.preemption.unscheduled import DirectScheduler
+
+_lanes = count()
+
+
+class PreemptiveGroup(dist.ProcessGroup):
+    """What ``group`` is, with transfers that go first and collectives in slices that let them.
+
+    Only what Megatron's buckets and our pipeline ask of a group is here: ``allreduce``,
+    ``reduce_scatter_single`` and ``all_gather_single`` (each also coalesced), ``send`` and
+    ``recv``. ``direction`` tells apart two groups whose transfers have the same two ends.
+    ``scheduled`` is the group that does the work.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        scheduler: "Scheduler | DirectScheduler",
+        waiters: "tuple[Waiter | None, Waiter | None]",
+        slice_bytes: int,
+        direction: int = 0,
+    ) -> None:
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # an overload
+        self.scheduled = group
+        self._ranks = dist.get_process_group_ranks(group)
+        self._scheduler: Any = scheduler
+        self._senders, self._receivers = waiters
+        self._slice_bytes = slice_bytes
+        self._direction = direction
+        self._lane = next(_lanes)
+        self._names = count(1)
+        # What torch knows of a group by its object: its own functions ask, above all when they
+        # report an error.
+        known = dist.distributed_c10d._world
+        known.pg_map[self] = known.pg_map[group]
+        known.pg_group_ranks[self] = known.pg_group_ranks[group]
+
+    def allreduce(  # type: ignore[override]
+        self, tensors: Sequence[torch.Tensor], options: Any = None
+    ) -> Any:
+        """Start to sum a tensor over the group, slice by slice; the task is for `dist.Work`."""
+        slices = [part for tensor in tensors for part in self._slices(tensor)]
+        return self._scheduler.all_reduce(
+            self.scheduled,
+            slices,
+            self._senders,
+            _op(options),
+            self._lane,
+            self._name("all-reduce"),
+        )
+
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], options: Any = None) -> Any:
+        """Sum several tensors, as one task."""
+        return self.allreduce(tensors, options)
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, whole: torch.Tensor, options: Any = None
+    ) -> Any:
+        """Start to sum ``whole`` over the group; ``output`` gets this rank's share of the sum."""
+        return self.reduce_scatter_single_coalesced([output], [whole], options)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], options: Any = None
+    ) -> Any:
+        """Sum several tensors into shares, as one task."""
+        return self._scheduler.reduce_scatter(
+            self.scheduled,
+            self._sharded_slices(outputs, wholes),
+            self._senders,
+            _op(options),
+            self._lane,
+            self._name("reduce-scatter"),
+        )
+
+    def all_gather_single(
+        self, whole: torch.Tensor, share: torch.Tensor, options: Any = None
+    ) -> Any:
+        """Start to collect every rank's ``share`` in ``whole``."""
+        return self.all_gather_single_coalesced([whole], [share], options)
+
+    def all_gather_single_coalesced(
+        self, wholes: Sequence[torch.Tensor], shares: Sequence[torch.Tensor], _options: Any = None
+    ) -> Any:
+        """Collect the shares of several tensors, as one task."""
+        return self._scheduler.all_gather(
+            self.scheduled,
+            self._sharded_slices(shares, wholes),
+            self._senders,
+            self._lane,
+            self._name("all-gather"),
+        )
+
+    def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> Any:
+        """Start to send one tensor to ``peer``, a rank of the group."""
+        [tensor] = tensors
+        to = self._ranks[peer]
+        return self._scheduler.send(
+            self.scheduled,
+            tensor,
+            self._senders,
+            peer,
+            tag,
+            to,
+            self._direction,
+            f"send to rank {to}",
+        )
+
+    def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> Any:
+        """Start to receive one tensor from ``peer``, a rank of the group."""
+        [tensor] = tensors
+        of = self._ranks[peer]
+        name = f"receive from rank {of}"
+        return self._scheduler.receive(
+            self.scheduled, tensor, self._receivers, peer, tag, of, self._direction, name
+        )
+
+    def announce(self, peer: int, eta_s: float) -> None:
+        """Say that the next send to ``peer`` comes in ``eta_s``: DP.sync leaves the way clear."""
+        self._scheduler.announce(self._ranks[peer], self._direction, eta_s)
+
+    def _name(self, collective: str) -> str:
+        return f"{collective} {next(self._names)} over ranks {self._ranks}"
+
+    def _slices(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        flat = tensor.view(-1)
+        return tuple(flat.split(max(1, self._slice_bytes // flat.element_size())))
+
+    def _sharded_slices(
+        self, shares: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+        """Cut every rank's share of a tensor at the same places: ours beside all of the tensor.
+
+        So each element is summed with the same others as without slices. The bytes of a slice are
+        those of an all-reduce on the wire, which is twice what a slice of shares sends.
+        """
+        slices = []
+        for share, whole in zip(shares, wholes, strict=True):
+            size = max(1, 2 * self._slice_bytes // whole.element_size() // self.size())
+            cut = [part.split(size) for part in whole.view(-1).chunk(self.size())]
+            ours = share.view(-1).split(size)
+            slices += [(part, list(parts)) for part, *parts in zip(ours, *cut, strict=True)]
+        return slices
+
+
+def _op(options: Any) -> Any:
+    return options.reduceOp if options is not None else dist.ReduceOp.SUM

@@ -1,0 +1,55 @@
+"""Buckets whose collectives the communicator starts, in process groups of its own.
+
+Keeps one invariant: nobody else issues a collective on these groups, so their order is that of the
+buckets, on every replica.
+"""
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron.fold3d.runtime.grad_sync.bucket_groups import (
+    Ranks,
+    bucket_groups,
+    connect,
+    everyones_groups,
+    group_of,
+    ranks_of,
+    set_group,
+)
+from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
+from megatron.fold3d.runtime.preemption.preemptive_group import PreemptiveGroup
+
+
+def hand_over(
+    chunks: Sequence[torch.nn.Module],
+    communicator: PreemptiveCommunicator,
+    timeout: timedelta,
+    traffic_class: int | None,
+) -> None:
+    """Let ``communicator`` reduce and gather the buckets of Megatron's DDP from now on.
+
+    All ranks of the job call this together.
+    """
+    buckets = list(bucket_groups(*chunks))
+    if any(isinstance(group_of(bucket_group), PreemptiveGroup) for bucket_group in buckets):
+        return
+    device = next(chunks[0].parameters()).device
+    groups = everyones_groups({ranks_of(group_of(bucket_group)) for bucket_group in buckets})
+    made = connect(groups, device, timeout, traffic_class)
+    ours = {ranks: communicator.group(group) for ranks, group in made.items()}
+    for bucket_group in buckets:
+        set_group(bucket_group, ours[ranks_of(group_of(bucket_group))])
+
+
+def neighbours(pp_group: dist.ProcessGroup, chunks: Sequence[torch.nn.Module]) -> set[int]:
+    """Return the ranks next to this one in its pipeline and among the replicas of its chunks."""
+    groups = [pp_group, *map(group_of, bucket_groups(*chunks))]
+    return {rank for group in groups for rank in _next_to_us(ranks_of(group))}
+
+
+def _next_to_us(ranks: Ranks) -> Iterator[int]:
+    ours = ranks.index(dist.get_rank())
+    yield from (ranks[ours - 1], ranks[(ours + 1) % len(ranks)])

@@ -1,0 +1,47 @@
+"""Where each iteration's time went, for Megatron's own TensorBoard and W&B writers.
+
+One rank has the writers, the last one, and reports what it knows by itself.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.fold3d.observe.rank_exposure import own_seconds
+from megatron.fold3d.observe.trace_files import IterationTrace
+
+_PREFIX = "fold3d/"
+
+
+class Metrics:
+    """Writes a recorded iteration to whichever writers this rank has.
+
+    Args:
+        tensorboard: returns the TensorBoard writer, or None; Megatron makes it after our patches.
+        wandb: returns the W&B module that was initialized, or None.
+    """
+
+    def __init__(self, tensorboard: Callable[[], Any], wandb: Callable[[], Any]) -> None:
+        self._tensorboard = tensorboard
+        self._wandb = wandb
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether this rank has a writer."""
+        return self._tensorboard() is not None or self._running_wandb() is not None
+
+    def write(self, row: IterationTrace) -> None:
+        """Write one iteration's seconds and counts."""
+        found = {**own_seconds(row), **row.counts}
+        values = {_PREFIX + name: value for name, value in found.items()}
+        if (writer := self._tensorboard()) is not None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, row.iteration)
+        if (wandb := self._running_wandb()) is not None:
+            # W&B drops what is of a step that has passed, and Megatron may have passed this one.
+            step = max(row.iteration, wandb.run.step)
+            wandb.log({**values, f"{_PREFIX}iteration": row.iteration}, step)
+
+    def _running_wandb(self) -> Any:
+        """W&B until Megatron finishes its run, which is before the last iteration is known."""
+        wandb = self._wandb()
+        return None if wandb is None or wandb.run is None else wandb

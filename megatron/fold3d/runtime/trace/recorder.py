@@ -1,0 +1,197 @@
+"""When each action of an iteration begins and ends on this rank's device, with no barrier added.
+
+Keeps one invariant: while an iteration runs, nothing waits for the device and nothing is read from
+it. Times are read once the device has passed them, when a later iteration begins.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from megatron.fold3d.observe.trace_files import Event, IterationTrace
+from megatron.fold3d.runtime.device import Clock, Mark, peak_device_bytes, peak_host_bytes
+
+WARM_UP = 3  # iterations in which a run still allocates, connects and compiles
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+@dataclass(slots=True)
+class _Open:
+    """An event whose end may be unknown yet."""
+
+    name: str
+    kind: str
+    start: Mark
+    end: Mark = None
+
+
+@dataclass(slots=True)
+class _Iteration:
+    number: int
+    start: Mark
+    end: Mark = None
+    events: list[_Open] = field(default_factory=list)
+    counts: dict[str, float] = field(default_factory=dict)
+
+    def is_complete(self, clock: Clock) -> bool:
+        ends = [self.end, *(event.end for event in self.events)]
+        return all(end is not None and clock.has_passed(end) for end in ends)
+
+
+class Recorder:
+    """Records iterations, and delivers each when all of it is known.
+
+    Args:
+        device: what the model computes on.
+        wants: tells from an iteration's number whether to record it.
+        deliver: is given each recorded iteration, in order, soon after its end.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        wants: Callable[[int], bool],
+        deliver: Callable[[IterationTrace], None],
+    ) -> None:
+        self._device = device
+        self._clock = Clock(device)
+        self._wants = wants
+        self._deliver = deliver
+        self._now: _Iteration | None = None
+        self._waiting: list[_Iteration] = []
+        self._zero: tuple[Mark, float] | None = None  # one moment, as a mark and as Unix time
+
+    @property
+    def is_on(self) -> bool:
+        """Whether what happens now is recorded."""
+        return self._now is not None
+
+    @contextmanager
+    def iteration(self, number: int) -> Iterator[None]:
+        """Record what happens in this block, if iteration ``number`` is wanted."""
+        self.flush()
+        if not self._wants(number):
+            yield
+            return
+        start = self._clock.mark()
+        self._zero = self._zero or (start, time.time())
+        self._now = now = _Iteration(number, start)
+        try:
+            yield
+        finally:
+            now.end = self._clock.mark()
+            self._waiting.append(now)
+            self._now = None
+
+    def span(self, name: object, kind: str) -> AbstractContextManager[None]:
+        """Record a block, from its begin on the current stream to its end there."""
+        return self._span(name, kind) if self.is_on else _NOTHING
+
+    def begin(self, name: object, kind: str) -> Callable[[], None]:
+        """Record something that begins now; call what is returned at its end."""
+        if self._now is None:
+            return no_end
+        event = _Open(str(name), kind, self._clock.mark())
+        self._now.events.append(event)
+
+        def end() -> None:
+            event.end = self._clock.mark()
+
+        return end
+
+    def count(self, name: str, amount: float) -> None:
+        """Add to what the iteration counts under a name."""
+        if self._now is not None:
+            self._now.counts[name] = self._now.counts.get(name, 0) + amount
+
+    def collective(
+        self, name: object, kind: str, launch: Callable[[], Iterable[dist.Work]]
+    ) -> Callable[[], None]:
+        """Record a collective from its launch until it is done, without waiting for it.
+
+        Args:
+            name: of the event.
+            kind: of the event.
+            launch: starts it and returns the works that are under way then, or none if it is over.
+
+        Returns:
+            A function to call when somebody has waited for it: some collectives cannot tell by
+            themselves when they end.
+        """
+        if not self.is_on:
+            launch()
+            return no_end
+        end = self.begin(name, kind)
+        works = list(launch())
+        if not works:
+            end()
+        return no_end if when_done(works, end) else end
+
+    def flush(self) -> None:
+        """Deliver the iterations of which everything is known."""
+        while self._waiting and self._waiting[0].is_complete(self._clock):
+            self._deliver(self._read(self._waiting.pop(0)))
+
+    def close(self) -> None:
+        """Deliver what is left; an event that has not ended is left out."""
+        for iteration in self._waiting:
+            iteration.events = [event for event in iteration.events if event.end is not None]
+        self.flush()
+
+    @contextmanager
+    def _span(self, name: object, kind: str) -> Iterator[None]:
+        end = self.begin(name, kind)
+        try:
+            yield
+        finally:
+            end()
+
+    def _read(self, iteration: _Iteration) -> IterationTrace:
+        assert self._zero is not None
+        zero, unix_s = self._zero
+
+        def since_start_s(mark: Mark) -> float:
+            return self._clock.seconds(iteration.start, mark)
+
+        return IterationTrace(
+            iteration=iteration.number,
+            start_s=unix_s + self._clock.seconds(zero, iteration.start),
+            end_s=since_start_s(iteration.end),
+            events=tuple(
+                Event(e.name, since_start_s(e.start), since_start_s(e.end), e.kind)
+                for e in iteration.events
+            ),
+            gpu_memory_bytes=peak_device_bytes(self._device),
+            host_memory_bytes=peak_host_bytes(),
+            counts=iteration.counts,
+        )
+
+
+def never(device: torch.device) -> Recorder:
+    """Return a recorder that wants no iteration."""
+    return Recorder(device, lambda _: False, lambda _: None)
+
+
+def when_done(works: Sequence[dist.Work], end: Callable[[], None]) -> bool:
+    """Call ``end`` when collectives are done, without waiting for them.
+
+    Returns False if they cannot tell when they are done: gloo's reduce-scatter cannot. Over NCCL
+    ``end`` is called at once, on a stream that waits for the collectives: a mark of the device is
+    then passed when they are done.
+    """
+    try:
+        futures = [work.get_future() for work in works]
+    except (AttributeError, RuntimeError):
+        return False
+    if futures:
+        torch.futures.collect_all(futures).add_done_callback(lambda _: end())
+    return True
+
+
+def no_end() -> None:
+    """End what is not recorded."""

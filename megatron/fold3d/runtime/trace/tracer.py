@@ -1,0 +1,123 @@
+"""``--trace DIR``: this rank's part of chosen iterations, written to its file of the trace.
+
+The file is written when the last of them is known, whole or not at all: a run that dies later, or
+while it is written, spoils nothing.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.observe.trace_files import IterationTrace, RankTrace
+from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups
+from megatron.fold3d.runtime.plans import Plans
+from megatron.fold3d.runtime.trace.metrics import Metrics
+from megatron.fold3d.runtime.trace.recorder import WARM_UP, Recorder
+
+logger = logging.getLogger(__name__)
+
+
+class Tracer:
+    """Records the iterations that the user asked for, or two after warm-up.
+
+    Args:
+        config: of the run; it names the folder and the iterations.
+        plans: of the schedule; stock's has none.
+        metrics: is given every iteration, on the rank that has writers.
+    """
+
+    def __init__(self, config: Fold3DConfig, plans: Plans, metrics: Metrics) -> None:
+        assert config.trace is not None
+        self.recorder = Recorder(torch.device(config.device), self._wants, self._keep)
+        self._folder: Path = config.trace
+        self._iterations = config.trace_iterations
+        self._config = config
+        self._plans = plans
+        self._metrics = metrics
+        self._recorded: list[IterationTrace] = []
+        self._written = 0
+        self._stages: dict[Any, int] = {}
+
+    @contextmanager
+    def iteration(self, number: int, chunks: Sequence[Any]) -> Iterator[None]:
+        """Record an iteration over this rank's model chunks, if it is wanted."""
+        if not self._stages:
+            self._stages = dict(self._find_stages(chunks))
+        with self.recorder.iteration(number):
+            yield
+
+    def stage_of(self, part: Any) -> int | None:
+        """Return the stage of a model chunk or of one of its bucket groups; None of others."""
+        return self._stages.get(part)
+
+    def stage(self, segment: int) -> int:
+        """Return the stage that this rank holds of a segment."""
+        rank: int = parallel_state.get_pipeline_model_parallel_rank()
+        return segment * self._config.num_ranks + rank
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.recorder.close()
+        if len(self._recorded) > self._written:
+            self._write()
+        if not self._recorded:
+            logger.warning(
+                "--trace %s: nothing is recorded; the run had none of the iterations %s",
+                self._folder,
+                f"{self._iterations[0]}-{self._iterations[-1]}" if self._iterations else "4-5",
+            )
+
+    def _wants(self, number: int) -> bool:
+        if self._iterations is None:  # a resumed run does not begin with the first
+            self._iterations = range(number + WARM_UP, number + WARM_UP + 2)
+        return number in self._iterations or self._metrics.is_wanted
+
+    def _keep(self, iteration: IterationTrace) -> None:
+        if self._metrics.is_wanted:
+            self._metrics.write(iteration)
+        assert self._iterations is not None
+        if iteration.iteration in self._iterations:
+            self._recorded.append(iteration)
+        if iteration.iteration == self._iterations[-1]:
+            self._write()
+
+    def _write(self) -> None:
+        rank, num_microbatches = dist.get_rank(), get_num_microbatches()
+        plan = self._plans.latest if rank == 0 else None  # stock has none
+        trace = RankTrace(
+            rank=rank,
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            num_ranks=self._config.num_ranks,
+            num_segments=self._config.num_segments,
+            num_microbatches=num_microbatches,
+            schedule=self._config.schedule,
+            plan="" if plan is None else plan.to_text(),
+            iterations=tuple(self._recorded),
+        )
+        path = self._folder / trace.file_name
+        self._folder.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".part")
+        unfinished.write_text(trace.to_json(), encoding="utf-8")
+        unfinished.replace(path)
+        self._written = len(self._recorded)
+        if rank == 0:
+            numbers = ", ".join(str(row.iteration) for row in self._recorded)
+            logger.info("trace of iterations %s is in %s", numbers, self._folder)
+
+    def _find_stages(self, chunks: Sequence[Any]) -> Iterator[tuple[Any, int]]:
+        for segment, chunk in enumerate(chunks):
+            yield chunk, self.stage(segment)
+            for bucket_group in bucket_groups(chunk):
+                yield bucket_group, self.stage(segment)

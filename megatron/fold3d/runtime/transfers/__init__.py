@@ -1,0 +1,1 @@
+"""PP.sync: activations and their gradients on the way between pipeline ranks."""

@@ -1,0 +1,189 @@
+"""Transfers from one segment to the next, from host memory to host memory (paper Sec. IV).
+
+The last rank's output waits on rank 0 until all forwards of its own segment are over: up to
+m - p + 1 tensors, which would fill a GPU. Here they wait in host memory and come to the device
+when they are used. Gradients go the other way alike.
+"""
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Program
+from megatron.fold3d.runtime.device import make_current
+from megatron.fold3d.runtime.offload.copies import Copies
+from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool, Slot, aligned
+
+_UNFINISHED_SENDS = 4  # a tensor more would wait; the verified plan runs with none unfinished
+_AT_THE_END = frozenset({Op.SEND_F, Op.RECV_B, Op.BACKWARD})  # of their stage; others begin it
+_COPIES = 2  # slots whose copy to the device may not be over yet
+
+
+class HostLink:
+    """The link from the last rank of a pipeline to its first, as one of the two sees it.
+
+    A thread of its own waits for copies to end and sends: the host of a GPU is ahead of it, and
+    what it would wait for may wait for what it is to send.
+
+    Args:
+        groups: over gloo, by op; sends are made by the thread alone, receives by the caller alone.
+        peers: the rank in the group, by op.
+        device: what computes.
+        timeout: for one transfer.
+        num_ranks: of the pipeline.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[Op, dist.ProcessGroup],
+        peers: Mapping[Op, int],
+        device: torch.device,
+        timeout: timedelta,
+        num_ranks: int,
+    ) -> None:
+        self._groups, self._peers, self._num_ranks = groups, peers, num_ranks
+        self._device = device
+        self._timeout_s = timeout.total_seconds()
+        self.pool = PinnedPool(device)
+        self._copies = Copies(device)
+        self._arriving: dict[Action, _Staged] = {}
+        self._leaving: deque[tuple[Future[None], Slot]] = deque()
+        self._copying: deque[tuple[Any, torch.Tensor | Slot]] = deque()  # with what it uses
+        self._sender = _Worker(device)
+
+    def begin(self, program: Program, num_bytes: int) -> None:
+        """Take the host memory that an iteration needs; ``num_bytes`` are those of one tensor.
+
+        Raises:
+            HostMemoryError: the host has less.
+        """
+        waiting = most_waiting([a for a in program if self.carries(a)])
+        self.pool.reserve({aligned(num_bytes): waiting + _COPIES + _UNFINISHED_SENDS})
+
+    def carries(self, action: Action) -> bool:
+        """Tell whether a transfer is between two segments: last rank to first, or back.
+
+        Computations are carried with what they receive.
+        """
+        stage, op, _ = action
+        return (stage + (op in _AT_THE_END)) % self._num_ranks == 0
+
+    def post(self, action: Action, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Start to receive into host memory; `take` waits for it."""
+        self._recycle()
+        staged = self._stage(shape, dtype)
+        group, peer = self._groups[action.op], self._peers[action.op]
+        staged.work = dist.irecv(staged.tensor, group=group, group_src=peer)
+        self._arriving[action] = staged
+
+    def take(self, action: Action) -> torch.Tensor:
+        """Return the tensor of a posted receive, on the device as far as compute can tell."""
+        staged = self._arriving.pop(action)
+        assert staged.work is not None  # this rank is in the group
+        staged.work.wait()
+        tensor = torch.empty_like(staged.tensor, device=self._device)
+        copied = self._copies.to_device([tensor], [staged.tensor])
+        self._copies.wait(copied)
+        self._copying.append((copied, staged.slot))
+        return tensor
+
+    def send(self, action: Action, tensor: torch.Tensor) -> None:
+        """Start to send; the caller may free or overwrite ``tensor.data`` at once."""
+        self._recycle()
+        while len(self._leaving) >= _UNFINISHED_SENDS:
+            self._finish_first()
+        staged = self._stage(tensor.shape, tensor.dtype)
+        source = tensor.detach().contiguous()  # a batch of copies moves bytes as they lie
+        copied = self._copies.to_host([staged.tensor], [source])
+        self._copying.append((copied, source))
+        group, peer = self._groups[action.op], self._peers[action.op]
+
+        def deliver() -> None:
+            copied.synchronize()
+            work = dist.isend(staged.tensor, group=group, group_dst=peer)
+            assert work is not None
+            work.wait()
+
+        self._leaving.append((self._sender.start(deliver), staged.slot))
+
+    def drain(self) -> None:
+        """Wait until every send has left; every receive must have been taken."""
+        assert not self._arriving, f"never used: {', '.join(map(str, self._arriving))}"
+        while self._leaving:
+            self._finish_first()
+        self._recycle()
+
+    def _stage(self, shape: Sequence[int], dtype: torch.dtype) -> "_Staged":
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        slot = self.pool.take(num_bytes)
+        return _Staged(slot, slot.memory[:num_bytes].view(dtype).view(tuple(shape)))
+
+    def _finish_first(self) -> None:
+        future, slot = self._leaving.popleft()
+        future.result(self._timeout_s)
+        self.pool.give_back(slot)
+
+    def _recycle(self) -> None:
+        """Let go of what the copies that are over have used."""
+        while self._copying and self._copies.is_over(self._copying[0][0]):
+            _, used = self._copying.popleft()
+            if isinstance(used, Slot):
+                self.pool.give_back(used)
+
+
+@dataclass(slots=True)
+class _Staged:
+    """A tensor in a slot of host memory."""
+
+    slot: Slot
+    tensor: torch.Tensor
+    work: dist.Work | None = None
+    """What receives it."""
+
+
+class _Worker:
+    """A thread that makes calls one after the other; it ends with the process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]]
+        self._calls = queue.SimpleQueue()
+        self._device = device
+        threading.Thread(target=self._run, name="fold3d host link", daemon=True).start()
+
+    def start(self, call: Callable[[], None]) -> Future[None]:
+        """Make a call when those before are done."""
+        future: Future[None] = Future()
+        self._calls.put((call, future))
+        return future
+
+    def _run(self) -> None:
+        make_current(self._device)
+        while True:
+            call, future = self._calls.get()
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001  (raised where the result is asked for)
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+
+def most_waiting(actions: Sequence[Action]) -> int:
+    """Return the most receives that are posted and not used yet."""
+    posted: set[tuple[int, bool, int | None]] = set()
+    most = 0
+    for stage, op, microbatch in actions:
+        if op is Op.RECV_F or op is Op.RECV_B:
+            posted.add((stage, op is Op.RECV_F, microbatch))
+            most = max(most, len(posted))
+        elif op in COMPUTE_OPS:
+            posted.discard((stage, op is Op.FORWARD, microbatch))
+    return most

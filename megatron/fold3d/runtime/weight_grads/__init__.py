@@ -1,0 +1,1 @@
+"""Weight gradients that are computed apart from their backward."""

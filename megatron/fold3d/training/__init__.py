@@ -1,0 +1,1 @@
+"""TRAINING: launcher, recipes, measuring; the only room that imports megatron.training."""

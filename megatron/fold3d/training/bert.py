@@ -1,0 +1,162 @@
+"""A BERT for ``megatron.training.pretrain``: its model, its data, its batches and its losses.
+
+It fills in masked words and, with the binary head, tells whether the two halves of a text are in
+their order. Megatron's wheel leaves this side to the user's script.
+"""
+
+import functools
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import mpu, tensor_parallel
+from megatron.core.datasets.bert_dataset import (
+    BERTMaskedWordPieceDataset,
+    BERTMaskedWordPieceDatasetConfig,
+)
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import get_args, get_timers
+from megatron.training.argument_utils import gpt_config_from_args
+
+from megatron.fold3d.training.bert_model import BertModelConfig
+from megatron.fold3d.training.pretraining import check_loss, check_run, dataset_options
+
+NOT_BERT = (
+    "calculate_per_token_loss",  # the two losses count different things
+    "fim_data",
+    "hybrid_layer_pattern",
+    "mock_data",
+    "mtp_num_layers",
+    "num_experts",
+    "perform_rl_step",
+    "sft",
+    "vision_pretraining",
+)
+# Of a sample of Megatron's dataset; all of them are integers.
+KEYS = ("text", "types", "labels", "is_random", "loss_mask", "padding_mask")
+
+Batch = dict[str, torch.Tensor]
+
+
+def config(args: Namespace) -> Any:
+    """Return what Megatron builds the model from."""
+    return gpt_config_from_args(args, model_config_cls=BertModelConfig)
+
+
+def get_batch(data_iterator: Iterator[dict[str, Any]] | None) -> Batch:
+    """One micro-batch: the first tensor-parallel rank reads it and sends it to the others.
+
+    Every stage needs one, for the padding that its attention must not see.
+    """
+    sample = None
+    if mpu.get_tensor_model_parallel_rank() == 0:
+        assert data_iterator is not None
+        sample = next(data_iterator)
+    return dict(tensor_parallel.broadcast_data(KEYS, sample, torch.int64))
+
+
+def loss_func(
+    batch: Batch, output: tuple[torch.Tensor, torch.Tensor | None]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss of a micro-batch, and its parts for the log: sums, and how many terms they have.
+
+    Args:
+        batch: as from `get_batch`.
+        output: the loss of each token ``[batch, seq]``, and what the binary head says
+            ``[batch, 2]``.
+    """
+    of_tokens, order = output
+    mask = batch["loss_mask"].float()
+    words = torch.stack([(of_tokens.float() * mask).sum(), mask.sum()])
+    parts = {"lm loss": words}
+    if order is not None:
+        swapped = torch.nn.functional.cross_entropy(
+            order.float(), batch["is_random"], reduction="sum"
+        )
+        parts["sop loss"] = torch.stack([swapped, swapped.new_tensor(len(order))])
+    loss = torch.stack([total / count for total, count in parts.values()]).sum()
+    check_loss(loss)
+    return loss, {name: part.detach() for name, part in parts.items()}
+
+
+def forward_step(
+    data_iterator: Iterator[dict[str, Any]] | None, model: torch.nn.Module
+) -> tuple[Any, Callable[..., Any]]:
+    """One micro-batch through one model chunk, and what makes a loss of the last chunk's output."""
+    timer = get_timers()("batch-generator", log_level=2)
+    timer.start()
+    batch = get_batch(data_iterator)
+    timer.stop()
+    has_binary_head = get_attr_wrapped_model(model, "add_binary_head")
+    output = model(
+        batch["text"],
+        batch["padding_mask"],
+        tokentype_ids=batch["types"] if has_binary_head else None,
+        lm_labels=batch["labels"],
+    )
+    return output, functools.partial(loss_func, batch)
+
+
+def build_datasets(num_samples: Sequence[int], vp_stage: int | None = None) -> Any:
+    """Training, validation and test data, on the ranks that read them."""
+    args = get_args()
+    options = BERTMaskedWordPieceDatasetConfig(
+        masking_probability=args.mask_prob,
+        short_sequence_probability=args.short_seq_prob,
+        masking_max_ngram=3,
+        masking_do_full_word=True,
+        masking_do_permutation=False,
+        masking_use_longer_ngrams=False,
+        masking_use_geometric_distribution=False,
+        classification_head=args.bert_binary_head,
+        **dataset_options(args),
+    )
+    return BlendedMegatronDatasetBuilder(
+        BERTMaskedWordPieceDataset,
+        num_samples,
+        lambda: mpu.get_tensor_model_parallel_rank() == 0,
+        options,
+    ).build()
+
+
+build_datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank calls it
+
+
+def check(args: Namespace) -> None:
+    """Refuse what would not be a BERT on documents, and what is not there.
+
+    Raises:
+        ValueError: what was asked for, why it cannot be, and what can.
+    """
+    check_run(args, NOT_BERT, "a BERT on documents")
+    if args.context_parallel_size > 1:
+        raise ValueError(
+            f"--context-parallel-size {args.context_parallel_size}: a BERT's padding is not split "
+            "over ranks; use --tensor-model-parallel-size"
+        )
+    if args.position_embedding_type not in ("learned_absolute", "rope"):
+        raise ValueError(
+            f"--position-embedding-type {args.position_embedding_type}: Megatron-core's BERT has "
+            "learned_absolute and rope"
+        )
+    _check_tokenizer(build_tokenizer(args))
+
+
+def _check_tokenizer(tokenizer: Any) -> None:
+    try:
+        has_all = None not in (tokenizer.cls, tokenizer.sep, tokenizer.mask, tokenizer.pad)
+    except (AttributeError, NotImplementedError):  # Megatron's tokenizers differ in this
+        has_all = False
+    if not has_all:
+        raise ValueError(
+            "a BERT's tokenizer has [CLS], [SEP], [MASK] and [PAD]; give --tokenizer-type "
+            "HuggingFaceTokenizer --tokenizer-model DIR with a WordPiece tokenizer in DIR"
+        )
+    if tokenizer.pad != 0:
+        raise ValueError(
+            f"[PAD] is token {tokenizer.pad} of the tokenizer; Megatron's BERT dataset marks "
+            "padding by its number, which must be 0"
+        )

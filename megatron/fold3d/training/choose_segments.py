@@ -1,0 +1,107 @@
+"""``--segments auto``, on every rank: measure, choose on the first rank, and agree.
+
+Megatron makes virtual stages of a flag, when there is no process group yet: ranks meet in
+torchrun's store. What was measured is kept for later runs of the same shape.
+"""
+
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from megatron.fold3d.config.layer_split import num_layers
+from megatron.fold3d.predict.cost_model.hardware_profile import Measured
+from megatron.fold3d.training.auto_segments import Choice, choose
+from megatron.fold3d.training.measure_worker import meeting_point
+from megatron.fold3d.training.measurement_cache import Measurements
+
+PATIENCE_S = 600.0
+
+
+def choose_segments(args: Namespace, argv: Sequence[str]) -> tuple[int, str]:
+    """Return the number of segments, the same on every rank, and on the first rank why.
+
+    Args:
+        args: Megatron's namespace, as parsed.
+        argv: the flags it was parsed from.
+
+    Raises:
+        ValueError: there is no torchrun, or what is to be trained cannot be measured.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise ValueError(
+            "--segments auto without torchrun: ranks agree on it in torchrun's store; "
+            "start with torchrun, or give --segments N"
+        )
+    store = meeting_point("segments")
+    if os.environ["RANK"] != "0":
+        if store.get("measure") == b"1":
+            measure(argv)
+        return int(store.get("segments")), ""
+    kept = Measurements(args)
+    measured = kept.read()
+    store.set("measure", str(int(measured is None)))
+    source = f"measured earlier, in {kept.path}"
+    if measured is None:
+        measured, source = Measured.from_json(measure(argv)), f"measured now, kept in {kept.path}"
+        kept.write(measured)
+    choice = choose(args, measured, _num_microbatches(args))
+    _write_costs(args, measured, choice, kept.path)
+    store.set("segments", str(choice.num_segments))
+    return choice.num_segments, f"{choice}; {source}"
+
+
+def measure(argv: Sequence[str]) -> str:
+    """Run this rank's process that measures; returns, on the first rank, what it has found.
+
+    Raises:
+        ValueError: it failed.
+    """
+    reading, writing = os.pipe()  # closed, by whatever ends this process, it ends the other
+    with TemporaryDirectory(prefix="fold3d-") as folder:
+        found = Path(folder) / "measured.json"
+        module = "megatron.fold3d.training.measure_worker"
+        command = [sys.executable, "-m", module, str(found), *argv, "--segments", "1"]
+        try:
+            job = subprocess.run(
+                command,
+                stdin=reading,
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise ValueError(
+                f"--segments auto: nothing is measured after {PATIENCE_S:.0f} s; give --segments N"
+            ) from None
+        finally:
+            os.close(reading)
+            os.close(writing)
+        if job.returncode != 0:
+            *_, last = job.stderr.strip().splitlines() or ["no message"]
+            raise ValueError(f"--segments auto: this cannot be measured: {last}; give --segments N")
+        return found.read_text(encoding="utf-8") if found.is_file() else ""
+
+
+def _write_costs(args: Namespace, measured: Measured, choice: Choice, path: Path) -> None:
+    """Leave a file for ``fold3d simulate --costs``."""
+    num_ranks: int = args.pipeline_model_parallel_size
+    costs = measured.costs(num_layers(args), num_ranks, choice.num_segments)
+    file = path.with_name(f"{path.stem}-costs-of-{choice.num_segments}-segments.json")
+    file.write_text(costs.to_json(), encoding="utf-8")
+
+
+def _num_microbatches(args: Namespace) -> int:
+    """Micro-batches of an iteration, once ramp-up is over; Megatron counts them later."""
+    model_parallel = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    of_one: int = args.micro_batch_size * max(1, int(os.environ["WORLD_SIZE"]) // model_parallel)
+    batch: int = args.global_batch_size or of_one
+    return max(1, batch // of_one)

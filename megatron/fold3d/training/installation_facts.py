@@ -1,0 +1,140 @@
+"""What only torch and Megatron can tell about an installation, as JSON: for ``fold3d doctor``.
+
+Runs in a process of its own, since a torch that does not fit its machine may die at import. Under
+torchrun every rank runs one; they find each other as ranks of a training job do, and the first
+one reports for all.
+"""
+
+import json
+import logging
+import os
+import sys
+import warnings
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import fold3d_patches
+from fold3d_patches.registry import MEGATRON, PatchError
+from megatron.fold3d.commands.installation import Finding, Verdict
+from megatron.fold3d.config.fold3d_config import Fold3DConfig, add_arguments
+from megatron.fold3d.runtime import preemption
+from megatron.fold3d.runtime.measure import link_speeds
+
+_PREEMPTION = Path(preemption.__file__).parent
+_TIMEOUT = timedelta(seconds=120)
+_GLOO = "what ranks on CPUs talk over; every build of torch for Linux has it"
+_SCHEDULES = {
+    "aiao": "--schedule aiao",
+    "DP.sync across iterations": "--schedule aiao --backward-share 0.5 --overlap-grad-reduce "
+    "--clip-grad 0",
+    "tracing stock": "--schedule stock --trace unused",
+}
+
+
+def main() -> None:
+    """Print what was found, as one JSON object on the last line; of all ranks, on the first."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)
+    findings = [*_torch(), *_extensions(), *_patches()]
+    measured: list[link_speeds.Link] = []
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        others, measured = meet(findings)
+        findings += others
+    report = {"findings": [asdict(finding) for finding in findings], "links": measured}
+    sys.stdout.write(json.dumps(report) + "\n")
+
+
+def _torch() -> Iterator[Finding]:
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    if not torch.cuda.is_available():
+        if Path("/proc/driver/nvidia").exists():
+            fix = "install the torch build for this driver: https://pytorch.org/get-started"
+            yield Finding("GPUs", "bad", f"the machine has some, torch ({build}) finds none", fix)
+        else:
+            yield Finding(
+                "GPUs", "note", f"none; torch is built {build}", "train with --device cpu"
+            )
+        yield Finding("gloo", "ok" if dist.is_gloo_available() else "bad", _GLOO)
+        return
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    kinds = sorted({f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in gpus})
+    yield Finding("GPUs", "ok", f"{len(gpus)} x {', '.join(kinds)}, torch is built with {build}")
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    yield Finding("NCCL", "ok", version)
+
+
+def _extensions() -> Iterator[Finding]:
+    """Look for the compiled module of every stub."""
+    for stub in sorted(_PREEMPTION.glob("_*.pyi")):
+        name = f"{preemption.__name__}.{stub.stem}"
+        try:
+            yield Finding("extension", "ok", str(import_module(name).__file__))
+        except ImportError as error:
+            built = any(_PREEMPTION.glob(f"{stub.stem}.*.so"))
+            found = f"{name} is built and does not load: {error}" if built else f"no {name}"
+            verdict: Verdict = "bad" if built or torch.cuda.is_available() else "note"
+            yield Finding("extension", verdict, found, "make extension")
+
+
+def _patches() -> Iterator[Finding]:
+    """Apply every patch and take it off again."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    add_arguments(parser)
+    devices = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
+    applied = []
+    try:
+        for device in devices:
+            with fold3d_patches.install_platform(device):
+                applied.append(f"--device {device}")
+        for name, flags in _SCHEDULES.items():
+            config = Fold3DConfig.from_args(parser.parse_args(flags.split()))
+            with fold3d_patches.install_schedule(config, num_microbatches=1):
+                applied.append(name)
+    except PatchError as error:
+        reason = " ".join((str(error), *getattr(error, "__notes__", ())))
+        fix = f"pip install 'megatron-core[training]{MEGATRON}'"
+        yield Finding("patches", "bad", reason, fix)
+    else:
+        yield Finding("patches", "ok", f"apply and come off: {', '.join(applied)}")
+
+
+def meet(mine: list[Finding]) -> tuple[list[Finding], list[link_speeds.Link]]:
+    """Return what other ranks found that this one did not, and the links between ranks."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cpu")
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=_TIMEOUT)
+    gathered: list[list[Finding]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, mine)
+    measured = link_speeds.measure(link_speeds.pairs(dist.get_world_size()), device)
+    dist.destroy_process_group()
+    others: dict[Finding, int] = {}
+    for rank, findings in enumerate(gathered):
+        for finding in findings:
+            if finding not in mine:
+                others.setdefault(finding, rank)
+    return [
+        replace(finding, what=f"rank {rank}: {finding.what}", verdict=_worse(finding.verdict))
+        for finding, rank in others.items()
+    ], measured
+
+
+def _worse(verdict: Verdict) -> Verdict:
+    """Ranks that differ are worth a note even where each is well."""
+    return "bad" if verdict == "bad" else "note"
+
+
+if __name__ == "__main__":
+    main()

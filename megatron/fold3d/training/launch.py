@@ -1,0 +1,182 @@
+"""From a command line to a patched Megatron whose flags are valid, and to training with it.
+
+Keeps one invariant: a mistake of the user's ends as one message and exit code 2, before any
+process group exists; whatever goes wrong later keeps its traceback. Megatron, which takes seconds
+to import, is imported only where our own flags are right.
+"""
+
+import linecache
+import logging
+import os
+import re
+import sys
+import time
+import traceback
+import warnings
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from importlib import import_module
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import fold3d_patches
+from fold3d_patches.cpu import flags as cpu_flags
+from megatron.fold3d.config.fold3d_config import Fold3DConfig, add_arguments, megatron_defaults
+from megatron.fold3d.config.segment_flags import AUTO
+from megatron.fold3d.predict.cost_model.model_shape import Family
+from megatron.fold3d.predict.cost_model.presets import preset_flags
+
+PATIENCE_S = 10.0
+# What Megatron, its tokenizers and our patches raise about flags, files and packages.
+MISTAKES = (ValueError, AssertionError, RuntimeError, OSError, ImportError)
+
+logger = logging.getLogger(__name__)
+
+
+def train(argv: Sequence[str], family: Literal["gpt", "bert"]) -> int:
+    """Train a model of the family as the flags say; returns the exit code."""
+    with ExitStack() as patched:
+        try:
+            args = prepare(argv, patched, family)
+
+            from megatron.core.enums import ModelType
+            from megatron.training import pretrain
+            from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+            model = import_module(f"fold3d_patches.{family}")
+            model.check(args)
+            config = pretrain_cfg_container_from_args(args, model.config(args))
+        except MISTAKES as error:
+            return refuse(error)
+        pretrain(config, model.build_datasets, ModelType.encoder_or_decoder, model.forward_step)
+    return 0
+
+
+def prepare(argv: Sequence[str], patched: ExitStack, family: Family) -> Namespace:
+    """Check the flags and patch Megatron until ``patched`` closes; returns Megatron's namespace.
+
+    Args:
+        argv: the user's words.
+        patched: takes what undoes the patches.
+        family: of the models that the calling script trains.
+
+    Raises:
+        MISTAKES: about what the user gave; hand them to `refuse`.
+    """
+    ours = _add_arguments(ArgumentParser(add_help=False, allow_abbrev=False))
+    own = ours.parse_known_args(argv)[0]
+    device = own.device
+    preset = preset_flags(own.model_preset, family) if own.model_preset else ()
+    _quiet(device)
+
+    import torch
+    from megatron.training.arguments import parse_and_validate_args, parse_args
+
+    asks_for_help = not {"-h", "--help"}.isdisjoint(argv)
+    if device == "cuda" and not torch.cuda.is_available() and not asks_for_help:
+        raise ValueError("--device cuda: torch finds no CUDA device; --device cpu needs none")
+    on_cpu = device == "cpu"
+    # Where Megatron reads them. The user's words come last, and win.
+    sys.argv[1:] = [*(cpu_flags.FLAGS if on_cpu else ()), *preset, *argv]
+    if preset:
+        logger.info("--model-preset %s: %s", own.model_preset, " ".join(preset))
+    args: Namespace = parse_args(_add_arguments)
+    if on_cpu:
+        cpu_flags.check(args)
+    Fold3DConfig.from_args(args)
+    if args.segments == AUTO:
+        args = _with_chosen_segments(args)
+    patched.enter_context(fold3d_patches.install_platform(device))
+    args = parse_and_validate_args(_add_arguments, args_defaults=megatron_defaults(args))
+    # Once more: validation may bring options along, from a checkpoint say.
+    config = Fold3DConfig.from_args(args)
+    patched.enter_context(
+        fold3d_patches.install_schedule(config, _num_microbatches(args), _ranks_here(args))
+    )
+    if "MASTER_ADDR" not in os.environ:
+        raise ValueError(f"no torchrun; start with: torchrun --nproc-per-node N {_script()} ...")
+    return args
+
+
+def refuse(error: Exception) -> int:
+    """Say on one rank of each node what is wrong; returns the exit code."""
+    if not _speaks():
+        time.sleep(PATIENCE_S)  # a launcher ends all ranks with the first: not before one spoke
+        return 2
+    for line in _reason(error).splitlines():
+        prefix = "" if line.startswith(" ") else f"{_script()}: error: "  # rows of a plan's grid
+        sys.stderr.write(f"{prefix}{line}\n")
+    return 2
+
+
+def _with_chosen_segments(args: Namespace) -> Namespace:
+    """Return the namespace of the same command with a number for ``--segments auto``."""
+    from megatron.training.arguments import parse_args
+
+    from megatron.fold3d.training.choose_segments import choose_segments
+
+    num_segments, reason = choose_segments(args, sys.argv[1:])
+    if reason:
+        sys.stderr.write(f"{_script()}: --segments auto: {reason}\n")
+    sys.argv += ["--segments", str(num_segments)]
+    args = parse_args(_add_arguments)
+    Fold3DConfig.from_args(args)
+    return args
+
+
+def _num_microbatches(args: Namespace) -> int:
+    """Micro-batches of an iteration, once ramp-up is over."""
+    return int(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
+
+
+def _ranks_here(args: Namespace) -> list[int]:
+    """Pipeline ranks of this node's processes, by torchrun's numbers and Megatron's placement."""
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        return []
+    rank, local_rank, here = (
+        int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
+    first, of_one_rank = rank - local_rank, args.world_size // args.pipeline_model_parallel_size
+    return [number // of_one_rank for number in range(first, first + here)]
+
+
+def _add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add our flags, and raise where argparse would print its usage on every rank and exit."""
+
+    def error(message: str) -> NoReturn:
+        raise ValueError(message)
+
+    parser.error = error  # type: ignore[method-assign]
+    for action in parser._actions:  # Megatron 0.19.2 has a bare "10%)", over which --help fails
+        action.help = action.help and re.sub(r"%%|%(?!\()", "%%", action.help)
+    return add_arguments(parser)
+
+
+def _quiet(device: str) -> None:
+    """Drop what every rank would repeat, and the warnings about a GPU that is not wanted."""
+    if not _speaks():
+        warnings.simplefilter("ignore")
+        logging.getLogger("fold3d_patches").setLevel(logging.WARNING)
+    if device == "cpu":
+        warnings.filterwarnings("ignore", ".*(Apex|Transformer Engine|transformer-engine)")
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+
+def _speaks() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"  # torchrun's: there is no group yet
+
+
+def _script() -> str:
+    return Path(sys.argv[0]).name
+
+
+def _reason(error: Exception) -> str:
+    """Return the error's message and notes; where an assertion has no message, the assertion."""
+    if str(error):
+        return "\n".join((str(error), *getattr(error, "__notes__", ())))
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    lines = linecache.getlines(frame.filename)[(frame.lineno or 1) - 1 : frame.end_lineno]
+    demand = " ".join("".join(lines).split()).removeprefix("assert ")
+    flags = re.sub(r"\bargs\.(\w+)", lambda found: "--" + found[1].replace("_", "-"), demand)
+    return f"Megatron demands: {flags}"

@@ -1,0 +1,169 @@
+"""Measure a run's hardware, in one process per rank that is not the rank's own.
+
+``python -m megatron.fold3d.training.measure_worker FILE ...``, with Megatron's flags. These
+processes make the job's process groups, compute a layer of its model, send its messages, and are
+gone: the job itself has not yet made a group, drawn a random number or taken a byte of the GPU's
+memory.
+"""
+
+import logging
+import os
+import sys
+import threading
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.fold3d.config.fold3d_config import add_arguments, megatron_defaults
+from megatron.fold3d.predict.cost_model.hardware_profile import Measured
+from megatron.fold3d.runtime.measure import profiler
+
+_CHANGED = {
+    # What would leave something behind, or read it.
+    "tensorboard_dir": None,
+    "wandb_project": "",
+    "save": None,
+    "load": None,
+    # One layer on each rank, as large as the others, and a head with weights of its own.
+    "encoder_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "mtp_num_layers": None,
+    "untie_embeddings_and_output_weights": True,
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, and write what was found to the file that is named first, on rank 0."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    file, *flags = argv
+    sys.argv[1:] = flags  # where Megatron reads them
+    logging.disable(logging.INFO)
+    with ExitStack() as patched:
+        args = _start_megatron(patched)
+        measured = _measure(args, torch.device(args.device))
+        if dist.get_rank() == 0:
+            Path(file).write_text(measured.to_json(), encoding="utf-8")
+        dist.barrier()  # a rank that leaves early would break the groups of the others
+        dist.destroy_process_group()
+    return 0
+
+
+def meeting_point(name: str) -> Any:
+    """Return a part of torchrun's store that nothing else uses, not even a restart of the job."""
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    )
+    return dist.PrefixStore(  # type: ignore[attr-defined]
+        f"fold3d/{os.environ['TORCHELASTIC_RESTART_COUNT']}/{name}", store
+    )
+
+
+def _start_megatron(patched: ExitStack) -> Namespace:
+    """Validate the flags and make the process groups, as a run does before it builds its model."""
+    from megatron.training.arguments import parse_args, validate_args
+    from megatron.training.global_vars import set_global_variables
+    from megatron.training.initialize import initialize_megatron
+
+    import fold3d_patches
+
+    args: Namespace = parse_args(add_arguments)
+    vars(args).update(_CHANGED, num_layers=args.pipeline_model_parallel_size)
+    patched.enter_context(fold3d_patches.install_platform(args.device))
+    validate_args(args, megatron_defaults(args))
+    set_global_variables(args)
+    initialize_megatron(store=meeting_point("groups"), allow_no_cuda=args.device == "cpu")
+    return args
+
+
+def _measure(args: Namespace, device: torch.device) -> Measured:
+    from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    groups, built = ProcessGroupCollection.use_mpu_process_groups(), gpt_config_from_args(args)
+    dtype = built.transformer.params_dtype
+    (shape,) = get_tensor_shapes(
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        decoder_seq_length=None,
+        config=built.transformer,
+        tp_group=groups.tp,
+        cp_group=groups.cp,
+    )
+    builder = GPTModelBuilder(built)
+    layer, last = (
+        builder.build_model(groups, pre_process=False, post_process=with_head).to(device, dtype)
+        for with_head in (False, True)
+    )
+    labels = torch.zeros(
+        (args.micro_batch_size, args.seq_length // args.context_parallel_size),
+        dtype=torch.long,
+        device=device,
+    )
+    found = [
+        *_forward_and_backward(layer, shape, dtype, device),
+        *_forward_and_backward(last, shape, dtype, device, labels=labels),
+        *profiler.message(groups.pp, shape, dtype, device),
+        *profiler.grad_sync(groups.dp_cp, device),
+        1 / profiler.host_copy_bytes_per_s(device),
+    ]
+    layer_forward_s, layer_backward_s, last_forward_s, last_backward_s, *others = profiler.slowest(
+        found, device
+    )
+    message_s, latency_s, per_synced_byte_s, sync_latency_s, per_copied_byte_s = others
+    element_bytes = 4 if args.accumulate_allreduce_grads_in_fp32 else dtype.itemsize
+    layer_bytes, last_bytes = (
+        element_bytes * sum(p.numel() for p in model.parameters()) for model in (layer, last)
+    )
+    return Measured(
+        layer_forward_s=layer_forward_s,
+        layer_backward_s=layer_backward_s,
+        head_forward_s=max(0.0, last_forward_s - layer_forward_s),
+        head_backward_s=max(0.0, last_backward_s - layer_backward_s),
+        message_s=message_s,
+        message_latency_s=latency_s,
+        grad_sync_s_per_byte=per_synced_byte_s,
+        grad_sync_latency_s=sync_latency_s,
+        layer_gradient_bytes=layer_bytes,
+        head_gradient_bytes=last_bytes - layer_bytes,
+        host_copy_bytes_per_s=1 / per_copied_byte_s,
+    )
+
+
+def _forward_and_backward(
+    model: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, **inputs: Any
+) -> tuple[float, float]:
+    """Return the seconds of one micro-batch's forward, and of its backward."""
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # fusions add here
+    hidden = torch.zeros(tuple(shape), dtype=dtype, device=device, requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        model.set_input_tensor(hidden)
+        output: torch.Tensor = model(None, None, None, **inputs)
+        return output
+
+    def both() -> None:
+        output = forward()
+        output.backward(torch.ones_like(output))
+
+    forward_s = profiler.seconds(forward, device)
+    return forward_s, max(0.0, profiler.seconds(both, device) - forward_s)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()  # ends when the run does
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,66 @@
+"""Measurements that are kept between runs: one file per shape of a run and kind of hardware.
+
+A file says what it is of, and is of use to runs of exactly that. To measure anew, delete it.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import re
+from argparse import Namespace
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.fold3d.predict.cost_model.hardware_profile import Measured
+from megatron.fold3d.runtime.device import device_name
+
+# The options of Megatron that a layer's time, or a transfer's, depends on.
+SHAPE = (
+    *("hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups"),
+    *("seq_length", "micro_batch_size", "vocab_size", "swiglu", "normalization", "num_experts"),
+    *("position_embedding_type", "attention_dropout", "hidden_dropout", "multi_latent_attention"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "sequence_parallel", "bf16", "fp16", "fp8"),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+    *("transformer_impl", "attention_backend", "distributed_backend", "device"),
+)
+
+
+class Measurements:
+    """The file of one shape on one kind of hardware."""
+
+    def __init__(self, args: Namespace) -> None:
+        self._of = {name: _plain(getattr(args, name)) for name in SHAPE} | {
+            "nodes": os.environ.get("GROUP_WORLD_SIZE", "1"),  # torchrun counts them so
+            "ranks": os.environ["WORLD_SIZE"],
+            "accelerator": device_name(torch.device(args.device)),
+            "cluster": re.sub(r"\d+", "", platform.node()),  # node017 is as good as node003
+            "torch": torch.__version__,
+        }
+        name = hashlib.sha256(json.dumps(self._of, sort_keys=True).encode()).hexdigest()[:16]
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self.path = home / "fold3d" / f"{name}.json"
+
+    def read(self) -> Measured | None:
+        """Return what was measured; None if nothing was, or the file is of something else."""
+        try:
+            kept = json.loads(self.path.read_text(encoding="utf-8"))
+            return Measured(**kept["measured"]) if kept["of"] == self._of else None
+        except (OSError, KeyError, TypeError, ValueError):
+            return None
+
+    def write(self, measured: Measured) -> None:
+        """Keep what was measured."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"of": self._of, "measured": asdict(measured)}, indent=1)
+        unfinished = self.path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(self.path)
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, int | float | str | None) else str(value)

@@ -1,0 +1,141 @@
+"""What ``--backward-share`` refuses, and for which stages it works."""
+
+import re
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.fold3d.config.backward_share_flags import REFUSALS
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.refusals import Refusal
+
+NEEDED = "--backward-share 0.5 --overlap-grad-reduce"
+
+Parse = Callable[[str], Namespace]
+
+
+@pytest.fixture
+def parse(parser: ArgumentParser) -> Parse:
+    def parse(line: str) -> Namespace:
+        model = "--num-layers 8 --schedule aiao --pipeline-model-parallel-size 2"
+        return parser.parse_args(f"{model} {line}".split())
+
+    return parse
+
+
+def problems(args: Namespace) -> list[str]:
+    with pytest.raises(ValueError) as raised:  # noqa: PT011  # the caller looks at every line
+        Fold3DConfig.from_args(args)
+    return str(raised.value).splitlines()
+
+
+@pytest.mark.parametrize("share", [0, 0.5, 1])
+def test_a_share_from_0_to_1_is_taken(parse: Parse, share: float) -> None:
+    config = Fold3DConfig.from_args(parse(f"{NEEDED} --backward-share {share}"))
+    assert (config.backward_share, config.deferred_stages) == (share, range(2))
+
+
+def test_auto_begins_with_half_until_something_is_measured(parse: Parse) -> None:
+    config = Fold3DConfig.from_args(parse(f"{NEEDED} --backward-share auto"))
+    assert (config.backward_share, config.auto_share) == (0.5, True)
+    assert not Fold3DConfig.from_args(parse(NEEDED)).auto_share
+
+
+@pytest.mark.parametrize("share", ["-0.1", "1.5", "nan", "inf"])
+def test_other_shares_are_refused(parse: Parse, share: str) -> None:
+    (problem,) = problems(parse(f"{NEEDED} --backward-share={share}"))
+    assert problem == (
+        f"--backward-share {share}: it is a share of DP.sync; give a number from 0 to 1"
+    )
+
+
+def test_nothing_is_deferred_unless_asked_for(parse: Parse) -> None:
+    config = Fold3DConfig.from_args(parse("--segments 2"))
+    assert (config.backward_share, config.deferred_stages) == (None, range(0))
+
+
+def test_all_stages_are_deferred(parse: Parse) -> None:
+    assert Fold3DConfig.from_args(parse(f"{NEEDED} --segments 2")).deferred_stages == range(4)
+    alone = Fold3DConfig.from_args(parse(f"{NEEDED} --pipeline-model-parallel-size 1"))
+    assert alone.deferred_stages == range(1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "conditional"),
+    [
+        ("", True),
+        ("--clip-grad 0", False),
+        ("--clip-grad 0 --bf16", False),
+        ("--clip-grad 0 --fp16", True),
+        ("--clip-grad 0 --bf16 --loss-scale 2", True),
+    ],
+)
+def test_steps_depend_on_gradients_with_clipping_and_with_a_loss_scaler(
+    parse: Parse, flags: str, conditional: bool
+) -> None:
+    assert Fold3DConfig.from_args(parse(f"{NEEDED} {flags}")).clips_or_scales is conditional
+
+
+def test_slices_are_small_on_cpus_unless_told_otherwise(parse: Parse) -> None:
+    def slice_bytes(flags: str) -> int:
+        return Fold3DConfig.from_args(parse(f"{NEEDED} {flags}")).dp_slice_bytes
+
+    assert slice_bytes("") == 8 << 20
+    assert slice_bytes("--device cpu") == 1 << 19
+    assert slice_bytes("--device cpu --dp-slice-bytes 65536") == 65536
+
+
+@pytest.mark.parametrize("slice_bytes", [4095, 0, -1])
+def test_slices_that_cost_more_than_they_carry_are_refused(parse: Parse, slice_bytes: int) -> None:
+    (problem,) = problems(parse(f"{NEEDED} --dp-slice-bytes {slice_bytes}"))
+    assert problem == (
+        f"--dp-slice-bytes {slice_bytes}: a slice this small costs more to send than it carries; "
+        "give at least 4096"
+    )
+
+
+def test_only_deferred_gradients_are_sliced(parse: Parse) -> None:
+    (problem,) = problems(parse("--dp-slice-bytes 65536"))
+    assert problem == (
+        "--dp-slice-bytes 65536 without --backward-share: DP.sync is Megatron's, in buckets; "
+        "add --backward-share, or give --ddp-bucket-size"
+    )
+
+
+def test_stock_defers_nothing(parse: Parse) -> None:
+    (problem,) = problems(parse(f"{NEEDED} --schedule stock"))
+    assert problem.startswith("--backward-share 0.5 with --schedule stock:")
+
+
+def test_gradients_that_megatron_reduces_at_the_end_are_refused(parse: Parse) -> None:
+    assert problems(parse("--backward-share 0.5")) == [
+        "--backward-share 0.5 without --overlap-grad-reduce: Megatron then reduces all gradients "
+        "at the end of the iteration; add --overlap-grad-reduce",
+    ]
+
+
+@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.flag)
+def test_a_refusal_is_made_with_a_share_and_not_without(
+    parser: ArgumentParser, parse: Parse, row: Refusal
+) -> None:
+    action = next(a for a in parser._actions if row.flag in a.option_strings)
+    assert action.dest == row.attribute
+    flag = row.flag
+    if action.nargs != 0:
+        flag += f" {list(action.choices)[-1] if action.choices else 2}"
+    line = "--tensor-model-parallel-size 2"
+
+    refused = problems(parse(f"{NEEDED} {line} {flag}"))
+
+    assert [r for r in refused if r.startswith(row.flag) and row.rule in r]
+    Fold3DConfig.from_args(parse(f"{line} --overlap-grad-reduce {flag}"))
+    flags = {name for a in parser._actions for name in a.option_strings}
+    assert set(re.findall(r"--[a-z0-9-]+", f"{row.rule} {row.fix}")) <= flags
+
+
+def test_the_documentation_lists_what_is_refused() -> None:
+    page = Path(__file__).parents[2] / "docs" / "compatibility.md"
+    rows = [f"- `{row.flag}`: {row.rule}; {row.fix}" for row in REFUSALS]
+    assert [line for line in page.read_text().splitlines() if line.startswith("- `--")] == rows

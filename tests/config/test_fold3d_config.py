@@ -1,0 +1,488 @@
+import re
+import subprocess
+import sys
+from argparse import Action, ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.fold3d.config.fold3d_config import Fold3DConfig, megatron_defaults
+from megatron.fold3d.config.minimum_sizes import _SIZES
+from megatron.fold3d.config.refusals import OURS, REFUSALS, Refusal, refusals
+from megatron.fold3d.plan.schedules import SCHEDULES
+from megatron.fold3d.training import launch
+
+DOCS = Path(__file__).parents[2] / "docs" / "compatibility.md"
+REVIEWED = Path(__file__).parents[1] / "reviewed_options.txt"
+
+MODEL = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 1"
+)
+
+Parse = Callable[[str], Namespace]
+
+
+@pytest.fixture
+def parse(parser: ArgumentParser) -> Parse:
+    """The namespace that Megatron's parser makes of a command line."""
+
+    def parse(line: str) -> Namespace:
+        return parser.parse_args(f"{MODEL} {line}".split())
+
+    return parse
+
+
+def validate(args: Namespace, world_size: int) -> Namespace:
+    """What Megatron's validation makes of a namespace, in a launcher that follows ours."""
+    from megatron.training.arguments import validate_args
+
+    args.rank, args.world_size = 0, world_size
+    validate_args(args, megatron_defaults(args))
+    return args
+
+
+def options(parser: ArgumentParser) -> Iterator[Action]:
+    groups = parser._action_groups
+    return (a for group in groups if group.title != "FOLD3D" for a in group._group_actions)
+
+
+def problems(args: Namespace) -> list[str]:
+    with pytest.raises(ValueError) as raised:  # noqa: PT011  # the caller looks at every line
+        Fold3DConfig.from_args(args)
+    return str(raised.value).splitlines()
+
+
+def only_problem(args: Namespace) -> str:
+    (problem,) = problems(args)
+    return problem
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--num-layers-per-virtual-pipeline-stage 0",
+        "--tensor-model-parallel-size 0",
+        "--pipeline-model-parallel-size -2",
+        "--eval-interval 0",
+        "--num-layers -8",
+    ],
+)
+def test_a_size_below_one_is_refused_before_anything_divides_by_it(parse: Parse, flag: str) -> None:
+    assert only_problem(parse(f"--schedule aiao {flag}")) == (
+        f"{flag}: it is at least one; give another number"
+    )
+
+
+def test_every_size_has_the_name_of_its_flag(parser: ArgumentParser) -> None:
+    known = {flag: action.dest for action in options(parser) for flag in action.option_strings}
+    assert {f"--{name.replace('_', '-')}": name for name in _SIZES}.items() <= known.items()
+
+
+def test_a_rank_without_layers_is_refused(parse: Parse) -> None:
+    line = "--schedule aiao --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 9"
+    assert "-1 layers on 1 ranks: each holds as many and one at least" in only_problem(parse(line))
+
+
+def test_help_needs_no_gpu(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py"])
+    with pytest.raises(SystemExit) as ended:
+        launch.train(["--help"], "gpt")
+    assert ended.value.code == 0
+    assert "--backward-share" in capsys.readouterr().out
+
+
+def test_a_bare_assertion_of_megatrons_names_its_flags() -> None:
+    args = Namespace(hidden_size=33, num_attention_heads=4)
+    with pytest.raises(AssertionError) as raised:
+        assert args.hidden_size % args.num_attention_heads == 0
+    raised.value.args = ()  # pytest has explained it
+    assert launch._reason(raised.value) == (
+        "Megatron demands: --hidden-size % --num-attention-heads == 0"
+    )
+
+
+# Our flags
+
+
+def test_the_default_is_stock_megatron(parse: Parse) -> None:
+    args = parse("")
+    assert Fold3DConfig.from_args(args) == Fold3DConfig(
+        schedule="stock",
+        plan_file=None,
+        num_ranks=1,
+        num_segments=1,
+        aiao_last_segment="1f1b",
+        device="cuda",
+        microbatch_group_size=None,
+        distributed_timeout_minutes=10,
+        dp_slice_bytes=8 << 20,
+        auto_slices=True,
+        clips_or_scales=True,  # it clips by default
+    )
+    assert megatron_defaults(args) == {}
+
+
+def test_every_flag_reaches_the_configuration(parse: Parse, tmp_path: Path) -> None:
+    args = parse(
+        "--schedule aiao --segments 2 --aiao-last-segment afab --device cpu "
+        "--pipeline-model-parallel-size 2 --distributed-timeout-minutes 3"
+    )
+    assert Fold3DConfig.from_args(args) == Fold3DConfig(
+        schedule="aiao",
+        plan_file=None,
+        num_ranks=2,
+        num_segments=2,
+        aiao_last_segment="afab",
+        device="cpu",
+        microbatch_group_size=None,
+        distributed_timeout_minutes=3,
+        dp_slice_bytes=512 << 10,
+        auto_slices=True,
+        clips_or_scales=True,
+    )
+    grouped = parse(
+        "--schedule interleaved --segments 2 --pipeline-model-parallel-size 2 "
+        "--microbatch-group-size-per-virtual-pipeline-stage 3"
+    )
+    assert Fold3DConfig.from_args(grouped).microbatch_group_size == 3
+    plan = tmp_path / "plan.txt"
+    plan.touch()
+    planned = Fold3DConfig.from_args(parse(f"--plan-file {plan}"))
+    assert (planned.schedule, planned.plan_file) == ("plan-file", plan)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_of_the_library_can_be_asked_for(parse: Parse, schedule: str) -> None:
+    args = parse(f"--schedule {schedule} --pipeline-model-parallel-size 2")
+    assert Fold3DConfig.from_args(args).schedule == schedule
+
+
+def test_the_configuration_loads_neither_torch_nor_megatron_core() -> None:
+    code = (
+        "import sys, megatron.fold3d.config.fold3d_config\n"
+        "print([m for m in ('torch', 'numpy', 'megatron.core') if m in sys.modules])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200
+    )
+    assert run.stdout.strip() == "[]"
+
+
+# Segments
+
+SEGMENTS = [
+    ("--segments 4", 4),
+    ("--segments 1", 1),
+    ("--num-virtual-stages-per-pipeline-rank 2", 2),
+    ("--segments 2 --num-virtual-stages-per-pipeline-rank 2", 2),
+    ("--num-layers-per-virtual-pipeline-stage 1", 4),
+    ("--segments 2 --num-layers-per-virtual-pipeline-stage 2", 2),
+    ("--pipeline-model-parallel-layout Ettt|tt|tt|tL", 2),
+    ("--segments 3 --pipeline-model-parallel-layout Et|tt|t*2|(t|)*2tL", 3),
+    ("--segments 1 --pipeline-model-parallel-layout Et*5|tttL", 1),
+    ("--segments 2 --decoder-first-pipeline-num-layers 6", 2),
+    ("--segments 3 --num-layers 9 --decoder-last-pipeline-num-layers 3", 3),
+    ("--segments 5 --num-layers 9 --account-for-loss-in-pipeline-split", 5),
+]
+
+
+@pytest.mark.parametrize(("flags", "num_segments"), SEGMENTS)
+def test_the_number_of_segments_is_megatrons_before_and_after_validation(
+    parse: Parse, flags: str, num_segments: int
+) -> None:
+    line = f"--schedule aiao --pipeline-model-parallel-size 2 {flags}"
+    parsed = Fold3DConfig.from_args(parse(line))
+    args = validate(parse(line), world_size=2)
+    assert (args.virtual_pipeline_model_parallel_size or 1) == num_segments
+    assert parsed.num_segments == num_segments
+    assert Fold3DConfig.from_args(args) == parsed
+
+
+@given(
+    st.lists(
+        st.tuples(st.text("Etm|", min_size=1, max_size=5), st.integers(1, 4), st.booleans()),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_stages_of_a_layout_are_counted_as_megatron_counts_them(
+    parts: list[tuple[str, int, bool]],
+) -> None:
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    from megatron.fold3d.config.fold3d_config import _num_stages
+
+    layout = ",".join(f"({part})*{n}" if grouped else f"{part}*{n}" for part, n, grouped in parts)
+    assert _num_stages(layout) == PipelineParallelLayerLayout.get_num_stages_from_str(layout)
+
+
+TWO_RANKS = "--pipeline-model-parallel-size 2"
+LAYOUT = "--pipeline-model-parallel-layout Ettt|tt|tt|tL"
+NO_SUCH_SEGMENTS = [
+    (f"{TWO_RANKS} --segments 0", "--segments 0:", "try --segments 1"),
+    (
+        f"{TWO_RANKS} --segments 4 --num-virtual-stages-per-pipeline-rank 2",
+        "--segments 4 with --num-virtual-stages-per-pipeline-rank 2: Megatron makes 2",
+        "drop one of the two",
+    ),
+    (
+        f"{TWO_RANKS} --segments 2 --num-layers-per-virtual-pipeline-stage 1",
+        "--segments 2 with --num-layers-per-virtual-pipeline-stage 1: Megatron makes 4",
+        "drop one of the two",
+    ),
+    (
+        f"{TWO_RANKS} --segments 4 {LAYOUT}",
+        f"--segments 4 with {LAYOUT}: Megatron makes 2",
+        "drop one of the two",
+    ),
+    (
+        "--segments 2",
+        "2 segments with --pipeline-model-parallel-size 1:",
+        "use --segments 1 or more ranks",
+    ),
+    (
+        f"{TWO_RANKS} --segments 3",
+        "3 segments with 4 layers per rank:",
+        "try --segments 1, 2, 4, or --pipeline-model-parallel-layout",
+    ),
+    (
+        f"{TWO_RANKS} --segments 8",
+        "8 segments with 4 layers per rank:",
+        "try --segments 1, 2, 4, or --pipeline-model-parallel-layout",
+    ),
+    (
+        f"{TWO_RANKS} --segments 3 --decoder-first-pipeline-num-layers 6",
+        "3 segments with 6 and 2 layers per rank:",
+        "try --segments 1, 2, or --pipeline-model-parallel-layout",
+    ),
+    (
+        "--segments 2 --pipeline-model-parallel-size 3",
+        "8 layers on 3 ranks:",
+        "--pipeline-model-parallel-layout says otherwise",
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "found", "fix"), NO_SUCH_SEGMENTS)
+@pytest.mark.parametrize("schedule", ["aiao", "stock"])
+def test_segments_that_megatron_cannot_build_are_refused(
+    parse: Parse, schedule: str, flags: str, found: str, fix: str
+) -> None:
+    problem = only_problem(parse(f"--schedule {schedule} {flags}"))
+    assert problem.startswith(found)
+    assert problem.endswith(fix)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "shifted-critical-path"])
+def test_schedules_of_one_segment_refuse_more(parse: Parse, schedule: str) -> None:
+    args = parse(f"--schedule {schedule} --segments 2 {TWO_RANKS}")
+    assert only_problem(args) == (
+        f"2 segments with --schedule {schedule}: it runs one segment per rank; "
+        "use --segments 1, or --schedule aiao or interleaved"
+    )
+
+
+def test_megatron_checks_what_was_not_asked_of_us(parse: Parse) -> None:
+    args = parse("--num-virtual-stages-per-pipeline-rank 3 --pipeline-model-parallel-size 2")
+    assert Fold3DConfig.from_args(args).num_segments == 3  # 4 layers per rank; stock's own error
+
+
+def test_segments_that_only_a_checkpoint_knows_are_asked_for(parse: Parse) -> None:
+    args = parse(f"--schedule aiao {TWO_RANKS} --num-layers-per-virtual-pipeline-stage 2")
+    args.num_layers = None  # as with --use-checkpoint-args
+    problem = only_problem(args)
+    assert problem.startswith("--num-layers-per-virtual-pipeline-stage 2 without --num-layers:")
+    assert problem.endswith("use --segments")
+
+
+# Flags of ours that would be ignored
+
+
+@pytest.mark.parametrize("schedule", ["stock", "afab", "breadth-first"])
+def test_only_aiao_reads_how_its_last_segment_runs(parse: Parse, schedule: str) -> None:
+    args = parse(f"--schedule {schedule} --aiao-last-segment 1f1b")
+    assert only_problem(args) == (
+        f"--aiao-last-segment 1f1b with --schedule {schedule}: only aiao reads it; "
+        "drop it or give --schedule aiao"
+    )
+
+
+def test_a_plan_file_is_a_schedule(parse: Parse, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.txt"
+    plan.touch()
+    assert only_problem(parse(f"--plan-file {plan} --schedule aiao")) == (
+        f"--plan-file {plan} with --schedule aiao: a plan is a schedule; give one of the two"
+    )
+
+
+def test_a_plan_file_must_be_there(parse: Parse) -> None:
+    assert only_problem(parse("--plan-file no/such.plan")) == (
+        "--plan-file no/such.plan: no such file; write one with `fold3d plan`"
+    )
+
+
+def test_a_yaml_configuration_hides_our_flags() -> None:
+    with pytest.raises(ValueError, match="--yaml-cfg: Megatron then ignores the command line"):
+        Fold3DConfig.from_args(Namespace(yaml_cfg="run.yaml"))
+
+
+# Options of Megatron
+
+
+def test_every_broken_rule_is_reported_at_once_on_a_line_of_its_own(parse: Parse) -> None:
+    args = parse(
+        f"--schedule 1f1b --segments 4 {TWO_RANKS} --aiao-last-segment afab "
+        "--cuda-graph-impl local --use-megatron-fsdp"
+    )
+    assert [problem.partition(":")[0] for problem in problems(args)] == [
+        "--aiao-last-segment afab with --schedule 1f1b",
+        "4 segments with --schedule 1f1b",
+        "--cuda-graph-impl local with --schedule 1f1b",
+        "--use-megatron-fsdp with --schedule 1f1b",
+    ]
+
+
+def test_a_refusal_says_what_was_found_why_and_what_to_do(parse: Parse) -> None:
+    assert only_problem(parse("--schedule aiao --use-megatron-fsdp")) == (
+        "--use-megatron-fsdp with --schedule aiao: it replaces the gradient buckets of Megatron's "
+        "DDP, which a schedule reduces; use --use-distributed-optimizer"
+    )
+
+
+def test_groups_of_interleaved_hold_a_microbatch_per_rank(parse: Parse) -> None:
+    group = "--microbatch-group-size-per-virtual-pipeline-stage"
+    line = f"--schedule interleaved --segments 2 --pipeline-model-parallel-size 4 {group}"
+    assert Fold3DConfig.from_args(parse(f"{line} 4")).microbatch_group_size == 4
+    assert only_problem(parse(f"{line} 3")).startswith(f"{group} 3 with --schedule interleaved:")
+
+
+def test_a_plan_file_is_for_one_number_of_microbatches(parse: Parse, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.txt"
+    plan.touch()
+    problem = only_problem(parse(f"--plan-file {plan} --rampup-batch-size 2 2 8"))
+    assert problem.startswith("--rampup-batch-size 2 2 8 with --plan-file:")
+
+
+@pytest.mark.parametrize("schedule", ["stock", *sorted(OURS)])
+def test_defaults_are_refused_by_no_schedule(parse: Parse, schedule: str) -> None:
+    args = parse("--pipeline-model-parallel-size 2")
+    assert list(refusals(args, schedule)) == []
+    assert list(refusals(validate(args, world_size=2), schedule)) == []
+
+
+def given_on(action: Action) -> str:
+    """A command line that gives an option another value than its default."""
+    flag = action.option_strings[0]
+    if flag == "--pipeline-model-parallel-layout":
+        return f"{flag} Ett|tt|tt|tt,m|L"
+    if action.nargs == 0:
+        return flag
+    value = list(action.choices)[-1] if action.choices else 2
+    return " ".join([flag, *[str(value)] * (action.nargs if isinstance(action.nargs, int) else 1)])
+
+
+def option_of(row: Refusal, parser: ArgumentParser) -> Action:
+    return next(a for a in options(parser) if row.flag in a.option_strings)
+
+
+@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.flag)
+def test_a_refusal_names_an_option_of_the_installed_megatron(
+    parser: ArgumentParser, row: Refusal
+) -> None:
+    assert option_of(row, parser).dest == row.attribute
+    ours = {"--schedule", "--segments", "--max-restarts"}
+    flags = {flag for a in options(parser) for flag in a.option_strings}
+    assert set(re.findall(r"--[a-z0-9-]+", f"{row.rule} {row.fix}")) <= flags | ours
+
+
+@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.flag)
+def test_a_refusal_is_made_for_its_schedules_and_never_for_stock(
+    parser: ArgumentParser, parse: Parse, row: Refusal
+) -> None:
+    args = parse(f"--pipeline-model-parallel-size 4 {given_on(option_of(row, parser))}")
+    for schedule in OURS:
+        refused = [line for line in refusals(args, schedule) if row.rule in line]
+        assert bool(refused) == (schedule in row.schedules)
+    assert list(refusals(args, "stock")) == []
+
+
+def test_every_option_of_megatron_was_looked_at(parser: ArgumentParser) -> None:
+    """A newer Megatron's options are decided here before a user meets them.
+
+    For each that is reported: refuse it, or add it to the list of those that were looked at.
+    """
+    looked_at = set(REVIEWED.read_text().split())
+    found = {a.dest for a in options(parser)} - {"help"}
+    assert found - looked_at == set(), "new options"
+    assert looked_at - found == set(), "options that are gone"
+
+
+# The documentation
+
+
+def documented() -> dict[str, list[list[str]]]:
+    """The rows of docs/compatibility.md by their option."""
+    rows: dict[str, list[list[str]]] = {}
+    for line in DOCS.read_text().splitlines():
+        if line.startswith("| `--"):
+            flags, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+            for flag in re.findall(r"`([^`]+)`", flags):
+                rows.setdefault(flag, []).append(cells)
+    return rows
+
+
+def where(row: Refusal) -> str:
+    if row.schedules == OURS:
+        return "refused"
+    if len(row.schedules) == 1:
+        return f"refused with {min(row.schedules)}"
+    return f"refused but with {' '.join(OURS - row.schedules)}"
+
+
+def test_the_documentation_lists_the_refusals_as_they_are() -> None:
+    refused = {f: [r for r in rows if r[0] != "works"] for f, rows in documented().items()}
+    expected: dict[str, list[list[str]]] = {}
+    for row in REFUSALS:
+        expected.setdefault(row.flag, []).append([where(row), row.rule, row.fix])
+    assert {flag: rows for flag, rows in refused.items() if rows} == expected
+
+
+def test_what_the_documentation_says_works_is_not_refused(
+    parser: ArgumentParser, parse: Parse
+) -> None:
+    by_flag = {flag: a for a in options(parser) for flag in a.option_strings}
+    for flag, rows in documented().items():
+        if len(rows) == 1 and rows[0][0] == "works":
+            assert flag in by_flag, flag
+            args = parse(f"--pipeline-model-parallel-size 2 {given_on(by_flag[flag])}")
+            assert list(refusals(args, "aiao")) == [], flag
+
+
+def test_a_trace_has_a_folder_and_iterations(parse: Parse, tmp_path: Path) -> None:
+    config = Fold3DConfig.from_args(parse(f"--trace {tmp_path} --trace-iterations 7-9"))
+    assert (config.trace, config.trace_iterations) == (tmp_path, range(7, 10))
+    config = Fold3DConfig.from_args(parse("--trace new --trace-iterations 7"))
+    assert config.trace_iterations == range(7, 8)
+    assert Fold3DConfig.from_args(parse("--trace new")).trace_iterations is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--trace-iterations 4-5", "without --trace: there is no folder to write to"),
+        ("--trace new --trace-iterations 5-4", "5-4: it is the first and the last iteration"),
+        ("--trace new --trace-iterations 0", "0: it is the first and the last iteration"),
+        ("--trace new --trace-iterations x", "x: it is the first and the last iteration"),
+        ("--trace new --trace-iterations 4-5 --train-iters 4", "the run ends before"),
+        (f"--trace {__file__}", "is a file, a trace is a folder"),
+        (f"--trace {__file__}/new/one", f"{__file__} is a file, a trace is a folder"),
+        ("--trace new --cuda-graph-impl local", "a captured graph replays what it computes"),
+        ("--trace new --overlap-moe-expert-parallel-comm", "run as one"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused(parse: Parse, flags: str, problem: str) -> None:
+    assert problem in only_problem(parse(flags))

@@ -1,0 +1,72 @@
+"""What ``--offload-activations`` and ``--lazy-inter-segment`` accept, and what they know before."""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+import pytest
+
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
+
+MODEL = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 2 --pipeline-model-parallel-size 2"
+)
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+ON = "--offload-activations on"
+FULL = "--recompute-granularity full --recompute-num-layers"
+
+
+def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
+    args: Namespace = parser.parse_args(f"{MODEL} {line}".split())
+    return Fold3DConfig.from_args(args)
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (f"--schedule stock {ON}", "--offload-activations on with --schedule stock: the copies"),
+        ("--offload-activations auto", "--offload-activations auto with --schedule stock"),
+        (
+            f"--schedule aiao {ON} {FULL} 1 --distribute-saved-activations",
+            "--offload-activations on with --distribute-saved-activations",
+        ),
+        ("--schedule aiao --offload-activations auto", "auto without recomputation"),
+        (f"--schedule aiao {ON}", "on without recomputation"),
+        ("--schedule aiao --lazy-inter-segment", "--lazy-inter-segment with one segment"),
+        ("--lazy-inter-segment", "--lazy-inter-segment with --schedule stock"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_fix(parser: ArgumentParser, line: str, found: str):
+    with pytest.raises(ValueError, match=found) as raised:
+        config(parser, line)
+    _, reason = str(raised.value).split(": ", 1)
+    assert "; " in reason
+    assert f"| {reason} |" in PAGE.read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "states"),
+    [
+        (f"{FULL} 1 --recompute-method uniform", 4),
+        (f"{FULL} 3 --recompute-method uniform", 2),
+        (f"{FULL} 3 --recompute-method block", 3),
+        (f"{FULL} 1 --recompute-method uniform --decoder-first-pipeline-num-layers 3", 3),
+        ("--recompute-granularity selective", 0),
+        ("--recompute-activations", 0),
+        ("--no-gradient-accumulation-fusion", 4),
+    ],
+)
+def test_what_leaves_at_least_is_known_before(parser: ArgumentParser, line: str, states: int):
+    hidden_state = 32 * 2 * 64 * 4
+    assert config(parser, f"--schedule aiao {ON} {line}").saved_bytes == states * hidden_state
+    half = "--bf16 --tensor-model-parallel-size 4 --sequence-parallel"
+    saved = config(parser, f"--schedule aiao {ON} {line} {half}").saved_bytes
+    assert saved == states * hidden_state // 8
+
+
+def test_the_fused_weight_gradient_keeps_hooks_away_from_weights(parser: ArgumentParser):
+    fused = f"--schedule aiao {ON} {FULL} 1 --recompute-method uniform"
+    assert not config(parser, fused).offload_everything
+    unfused = f"{fused} --no-gradient-accumulation-fusion"
+    assert config(parser, unfused).offload_everything
+    assert not config(parser, unfused.replace(ON, "--offload-activations auto")).offload_everything

@@ -1,0 +1,36 @@
+"""What cannot work with --preemptive-comm is refused before anything starts."""
+
+from argparse import ArgumentParser
+
+import pytest
+
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
+
+NEEDED = "--pipeline-model-parallel-size 2 --num-layers 8 --preemptive-comm"
+
+
+def refused(parser: ArgumentParser, flags: str) -> str:
+    with pytest.raises(ValueError, match="--preemptive-comm") as caught:
+        Fold3DConfig.from_args(parser.parse_args(f"{NEEDED} {flags}".split()))
+    return str(caught.value)
+
+
+def test_stock_has_no_plan_whose_transfers_could_be_scheduled(parser: ArgumentParser):
+    assert "give --schedule aiao, or drop it" in refused(parser, "")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--num-distributed-optimizer-instances 2", "--ddp-reduce-scatter-with-fp32-accumulation"],
+)
+def test_what_is_not_sliced_is_refused(flags: str, parser: ArgumentParser):
+    message = refused(parser, f"--schedule aiao --use-distributed-optimizer {flags}")
+    assert message.startswith(f"{flags} with --preemptive-comm")
+    assert message.count("\n") == 0
+
+
+def test_slices_need_no_share_of_their_own(parser: ArgumentParser):
+    flags = f"{NEEDED} --schedule aiao --dp-slice-bytes 65536".split()
+    config = Fold3DConfig.from_args(parser.parse_args(flags))
+    assert (config.preemptive_comm, config.dp_slice_bytes) == (True, 65536)
+    assert not config.auto_slices  # what is given is taken as it is

@@ -1,0 +1,65 @@
+"""What ``--delay-weight-grads`` accepts."""
+
+from argparse import ArgumentError, ArgumentParser
+from pathlib import Path
+
+import pytest
+
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
+
+MODEL = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 2 --pipeline-model-parallel-size 2"
+)
+AIAO = "--schedule aiao --segments 4 --transformer-impl local --no-gradient-accumulation-fusion"
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+
+
+def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
+    return Fold3DConfig.from_args(parser.parse_args(f"{MODEL} {line}".split()))
+
+
+def test_segments_are_read_in_any_order(parser: ArgumentParser):
+    assert config(parser, AIAO).delay_weight_grads == ()
+    assert config(parser, f"{AIAO} --delay-weight-grads 2,1").delay_weight_grads == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("--delay-weight-grads 1", "1 with --schedule stock"),
+        (f"{AIAO} --delay-weight-grads 1,4", "1,4: there is no segment 4, a rank holds 4"),
+        (f"{AIAO} --delay-weight-grads -1", "there is no segment -1"),
+        (f"{AIAO} --segments auto --delay-weight-grads 1", "1 with --segments auto"),
+        (
+            f"{AIAO} --delay-weight-grads 1 --transformer-impl transformer_engine",
+            "1 with --transformer-impl transformer_engine",
+        ),
+        (f"{AIAO} --delay-weight-grads 1 --num-experts 4", "1 with --num-experts 4"),
+        (
+            f"{AIAO} --delay-weight-grads 1 --offload-activations on",
+            "1 with --offload-activations on",
+        ),
+        (
+            "--schedule aiao --segments 4 --transformer-impl local --delay-weight-grads 1",
+            "1 with fused weight gradients",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_fix(parser: ArgumentParser, line: str, found: str):
+    with pytest.raises(ValueError, match=f"--delay-weight-grads .*{found}|{found}") as raised:
+        config(parser, line)
+    _, reason = str(raised.value).split(": ", 1)
+    assert "; " in reason
+
+
+@pytest.mark.parametrize(("text", "reason"), [("3-4", "not a list of segments"), ("1,1", "twice")])
+def test_what_is_no_list_of_segments_is_refused(parser: ArgumentParser, text: str, reason: str):
+    with pytest.raises((ArgumentError, SystemExit)):
+        config(parser, f"{AIAO} --delay-weight-grads {text}")
+
+
+def test_the_page_has_every_reason():
+    page = PAGE.read_text()
+    for option in ("--transformer-impl", "--gradient-accumulation-fusion", "--num-experts"):
+        assert option in page.split("## With `--delay-weight-grads`")[1]

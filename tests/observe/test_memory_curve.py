@@ -1,0 +1,193 @@
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.fold3d.observe.memory_curve import Footprint, memory
+from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.passes.offload import add_offload
+from megatron.fold3d.plan.passes.stock_grad_sync import deferred_grad_sync
+from megatron.fold3d.plan.schedules import SCHEDULES, build
+from megatron.fold3d.plan.verify import peak_activations
+from megatron.fold3d.predict.cost_model.model_shape import model_shape
+from megatron.fold3d.predict.cost_model.sizes import (
+    Setup,
+    delayed_bytes,
+    gradient_bytes,
+    layer_bytes,
+    message_bytes,
+    saved_bytes,
+    static_bytes,
+    working_bytes,
+)
+from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.simulate import simulate
+from megatron.fold3d.predict.simulator.steady import steady_state
+
+DATA = json.loads((Path(__file__).parents[1] / "data/fold3d_tables.json").read_text())
+
+
+def built(schedule, ranks, segments, microbatches):
+    return build(schedule, num_ranks=ranks, num_segments=segments, num_microbatches=microbatches)
+
+
+# Over time
+
+
+def test_a_micro_batch_is_held_from_its_forward_to_its_backward():
+    plan = Plan.from_text("0F0 0F1 0B0 0B1\n")
+    (rank,) = memory(
+        simulate(plan, Costs.uniform(1)), Footprint(static_bytes=(100.0,), saved_bytes=(8.0,))
+    )
+    assert rank.device.times_s == (0.0, 1.0, 4.0, 6.0)
+    assert rank.device.bytes == (108.0, 116.0, 108.0, 100.0)
+    assert rank.host.peak_bytes == 0.0
+
+
+def test_an_offloaded_micro_batch_is_on_both_sides_while_it_is_copied():
+    plan = Plan.from_text("0F0 0OFFLOAD0 0F1 0RELOAD0 0B1 0B0\n")
+    costs = Costs(forward_s=(2.0,), backward_s=(2.0,), offload_s=(1.0,), reload_s=(1.0,))
+    footprint = Footprint(static_bytes=(0.0,), saved_bytes=(8.0,), working_bytes=(3.0,))
+    (rank,) = memory(simulate(plan, costs), footprint)
+    # F0 0-2, OFFLOAD 2-3, F1 2-4, RELOAD 4-5, B1 4-6, B0 6-8
+    assert dict(zip(rank.host.times_s, rank.host.bytes, strict=True)) == {0: 0, 2: 8, 5: 0}
+    device = dict(zip(rank.device.times_s, rank.device.bytes, strict=True))
+    assert device == {0: 8, 2: 16, 3: 8, 4: 8 + 8 + 3, 6: 8 + 3, 8: 0}
+
+
+def test_what_weight_gradients_are_computed_from_is_held_until_they_are():
+    plan = Plan.from_text("0F0 0F1 0B0 0B1 0W0 0W1\n")
+    footprint = Footprint(static_bytes=(100.0,), saved_bytes=(8.0,), delayed_bytes=(7.0,))
+    split, whole = (
+        memory(simulate(p, Costs.uniform(1)), footprint)[0].device
+        for p in (plan, plan.select({"F", "B"}))
+    )
+    assert split.times_s == (0.0, 1.0, 3.0, 4.0, 5.0, 6.0)
+    assert split.bytes == (108.0, 116.0, 115.0, 114.0, 107.0, 100.0)
+    assert whole.peak_bytes == 116.0
+
+
+@pytest.mark.parametrize(
+    "schedule", [s for s in SCHEDULES if s not in ("1f1b", "shifted-critical-path")]
+)
+def test_the_peak_is_the_plans_count_of_activations(schedule):
+    plan = built(schedule, 3, 2, 6)
+    footprint = Footprint(static_bytes=(0.0,) * 3, saved_bytes=(1.0,) * 6)
+    ranks = memory(simulate(plan, Costs.uniform(6)), footprint)
+    assert tuple(rank.device.peak_bytes for rank in ranks) == peak_activations(plan)
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.floats(0.0, 3.0))
+def test_all_memory_is_given_back(ranks, segments, microbatches, copy_s):
+    plan = add_offload(built("aiao", ranks, segments, microbatches))
+    stages = ranks * segments
+    costs = Costs(
+        forward_s=(1.0,) * stages,
+        backward_s=(2.0,) * stages,
+        offload_s=(copy_s,) * stages,
+        reload_s=(copy_s,) * stages,
+    )
+    footprint = Footprint(static_bytes=(5.0,) * ranks, saved_bytes=(1.0,) * stages)
+    for rank in memory(simulate(plan, costs, iterations=2), footprint):
+        assert rank.device.bytes[-1] == 5.0
+        assert rank.host.bytes[-1] == 0.0
+        assert min(rank.host.bytes) >= 0.0
+        assert all(first < second for first, second in pairwise(rank.device.times_s))
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        r
+        for t in ("table_II", "table_III")
+        for r in DATA[t]
+        if r["excmem_gb"] and r["model"] != "T5"
+    ],
+    ids=lambda r: f"{r['cluster']} {r['model']}",
+)
+def test_host_memory_is_the_papers(row):
+    name = row["model"].lower().replace("gpt-3 ", "gpt3-")
+    setup = Setup(
+        tensor_parallel=row["tp"], microbatch_size=4, sequence_parallel=True, recompute="full"
+    )
+    shape, microbatches = model_shape(name), row["batch"] // row["dp"] // 4
+    per_gpu = layer_bytes(shape, setup, "full") * shape.num_layers / row["pp"] * microbatches
+    assert 8 * per_gpu == pytest.approx(row["excmem_gb"] * 1e9, rel=0.035)  # printed to 0.1 GB
+
+
+def test_activations_of_a_layer():
+    shape = model_shape("gpt3-175b")  # s=2048, h=12288, a=96: 5 a s/h = 80
+    sbh = 2048 * 12288
+    assert layer_bytes(shape, Setup(), "none") == sbh * (34 + 80)
+    assert layer_bytes(shape, Setup(), "selective") == sbh * 34
+    split = Setup(tensor_parallel=8)
+    assert layer_bytes(shape, split, "selective") == sbh * (10 + 24 / 8)
+    both = Setup(tensor_parallel=8, sequence_parallel=True)
+    assert layer_bytes(shape, both, "none") == sbh * (34 + 80) / 8
+    assert layer_bytes(shape, both, "full") == sbh * 2 / 8
+
+
+def test_inputs_and_output_gradients_of_a_layers_linears():
+    shape = model_shape("gpt3-175b")
+    sbh = 2048 * 12288
+    # Inputs of h, h, h, 4h and output gradients of 3h, h, 4h, h, in 2 bytes each
+    assert delayed_bytes(shape, Setup(), 96) == [32 * sbh] * 96
+    # Split over 8 GPUs: outputs of 3h and 4h, inputs of h and 4h; with SP the two others of h
+    eight = Setup(tensor_parallel=8, sequence_parallel=True)
+    assert delayed_bytes(shape, eight, 96)[0] == sbh * (2 + 14 / 8) * 2
+    assert delayed_bytes(shape, Setup(tensor_parallel=8), 96)[0] == sbh * (4 + 12 / 8) * 2
+    assert delayed_bytes(shape, replace(eight, fp32=True), 48)[0] == sbh * (2 + 14 / 8) * 4 * 2
+
+
+def test_model_states_take_18_bytes_per_parameter_or_fewer():
+    shape = model_shape("gpt3-18b")
+    whole = sum(static_bytes(shape, Setup(), 1, 1))
+    assert whole == 18 * shape.num_parameters
+    sharded = Setup(tensor_parallel=8, data_parallel=4, distributed_optimizer=True)
+    assert sum(static_bytes(shape, sharded, 1, 1)) == (6 + 12 / 4) * shape.num_parameters / 8
+
+
+def test_messages_gradients_and_the_last_stage():
+    shape, setup = model_shape("gpt3-18b"), Setup(tensor_parallel=8, sequence_parallel=True)
+    assert message_bytes(shape, setup) == 1024 * 6144 * 2 / 8
+    assert sum(gradient_bytes(shape, setup, 1)) == 4 * shape.num_parameters / 8
+    first, *_, last = saved_bytes(shape, setup, 8)
+    assert last - first == 1024 * 51200 * 4 / 8  # the logits
+    assert working_bytes(shape, setup) == 0
+    full = Setup(recompute="full")
+    assert working_bytes(shape, full) == layer_bytes(shape, full, "none")
+
+
+def test_setups_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match=r"28 is not divisible by tensor_parallel=8; .* is 7"):
+        Setup(tensor_parallel=8).check(model_shape("t-nlg"))
+    with pytest.raises(ValueError, match="found microbatch_size=0"):
+        Setup(microbatch_size=0)
+
+
+# Steady state
+
+
+def test_the_steady_state_hides_what_fits_behind_the_next_forward():
+    plan = deferred_grad_sync(built("aiao", 2, 2, 8))
+    costs = Costs.uniform(4, grad_sync_s=20.0)
+    timeline = steady_state(plan, costs, Execution(grad_sync_order="edf"))
+    alone = simulate(built("aiao", 2, 2, 8), costs).makespan_s
+    # Segment 1's reduction (20) has 16 behind segment 0's backward; the rest follows segment 0's,
+    # while its next forward runs: only segment 0's own is exposed.
+    assert timeline.period_s == pytest.approx(alone + 20.0)
+
+
+def test_without_deferred_work_all_iterations_are_equal():
+    plan = built("1f1b", 3, 1, 4)
+    timeline = steady_state(plan, Costs.uniform(3), Execution(flush=True))
+    ends = timeline.iteration_ends_s(0)
+    assert ends == (18.0, 36.0, 54.0)

@@ -1,0 +1,50 @@
+"""The all-gather of parameters that a distributed optimizer leaves to the next forward."""
+
+import pytest
+
+from megatron.fold3d.plan.compile import lower
+from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.passes.param_gather import add_param_gather
+from megatron.fold3d.plan.schedules import SCHEDULES, build
+from megatron.fold3d.plan.verify import verify
+
+
+def rows(plan: Plan) -> list[str]:
+    verify(plan)
+    return plan.to_text().splitlines()
+
+
+def test_a_stage_is_gathered_while_the_one_before_is_computed():
+    plan = build("aiao", num_ranks=1, num_segments=3, num_microbatches=2, last_segment="afab")
+    assert rows(add_param_gather(plan)) == [
+        "0GATHER_PARAM 1GATHER_PARAM 0WAIT_PARAM 0F0 0F1 2GATHER_PARAM 1WAIT_PARAM 1F0 1F1 "
+        "2WAIT_PARAM 2F0 2F1 2B0 2B1 1B0 1B1 0B0 0B1"
+    ]
+
+
+def test_the_first_gather_is_the_first_action_and_transfers_go_before_the_others():
+    plan = build("aiao", num_ranks=2, num_segments=2, num_microbatches=2)
+    assert rows(lower(add_param_gather(plan))) == [
+        (
+            "0GATHER_PARAM 2GATHER_PARAM 0WAIT_PARAM 0F0 0SEND_F0 2RECV_F0 0F1 0SEND_F1 "
+            "2WAIT_PARAM 2RECV_F1 2F0 2SEND_F0 2RECV_B0 2F1 2SEND_F1 2RECV_B1 2B0 2SEND_B0 "
+            "0RECV_B0 2B1 2SEND_B1 2REDUCE_GRAD 0RECV_B1 0B0 0B1 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD"
+        ),
+        (
+            "1RECV_F0 1GATHER_PARAM 3GATHER_PARAM 1WAIT_PARAM 1RECV_F1 1F0 1SEND_F0 3RECV_F0 1F1 "
+            "1SEND_F1 3WAIT_PARAM 3RECV_F1 3F0 3B0 3SEND_B0 1RECV_B0 3F1 3B1 3SEND_B1 "
+            "3REDUCE_GRAD 1RECV_B1 1B0 1SEND_B0 1B1 1SEND_B1 1REDUCE_GRAD 3WAIT_GRAD 1WAIT_GRAD"
+        ),
+    ]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_waits_for_parameters_before_it_reads_them(schedule: str):
+    segments = 1 if schedule in ("1f1b", "shifted-critical-path") else 3
+    plan = build(schedule, num_ranks=3, num_segments=segments, num_microbatches=6)
+    verify(lower(add_param_gather(plan)))
+
+
+def test_a_plan_that_gathers_is_left_as_it_is():
+    plan = Plan.from_text("0GATHER_PARAM 1GATHER_PARAM 1WAIT_PARAM 0WAIT_PARAM 0F0 1F0 1B0 0B0")
+    assert add_param_gather(plan) is plan

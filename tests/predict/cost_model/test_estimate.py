@@ -1,0 +1,123 @@
+from dataclasses import replace
+
+import pytest
+
+from megatron.fold3d.observe.memory_curve import memory
+from megatron.fold3d.plan.passes.stock_grad_sync import serial_grad_sync
+from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.predict.cost_model.cluster import cluster
+from megatron.fold3d.predict.cost_model.estimate import estimate
+from megatron.fold3d.predict.cost_model.model_shape import model_shape
+from megatron.fold3d.predict.cost_model.sizes import Setup
+from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.simulate import simulate
+from tests.predict.paper.published import A100, SETUP_39B
+
+
+def test_live_tensors_are_most_of_the_memory_that_the_paper_measured():
+    # Table II: GPT-3 39B, (dp, pp, tp) = (4, 4, 8), 256 sequences, 29.8 GB.
+    found = estimate(model_shape("gpt3-39b"), A100, SETUP_39B, num_ranks=4, num_segments=2)
+    plan = build("interleaved", num_ranks=4, num_segments=2, num_microbatches=16)
+    execution = Execution(nic_of_rank=found.nic_of_rank)
+    timeline = simulate(serial_grad_sync(plan), found.costs, execution)
+    peak = max(rank.device.peak_bytes for rank in memory(timeline, found.footprint))
+    # The rest is CUDA's and NCCL's own, and what the allocator cannot use.
+    assert 0.75 * 29.8e9 < peak < 29.8e9
+
+
+def test_a_recomputing_backward_takes_three_forwards():
+    found = estimate(model_shape("gpt3-39b"), A100, SETUP_39B, num_ranks=4, num_segments=2)
+    overhead_s = A100.task_overhead_s
+    for forward_s, backward_s in zip(found.costs.forward_s, found.costs.backward_s, strict=True):
+        assert backward_s - overhead_s == pytest.approx(3 * (forward_s - overhead_s))
+
+
+def test_weight_gradients_take_a_forward_without_its_attention_scores():
+    shape, plain = model_shape("gpt3-39b"), replace(SETUP_39B, recompute="none")
+    found = estimate(shape, A100, plain, num_ranks=4, num_segments=2).costs
+    full = estimate(shape, A100, SETUP_39B, num_ranks=4, num_segments=2).costs
+    assert full.weight_s == found.weight_s
+    assert full.split_s == A100.task_overhead_s
+    h, s, layers = 8192, 1024, 6
+    rate = A100.gpu_flops_per_s * A100.compute_efficiency * 8
+    assert found.weight_s == (pytest.approx(4 * layers * 24 * s * h * h / rate),) * 8
+
+
+def test_one_replica_carries_what_its_node_sends():
+    shape = model_shape("gpt3-18b")
+    small = replace(SETUP_39B, tensor_parallel=4, data_parallel=16)
+    four = estimate(shape, A100, small, num_ranks=2, num_segments=1)
+    eight = estimate(shape, A100, replace(SETUP_39B, data_parallel=8), num_ranks=2, num_segments=1)
+    assert four.costs.p2p_s == pytest.approx(2 * eight.costs.p2p_s)  # two replicas per node
+    assert not eight.costs.grad_sync_local
+
+
+def test_a_group_inside_a_node_leaves_the_nic_alone():
+    node = cluster("a100x8")
+    setup = Setup(tensor_parallel=2, data_parallel=2)
+    found = estimate(model_shape("24-2048-16"), node, setup, num_ranks=2, num_segments=1)
+    assert found.nic_of_rank == (0, 0)
+    assert found.costs.grad_sync_local
+    # 4-byte gradients of half the model, all-reduced by two GPUs: their size once over NVLink
+    bytes_sent = found.costs.grad_sync_s[0] * node.intra_bytes_per_s
+    assert bytes_sent == pytest.approx(4 * model_shape("24-2048-16").stage_parameters(2)[0] / 2)
+
+
+def test_the_distributed_optimizer_moves_fewer_bytes():
+    shape = model_shape("gpt3-18b")
+    plain = estimate(shape, A100, SETUP_39B, num_ranks=4, num_segments=2).costs
+    sharded = replace(SETUP_39B, distributed_optimizer=True)
+    spread = estimate(shape, A100, sharded, num_ranks=4, num_segments=2).costs
+    assert spread.grad_sync_s[0] == pytest.approx(plain.grad_sync_s[0] / 2)
+    assert spread.param_gather_s[0] == pytest.approx(plain.grad_sync_s[0] / 4)  # of 16 bits
+    assert plain.param_gather_s[0] == 0
+
+
+def test_layers_may_be_spread_unevenly():
+    shape, layers = model_shape("gpt3-18b"), (6, *(5,) * 6, 4)
+    even = estimate(shape, A100, SETUP_39B, num_ranks=4, num_segments=2).costs.forward_s
+    found = estimate(shape, A100, SETUP_39B, num_ranks=4, num_segments=2, layers=layers)
+    layer_s = (found.costs.forward_s[0] - even[0], even[7] - found.costs.forward_s[7])
+    assert layer_s[0] == pytest.approx(layer_s[1])
+    assert found.costs.forward_s[1:7] == even[1:7]
+    with pytest.raises(ValueError, match="found 41 layers in 8 stages; the model has 40"):
+        estimate(shape, A100, SETUP_39B, num_ranks=4, num_segments=2, layers=(7, *layers[1:]))
+
+
+def test_shared_word_embeddings_are_kept_back_and_untied_ones_are_not():
+    shape = model_shape("gpt3-18b")
+    tied, untied = (
+        estimate(s, A100, SETUP_39B, num_ranks=4, num_segments=2).costs
+        for s in (shape, replace(shape, untied=True))
+    )
+    assert untied.kept_back_s == (0.0,) * 8
+    assert tied.kept_back_s[1:7] == (0.0,) * 6
+    share = shape.embedding_parameters / shape.stage_parameters(8)[0]
+    assert tied.kept_back_s[0] == pytest.approx(tied.grad_sync_s[0] * share)
+
+
+def test_an_iterations_overhead_is_spread_over_a_ranks_stages():
+    slow = replace(A100, iteration_overhead_s=0.5)
+    steps = estimate(model_shape("gpt3-18b"), slow, SETUP_39B, num_ranks=4, num_segments=2).costs
+    for rank in range(4):
+        assert sum(steps.optimizer_s[rank::4]) == pytest.approx(0.5)
+
+
+def test_gpus_must_be_those_of_the_cluster():
+    with pytest.raises(ValueError, match=r"x 2 pipeline ranks are 64 GPUs; a100x128-200g has 128"):
+        estimate(model_shape("gpt3-18b"), A100, SETUP_39B, num_ranks=2, num_segments=2)
+
+
+def test_grad_sync_inside_the_node_does_not_wait_for_messages():
+    found = estimate(
+        model_shape("24-2048-16"),
+        cluster("a100x8"),
+        Setup(data_parallel=4),
+        num_ranks=2,
+        num_segments=1,
+    )
+    plan = serial_grad_sync(build("1f1b", num_ranks=2, num_segments=1, num_microbatches=2))
+    slow = replace(found.costs, p2p_s=1.0)
+    apart = simulate(plan, slow)
+    last = [span for span in apart.ranks[1] if span.lane == "grad_sync"]
+    assert last[0].duration_s == pytest.approx(found.costs.grad_sync_s[1])

@@ -1,0 +1,120 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.fold3d.predict.cost_model import transformer
+from megatron.fold3d.predict.cost_model.cluster import NODES, cluster
+from megatron.fold3d.predict.cost_model.model_shape import SHAPES, ModelShape, model_shape
+
+DATA = Path(__file__).parents[2] / "data"
+TABLE_I = json.loads((DATA / "fold3d_tables.json").read_text())["table_I"]
+
+
+@pytest.mark.parametrize(
+    "vector",
+    json.loads((DATA / "megatron_tables.json").read_text())["vectors"]["params"],
+    ids=lambda v: str(v["h"]),
+)
+def test_a_gpt_has_the_parameters_of_megatrons_formula(vector):
+    heads = vector["h"] // 128
+    shape = ModelShape(
+        name="gpt", num_layers=vector["l"], hidden_size=vector["h"], num_attention_heads=heads
+    )
+    assert shape.num_parameters == pytest.approx(vector["expect"], rel=1e-6)
+
+
+def test_a_gpt_has_the_flops_of_megatrons_formula():
+    shape = model_shape("gpt3-175b")
+    formula = transformer.flops_per_iteration(8, 96, 12288, 51200, 2048, recompute=False)
+    assert 3 * 8 * sum(shape.stage_flops(1)) == pytest.approx(formula, rel=1e-12)
+
+
+@pytest.mark.parametrize("row", TABLE_I[:7], ids=lambda r: r["model"])
+def test_presets_are_the_papers_models(row):
+    name = row["model"].lower().replace("gpt-3 ", "gpt3-")
+    assert (SHAPES[name].num_layers, SHAPES[name].hidden_size) == (row["layers"], row["hidden"])
+
+
+def test_t5_has_eleven_billion_parameters():
+    assert model_shape("t5").num_parameters == pytest.approx(11.3e9, rel=0.01)
+
+
+def test_stages_add_up_to_the_model():
+    shape = model_shape("cpm")
+    assert sum(shape.stage_flops(8)) == sum(shape.stage_flops(1))
+    tied = shape.embedding_parameters
+    assert sum(shape.stage_parameters(8)) == shape.num_parameters + tied
+    assert shape.stage_flops(8)[4] > shape.stage_flops(8)[3]  # cross-attention begins
+
+
+def test_shapes_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="unknown model 'gpt5'; choose from bert"):
+        model_shape("gpt5")
+    with pytest.raises(ValueError, match=r"40 is not divisible by 3 stages.* fits is 2"):
+        model_shape("gpt3-18b").stage_layers(3)
+    with pytest.raises(ValueError, match="hidden_size=100 is not divisible"):
+        model_shape("2-100-3")
+    assert model_shape("24-2048-16-512").seq_length == 512
+
+
+def test_a_cluster_by_name():
+    found = cluster("a100x128-100g")
+    assert (found.num_nodes, found.num_gpus, found.nic_bytes_per_s) == (16, 128, 12.5e9)
+    assert cluster("v100x64").nic_bytes_per_s == NODES["v100"].nic_bytes_per_s
+    assert cluster("a100-80gx8").gpu_memory_bytes == 80 * 2**30
+    assert cluster("h100x4").gpus_per_node == 4
+
+
+@pytest.mark.parametrize("name", ["b300x8", "a100", "a100xmany", ""])
+def test_an_unknown_cluster_is_refused_with_those_there_are(name):
+    with pytest.raises(ValueError, match=r"unknown cluster .*; write <node>x<gpus>"):
+        cluster(name)
+
+
+def test_gpus_must_fill_their_nodes():
+    with pytest.raises(ValueError, match="12 GPUs do not fill nodes of 8; try 16"):
+        cluster("a100x12")
+
+
+FIELDS = {
+    "num_nodes": 2,
+    "gpus_per_node": 4,
+    "gpu_flops_per_s": 1e14,
+    "gpu_memory_bytes": 4e10,
+    "nic_bytes_per_s": 1e10,
+    "intra_bytes_per_s": 1e11,
+    "host_copy_bytes_per_s": 1e10,
+    "host_memory_bytes": 1e12,
+}
+
+
+def test_a_cluster_from_a_file(tmp_path):
+    (tmp_path / "mine.json").write_text(json.dumps(FIELDS))
+    (tmp_path / "mine.toml").write_text("\n".join(f"{k} = {v}" for k, v in FIELDS.items()))
+    from_json, from_toml = (cluster(str(tmp_path / f"mine.{end}")) for end in ("json", "toml"))
+    assert from_json == from_toml
+    assert (from_json.name, from_json.num_gpus) == ("mine", 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"nic_bytes_per_s": None}, "lacks nic_bytes_per_s; a cluster needs"),
+        ({"colour": "red"}, "unknown fields colour; known are"),
+        ({"nic_efficiency": 1.5}, "found nic_efficiency=1.5; an efficiency is in"),
+        ({"num_nodes": 0}, "found num_nodes=0; it is above zero"),
+    ],
+)
+def test_a_bad_cluster_file_is_refused(tmp_path, change, message):
+    found = {k: v for k, v in {**FIELDS, **change}.items() if v is not None}
+    (tmp_path / "bad.json").write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=message):
+        cluster(str(tmp_path / "bad.json"))
+
+
+def test_a_file_that_is_no_cluster_is_refused(tmp_path):
+    (tmp_path / "list.json").write_text("[]")
+    for name in ("list.json", "absent.toml"):
+        with pytest.raises(ValueError, match=name):
+            cluster(str(tmp_path / name))

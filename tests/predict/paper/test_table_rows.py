@@ -1,0 +1,110 @@
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from megatron.fold3d.predict.paper.published_rows import Tables, published_ms
+from megatron.fold3d.predict.paper.table_rows import calibrate, error, predict
+
+ROOT = Path(__file__).parents[3]
+FILE = ROOT / "tests/data/fold3d_tables.json"
+CALIBRATION = "GPT-3 18B"
+
+
+@pytest.fixture(scope="module")
+def tables():
+    return Tables.read(FILE)
+
+
+def fit(tables):
+    return calibrate(tables, [row for row in tables.rows if row["model"] == CALIBRATION])
+
+
+@pytest.fixture(scope="module")
+def constants(tables):
+    return fit(tables)
+
+
+def test_calibration_and_megatron_rows_are_within_5_percent_and_2_5_on_average(tables, constants):
+    errors = {
+        (row["cluster"], row["model"], row["system"]): error(row, predict(tables, row, constants))
+        for row in tables.rows
+        if row["pp"] and (row["model"] == CALIBRATION or row["system"].startswith("Megatron"))
+    }
+    assert len(errors) == 12
+    assert max(map(abs, errors.values())) < 0.05, errors
+    assert fmean(map(abs, errors.values())) < 0.025, errors
+
+
+def test_only_the_calibration_rows_are_fitted(tables, constants):
+    others = tuple(
+        row if row["model"] == CALIBRATION else {**row, "dpsync_ms": 1.0, "ppsync_ms": 1.0}
+        for row in tables.rows
+    )
+    assert fit(replace(tables, rows=others)) == constants
+
+
+def test_the_fitted_constants_are_what_the_paper_saw(constants):
+    assert 0.60 < constants.sync_bytes_per_s["A100x128"] / 25e9 < 0.70
+    seen_gbps = constants.sync_bytes_per_s["V100x64"] * 8 / 1e9
+    assert seen_gbps == pytest.approx(75, abs=6)  # "70 to 80 Gbps", Sec. VI-C
+    assert 0.003 < constants.task_overhead_s < 0.007
+
+
+def test_the_aiao_rows_beat_megatrons(tables, constants):
+    for row in tables.rows:
+        if row["system"] == "Fold3D":
+            predicted = sum(predict(tables, row, constants).values())
+            assert predicted < published_ms(tables.measured(row))
+
+
+def test_layers_that_no_number_of_stages_divides_are_split_as_evenly_as_they_can_be(
+    tables, constants
+):
+    megatrons = next(r for r in tables.rows if r["model"] == "BERT" and r["pp"])
+    ours = {**megatrons, "system": "Fold3D", "ns": 4}
+    assert sorted(set(tables.layers(ours, 4))) == [4, 5]  # 72 layers, 16 stages
+    assert sum(predict(tables, ours, constants).values()) < published_ms(megatrons)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dp": None}, "row A100x128, CPM, Fold3D: found dp=None; it is a whole number above zero"),
+        ({"ns": None}, "found ns=None; Fold3D has one or more segments"),
+        ({"batch": 8}, "found batch=8; dp=4 micro-batches of 4 take 16"),
+        ({"cluster": "TPU"}, "found cluster='TPU'; it begins with one of a100"),
+        ({"bwd_ms": "2 s"}, "found bwd_ms='2 s'; it is milliseconds, or null"),
+    ],
+)
+def test_a_row_that_cannot_be_predicted_says_what_it_lacks(tmp_path, tables, change, message):
+    row = next(r for r in tables.rows if r["model"] == "CPM")
+    file = tmp_path / "tables.json"
+    file.write_text(json.dumps({"table_III": [row | change]}))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Tables.read(file)
+
+
+def run(*arguments):
+    script = [sys.executable, "scripts/bench/paper_tables.py", *arguments]
+    return subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=250)
+
+
+def test_the_command_prints_a_list_of_rows():
+    rows = json.loads(run(str(FILE), "--calibrate-on", CALIBRATION, "--json").stdout)
+    assert len(rows) == 24
+    keys = {"cluster", "model", "system", "iteration_ms_published", "iteration_ms_predicted"}
+    assert all(keys <= set(row) for row in rows)
+    assert [row["system"] for row in rows if row["misprints"]] == ["Fold3D"]
+
+
+def test_the_command_says_what_it_cannot_do():
+    none = run(str(FILE), "--calibrate-on", "GPT-5")
+    assert (none.returncode, "Traceback" in none.stderr) == (2, False)
+    assert "no calibration row of A100x128" in none.stderr
+    assert "absent.json" in run("absent.json", "--calibrate-on", "x").stderr

@@ -1,0 +1,265 @@
+import re
+from dataclasses import replace
+
+import pytest
+
+from megatron.fold3d.commands.training_flags import training_flags
+from megatron.fold3d.plan.verify import peak_activations, verify
+from megatron.fold3d.predict.cost_model.cluster import cluster
+from megatron.fold3d.predict.cost_model.layers import layers_of_stages
+from megatron.fold3d.predict.cost_model.model_shape import model_shape
+from megatron.fold3d.predict.cost_model.sizes import Setup
+from megatron.fold3d.predict.search.candidate_timeline import plan_of
+from megatron.fold3d.predict.search.candidates import Candidate, Given, candidates
+from megatron.fold3d.predict.search.neighbours import neighbours
+from megatron.fold3d.predict.search.planner import USABLE_MEMORY, _Judge, search
+from megatron.fold3d.predict.search.search_result import WORTHWHILE
+from tests.predict.paper.published import A100
+
+SMALL = model_shape("12-1024-16-512")
+SLOW = cluster("a100x16-10g")
+
+
+WITHOUT_PROGRESS = lambda done, all_: None  # noqa: E731
+
+
+@pytest.fixture(
+    scope="module",
+    params=[frozenset(), frozenset({"offload", "preemptive-comm", "delay-weight-grads"})],
+)
+def all_small(request):
+    """Every candidate of a small search and some of their neighbours, simulated."""
+    judge = _Judge(SMALL, SLOW, WITHOUT_PROGRESS)
+    chosen = list(candidates(SMALL, SLOW, 32, assumed=request.param))[:: 3 + len(request.param)]
+    chosen += [n for c in chosen[::20] for n in neighbours(c, SMALL.num_layers, request.param)]
+    return [(item, judge._simulate(item)) for item in map(judge.bounded, chosen)]
+
+
+def test_preemption_is_tried_beside_what_runs_without_and_only_where_it_can_run():
+    found = set(candidates(SMALL, SLOW, 32, assumed=frozenset({"preemptive-comm"})))
+    preempting = [c for c in found if c.preemptive]
+    assert {replace(c, preemptive=False) for c in preempting} <= found
+    # Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor parallelism.
+    assert {c.setup.tensor_parallel for c in preempting} == {1}
+    assert not any(c.is_stock or c.setup.data_parallel == 1 for c in preempting)
+
+
+def test_no_simulation_is_faster_than_its_bound(all_small):
+    assert len(all_small) > 300
+    for item, choice in all_small:
+        assert choice.iteration_s >= item.bound_s * (1 - 1e-9), item.candidate
+
+
+def test_no_simulation_is_faster_than_without_dp_sync(all_small):
+    judge = _Judge(SMALL, SLOW, WITHOUT_PROGRESS)
+    above = 0
+    for item, choice in all_small:
+        assert choice.iteration_s >= judge.at_least_s(item) * (1 - 1e-9), item.candidate
+        above += judge.at_least_s(item) > item.bound_s
+    assert above > len(all_small) / 5  # elsewhere DP.sync is the bound
+
+
+def test_every_candidate_is_a_plan_that_runs(all_small):
+    for item, _ in all_small[::25]:
+        verify(plan_of(item.candidate).select({"F", "B", "W"}))
+
+
+def test_activations_are_counted_as_the_plan_has_them(all_small):
+    for item, _ in all_small:
+        candidate = replace(item.candidate, delayed_weight_grads=())
+        peaks = peak_activations(plan_of(candidate))
+        bounds = tuple(map(candidate.most_activations, range(candidate.num_ranks)))
+        if candidate.offload:
+            assert all(peak <= bound for peak, bound in zip(peaks, bounds, strict=True))
+        else:
+            assert peaks == bounds, candidate
+
+
+def test_the_search_finds_the_fastest_of_all():
+    judge = _Judge(SMALL, SLOW, WITHOUT_PROGRESS)
+    given = Given(microbatch_size=1, recompute="none")
+    all_ = list(candidates(SMALL, SLOW, 32, given))
+    choices = [judge._simulate(judge.bounded(candidate)) for candidate in all_]
+    limit = SLOW.gpu_memory_bytes * USABLE_MEMORY
+    fits = [choice for choice in choices if choice.device_bytes <= limit]
+    found = search(SMALL, SLOW, global_batch_size=32, top=3, given=given)
+    assert found.best[0].iteration_s <= min(choice.iteration_s for choice in fits)
+    stock = min(choice.iteration_s for choice in fits if choice.candidate.is_stock)
+    assert found.best_stock is not None
+    assert found.best_stock.iteration_s <= stock
+    assert found.simulated < len(all_) / 2
+
+
+def test_what_is_given_is_not_chosen():
+    given = Given(num_ranks=2, num_segments=3, microbatch_size=1, recompute="full")
+    found = search(SMALL, SLOW, global_batch_size=32, given=given)
+    assert len(found.best) == 10
+    for choice in found.best:
+        c = choice.candidate
+        assert (c.num_ranks, c.num_segments, c.setup.microbatch_size) == (2, 3, 1)
+        assert c.setup.recompute == "full"
+
+
+def test_layers_that_cannot_be_even_are_uneven():
+    given = Given(num_ranks=4, microbatch_size=2, recompute="none")
+    found = search(model_shape("13-1024-16-512"), SLOW, global_batch_size=32, given=given)
+    assert all(sum(choice.candidate.layers) == 13 for choice in found.best)
+
+
+def test_on_a_fast_node_stock_is_as_good():
+    found = search(model_shape("24-2048-16"), cluster("h100x8"), global_batch_size=64)
+    assert found.best_stock is not None
+    assert found.best_stock.iteration_s <= found.best[0].iteration_s * (1 + WORTHWHILE)
+
+
+def test_on_the_papers_cluster_aiao_is_chosen():
+    found = search(model_shape("gpt3-18b"), A100, global_batch_size=256, top=1)
+    assert found.best_stock is not None
+    assert found.best[0].candidate.schedule == "aiao"
+    assert found.best[0].iteration_s * (1 + WORTHWHILE) < found.best_stock.iteration_s
+
+
+def test_39b_gets_the_papers_split():
+    given = Given(microbatch_size=4)  # the paper's, as is the split (Table II)
+    found = search(model_shape("gpt3-39b"), A100, global_batch_size=256, top=1, given=given)
+    best = found.best[0].candidate
+    sizes = (best.setup.data_parallel, best.num_ranks, best.setup.tensor_parallel)
+    assert (best.schedule, sizes) == ("aiao", (4, 4, 8))
+    assert found.best[0].limit == "DP.sync 16%"
+
+
+def test_39b_gets_a_number_of_segments_within_2_percent_of_the_best():
+    shape = model_shape("gpt3-39b")
+    given = Given(num_ranks=4, tensor_parallel=8, microbatch_size=4, recompute="full")
+    found = search(shape, A100, global_batch_size=256, top=1, given=given)
+    judge = _Judge(shape, A100, WITHOUT_PROGRESS)
+    chosen = found.best[0].candidate
+    periods_s = []
+    for segments in range(1, 13):  # twelve layers on each rank
+        layers = layers_of_stages(48, 4, segments)
+        uneven = layers if len(set(layers)) > 1 else ()
+        other = replace(chosen, num_segments=segments, layers=uneven)
+        periods_s.append(judge._simulate(judge.bounded(other)).iteration_s)
+    assert found.best[0].iteration_s <= 1.02 * min(periods_s)
+    assert max(periods_s) > 1.3 * min(periods_s)  # there is something to choose
+
+
+def test_progress_is_reported():
+    seen = []
+    given = Given(num_ranks=2, microbatch_size=2)
+    search(
+        SMALL,
+        SLOW,
+        global_batch_size=32,
+        given=given,
+        progress=lambda *counts: seen.append(counts),
+    )
+    assert seen
+    assert all(done <= of for done, of in seen)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (Given(num_ranks=5), r"found --pp 5, .* it can be 1, 2, 4, 8$"),
+        (Given(tensor_parallel=8, data_parallel=4), r"found --tp 8, .* it can be 1, 2, 4$"),
+        (Given(num_ranks=4, num_segments=5), r"found --segments 5, .* it can be 1, 3$"),
+        (Given(microbatch_size=16), r"found --micro-batch-size 16, .* 1, 2, 4, 8$"),
+        (Given(num_ranks=3, data_parallel=3), r"has --dp 3 --pp 3; give fewer sizes"),
+    ],
+)
+def test_what_divides_nothing_is_refused_with_what_does(given, message):
+    with pytest.raises(ValueError, match=message):
+        search(SMALL, SLOW, global_batch_size=32, given=given)
+
+
+def test_what_cannot_fit_is_refused_with_what_would():
+    shape, few = model_shape("gpt3-39b"), cluster("a100x32")
+    with pytest.raises(ValueError, match="gpt3-39b does not fit on a100x32: ") as refused:
+        search(shape, few, global_batch_size=64, given=Given(num_ranks=1))
+    sizes = re.search(r"try --tp (\d+) --pp (\d+) .* --recompute full$", str(refused.value))
+    assert sizes is not None
+    given = Given(tensor_parallel=int(sizes[1]), num_ranks=int(sizes[2]), microbatch_size=1)
+    assert search(shape, few, global_batch_size=64, top=1, given=given).best
+
+
+def test_a_model_that_is_too_large_for_a_cluster_gets_a_larger_one():
+    with pytest.raises(ValueError, match=r"39b does not fit on v100x8: .* full on 32 GPUs$"):
+        search(model_shape("gpt3-39b"), cluster("v100x8"), global_batch_size=64)
+
+
+def test_a_batch_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="found global_batch_size=0"):
+        search(SMALL, cluster("a100x8"), global_batch_size=0)
+
+
+def test_offload_is_chosen_where_aiao_fits_in_no_other_way_and_the_host_has_room():
+    given = Given(num_ranks=4, num_segments=3, tensor_parallel=1, microbatch_size=4)
+    small = replace(SLOW, gpu_memory_bytes=3 * 2**30)
+    found = search(SMALL, small, global_batch_size=512, given=given)
+    assert all(choice.candidate.offload for choice in found.best)
+    assert 0 < found.best[0].host_bytes <= small.host_memory_bytes / small.gpus_per_node
+    assert training_flags(SMALL, SLOW, found.best[0].candidate).endswith("--offload-activations on")
+
+    usual = search(SMALL, SLOW, global_batch_size=512, given=given)
+    assert not any(choice.candidate.offload for choice in usual.best)
+    full = replace(small, host_memory_bytes=2**30)
+    with pytest.raises(ValueError, match="does not fit"):
+        search(SMALL, full, global_batch_size=512, given=given)
+
+
+def test_a_share_that_training_measures_goes_before_one_that_is_hardly_faster():
+    """On the testbed, whose runs agree: `scripts.bench.compare` in docs/planning.md."""
+    hosts = replace(cluster("testbedx4"), iteration_overhead_s=0.0945)
+    given = Given(num_ranks=2, microbatch_size=1, fp32=True)
+    first, *others = search(model_shape("testbed"), hosts, global_batch_size=16, given=given).best
+    assert first.candidate.backward_share == "auto"
+    assert first.candidate.num_segments == 8
+    faster = [choice for choice in others if choice.iteration_s < first.iteration_s]
+    assert faster
+    assert all(choice.iteration_s > first.iteration_s / 1.01 for choice in faster)
+
+
+def test_weight_gradients_are_delayed_on_request_where_that_hides_dp_sync():
+    hosts, given = cluster("testbedx4-0.35g"), Given(num_ranks=2, num_segments=4, fp32=True)
+    usual, tried = (
+        search(model_shape("testbed"), hosts, global_batch_size=16, given=given, assumed=assumed)
+        for assumed in (frozenset(), frozenset({"delay-weight-grads"}))
+    )
+    assert not any(choice.candidate.delayed_weight_grads for choice in usual.best)
+    assert usual.undelayed is None
+    best = tried.best[0]
+    assert best.candidate.delayed_weight_grads
+    assert best.candidate.backward_share == "auto"
+    assert tried.undelayed.candidate == replace(best.candidate, delayed_weight_grads=())
+    assert best.iteration_s < tried.undelayed.iteration_s / (1 + WORTHWHILE)
+    assert training_flags(SMALL, hosts, best.candidate).endswith(
+        f" --delay-weight-grads {best.candidate.delayed_segments}"
+        " --transformer-impl local --no-gradient-accumulation-fusion"
+    )
+
+
+@pytest.mark.parametrize(
+    ("segments", "sets"),
+    [(1, []), (2, [(1,)]), (3, [(2,), (1, 2)]), (8, [(7,), (4, 7), (3, 4)])],
+)
+def test_the_first_segments_weight_gradients_are_never_delayed(segments, sets):
+    setup = Setup(data_parallel=2)
+    share = Candidate(
+        schedule="aiao",
+        is_stock=False,
+        setup=setup,
+        num_ranks=2,
+        num_segments=segments,
+        num_microbatches=8,
+        backward_share="auto",
+    )
+    assumed = frozenset({"delay-weight-grads"})
+    found = [c.delayed_weight_grads for c in neighbours(share, 16, assumed)]
+    assert [delayed for delayed in found if delayed] == sets
+    without = replace(share, backward_share=None, setup=replace(setup, distributed_optimizer=True))
+    assert [c for c in neighbours(without, 16, assumed) if c.delayed_weight_grads] == [
+        replace(share, delayed_weight_grads=delayed) for delayed in sets
+    ]
+    alone = replace(share, setup=Setup())
+    assert not any(c.delayed_weight_grads for c in neighbours(alone, 16, assumed))

@@ -1,0 +1,93 @@
+from dataclasses import replace
+
+import pytest
+
+from megatron.fold3d.predict.cost_model.estimate import estimate
+from megatron.fold3d.predict.cost_model.model_shape import model_shape
+from megatron.fold3d.predict.search.candidate_timeline import timeline_of
+from megatron.fold3d.predict.search.candidates import Candidate
+from megatron.fold3d.predict.search.segments import by_rule, by_simulation
+from megatron.fold3d.predict.simulator.costs import Costs
+from tests.predict.paper.published import A100, SETUP_39B
+
+RULE = {"compute_s": 10.0, "grad_sync_s": 8.0, "num_microbatches": 8}
+
+
+def costs(overhead_s, grad_sync_s=8.0, ranks=2):
+    """8 s of forwards and backwards each over 8 micro-batches, split into segments."""
+
+    def of(segments):
+        return Costs.uniform(
+            ranks * segments,
+            forward_s=1 / 3 / segments + overhead_s,
+            backward_s=2 / 3 / segments + overhead_s,
+            grad_sync_s=grad_sync_s / segments,
+        )
+
+    return of
+
+
+def test_the_rule_stops_where_messages_no_longer_fit():
+    # 16 messages per segment of 0.1 s, all but one micro-batch's hidden: 1.4 s per segment.
+    # 2: 2.8 + 4; 3: 4.2 + 5.33; 4: 5.6 + 6 is too much for 10 s.
+    assert by_rule([1, 2, 3, 4, 6], message_s=0.1, **RULE).num_segments == 3
+
+
+def test_free_messages_allow_the_most_segments():
+    assert by_rule([1, 2, 4], message_s=0.0, **RULE).num_segments == 4
+
+
+def test_one_segment_is_left_when_nothing_fits():
+    chosen = by_rule([1, 2], message_s=5.0, **RULE)
+    assert chosen.num_segments == 1
+    assert "do not even fit" in chosen.reason
+
+
+def test_simulation_raises_segments_while_they_are_free_and_not_against_their_overhead():
+    sizes = {"num_ranks": 2, "num_microbatches": 8}
+    assert by_simulation([1, 2, 4], costs(0.0), **sizes).num_segments == 4
+    assert by_simulation([1, 2, 4], costs(1.0), **sizes).num_segments == 1
+
+
+def test_of_equals_the_fewest_segments_are_taken():
+    alone = by_simulation([1, 2, 4], costs(0.0, 0.0, 1), num_ranks=1, num_microbatches=8)
+    assert alone.num_segments == 1
+    assert "1: 8 s, 2: 8 s, 4: 8 s" in alone.reason
+
+
+def test_messages_that_fill_a_link_go_one_after_the_other_as_in_training():
+    slow = Costs.uniform(4, p2p_s=2.0)
+    found = by_simulation([2], lambda _: slow, num_ranks=2, num_microbatches=8, deferred=False)
+    assert "2: 70 s" in found.reason  # 76.8 s if each had a share of the link
+
+
+@pytest.mark.parametrize("backward_share", [None, "auto"])
+def test_39b_gets_a_number_of_segments_within_2_percent_of_the_best(backward_share):
+    # The paper's cluster, split and software overhead. Of all that divide 12 layers per rank, each
+    # is simulated as it runs; the choice is made from costs alone, before anything runs.
+    known = {
+        segments: estimate(
+            model_shape("gpt3-39b"), A100, SETUP_39B, num_ranks=4, num_segments=segments
+        )
+        for segments in (1, 2, 3, 4, 6, 12)
+    }
+    chosen = by_simulation(
+        known,
+        lambda segments: known[segments].costs,
+        num_ranks=4,
+        num_microbatches=16,
+        deferred=backward_share is not None,
+        preemptive=False,
+    )
+    runs = Candidate(
+        schedule="aiao",
+        is_stock=False,
+        setup=SETUP_39B,
+        num_ranks=4,
+        num_segments=1,
+        num_microbatches=16,
+        backward_share=backward_share,
+    )
+    periods_s = {n: timeline_of(replace(runs, num_segments=n), known[n]).period_s for n in known}
+    assert periods_s[chosen.num_segments] <= 1.02 * min(periods_s.values())
+    assert max(periods_s.values()) > 1.3 * min(periods_s.values())  # there is something to choose

@@ -1,0 +1,341 @@
+import itertools
+import json
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.fold3d.observe.exposure import exposure, mean
+from megatron.fold3d.observe.timeline import Lane, Timeline
+from megatron.fold3d.plan.ir import Op, Plan, PlanError
+from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
+from megatron.fold3d.plan.passes.offload import add_offload
+from megatron.fold3d.plan.passes.stock_grad_sync import (
+    aligned_grad_sync,
+    deferred_grad_sync,
+    serial_grad_sync,
+)
+from megatron.fold3d.plan.passes.transfers import add_p2p
+from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
+from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.simulate import simulate
+from scripts.bench.check_vectors import error, errors_of
+
+CASES = json.loads((Path(__file__).parents[2] / "data/simulator_vectors.json").read_text())["cases"]
+
+
+def built(schedule: str, ranks: int, segments: int, microbatches: int) -> Plan:
+    return build(schedule, num_ranks=ranks, num_segments=segments, num_microbatches=microbatches)
+
+
+def compute_rows(timeline: Timeline) -> list[list[tuple[float, float, str]]]:
+    """Start, end and action of every computation, rank by rank."""
+    return [
+        [(s.start_s, s.end_s, str(s.action)) for s in timeline.lane(rank, Lane.COMPUTE)]
+        for rank in range(timeline.num_ranks)
+    ]
+
+
+def computed_s(timeline: Timeline, op: Op) -> float:
+    """How long the first rank computed this op."""
+    spans = timeline.lane(0, Lane.COMPUTE)
+    return sum(span.duration_s for span in spans if span.action.op is op)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case["id"]))
+def test_pinned_plans_take_the_time_that_is_expected(case):
+    assert error(case) < 1e-9  # both sum the same numbers, in their own order
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dp_mode": "lifo"}, "case 1: found dp_mode='lifo'; it is one of edf, fifo, serial"),
+        ({"dp": [[1.0]]}, "case 1: found 1 entries in dp; p=2, v=1, m=2, iters=3 make it 2"),
+        ({"m": 3}, "case 1: found 4 entries in order of rank 0"),
+        ({"lat": float("nan")}, "case 1: found p2p_latency_s=nan"),
+        ({"expect": {}}, "case 1 lacks 'end_of_iteration_rank0'"),
+    ],
+)
+def test_a_file_of_pinned_plans_that_is_wrong_says_which_one(tmp_path, change, message):
+    file = tmp_path / "vectors.json"
+    file.write_text(json.dumps({"cases": [CASES[8], CASES[10] | change]}))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        errors_of(file)
+
+
+def test_a_file_without_plans_is_refused(tmp_path):
+    file = tmp_path / "vectors.json"
+    file.write_text('{"cases": []}')
+    with pytest.raises(ValueError, match='no list of plans under "cases"'):
+        errors_of(file)
+
+
+def test_1f1b_of_two_ranks_by_hand():
+    timeline = simulate(built("1f1b", 2, 1, 2), Costs.uniform(2))
+    assert compute_rows(timeline) == [
+        [(0, 1, "0F0"), (1, 2, "0F1"), (4, 6, "0B0"), (7, 9, "0B1")],
+        [(1, 2, "1F0"), (2, 4, "1B0"), (4, 5, "1F1"), (5, 7, "1B1")],
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "segments", "microbatches"), [(2, 2, 8), (4, 1, 6), (4, 3, 8)])
+@pytest.mark.parametrize("schedule", ["afab", "aiao", "interleaved", "breadth-first"])
+def test_bubble_of_looped_schedules_is_p_minus_1_over_v_m(schedule, ranks, segments, microbatches):
+    timeline = simulate(
+        built(schedule, ranks, segments, microbatches), Costs.uniform(ranks * segments)
+    )
+    assert mean(exposure(timeline)).bubble_ratio == pytest.approx(
+        (ranks - 1) / (segments * microbatches)
+    )
+
+
+def test_a_message_takes_its_latency_and_then_its_time():
+    costs = Costs.uniform(2, p2p_s=0.25, p2p_latency_s=0.125)
+    timeline = simulate(built("1f1b", 2, 1, 1), costs)
+    assert [tuple(span[:3]) for span in timeline.lane(1, Lane.P2P)] == [(Lane.P2P, 1.0, 1.375)]
+    assert str(timeline.lane(1, Lane.P2P)[0].action) == "1RECV_F0"
+    assert timeline.makespan_s == 2 * 0.375 + 6
+
+
+def test_two_messages_on_one_link_get_half_of_it_each():
+    costs = Costs(forward_s=(1.0, 1.0), backward_s=(0.0, 0.0), p2p_s=2.0)
+    timeline = simulate(Plan.from_text("0F0 0F1\n1F0 1F1\n"), costs)
+    # The second leaves at 2, when the first has a second of work left: 2 s at half the rate.
+    assert [tuple(s[1:3]) for s in timeline.lane(1, Lane.P2P)] == [(1.0, 4.0), (2.0, 5.0)]
+
+
+def test_p2p_goes_before_grad_sync_on_the_same_link():
+    text = "0F0 0REDUCE_GRAD 0WAIT_GRAD\n1F0\n"
+    costs = Costs(forward_s=(1.0, 1.0), backward_s=(0.0, 0.0), p2p_s=2.0, grad_sync_s=(3.0, 0.0))
+    alone = simulate(Plan.from_text(text), costs)
+    assert alone.makespan_s == 1 + 2 + 3
+    # As equals, both have half the link until the message has gone.
+    fair = simulate(Plan.from_text(text), costs, Execution(preemptive=False))
+    assert fair.lane(1, Lane.P2P)[0].end_s == 5.0
+
+
+def test_ranks_behind_one_nic_share_it_for_grad_sync_and_not_for_messages():
+    text = "0F0 0REDUCE_GRAD 0WAIT_GRAD\n1F0 1REDUCE_GRAD 1WAIT_GRAD\n"
+    costs = Costs(forward_s=(1.0, 1.0), backward_s=(0.0, 0.0), p2p_s=9.0, grad_sync_s=(2.0, 2.0))
+    timeline = simulate(Plan.from_text(text), costs, Execution(nic_of_rank=(0, 0)))
+    # 1 to 2: rank 0 alone; 2 to 4: half each; 4 to 5: rank 1 alone.
+    assert timeline.iteration_ends_s(0) == (4.0,)
+    assert timeline.iteration_ends_s(1) == (5.0,)
+
+
+def test_edf_lets_the_segment_that_is_needed_first_overtake():
+    text = "0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD 0WAIT_GRAD 1WAIT_GRAD\n"
+    costs = Costs.uniform(2, grad_sync_s=5.0)
+    edf = simulate(Plan.from_text(text), costs, Execution(grad_sync_order="edf"))
+    rows = [(s.start_s, s.end_s, str(s.action)) for s in edf.lane(0, Lane.GRAD_SYNC)]
+    assert rows == [(4, 6, "1REDUCE_GRAD"), (6, 11, "0REDUCE_GRAD"), (11, 14, "1REDUCE_GRAD")]
+    fifo = simulate(Plan.from_text(text), costs)
+    rows = [(s.start_s, s.end_s, str(s.action)) for s in fifo.lane(0, Lane.GRAD_SYNC)]
+    assert rows == [(4, 9, "1REDUCE_GRAD"), (9, 14, "0REDUCE_GRAD")]
+
+
+def test_serial_grad_sync_is_all_exposed_and_aiao_hides_all_but_one_segment():
+    costs = Costs.uniform(4, grad_sync_s=3.0)
+    compute = built("aiao", 2, 2, 4)
+    alone = simulate(compute, costs).makespan_s
+    assert simulate(serial_grad_sync(compute), costs).makespan_s == alone + 2 * 3.0
+    assert simulate(add_grad_sync(compute), costs).makespan_s == alone + 3.0
+
+
+def test_deferred_grad_sync_shows_from_the_second_iteration_on():
+    costs = Costs.uniform(4, grad_sync_s=3.0)
+    deferred = deferred_grad_sync(built("aiao", 2, 2, 4))
+    timeline = simulate(deferred, costs, iterations=3)
+    first, second, third = timeline.iteration_ends_s(0)
+    assert first == simulate(built("aiao", 2, 2, 4), costs).makespan_s
+    assert second - first == third - second == first + 3.0
+
+
+def test_an_offloaded_micro_batch_waits_for_its_reload():
+    plan = Plan.from_text("0F0 0OFFLOAD0 0F1 0RELOAD0 0B0 0B1\n")
+    costs = Costs(forward_s=(1.0,), backward_s=(1.0,), offload_s=(2.0,), reload_s=(0.5,))
+    timeline = simulate(plan, costs)
+    copies = [tuple(span[1:3]) for span in timeline.lane(0, Lane.COPY)]
+    assert copies == [(1.0, 3.0), (3.0, 3.5)]  # it comes back after it has left
+    assert compute_rows(timeline)[0][2] == (3.5, 4.5, "0B0")
+
+
+def test_a_flush_holds_all_ranks_until_the_last_has_ended():
+    plan = built("1f1b", 3, 1, 3)
+    timeline = simulate(plan, Costs.uniform(3), Execution(flush=True), iterations=2)
+    ends = {timeline.iteration_ends_s(rank) for rank in range(3)}
+    assert ends == {(15.0, 30.0)}
+
+
+def test_a_plan_that_cannot_end_is_refused_with_the_actions_that_wait():
+    stuck = Plan.from_text("0F0 2F0 2B0 0B0\n1B0 1F0 3F0 3B0\n")
+    with pytest.raises(PlanError, match="rank 0 at 2F0, rank 1 at 1B0"):
+        simulate(stuck, Costs.uniform(4))
+
+
+def test_costs_of_another_plan_are_refused():
+    with pytest.raises(PlanError, match="2 numbers in forward_s; a plan of 4 stages"):
+        simulate(built("aiao", 2, 2, 2), Costs.uniform(2))
+    with pytest.raises(PlanError, match="seconds are zero or more"):
+        simulate(built("1f1b", 2, 1, 2), Costs.uniform(2, forward_s=-1.0))
+    with pytest.raises(PlanError, match="3 NICs; the plan has 2 ranks"):
+        simulate(built("1f1b", 2, 1, 2), Costs.uniform(2), Execution(nic_of_rank=(0, 1, 2)))
+
+
+def test_costs_give_themselves_back_from_json():
+    costs = Costs.uniform(4, p2p_s=0.5, grad_sync_s=1.0)
+    assert Costs.from_json(costs.to_json()) == costs
+    with pytest.raises(ValueError, match="not costs"):
+        Costs.from_json('{"forward": 1}')
+
+
+sizes = st.tuples(st.integers(2, 4), st.integers(1, 3), st.integers(1, 5))
+
+
+@given(sizes, st.sampled_from(["afab", "aiao", "interleaved"]), st.sampled_from([0.0, 0.3, 1.7]))
+def test_explicit_transfers_change_nothing(sizes, schedule, p2p_s):
+    ranks, segments, microbatches = sizes
+    if schedule == "interleaved" and microbatches % ranks:
+        return
+    compute = built(schedule, ranks, segments, microbatches)
+    costs = Costs.uniform(ranks * segments, p2p_s=p2p_s, p2p_latency_s=0.1)
+    assert simulate(compute, costs) == simulate(add_p2p(compute), costs)
+
+
+@given(sizes, st.floats(0.0, 2.0), st.floats(0.0, 6.0))
+def test_no_rank_does_two_things_at_once_and_every_computation_runs(sizes, p2p_s, grad_sync_s):
+    ranks, segments, microbatches = sizes
+    compute = built("aiao", ranks, segments, microbatches)
+    costs = Costs.uniform(ranks * segments, p2p_s=p2p_s, grad_sync_s=grad_sync_s)
+    lowered = add_grad_sync(add_offload(add_p2p(compute)))
+    for rank, row in enumerate(compute_rows(simulate(lowered, costs, iterations=2))):
+        assert [word for _, _, word in row] == 2 * [str(a) for a in compute.programs[rank]]
+        assert all(end <= start for (_, end, _), (start, _, _) in itertools.pairwise(row))
+
+
+def test_weight_gradients_have_their_own_cost():
+    split = Plan.from_text("0F0 0B0 0W0\n")
+    costs = Costs(forward_s=(1.0,), backward_s=(6.0,), weight_s=(4.0,), split_s=0.5)
+    timeline = simulate(split, costs)
+    assert timeline.makespan_s == 7.5
+    assert computed_s(timeline, Op.BACKWARD) == 2.0
+    assert computed_s(timeline, Op.WEIGHT) == 4.5
+
+
+def test_weight_gradients_are_a_part_of_a_backward():
+    costs = Costs(forward_s=(1.0,), backward_s=(2.0,), weight_s=(4.0,))
+    with pytest.raises(PlanError, match=r"found 4\.0 in weight_s; it is a part of a backward of 2"):
+        costs.check(Plan.from_text("0F0 0B0\n"))
+
+
+def test_a_backward_that_is_not_split_computes_its_weight_gradients():
+    plan = delay_weight_grads(built("aiao", 1, 2, 2), [1])
+    costs = Costs(forward_s=(1.0, 1.0), backward_s=(3.0, 5.0), weight_s=(1.0, 2.0))
+    timeline = simulate(plan, costs)
+    taken = [(str(s.action), s.duration_s) for s in timeline.lane(0, Lane.COMPUTE)]
+    assert taken[-4:] == [("0B0", 3.0), ("0B1", 3.0), ("1W0", 2.0), ("1W1", 2.0)]
+    assert computed_s(timeline, Op.BACKWARD) == 2 * (3.0 + 5.0 - 2.0)
+
+
+def test_the_time_of_a_simulation_grows_with_the_number_of_actions():
+    # The larger one is that of 3,072 GPUs: pp=64 of dp=6 and tp=8; replicas do the same, so one
+    # is run. It has 16 times the actions: 4 times the ranks, 4 times the micro-batches. A step that
+    # looked at all of either would make it 64 times as long.
+    assert simulation_s(64, 256) < 3 * 16 * simulation_s(16, 64)
+
+
+def simulation_s(ranks: int, microbatches: int) -> float:
+    """Simulate AIAO of four segments; returns the CPU time that it took."""
+    plan = deferred_grad_sync(built("aiao", ranks, 4, microbatches))
+    costs = Costs.uniform(4 * ranks, p2p_s=0.1, p2p_latency_s=0.01, grad_sync_s=30.0)
+    start_s = time.process_time()
+    timeline = simulate(plan, costs, Execution(grad_sync_order="edf"))
+    took_s = time.process_time() - start_s
+    assert timeline.makespan_s > 3 * 4 * microbatches
+    return took_s
+
+
+def test_a_rank_may_wait_for_what_it_sends():
+    plan = Plan.from_text("0F0 0F1\n1F0 1F1\n")
+    costs = Costs(forward_s=(1.0, 1.0), backward_s=(0.0, 0.0), p2p_s=2.0)
+    waiting = Execution(sends_waited_for=frozenset({Op.FORWARD}))
+    timeline = simulate(plan, costs, waiting)
+    assert [row[:2] for row in compute_rows(timeline)[0]] == [(0, 1), (3, 4)]
+    waits = [(s.start_s, s.end_s, str(s.action)) for s in timeline.lane(0, Lane.WAIT)]
+    assert waits == [(1, 3, "0SEND_F0"), (4, 6, "0SEND_F1")]
+    assert timeline.makespan_s == 7
+    buffered = replace(costs, sends_are_buffered=True)
+    assert simulate(plan, buffered, waiting) == simulate(plan, costs)
+
+
+def test_messages_of_one_channel_may_go_one_after_the_other():
+    costs = Costs(forward_s=(1.0, 1.0), backward_s=(0.0, 0.0), p2p_s=2.0)
+    timeline = simulate(Plan.from_text("0F0 0F1\n1F0 1F1\n"), costs, Execution(in_order=True))
+    assert [tuple(s[1:3]) for s in timeline.lane(1, Lane.P2P)] == [(1.0, 3.0), (2.0, 5.0)]
+
+
+def test_what_is_not_in_the_backward_share_follows_the_last_action():
+    plan = Plan.from_text("0WAIT_GRAD 0F0 1WAIT_GRAD 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD\n")
+    costs = Costs.uniform(2, grad_sync_s=4.0)
+    timeline = simulate(plan, costs, Execution(backward_share=(0.0, 0.5)), iterations=2)
+    rows = [(s.start_s, s.end_s, str(s.action)) for s in timeline.lane(0, Lane.GRAD_SYNC)]
+    # Half of 1 behind 0B0; then 0, which the next forward needs first, and the rest of 1.
+    assert rows[:3] == [(4, 6, "1REDUCE_GRAD"), (6, 10, "0REDUCE_GRAD"), (10, 12, "1REDUCE_GRAD")]
+    starts = [(s.start_s, str(s.action)) for s in timeline.lane(0, Lane.COMPUTE)][4:6]
+    assert starts == [(10, "0F0"), (12, "1F0")]
+
+
+def test_what_is_kept_back_ends_with_its_iteration():
+    plan = Plan.from_text("0WAIT_GRAD 0F0 0B0 0REDUCE_GRAD\n")
+    costs = Costs.uniform(1, grad_sync_s=4.0)
+    kept = replace(costs, kept_back_s=(1.0,))
+    for share in (0.0, 1.0):
+        timeline = simulate(plan, kept, Execution(backward_share=(share,)), iterations=2)
+        # Its second of work shares the link with the rest, so it takes two.
+        assert timeline.iteration_ends_s(0)[0] == 3 + 2
+        assert timeline.period_s == 2 + 3 + 2
+
+
+def test_a_rank_without_work_is_a_bubble():
+    plan = built("1f1b", 2, 1, 2)
+    costs = Costs(forward_s=(1.0, 0.0), backward_s=(2.0, 0.0))
+    busy, idle = exposure(simulate(plan, costs))
+    assert (busy.total_s, idle.bubble_s, idle.total_s) == (6.0, 6.0, 6.0)
+    assert idle.bubble_ratio == 0.0
+    nothing = exposure(simulate(plan, Costs.uniform(2, forward_s=0.0, backward_s=0.0)))
+    assert all(row.share(row.bubble_s) == 0.0 for row in nothing)
+
+
+def test_stock_starts_dp_sync_late():
+    plan = build("interleaved", num_ranks=2, num_segments=2, num_microbatches=2, group_size=2)
+    first, last = aligned_grad_sync(plan).programs
+    assert " ".join(map(str, first)) == (
+        "0F0 0F1 2F0 2F1 2B0 2B1 2REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD"
+    )
+    assert " ".join(map(str, last)) == (
+        "1F0 1F1 3F0 3B0 3F1 3B1 1B0 3REDUCE_GRAD 1B1 1REDUCE_GRAD 3WAIT_GRAD 1WAIT_GRAD"
+    )
+
+
+def test_messages_that_fill_a_link_delay_dp_sync_no_longer_than_their_budget():
+    text = "0F0 0F1 0F2 0F3 0F4 0F5 0REDUCE_GRAD 0WAIT_GRAD\n1F0 1F1 1F2 1F3 1F4 1F5\n"
+    costs = Costs(forward_s=(0.1, 0.1), backward_s=(0.0, 0.0), p2p_s=1.0, grad_sync_s=(1.0, 0.0))
+
+    def ends_s(pause_share: float) -> float:
+        execution = Execution(in_order=True, pause_share=pause_share)
+        timeline = simulate(Plan.from_text(text), costs, execution)
+        return timeline.iteration_ends_s(0)[0]
+
+    # The link is full from 0.1 to 6.1; DP.sync is there from 0.6 on.
+    assert ends_s(1.0) == pytest.approx(7.1)
+    # In each second from there it waits 0.35 and has half of the link for 0.65: 0.325 twice
+    # until 2.6, once more until 3.6, and the last 0.025 after a fourth pause.
+    assert ends_s(0.35) == pytest.approx(3.95 + 0.05)
+    assert ends_s(0.0) == pytest.approx(0.6 + 2.0)

@@ -1,0 +1,102 @@
+"""What the host has left is known, and asked before it is taken."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.fold3d.plan.passes.offload import add_offload
+from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.runtime.offload import host_memory
+from megatron.fold3d.runtime.offload.host_memory import HostMemoryError
+from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool
+
+PLAN = add_offload(build("afab", num_ranks=2, num_segments=1, num_microbatches=10))
+GIB = 1 << 30
+
+
+def test_more_than_the_host_has_is_an_error_with_both_numbers():
+    assert 0 < host_memory.available_bytes() < 1 << 50
+    host_memory.check_node(PLAN, 1024, [0, 0, 1])
+    with pytest.raises(HostMemoryError, match=r"^[0-9,]+ bytes of host memory for the activations"):
+        host_memory.check_node(PLAN, 1024 * GIB, [0, 0, 1])
+    with pytest.raises(HostMemoryError, match=r"10 bytes .*, 9 are available; use fewer micro-"):
+        host_memory.check(10, "for a test", available=9)
+
+
+def test_all_ranks_of_a_node_count():
+    with pytest.raises(HostMemoryError, match=f"^{(10 + 10 + 10) * 1024 * GIB:,} bytes .* 3 ranks"):
+        host_memory.check_node(PLAN, 1024 * GIB, [0, 0, 1])
+
+
+def test_slots_are_reused_first_in_first_out_and_taken_from_the_host_once():
+    pool = PinnedPool(torch.device("cpu"))
+    pool.reserve({512: 3})
+    slots = [pool.take(500) for _ in range(3)]
+    for slot in slots:
+        pool.give_back(slot)
+    assert [pool.take(512) for _ in range(3)] == slots
+    assert (pool.num_bytes, pool.num_growths, pool.high_water_bytes) == (1536, 1, 1536)
+
+
+def test_what_was_not_foreseen_grows_the_pool_and_is_logged(caplog: pytest.LogCaptureFixture):
+    pool = PinnedPool(torch.device("cpu"))
+    pool.reserve({512: 1})
+    pool.take(512)
+    with caplog.at_level("INFO"):
+        assert pool.take(1).memory.numel() == 512
+    assert "no slot of 512 bytes is free" in caplog.text
+    pool.reserve({512: 2})
+    assert pool.num_growths == 2
+    with pytest.raises(HostMemoryError, match="are available"):
+        pool.take(1 << 60)
+
+
+@pytest.mark.parametrize(
+    ("own", "files"),
+    [
+        ("0::/job/step", ("", "memory.max", "memory.current", "inactive_file")),
+        (
+            "11:cpuset:/\n4:memory:/job/step\n0::/",
+            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_the_tightest_control_group_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: tuple[str, ...]
+):
+    folder, limit, used, reclaimable = files
+    groups = [tmp_path / folder, tmp_path / folder / "job", tmp_path / folder / "job/step"]
+    groups[-1].mkdir(parents=True)
+    for group, limit_bytes in zip(groups, ("9000000", "5000", "7000"), strict=True):
+        (group / limit).write_text(f"{limit_bytes}\n")
+        (group / used).write_text("3000\n")
+        (group / "memory.stat").write_text(f"cache 1\n{reclaimable} 500\n")
+    (tmp_path / "own").write_text(f"{own}\n")
+    monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host_memory, "_OWN_GROUPS", tmp_path / "own")
+    assert host_memory.available_bytes() == 5000 - 3000 + 500
+
+    (groups[1] / limit).unlink()  # as a container sees it
+    assert host_memory.available_bytes() == 7000 - 3000 + 500
+
+
+def test_memory_that_was_taken_is_there_so_that_the_next_rank_counts_it():
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    before = resident_bytes()
+    memory = host_memory.take(64 << 20, torch.device("cpu"))
+    assert resident_bytes() - before > 60 << 20
+    assert memory.numel() == 64 << 20
+
+
+def test_ranks_look_and_take_one_after_the_other():
+    other = "import fcntl; fcntl.flock(open('/proc/meminfo'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    with host_memory._turn():
+        waits = subprocess.run([sys.executable, "-c", other], capture_output=True, check=False)
+    goes_on = subprocess.run([sys.executable, "-c", other], capture_output=True, check=False)
+    assert (b"BlockingIOError" in waits.stderr, goes_on.returncode) == (True, 0)

@@ -1,0 +1,191 @@
+"""What leaves is what memory demands, and as early as it takes for compute to hide the copies."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.fold3d.plan.ir import Op, Program
+from megatron.fold3d.plan.passes.offload import add_offload
+from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.plan.verify import peak_activations
+from megatron.fold3d.runtime.offload import host_memory, offloader
+from megatron.fold3d.runtime.offload.copies import Copies, Watch
+from megatron.fold3d.runtime.offload.offload_choice import (
+    Choice,
+    Measured,
+    choose,
+    offloaded,
+    waits_s,
+)
+from megatron.fold3d.runtime.offload.offloader import Offloader
+
+CPU = torch.device("cpu")
+PLAN = build("afab", num_ranks=1, num_segments=1, num_microbatches=20)
+PROGRAM = PLAN.programs[0]
+AIAO = build("aiao", num_ranks=4, num_segments=3, num_microbatches=12).programs[1]
+MEASURED = Measured(
+    activation_bytes=100,
+    held=3,
+    spare_bytes=0,
+    forward_s=1.0,
+    backward_s=2.0,
+    offload_s=0.5,
+    reload_s=0.5,
+)
+
+
+@pytest.mark.parametrize("spare", [0, 3, 10, 16])
+def test_memory_that_is_left_over_is_used(spare: int):
+    measured = replace(MEASURED, spare_bytes=spare * 112)  # 112: a tenth is left alone
+    leave = choose(PROGRAM, measured, sparing=True).at_most
+    assert leave is not None
+
+    assert peak_activations(add_offload(PLAN, at_most=leave))[0] <= 3 + spare
+    if leave:
+        assert peak_activations(add_offload(PLAN, at_most=leave - 1))[0] > 3 + spare
+
+
+def test_nothing_leaves_where_all_fits():
+    assert choose(PROGRAM, replace(MEASURED, spare_bytes=20 * 112), sparing=True) == Choice(0)
+    assert choose(PROGRAM, replace(MEASURED, spare_bytes=None), sparing=True) == Choice(0)
+    assert choose(PROGRAM, replace(MEASURED, spare_bytes=None), sparing=False) == Choice()
+
+
+@pytest.mark.parametrize("sparing", [True, False])
+@pytest.mark.parametrize("program", [PROGRAM, AIAO], ids=["afab", "aiao"])
+def test_copies_that_take_no_longer_than_a_forward_have_one_computation(
+    program: Program, sparing: bool
+):
+    for copy_s in (0.1, 1.0):
+        measured = replace(MEASURED, offload_s=copy_s, reload_s=copy_s)
+        choice = choose(program, measured, sparing=sparing)
+        assert choice.depth == 1
+        assert waits_s(offloaded(program, choice), measured, 1) == 0
+
+
+def test_slower_copies_have_as_many_computations_as_hide_them():
+    # A fifth has to leave. Each has the time of five computations, if it may take it.
+    measured = replace(MEASURED, spare_bytes=14 * 112, offload_s=2.5, reload_s=2.5)
+    choice = choose(PROGRAM, measured, sparing=True)
+    assert choice.depth == 3
+    assert waits_s(offloaded(PROGRAM, choice), measured, choice.depth) == 0
+    shallow = replace(choice, depth=1)
+    assert waits_s(offloaded(PROGRAM, shallow), measured, 1) > 5
+    peak = peak_activations(
+        add_offload(PLAN, depth=choice.depth, at_most=choice.at_most), depth=choice.depth
+    )
+    assert peak[0] <= measured.held + 14
+
+
+def test_a_way_back_that_is_slow_at_first_begins_earlier_where_memory_allows():
+    # Behind the last forward the first one's copy has that forward alone; later ones a backward.
+    measured = replace(MEASURED, offload_s=1.0, reload_s=1.9, spare_bytes=10 * 112)
+    assert choose(PROGRAM, measured, sparing=False) == Choice(None, 2)
+    assert choose(PROGRAM, replace(measured, spare_bytes=0), sparing=False) == Choice(None, 1)
+
+
+def test_copies_that_take_longer_than_compute_are_not_begun(caplog: pytest.LogCaptureFixture):
+    slow = replace(MEASURED, offload_s=4.0)
+    choice = choose(PROGRAM, slow, sparing=True)
+    assert choice.at_most == 5  # of 20, while each copy takes as long as four forwards
+    assert waits_s(offloaded(PROGRAM, choice), slow, choice.depth) < 1
+    assert "memory for 3 activations; with the copies that compute hides, of 5, it" in caplog.text
+    assert choose(PROGRAM, replace(MEASURED, reload_s=80.0), sparing=True).at_most == 0
+
+
+class VirtualDevice(Copies):
+    """Copies that take time on a clock of their own, one stream for each way, beside compute."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, copy_s: float) -> None:
+        super().__init__(CPU)
+        self.now_s, self.waited_s, self.copy_s = 0.0, 0.0, copy_s
+        self._free_s = dict.fromkeys(self._streams, 0.0)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now_s)
+
+    def compute(self, op: Op) -> None:
+        self.now_s += 1.0 if op is Op.FORWARD else 2.0
+
+    def wait(self, copied: Any) -> None:
+        self.waited_s += max(0.0, copied - self.now_s)
+        self.now_s = max(self.now_s, copied)
+
+    def _copy(
+        self, stream: Any, targets: Sequence[Tensor], sources: Sequence[Tensor], watch: Watch
+    ) -> Any:
+        now_s = self.now_s
+        self.now_s = max(now_s, self._free_s[stream])
+        over = watch()
+        self.now_s += self.copy_s
+        over()
+        self._free_s[stream], self.now_s = self.now_s, now_s
+        torch._foreach_copy_(targets, sources)
+        return self._free_s[stream]
+
+
+def iterate(offloads: Offloader, device: VirtualDevice) -> tuple[int, float, Choice]:
+    """Run an iteration; returns what was late, how long compute waited, and what was chosen."""
+    choice = offloads.choice(PROGRAM)
+    program = offloaded(PROGRAM, choice)
+    reloads, early, waited_s = offloads.num_reloads, offloads.num_early, device.waited_s
+    offloads.begin(program, [], 64)
+    losses: dict[int | None, Tensor] = {}
+    for action in program:
+        if action.op is Op.FORWARD:
+            with offloads.saving(action):
+                losses[action.microbatch] = torch.rand(64, requires_grad=True).exp().sum()
+                device.compute(action.op)
+        elif action.op is Op.BACKWARD:
+            with offloads.using(action):
+                losses.pop(action.microbatch).backward()
+                device.compute(action.op)
+        elif action.op is Op.OFFLOAD:
+            offloads.offload(action, None)
+        else:
+            offloads.reload(action)
+    assert (offloads.peak,) == peak_activations(
+        add_offload(PLAN, depth=choice.depth, at_most=choice.at_most), depth=choice.depth
+    )
+    late = offloads.num_reloads - reloads - (offloads.num_early - early)
+    return late, device.waited_s - waited_s, choice
+
+
+@pytest.mark.parametrize(
+    ("copy_s", "spare", "sparing", "depth", "late"),
+    [(0.5, 0, False, 1, 0), (2.5, 14, True, 3, 0), (2.5, 0, False, 1, 18)],
+    ids=["fast", "slow, and memory for most", "slow, and no memory"],
+)
+def test_a_run_measures_chooses_and_is_as_fast_as_was_predicted(
+    monkeypatch: pytest.MonkeyPatch,
+    copy_s: float,
+    spare: int,
+    sparing: bool,
+    depth: int,
+    late: int,
+):
+    monkeypatch.setattr(offloader, "free_device_bytes", lambda _: spare * 512 * 10 // 9 + spare)
+    device = VirtualDevice(monkeypatch, copy_s)
+    offloads = Offloader(CPU, everything=True, sparing=sparing, copies=device)
+    assert [iterate(offloads, device)[2] for _ in range(2)] == [Choice()] * 2
+    for _ in range(2):
+        num_late, waited_s, choice = iterate(offloads, device)
+        measured = replace(MEASURED, offload_s=copy_s, reload_s=copy_s)
+        assert waited_s == pytest.approx(
+            waits_s(offloaded(PROGRAM, choice), measured, choice.depth)
+        )
+        assert (choice.depth, num_late) == (depth, late)  # the last forward waits, and two arrive
+    assert offloads.pool.num_growths == 1
+
+
+def test_auto_keeps_on_the_device_what_the_host_has_no_room_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 4 * 7 * 1000 * 10 // 9 + 1)
+    options: dict[str, Any] = {"everything": False, "saved_bytes": 1000, "num_local": 4}
+    assert Offloader(CPU, sparing=True, **options).choice(PROGRAM) == Choice(7)
+    assert "20 activations of 1,000 bytes should leave, the host has memory for 7" in caplog.text
+    assert Offloader(CPU, **options).choice(PROGRAM) == Choice()  # on: an error, not less

@@ -1,0 +1,69 @@
+"""The compiled side of offloading builds here, as far as it can be tried without a GPU."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.fold3d.runtime.offload import offload_library
+
+ROOT = Path(__file__).parents[3]
+FLAGS = ["-std=c++20", "-g", "-O1", "-Wall", "-Wextra", "-Werror", "-fno-omit-frame-pointer"]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_pinned_memory_keeps_its_promises_under_the_address_sanitizer(tmp_path: Path):
+    program = tmp_path / "test"
+    sources = [ROOT / "tests/runtime/offload/pinned_pool_test.cpp", ROOT / "csrc/pinned_pool.cpp"]
+    sanitize = "-fsanitize=address,undefined"
+    subprocess.run(
+        ["g++", *FLAGS, sanitize, f"-I{ROOT / 'csrc'}", *map(str, sources), "-o", str(program)],
+        check=True,
+        timeout=250,
+    )
+    options = {"ASAN_OPTIONS": "detect_leaks=1:allocator_may_return_null=1"}
+    run = subprocess.run([program], capture_output=True, text=True, timeout=60, env=options)
+    assert (run.returncode, run.stdout) == (0, "ok\n"), run.stderr
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc: needs the CUDA toolkit")
+def test_the_library_compiles_and_says_what_is_wrong_without_a_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    library = tmp_path / "_offload.so"
+    build = [ROOT / "scripts/build_cuda.sh", "sm_80", library]
+    subprocess.run(build, check=True, capture_output=True, timeout=250)
+    monkeypatch.setattr(offload_library, "LIBRARY", library)
+    offload_library._library.cache_clear()
+
+    assert ctypes.CDLL(str(library)).fold3d_kernel_copy
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU, tests/gpu try the library itself")
+    with pytest.raises(OSError, match="4096 bytes of host memory cannot be page-locked: CUDA"):
+        offload_library.PinnedMemory(4096)
+    flat = [torch.zeros(16, dtype=torch.uint8)]
+    with pytest.raises(RuntimeError, match="copy of activations: "):
+        offload_library.batched_copy(flat, flat, 2)
+    offload_library._library.cache_clear()
+
+
+def test_without_the_library_a_gpu_run_is_told_how_to_build_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(offload_library, "LIBRARY", tmp_path / "_offload.so")
+    offload_library._library.cache_clear()
+    with pytest.raises(ImportError, match="run: make build-cuda"):
+        offload_library.PinnedMemory(4096)
+
+
+def test_nothing_on_the_way_waits_for_a_whole_device_or_guesses_who_uses_memory():
+    offload = ROOT / "megatron/fold3d/runtime/offload"
+    modules = [*offload.glob("offload*.py"), offload / "copies.py", offload / "saved_tensors.py"]
+    sources = [*modules, *(ROOT / "csrc").glob("batched_copy.*"), ROOT / "csrc/offload.cpp"]
+    assert len(sources) == 9
+    for source in sources:
+        assert not re.search("(?i)synchronize|record_stream", source.read_text()), source

@@ -1,0 +1,98 @@
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.fold3d.observe.rank_exposure import own_seconds
+from megatron.fold3d.observe.trace_files import Event, IterationTrace
+from megatron.fold3d.runtime.trace.metrics import Metrics
+
+ROW = IterationTrace(
+    iteration=7,
+    start_s=1e9,
+    end_s=10.0,
+    events=(
+        Event("1RECV_F0", 0.0, 1.5, "p2p"),
+        Event("wait 1F0", 0.0, 1.5, "wait"),
+        Event("1F0", 1.5, 2.5, "compute"),
+        Event("1OFFLOAD0", 2.5, 3.0, "offload"),
+        Event("1B0", 2.5, 4.5, "compute"),
+        Event("1REDUCE_GRAD", 4.5, 9.0, "grad_sync"),
+        Event("1WAIT_GRAD", 4.5, 9.5, "wait"),
+        Event("optimizer", 9.0, 9.5, "optimizer"),
+    ),
+    gpu_memory_bytes=None,
+    host_memory_bytes=1 << 20,
+)
+SECONDS = {
+    "forward_s": 1.0,
+    "backward_s": 2.0,
+    "optimizer_s": 0.5,
+    "exposed_grad_sync_s": 4.5,
+    "copies_s": 0.5,
+    "bubble_and_exposed_p2p_s": 2.0,
+    "total_s": 10.0,
+}
+
+
+class TensorBoard:
+    def __init__(self) -> None:
+        self.scalars: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.scalars.append((name, value, step))
+
+
+class Wandb:
+    def __init__(self) -> None:
+        self.run: SimpleNamespace | None = SimpleNamespace(step=0)
+        self.rows: list[tuple[dict[str, float], int]] = []
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        assert self.run is not None
+        assert step >= self.run.step, "W&B drops it"
+        self.run.step = step
+        self.rows.append((values, step))
+
+
+def test_a_rank_knows_where_its_own_time_went():
+    assert own_seconds(ROW) == pytest.approx(SECONDS)
+
+
+def test_an_iteration_goes_to_the_writers_that_there_are():
+    tensorboard, wandb = TensorBoard(), Wandb()
+    Metrics(lambda: tensorboard, lambda: wandb).write(ROW)
+    expected = {f"fold3d/{name}": value for name, value in SECONDS.items()}
+    assert {name: value for name, value, _ in tensorboard.scalars} == pytest.approx(expected)
+    assert {step for _, _, step in tensorboard.scalars} == {7}
+    assert wandb.rows == [({**expected, "fold3d/iteration": 7}, 7)]
+
+
+def test_an_iteration_that_is_known_late_goes_to_the_step_that_is_open():
+    wandb = Wandb()
+    metrics = Metrics(lambda: None, lambda: wandb)
+    wandb.log({}, 8)  # Megatron's
+    metrics.write(ROW)
+    assert (wandb.rows[-1][0]["fold3d/iteration"], wandb.rows[-1][1]) == (7, 8)
+
+
+def test_counts_are_written_beside_seconds():
+    tensorboard = TensorBoard()
+    row = replace(ROW, counts={"offloaded_bytes": 4096, "deferred_grad_sync_share": 0.3})
+    Metrics(lambda: tensorboard, lambda: None).write(row)
+    assert ("fold3d/offloaded_bytes", 4096, 7) in tensorboard.scalars
+    assert ("fold3d/deferred_grad_sync_share", 0.3, 7) in tensorboard.scalars
+
+
+def test_nothing_is_written_to_a_run_that_is_finished():
+    wandb = Wandb()
+    wandb.run = None
+    metrics = Metrics(lambda: None, lambda: wandb)
+    metrics.write(ROW)
+    assert not metrics.is_wanted
+    assert wandb.rows == []
+
+
+def test_a_rank_without_writers_wants_nothing():
+    assert not Metrics(lambda: None, lambda: None).is_wanted
+    assert Metrics(lambda: None, Wandb).is_wanted

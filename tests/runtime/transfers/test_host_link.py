@@ -1,0 +1,67 @@
+"""Tensors pass from host to host as they are, through slots that are used again."""
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.runtime.transfers.host_link import HostLink
+from tests.distributed import run_distributed
+
+NUM_TENSORS = 12
+SHAPE = (256, 3)
+LAST, FIRST = 1, 0  # ranks of the pipeline
+
+
+def pass_on(kind: str) -> tuple[int, int]:
+    """Send from the last rank to the first; returns how often a pool grew, and its slots."""
+    dist.init_process_group("gloo")
+    forward = dist.new_group()
+    device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+    peers = {Op.SEND_F: FIRST, Op.RECV_F: LAST}
+    timeout = timedelta(seconds=60)
+    link = HostLink(dict.fromkeys(peers, forward), peers, device, timeout, num_ranks=2)
+    program = [Action(2, Op.RECV_F, 0), Action(2, Op.FORWARD, 0)]
+    link.begin(tuple(program), torch.Size(SHAPE).numel() * 4)
+    for number in range(NUM_TENSORS):
+        expected = torch.arange(3 * 256.0, device=device).view(3, 256).t() + number
+        if dist.get_rank() == LAST:
+            if kind == "cuda":
+                torch.cuda._sleep(10_000_000)  # what does not wait for compute sends zeros
+            tensor = torch.zeros(3, 256, device=device).t()
+            tensor += expected  # as some gradients are: not contiguous
+            link.send(Action(1, Op.SEND_F, number), tensor)
+            del tensor
+        else:
+            link.post(Action(2, Op.RECV_F, number), SHAPE, torch.float32)
+            assert torch.equal(link.take(Action(2, Op.RECV_F, number)), expected)
+    link.drain()
+    return link.pool.num_growths, link.pool.num_bytes // (256 * 3 * 4)
+
+
+def pass_on_as(rank: int, port: int) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    growths, _ = pass_on("cuda")
+    assert growths == 1
+
+
+@pytest.mark.gloo
+def test_what_arrives_is_what_was_sent_and_no_slot_is_lost():
+    found: list[Any] = run_distributed(pass_on, 2, "cpu")
+    assert found == [(1, 7)] * 2  # one that waits, two that are copied, four that leave
+
+
+@pytest.mark.gpu
+def test_what_arrives_on_a_gpu_is_what_was_computed_before_it_was_sent():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # Both ranks on one GPU. A process that is forked may not use CUDA.
+    mp.start_processes(pass_on_as, (port,), nprocs=2, start_method="spawn")

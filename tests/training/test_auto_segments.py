@@ -1,0 +1,112 @@
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.fold3d.config.fold3d_config import Fold3DConfig, megatron_defaults
+from megatron.fold3d.predict.cost_model.hardware_profile import Measured
+from megatron.fold3d.training.auto_segments import choose
+from megatron.fold3d.training.measurement_cache import Measurements
+
+Parse = Callable[[str], Namespace]
+
+MEASURED = Measured(
+    layer_forward_s=0.006,
+    layer_backward_s=0.012,
+    head_forward_s=0.001,
+    head_backward_s=0.002,
+    message_s=0.001,
+    message_latency_s=0.0001,
+    grad_sync_s_per_byte=4e-8,
+    grad_sync_latency_s=0.001,
+    layer_gradient_bytes=3e6,
+    head_gradient_bytes=1e6,
+    host_copy_bytes_per_s=1e10,
+)
+
+
+@pytest.fixture
+def parse(parser: ArgumentParser) -> Parse:
+    def parse(line: str) -> Namespace:
+        model = (
+            "--num-layers 16 --hidden-size 256 --num-attention-heads 4 --seq-length 32 "
+            "--micro-batch-size 1 --pipeline-model-parallel-size 2 --segments auto"
+        )
+        return parser.parse_args(f"{model} {line}".split())
+
+    return parse
+
+
+def only_problem(args: Namespace) -> str:
+    with pytest.raises(ValueError, match="--segments auto") as raised:
+        Fold3DConfig.from_args(args)
+    (problem,) = str(raised.value).splitlines()
+    return problem
+
+
+def test_stages_cost_their_layers_and_the_ends_their_words():
+    costs = MEASURED.costs(num_layers=16, num_ranks=2, num_segments=2)
+    assert costs.forward_s == pytest.approx((0.024, 0.024, 0.024, 0.025))
+    assert costs.backward_s == pytest.approx((0.048, 0.048, 0.048, 0.05))
+    assert costs.grad_sync_s == pytest.approx((0.521, 0.481, 0.481, 0.521))
+    assert (costs.p2p_s, costs.p2p_latency_s) == (0.001, 0.0001)
+    assert Measured.from_json(MEASURED.to_json()) == MEASURED
+    with pytest.raises(ValueError, match="layer_forward_s=-1; it is a number from 0 on"):
+        replace(MEASURED, layer_forward_s=-1)
+
+
+def test_slow_gradients_ask_for_segments_and_slow_messages_against_them(parse: Parse):
+    args = parse("--schedule aiao --backward-share 0.5")
+    choice = choose(args, MEASURED, num_microbatches=8)
+    assert choice.num_segments == 8
+    assert f"the paper's rule says {choice.rule.num_segments}" in str(choice)
+    slow = replace(MEASURED, message_s=0.1, grad_sync_s_per_byte=0.0)
+    assert choose(args, slow, num_microbatches=8).num_segments == 1
+
+
+def test_until_it_is_chosen_megatron_is_told_nothing(parse: Parse):
+    args = parse("--schedule aiao")
+    assert Fold3DConfig.from_args(args).num_segments == 1
+    assert megatron_defaults(args) == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("", "--segments auto with --schedule stock: it is chosen for schedules of several"),
+        ("--schedule 1f1b", "--segments auto with --schedule 1f1b"),
+        (
+            "--schedule aiao --num-virtual-stages-per-pipeline-rank 2",
+            "--segments auto with --num-virtual-stages-per-pipeline-rank 2: that is a number",
+        ),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused(parse: Parse, flags: str, problem: str):
+    assert only_problem(parse(flags)).startswith(problem)
+
+
+def test_layers_that_cannot_be_split_are_refused(parse: Parse):
+    with pytest.raises(ValueError, match="17 layers on 2 ranks: each holds as many"):
+        Fold3DConfig.from_args(parse("--schedule aiao --num-layers 17"))
+    args = parse("--schedule aiao --num-layers 17")
+    args.num_layers = None
+    assert only_problem(args).startswith("--segments auto without --num-layers")
+
+
+def test_measurements_are_kept_for_what_they_are_of(
+    parse: Parse, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    flags = "--schedule aiao --device cpu"
+    kept = Measurements(parse(flags))
+    assert kept.read() is None
+    kept.write(MEASURED)
+    assert Measurements(parse(f"{flags} --lr 0.1")).read() == MEASURED
+    assert Measurements(parse(f"{flags} --hidden-size 512")).read() is None
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert Measurements(parse(flags)).read() is None
+    kept.path.write_text("{}")
+    assert kept.read() is None
