@@ -228,7 +228,7 @@ def train_with_changing_shares(argv: Sequence[str]) -> "Heard":
 
 def train_and_decide_often(argv: Sequence[str]) -> tuple["Heard", list[str]]:
     """Train with shares that are decided every second iteration; with what is told of that."""
-    from megatron.fold3d.runtime.grad_sync.ddp_sync import measured_shares
+    from megatron.fold3d.runtime.grad_sync import measured_shares
 
     measured_shares.WARM_UP, measured_shares.EVERY, measured_shares.DRIFT = 1, 2, -1.0
     told: list[str] = []

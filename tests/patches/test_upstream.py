@@ -101,8 +101,10 @@ assert not [m for m in sys.modules if m.startswith(("torch", "megatron.core"))],
 from tests.patches.test_upstream import symbol
 targets = {[patch.target for patch in PATCHES]}
 before = [id(symbol(target)) for target in targets]
-for name in ("launch", "gpt", "registry", "compile_helpers", "cpu", "cpu.flags"):
+for name in ("registry", "compile_helpers", "cpu", "cpu.flags", "schedule"):
     import_module("fold3d_patches." + name)
+for name in ("launch", "gpt"):
+    import_module("megatron.fold3d.training." + name)
 print(json.dumps([t for t, b in zip(targets, before) if id(symbol(t)) != b]))
 """
     run = [sys.executable, "-W", "ignore", "-c", script]

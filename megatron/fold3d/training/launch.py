@@ -44,7 +44,7 @@ def train(argv: Sequence[str], family: Literal["gpt", "bert"]) -> int:
             from megatron.training import pretrain
             from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-            model = import_module(f"fold3d_patches.{family}")
+            model = import_module(f"megatron.fold3d.training.{family}")
             model.check(args)
             config = pretrain_cfg_container_from_args(args, model.config(args))
         except MISTAKES as error:

@@ -38,7 +38,7 @@ def test_replicas_decide_together_by_the_slower_one() -> None:
 
 def decisions() -> list[tuple[float, ...] | None]:
     """What begins each iteration; 2 s pass between two backwards, and then DP.sync goes on."""
-    from megatron.fold3d.runtime.grad_sync.ddp_sync import measured_shares
+    from megatron.fold3d.runtime.grad_sync import measured_shares
 
     measured_shares.EVERY = 2
     now_s = 0.0

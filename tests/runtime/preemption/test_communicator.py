@@ -188,7 +188,7 @@ def test_a_slice_that_is_late_ends_the_wait_of_every_rank_only_after_the_timeout
 LEAVES_WITHOUT_A_WORD = """
 import torch, torch.distributed as dist
 from datetime import timedelta
-from megatron.fold3d.runtime import slice_size
+from megatron.fold3d.runtime.preemption import slice_size
 from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 communicator = PreemptiveCommunicator(slice_bytes=4096, timeout=timedelta(seconds=60))
