@@ -13,10 +13,11 @@ from typing import Any
 
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.ir import Action, Op, Plan
-from megatron.fold3d.plan.passes.stock_grad_sync import deferred_grad_sync, serial_grad_sync
+from megatron.fold3d.plan.passes.stock_grad_sync import serial_grad_sync
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
 from megatron.fold3d.predict.simulator.simulate import simulate
+from tests.plans import deferred_grad_sync
 
 LIMIT = 0.005
 DP_MODES = ("edf", "fifo", "serial")

@@ -11,7 +11,7 @@ import argparse
 import sys
 import time
 
-from megatron.fold3d.plan.passes.stock_grad_sync import deferred_grad_sync
+from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
@@ -26,7 +26,7 @@ def seconds(num_ranks: int, num_segments: int, num_microbatches: int) -> tuple[i
         num_segments=num_segments,
         num_microbatches=num_microbatches,
     )
-    plan = deferred_grad_sync(order)
+    plan = lower(order, Options(transfers=False, deferred_stages=range(order.num_stages)))
     costs = Costs.uniform(plan.num_stages, p2p_s=0.1, p2p_latency_s=0.01, grad_sync_s=30.0)
     start_s = time.process_time()
     simulate(plan, costs, Execution(grad_sync_order="edf", in_order=True))

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.passes.offload import add_offload
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.plan.verify import peak_activations
 from tests.distributed import RankError, run_distributed
 from tests.end_to_end.training import Record, differences, train
 
@@ -206,15 +206,16 @@ class Counts:
 
 def train_and_count(argv: Sequence[str], depth: int) -> tuple[Record, Counts]:
     """Train; with what was moved."""
+    from megatron.fold3d.plan.passes.offload import OffloadChoice
+    from megatron.fold3d.policy.offload_choice import choose_offload
     from megatron.fold3d.runtime.executor import _Iteration
     from megatron.fold3d.runtime.offload import offloader
-    from megatron.fold3d.runtime.offload.offload_choice import Choice, choose
     from megatron.fold3d.runtime.offload.offloader import Offloader
     from megatron.fold3d.runtime.transfers.host_link import HostLink
     from megatron.fold3d.runtime.transfers.p2p import P2P
 
-    def chosen(*args: Any, **options: Any) -> Choice:
-        return replace(choose(*args, **options), depth=depth)  # a CPU's copies have one
+    def chosen(*args: Any, **options: Any) -> OffloadChoice:
+        return replace(choose_offload(*args, **options), depth=depth)  # a CPU's copies have one
 
     offloader.choose = chosen
 

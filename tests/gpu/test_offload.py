@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron.fold3d.plan.ir import Op
+from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.passes.offload import add_offload
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.plan.verify import peak_activations
 from megatron.fold3d.runtime.device import synchronize
 from megatron.fold3d.runtime.offload.copies import Copies
 from megatron.fold3d.runtime.offload.host_memory import available_bytes

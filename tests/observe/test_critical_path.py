@@ -4,12 +4,13 @@ from megatron.fold3d.observe.critical_path import critical_path, path_seconds
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
 from megatron.fold3d.plan.ir import Action, Plan
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
-from megatron.fold3d.plan.passes.stock_grad_sync import deferred_grad_sync, serial_grad_sync
+from megatron.fold3d.plan.passes.stock_grad_sync import serial_grad_sync
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
 from megatron.fold3d.predict.simulator.simulate import simulate
+from tests.plans import deferred_grad_sync
 
 COSTS = {"p2p_s": 0.3, "p2p_latency_s": 0.01, "grad_sync_s": 7.0}
 

@@ -4,11 +4,12 @@ from hypothesis import strategies as st
 
 from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.plan.passes.stock_grad_sync import deferred_grad_sync, serial_grad_sync
+from megatron.fold3d.plan.passes.stock_grad_sync import serial_grad_sync
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
 from megatron.fold3d.predict.simulator.simulate import simulate
+from tests.plans import deferred_grad_sync
 
 
 def test_columns_of_a_run_by_hand():

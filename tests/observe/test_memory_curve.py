@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from megatron.fold3d.observe.memory_curve import Footprint, memory
 from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.passes.offload import add_offload
-from megatron.fold3d.plan.passes.stock_grad_sync import deferred_grad_sync
 from megatron.fold3d.plan.schedules import SCHEDULES, build
-from megatron.fold3d.plan.verify import peak_activations
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import (
     Setup,
@@ -28,6 +27,7 @@ from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
 from megatron.fold3d.predict.simulator.simulate import simulate
 from megatron.fold3d.predict.simulator.steady import steady_state
+from tests.plans import deferred_grad_sync
 
 DATA = json.loads((Path(__file__).parents[1] / "data/fold3d_tables.json").read_text())
 

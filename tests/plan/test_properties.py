@@ -20,11 +20,12 @@ from megatron.fold3d.plan.ir import (
     Plan,
     PlanError,
 )
+from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
 from megatron.fold3d.plan.passes.offload import add_offload
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, LastSegment, build
-from megatron.fold3d.plan.verify import peak_activations, verify
+from megatron.fold3d.plan.verify import verify
 
 
 @dataclass(frozen=True, kw_only=True)

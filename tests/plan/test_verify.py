@@ -4,9 +4,10 @@ import pytest
 
 from megatron.fold3d.plan.compile import lower
 from megatron.fold3d.plan.ir import Plan, PlanError
+from megatron.fold3d.plan.memory import peak_activations, peak_on_host
 from megatron.fold3d.plan.passes.offload import add_offload
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
-from megatron.fold3d.plan.verify import peak_activations, peak_on_host, verify
+from megatron.fold3d.plan.verify import verify
 
 
 def rejection(text: str) -> list[str]:

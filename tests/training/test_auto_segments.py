@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig, megatron_defaults
-from megatron.fold3d.predict.cost_model.hardware_profile import Measured
+from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
 from megatron.fold3d.training.auto_segments import choose
-from megatron.fold3d.training.measurement_cache import Measurements
+from megatron.fold3d.training.measurement_cache import MeasurementCache
 
 Parse = Callable[[str], Namespace]
 
-MEASURED = Measured(
+MEASURED = HardwareProfile(
     layer_forward_s=0.006,
     layer_backward_s=0.012,
     head_forward_s=0.001,
@@ -52,7 +52,7 @@ def test_stages_cost_their_layers_and_the_ends_their_words():
     assert costs.backward_s == pytest.approx((0.048, 0.048, 0.048, 0.05))
     assert costs.grad_sync_s == pytest.approx((0.521, 0.481, 0.481, 0.521))
     assert (costs.p2p_s, costs.p2p_latency_s) == (0.001, 0.0001)
-    assert Measured.from_json(MEASURED.to_json()) == MEASURED
+    assert HardwareProfile.from_json(MEASURED.to_json()) == MEASURED
     with pytest.raises(ValueError, match="layer_forward_s=-1; it is a number from 0 on"):
         replace(MEASURED, layer_forward_s=-1)
 
@@ -101,12 +101,12 @@ def test_measurements_are_kept_for_what_they_are_of(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("WORLD_SIZE", "4")
     flags = "--schedule aiao --device cpu"
-    kept = Measurements(parse(flags))
+    kept = MeasurementCache(parse(flags))
     assert kept.read() is None
     kept.write(MEASURED)
-    assert Measurements(parse(f"{flags} --lr 0.1")).read() == MEASURED
-    assert Measurements(parse(f"{flags} --hidden-size 512")).read() is None
+    assert MeasurementCache(parse(f"{flags} --lr 0.1")).read() == MEASURED
+    assert MeasurementCache(parse(f"{flags} --hidden-size 512")).read() is None
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert Measurements(parse(flags)).read() is None
+    assert MeasurementCache(parse(flags)).read() is None
     kept.path.write_text("{}")
     assert kept.read() is None

@@ -6,7 +6,7 @@ from typing import Any
 from megatron.fold3d.commands.console import counted
 from megatron.fold3d.plan.files import parse_plan, read_plan
 from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.plan.verify import peak_activations
+from megatron.fold3d.plan.memory import peak_activations
 
 
 def plan_from(path: Path) -> Plan:

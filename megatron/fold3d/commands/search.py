@@ -14,7 +14,7 @@ from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.sizes import Recompute
 from megatron.fold3d.predict.search.candidates import Assumption, Given
 from megatron.fold3d.predict.search.planner import search
-from megatron.fold3d.predict.search.search_result import WORTHWHILE, Choice
+from megatron.fold3d.predict.search.search_result import WORTHWHILE, JudgedCandidate
 from megatron.fold3d.predict.search.search_result import Search as Found
 
 DESCRIPTION = """\
@@ -42,7 +42,7 @@ class _Answer:
     found: Found
 
     @property
-    def ours(self) -> Choice | None:
+    def ours(self) -> JudgedCandidate | None:
         return next((c for c in self.found.best if not c.candidate.is_stock), None)
 
     @property
@@ -53,7 +53,7 @@ class _Answer:
         return self.found.best_stock.iteration_s / self.ours.iteration_s - 1
 
     @property
-    def best(self) -> Choice:
+    def best(self) -> JudgedCandidate:
         stock = self.found.best_stock
         if stock is None or (self.ours is not None and self.gain >= WORTHWHILE):
             return self.ours or self.found.best[0]
@@ -175,7 +175,7 @@ def _lines(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str
         yield f"({error})"
 
 
-def _line(choice: Choice) -> str:
+def _line(choice: JudgedCandidate) -> str:
     candidate, spent = choice.candidate, choice.exposed
     setup, share = candidate.setup, candidate.backward_share
     shares = (spent.share(s) for s in (spent.bubble_s, spent.grad_sync_s, spent.p2p_s))
@@ -191,7 +191,7 @@ def _line(choice: Choice) -> str:
 
 
 def _as_json(answer: _Answer, shape: ModelShape, cluster: Cluster) -> dict[str, Any]:
-    def row(choice: Choice) -> dict[str, Any]:
+    def row(choice: JudgedCandidate) -> dict[str, Any]:
         c, setup = choice.candidate, choice.candidate.setup
         return {
             "schedule": c.schedule,

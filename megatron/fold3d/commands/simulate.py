@@ -19,10 +19,8 @@ from megatron.fold3d.observe.exposure import Exposure, exposure, mean
 from megatron.fold3d.observe.report.draw import caption_of, draw
 from megatron.fold3d.observe.report.grid import to_text
 from megatron.fold3d.observe.timeline import Lane, Timeline
+from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
-from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
-from megatron.fold3d.plan.passes.param_gather import add_param_gather
-from megatron.fold3d.plan.passes.stock_grad_sync import deferred_grad_sync, serial_grad_sync
 from megatron.fold3d.plan.schedules import SCHEDULES
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.predict.search.candidate_timeline import PAUSE_SHARE
@@ -50,11 +48,7 @@ examples:
 exit code: 0, 1 if the plan cannot run or does not fit into memory, 2 for a mistake"""
 
 _MOST_ITERATIONS = 1000
-_PASSES = {
-    "serial": serial_grad_sync,
-    "overlap": add_grad_sync,
-    "deferred": deferred_grad_sync,
-}
+_GRAD_SYNC: tuple[str, ...] = ("serial", "overlap", "deferred")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -67,7 +61,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_size_options(parser, required=False)
     parser.add_argument(
         "--grad-sync",
-        choices=tuple(_PASSES),
+        choices=_GRAD_SYNC,
         help="DP.sync after everything, behind other segments' backwards (default), or also "
         "behind the next iteration's forwards, the most urgent first",
     )
@@ -105,10 +99,20 @@ def run(args: Namespace) -> int:
         complain(f"{name}: {error}")
         return REJECTED
     grad_sync = _grad_sync(args)
-    plan = _with_grad_sync(compute, grad_sync)
-    source = costs_of(args, plan)
-    if source.gathers_params:
-        plan = add_param_gather(plan)
+    if compute.has(Op.REDUCE_GRAD) and grad_sync is not None:
+        raise ValueError(
+            f"--grad-sync {grad_sync} or a share: the plan has its own DP.sync; drop it"
+        )
+    source = costs_of(args, compute)
+    plan = lower(
+        compute,
+        Options(
+            gathers_params=source.gathers_params,
+            transfers=False,
+            grad_sync="serial" if grad_sync == "serial" else "overlap",
+            deferred_stages=range(compute.num_stages if grad_sync == "deferred" else 0),
+        ),
+    )
     timeline = _timeline(args, plan, source, deferred=grad_sync == "deferred")
     if args.svg:
         args.svg.write_text(
@@ -158,13 +162,6 @@ def _grad_sync(args: Namespace) -> str | None:
             "order; drop one"
         )
     return "deferred"
-
-
-def _with_grad_sync(plan: Plan, choice: str | None) -> Plan:
-    synced = any(action.op is Op.REDUCE_GRAD for program in plan.programs for action in program)
-    if synced and choice is not None:
-        raise ValueError(f"--grad-sync {choice} or a share: the plan has its own DP.sync; drop it")
-    return plan if synced else _PASSES[choice or "overlap"](plan)
 
 
 def _timeline(args: Namespace, plan: Plan, source: Source, *, deferred: bool) -> Timeline:

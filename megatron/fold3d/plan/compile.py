@@ -1,20 +1,88 @@
-"""The recipe: from a schedule and its options to a lowered, verified plan."""
+"""The recipe: from an order of computation and options to the plan that runs.
+
+Executor, simulator, planner and commands all call `lower`, so that the plan that is simulated is
+the plan that runs. The passes run in this order:
+
+order ──> delay_weight_grads ──> add_param_gather ──> add_offload ──> add_p2p ──> DP.sync ──> plan
+"""
+
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 from megatron.fold3d.plan.ir import Op, Plan
-from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
+from megatron.fold3d.plan.passes.grad_sync import add_grad_sync, defer_grad_sync
+from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
+from megatron.fold3d.plan.passes.param_gather import add_param_gather
+from megatron.fold3d.plan.passes.stock_grad_sync import aligned_grad_sync, serial_grad_sync
 from megatron.fold3d.plan.passes.transfers import add_p2p
+from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
+from megatron.fold3d.plan.verify import verify
+
+GradSync = Literal["overlap", "serial", "aligned"]
+
+_GRAD_SYNC: Mapping[GradSync, Callable[[Plan], Plan]] = {
+    "overlap": add_grad_sync,
+    "serial": serial_grad_sync,
+    "aligned": aligned_grad_sync,
+}
 
 
-def lower(plan: Plan) -> Plan:
-    """Return the plan that runs: with the transfers and the gradient sync that it still lacks.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the passes add to an order of computation.
+
+    An order that has some of it already, from a plan file for example, keeps what it has.
+    """
+
+    delay_weight_grads: tuple[int, ...] = ()
+    """Segments whose weight gradients are computed when all backwards of a rank are through."""
+    gathers_params: bool = False
+    """Whether a distributed optimizer's parameters are gathered by actions of the plan."""
+    offload: OffloadChoice | None = None
+    """Which saved activations leave for host memory, and how early they come back."""
+    transfers: bool = True
+    """False leaves out the transfers: the simulator sends a result when its computation ends."""
+    grad_sync: GradSync = "overlap"
+    """Where DP.sync starts: behind the backwards that are left, or as stock Megatron starts it."""
+    deferred_stages: Container[int] = ()
+    """Stages whose DP.sync may reach into the next iteration (paper Algorithm 2)."""
+
+
+def compile_plan(order: Plan, options: Options) -> Plan:
+    """Return the plan that runs, verified.
 
     Raises:
-        PlanError: the compute order cannot run.
+        PlanError: the order cannot run, or an option does not fit it.
     """
-    if plan.num_ranks > 1 and not plan.has_p2p:
+    plan = lower(order, options)
+    verify(plan)
+    return plan
+
+
+def lower(order: Plan, options: Options | None = None) -> Plan:
+    """Return the plan that runs: the order with all that the passes add to it.
+
+    Args:
+        order: of computation, with or without any of the other actions.
+        options: by default the transfers, and DP.sync behind the backwards that are left.
+
+    Raises:
+        PlanError: the order cannot run, or an option does not fit it.
+    """
+    options = options or Options()
+    plan = order
+    if options.delay_weight_grads and not plan.has(Op.WEIGHT):
+        plan = delay_weight_grads(plan, options.delay_weight_grads)
+    if options.gathers_params:
+        plan = add_param_gather(plan)
+    if options.offload is not None and not plan.has(Op.OFFLOAD):
+        plan = add_offload(plan, depth=options.offload.depth, at_most=options.offload.at_most)
+    if options.transfers and plan.num_ranks > 1 and not plan.has_p2p:
         plan = add_p2p(plan)
-    reduces = any(action.op is Op.REDUCE_GRAD for program in plan.programs for action in program)
-    return plan if reduces else add_grad_sync(plan)
+    if not plan.has(Op.REDUCE_GRAD):
+        plan = _GRAD_SYNC[options.grad_sync](plan)
+    return defer_grad_sync(plan, options.deferred_stages)
 
 
 def forward_only(plan: Plan) -> Plan:

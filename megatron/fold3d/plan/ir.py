@@ -139,6 +139,10 @@ class Plan:
         """Stages over all ranks: p times ns in the paper."""
         return self.num_segments * self.num_ranks
 
+    def has(self, op: Op) -> bool:
+        """Whether an action of this op is part of the plan."""
+        return any(action.op is op for program in self.programs for action in program)
+
     @property
     def has_p2p(self) -> bool:
         """Whether sends and receives are part of the plan yet."""

@@ -27,9 +27,9 @@ from megatron.core.utils import get_model_config
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program
+from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 from megatron.fold3d.plan.passes.weight_grads import split_stages
-from megatron.fold3d.plan.verify import peak_activations
 from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
 from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
 from megatron.fold3d.runtime.offload.offloader import Offloader

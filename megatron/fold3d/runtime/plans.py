@@ -9,18 +9,14 @@ from itertools import chain
 from pathlib import Path
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.plan.compile import forward_only, lower
+from megatron.fold3d.plan.compile import Options, compile_plan, forward_only
 from megatron.fold3d.plan.files import parse_plan
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
-from megatron.fold3d.plan.passes.grad_sync import defer_grad_sync, deferred_stages
-from megatron.fold3d.plan.passes.offload import add_offload
-from megatron.fold3d.plan.passes.param_gather import add_param_gather
-from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
+from megatron.fold3d.plan.passes.grad_sync import deferred_stages
+from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.plan.verify import verify
-from megatron.fold3d.runtime.offload.offload_choice import Choice
 
-_ALL = Choice()
+_ALL = OffloadChoice()
 
 
 class Plans:
@@ -36,9 +32,9 @@ class Plans:
         self.latest: Plan | None = None
         self.fixes_offload = False
         self._config = config
-        self._made: dict[tuple[int, str, Choice], Plan] = {}
+        self._made: dict[tuple[int, str, OffloadChoice], Plan] = {}
 
-    def training(self, num_microbatches: int, offloaded: Choice = _ALL) -> Plan:
+    def training(self, num_microbatches: int, offloaded: OffloadChoice = _ALL) -> Plan:
         """Return the plan of a training iteration.
 
         Args:
@@ -48,7 +44,7 @@ class Plans:
         Raises:
             PlanError: no plan of this size can run, or the user's plan has another size.
         """
-        self.latest = self._get(num_microbatches, self._make_training, offloaded)
+        self.latest = self._get(num_microbatches, self._training_order, offloaded)
         return self.latest
 
     def evaluation(self, num_microbatches: int) -> Plan:
@@ -57,44 +53,32 @@ class Plans:
         Its order is the interleaved one, whatever trains: a group of p micro-batches passes all
         segments before the next, so that rank 0 buffers as few of the last rank's as possible.
         """
-        return self._get(num_microbatches, self._make_evaluation)
+        return self._get(num_microbatches, self._evaluation_order)
 
     def _get(
-        self, num_microbatches: int, make: Callable[[int], Plan], offloaded: Choice = _ALL
+        self, num_microbatches: int, make: Callable[[int], Plan], offloaded: OffloadChoice = _ALL
     ) -> Plan:
         key = num_microbatches, make.__name__, offloaded
         if key not in self._made:
             try:
-                plan = lower(self._with_offload(make(num_microbatches), offloaded))
-                plan = defer_grad_sync(plan, self._config.deferred_stages)
-                verify(plan)
+                order = make(num_microbatches)
+                plan = compile_plan(order, self._options(order, offloaded))
             except PlanError as error:
                 raise PlanError(f"{self.name}: {error}") from None
             self._made[key] = plan
         return self._made[key]
 
-    def _with_offload(self, plan: Plan, choice: Choice) -> Plan:
-        wanted = self._config.offload_activations != "off"
-        if any(action.op is Op.OFFLOAD for action in chain.from_iterable(plan.programs)):
-            if not wanted:
-                raise PlanError("found OFFLOAD in the plan; give --offload-activations on")
-            self.fixes_offload = True
-            return plan
-        if not wanted:
-            return plan
-        return add_offload(plan, depth=choice.depth, at_most=choice.at_most)
-
-    def _with_weight_grads(self, plan: Plan) -> Plan:
-        wanted = self._config.delay_weight_grads
-        if not any(action.op is Op.WEIGHT for action in chain.from_iterable(plan.programs)):
-            return delay_weight_grads(plan, wanted) if wanted else plan
-        if not wanted:
-            raise PlanError("found W in the plan; give --delay-weight-grads with its segments")
-        return plan
-
-    def _make_training(self, num_microbatches: int) -> Plan:
-        order = self._with_weight_grads(self._training_order(num_microbatches))
-        return add_param_gather(order) if self._config.gathers_params else order
+    def _options(self, order: Plan, offloaded: OffloadChoice) -> Options:
+        """What training adds to an order; nothing is trained, offloaded or gathered without `B`."""
+        config = self._config
+        if not order.has(Op.BACKWARD):
+            return Options()
+        return Options(
+            delay_weight_grads=config.delay_weight_grads,
+            gathers_params=config.gathers_params,
+            offload=None if config.offload_activations == "off" else offloaded,
+            deferred_stages=config.deferred_stages,
+        )
 
     def _training_order(self, num_microbatches: int) -> Plan:
         config = self._config
@@ -118,6 +102,12 @@ class Plans:
                 f"found {_sizes(*found)}, this run has {_sizes(*needed)}; "
                 "a plan file fits one size: change the flags, or use --schedule"
             )
+        if plan.has(Op.WEIGHT) and not self._config.delay_weight_grads:
+            raise PlanError("found W in the plan; give --delay-weight-grads with its segments")
+        if plan.has(Op.OFFLOAD):
+            if self._config.offload_activations == "off":
+                raise PlanError("found OFFLOAD in the plan; give --offload-activations on")
+            self.fixes_offload = True
         for stage in chain.from_iterable(map(deferred_stages, plan.programs)):
             if stage not in self._config.deferred_stages:
                 raise PlanError(
@@ -126,7 +116,7 @@ class Plans:
                 )
         return plan
 
-    def _make_evaluation(self, num_microbatches: int) -> Plan:
+    def _evaluation_order(self, num_microbatches: int) -> Plan:
         order = build(
             "interleaved",
             num_ranks=self._config.num_ranks,

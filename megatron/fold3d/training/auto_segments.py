@@ -8,12 +8,12 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 from megatron.fold3d.config.layer_split import fitting_segments, num_layers
-from megatron.fold3d.predict.cost_model.hardware_profile import Measured
+from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
 from megatron.fold3d.predict.search.segments import Segments, by_rule, by_simulation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class SegmentChoice:
     """The number of segments, and what the paper's rule and the simulator say."""
 
     rule: Segments
@@ -31,7 +31,7 @@ class Choice:
         )
 
 
-def choose(args: Namespace, measured: Measured, num_microbatches: int) -> Choice:
+def choose(args: Namespace, measured: HardwareProfile, num_microbatches: int) -> SegmentChoice:
     """Return the number of segments that is expected to train fastest.
 
     Args:
@@ -43,7 +43,7 @@ def choose(args: Namespace, measured: Measured, num_microbatches: int) -> Choice
     num_ranks: int = args.pipeline_model_parallel_size
     rank_layers = layers / num_ranks
     layer_s = measured.layer_forward_s + measured.layer_backward_s
-    return Choice(
+    return SegmentChoice(
         rule=by_rule(
             options,
             compute_s=num_microbatches * rank_layers * layer_s,

@@ -13,10 +13,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from megatron.fold3d.config.layer_split import num_layers
-from megatron.fold3d.predict.cost_model.hardware_profile import Measured
-from megatron.fold3d.training.auto_segments import Choice, choose
+from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
+from megatron.fold3d.training.auto_segments import SegmentChoice, choose
 from megatron.fold3d.training.measure_worker import meeting_point
-from megatron.fold3d.training.measurement_cache import Measurements
+from megatron.fold3d.training.measurement_cache import MeasurementCache
 
 PATIENCE_S = 600.0
 
@@ -41,12 +41,15 @@ def choose_segments(args: Namespace, argv: Sequence[str]) -> tuple[int, str]:
         if store.get("measure") == b"1":
             measure(argv)
         return int(store.get("segments")), ""
-    kept = Measurements(args)
+    kept = MeasurementCache(args)
     measured = kept.read()
     store.set("measure", str(int(measured is None)))
     source = f"measured earlier, in {kept.path}"
     if measured is None:
-        measured, source = Measured.from_json(measure(argv)), f"measured now, kept in {kept.path}"
+        measured, source = (
+            HardwareProfile.from_json(measure(argv)),
+            f"measured now, kept in {kept.path}",
+        )
         kept.write(measured)
     choice = choose(args, measured, _num_microbatches(args))
     _write_costs(args, measured, choice, kept.path)
@@ -87,7 +90,9 @@ def measure(argv: Sequence[str]) -> str:
         return found.read_text(encoding="utf-8") if found.is_file() else ""
 
 
-def _write_costs(args: Namespace, measured: Measured, choice: Choice, path: Path) -> None:
+def _write_costs(
+    args: Namespace, measured: HardwareProfile, choice: SegmentChoice, path: Path
+) -> None:
     """Leave a file for ``fold3d simulate --costs``."""
     num_ranks: int = args.pipeline_model_parallel_size
     costs = measured.costs(num_layers(args), num_ranks, choice.num_segments)

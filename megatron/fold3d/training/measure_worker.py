@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.config.fold3d_config import add_arguments, megatron_defaults
-from megatron.fold3d.predict.cost_model.hardware_profile import Measured
+from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
 from megatron.fold3d.runtime.measure import profiler
 
 _CHANGED = {
@@ -83,7 +83,7 @@ def _start_megatron(patched: ExitStack) -> Namespace:
     return args
 
 
-def _measure(args: Namespace, device: torch.device) -> Measured:
+def _measure(args: Namespace, device: torch.device) -> HardwareProfile:
     from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import gpt_config_from_args
@@ -124,7 +124,7 @@ def _measure(args: Namespace, device: torch.device) -> Measured:
     layer_bytes, last_bytes = (
         element_bytes * sum(p.numel() for p in model.parameters()) for model in (layer, last)
     )
-    return Measured(
+    return HardwareProfile(
         layer_forward_s=layer_forward_s,
         layer_backward_s=layer_backward_s,
         head_forward_s=max(0.0, last_forward_s - layer_forward_s),

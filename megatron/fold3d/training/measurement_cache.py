@@ -1,4 +1,4 @@
-"""Measurements that are kept between runs: one file per shape of a run and kind of hardware.
+"""MeasurementCache that are kept between runs: one file per shape of a run and kind of hardware.
 
 A file says what it is of, and is of use to runs of exactly that. To measure anew, delete it.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron.fold3d.predict.cost_model.hardware_profile import Measured
+from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
 from megatron.fold3d.runtime.device import device_name
 
 # The options of Megatron that a layer's time, or a transfer's, depends on.
@@ -30,7 +30,7 @@ SHAPE = (
 )
 
 
-class Measurements:
+class MeasurementCache:
     """The file of one shape on one kind of hardware."""
 
     def __init__(self, args: Namespace) -> None:
@@ -45,15 +45,15 @@ class Measurements:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self.path = home / "fold3d" / f"{name}.json"
 
-    def read(self) -> Measured | None:
+    def read(self) -> HardwareProfile | None:
         """Return what was measured; None if nothing was, or the file is of something else."""
         try:
             kept = json.loads(self.path.read_text(encoding="utf-8"))
-            return Measured(**kept["measured"]) if kept["of"] == self._of else None
+            return HardwareProfile(**kept["measured"]) if kept["of"] == self._of else None
         except (OSError, KeyError, TypeError, ValueError):
             return None
 
-    def write(self, measured: Measured) -> None:
+    def write(self, measured: HardwareProfile) -> None:
         """Keep what was measured."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"of": self._of, "measured": asdict(measured)}, indent=1)

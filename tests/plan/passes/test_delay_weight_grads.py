@@ -4,10 +4,11 @@ import pytest
 
 from megatron.fold3d.plan.compile import lower
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError
+from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync, defer_grad_sync
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads, split_stages
 from megatron.fold3d.plan.schedules import SCHEDULES, build
-from megatron.fold3d.plan.verify import peak_activations, verify
+from megatron.fold3d.plan.verify import verify
 
 AIAO = build("aiao", num_ranks=2, num_segments=3, num_microbatches=2)
 

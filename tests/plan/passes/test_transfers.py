@@ -2,11 +2,12 @@ import pytest
 
 from megatron.fold3d.plan.compile import forward_only, lower
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
+from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
 from megatron.fold3d.plan.passes.offload import add_offload
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.plan.verify import peak_activations, verify
+from megatron.fold3d.plan.verify import verify
 
 
 def compute(schedule: str, pp: int, segments: int, microbatches: int) -> Plan:

@@ -4,7 +4,8 @@ from dataclasses import replace
 import pytest
 
 from megatron.fold3d.commands.training_flags import training_flags
-from megatron.fold3d.plan.verify import peak_activations, verify
+from megatron.fold3d.plan.memory import peak_activations
+from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.layers import layers_of_stages
 from megatron.fold3d.predict.cost_model.model_shape import model_shape

@@ -2,7 +2,6 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.fold3d.plan.passes.stock_grad_sync import deferred_grad_sync
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.estimate import estimate
@@ -14,6 +13,7 @@ from megatron.fold3d.predict.search.neighbours import SHARES
 from megatron.fold3d.predict.search.simulated_shares import auto_shares
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
+from tests.plans import deferred_grad_sync
 
 
 def shares(costs: Costs, ranks: int = 1, microbatches: int = 2):

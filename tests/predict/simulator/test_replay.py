@@ -5,7 +5,7 @@ import pytest
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
 from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Plan, PlanError
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
-from megatron.fold3d.plan.passes.stock_grad_sync import deferred_grad_sync, serial_grad_sync
+from megatron.fold3d.plan.passes.stock_grad_sync import serial_grad_sync
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
@@ -18,6 +18,7 @@ from megatron.fold3d.predict.simulator.replay import (
 )
 from megatron.fold3d.predict.simulator.simulate import simulate
 from megatron.fold3d.predict.simulator.steady import steady_state
+from tests.plans import deferred_grad_sync
 
 AIAO = build("aiao", num_ranks=3, num_segments=2, num_microbatches=5)
 COSTS = replace(

@@ -14,11 +14,7 @@ from megatron.fold3d.observe.timeline import Lane, Timeline
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
 from megatron.fold3d.plan.passes.offload import add_offload
-from megatron.fold3d.plan.passes.stock_grad_sync import (
-    aligned_grad_sync,
-    deferred_grad_sync,
-    serial_grad_sync,
-)
+from megatron.fold3d.plan.passes.stock_grad_sync import aligned_grad_sync, serial_grad_sync
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import build
@@ -26,6 +22,7 @@ from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
 from megatron.fold3d.predict.simulator.simulate import simulate
 from scripts.bench.check_vectors import error, errors_of
+from tests.plans import deferred_grad_sync
 
 CASES = json.loads((Path(__file__).parents[2] / "data/simulator_vectors.json").read_text())["cases"]
 

@@ -11,13 +11,13 @@ from fold3d_patches import cpu
 from fold3d_patches.registry import apply
 from fold3d_patches.schedule import checkpoint
 from megatron.fold3d.plan.ir import Action, Op, Plan
+from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.passes.offload import add_offload
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.plan.verify import peak_activations
+from megatron.fold3d.policy.offload_choice import offloaded
 from megatron.fold3d.runtime.offload import host_memory
 from megatron.fold3d.runtime.offload.copies import Copies, Watch
 from megatron.fold3d.runtime.offload.host_memory import HostMemoryError
-from megatron.fold3d.runtime.offload.offload_choice import offloaded
 from megatron.fold3d.runtime.offload.offloader import Offloader
 from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool
 from megatron.fold3d.runtime.offload.saved_tensors import SavedTensors, offsets

@@ -14,7 +14,7 @@ from megatron.fold3d.observe.report.palette import STYLE, css_class, rules, take
 from megatron.fold3d.observe.report.svg import WIDTH, opening, rect, text
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline, queued
 from megatron.fold3d.plan.ir import Op, Plan
-from megatron.fold3d.plan.verify import peak_activations
+from megatron.fold3d.plan.memory import peak_activations
 
 _LEFT, _RIGHT = 78, 28
 _KINDS = {

@@ -1,4 +1,15 @@
-"""The passes that add DP.sync: within an iteration, and reaching into the next one."""
+"""The passes that add DP.sync: within an iteration, and reaching into the next one.
+
+A stage's reduction starts with its last backward. It is waited for at the end of the iteration:
+
+    before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+    after   rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD
+
+`defer_grad_sync` waits before the stage's first forward of the next iteration instead:
+
+    before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD
+    after   rank 0  0WAIT_GRAD 0F0 0F1 2WAIT_GRAD 2F0 2F1 2B0 2B1 2REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD
+"""
 
 from collections.abc import Container, Iterator
 

@@ -1,9 +1,30 @@
-"""The pass that sends saved activations to host memory and back."""
+"""The pass that sends saved activations to host memory and back.
+
+Each leaves when its forward has ended and comes back while the backward before its own runs. What
+is needed again too soon stays:
+
+    before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+    after   rank 0  0F0 0OFFLOAD0 0F1 0OFFLOAD1 2F0 2F1 2B0 0RELOAD0 2B1 0RELOAD1 0B0 0B1
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan, Program
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadChoice:
+    """What leaves, as `add_offload` takes it.
+
+    Attributes:
+        at_most: how many activations; None is all.
+        depth: computations that each has to leave, and as many to come back.
+    """
+
+    at_most: int | None = None
+    depth: int = 1
 
 
 def add_offload(plan: Plan, *, depth: int = 1, at_most: int | None = None) -> Plan:

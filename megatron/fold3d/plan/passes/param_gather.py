@@ -1,6 +1,10 @@
 """The pass that makes the all-gather of a distributed optimizer's parameters part of a plan.
 
-The optimizer updates each parameter on one replica, in shards; the next forward gathers them.
+The optimizer updates each parameter on one replica, in shards; the next forward gathers them. A
+stage's gather starts one segment ahead of its first forward:
+
+    before  rank 0  0F0 2F0 2B0 0B0
+    after   rank 0  0GATHER_PARAM 2GATHER_PARAM 0WAIT_PARAM 0F0 2WAIT_PARAM 2F0 2B0 0B0
 """
 
 from collections.abc import Iterator

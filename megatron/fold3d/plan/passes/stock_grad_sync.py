@@ -1,11 +1,20 @@
-"""Where stock Megatron and a schedule that defers it put DP.sync: passes over a compute plan.
+"""The passes that add DP.sync where stock Megatron starts it; only the simulator runs them.
 
-Beside `grad_sync.add_grad_sync`, which starts a stage's reduction with its last backward and waits
-for all of them at the end.
+`serial_grad_sync` is stock without ``--overlap-grad-reduce``:
+
+    before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+    after   rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1 2REDUCE_GRAD 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD
+
+`aligned_grad_sync` is stock's interleaved schedule, whose rank r starts r backwards late:
+
+    before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+            rank 1  1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1
+    after   rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD
+            rank 1  1F0 1F1 3F0 3F1 3B0 3B1 1B0 3REDUCE_GRAD 1B1 1REDUCE_GRAD 3WAIT_GRAD 1WAIT_GRAD
 """
 
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program
-from megatron.fold3d.plan.passes.grad_sync import add_grad_sync, defer_grad_sync
+from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
 
 
 def serial_grad_sync(plan: Plan) -> Plan:
@@ -17,15 +26,6 @@ def serial_grad_sync(plan: Plan) -> Plan:
         return (*others, *sync[Op.REDUCE_GRAD], *sync[Op.WAIT_GRAD])
 
     return Plan(tuple(map(to_the_end, add_grad_sync(plan).programs)))
-
-
-def deferred_grad_sync(plan: Plan) -> Plan:
-    """Add DP.sync that reaches into the next iteration (paper Sec. III-B step 3).
-
-    A stage's reduction starts after its last backward; its first forward waits for the one of the
-    iteration before. Only a simulation of several iterations shows what that costs.
-    """
-    return defer_grad_sync(add_grad_sync(plan), range(plan.num_stages))
 
 
 def aligned_grad_sync(plan: Plan) -> Plan:

@@ -1,4 +1,12 @@
-"""The pass that adds the transfers between stages (PP.sync)."""
+"""The pass that adds the transfers between stages (PP.sync).
+
+A result is sent when its computation ends. Its receive is posted one computation ahead:
+
+    before  rank 0  0F0 0F1 0B0 0B1
+            rank 1  1F0 1F1 1B0 1B1
+    after   rank 0  0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1
+            rank 1  1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1
+"""
 
 from megatron.fold3d.plan.ir import COMPUTE_OPS, P2P_OPS, Action, Op, Plan, PlanError, gc_paused
 

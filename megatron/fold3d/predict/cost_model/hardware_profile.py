@@ -12,7 +12,7 @@ from megatron.fold3d.predict.simulator.costs import Costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class HardwareProfile:
     """Seconds and bytes of a run's parts, the slowest of all ranks; all numbers are per GPU."""
 
     layer_forward_s: float

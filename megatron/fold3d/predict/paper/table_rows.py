@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron.fold3d.observe.exposure import exposure, mean
-from megatron.fold3d.plan.passes.stock_grad_sync import deferred_grad_sync, serial_grad_sync
+from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.transformer import p2p_bytes
 from megatron.fold3d.predict.paper.perf_model import grad_sync_s
@@ -78,10 +78,12 @@ def _predict_pipeline(tables: Tables, row: Row, fit: Fit) -> dict[str, float]:
         ),
     )
     if folds:
-        plan = deferred_grad_sync(build("aiao", last_segment="afab", **sizes))
+        order = build("aiao", last_segment="afab", **sizes)
+        plan = lower(order, Options(transfers=False, deferred_stages=range(order.num_stages)))
         timeline = simulate(plan, costs, Execution(grad_sync_order="edf"), iterations=ITERATIONS)
     else:
-        plan = serial_grad_sync(build("interleaved" if segments > 1 else "1f1b", **sizes))
+        order = build("interleaved" if segments > 1 else "1f1b", **sizes)
+        plan = lower(order, Options(transfers=False, grad_sync="serial"))
         timeline = simulate(plan, costs, Execution(flush=True))
     exposed = mean(exposure(timeline))
     columns = {

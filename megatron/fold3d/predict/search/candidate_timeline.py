@@ -8,15 +8,9 @@ the iteration.
 from dataclasses import replace
 
 from megatron.fold3d.observe.timeline import Timeline
+from megatron.fold3d.plan.compile import GradSync, Options, lower
 from megatron.fold3d.plan.ir import Op, Plan
-from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
-from megatron.fold3d.plan.passes.offload import add_offload
-from megatron.fold3d.plan.passes.param_gather import add_param_gather
-from megatron.fold3d.plan.passes.stock_grad_sync import (
-    aligned_grad_sync,
-    deferred_grad_sync,
-    serial_grad_sync,
-)
+from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.estimate import Estimate
@@ -32,18 +26,17 @@ PAUSE_SHARE = 0.5  # what PP.sync may take from DP.sync before they are equals
 
 def plan_of(candidate: Candidate) -> Plan:
     """Return the plan, with DP.sync where the candidate has it."""
-    plan = _compute_plan(candidate)
-    if candidate.offload:
-        plan = add_offload(plan)
-    if candidate.backward_share is not None:
-        return deferred_grad_sync(plan)
-    if candidate.schedule == "1f1b":  # its hooks start in the last backward, if at all
-        plan = serial_grad_sync(plan)
-    elif candidate.is_stock:
-        plan = aligned_grad_sync(plan)
-    else:
-        plan = add_grad_sync(plan)
-    return add_param_gather(plan) if candidate.setup.distributed_optimizer else plan
+    deferred = candidate.backward_share is not None
+    num_stages = candidate.num_ranks * candidate.num_segments
+    options = Options(
+        delay_weight_grads=candidate.delayed_weight_grads,
+        gathers_params=candidate.setup.distributed_optimizer and not deferred,
+        offload=OffloadChoice() if candidate.offload else None,
+        transfers=False,
+        grad_sync="overlap" if deferred else _grad_sync(candidate),
+        deferred_stages=range(num_stages if deferred else 0),
+    )
+    return lower(_order(candidate), options)
 
 
 def timeline_of(candidate: Candidate, estimate: Estimate) -> Timeline:
@@ -83,18 +76,24 @@ def undisturbed_s(candidate: Candidate, estimate: Estimate) -> float:
         costs, p2p_s=0.0, p2p_local_s=0.0, p2p_latency_s=costs.p2p_latency_s + message_s
     )
     execution = Execution(sends_waited_for=_sends_waited_for(candidate))
-    return simulate(_compute_plan(candidate), alone, execution).period_s
+    plan = delay_weight_grads(_order(candidate), candidate.delayed_weight_grads)
+    return simulate(plan, alone, execution).period_s
 
 
-def _compute_plan(candidate: Candidate) -> Plan:
-    plan = build(
+def _grad_sync(candidate: Candidate) -> GradSync:
+    if candidate.schedule == "1f1b":  # its hooks start in the last backward, if at all
+        return "serial"
+    return "aligned" if candidate.is_stock else "overlap"
+
+
+def _order(candidate: Candidate) -> Plan:
+    return build(
         candidate.schedule,
         num_ranks=candidate.num_ranks,
         num_segments=candidate.num_segments,
         num_microbatches=candidate.num_microbatches,
         group_size=candidate.group_size,
     )
-    return delay_weight_grads(plan, candidate.delayed_weight_grads)
 
 
 def _sends_waited_for(candidate: Candidate) -> frozenset[Op]:

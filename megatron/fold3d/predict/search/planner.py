@@ -33,7 +33,7 @@ from megatron.fold3d.predict.search.candidates import (
 )
 from megatron.fold3d.predict.search.infeasible import nothing_divides, nothing_fits
 from megatron.fold3d.predict.search.neighbours import neighbours
-from megatron.fold3d.predict.search.search_result import WORTHWHILE, Choice, Search
+from megatron.fold3d.predict.search.search_result import WORTHWHILE, JudgedCandidate, Search
 
 USABLE_MEMORY = 0.85  # the rest is CUDA's, NCCL's and what the allocator cannot use
 _IMPROVED = 3  # of the best ones, how many have their neighbours looked at
@@ -128,7 +128,7 @@ class _Judge:
             )
         )
         self._progress = progress
-        self._judged: dict[Candidate, Choice] = {}
+        self._judged: dict[Candidate, JudgedCandidate] = {}
         self._undisturbed_s: dict[Candidate, float] = {}
 
     @property
@@ -144,7 +144,7 @@ class _Judge:
         """Return what is known of a candidate without a simulation."""
         return bounded(candidate, self.estimate(candidate))
 
-    def fits(self, known: Bounded | Choice) -> bool:
+    def fits(self, known: Bounded | JudgedCandidate) -> bool:
         """Tell whether memory is enough, the GPU's and a GPU's share of the host's."""
         host_fits = known.host_bytes <= self.host_limit_bytes
         return known.device_bytes <= self.limit_bytes and host_fits
@@ -160,9 +160,9 @@ class _Judge:
         sync_s = 0.0 if alone.delayed_weight_grads else item.estimate.costs.grad_sync_s[0]
         return self._undisturbed_s[alone] + sync_s
 
-    def best(self, among: Iterable[Bounded], top: int) -> tuple[Choice, ...]:
+    def best(self, among: Iterable[Bounded], top: int) -> tuple[JudgedCandidate, ...]:
         """Simulate in the order of the bounds until none can be among the best any more."""
-        found: list[Choice] = []
+        found: list[JudgedCandidate] = []
         for item in sorted(among, key=lambda b: b.bound_s):
             if len(found) == top and item.bound_s >= found[-1].iteration_s:
                 break
@@ -175,27 +175,29 @@ class _Judge:
                 found = sorted([*found, choice], key=lambda choice: choice.iteration_s)[:top]
         return tuple(found)
 
-    def undelayed(self, candidate: Candidate) -> Choice | None:
+    def undelayed(self, candidate: Candidate) -> JudgedCandidate | None:
         """Return a candidate without the delayed weight gradients that it has."""
         if not candidate.delayed_weight_grads:
             return None
         undelayed = replace(candidate, delayed_weight_grads=())
         return self._judged.get(undelayed) or self._simulate(self.bounded(undelayed))
 
-    def _simulate(self, item: Bounded) -> Choice:
+    def _simulate(self, item: Bounded) -> JudgedCandidate:
         timeline = timeline_of(item.candidate, item.estimate)
         peak, on_host = item.device_bytes, 0.0
         if item.candidate.offload or item.candidate.delayed_weight_grads:
             ranks = memory(timeline, item.estimate.footprint)
             peak = max(rank.device.peak_bytes for rank in ranks)
             on_host = max(rank.host.peak_bytes for rank in ranks)
-        choice = Choice(item.candidate, timeline.period_s, peak, mean(exposure(timeline)), on_host)
+        choice = JudgedCandidate(
+            item.candidate, timeline.period_s, peak, mean(exposure(timeline)), on_host
+        )
         self._judged[item.candidate] = choice
         self._progress(self.num_simulated, self.num_left)
         return choice
 
 
-def _plainest_first(best: tuple[Choice, ...]) -> tuple[Choice, ...]:
+def _plainest_first(best: tuple[JudgedCandidate, ...]) -> tuple[JudgedCandidate, ...]:
     """Put a choice first that is as the best one and plainer, and no more than 1% slower.
 
     No simulation is as good as what training measures, and what a given share is wrong by, `auto`

@@ -9,7 +9,7 @@ WORTHWHILE = 0.01  # a smaller gain than this is within the error of the costs
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class JudgedCandidate:
     """A configuration with what it is predicted to do."""
 
     candidate: Candidate
@@ -38,10 +38,10 @@ class Choice:
 class Search:
     """The best configurations, fastest first, and how many were looked at."""
 
-    best: tuple[Choice, ...]
-    best_stock: Choice | None
+    best: tuple[JudgedCandidate, ...]
+    best_stock: JudgedCandidate | None
     considered: int
     too_large: int
     simulated: int
-    undelayed: Choice | None = None
+    undelayed: JudgedCandidate | None = None
     """Where the best one delays weight gradients: the same without."""

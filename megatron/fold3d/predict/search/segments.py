@@ -7,8 +7,7 @@ through all ranks once more and costs its overhead once more.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
-from megatron.fold3d.plan.passes.stock_grad_sync import deferred_grad_sync
+from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.paper.perf_model import overlapping_s
 from megatron.fold3d.predict.simulator.costs import Costs
@@ -87,7 +86,6 @@ def by_simulation(
         deferred: whether DP.sync may reach into the next iteration.
         preemptive: whether PP.sync goes before DP.sync on a link.
     """
-    sync = deferred_grad_sync if deferred else add_grad_sync
     execution = Execution(
         grad_sync_order="edf" if deferred else "fifo",
         preemptive=preemptive,
@@ -96,13 +94,15 @@ def by_simulation(
     )
     periods: dict[int, float] = {}
     for segments in sorted(options):
-        plan = build(
+        order = build(
             schedule,
             num_ranks=num_ranks,
             num_segments=segments,
             num_microbatches=num_microbatches,
         )
-        periods[segments] = steady_state(sync(plan), costs(segments), execution).period_s
+        stages = range(order.num_stages if deferred else 0)
+        plan = lower(order, Options(transfers=False, deferred_stages=stages))
+        periods[segments] = steady_state(plan, costs(segments), execution).period_s
     shortest_s = min(periods.values()) * (1 + TOLERANCE)
     best = next(segments for segments, period_s in periods.items() if period_s <= shortest_s)
     times = ", ".join(f"{segments}: {period_s:.3g} s" for segments, period_s in periods.items())

@@ -11,9 +11,9 @@ from operator import add
 from statistics import median, quantiles
 
 from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline, queued
+from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.ir import COMPUTE_OPS, Op, Plan, PlanError
-from megatron.fold3d.plan.passes.grad_sync import add_grad_sync, deferred_stages
-from megatron.fold3d.plan.passes.stock_grad_sync import serial_grad_sync
+from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
@@ -32,12 +32,14 @@ def observed_plan(measured: Timeline) -> Plan:
         spans = measured.lane(rank, Lane.COMPUTE)
         actions = (s.action for s in spans if s.iteration == 0 and s.action is not None)
         programs.append(tuple(dict.fromkeys(actions)))  # what was interrupted has several spans
-    return as_synced(add_grad_sync(Plan(tuple(programs))), measured)
+    return as_synced(lower(Plan(tuple(programs)), Options(transfers=False)), measured)
 
 
 def as_synced(plan: Plan, measured: Timeline) -> Plan:
     """Return a plan with all DP.sync at its end, if none was seen behind computation."""
-    return plan if _overlaps(measured) else serial_grad_sync(plan.select(COMPUTE_OPS))
+    if _overlaps(measured):
+        return plan
+    return lower(plan.select(COMPUTE_OPS), Options(transfers=False, grad_sync="serial"))
 
 
 def observed_costs(measured: Timeline, plan: Plan) -> Costs:

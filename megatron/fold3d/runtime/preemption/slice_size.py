@@ -4,18 +4,17 @@ Keeps one invariant: every rank of the job gets the same answer, so all cut alik
 """
 
 import logging
-from math import ceil, log2
 
 import torch
 import torch.distributed as dist
 
+from megatron.fold3d.policy.slice_bytes import slice_bytes
 from megatron.fold3d.runtime.measure import profiler
 
 logger = logging.getLogger(__name__)
 
-_SMALLEST, _LARGE = 64 << 10, 1 << 20  # bytes
+_LARGE = 1 << 20  # bytes
 _MANY = 20
-_LOSS = 0.02  # of DP.sync's time may go into starting slices
 
 
 def measured(
@@ -37,7 +36,7 @@ def measured(
         return profiler.seconds(work, device) / times
 
     cost = profiler.slowest([reduce(large, 1) / _LARGE, reduce(element, _MANY)], device)
-    num_bytes = fitting(transfer_bytes, at_most, *cost)
+    num_bytes = slice_bytes(transfer_bytes, at_most, *cost)
     if dist.get_rank() == 0:
         logger.info(
             "DP.sync in slices of %s bytes: to start one takes %.3g ms, a byte %.3g ns; "
@@ -48,16 +47,3 @@ def measured(
             num_bytes,
         )
     return num_bytes
-
-
-def fitting(transfer_bytes: int, at_most: int, per_byte_s: float, start_s: float) -> int:
-    """Return a quarter of a transfer, or more where starting slices would cost too much.
-
-    A transfer that finds a slice under way then takes a quarter longer at most. What is measured
-    gives a power of two: runs on one network should cut alike, since sums of more than two
-    replicas depend on it.
-    """
-    quarter = max(transfer_bytes // 4 // 4096 * 4096, _SMALLEST)
-    if quarter * per_byte_s * _LOSS < start_s:
-        quarter = 1 << ceil(log2(start_s / _LOSS / per_byte_s))
-    return min(quarter, at_most)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.fold3d.runtime.preemption.slice_size import fitting
+from megatron.fold3d.policy.slice_bytes import slice_bytes
 
 MOST = 1 << 20
 S_PER_BYTE = 80e-9  # 100 Mb/s
@@ -23,4 +23,4 @@ S_PER_BYTE = 80e-9  # 100 Mb/s
 def test_a_slice_is_a_quarter_of_a_transfer_unless_starting_it_costs_too_much(
     transfer_bytes: int, per_byte_s: float, start_s: float, num_bytes: int
 ) -> None:
-    assert fitting(transfer_bytes, MOST, per_byte_s, start_s) == num_bytes
+    assert slice_bytes(transfer_bytes, MOST, per_byte_s, start_s) == num_bytes

@@ -1,0 +1,56 @@
+"""How many activations a plan holds at once, on the device and on the host."""
+
+from collections import Counter, deque
+from collections.abc import Mapping
+
+from megatron.fold3d.plan.ir import Op, Plan, Program
+from megatron.fold3d.plan.passes.weight_grads import split_stages
+
+
+def peak_activations(plan: Plan, *, depth: int = 1) -> tuple[int, ...]:
+    """Return, per rank, the most (segment, micro-batch) activations on the device at once.
+
+    Paper eqs. 6-7 multiply this count by the bytes of one. Those that leave are on the device
+    until the rank's next ``depth`` computations are over, those that come back from their RELOAD
+    on: see `add_offload`. Those whose weight gradients are delayed stay until these are computed.
+    """
+    peaks = []
+    for program in plan.programs:
+        split = split_stages(program)
+        held = peak = 0
+        leaving = deque([0] * depth)  # by the computation before which they began to
+        for stage, op, _ in program:
+            if op is Op.FORWARD or op is Op.RELOAD:
+                held += 1
+                peak = max(peak, held)
+            elif op is Op.OFFLOAD:
+                leaving[-1] += 1
+            if op is Op.FORWARD or op is Op.BACKWARD:
+                held -= leaving.popleft() + (op is Op.BACKWARD and stage not in split)
+                leaving.append(0)
+            elif op is Op.WEIGHT:
+                held -= 1
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def peak_on_host(program: Program, bytes_of_stage: Mapping[int, int]) -> Counter[int]:
+    """Return, for each size, the most activations of that size in host memory at once.
+
+    They are there from their OFFLOAD until their backward, before which they have surely arrived.
+    Stages that are not in ``bytes_of_stage`` do not count.
+    """
+    now: Counter[int] = Counter()
+    peak: Counter[int] = Counter()
+    away = set()
+    for stage, op, microbatch in program:
+        if stage not in bytes_of_stage:
+            continue
+        size = bytes_of_stage[stage]
+        if op is Op.OFFLOAD:
+            away.add((stage, microbatch))
+            now[size] += 1
+            peak[size] = max(peak[size], now[size])
+        elif op is Op.BACKWARD and (stage, microbatch) in away:
+            now[size] -= 1
+    return peak

@@ -1,0 +1,40 @@
+"""How long an iteration's computations and copies take, on a device's own clock."""
+
+from collections.abc import Callable
+from statistics import fmean
+
+import torch
+
+from megatron.fold3d.plan.ir import Op
+from megatron.fold3d.runtime.device import Clock, Mark
+
+_TIMED = (Op.FORWARD, Op.BACKWARD, Op.OFFLOAD, Op.RELOAD)
+
+
+class Meter:
+    """Times an iteration's computations and copies on a device's own clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock = Clock(device)
+        self._spans: list[tuple[Op, Mark, Mark]] = []
+
+    def begin(self, op: Op) -> Callable[[], None]:
+        """Note that something begins on the current stream; call what is returned at its end."""
+        start = self._clock.mark()
+        return lambda: self._spans.append((op, start, self._clock.mark()))
+
+    def clear(self) -> None:
+        """Forget what was timed so far."""
+        self._spans.clear()
+
+    def means_s(self) -> tuple[float, ...] | None:
+        """Return the mean of a forward, a backward, a copy to the host and one back.
+
+        None as long as one of them is missing or not over.
+        """
+        times: dict[Op, list[float]] = {op: [] for op in _TIMED}
+        for op, start, end in self._spans:
+            if not self._clock.has_passed(end):
+                return None
+            times[op].append(self._clock.seconds(start, end))
+        return tuple(map(fmean, times.values())) if all(times.values()) else None

@@ -1,0 +1,113 @@
+"""One recipe: what is simulated is what runs."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import cast
+
+import pytest
+
+from megatron.fold3d.observe.timeline import Lane
+from megatron.fold3d.plan.compile import Options, compile_plan, lower
+from megatron.fold3d.plan.ir import P2P_OPS, Op, Plan
+from megatron.fold3d.plan.passes.offload import OffloadChoice
+from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
+from megatron.fold3d.predict.cost_model.sizes import Setup
+from megatron.fold3d.predict.search.candidate_timeline import plan_of
+from megatron.fold3d.predict.search.candidates import Candidate, Schedule
+from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.simulate import simulate
+from megatron.fold3d.runtime.plans import Plans
+from tests.configs import CONFIG
+
+RANKS, MICROBATCHES = 3, 6
+
+
+def order(schedule: str) -> Plan:
+    segments = 1 if schedule in ONE_SEGMENT_SCHEDULES else 2
+    return build(schedule, num_ranks=RANKS, num_segments=segments, num_microbatches=MICROBATCHES)
+
+
+def every_option() -> Iterator[Options]:
+    for delayed, gathers, offload, stages in product(
+        ((), (0,)),
+        (False, True),
+        (None, OffloadChoice(), OffloadChoice(at_most=3, depth=2)),
+        (range(0), range(100)),
+    ):
+        yield Options(
+            delay_weight_grads=delayed,
+            gathers_params=gathers,
+            offload=offload,
+            deferred_stages=stages,
+        )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_simulated_plan_is_the_plan_that_runs_without_its_transfers(schedule: str):
+    for options in every_option():
+        runs = compile_plan(order(schedule), options)
+        simulated = lower(order(schedule), replace(options, transfers=False))
+        assert runs.select(frozenset(Op) - P2P_OPS) == simulated
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_simulation_sends_where_the_plan_that_runs_sends(schedule: str):
+    for options in every_option():
+        runs = lower(order(schedule), options)
+        simulated = lower(order(schedule), replace(options, transfers=False))
+        costs = Costs.uniform(
+            runs.num_stages,
+            forward_s=1.0,
+            backward_s=2.0,
+            p2p_s=0.3,
+            grad_sync_s=1.5,
+        )
+        timelines = [
+            simulate(plan, costs, Execution(flush=True), iterations=2) for plan in (runs, simulated)
+        ]
+        for rank in range(RANKS):
+            one, other = (timeline.lane(rank, Lane.COMPUTE) for timeline in timelines)
+            assert one == other
+
+
+@pytest.mark.parametrize("schedule", ["aiao", "interleaved"])
+@pytest.mark.parametrize(("share", "gathers"), [(None, False), (None, True), (0.5, False)])
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("delayed", [(), (0,)])
+def test_the_planner_and_training_compile_one_plan(
+    schedule: str, share: float | None, gathers: bool, offload: bool, delayed: tuple[int, ...]
+):
+    segments = order(schedule).num_segments
+    config = replace(
+        CONFIG,
+        schedule=schedule,
+        num_ranks=RANKS,
+        num_segments=segments,
+        backward_share=share,
+        offload_activations="on" if offload else "off",
+        delay_weight_grads=delayed,
+        gathers_params=gathers,
+    )
+    trained = Plans(config).training(MICROBATCHES)
+    searched = plan_of(
+        Candidate(
+            setup=Setup(data_parallel=2, distributed_optimizer=gathers),
+            schedule=cast(Schedule, schedule),
+            is_stock=False,
+            num_ranks=RANKS,
+            num_segments=segments,
+            num_microbatches=MICROBATCHES,
+            backward_share=share,
+            offload=offload,
+            delayed_weight_grads=delayed,
+            preemptive=True,
+        )
+    )
+    assert trained.select(frozenset(Op) - P2P_OPS) == searched
+
+
+def test_an_order_that_has_an_action_keeps_it():
+    whole = lower(order("aiao"), Options(delay_weight_grads=(0,), gathers_params=True))
+    assert lower(whole, Options(delay_weight_grads=(0,), gathers_params=True)) == whole
