@@ -214,7 +214,7 @@ def test_stages_of_a_layout_are_counted_as_megatron_counts_them(
 ) -> None:
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-    from megatron.fold3d.config.fold3d_config import _num_stages
+    from megatron.fold3d.config.segment_flags import _num_stages
 
     layout = ",".join(f"({part})*{n}" if grouped else f"{part}*{n}" for part, n, grouped in parts)
     assert _num_stages(layout) == PipelineParallelLayerLayout.get_num_stages_from_str(layout)

@@ -1,4 +1,4 @@
-"""What cannot work with ``--backward-share``.
+"""``--backward-share``: the flag, and what it cannot be combined with.
 
 With it, optimizer steps reach into the next iteration. That is exact as long as nothing needs all
 gradients before the first step, and nobody reads parameters or gradients between iterations.
@@ -7,12 +7,25 @@ gradients before the first step, and nobody reads parameters or gradients betwee
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 
+from megatron.fold3d.config.argument_group import ArgumentGroup
 from megatron.fold3d.config.refusals import Refusal, spelled
 
 _SMALLEST_SLICE = 4096  # below, a message costs more than what it carries
 
 
 AUTO = "auto"
+
+
+def add_share_flags(group: ArgumentGroup) -> None:
+    """Add ``--backward-share``."""
+    group.add_argument(
+        "--backward-share",
+        type=share_or_auto,
+        metavar="X",
+        help="Let DP.sync reach into the next iteration: the share X, from 0 to 1, of a segment's "
+        "gradients is reduced behind its backward, the rest behind the next forward. auto measures "
+        "what fits behind it. Not given, an iteration ends when all gradients are reduced.",
+    )
 
 
 def share_or_auto(text: str) -> float | str:

@@ -1,150 +1,69 @@
 """Our flags, and the frozen configuration that they and Megatron's become.
 
-Nothing here imports torch or Megatron, touches a device or makes a process group: a run that
-cannot work ends here, within milliseconds, with every reason at once.
+Each feature's file holds its flags, what they mean, and what they cannot be combined with; here
+they are put together. Nothing in this room imports torch or Megatron, touches a device or makes a
+process group: a run that cannot work ends here, within milliseconds, with every reason at once.
 """
 
-import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from megatron.fold3d.config.backward_share_flags import share_or_auto, share_problems
+from megatron.fold3d.config.backward_share_flags import add_share_flags, share_problems
 from megatron.fold3d.config.bucket_flags import cuts_every_segment
-from megatron.fold3d.config.layer_split import (
-    fitting_segments,
-    layers_per_rank,
-    num_layers,
-    uneven_ranks,
-)
 from megatron.fold3d.config.minimum_sizes import size_problems
-from megatron.fold3d.config.nccl_settings import traffic_class_problems
-from megatron.fold3d.config.offload_flags import offload_problems, offloads_everything, saved_bytes
-from megatron.fold3d.config.preemption_flags import preemption_problems
-from megatron.fold3d.config.refusals import named, refusals, spelled
-from megatron.fold3d.config.segment_flags import AUTO, auto_problems, segments_or_auto
-from megatron.fold3d.config.trace_flags import iterations, trace_problems
-from megatron.fold3d.config.weight_grad_flags import segment_list, weight_grad_problems
-from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, LastSegment
+from megatron.fold3d.config.nccl_settings import add_traffic_class_flags, traffic_class_problems
+from megatron.fold3d.config.offload_flags import (
+    Offload,
+    add_offload_flags,
+    offload_problems,
+    offloads_everything,
+    saved_bytes,
+)
+from megatron.fold3d.config.preemption_flags import add_preemption_flags, preemption_problems
+from megatron.fold3d.config.refusals import refusals
+from megatron.fold3d.config.schedule_flags import add_schedule_flags, schedule_of, schedule_problems
+from megatron.fold3d.config.segment_flags import (
+    AUTO,
+    add_segment_flags,
+    num_segments,
+    segment_problems,
+    virtual_stage_flag,
+)
+from megatron.fold3d.config.trace_flags import add_trace_flags, iterations, trace_problems
+from megatron.fold3d.config.weight_grad_flags import add_weight_grad_flags, weight_grad_problems
+from megatron.fold3d.plan.schedules import LastSegment
 from megatron.fold3d.policy.backward_shares import FIRST_SHARE
 
 Device = Literal["cuda", "cpu"]
-Offload = Literal["off", "auto", "on"]
 
 # A slice has to take much longer than to start it, and much less than an activation's transfer.
 SLICE_BYTES: dict[Device, int] = {"cuda": 8 << 20, "cpu": 1 << 19}
 
-# The flags from which Megatron derives virtual stages; it accepts one of them at a time.
-_VIRTUAL_STAGE_FLAGS = {
-    "num_virtual_stages_per_pipeline_rank": "--num-virtual-stages-per-pipeline-rank",
-    "num_layers_per_virtual_pipeline_stage": "--num-layers-per-virtual-pipeline-stage",
-    "pipeline_model_parallel_layout": "--pipeline-model-parallel-layout",
-}
-
-# `(...)*n` or `x*n` in --pipeline-model-parallel-layout.
-_REPEATED = re.compile(r"(?:\(([^)]+)\)|(.))\*(\d+)")
+_FLAGS_OF_FEATURES = (
+    add_schedule_flags,
+    add_segment_flags,
+    add_share_flags,
+    add_weight_grad_flags,
+    add_preemption_flags,
+    add_offload_flags,
+    add_traffic_class_flags,
+    add_trace_flags,
+)
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add our flags to Megatron's parser: the ``extra_args_provider`` of ``parse_args``."""
     group = parser.add_argument_group("FOLD3D")
-    group.add_argument(
-        "--schedule",
-        choices=("stock", *SCHEDULES),
-        help="Pipeline schedule; stock, the default, is the one Megatron picks.",
-    )
-    group.add_argument(
-        "--plan-file",
-        type=Path,
-        metavar="FILE",
-        help="Run the plan in FILE, in the text form of `fold3d plan`, instead of a --schedule.",
-    )
-    group.add_argument(
-        "--segments",
-        type=segments_or_auto,
-        metavar="N",
-        help="Model chunks per pipeline rank: sets Megatron's virtual stages. auto chooses from "
-        "what the hardware is measured to do when the run starts.",
-    )
-    group.add_argument(
-        "--aiao-last-segment",
-        choices=get_args(LastSegment),
-        help="Last segment of aiao: 1f1b, the default, holds fewer activations than the paper's "
-        "afab in the same time.",
-    )
-    group.add_argument(
-        "--backward-share",
-        type=share_or_auto,
-        metavar="X",
-        help="Let DP.sync reach into the next iteration: the share X, from 0 to 1, of a segment's "
-        "gradients is reduced behind its backward, the rest behind the next forward. auto measures "
-        "what fits behind it. Not given, an iteration ends when all gradients are reduced.",
-    )
-    group.add_argument(
-        "--dp-slice-bytes",
-        type=int,
-        metavar="N",
-        help="With --backward-share or --preemptive-comm, reduce N bytes of gradients at once, so "
-        "that what is needed sooner waits no longer than these take (default: 8388608, on CPUs "
-        "524288; preemption measures what costs DP.sync little and takes less of it if it can).",
-    )
-    group.add_argument(
-        "--delay-weight-grads",
-        type=segment_list,
-        metavar="N,N",
-        default=(),
-        help="Compute the weight gradients of these segments, counted from 0, when all backwards "
-        "are through: the DP.sync of the segment that is needed first is hidden behind them.",
-    )
+    for add_flags in _FLAGS_OF_FEATURES:
+        add_flags(group)
     group.add_argument(
         "--model-preset",
         metavar="NAME",
         help="Build a model of the paper, such as gpt3-18b, or any layers-hidden-heads[-sequence]: "
         "stands for the flags of its shape, and those that are given win over it.",
     )
-    group.add_argument(
-        "--trace",
-        type=Path,
-        metavar="DIR",
-        help="Record when each action begins and ends on each rank, and write one file per rank "
-        "into DIR; see `fold3d trace`.",
-    )
-    group.add_argument(
-        "--trace-iterations",
-        metavar="A-B",
-        help="The iterations to record, as the log numbers them (default: the fourth and the "
-        "fifth of this run).",
-    )
-    group.add_argument(
-        "--offload-activations",
-        choices=get_args(Offload),
-        default="off",
-        help="Keep saved activations in host memory while no computation wants them: on moves all "
-        "large ones, auto what recomputation starts from, and no more of it than the GPU's memory "
-        "needs and its copy engine hides (default: off).",
-    )
-    group.add_argument(
-        "--lazy-inter-segment",
-        action="store_true",
-        help="Send what goes from the last pipeline rank to the first through host memory, where "
-        "it waits until it is used.",
-    )
-    group.add_argument(
-        "--preemptive-comm",
-        action="store_true",
-        help="Let PP.sync go before DP.sync: gradients are reduced in slices, which wait while a "
-        "transfer between pipeline ranks is under way.",
-    )
-    for groups in ("pp", "dp"):
-        group.add_argument(
-            f"--{groups}-traffic-class",
-            type=int,
-            metavar="N",
-            help=f"Mark the packets of {groups.upper()}.sync over NCCL, so that switches and cards "
-            "can put PP.sync first: on InfiniBand a service level, on RoCE four times a DSCP.",
-        )
     group.add_argument(
         "--device",
         choices=get_args(Device),
@@ -163,7 +82,7 @@ def megatron_defaults(args: Namespace) -> dict[str, Any]:
         config = Fold3DConfig.from_args(args)
         args = parse_and_validate_args(add_arguments, args_defaults=megatron_defaults(args))
     """
-    if args.segments in (None, AUTO) or _virtual_stage_flag(args):
+    if args.segments in (None, AUTO) or virtual_stage_flag(args):
         return {}
     return {"num_virtual_stages_per_pipeline_rank": args.segments}
 
@@ -249,15 +168,14 @@ class Fold3DConfig:
             )
         if problems := [*size_problems(args)]:  # with which the others cannot be looked for
             raise ValueError("\n".join(problems))
-        schedule = "plan-file" if args.plan_file else args.schedule or "stock"
-        num_segments = _num_segments(args)
+        schedule, segments = schedule_of(args), num_segments(args)
         problems = [
-            *_own_flags(args, schedule),
-            *_segments(args, schedule, num_segments),
+            *schedule_problems(args, schedule),
+            *segment_problems(args, schedule, segments),
             *refusals(args, schedule),
             *share_problems(args, schedule),
-            *offload_problems(args, schedule, num_segments),
-            *weight_grad_problems(args, schedule, num_segments),
+            *offload_problems(args, schedule, segments),
+            *weight_grad_problems(args, schedule, segments),
             *trace_problems(args, schedule),
             *preemption_problems(args, schedule),
             *traffic_class_problems(args),
@@ -269,7 +187,7 @@ class Fold3DConfig:
             schedule=schedule,
             plan_file=args.plan_file,
             num_ranks=args.pipeline_model_parallel_size,
-            num_segments=num_segments,
+            num_segments=segments,
             aiao_last_segment=args.aiao_last_segment or "1f1b",
             device=args.device,
             microbatch_group_size=args.microbatch_group_size_per_vp_stage,
@@ -290,103 +208,5 @@ class Fold3DConfig:
             preemptive_comm=args.preemptive_comm,
             pp_traffic_class=args.pp_traffic_class,
             dp_traffic_class=args.dp_traffic_class,
-            saved_bytes=saved_bytes(args, num_segments),
-        )
-
-
-def _own_flags(args: Namespace, schedule: str) -> Iterator[str]:
-    """Yield what is wrong among our own flags."""
-    if args.plan_file and args.schedule:
-        yield (
-            f"--plan-file {args.plan_file} with --schedule {args.schedule}: a plan is a schedule; "
-            "give one of the two"
-        )
-    if args.plan_file and not args.plan_file.is_file():
-        yield f"--plan-file {args.plan_file}: no such file; write one with `fold3d plan`"
-    if args.aiao_last_segment and schedule != "aiao":
-        yield (
-            f"--aiao-last-segment {args.aiao_last_segment} with {named(schedule)}: only aiao "
-            "reads it; drop it or give --schedule aiao"
-        )
-
-
-def _virtual_stage_flag(args: Namespace) -> str | None:
-    """Return the flag of Megatron's that sets virtual stages, with its value."""
-    for attribute, flag in _VIRTUAL_STAGE_FLAGS.items():
-        if (value := getattr(args, attribute)) is not None:
-            return spelled(flag, value)
-    return None
-
-
-def _num_segments(args: Namespace) -> int:
-    """Return the model chunks per rank as Megatron derived them, or as it will."""
-    if hasattr(args, "virtual_pipeline_model_parallel_size"):
-        return int(args.virtual_pipeline_model_parallel_size or 1)
-    num_ranks: int = args.pipeline_model_parallel_size
-    if args.pipeline_model_parallel_layout is not None:
-        return _num_stages(args.pipeline_model_parallel_layout) // num_ranks
-    if args.num_layers_per_virtual_pipeline_stage is not None:
-        return num_layers(args) // num_ranks // int(args.num_layers_per_virtual_pipeline_stage)
-    chosen = 1 if args.segments == AUTO else args.segments
-    return int(args.num_virtual_stages_per_pipeline_rank or chosen or 1)
-
-
-def _num_stages(layout: str) -> int:
-    """Count the stages of a layout such as ``E|(t|)*6L``: one more than it has bars."""
-    layout, repeated = layout.replace(",", ""), 1  # commas are for the reader
-    while repeated:
-        layout, repeated = _REPEATED.subn(
-            lambda found: (found[1] or found[2]) * int(found[3]), layout
-        )
-    return layout.count("|") + 1
-
-
-def _segments(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
-    """Yield what is wrong with the number of segments."""
-    if args.segments is None and schedule == "stock":
-        return
-    if args.segments == AUTO:
-        yield from auto_problems(args, schedule, _virtual_stage_flag(args))
-        return
-    num_ranks = args.pipeline_model_parallel_size
-    if args.segments is not None and args.segments < 1:
-        yield f"--segments {args.segments}: a rank holds at least one segment; try --segments 1"
-        return
-    if args.segments not in (None, num_segments):
-        yield (
-            f"--segments {args.segments} with {_virtual_stage_flag(args)}: Megatron makes "
-            f"{num_segments} of the latter; drop one of the two"
-        )
-    if num_segments > 1 and num_ranks == 1:
-        yield (
-            f"{num_segments} segments with --pipeline-model-parallel-size 1: without a pipeline "
-            "Megatron builds one model chunk; use --segments 1 or more ranks"
-        )
-    if num_segments > 1 and schedule in ONE_SEGMENT_SCHEDULES:
-        yield (
-            f"{num_segments} segments with {named(schedule)}: it runs one segment per rank; "
-            "use --segments 1, or --schedule aiao or interleaved"
-        )
-    if args.pipeline_model_parallel_layout is not None:
-        return
-    if num_layers(args):
-        yield from _split(args, num_segments)
-    elif args.num_layers_per_virtual_pipeline_stage is not None:
-        yield (
-            f"{_virtual_stage_flag(args)} without --num-layers: how many segments that makes is "
-            "known from the checkpoint only; use --segments"
-        )
-
-
-def _split(args: Namespace, num_segments: int) -> Iterator[str]:
-    """Yield why the layers cannot be split evenly over ranks and segments."""
-    fitting = fitting_segments(args)
-    if not fitting:
-        yield uneven_ranks(args)
-    elif num_segments not in fitting:
-        per_rank = " and ".join(map(str, layers_per_rank(args)))
-        yield (
-            f"{num_segments} segments with {per_rank} layers per rank: "
-            "every segment of a rank holds as many layers; try --segments "
-            f"{', '.join(map(str, fitting))}, or --pipeline-model-parallel-layout"
+            saved_bytes=saved_bytes(args, segments),
         )

@@ -4,6 +4,8 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator
 
+from megatron.fold3d.config.argument_group import ArgumentGroup
+
 # With --preemptive-comm one thread starts what is ready while another runs ahead on the compute
 # stream, and every rank's gate has its own timing: whatever makes the device wait in the order of
 # launches lets ranks wait for each other in a circle.
@@ -26,6 +28,18 @@ _UNSAFE = {
 }
 _CLASS_OF_ALL = ("NCCL_IB_SL", "NCCL_IB_TC")
 _CLASSES = range(256)
+
+
+def add_traffic_class_flags(group: ArgumentGroup) -> None:
+    """Add the marks of NCCL's packets."""
+    for groups in ("pp", "dp"):
+        group.add_argument(
+            f"--{groups}-traffic-class",
+            type=int,
+            metavar="N",
+            help=f"Mark the packets of {groups.upper()}.sync over NCCL, so that switches and cards "
+            "can put PP.sync first: on InfiniBand a service level, on RoCE four times a DSCP.",
+        )
 
 
 def launch_problems() -> Iterator[str]:

@@ -1,9 +1,31 @@
-"""What ``--offload-activations`` and ``--lazy-inter-segment`` cannot be combined with."""
+"""``--offload-activations`` and ``--lazy-inter-segment``, and what they cannot be combined with."""
 
 from argparse import Namespace
 from collections.abc import Iterator
+from typing import Literal, get_args
 
+from megatron.fold3d.config.argument_group import ArgumentGroup
 from megatron.fold3d.config.layer_split import layers_per_rank
+
+Offload = Literal["off", "auto", "on"]
+
+
+def add_offload_flags(group: ArgumentGroup) -> None:
+    """Add what sends activations to host memory, and transfers through it."""
+    group.add_argument(
+        "--offload-activations",
+        choices=get_args(Offload),
+        default="off",
+        help="Keep saved activations in host memory while no computation wants them: on moves all "
+        "large ones, auto what recomputation starts from, and no more of it than the GPU's memory "
+        "needs and its copy engine hides (default: off).",
+    )
+    group.add_argument(
+        "--lazy-inter-segment",
+        action="store_true",
+        help="Send what goes from the last pipeline rank to the first through host memory, where "
+        "it waits until it is used.",
+    )
 
 
 def offloads_everything(args: Namespace) -> bool:

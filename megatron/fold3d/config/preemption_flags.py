@@ -1,9 +1,28 @@
-"""What cannot work with ``--preemptive-comm``."""
+"""``--preemptive-comm``: the flag, and what it cannot be combined with."""
 
 from argparse import Namespace
 from collections.abc import Iterator
 
+from megatron.fold3d.config.argument_group import ArgumentGroup
 from megatron.fold3d.config.nccl_settings import launch_problems
+
+
+def add_preemption_flags(group: ArgumentGroup) -> None:
+    """Add ``--preemptive-comm``, and the slices that it and a backward share cut."""
+    group.add_argument(
+        "--preemptive-comm",
+        action="store_true",
+        help="Let PP.sync go before DP.sync: gradients are reduced in slices, which wait while a "
+        "transfer between pipeline ranks is under way.",
+    )
+    group.add_argument(
+        "--dp-slice-bytes",
+        type=int,
+        metavar="N",
+        help="With --backward-share or --preemptive-comm, reduce N bytes of gradients at once, so "
+        "that what is needed sooner waits no longer than these take (default: 8388608, on CPUs "
+        "524288; preemption measures what costs DP.sync little and takes less of it if it can).",
+    )
 
 
 def preemption_problems(args: Namespace, schedule: str) -> Iterator[str]:

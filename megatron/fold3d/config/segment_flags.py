@@ -1,13 +1,41 @@
-"""``--segments``: a number or auto, and what cannot be combined with auto."""
+"""``--segments``: the flag, the virtual stages that it stands for, and how layers are split."""
 
+import re
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 
-from megatron.fold3d.config.layer_split import fitting_segments, num_layers, uneven_ranks
-from megatron.fold3d.config.refusals import named
+from megatron.fold3d.config.argument_group import ArgumentGroup
+from megatron.fold3d.config.layer_split import (
+    fitting_segments,
+    layers_per_rank,
+    num_layers,
+    uneven_ranks,
+)
+from megatron.fold3d.config.refusals import named, spelled
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES
 
 AUTO = "auto"
+
+# The flags from which Megatron derives virtual stages; it accepts one of them at a time.
+_VIRTUAL_STAGE_FLAGS = {
+    "num_virtual_stages_per_pipeline_rank": "--num-virtual-stages-per-pipeline-rank",
+    "num_layers_per_virtual_pipeline_stage": "--num-layers-per-virtual-pipeline-stage",
+    "pipeline_model_parallel_layout": "--pipeline-model-parallel-layout",
+}
+
+# `(...)*n` or `x*n` in --pipeline-model-parallel-layout.
+_REPEATED = re.compile(r"(?:\(([^)]+)\)|(.))\*(\d+)")
+
+
+def add_segment_flags(group: ArgumentGroup) -> None:
+    """Add ``--segments``."""
+    group.add_argument(
+        "--segments",
+        type=segments_or_auto,
+        metavar="N",
+        help="Model chunks per pipeline rank: sets Megatron's virtual stages. auto chooses from "
+        "what the hardware is measured to do when the run starts.",
+    )
 
 
 def segments_or_auto(text: str) -> int | str:
@@ -18,7 +46,7 @@ def segments_or_auto(text: str) -> int | str:
         raise ArgumentTypeError(f"{text!r} is neither a number nor {AUTO}") from None
 
 
-def auto_problems(args: Namespace, schedule: str, virtual_stages: str | None) -> Iterator[str]:
+def _auto_problems(args: Namespace, schedule: str, virtual_stages: str | None) -> Iterator[str]:
     """Yield found, rule and fix of all that is in the way of ``--segments auto``.
 
     Args:
@@ -40,3 +68,85 @@ def auto_problems(args: Namespace, schedule: str, virtual_stages: str | None) ->
         )
     elif not fitting_segments(args):
         yield uneven_ranks(args)
+
+
+def virtual_stage_flag(args: Namespace) -> str | None:
+    """Return the flag of Megatron's that sets virtual stages, with its value."""
+    for attribute, flag in _VIRTUAL_STAGE_FLAGS.items():
+        if (value := getattr(args, attribute)) is not None:
+            return spelled(flag, value)
+    return None
+
+
+def num_segments(args: Namespace) -> int:
+    """Return the model chunks per rank as Megatron derived them, or as it will."""
+    if hasattr(args, "virtual_pipeline_model_parallel_size"):
+        return int(args.virtual_pipeline_model_parallel_size or 1)
+    num_ranks: int = args.pipeline_model_parallel_size
+    if args.pipeline_model_parallel_layout is not None:
+        return _num_stages(args.pipeline_model_parallel_layout) // num_ranks
+    if args.num_layers_per_virtual_pipeline_stage is not None:
+        return num_layers(args) // num_ranks // int(args.num_layers_per_virtual_pipeline_stage)
+    chosen = 1 if args.segments == AUTO else args.segments
+    return int(args.num_virtual_stages_per_pipeline_rank or chosen or 1)
+
+
+def _num_stages(layout: str) -> int:
+    """Count the stages of a layout such as ``E|(t|)*6L``: one more than it has bars."""
+    layout, repeated = layout.replace(",", ""), 1  # commas are for the reader
+    while repeated:
+        layout, repeated = _REPEATED.subn(
+            lambda found: (found[1] or found[2]) * int(found[3]), layout
+        )
+    return layout.count("|") + 1
+
+
+def segment_problems(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
+    """Yield what is wrong with the number of segments."""
+    if args.segments is None and schedule == "stock":
+        return
+    if args.segments == AUTO:
+        yield from _auto_problems(args, schedule, virtual_stage_flag(args))
+        return
+    num_ranks = args.pipeline_model_parallel_size
+    if args.segments is not None and args.segments < 1:
+        yield f"--segments {args.segments}: a rank holds at least one segment; try --segments 1"
+        return
+    if args.segments not in (None, num_segments):
+        yield (
+            f"--segments {args.segments} with {virtual_stage_flag(args)}: Megatron makes "
+            f"{num_segments} of the latter; drop one of the two"
+        )
+    if num_segments > 1 and num_ranks == 1:
+        yield (
+            f"{num_segments} segments with --pipeline-model-parallel-size 1: without a pipeline "
+            "Megatron builds one model chunk; use --segments 1 or more ranks"
+        )
+    if num_segments > 1 and schedule in ONE_SEGMENT_SCHEDULES:
+        yield (
+            f"{num_segments} segments with {named(schedule)}: it runs one segment per rank; "
+            "use --segments 1, or --schedule aiao or interleaved"
+        )
+    if args.pipeline_model_parallel_layout is not None:
+        return
+    if num_layers(args):
+        yield from _split(args, num_segments)
+    elif args.num_layers_per_virtual_pipeline_stage is not None:
+        yield (
+            f"{virtual_stage_flag(args)} without --num-layers: how many segments that makes is "
+            "known from the checkpoint only; use --segments"
+        )
+
+
+def _split(args: Namespace, num_segments: int) -> Iterator[str]:
+    """Yield why the layers cannot be split evenly over ranks and segments."""
+    fitting = fitting_segments(args)
+    if not fitting:
+        yield uneven_ranks(args)
+    elif num_segments not in fitting:
+        per_rank = " and ".join(map(str, layers_per_rank(args)))
+        yield (
+            f"{num_segments} segments with {per_rank} layers per rank: "
+            "every segment of a rank holds as many layers; try --segments "
+            f"{', '.join(map(str, fitting))}, or --pipeline-model-parallel-layout"
+        )

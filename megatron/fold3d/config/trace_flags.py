@@ -1,13 +1,32 @@
-"""What ``--trace-iterations`` means, and what cannot be recorded."""
+"""``--trace`` and ``--trace-iterations``: the flags, and what cannot be recorded."""
 
 import os
 import re
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 
+from megatron.fold3d.config.argument_group import ArgumentGroup
 from megatron.fold3d.config.refusals import Refusal, spelled
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def add_trace_flags(group: ArgumentGroup) -> None:
+    """Add ``--trace`` and ``--trace-iterations``."""
+    group.add_argument(
+        "--trace",
+        type=Path,
+        metavar="DIR",
+        help="Record when each action begins and ends on each rank, and write one file per rank "
+        "into DIR; see `fold3d trace`.",
+    )
+    group.add_argument(
+        "--trace-iterations",
+        metavar="A-B",
+        help="The iterations to record, as the log numbers them (default: the fourth and the "
+        "fifth of this run).",
+    )
 
 
 def iterations(text: str | None) -> range | None:

@@ -1,7 +1,21 @@
-"""What ``--delay-weight-grads`` says, and what it cannot be combined with."""
+"""``--delay-weight-grads``: the flag, and what it cannot be combined with."""
 
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
+
+from megatron.fold3d.config.argument_group import ArgumentGroup
+
+
+def add_weight_grad_flags(group: ArgumentGroup) -> None:
+    """Add ``--delay-weight-grads``."""
+    group.add_argument(
+        "--delay-weight-grads",
+        type=segment_list,
+        metavar="N,N",
+        default=(),
+        help="Compute the weight gradients of these segments, counted from 0, when all backwards "
+        "are through: the DP.sync of the segment that is needed first is hidden behind them.",
+    )
 
 
 def segment_list(text: str) -> tuple[int, ...]:

@@ -1,0 +1,52 @@
+"""``--schedule``, ``--plan-file`` and ``--aiao-last-segment``."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+from megatron.fold3d.config.argument_group import ArgumentGroup
+from megatron.fold3d.config.refusals import named
+from megatron.fold3d.plan.schedules import SCHEDULES, LastSegment
+
+
+def add_schedule_flags(group: ArgumentGroup) -> None:
+    """Add the flags that name the order of computation."""
+    group.add_argument(
+        "--schedule",
+        choices=("stock", *SCHEDULES),
+        help="Pipeline schedule; stock, the default, is the one Megatron picks.",
+    )
+    group.add_argument(
+        "--plan-file",
+        type=Path,
+        metavar="FILE",
+        help="Run the plan in FILE, in the text form of `fold3d plan`, instead of a --schedule.",
+    )
+    group.add_argument(
+        "--aiao-last-segment",
+        choices=get_args(LastSegment),
+        help="Last segment of aiao: 1f1b, the default, holds fewer activations than the paper's "
+        "afab in the same time.",
+    )
+
+
+def schedule_of(args: Namespace) -> str:
+    """Return a name of `plan.schedules.SCHEDULES`, ``stock`` or ``plan-file``."""
+    return "plan-file" if args.plan_file else args.schedule or "stock"
+
+
+def schedule_problems(args: Namespace, schedule: str) -> Iterator[str]:
+    """Yield found, rule and fix of what is wrong with the order of computation."""
+    if args.plan_file and args.schedule:
+        yield (
+            f"--plan-file {args.plan_file} with --schedule {args.schedule}: a plan is a schedule; "
+            "give one of the two"
+        )
+    if args.plan_file and not args.plan_file.is_file():
+        yield f"--plan-file {args.plan_file}: no such file; write one with `fold3d plan`"
+    if args.aiao_last_segment and schedule != "aiao":
+        yield (
+            f"--aiao-last-segment {args.aiao_last_segment} with {named(schedule)}: only aiao "
+            "reads it; drop it or give --schedule aiao"
+        )
