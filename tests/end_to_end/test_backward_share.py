@@ -92,6 +92,7 @@ ROWS = (
     # Loss scaling: the first two steps overflow and are skipped.
     Row(ours=f"{AIAO} 0.5", flags=FP16, clip=2.2, whole=4, skipped=2),
 )
+SAVED = Row(ours=f"{AIAO} 0.5", flags="--bf16", clip=2.2)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -136,7 +137,7 @@ def test_four_replicas_differ_from_stock_by_rounding() -> None:
 
 @pytest.mark.parametrize("resumes", ["--schedule stock", f"{AIAO} 0.5"])
 def test_a_checkpoint_holds_what_stock_would_have_written(resumes: str, tmp_path: Path) -> None:
-    row = Row(ours=f"{AIAO} 0.5", flags="--bf16", clip=2.2)
+    row = SAVED
     saved = row.command(f"{row.ours} --save {tmp_path} --save-interval 4")
     resumed = row.command(f"{resumes} --load {tmp_path} --ckpt-step 4")
     stock = _stock(4, row.command("--schedule stock"))
