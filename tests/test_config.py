@@ -444,7 +444,9 @@ def where(row: Refusal) -> str:
 
 
 def test_the_documentation_lists_the_refusals_as_they_are() -> None:
-    refused = {f: [r for r in rows if r[0] != "works"] for f, rows in documented().items()}
+    refused = {
+        f: [r for r in rows if r[0].startswith("refused")] for f, rows in documented().items()
+    }
     expected: dict[str, list[list[str]]] = {}
     for row in REFUSALS:
         expected.setdefault(row.flag, []).append([where(row), row.rule, row.fix])

@@ -51,7 +51,7 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(
     assert differences(resumed, whole) == []
 
 
-# Where reductions are aligned, stock reduces all segments but the last into shards, and saves those.
+# Where they are aligned, stock reduces all segments but the last into shards, and saves those.
 SAVES_GRADIENTS = Row(
     segments=2, dp=2, m=2, flags=f"{OVERLAP} --no-align-grad-reduce --save-wgrads-interval 2"
 )

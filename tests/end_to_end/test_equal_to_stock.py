@@ -344,8 +344,7 @@ ROWS = (
     Row(
         name="timers with barriers, transfers overlapped everywhere, results not validated",
         segments=2,
-        flags="--timing-log-level 2 --overlap-p2p-communication-warmup-flush "
-        "--rerun-mode disabled",
+        flags="--timing-log-level 2 --overlap-p2p-communication-warmup-flush --rerun-mode disabled",
         ours="--schedule interleaved",
     ),
     # Dropout: masks are drawn in the order of a rank's forwards.

@@ -37,11 +37,14 @@ ROWS = (
 )
 
 
+def traced(ours: str, folder: Path) -> list[str]:
+    return shlex.split(f"{ours} --trace {folder} --trace-iterations 3-4")
+
+
 @pytest.mark.parametrize(("flags", "ours"), ROWS)
 def test_losses_and_parameters_are_those_of_stock(flags: str, ours: str, tmp_path: Path) -> None:
     command = shlex.split(f"{MODEL} {flags}")
-    traced = f"{ours} --trace {tmp_path} --trace-iterations 3-4"
-    record = run_distributed(train, 4, (*command, *shlex.split(traced)))
+    record = run_distributed(train, 4, (*command, *traced(ours, tmp_path)))
     stock = run_distributed(train, 4, (*command, "--schedule", "stock"))
 
     if "--backward-share" in ours:  # norms are then logged an iteration later
