@@ -260,6 +260,12 @@ NO_SUCH_SEGMENTS = [
         "try --segments 1, 2, or --pipeline-model-parallel-layout",
     ),
     (
+        f"{TWO_RANKS} --segments 2 --decoder-first-pipeline-num-layers 2 "
+        "--decoder-last-pipeline-num-layers 6",
+        "--decoder-first-pipeline-num-layers 2 with --decoder-last-pipeline-num-layers 6: with",
+        "drop one of the two",
+    ),
+    (
         "--segments 2 --pipeline-model-parallel-size 3",
         "8 layers on 3 ranks:",
         "--pipeline-model-parallel-layout says otherwise",
