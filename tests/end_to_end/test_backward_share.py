@@ -92,6 +92,8 @@ ROWS = (
     # Loss scaling: the first two steps overflow and are skipped.
     Row(ours=f"{AIAO} 0.5", flags=FP16, clip=2.2, whole=4, skipped=2),
 )
+SAVED = Row(ours=f"{AIAO} 0.5", flags="--bf16", clip=2.2)
+SAVES, RESUMES = "--save {folder} --save-interval 4", "--load {folder} --ckpt-step 4"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -136,9 +138,9 @@ def test_four_replicas_differ_from_stock_by_rounding() -> None:
 
 @pytest.mark.parametrize("resumes", ["--schedule stock", f"{AIAO} 0.5"])
 def test_a_checkpoint_holds_what_stock_would_have_written(resumes: str, tmp_path: Path) -> None:
-    row = Row(ours=f"{AIAO} 0.5", flags="--bf16", clip=2.2)
-    saved = row.command(f"{row.ours} --save {tmp_path} --save-interval 4")
-    resumed = row.command(f"{resumes} --load {tmp_path} --ckpt-step 4")
+    row = SAVED
+    saved = row.command(f"{row.ours} {SAVES.format(folder=tmp_path)}")
+    resumed = row.command(f"{resumes} {RESUMES.format(folder=tmp_path)}")
     stock = _stock(4, row.command("--schedule stock"))
 
     assert differences(*_comparable(run_distributed(train_and_listen, 4, saved), stock)) == []

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.distributed import run_distributed
 from tests.end_to_end.test_equal_to_stock import OVERLAP, UNTIED, Row
@@ -14,29 +15,64 @@ pytestmark = pytest.mark.gloo
 STOCK, AIAO = "--schedule stock", "--schedule aiao"
 
 
-@pytest.mark.parametrize(("saves", "resumes"), [(AIAO, STOCK), (STOCK, AIAO), (AIAO, AIAO)])
-@pytest.mark.parametrize(
-    "row",
-    [
-        Row(segments=2),
-        Row(name="distributed optimizer", segments=2, dp=2, flags=f"{OVERLAP} --bf16"),
-    ],
-    ids=str,
+ROWS = (
+    Row(segments=2),
+    Row(
+        name="distributed optimizer, written beside training, read by all replicas",
+        segments=2,
+        dp=2,
+        flags=f"{OVERLAP} --bf16 --async-save --ckpt-fully-parallel-load",
+    ),
 )
+CASES = (
+    *((row, *pair) for row in ROWS for pair in ((AIAO, STOCK), (STOCK, AIAO), (AIAO, AIAO))),
+    (Row(name="in Megatron's older format", segments=2, flags="--ckpt-format torch"), AIAO, STOCK),
+)
+
+
+def saving(row: Row, schedule: str, folder: Path) -> tuple[str, ...]:
+    return row.command(f"{schedule} --save {folder} --save-interval 2")
+
+
+def resuming(row: Row, schedule: str, folder: Path) -> tuple[str, ...]:
+    return row.command(f"{schedule} --load {folder} --ckpt-step 2")
+
+
+@pytest.mark.parametrize(("row", "saves", "resumes"), CASES, ids=str)
 def test_a_resumed_run_ends_as_the_uninterrupted_one(
     row: Row, saves: str, resumes: str, tmp_path: Path
 ) -> None:
-    whole = run_distributed(
-        train, row.num_ranks, row.command(f"{saves} --save {tmp_path} --save-interval 2")
-    )
-    resumed = run_distributed(
-        train, row.num_ranks, row.command(f"{resumes} --load {tmp_path} --ckpt-step 2")
-    )
+    whole = run_distributed(train, row.num_ranks, saving(row, saves, tmp_path))
+    resumed = run_distributed(train, row.num_ranks, resuming(row, resumes, tmp_path))
 
     assert len(resumed[0].iterations) == 2
     for record in whole:
         del record.iterations[:2]
     assert differences(resumed, whole) == []
+
+
+# Where they are aligned, stock reduces all segments but the last into shards, and saves those.
+SAVES_GRADIENTS = Row(
+    segments=2, dp=2, m=2, flags=f"{OVERLAP} --no-align-grad-reduce --save-wgrads-interval 2"
+)
+
+
+def test_saved_weight_gradients_are_those_of_stock(tmp_path: Path) -> None:
+    row = SAVES_GRADIENTS
+    for schedule, folder in ((AIAO, tmp_path / "ours"), (STOCK, tmp_path / "stock")):
+        run_distributed(train, row.num_ranks, saving(row, schedule, folder))
+
+    files = sorted((tmp_path / "ours" / "wgrads").rglob("*.pth"))
+    assert len(files) == 4  # two ranks, in iterations 2 and 4
+    for file in files:
+        ours, stock = (
+            torch.load(tmp_path / run / file.relative_to(tmp_path / "ours"))
+            for run in ("ours", "stock")
+        )
+        assert [*ours] == [*stock] == ["model_chunk0", "model_chunk1"]
+        for chunk in ours:
+            assert ours[chunk].keys() == stock[chunk].keys() != set()
+            assert all(torch.equal(ours[chunk][name], stock[chunk][name]) for name in ours[chunk])
 
 
 @pytest.mark.parametrize("schedule", ["aiao", "interleaved"])

@@ -87,6 +87,10 @@ GATHERED = """\
 SELECTIVE = "--recompute-granularity selective"
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 UNTIED = "--untie-embeddings-and-output-weights"
+EXPERTS = (
+    "--num-experts 2 --moe-aux-loss-coeff 0.01 --moe-router-topk 1 --moe-router-pre-softmax "
+    "--disable-bias-linear"
+)
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 AFAB_TAIL = "--schedule aiao --aiao-last-segment afab"
 # Micro-batches: 1, 3, 3, 5; thresholds count tokens.
@@ -154,6 +158,13 @@ ROWS = (
         flags="--model-preset cpm --hidden-size 128 --num-attention-heads 64",
     ),
     # Sizes.
+    *(
+        Row(name="segments said otherwise", segments=2, ours=f"--schedule aiao {flag} 2")
+        for flag in (
+            "--num-virtual-stages-per-pipeline-rank",
+            "--num-layers-per-virtual-pipeline-stage",
+        )
+    ),
     Row(name="no pipeline", pp=1),
     Row(name="no pipeline", pp=1, dp=2, m=3, flags=OVERLAP, ours="--schedule 1f1b"),
     Row(name="three segments", segments=3, m=2, flags="--num-layers 6"),
@@ -179,6 +190,11 @@ ROWS = (
     Row(name="batch-size ramp-up", flags=RAMP_UP, ours="--schedule shifted-critical-path"),
     Row(name="batch-size ramp-up by groups", segments=2, flags=RAMP_UP_BY_TWO),
     Row(name="two sequences per micro-batch", segments=2, flags="--micro-batch-size 2", dp=2),
+    Row(
+        name="a batch made smaller, evaluation with other micro-batches",
+        flags="--micro-batch-size 2 --global-batch-size 9 --decrease-batch-size-if-needed "
+        "--eval-micro-batch-size 1",
+    ),
     # Data parallelism.
     Row(name="data parallel", segments=2, dp=2),
     Row(name="gradients in buckets", segments=2, dp=2, flags=f"--overlap-grad-reduce {BUCKETS}"),
@@ -187,6 +203,12 @@ ROWS = (
         segments=2,
         dp=2,
         flags=f"--overlap-grad-reduce --no-align-grad-reduce --clip-grad 0 {BUCKETS}",
+    ),
+    Row(
+        name="gradients in three buckets",
+        segments=2,
+        dp=2,
+        flags="--overlap-grad-reduce --ddp-num-buckets 3",
     ),
     Row(name="distributed optimizer", segments=2, dp=2, flags=ZERO),
     Row(name="all overlapped", segments=2, dp=2, flags=OVERLAP),
@@ -222,6 +244,12 @@ ROWS = (
         flags=f"{OVERLAP} --no-align-grad-reduce --no-align-param-gather --bf16",
         stock=ONE_GROUP,
     ),
+    Row(
+        name="all overlapped, also by the optimizer's step",
+        segments=2,
+        dp=2,
+        flags=f"{OVERLAP} --overlap-param-gather-with-optimizer-step --ckpt-format torch",
+    ),
     Row(name="distributed optimizer, clipping off", dp=2, flags=f"{ZERO} --clip-grad 0"),
     Row(
         name="loss per token",
@@ -254,16 +282,31 @@ ROWS = (
     ),
     # Memory and precision.
     Row(name="selective recompute", segments=2, flags=SELECTIVE),
+    Row(  # with biases stock's recomputation of an MLP recurses without end
+        name="selective recompute of MLPs",
+        segments=2,
+        flags=f"{SELECTIVE} --recompute-modules core_attn mlp --disable-bias-linear",
+    ),
     Row(name="full recompute, uniform", segments=2, flags=f"{FULL} uniform", ours=AFAB_TAIL),
     Row(name="full recompute, block", segments=2, flags=f"{FULL} block --bf16"),
     Row(name="bf16", pp=4, segments=2, flags="--bf16"),
     Row(name="fp16 with loss scaling", segments=2, flags="--fp16 --initial-loss-scale 65536"),
+    Row(
+        name="fp16 with one loss scale, gradients in fp32",
+        segments=2,
+        flags="--fp16 --loss-scale 4096 --accumulate-allreduce-grads-in-fp32",
+    ),
     # Models.
     Row(name="untied embeddings", segments=2, m=3, flags=UNTIED, stock=ONE_GROUP),
     Row(
         name="uneven layers",
         segments=2,
         flags="--decoder-first-pipeline-num-layers 2",
+    ),
+    Row(
+        name="uneven layers at the end",
+        segments=2,
+        flags="--decoder-last-pipeline-num-layers 2",
     ),
     Row(
         name="layout",
@@ -287,9 +330,22 @@ ROWS = (
         name="experts",
         segments=2,
         dp=2,
-        flags="--num-experts 2 --moe-aux-loss-coeff 0.01 "
-        "--moe-router-topk 1 --moe-router-pre-softmax --moe-token-dispatcher-type alltoall "
-        "--disable-bias-linear",
+        flags=f"{EXPERTS} --moe-token-dispatcher-type alltoall",
+    ),
+    Row(
+        name="whole experts, recomputed, on tensor-parallel ranks",
+        segments=2,
+        tp=2,
+        m=2,
+        flags=f"{EXPERTS} --sequence-parallel --expert-tensor-parallel-size 1 "
+        "--moe-layer-recompute --num-layers 4",
+    ),
+    # What should change nothing, or is told of a result.
+    Row(
+        name="timers with barriers, transfers overlapped everywhere, results not validated",
+        segments=2,
+        flags="--timing-log-level 2 --overlap-p2p-communication-warmup-flush --rerun-mode disabled",
+        ours="--schedule interleaved",
     ),
     # Dropout: masks are drawn in the order of a rank's forwards.
     Row(name="dropout", segments=2, flags=DROPOUT, stock=ONE_GROUP),

@@ -196,6 +196,13 @@ REFUSALS = (
         "drop it",
         found=lambda args: args.pipeline_model_parallel_comm_backend == "ucc",
     ),
+    # What does nothing, and says nothing of it.
+    Refusal(
+        "--freeze-all-layers",
+        "freeze_all_layers",
+        "only models of a provider function are frozen, and ours is built from a configuration",
+        "drop it",
+    ),
     # What only some schedules read.
     Refusal(
         "--microbatch-group-size-per-virtual-pipeline-stage",

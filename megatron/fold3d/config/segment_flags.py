@@ -140,6 +140,13 @@ def segment_problems(args: Namespace, schedule: str, num_segments: int) -> Itera
 
 def _split(args: Namespace, num_segments: int) -> Iterator[str]:
     """Yield why the layers cannot be split evenly over ranks and segments."""
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    if None not in (first, last) and args.pipeline_model_parallel_size == 2 and num_segments > 1:
+        yield (
+            f"--decoder-first-pipeline-num-layers {first} with "
+            f"--decoder-last-pipeline-num-layers {last}: with several segments Megatron "
+            "divides by the number of ranks between the two, and there is none; drop one of the two"
+        )
     fitting = fitting_segments(args)
     if not fitting:
         yield uneven_ranks(args)

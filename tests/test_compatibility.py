@@ -1,0 +1,130 @@
+"""docs/compatibility.md says "works" of what a comparison with stock runs, and of nothing else.
+
+A comparison is a run of ours that a test in tests/end_to_end compares with stock, bit for bit. It
+runs an option if it gives it another value than Megatron's default.
+"""
+
+import re
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end import (
+    test_backward_share,
+    test_checkpoints,
+    test_equal_to_stock,
+    test_offload,
+    test_preemptive_comm,
+)
+
+PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
+OPTION = re.compile(r"`(--[a-z0-9-]+[^`]*)`")
+# A section about flags of ours names what was run beside them in a paragraph or a table.
+SECTION = re.compile(r"^## With (`.+?)\n(.*?)(?=^## |\Z)", re.M | re.S)
+RUN_BESIDE = re.compile(r"^Run beside .*?(?=^$)", re.M | re.S)
+REFUSED = re.compile(r"^\| Found \|.*?(?=^$)", re.M | re.S)
+NO_STAR = re.compile(r"^\| (.*[^*]) \| .* \| .* \|$", re.M)  # with a star: never run
+
+
+def comparisons() -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield the name and the command line of each run that is compared with stock."""
+    for row in test_equal_to_stock.ROWS:
+        yield f"test_equal_to_stock.py: {row}", row.command(row.ours)
+    folder = Path("folder")
+    for row, saves, resumes in test_checkpoints.CASES:
+        yield f"test_checkpoints.py: {row}", test_checkpoints.saving(row, saves, folder)
+        yield f"test_checkpoints.py: {row}", test_checkpoints.resuming(row, resumes, folder)
+    row = test_checkpoints.SAVES_GRADIENTS
+    saving = test_checkpoints.saving(row, test_checkpoints.AIAO, folder)
+    yield f"test_checkpoints.py: {row}", saving
+    for share in test_backward_share.ROWS:
+        yield f"test_backward_share.py: {share}", share.command(share.ours)
+    share = test_backward_share.SAVED
+    for flags in (test_backward_share.SAVES, test_backward_share.RESUMES):
+        yield f"test_backward_share.py: {share}", share.command(f"{share.ours} {flags}")
+    for moved in test_offload.ROWS:
+        ours = f"--schedule {moved.schedule} {moved.recompute} {moved.moves}"
+        yield f"test_offload.py: {moved}", moved.command(ours)
+    model = test_preemptive_comm.MODEL
+    for flags, ours in test_preemptive_comm.ROWS:
+        words = [*f"{model} {flags}".split(), *test_preemptive_comm.traced(ours, folder)]
+        yield f"test_preemptive_comm.py: {flags} {ours}", words
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A comparison, and the options that it runs."""
+
+    name: str
+    line: str
+    options: frozenset[str]
+
+    def has(self, words: str) -> bool:
+        """Whether it runs an option, with a value if ``words`` has one."""
+        return words.split()[0] in self.options and f" {words} " in f" {self.line} "
+
+
+@pytest.fixture(scope="module")
+def runs(parser: ArgumentParser) -> list[Run]:
+    actions = {flag: action for action in parser._actions for flag in action.option_strings}
+    found = []
+    for name, words in comparisons():
+        args = parser.parse_args(list(words))
+        given = {word for word in words if word in actions}
+        options = {f for f in given if getattr(args, actions[f].dest) != actions[f].default}
+        found.append(Run(name, " ".join(words), frozenset(options)))
+    return found
+
+
+@cache
+def page() -> str:
+    return PAGE.read_text()
+
+
+def documented() -> set[str]:
+    """The options that the page says work: rows of its table, and what follows the table."""
+    rows = re.findall(r"^\| (`--[^|]*) \| works \|", page(), re.M)
+    (others,) = re.findall(r"^The same comparisons also give .*?(?=^$)", page(), re.M | re.S)
+    return set(OPTION.findall(" ".join([*rows, others])))
+
+
+def test_what_works_is_run(runs: list[Run]) -> None:
+    unproven = sorted(f for f in documented() if not any(run.has(f) for run in runs))
+    assert not unproven, (
+        f"docs/compatibility.md says that {', '.join(unproven)} works, and no comparison with "
+        "stock runs it: add a row to tests/end_to_end/test_equal_to_stock.py, or write `never run`"
+    )
+
+
+def test_what_is_run_is_documented(parser: ArgumentParser, runs: list[Run]) -> None:
+    (group,) = (g for g in parser._action_groups if g.title == "FOLD3D")
+    ours = {flag for action in group._group_actions for flag in action.option_strings}
+    unknown = {f: run.name for run in runs for f in run.options - documented() - ours}
+    assert not unknown, "docs/compatibility.md does not say that these work, which rows run: " + (
+        "; ".join(f"{flag} in {name}" for flag, name in sorted(unknown.items()))
+    )
+
+
+def claims() -> Iterator[tuple[str, str]]:
+    """Yield each flag of ours that has a section, with each option that was run beside it."""
+    for heading, text in SECTION.findall(page()):
+        works = REFUSED.sub("", text)
+        beside = OPTION.findall(" ".join(RUN_BESIDE.findall(works) + NO_STAR.findall(works)))
+        assert beside, f"docs/compatibility.md does not say what was run beside {heading}"
+        yield from ((flag, words) for flag in OPTION.findall(heading) for words in beside)
+
+
+def test_what_works_beside_a_flag_of_ours_is_run_beside_it(runs: list[Run]) -> None:
+    unproven = sorted(
+        f"{words} beside {flag}"
+        for flag, words in set(claims())
+        if not any(run.has(words) and run.has(flag) for run in runs)
+    )
+    assert not unproven, (
+        f"docs/compatibility.md says that this was run: {', '.join(unproven)}; no comparison with "
+        "stock gives both: add a row to a test in tests/end_to_end, or say `never run`"
+    )
