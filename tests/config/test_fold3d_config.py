@@ -385,6 +385,8 @@ def given_on(action: Action) -> str:
     flag = action.option_strings[0]
     if flag == "--pipeline-model-parallel-layout":
         return f"{flag} Ett|tt|tt|tt,m|L"
+    if flag == "--optimizer":
+        return f"{flag} muon --use-distributed-optimizer"
     if action.nargs == 0:
         return flag
     value = list(action.choices)[-1] if action.choices else 2

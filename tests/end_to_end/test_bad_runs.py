@@ -75,6 +75,23 @@ def test_missing_data_is_refused() -> None:
     _refused([*argv, "--data-path", "/nowhere/corpus"], "/nowhere/corpus")
 
 
+def test_a_missing_package_is_named_before_training() -> None:
+    argv = Row(pp=1, dp=2).command(
+        "--schedule stock --use-distributed-optimizer --num-distributed-optimizer-instances 2"
+    )
+    codes, said = zip(*run_distributed(_refusal_without_einops, 2, argv), strict=True)
+    assert codes == (2, 2)
+    _check_message("".join(said), "--num-distributed-optimizer-instances 2: .*pip install einops")
+
+
+def _refusal_without_einops(argv: Sequence[str]) -> tuple[int, str]:
+    from megatron.fold3d.training import pretraining
+
+    find_spec = pretraining.find_spec
+    pretraining.find_spec = lambda name: None if name == "einops" else find_spec(name)
+    return _refusal(argv)
+
+
 def _refused(argv: Sequence[str], reason: str) -> None:
     codes, said = zip(*run_distributed(_refusal, 2, argv), strict=True)
     assert codes == (2, 2)

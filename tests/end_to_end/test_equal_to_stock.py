@@ -79,6 +79,8 @@ class Row:
 ZERO = "--use-distributed-optimizer"
 OVERLAP = f"{ZERO} --overlap-grad-reduce --overlap-param-gather"
 BUCKETS = "--ddp-bucket-size 2000"  # a layer has 12 thousand parameters
+IN_BF16 = f"--overlap-grad-reduce --bf16 --grad-reduce-in-bf16 {BUCKETS}"
+MTP = "--mtp-num-layers 1 --position-embedding-type rope --overlap-grad-reduce"
 # All gathers at the start, the second segment's first.
 GATHERED = """\
 2GATHER_PARAM 0GATHER_PARAM 0WAIT_PARAM 0F0 0F1 2WAIT_PARAM 2F0 2F1 2B0 2B1 0B0 0B1
@@ -251,6 +253,28 @@ ROWS = (
         flags=f"{OVERLAP} --overlap-param-gather-with-optimizer-step --ckpt-format torch",
     ),
     Row(name="distributed optimizer, clipping off", dp=2, flags=f"{ZERO} --clip-grad 0"),
+    # Reductions that DDP starts, ends or copies in ways of their own.
+    Row(
+        name="two instances of the distributed optimizer",
+        pp=1,
+        m=2,
+        dp=4,
+        flags=f"{ZERO} --overlap-grad-reduce --num-distributed-optimizer-instances 2",
+    ),
+    Row(
+        name="reduce-scatter that adds up in fp32",
+        pp=1,
+        m=2,
+        dp=2,
+        flags=f"{IN_BF16} {ZERO} --ddp-reduce-scatter-with-fp32-accumulation",
+    ),
+    Row(
+        name="gradients of their own in fp32",
+        pp=1,
+        m=2,
+        dp=2,
+        flags=f"{IN_BF16} --ddp-param-name-patterns-for-fp32-local-accumulation all",
+    ),
     Row(
         name="loss per token",
         segments=2,
@@ -298,6 +322,8 @@ ROWS = (
     ),
     # Models.
     Row(name="untied embeddings", segments=2, m=3, flags=UNTIED, stock=ONE_GROUP),
+    Row(name="an output layer that multi-token prediction leaves unused", m=2, flags=MTP),
+    Row(name="multi-token prediction", segments=2, m=2, dp=2, flags=f"{MTP} {BUCKETS}"),
     Row(
         name="uneven layers",
         segments=2,

@@ -56,6 +56,7 @@ def train(argv: Sequence[str], script: str = "pretrain_gpt") -> Record:
         return result
 
     def recorded_evaluate(*args: Any, **kwargs: Any) -> Any:
+        _, _, trained["model"], *_ = args
         result = evaluate(*args, **kwargs)
         record.evaluations.append(_exact(result[0]))
         return result
@@ -69,7 +70,8 @@ def train(argv: Sequence[str], script: str = "pretrain_gpt") -> Record:
             digest = _digest(parameter)
             record.parameters[f"chunk {number} {name}"] = digest
             record.layers[_in_whole_model(name, module)] = digest
-    record.optimizer.update(_optimizer_state(trained["optimizer"]))
+    if "optimizer" in trained:  # there is none where nothing is trained
+        record.optimizer.update(_optimizer_state(trained["optimizer"]))
     return record
 
 

@@ -82,6 +82,14 @@ def _group_below_ranks(args: Namespace) -> bool:
     return group_size is not None and bool(group_size < args.pipeline_model_parallel_size)
 
 
+def _shards_layers(args: Namespace) -> bool:
+    # Validation puts one attribute in the place of the other.
+    sharded = args.use_distributed_optimizer or getattr(
+        args, "use_layer_wise_distributed_optimizer", False
+    )
+    return args.optimizer == "dist_muon" or (args.optimizer not in ("adam", "sgd") and sharded)
+
+
 _GRAPH = "a captured graph replays the order and the buffers that it was captured with"
 _FSDP = "it replaces the gradient buckets of Megatron's DDP, which a schedule reduces"
 _COMBINED = "it replaces the schedule by one that runs a forward and a backward as one"
@@ -163,6 +171,13 @@ REFUSALS = (
     # Gradients, parameters and transfers that are not where a plan expects them.
     Refusal("--use-megatron-fsdp", "use_megatron_fsdp", _FSDP, "use --use-distributed-optimizer"),
     Refusal("--use-torch-fsdp2", "use_torch_fsdp2", _FSDP, "use --use-distributed-optimizer"),
+    Refusal(
+        "--optimizer",
+        "optimizer",
+        "beside --use-distributed-optimizer it shards whole layers, and a plan cuts other buckets",
+        "drop --use-distributed-optimizer, or use --schedule stock",
+        found=_shards_layers,
+    ),
     Refusal(
         "--hybrid-context-parallel",
         "hybrid_context_parallel",

@@ -144,7 +144,7 @@ class Executor:
                 )
                 iteration.run(rank)
             self._where = rank, "the last sums of gradients, behind its program"
-            if self._deferred is not None:
+            if self._deferred is not None and not forward_only:
                 self._deferred.finish_backward()
             if config.finalize_model_grads_func is not None and not forward_only:
                 config.finalize_model_grads_func(
@@ -195,7 +195,7 @@ class Executor:
             self._deferred.prepare(chunks, groups)
         elif self._deferred is not None:
             self._deferred.drain()  # what is evaluated is the model of the last iteration
-        if self._communicator is not None:
+        if self._communicator is not None and trains:
             hand_over(chunks, self._communicator, self._timeout, self._dp_class)
         if self._p2p is not None:
             self._p2p.begin(program, hidden_bytes)

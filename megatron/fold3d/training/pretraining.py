@@ -69,6 +69,11 @@ def check_run(args: Namespace, foreign: tuple[str, ...], trains: str) -> None:
             "--transformer-impl transformer_engine: Transformer Engine is not installed; "
             'run pip install "fold3d[gpu]", or give --transformer-impl local'
         )
+    if (instances := args.num_distributed_optimizer_instances) > 1 and find_spec("einops") is None:
+        raise ValueError(
+            f"--num-distributed-optimizer-instances {instances}: Megatron arranges their ranks with "
+            "einops, which is not installed; run pip install einops, or drop the option"
+        )
     if args.eval_interval is None:
         raise ValueError(
             "--eval-interval is missing: Megatron counts evaluations with it even where "

@@ -14,10 +14,13 @@ Ranks = tuple[int, ...]
 
 
 def bucket_groups(*chunks: Any) -> Iterator[Any]:
-    """Yield the bucket groups of Megatron's DDP, those of experts too."""
+    """Yield the bucket groups of Megatron's DDP, those of experts too.
+
+    A chunk that is not trained, as with ``--skip-train``, is not wrapped in DDP and has none.
+    """
     for chunk in chunks:
-        yield from chunk.bucket_groups
-        yield from chunk.expert_parallel_bucket_groups
+        yield from getattr(chunk, "bucket_groups", ())
+        yield from getattr(chunk, "expert_parallel_bucket_groups", ())
 
 
 def group_of(bucket_group: Any) -> dist.ProcessGroup:

@@ -58,11 +58,14 @@ class GradSync:
         """Start to reduce what hooks did not: in the first iteration DDP has them only count."""
         self._quiet[segment].close()
         chunk = self._chunks[segment]
+        if self._no_sync is not None:
+            for bucket_group in bucket_groups(chunk):
+                _forget_partial_counts(bucket_group)
         if self._deferred is not None and segment in self._deferred_segments:
             self._deferred.start(chunk)
         elif self._no_sync is not None:
             for bucket_group in bucket_groups(chunk):
-                if not _reduced_by_hooks(bucket_group):
+                if not (_reduced_by_hooks(bucket_group) or _reduced_when_finished(bucket_group)):
                     bucket_group.start_grad_sync(force_all_reduce=chunk.force_all_reduce)
 
     def wait(self, segment: int) -> None:
@@ -105,6 +108,29 @@ def _reduced_by_hooks(bucket_group: Any) -> bool:
         and bucket_group.per_param_grad_ready_counts
         == bucket_group.golden_per_param_grad_ready_counts
     )
+
+
+def _reduced_when_finished(bucket_group: Any) -> bool:
+    """Whether ``finish_grad_sync`` starts the reduction itself, even if somebody has before.
+
+    It does so as long as hooks only count, unless there is a handle of a reduction that was started.
+    Several instances of the distributed optimizer wait for a stream and have no handles.
+    """
+    return bool(
+        bucket_group.is_first_batch
+        and bucket_group.ddp_config.num_distributed_optimizer_instances > 1
+    )
+
+
+def _forget_partial_counts(bucket_group: Any) -> None:
+    """Let DDP go on counting where some parameter has no gradient, and its hook never comes.
+
+    It would wait for all hooks from the second iteration on. Multi-token prediction leaves the last
+    stage's output layer unused where embeddings are tied.
+    """
+    counts = bucket_group.per_param_grad_ready_counts
+    if bucket_group.is_first_batch and len(counts) < len(bucket_group.params):
+        counts.clear()
 
 
 def _per_chunk(
