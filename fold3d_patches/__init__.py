@@ -10,6 +10,7 @@ from fold3d_patches.registry import Patch, PatchError, apply
 if TYPE_CHECKING:
     from megatron.fold3d.config.fold3d_config import Fold3DConfig
     from megatron.fold3d.runtime.plans import Plans
+    from megatron.fold3d.runtime.trace.metrics import Metrics
     from megatron.fold3d.runtime.trace.recorder import Recorder
 
 __all__ = ["Patch", "PatchError", "install_platform", "install_schedule"]
@@ -53,13 +54,10 @@ def install_schedule(
     if config.trace is None:
         return _install(config, plans, None, num_local)
 
-    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-
     from fold3d_patches import trace
-    from megatron.fold3d.runtime.trace.metrics import Metrics
     from megatron.fold3d.runtime.trace.tracer import Tracer
 
-    tracer = Tracer(config, plans, Metrics(get_tensorboard_writer, get_wandb_writer))
+    tracer = Tracer(config, plans, _metrics())
     with apply(trace.patches(tracer, config.schedule)) as stack:
         stack.enter_context(tracer)
         stack.push(_install(config, plans, tracer.recorder, num_local))
@@ -73,6 +71,7 @@ def _install(
     if config.schedule == "stock":
         return apply(marks)
 
+    from fold3d_patches import checkpoint_and_decide_exit
     from fold3d_patches.schedule import (
         checkpoint,
         get_forward_backward_func,
@@ -110,7 +109,8 @@ def _install(
     patches = [get_forward_backward_func.patch(executor), *marks]
     if deferred is not None:
         patches += [
-            optimizer_step.patch(deferred),
+            checkpoint_and_decide_exit.patch(deferred),
+            optimizer_step.patch(deferred, _metrics()),
             save_checkpoint.patch(deferred),
             scale_gradients.patch(deferred),
             zero_grad_buffer.patch(deferred),
@@ -128,6 +128,14 @@ def _install(
     if deferred is not None:
         stack.push(deferred)  # it still communicates when it closes
     return stack
+
+
+def _metrics() -> "Metrics":
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    from megatron.fold3d.runtime.trace.metrics import Metrics
+
+    return Metrics(get_tensorboard_writer, get_wandb_writer)
 
 
 def _marks(config: "Fold3DConfig") -> Sequence[Patch]:

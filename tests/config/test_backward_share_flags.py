@@ -78,6 +78,12 @@ def test_steps_depend_on_gradients_with_clipping_and_with_a_loss_scaler(
     assert Fold3DConfig.from_args(parse(f"{NEEDED} {flags}")).clips_or_scales is conditional
 
 
+def test_steps_depend_on_gradients_with_a_norm_above_which_they_are_skipped(parse: Parse) -> None:
+    args = parse(f"{NEEDED} --clip-grad 0")
+    args.grad_norm_skip_threshold = 2.0
+    assert Fold3DConfig.from_args(args).clips_or_scales
+
+
 def test_slices_are_small_on_cpus_unless_told_otherwise(parse: Parse) -> None:
     def slice_bytes(flags: str) -> int:
         return Fold3DConfig.from_args(parse(f"{NEEDED} {flags}")).dp_slice_bytes

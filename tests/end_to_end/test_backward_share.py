@@ -27,10 +27,11 @@ MODEL = (
     "--tokenizer-type NullTokenizer --vocab-size 63 --num-workers 0 --micro-batch-size 1 "
     "--train-iters 6 --lr 1e-2 --lr-decay-iters 10 --lr-warmup-iters 2 --eval-interval 3 "
     "--start-weight-decay 0.01 --end-weight-decay 0.1 --weight-decay-incr-style linear "
-    "--overlap-grad-reduce"
+    "--overlap-grad-reduce --log-interval 1"
 )
 EVALUATE = "--eval-iters 1"
 UNTIED = "--untie-embeddings-and-output-weights"
+SKIPPED_ABOVE = 2.2  # what norms are in some iterations
 NORM = re.compile(r"grad norm of iteration (\d+): ([^,]+)(?:, bound (.+))?")
 STEPS = re.compile(r"steps: (\d+) reached into the next iteration, (\d+) waited .*")
 
@@ -148,6 +149,21 @@ def test_a_checkpoint_holds_what_stock_would_have_written(resumes: str, tmp_path
     assert differences(*_comparable(run_distributed(train_and_listen, 4, resumed), stock)) == []
 
 
+@pytest.mark.parametrize("of", ["namespace", "optimizer"])
+def test_a_norm_above_which_steps_are_skipped_is_obeyed(of: str) -> None:
+    row = Row(ours="--schedule 1f1b --backward-share 0.5", flags="", pp=1, segments=1)
+    ours, stock = (
+        run_distributed(train_below_a_norm, 2, row.command(schedule), of)
+        for schedule in (row.ours, "--schedule stock")
+    )
+    assert differences(*_comparable(ours, stock)) == []
+    skipped = [float.fromhex(i["skipped"]) for i in stock[0].record.iterations]
+    assert 0 < sum(skipped) < 6
+    (speaker,) = (run for run in ours if run.steps)
+    # A bound that is made from the beginning lets some steps be late.
+    assert (speaker.steps == [(0, 6)]) == (of == "optimizer")
+
+
 def test_an_iteration_that_is_run_again_counts_once() -> None:
     row = Row(ours=f"{AIAO} 0.5", flags="--bf16", clip=2.2)
     ours, runs = zip(
@@ -212,6 +228,32 @@ def train_each_iteration_twice(argv: Sequence[str]) -> tuple[Heard, int]:
     RerunStateMachine.__init__ = report
     Executor.__call__ = counted
     return train_and_listen(argv), runs[0]
+
+
+def train_below_a_norm(argv: Sequence[str], of: str) -> "Heard":
+    """Train with a threshold that Megatron 0.19.2 has no flag for."""
+    from megatron.core.optimizer import ChainedOptimizer
+
+    from megatron.fold3d.training import launch
+
+    if of == "namespace":
+        add_arguments = launch.add_arguments
+
+        def add(parser: Any) -> Any:
+            parser.set_defaults(grad_norm_skip_threshold=SKIPPED_ABOVE)
+            return add_arguments(parser)
+
+        launch.add_arguments = add
+    else:
+        init = ChainedOptimizer.__init__
+
+        def chain(self: ChainedOptimizer, optimizers: Any) -> None:
+            for optimizer in optimizers:
+                optimizer.config.grad_norm_skip_threshold = SKIPPED_ABOVE
+            init(self, optimizers)
+
+        ChainedOptimizer.__init__ = chain
+    return train_and_listen(argv)
 
 
 def train_with_changing_shares(argv: Sequence[str]) -> "Heard":

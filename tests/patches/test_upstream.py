@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from fold3d_patches import compile_helpers, cpu, trace
+from fold3d_patches import checkpoint_and_decide_exit, compile_helpers, cpu, trace
 from fold3d_patches.registry import Patch, apply
 from fold3d_patches.schedule import (
     checkpoint,
@@ -37,11 +37,13 @@ from tests.configs import CONFIG
 
 DEFERRED = DeferredSync(0.5, slice_bytes=4096, bounded=False, timeout=timedelta(minutes=1))
 TRACED = replace(CONFIG, trace=Path("trace"))
+NO_METRICS = Metrics(lambda: None, lambda: None)
 PATCHES = (
     compile_helpers.patch(),
     checkpoint.patch(Offloader(torch.device("cpu"), everything=False)),
     get_forward_backward_func.patch(lambda **_: []),
-    optimizer_step.patch(DEFERRED),
+    checkpoint_and_decide_exit.patch(DEFERRED),
+    optimizer_step.patch(DEFERRED, NO_METRICS),
     save_checkpoint.patch(DEFERRED),
     scale_gradients.patch(DEFERRED),
     zero_grad_buffer.patch(DEFERRED),
@@ -49,7 +51,7 @@ PATCHES = (
     linear.patch(DelayedWeightGrads()),
     nccl_options.patch(3, 1),
     *cpu.patches(),
-    *trace.patches(Tracer(TRACED, Plans(TRACED), Metrics(lambda: None, lambda: None)), "stock"),
+    *trace.patches(Tracer(TRACED, Plans(TRACED), NO_METRICS), "stock"),
 )
 ROOT = Path(__file__).parents[2]
 

@@ -103,7 +103,8 @@ class Fold3DConfig:
         dp_slice_bytes: how many bytes of gradients such a run reduces at once.
         auto_slices: whether preemption may choose less.
         delay_weight_grads: the segments whose weight gradients follow all backwards.
-        clips_or_scales: whether Megatron may clip gradients, or skip a step over a loss scale.
+        clips_or_scales: whether Megatron may clip gradients, or skip a step over their norm or a
+            loss scale.
         trace: the folder that a trace is written to.
         trace_iterations: the iterations that are recorded; None is two after warm-up.
         cuts_every_segment: whether every segment's gradients are reduced in buckets.
@@ -197,7 +198,7 @@ class Fold3DConfig:
             dp_slice_bytes=args.dp_slice_bytes or SLICE_BYTES[args.device],
             auto_slices=args.dp_slice_bytes is None,
             delay_weight_grads=args.delay_weight_grads,
-            clips_or_scales=args.clip_grad > 0 or args.fp16 or bool(args.loss_scale),
+            clips_or_scales=_clips_or_scales(args),
             trace=args.trace,
             trace_iterations=iterations(args.trace_iterations),
             offload_activations=args.offload_activations,
@@ -210,3 +211,9 @@ class Fold3DConfig:
             dp_traffic_class=args.dp_traffic_class,
             saved_bytes=saved_bytes(args, segments),
         )
+
+
+def _clips_or_scales(args: Namespace) -> bool:
+    # Megatron 0.19.2 has no flag for the threshold; whatever else sets the attribute is obeyed.
+    skips = math.isfinite(getattr(args, "grad_norm_skip_threshold", math.inf))
+    return bool(args.clip_grad > 0 or skips or args.fp16 or args.loss_scale)

@@ -71,8 +71,8 @@ def check_run(args: Namespace, foreign: tuple[str, ...], trains: str) -> None:
         )
     if (instances := args.num_distributed_optimizer_instances) > 1 and find_spec("einops") is None:
         raise ValueError(
-            f"--num-distributed-optimizer-instances {instances}: Megatron arranges their ranks with "
-            "einops, which is not installed; run pip install einops, or drop the option"
+            f"--num-distributed-optimizer-instances {instances}: Megatron arranges their ranks "
+            "with einops, which is not installed; run pip install einops, or drop the option"
         )
     if args.eval_interval is None:
         raise ValueError(

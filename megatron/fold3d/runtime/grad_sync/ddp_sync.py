@@ -113,8 +113,8 @@ def _reduced_by_hooks(bucket_group: Any) -> bool:
 def _reduced_when_finished(bucket_group: Any) -> bool:
     """Whether ``finish_grad_sync`` starts the reduction itself, even if somebody has before.
 
-    It does so as long as hooks only count, unless there is a handle of a reduction that was started.
-    Several instances of the distributed optimizer wait for a stream and have no handles.
+    It does so as long as hooks only count, unless it finds the handle of a reduction. Several
+    instances of the distributed optimizer wait for a stream and keep no handles.
     """
     return bool(
         bucket_group.is_first_batch

@@ -32,7 +32,7 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     ranks_of,
 )
 from megatron.fold3d.runtime.grad_sync.measured_shares import AutoShares
-from megatron.fold3d.runtime.grad_sync.norm_bound import Bound, NormBound
+from megatron.fold3d.runtime.grad_sync.norm_bound import Bound, NormBound, is_conditional
 from megatron.fold3d.runtime.grad_sync.partial_step import LateStep
 from megatron.fold3d.runtime.grad_sync.reduced_in_iteration import kept_back
 from megatron.fold3d.runtime.grad_sync.reductions import Reductions
@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 Outcome = tuple[bool, float | None, int | None]
 """What Megatron's optimizer says of a step: was it taken, the gradients' norm, their zeros."""
+
+Report = Callable[[float], None]
+"""Told the norm of an iteration's gradients, on all ranks, once all are known."""
 
 
 class DeferredSync:
@@ -100,6 +103,8 @@ class DeferredSync:
 
         # Of the step that Megatron asked for last.
         self._step: LateStep | None = None
+        self._report: Report | None = None
+        self._is_logged = False  # its norm
         self._bound: Bound | None = None
         self._due: set[Any] = set()  # chunks
         self._num_late = self._num_whole = 0  # of all steps
@@ -148,11 +153,26 @@ class DeferredSync:
             self._due.remove(chunk)
             chunk.zero_grad_buffer()
 
-    def step(self, optimizer: Any, iteration: int, whole_step: Callable[[], Outcome]) -> Outcome:
+    def step(
+        self,
+        optimizer: Any,
+        iteration: int,
+        whole_step: Callable[[], Outcome],
+        *,
+        report: Report | None = None,
+        logs: bool = True,
+    ) -> Outcome:
         """Step the chunks whose gradients are reduced; the others are due from now on.
 
         `settle` steps those with the settings of this iteration. Where that could differ from
         Megatron's ``whole_step``, wait for all gradients and take it.
+
+        Args:
+            optimizer: Megatron's.
+            iteration: whose step this is.
+            whole_step: takes it at once.
+            report: is told the norm of the gradients, if the outcome does not have it.
+            logs: whether Megatron logs this iteration; it always logs the first of a run.
         """
         self._finish_step()
         late = [chunk for chunk in self._chunks if self._reductions.is_running(chunk)]
@@ -164,6 +184,8 @@ class DeferredSync:
             for chunk in late:
                 self._wait(chunk)
             return whole_step()
+        self._is_logged = logs or not (self._num_late or self._num_whole)
+        self._report = report
         self._num_late += 1
         self._count_deferred(self._num_deferred_bytes)
         self._step = LateStep(optimizer, iteration, self._alone)
@@ -219,7 +241,7 @@ class DeferredSync:
     def _may_be_late(self, optimizer: Any, reduced: Sequence[Any], late: Sequence[Any]) -> bool:
         """Whether the step is sure to be neither clipped nor skipped."""
         if self._norm_bound is None:
-            return True
+            return not is_conditional(optimizer.config)
         scaling = next(iter(self._scaling.values()), 1.0)  # one for the whole model
         self._norm_bound.add_reduced(reduced, late, self._kept_back, scaling)
         self._bound = self._norm_bound.total(optimizer.get_loss_scale().item(), scaling)
@@ -271,14 +293,15 @@ class DeferredSync:
     def _finish_step(self) -> None:
         """Tell the norm of the gradients of an iteration, as soon as all are known."""
         assert not self._due, "a chunk ran no forward since its step became due"
-        if self._step is not None:
+        if self._step is None:
+            return
+        norm = self._step.grad_norm()
+        if self._is_logged:
             known = "" if self._bound is None else f", bound {self._bound.norm:.6g}"
+            iteration = self._step.iteration
             log_single_rank(
-                logger,
-                logging.INFO,
-                "grad norm of iteration %s: %s%s",
-                self._step.iteration,
-                self._step.grad_norm(),
-                known,
+                logger, logging.INFO, "grad norm of iteration %s: %s%s", iteration, norm, known
             )
-            self._step = None
+        if self._report is not None:
+            self._report(norm)
+        self._step = None

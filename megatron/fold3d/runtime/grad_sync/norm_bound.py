@@ -7,6 +7,7 @@ where the result rules out that Megatron clips, skips or overflows, no step has 
 Keeps one invariant: every rank gets the same numbers, and so takes the same decision.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -28,6 +29,11 @@ from megatron.fold3d.runtime.grad_sync.slices import Slice
 _SAFETY = 1.01
 
 _MEGATRONS_EPSILON = 1e-6  # clip_grad_by_total_norm_fp32 divides by the norm and this
+
+
+def is_conditional(config: Any) -> bool:
+    """Tell whether Megatron's optimizer, whose configuration this is, looks at the norm."""
+    return bool(config.clip_grad > 0 or math.isfinite(config.grad_norm_skip_threshold))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Where each iteration's time went, for Megatron's own TensorBoard and W&B writers.
+"""What Megatron's own TensorBoard and W&B writers get from us, such as where the time went.
 
 One rank has the writers, the last one, and reports what it knows by itself.
 """
@@ -40,6 +40,19 @@ class Metrics:
             # W&B drops what is of a step that has passed, and Megatron may have passed this one.
             step = max(row.iteration, wandb.run.step)
             wandb.log({**values, f"{_PREFIX}iteration": row.iteration}, step)
+
+    def write_grad_norm(self, norm: float, iteration: int, num_samples: int) -> None:
+        """Write the norm of an iteration's gradients as Megatron writes what it knows in time.
+
+        ``num_samples`` have been trained on when the iteration ends. As in Megatron, W&B gets
+        nothing where there is no TensorBoard.
+        """
+        if (writer := self._tensorboard()) is None:
+            return
+        writer.add_scalar("grad-norm", norm, iteration)
+        writer.add_scalar("grad-norm vs samples", norm, num_samples)
+        if (wandb := self._running_wandb()) is not None:
+            wandb.log({"grad-norm": norm}, max(iteration, wandb.run.step))
 
     def _running_wandb(self) -> Any:
         """W&B until Megatron finishes its run, which is before the last iteration is known."""
