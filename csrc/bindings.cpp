@@ -81,10 +81,16 @@ std::shared_ptr<ControlLinks> open_links(
   given.reserve(connections.size());
   for (const auto& [rank, socket, address, port] : connections)
     given.push_back({rank, socket, address, port});
-  auto links = std::make_shared<ControlLinks>(given);
+  auto links = ControlLinks::make(given);
   scheduler->set_peers(links);
-  links->start([scheduler](const Message& message) { scheduler->hear(message); },
-               [scheduler](const std::string& error) { scheduler->fail(error); });
+  // The scheduler has the links, so the links only know of it.
+  links->start(
+      [known = std::weak_ptr(scheduler)](const Message& message) {
+        if (auto scheduler = known.lock()) scheduler->hear(message);
+      },
+      [known = std::weak_ptr(scheduler)](const std::string& error) {
+        if (auto scheduler = known.lock()) scheduler->fail(error);
+      });
   return links;
 }
 

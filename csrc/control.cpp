@@ -85,6 +85,12 @@ bool read_message(std::string& bytes, Message& message) {
   return true;
 }
 
+std::shared_ptr<ControlLinks> ControlLinks::make(const std::vector<Connection>& connections) {
+  std::shared_ptr<ControlLinks> links(new ControlLinks(connections));
+  links->self_ = links;
+  return owner_of(std::move(links));
+}
+
 ControlLinks::ControlLinks(const std::vector<Connection>& connections) : process_(getpid()) {
   wake_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   for (const Connection& given : connections) {
@@ -99,8 +105,6 @@ ControlLinks::ControlLinks(const std::vector<Connection>& connections) : process
 }
 
 ControlLinks::~ControlLinks() {
-  if (getpid() != process_) return;  // a fork's copy: thread and goodbye are the other's
-  close();
   for (auto& [_, peer] : peers_)
     if (peer.connection.socket >= 0) ::close(peer.connection.socket);
   ::close(wake_);
@@ -109,7 +113,8 @@ ControlLinks::~ControlLinks() {
 void ControlLinks::start(Hear hear, Fail fail) {
   hear_ = std::move(hear);
   fail_ = std::move(fail);
-  thread_ = new std::thread([this] { run(); });
+  runs_ = true;
+  std::thread([self = self_.lock()] { self->run(); }).detach();
 }
 
 void ControlLinks::tell(int rank, const Message& message) {
@@ -131,22 +136,21 @@ void ControlLinks::broadcast(const Message& message) {
 }
 
 void ControlLinks::close() {
+  leave();
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return !runs_ || std::this_thread::get_id() == thread_; });
+}
+
+void ControlLinks::leave() {
+  if (getpid() != process_) return;  // a fork's copy: thread and goodbye are the other's
   Message bye;
   bye.kind = Message::kBye;
   broadcast(bye);
-  std::thread* thread = nullptr;
   {
     std::lock_guard lock(mutex_);
     closing_ = true;
-    std::swap(thread, thread_);
   }
   wake();
-  if (thread) {
-    thread->join();
-    delete thread;
-    hear_ = {};  // the scheduler knows us, and now we no longer know it
-    fail_ = {};
-  }
 }
 
 std::vector<std::string> ControlLinks::warnings() {
@@ -155,6 +159,19 @@ std::vector<std::string> ControlLinks::warnings() {
 }
 
 void ControlLinks::run() {
+  {
+    std::lock_guard lock(mutex_);
+    thread_ = std::this_thread::get_id();
+  }
+  listen();
+  hear_ = {};
+  fail_ = {};
+  std::lock_guard lock(mutex_);
+  runs_ = false;
+  changed_.notify_all();
+}
+
+void ControlLinks::listen() {
   std::vector<pollfd> watched;
   std::vector<int> ranks;
   while (true) {

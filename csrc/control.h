@@ -5,6 +5,7 @@
 // link that broke: only the former is a failure of the job.
 #pragma once
 
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -32,20 +33,24 @@ class ControlLinks : public Peers {
   using Hear = std::function<void(const Message&)>;
   using Fail = std::function<void(const std::string&)>;
 
-  /// Takes copies of the sockets.
-  explicit ControlLinks(const std::vector<Connection>& connections);
+  /// Takes copies of the sockets, which are closed when nobody has the links any more.
+  static std::shared_ptr<ControlLinks> make(const std::vector<Connection>& connections);
   ~ControlLinks() override;
   ControlLinks(const ControlLinks&) = delete;
 
   void start(Hear hear, Fail fail);
   void tell(int rank, const Message& message) override;
   void broadcast(const Message& message) override;
-  /// Say goodbye and end the thread.
+  /// Say goodbye, and hear nothing from then on.
   void close();
+  /// Nobody has the links any more: say goodbye and end, without waiting for the thread.
+  void leave();
   /// What went wrong without being a failure, in words, since the last call.
   std::vector<std::string> warnings();
 
  private:
+  explicit ControlLinks(const std::vector<Connection>& connections);
+
   struct Peer {
     Connection connection;
     std::string outgoing, incoming;
@@ -53,6 +58,7 @@ class ControlLinks : public Peers {
   };
 
   void run();
+  void listen();
   void read(Peer& peer);
   void write(Peer& peer);  // under mutex_
   void lost(Peer& peer);
@@ -64,9 +70,12 @@ class ControlLinks : public Peers {
   std::mutex mutex_;
   std::map<int, Peer> peers_;
   std::vector<std::string> warnings_;
+  std::condition_variable changed_;
+  std::weak_ptr<ControlLinks> self_;
+  std::thread::id thread_;
+  bool runs_ = false;
   bool closing_ = false;
   int wake_ = -1;
-  std::thread* thread_ = nullptr;
 };
 
 /// Bytes of a message on the wire, and back; `read_message` takes a whole one off `bytes`' front.

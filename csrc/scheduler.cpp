@@ -75,9 +75,9 @@ void Task::fail(const std::string& error) {
 
 std::shared_ptr<Scheduler> Scheduler::make(const Policy& policy) {
   std::shared_ptr<Scheduler> scheduler(new Scheduler(policy));
-  // The thread keeps the scheduler alive until `shutdown`, whoever else forgets it.
-  scheduler->thread_ = new std::thread([scheduler] { scheduler->run(); });
-  return scheduler;
+  scheduler->self_ = scheduler;
+  std::thread([scheduler] { scheduler->run(); }).detach();
+  return owner_of(std::move(scheduler));
 }
 
 Scheduler::Scheduler(const Policy& policy)
@@ -113,7 +113,7 @@ std::shared_ptr<Task> Scheduler::receive(int peer, int direction, std::string na
   std::lock_guard lock(mutex_);
   Transfer transfer{peer, policy_.rank, direction, 0};
   transfer.sequence = link(transfer).posted++;
-  task->waited_for_ = [scheduler = weak_from_this(), transfer] {
+  task->waited_for_ = [scheduler = self_, transfer] {
     auto self = scheduler.lock();
     if (!self) return;
     std::lock_guard lock(self->mutex_);
@@ -202,24 +202,21 @@ std::string Scheduler::failure() const {
 bool Scheduler::shutdown(double timeout_s) {
   check_process();
   bool drained = true;
-  {
-    std::unique_lock lock(mutex_);
-    if (error_.empty())
-      drained = changed_.wait_for(lock, seconds(timeout_s), [this] { return idle(); });
-    if (!drained) fail_locked("shut down before it was over", lock);
-    stopping_ = true;
-    changed_.notify_all();
-  }
-  std::thread* thread = nullptr;
-  {
-    std::lock_guard lock(mutex_);
-    std::swap(thread, thread_);
-  }
-  if (thread) {
-    thread->join();
-    delete thread;
-  }
+  std::unique_lock lock(mutex_);
+  if (error_.empty())
+    drained = changed_.wait_for(lock, seconds(timeout_s), [this] { return idle(); });
+  if (!drained) fail_locked("shut down before it was over", lock);
+  stopping_ = true;
+  changed_.notify_all();
+  changed_.wait(lock, [this] { return stopped_ || std::this_thread::get_id() == thread_; });
   return drained;
+}
+
+void Scheduler::leave() {
+  if (getpid() != process_) return;  // a fork's copy, without a thread
+  std::lock_guard lock(mutex_);
+  left_ = true;
+  changed_.notify_all();
 }
 
 Statistics Scheduler::statistics() const {
@@ -240,12 +237,30 @@ void Scheduler::check_process() const {
 
 void Scheduler::run() {
   std::unique_lock lock(mutex_);
-  while (!stopping_) {
+  thread_ = std::this_thread::get_id();
+  while (!stopping_ && !(left_ && idle())) {
     const Time now = Clock::now();
     if (start_what_may(now, lock)) continue;  // the lock was released: look again
+    if (let_go(lock)) continue;
     look_for_late(now, lock);
     changed_.wait_until(lock, next_wake(now));
   }
+  stopping_ = stopped_ = true;
+  changed_.notify_all();
+  // A library may come back to what it was given when nobody waits for it any more.
+  while (let_go(lock) || !flights_.empty())
+    if (ended_.empty()) changed_.wait(lock);
+}
+
+// Lets go of what has ended, without the lock: a group that dies joins threads which may be on
+// their way here. True if there was something.
+bool Scheduler::let_go(std::unique_lock<std::mutex>& lock) {
+  if (ended_.empty()) return false;
+  auto ended = std::exchange(ended_, {});
+  lock.unlock();
+  ended.clear();
+  lock.lock();
+  return true;
 }
 
 // Starts transfers, whatever the gate says, then one slice; true if it did.
@@ -303,7 +318,7 @@ void Scheduler::start(Pending item, std::unique_lock<std::mutex>& lock) {
   lock.unlock();
   std::string error;
   try {
-    operation->start([self = shared_from_this(), flight](const std::string& how) {
+    operation->start([self = self_.lock(), flight](const std::string& how) {
       self->finish(flight, how);
     });
     if (!operation->host_waits()) task->settle();
@@ -361,15 +376,16 @@ void Scheduler::over(const Transfer& transfer) {
 void Scheduler::finish(std::uint64_t number, const std::string& error) {
   std::unique_lock lock(mutex_);
   auto found = flights_.find(number);
-  if (found == flights_.end()) return;
-  Flight flight = std::move(found->second);
-  flights_.erase(found);
+  if (found == flights_.end() || found->second.ended) return;
+  Flight& flight = found->second;  // stays where it is until it is erased below
+  flight.ended = true;
   if (!error.empty()) {
     fail_locked("rank " + std::to_string(policy_.rank) + ": " + flight.item.name + ": " + error,
                 lock);
     const std::string first = error_;
     lock.unlock();
     flight.item.task->fail(first);
+    land(number, lock);
     return;
   }
   const Time now = Clock::now();
@@ -387,6 +403,16 @@ void Scheduler::finish(std::uint64_t number, const std::string& error) {
   lock.unlock();
   if (flight.item.operation->host_waits()) flight.item.task->settle();
   flight.item.task->end();
+  land(number, lock);
+}
+
+// Hands what has ended to the thread: here it would die on a thread that may be its own.
+void Scheduler::land(std::uint64_t number, std::unique_lock<std::mutex>& lock) {
+  lock.lock();
+  auto flight = flights_.extract(number);
+  ended_.push_back(std::move(flight.mapped().item.task));
+  ended_.push_back(std::move(flight.mapped().item.operation));
+  changed_.notify_all();
 }
 
 // A sender whose bytes are in a socket's buffer is not through; its receiver says when it is.
@@ -407,10 +433,14 @@ void Scheduler::fail_locked(const std::string& error, std::unique_lock<std::mute
   if (!error_.empty()) return;
   error_ = error;
   std::vector<std::shared_ptr<Task>> failed;
-  std::vector<std::shared_ptr<Operation>> given_up;
-  for (auto& item : transfers_) failed.push_back(item.task);
+  std::vector<std::shared_ptr<Operation>> queued, given_up;
+  const auto drop = [&](Pending& item) {
+    failed.push_back(std::move(item.task));
+    queued.push_back(std::move(item.operation));
+  };
+  for (auto& item : transfers_) drop(item);
   for (auto& [_, lane] : lanes_)
-    for (auto& item : lane.queue) failed.push_back(item.task);
+    for (auto& item : lane.queue) drop(item);
   for (auto& [_, flight] : flights_) {
     failed.push_back(flight.item.task);
     given_up.push_back(flight.item.operation);
@@ -429,11 +459,17 @@ void Scheduler::fail_locked(const std::string& error, std::unique_lock<std::mute
   }
   for (auto& operation : given_up) operation->abort();
   lock.lock();
+  for (auto* operations : {&queued, &given_up})
+    ended_.insert(ended_.end(), operations->begin(), operations->end());
+  ended_.insert(ended_.end(), failed.begin(), failed.end());
+  ended_.push_back(std::move(peers));
+  changed_.notify_all();
 }
 
 void Scheduler::look_for_late(Time now, std::unique_lock<std::mutex>& lock) {
   for (auto& [_, flight] : flights_) {
-    if (flight.reported || now < flight.started + seconds(policy_.timeout_s)) continue;
+    if (flight.reported || flight.ended) continue;
+    if (now < flight.started + seconds(policy_.timeout_s)) continue;
     if (flight.item.transfer && !flight.item.is_send) continue;  // posted early, it waits by right
     flight.reported = true;
     fail_locked("rank " + std::to_string(policy_.rank) + ": " + flight.item.name +
@@ -450,7 +486,7 @@ Time Scheduler::next_wake(Time now) const {
     if (!lane.queue.empty() && room(lane) > now) wake = std::min(wake, room(lane));
   if (auto change = gate_.next_change(now)) wake = std::min(wake, *change);
   for (const auto& [_, flight] : flights_)
-    if (!flight.reported) wake = std::min(wake, flight.started + seconds(policy_.timeout_s));
+    if (!flight.reported && !flight.ended) wake = std::min(wake, flight.started + seconds(policy_.timeout_s));
   return std::max(wake, now + std::chrono::microseconds(1));
 }
 

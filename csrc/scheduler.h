@@ -1,8 +1,11 @@
 // Starts all communication of one rank from one thread: PP.sync at once, DP.sync in slices that
 // wait while the gate is closed (paper Algorithm 2, Sec. V-A).
 //
-// Keeps one invariant: what is started in a lane is started in the order in which it was given,
-// and the gate only delays it. Nothing of torch is known here.
+// Keeps two invariants: what is started in a lane is started in the order in which it was given, and
+// the gate only delays it; and what was given is let go of by its caller or by the scheduler's own
+// thread, never on the thread that a library calls back on. Such a thread may belong to what dies
+// with an operation, a process group say, and would then wait for its own end. Nothing of torch is
+// known here.
 #pragma once
 
 #include <atomic>
@@ -20,6 +23,7 @@
 
 #include "clock.h"
 #include "gate.h"
+#include "owner.h"
 
 namespace fold3d {
 
@@ -113,13 +117,14 @@ struct Statistics {
   double slice_s = 0;     // a slice that nothing disturbs
 };
 
-class Scheduler : public std::enable_shared_from_this<Scheduler> {
+class Scheduler {
  public:
-  /// Starts the thread; it runs until `shutdown` is called.
+  /// Starts the thread. It runs until `shutdown` is called or nobody has the scheduler any more, and
+  /// then until the last operation that it started has ended.
   static std::shared_ptr<Scheduler> make(const Policy& policy);
   Scheduler(const Scheduler&) = delete;
 
-  /// Must be set before anything is submitted; must outlive the scheduler's thread.
+  /// Must be set before anything is submitted.
   void set_peers(std::shared_ptr<Peers> peers);
 
   std::shared_ptr<Task> send(int peer, int direction, std::string name,
@@ -139,9 +144,11 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   void fail(const std::string& error);
   /// The first failure; empty if there is none.
   std::string failure() const;
-  /// Let what was submitted end, for at most `timeout_s`, and stop the thread. False if something
-  /// was left, which then has failed.
+  /// Let what was submitted end, for at most `timeout_s`, and start nothing from then on. False if
+  /// something was left, which then has failed.
   bool shutdown(double timeout_s);
+  /// Nobody has the scheduler any more: end when all that was submitted has ended.
+  void leave();
 
   Statistics statistics() const;
 
@@ -158,6 +165,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
     Pending item;
     Time started;
     bool reported = false;  // as late
+    bool ended = false;     // its end is being told
   };
   struct Lane {
     std::deque<Pending> queue;
@@ -183,12 +191,14 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   void run();
   void start(Pending item, std::unique_lock<std::mutex>& lock);
   void finish(std::uint64_t flight, const std::string& error);
+  void land(std::uint64_t flight, std::unique_lock<std::mutex>& lock);
   void finish_transfer(const Flight& flight);
   void close_for(const Pending& item, Time now);
   void expect(const Transfer& transfer, Time from, Time until);
   void want(const Transfer& transfer);
   void over(const Transfer& transfer);
   void fail_locked(const std::string& error, std::unique_lock<std::mutex>& lock);
+  bool let_go(std::unique_lock<std::mutex>& lock);
   bool start_what_may(Time now, std::unique_lock<std::mutex>& lock);
   Time room(const Lane& lane) const;
   Time next_wake(Time now) const;
@@ -202,6 +212,7 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   const Policy policy_;
   const int process_;
   std::shared_ptr<Peers> peers_;
+  std::weak_ptr<Scheduler> self_;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
@@ -213,10 +224,13 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   std::uint64_t next_flight_ = 0;
   bool awaits_device_ = false;  // something is not ready: look again soon
   bool stopping_ = false;
+  std::thread::id thread_;
+  bool stopped_ = false;  // the thread starts nothing any more
+  bool left_ = false;
+  std::vector<std::shared_ptr<void>> ended_;  // for the thread to let go of
   std::string error_;
   Statistics statistics_;
   double slice_s_ = 0;
-  std::thread* thread_ = nullptr;  // until `shutdown`, which must be called
 };
 
 }  // namespace fold3d

@@ -3,6 +3,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <future>
 #include <utility>
 
 #include "../control.h"
@@ -85,23 +86,24 @@ void a_message_arrives_as_it_was_sent_in_pieces_too() {
 void ranks_hear_each_other() {
   Wire wire;
   Ear left, right;
-  ControlLinks a({wire.to(1, wire.here)}), b({wire.to(0, wire.there)});
-  a.start(left.hear(), left.fail());
-  b.start(right.hear(), right.fail());
-  for (std::uint64_t i = 0; i < 100; ++i) a.tell(1, {Message::kEnd, {0, 1, 0, i}, 0, 0, {}});
-  a.tell(7, {});  // no neighbour: nothing to say it with
+  auto a = ControlLinks::make({wire.to(1, wire.here)});
+  auto b = ControlLinks::make({wire.to(0, wire.there)});
+  a->start(left.hear(), left.fail());
+  b->start(right.hear(), right.fail());
+  for (std::uint64_t i = 0; i < 100; ++i) a->tell(1, {Message::kEnd, {0, 1, 0, i}, 0, 0, {}});
+  a->tell(7, {});  // no neighbour: nothing to say it with
   CHECK(right.within_seconds([&] { return right.heard.size() == 100; }));
   CHECK(right.heard[99].transfer.sequence == 99);
-  b.close();
-  a.close();
-  CHECK(left.failed.empty() && a.warnings().empty());
+  b->close();
+  a->close();
+  CHECK(left.failed.empty() && a->warnings().empty());
 }
 
 void a_rank_that_died_is_a_failure() {
   Wire wire;
   Ear ear;
-  ControlLinks links({wire.to(5, wire.here)});
-  links.start(ear.hear(), ear.fail());
+  auto links = ControlLinks::make({wire.to(5, wire.here)});
+  links->start(ear.hear(), ear.fail());
   close(std::exchange(wire.listener, -1));
   shutdown(wire.there, SHUT_RDWR);
   CHECK(ear.within_seconds([&] { return !ear.failed.empty(); }));
@@ -111,17 +113,38 @@ void a_rank_that_died_is_a_failure() {
 void a_link_that_broke_is_a_warning() {
   Wire wire;
   Ear ear;
-  ControlLinks links({wire.to(5, wire.here)});
-  links.start(ear.hear(), ear.fail());
+  auto links = ControlLinks::make({wire.to(5, wire.here)});
+  links->start(ear.hear(), ear.fail());
   shutdown(wire.there, SHUT_RDWR);
   std::vector<std::string> warnings;
   for (int i = 0; i < 1000 && warnings.empty(); ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    warnings = links.warnings();
+    warnings = links->warnings();
   }
   CHECK(warnings.size() == 1 && warnings[0].find("rank 5 is lost") != std::string::npos);
   CHECK(ear.failed.empty());
-  links.tell(5, {});  // goes nowhere
+  links->tell(5, {});  // goes nowhere
+}
+
+// What is said to the one who has it last may make it drop the links: it is on their thread.
+void links_may_be_dropped_on_their_own_thread() {
+  Wire wire;
+  Ear ear;
+  auto links = ControlLinks::make({wire.to(1, wire.here)});
+  close(std::exchange(wire.here, -1));  // links have a copy, which they close
+  std::promise<void> given;
+  links->start([&](const Message& message) {
+    given.get_future().wait();
+    links.reset();
+    ear.hear()(message);
+  }, ear.fail());
+  given.set_value();
+  const std::string word = written({Message::kWanted, {1, 0, 0, 0}, 0, 0, {}});
+  CHECK(send(wire.there, word.data(), word.size(), 0) == static_cast<ssize_t>(word.size()));
+  CHECK(ear.within_seconds([&] { return ear.heard.size() == 1; }));
+  char goodbye[256];
+  while (recv(wire.there, goodbye, sizeof goodbye, 0) > 0) {  // until the socket is closed
+  }
 }
 
 }  // namespace
@@ -131,4 +154,5 @@ int main() {
   RUN(ranks_hear_each_other);
   RUN(a_rank_that_died_is_a_failure);
   RUN(a_link_that_broke_is_a_warning);
+  RUN(links_may_be_dropped_on_their_own_thread);
 }

@@ -210,6 +210,106 @@ void a_forked_process_is_told_that_it_is_one() {
   CHECK(scheduler->shutdown(20));
 }
 
+// Like a process group: a thread that calls back, and that dies with the last of its operations.
+class Library {
+ public:
+  Library() : thread_([this] { run(); }) {}
+  ~Library() {
+    CHECK(std::this_thread::get_id() != thread_.get_id());
+    call({});
+    thread_.join();
+    ++num_died;
+  }
+  void call(std::function<void()> function) {
+    std::lock_guard lock(mutex_);
+    calls_.push_back(std::move(function));
+    changed_.notify_all();
+  }
+  inline static std::atomic<int> num_died = 0;
+
+ private:
+  void run() {
+    while (true) {
+      std::function<void()> first;
+      {
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [this] { return !calls_.empty(); });
+        first = std::move(calls_.front());
+        calls_.pop_front();
+      }
+      if (!first) return;
+      first();
+    }
+  }
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> calls_;
+  std::thread thread_;
+};
+
+bool soon(const std::function<bool()>& claim) {
+  for (int i = 0; i < 10000 && !claim(); ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return claim();
+}
+
+// One operation of a library that nobody else has. It says `how` it has ended on the library's own
+// thread, when `then` has been called there: by then its caller has forgotten it.
+void forget(std::shared_ptr<Scheduler> scheduler, const std::string& how,
+            const std::function<void(std::shared_ptr<Scheduler>&)>& before,
+            const std::function<void(std::shared_ptr<Scheduler>&)>& then) {
+  const int num_died = Library::num_died;
+  std::promise<void> forgotten;
+  std::atomic<bool> begun = false;
+  auto library = std::make_shared<Library>();
+  Library* const known = library.get();
+  auto operation = fake([&, known, library = std::move(library)](Done done) {
+    known->call([&, done = std::move(done)] {
+      begun = true;
+      forgotten.get_future().wait();
+      then(scheduler);
+      done(how);
+    });
+  });
+  auto task = scheduler->reduce(0, "reduce", {std::move(operation)});
+  CHECK(soon([&] { return begun.load(); }));
+  before(scheduler);
+  task.reset();
+  forgotten.set_value();
+  CHECK(soon([&] { return Library::num_died > num_died; }));
+}
+
+void nothing(std::shared_ptr<Scheduler>&) {}
+
+void no_operation_dies_on_the_thread_that_calls_back() {
+  auto cut_short = [](auto& scheduler) { CHECK(!scheduler->shutdown(0.01)); };
+  auto fail = [](auto& scheduler) { scheduler->fail("no"); };
+  for (const char* how : {"", "connection closed by peer"}) {
+    forget(Scheduler::make({}), how, nothing, nothing);
+    forget(Scheduler::make({}), how, fail, nothing);
+    forget(Scheduler::make({}), how, nothing, fail);
+    forget(Scheduler::make({}), how, cut_short, nothing);
+  }
+}
+
+void a_scheduler_may_be_dropped_on_any_thread() {
+  auto drop = [](auto& scheduler) { scheduler.reset(); };
+  forget(Scheduler::make({}), "", drop, nothing);  // with something under way
+  forget(Scheduler::make({}), "", nothing, drop);  // on a thread that calls back
+  auto scheduler = Scheduler::make({});
+  std::promise<void> given;
+  std::atomic<bool> dropped = false;
+  auto task = scheduler->reduce(0, "reduce", {fake([&](Done done) {
+                                  given.get_future().wait();
+                                  scheduler.reset();  // on its own
+                                  dropped = true;
+                                  done("");
+                                })});
+  given.set_value();
+  task->wait(20);
+  CHECK(dropped);
+}
+
 // Every rank reduces over the ring and passes a tensor on to the next, at random times. A message
 // between ranks is lost, doubled or late; the order in every lane must be the same on all ranks,
 // which the network checks, and all must end.
@@ -309,6 +409,8 @@ int main() {
   RUN(a_task_tells_when_it_is_over_well_or_not);
   RUN(a_slice_that_does_not_end_in_time_is_named);
   RUN(a_shutdown_in_mid_slice_fails_what_is_left);
+  RUN(no_operation_dies_on_the_thread_that_calls_back);
+  RUN(a_scheduler_may_be_dropped_on_any_thread);
   RUN(rings_end_whatever_the_timing);
   RUN(rings_end_when_half_of_the_messages_are_lost);
   RUN(a_failure_reaches_ranks_that_are_no_neighbours);
