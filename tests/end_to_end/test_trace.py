@@ -1,6 +1,9 @@
 """A trace of a real run names what its plan names, in the plan's order, and changes no result."""
 
+import contextlib
+import functools
 import json
+import logging
 import os
 import re
 import shlex
@@ -92,6 +95,52 @@ def test_a_run_that_dies_after_its_traced_iterations_leaves_a_whole_trace(tmp_pa
         run_distributed(_train_until_the_fourth_iteration, 4, argv)
     texts = [path.read_text() for path in sorted(tmp_path.iterdir())]
     assert [json.loads(text)["iterations"][0]["iteration"] for text in texts] == [2, 2, 2, 2]
+
+
+FAULTS = {
+    "a full disk": "No space left on device",
+    "a file where the folder was": "File exists",
+}
+
+
+@pytest.mark.parametrize("schedule", ["stock", "aiao"])
+@pytest.mark.parametrize(("fault", "reason"), FAULTS.items(), ids=FAULTS)
+def test_a_trace_that_cannot_be_written_costs_a_warning_and_not_the_run(
+    schedule: str, fault: str, reason: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "trace"
+    flags = f"--global-batch-size 2 --train-iters 4 --schedule {schedule} --trace {folder}"
+    argv = shlex.split(f"{SIZES} {flags} --trace-iterations 2")
+    for rank, said in enumerate(run_distributed(_train_with_full_disk, 2, argv, folder, fault)):
+        (warning,) = said
+        assert f"{folder}/rank-{rank:05}.json cannot be written ({reason})" in warning
+
+
+def _train_with_full_disk(argv: list[str], folder: Path, fault: str) -> list[str]:
+    """Train with a folder in which nothing can be written; returns what the tracer says."""
+    if fault == "a full disk":
+        folder.mkdir(exist_ok=True)
+        for rank in range(2):
+            with contextlib.suppress(FileExistsError):
+                (folder / f"rank-{rank:05}.part").symlink_to("/dev/full")
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron.fold3d.runtime.trace.tracer").addHandler(handler)
+
+    from megatron.training import training
+
+    train_step = training.train_step
+
+    @functools.wraps(train_step)
+    def step(*args: object, **kwargs: object) -> object:
+        if fault != "a full disk":
+            folder.touch()
+        return train_step(*args, **kwargs)
+
+    training.train_step = step
+    assert len(train(argv).iterations) == 4
+    return said
 
 
 def test_weights_and_biases_is_told_of_every_iteration_that_ends_before_it(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """``--trace DIR``: this rank's part of chosen iterations, written to its file of the trace.
 
 The file is written when the last of them is known, whole or not at all: a run that dies later, or
-while it is written, spoils nothing.
+while it is written, spoils nothing. Nor does a file that cannot be written spoil the run: the trace
+is then given up with one warning.
 """
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -44,6 +45,7 @@ class Tracer:
         self._metrics = metrics
         self._recorded: list[IterationTrace] = []
         self._written = 0
+        self._given_up = False
         self._stages: dict[Any, int] = {}
 
     @contextmanager
@@ -68,7 +70,7 @@ class Tracer:
 
     def __exit__(self, *_: object) -> None:
         self.recorder.close()
-        if len(self._recorded) > self._written:
+        if len(self._recorded) > self._written and not self._given_up:
             self._write()
         if not self._recorded:
             logger.warning(
@@ -86,9 +88,9 @@ class Tracer:
         if self._metrics.is_wanted:
             self._metrics.write(iteration)
         assert self._iterations is not None
-        if iteration.iteration in self._iterations:
+        if iteration.iteration in self._iterations and not self._given_up:
             self._recorded.append(iteration)
-        if iteration.iteration == self._iterations[-1]:
+        if iteration.iteration == self._iterations[-1] and not self._given_up:
             self._write()
 
     def _write(self) -> None:
@@ -107,10 +109,23 @@ class Tracer:
             iterations=tuple(self._recorded),
         )
         path = self._folder / trace.file_name
-        self._folder.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".part")
-        unfinished.write_text(trace.to_json(), encoding="utf-8")
-        unfinished.replace(path)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            unfinished.write_text(trace.to_json(), encoding="utf-8")
+            unfinished.replace(path)
+        except OSError as error:
+            self._given_up = True
+            with suppress(OSError):
+                unfinished.unlink()
+            logger.warning(
+                "--trace %s: %s cannot be written (%s); training goes on without it; "
+                "for a trace of this rank make room, or give another folder, and run again",
+                self._folder,
+                path,
+                error.strerror or error,
+            )
+            return
         self._written = len(self._recorded)
         if rank == 0:
             numbers = ", ".join(str(row.iteration) for row in self._recorded)
