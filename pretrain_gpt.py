@@ -9,6 +9,7 @@ The processes that write checkpoints import this file again, which is why it imp
 import sys
 from collections.abc import Sequence
 
+from fold3d_patches import leaving
 from megatron.fold3d.training.launch import train
 
 
@@ -18,4 +19,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leaving.run(main, sys.argv[1:])
+if __name__ == "__mp_main__":  # in a process that writes checkpoints
+    leaving.end_with_parent()

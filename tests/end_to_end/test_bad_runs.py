@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -22,26 +24,43 @@ ROOT = Path(__file__).parents[2]
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 ROW = Row(segments=2)
 AIAO = "--schedule aiao"
+MARK = "FOLD3D_TEST_JOB"  # in the environment of all processes that a job starts
+_marks: dict[int, str] = {}  # by the launcher's process id
 TIMEOUT_S = 240  # far less than the ten minutes in which a job's transfers time out
 
 
 @contextlib.contextmanager
-def _torchrun(argv: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+def _torchrun(
+    argv: Sequence[str], script: Path = ROOT / "pretrain_gpt.py"
+) -> Iterator[subprocess.Popen[str]]:
     """Start two ranks as a user does; whatever happens, they are gone afterwards."""
+    mark = uuid.uuid4().hex
     job = subprocess.Popen(
-        [sys.executable, *LAUNCHER, "pretrain_gpt.py", *argv],
+        [sys.executable, *LAUNCHER, str(script), *argv],
         cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), MARK: mark},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+    _marks[job.pid] = mark
     try:
         yield job
     finally:
-        for pid in [*_ranks(job), job.pid]:
+        for pid in _processes(job):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         job.wait()
+
+
+def _processes(job: subprocess.Popen[str]) -> list[int]:
+    """Return the process ids of all that a job has started, whoever is their parent now."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if f"{MARK}={_marks[job.pid]}".encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
 
 
 def _ranks(job: subprocess.Popen[str]) -> list[int]:
@@ -125,16 +144,57 @@ def test_a_refusal_ends_a_job_of_torchrun() -> None:
     _check_message(ours, "2 segments with --schedule 1f1b")  # torchrun has a traceback of its own
 
 
-def test_a_killed_rank_ends_the_job() -> None:
-    argv = [*ROW.command(AIAO), "--train-iters", "100000", "--log-interval", "1"]
+def test_a_killed_rank_ends_the_job_and_all_its_processes(tmp_path: Path) -> None:
+    """Processes that write checkpoints belong to no group that the launcher ends."""
+    saves = f"--async-save --save {tmp_path} --save-interval 1 --ckpt-format torch_dist"
+    argv = [*ROW.command(AIAO), "--train-iters", "100000", "--log-interval", "1", *saves.split()]
     with _torchrun(argv) as job:
         assert job.stdout is not None
-        next(line for line in job.stdout if "iteration        2/" in line)
-        ranks = _ranks(job)
+        next(line for line in job.stdout if "iteration        3/" in line)
+        ranks, processes = _ranks(job), _processes(job)
+        assert len(processes) > len(ranks) + 1  # servers of the writers' queues
         os.kill(ranks[1], signal.SIGKILL)
         output, _ = job.communicate(timeout=TIMEOUT_S)
-    assert job.returncode != 0
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks), output
+        assert job.returncode != 0
+        end_s = time.monotonic() + 10
+        while left := _processes(job):
+            assert time.monotonic() < end_s, f"{left} of {processes}\n{output}"
+            time.sleep(0.1)
+    # The launcher says of the rank that was killed what the kernel told it.
+    assert re.search(r"Root Cause.*exitcode *: -9", output, re.DOTALL), output
+
+
+def test_the_launcher_reports_the_rank_that_failed_first_and_where(tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    with _torchrun(ROW.command(AIAO), script) as job:
+        output, _ = job.communicate(timeout=TIMEOUT_S)
+    assert job.returncode == 1
+    ours, cause = output.split("Root Cause (first observed failure):")
+    assert re.search(r"rank *: 1 ", cause), output
+    assert "RuntimeError: out of memory" in cause, output
+    assert "fold3d: pipeline rank 1 was at 1F1" in cause, output
+    assert ours.count("RuntimeError: out of memory") == 1, output
+
+
+FAILING = """
+import os, sys
+import pretrain_gpt
+from fold3d_patches import gpt, leaving
+
+forward_step, count = gpt.forward_step, 0
+
+def failing_forward_step(*args):
+    global count
+    count += 1
+    if count == 2:
+        raise RuntimeError("out of memory")
+    return forward_step(*args)
+
+if os.environ["RANK"] == "1":
+    gpt.forward_step = failing_forward_step
+leaving.run(pretrain_gpt.main, sys.argv[1:])
+"""
 
 
 def test_survivors_of_a_killed_rank_name_the_action_they_were_at() -> None:

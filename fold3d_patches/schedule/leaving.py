@@ -1,0 +1,210 @@
+"""How the process of a rank ends, in one order whichever way it leaves.
+
+1. What the run has opened (threads, sockets, traces) is closed by the ``with`` that opened it, last
+   opened first, before anything comes here.
+2. A failure is told: see `_tell`.
+3. Threads that are no daemons and exit functions run, as when an interpreter ends.
+4. The process ends with its exit code, and the kernel takes back process groups and pinned memory.
+   The interpreter is not taken apart: threads of process groups and of hosts' links still run, and
+   one that asks for the lock of an interpreter that is going away ends the process by SIGABRT.
+
+A signal that nobody handles ends a process where it stands; the kernel closes what it has.
+"""
+
+import atexit
+import ctypes
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+_PR_SET_PDEATHSIG = 1
+_PATIENCE_S = 1.0  # in which all ranks that fail for one reason have said so
+_STORE_S = 3.0
+# What a rank says whose neighbour is gone, or has failed.
+_OF_ANOTHER = re.compile(
+    r"connection (closed|reset)|broken pipe|timed? ?out|remote process exited|connection refused|"
+    r"rank \d+ (has died|failed)",
+    re.IGNORECASE,
+)
+_PLACE = re.compile(r"fold3d: pipeline rank \d+ was at .+")
+
+
+def run(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> NoReturn:
+    """Call the main function of a script, and end the process with what it returns."""
+    end_children_with_this_process()
+    try:
+        code = main(argv)
+    except SystemExit as left:
+        code = _exit_code(left)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        code = 128 + signal.SIGINT
+    except BaseException as error:  # noqa: BLE001  (it ends here)
+        _tell(error)
+        code = 1
+    _end(code)
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process when its parent ends: nobody else would.
+
+    The processes that write checkpoints, and the servers of their queues, would live on. They write
+    nothing that counts: a checkpoint is complete when the rank itself says so.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:  # it was faster
+        os._exit(1)
+
+
+def end_children_with_this_process() -> None:
+    """Do `end_with_parent` in what the main thread forks from now on.
+
+    What another thread forks is left alone: to the kernel its parent is that thread.
+    """
+    by_main_thread = False
+
+    def before() -> None:
+        nonlocal by_main_thread
+        by_main_thread = threading.current_thread() is threading.main_thread()
+
+    def in_child() -> None:
+        if by_main_thread:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    os.register_at_fork(before=before, after_in_child=in_child)
+
+
+def _end(code: int) -> NoReturn:
+    threading._shutdown()  # type: ignore[attr-defined]  # what multiprocessing calls here, too
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
+
+
+def _exit_code(left: SystemExit) -> int:
+    if left.code is None or isinstance(left.code, int):
+        return left.code or 0
+    sys.stderr.write(f"{left.code}\n")
+    return 1
+
+
+def _tell(error: BaseException) -> None:
+    """Print an error, and have the failure that came first named last, by one rank.
+
+    A rank that fails because another did says so in a line; its traceback is in the error file of
+    torchrun. Only where nobody has failed before it, since the other was killed, it prints that. It
+    then waits: what starts the ranks, and ends all with the first, shall see the other end first.
+    """
+    from torch.distributed.elastic.multiprocessing import errors
+
+    mine, job = _Report.of(error), _Job()
+    is_first = job.report(mine)
+    if mine.is_cause:
+        sys.excepthook(type(error), error, error.__traceback__)
+        errors.get_error_handler().record_exception(error)
+        return
+    if is_first:
+        sys.excepthook(type(error), error, error.__traceback__)
+    else:
+        _say(mine.text)
+    time.sleep(_PATIENCE_S)
+    summary = job.summary(mine)
+    error.add_note(f"fold3d: {summary}")
+    errors.get_error_handler().record_exception(error)
+    if job.is_mine("the last word"):
+        _say(summary)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {text}\n")
+    sys.stderr.flush()
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What one rank says of its failure; ``is_cause`` if no other rank has to do with it."""
+
+    rank: int
+    text: str
+    is_cause: bool
+
+    @classmethod
+    def of(cls, error: BaseException) -> Self:
+        rank = int(os.environ.get("RANK", "0"))
+        name, reason = type(error).__name__, (str(error).splitlines() or [""])[0]
+        notes = getattr(error, "__notes__", ())
+        places = (note.removeprefix("fold3d: ") for note in notes if _PLACE.fullmatch(note))
+        text = ": ".join(filter(None, (f"rank {rank}", next(places, ""), name, reason)))
+        return cls(rank, text, is_cause=not _OF_ANOTHER.search(reason))
+
+
+class _Job:
+    """What the ranks of a job have said of their failures, in the store of the job's launcher.
+
+    Where the store is gone each rank knows of itself alone.
+    """
+
+    def __init__(self) -> None:
+        self._store: Any = self._ask(_store, None)
+
+    def report(self, mine: _Report) -> bool:
+        """Tell the others; returns whether this rank is the first."""
+        word = json.dumps([mine.rank, mine.text, mine.is_cause])
+        order = self._ask(lambda: int(self._store.add("failures", 1)), 1)
+        self._ask(lambda: self._store.set(f"failure {order}", word), None)
+        return order == 1
+
+    def summary(self, mine: _Report) -> str:
+        """Name the first failure that no other rank has to do with, else the first."""
+        nothing: list[_Report] = []
+        reports = self._ask(self._reports, nothing) or [mine]
+        first = next((report for report in reports if report.is_cause), None)
+        if first is not None:
+            return f"the first to fail was {first.text}"
+        said = {report.rank for report in reports}
+        ranks = range(int(os.environ.get("WORLD_SIZE", "1")))
+        silent = ", ".join(f"rank {rank}" for rank in ranks if rank not in said)
+        heard = f"; nothing was heard of {silent}" if silent else ""
+        return f"the first to notice was {reports[0].text}{heard}"
+
+    def is_mine(self, task: str) -> bool:
+        """Tell whether no other rank has taken a task before this one."""
+        return self._ask(lambda: int(self._store.add(task, 1)) == 1, True)
+
+    def _reports(self) -> list[_Report]:
+        there = range(1, int(self._store.add("failures", 0)) + 1)
+        return [_Report(*json.loads(self._store.get(f"failure {order}"))) for order in there]
+
+    def _ask[Answer](self, question: Callable[[], Answer], otherwise: Answer) -> Answer:
+        try:
+            return question()
+        except (RuntimeError, AttributeError, KeyError, ValueError):  # the store, or its address
+            return otherwise
+
+
+def _store() -> Any:
+    """Connect anew: a thread may be waiting on the connection that the process groups use."""
+    from torch import distributed
+
+    store = distributed.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        timeout=timedelta(seconds=_STORE_S),
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return distributed.PrefixStore(f"fold3d/{attempt}/failures", store)  # type: ignore[attr-defined]
