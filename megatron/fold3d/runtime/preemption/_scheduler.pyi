@@ -54,7 +54,7 @@ class Statistics:
     def slice_s(self) -> float: ...
 
 class Scheduler:
-    """One thread that starts all communication; it runs until `shutdown`."""
+    """One thread that starts all communication, until `shutdown` or until nobody has it."""
 
     def __init__(self, policy: Policy) -> None: ...
     def send(
