@@ -5,14 +5,18 @@ The one invariant: when `apply` raises, and when its stack closes, every symbol 
 
 import inspect
 import logging
+import runpy
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +54,8 @@ def apply(patches: Sequence[Patch]) -> ExitStack:
     Raises:
         PatchError: a version, a symbol or a signature is not the one the patch was written for.
     """
-    _check_version(patches)
+    if any(patch.target.startswith("megatron.") for patch in patches):
+        check_version()
     with ExitStack() as undo:
         for patch in patches:
             try:
@@ -63,12 +68,25 @@ def apply(patches: Sequence[Patch]) -> ExitStack:
         return undo.pop_all()
 
 
-def _check_version(patches: Sequence[Patch]) -> None:
-    found = metadata.version("megatron-core")
-    if found not in MEGATRON and any(p.target.startswith("megatron.") for p in patches):
+def check_version() -> None:
+    """Refuse a Megatron-core that the patches were not written for.
+
+    Looked at is the code that Python imports: a checkout on PYTHONPATH comes before the wheel.
+
+    Raises:
+        PatchError: another version, or none.
+    """
+    spec = find_spec("megatron.core")
+    fix = f"pip install 'megatron-core[training]{MEGATRON}'"
+    if spec is None or spec.origin is None:
+        raise PatchError(f"no megatron.core to import; run: {fix}")
+    folder = Path(spec.origin).parent
+    # As a file of its own: another version may fail at import, for reasons that say nothing.
+    version = Version(runpy.run_path(str(folder / "package_info.py"))["__version__"])
+    if version not in MEGATRON:
         raise PatchError(
-            f"megatron-core {found} is installed, the patches fit {MEGATRON}; "
-            f"run: pip install 'megatron-core[training]{MEGATRON}'"
+            f"megatron-core {version.public} is imported, from {folder}, the patches fit "
+            f"{MEGATRON}; take that folder off PYTHONPATH if it is there, or run: {fix}"
         )
 
 

@@ -2,13 +2,14 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from fold3d_patches.registry import Patch, PatchError, apply
+from fold3d_patches.registry import MEGATRON, Patch, PatchError, apply
+from megatron.fold3d.training.launch import train
 
 
 def double(upstream: Callable[..., int]) -> Callable[..., int]:
@@ -165,21 +166,49 @@ def test_other_parameters_are_refused_and_shown(upstream: Any) -> None:
     apply([Patch(target="upstream:Shape.area", parameters=("size",), make=double)]).close()
 
 
-@pytest.mark.parametrize("version", ["0.18.0", "0.19.1", "0.19.2rc1", "0.20.0", "1.0"])
-def test_an_upstream_of_another_version_is_refused(
-    monkeypatch: pytest.MonkeyPatch, version: str
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """A checkout of Megatron-LM in front of the wheel, as PYTHONPATH puts it; tells its folder."""
+
+    def make(version: str) -> Path:
+        core = tmp_path / "megatron" / "core"
+        core.mkdir(parents=True)
+        (core / "__init__.py").write_text("raise AttributeError('something that is not there yet')")
+        (core / "package_info.py").write_text(f"__version__ = {version!r}\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        for name in ("megatron", "megatron.core"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        return core
+
+    return make
+
+
+@pytest.mark.parametrize("version", ["0.18.0", "0.19.1", "0.19.2rc1", "0.20.0+a1b2c3d", "1.0"])
+def test_what_is_imported_is_refused_if_it_is_of_another_version(
+    checkout: Callable[[str], Path], version: str
 ) -> None:
-    monkeypatch.setattr(metadata, "version", lambda _: version)
-    with pytest.raises(
-        PatchError, match=rf"megatron-core {version} .* fit .*>=0\.19\.2.* pip install"
-    ):
+    core = checkout(version)
+    with pytest.raises(PatchError) as raised:
         apply([Patch(target="megatron.core.package_info:MAJOR", make=double)])
+    assert str(raised.value) == (
+        f"megatron-core {version.partition('+')[0]} is imported, from {core}, the patches fit "
+        f"{MEGATRON}; take that folder off PYTHONPATH if it is there, or run: "
+        f"pip install 'megatron-core[training]{MEGATRON}'"
+    )
+
+
+def test_a_launch_looks_at_the_version_before_it_imports_megatron(
+    checkout: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkout("0.20.0")
+    assert train(["--device", "cpu"], "gpt") == 2
+    assert "error: megatron-core 0.20.0 is imported" in capsys.readouterr().err
 
 
 def test_the_version_of_megatron_does_not_concern_a_patch_of_something_else(
-    upstream: Any, monkeypatch: pytest.MonkeyPatch
+    upstream: Any, checkout: Callable[[str], Path]
 ) -> None:
-    monkeypatch.setattr(metadata, "version", lambda _: "0.1")
+    checkout("0.1")
     apply([Patch(target="upstream:three", make=double)]).close()
 
 

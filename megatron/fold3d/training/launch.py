@@ -22,6 +22,7 @@ from typing import Literal, NoReturn
 
 import fold3d_patches
 from fold3d_patches.cpu import flags as cpu_flags
+from fold3d_patches.registry import check_version
 from megatron.fold3d.config.fold3d_config import Fold3DConfig, add_arguments, megatron_defaults
 from megatron.fold3d.config.segment_flags import AUTO
 from megatron.fold3d.predict.cost_model.model_shape import Family
@@ -70,6 +71,7 @@ def prepare(argv: Sequence[str], patched: ExitStack, family: Family) -> Namespac
     preset = preset_flags(own.model_preset, family) if own.model_preset else ()
     _quiet(device)
 
+    check_version()
     import torch
     from megatron.training.arguments import parse_and_validate_args, parse_args
 
