@@ -166,7 +166,8 @@ REFUSALS = (
         "--inprocess-restart",
         "inprocess_restart",
         "our process groups and buffers are made once, when the process starts",
-        "restart the processes, as torchrun --max-restarts does",
+        "start the job again from its last checkpoint, with --save and --load, as a requeued "
+        "SLURM job does",
     ),
     # Gradients, parameters and transfers that are not where a plan expects them.
     Refusal("--use-megatron-fsdp", "use_megatron_fsdp", _FSDP, "use --use-distributed-optimizer"),
