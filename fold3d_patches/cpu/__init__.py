@@ -6,6 +6,7 @@ from fold3d_patches.registry import Patch
 def patches() -> tuple[Patch, ...]:
     """Everything that ``--device cpu`` replaces."""
     from fold3d_patches.cpu import (
+        attention,
         compiler,
         data_loader,
         device_queries,
@@ -26,5 +27,6 @@ def patches() -> tuple[Patch, ...]:
         initialize.patch(),
         data_loader.patch(),
         layer_norm.patch(),
+        attention.patch(),
         *optimizer_state.patches(),
     )

@@ -34,6 +34,10 @@ def check(args: Namespace) -> None:
         "--profile: records what CUDA does; add --use-pytorch-profiler": (
             args.profile and not args.use_pytorch_profiler
         ),
+        "--multi-latent-attention with --qk-layernorm and without --q-lora-rank: the query's norm "
+        "stands behind its low-rank projection; give --q-lora-rank, or drop --qk-layernorm": (
+            args.multi_latent_attention and args.qk_layernorm and args.q_lora_rank is None
+        ),
         "--record-memory-history: records CUDA's allocator; drop it": args.record_memory_history,
     }
     if problems := [f"with --device cpu, {problem}" for problem, there in found.items() if there]:

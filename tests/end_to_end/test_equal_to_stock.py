@@ -373,6 +373,13 @@ ROWS = (
         flags="--timing-log-level 2 --overlap-p2p-communication-warmup-flush --rerun-mode disabled",
         ours="--schedule interleaved",
     ),
+    Row(
+        name="multi-latent attention",
+        segments=2,
+        tp=2,
+        flags="--sequence-parallel --multi-latent-attention --qk-layernorm --q-lora-rank 8 "
+        "--kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6",
+    ),
     # Dropout: masks are drawn in the order of a rank's forwards.
     Row(name="dropout", segments=2, flags=DROPOUT, stock=ONE_GROUP),
     Row(
