@@ -93,3 +93,30 @@ def test_fewer_micro_batches_than_ranks_in_segments_go_on_as_stock_would_in_one(
     for record in whole:
         del record.iterations[:2]
     assert merged(resumed) == merged(whole)
+
+
+SIZES = (
+    *("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"),
+    *(
+        "--max-position-embeddings",
+        "--pipeline-model-parallel-size",
+        "--tensor-model-parallel-size",
+    ),
+)
+
+
+def test_sizes_that_only_the_checkpoint_knows_are_those_of_the_run(tmp_path: Path) -> None:
+    row = Row(segments=2, ours=f"{AIAO} --delay-weight-grads 1 --lazy-inter-segment")
+    whole = run_distributed(
+        train, 2, row.command(f"{row.ours} --save {tmp_path} --save-interval 2")
+    )
+    load = f"--load {tmp_path} --ckpt-step 2"
+    words = list(row.command(f"{row.ours} {load} --use-checkpoint-args"))
+    for flag in SIZES:
+        at = words.index(flag)
+        del words[at : at + 2]
+    resumed = run_distributed(train, 2, (*words, "--use-mp-args-from-checkpoint-args"))
+
+    for record in whole:
+        del record.iterations[:2]
+    assert differences(resumed, whole) == []

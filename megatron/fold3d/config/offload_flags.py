@@ -46,7 +46,11 @@ def saved_bytes(args: Namespace, num_segments: int) -> int:
     """
     sizes = (args.num_layers, args.seq_length, args.micro_batch_size, args.hidden_size)
     per_rank = layers_per_rank(args) if args.num_layers else ()
-    if not per_rank or args.pipeline_model_parallel_layout is not None or None in sizes:
+    if (
+        not (per_rank and num_segments)
+        or args.pipeline_model_parallel_layout is not None
+        or None in sizes
+    ):
         return 0
     stages = args.pipeline_model_parallel_size * num_segments
     num_saved = min(args.num_layers // stages, min(per_rank) // num_segments)

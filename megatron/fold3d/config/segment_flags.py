@@ -79,9 +79,15 @@ def virtual_stage_flag(args: Namespace) -> str | None:
 
 
 def num_segments(args: Namespace) -> int:
-    """Return the model chunks per rank as Megatron derived them, or as it will."""
+    """Return the model chunks per rank as Megatron derived them, or as it will.
+
+    0 as long as only a checkpoint knows: validation reads it.
+    """
     if hasattr(args, "virtual_pipeline_model_parallel_size"):
         return int(args.virtual_pipeline_model_parallel_size or 1)
+    by_layers = args.num_layers_per_virtual_pipeline_stage is not None and not num_layers(args)
+    if args.use_checkpoint_args and (args.use_mp_args_from_checkpoint_args or by_layers):
+        return 0
     num_ranks: int = args.pipeline_model_parallel_size
     if args.pipeline_model_parallel_layout is not None:
         return _num_stages(args.pipeline_model_parallel_layout) // num_ranks
@@ -112,6 +118,8 @@ def segment_problems(args: Namespace, schedule: str, num_segments: int) -> Itera
     if args.segments is not None and args.segments < 1:
         yield f"--segments {args.segments}: a rank holds at least one segment; try --segments 1"
         return
+    if not num_segments and args.use_checkpoint_args:
+        return
     if args.segments not in (None, num_segments):
         yield (
             f"--segments {args.segments} with {virtual_stage_flag(args)}: Megatron makes "
@@ -134,7 +142,7 @@ def segment_problems(args: Namespace, schedule: str, num_segments: int) -> Itera
     elif args.num_layers_per_virtual_pipeline_stage is not None:
         yield (
             f"{virtual_stage_flag(args)} without --num-layers: how many segments that makes is "
-            "known from the checkpoint only; use --segments"
+            "not known; use --segments"
         )
 
 

@@ -30,7 +30,13 @@ def segment_list(text: str) -> tuple[int, ...]:
 
 
 def weight_grad_problems(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
-    """Yield found, rule and fix of all that is in the way of ``--delay-weight-grads``."""
+    """Yield found, rule and fix of all that is in the way of ``--delay-weight-grads``.
+
+    Args:
+        args: Megatron's namespace.
+        schedule: that will run.
+        num_segments: of a rank; 0 is not known yet.
+    """
     if not args.delay_weight_grads:
         return
     found = f"--delay-weight-grads {','.join(map(str, args.delay_weight_grads))}"
@@ -39,7 +45,9 @@ def weight_grad_problems(args: Namespace, schedule: str, num_segments: int) -> I
         return
     if args.segments == "auto":  # not imported: its module brings the simulator along
         yield f"{found} with --segments auto: which segments that are is not known; give a number"
-    elif unknown := [s for s in args.delay_weight_grads if not 0 <= s < num_segments]:
+    elif num_segments and (
+        unknown := [s for s in args.delay_weight_grads if not 0 <= s < num_segments]
+    ):
         yield (
             f"{found}: there is no segment {unknown[0]}, a rank holds {num_segments}; "
             f"give some of 0 to {num_segments - 1}"
