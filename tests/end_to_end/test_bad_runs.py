@@ -17,6 +17,7 @@ import pytest
 from tests.distributed import RankError, run_distributed
 from tests.end_to_end.test_equal_to_stock import Row
 from tests.end_to_end.training import train
+from tests.test_run_data import write_documents
 
 pytestmark = pytest.mark.gloo
 
@@ -111,6 +112,14 @@ def _refusal_without_einops(argv: Sequence[str]) -> tuple[int, str]:
     return _refusal(argv)
 
 
+def test_a_part_of_the_data_without_a_document_is_refused(tmp_path: Path) -> None:
+    """Megatron's builder of indices would look for a token for ever, in each part it is told of."""
+    data = write_documents(tmp_path / "data", [8] * 10)
+    argv = [word for word in ROW.command(AIAO) if word != "--mock-data"]
+    argv += ["--data-path", data, "--split", "96,4", "--data-cache-path", str(tmp_path)]
+    _refused(argv, f"--split 96,4: no token of {data} is for validation")
+
+
 def _refused(argv: Sequence[str], reason: str) -> None:
     codes, said = zip(*run_distributed(_refusal, 2, argv), strict=True)
     assert codes == (2, 2)
@@ -142,6 +151,8 @@ def test_a_refusal_ends_a_job_of_torchrun() -> None:
     ours, *_launchers = re.split("torch.distributed.elastic", output)
     assert job.returncode != 0
     _check_message(ours, "2 segments with --schedule 1f1b")  # torchrun has a traceback of its own
+    *_, last = (line for line in output.splitlines() if line.strip("="))
+    assert "pretrain_gpt.py: error: 2 segments with --schedule 1f1b" in last
 
 
 def test_a_killed_rank_ends_the_job_and_all_its_processes(tmp_path: Path) -> None:

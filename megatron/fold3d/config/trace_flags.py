@@ -1,6 +1,5 @@
 """``--trace`` and ``--trace-iterations``: the flags, and what cannot be recorded."""
 
-import os
 import re
 from argparse import Namespace
 from collections.abc import Iterator
@@ -8,6 +7,7 @@ from pathlib import Path
 
 from megatron.fold3d.config.argument_group import ArgumentGroup
 from megatron.fold3d.config.refusals import Refusal, spelled
+from megatron.fold3d.run_folders import unwritable
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -61,12 +61,7 @@ def trace_problems(args: Namespace, schedule: str) -> Iterator[str]:
                 "to write to; give --trace DIR"
             )
         return
-    # What is there of its path; the rest is made when the first iterations have been recorded.
-    there = next(path for path in (args.trace, *args.trace.absolute().parents) if path.exists())
-    if not there.is_dir():
-        yield f"--trace {args.trace}: {there} is a file, a trace is a folder; give another name"
-    elif not os.access(there, os.W_OK | os.X_OK):
-        yield f"--trace {args.trace}: no permission to write to {there}; give another folder"
+    yield from unwritable("--trace", args.trace, "traces")
     if chosen is not None and args.train_iters is not None and chosen[-1] > args.train_iters:
         yield (
             f"--trace-iterations {args.trace_iterations} with --train-iters {args.train_iters}: "

@@ -5,6 +5,7 @@ process group exists; whatever goes wrong later keeps its traceback. Megatron, w
 to import, is imported only where our own flags are right.
 """
 
+import json
 import linecache
 import logging
 import os
@@ -16,6 +17,7 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import ExitStack
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -27,6 +29,7 @@ from megatron.fold3d.config.fold3d_config import Fold3DConfig, add_arguments, me
 from megatron.fold3d.config.segment_flags import AUTO
 from megatron.fold3d.predict.cost_model.model_shape import Family
 from megatron.fold3d.predict.cost_model.presets import preset_flags
+from megatron.fold3d.run_flags import run_problems
 
 PATIENCE_S = 10.0
 # What Megatron, its tokenizers and our patches raise about flags, files and packages.
@@ -86,7 +89,7 @@ def prepare(argv: Sequence[str], patched: ExitStack, family: Family) -> Namespac
     args: Namespace = parse_args(_add_arguments)
     if on_cpu:
         cpu_flags.check(args)
-    Fold3DConfig.from_args(args)
+    _check(args)
     if args.segments == AUTO:
         args = _with_chosen_segments(args)
     patched.enter_context(fold3d_patches.install_platform(device))
@@ -101,14 +104,35 @@ def prepare(argv: Sequence[str], patched: ExitStack, family: Family) -> Namespac
     return args
 
 
+def _check(args: Namespace) -> None:
+    """Refuse what a namespace as parsed asks for and cannot get.
+
+    Raises:
+        ValueError: one line for each rule that is broken.
+    """
+    problems = [*run_problems(args)]
+    try:
+        Fold3DConfig.from_args(args)
+    except ValueError as error:
+        problems = [str(error), *problems]
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
 def refuse(error: Exception) -> int:
     """Say on one rank of each node what is wrong; returns the exit code."""
     if not _speaks():
         time.sleep(PATIENCE_S)  # a launcher ends all ranks with the first: not before one spoke
         return 2
-    for line in _reason(error).splitlines():
-        prefix = "" if line.startswith(" ") else f"{_script()}: error: "  # rows of a plan's grid
-        sys.stderr.write(f"{prefix}{line}\n")
+    lines = [
+        line if line.startswith(" ") else f"{_script()}: error: {line}"  # rows of a plan's grid
+        for line in _reason(error).splitlines()
+    ]
+    sys.stderr.write("\n".join((*lines, "")))
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # torchrun ends with a traceback of its own, and below it with what is in this file.
+        report = {"message": "\n".join(lines), "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(file).write_text(json.dumps({"message": report}), encoding="utf-8")
     return 2
 
 
@@ -147,6 +171,10 @@ def _add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add our flags, and raise where argparse would print its usage on every rank and exit."""
 
     def error(message: str) -> NoReturn:
+        words = message.removeprefix("unrecognized arguments: ").split()
+        near = [get_close_matches(word, parser._option_string_actions, 1, 0.75) for word in words]
+        if words != message.split() and (flags := [flag for found in near for flag in found]):
+            message += f"; did you mean {', '.join(flags)}?"
         raise ValueError(message)
 
     parser.error = error  # type: ignore[method-assign]

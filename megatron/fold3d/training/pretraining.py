@@ -1,11 +1,18 @@
 """What training a GPT and a BERT have in common: options of their data, and checks."""
 
+import functools
 from argparse import Namespace
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.object_storage_utils import is_object_storage_path
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
@@ -20,6 +27,13 @@ SAME_NAMES = (
     "num_dataset_builder_threads",
     "split",
 )
+
+
+PARTS = ("training", "validation", "test")
+# Prefixes of data, and their weights if they have some.
+Blend = tuple[list[str], list[float] | None]
+# Times the largest loss so far: what Megatron's own script takes for a spike.
+SPIKE = 10.0
 
 
 def dataset_options(args: Namespace) -> dict[str, Any]:
@@ -37,16 +51,28 @@ def dataset_options(args: Namespace) -> dict[str, Any]:
 
 
 def check_loss(loss: torch.Tensor) -> None:
-    """End the run if the loss of a micro-batch is no number, unless the flags say otherwise."""
-    if not get_args().check_for_nan_in_loss_and_grad:
-        return
-    for is_wrong in (torch.isnan, torch.isinf):
-        get_rerun_state_machine().validate_result(
+    """End the run if the loss of a micro-batch is no number, unless the flags say otherwise.
+
+    With ``--check-for-spiky-loss``, one far above all before is computed again, and goes on.
+    """
+    args, machine = get_args(), get_rerun_state_machine()
+    for is_wrong in (torch.isnan, torch.isinf) if args.check_for_nan_in_loss_and_grad else ():
+        machine.validate_result(
             result=loss,
             rejection_func=is_wrong,
             message=f"{is_wrong.__name__} of the loss of a micro-batch",
             tolerance=0.0,  # a forward pass repeats exactly
             fatal=True,
+        )
+    if args.check_for_spiky_loss:
+        machine.validate_result(
+            result=loss,
+            rejection_func=functools.partial(
+                machine.is_unexpectedly_large, threshold=SPIKE, context="loss"
+            ),
+            message="spike in the loss of a micro-batch",
+            tolerance=0.0,
+            fatal=False,
         )
 
 
@@ -88,3 +114,53 @@ def check_run(args: Namespace, foreign: tuple[str, ...], trains: str) -> None:
             "of a .bin and an .idx file, without the ending; make them with "
             f"scripts/prepare_data.py{'' if 'mock_data' in foreign else ', or give --mock-data'}"
         )
+    by_documents = "mock_data" in foreign  # as a BERT's data are split, a GPT's are by sequences
+    if not args.mock_data and (problems := [*_parts(args, blend, blend_per_split, by_documents)]):
+        raise ValueError("\n".join(problems))
+
+
+def _parts(
+    args: Namespace,
+    blend: Blend | None,
+    blend_per_split: list[Blend | None] | None,
+    by_documents: bool,
+) -> Iterator[str]:
+    """Yield found, rule and fix of parts of the data that are wanted and empty."""
+    evaluates = args.full_validation or args.eval_iters
+    if blend is None:
+        blends = blend_per_split or [None] * 3
+        bounds = [of_part and (0.0, 1.0) for of_part in blends]
+        train, valid = "without data for training", "without data for validation"
+        more = "give it more documents"
+    else:
+        blends = [blend] * 3
+        bounds = convert_split_vector_to_split_matrix(parse_and_normalize_split(args.split))
+        train, valid = (f"--split {args.split}: nothing is for {name}" for name in PARTS[:2])
+        more = "give more documents, or this part a larger share, or 0 if it is not wanted"
+    if bounds[0] is None and not args.skip_train:
+        yield f"{train}: there would be no iteration; give it some, or --skip-train"
+    if bounds[1] is None and evaluates:
+        yield f"{valid}, and --eval-iters is {args.eval_iters}; give it some, or --eval-iters 0"
+    if getattr(args, "dataloader_fast_cache_load", False):
+        return  # it asks not to look at the data
+    for name, of_part, part in zip(PARTS, blends, bounds, strict=True):
+        prefixes, weights = of_part or ((), None)
+        if part is None or (len(prefixes) > 1 and weights is None):
+            continue  # not built, or as long as it happens to be
+        if by_documents and name != PARTS[0] and not evaluates:
+            continue  # asked for no sample, a BERT's does not look for one
+        for prefix in prefixes:
+            if not is_object_storage_path(prefix) and not _has_tokens(prefix, part, by_documents):
+                found = f"--split {args.split}: " if blend else ""
+                yield (
+                    f"{found}no token of {prefix} is for {name}: Megatron would look for one for "
+                    f"ever; {more}"
+                )
+
+
+def _has_tokens(prefix: str, part: tuple[float, float], by_documents: bool) -> bool:
+    data = IndexedDataset(prefix, mmap=False)
+    bounds = data.document_indices if by_documents else range(len(data.sequence_lengths) + 1)
+    # As `BlendedMegatronDatasetBuilder` rounds them.
+    first, last = (bounds[round(share * float(len(bounds) - 1))] for share in part)
+    return bool(data.sequence_lengths[first:last].any())

@@ -1,0 +1,179 @@
+"""What a training run needs, and what Megatron would miss only when it has built half of the run.
+
+Megatron looks for these when it uses them: with process groups, a model and data already there, and
+with a traceback on every rank.
+"""
+
+import math
+import os
+import re
+from argparse import Namespace
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from megatron.fold3d.run_folders import folder_problems
+
+# Attributes of Megatron's namespace; each is named as its flag is.
+_SIZES = {
+    "hidden_size": "the width of a layer; give --hidden-size 1024, say",
+    "num_attention_heads": "the heads of a layer; give --num-attention-heads 16, say",
+    "max_position_embeddings": "the longest sequence; give as much as --seq-length, at least",
+}
+_FROM_FILE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+_FROM_VOCABULARY = ("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
+
+
+def run_problems(args: Namespace) -> Iterator[str]:
+    """Yield found, rule and fix of all that a run lacks, or that ends it soon.
+
+    Args:
+        args: Megatron's namespace, as parsed.
+    """
+    yield from _missing(args)
+    yield from _tokenizer(args)
+    if args.bf16 and args.fp16:
+        yield "--bf16 with --fp16: parameters have one precision; drop one of the two"
+    yield from _data(args)
+    yield from _length(args)
+    if not (args.use_checkpoint_args and args.use_mp_args_from_checkpoint_args):
+        yield from _ranks(args)
+    yield from folder_problems(args)
+
+
+def _missing(args: Namespace) -> Iterator[str]:
+    if args.micro_batch_size is None:
+        yield "--micro-batch-size is missing: the sequences of a micro-batch; give 1, say"
+    if args.lr is None and not args.skip_train:
+        yield "--lr is missing: the highest learning rate; give --lr 1e-4, say"
+    config, encoded = (f"heterogeneous_layers_config_{n}" for n in ("path", "encoded_json"))
+    brings = (config, encoded, "use_checkpoint_args", "hybrid_layer_pattern")
+    if any(getattr(args, name) for name in brings):
+        return  # sizes come with them
+    if args.num_layers is None and args.encoder_num_layers is None:
+        yield "--num-layers is missing: the layers of the model; give --num-layers 24, say"
+    if args.seq_length is None and args.encoder_seq_length is None:
+        yield "--seq-length is missing: the tokens of a sequence; give --seq-length 1024, say"
+    for name, rule in _SIZES.items():
+        if getattr(args, name) is None:
+            yield f"--{name.replace('_', '-')} is missing: {rule}"
+
+
+def _tokenizer(args: Namespace) -> Iterator[str]:
+    kind = args.tokenizer_type
+    if kind is None:
+        yield (
+            "--tokenizer-type is missing: it tells how many tokens there are; give the one that "
+            "the data was made with, or NullTokenizer with --vocab-size"
+        )
+        return
+    found = f"--tokenizer-type {kind} without"
+    if kind in ("NullTokenizer", "NullMultimodalTokenizer") and not args.vocab_size:
+        yield f"{found} --vocab-size: it has no tokens of its own; give their number"
+    if kind in (*_FROM_FILE, "TikTokenizer", "HuggingFaceTokenizer") and not args.tokenizer_model:
+        yield f"{found} --tokenizer-model: that is what it reads; give its file, or its folder"
+    files = {"--vocab-file": args.vocab_file, "--merge-file": args.merge_file}
+    if kind in _FROM_VOCABULARY and not args.vocab_file and find_spec("wget") is None:
+        yield (
+            f"{found} --vocab-file: Megatron would download one with the package wget, which is "
+            "not installed; give --vocab-file, and for GPT2BPETokenizer --merge-file"
+        )
+    if kind in (*_FROM_FILE, "TikTokenizer") or _is_path(args.tokenizer_model):
+        files["--tokenizer-model"] = args.tokenizer_model
+    for flag, file in files.items():
+        if file and not Path(file).exists():
+            yield f"{flag} {file}: no such file; give the tokenizer's"
+
+
+def _is_path(name: str | None) -> bool:
+    """Tell a path from a model's name at a hub."""
+    return name is not None and name.startswith(("/", "./", "../", "~"))
+
+
+def _data(args: Namespace) -> Iterator[str]:
+    """Yield what is wrong with the sources of data."""
+    parts = {
+        f"--{name}-data-path": getattr(args, f"{name}_data_path")
+        for name in ("train", "valid", "test")
+    }
+    sources = {
+        "--mock-data": args.mock_data,
+        "--data-path": args.data_path,
+        "--data-args-path": args.data_args_path,
+        next((flag for flag, path in parts.items() if path), ""): any(parts.values()),
+        "--per-split-data-args-path": args.per_split_data_args_path,
+    }
+    given = [flag for flag, source in sources.items() if source]
+    if len(given) > 1:
+        yield f"{' with '.join(given)}: data come from one source; give one of them"
+    elif args.split is not None and given and given[0] not in list(sources)[:3]:
+        yield f"--split {args.split} with {given[0]}: it has its parts already; drop --split"
+    if args.split is not None and not _is_split(args.split):
+        yield (
+            f"--split {args.split}: it is the shares of training, validation and test, three "
+            "numbers at most; give 969,30,1, say"
+        )
+
+
+def _is_split(text: str) -> bool:
+    """Tell whether Megatron finds shares in a text: it looks for digits and points alone."""
+    try:
+        shares = [float(share) for share in re.findall(r"[.0-9]+", text)]
+    except ValueError:
+        return False
+    return 1 <= len(shares) <= 3 and sum(shares) > 0
+
+
+def _length(args: Namespace) -> Iterator[str]:
+    """Yield what is wrong with the numbers of iterations or samples."""
+    if args.train_iters and args.train_samples:
+        yield (
+            f"--train-iters {args.train_iters} with --train-samples {args.train_samples}: both say "
+            "how long to train; drop one of the two"
+        )
+        return
+    if not (args.train_iters or args.train_samples):
+        yield (
+            "--train-iters is missing: how long to train; give --train-iters 1000, say, or "
+            "--train-samples"
+        )
+        return
+    unit = "iters" if args.train_iters else "samples"
+    warmup, decay = (getattr(args, f"lr_{name}_{unit}") for name in ("warmup", "decay"))
+    name = f"--lr-decay-{unit}" if decay else f"--train-{unit}"
+    steps = decay or args.train_iters or args.train_samples
+    if args.lr_warmup_fraction is not None and args.lr_warmup_fraction >= 1:
+        yield (
+            f"--lr-warmup-fraction {args.lr_warmup_fraction}: the rest is the learning rate's "
+            "decay, and there has to be some; give 0.01, say"
+        )
+    elif args.lr_warmup_fraction is None and warmup >= steps and not args.skip_train:
+        yield (
+            f"--lr-warmup-{unit} {warmup} with {name} {steps}: the learning rate decays after its "
+            "warm-up, and there is nothing left; give a shorter warm-up"
+        )
+
+
+def _ranks(args: Namespace) -> Iterator[str]:
+    """Yield what does not fit the number of ranks."""
+    parts = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    sizes = {name: getattr(args, name) for name in parts if getattr(args, name) > 1}
+    model, world = math.prod(sizes.values()), int(os.environ.get("WORLD_SIZE", "1"))
+    if world % model:
+        product = f"{' * '.join(map(str, sizes.values()))} = " if len(sizes) > 1 else ""
+        flags = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in sizes.items())
+        yield (
+            f"{world} {'rank' if world == 1 else 'ranks'} with {flags}: a model takes {product}"
+            f"{model} ranks; start torchrun with "
+            f"--nproc-per-node {model}, say, or a multiple of {model} on all nodes together"
+        )
+        return
+    replicas, batch = world // model, args.global_batch_size
+    if batch is None or args.micro_batch_size is None or args.decrease_batch_size_if_needed:
+        return
+    if batch % (at_once := args.micro_batch_size * replicas):
+        yield (
+            f"--global-batch-size {batch} with --micro-batch-size {args.micro_batch_size} and "
+            f"{replicas} data-parallel {'replica' if replicas == 1 else 'replicas'}: each computes "
+            f"equally many micro-batches; give a multiple of {at_once}"
+        )

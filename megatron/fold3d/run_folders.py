@@ -1,0 +1,121 @@
+"""The folders that a run reads checkpoints from, and writes to.
+
+Nothing is made here, and what a rank of another node sees is not looked at.
+"""
+
+import os
+import re
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+_ITERATION = re.compile(r"iter_(\d{7,})")  # Megatron's folder of one
+_TRACKER = "latest_checkpointed_iteration.txt"
+_WRITTEN = {
+    "save": "checkpoints",
+    "tensorboard_dir": "TensorBoard's files",
+    "data_cache_path": "the indices of data",
+}
+
+
+def folder_problems(args: Namespace) -> Iterator[str]:
+    """Yield found, rule and fix of folders that cannot be what they are given as."""
+    if args.enable_msc:
+        return  # paths may name objects of a store
+    for name, holds in _WRITTEN.items():
+        if (path := getattr(args, name)) is not None:
+            yield from unwritable(f"--{name.replace('_', '-')}", Path(path), holds)
+    if args.save is not None and not (args.save_interval or 0) > 0:
+        yield (
+            f"--save {args.save} without --save-interval: Megatron saves after so many "
+            "iterations; give --save-interval 500, say"
+        )
+    if args.non_persistent_ckpt_type is None:
+        yield from _checkpoint(args)
+
+
+def unwritable(flag: str, path: Path, holds: str) -> Iterator[str]:
+    """Yield why ``path`` cannot be a folder that is written to; it may have to be made.
+
+    Args:
+        flag: that gives the path.
+        path: of the folder.
+        holds: what is written there, in words.
+    """
+    there = next(part for part in (path, *path.absolute().parents) if part.exists())
+    if not there.is_dir():
+        yield f"{flag} {path}: {there} is a file, {holds} need a folder; give another name"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield f"{flag} {path}: no permission to write to {there}; give another folder"
+
+
+def _checkpoint(args: Namespace) -> Iterator[str]:
+    """Yield why there is nothing to load where the flags say that there is."""
+    flags = {"--load": args.load, "--pretrained-checkpoint": args.pretrained_checkpoint}
+    folders = {flag: Path(path) for flag, path in flags.items() if path is not None}
+    for flag, folder in folders.items():
+        if folder.is_file():
+            yield f"{flag} {folder}: it is a file; give the folder that --save names"
+            return
+        if (found := _ITERATION.fullmatch(folder.name)) and folder.is_dir():
+            yield (
+                f"{flag} {folder}: it is one iteration, Megatron looks for a folder of them; "
+                f"give {flag} {folder.parent} --ckpt-step {int(found[1])}"
+            )
+            return
+    if not folders:
+        if args.ckpt_step:
+            yield (
+                f"--ckpt-step {args.ckpt_step} without --load: there is nothing to take it from; "
+                "give --load DIR"
+            )
+        if args.use_checkpoint_args:
+            yield (
+                "--use-checkpoint-args without --load: there is no checkpoint to read; "
+                "give --load DIR"
+            )
+        return
+    saved = {flag: folder for flag, folder in folders.items() if (folder / _TRACKER).is_file()}
+    flag, folder = next(iter((saved or folders).items()))
+    if args.ckpt_step:
+        yield from _iteration(f"--ckpt-step {args.ckpt_step}", folder, args.ckpt_step)
+    elif saved:
+        text = (folder / _TRACKER).read_text(encoding="utf-8", errors="replace").strip()
+        if text.isdecimal():
+            yield from _iteration(f"{_TRACKER} names iteration {text}", folder, int(text))
+        elif text != "release":
+            yield (
+                f"{flag} {folder}: {_TRACKER} there says {text[:20]!r}, it is a number or "
+                "release; write the number of an iteration into it"
+            )
+    elif demands := [*_demands(args)]:
+        yield (
+            f"{' and '.join(demands)}: {folder} has no {_TRACKER}, so no checkpoint; give the "
+            "folder that --save named"
+        )
+
+
+def _demands(args: Namespace) -> Iterator[str]:
+    """Yield the flags that make a checkpoint necessary."""
+    if args.exit_on_missing_checkpoint:
+        yield "--exit-on-missing-checkpoint"
+    if args.pretrained_checkpoint is not None:
+        yield f"--pretrained-checkpoint {args.pretrained_checkpoint}"
+    if _lacks_sizes(args):
+        yield "--use-checkpoint-args without all sizes of the model"
+
+
+def _lacks_sizes(args: Namespace) -> bool:
+    """Tell whether the model's sizes are left to the checkpoint."""
+    sizes = (args.hidden_size, args.num_attention_heads, args.max_position_embeddings)
+    layers, length = args.num_layers, args.seq_length
+    given = (*sizes, layers or args.encoder_num_layers, length or args.encoder_seq_length)
+    return args.use_checkpoint_args and None in given
+
+
+def _iteration(found: str, folder: Path, iteration: int) -> Iterator[str]:
+    names = (_ITERATION.fullmatch(path.name) for path in folder.glob("iter_*"))
+    there = sorted(int(name[1]) for name in names if name)
+    if iteration not in there:
+        has = f"it has {', '.join(map(str, there))}" if there else "it has none"
+        yield f"{found}: no such iteration in {folder}, {has}; give one that is there"

@@ -1,0 +1,222 @@
+"""What a run lacks, or cannot have, is said before anything is built: one line each."""
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.run_flags import run_problems
+from megatron.fold3d.training import launch
+
+RUN = {
+    "--num-layers": "4",
+    "--hidden-size": "32",
+    "--num-attention-heads": "4",
+    "--seq-length": "16",
+    "--max-position-embeddings": "16",
+    "--micro-batch-size": "2",
+    "--lr": "1e-3",
+    "--train-iters": "10",
+    "--tokenizer-type": "NullTokenizer",
+    "--vocab-size": "63",
+    "--mock-data": "",
+}
+SIZES = ["--num-layers", "--hidden-size", "--num-attention-heads"]
+LENGTHS = ["--seq-length", "--max-position-embeddings"]
+
+Problems = Callable[..., list[str]]
+
+
+@pytest.fixture
+def problems(parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch) -> Problems:
+    """What is found in a good command line with some flags left out and others added."""
+
+    def problems(added: str = "", *, without: str = "", ranks: int = 1) -> list[str]:
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        kept = {flag: value for flag, value in RUN.items() if flag not in without.split()}
+        line = " ".join([*(f"{flag} {value}" for flag, value in kept.items()), added])
+        return [*run_problems(parser.parse_args(line.split()))]
+
+    return problems
+
+
+def test_a_good_command_line_has_no_problem(problems: Problems) -> None:
+    assert problems() == []
+    assert problems("--train-samples 80 --lr-warmup-samples 8", without="--train-iters") == []
+    assert problems("--skip-train", without="--lr") == []
+    assert problems("--lr-warmup-iters 10 --lr-decay-iters 20") == []
+    assert problems("--split 9,1", without="--mock-data") == []
+
+
+@pytest.mark.parametrize(
+    "flag", [*SIZES, *LENGTHS, "--micro-batch-size", "--lr", "--train-iters", "--tokenizer-type"]
+)
+def test_what_a_run_needs_is_asked_for(problems: Problems, flag: str) -> None:
+    (problem,) = problems(without=flag)
+    assert problem.startswith(f"{flag} is missing: ")
+    assert "; give " in problem
+
+
+def test_a_checkpoint_brings_sizes_but_no_learning_rate(problems: Problems, tmp_path: Path) -> None:
+    (tmp_path / "iter_0000002").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    without = " ".join([*SIZES, *LENGTHS])
+    flags = f"--use-checkpoint-args --load {tmp_path}"
+    assert problems(flags, without=without) == []
+    (problem,) = problems(flags, without=f"{without} --lr")
+    assert problem.startswith("--lr is missing")
+    (problem,) = problems(f"--use-checkpoint-args --load {tmp_path}/none", without=without)
+    assert problem == (
+        f"--use-checkpoint-args without all sizes of the model: {tmp_path}/none has no "
+        "latest_checkpointed_iteration.txt, so no checkpoint; give the folder that --save named"
+    )
+
+
+TOKENIZERS = [
+    ("NullTokenizer", "NullTokenizer without --vocab-size: it has no tokens of its own"),
+    ("HuggingFaceTokenizer", "HuggingFaceTokenizer without --tokenizer-model"),
+    ("Llama2Tokenizer", "Llama2Tokenizer without --tokenizer-model"),
+    ("TikTokenizer --tokenizer-model no/such", "--tokenizer-model no/such: no such file"),
+    ("HuggingFaceTokenizer --tokenizer-model ./no/such", "--tokenizer-model ./no/such: no such"),
+    ("GPT2BPETokenizer --vocab-file no/v --merge-file .", "--vocab-file no/v: no such file"),
+]
+
+
+@pytest.mark.parametrize(("tokenizer", "problem"), TOKENIZERS)
+def test_a_tokenizer_needs_its_vocabulary(problems: Problems, tokenizer: str, problem: str) -> None:
+    without = "--tokenizer-type --vocab-size"
+    (found,) = problems(f"--tokenizer-type {tokenizer}", without=without)
+    assert problem in found
+    hub = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model openai-community/gpt2"
+    assert problems(hub, without=without) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--bf16 --fp16", "--bf16 with --fp16: parameters have one precision; drop one of the two"),
+        ("--train-samples 8", "--train-iters 10 with --train-samples 8: both say how long"),
+        ("--lr-warmup-iters 10", "--lr-warmup-iters 10 with --train-iters 10: the learning rate"),
+        ("--lr-warmup-iters 9 --lr-decay-iters 5", "9 with --lr-decay-iters 5: the learning rate"),
+        ("--lr-warmup-fraction 1.0", "--lr-warmup-fraction 1.0: the rest is"),
+        ("--data-path data", "--mock-data with --data-path: data come from one source"),
+        ("--valid-data-path data", "--mock-data with --valid-data-path: data come from one"),
+        ("--split 1,1,1,1", "--split 1,1,1,1: it is the shares"),
+        ("--split half", "--split half: it is the shares"),
+        ("--split 0,0,0", "--split 0,0,0: it is the shares"),
+        ("--global-batch-size 5", "--global-batch-size 5 with --micro-batch-size 2 and 1 data"),
+        ("--ckpt-step 4", "--ckpt-step 4 without --load"),
+        ("--save new", "--save new without --save-interval"),
+        (f"--save {__file__} --save-interval 5", f"{__file__} is a file, checkpoints need a"),
+        (f"--save {__file__}/new --save-interval 5", f"{__file__} is a file, checkpoints need"),
+        (f"--tensorboard-dir {__file__}", f"--tensorboard-dir {__file__}: {__file__} is a file"),
+        (f"--data-cache-path {__file__}", f"--data-cache-path {__file__}: {__file__} is a file"),
+        (f"--load {__file__}", f"--load {__file__}: it is a file; give the folder"),
+        ("--load none --exit-on-missing-checkpoint", "--exit-on-missing-checkpoint: none has no"),
+        ("--pretrained-checkpoint none", "--pretrained-checkpoint none: none has no"),
+    ],
+)
+def test_a_mistake_is_one_line(problems: Problems, flags: str, problem: str) -> None:
+    (found,) = problems(flags)
+    assert problem in found
+    assert "; " in found
+
+
+def test_a_split_is_for_data_that_have_no_parts(problems: Problems) -> None:
+    (found,) = problems("--train-data-path a --split 9,1,0", without="--mock-data")
+    assert found == "--split 9,1,0 with --train-data-path: it has its parts already; drop --split"
+
+
+def test_ranks_are_a_multiple_of_those_of_a_model(problems: Problems) -> None:
+    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    assert problems(f"{flags} --global-batch-size 4", ranks=8) == []
+    assert problems(f"{flags} --use-checkpoint-args --use-mp-args-from-checkpoint-args") == [
+        "--use-checkpoint-args without --load: there is no checkpoint to read; give --load DIR"
+    ]
+    (problem,) = problems(flags)  # without torchrun
+    assert problem.startswith(f"1 rank with {flags}: a model takes 2 * 2 = 4 ranks; start torchrun")
+    (problem,) = problems("--pipeline-model-parallel-size 4", ranks=6)
+    assert problem.startswith(
+        "6 ranks with --pipeline-model-parallel-size 4: a model takes 4 ranks"
+    )
+    (problem,) = problems("--global-batch-size 6", ranks=2)
+    assert problem.endswith(
+        "and 2 data-parallel replicas: each computes equally many "
+        "micro-batches; give a multiple of 4"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("{}", None),
+        ("{} --ckpt-step 4", None),
+        ("{} --ckpt-step 6", "--ckpt-step 6: no such iteration in {}, it has 4, 8; give one that"),
+        ("{}/iter_0000008", "--load {}/iter_0000008: it is one iteration, Megatron looks for a"),
+        ("{}/new", None),  # the first run of a job that will be requeued
+    ],
+)
+def test_a_checkpoint_is_where_the_flags_say(
+    problems: Problems, tmp_path: Path, flags: str, problem: str | None
+) -> None:
+    for name in ("iter_0000004", "iter_0000008"):
+        (tmp_path / name).mkdir()
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text("8")
+    found = problems(f"--load {flags.format(tmp_path)}")
+    assert (found == []) if problem is None else (problem.format(tmp_path) in found[0])
+    tracker.write_text("9")
+    (found_without,) = problems(f"--load {tmp_path}")
+    assert found_without.startswith(f"{tracker.name} names iteration 9: no such iteration in")
+    tracker.write_text("soon")
+    (unreadable,) = problems(f"--load {tmp_path}")
+    assert unreadable.startswith(f"--load {tmp_path}: {tracker.name} there says 'soon'")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--use-mp-args-from-checkpoint-args --segments 2",
+        "--use-mp-args-from-checkpoint-args --segments 2 --lazy-inter-segment",
+        "--use-mp-args-from-checkpoint-args --segments 2 --delay-weight-grads 1",
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
+        "--lazy-inter-segment --delay-weight-grads 1",
+    ],
+)
+def test_segments_of_a_checkpoint_are_judged_when_it_is_read(
+    parser: ArgumentParser, flags: str
+) -> None:
+    local = "--transformer-impl local --no-gradient-accumulation-fusion"
+    line = f"--schedule aiao --use-checkpoint-args --load x {local} {flags}"
+    Fold3DConfig.from_args(parser.parse_args(line.split()))
+    with pytest.raises(ValueError, match=r"segment|layers"):
+        Fold3DConfig.from_args(parser.parse_args(line.replace("--use-checkpoint-args", "").split()))
+
+
+def test_a_misspelt_flag_is_told_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py"])
+    assert launch.train(["--device", "cpu", "--segmentz", "2", "--qqq"], "gpt") == 2
+    assert capsys.readouterr().err == (
+        "pretrain_gpt.py: error: unrecognized arguments: --segmentz 2 --qqq; "
+        "did you mean --segments?\n"
+    )
+
+
+def test_every_reason_is_given_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py"])
+    words = ["--device", "cpu", "--schedule", "1f1b", "--segments", "2", "--bf16", "--fp16"]
+    run = [word for flag, value in RUN.items() for word in (flag, value) if word]
+    assert launch.train([*words, *run, "--pipeline-model-parallel-size", "2"], "gpt") == 2
+    said = capsys.readouterr().err.splitlines()
+    assert [line.removeprefix("pretrain_gpt.py: error: ").partition(":")[0] for line in said] == [
+        "2 segments with --schedule 1f1b",
+        "--bf16 with --fp16",
+        "1 rank with --pipeline-model-parallel-size 2",
+    ]
