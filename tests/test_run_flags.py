@@ -49,6 +49,7 @@ def test_a_good_command_line_has_no_problem(problems: Problems) -> None:
     assert problems("--skip-train", without="--lr") == []
     assert problems("--lr-warmup-iters 10 --lr-decay-iters 20") == []
     assert problems("--split 9,1", without="--mock-data") == []
+    assert problems("--micro-batch-size 0 --global-batch-size 4") == []  # `size_problems` says it
 
 
 @pytest.mark.parametrize(
@@ -98,6 +99,11 @@ def test_a_tokenizer_needs_its_vocabulary(problems: Problems, tokenizer: str, pr
     ("flags", "problem"),
     [
         ("--bf16 --fp16", "--bf16 with --fp16: parameters have one precision; drop one of the two"),
+        ("--group-query-attention --num-query-groups 3", "3 with --num-attention-heads 4: groups"),
+        ("--optimizer lion", "--optimizer lion: it is in the package emerging-optimizers"),
+        ("--wandb-project a", "--wandb-project a without --wandb-exp-name: a run has a name"),
+        ("--rerun-mode report_stats", "--rerun-mode report_stats: Megatron 0.19.2 has no mode"),
+        ("--num-workers -1", "--num-workers -1: it is a number of processes"),
         ("--train-samples 8", "--train-iters 10 with --train-samples 8: both say how long"),
         ("--lr-warmup-iters 10", "--lr-warmup-iters 10 with --train-iters 10: the learning rate"),
         ("--lr-warmup-iters 9 --lr-decay-iters 5", "9 with --lr-decay-iters 5: the learning rate"),

@@ -38,6 +38,14 @@ def check(args: Namespace) -> None:
         "stands behind its low-rank projection; give --q-lora-rank, or drop --qk-layernorm": (
             args.multi_latent_attention and args.qk_layernorm and args.q_lora_rank is None
         ),
+        f"--distributed-backend {args.distributed_backend}: it connects GPUs; drop it": (
+            args.distributed_backend != "gloo"
+        ),
+        f"--num-experts {args.num_experts} without --disable-bias-linear: the experts of "
+        "--transformer-impl local add their bias in place, and autograd refuses that; "
+        "add --disable-bias-linear": (
+            args.num_experts and args.add_bias_linear and args.tensor_model_parallel_size == 1
+        ),
         "--record-memory-history: records CUDA's allocator; drop it": args.record_memory_history,
     }
     if problems := [f"with --device cpu, {problem}" for problem, there in found.items() if there]:

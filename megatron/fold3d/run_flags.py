@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron.fold3d.config.minimum_sizes import size_problems
 from megatron.fold3d.run_folders import folder_problems
 
 # Attributes of Megatron's namespace; each is named as its flag is.
@@ -30,10 +31,11 @@ def run_problems(args: Namespace) -> Iterator[str]:
     Args:
         args: Megatron's namespace, as parsed.
     """
+    if any(size_problems(args)):
+        return  # said already, and the rest divides by them
     yield from _missing(args)
     yield from _tokenizer(args)
-    if args.bf16 and args.fp16:
-        yield "--bf16 with --fp16: parameters have one precision; drop one of the two"
+    yield from _clashes(args)
     yield from _data(args)
     yield from _length(args)
     if not (args.use_checkpoint_args and args.use_mp_args_from_checkpoint_args):
@@ -88,6 +90,40 @@ def _tokenizer(args: Namespace) -> Iterator[str]:
 def _is_path(name: str | None) -> bool:
     """Tell a path from a model's name at a hub."""
     return name is not None and name.startswith(("/", "./", "../", "~"))
+
+
+def _clashes(args: Namespace) -> Iterator[str]:
+    """Yield flags that do not go with one another, or with what is installed."""
+    if args.bf16 and args.fp16:
+        yield "--bf16 with --fp16: parameters have one precision; drop one of the two"
+    heads, groups = args.num_attention_heads, args.num_query_groups
+    if args.group_query_attention and heads is not None and heads % groups:
+        yield (
+            f"--num-query-groups {groups} with --num-attention-heads {heads}: groups are equally "
+            f"large; give a number that divides {heads}"
+        )
+    if args.optimizer not in ("adam", "sgd") and find_spec("emerging_optimizers") is None:
+        yield (
+            f"--optimizer {args.optimizer}: it is in the package emerging-optimizers, which is "
+            "not installed; install it, or give --optimizer adam"
+        )
+    if args.wandb_project and not args.wandb_exp_name:
+        yield (
+            f"--wandb-project {args.wandb_project} without --wandb-exp-name: a run has a name "
+            "there; give one"
+        )
+    elif args.wandb_project and find_spec("wandb") is None:
+        yield (
+            f"--wandb-project {args.wandb_project}: the package wandb is not installed; "
+            "run pip install wandb, or drop it"
+        )
+    if args.rerun_mode == "report_stats":
+        yield (
+            "--rerun-mode report_stats: Megatron 0.19.2 has no mode of that name when it starts; "
+            "give validate_results or disabled"
+        )
+    if args.num_workers < 0:
+        yield f"--num-workers {args.num_workers}: it is a number of processes; give 0 or more"
 
 
 def _data(args: Namespace) -> Iterator[str]:

@@ -123,7 +123,7 @@ def test_a_part_of_the_data_without_a_document_is_refused(tmp_path: Path) -> Non
 def _refused(argv: Sequence[str], reason: str) -> None:
     codes, said = zip(*run_distributed(_refusal, 2, argv), strict=True)
     assert codes == (2, 2)
-    _check_message("".join(said), reason)
+    _check_message(said[0], reason)
 
 
 def _refusal(argv: Sequence[str]) -> tuple[int, str]:
@@ -131,7 +131,7 @@ def _refusal(argv: Sequence[str]) -> tuple[int, str]:
     import pretrain_gpt
     from megatron.fold3d.training import launch
 
-    launch.PATIENCE_S = 0.0  # no launcher ends this rank because another has spoken
+    launch.PATIENCE_S = 0.0  # no launcher ends this rank before, because another has spoken
     sys.argv[0] = "pretrain_gpt.py"
     with contextlib.redirect_stderr(io.StringIO()) as said:
         code = pretrain_gpt.main(argv)

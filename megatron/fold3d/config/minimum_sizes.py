@@ -18,6 +18,8 @@ _SIZES = (
     "micro_batch_size",
     "global_batch_size",
     "eval_interval",
+    "log_interval",
+    "make_vocab_size_divisible_by",
     "distributed_timeout_minutes",
 )
 

@@ -120,10 +120,13 @@ def _check(args: Namespace) -> None:
 
 
 def refuse(error: Exception) -> int:
-    """Say on one rank of each node what is wrong; returns the exit code."""
+    """Say on one rank of each node what is wrong; returns the exit code.
+
+    A launcher ends all ranks when the one that speaks ends. Who is still there then has found what
+    that one has not: Megatron looks for some things on the last rank alone.
+    """
     if not _speaks():
-        time.sleep(PATIENCE_S)  # a launcher ends all ranks with the first: not before one spoke
-        return 2
+        time.sleep(PATIENCE_S)
     lines = [
         line if line.startswith(" ") else f"{_script()}: error: {line}"  # rows of a plan's grid
         for line in _reason(error).splitlines()

@@ -33,6 +33,7 @@ def test_a_users_flag_wins(parse) -> None:
         ("--expert-model-parallel-size", "2"),
         ("--profile",),
         ("--record-memory-history",),
+        ("--distributed-backend", "nccl"),
     ],
     ids=lambda words: words[0],
 )
@@ -44,3 +45,16 @@ def test_what_only_a_gpu_runs_is_refused_by_name(parse, words: tuple[str, ...]) 
 
 def test_the_profiler_of_torch_runs_on_a_cpu(parse) -> None:
     flags.check(parse("--profile", "--use-pytorch-profiler"))
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("--multi-latent-attention --qk-layernorm", "--q-lora-rank 8"),
+        ("--num-experts 2", "--disable-bias-linear"),
+    ],
+)
+def test_what_the_layers_for_cpus_lack_is_refused_with_its_fix(parse, words: str, fix: str) -> None:
+    with pytest.raises(ValueError, match=fix.split()[0]):
+        flags.check(parse(*words.split()))
+    flags.check(parse(*words.split(), *fix.split()))
