@@ -78,10 +78,7 @@ def test_a_bert_is_trained_as_by_stock(data: list[str], num_ranks: int, flags: s
     ("words", "message"),
     [
         ("--mock-data", "--mock-data: this script trains a BERT on documents"),
-        (
-            "--num-experts 2 --disable-bias-linear",
-            "--num-experts: this script trains a BERT on documents",
-        ),
+        ("--num-experts 2", "--num-experts: this script trains a BERT on documents"),
         ("--data-path /nowhere", "no data at /nowhere: "),
         ("--context-parallel-size 2", "--context-parallel-size 2: a BERT's padding is not split"),
         ("--position-embedding-type none", "Megatron-core's BERT has learned_absolute and rope"),
@@ -93,7 +90,7 @@ def test_what_is_no_bert_is_refused(
 ):
     from megatron.fold3d.training import bert
 
-    run = "--transformer-impl local --eval-interval 3"
+    run = "--transformer-impl local --eval-interval 3 --split 80,10,10"
     args = parser.parse_args([*run.split(), *data, *words.split()])
     args.rank = 0
     with pytest.raises(ValueError, match=re.escape(message)):

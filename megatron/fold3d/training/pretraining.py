@@ -126,6 +126,9 @@ def _parts(
     by_documents: bool,
 ) -> Iterator[str]:
     """Yield found, rule and fix of parts of the data that are wanted and empty."""
+    if blend is not None and args.split is None:  # Megatron has a default for --data-path alone
+        yield "--split is missing: --data-args-path has one source for all; give 969,30,1, say"
+        return
     evaluates = args.full_validation or args.eval_iters
     if blend is None:
         blends = blend_per_split or [None] * 3
