@@ -9,7 +9,7 @@ The processes that write checkpoints import this file again, which is why it imp
 import sys
 from collections.abc import Sequence
 
-from fold3d_patches import leaving
+from megatron.fold3d.training import leaving
 from megatron.fold3d.training.launch import train
 
 

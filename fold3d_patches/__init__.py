@@ -71,9 +71,9 @@ def _install(
     if config.schedule == "stock":
         return apply(marks)
 
-    from fold3d_patches import checkpoint_and_decide_exit
     from fold3d_patches.schedule import (
         checkpoint,
+        checkpoint_and_decide_exit,
         get_forward_backward_func,
         gradient_buckets,
         linear,

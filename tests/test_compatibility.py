@@ -19,6 +19,7 @@ from tests.end_to_end import (
     test_equal_to_stock,
     test_offload,
     test_preemptive_comm,
+    test_without_training,
 )
 
 PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
@@ -41,8 +42,13 @@ def comparisons() -> Iterator[tuple[str, Sequence[str]]]:
     row = test_checkpoints.SAVES_GRADIENTS
     saving = test_checkpoints.saving(row, test_checkpoints.AIAO, folder)
     yield f"test_checkpoints.py: {row}", saving
+    knows = test_checkpoints.KNOWS_ITS_SIZES
+    yield f"test_checkpoints.py: {knows}", test_checkpoints.without_sizes(knows, folder)
     for share in test_backward_share.ROWS:
         yield f"test_backward_share.py: {share}", share.command(share.ours)
+    for only in test_without_training.ROWS:
+        evaluating = only.command(f"{only.ours} --skip-train")
+        yield f"test_without_training.py: {only}", evaluating
     share = test_backward_share.SAVED
     for flags in (test_backward_share.SAVES, test_backward_share.RESUMES):
         yield f"test_backward_share.py: {share}", share.command(f"{share.ours} {flags}")

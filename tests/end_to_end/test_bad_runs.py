@@ -191,7 +191,7 @@ def test_the_launcher_reports_the_rank_that_failed_first_and_where(tmp_path: Pat
 FAILING = """
 import os, sys
 import pretrain_gpt
-from fold3d_patches import gpt, leaving
+from megatron.fold3d.training import gpt, leaving
 
 forward_step, count = gpt.forward_step, 0
 

@@ -95,6 +95,7 @@ def test_fewer_micro_batches_than_ranks_in_segments_go_on_as_stock_would_in_one(
     assert merged(resumed) == merged(whole)
 
 
+KNOWS_ITS_SIZES = Row(segments=2, ours=f"{AIAO} --delay-weight-grads 1 --lazy-inter-segment")
 SIZES = (
     *("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"),
     *(
@@ -105,17 +106,22 @@ SIZES = (
 )
 
 
-def test_sizes_that_only_the_checkpoint_knows_are_those_of_the_run(tmp_path: Path) -> None:
-    row = Row(segments=2, ours=f"{AIAO} --delay-weight-grads 1 --lazy-inter-segment")
-    whole = run_distributed(
-        train, 2, row.command(f"{row.ours} --save {tmp_path} --save-interval 2")
-    )
-    load = f"--load {tmp_path} --ckpt-step 2"
+def without_sizes(row: Row, folder: Path) -> tuple[str, ...]:
+    """The command that resumes with the sizes of the checkpoint in ``folder``."""
+    load = f"--load {folder} --ckpt-step 2"
     words = list(row.command(f"{row.ours} {load} --use-checkpoint-args"))
     for flag in SIZES:
         at = words.index(flag)
         del words[at : at + 2]
-    resumed = run_distributed(train, 2, (*words, "--use-mp-args-from-checkpoint-args"))
+    return (*words, "--use-mp-args-from-checkpoint-args")
+
+
+def test_sizes_that_only_the_checkpoint_knows_are_those_of_the_run(tmp_path: Path) -> None:
+    row = KNOWS_ITS_SIZES
+    whole = run_distributed(
+        train, 2, row.command(f"{row.ours} --save {tmp_path} --save-interval 2")
+    )
+    resumed = run_distributed(train, 2, without_sizes(row, tmp_path))
 
     for record in whole:
         del record.iterations[:2]

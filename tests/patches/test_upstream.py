@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from fold3d_patches import checkpoint_and_decide_exit, compile_helpers, cpu, trace
+from fold3d_patches import compile_helpers, cpu, trace
 from fold3d_patches.registry import Patch, apply
 from fold3d_patches.schedule import (
     checkpoint,
+    checkpoint_and_decide_exit,
     get_forward_backward_func,
     gradient_buckets,
     linear,

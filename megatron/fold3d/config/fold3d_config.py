@@ -5,6 +5,7 @@ they are put together. Nothing in this room imports torch or Megatron, touches a
 process group: a run that cannot work ends here, within milliseconds, with every reason at once.
 """
 
+import math
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 from pathlib import Path

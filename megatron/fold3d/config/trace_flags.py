@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron.fold3d.config.argument_group import ArgumentGroup
 from megatron.fold3d.config.refusals import Refusal, spelled
-from megatron.fold3d.run_folders import unwritable
+from megatron.fold3d.config.run_folders import unwritable
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 

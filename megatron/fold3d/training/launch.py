@@ -26,10 +26,10 @@ import fold3d_patches
 from fold3d_patches.cpu import flags as cpu_flags
 from fold3d_patches.registry import check_version
 from megatron.fold3d.config.fold3d_config import Fold3DConfig, add_arguments, megatron_defaults
+from megatron.fold3d.config.run_flags import run_problems
 from megatron.fold3d.config.segment_flags import AUTO
 from megatron.fold3d.predict.cost_model.model_shape import Family
 from megatron.fold3d.predict.cost_model.presets import preset_flags
-from megatron.fold3d.run_flags import run_problems
 
 PATIENCE_S = 10.0
 # What Megatron, its tokenizers and our patches raise about flags, files and packages.

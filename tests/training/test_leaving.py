@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fold3d_patches import leaving
+from megatron.fold3d.training import leaving
 from tests.distributed import run_distributed
 
 pytestmark = pytest.mark.gloo

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron.fold3d.config.minimum_sizes import size_problems
-from megatron.fold3d.run_folders import folder_problems
+from megatron.fold3d.config.run_folders import folder_problems
 
 # Attributes of Megatron's namespace; each is named as its flag is.
 _SIZES = {

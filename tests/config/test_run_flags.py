@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.run_flags import run_problems
+from megatron.fold3d.config.run_flags import run_problems
 from megatron.fold3d.training import launch
 
 RUN = {
