@@ -17,7 +17,7 @@ import pytest
 from tests.distributed import RankError, run_distributed
 from tests.end_to_end.test_equal_to_stock import Row
 from tests.end_to_end.training import train
-from tests.test_run_data import write_documents
+from tests.training.test_run_data import write_documents
 
 pytestmark = pytest.mark.gloo
 
