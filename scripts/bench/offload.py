@@ -33,12 +33,13 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program
+from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.schedules import LastSegment, build
 from megatron.fold3d.plan.verify import peak_activations
 from megatron.fold3d.predict.paper.perf_model import aiao_activation_bytes
 from megatron.fold3d.runtime.device import peak_device_bytes, synchronize
 from megatron.fold3d.runtime.offload.host_memory import take
-from megatron.fold3d.runtime.offload.offload_choice import Choice, offloaded
+from megatron.fold3d.runtime.offload.offload_choice import offloaded
 from megatron.fold3d.runtime.offload.offload_library import batched_copy, kernel_copy
 from megatron.fold3d.runtime.offload.offloader import Offloader
 
@@ -101,7 +102,7 @@ class Way:
     hooks: Callable[[], Hooks] = nullcontext
     times_ms: list[float] = field(default_factory=list)
     device_bytes: int | None = None
-    programs: dict[Choice | None, tuple[Program, int]] = field(default_factory=dict)
+    programs: dict[OffloadChoice | None, tuple[Program, int]] = field(default_factory=dict)
     peak: int = 0
 
     @property

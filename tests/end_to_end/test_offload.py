@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from megatron.fold3d.plan.passes.offload import add_offload
+from megatron.fold3d.plan.ir import Action
+from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import peak_activations
 from tests.distributed import RankError, run_distributed
@@ -206,31 +207,32 @@ class Counts:
 
 def train_and_count(argv: Sequence[str], depth: int) -> tuple[Record, Counts]:
     """Train; with what was moved."""
-    from megatron.fold3d.runtime.executor import _Iteration
+    from megatron.fold3d.runtime.computations import Computations
+    from megatron.fold3d.runtime.executor import Executor
     from megatron.fold3d.runtime.offload import offloader
-    from megatron.fold3d.runtime.offload.offload_choice import Choice, choose
+    from megatron.fold3d.runtime.offload.offload_choice import choose
     from megatron.fold3d.runtime.offload.offloader import Offloader
     from megatron.fold3d.runtime.transfers.host_link import HostLink
     from megatron.fold3d.runtime.transfers.p2p import P2P
 
-    def chosen(*args: Any, **options: Any) -> Choice:
+    def chosen(*args: Any, **options: Any) -> OffloadChoice:
         return replace(choose(*args, **options), depth=depth)  # a CPU's copies have one
 
     offloader.choose = chosen
 
     counts = Counts([])
-    run, forward, post = _Iteration.run, _Iteration._forward, P2P.post
+    run, forward, post = Executor.__call__, Computations.forward, P2P.post
     begin, send = Offloader.begin, HostLink.send
     offloaders: list[Offloader] = []
 
-    def counted_run(self: _Iteration, *args: Any) -> None:
-        if not self.forward_only:
+    def counted_run(self: Executor, *, forward_only: bool = False, **kwargs: Any) -> Any:
+        if not forward_only:
             counts.peak = 0
-        run(self, *args)
+        return run(self, forward_only=forward_only, **kwargs)
 
-    def counted_forward(self: _Iteration, *args: Any) -> None:
-        forward(self, *args)
-        counts.peak = max(counts.peak, len(self._saved))
+    def counted_forward(self: Computations, action: Action) -> None:
+        forward(self, action)
+        counts.peak = max(counts.peak, len(self.iteration.saved))
 
     def counted_post(self: P2P, *args: Any) -> None:
         post(self, *args)
@@ -246,7 +248,7 @@ def train_and_count(argv: Sequence[str], depth: int) -> tuple[Record, Counts]:
         counts.sent_lazily += 1
         send(self, *args)
 
-    _Iteration.run, _Iteration._forward, P2P.post = counted_run, counted_forward, counted_post
+    Executor.__call__, Computations.forward, P2P.post = counted_run, counted_forward, counted_post
     Offloader.begin, HostLink.send = counted_begin, counted_send
     record = train(argv)
     for each in offloaders[:1]:

@@ -13,14 +13,13 @@ from megatron.fold3d.plan.compile import forward_only, lower
 from megatron.fold3d.plan.files import parse_plan
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
 from megatron.fold3d.plan.passes.grad_sync import defer_grad_sync, deferred_stages
-from megatron.fold3d.plan.passes.offload import add_offload
+from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
 from megatron.fold3d.plan.passes.param_gather import add_param_gather
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
-from megatron.fold3d.runtime.offload.offload_choice import Choice
 
-_ALL = Choice()
+_ALL = OffloadChoice()
 
 
 class Plans:
@@ -36,9 +35,9 @@ class Plans:
         self.latest: Plan | None = None
         self.fixes_offload = False
         self._config = config
-        self._made: dict[tuple[int, str, Choice], Plan] = {}
+        self._made: dict[tuple[int, str, OffloadChoice], Plan] = {}
 
-    def training(self, num_microbatches: int, offloaded: Choice = _ALL) -> Plan:
+    def training(self, num_microbatches: int, offloaded: OffloadChoice = _ALL) -> Plan:
         """Return the plan of a training iteration.
 
         Args:
@@ -60,7 +59,7 @@ class Plans:
         return self._get(num_microbatches, self._make_evaluation)
 
     def _get(
-        self, num_microbatches: int, make: Callable[[int], Plan], offloaded: Choice = _ALL
+        self, num_microbatches: int, make: Callable[[int], Plan], offloaded: OffloadChoice = _ALL
     ) -> Plan:
         key = num_microbatches, make.__name__, offloaded
         if key not in self._made:
@@ -73,7 +72,7 @@ class Plans:
             self._made[key] = plan
         return self._made[key]
 
-    def _with_offload(self, plan: Plan, choice: Choice) -> Plan:
+    def _with_offload(self, plan: Plan, choice: OffloadChoice) -> Plan:
         wanted = self._config.offload_activations != "off"
         if any(action.op is Op.OFFLOAD for action in chain.from_iterable(plan.programs)):
             if not wanted:

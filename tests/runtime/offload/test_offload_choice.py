@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from megatron.fold3d.plan.ir import Op, Program
-from megatron.fold3d.plan.passes.offload import add_offload
+from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import peak_activations
 from megatron.fold3d.runtime.offload import host_memory, offloader
 from megatron.fold3d.runtime.offload.copies import Copies, Watch
 from megatron.fold3d.runtime.offload.offload_choice import (
-    Choice,
     Measured,
     choose,
     offloaded,
@@ -51,9 +50,11 @@ def test_memory_that_is_left_over_is_used(spare: int):
 
 
 def test_nothing_leaves_where_all_fits():
-    assert choose(PROGRAM, replace(MEASURED, spare_bytes=20 * 112), sparing=True) == Choice(0)
-    assert choose(PROGRAM, replace(MEASURED, spare_bytes=None), sparing=True) == Choice(0)
-    assert choose(PROGRAM, replace(MEASURED, spare_bytes=None), sparing=False) == Choice()
+    assert choose(PROGRAM, replace(MEASURED, spare_bytes=20 * 112), sparing=True) == OffloadChoice(
+        0
+    )
+    assert choose(PROGRAM, replace(MEASURED, spare_bytes=None), sparing=True) == OffloadChoice(0)
+    assert choose(PROGRAM, replace(MEASURED, spare_bytes=None), sparing=False) == OffloadChoice()
 
 
 @pytest.mark.parametrize("sparing", [True, False])
@@ -85,8 +86,10 @@ def test_slower_copies_have_as_many_computations_as_hide_them():
 def test_a_way_back_that_is_slow_at_first_begins_earlier_where_memory_allows():
     # Behind the last forward the first one's copy has that forward alone; later ones a backward.
     measured = replace(MEASURED, offload_s=1.0, reload_s=1.9, spare_bytes=10 * 112)
-    assert choose(PROGRAM, measured, sparing=False) == Choice(None, 2)
-    assert choose(PROGRAM, replace(measured, spare_bytes=0), sparing=False) == Choice(None, 1)
+    assert choose(PROGRAM, measured, sparing=False) == OffloadChoice(None, 2)
+    assert choose(PROGRAM, replace(measured, spare_bytes=0), sparing=False) == OffloadChoice(
+        None, 1
+    )
 
 
 def test_copies_that_take_longer_than_compute_are_not_begun(caplog: pytest.LogCaptureFixture):
@@ -127,7 +130,7 @@ class VirtualDevice(Copies):
         return self._free_s[stream]
 
 
-def iterate(offloads: Offloader, device: VirtualDevice) -> tuple[int, float, Choice]:
+def iterate(offloads: Offloader, device: VirtualDevice) -> tuple[int, float, OffloadChoice]:
     """Run an iteration; returns what was late, how long compute waited, and what was chosen."""
     choice = offloads.choice(PROGRAM)
     program = offloaded(PROGRAM, choice)
@@ -170,7 +173,7 @@ def test_a_run_measures_chooses_and_is_as_fast_as_was_predicted(
     monkeypatch.setattr(offloader, "free_device_bytes", lambda _: spare * 512 * 10 // 9 + spare)
     device = VirtualDevice(monkeypatch, copy_s)
     offloads = Offloader(CPU, everything=True, sparing=sparing, copies=device)
-    assert [iterate(offloads, device)[2] for _ in range(2)] == [Choice()] * 2
+    assert [iterate(offloads, device)[2] for _ in range(2)] == [OffloadChoice()] * 2
     for _ in range(2):
         num_late, waited_s, choice = iterate(offloads, device)
         measured = replace(MEASURED, offload_s=copy_s, reload_s=copy_s)
@@ -186,6 +189,6 @@ def test_auto_keeps_on_the_device_what_the_host_has_no_room_for(
 ):
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 4 * 7 * 1000 * 10 // 9 + 1)
     options: dict[str, Any] = {"everything": False, "saved_bytes": 1000, "num_local": 4}
-    assert Offloader(CPU, sparing=True, **options).choice(PROGRAM) == Choice(7)
+    assert Offloader(CPU, sparing=True, **options).choice(PROGRAM) == OffloadChoice(7)
     assert "20 activations of 1,000 bytes should leave, the host has memory for 7" in caplog.text
-    assert Offloader(CPU, **options).choice(PROGRAM) == Choice()  # on: an error, not less
+    assert Offloader(CPU, **options).choice(PROGRAM) == OffloadChoice()  # on: an error, not less

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.fold3d.config.fold3d_config import Offload
 from megatron.fold3d.plan.ir import PlanError
-from megatron.fold3d.runtime.offload.offload_choice import Choice
+from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.runtime.plans import Plans
 from tests.configs import CONFIG
 
@@ -26,7 +26,7 @@ def plans(offload: Offload, plan_file: Path | None = None) -> Plans:
 def test_what_leaves_is_chosen_anew_and_the_latest_plan_is_the_one_that_trains():
     made = plans("auto")
     assert "OFFLOAD2" in made.training(3).to_text()
-    kept = made.training(3, Choice(at_most=0))
+    kept = made.training(3, OffloadChoice(at_most=0))
     assert kept.to_text() == "0F0 0F1 0F2 0B0 0B1 0B2 0REDUCE_GRAD 0WAIT_GRAD\n"
     made.evaluation(3)
     assert made.latest == kept
@@ -37,7 +37,7 @@ def test_a_plan_file_says_itself_what_leaves(tmp_path: Path):
     path = tmp_path / "plan"
     path.write_text("0F0 0OFFLOAD0 0F1 0F2 0RELOAD0 0B2 0B1 0B0\n")
     made = plans("auto", path)
-    assert made.training(3) == made.training(3, Choice(at_most=0, depth=2))
+    assert made.training(3) == made.training(3, OffloadChoice(at_most=0, depth=2))
     assert made.fixes_offload
     with pytest.raises(PlanError, match="found OFFLOAD in the plan; give --offload-activations on"):
         plans("off", path).training(3)

@@ -2,8 +2,22 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan, Program
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadChoice:
+    """What leaves, as `add_offload` takes it.
+
+    Attributes:
+        at_most: how many activations; None is all.
+        depth: computations that each has to leave, and as many to come back.
+    """
+
+    at_most: int | None = None
+    depth: int = 1
 
 
 def add_offload(plan: Plan, *, depth: int = 1, at_most: int | None = None) -> Plan:

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,13 +31,15 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     everyones_groups,
     ranks_of,
 )
-from megatron.fold3d.runtime.grad_sync.measured_shares import AutoShares
 from megatron.fold3d.runtime.grad_sync.norm_bound import Bound, NormBound
 from megatron.fold3d.runtime.grad_sync.partial_step import LateStep
 from megatron.fold3d.runtime.grad_sync.reduced_in_iteration import kept_back
 from megatron.fold3d.runtime.grad_sync.reductions import Reductions
-from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
 from megatron.fold3d.runtime.trace.recorder import Recorder, no_end
+
+if TYPE_CHECKING:
+    from megatron.fold3d.runtime.grad_sync.measured_shares import AutoShares
+    from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +72,8 @@ class DeferredSync:
         slice_bytes: int,
         bounded: bool,
         timeout: timedelta,
-        communicator: PreemptiveCommunicator | None = None,
-        auto: AutoShares | None = None,
+        communicator: "PreemptiveCommunicator | None" = None,
+        auto: "AutoShares | None" = None,
         recorder: Recorder | None = None,
         traffic_class: int | None = None,
     ) -> None:
@@ -193,17 +195,13 @@ class DeferredSync:
             self.settle(chunk)
         self._finish_step()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+    def close(self, error: BaseException | None) -> None:
         """Drain at the end of a run.
 
         Not after an error, when there may be nobody left to wait for, nor where a rank leaves
         within an iteration: the others go on with it.
         """
-        ends_well = error is None or issubclass(error, SystemExit)
-        if not self._chunks or self._in_iteration or not ends_well:
+        if not self._chunks or self._in_iteration or error is not None:
             return
         self.drain()
         for chunk in self._chunks:

@@ -12,7 +12,7 @@ from statistics import fmean
 import torch
 
 from megatron.fold3d.plan.ir import Op, Plan, Program
-from megatron.fold3d.plan.passes.offload import add_offload
+from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
 from megatron.fold3d.plan.verify import peak_activations
 from megatron.fold3d.runtime.device import Clock, Mark
 
@@ -23,19 +23,6 @@ CAUTION = 0.9
 _TIMED = (Op.FORWARD, Op.BACKWARD, Op.OFFLOAD, Op.RELOAD)
 _HIDDEN = 0.01  # of the computations' time; a shorter wait for copies counts as none
 _MOST_DEPTH = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What leaves, as `add_offload` takes it.
-
-    Attributes:
-        at_most: how many activations; None is all.
-        depth: computations that each has to leave, and as many to come back.
-    """
-
-    at_most: int | None = None
-    depth: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +84,13 @@ class Meter:
         return tuple(map(fmean, times.values())) if all(times.values()) else None
 
 
-def offloaded(program: Program, choice: Choice) -> Program:
+def offloaded(program: Program, choice: OffloadChoice) -> Program:
     """Return a rank's program with the copies of a choice."""
     plan = add_offload(Plan((program,)), depth=choice.depth, at_most=choice.at_most)
     return plan.programs[0]
 
 
-def choose(program: Program, measured: Measured, *, sparing: bool) -> Choice:
+def choose(program: Program, measured: Measured, *, sparing: bool) -> OffloadChoice:
     """Return what should leave, and the fewest computations that hide its copies.
 
     Args:
@@ -114,7 +101,7 @@ def choose(program: Program, measured: Measured, *, sparing: bool) -> Choice:
     most_held = measured.most_held
     if most_held is None:
         # A CPU: memory is the host's, and copies are over when their calls return.
-        return Choice(0 if sparing else None)
+        return OffloadChoice(0 if sparing else None)
     return _spare(program, measured, most_held) if sparing else _all(program, measured, most_held)
 
 
@@ -142,23 +129,23 @@ def waits_s(program: Program, measured: Measured, depth: int) -> float:
     return now_s - computed_s
 
 
-def _all(program: Program, measured: Measured, most_held: int) -> Choice:
+def _all(program: Program, measured: Measured, most_held: int) -> OffloadChoice:
     """Let everything leave, as deep as memory allows and copies gain from it."""
     waits: dict[int, float] = {}
     for depth in range(1, _MOST_DEPTH + 1):
-        if depth > 1 and _peak(program, Choice(None, depth)) > most_held:
+        if depth > 1 and _peak(program, OffloadChoice(None, depth)) > most_held:
             break
-        waits[depth] = waits_s(offloaded(program, Choice(None, depth)), measured, depth)
+        waits[depth] = waits_s(offloaded(program, OffloadChoice(None, depth)), measured, depth)
     enough_s = min(waits.values()) + _HIDDEN * _computed_s(program, measured)
-    return Choice(None, min(depth for depth, wait_s in waits.items() if wait_s <= enough_s))
+    return OffloadChoice(None, min(depth for depth, wait_s in waits.items() if wait_s <= enough_s))
 
 
-def _spare(program: Program, measured: Measured, most_held: int) -> Choice:
+def _spare(program: Program, measured: Measured, most_held: int) -> OffloadChoice:
     """Let as few leave as memory needs, as deep as hides their copies; or come nearest to that."""
-    too_many: dict[Choice, int] = {}
+    too_many: dict[OffloadChoice, int] = {}
     for depth in range(1, _MOST_DEPTH + 1):
         needed = _fewest(program, depth, most_held)
-        choice = Choice(_most_hidden(program, measured, depth, needed), depth)
+        choice = OffloadChoice(_most_hidden(program, measured, depth, needed), depth)
         too_many[choice] = max(0, _peak(program, choice) - most_held)
         if not too_many[choice]:
             return choice
@@ -179,7 +166,7 @@ def _fewest(program: Program, depth: int, most_held: int) -> int:
     low, high = 0, sum(action.op is Op.FORWARD for action in program)
     while low < high:
         middle = (low + high) // 2
-        if _peak(program, Choice(middle, depth)) <= most_held:
+        if _peak(program, OffloadChoice(middle, depth)) <= most_held:
             high = middle
         else:
             low = middle + 1
@@ -191,7 +178,9 @@ def _most_hidden(program: Program, measured: Measured, depth: int, needed: int) 
     enough_s = _HIDDEN * _computed_s(program, measured)
 
     def is_hidden(at_most: int) -> bool:
-        return waits_s(offloaded(program, Choice(at_most, depth)), measured, depth) <= enough_s
+        return (
+            waits_s(offloaded(program, OffloadChoice(at_most, depth)), measured, depth) <= enough_s
+        )
 
     if is_hidden(needed):
         return needed
@@ -205,7 +194,7 @@ def _most_hidden(program: Program, measured: Measured, depth: int, needed: int) 
     return low
 
 
-def _peak(program: Program, choice: Choice) -> int:
+def _peak(program: Program, choice: OffloadChoice) -> int:
     return peak_activations(Plan((offloaded(program, choice),)), depth=choice.depth)[0]
 
 

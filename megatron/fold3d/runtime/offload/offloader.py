@@ -17,13 +17,13 @@ import torch
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Program
+from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.verify import peak_on_host
 from megatron.fold3d.runtime.device import Clock, Mark, free_device_bytes
 from megatron.fold3d.runtime.offload import host_memory
 from megatron.fold3d.runtime.offload.copies import Copies
 from megatron.fold3d.runtime.offload.offload_choice import (
     CAUTION,
-    Choice,
     Measured,
     Meter,
     choose,
@@ -85,7 +85,7 @@ class Offloader:
         self._meter = Meter(device)
         self._measured: Measured | None = None
         # By the number of computations of an iteration, and whether sizes and times are known.
-        self._chosen: dict[tuple[int, bool, bool], Choice] = {}
+        self._chosen: dict[tuple[int, bool, bool], OffloadChoice] = {}
         self._num_iterations = 0
         self._recorder = never(device)
         self._bytes_of_stage: dict[int, int] = {}
@@ -118,14 +118,14 @@ class Offloader:
         self._count_early()
         return self._num_early
 
-    def choice(self, program: Program) -> Choice:
+    def choice(self, program: Program) -> OffloadChoice:
         """Return what of a program's activations should leave, and when; sets `depth`."""
         if self._measured is None and self._num_iterations > 1:
             self._measured = self._measure()
         computations = tuple(action for action in program if action.op in COMPUTE_OPS)
         key = len(computations), bool(self._bytes_of_stage), self._measured is not None
         if key not in self._chosen:
-            choice = Choice()
+            choice = OffloadChoice()
             if self._measured is not None:
                 choice = choose(computations, self._measured, sparing=self._sparing)
                 many = "all" if choice.at_most is None else f"at most {choice.at_most}"
@@ -309,7 +309,7 @@ class Offloader:
         largest = max(self._bytes_of_stage.values())
         return Measured(largest, self.peak, free_device_bytes(self._device), *means_s)
 
-    def _with_room(self, computations: Program, choice: Choice) -> Choice:
+    def _with_room(self, computations: Program, choice: OffloadChoice) -> OffloadChoice:
         """Return a choice that the host has memory for, where there is one."""
         largest = max(self._bytes_of_stage.values(), default=self._saved_bytes)
         if not self._sparing or not largest:

@@ -23,7 +23,9 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
-from megatron.fold3d.plan.ir import Action
+from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.passes.weight_grads import split_stages
+from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
 
 
 class Parallel(NamedTuple):
@@ -64,7 +66,7 @@ class _Kept(NamedTuple):
     output_grad: torch.Tensor
 
 
-class DelayedWeightGrads:
+class DelayedWeightGrads(Feature):
     """The weights of one rank whose gradients are delayed, and what is kept for them.
 
     Attributes:
@@ -76,6 +78,23 @@ class DelayedWeightGrads:
         self._weights: frozenset[torch.Tensor] = frozenset()
         self._kept: dict[tuple[int, int | None], list[_Kept]] = {}  # by stage and micro-batch
         self._now: list[_Kept] = []
+
+    def prepare(self, iteration: Iteration) -> None:
+        """Delay the gradients of the stages that have WEIGHT actions."""
+        stages = split_stages(iteration.program)
+        num_ranks = iteration.plan.num_ranks
+        self.choose({stage: iteration.chunks[stage // num_ranks] for stage in stages})
+
+    def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
+        """Compute weight gradients, for which backwards keep what is needed."""
+        stages, run_backward = split_stages(iteration.program), inner[Op.BACKWARD]
+
+        def backward(action: Action) -> None:
+            if action.stage in stages:
+                self.begin_backward(action)
+            run_backward(action)
+
+        return {Op.BACKWARD: backward, Op.WEIGHT: self.compute}
 
     def choose(self, chunks: Mapping[int, torch.nn.Module]) -> None:
         """Delay the gradients of all linear layers in the transformer layers of ``chunks``.
