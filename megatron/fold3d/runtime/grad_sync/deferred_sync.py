@@ -7,6 +7,14 @@ up what is small and waited for, such as norms and losses, which would share the
 Right before its first forward a chunk waits for its gradients and takes the optimizer step of their
 iteration.
 
+    segments 0 and 1 of a rank; a is the backward share of a segment's DP.sync, b the rest
+
+    compute    .. 1B ..┐ .. 0B ..┐ sums, losses │┌ 0WAIT  .. 0F ..  ┌ 1WAIT  .. 1F ..
+                       │         │              ││ step 0           │ step 1
+    DP.sync            └── 1a    └── 0a ── 0b ──│┘                  │
+                                                └── 1b ─────────────┘
+               iteration i                      │ iteration i + 1
+
 Keeps one invariant: from the start of its reduction until its step, nobody else reads a chunk's
 gradients, adds to them or zeroes them, and nobody reads its parameters. What Megatron changes or
 looks at when the iteration ends is reduced by then: `kept_back`, or all of it where only the

@@ -3,6 +3,16 @@
 The plan says when: a micro-batch's activations leave at its OFFLOAD, while the next computation
 runs, and come back at its RELOAD, computations before its backward. How many do, and how many
 computations a copy has, is chosen anew once an iteration has been measured.
+
+    compute        0F0 ──┐   0F1    ┌── 0F2   ...   0B1 ──┐   0B2    ┌── 0B0
+                         │          │                     │          │
+    to the host          └── copy ──┘                     │          │
+                         OFFLOAD0   its memory is free    │          │
+    to the device                                         └── copy ──┘
+                                                          RELOAD0    its slot is free
+
+With depth 1, as here, a copy has one computation: it starts when the one before ends, and the one
+behind waits for it. Nothing else waits, neither the host nor another rank.
 """
 
 import logging

@@ -4,6 +4,13 @@ A linear layer's backward multiplies twice: the gradient of its output with its 
 the stage before waits, and with its input, for which only DP.sync waits. In stages whose weight
 gradients are delayed, the backward does the first and keeps what the second needs.
 
+    stage 0                ┌── 0B0        ┌── 0B1
+                           │ SEND_B       │ SEND_B
+    stage 1         1B0 ───┤       1B1 ───┤         1W0    1W1 ───┐
+                           │              │          │      │     └── DP.sync of stage 1
+    kept                   └── x, grad ───│──────────┘      │
+                                          └── x, grad ──────┘
+
 Keeps one invariant: what is computed, and the order in which a weight's gradients are added up, are
 those of Megatron's own backward, so that sums are equal bit for bit.
 """
