@@ -209,7 +209,7 @@ def train_and_count(argv: Sequence[str], depth: int) -> tuple[Record, Counts]:
     """Train; with what was moved."""
     from megatron.fold3d.runtime.computations import Computations
     from megatron.fold3d.runtime.executor import Executor
-    from megatron.fold3d.runtime.offload import offloader
+    from megatron.fold3d.runtime.offload import offload_tuner
     from megatron.fold3d.runtime.offload.offload_choice import choose
     from megatron.fold3d.runtime.offload.offloader import Offloader
     from megatron.fold3d.runtime.transfers.host_link import HostLink
@@ -218,7 +218,7 @@ def train_and_count(argv: Sequence[str], depth: int) -> tuple[Record, Counts]:
     def chosen(*args: Any, **options: Any) -> OffloadChoice:
         return replace(choose(*args, **options), depth=depth)  # a CPU's copies have one
 
-    offloader.choose = chosen
+    offload_tuner.choose = chosen
 
     counts = Counts([])
     run, forward, post = Executor.__call__, Computations.forward, P2P.post

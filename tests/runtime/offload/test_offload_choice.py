@@ -13,7 +13,7 @@ from megatron.fold3d.plan.ir import Op, Program
 from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import peak_activations
-from megatron.fold3d.runtime.offload import host_memory, offloader
+from megatron.fold3d.runtime.offload import host_memory, offload_tuner
 from megatron.fold3d.runtime.offload.copies import Copies, Watch
 from megatron.fold3d.runtime.offload.offload_choice import (
     Measured,
@@ -170,7 +170,7 @@ def test_a_run_measures_chooses_and_is_as_fast_as_was_predicted(
     depth: int,
     late: int,
 ):
-    monkeypatch.setattr(offloader, "free_device_bytes", lambda _: spare * 512 * 10 // 9 + spare)
+    monkeypatch.setattr(offload_tuner, "free_device_bytes", lambda _: spare * 512 * 10 // 9 + spare)
     device = VirtualDevice(monkeypatch, copy_s)
     offloads = Offloader(CPU, everything=True, sparing=sparing, copies=device)
     assert [iterate(offloads, device)[2] for _ in range(2)] == [OffloadChoice()] * 2
