@@ -194,3 +194,31 @@ def test_megatron_stays_a_namespace_that_others_share():
     assert str(ROOT / "megatron") in megatron.__path__
     assert homes
     assert ROOT / "megatron" not in homes
+
+
+# What a run of plain `aiao` has no use for, and so must not load.
+OFF = tuple(
+    f"{FOLD3D}.{name}"
+    for name in (
+        *("runtime.offload", "runtime.preemption", "runtime.weight_grads", "runtime.trace"),
+        *("runtime.grad_sync.deferred_grad_sync", "runtime.grad_sync.deferred_sync"),
+        *("runtime.grad_sync.measured_shares", "runtime.transfers.host_link"),
+        *("observe", "predict", "commands"),
+    )
+)
+BEFORE_FEATURES = 8736
+"""Lines that the executor and the patches of `aiao` loaded when they imported every feature."""
+
+
+def test_plain_aiao_loads_no_feature_that_is_off_and_fewer_than_half_of_the_lines():
+    told = subprocess.run(
+        [sys.executable, ROOT / "scripts/loaded_lines.py"],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=True,
+    )
+    *modules, total = (line.split() for line in told.stdout.splitlines())
+    assert [name for _, name in modules if is_within(name, OFF)] == []
+    assert f"{FOLD3D}.runtime.executor" in [name for _, name in modules]
+    assert int(total[0].replace(",", "")) < BEFORE_FEATURES / 2

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from megatron.fold3d.plan.ir import Action
 from megatron.fold3d.plan.memory import peak_activations
-from megatron.fold3d.plan.passes.offload import add_offload
+from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
 from megatron.fold3d.plan.schedules import build
 from tests.distributed import RankError, run_distributed
 from tests.end_to_end.training import Record, differences, train
@@ -39,13 +40,6 @@ RAMP_UP = (
     "--step-batch-size-schedule '0:2 32:4 112:6' --train-samples 22 --lr-decay-samples 40 "
     "--eval-global-batch-size 4"
 )
-
-
-EXPERTS = (
-    "--num-experts 2 --moe-aux-loss-coeff 0.01 --moe-router-topk 1 --moe-router-pre-softmax "
-    "--disable-bias-linear"
-)
-FP16 = "--fp16 --initial-loss-scale 65536"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,12 +100,6 @@ ROWS = (
     Row(recompute=FULL, moves=f"{ON} {LAZY}", flags="--bf16", depth=2, segments=4, m=4),
     Row(recompute=SELECTIVE, moves=f"{ON} {LAZY}", flags="--sequence-parallel", tp=2),
     Row(moves=f"{ON} {LAZY}", flags=RAMP_UP),
-    Row(
-        recompute=FULL,
-        moves=f"{ON} {LAZY}",
-        schedule="breadth-first",
-        flags=f"{EXPERTS} {FP16}",
-    ),
 )
 
 
@@ -219,10 +207,10 @@ class Counts:
 
 def train_and_count(argv: Sequence[str], depth: int) -> tuple[Record, Counts]:
     """Train; with what was moved."""
-    from megatron.fold3d.plan.passes.offload import OffloadChoice
     from megatron.fold3d.policy.offload_choice import choose_offload
-    from megatron.fold3d.runtime.executor import _Iteration
-    from megatron.fold3d.runtime.offload import offloader
+    from megatron.fold3d.runtime.computations import Computations
+    from megatron.fold3d.runtime.executor import Executor
+    from megatron.fold3d.runtime.offload import offload_tuner
     from megatron.fold3d.runtime.offload.offloader import Offloader
     from megatron.fold3d.runtime.transfers.host_link import HostLink
     from megatron.fold3d.runtime.transfers.p2p import P2P
@@ -230,21 +218,21 @@ def train_and_count(argv: Sequence[str], depth: int) -> tuple[Record, Counts]:
     def chosen(*args: Any, **options: Any) -> OffloadChoice:
         return replace(choose_offload(*args, **options), depth=depth)  # a CPU's copies have one
 
-    offloader.choose = chosen
+    offload_tuner.choose_offload = chosen
 
     counts = Counts([])
-    run, forward, post = _Iteration.run, _Iteration._forward, P2P.post
+    run, forward, post = Executor.__call__, Computations.forward, P2P.post
     begin, send = Offloader.begin, HostLink.send
     offloaders: list[Offloader] = []
 
-    def counted_run(self: _Iteration, *args: Any) -> None:
-        if not self.forward_only:
+    def counted_run(self: Executor, *, forward_only: bool = False, **kwargs: Any) -> Any:
+        if not forward_only:
             counts.peak = 0
-        run(self, *args)
+        return run(self, forward_only=forward_only, **kwargs)
 
-    def counted_forward(self: _Iteration, *args: Any) -> None:
-        forward(self, *args)
-        counts.peak = max(counts.peak, len(self._saved))
+    def counted_forward(self: Computations, action: Action) -> None:
+        forward(self, action)
+        counts.peak = max(counts.peak, len(self.iteration.saved))
 
     def counted_post(self: P2P, *args: Any) -> None:
         post(self, *args)
@@ -260,7 +248,7 @@ def train_and_count(argv: Sequence[str], depth: int) -> tuple[Record, Counts]:
         counts.sent_lazily += 1
         send(self, *args)
 
-    _Iteration.run, _Iteration._forward, P2P.post = counted_run, counted_forward, counted_post
+    Executor.__call__, Computations.forward, P2P.post = counted_run, counted_forward, counted_post
     Offloader.begin, HostLink.send = counted_begin, counted_send
     record = train(argv)
     for each in offloaders[:1]:

@@ -19,7 +19,7 @@ from megatron.fold3d.policy.offload_choice import (
     offloaded,
     waits_s,
 )
-from megatron.fold3d.runtime.offload import host_memory, offloader
+from megatron.fold3d.runtime.offload import host_memory, offload_tuner
 from megatron.fold3d.runtime.offload.copies import Copies, Watch
 from megatron.fold3d.runtime.offload.offloader import Offloader
 
@@ -50,16 +50,10 @@ def test_memory_that_is_left_over_is_used(spare: int):
 
 
 def test_nothing_leaves_where_all_fits():
-    assert choose_offload(
-        PROGRAM, replace(MEASURED, spare_bytes=20 * 112), sparing=True
-    ) == OffloadChoice(0)
-    assert choose_offload(
-        PROGRAM, replace(MEASURED, spare_bytes=None), sparing=True
-    ) == OffloadChoice(0)
-    assert (
-        choose_offload(PROGRAM, replace(MEASURED, spare_bytes=None), sparing=False)
-        == OffloadChoice()
-    )
+    roomy, host = replace(MEASURED, spare_bytes=20 * 112), replace(MEASURED, spare_bytes=None)
+    assert choose_offload(PROGRAM, roomy, sparing=True) == OffloadChoice(0)
+    assert choose_offload(PROGRAM, host, sparing=True) == OffloadChoice(0)
+    assert choose_offload(PROGRAM, host, sparing=False) == OffloadChoice()
 
 
 @pytest.mark.parametrize("sparing", [True, False])
@@ -175,7 +169,7 @@ def test_a_run_measures_chooses_and_is_as_fast_as_was_predicted(
     depth: int,
     late: int,
 ):
-    monkeypatch.setattr(offloader, "free_device_bytes", lambda _: spare * 512 * 10 // 9 + spare)
+    monkeypatch.setattr(offload_tuner, "free_device_bytes", lambda _: spare * 512 * 10 // 9 + spare)
     device = VirtualDevice(monkeypatch, copy_s)
     offloads = Offloader(CPU, everything=True, sparing=sparing, copies=device)
     assert [iterate(offloads, device)[2] for _ in range(2)] == [OffloadChoice()] * 2

@@ -5,7 +5,15 @@ follows in the order in which the next forward needs the chunks: that of the fir
 backwards are through, those of the others when the next iteration begins. In between Megatron sums
 up what is small and waited for, such as norms and losses, which would share the links with them.
 Right before its first forward a chunk waits for its gradients and takes the optimizer step of their
-iteration.
+iteration. `DeferredReductions` reduces; the steps are here.
+
+    segments 0 and 1 of a rank; a is the backward share of a segment's DP.sync, b the rest
+
+    compute    .. 1B ..┐ .. 0B ..┐ sums, losses │┌ 0WAIT  .. 0F ..  ┌ 1WAIT  .. 1F ..
+                       │         │              ││ step 0           │ step 1
+    DP.sync            └── 1a    └── 0a ── 0b ──│┘                  │
+                                                └── 1b ─────────────┘
+               iteration i                      │ iteration i + 1
 
 Keeps one invariant: from the start of its reduction until its step, nobody else reads a chunk's
 gradients, adds to them or zeroes them, and nobody reads its parameters. What Megatron changes or
@@ -17,27 +25,27 @@ import logging
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
 
-from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     bucket_groups,
-    connect,
     everyones_groups,
     ranks_of,
 )
-from megatron.fold3d.runtime.grad_sync.measured_shares import AutoShares
+from megatron.fold3d.runtime.grad_sync.deferred_reductions import DeferredReductions
 from megatron.fold3d.runtime.grad_sync.norm_bound import Bound, NormBound, is_conditional
 from megatron.fold3d.runtime.grad_sync.partial_step import LateStep
 from megatron.fold3d.runtime.grad_sync.reduced_in_iteration import kept_back
-from megatron.fold3d.runtime.grad_sync.reductions import Reductions
-from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
-from megatron.fold3d.runtime.trace.recorder import Recorder, no_end
+from megatron.fold3d.runtime.trace.recorder import Recorder
+
+if TYPE_CHECKING:
+    from megatron.fold3d.runtime.grad_sync.measured_shares import AutoShares
+    from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
 
 logger = logging.getLogger(__name__)
 
@@ -73,33 +81,29 @@ class DeferredSync:
         slice_bytes: int,
         bounded: bool,
         timeout: timedelta,
-        communicator: PreemptiveCommunicator | None = None,
-        auto: AutoShares | None = None,
+        communicator: "PreemptiveCommunicator | None" = None,
+        auto: "AutoShares | None" = None,
         recorder: Recorder | None = None,
         traffic_class: int | None = None,
     ) -> None:
-        self._backward_share = backward_share
         self._bounded = bounded
         self._timeout = timeout
-        self._communicator = communicator
-        self._auto, self._recorder = auto, recorder
-        self._traffic_class = traffic_class
-        self._reductions = Reductions(slice_bytes, self._observe)
+        self._reductions = DeferredReductions(
+            backward_share,
+            slice_bytes=slice_bytes,
+            timeout=timeout,
+            communicator=communicator,
+            auto=auto,
+            recorder=recorder,
+            traffic_class=traffic_class,
+        )
 
         # Known with the first iteration.
         self._chunks: Sequence[Any] = ()
         self._kept_back: AbstractSet[torch.nn.Parameter] = frozenset()
         self._norm_bound: NormBound | None = None
         self._alone: dist.ProcessGroup | None = None
-        self._pp_group: dist.ProcessGroup
-        self._num_bytes = 0  # of all gradients
-
-        # Of the iteration that runs.
         self._in_iteration = False
-        self._shares: Sequence[float] = ()
-        self._next_shares: Sequence[float] = ()
-        self._scaling: dict[Any, Any] = {}  # of chunks whose gradients are still on their way
-        self._num_deferred_bytes = 0
 
         # Of the step that Megatron asked for last.
         self._step: LateStep | None = None
@@ -115,40 +119,32 @@ class DeferredSync:
         self._in_iteration = True
         if not self._chunks:
             self._connect(chunks, groups)
-        if self._auto is not None and (shares := self._auto.begin()):
-            self.set_shares(shares)
-        self._shares = self._next_shares or [self._backward_share] * len(chunks)
+        self._reductions.update_shares()
 
     def set_shares(self, shares: Sequence[float]) -> None:
         """Start the share ``shares[segment]`` with a segment's backward, from the next iteration.
 
         All replicas of a stage are to be given the same ones.
         """
-        if not all(0 <= share <= 1 for share in shares):
-            raise ValueError(f"shares of DP.sync {shares}: give numbers from 0 to 1")
-        self._next_shares = tuple(shares)
+        self._reductions.set_shares(shares)
 
     def start(self, chunk: Any) -> None:
         """Start to reduce the backward share of a chunk's gradients, which are complete."""
-        segment = self._chunks.index(chunk)
-        slices = self._reductions.cut(chunk)
-        if self._auto is not None:
-            self._auto.ready(segment, sum(part.num_bytes for part in slices))
+        slices = self._reductions.cut_chunk(chunk)
         if self._norm_bound is not None:
-            self._norm_bound.add(segment, slices)
-        self._reductions.start(chunk, slices, self._shares[segment])
+            self._norm_bound.add(self._chunks.index(chunk), slices)
+        self._reductions.start_chunk(chunk, slices)
 
     def finish_backward(self) -> None:
         """Start what the next forward waits for first; all backwards are through."""
         self._in_iteration = False
-        self._num_deferred_bytes = self._reductions.rest_bytes
         self._reductions.finish_backward()
 
     def settle(self, chunk: Any) -> None:
         """If a chunk's step is due, wait for its gradients, step with them and zero them."""
         if chunk in self._due:
             assert self._step is not None
-            self._wait(chunk)
+            self._reductions.wait_for(chunk)
             self._step.take(chunk.parameters())
             self._due.remove(chunk)
             chunk.zero_grad_buffer()
@@ -179,15 +175,15 @@ class DeferredSync:
         reduced = [chunk for chunk in self._chunks if chunk not in late]
         if not self._may_be_late(optimizer, reduced, late):
             self._num_whole += 1
-            self._count_deferred(0)
+            self._reductions.count_deferred(is_late=False)
             self._reductions.start_rest()
             for chunk in late:
-                self._wait(chunk)
+                self._reductions.wait_for(chunk)
             return whole_step()
         self._is_logged = logs or not (self._num_late or self._num_whole)
         self._report = report
         self._num_late += 1
-        self._count_deferred(self._num_deferred_bytes)
+        self._reductions.count_deferred(is_late=True)
         self._step = LateStep(optimizer, iteration, self._alone)
         if parameters := [p for chunk in reduced for p in chunk.parameters()]:
             self._step.take(parameters)
@@ -196,16 +192,13 @@ class DeferredSync:
 
     def may_scale(self, chunk: Any, factor: Any) -> bool:
         """Whether a chunk's gradients may be scaled now; otherwise they will be, once reduced."""
-        if self._reductions.is_running(chunk):
-            self._scaling[chunk] = factor
-            return False
-        return True
+        return not self._reductions.defer_scaling(chunk, factor)
 
     def may_zero(self, chunk: Any) -> bool:
         """Whether a chunk's gradients may be zeroed; they may not while its step is due."""
         if chunk in self._due:
             return False
-        self._wait(chunk)  # the iteration is given up or run again
+        self._reductions.wait_for(chunk)  # the iteration is given up or run again
         return True
 
     def drain(self) -> None:
@@ -215,21 +208,17 @@ class DeferredSync:
             self.settle(chunk)
         self._finish_step()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+    def close(self, error: BaseException | None) -> None:
         """Drain at the end of a run.
 
         Not after an error, when there may be nobody left to wait for, nor where a rank leaves
         within an iteration: the others go on with it.
         """
-        ends_well = error is None or issubclass(error, SystemExit)
-        if not self._chunks or self._in_iteration or not ends_well:
+        if not self._chunks or self._in_iteration or error is not None:
             return
         self.drain()
         for chunk in self._chunks:
-            self._wait(chunk)
+            self._reductions.wait_for(chunk)
         log_single_rank(
             logger,
             logging.INFO,
@@ -242,53 +231,23 @@ class DeferredSync:
         """Whether the step is sure to be neither clipped nor skipped."""
         if self._norm_bound is None:
             return not is_conditional(optimizer.config)
-        scaling = next(iter(self._scaling.values()), 1.0)  # one for the whole model
+        scaling = self._reductions.scaling
         self._norm_bound.add_reduced(reduced, late, self._kept_back, scaling)
         self._bound = self._norm_bound.total(optimizer.get_loss_scale().item(), scaling)
         return self._bound.allows_late_steps(optimizer.config)
-
-    def _wait(self, chunk: Any) -> None:
-        """Wait for a chunk's gradients, if they are being reduced, and scale them if need be."""
-        self._reductions.wait(chunk)
-        if (factor := self._scaling.pop(chunk, None)) is not None:
-            chunk.scale_gradients(factor)
 
     def _connect(self, chunks: Sequence[Any], groups: ProcessGroupCollection) -> None:
         """Make the process groups."""
         rank_groups = everyones_groups(
             {ranks_of(g.data_parallel_group) for g in bucket_groups(*chunks)}
         )
-        device = next(chunks[0].parameters()).device
-        ours = connect(rank_groups, device, self._timeout, self._traffic_class)
-        if self._communicator is not None:
-            ours = {ranks: self._communicator.group(group) for ranks, group in ours.items()}
         self._kept_back = kept_back(chunks, groups)
-        self._reductions.connect(chunks, self._kept_back, ours)
+        self._reductions.connect_groups(chunks, self._kept_back, rank_groups, groups)
         if self._bounded:
+            device = next(chunks[0].parameters()).device
             self._norm_bound = NormBound(rank_groups, chunks, device, self._timeout)
             self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        if self._auto is not None:
-            self._auto.connect(len(chunks), groups.dp_cp, device)
-        self._pp_group = groups.pp
         self._chunks = chunks
-        self._num_bytes = sum(
-            bucket.grad_data.nbytes for group in bucket_groups(*chunks) for bucket in group.buckets
-        )
-
-    def _observe(self, chunk: Any, num_bytes: int) -> list[Callable[[], None]]:
-        """Note that a chunk starts to reduce ``num_bytes``; return what to call at their end."""
-        ends = []
-        if self._auto is not None:
-            ends.append(self._auto.start(num_bytes))
-        if self._recorder is not None:
-            segment = self._chunks.index(chunk)
-            stage = segment * self._pp_group.size() + self._pp_group.rank()
-            ends.append(self._recorder.begin(Action(stage, Op.REDUCE_GRAD), "grad_sync"))
-        return [end for end in ends if end is not no_end]
-
-    def _count_deferred(self, num_bytes: int) -> None:
-        if self._recorder is not None and self._num_bytes:
-            self._recorder.count("deferred_grad_sync_share", num_bytes / self._num_bytes)
 
     def _finish_step(self) -> None:
         """Tell the norm of the gradients of an iteration, as soon as all are known."""

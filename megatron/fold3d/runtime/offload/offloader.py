@@ -2,34 +2,36 @@
 
 The plan says when: a micro-batch's activations leave at its OFFLOAD, while the next computation
 runs, and come back at its RELOAD, computations before its backward. How many do, and how many
-computations a copy has, is chosen anew once an iteration has been measured.
+computations a copy has, `OffloadTuner` chooses; `HostSlots` finds the memory for it.
+
+    compute        0F0 ──┐   0F1    ┌── 0F2   ...   0B1 ──┐   0B2    ┌── 0B0
+                         │          │                     │          │
+    to the host          └── copy ──┘                     │          │
+                         OFFLOAD0   its memory is free    │          │
+    to the device                                         └── copy ──┘
+                                                          RELOAD0    its slot is free
+
+With depth 1, as here, a copy has one computation: it starts when the one before ends, and the one
+behind waits for it. Nothing else waits, neither the host nor another rank.
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from itertools import chain
 from typing import Any, Self
 
 import torch
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Program
-from megatron.fold3d.plan.memory import peak_on_host
+from megatron.fold3d.plan.ir import Action, Op, Program
 from megatron.fold3d.plan.passes.offload import OffloadChoice
-from megatron.fold3d.policy.offload_choice import (
-    CAUTION,
-    OffloadTimes,
-    choose_offload,
-    offloaded,
-)
-from megatron.fold3d.runtime.device import Clock, Mark, free_device_bytes
-from megatron.fold3d.runtime.offload import host_memory
+from megatron.fold3d.runtime.device import Clock, Mark
 from megatron.fold3d.runtime.offload.copies import Copies
-from megatron.fold3d.runtime.offload.copy_meter import Meter
-from megatron.fold3d.runtime.offload.pinned_pool import ALIGNMENT, PinnedPool, Slot
+from megatron.fold3d.runtime.offload.host_slots import HostSlots
+from megatron.fold3d.runtime.offload.offload_tuner import OffloadTuner
+from megatron.fold3d.runtime.offload.pinned_pool import ALIGNMENT, Slot
 from megatron.fold3d.runtime.offload.saved_tensors import SavedTensors, offsets
 from megatron.fold3d.runtime.trace.recorder import Recorder, never
 
@@ -72,25 +74,19 @@ class Offloader:
         num_local: int = 1,
         copies: Copies | None = None,
     ) -> None:
-        self.pool = PinnedPool(device)
+        self._slots = HostSlots(
+            device, sparing=sparing, saved_bytes=saved_bytes, num_local=num_local
+        )
+        self._tuner = OffloadTuner(device, sparing=sparing, slots=self._slots)
+        self.pool = self._slots.pool
         self.copies = copies or Copies(device)
         self.held = self.peak = self.num_reloads = self._num_early = 0
         self.depth = 1
         self._device = device
         self._everything = everything
-        self._sparing = sparing
-        self._saved_bytes = saved_bytes
-        self._num_local = num_local
         self._clock = Clock(device)
-        self._meter = Meter(device)
-        self._measured: OffloadTimes | None = None
-        # By the number of computations of an iteration, and whether sizes and times are known.
-        self._chosen: dict[tuple[int, bool, bool], OffloadChoice] = {}
-        self._num_iterations = 0
         self._recorder = never(device)
-        self._bytes_of_stage: dict[int, int] = {}
         self._travels: frozenset[_Key] = frozenset()
-        self._program: Program = ()
         self._lasting: frozenset[int] = frozenset()
         self._smallest_bytes = 0
         self._collecting: SavedTensors | None = None
@@ -120,22 +116,9 @@ class Offloader:
 
     def choice(self, program: Program) -> OffloadChoice:
         """Return what of a program's activations should leave, and when; sets `depth`."""
-        if self._measured is None and self._num_iterations > 1:
-            self._measured = self._measure()
-        computations = tuple(action for action in program if action.op in COMPUTE_OPS)
-        key = len(computations), bool(self._bytes_of_stage), self._measured is not None
-        if key not in self._chosen:
-            choice = OffloadChoice()
-            if self._measured is not None:
-                choice = choose_offload(computations, self._measured, sparing=self._sparing)
-                many = "all" if choice.at_most is None else f"at most {choice.at_most}"
-                logger.info(
-                    "of %d activations %s leave, each within %d computations, for %s",
-                    *(len(computations) // 2, many, choice.depth, self._measured),
-                )
-            self._chosen[key] = self._with_room(computations, choice)
-        self.depth = self._chosen[key].depth
-        return self._chosen[key]
+        choice = self._tuner.choose_for(program, self.peak)
+        self.depth = choice.depth
+        return choice
 
     def begin(
         self,
@@ -157,13 +140,11 @@ class Offloader:
         """
         self.held = self.peak = 0
         self._count_early()
-        self._num_iterations += 1
         self._recorder = recorder or self._recorder
         self._recorder.count(_OFFLOADED, 0)  # known where nothing leaves, too
-        self._meter.clear()
+        self._tuner.clear_times()
         self._away.clear()
         self._leaving = deque([] for _ in range(self.depth))
-        self._program = program
         self._travels = frozenset((a.stage, a.microbatch) for a in program if a.op is Op.OFFLOAD)
         self._smallest_bytes = hidden_bytes // _SMALL
         self._lasting = frozenset(
@@ -172,7 +153,7 @@ class Offloader:
             # Megatron's DDP has other things under the name `buffers`.
             for tensor in chain(module.parameters(), torch.nn.Module.buffers(module))
         )
-        self._reserve()
+        self._slots.reserve_program(program)
 
     @contextmanager
     def saving(self, forward: Action) -> Iterator[None]:
@@ -184,7 +165,7 @@ class Offloader:
         self._hold()
         over = self._watch(forward)
         key = forward.stage, forward.microbatch
-        if key in self._travels or forward.stage not in self._bytes_of_stage:
+        if key in self._travels or not self._slots.knows_stage(forward.stage):
             saved = SavedTensors(self._device, self._smallest_bytes, self._lasting)
             self._collecting = saved
             with saved.hooks() if self._everything else nullcontext():
@@ -193,7 +174,7 @@ class Offloader:
             if key in self._travels:
                 self._away[key] = _Away(saved)
             else:
-                self._learn(forward.stage, _layout(saved.flat())[1])
+                self._slots.learn_stage(forward.stage, _layout(saved.flat())[1])
         else:
             yield
         over()
@@ -220,8 +201,8 @@ class Offloader:
         away = self._away[action.stage, action.microbatch]
         sources = away.saved.flat()
         begins, num_bytes = _layout(sources)
-        self._learn(action.stage, num_bytes)
-        if self._sparing and not self.pool.has_free(num_bytes):
+        self._slots.learn_stage(action.stage, num_bytes)
+        if not self._slots.has_room(num_bytes):
             del self._away[action.stage, action.microbatch]
             return
         away.num_bytes, away.held = num_bytes, held
@@ -291,8 +272,8 @@ class Offloader:
     def _watch(self, action: Action, kind: str | None = None) -> Callable[[], None]:
         """Note when an action begins; call what is returned when it is over."""
         ends = []
-        if self._measured is None and self._travels:
-            ends.append(self._meter.begin(action.op))
+        if self._tuner.is_measuring and self._travels:
+            ends.append(self._tuner.time_op(action.op))
         if kind is not None:
             ends.append(self._recorder.begin(action, kind))
 
@@ -302,58 +283,9 @@ class Offloader:
 
         return over
 
-    def _measure(self) -> OffloadTimes | None:
-        means_s = self._meter.means_s()
-        if means_s is None:
-            return None
-        largest = max(self._bytes_of_stage.values())
-        return OffloadTimes(largest, self.peak, free_device_bytes(self._device), *means_s)
-
-    def _with_room(self, computations: Program, choice: OffloadChoice) -> OffloadChoice:
-        """Return a choice that the host has memory for, where there is one."""
-        largest = max(self._bytes_of_stage.values(), default=self._saved_bytes)
-        if not self._sparing or not largest:
-            return choice
-        room = (self._room_bytes() + self.pool.num_bytes) // largest
-        sizes = dict.fromkeys((action.stage for action in computations), largest)
-        needed = peak_on_host(offloaded(computations, choice), sizes).total()
-        if needed <= room:
-            return choice
-        logger.warning(
-            "--offload-activations auto: %d activations of %s bytes should leave, the host has "
-            "memory for %d; the others stay on the device",
-            *(needed, f"{largest:,}", room),
-        )
-        return replace(choice, at_most=room)
-
     def _hold(self) -> None:
         self.held += 1
         self.peak = max(self.peak, self.held)
-
-    def _learn(self, stage: int, num_bytes: int) -> None:
-        """Get the slots of a stage at once when its first micro-batch shows their size."""
-        if self._bytes_of_stage.get(stage, 0) < num_bytes:
-            self._bytes_of_stage[stage] = num_bytes
-            self._reserve()
-
-    def _reserve(self) -> None:
-        """Get all slots that the program needs, or with ``auto`` those that the host has room for.
-
-        Raises:
-            HostMemoryError: the host has less memory than the program takes.
-        """
-        slots = peak_on_host(self._program, self._bytes_of_stage)
-        lacking = self.pool.reserve(slots, self._room_bytes() if self._sparing else None)
-        if lacking:
-            logger.warning(
-                "--offload-activations auto: the host has memory for %d of %d activations that "
-                "should be there at once; the others stay on the device",
-                *(slots.total() - lacking, slots.total()),
-            )
-
-    def _room_bytes(self) -> int:
-        """Return what this rank may still take of the host's memory, as one of its node."""
-        return int(host_memory.available_bytes() * CAUTION) // self._num_local
 
 
 def _layout(sources: Sequence[torch.Tensor]) -> tuple[Sequence[int], int]:

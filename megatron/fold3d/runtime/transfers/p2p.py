@@ -8,15 +8,17 @@ from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.fold3d.plan.ir import Action, Op, Program
-from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
 from megatron.fold3d.runtime.transfers import nccl
-from megatron.fold3d.runtime.transfers.host_link import HostLink
+
+if TYPE_CHECKING:
+    from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
+    from megatron.fold3d.runtime.transfers.host_link import HostLink
 
 _UNFINISHED_SENDS = 16  # more than a plan ever leaves behind unless the receiver is far behind
 
@@ -38,7 +40,7 @@ class P2P:
         timeout: timedelta,
         *,
         lazy: bool = False,
-        communicator: PreemptiveCommunicator | None = None,
+        communicator: "PreemptiveCommunicator | None" = None,
         traffic_class: int | None = None,
     ) -> None:
         ranks = dist.get_process_group_ranks(pp_group)
@@ -136,7 +138,7 @@ class P2P:
         if self._host_link is not None:
             self._host_link.drain()
 
-    def _host_link_of(self, action: Action) -> HostLink | None:
+    def _host_link_of(self, action: Action) -> "HostLink | None":
         """Return the link that carries a transfer from host to host, if it goes that way."""
         link = self._host_link
         return link if link is not None and link.carries(action) else None
@@ -170,8 +172,10 @@ class P2P:
 
 def _host_link(
     ranks: Sequence[int], rank: int, device: torch.device, timeout: timedelta
-) -> HostLink:
+) -> "HostLink":
     """Make the groups of the link from the last rank to the first, which is the last of a ring."""
+    from megatron.fold3d.runtime.transfers.host_link import HostLink
+
     forward, backward = _make_groups(ranks, "gloo", timeout, None)[-1]
     last, first = len(ranks) - 1, 0
     groups = {Op.SEND_F: forward, Op.RECV_F: forward, Op.SEND_B: backward, Op.RECV_B: backward}

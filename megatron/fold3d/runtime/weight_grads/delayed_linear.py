@@ -4,6 +4,13 @@ A linear layer's backward multiplies twice: the gradient of its output with its 
 the stage before waits, and with its input, for which only DP.sync waits. In stages whose weight
 gradients are delayed, the backward does the first and keeps what the second needs.
 
+    stage 0                ┌── 0B0        ┌── 0B1
+                           │ SEND_B       │ SEND_B
+    stage 1         1B0 ───┤       1B1 ───┤         1W0    1W1 ───┐
+                           │              │          │      │     └── DP.sync of stage 1
+    kept                   └── x, grad ───│──────────┘      │
+                                          └── x, grad ──────┘
+
 Keeps one invariant: what is computed, and the order in which a weight's gradients are added up, are
 those of Megatron's own backward, so that sums are equal bit for bit.
 """
@@ -23,7 +30,9 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
-from megatron.fold3d.plan.ir import Action
+from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.passes.weight_grads import split_stages
+from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
 
 
 class Parallel(NamedTuple):
@@ -64,7 +73,7 @@ class _Kept(NamedTuple):
     output_grad: torch.Tensor
 
 
-class DelayedWeightGrads:
+class DelayedWeightGrads(Feature):
     """The weights of one rank whose gradients are delayed, and what is kept for them.
 
     Attributes:
@@ -76,6 +85,23 @@ class DelayedWeightGrads:
         self._weights: frozenset[torch.Tensor] = frozenset()
         self._kept: dict[tuple[int, int | None], list[_Kept]] = {}  # by stage and micro-batch
         self._now: list[_Kept] = []
+
+    def prepare(self, iteration: Iteration) -> None:
+        """Delay the gradients of the stages that have WEIGHT actions."""
+        stages = split_stages(iteration.program)
+        num_ranks = iteration.plan.num_ranks
+        self.choose({stage: iteration.chunks[stage // num_ranks] for stage in stages})
+
+    def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
+        """Compute weight gradients, for which backwards keep what is needed."""
+        stages, run_backward = split_stages(iteration.program), inner[Op.BACKWARD]
+
+        def backward(action: Action) -> None:
+            if action.stage in stages:
+                self.begin_backward(action)
+            run_backward(action)
+
+        return {Op.BACKWARD: backward, Op.WEIGHT: self.compute}
 
     def choose(self, chunks: Mapping[int, torch.nn.Module]) -> None:
         """Delay the gradients of all linear layers in the transformer layers of ``chunks``.

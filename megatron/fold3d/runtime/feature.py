@@ -1,0 +1,128 @@
+"""What a capability adds to the executor, and the iteration that it takes part in.
+
+The executor keeps a table of handlers by op, made anew for each iteration. Features fill it, from
+the innermost outwards: each is given the table so far, and returns handlers for ops of its own and
+wrappers around those of others. What is off is not in the list, and nothing asks for it.
+
+        features      [preemption, transfers, trace, grad sync, weight grads, offload]
+                        outermost ──────────────────────────────────────> innermost
+
+        a BACKWARD    transfers   take the gradient of the output, announce the next send
+                        trace       note the begin of the computation
+                          grad sync   let DDP's hooks reduce, before the last one
+                            weight grads   keep what they are computed from
+                              offload     wait for what came back
+                                Megatron's backward_step
+
+Keeps one invariant: a feature may change when something happens, never what is computed.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.fold3d.plan.ir import Action, Op, Plan, Program
+
+Handler = Callable[[Action], None]
+Handlers = Mapping[Op, Handler]
+Key = tuple[int, int | None]
+"""Stage and micro-batch."""
+
+
+@dataclass(kw_only=True)
+class Iteration:
+    """One call of the executor: its plan, the model, and the tensors between computations.
+
+    Attributes:
+        rank: in the pipeline.
+        plan: of all ranks.
+        chunks: this rank's model chunks, by segment.
+        config: Megatron's, of the model.
+        groups: Megatron's process groups.
+        pp_group: the pipeline's.
+        trains: False for an evaluation, which has forwards alone.
+        shapes: of what a rank receives, by op: ``[seq, batch, hidden]``.
+        force_all_reduce: Megatron's, for its last sums of gradients.
+        ends: closes when the iteration ends, also after an error.
+        saved: input and output of each forward that waits for its backward.
+        inputs: arrived, not computed with yet.
+        outputs: computed, not sent yet.
+        output_grads: arrived, not computed with yet.
+        input_grads: computed, not sent yet.
+        num_tokens: over which Megatron averages the loss.
+        reports: what the loss function reports, one value per micro-batch.
+    """
+
+    rank: int
+    plan: Plan
+    chunks: Sequence[torch.nn.Module]
+    config: Any
+    groups: Any
+    pp_group: dist.ProcessGroup
+    trains: bool
+    shapes: Mapping[Op, Sequence[int]]
+    force_all_reduce: bool | None = False
+    ends: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        self.device = next(self.chunks[0].parameters()).device
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=self.device)
+        self.reports: list[Any] = []
+        self.saved: dict[Key, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self.inputs: dict[Key, torch.Tensor] = {}
+        self.outputs: dict[Key, torch.Tensor] = {}
+        self.output_grads: dict[Key, torch.Tensor] = {}
+        self.input_grads: dict[Key, torch.Tensor] = {}
+
+    @property
+    def program(self) -> Program:
+        """Return what this rank runs."""
+        return self.plan.programs[self.rank]
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Return the bytes of one hidden state, which is what a transfer carries."""
+        num_elements = torch.Size(self.shapes[Op.RECV_F]).numel()
+        return int(num_elements * self.config.pipeline_dtype.itemsize)
+
+    def segment(self, action: Action) -> int:
+        """Return the segment of an action: the index of its model chunk."""
+        return action.stage // self.plan.num_ranks
+
+
+class Feature:
+    """One capability of the executor. A subclass overrides what it needs of this.
+
+    Attributes:
+        preparing: where a rank is that fails in `prepare`.
+        draining: where a rank is that fails in `drain`.
+    """
+
+    preparing = "the beginning of an iteration"
+    draining = "the end of its program"
+
+    def revise_plan(self, plan: Plan, rank: int) -> Plan:
+        """Return the plan of a training iteration as this feature wants it on ``rank``."""
+        return plan
+
+    def prepare(self, iteration: Iteration) -> None:
+        """Get ready for an iteration; outermost features first, on all ranks together."""
+
+    def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
+        """Return what runs the ops that this feature handles.
+
+        Args:
+            iteration: that is about to run.
+            inner: what runs each op so far; a handler that wraps another calls it.
+        """
+        return {}
+
+    def drain(self, iteration: Iteration) -> None:
+        """End what the program has left under way; innermost features first."""
+
+    def close(self, error: BaseException | None) -> None:
+        """End the run, after an ``error`` or without; innermost features first."""

@@ -1,0 +1,67 @@
+"""``--backward-share``: gradient sync where some segments' DP.sync reaches into the next iteration.
+
+`DeferredSync` does what is different; the other segments, if there are any, are synced as ever.
+"""
+
+from collections.abc import Container
+
+from megatron.fold3d.plan.passes.grad_sync import deferred_stages
+from megatron.fold3d.runtime.feature import Iteration
+from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
+from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
+
+
+class DeferredGradSync(GradSync):
+    """Gradient sync of one rank, part of which `DeferredSync` does.
+
+    Args:
+        deferred: reduces, and steps the optimizer, over all iterations.
+    """
+
+    preparing = "WAIT_GRAD before evaluation"
+
+    def __init__(self, deferred: DeferredSync) -> None:
+        super().__init__()
+        self._deferred = deferred
+        self._deferred_segments: Container[int] = ()
+
+    def prepare(self, iteration: Iteration) -> None:
+        """Begin an iteration; what is evaluated is the model of the last iteration."""
+        if iteration.trains:
+            self._deferred.prepare(iteration.chunks, iteration.groups)
+        else:
+            self._deferred.drain()
+        stages = deferred_stages(iteration.program)
+        self._deferred_segments = {stage // iteration.plan.num_ranks for stage in stages}
+        super().prepare(iteration)
+
+    def release(self, segment: int) -> None:
+        """Let hooks reduce the gradients of a segment that is not deferred."""
+        if segment not in self._deferred_segments:
+            super().release(segment)
+
+    def start_reduction(self, segment: int) -> None:
+        """Start to reduce the backward share, or all of a segment that is not deferred."""
+        if segment in self._deferred_segments:
+            self._deferred.start(self._chunks[segment])
+        else:
+            super().start_reduction(segment)
+
+    def wait(self, segment: int) -> None:
+        """End the segment's reduction: of a deferred one, that of the iteration before."""
+        if segment not in self._deferred_segments:
+            super().wait(segment)
+            return
+        self._deferred.settle(self._chunks[segment])
+        self._quiet[segment].close()
+        self._hush(segment)  # zeroed gradients are a new start for DDP, and its hooks listen
+
+    def drain(self, iteration: Iteration) -> None:
+        """Start what the next forward waits for first, then leave the last sums to Megatron."""
+        if iteration.trains:
+            self._deferred.finish_backward()
+        super().drain(iteration)
+
+    def close(self, error: BaseException | None) -> None:
+        """Take the steps that are due."""
+        self._deferred.close(error)

@@ -1,0 +1,157 @@
+"""When a rank's deferred DP.sync runs: its backward share at once, the rest in the forward's order.
+
+Knows nothing of optimizer steps: `DeferredSync` says when an iteration begins and its backwards are
+through, and waits for chunks.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.runtime.grad_sync.bucket_groups import Ranks, bucket_groups, connect
+from megatron.fold3d.runtime.grad_sync.reductions import Reductions
+from megatron.fold3d.runtime.grad_sync.slices import Slice
+from megatron.fold3d.runtime.trace.recorder import Recorder, no_end
+
+if TYPE_CHECKING:
+    from megatron.fold3d.runtime.grad_sync.measured_shares import AutoShares
+    from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
+
+
+class DeferredReductions:
+    """The reductions of one rank's model chunks, over all iterations; see `DeferredSync`."""
+
+    def __init__(
+        self,
+        backward_share: float,
+        *,
+        slice_bytes: int,
+        timeout: timedelta,
+        communicator: "PreemptiveCommunicator | None",
+        auto: "AutoShares | None",
+        recorder: Recorder | None,
+        traffic_class: int | None,
+    ) -> None:
+        self._backward_share = backward_share
+        self._timeout = timeout
+        self._communicator = communicator
+        self._auto, self._recorder = auto, recorder
+        self._traffic_class = traffic_class
+        self._reductions = Reductions(slice_bytes, self._observe)
+
+        # Known with the first iteration.
+        self._chunks: Sequence[Any] = ()
+        self._stages: Sequence[int] = ()
+        self._num_bytes = 0  # of all gradients
+
+        # Of the iteration that runs.
+        self._shares: Sequence[float] = ()
+        self._next_shares: Sequence[float] = ()
+        self._scaling: dict[Any, Any] = {}  # of chunks whose gradients are still on their way
+        self._num_deferred_bytes = 0
+
+    def connect_groups(
+        self,
+        chunks: Sequence[Any],
+        kept_back: Collection[torch.nn.Parameter],
+        rank_groups: list[Ranks],
+        groups: ProcessGroupCollection,
+    ) -> None:
+        """Make the process groups; all ranks of the job call this together.
+
+        Args:
+            chunks: of this rank.
+            kept_back: parameters whose gradients are reduced when the iteration ends.
+            rank_groups: who reduces something together, of the whole job.
+            groups: Megatron's.
+        """
+        device = next(chunks[0].parameters()).device
+        ours = connect(rank_groups, device, self._timeout, self._traffic_class)
+        if self._communicator is not None:
+            ours = {ranks: self._communicator.group(group) for ranks, group in ours.items()}
+        self._reductions.connect(chunks, frozenset(kept_back), ours)
+        if self._auto is not None:
+            self._auto.connect(len(chunks), groups.dp_cp, device)
+        self._chunks = chunks
+        num_ranks, rank = groups.pp.size(), groups.pp.rank()
+        self._stages = [segment * num_ranks + rank for segment in range(len(chunks))]
+        self._num_bytes = sum(
+            bucket.grad_data.nbytes for group in bucket_groups(*chunks) for bucket in group.buckets
+        )
+
+    def set_shares(self, shares: Sequence[float]) -> None:
+        """Start the share ``shares[segment]`` with a segment's backward, from the next iteration.
+
+        All replicas of a stage are to be given the same ones.
+        """
+        if not all(0 <= share <= 1 for share in shares):
+            raise ValueError(f"shares of DP.sync {shares}: give numbers from 0 to 1")
+        self._next_shares = tuple(shares)
+
+    def update_shares(self) -> None:
+        """Begin an iteration, with the shares that were set or measured since the last."""
+        if self._auto is not None and (shares := self._auto.begin()):
+            self.set_shares(shares)
+        self._shares = self._next_shares or [self._backward_share] * len(self._chunks)
+
+    def cut_chunk(self, chunk: Any) -> Sequence[Slice]:
+        """Return the gradients of a chunk, which are complete, as slices to start with."""
+        slices = self._reductions.cut(chunk)
+        if self._auto is not None:
+            self._auto.ready(self._chunks.index(chunk), sum(part.num_bytes for part in slices))
+        return slices
+
+    def start_chunk(self, chunk: Any, slices: Sequence[Slice]) -> None:
+        """Start to reduce the backward share of a chunk's slices."""
+        self._reductions.start(chunk, slices, self._shares[self._chunks.index(chunk)])
+
+    def finish_backward(self) -> None:
+        """Start what the next forward waits for first, and wait for what is kept back."""
+        self._num_deferred_bytes = self._reductions.rest_bytes
+        self._reductions.finish_backward()
+
+    def start_rest(self) -> None:
+        """Start what is left of all chunks, lowest first."""
+        self._reductions.start_rest()
+
+    def is_running(self, chunk: Any) -> bool:
+        """Whether a chunk's reduction was started and not waited for."""
+        return self._reductions.is_running(chunk)
+
+    def wait_for(self, chunk: Any) -> None:
+        """Wait for a chunk's gradients, if they are being reduced, and scale them if need be."""
+        self._reductions.wait(chunk)
+        if (factor := self._scaling.pop(chunk, None)) is not None:
+            chunk.scale_gradients(factor)
+
+    def defer_scaling(self, chunk: Any, factor: Any) -> bool:
+        """Tell whether a chunk's gradients are on their way; they are then scaled when reduced."""
+        if self._reductions.is_running(chunk):
+            self._scaling[chunk] = factor
+            return True
+        return False
+
+    @property
+    def scaling(self) -> Any:
+        """Return what deferred gradients are still to be scaled by: one for the whole model."""
+        return next(iter(self._scaling.values()), 1.0)
+
+    def count_deferred(self, *, is_late: bool) -> None:
+        """Note in a trace what part of an iteration's gradients reached into the next one."""
+        if self._recorder is not None and self._num_bytes:
+            num_bytes = self._num_deferred_bytes if is_late else 0
+            self._recorder.count("deferred_grad_sync_share", num_bytes / self._num_bytes)
+
+    def _observe(self, chunk: Any, num_bytes: int) -> list[Callable[[], None]]:
+        """Note that a chunk starts to reduce ``num_bytes``; return what to call at their end."""
+        ends = []
+        if self._auto is not None:
+            ends.append(self._auto.start(num_bytes))
+        if self._recorder is not None:
+            stage = self._stages[self._chunks.index(chunk)]
+            ends.append(self._recorder.begin(Action(stage, Op.REDUCE_GRAD), "grad_sync"))
+        return [end for end in ends if end is not no_end]

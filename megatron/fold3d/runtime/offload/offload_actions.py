@@ -1,0 +1,64 @@
+"""``--offload-activations``: OFFLOAD and RELOAD actions, and what they do to computations."""
+
+from megatron.fold3d.plan.ir import Action, Op, Plan
+from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
+from megatron.fold3d.runtime.offload.offloader import Offloader
+from megatron.fold3d.runtime.plans import Plans
+from megatron.fold3d.runtime.trace.recorder import Recorder
+
+
+class Offload(Feature):
+    """The offloader's part in an iteration; an evaluation saves nothing.
+
+    Args:
+        offloader: moves the activations.
+        plans: of the run; which activations leave may change from iteration to iteration.
+        recorder: of a trace.
+    """
+
+    def __init__(
+        self, offloader: Offloader, plans: Plans, recorder: Recorder | None = None
+    ) -> None:
+        self._offloader = offloader
+        self._plans = plans
+        self._recorder = recorder
+
+    def revise_plan(self, plan: Plan, rank: int) -> Plan:
+        """Return the plan with what this rank chooses to offload, unless the user's plan says."""
+        if self._plans.fixes_offload:
+            return plan
+        choice = self._offloader.choice(plan.programs[rank])
+        return self._plans.training(plan.num_microbatches, choice)
+
+    def prepare(self, iteration: Iteration) -> None:
+        """Take the host memory that the program needs."""
+        if iteration.trains:
+            self._offloader.begin(
+                iteration.program, iteration.chunks, iteration.hidden_bytes, self._recorder
+            )
+
+    def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
+        """Copy, and collect what forwards save for the backwards that need it."""
+        if not iteration.trains:
+            return {}
+        offloader = self._offloader
+        run_forward, run_backward = inner[Op.FORWARD], inner[Op.BACKWARD]
+
+        def forward(action: Action) -> None:
+            with offloader.saving(action):
+                run_forward(action)
+
+        def backward(action: Action) -> None:
+            with offloader.using(action):
+                run_backward(action)
+
+        def offload(action: Action) -> None:
+            input_tensor, _ = iteration.saved[action.stage, action.microbatch]
+            offloader.offload(action, held=input_tensor)
+
+        return {
+            Op.FORWARD: forward,
+            Op.BACKWARD: backward,
+            Op.OFFLOAD: offload,
+            Op.RELOAD: offloader.reload,
+        }

@@ -1,0 +1,79 @@
+"""What of a rank's activations leaves, and how early: chosen anew when an iteration is measured."""
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from megatron.fold3d.plan.ir import COMPUTE_OPS, Op, Program
+from megatron.fold3d.plan.passes.offload import OffloadChoice
+from megatron.fold3d.policy.offload_choice import OffloadTimes, choose_offload
+from megatron.fold3d.runtime.device import free_device_bytes
+from megatron.fold3d.runtime.offload.copy_meter import Meter
+from megatron.fold3d.runtime.offload.host_slots import HostSlots
+
+logger = logging.getLogger(__name__)
+
+
+class OffloadTuner:
+    """The choices of one rank, over all iterations.
+
+    Args:
+        device: whose clock and memory are measured.
+        sparing: offload no more than needed; otherwise all.
+        slots: where activations leave to.
+    """
+
+    def __init__(self, device: torch.device, *, sparing: bool, slots: HostSlots) -> None:
+        self._device = device
+        self._sparing = sparing
+        self._slots = slots
+        self._meter = Meter(device)
+        self._measured: OffloadTimes | None = None
+        # By the number of computations of an iteration, and whether sizes and times are known.
+        self._chosen: dict[tuple[int, bool, bool], OffloadChoice] = {}
+        self._num_iterations = 0
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether an iteration is still to be measured."""
+        return self._measured is None
+
+    def clear_times(self) -> None:
+        """Begin an iteration."""
+        self._num_iterations += 1
+        self._meter.clear()
+
+    def time_op(self, op: Op) -> Callable[[], None]:
+        """Note that something begins on the current stream; call what is returned at its end."""
+        return self._meter.begin(op)
+
+    def choose_for(self, program: Program, peak: int) -> OffloadChoice:
+        """Return what of a program's activations should leave, and when.
+
+        Args:
+            program: of this rank.
+            peak: the most activations that the iteration before held on the device.
+        """
+        if self._measured is None and self._num_iterations > 1:
+            self._measured = self._measure(peak)
+        computations = tuple(action for action in program if action.op in COMPUTE_OPS)
+        key = len(computations), bool(self._slots.activation_bytes), self._measured is not None
+        if key not in self._chosen:
+            choice = OffloadChoice()
+            if self._measured is not None:
+                choice = choose_offload(computations, self._measured, sparing=self._sparing)
+                many = "all" if choice.at_most is None else f"at most {choice.at_most}"
+                logger.info(
+                    "of %d activations %s leave, each within %d computations, for %s",
+                    *(len(computations) // 2, many, choice.depth, self._measured),
+                )
+            self._chosen[key] = self._slots.fit_choice(computations, choice)
+        return self._chosen[key]
+
+    def _measure(self, peak: int) -> OffloadTimes | None:
+        means_s = self._meter.means_s()
+        if means_s is None:
+            return None
+        largest = self._slots.activation_bytes
+        return OffloadTimes(largest, peak, free_device_bytes(self._device), *means_s)
