@@ -25,7 +25,7 @@ from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
 from megatron.fold3d.predict.simulator.simulate import simulate
-from scripts.bench.check_vectors import error, errors_of
+from tests.predict.simulator.check_vectors import error, errors_of
 
 CASES = json.loads((Path(__file__).parents[2] / "data/simulator_vectors.json").read_text())["cases"]
 
