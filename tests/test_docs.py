@@ -62,6 +62,7 @@ def _words(line: str) -> tuple[str, ...]:
 COMMANDS = [command for page in PAGES for command in commands(page)]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
 def test_a_command_is_one_that_its_program_takes(
     command: Command, parser: ArgumentParser, tmp_path_factory: pytest.TempPathFactory

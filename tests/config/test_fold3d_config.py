@@ -161,6 +161,7 @@ def test_every_schedule_of_the_library_can_be_asked_for(parse: Parse, schedule: 
     assert Fold3DConfig.from_args(args).schedule == schedule
 
 
+@pytest.mark.processes
 def test_the_configuration_loads_neither_torch_nor_megatron_core() -> None:
     code = (
         "import sys, megatron.fold3d.config.fold3d_config\n"

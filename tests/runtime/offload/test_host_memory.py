@@ -94,6 +94,7 @@ def test_memory_that_was_taken_is_there_so_that_the_next_rank_counts_it():
     assert memory.numel() == 64 << 20
 
 
+@pytest.mark.processes
 def test_ranks_look_and_take_one_after_the_other():
     other = "import fcntl; fcntl.flock(open('/proc/meminfo'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
     with host_memory._turn():
