@@ -145,7 +145,7 @@ def test_a_link_that_cannot_be_is_refused(arguments):
         Link(*arguments)
 
 
-def test_without_root_one_line_says_so(monkeypatch, capsys):
+def test_a_testbed_without_root_is_refused_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert testbed.main(["--", "true"]) == 2
     assert capsys.readouterr().err == (
@@ -213,7 +213,7 @@ def test_a_failed_rank_ends_the_others(bed, tmp_path, monkeypatch):
 
 
 @pytest.mark.processes
-def test_time_that_is_over_ends_all(bed, tmp_path):
+def test_a_run_over_its_time_limit_ends_all_ranks(bed, tmp_path):
     ranks = bed.start(["sleep", "600"], tmp_path)
     assert ranks.wait(0.2) == [None, None]
 

@@ -77,7 +77,7 @@ def test_a_size_below_one_is_refused_before_anything_divides_by_it(parse: Parse,
     )
 
 
-def test_every_size_has_the_name_of_its_flag(parser: ArgumentParser) -> None:
+def test_sizes_checked_for_one_or_more_are_named_after_their_flags(parser: ArgumentParser) -> None:
     known = {flag: action.dest for action in options(parser) for flag in action.option_strings}
     assert {f"--{name.replace('_', '-')}": name for name in _SIZES}.items() <= known.items()
 

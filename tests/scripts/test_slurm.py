@@ -93,7 +93,9 @@ def test_flags_of_the_user_win(parser: ArgumentParser, checkout: Path):
         (["gpt3-81b"], "error: gpt3-81b is none of gpt3-18b, gpt3-39b, cpm and bert"),
     ],
 )
-def test_another_model_is_refused(checkout: Path, words: list[str], message: str):
+def test_a_model_that_a_slurm_script_does_not_know_is_refused(
+    checkout: Path, words: list[str], message: str
+):
     with pytest.raises(subprocess.CalledProcessError) as caught:
         _asked_for(checkout, "a100.sbatch", words)
     assert message in caught.value.stderr

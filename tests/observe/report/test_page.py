@@ -38,7 +38,7 @@ def two_views() -> str:
     return page("aiao <4 ranks>", "a & b", views)
 
 
-def test_nothing_is_loaded_from_outside():
+def test_the_page_loads_nothing_from_outside():
     html = two_views()
     assert re.findall(r"https?://\S+", html) == []
     assert not re.search(r"@import|url\(|<script src|<img|<iframe", html)

@@ -21,6 +21,6 @@ def test_iterating_leaves_the_default_generator_alone(num_workers: int) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_is_no_loader_passes() -> None:
+def test_a_dataset_without_a_loader_passes_through_the_patch() -> None:
     made = data_loader.patch().make(lambda dataset, consumed_samples: dataset)
     assert (made(None, 0), made("external", 0)) == (None, "external")

@@ -41,7 +41,7 @@ def test_slots_are_reused_first_in_first_out_and_taken_from_the_host_once():
     assert (pool.num_bytes, pool.num_growths, pool.high_water_bytes) == (1536, 1, 1536)
 
 
-def test_what_was_not_foreseen_grows_the_pool_and_is_logged(caplog: pytest.LogCaptureFixture):
+def test_a_pinned_pool_that_is_too_small_grows_and_logs_it(caplog: pytest.LogCaptureFixture):
     pool = PinnedPool(torch.device("cpu"))
     pool.reserve({512: 1})
     pool.take(512)
