@@ -1,7 +1,7 @@
 # Every target works in a fresh clone; the logic is in scripts/. Arguments: make test ARGS="-k plan"
 ARGS ?=
 
-.PHONY: help venv extension demo test check build-cuda clean
+.PHONY: help venv extension demo quick test check build-cuda clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -16,7 +16,10 @@ extension: venv  ## build the C++ scheduler of --preemptive-comm
 demo: venv  ## train a small GPT with stock Megatron and with AIAO, and compare the losses
 	@.venv/bin/python scripts/demo.py $(ARGS)
 
-test: venv  ## run the tests
+quick: venv  ## run the tests that start no other process: no ranks, compiler or testbed; a minute
+	@.venv/bin/python -m pytest -q -m "not (gloo or processes or gpu)" $(ARGS)
+
+test: venv  ## run all tests: half an hour on two cores
 	@.venv/bin/python -m pytest $(ARGS)
 
 check: venv  ## lint, format, types

@@ -2,7 +2,9 @@
 
 import os
 import shlex
+import sys
 from argparse import ArgumentParser
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -14,6 +16,32 @@ from megatron.fold3d.config.fold3d_config import add_arguments
 # On a machine that others use as well, how long an example takes says nothing.
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
+
+
+# What `make quick` leaves out (pyproject.toml). Python tells an audit hook that a process is about
+# to start; `run_distributed` tells it that ranks are.
+STARTS_PROCESSES = ("gloo", "processes")
+STARTS = ("subprocess.Popen", "os.fork", "os.posix_spawn", "os.system", "tests.run_distributed")
+_must_start_none = False
+
+
+def _refuse_processes(event: str, _: object) -> None:
+    if _must_start_none and event in STARTS:
+        pytest.fail(f"{event}: mark this test with one of {', '.join(STARTS_PROCESSES)}")
+
+
+sys.addaudithook(_refuse_processes)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that starts a process and is not marked as one: `make quick` would run it."""
+    global _must_start_none
+    _must_start_none = not any(map(item.get_closest_marker, STARTS_PROCESSES))
+    try:
+        return (yield)
+    finally:
+        _must_start_none = False
 
 
 def pytest_report_header() -> str:

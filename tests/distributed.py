@@ -10,6 +10,7 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -106,6 +107,7 @@ def run_distributed(
     Raises:
         RankError: a rank raised, died, or had not finished after ``timeout_s``.
     """
+    sys.audit("tests.run_distributed", fn)  # tests/conftest.py sees which tests start ranks
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOAD))
     # Here and not on rank 0, so that its port is known to be free: torchrun's way.

@@ -102,24 +102,28 @@ def test_every_command_explains_itself_with_examples(fold3d):
         assert command in fold3d("--help")[1]
 
 
+@pytest.mark.processes
 def test_a_plan_passes_through_a_pipe():
     result = shell(f"fold3d {AIAO} --format csv | fold3d verify --plan-file -")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith("2 ranks, 2 segments, 3 micro-batches")
 
 
+@pytest.mark.processes
 def test_a_reader_that_has_seen_enough_is_no_error():
     plan = "fold3d plan --schedule aiao --pp 8 --segments 4 --microbatches 500"
     result = shell(f"set -o pipefail; {plan} | head -c 3")
     assert (result.returncode, result.stdout, result.stderr) == (0, "0F0", "")
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_reported():
     result = shell(f"fold3d {AIAO} > /dev/full")
     assert (result.returncode, result.stderr) == (2, "fold3d plan: No space left on device\n")
 
 
+@pytest.mark.processes
 def test_closed_streams_cause_no_traceback():
     assert shell(f"fold3d {AIAO} >&-").stderr == ""
     result = shell("fold3d verify --plan-file - <&-")
@@ -134,6 +138,7 @@ def test_ctrl_c_while_a_command_is_loaded_causes_no_traceback(fold3d, monkeypatc
     assert fold3d(AIAO) == (130, "", "")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("line", [AIAO, "verify --plan-file /nowhere", "--help"])
 def test_plans_are_made_without_loading_the_simulator(line: str):
     heavy = "{'numpy', 'torch', *(f'megatron.fold3d.{r}' for r in ('observe', 'predict'))}"

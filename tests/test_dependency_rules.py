@@ -144,6 +144,7 @@ def test_a_file_names_only_what_its_folder_may(folder: str):
     assert foreign == set()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_importing_a_folder_loads_only_what_it_may(folder: str):
     loaded = probe([], [module(path) for path in files(folder)])["loaded"]
@@ -165,11 +166,13 @@ def test_rooms_have_no_two_files_of_one_name():
     assert [paths for paths in homes.values() if len(paths) > 1] == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("path", files("plan") + files("."), ids=module)
 def test_each_light_module_imports_on_its_own(path: Path):
     assert module(path) in probe([], [module(path)])["loaded"]
 
 
+@pytest.mark.processes
 def test_importing_starts_no_thread_and_patches_nothing():
     upstream = [
         "torch",

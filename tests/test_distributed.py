@@ -63,7 +63,7 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_death_is_named() -> None:
+def test_a_rank_that_dies_is_named() -> None:
     with pytest.raises(RankError, match=r"\[rank 0\] died with exit code -9"):
         run_distributed(_die, 1)
 

@@ -17,9 +17,13 @@ from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.predict.cost_model.model_shape import Family
 from megatron.fold3d.predict.cost_model.presets import SCRIPTS, preset_flags
 from tests.commands.traces import write_traces
+from tests.test_dependency_rules import FOREIGN, ROOMS
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 FENCED = re.compile(r"^```(?:sh|console)\n(.*?)^```$", re.M | re.S)
 INDENTED = re.compile(r"^\n((?:    \S.*\n(?:        .*\n)*)+)$", re.M)
 FOLD3D = str(Path(sys.executable).with_name("fold3d"))
@@ -62,6 +66,7 @@ def _words(line: str) -> tuple[str, ...]:
 COMMANDS = [command for page in PAGES for command in commands(page)]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
 def test_a_command_is_one_that_its_program_takes(
     command: Command, parser: ArgumentParser, tmp_path_factory: pytest.TempPathFactory
@@ -216,3 +221,50 @@ def test_the_paper_map_names_what_exists():
         for part in filter(None, name.split(".")):
             found = re.search(rf"^ *(?:def|class) {part}\b|^{part} = ", file.read_text(), re.M)
             assert found, f"{path} has no {part}"
+
+
+def test_the_drawing_of_the_house_has_every_folder_and_no_other():
+    text = (ROOT / "docs/architecture.md").read_text()
+    (drawing,) = re.findall(r"^## The house\n.*?^```\n(.*?)^```$", text, re.M | re.S)
+    drawn, above = set(), [""]
+    for indent, name in re.findall(r"^( *)(\w+)/(?= |$)", drawing, re.M):
+        above[len(indent) // 2 + 1 :] = [f"{above[len(indent) // 2]}{name}/"]
+        drawn.add(above[-1])
+    tops = ("megatron", "fold3d_patches", "csrc", "scripts", "docs")  # tests/ mirrors them
+    there = {
+        f"{folder.relative_to(ROOT)}/"
+        for top in tops
+        for file in (ROOT / top).rglob("*.*")
+        for folder in (file.parent, *file.parent.parents)
+        if "__pycache__" not in file.parts and folder.is_relative_to(ROOT / top)
+    }
+    assert drawn - {"tests/"} == there
+
+
+def test_the_rules_of_import_are_those_that_are_tested():
+    text = (ROOT / "docs/architecture.md").read_text()
+    (section,) = re.findall(r"^### Who imports whom\n(.*?)^##", text, re.M | re.S)
+    rows = re.findall(r"^\| `([\w.]+)` \| (.*) \| (.*) \|$", section, re.M)
+    documented = {
+        "." if room == "cli.py" else room: (
+            tuple(re.findall(r"`([\w.]+)`", inside)),
+            tuple(re.findall(r"[\w.]+", outside)),
+        )
+        for room, inside, outside in rows
+    }
+    assert documented == {room: (names, FOREIGN.get(room, ())) for room, names in ROOMS.items()}
+
+
+def test_the_changelog_says_where_modules_went():
+    rows = re.findall(
+        r"^\| `([\w.]+)`(?:: .*?)? \| `([\w.]+)` \|$", (ROOT / "CHANGELOG.md").read_text(), re.M
+    )
+    assert len(rows) > 100
+    for before, now in rows:
+        old, new = (
+            ROOT / f"{'' if name.startswith('fold3d_patches') else 'megatron/fold3d/'}"
+            f"{name.replace('.', '/')}"
+            for name in (before, now)
+        )
+        assert before == now or not old.with_suffix(".py").exists(), before
+        assert any(new.with_suffix(suffix).exists() for suffix in (".py", ".pyi")), now

@@ -43,7 +43,7 @@ def test_an_error_reaches_who_waits_and_later_works_still_run():
     assert ran.wait()
 
 
-def test_waiting_no_longer_than_asked_for():
+def test_wait_with_a_timeout_raises_when_it_is_over():
     never = threading.Event()
     work = OrderedQueue("test").submit(lambda: never.wait(10))
     with pytest.raises(RuntimeError, match=r"did not end within 0\.01 s"):

@@ -145,7 +145,7 @@ def test_a_link_that_cannot_be_is_refused(arguments):
         Link(*arguments)
 
 
-def test_without_root_one_line_says_so(monkeypatch, capsys):
+def test_a_testbed_without_root_is_refused_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert testbed.main(["--", "true"]) == 2
     assert capsys.readouterr().err == (
@@ -164,6 +164,7 @@ def test_a_missing_command_is_named_with_its_package(monkeypatch, tmp_path, caps
 # What needs root
 
 
+@pytest.mark.processes
 def test_the_link_has_the_rate_asked_for_and_its_bytes_are_counted(bed, tmp_path):
     before = bed.traffic()
     ranks = bed.start([sys.executable, "-c", TRANSFER], tmp_path)
@@ -178,6 +179,7 @@ def test_the_link_has_the_rate_asked_for_and_its_bytes_are_counted(bed, tmp_path
     assert 0.98 * PAYLOAD_BYTES * 8 / 40e6 < seconds < 1.25 * PAYLOAD_BYTES * 8 / 40e6
 
 
+@pytest.mark.processes
 def test_a_cut_cable_delays_a_transfer_and_loses_nothing(bed, tmp_path):
     ranks = bed.start([sys.executable, "-c", TRANSFER], tmp_path)
     assert wait_until(lambda: bed.traffic()[1].sent_bytes > PAYLOAD_BYTES / 10)
@@ -188,6 +190,7 @@ def test_a_cut_cable_delays_a_transfer_and_loses_nothing(bed, tmp_path):
     assert float(ranks.logs[1].read_text()) > 0.5 + 0.8 * PAYLOAD_BYTES * 8 / 40e6
 
 
+@pytest.mark.processes
 def test_ranks_are_told_what_torchrun_would_tell_them(needs_testbed, tmp_path):
     with Testbed(2, Link(), ranks_per_host=2) as bed:
         show = 'echo "$RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $MASTER_ADDR"'
@@ -201,6 +204,7 @@ def test_ranks_are_told_what_torchrun_would_tell_them(needs_testbed, tmp_path):
     ]
 
 
+@pytest.mark.processes
 def test_a_failed_rank_ends_the_others(bed, tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "_GRACE_S", 0.3)
     ranks = bed.start(["sh", "-c", 'test "$RANK" = 1 && exit 3; sleep 600'], tmp_path)
@@ -208,11 +212,13 @@ def test_a_failed_rank_ends_the_others(bed, tmp_path, monkeypatch):
     assert not any(is_running(process.pid) for process in ranks.processes)
 
 
-def test_time_that_is_over_ends_all(bed, tmp_path):
+@pytest.mark.processes
+def test_a_run_over_its_time_limit_ends_all_ranks(bed, tmp_path):
     ranks = bed.start(["sleep", "600"], tmp_path)
     assert ranks.wait(0.2) == [None, None]
 
 
+@pytest.mark.processes
 def test_a_killed_rank_leaves_nothing_behind(needs_testbed, tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "_GRACE_S", 0.3)
     with Testbed(2, Link(1e8)) as bed:
@@ -224,6 +230,7 @@ def test_a_killed_rank_leaves_nothing_behind(needs_testbed, tmp_path, monkeypatc
     assert in_namespaces(namespaces) == []
 
 
+@pytest.mark.processes
 def test_an_exception_leaves_nothing_behind(needs_testbed, tmp_path):
     namespaces = set()
 
@@ -239,6 +246,7 @@ def test_an_exception_leaves_nothing_behind(needs_testbed, tmp_path):
     assert in_namespaces(namespaces) == []
 
 
+@pytest.mark.processes
 def test_a_testbed_that_could_not_be_built_leaves_nothing_behind(needs_testbed):
     class Wrong(Link):
         def qdiscs(self, device):
@@ -253,6 +261,7 @@ def test_a_testbed_that_could_not_be_built_leaves_nothing_behind(needs_testbed):
     assert in_namespaces(namespaces) == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_tool_that_is_told_to_end_leaves_nothing_behind(needs_testbed, tmp_path, number):
     tool, pids, namespaces = start_tool(tmp_path)
@@ -264,6 +273,7 @@ def test_a_tool_that_is_told_to_end_leaves_nothing_behind(needs_testbed, tmp_pat
     assert wait_until(lambda: not in_namespaces(namespaces))
 
 
+@pytest.mark.processes
 def test_the_machines_own_network_is_left_alone(needs_testbed):
     def devices():
         return re.findall(r"^\s*(\w+):", Path("/proc/net/dev").read_text(), re.MULTILINE)
@@ -278,6 +288,7 @@ def test_traffic_is_the_difference_of_two_readings():
     assert Traffic(6, 20).busier_bytes == 20
 
 
+@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_forked_rank_is_on_its_host_and_keeps_its_exit_code(bed, tmp_path):
     def rank():
@@ -290,6 +301,7 @@ def test_a_forked_rank_is_on_its_host_and_keeps_its_exit_code(bed, tmp_path):
     assert [log.read_text().split() for log in ranks.logs] == [["0", hosts[0]], ["1", hosts[1]]]
 
 
+@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_forked_ranks_are_killed_as_soon_as_they_exist(bed, tmp_path):
     ranks = bed.fork(lambda: time.sleep(600) or 0, tmp_path)

@@ -82,7 +82,7 @@ def test_the_distributed_optimizer_selects_variants():
     assert [variant.name for variant in chosen] == ["stock-default", "aiao-s8-do"]
 
 
-def test_a_name_that_is_none_is_refused():
+def test_a_pattern_that_names_no_variant_is_refused():
     with pytest.raises(ValueError, match="no variant is called aio; there are stock-default"):
         variants.choose([DEFAULT], ["aio"], None)
 
@@ -103,7 +103,7 @@ def test_a_file_of_another_form_is_refused_in_one_line(tmp_path, text, capsys):
     assert error.count("\n") == 1
 
 
-def test_nothing_to_time_is_refused(capsys):
+def test_a_comparison_without_iterations_to_time_is_refused(capsys):
     assert main(["--iterations", "3", "--warmup", "3"]) == 2
     assert "nothing to time" in capsys.readouterr().err
 

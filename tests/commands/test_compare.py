@@ -117,7 +117,7 @@ def test_mistakes_end_in_one_message(fold3d, runs, options: str, message: str):
     assert message in err
 
 
-def test_what_is_no_run_is_refused(fold3d, runs, tmp_path: Path):
+def test_a_path_that_is_no_run_is_refused(fold3d, runs, tmp_path: Path):
     stock, _ = runs
     other = tmp_path / "notes.log"
     other.write_text("nothing\n")

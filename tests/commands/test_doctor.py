@@ -31,6 +31,7 @@ def found(what: str) -> Any:
     return next(finding for finding in installation() if finding.what == what)
 
 
+@pytest.mark.processes
 def test_this_installation_is_ready():
     done = doctor("--json")
     report = json.loads(done.stdout)
@@ -40,6 +41,7 @@ def test_this_installation_is_ready():
     assert {"Python", "torch", "megatron-core", "namespace", "GPUs", "patches"} <= set(whats)
 
 
+@pytest.mark.processes
 def test_a_torch_that_cannot_be_imported_is_a_finding(tmp_path: Path):
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: no such file')\n")
     done = doctor(path=tmp_path)

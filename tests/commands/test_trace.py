@@ -48,7 +48,7 @@ def test_a_model_and_a_peak_give_throughput_and_utilisation(fold3d, folder: Path
     assert measured["device_bytes"] == 3 << 30
 
 
-def test_what_ranks_have_counted_is_shown(fold3d, tmp_path: Path):
+def test_counters_of_ranks_are_shown(fold3d, tmp_path: Path):
     counts = {"offloaded_bytes": 3 << 28, "deferred_grad_sync_share": 0.3}
     write_traces(tmp_path, counts=counts)
     _, out, _ = fold3d(f"trace {tmp_path}")
@@ -123,7 +123,7 @@ def test_a_folder_without_traces_says_how_to_make_them(fold3d, tmp_path: Path):
     assert f"holds no rank-*.json; train with --trace {tmp_path}" in err
 
 
-def test_a_folder_that_is_none_is_not_searched(fold3d, tmp_path: Path):
+def test_a_trace_folder_that_does_not_exist_is_refused(fold3d, tmp_path: Path):
     code, _, err = fold3d(f"trace {tmp_path}/nowhere")
     assert code == 2
     assert f"{tmp_path}/nowhere: there is no such folder; give one that --trace wrote" in err

@@ -44,7 +44,7 @@ def test_auto_begins_with_half_until_something_is_measured(parse: Parse) -> None
 
 
 @pytest.mark.parametrize("share", ["-0.1", "1.5", "nan", "inf"])
-def test_other_shares_are_refused(parse: Parse, share: str) -> None:
+def test_backward_share_outside_0_to_1_is_refused(parse: Parse, share: str) -> None:
     (problem,) = problems(parse(f"{NEEDED} --backward-share={share}"))
     assert problem == (
         f"--backward-share {share}: it is a share of DP.sync; give a number from 0 to 1"
@@ -56,7 +56,7 @@ def test_nothing_is_deferred_unless_asked_for(parse: Parse) -> None:
     assert (config.backward_share, config.deferred_stages) == (None, range(0))
 
 
-def test_all_stages_are_deferred(parse: Parse) -> None:
+def test_backward_share_defers_all_stages(parse: Parse) -> None:
     assert Fold3DConfig.from_args(parse(f"{NEEDED} --segments 2")).deferred_stages == range(4)
     alone = Fold3DConfig.from_args(parse(f"{NEEDED} --pipeline-model-parallel-size 1"))
     assert alone.deferred_stages == range(1)

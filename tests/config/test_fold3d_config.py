@@ -79,7 +79,7 @@ def test_a_size_below_one_is_refused_before_anything_divides_by_it(parse: Parse,
     )
 
 
-def test_every_size_has_the_name_of_its_flag(parser: ArgumentParser) -> None:
+def test_sizes_checked_for_one_or_more_are_named_after_their_flags(parser: ArgumentParser) -> None:
     known = {flag: action.dest for action in options(parser) for flag in action.option_strings}
     assert {f"--{name.replace('_', '-')}": name for name in _SIZES}.items() <= known.items()
 
@@ -163,6 +163,7 @@ def test_every_schedule_of_the_library_can_be_asked_for(parse: Parse, schedule: 
     assert Fold3DConfig.from_args(args).schedule == schedule
 
 
+@pytest.mark.processes
 def test_the_configuration_loads_neither_torch_nor_megatron_core() -> None:
     code = (
         "import sys, megatron.fold3d.config.fold3d_config\n"

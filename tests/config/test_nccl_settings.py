@@ -33,7 +33,7 @@ def test_what_may_hang_preemption_is_refused_on_gpus(
 @pytest.mark.parametrize(
     ("setting", "value"), [("CUDA_DEVICE_MAX_CONNECTIONS", "8"), ("CUDA_LAUNCH_BLOCKING", "0")]
 )
-def test_other_values_are_fine(
+def test_environment_variables_that_do_not_hang_preemption_are_accepted(
     parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch, setting: str, value: str
 ) -> None:
     monkeypatch.setenv(setting, value)
@@ -47,19 +47,19 @@ def test_traffic_classes_reach_the_configuration(parser: ArgumentParser) -> None
 
 
 @pytest.mark.parametrize("flag", ["--pp-traffic-class", "--dp-traffic-class"])
-def test_gloo_marks_no_packets(parser: ArgumentParser, flag: str) -> None:
+def test_traffic_classes_are_refused_over_gloo(parser: ArgumentParser, flag: str) -> None:
     message = problem(parser, f"{flag} 3 --device cpu")
     assert message.startswith(f"{flag} with --device cpu: gloo does not mark its packets; drop")
 
 
-def test_a_class_is_a_byte(parser: ArgumentParser) -> None:
+def test_traffic_class_must_fit_in_a_byte(parser: ArgumentParser) -> None:
     assert problem(parser, "--pp-traffic-class 256").startswith(
         "--pp-traffic-class 256: a class is a number from 0 to 255"
     )
 
 
 @pytest.mark.parametrize("setting", ["NCCL_IB_SL", "NCCL_IB_TC"])
-def test_one_class_for_all_connections_would_win(
+def test_nccl_variables_that_override_traffic_classes_are_refused(
     parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
     monkeypatch.setenv(setting, "106")

@@ -36,7 +36,9 @@ def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
         ("--lazy-inter-segment", "--lazy-inter-segment with --schedule stock"),
     ],
 )
-def test_what_cannot_work_is_refused_with_its_fix(parser: ArgumentParser, line: str, found: str):
+def test_flags_that_offloading_excludes_are_refused_with_a_fix(
+    parser: ArgumentParser, line: str, found: str
+):
     with pytest.raises(ValueError, match=found) as raised:
         config(parser, line)
     _, reason = str(raised.value).split(": ", 1)
@@ -56,7 +58,9 @@ def test_what_cannot_work_is_refused_with_its_fix(parser: ArgumentParser, line: 
         ("--no-gradient-accumulation-fusion", 4),
     ],
 )
-def test_what_leaves_at_least_is_known_before(parser: ArgumentParser, line: str, states: int):
+def test_offloaded_bytes_of_full_recomputation_are_known_from_the_flags(
+    parser: ArgumentParser, line: str, states: int
+):
     hidden_state = 32 * 2 * 64 * 4
     assert config(parser, f"--schedule aiao {ON} {line}").saved_bytes == states * hidden_state
     half = "--bf16 --tensor-model-parallel-size 4 --sequence-parallel"

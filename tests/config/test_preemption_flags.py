@@ -23,13 +23,13 @@ def test_stock_has_no_plan_whose_transfers_could_be_scheduled(parser: ArgumentPa
     "flags",
     ["--num-distributed-optimizer-instances 2", "--ddp-reduce-scatter-with-fp32-accumulation"],
 )
-def test_what_is_not_sliced_is_refused(flags: str, parser: ArgumentParser):
+def test_collectives_that_preemption_cannot_slice_are_refused(flags: str, parser: ArgumentParser):
     message = refused(parser, f"--schedule aiao --use-distributed-optimizer {flags}")
     assert message.startswith(f"{flags} with --preemptive-comm")
     assert message.count("\n") == 0
 
 
-def test_slices_need_no_share_of_their_own(parser: ArgumentParser):
+def test_dp_slice_bytes_needs_no_backward_share_with_preemption(parser: ArgumentParser):
     flags = f"{NEEDED} --schedule aiao --dp-slice-bytes 65536".split()
     config = Fold3DConfig.from_args(parser.parse_args(flags))
     assert (config.preemptive_comm, config.dp_slice_bytes) == (True, 65536)

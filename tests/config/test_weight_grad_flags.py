@@ -46,7 +46,9 @@ def test_segments_are_read_in_any_order(parser: ArgumentParser):
         ),
     ],
 )
-def test_what_cannot_work_is_refused_with_its_fix(parser: ArgumentParser, line: str, found: str):
+def test_flags_that_delayed_weight_grads_exclude_are_refused_with_a_fix(
+    parser: ArgumentParser, line: str, found: str
+):
     with pytest.raises(ValueError, match=f"--delay-weight-grads .*{found}|{found}") as raised:
         config(parser, line)
     _, reason = str(raised.value).split(": ", 1)
@@ -54,12 +56,14 @@ def test_what_cannot_work_is_refused_with_its_fix(parser: ArgumentParser, line: 
 
 
 @pytest.mark.parametrize(("text", "reason"), [("3-4", "not a list of segments"), ("1,1", "twice")])
-def test_what_is_no_list_of_segments_is_refused(parser: ArgumentParser, text: str, reason: str):
+def test_delay_weight_grads_refuses_text_that_is_no_list_of_segments(
+    parser: ArgumentParser, text: str, reason: str
+):
     with pytest.raises((ArgumentError, SystemExit)):
         config(parser, f"{AIAO} --delay-weight-grads {text}")
 
 
-def test_the_page_has_every_reason():
+def test_compatibility_page_lists_what_delayed_weight_grads_exclude():
     page = PAGE.read_text()
     for option in ("--transformer-impl", "--gradient-accumulation-fusion", "--num-experts"):
         assert option in page.split("## With `--delay-weight-grads`")[1]

@@ -36,7 +36,7 @@ def test_a_choice_is_measured_once_and_measuring_changes_no_result(tmp_path: Pat
     assert differences(*records) == []
 
 
-def test_what_cannot_be_measured_names_the_reason() -> None:
+def test_auto_segments_that_cannot_measure_names_the_reason() -> None:
     with pytest.raises(ValueError, match=r"cannot be measured: .*--no-such-flag; give --segments"):
         measure(["--device", "cpu", "--no-such-flag"])
 

@@ -85,7 +85,7 @@ def test_a_bert_is_trained_as_by_stock(data: list[str], num_ranks: int, flags: s
         ("--tokenizer-type NullTokenizer --vocab-size 99", "has [CLS], [SEP], [MASK] and [PAD]"),
     ],
 )
-def test_what_is_no_bert_is_refused(
+def test_flags_that_bert_excludes_are_refused(
     parser: ArgumentParser, data: list[str], words: str, message: str
 ):
     from megatron.fold3d.training import bert

@@ -85,6 +85,7 @@ def test_copies_begin_after_compute_and_compute_goes_on_after_them():
         assert bool((memory.tensor == value).all())
 
 
+@pytest.mark.processes
 def test_a_process_that_is_killed_in_mid_copy_gives_its_locked_memory_back():
     before = available_bytes()
     root = Path(__file__).parents[2]

@@ -54,7 +54,7 @@ def test_the_steps_follow_each_other_and_add_up_to_the_makespan(sync, schedule, 
     assert sum(path_seconds(steps).values()) == pytest.approx(timeline.makespan_s)
 
 
-def test_what_nothing_waits_for_is_not_on_the_path():
+def test_an_action_that_nothing_waits_for_is_not_on_the_critical_path():
     plan = build("1f1b", num_ranks=2, num_segments=1, num_microbatches=4)
     slow = Costs(forward_s=(1.0, 5.0), backward_s=(1.0, 5.0))
     last_rank = [name for name in names(simulate(plan, slow)) if name.startswith("1:")]

@@ -60,7 +60,7 @@ def test_an_offloaded_micro_batch_is_on_both_sides_while_it_is_copied():
     assert device == {0: 8, 2: 16, 3: 8, 4: 8 + 8 + 3, 6: 8 + 3, 8: 0}
 
 
-def test_what_weight_gradients_are_computed_from_is_held_until_they_are():
+def test_inputs_of_delayed_weight_gradients_are_held_until_their_w():
     plan = Plan.from_text("0F0 0F1 0B0 0B1 0W0 0W1\n")
     footprint = Footprint(static_bytes=(100.0,), saved_bytes=(8.0,), delayed_bytes=(7.0,))
     split, whole = (

@@ -100,7 +100,7 @@ def test_a_clock_by_which_messages_arrive_before_they_left_is_moved(off_s: float
     assert 1.0 <= forward[1] <= 2.0
 
 
-def test_what_runs_within_something_else_interrupts_it():
+def test_a_span_nested_in_another_interrupts_it():
     step = rank(
         0,
         Event("0WAIT_GRAD", 0.0, 3.0, "wait"),

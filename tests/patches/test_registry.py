@@ -120,7 +120,7 @@ def test_a_site_that_is_not_upstreams_any_more_is_refused(upstream: Any) -> None
     assert upstream.three is three
 
 
-def test_all_are_installed_or_none(upstream: Any) -> None:
+def test_all_patches_are_installed_or_none(upstream: Any) -> None:
     with pytest.raises(PatchError, match="no upstream:gone in the installed version") as raised:
         apply(
             [
@@ -160,7 +160,7 @@ def test_a_symbol_that_moved_is_named(upstream: Any, target: str) -> None:
         apply([Patch(target=target, make=double)])
 
 
-def test_other_parameters_are_refused_and_shown(upstream: Any) -> None:
+def test_a_symbol_with_other_parameters_is_refused_and_shows_them(upstream: Any) -> None:
     with pytest.raises(PatchError, match=r"takes \('size',\) here, .* for \('width', 'height'\)"):
         apply([Patch(target="upstream:three", parameters=("width", "height"), make=double)])
     apply([Patch(target="upstream:Shape.area", parameters=("size",), make=double)]).close()

@@ -95,6 +95,7 @@ def test_no_module_of_megatron_holds_a_patched_symbol_under_another_name() -> No
     assert forgotten == []
 
 
+@pytest.mark.processes
 def test_importing_the_package_patches_nothing() -> None:
     script = f"""
 import json, sys

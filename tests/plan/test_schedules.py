@@ -139,7 +139,7 @@ def test_a_size_below_one_is_refused(sizes: tuple[int, int, int]):
         rows("aiao", *sizes)
 
 
-@pytest.mark.parametrize("schedule", ONE_SEGMENT_SCHEDULES)
+@pytest.mark.parametrize("schedule", sorted(ONE_SEGMENT_SCHEDULES))
 def test_a_one_segment_schedule_refuses_more(schedule: str):
     with pytest.raises(PlanError, match=f"{schedule} runs one segment per rank, found 2; try"):
         rows(schedule, 2, 2, 4)

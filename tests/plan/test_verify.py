@@ -53,7 +53,7 @@ def test_a_missing_microbatch_is_found_whatever_its_number():
 
 
 @pytest.mark.parametrize("lost", ["0REDUCE_GRAD", "0WAIT_GRAD", "0GATHER_PARAM", "0WAIT_PARAM"])
-def test_what_starts_is_waited_for(lost: str):
+def test_every_started_collective_is_waited_for(lost: str):
     text = "0GATHER_PARAM 0WAIT_PARAM 0F0 0B0 0REDUCE_GRAD 0WAIT_GRAD"
     verify(Plan.from_text(text))
     assert rejection(text.replace(lost, "")) == [
@@ -95,7 +95,7 @@ def test_a_receive_needs_its_send():
     assert grid(cells) == [["0F0", "0SEND_F0", ">0RECV_B0<", "0B0"], ["1RECV_F0", "1F0", "1B0"]]
 
 
-def test_what_is_sent_first_is_received_first():
+def test_tensors_of_a_channel_are_received_in_the_order_of_their_sends():
     message, *cells = rejection("""\
         0F0 0F1 0SEND_F1 0SEND_F0 0RECV_B0 0RECV_B1 0B0 0B1
         1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1

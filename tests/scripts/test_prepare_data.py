@@ -81,6 +81,7 @@ def test_directories_and_globs_are_read_in_sorted_order(tmp_path: Path, prefix: 
     ]
 
 
+@pytest.mark.processes
 def test_workers_write_the_same_bytes_as_one_process(tmp_path: Path, prefix: Path):
     files = [tmp_path / f"{i}.txt" for i in range(100)]
     for i, file in enumerate(files):
@@ -177,6 +178,7 @@ def test_printed_flags_build_the_tokenizer_of_the_dataset(
         assert tokens[:-1] == tokenizer.tokenize(text)
 
 
+@pytest.mark.processes
 def test_killed_run_leaves_no_dataset_and_is_cleared_by_the_next(tmp_path: Path, prefix: Path):
     large = tmp_path / "large.jsonl"
     line = json.dumps({"text": SENTENCE * 1000}) + "\n"

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 NEEDED_COMMANDS = ("bash", "cat", "dirname", "env", "mkdir")
 

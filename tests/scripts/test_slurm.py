@@ -39,6 +39,7 @@ def checkout(tmp_path: Path) -> Path:
 # What is asked for. `srun` is one that says what it was told to run.
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize(
     ("gpu", "model", "dp_pp_tp", "batch"),
@@ -77,12 +78,14 @@ def test_a_pair_trains_the_papers_configuration(
     assert args.load == args.save == f"out/slurm/7/{task}"
 
 
+@pytest.mark.processes
 def test_flags_of_the_user_win(parser: ArgumentParser, checkout: Path):
     words = _asked_for(checkout, "a100.sbatch", ["gpt3-39b", "--save", "x", "--lr", "1"])
     args = parser.parse_args(words)
     assert (args.save, args.lr) == ("x", 1.0)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -90,12 +93,15 @@ def test_flags_of_the_user_win(parser: ArgumentParser, checkout: Path):
         (["gpt3-81b"], "error: gpt3-81b is none of gpt3-18b, gpt3-39b, cpm and bert"),
     ],
 )
-def test_another_model_is_refused(checkout: Path, words: list[str], message: str):
+def test_a_model_that_a_slurm_script_does_not_know_is_refused(
+    checkout: Path, words: list[str], message: str
+):
     with pytest.raises(subprocess.CalledProcessError) as caught:
         _asked_for(checkout, "a100.sbatch", words)
     assert message in caught.value.stderr
 
 
+@pytest.mark.processes
 def test_outside_of_a_checkout_the_scripts_say_so(checkout: Path):
     (checkout / "pretrain_gpt.py").unlink()
     with pytest.raises(subprocess.CalledProcessError) as caught:
@@ -103,6 +109,7 @@ def test_outside_of_a_checkout_the_scripts_say_so(checkout: Path):
     assert f"no pretrain_gpt.py in {checkout}; run sbatch in the checkout" in caught.value.stderr
 
 
+@pytest.mark.processes
 def test_the_job_fails_as_its_ranks_do(checkout: Path):
     with pytest.raises(subprocess.CalledProcessError) as caught:
         _asked_for(checkout, "a100.sbatch", ["gpt3-18b"], srun_then="exit 5")
@@ -179,6 +186,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         _run(ROOT / SCRIPTS / "local_cluster.sh", "stop", folder)
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(900)  # 60 s of an idle machine with two cores
 def test_a_job_that_is_requeued_twice_ends_with_the_losses_of_one_that_is_not(
     slurm: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch

@@ -46,7 +46,7 @@ def only_problem(args: Namespace) -> str:
     return problem
 
 
-def test_stages_cost_their_layers_and_the_ends_their_words():
+def test_measured_costs_add_the_embedding_and_the_head_to_the_end_stages():
     costs = MEASURED.costs(num_layers=16, num_ranks=2, num_segments=2)
     assert costs.forward_s == pytest.approx((0.024, 0.024, 0.024, 0.025))
     assert costs.backward_s == pytest.approx((0.048, 0.048, 0.048, 0.05))
@@ -66,7 +66,7 @@ def test_slow_gradients_ask_for_segments_and_slow_messages_against_them(parse: P
     assert choose(args, slow, num_microbatches=8).num_segments == 1
 
 
-def test_until_it_is_chosen_megatron_is_told_nothing(parse: Parse):
+def test_auto_segments_sets_no_virtual_stages_before_it_has_chosen(parse: Parse):
     args = parse("--schedule aiao")
     assert Fold3DConfig.from_args(args).num_segments == 1
     assert megatron_defaults(args) == {}
@@ -83,7 +83,7 @@ def test_until_it_is_chosen_megatron_is_told_nothing(parse: Parse):
         ),
     ],
 )
-def test_what_cannot_be_chosen_is_refused(parse: Parse, flags: str, problem: str):
+def test_flags_that_auto_segments_excludes_are_refused(parse: Parse, flags: str, problem: str):
     assert only_problem(parse(flags)).startswith(problem)
 
 

@@ -62,7 +62,7 @@ def test_equal_timelines_give_equal_bytes():
     assert draw(aiao()[1], title="a") == draw(aiao()[1], title="a")
 
 
-def test_nothing_is_loaded_from_outside():
+def test_an_svg_loads_nothing_from_outside():
     svg = draw(aiao()[1])
     assert not re.search(r"<script|<image|href|@import|url\(", svg)
     assert re.findall(r"https?://\S+?\"", svg) == ['http://www.w3.org/2000/svg"']

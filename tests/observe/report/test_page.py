@@ -38,7 +38,7 @@ def two_views() -> str:
     return page("aiao <4 ranks>", "a & b", views)
 
 
-def test_nothing_is_loaded_from_outside():
+def test_the_page_loads_nothing_from_outside():
     html = two_views()
     assert re.findall(r"https?://\S+", html) == []
     assert not re.search(r"@import|url\(|<script src|<img|<iframe", html)
@@ -135,6 +135,7 @@ return out;
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_a_reader_can_zoom_point_and_step_through_it(tmp_path: Path, theme: str):
@@ -187,6 +188,7 @@ return {
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 def test_of_a_hundred_thousand_actions_what_shares_a_pixel_is_drawn_once(tmp_path: Path):
     html = page("large", "", [view("simulated", timeline(8, 8, 200))])

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from fold3d_patches.cpu import data_loader
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.processes)])
 def test_iterating_leaves_the_default_generator_alone(num_workers: int) -> None:
     def upstream(dataset: Any, consumed_samples: int) -> Any:
         return DataLoader(dataset, num_workers=num_workers)
@@ -21,6 +21,6 @@ def test_iterating_leaves_the_default_generator_alone(num_workers: int) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_is_no_loader_passes() -> None:
+def test_a_dataset_without_a_loader_passes_through_the_patch() -> None:
     made = data_loader.patch().make(lambda dataset, consumed_samples: dataset)
     assert (made(None, 0), made("external", 0)) == (None, "external")

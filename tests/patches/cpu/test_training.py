@@ -49,7 +49,7 @@ def test_tensor_parallel_replicas_drop_the_same_units(flags: str) -> None:
     assert len(first) == 15
 
 
-def test_they_would_not_if_the_data_loader_drew_from_the_generator_of_dropout() -> None:
+def test_replicas_drift_apart_if_the_data_loader_draws_from_the_generator_of_dropout() -> None:
     ranks = run_distributed(trained_with_megatrons_data_loader, 2, DROPOUT)
     first, second = replicas(ranks)
     assert first != second, "Megatron's data loader has become harmless: remove the patch"

@@ -63,6 +63,6 @@ def test_gradients_are_not_waited_for_in_between(order: str):
         verify(Plan.from_text(f"{order} 0REDUCE_GRAD"))
 
 
-def test_what_is_deferred_is_started_too():
+def test_a_deferred_reduction_must_be_started_in_the_plan():
     with pytest.raises(PlanError, match="0REDUCE_GRAD is missing"):
         verify(Plan.from_text("0WAIT_GRAD 0F0 0B0"))

@@ -18,7 +18,7 @@ def rows(plan: Plan) -> list[str]:
     return plan.to_text().splitlines()
 
 
-def test_they_follow_the_last_backward_behind_whose_sync_they_hide():
+def test_delayed_weight_grads_follow_the_last_backward_and_hide_its_sync():
     first, last = rows(lower(delay_weight_grads(AIAO, [1])))
     assert first.endswith(
         " 0B0 0B1 0REDUCE_GRAD 2W0 2W1 2REDUCE_GRAD 4WAIT_GRAD 0WAIT_GRAD 2WAIT_GRAD"
@@ -36,7 +36,7 @@ def test_the_segment_that_is_needed_first_comes_first():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_can_delay_them_and_defer_their_sync(schedule: str):
+def test_every_schedule_can_delay_weight_grads_and_defer_their_sync(schedule: str):
     segments = 1 if schedule in ("1f1b", "shifted-critical-path") else 3
     plan = build(schedule, num_ranks=3, num_segments=segments, num_microbatches=6)
     plan = lower(delay_weight_grads(plan, range(segments)))

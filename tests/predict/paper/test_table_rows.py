@@ -95,6 +95,7 @@ def run(*arguments):
     return subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=250)
 
 
+@pytest.mark.processes
 def test_the_command_prints_a_list_of_rows():
     rows = json.loads(run(str(FILE), "--calibrate-on", CALIBRATION, "--json").stdout)
     assert len(rows) == 24
@@ -103,6 +104,7 @@ def test_the_command_prints_a_list_of_rows():
     assert [row["system"] for row in rows if row["misprints"]] == ["Fold3D"]
 
 
+@pytest.mark.processes
 def test_the_command_says_what_it_cannot_do():
     none = run(str(FILE), "--calibrate-on", "GPT-5")
     assert (none.returncode, "Traceback" in none.stderr) == (2, False)

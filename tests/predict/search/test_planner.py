@@ -91,7 +91,7 @@ def test_the_search_finds_the_fastest_of_all():
     assert found.simulated < len(all_) / 2
 
 
-def test_what_is_given_is_not_chosen():
+def test_sizes_given_to_the_search_stay_as_given():
     given = Given(num_ranks=2, num_segments=3, microbatch_size=1, recompute="full")
     found = search(SMALL, SLOW, global_batch_size=32, given=given)
     assert len(found.best) == 10
@@ -169,12 +169,12 @@ def test_progress_is_reported():
         (Given(num_ranks=3, data_parallel=3), r"has --dp 3 --pp 3; give fewer sizes"),
     ],
 )
-def test_what_divides_nothing_is_refused_with_what_does(given, message):
+def test_sizes_that_divide_nothing_are_refused_with_ones_that_do(given, message):
     with pytest.raises(ValueError, match=message):
         search(SMALL, SLOW, global_batch_size=32, given=given)
 
 
-def test_what_cannot_fit_is_refused_with_what_would():
+def test_a_search_where_nothing_fits_names_what_would():
     shape, few = model_shape("gpt3-39b"), cluster("a100x32")
     with pytest.raises(ValueError, match="gpt3-39b does not fit on a100x32: ") as refused:
         search(shape, few, global_batch_size=64, given=Given(num_ranks=1))

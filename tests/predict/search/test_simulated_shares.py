@@ -34,7 +34,7 @@ def test_each_segment_gets_what_fits_until_the_one_below_is_more_urgent():
     assert shares(uneven) == pytest.approx((0, 1, 0.75))
 
 
-def test_what_is_kept_back_is_not_shared_out():
+def test_parameters_reduced_in_the_iteration_have_no_share():
     # 8 s until the last backward ends; of 12 s of DP.sync 10 are deferred.
     tied = replace(Costs.uniform(2, grad_sync_s=12.0), kept_back_s=(2.0, 2.0))
     assert shares(tied, microbatches=4) == pytest.approx((0, 0.8))
@@ -47,7 +47,7 @@ def test_messages_leave_less_of_the_link():
     assert all(0.4 < share < 0.5 for share in beside[2:])  # half of the link is often taken
 
 
-def test_nothing_fits_behind_the_only_backward():
+def test_one_segment_gets_share_zero():
     assert shares(Costs.uniform(2, grad_sync_s=1.0), ranks=2) == (0, 0)
 
 

@@ -21,8 +21,8 @@ from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
 from megatron.fold3d.predict.simulator.simulate import simulate
-from scripts.bench.check_vectors import error, errors_of
 from tests.plans import deferred_grad_sync
+from tests.predict.simulator.check_vectors import error, errors_of
 
 CASES = json.loads((Path(__file__).parents[2] / "data/simulator_vectors.json").read_text())["cases"]
 
@@ -278,7 +278,7 @@ def test_messages_of_one_channel_may_go_one_after_the_other():
     assert [tuple(s[1:3]) for s in timeline.lane(1, Lane.P2P)] == [(1.0, 3.0), (2.0, 5.0)]
 
 
-def test_what_is_not_in_the_backward_share_follows_the_last_action():
+def test_gradients_outside_the_backward_share_are_reduced_after_the_last_action():
     plan = Plan.from_text("0WAIT_GRAD 0F0 1WAIT_GRAD 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD\n")
     costs = Costs.uniform(2, grad_sync_s=4.0)
     timeline = simulate(plan, costs, Execution(backward_share=(0.0, 0.5)), iterations=2)
@@ -289,7 +289,7 @@ def test_what_is_not_in_the_backward_share_follows_the_last_action():
     assert starts == [(10, "0F0"), (12, "1F0")]
 
 
-def test_what_is_kept_back_ends_with_its_iteration():
+def test_parameters_reduced_in_the_iteration_are_not_deferred():
     plan = Plan.from_text("0WAIT_GRAD 0F0 0B0 0REDUCE_GRAD\n")
     costs = Costs.uniform(1, grad_sync_s=4.0)
     kept = replace(costs, kept_back_s=(1.0,))

@@ -28,7 +28,7 @@ def test_a_slice_holds_no_more_than_its_bytes(bucket: Any):
     assert numbers(slices(bucket, (), 1000)) == [list(range(10))]
 
 
-def test_what_is_kept_back_is_in_no_slice(bucket: Any):
+def test_parameters_reduced_in_the_iteration_are_in_no_slice(bucket: Any):
     assert kept_ranges(bucket, {B}) == [(2, 5)]
     assert numbers(slices(bucket, {B}, 16)) == [[0, 1], [5, 6, 7, 8], [9]]
     assert numbers(slices(bucket, {A, C}, 16)) == [[2, 3, 4]]

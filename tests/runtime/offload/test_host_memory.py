@@ -41,7 +41,7 @@ def test_slots_are_reused_first_in_first_out_and_taken_from_the_host_once():
     assert (pool.num_bytes, pool.num_growths, pool.high_water_bytes) == (1536, 1, 1536)
 
 
-def test_what_was_not_foreseen_grows_the_pool_and_is_logged(caplog: pytest.LogCaptureFixture):
+def test_a_pinned_pool_that_is_too_small_grows_and_logs_it(caplog: pytest.LogCaptureFixture):
     pool = PinnedPool(torch.device("cpu"))
     pool.reserve({512: 1})
     pool.take(512)
@@ -94,6 +94,7 @@ def test_memory_that_was_taken_is_there_so_that_the_next_rank_counts_it():
     assert memory.numel() == 64 << 20
 
 
+@pytest.mark.processes
 def test_ranks_look_and_take_one_after_the_other():
     other = "import fcntl; fcntl.flock(open('/proc/meminfo'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
     with host_memory._turn():

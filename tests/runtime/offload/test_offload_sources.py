@@ -11,6 +11,8 @@ import torch
 
 from megatron.fold3d.runtime.offload import offload_library
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[3]
 FLAGS = ["-std=c++20", "-g", "-O1", "-Wall", "-Wextra", "-Werror", "-fno-omit-frame-pointer"]
 

@@ -198,6 +198,7 @@ tasks = [dist.all_reduce(torch.zeros(1 << 20), group=group, async_op=True) for _
 """
 
 
+@pytest.mark.processes
 @BUILT
 def test_a_process_that_forgets_to_close_still_ends():
     done = subprocess.run(

@@ -93,6 +93,6 @@ def test_nothing_is_written_to_a_run_that_is_finished():
     assert wandb.rows == []
 
 
-def test_a_rank_without_writers_wants_nothing():
+def test_metrics_of_a_rank_without_writers_are_not_computed():
     assert not Metrics(lambda: None, lambda: None).is_wanted
     assert Metrics(lambda: None, Wandb).is_wanted

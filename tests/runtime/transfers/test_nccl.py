@@ -24,7 +24,7 @@ def test_a_class_and_a_priority_are_set_apart() -> None:
     assert not nccl.options("nccl", TIMEOUT, traffic_class=0).is_high_priority_stream
 
 
-def test_there_are_none_where_none_are_needed() -> None:
+def test_groups_that_need_no_nccl_options_get_none() -> None:
     assert nccl.options("nccl", TIMEOUT, traffic_class=None) is None
     assert nccl.options("gloo", TIMEOUT, traffic_class=None, first=True) is None
 
@@ -37,7 +37,7 @@ def test_a_torch_without_classes_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         nccl.check_traffic_classes()
 
 
-def test_megatrons_groups_get_theirs_and_keep_what_its_file_says() -> None:
+def test_traffic_classes_join_the_nccl_options_of_megatrons_file() -> None:
     from megatron.core import parallel_state
 
     with apply([nccl_options.patch(184, None)]):

@@ -17,7 +17,7 @@ DELAYED = {
 }
 
 
-def test_they_come_when_they_are_asked_for_and_are_those_of_one_backward() -> None:
+def test_delayed_weight_gradients_are_computed_on_request_and_equal_one_backward() -> None:
     ((whole, after_backwards, after_weights, in_evaluation),) = run_distributed(train, 1)
     assert {name for name, grad in after_backwards.items() if grad is None} == DELAYED
     assert after_weights == whole

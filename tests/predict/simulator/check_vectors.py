@@ -1,6 +1,6 @@
 """Compare the simulator with a file of pinned plans: periods, ends of iterations, makespans.
 
-    python scripts/bench/check_vectors.py tests/data/simulator_vectors.json
+    python -m tests.predict.simulator.check_vectors tests/data/simulator_vectors.json
 
 Prints the largest relative error; exits with 1 if it is above 0.5 %.
 """
@@ -117,10 +117,10 @@ def main() -> int:
         errors = errors_of(arguments.file)
     except (OSError, ValueError) as found:
         parser.error(f"{arguments.file} is no file of cases: {found}")
-    for number, value in errors.items():
-        print(f"case {number:>3}  {value:.2e}")
     worst = max(errors.values())
-    print(f"{len(errors)} cases, largest relative error {worst:.2e}, limit {LIMIT}")
+    lines = [f"case {number:>3}  {value:.2e}" for number, value in errors.items()]
+    lines.append(f"{len(errors)} cases, largest relative error {worst:.2e}, limit {LIMIT}")
+    sys.stdout.write("\n".join(lines) + "\n")
     return int(worst > LIMIT)
 
 
