@@ -120,7 +120,25 @@ ROWS = (
     Row(pp=4, m=6, ours="--schedule afab"),
     Row(pp=4, m=6, ours="--schedule 1f1b"),
     Row(pp=4, m=6, ours="--schedule shifted-critical-path"),
+    Row(pp=4, m=6, ours="--schedule zb-h1"),
+    Row(pp=4, m=6, ours="--schedule zb-h2"),
+    Row(pp=4, m=6, ours="--schedule 1f1b --forwards-ahead 2"),
+    Row(segments=2, ours="--schedule aiao --forwards-ahead 3"),
     # Weight gradients apart from their backwards.
+    Row(
+        name="recomputed and overlapped",
+        dp=2,
+        m=3,
+        flags=f"{OVERLAP} --bf16 --add-qkv-bias {FULL} uniform",
+        ours="--schedule zb-h1",
+    ),
+    Row(
+        name="fewer micro-batches than held, untied",
+        dp=2,
+        m=2,
+        flags=f"--overlap-grad-reduce {BUCKETS} {UNTIED}",
+        ours="--schedule zb-h2",
+    ),
     Row(segments=2, ours="--schedule aiao --delay-weight-grads 0,1"),
     Row(
         name="recomputed and overlapped",

@@ -27,7 +27,14 @@ from megatron.fold3d.config.refusals import named, refusals, spelled
 from megatron.fold3d.config.segment_flags import AUTO, auto_problems, segments_or_auto
 from megatron.fold3d.config.trace_flags import iterations, trace_problems
 from megatron.fold3d.config.weight_grad_flags import segment_list, weight_grad_problems
-from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, LastSegment
+from megatron.fold3d.plan.ir import PlanError
+from megatron.fold3d.plan.schedules import (
+    ONE_SEGMENT_SCHEDULES,
+    SCHEDULES,
+    SPLIT_SCHEDULES,
+    LastSegment,
+    check_forwards_ahead,
+)
 from megatron.fold3d.policy.backward_shares import FIRST_SHARE
 
 Device = Literal["cuda", "cpu"]
@@ -73,6 +80,14 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         choices=get_args(LastSegment),
         help="Last segment of aiao: 1f1b, the default, holds fewer activations than the paper's "
         "afab in the same time.",
+    )
+    group.add_argument(
+        "--forwards-ahead",
+        type=int,
+        metavar="N",
+        help="How many forwards 1f1b, and the last segment of aiao, run for each rank behind "
+        "before they begin to alternate with backwards: more hide slower transfers and hold more "
+        "activations (default: 1 for 1f1b, 2 for aiao).",
     )
     group.add_argument(
         "--backward-share",
@@ -183,7 +198,9 @@ class Fold3DConfig:
         auto_share: whether measured times replace it.
         dp_slice_bytes: how many bytes of gradients such a run reduces at once.
         auto_slices: whether preemption may choose less.
-        delay_weight_grads: the segments whose weight gradients follow all backwards.
+        delay_weight_grads: the segments whose weight gradients are apart from their backwards;
+            unless the order itself says where, they follow all of these.
+        forwards_ahead: how far 1F1B runs ahead, for each rank behind; None is the schedule's own.
         clips_or_scales: whether Megatron may clip gradients, or skip a step over a loss scale.
         trace: the folder that a trace is written to.
         trace_iterations: the iterations that are recorded; None is two after warm-up.
@@ -214,6 +231,7 @@ class Fold3DConfig:
     dp_slice_bytes: int = 0
     auto_slices: bool = False
     delay_weight_grads: tuple[int, ...] = ()
+    forwards_ahead: int | None = None
     clips_or_scales: bool = False
     trace: Path | None = None
     trace_iterations: range | None = None
@@ -278,7 +296,8 @@ class Fold3DConfig:
             auto_share=auto_share,
             dp_slice_bytes=args.dp_slice_bytes or SLICE_BYTES[args.device],
             auto_slices=args.dp_slice_bytes is None,
-            delay_weight_grads=args.delay_weight_grads,
+            delay_weight_grads=(0,) if schedule in SPLIT_SCHEDULES else args.delay_weight_grads,
+            forwards_ahead=args.forwards_ahead,
             clips_or_scales=args.clip_grad > 0 or args.fp16 or bool(args.loss_scale),
             trace=args.trace,
             trace_iterations=iterations(args.trace_iterations),
@@ -308,6 +327,11 @@ def _own_flags(args: Namespace, schedule: str) -> Iterator[str]:
             f"--aiao-last-segment {args.aiao_last_segment} with {named(schedule)}: only aiao "
             "reads it; drop it or give --schedule aiao"
         )
+    if args.forwards_ahead is not None:
+        try:
+            check_forwards_ahead(args.forwards_ahead, schedule, args.aiao_last_segment)
+        except PlanError as error:
+            yield str(error)
 
 
 def _virtual_stage_flag(args: Namespace) -> str | None:

@@ -91,6 +91,7 @@ class Plans:
             num_microbatches=num_microbatches,
             last_segment=config.aiao_last_segment,
             group_size=config.microbatch_group_size,
+            forwards_ahead=config.forwards_ahead,
         )
 
     def _read(self, path: Path, num_microbatches: int) -> Plan:
@@ -104,6 +105,11 @@ class Plans:
             )
         if plan.has(Op.WEIGHT) and not self._config.delay_weight_grads:
             raise PlanError("found W in the plan; give --delay-weight-grads with its segments")
+        if plan.has(Op.RECOMPUTE):
+            raise PlanError(
+                "found R in the plan; training recomputes inside the backward and does not run it "
+                "yet: print the plan without --recompute-early"
+            )
         if plan.has(Op.OFFLOAD):
             if self._config.offload_activations == "off":
                 raise PlanError("found OFFLOAD in the plan; give --offload-activations on")
