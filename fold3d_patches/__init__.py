@@ -83,6 +83,7 @@ def _install(
         scale_gradients,
         zero_grad_buffer,
     )
+    from megatron.fold3d.runtime.early_recompute import EarlyRecompute
     from megatron.fold3d.runtime.executor import Executor
     from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
     from megatron.fold3d.runtime.grad_sync.measured_shares import AutoShares
@@ -94,6 +95,7 @@ def _install(
     offloader = None if config.offload_activations == "off" else Offloader.of(config, num_local)
     communicator = PreemptiveCommunicator.of(config) if config.preemptive_comm else None
     weight_grads = DelayedWeightGrads() if config.delay_weight_grads else None
+    early = EarlyRecompute() if config.recompute_early else None
     deferred = None
     if config.backward_share is not None:
         deferred = DeferredSync(
@@ -106,7 +108,9 @@ def _install(
             recorder=recorder,
             traffic_class=config.dp_traffic_class,
         )
-    executor = Executor(config, plans, deferred, recorder, offloader, communicator, weight_grads)
+    executor = Executor(
+        config, plans, deferred, recorder, offloader, communicator, weight_grads, early
+    )
     patches = [get_forward_backward_func.patch(executor), *marks]
     if deferred is not None:
         patches += [
@@ -115,8 +119,8 @@ def _install(
             scale_gradients.patch(deferred),
             zero_grad_buffer.patch(deferred),
         ]
-    if offloader is not None:
-        patches.append(checkpoint.patch(offloader))
+    if offloader is not None or early is not None:
+        patches.append(checkpoint.patch(offloader, early))
     if weight_grads is not None:
         patches.append(linear.patch(weight_grads))
     if config.cuts_every_segment:

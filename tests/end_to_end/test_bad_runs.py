@@ -59,7 +59,7 @@ PLANS = {
     ),
     "recomputation ahead of the gradient": (
         "0F0 0F1 0R0 0B0 0R1 0B1\n1F0 1B0 1F1 1B1",
-        "found R in the plan; training recomputes inside the backward",
+        "found R in the plan; give --recompute-early with its stages",
     ),
     "another size": ("0F0 0B0\n1F0 1B0", "1 micro-batches.*2 micro-batches"),
 }

@@ -1,17 +1,15 @@
 """The options that name a schedule and its sizes, and the compute plan that they stand for."""
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Sequence
 from typing import get_args
 
 from megatron.fold3d.config.backward_share_flags import AUTO
+from megatron.fold3d.config.recompute_flags import stage_list, stages_of
 from megatron.fold3d.config.weight_grad_flags import segment_list
 from megatron.fold3d.plan.ir import Plan, PlanError
 from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import FORWARDS_AHEAD, SPLIT_SCHEDULES, LastSegment, build
-
-ALL = "all"
 
 
 def int_or_auto(text: str) -> int | str:
@@ -20,14 +18,6 @@ def int_or_auto(text: str) -> int | str:
         return text if text == AUTO else int(text)
     except ValueError:
         raise ArgumentTypeError(f"{text!r} is neither a number nor {AUTO}") from None
-
-
-def stage_list(text: str) -> tuple[int, ...] | str:
-    """Read the value of ``--recompute-early``: stages, separated by commas."""
-    try:
-        return text if text == ALL else tuple(map(int, text.split(",")))
-    except ValueError:
-        raise ArgumentTypeError(f"{text!r} is neither a list of stages nor {ALL}") from None
 
 
 def add_size_options(parser: ArgumentParser, *, required: bool, auto: bool = False) -> None:
@@ -59,7 +49,7 @@ def add_size_options(parser: ArgumentParser, *, required: bool, auto: bool = Fal
         "--recompute-early",
         type=stage_list,
         metavar="N,N",
-        help="recompute these stages, or all, before the gradient arrives (R); not for training",
+        help="recompute these stages, or all, while the gradient is on its way (R)",
     )
     parser.add_argument(
         "--delay-weight-grads",
@@ -108,16 +98,4 @@ def compute_plan(args: Namespace, forwards_ahead: int | None = None) -> Plan:
         forwards_ahead=forwards_ahead if args.forwards_ahead == AUTO else args.forwards_ahead,
     )
     plan = delay_weight_grads(plan, args.delay_weight_grads or ())
-    return recompute_early(plan, _stages(args.recompute_early or (), plan))
-
-
-def _stages(named: Sequence[int] | str, plan: Plan) -> Sequence[int]:
-    stages = range(plan.num_stages)
-    if isinstance(named, str):
-        return stages
-    if unknown := [stage for stage in named if stage not in stages]:
-        raise PlanError(
-            f"--recompute-early {','.join(map(str, named))}: there is no stage {unknown[0]}; the "
-            f"plan has stages 0 to {plan.num_stages - 1}"
-        )
-    return named
+    return recompute_early(plan, stages_of(args.recompute_early, plan.num_stages))

@@ -23,6 +23,7 @@ from megatron.fold3d.config.minimum_sizes import size_problems
 from megatron.fold3d.config.nccl_settings import traffic_class_problems
 from megatron.fold3d.config.offload_flags import offload_problems, offloads_everything, saved_bytes
 from megatron.fold3d.config.preemption_flags import preemption_problems
+from megatron.fold3d.config.recompute_flags import recompute_problems, stage_list, stages_of
 from megatron.fold3d.config.refusals import named, refusals, spelled
 from megatron.fold3d.config.segment_flags import AUTO, auto_problems, segments_or_auto
 from megatron.fold3d.config.trace_flags import iterations, trace_problems
@@ -88,6 +89,14 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="How many forwards 1f1b, and the last segment of aiao, run for each rank behind "
         "before they begin to alternate with backwards: more hide slower transfers and hold more "
         "activations (default: 1 for 1f1b, 2 for aiao).",
+    )
+    group.add_argument(
+        "--recompute-early",
+        type=stage_list,
+        metavar="N,N",
+        help="With full recomputation, recompute these stages, counted over all ranks from 0, or "
+        "all, while the gradient is on its way; each then holds one micro-batch's activations of "
+        "all its layers.",
     )
     group.add_argument(
         "--backward-share",
@@ -201,6 +210,7 @@ class Fold3DConfig:
         delay_weight_grads: the segments whose weight gradients are apart from their backwards;
             unless the order itself says where, they follow all of these.
         forwards_ahead: how far 1F1B runs ahead, for each rank behind; None is the schedule's own.
+        recompute_early: the stages that recompute before their gradients arrive.
         clips_or_scales: whether Megatron may clip gradients, or skip a step over a loss scale.
         trace: the folder that a trace is written to.
         trace_iterations: the iterations that are recorded; None is two after warm-up.
@@ -232,6 +242,7 @@ class Fold3DConfig:
     auto_slices: bool = False
     delay_weight_grads: tuple[int, ...] = ()
     forwards_ahead: int | None = None
+    recompute_early: tuple[int, ...] = ()
     clips_or_scales: bool = False
     trace: Path | None = None
     trace_iterations: range | None = None
@@ -276,6 +287,7 @@ class Fold3DConfig:
             *share_problems(args, schedule),
             *offload_problems(args, schedule, num_segments),
             *weight_grad_problems(args, schedule, num_segments),
+            *recompute_problems(args, schedule, args.pipeline_model_parallel_size * num_segments),
             *trace_problems(args, schedule),
             *preemption_problems(args, schedule),
             *traffic_class_problems(args),
@@ -298,6 +310,9 @@ class Fold3DConfig:
             auto_slices=args.dp_slice_bytes is None,
             delay_weight_grads=(0,) if schedule in SPLIT_SCHEDULES else args.delay_weight_grads,
             forwards_ahead=args.forwards_ahead,
+            recompute_early=stages_of(
+                args.recompute_early, args.pipeline_model_parallel_size * num_segments
+            ),
             clips_or_scales=args.clip_grad > 0 or args.fp16 or bool(args.loss_scale),
             trace=args.trace,
             trace_iterations=iterations(args.trace_iterations),

@@ -30,6 +30,7 @@ from megatron.fold3d.plan.ir import Action, Op, Plan, Program
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 from megatron.fold3d.plan.passes.weight_grads import split_stages
+from megatron.fold3d.runtime.early_recompute import EarlyRecompute
 from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
 from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
 from megatron.fold3d.runtime.offload.offloader import Offloader
@@ -61,6 +62,7 @@ class Executor:
         offloader: Offloader | None = None,
         communicator: PreemptiveCommunicator | None = None,
         weight_grads: DelayedWeightGrads | None = None,
+        recompute: EarlyRecompute | None = None,
     ) -> None:
         self._timeout = timedelta(minutes=config.distributed_timeout_minutes)
         self._lazy = config.lazy_inter_segment
@@ -71,6 +73,7 @@ class Executor:
         self._offloader = offloader
         self._communicator = communicator
         self._weight_grads = weight_grads
+        self._recompute = recompute
         self._started = False
         self._where: tuple[int, str] | None = None  # the rank, and where it is beside its program
         self._p2p: P2P | None = None
@@ -141,6 +144,7 @@ class Executor:
                     recorder=self._recorder,
                     offloader=None if forward_only else self._offloader,
                     weight_grads=self._weight_grads,
+                    recompute=self._recompute,
                 )
                 iteration.run(rank)
             self._where = rank, "the last sums of gradients, behind its program"
@@ -202,6 +206,8 @@ class Executor:
         if self._weight_grads is not None:
             split = split_stages(program)
             self._weight_grads.choose({stage: chunks[stage // groups.pp.size()] for stage in split})
+        if self._recompute is not None:
+            self._recompute.begin(program)
         if self._offloader is not None and trains:
             self._offloader.begin(program, chunks, hidden_bytes, self._recorder)
 
@@ -260,6 +266,7 @@ class _Iteration:
     recorder: Recorder
     offloader: Offloader | None
     weight_grads: DelayedWeightGrads | None
+    recompute: EarlyRecompute | None
 
     def __post_init__(self) -> None:
         self.num_tokens = torch.zeros([], dtype=torch.int, device=_device(self.chunks))
@@ -294,6 +301,9 @@ class _Iteration:
         elif op is Op.WEIGHT and self.weight_grads is not None:
             with self.recorder.span(action, "compute"):
                 self.weight_grads.compute(action)
+        elif op is Op.RECOMPUTE and self.recompute is not None:
+            with self.recorder.span(action, "compute"):
+                self.recompute.compute(action)
         elif op is Op.OFFLOAD and self.offloader is not None:
             self.offloader.offload(action, held=self._saved[key][0])
         elif op is Op.RELOAD and self.offloader is not None:
@@ -331,6 +341,8 @@ class _Iteration:
         is_last_stage = stage == self.plan.num_stages - 1
         if self.p2p is not None and not is_last_stage:
             self.p2p.announce(Action(stage, Op.SEND_F, microbatch))
+        if self.recompute is not None:
+            self.recompute.begin_forward(action)
         saving = nullcontext() if self.offloader is None else self.offloader.saving(action)
         with self.recorder.span(action, "compute"), saving:
             output, num_tokens = forward_step(
