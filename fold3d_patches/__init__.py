@@ -89,6 +89,7 @@ def _install(
         _recorded_actions(recorder),
         _grad_sync(config, communicator, recorder),
         _weight_grads(config),
+        _recompute(config),
         _offload(config, plans, recorder, num_local),
     )
     executor = Executor(plans, features)
@@ -216,6 +217,17 @@ def _weight_grads(config: "Fold3DConfig") -> "Part":
 
     weight_grads = DelayedWeightGrads()
     return (weight_grads,), (linear.patch(weight_grads),)
+
+
+def _recompute(config: "Fold3DConfig") -> "Part":
+    if not config.recompute_early:
+        return (), ()
+
+    from fold3d_patches.schedule import checkpoint
+    from megatron.fold3d.runtime.early_recompute import EarlyRecompute
+
+    early = EarlyRecompute()
+    return (early,), (checkpoint.patch(early=early),)
 
 
 def _offload(

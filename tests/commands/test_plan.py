@@ -50,6 +50,31 @@ def test_the_group_size_reaches_the_schedule(fold3d):
     assert one_group.startswith("0F0 0F1 0F2 0F3 2F0")
 
 
+def test_zero_bubble_prints_its_weight_gradients(fold3d):
+    _, out, _ = fold3d("plan --schedule zb-h1 --pp 4 --microbatches 8 --compute-only")
+    assert out.splitlines()[2].startswith("2F0 2F1 2B0 2F2 2B1 2F3 2B2 2W0 2F4 2B3 2W1")
+    code, _, err = fold3d("plan --schedule zb-h1 --pp 4 --microbatches 8 --delay-weight-grads 0")
+    assert code == 2
+    assert "--delay-weight-grads 0 with --schedule zb-h1: it has all weight gradients apart" in err
+
+
+def test_stages_can_recompute_early(fold3d):
+    line = "plan --schedule 1f1b --pp 2 --microbatches 1 --compute-only --recompute-early"
+    assert fold3d(f"{line} 0")[1] == "0F0 0R0 0B0\n1F0 1B0\n"
+    assert fold3d(f"{line} all")[1] == "0F0 0R0 0B0\n1F0 1R0 1B0\n"
+    code, _, err = fold3d(f"{line} 0,2")
+    assert code == 2
+    assert "--recompute-early 0,2: there is no stage 2; the plan has stages 0 to 1" in err
+
+
+def test_more_forwards_run_ahead(fold3d):
+    line = "plan --schedule 1f1b --pp 2 --microbatches 4 --compute-only"
+    assert fold3d(f"{line} --forwards-ahead 3")[1].startswith("0F0 0F1 0F2 0F3 0B0 0B1")
+    code, _, err = fold3d(f"{line} --forwards-ahead auto")
+    assert code == 2
+    assert "--forwards-ahead" in err
+
+
 def test_plan_as_json_holds_sizes_and_programs(fold3d):
     _, out, _ = fold3d("plan --schedule 1f1b --pp 2 --microbatches 1 --compute-only --json")
     assert json.loads(out) == {

@@ -186,3 +186,27 @@ def test_a_measured_layer_replaces_the_rate_of_the_gpus(fold3d):
 def test_layers_that_do_not_divide_are_refused_with_segments_that_do(fold3d):
     line = "simulate --schedule aiao --pp 4 --microbatches 8 --model gpt3-18b --cluster a100x32"
     assert "pp 4 x segments 3; try --segments 2" in fold3d(f"{line} --tp 8 --segments 3")[2]
+
+
+def test_recomputation_starts_before_its_gradient_is_there(fold3d):
+    line = "simulate --schedule 1f1b --pp 4 --microbatches 8 --backward-s 3 --json"
+    late = json.loads(fold3d(f"{line} --recompute-s 1")[1])
+    early = json.loads(fold3d(f"{line} --recompute-s 1 --recompute-early all")[1])
+    assert (late["period_s"], early["period_s"]) == (44.0, 41.0)  # Merak's two first numbers
+    code, _, err = fold3d(f"{line} --recompute-early all")
+    assert code == 2
+    assert "1f1b recomputes early, and costs have no recomputation: give --recompute-s" in err
+
+
+def test_auto_takes_the_fewest_forwards_ahead_that_take_the_least_time(fold3d):
+    line = "simulate --schedule 1f1b --pp 4 --microbatches 16 --json"
+    for transfer_s, chosen in ((0, 1), (0.5, 2), (1.25, 3)):
+        costed = f"{line} --p2p-s {transfer_s} --forwards-ahead"
+        found = json.loads(fold3d(f"{costed} auto")[1])
+        assert found["name"] == f"1f1b --forwards-ahead {chosen}"
+        times = [json.loads(fold3d(f"{costed} {n}")[1])["period_s"] for n in range(1, 7)]
+        assert found["period_s"] == min(times) == times[chosen - 1]
+        assert min(times[: chosen - 1], default=1e9) > min(times)
+    code, _, err = fold3d("simulate --schedule afab --pp 2 --microbatches 4 --forwards-ahead auto")
+    assert code == 2
+    assert "--forwards-ahead auto with --schedule afab: only 1f1b and aiao read it" in err

@@ -159,8 +159,26 @@ def test_every_flag_reaches_the_configuration(parse: Parse, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_of_the_library_can_be_asked_for(parse: Parse, schedule: str) -> None:
-    args = parse(f"--schedule {schedule} --pipeline-model-parallel-size 2")
+    local = "--transformer-impl local --no-gradient-accumulation-fusion"  # what zb-h1 can split
+    args = parse(f"--schedule {schedule} --pipeline-model-parallel-size 2 {local}")
     assert Fold3DConfig.from_args(args).schedule == schedule
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ("--schedule stock", "3 with --schedule stock: only 1f1b and aiao read it"),
+        ("--schedule interleaved", "3 with --schedule interleaved: only 1f1b and aiao read it"),
+        ("--schedule aiao --aiao-last-segment afab", "3 with --aiao-last-segment afab: "),
+        ("--schedule 1f1b --forwards-ahead 0", "0: a rank runs at least one forward ahead"),
+    ],
+)
+def test_forwards_ahead_that_nothing_reads_are_refused(
+    parse: Parse, flags: str, found: str
+) -> None:
+    problem = only_problem(parse(f"--forwards-ahead 3 {flags} {TWO_RANKS}"))
+    assert problem.startswith(f"--forwards-ahead {found}")
+    assert Fold3DConfig.from_args(parse("--schedule 1f1b --forwards-ahead 3")).forwards_ahead == 3
 
 
 @pytest.mark.processes
@@ -286,9 +304,10 @@ def test_segments_that_megatron_cannot_build_are_refused(
     assert problem.endswith(fix)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "shifted-critical-path"])
+@pytest.mark.parametrize("schedule", ["1f1b", "shifted-critical-path", "zb-h1"])
 def test_schedules_of_one_segment_refuse_more(parse: Parse, schedule: str) -> None:
-    args = parse(f"--schedule {schedule} --segments 2 {TWO_RANKS}")
+    local = "--transformer-impl local --no-gradient-accumulation-fusion"
+    args = parse(f"--schedule {schedule} --segments 2 {TWO_RANKS} {local}")
     assert only_problem(args) == (
         f"2 segments with --schedule {schedule}: it runs one segment per rank; "
         "use --segments 1, or --schedule aiao or interleaved"

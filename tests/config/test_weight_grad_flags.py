@@ -55,6 +55,31 @@ def test_flags_that_delayed_weight_grads_exclude_are_refused_with_a_fix(
     assert "; " in reason
 
 
+LOCAL = "--transformer-impl local --no-gradient-accumulation-fusion"
+
+
+def test_zero_bubble_splits_the_backwards_of_its_segment(parser: ArgumentParser):
+    assert config(parser, f"--schedule zb-h1 {LOCAL}").delay_weight_grads == (0,)
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("--schedule zb-h1 --no-gradient-accumulation-fusion", "with --transformer-impl"),
+        ("--schedule zb-h2 --transformer-impl local", "with fused weight gradients"),
+        (f"--schedule zb-h1 {LOCAL} --num-experts 4", "with --num-experts 4"),
+        (f"--schedule zb-h1 {LOCAL} --offload-activations on", "with --offload-activations on"),
+        (f"--schedule zb-h1 {LOCAL} --delay-weight-grads 0", "it has all weight gradients apart"),
+    ],
+)
+def test_zero_bubble_refuses_what_splits_no_backward(parser: ArgumentParser, line: str, found: str):
+    with pytest.raises(ValueError, match="--schedule zb-h") as raised:
+        config(parser, line)
+    (problem,) = str(raised.value).splitlines()
+    assert found in problem
+    assert "; " in problem
+
+
 @pytest.mark.parametrize(("text", "reason"), [("3-4", "not a list of segments"), ("1,1", "twice")])
 def test_delay_weight_grads_refuses_text_that_is_no_list_of_segments(
     parser: ArgumentParser, text: str, reason: str

@@ -83,6 +83,7 @@ ROWS = (
     Row(ours=f"{AIAO} 0.5", flags=f"{UNTIED} --optimizer sgd --no-align-grad-reduce"),
     Row(ours=f"{AIAO} 0.5", flags=f"{SP} --qk-layernorm", dp=1),
     Row(ours=f"{AIAO} 0.5 --delay-weight-grads 1,2", flags="", clip=2.2, whole=4, segments=4),
+    Row(ours="--schedule zb-h2 --backward-share 0.5", flags="--bf16", segments=1),
     Row(ours="--schedule interleaved --backward-share 0.3", evaluation="--eval-iters 0"),
     Row(ours="--schedule 1f1b --backward-share 0.5", flags="", pp=1, segments=1),
     # Clipping: some steps are clipped, some could be, some cannot.

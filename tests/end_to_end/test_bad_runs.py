@@ -77,6 +77,10 @@ PLANS = {
         "1RECV_F0 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
         r"SEND_F1|RECV_F1",
     ),
+    "recomputation ahead of the gradient": (
+        "0F0 0F1 0R0 0B0 0R1 0B1\n1F0 1B0 1F1 1B1",
+        "found R in the plan; give --recompute-early with its stages",
+    ),
     "another size": ("0F0 0B0\n1F0 1B0", "1 micro-batches.*2 micro-batches"),
 }
 

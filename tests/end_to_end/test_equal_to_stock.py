@@ -126,7 +126,25 @@ ROWS = (
     Row(pp=4, m=6, ours="--schedule afab"),
     Row(pp=4, m=6, ours="--schedule 1f1b"),
     Row(pp=4, m=6, ours="--schedule shifted-critical-path"),
+    Row(pp=4, m=6, ours="--schedule zb-h1"),
+    Row(pp=4, m=6, ours="--schedule zb-h2"),
+    Row(pp=4, m=6, ours="--schedule 1f1b --forwards-ahead 2"),
+    Row(segments=2, ours="--schedule aiao --forwards-ahead 3"),
     # Weight gradients apart from their backwards.
+    Row(
+        name="recomputed and overlapped",
+        dp=2,
+        m=3,
+        flags=f"{OVERLAP} --bf16 --add-qkv-bias {FULL} uniform",
+        ours="--schedule zb-h1",
+    ),
+    Row(
+        name="fewer micro-batches than held, untied",
+        dp=2,
+        m=2,
+        flags=f"--overlap-grad-reduce {BUCKETS} {UNTIED}",
+        ours="--schedule zb-h2",
+    ),
     Row(segments=2, ours="--schedule aiao --delay-weight-grads 0,1"),
     Row(
         name="recomputed and overlapped",
@@ -147,6 +165,27 @@ ROWS = (
         m=2,
         ours="--plan-file PLAN --delay-weight-grads 0",
         plan="0F0 0F1 0B0 0W0 0B1 0W1\n1F0 1B0 1F1 1W0 1B1 1W1",
+    ),
+    # Recomputation ahead of the gradient.
+    Row(
+        pp=4,
+        m=6,
+        flags=f"{DROPOUT} {FULL} uniform",
+        ours="--schedule shifted-critical-path --recompute-early 0,1,2",
+    ),
+    Row(
+        segments=2,
+        dp=2,
+        flags=f"{OVERLAP} --bf16 {FULL} block",
+        ours="--schedule aiao --recompute-early all --delay-weight-grads 1",
+    ),
+    Row(
+        name="sequence parallel, by a plan file",
+        tp=2,
+        m=2,
+        flags=f"--sequence-parallel {DROPOUT} {FULL} uniform --recompute-num-layers 2",
+        ours="--plan-file PLAN --recompute-early 0",
+        plan="0F0 0F1 0R1 0R0 0B0 0B1\n1F0 1R0 1B0 1F1 1B1",
     ),
     # Models: the presets' heads, few layers.
     Row(

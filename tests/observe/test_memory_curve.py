@@ -11,7 +11,7 @@ from megatron.fold3d.observe.memory_curve import Footprint, memory
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.passes.offload import add_offload
-from megatron.fold3d.plan.schedules import SCHEDULES, build
+from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import (
     Setup,
@@ -72,9 +72,36 @@ def test_inputs_of_delayed_weight_gradients_are_held_until_their_w():
     assert whole.peak_bytes == 116.0
 
 
-@pytest.mark.parametrize(
-    "schedule", [s for s in SCHEDULES if s not in ("1f1b", "shifted-critical-path")]
-)
+def test_what_is_recomputed_early_is_held_until_its_backward():
+    plan = Plan.from_text("0F0 0F1 0R0 0B0 0B1\n")
+    costs = Costs.uniform(1, backward_s=3.0, recompute_s=1.0)
+    footprint = Footprint(
+        static_bytes=(0.0,), saved_bytes=(1.0,), working_bytes=(10.0,), recomputed_bytes=(40.0,)
+    )
+    (rank,) = memory(simulate(plan, costs), footprint)
+    # F0 0-1, F1 1-2, R0 2-3, B0 3-5; B1 recomputes one layer at a time, 5-8
+    assert rank.device.times_s == (0.0, 1.0, 2.0, 5.0, 8.0)
+    assert rank.device.bytes == (1.0, 2.0, 42.0, 11.0, 0.0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("schedule", "twice"), [("zb-h1", 1), ("zb-h2", 2)])
+def test_zero_bubble_holds_what_the_paper_says(schedule, twice, ranks):
+    # Qi et al., Sec. 2.3: (p - i + 1) M_B + (i - 1) M_W on worker i, which counts from 1; ZB-H2
+    # (2 p - 2 i + 1) M_B + (2 i - 2) M_W.
+    plan, costs = built(schedule, ranks, 1, 4 * ranks), Costs.uniform(ranks)
+    footprint = Footprint(
+        static_bytes=(0.0,) * ranks, saved_bytes=(8.0,) * ranks, delayed_bytes=(5.0,) * ranks
+    )
+    peaks = [rank.device.peak_bytes for rank in memory(simulate(plan, costs), footprint)]
+    before = range(ranks)
+    assert peaks == [(twice * (ranks - 1 - r) + 1) * 8.0 + twice * r * 5.0 for r in before]
+    # The most of any rank is 1F1B's for the first of the two.
+    one_f_one_b = memory(simulate(built("1f1b", ranks, 1, 4 * ranks), costs), footprint)
+    assert (max(peaks) == one_f_one_b[0].device.peak_bytes) == (schedule == "zb-h1" or ranks == 1)
+
+
+@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s not in ONE_SEGMENT_SCHEDULES])
 def test_the_peak_is_the_plans_count_of_activations(schedule):
     plan = built(schedule, 3, 2, 6)
     footprint = Footprint(static_bytes=(0.0,) * 3, saved_bytes=(1.0,) * 6)

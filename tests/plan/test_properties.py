@@ -23,8 +23,15 @@ from megatron.fold3d.plan.ir import (
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
 from megatron.fold3d.plan.passes.offload import add_offload
+from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.passes.transfers import add_p2p
-from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, LastSegment, build
+from megatron.fold3d.plan.schedules import (
+    ONE_SEGMENT_SCHEDULES,
+    SCHEDULES,
+    SPLIT_SCHEDULES,
+    LastSegment,
+    build,
+)
 from megatron.fold3d.plan.verify import verify
 
 
@@ -91,11 +98,15 @@ def unplanned_orders(draw: st.DrawFn) -> Plan:
     return Plan(tuple(map(tuple, programs)))
 
 
+def recomputed(plan: Plan) -> Plan:
+    return recompute_early(plan, range(1, plan.num_stages))
+
+
 @given(cases())
 def test_every_schedule_can_run(case: Case):
     plan = case.build()
     verify(plan)
-    for lowering in (add_p2p, lower, add_offload):
+    for lowering in (recomputed, add_p2p, lower, add_offload):
         plan = lowering(plan)
         verify(plan)
 
@@ -136,7 +147,8 @@ def test_microbatches_are_first_in_first_out_both_ways(case: Case):
     for program in case.build().programs:
         for stage, op, microbatch in program:
             order[stage, op].append(microbatch)
-    assert len(order) == 2 * case.pp * case.segments
+    split = case.schedule in SPLIT_SCHEDULES
+    assert len(order) == (2 + split) * case.pp * case.segments
     assert all(row == list(range(case.microbatches)) for row in order.values())
 
 
@@ -151,6 +163,8 @@ PEAKS: dict[str, Callable[[Case, int], int]] = {
     "afab": lambda c, r: c.segments * c.microbatches,
     "1f1b": lambda c, r: min(c.microbatches, c.pp - r),
     "shifted-critical-path": lambda c, r: min(c.microbatches, c.pp - r + (r == c.pp - 2)),
+    "zb-h1": lambda c, r: min(c.microbatches, c.pp),
+    "zb-h2": lambda c, r: min(c.microbatches, 2 * c.pp - 1),
     "aiao": lambda c, r: (
         (c.segments - 1) * c.microbatches + min(c.microbatches, 2 * (c.pp - 1 - r) + 1)
         if c.last_segment == "1f1b"
@@ -176,8 +190,8 @@ def test_peak_activations_match_their_formula(case: Case):
 
 @given(st.one_of(cases().map(Case.build), unplanned_orders()))
 def test_lowering_leaves_the_compute_order_alone(plan: Plan):
-    for lowering in (add_p2p, lower, add_offload):
-        assert lowering(plan).select(COMPUTE_OPS) == plan
+    for lowering in (add_p2p, lower, add_offload, recomputed):
+        assert lowering(plan).select(COMPUTE_OPS - {Op.RECOMPUTE}) == plan
 
 
 @given(st.one_of(cases().map(Case.build), unplanned_orders()))
@@ -258,7 +272,7 @@ def ends(plan: Plan) -> bool:
     """Play a plan over blocking channels, in the plainest way there is."""
     posted: dict[tuple[int, Op], deque[Action]] = defaultdict(deque)  # by the rank that receives
     inputs = {Action(0, Op.FORWARD, m) for m in range(plan.num_microbatches)}
-    saved, outputs = set(), set()
+    saved, outputs, done = set(), set(), set()
     alone, last = plan.num_ranks == 1, plan.num_stages - 1
 
     def run(rank: int, action: Action) -> bool:
@@ -275,6 +289,8 @@ def ends(plan: Plan) -> bool:
                 return False  # the wrong tensor would arrive
             channel.popleft()
             inputs.add(Action(to, Op.FORWARD if forward else Op.BACKWARD, microbatch))
+        elif action.op is Op.WEIGHT:
+            return Action(stage, Op.BACKWARD, microbatch) in done
         elif action not in inputs:
             return False
         elif op is Op.FORWARD:
@@ -288,6 +304,7 @@ def ends(plan: Plan) -> bool:
             return False
         else:
             outputs.add(Action(stage, Op.SEND_B, microbatch))
+            done.add(action)
             if alone:
                 inputs.add(Action(stage - 1, Op.BACKWARD, microbatch))
         return True

@@ -18,7 +18,7 @@ from megatron.fold3d.predict.cost_model.sizes import Recompute, Setup
 from megatron.fold3d.predict.search.planner import USABLE_MEMORY
 from megatron.fold3d.predict.simulator.costs import Costs
 
-_SECONDS = ("forward_s", "backward_s", "p2p_s", "grad_sync_s")
+_SECONDS = ("forward_s", "backward_s", "recompute_s", "p2p_s", "grad_sync_s")
 _FILE = ("costs",)
 _MODEL = (
     *("model", "cluster", "tp", "dp", "micro_batch_size", "recompute"),
@@ -32,6 +32,12 @@ def add_cost_options(parser: ArgumentParser) -> None:
     units = parser.add_argument_group("costs in numbers", "of one micro-batch in one model chunk")
     units.add_argument("--forward-s", type=float, metavar="S", help="(default: 1)")
     units.add_argument("--backward-s", type=float, metavar="S", help="(default: 2)")
+    units.add_argument(
+        "--recompute-s",
+        type=float,
+        metavar="S",
+        help="of --backward-s, what a recomputation takes (default: 0)",
+    )
     units.add_argument("--p2p-s", type=float, metavar="S", help="one transfer (default: 0)")
     units.add_argument(
         "--grad-sync-s", type=float, metavar="S", help="DP.sync of a model chunk (default: 0)"

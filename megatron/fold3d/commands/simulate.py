@@ -2,8 +2,9 @@
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
@@ -23,6 +24,7 @@ from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
 from megatron.fold3d.plan.schedules import SCHEDULES
 from megatron.fold3d.plan.verify import verify
+from megatron.fold3d.policy.forwards_ahead import forwards_that_hide
 from megatron.fold3d.predict.search.candidate_timeline import PAUSE_SHARE
 from megatron.fold3d.predict.search.simulated_shares import auto_shares
 from megatron.fold3d.predict.simulator.execution import Execution
@@ -48,6 +50,7 @@ examples:
 exit code: 0, 1 if the plan cannot run or does not fit into memory, 2 for a mistake"""
 
 _MOST_ITERATIONS = 1000
+_DIGITS = 9  # of seconds: equal times are equal
 _GRAD_SYNC: tuple[str, ...] = ("serial", "overlap", "deferred")
 
 
@@ -58,7 +61,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     order.add_argument(
         "--plan-file", type=Path, metavar="FILE", help="what `fold3d plan` wrote; - is stdin"
     )
-    add_size_options(parser, required=False)
+    add_size_options(parser, required=False, auto=True)
     parser.add_argument(
         "--grad-sync",
         choices=_GRAD_SYNC,
@@ -104,16 +107,26 @@ def run(args: Namespace) -> int:
             f"--grad-sync {grad_sync} or a share: the plan has its own DP.sync; drop it"
         )
     source = costs_of(args, compute)
-    plan = lower(
-        compute,
-        Options(
-            gathers_params=source.gathers_params,
-            transfers=False,
-            grad_sync="serial" if grad_sync == "serial" else "overlap",
-            deferred_stages=range(compute.num_stages if grad_sync == "deferred" else 0),
-        ),
+    if compute.has(Op.RECOMPUTE) and not any(source.costs.recompute_s):
+        raise ValueError(
+            f"{name} recomputes early, and costs have no recomputation: give --recompute-s with "
+            "--backward-s, or --recompute full with a model, or recompute_s in --costs"
+        )
+    options = Options(
+        gathers_params=source.gathers_params,
+        transfers=False,
+        grad_sync="serial" if grad_sync == "serial" else "overlap",
+        deferred_stages=range(compute.num_stages if grad_sync == "deferred" else 0),
     )
-    timeline = _timeline(args, plan, source, deferred=grad_sync == "deferred")
+
+    def simulated(order: Plan) -> tuple[Plan, Timeline]:
+        plan = lower(order, options)
+        return plan, _timeline(args, plan, source, deferred=grad_sync == "deferred")
+
+    if args.forwards_ahead == AUTO:
+        name, plan, timeline = _auto_ahead(args, source, simulated)
+    else:
+        plan, timeline = simulated(compute)
     if args.svg:
         args.svg.write_text(
             draw(timeline, title=name, caption=caption_of(plan, timeline)), encoding="utf-8"
@@ -140,13 +153,43 @@ def _plan(args: Namespace) -> tuple[str, Plan]:
         return args.schedule, compute_plan(args)
     for name in (
         *("pp", "segments", "microbatches", "aiao_last_segment", "group_size"),
-        "delay_weight_grads",
+        *("delay_weight_grads", "forwards_ahead", "recompute_early"),
     ):
         if (value := getattr(args, name)) is not None:
             flag = "--" + name.replace("_", "-")
             value = ",".join(map(str, value)) if isinstance(value, tuple) else value
             raise ValueError(f"{flag} {value} with --plan-file: a plan has its sizes; drop {flag}")
     return str(args.plan_file), plan_from(args.plan_file)
+
+
+def _auto_ahead(
+    args: Namespace, source: Source, simulated: Callable[[Plan], tuple[Plan, Timeline]]
+) -> tuple[str, Plan, Timeline]:
+    """Return the name, plan and timeline of the fastest number of forwards ahead, the least such.
+
+    Of those that the GPUs' memory has room for, if it is known; of all, if that is none. What more
+    than hides transfers can still help while the pipeline fills, on a link that is shared.
+    """
+    segments = 1 if args.segments is None else args.segments
+    last = range((segments - 1) * args.pp, segments * args.pp)
+    costs = source.costs
+    forward_s, backward_s = max(
+        ((costs.forward_s[stage], costs.backward_s[stage]) for stage in last), key=sum
+    )
+    transfer_s = costs.p2p_latency_s + costs.p2p_s
+    most = forwards_that_hide(forward_s, backward_s, transfer_s) + 1
+    most = max(1, min(most, ceil(args.microbatches / max(1, args.pp - 1))))
+    best: tuple[tuple[bool, float, int], Plan, Timeline] | None = None
+    for ahead in range(1, most + 1):
+        plan, timeline = simulated(compute_plan(args, ahead))
+        hardware = source.hardware
+        fits = hardware is None or max(hardware.peaks(timeline)) <= hardware.usable_bytes
+        rank = (not fits, round(timeline.period_s, _DIGITS), ahead)
+        if best is None or rank < best[0]:
+            best = rank, plan, timeline
+    assert best is not None
+    (_, _, ahead), plan, timeline = best
+    return f"{args.schedule} --forwards-ahead {ahead}", plan, timeline
 
 
 def _grad_sync(args: Namespace) -> str | None:

@@ -23,6 +23,11 @@ from megatron.fold3d.config.offload_flags import (
     saved_bytes,
 )
 from megatron.fold3d.config.preemption_flags import add_preemption_flags, preemption_problems
+from megatron.fold3d.config.recompute_flags import (
+    add_recompute_flags,
+    recompute_problems,
+    stages_of,
+)
 from megatron.fold3d.config.refusals import refusals
 from megatron.fold3d.config.schedule_flags import add_schedule_flags, schedule_of, schedule_problems
 from megatron.fold3d.config.segment_flags import (
@@ -34,7 +39,7 @@ from megatron.fold3d.config.segment_flags import (
 )
 from megatron.fold3d.config.trace_flags import add_trace_flags, iterations, trace_problems
 from megatron.fold3d.config.weight_grad_flags import add_weight_grad_flags, weight_grad_problems
-from megatron.fold3d.plan.schedules import LastSegment
+from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES, LastSegment
 from megatron.fold3d.policy.backward_shares import FIRST_SHARE
 
 Device = Literal["cuda", "cpu"]
@@ -45,6 +50,7 @@ SLICE_BYTES: dict[Device, int] = {"cuda": 8 << 20, "cpu": 1 << 19}
 _FLAGS_OF_FEATURES = (
     add_schedule_flags,
     add_segment_flags,
+    add_recompute_flags,
     add_share_flags,
     add_weight_grad_flags,
     add_preemption_flags,
@@ -103,7 +109,10 @@ class Fold3DConfig:
         auto_share: whether measured times replace it.
         dp_slice_bytes: how many bytes of gradients such a run reduces at once.
         auto_slices: whether preemption may choose less.
-        delay_weight_grads: the segments whose weight gradients follow all backwards.
+        delay_weight_grads: the segments whose weight gradients are apart from their backwards;
+            unless the order itself says where, they follow all of these.
+        forwards_ahead: how far 1F1B runs ahead, for each rank behind; None is the schedule's own.
+        recompute_early: the stages that recompute before their gradients arrive.
         clips_or_scales: whether Megatron may clip gradients, or skip a step over their norm or a
             loss scale.
         trace: the folder that a trace is written to.
@@ -135,6 +144,8 @@ class Fold3DConfig:
     dp_slice_bytes: int = 0
     auto_slices: bool = False
     delay_weight_grads: tuple[int, ...] = ()
+    forwards_ahead: int | None = None
+    recompute_early: tuple[int, ...] = ()
     clips_or_scales: bool = False
     trace: Path | None = None
     trace_iterations: range | None = None
@@ -178,6 +189,7 @@ class Fold3DConfig:
             *share_problems(args, schedule),
             *offload_problems(args, schedule, segments),
             *weight_grad_problems(args, schedule, segments),
+            *recompute_problems(args, schedule, args.pipeline_model_parallel_size * segments),
             *trace_problems(args, schedule),
             *preemption_problems(args, schedule),
             *traffic_class_problems(args),
@@ -198,7 +210,11 @@ class Fold3DConfig:
             auto_share=auto_share,
             dp_slice_bytes=args.dp_slice_bytes or SLICE_BYTES[args.device],
             auto_slices=args.dp_slice_bytes is None,
-            delay_weight_grads=args.delay_weight_grads,
+            delay_weight_grads=(0,) if schedule in SPLIT_SCHEDULES else args.delay_weight_grads,
+            forwards_ahead=args.forwards_ahead,
+            recompute_early=stages_of(
+                args.recompute_early, args.pipeline_model_parallel_size * segments
+            ),
             clips_or_scales=_clips_or_scales(args),
             trace=args.trace,
             trace_iterations=iterations(args.trace_iterations),

@@ -7,7 +7,8 @@ from typing import get_args
 
 from megatron.fold3d.config.argument_group import ArgumentGroup
 from megatron.fold3d.config.refusals import named
-from megatron.fold3d.plan.schedules import SCHEDULES, LastSegment
+from megatron.fold3d.plan.ir import PlanError
+from megatron.fold3d.plan.schedules import SCHEDULES, LastSegment, check_forwards_ahead
 
 
 def add_schedule_flags(group: ArgumentGroup) -> None:
@@ -28,6 +29,14 @@ def add_schedule_flags(group: ArgumentGroup) -> None:
         choices=get_args(LastSegment),
         help="Last segment of aiao: 1f1b, the default, holds fewer activations than the paper's "
         "afab in the same time.",
+    )
+    group.add_argument(
+        "--forwards-ahead",
+        type=int,
+        metavar="N",
+        help="How many forwards 1f1b, and the last segment of aiao, run for each rank behind "
+        "before they begin to alternate with backwards: more hide slower transfers and hold more "
+        "activations (default: 1 for 1f1b, 2 for aiao).",
     )
 
 
@@ -50,3 +59,8 @@ def schedule_problems(args: Namespace, schedule: str) -> Iterator[str]:
             f"--aiao-last-segment {args.aiao_last_segment} with {named(schedule)}: only aiao "
             "reads it; drop it or give --schedule aiao"
         )
+    if args.forwards_ahead is not None:
+        try:
+            check_forwards_ahead(args.forwards_ahead, schedule, args.aiao_last_segment)
+        except PlanError as error:
+            yield str(error)

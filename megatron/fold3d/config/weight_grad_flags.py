@@ -1,9 +1,13 @@
-"""``--delay-weight-grads``: the flag, and what it cannot be combined with."""
+"""``--delay-weight-grads``: the flag, and what a backward that is split in two cannot go with.
+
+Schedules such as zb-h1 split it without that flag, and have the same limits.
+"""
 
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 
 from megatron.fold3d.config.argument_group import ArgumentGroup
+from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES
 
 
 def add_weight_grad_flags(group: ArgumentGroup) -> None:
@@ -30,20 +34,29 @@ def segment_list(text: str) -> tuple[int, ...]:
 
 
 def weight_grad_problems(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
-    """Yield found, rule and fix of all that is in the way of ``--delay-weight-grads``.
+    """Yield found, rule and fix of all that is in the way of a backward that is split in two.
 
     Args:
         args: Megatron's namespace.
         schedule: that will run.
         num_segments: of a rank; 0 is not known yet.
     """
-    if not args.delay_weight_grads:
-        return
     found = f"--delay-weight-grads {','.join(map(str, args.delay_weight_grads))}"
-    if schedule == "stock":
+    if schedule in SPLIT_SCHEDULES:
+        if args.delay_weight_grads:
+            yield (
+                f"{found} with --schedule {schedule}: it has all weight gradients apart already; "
+                "drop one of the two"
+            )
+        found = f"--schedule {schedule}"
+    elif not args.delay_weight_grads:
+        return
+    elif schedule == "stock":
         yield f"{found} with --schedule stock: only a plan has them apart; give --schedule aiao"
         return
-    if args.segments == "auto":  # not imported: its module brings the simulator along
+    if schedule in SPLIT_SCHEDULES:
+        pass  # one segment, and that is checked elsewhere
+    elif args.segments == "auto":  # not imported: its module brings the simulator along
         yield f"{found} with --segments auto: which segments that are is not known; give a number"
     elif num_segments and (
         unknown := [s for s in args.delay_weight_grads if not 0 <= s < num_segments]

@@ -2,7 +2,8 @@
 
 A forward's saved activations are held from its start to the end of its backward. Those that are
 offloaded are on both sides while they are copied, and on the host in between. Where weight
-gradients are delayed, what they are computed from stays until they are.
+gradients are delayed, what they are computed from stays until they are. What is recomputed before
+its backward is held from the start of its recomputation to the end of the backward.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,8 @@ class Footprint:
     """Per stage: what a backward needs beside it while it runs."""
     delayed_bytes: tuple[float, ...] = ()
     """Per stage: what a backward leaves for weight gradients that are delayed."""
+    recomputed_bytes: tuple[float, ...] = ()
+    """Per stage: what recomputation ahead of a backward makes for it, of all layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ def _device_changes(spans: Sequence[Span], footprint: Footprint) -> Iterator[_Ch
     working = footprint.working_bytes
     split = {action.stage for *_, action, _ in spans if action and action.op is Op.WEIGHT}
     delayed = {stage: footprint.delayed_bytes[stage] for stage in split if footprint.delayed_bytes}
+    early = {a[::2] for *_, a, _ in spans if a and a.op is Op.RECOMPUTE}  # stage, micro-batch
     for lane, start_s, end_s, action, _ in spans:
         if action is None or lane not in (Lane.COMPUTE, Lane.COPY):
             continue
@@ -74,9 +78,15 @@ def _device_changes(spans: Sequence[Span], footprint: Footprint) -> Iterator[_Ch
             yield start_s, saved
         elif action.op is Op.OFFLOAD:
             yield end_s, -saved
+        elif action.op is Op.RECOMPUTE:
+            if footprint.recomputed_bytes:
+                yield start_s, footprint.recomputed_bytes[action.stage]
         elif action.op is Op.BACKWARD:
             yield end_s, delayed.get(action.stage, 0.0) - saved
-            if working:
+            if action[::2] in early:
+                if footprint.recomputed_bytes:
+                    yield end_s, -footprint.recomputed_bytes[action.stage]
+            elif working:
                 yield start_s, working[action.stage]
                 yield end_s, -working[action.stage]
         elif action.op is Op.WEIGHT:

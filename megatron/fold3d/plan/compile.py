@@ -3,7 +3,8 @@
 Executor, simulator, planner and commands all call `lower`, so that the plan that is simulated is
 the plan that runs. The passes run in this order:
 
-order ──> delay_weight_grads ──> add_param_gather ──> add_offload ──> add_p2p ──> DP.sync ──> plan
+order ──> delay_weight_grads ──> recompute_early ──> add_param_gather ──> add_offload ──> add_p2p
+──> DP.sync ──> plan
 """
 
 from collections.abc import Callable, Container, Mapping
@@ -14,6 +15,7 @@ from megatron.fold3d.plan.ir import Op, Plan
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync, defer_grad_sync
 from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
 from megatron.fold3d.plan.passes.param_gather import add_param_gather
+from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.passes.stock_grad_sync import aligned_grad_sync, serial_grad_sync
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
@@ -37,6 +39,8 @@ class Options:
 
     delay_weight_grads: tuple[int, ...] = ()
     """Segments whose weight gradients are computed when all backwards of a rank are through."""
+    recompute_early: Container[int] = ()
+    """Stages that recompute before their gradients arrive."""
     gathers_params: bool = False
     """Whether a distributed optimizer's parameters are gathered by actions of the plan."""
     offload: OffloadChoice | None = None
@@ -74,6 +78,7 @@ def lower(order: Plan, options: Options | None = None) -> Plan:
     plan = order
     if options.delay_weight_grads and not plan.has(Op.WEIGHT):
         plan = delay_weight_grads(plan, options.delay_weight_grads)
+    plan = recompute_early(plan, options.recompute_early)
     if options.gathers_params:
         plan = add_param_gather(plan)
     if options.offload is not None and not plan.has(Op.OFFLOAD):

@@ -26,6 +26,7 @@ class Op(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    RECOMPUTE = "R"  # what the forward did not keep, where it comes before BACKWARD
     WEIGHT = "W"  # weight gradients alone, where a schedule splits them from BACKWARD
     SEND_F = "SEND_F"  # output of `stage` goes to `stage + 1`
     RECV_F = "RECV_F"  # post the receive of the input of `stage`; its F waits for the tensor
@@ -39,7 +40,7 @@ class Op(StrEnum):
     RELOAD = "RELOAD"  # and start to come back
 
 
-COMPUTE_OPS = frozenset({Op.FORWARD, Op.BACKWARD, Op.WEIGHT})
+COMPUTE_OPS = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.WEIGHT})
 SEND_OPS = frozenset({Op.SEND_F, Op.SEND_B})
 RECV_OPS = frozenset({Op.RECV_F, Op.RECV_B})
 P2P_OPS = SEND_OPS | RECV_OPS

@@ -34,6 +34,25 @@ def peak_activations(plan: Plan, *, depth: int = 1) -> tuple[int, ...]:
     return tuple(peaks)
 
 
+def peak_recomputed(plan: Plan) -> tuple[int, ...]:
+    """Return, per rank, the most (segment, micro-batch) that are recomputed and not used yet.
+
+    Each holds what a forward without recomputation keeps, from its `R` until its backward.
+    """
+    peaks = []
+    for program in plan.programs:
+        waiting: set[tuple[int, int | None]] = set()
+        peak = 0
+        for stage, op, microbatch in program:
+            if op is Op.RECOMPUTE:
+                waiting.add((stage, microbatch))
+                peak = max(peak, len(waiting))
+            elif op is Op.BACKWARD:
+                waiting.discard((stage, microbatch))
+        peaks.append(peak)
+    return tuple(peaks)
+
+
 def peak_on_host(program: Program, bytes_of_stage: Mapping[int, int]) -> Counter[int]:
     """Return, for each size, the most activations of that size in host memory at once.
 

@@ -1,8 +1,8 @@
 """Schedules: the order in which each rank computes, one generator per schedule.
 
-A generator yields the forwards and backwards of one rank and nothing else; transfers, gradient
-sync and offload are added by `passes`. Every schedule runs micro-batches first in, first out in
-forward and in backward, so gradients are summed in the same order whichever schedule runs.
+A generator yields the computations of one rank and nothing else; transfers, gradient sync and
+offload are added by `passes`. Every schedule runs micro-batches first in, first out in forward, in
+backward and in weight gradients, so gradients are summed in the same order whichever schedule runs.
 
     p = num_ranks, v = num_segments, m = num_microbatches; rank 0 of p=2, v=2, m=3:
 
@@ -11,7 +11,7 @@ forward and in backward, so gradients are summed in the same order whichever sch
     breadth_first  the same as aiao: Megatron's interleaved schedule with a group of m
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Literal
 
@@ -32,20 +32,57 @@ def afab(rank: int, num_ranks: int, num_segments: int, num_microbatches: int) ->
     yield from _backwards(stages, num_microbatches)
 
 
-def one_f_one_b(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-    """Yield 1F1B on one segment: rank r runs ``p - 1 - r`` forwards ahead (Megatron Sec. 2.2)."""
-    yield from _one_f_one_b([rank], num_microbatches, num_ranks - 1 - rank)
+def one_f_one_b(
+    rank: int, num_ranks: int, num_microbatches: int, forwards_ahead: int = 1
+) -> Iterator[Action]:
+    """Yield 1F1B on one segment: rank r runs ``p - 1 - r`` forwards ahead (Megatron Sec. 2.2).
+
+    That hides no transfer; more do, so many for each of the ``p - 1 - r`` ranks behind: see
+    `policy.forwards_ahead`.
+    """
+    yield from _one_f_one_b([rank], num_microbatches, forwards_ahead * (num_ranks - 1 - rank))
 
 
 def shifted_critical_path(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-    """Yield 1F1B with one forward more ahead on the last rank but one (Merak Sec. 5.1).
+    """Yield 1F1B whose last rank but one runs its third forward first of all (Merak Sec. 5.1).
 
-    The extra forward fills that rank's first bubble, so the last rank, which skips recomputation
-    and holds the head, is off the critical path. Merak's recomputation ahead of a backward's
-    gradient is not part of the order: Megatron recomputes inside the backward.
+        1F1B  F0 F1 B0 F2 B1 F3 B2 F4 B3 ...
+        here  F0 F1 F2 B0 B1 F3 B2 F4 B3 ...
+
+    The third forward takes the time in which this rank waits for its first gradient; from the
+    second backward on it is 1F1B, so no micro-batch waits for a longer way round. All other ranks
+    run 1F1B, and so does this one with fewer than three micro-batches. It is faster than 1F1B where
+    the last rank does not recompute and the others recompute early, see `recompute_early`.
     """
     ahead = num_ranks - 1 - rank
-    yield from _one_f_one_b([rank], num_microbatches, 2 if ahead == 1 else ahead)
+    program = list(_one_f_one_b([rank], num_microbatches, ahead))
+    if ahead == 1 and num_microbatches > 2:
+        program[2:4] = reversed(program[2:4])
+    yield from program
+
+
+def zb_h1(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
+    """Yield ZB-H1: 1F1B whose weight gradients fill its bubble (Qi et al., ICLR 2024, Sec. 2.1).
+
+    Rank r runs 1F1B's ``p - 1 - r`` forwards ahead and delays the weight gradients of r
+    micro-batches: backwards, for which another rank waits, come first, and each rank holds at most
+    p micro-batches, as many as the first rank of 1F1B. Rank 3 of p=4, m=5:
+
+        F0 B0 F1 B1 F2 B2 F3 B3 W0 F4 B4 W1 W2 W3 W4
+    """
+    yield from _split(rank, num_microbatches, ahead=num_ranks - 1 - rank, delayed=rank)
+
+
+def zb_h2(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
+    """Yield ZB-H2: twice as far ahead as ZB-H1, without a bubble (Qi et al., ICLR 2024, Sec. 2.2).
+
+    Rank r runs ``2 (p - 1 - r)`` forwards ahead and delays the weight gradients of 2 r
+    micro-batches: each rank holds up to ``2 p - 1``. Where forwards, backwards and weight gradients
+    are equally long, no rank waits between its first forward and its last weight gradient. Ranks
+    begin and end one after the other, so this gains all it can only where an iteration may begin
+    before all ranks have ended the one before.
+    """
+    yield from _split(rank, num_microbatches, ahead=2 * (num_ranks - 1 - rank), delayed=2 * rank)
 
 
 def interleaved(
@@ -80,22 +117,31 @@ def aiao(
     num_segments: int,
     num_microbatches: int,
     last_segment: LastSegment = "1f1b",
+    forwards_ahead: int = 2,
 ) -> Iterator[Action]:
     """Yield all-in-all-out: all micro-batches pass one segment before the next (Sec. III-B).
 
     ``last_segment="afab"`` is Algorithm 1 as printed. ``"1f1b"`` runs each micro-batch's backward
     of the last segment as soon as it can: the same time, with at most ``2 (p - 1 - r) + 1`` of
-    the last segment's activations (and of its logits, on the last rank one) instead of m.
+    the last segment's activations (and of its logits, on the last rank one) instead of m. For
+    slower links ``forwards_ahead`` is more than 2, see `policy.forwards_ahead`.
     """
     *stages, last = _stages(rank, num_ranks, num_segments)
-    ahead = num_microbatches if last_segment == "afab" else 2 * (num_ranks - 1 - rank)
+    ahead = num_microbatches if last_segment == "afab" else forwards_ahead * (num_ranks - 1 - rank)
     yield from _forwards(stages, num_microbatches)
     yield from _one_f_one_b([last], num_microbatches, ahead)
     yield from _backwards(stages, num_microbatches)
 
 
-SCHEDULES = ("aiao", "afab", "1f1b", "interleaved", "breadth-first", "shifted-critical-path")
-ONE_SEGMENT_SCHEDULES = frozenset({"1f1b", "shifted-critical-path"})
+SCHEDULES = (
+    *("aiao", "afab", "1f1b", "interleaved", "breadth-first", "shifted-critical-path"),
+    *("zb-h1", "zb-h2"),
+)
+SPLIT_SCHEDULES = frozenset({"zb-h1", "zb-h2"})
+"""Schedules whose order has weight gradients apart from backwards."""
+ONE_SEGMENT_SCHEDULES = frozenset({"1f1b", "shifted-critical-path"}) | SPLIT_SCHEDULES
+FORWARDS_AHEAD: Mapping[str, int] = {"1f1b": 1, "aiao": 2}
+"""Schedules of which `build` takes ``forwards_ahead``, and what it is by default."""
 
 
 @gc_paused()
@@ -107,6 +153,7 @@ def build(
     num_microbatches: int,
     last_segment: LastSegment = "1f1b",
     group_size: int | None = None,
+    forwards_ahead: int | None = None,
 ) -> Plan:
     """Return the compute plan of a schedule by its name on the command line.
 
@@ -114,10 +161,12 @@ def build(
         schedule: one of `SCHEDULES`.
         last_segment: how ``aiao`` runs its last segment.
         group_size: micro-batches per group of ``interleaved``; the number of ranks if None.
+        forwards_ahead: that ``1f1b`` and the last segment of ``aiao`` run for each rank behind,
+            before they begin to alternate with backwards; `FORWARDS_AHEAD` if None.
 
     Raises:
         PlanError: the name is unknown, a size is below one, a group is smaller than the number of
-            ranks, or the schedule has one segment only.
+            ranks, the schedule has one segment only, or nothing can run ahead.
     """
     sizes = {"ranks": num_ranks, "segments": num_segments, "micro-batches": num_microbatches}
     for name, size in sizes.items():
@@ -140,20 +189,51 @@ def build(
             f"{schedule} runs one segment per rank, found {num_segments}; "
             "try --segments 1, or --schedule aiao or interleaved"
         )
+    if forwards_ahead is not None:
+        check_forwards_ahead(forwards_ahead, schedule, last_segment)
+    ahead = FORWARDS_AHEAD.get(schedule, 0) if forwards_ahead is None else forwards_ahead
     looped = (num_ranks, num_segments, num_microbatches)
     generators: dict[str, Callable[[int], Iterable[Action]]] = {
-        "aiao": lambda rank: aiao(rank, *looped, last_segment),
+        "aiao": lambda rank: aiao(rank, *looped, last_segment, ahead),
         "afab": lambda rank: afab(rank, *looped),
-        "1f1b": lambda rank: one_f_one_b(rank, num_ranks, num_microbatches),
+        "1f1b": lambda rank: one_f_one_b(rank, num_ranks, num_microbatches, ahead),
         "interleaved": lambda rank: interleaved(rank, *looped, group_size),
         "breadth-first": lambda rank: breadth_first(rank, *looped),
         "shifted-critical-path": lambda rank: shifted_critical_path(
             rank, num_ranks, num_microbatches
         ),
+        "zb-h1": lambda rank: zb_h1(rank, num_ranks, num_microbatches),
+        "zb-h2": lambda rank: zb_h2(rank, num_ranks, num_microbatches),
     }
     if schedule not in generators:
         raise PlanError(f"unknown schedule {schedule!r}; choose from {', '.join(generators)}")
     return Plan.generate(generators[schedule], num_ranks)
+
+
+def check_forwards_ahead(
+    forwards_ahead: int, schedule: str, last_segment: LastSegment | None
+) -> None:
+    """Return if a schedule can run this far ahead.
+
+    Raises:
+        PlanError: the number is none, or the schedule does not read it.
+    """
+    found = f"--forwards-ahead {forwards_ahead}"
+    if schedule not in FORWARDS_AHEAD:
+        raise PlanError(
+            f"{found} with --schedule {schedule}: only {' and '.join(FORWARDS_AHEAD)} read it; "
+            "drop it, or give one of these"
+        )
+    if forwards_ahead < 1:
+        raise PlanError(
+            f"{found}: a rank runs at least one forward ahead for each rank behind it; the default "
+            f"is {FORWARDS_AHEAD[schedule]}"
+        )
+    if last_segment == "afab" and schedule == "aiao":
+        raise PlanError(
+            f"{found} with --aiao-last-segment afab: that runs all forwards ahead; drop one of the "
+            "two"
+        )
 
 
 def _stages(rank: int, num_ranks: int, num_segments: int) -> range:
@@ -187,6 +267,17 @@ def _backwards(stages: Sequence[int], num_microbatches: int) -> Iterator[Action]
 def _one_f_one_b(stages: Sequence[int], num_microbatches: int, ahead: int) -> Iterator[Action]:
     forwards = list(_forwards(stages, num_microbatches))
     return _alternate(forwards, list(_backwards(stages, num_microbatches)), ahead)
+
+
+def _split(rank: int, num_microbatches: int, *, ahead: int, delayed: int) -> Iterator[Action]:
+    """Yield 1F1B with the weight gradients of a micro-batch ``delayed`` backwards after its own."""
+    delayed = min(delayed, num_microbatches)
+    for stage, op, microbatch in _one_f_one_b([rank], num_microbatches, ahead):
+        yield Action(stage, op, microbatch)
+        if op is Op.BACKWARD and microbatch is not None and microbatch >= delayed:
+            yield Action(stage, Op.WEIGHT, microbatch - delayed)
+    for microbatch in range(num_microbatches - delayed, num_microbatches):
+        yield Action(rank, Op.WEIGHT, microbatch)
 
 
 def _alternate(

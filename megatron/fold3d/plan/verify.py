@@ -11,6 +11,7 @@ from itertools import count
 
 from megatron.fold3d.plan.ir import STAGE_OPS, Action, Op, Plan, PlanError, gc_paused
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages
+from megatron.fold3d.plan.passes.recompute import recomputed
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 
@@ -131,6 +132,7 @@ class _Needs:
         self.rules: dict[Op, tuple[tuple[int, Op], ...]] = {
             Op.FORWARD: ((-1, sent_forward),),
             Op.BACKWARD: ((0, Op.FORWARD), (1, sent_back)),
+            Op.RECOMPUTE: ((0, Op.FORWARD),),
             Op.WEIGHT: ((0, Op.BACKWARD),),
             Op.SEND_F: ((0, Op.FORWARD), (1, Op.RECV_F)),
             Op.SEND_B: ((0, Op.BACKWARD), (-1, Op.RECV_B)),
@@ -159,9 +161,13 @@ class _Needs:
             self.others[stage, Op.REDUCE_GRAD, None] = whole
         for stage in stages if Op.WAIT_PARAM in ops else ():
             self.others[stage, Op.FORWARD, 0] = [(stage, Op.WAIT_PARAM, None)]
+        for program in plan.programs if Op.RECOMPUTE in ops else ():
+            for stage, m in recomputed(program):
+                self.others[stage, Op.BACKWARD, m] = [(stage, Op.RECOMPUTE, m)]
         for program in plan.programs if Op.OFFLOAD in ops else ():
             for stage, _, m in (action for action in program if action.op is Op.OFFLOAD):
-                self.others[stage, Op.BACKWARD, m] = [(stage, Op.RELOAD, m)]
+                again = Op.RECOMPUTE if (stage, Op.BACKWARD, m) in self.others else Op.BACKWARD
+                self.others[stage, again, m] = [(stage, Op.RELOAD, m)]
 
     def first_unmet(self, action: Action) -> _Need | None:
         """Return something that the action needs and that has not happened."""

@@ -75,6 +75,7 @@ class Plans:
             return Options()
         return Options(
             delay_weight_grads=config.delay_weight_grads,
+            recompute_early=config.recompute_early,
             gathers_params=config.gathers_params,
             offload=None if config.offload_activations == "off" else offloaded,
             deferred_stages=config.deferred_stages,
@@ -91,6 +92,7 @@ class Plans:
             num_microbatches=num_microbatches,
             last_segment=config.aiao_last_segment,
             group_size=config.microbatch_group_size,
+            forwards_ahead=config.forwards_ahead,
         )
 
     def _read(self, path: Path, num_microbatches: int) -> Plan:
@@ -104,6 +106,8 @@ class Plans:
             )
         if plan.has(Op.WEIGHT) and not self._config.delay_weight_grads:
             raise PlanError("found W in the plan; give --delay-weight-grads with its segments")
+        if plan.has(Op.RECOMPUTE) and not self._config.recompute_early:
+            raise PlanError("found R in the plan; give --recompute-early with its stages")
         if plan.has(Op.OFFLOAD):
             if self._config.offload_activations == "off":
                 raise PlanError("found OFFLOAD in the plan; give --offload-activations on")

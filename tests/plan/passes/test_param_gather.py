@@ -5,7 +5,7 @@ import pytest
 from megatron.fold3d.plan.compile import lower
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.passes.param_gather import add_param_gather
-from megatron.fold3d.plan.schedules import SCHEDULES, build
+from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
 from megatron.fold3d.plan.verify import verify
 
 
@@ -40,7 +40,7 @@ def test_the_first_gather_is_the_first_action_and_transfers_go_before_the_others
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_waits_for_parameters_before_it_reads_them(schedule: str):
-    segments = 1 if schedule in ("1f1b", "shifted-critical-path") else 3
+    segments = 1 if schedule in ONE_SEGMENT_SCHEDULES else 3
     plan = build(schedule, num_ranks=3, num_segments=segments, num_microbatches=6)
     verify(lower(add_param_gather(plan)))
 

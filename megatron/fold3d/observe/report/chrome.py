@@ -19,6 +19,7 @@ _PER_LANE = 100  # threads at most; numbers are for sorting
 _NAMES = {
     Op.FORWARD: "forward",
     Op.BACKWARD: "backward",
+    Op.RECOMPUTE: "recomputation",
     Op.WEIGHT: "weight gradient",
     Op.RECV_F: "PP.sync forward",
     Op.RECV_B: "PP.sync backward",

@@ -20,13 +20,19 @@ _LEFT, _RIGHT = 78, 28
 _KINDS = {
     Op.FORWARD: "forward",
     Op.BACKWARD: "backward",
+    Op.RECOMPUTE: "recompute",
     Op.WEIGHT: "weight",
     Op.REDUCE_GRAD: "sync",
     Op.GATHER_PARAM: "sync",
     Op.OFFLOAD: "copy",
     Op.RELOAD: "copy",
 }
-_NAMES = {"weight": "weight gradient", "sync": "DP.sync", "copy": "host copy"}
+_NAMES = {
+    "recompute": "recomputation",
+    "weight": "weight gradient",
+    "sync": "DP.sync",
+    "copy": "host copy",
+}
 _THIN_LANES = (Lane.GRAD_SYNC, Lane.COPY)
 _MAX_TOOLTIPS = 1500
 _CHAR = 0.6  # width of a character over the font size
@@ -285,7 +291,7 @@ def _legend(
     y: float, kinds: Container[str], lanes: Container[Lane], shown: _Diagram
 ) -> Iterator[str]:
     entries: list[tuple[list[str], str]] = []
-    for kind in ("forward", "backward", "weight", "sync", "copy"):
+    for kind in ("forward", "recompute", "backward", "weight", "sync", "copy"):
         if kind in kinds:
             shades = [css_class(kind, segment) for segment in range(shown.segments)]
             entries.append((shades, _NAMES.get(kind, kind)))

@@ -8,6 +8,7 @@ from colorsys import hls_to_rgb
 HUES = {
     "forward": (211, 0.82, 0.38),
     "backward": (29, 0.95, 0.45),
+    "recompute": (52, 0.70, 0.38),
     "weight": (140, 0.42, 0.36),
     "sync": (268, 0.52, 0.46),
     "copy": (176, 0.55, 0.30),

@@ -8,10 +8,12 @@ is needed again too soon stays:
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan, Program
+
+_Key = tuple[int, int | None]  # stage, micro-batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +46,12 @@ def add_offload(plan: Plan, *, depth: int = 1, at_most: int | None = None) -> Pl
 
 def _with_offload(program: Program, depth: int, at_most: int | None) -> Program:
     compute = [action for action in program if action.op in COMPUTE_OPS]
-    travels = _travels(compute, depth, at_most)
+    used = _first_uses(compute)
+    travels = _travels(compute, used, depth, at_most)
     reloads = {  # by the computation during which they come back
         compute[index - depth]: Action(stage, Op.RELOAD, microbatch)
-        for index, (stage, op, microbatch) in enumerate(compute)
-        if op is Op.BACKWARD and (stage, microbatch) in travels
+        for (stage, microbatch), index in used.items()
+        if (stage, microbatch) in travels
     }
 
     def lower() -> Iterator[Action]:
@@ -69,19 +72,27 @@ def _with_offload(program: Program, depth: int, at_most: int | None) -> Program:
     return tuple(lower())
 
 
+def _first_uses(compute: Sequence[Action]) -> dict[_Key, int]:
+    """When each (stage, micro-batch) is wanted again: by its backward, or recomputation before."""
+    used: dict[_Key, int] = {}
+    for index, (stage, op, microbatch) in enumerate(compute):
+        if op is Op.BACKWARD or op is Op.RECOMPUTE:
+            used.setdefault((stage, microbatch), index)
+    return used
+
+
 def _travels(
-    compute: Sequence[Action], depth: int, at_most: int | None
-) -> set[tuple[int, int | None]]:
+    compute: Sequence[Action], used: Mapping[_Key, int], depth: int, at_most: int | None
+) -> set[_Key]:
     """Choose the (stage, micro-batch) activations that leave the device."""
     forwards = {(a.stage, a.microbatch): i for i, a in enumerate(compute) if a.op is Op.FORWARD}
-    alike: dict[int, list[tuple[int, int | None]]] = defaultdict(list)  # by how long they wait
-    for index, (stage, op, microbatch) in enumerate(compute):
-        if op is Op.BACKWARD:
-            away = index - forwards[stage, microbatch]
-            if away > 2 * depth:
-                alike[away].append((stage, microbatch))
+    alike: dict[int, list[_Key]] = defaultdict(list)  # by how long they wait
+    for key, index in used.items():
+        away = index - forwards[key]
+        if away > 2 * depth:
+            alike[away].append(key)
     left = len(forwards) if at_most is None else at_most
-    chosen: set[tuple[int, int | None]] = set()
+    chosen: set[_Key] = set()
     for away in sorted(alike, reverse=True):
         candidates = alike[away]
         take = min(left, len(candidates))

@@ -85,7 +85,7 @@ class _Results:
 
     def add(self, action: Action) -> None:
         stage, op, microbatch = action
-        if op is not Op.WEIGHT:
+        if op is Op.FORWARD or op is Op.BACKWARD:
             done = self.forward if op is Op.FORWARD else self.backward
             done[stage * self.num_microbatches + (microbatch or 0)] = True
 
@@ -95,6 +95,8 @@ class _Results:
         here = stage * self.num_microbatches + (microbatch or 0)
         if op is Op.FORWARD:
             return stage == 0 or self.forward[here - self.num_microbatches]
+        if op is Op.RECOMPUTE:
+            return self.forward[here]
         if op is Op.WEIGHT:
             return self.backward[here]
         return self.forward[here] and (

@@ -23,6 +23,7 @@ from megatron.fold3d.predict.cost_model.sizes import (
     delayed_bytes,
     gradient_bytes,
     message_bytes,
+    recomputed_bytes,
     saved_bytes,
     static_bytes,
     working_bytes,
@@ -83,6 +84,7 @@ def estimate(
         forward_s=tuple(s + overhead_s for s in forward_s),
         backward_s=tuple(passes * s + overhead_s for s in forward_s),
         weight_s=_weight_s(shape, cluster, setup, split),
+        recompute_s=tuple(forward_s) if setup.recompute == "full" else (),
         split_s=overhead_s,
         p2p_s=sent * per_node / cluster.goodput_bytes_per_s,
         p2p_latency_s=cluster.nic_latency_s,
@@ -111,6 +113,7 @@ def _footprint(shape: ModelShape, setup: Setup, num_ranks: int, split: Split) ->
         saved_bytes=tuple(saved),
         working_bytes=(working_bytes(shape, setup),) * len(saved),
         delayed_bytes=tuple(delayed_bytes(shape, setup, split)),
+        recomputed_bytes=tuple(recomputed_bytes(shape, setup, split)),
     )
 
 

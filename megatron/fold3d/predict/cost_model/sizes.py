@@ -86,6 +86,12 @@ def working_bytes(shape: ModelShape, setup: Setup) -> float:
     return layer_bytes(shape, setup, "none") if setup.recompute == "full" else 0.0
 
 
+def recomputed_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
+    """Return, per stage, what recomputation ahead of a backward holds until it: all its layers."""
+    each = layer_bytes(shape, setup, "none") if setup.recompute == "full" else 0.0
+    return [len(layers) * each for layers in shape.stage_layers(split)]
+
+
 def layer_bytes(shape: ModelShape, setup: Setup, recompute: Recompute) -> float:
     """Return the activations that one layer saves for one micro-batch."""
     t, sbh = setup.tensor_parallel, shape.hidden_size * shape.seq_length * setup.microbatch_size

@@ -1,4 +1,4 @@
-"""Bubbles in closed form: GPipe, 1F1B, Megatron's interleaved schedule and Merak's three.
+"""Bubbles in closed form: GPipe, 1F1B, Megatron's interleaved one, zero bubble's, Merak's.
 
 Each returns the seconds that a rank idles in an iteration without communication. ``forward_s``
 and ``backward_s`` are of one micro-batch on all of a rank's segments.
@@ -23,6 +23,20 @@ def interleaved_s(num_ranks: int, num_segments: int, forward_s: float, backward_
 def ratio(num_ranks: int, num_segments: int, num_microbatches: int) -> float:
     """Return bubble over compute (Megatron Sec. 2.2): (p - 1) / (v m)."""
     return (num_ranks - 1) / (num_segments * num_microbatches)
+
+
+def zb_h1_s(num_ranks: int, forward_s: float, backward_s: float, weight_s: float) -> float:
+    """Return ZB-H1's bubble (Qi et al., ICLR 2024, Table 2): (p - 1) (T_F + T_B - T_W).
+
+    ``backward_s`` is without the weight gradients. These take ``weight_s``, no longer than a
+    forward and than a backward, as in a transformer; else a rank idles longer.
+    """
+    return (num_ranks - 1) * (forward_s + backward_s - weight_s)
+
+
+def zb_h2_s(num_ranks: int, forward_s: float, backward_s: float, weight_s: float) -> float:
+    """Return ZB-H2's bubble (Qi et al., ICLR 2024, Table 2): (p - 1) (T_F + T_B - 2 T_W)."""
+    return (num_ranks - 1) * (forward_s + backward_s - 2 * weight_s)
 
 
 def merak_one_f_one_b_s(num_ranks: int, forward_s: float) -> float:

@@ -23,6 +23,8 @@ class Costs:
     backward_s: tuple[float, ...]
     weight_s: tuple[float, ...] = ()
     """Of ``backward_s``, the weight gradients: what a plan's W takes, and its B then takes less."""
+    recompute_s: tuple[float, ...] = ()
+    """Of ``backward_s``, recomputation: what a plan's R takes, and its B then takes less."""
     split_s: float = 0.0
     """What a W takes beside it, for being a task of its own."""
     p2p_s: float = 0.0
@@ -53,18 +55,21 @@ class Costs:
         *,
         forward_s: float = 1.0,
         backward_s: float = 2.0,
+        recompute_s: float = 0.0,
         grad_sync_s: float = 0.0,
         p2p_s: float = 0.0,
         p2p_latency_s: float = 0.0,
     ) -> Self:
         """Return the same costs for every stage; by default the units of the usual diagrams.
 
-        Half of a backward is weight gradients, as many multiplications as a forward has.
+        Half of a backward, without what it recomputes, is weight gradients: as many
+        multiplications as a forward has.
         """
         return cls(
             forward_s=(forward_s,) * num_stages,
             backward_s=(backward_s,) * num_stages,
-            weight_s=(backward_s / 2,) * num_stages,
+            weight_s=((backward_s - recompute_s) / 2,) * num_stages,
+            recompute_s=(recompute_s,) * num_stages,
             grad_sync_s=(grad_sync_s,) * num_stages,
             p2p_s=p2p_s,
             p2p_latency_s=p2p_latency_s,
@@ -90,10 +95,18 @@ class Costs:
                     f"found {len(numbers)} numbers in {name}; a plan of {plan.num_stages} stages "
                     "needs one for each"
                 )
-        for part_s, whole_s in zip(self.weight_s, self.backward_s, strict=False):
-            if part_s > whole_s:
+        for name, parts_s in (("weight_s", self.weight_s), ("recompute_s", self.recompute_s)):
+            for part_s, whole_s in zip(parts_s, self.backward_s, strict=False):
+                if part_s > whole_s:
+                    raise PlanError(
+                        f"found {part_s!r} in {name}; it is a part of a backward of {whole_s!r}"
+                    )
+        both = zip(self.weight_s, self.recompute_s, self.backward_s, strict=False)
+        for weight_s, recompute_s, whole_s in both:
+            if weight_s + recompute_s > whole_s:
                 raise PlanError(
-                    f"found {part_s!r} in weight_s; it is a part of a backward of {whole_s!r}"
+                    f"found {weight_s!r} in weight_s and {recompute_s!r} in recompute_s; together "
+                    f"they are a part of a backward of {whole_s!r}"
                 )
 
     def to_json(self) -> str:

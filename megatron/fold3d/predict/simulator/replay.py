@@ -7,13 +7,13 @@ actions took by themselves; how long they wait for each other is left to the sim
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from operator import add
 from statistics import median, quantiles
 
 from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline, queued
 from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.ir import COMPUTE_OPS, Op, Plan, PlanError
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages
+from megatron.fold3d.plan.passes.recompute import recomputed
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
@@ -68,10 +68,15 @@ def observed_costs(measured: Timeline, plan: Plan) -> Costs:
 
     split = sorted(set().union(*map(split_stages, plan.programs)))
     weight_s = typical(Op.WEIGHT, split)
+    early = frozenset().union(*map(recomputed, plan.programs))
+    recompute_s = typical(Op.RECOMPUTE, {stage for stage, _ in early})
     return Costs(
         forward_s=typical(Op.FORWARD, stages),
-        backward_s=tuple(map(add, typical(Op.BACKWARD, stages), weight_s)),
+        backward_s=tuple(
+            map(sum, zip(typical(Op.BACKWARD, stages), weight_s, recompute_s, strict=True))
+        ),
         weight_s=weight_s,
+        recompute_s=recompute_s,
         p2p_s=p2p_s,
         grad_sync_s=tuple(min(sync.get((stage, Op.REDUCE_GRAD), [0.0])) for stage in stages),
         param_gather_s=tuple(min(sync.get((stage, Op.GATHER_PARAM), [0.0])) for stage in stages),

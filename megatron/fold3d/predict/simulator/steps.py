@@ -9,6 +9,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan, Program
+from megatron.fold3d.plan.passes.recompute import recomputed
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.predict.simulator.costs import Costs
 
@@ -56,9 +57,12 @@ class Steps:
         self._microbatches, self._stages = plan.num_microbatches, plan.num_stages
         self._send_on_end = not plan.has_p2p
         self._reloads = {a for program in plan.programs for a in program if a.op is Op.RELOAD}
+        self._recompute_s = costs.recompute_s
+        self._recomputed = frozenset().union(*map(recomputed, plan.programs))
         self._seconds = {
             Op.FORWARD: costs.forward_s,
             Op.BACKWARD: _backward_s(plan, costs),
+            Op.RECOMPUTE: costs.recompute_s,
             Op.WEIGHT: tuple(weight_s + costs.split_s for weight_s in costs.weight_s),
             Op.REDUCE_GRAD: costs.grad_sync_s,
             Op.WAIT_GRAD: costs.optimizer_s,
@@ -90,6 +94,8 @@ class Steps:
         stage, op, microbatch = action
         by_stage = self._seconds.get(op, ())
         seconds = by_stage[stage] if by_stage else 0.0
+        if self._recompute_s and op is Op.BACKWARD and (stage, microbatch) in self._recomputed:
+            seconds -= self._recompute_s[stage]
         if op in COMPUTE_OPS:
             message = self._message(stage, op, microbatch) if self._send_on_end else NO_FACT
             return Step(action, seconds, self._needs(stage, op, microbatch), message)
@@ -139,7 +145,7 @@ class Steps:
         if op is Op.WEIGHT:
             return ()
         needs = []
-        if stage + 1 < self._stages:
+        if op is Op.BACKWARD and stage + 1 < self._stages:
             needs.append(self._fact(Fact.BACKWARD_INPUT, stage, microbatch))
         if self._reloads and (stage, Op.RELOAD, microbatch) in self._reloads:
             needs.append(self._fact(Fact.RELOADED, stage, microbatch))

@@ -14,6 +14,7 @@ _KINDS = {
     Op.FORWARD: "compute",
     Op.BACKWARD: "compute",
     Op.WEIGHT: "compute",
+    Op.RECOMPUTE: "compute",
     Op.WAIT_GRAD: "wait",
 }
 _COMPUTATION = {Op.RECV_F: Op.FORWARD, Op.RECV_B: Op.BACKWARD}  # that takes what was received

@@ -3,6 +3,7 @@
 
 const KINDS = {
   F: ["forward", "forward"], B: ["backward", "backward"], W: ["weight", "weight gradient"],
+  R: ["recompute", "recomputation"],
   REDUCE_GRAD: ["sync", "DP.sync of the gradients"], GATHER_PARAM: ["sync", "DP.sync of the parameters"],
   OFFLOAD: ["copy", "copy to the host"], RELOAD: ["copy", "copy from the host"],
   RECV_F: ["p2p", "PP.sync of a forward"], RECV_B: ["p2p", "PP.sync of a backward"],

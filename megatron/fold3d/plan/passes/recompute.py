@@ -1,0 +1,44 @@
+"""The pass that takes recomputation out of the backward and puts it in front.
+
+A rank then recomputes while it still waits for the gradient (Merak Sec. 5.1). All stages:
+
+    before  rank 0  0F0 0F1 0B0 0B1
+            rank 1  1F0 1F1 1B0 1B1
+    after   rank 0  0F0 0F1 0R0 0B0 0R1 0B1
+            rank 1  1F0 1F1 1R0 1B0 1R1 1B1
+"""
+
+from collections.abc import Container, Iterator
+
+from megatron.fold3d.plan.ir import Action, Op, Plan, Program
+
+
+def recompute_early(plan: Plan, stages: Container[int]) -> Plan:
+    """Recompute each micro-batch of ``stages`` right before its backward, as an action of its own.
+
+    What `RECOMPUTE` makes is held until the backward has used it: of one micro-batch, since nothing
+    else is computed in between.
+
+    Args:
+        plan: with or without transfers; a receive between the two computations stays there.
+        stages: whose forward keeps the inputs of its layers alone (full recomputation).
+    """
+    return Plan(tuple(_with_recompute(program, stages) for program in plan.programs))
+
+
+def recomputed(program: Program) -> frozenset[tuple[int, int | None]]:
+    """Return the stages and micro-batches that are recomputed by an action of their own."""
+    return frozenset((stage, m) for stage, op, m in program if op is Op.RECOMPUTE)
+
+
+def _with_recompute(program: Program, stages: Container[int]) -> Program:
+    there = recomputed(program)
+
+    def lower() -> Iterator[Action]:
+        for action in program:
+            stage, op, microbatch = action
+            if op is Op.BACKWARD and stage in stages and (stage, microbatch) not in there:
+                yield Action(stage, Op.RECOMPUTE, microbatch)
+            yield action
+
+    return tuple(lower())

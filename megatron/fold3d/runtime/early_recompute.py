@@ -1,0 +1,115 @@
+"""Recomputation ahead of a backward: what `RECOMPUTE` actions do.
+
+With full recomputation a forward keeps the inputs of its units, one layer or a few, and each unit's
+backward first computes its forward once more. For the micro-batches whose plan says so this happens
+earlier, while the rank would wait for the gradient; the backward then finds it done.
+
+Keeps one invariant: a unit is recomputed from the same inputs and random states by the same
+operations as in Megatron's own backward, and no more than once, so results are equal bit for bit.
+"""
+
+from collections.abc import Callable
+from itertools import compress
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import random
+
+from megatron.fold3d.plan.ir import Action, Op, Program
+from megatron.fold3d.plan.passes.recompute import recomputed
+from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
+
+_Key = tuple[int, int | None]  # stage, micro-batch
+
+
+class EarlyRecompute(Feature):
+    """The units of the micro-batches that are recomputed ahead of their backward."""
+
+    def __init__(self) -> None:
+        self._planned: frozenset[_Key] = frozenset()
+        self._units: dict[_Key, list[Any]] = {}  # their nodes in the graph
+        self._now: list[Any] | None = None  # those of the forward that runs, if it is planned
+
+    def prepare(self, iteration: Iteration) -> None:
+        """Expect the `RECOMPUTE` actions of an iteration."""
+        self.begin(iteration.program)
+
+    def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
+        """Recompute, and note what forwards leave to be recomputed."""
+        run_forward = inner[Op.FORWARD]
+
+        def forward(action: Action) -> None:
+            self.begin_forward(action)
+            run_forward(action)
+
+        return {Op.FORWARD: forward, Op.RECOMPUTE: self.compute}
+
+    def begin(self, program: Program) -> None:
+        """Expect the `RECOMPUTE` actions of one iteration."""
+        self._planned = recomputed(program)
+        self._units.clear()
+        self._now = None
+
+    def begin_forward(self, action: Action) -> None:
+        """Take what follows for the units of a forward's stage and micro-batch."""
+        key = action.stage, action.microbatch
+        self._now = self._units.setdefault(key, []) if key in self._planned else None
+
+    def checkpoint(
+        self,
+        upstream: Callable[..., Any],
+        function: Callable[..., Any],
+        distribute_saved_activations: bool,
+        *args: Any,
+    ) -> Any:
+        """Run a unit as Megatron's ``checkpoint`` does, and note it if the plan wants it early."""
+        if self._now is None or not torch.is_grad_enabled():
+            return upstream(function, distribute_saved_activations, *args)
+        return _Unit.apply(function, distribute_saved_activations, self._now, *args)
+
+    def compute(self, action: Action) -> None:
+        """Recompute all units of one stage and micro-batch; their backwards hold the result."""
+        for unit in self._units.pop((action.stage, action.microbatch)):
+            unit.early = _recompute(unit)
+
+
+class _Unit(random.CheckpointFunction):  # type: ignore[misc]
+    """Megatron's, whose backward uses what has been recomputed before, if it has."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        function: Callable[..., Any],
+        distribute_saved_activations: bool,
+        units: list[Any],
+        *args: Any,
+    ) -> Any:
+        ctx.early = None
+        units.append(ctx)
+        return random.CheckpointFunction.forward(ctx, function, distribute_saved_activations, *args)
+
+    @staticmethod
+    def backward(ctx: Any, *output_grads: Any) -> Any:
+        if ctx.early is None:
+            nothing, also_nothing, *grads = random.CheckpointFunction.backward(ctx, *output_grads)
+            return nothing, also_nothing, None, *grads
+        (inputs, outputs), ctx.early = ctx.early, None
+        used = [torch.is_tensor(output) and output.requires_grad for output in outputs]
+        random._set_checkpointing()
+        torch.autograd.backward(
+            list(compress(outputs, used)), grad_tensors=list(compress(output_grads, used))
+        )
+        random._unset_checkpointing()
+        return None, None, None, *(x.grad if torch.is_tensor(x) else None for x in inputs)
+
+
+def _recompute(unit: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return a unit's inputs, cut off from what made them, and its outputs."""
+    random._set_checkpointing()
+    with random._fork_rng():
+        random._set_all_rng_states(*unit.rng_states)
+        inputs = random.detach_variable(unit.saved_tensors)
+        with torch.enable_grad():
+            outputs = unit.run_function(*inputs)
+    random._unset_checkpointing()
+    return inputs, outputs if isinstance(outputs, tuple) else (outputs,)

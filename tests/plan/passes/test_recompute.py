@@ -1,0 +1,67 @@
+"""Recomputation as an action of its own, in a plan."""
+
+import pytest
+
+from megatron.fold3d.plan.compile import Options, compile_plan, lower
+from megatron.fold3d.plan.ir import Op, Plan, PlanError
+from megatron.fold3d.plan.memory import peak_activations, peak_recomputed
+from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
+from megatron.fold3d.plan.passes.recompute import recompute_early
+from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.plan.verify import verify
+
+ORDER = build("1f1b", num_ranks=2, num_segments=1, num_microbatches=3)
+
+
+def test_it_stands_before_the_backward_and_its_receive_is_posted_before_it():
+    plan = compile_plan(ORDER, Options(recompute_early=[0]))
+    assert plan.to_text().splitlines() == [
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0R0 0B0 0RECV_B1 0F2 0SEND_F2 0R1 0RECV_B2 0B1 0R2 0B2 "
+        "0REDUCE_GRAD 0WAIT_GRAD",
+        "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2 "
+        "1REDUCE_GRAD 1WAIT_GRAD",
+    ]
+
+
+def test_what_is_recomputed_already_stays_as_it_is():
+    plan = Plan.from_text("0F0 0F1 0R1 0B0 0B1")
+    assert recompute_early(plan, [0]).to_text() == "0F0 0F1 0R1 0R0 0B0 0B1\n"
+    assert recompute_early(plan, []) == plan
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0R0 0F0 0B0", "rank 0 waits at 0R0 for 0F0"),
+        ("0F0 0B0 0R0", "rank 0 waits at 0B0 for 0R0"),
+        ("0F0 0R0 0R0 0B0", "0R0 appears more than once"),
+        ("0F0 0OFFLOAD0 0R0 0RELOAD0 0B0", "rank 0 waits at 0R0 for 0RELOAD0"),
+    ],
+)
+def test_it_follows_its_forward_and_its_reload_and_precedes_its_backward(text: str, message: str):
+    with pytest.raises(PlanError, match=message):
+        verify(Plan.from_text(text))
+
+
+def test_what_is_offloaded_comes_back_for_its_recomputation():
+    order = recompute_early(Plan.from_text("0F0 0F1 0F2 0B0 0B1 0B2"), [0])
+    plan = add_offload(order)
+    verify(plan)
+    assert plan.to_text() == (
+        "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELOAD0 0F2 0OFFLOAD2 0R0 0RELOAD1 0B0 0R1 0RELOAD2 0B1 "
+        "0R2 0B2\n"
+    )
+    options = Options(recompute_early=[0], offload=OffloadChoice())
+    assert (
+        lower(order.select({Op.FORWARD, Op.BACKWARD}), options).select(
+            frozenset(Op) - {Op.REDUCE_GRAD, Op.WAIT_GRAD}
+        )
+        == plan
+    )
+
+
+def test_one_micro_batch_at_a_time_is_held_recomputed():
+    plan = recompute_early(ORDER, [0])
+    assert peak_recomputed(plan) == (1, 0)
+    assert peak_activations(plan) == peak_activations(ORDER)
+    assert peak_recomputed(Plan.from_text("0F0 0F1 0R0 0R1 0B0 0B1")) == (2,)
