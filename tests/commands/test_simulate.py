@@ -210,3 +210,50 @@ def test_auto_takes_the_fewest_forwards_ahead_that_take_the_least_time(fold3d):
     code, _, err = fold3d("simulate --schedule afab --pp 2 --microbatches 4 --forwards-ahead auto")
     assert code == 2
     assert "--forwards-ahead auto with --schedule afab: only 1f1b and aiao read it" in err
+
+
+def test_simulate_plays_a_plan_on_gpus_with_one_queue(fold3d):
+    line = (
+        "simulate --schedule aiao --pp 1 --segments 4 --microbatches 8 --forward-s 20 "
+        "--backward-s 60 --grad-sync-s 640 --json"
+    )
+
+    def period_s(more: str) -> float:
+        code, out, err = fold3d(f"{line} {more}")
+        assert (code, err) == (0, "")
+        return json.loads(out)["period_s"]
+
+    whole_s = period_s("")
+    assert period_s("--cuda-connections 1") == whole_s
+    buckets = "--grad-sync-launches 7"
+    assert period_s(f"--cuda-connections 8 {buckets}") < whole_s
+    assert period_s(f"--cuda-connections 1 {buckets}") > 1.25 * whole_s
+    slices = "--backward-share 0.5 --grad-sync-launches 137"
+    assert period_s(f"--cuda-connections 1 {slices}") > 1.35 * whole_s
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--grad-sync-launches 7", "give --cuda-connections 1"),
+        ("--cuda-connections 1 --grad-sync-launches 0", "at least one collective"),
+        ("--cuda-connections 1 --grad-sync deferred", "give --backward-share"),
+        ("--cuda-connections 1 --preemptive-comm", "give 8 or 32"),
+    ],
+)
+def test_what_shared_queues_cannot_do_is_refused(fold3d, line: str, message: str):
+    code, out, err = fold3d(f"simulate --schedule aiao --pp 2 --microbatches 4 {line}")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+def test_one_queue_makes_a_models_buckets_cost(fold3d):
+    line = (
+        "simulate --schedule aiao --pp 4 --segments 5 --microbatches 16 --model gpt3-18b "
+        "--cluster a100x128-200g --tp 8 --micro-batch-size 4 --recompute full --json"
+    )
+    one, many = (
+        json.loads(fold3d(f"{line} --cuda-connections {connections}")[1])["period_s"]
+        for connections in (1, 8)
+    )
+    assert one > 1.5 * many

@@ -13,6 +13,7 @@ from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.estimate import estimate
+from megatron.fold3d.predict.cost_model.launches import launches
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.sizes import Recompute, Setup
 from megatron.fold3d.predict.search.planner import USABLE_MEMORY
@@ -98,6 +99,14 @@ class Source:
     costs: Costs
     nic_of_rank: tuple[int, ...] | None = None
     hardware: Hardware | None = None
+    gradient_bytes: tuple[float, ...] = ()
+    """Of each stage, where a model has any."""
+
+    def launches(self, *, deferred: bool) -> tuple[int, ...]:
+        """Return the collectives that each stage's DP.sync is launched as; one without a model."""
+        if self.hardware is None:
+            return ()
+        return launches(self.gradient_bytes, self.hardware.setup, deferred=deferred)
 
     @property
     def gathers_params(self) -> bool:
@@ -173,7 +182,8 @@ def _from_model(args: Namespace, plan: Plan) -> Source:
     known = estimate(
         shape, cluster, setup, num_ranks=plan.num_ranks, num_segments=plan.num_segments
     )
-    return Source(known.costs, known.nic_of_rank, Hardware(shape, cluster, setup, known.footprint))
+    hardware = Hardware(shape, cluster, setup, known.footprint)
+    return Source(known.costs, known.nic_of_rank, hardware, known.gradient_bytes)
 
 
 def _uneven(shape: ModelShape, plan: Plan) -> str:

@@ -21,13 +21,14 @@ from megatron.fold3d.observe.report.draw import caption_of, draw
 from megatron.fold3d.observe.report.grid import to_text
 from megatron.fold3d.observe.timeline import Lane, Timeline
 from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.device_queues import CONNECTIONS
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
 from megatron.fold3d.plan.schedules import SCHEDULES
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.policy.forwards_ahead import forwards_that_hide
 from megatron.fold3d.predict.search.candidate_timeline import PAUSE_SHARE
 from megatron.fold3d.predict.search.simulated_shares import auto_shares
-from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.execution import Device, Execution
 from megatron.fold3d.predict.simulator.simulate import simulate
 from megatron.fold3d.predict.simulator.steady import steady_state
 
@@ -47,10 +48,14 @@ examples:
   fold3d simulate --schedule aiao --pp 4 --segments 2 --microbatches 16 --model gpt3-18b \\
       --cluster a100x128-200g --tp 8 --micro-batch-size 4 --recompute full
 
+  fold3d simulate --schedule aiao --pp 1 --segments 4 --microbatches 8 --forward-s 0.02 \\
+      --backward-s 0.06 --grad-sync-s 0.64 --cuda-connections 1 --grad-sync-launches 7
+
 exit code: 0, 1 if the plan cannot run or does not fit into memory, 2 for a mistake"""
 
 _MOST_ITERATIONS = 1000
 _DIGITS = 9  # of seconds: equal times are equal
+_MOST_LAUNCHES = 10_000
 _GRAD_SYNC: tuple[str, ...] = ("serial", "overlap", "deferred")
 
 
@@ -82,6 +87,21 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="PP.sync goes before DP.sync on a link, up to a pause budget",
     )
     parser.add_argument(
+        "--cuda-connections",
+        type=int,
+        choices=CONNECTIONS,
+        metavar="N",
+        help="on GPUs with CUDA_DEVICE_MAX_CONNECTIONS=N: 1, 8 or 32 hardware queues that all "
+        "streams share (default: a queue for each, and launches hold up nothing)",
+    )
+    parser.add_argument(
+        "--grad-sync-launches",
+        type=int,
+        metavar="N",
+        help="with --cuda-connections: collectives that DP.sync of a model chunk is launched as "
+        "(default: 1; of a model, as training cuts it)",
+    )
+    parser.add_argument(
         "--iterations",
         type=int,
         metavar="N",
@@ -106,6 +126,7 @@ def run(args: Namespace) -> int:
         raise ValueError(
             f"--grad-sync {grad_sync} or a share: the plan has its own DP.sync; drop it"
         )
+    _check_device(args, grad_sync)
     source = costs_of(args, compute)
     if compute.has(Op.RECOMPUTE) and not any(source.costs.recompute_s):
         raise ValueError(
@@ -207,8 +228,51 @@ def _grad_sync(args: Namespace) -> str | None:
     return "deferred"
 
 
+def _check_device(args: Namespace, grad_sync: str | None) -> None:
+    """Refuse what GPUs with shared queues do not do."""
+    connections, launches = args.cuda_connections, args.grad_sync_launches
+    if launches is not None and connections is None:
+        raise ValueError(
+            f"--grad-sync-launches {launches} without --cuda-connections: where every stream has a "
+            "queue a launch holds up nothing; give --cuda-connections 1, or drop it"
+        )
+    if connections is None:
+        return
+    if launches is not None and not 1 <= launches <= _MOST_LAUNCHES:
+        raise ValueError(
+            f"--grad-sync-launches {launches}: a model chunk's DP.sync is at least one collective "
+            f"and {_MOST_LAUNCHES} at most"
+        )
+    if grad_sync == "deferred" and args.backward_share is None:
+        raise ValueError(
+            f"--grad-sync deferred with --cuda-connections {connections}: NCCL runs DP.sync in the "
+            "order of its launch, not the most urgent first; give --backward-share"
+        )
+    if args.preemptive_comm and connections == 1:
+        raise ValueError(
+            "--preemptive-comm with --cuda-connections 1: in one queue nothing overtakes what was "
+            "launched before; give 8 or 32, or drop --preemptive-comm"
+        )
+
+
+def _device(args: Namespace, plan: Plan, source: Source) -> Device | None:
+    """Return the GPUs that run the plan, if they share queues."""
+    if args.cuda_connections is None:
+        return None
+    if args.grad_sync_launches is not None:
+        launches = (args.grad_sync_launches,) * plan.num_stages
+    else:
+        launches = source.launches(deferred=args.backward_share is not None)
+    return Device(
+        connections=args.cuda_connections,
+        launches=launches,
+        in_backward=args.grad_sync != "serial",
+    )
+
+
 def _timeline(args: Namespace, plan: Plan, source: Source, *, deferred: bool) -> Timeline:
     execution = Execution(
+        device=_device(args, plan, source),
         nic_of_rank=source.nic_of_rank,
         preemptive=args.preemptive_comm,
         pause_share=PAUSE_SHARE,

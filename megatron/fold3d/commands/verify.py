@@ -6,18 +6,22 @@ from pathlib import Path
 
 from megatron.fold3d.commands.console import OK, REJECTED, complain, counted, write
 from megatron.fold3d.commands.plan_source import in_words, plan_from, sizes
+from megatron.fold3d.plan.device_queues import CONNECTIONS, verify_on_device
 from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.plan.verify import verify
 
 DESCRIPTION = """\
 Prove that a plan runs every micro-batch once, in order, with matching
 sends and receives and without deadlock, or show the action that stops it.
-A plan without transfers is judged with those that training gives it."""
+A plan without transfers is judged with those that training gives it.
+With --cuda-connections it must also end on GPUs whose streams share so
+many hardware queues."""
 
 EXAMPLES = """\
 examples:
   fold3d verify --plan-file my-plan.txt
   fold3d plan --schedule aiao --pp 4 --microbatches 8 | fold3d verify --plan-file -
+  fold3d verify --plan-file my-plan.txt --cuda-connections 1 --tensor-parallel
 
 exit code: 0 the plan can run, 1 it cannot, 2 the file cannot be read"""
 
@@ -31,14 +35,33 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="FILE",
         help="text, CSV or JSON as `fold3d plan` writes it; - is stdin",
     )
+    parser.add_argument(
+        "--cuda-connections",
+        type=int,
+        choices=CONNECTIONS,
+        metavar="N",
+        help="also play the plan on GPUs with CUDA_DEVICE_MAX_CONNECTIONS=N: 1, 8 or 32",
+    )
+    parser.add_argument(
+        "--tensor-parallel",
+        action="store_true",
+        help="with --cuda-connections: collectives inside computations take part",
+    )
     parser.add_argument("--json", action="store_true", help="the verdict as one JSON object")
 
 
 def run(args: Namespace) -> int:
     """Print the verdict; returns the exit code."""
+    if args.tensor_parallel and args.cuda_connections is None:
+        raise ValueError(
+            "--tensor-parallel without --cuda-connections: only hardware queues make a difference "
+            "to it; give --cuda-connections 1"
+        )
     try:
         plan = plan_from(args.plan_file)
         verify(plan)
+        if args.cuda_connections is not None:
+            verify_on_device(plan, args.cuda_connections, tensor_parallel=args.tensor_parallel)
     except PlanError as error:
         if args.json:
             write(json.dumps({"ok": False, "error": str(error)}) + "\n")

@@ -46,12 +46,12 @@ def _check_actions(plan: Plan) -> None:
         for index, (stage, op, microbatch) in enumerate(program):
             if stage % plan.num_ranks != rank:
                 owner = stage % plan.num_ranks
-                raise _error(plan, {rank: index}, f"stage {stage} belongs to rank {owner}")
+                raise error_at(plan, {rank: index}, f"stage {stage} belongs to rank {owner}")
             found[stage, op].append(microbatch)
     for (stage, op), microbatches in found.items():
         if len(set(microbatches)) < len(microbatches):
             twice = Action(stage, op, Counter(microbatches).most_common(1)[0][0])
-            raise _error(plan, _cell(plan, twice), f"{twice} appears more than once")
+            raise error_at(plan, _cell(plan, twice), f"{twice} appears more than once")
 
     ops = {op for _, op in found}
     for stage in range(plan.num_stages):
@@ -68,7 +68,7 @@ def _check_actions(plan: Plan) -> None:
         if (early := next((i for i, m in enumerate(forwards) if m != i), None)) is not None:
             late = Action(stage, Op.FORWARD, early)
             text = f"{late} comes too late; a stage reads its data in the order of micro-batches"
-            raise _error(plan, _cell(plan, late), text)
+            raise error_at(plan, _cell(plan, late), text)
 
 
 def _check_channels(plan: Plan) -> None:
@@ -85,14 +85,14 @@ def _check_channels(plan: Plan) -> None:
             first = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
             if arriving[first:] and arriving[first] not in receives:
                 text = f"{sends[first]} has no {Action(*arriving[first])} to go with it"
-                raise _error(plan, _cell(plan, sends[first]), text)
+                raise error_at(plan, _cell(plan, sends[first]), text)
             receive = receives[first]
             send = Action(receive.stage - step, send_op, receive.microbatch)
             if send not in sends:
                 text = f"{receive} has no {send} to go with it"
-                raise _error(plan, _cell(plan, receive), text)
+                raise error_at(plan, _cell(plan, receive), text)
             text = f"{sends[first]} meets {receive}; what is sent first must be received first"
-            raise _error(plan, _cell(plan, sends[first]) | _cell(plan, receive), text)
+            raise error_at(plan, _cell(plan, sends[first]) | _cell(plan, receive), text)
 
 
 def _check_progress(plan: Plan) -> None:
@@ -187,12 +187,12 @@ def _deadlock(plan: Plan, position: list[int], blocked: Mapping[_Need, list[int]
     for rank, need in waits.items():
         if need not in plan.programs[need.stage % plan.num_ranks]:
             text = f"{plan.programs[rank][position[rank]]} needs {need}, which is missing"
-            return _error(plan, {rank: position[rank]}, text)
+            return error_at(plan, {rank: position[rank]}, text)
     reasons = "; ".join(
         f"rank {rank} waits at {plan.programs[rank][position[rank]]} for {need}"
         for rank, need in sorted(waits.items())[:_ROWS]
     )
-    return _error(plan, {rank: position[rank] for rank in waits}, f"deadlock: {reasons}")
+    return error_at(plan, {rank: position[rank] for rank in waits}, f"deadlock: {reasons}")
 
 
 def _cell(plan: Plan, action: Action) -> dict[int, int]:
@@ -202,7 +202,7 @@ def _cell(plan: Plan, action: Action) -> dict[int, int]:
     return {rank: len(program) - 1 - program[::-1].index(action)}
 
 
-def _error(plan: Plan, marked: Mapping[int, int], text: str) -> PlanError:
+def error_at(plan: Plan, marked: Mapping[int, int], text: str) -> PlanError:
     """Put the grid under the message: a window of each rank's program, marked cells in > <."""
     first, last = min(marked), max(marked)
     lines = [text]

@@ -6,6 +6,8 @@ from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.sizes import Setup
 
 A100 = replace(cluster("a100x128-200g"), task_overhead_s=5e-3)
+QUEUE_PER_STREAM = replace(A100, is_blackwell=True)
+"""The same as the paper models it: no stream waits for another to have its turn."""
 SETUP_39B = Setup(
     tensor_parallel=8,
     data_parallel=4,

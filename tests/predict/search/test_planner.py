@@ -15,10 +15,11 @@ from megatron.fold3d.predict.search.candidates import Candidate, Given, candidat
 from megatron.fold3d.predict.search.neighbours import neighbours
 from megatron.fold3d.predict.search.planner import USABLE_MEMORY, _Judge, search
 from megatron.fold3d.predict.search.search_result import WORTHWHILE
-from tests.predict.paper.published import A100
+from tests.predict.paper.published import A100, QUEUE_PER_STREAM
 
 SMALL = model_shape("12-1024-16-512")
 SLOW = cluster("a100x16-10g")
+LARGE_QUEUE_PER_STREAM = replace(QUEUE_PER_STREAM, gpu_memory_bytes=2**40)
 
 
 WITHOUT_PROGRESS = lambda done, all_: None  # noqa: E731
@@ -120,9 +121,11 @@ def test_on_the_papers_cluster_aiao_is_chosen():
     assert found.best[0].iteration_s * (1 + WORTHWHILE) < found.best_stock.iteration_s
 
 
-def test_39b_gets_the_papers_split():
+def test_39b_gets_the_papers_split_if_each_stream_has_a_queue():
     given = Given(microbatch_size=4)  # the paper's, as is the split (Table II)
-    found = search(model_shape("gpt3-39b"), A100, global_batch_size=256, top=1, given=given)
+    found = search(
+        model_shape("gpt3-39b"), QUEUE_PER_STREAM, global_batch_size=256, top=1, given=given
+    )
     best = found.best[0].candidate
     sizes = (best.setup.data_parallel, best.num_ranks, best.setup.tensor_parallel)
     assert (best.schedule, sizes) == ("aiao", (4, 4, 8))
@@ -132,8 +135,8 @@ def test_39b_gets_the_papers_split():
 def test_39b_gets_a_number_of_segments_within_2_percent_of_the_best():
     shape = model_shape("gpt3-39b")
     given = Given(num_ranks=4, tensor_parallel=8, microbatch_size=4, recompute="full")
-    found = search(shape, A100, global_batch_size=256, top=1, given=given)
-    judge = _Judge(shape, A100, WITHOUT_PROGRESS)
+    found = search(shape, QUEUE_PER_STREAM, global_batch_size=256, top=1, given=given)
+    judge = _Judge(shape, QUEUE_PER_STREAM, WITHOUT_PROGRESS)
     chosen = found.best[0].candidate
     periods_s = []
     for segments in range(1, 13):  # twelve layers on each rank
@@ -143,6 +146,43 @@ def test_39b_gets_a_number_of_segments_within_2_percent_of_the_best():
         periods_s.append(judge._simulate(judge.bounded(other)).iteration_s)
     assert found.best[0].iteration_s <= 1.02 * min(periods_s)
     assert max(periods_s) > 1.3 * min(periods_s)  # there is something to choose
+
+
+def test_one_queue_costs_tensor_parallelism_time_and_nothing_else():
+    given = Given(microbatch_size=4, num_ranks=4)
+    for tp, slower in ((1, False), (8, True)):
+        of_tp = replace(given, tensor_parallel=tp)
+        one, many = (
+            search(model_shape("gpt3-18b"), each, global_batch_size=256, top=3, given=of_tp)
+            for each in (replace(A100, gpu_memory_bytes=2**40), LARGE_QUEUE_PER_STREAM)
+        )
+        for found, best in ((one.best[0], many.best[0]), (one.best_stock, many.best_stock)):
+            assert found is not None
+            assert best is not None
+            if slower:
+                assert found.iteration_s > best.iteration_s
+            else:
+                assert found == best
+
+
+def test_with_one_queue_buckets_and_slices_cost_more_than_they_hide():
+    # Whole gradients, launched in buckets or slices, against the distributed optimizer's one.
+    judge = _Judge(model_shape("gpt3-18b"), A100, WITHOUT_PROGRESS)
+    ours = Candidate(
+        schedule="aiao",
+        is_stock=False,
+        setup=Setup(tensor_parallel=8, data_parallel=4, microbatch_size=4, sequence_parallel=True),
+        num_ranks=4,
+        num_segments=5,
+        num_microbatches=16,
+    )
+    sharded = replace(ours, setup=replace(ours.setup, distributed_optimizer=True))
+    shared = replace(ours, backward_share="auto")
+    in_buckets_s, in_slices_s, whole_s = (
+        judge._simulate(judge.bounded(each)).iteration_s for each in (ours, shared, sharded)
+    )
+    assert in_buckets_s > 1.5 * whole_s
+    assert in_slices_s > 1.1 * whole_s
 
 
 def test_progress_is_reported():

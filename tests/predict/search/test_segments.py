@@ -8,7 +8,7 @@ from megatron.fold3d.predict.search.candidate_timeline import timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.segments import by_rule, by_simulation
 from megatron.fold3d.predict.simulator.costs import Costs
-from tests.predict.paper.published import A100, SETUP_39B
+from tests.predict.paper.published import QUEUE_PER_STREAM, SETUP_39B
 
 RULE = {"compute_s": 10.0, "grad_sync_s": 8.0, "num_microbatches": 8}
 
@@ -67,7 +67,7 @@ def test_39b_gets_a_number_of_segments_within_2_percent_of_the_best(backward_sha
     # is simulated as it runs; the choice is made from costs alone, before anything runs.
     known = {
         segments: estimate(
-            model_shape("gpt3-39b"), A100, SETUP_39B, num_ranks=4, num_segments=segments
+            model_shape("gpt3-39b"), QUEUE_PER_STREAM, SETUP_39B, num_ranks=4, num_segments=segments
         )
         for segments in (1, 2, 3, 4, 6, 12)
     }

@@ -38,6 +38,8 @@ class Cluster:
     """What an iteration costs beside its actions: the optimizer's step, data, logs."""
     has_bf16: bool = True
     """Otherwise its GPUs train in fp16."""
+    is_blackwell: bool = False
+    """Otherwise Megatron demands one hardware queue for tensor parallelism."""
 
     def __post_init__(self) -> None:
         check_numbers(
@@ -53,8 +55,9 @@ class Cluster:
         for name in ("compute_efficiency", "nic_efficiency"):
             if (value := getattr(self, name)) > 1:
                 raise ValueError(f"found {name}={value}; an efficiency is in (0, 1]")
-        if not isinstance(self.has_bf16, bool):
-            raise ValueError(f"found has_bf16={self.has_bf16!r}; it is true or false")
+        for name in ("has_bf16", "is_blackwell"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"found {name}={value!r}; it is true or false")
 
     @property
     def num_gpus(self) -> int:

@@ -39,6 +39,10 @@ class Estimate:
     costs: Costs
     footprint: Footprint
     nic_of_rank: tuple[int, ...]
+    gradient_bytes: tuple[float, ...] = ()
+    """Of each stage, on one GPU."""
+    cuda_connections: int | None = None
+    """Hardware queues that the streams of a GPU share; None is one for each."""
 
 
 def estimate(
@@ -103,7 +107,14 @@ def estimate(
     )
     ranks_per_node = max(1, cluster.gpus_per_node // group)
     nic_of_rank = tuple(rank // ranks_per_node for rank in range(num_ranks))
-    return Estimate(costs, _footprint(shape, setup, num_ranks, split), nic_of_rank)
+    return Estimate(
+        costs,
+        _footprint(shape, setup, num_ranks, split),
+        nic_of_rank,
+        tuple(gradients),
+        # Megatron demands one with tensor parallelism; CUDA's default is enough for our streams.
+        1 if setup.tensor_parallel > 1 and not cluster.is_blackwell else None,
+    )
 
 
 def _footprint(shape: ModelShape, setup: Setup, num_ranks: int, split: Split) -> Footprint:

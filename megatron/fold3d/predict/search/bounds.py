@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.fold3d.predict.cost_model.estimate import Estimate
+from megatron.fold3d.predict.cost_model.launches import launches
+from megatron.fold3d.predict.search.candidate_timeline import launches_in_backward
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.simulator.costs import Costs
 
@@ -39,9 +41,11 @@ def _bound_s(candidate: Candidate, estimate: Estimate) -> float:
     The first micro-batch comes to a rank through those before it and the last one goes back through
     them, the rank computes all of its work in between, and the first segment's DP.sync follows; it
     may do so beside weight gradients that are delayed.
-    DP.sync that ends with the iteration can begin after the last segment's last backward only.
+    DP.sync that ends with the iteration can begin after the last segment's last backward only, or
+    with that backward where it is launched inside.
     """
     costs = estimate.costs
+    inside_s = earlier_s(candidate, estimate)
     bound_s = 0.0
     for rank in range(candidate.num_ranks):
         forward_s, backward_s = _there_and_back(candidate, estimate, rank)
@@ -49,6 +53,7 @@ def _bound_s(candidate: Candidate, estimate: Estimate) -> float:
         sync_s, gather_s = costs.grad_sync_s, costs.param_gather_s
         start_s = max(forward_s, gather_s[rank])
         synced_first_s = compute_s - _delayed_s(candidate, costs, rank) + backward_s + sync_s[0]
+        synced_first_s -= inside_s
         bound_s = max(bound_s, start_s + max(compute_s, synced_first_s))
         synced_s = sum(sync_s[rank :: candidate.num_ranks])
         if candidate.backward_share is not None:
@@ -56,9 +61,39 @@ def _bound_s(candidate: Candidate, estimate: Estimate) -> float:
         else:
             step_s = sum(costs.optimizer_s[rank :: candidate.num_ranks])
             late_s = start_s + compute_s - _hiding_s(candidate, costs, rank) + synced_s
-            bound_s = max(bound_s, start_s + compute_s + sync_s[rank] + step_s, late_s + step_s)
+            own_s = start_s + compute_s + max(0.0, sync_s[rank] - inside_s)
+            bound_s = max(bound_s, own_s + step_s, late_s - inside_s + step_s)
+        bound_s = max(bound_s, compute_s + _held_up_s(candidate, estimate, rank))
     copies_s = _most_copied(candidate, costs.offload_s) if candidate.offload else 0.0
     return max(bound_s, _messages_s(candidate, estimate), copies_s)
+
+
+def earlier_s(candidate: Candidate, estimate: Estimate) -> float:
+    """How much earlier than with the end of its last backward a stage's DP.sync may begin."""
+    if not launches_in_backward(candidate, estimate):
+        return 0.0
+    return max(estimate.costs.backward_s)
+
+
+def _held_up_s(candidate: Candidate, estimate: Estimate, rank: int) -> float:
+    """The time for which launches of DP.sync, in the one queue, keep a rank from computing.
+
+    Of what is launched in a row all but the last must be over before anything else begins; what is
+    launched inside a backward may have that backward beside it.
+    """
+    if estimate.cuda_connections != 1 or candidate.is_stock:
+        return 0.0
+    costs, deferred = estimate.costs, candidate.backward_share is not None
+    counts = launches(estimate.gradient_bytes, candidate.setup, deferred=deferred)
+    held_up_s = 0.0
+    for stage in range(rank, len(counts), candidate.num_ranks):
+        sync_s, count = costs.grad_sync_s[stage], counts[stage]
+        if deferred:  # two rows
+            sync_s -= costs.kept_back_s[stage] if costs.kept_back_s else 0.0
+            held_up_s += sync_s * max(0, count - 2) / count
+        else:
+            held_up_s += max(0.0, sync_s - costs.backward_s[stage]) * (count - 1) / count
+    return held_up_s
 
 
 def _there_and_back(candidate: Candidate, estimate: Estimate, rank: int) -> tuple[float, float]:

@@ -14,10 +14,11 @@ from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.estimate import Estimate
+from megatron.fold3d.predict.cost_model.launches import launches
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.simulated_shares import auto_shares
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution, sends_stock_waits_for
+from megatron.fold3d.predict.simulator.execution import Device, Execution, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
 
 _STEADY = 3  # iterations until one that defers DP.sync takes as long as the one before
@@ -49,6 +50,7 @@ def timeline_of(candidate: Candidate, estimate: Estimate) -> Timeline:
         in_order=True,
         flush=share is None,
         sends_waited_for=_sends_waited_for(candidate),
+        device=_device(candidate, estimate),
     )
     if share is None:
         return simulate(plan, _stepping_last(costs, candidate.num_ranks), execution)
@@ -78,6 +80,29 @@ def undisturbed_s(candidate: Candidate, estimate: Estimate) -> float:
     execution = Execution(sends_waited_for=_sends_waited_for(candidate))
     plan = delay_weight_grads(_order(candidate), candidate.delayed_weight_grads)
     return simulate(plan, alone, execution).period_s
+
+
+def launches_in_backward(candidate: Candidate, estimate: Estimate) -> bool:
+    """Whether DP.sync of a stage begins inside its last backward, as far as it is modelled."""
+    ends_with_iteration = candidate.backward_share is None
+    return estimate.cuda_connections is not None and ends_with_iteration and not candidate.is_stock
+
+
+def _device(candidate: Candidate, estimate: Estimate) -> Device | None:
+    """Return the GPUs that run a candidate, if their streams share queues.
+
+    Stock launches one collective per model chunk, where its schedule starts DP.sync.
+    """
+    if estimate.cuda_connections is None:
+        return None
+    if candidate.is_stock:
+        return Device(connections=estimate.cuda_connections)
+    deferred = candidate.backward_share is not None
+    return Device(
+        connections=estimate.cuda_connections,
+        launches=launches(estimate.gradient_bytes, candidate.setup, deferred=deferred),
+        in_backward=launches_in_backward(candidate, estimate),
+    )
 
 
 def _grad_sync(candidate: Candidate) -> GradSync:

@@ -18,7 +18,7 @@ from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
-from megatron.fold3d.predict.search.bounds import Bounded, bounded
+from megatron.fold3d.predict.search.bounds import Bounded, bounded, earlier_s
 from megatron.fold3d.predict.search.candidate_timeline import (
     timeline_of,
     undisturbed_s,
@@ -158,7 +158,8 @@ class _Judge:
         if alone not in self._undisturbed_s:
             self._undisturbed_s[alone] = undisturbed_s(alone, item.estimate)
         sync_s = 0.0 if alone.delayed_weight_grads else item.estimate.costs.grad_sync_s[0]
-        return self._undisturbed_s[alone] + sync_s
+        inside_s = earlier_s(item.candidate, item.estimate)
+        return self._undisturbed_s[alone] + max(0.0, sync_s - inside_s)
 
     def best(self, among: Iterable[Bounded], top: int) -> tuple[JudgedCandidate, ...]:
         """Simulate in the order of the bounds until none can be among the best any more."""

@@ -3,9 +3,28 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.fold3d.plan.device_queues import MOST_OUTSTANDING
 from megatron.fold3d.plan.ir import Op
 
 GradSyncOrder = Literal["fifo", "edf"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """GPUs that run a plan by the rules of `megatron.fold3d.plan.device_queues`."""
+
+    connections: int
+    """Hardware queues that the streams of a rank share: ``CUDA_DEVICE_MAX_CONNECTIONS``."""
+    launches: tuple[int, ...] = ()
+    """Per stage, the collectives that its DP.sync is cut into; without it there is one."""
+    in_backward: bool = False
+    """Whether DDP's hooks launch them inside the stage's last backward.
+
+    They cut the backward into equal parts, and one is launched behind each. Where DP.sync is
+    deferred, or the backward is without its weight gradients, REDUCE_GRAD launches all.
+    """
+    most_outstanding: int | None = MOST_OUTSTANDING
+    """NCCL operations that are issued and not over, before the host waits; None is no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +55,13 @@ class Execution:
     """Per stage, the part of DP.sync that its REDUCE_GRAD starts (paper Algorithm 2).
 
     The rest of all stages follows the last action. Without shares, REDUCE_GRAD starts everything.
+    """
+    device: Device | None = None
+    """What runs the plan.
+
+    Without it every stream has a queue of its own, every receive is posted in time, and a launch
+    costs nothing. With it, messages of a direction go one after the other (``in_order`` or not) and
+    DP.sync in the order of its launch (whatever ``grad_sync_order`` is).
     """
 
 

@@ -9,6 +9,8 @@ REDUCE_GRAD puts a stage's DP.sync into the queue of its rank, and one at a time
 waits for the stage's DP.sync that was started last, in this iteration or the one before. What is
 kept back of a deferred DP.sync has a queue of its own. OFFLOAD and RELOAD run on one copy stream
 per direction.
+
+On a `Device` a plan runs by the rules of GPUs instead: `DeviceRun`.
 """
 
 from collections import defaultdict, deque
@@ -18,8 +20,10 @@ from typing import NamedTuple
 from megatron.fold3d.observe.messages import message_from, send_of, source_of
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
 from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan, PlanError, gc_paused
+from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.predict.simulator.clock import Clock
 from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.device_run import DeviceRun
 from megatron.fold3d.predict.simulator.execution import PLAIN, Execution
 from megatron.fold3d.predict.simulator.network import Network
 from megatron.fold3d.predict.simulator.steps import NO_FACT, Step, Steps
@@ -47,7 +51,12 @@ def simulate(
         raise PlanError(
             f"found {len(nics)} NICs; the plan has {plan.num_ranks} ranks, one for each"
         )
+    device = execution.device
+    if device is not None and plan.num_ranks > 1 and not plan.has_p2p:
+        plan = add_p2p(plan)
     steps = Steps(plan, costs, execution.backward_share)
+    if device is not None:
+        return DeviceRun(steps, costs, execution, device, iterations).timeline()
     return _Run(steps, costs, execution, iterations).timeline()
 
 

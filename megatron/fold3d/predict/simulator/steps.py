@@ -87,6 +87,12 @@ class Steps:
         """Return the rank that may wait for a fact."""
         return fact // self._microbatches % self._plan.num_ranks
 
+    def arrival(self, receive: Action) -> int:
+        """Return the fact that what a RECV is for has arrived."""
+        stage, op, microbatch = receive
+        kind = Fact.FORWARD_INPUT if op is Op.RECV_F else Fact.BACKWARD_INPUT
+        return self._fact(kind, stage, microbatch)
+
     def _fact(self, kind: Fact, stage: int, microbatch: int | None = None) -> int:
         return (kind * self._stages + stage) * self._microbatches + (microbatch or 0)
 

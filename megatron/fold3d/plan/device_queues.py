@@ -1,0 +1,277 @@
+"""What a GPU does with a plan: streams, hardware queues, and whether the plan still ends.
+
+Keeps one invariant: these rules are the only ones; the simulator plays the same. They were read in
+CUDA's, NCCL's, torch's, Megatron's and our own sources. **No GPU has run them.**
+
+1. The host issues a program's actions in their order and does not wait for the device. (CUDA
+   launches are asynchronous; `runtime/executor.py` runs a program from front to back.)
+2. An action becomes an item of a stream, and the items of a stream run one after the other.
+   Computations have one stream. Sends and receives of each direction have one each: `P2P` gives
+   the directions groups of their own, and `ProcessGroupNCCL` gives each pair of ranks in a group a
+   communicator and a stream. DP.sync has one, copies to the host and to the device one each.
+3. An item of communication, or a copy, begins when the computations that were issued before it
+   are over. (`ProcessGroupNCCL` lets its stream wait for an event of the current stream; `Copies`
+   does the same.)
+4. Streams share ``CUDA_DEVICE_MAX_CONNECTIONS`` hardware queues. A queue starts items in the order
+   of issue: one that waits, for its stream or an event, holds up everything behind it, whichever
+   stream it is of. (CUDA C Programming Guide. Megatron demands 1 for tensor or context
+   parallelism on GPUs before Blackwell; CUDA's default is 8.) CUDA does not say which streams
+   share one of several queues: here they take turns, in the order of their first use. A plan that
+   ends with one queue ends with any number, since more queues hold up less.
+5. A transfer ends when both of its sides have begun, a reduction when all replicas have. Replicas,
+   and the ranks of a tensor-parallel group, run the same programs, so their items come in one order
+   and one of them stands for all.
+6. A computation waits for the tensors that it reads, WAIT_GRAD for the reduction that was started
+   last, both on the compute stream. (``work.wait()`` of NCCL makes the current stream wait.)
+7. The compute stream waits for a send when `UNFINISHED_SENDS` others have followed it, and for all
+   of them at the end of an iteration. (`runtime/transfers/p2p.py`.)
+8. The host waits while `MOST_OUTSTANDING` NCCL operations that it has issued are not over: NCCL's
+   proxy has room for 2048, and a collective takes 16 to 32 of them. (nccl#2353 reports a hang.)
+9. With tensor parallelism a computation is cut by collectives on a stream of their own, which wait
+   for the part before and which the part behind waits for. Inside a node they need no proxy.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from enum import IntEnum
+
+from megatron.fold3d.plan.ir import (
+    COMPUTE_OPS,
+    P2P_OPS,
+    SEND_OPS,
+    Action,
+    Op,
+    Plan,
+    PlanError,
+    Program,
+    gc_paused,
+)
+from megatron.fold3d.plan.passes.transfers import add_p2p
+from megatron.fold3d.plan.verify import error_at
+
+CONNECTIONS = (1, 8, 32)
+"""The numbers of queues that are used: Megatron's for tensor parallelism, CUDA's default, most."""
+MOST_OUTSTANDING = 64
+UNFINISHED_SENDS = 16
+
+_ITERATIONS = 2  # what one leaves to the next, a deferred DP.sync, may hold that one up
+_ROWS = 8  # ranks named in an error
+
+
+class Stream(IntEnum):
+    """The streams of a rank."""
+
+    COMPUTE = 0
+    SEND_F = 1
+    RECV_F = 2
+    SEND_B = 3
+    RECV_B = 4
+    DP_SYNC = 5
+    TO_HOST = 6
+    TO_DEVICE = 7
+    TP_SYNC = 8
+    KEPT_BACK = 9
+    """What is not deferred of a deferred DP.sync: it uses Megatron's own group."""
+
+
+STREAM_OF: Mapping[Op, Stream] = {
+    **dict.fromkeys(COMPUTE_OPS | {Op.WAIT_GRAD, Op.WAIT_PARAM}, Stream.COMPUTE),
+    **{op: Stream[op.name] for op in P2P_OPS},
+    Op.REDUCE_GRAD: Stream.DP_SYNC,
+    Op.GATHER_PARAM: Stream.DP_SYNC,
+    Op.OFFLOAD: Stream.TO_HOST,
+    Op.RELOAD: Stream.TO_DEVICE,
+}
+NCCL_OPS = P2P_OPS | {Op.REDUCE_GRAD, Op.GATHER_PARAM}
+
+
+def queue_of(streams: Mapping[Stream, None], connections: int) -> dict[Stream, int]:
+    """Return the queue of each stream; ``streams`` are in the order of their first use."""
+    return {stream: index % connections for index, stream in enumerate(streams)}
+
+
+def send_waits(program: Program) -> dict[int, list[Action]]:
+    """Return behind which index of a program the compute stream waits for which sends (rule 7)."""
+    waits: dict[int, list[Action]] = defaultdict(list)
+    leaving: deque[Action] = deque()
+    for index, action in enumerate(program):
+        if action.op in SEND_OPS:
+            leaving.append(action)
+            if len(leaving) > UNFINISHED_SENDS:
+                waits[index].append(leaving.popleft())
+    if leaving:
+        waits[len(program) - 1] += leaving
+    return waits
+
+
+@gc_paused()
+def verify_on_device(plan: Plan, connections: int, *, tensor_parallel: bool = False) -> None:
+    """Return if the plan comes to an end on GPUs with so many hardware queues.
+
+    What `verify` refuses is not looked for again.
+
+    Args:
+        plan: one without transfers is judged with those that `add_p2p` gives it.
+        connections: hardware queues, ``CUDA_DEVICE_MAX_CONNECTIONS``.
+        tensor_parallel: whether collectives cut the computations.
+
+    Raises:
+        PlanError: what every stopped rank waits for, over the part of the plan where it is.
+    """
+    if connections < 1:
+        raise PlanError(f"found {connections} hardware queues; CUDA has from 1 to 32")
+    if plan.num_ranks > 1 and not plan.has_p2p:
+        plan = add_p2p(plan)
+    _Play(plan, connections, tensor_parallel=tensor_parallel).run()
+
+
+class _Play:
+    """The items of some iterations, all ranks', and which of them have begun.
+
+    Items are numbered; a rank's are in the order of issue. Whatever begins ends, except that a
+    transfer needs both of its sides.
+    """
+
+    def __init__(self, plan: Plan, connections: int, *, tensor_parallel: bool) -> None:
+        self.plan, self.connections = plan, connections
+        self.tensor_parallel = tensor_parallel
+        # Of each item.
+        self.actions: list[Action] = []
+        self.index: list[int] = []  # in its program
+        self.waits: list[tuple[int, ...]] = []  # the items that must be over
+        self.streams: list[Stream] = []
+        self.other_side: dict[int, int] = {}  # of a transfer
+        self.begun = bytearray()
+        # Of each rank.
+        self.first: list[int] = []  # where its items begin; one more than there are ranks
+        self.issued: list[int] = []
+        self.unfinished: list[list[int]] = [[] for _ in plan.programs]  # of NCCL
+        self.queues: list[list[deque[int]]] = []
+
+        sides: dict[tuple[int, Action], int] = {}
+        for program in plan.programs:
+            self.first.append(len(self.actions))
+            self._lay_out(program, sides)
+        self.first.append(len(self.actions))
+        self.issued = self.first[:-1]
+        for (iteration, (stage, op, microbatch)), item in sides.items():
+            if op in SEND_OPS:
+                forward = op is Op.SEND_F
+                receive = Op.RECV_F if forward else Op.RECV_B
+                to = Action(stage + (1 if forward else -1), receive, microbatch)
+                other = sides[iteration, to]
+                self.other_side[item], self.other_side[other] = other, item
+        self.begun = bytearray(len(self.actions))
+        for rank in range(plan.num_ranks):
+            items = range(self.first[rank], self.first[rank + 1])
+            queue_of_stream = queue_of(dict.fromkeys(self.streams[i] for i in items), connections)
+            queues: list[deque[int]] = [deque() for _ in range(connections)]
+            for item in items:
+                queues[queue_of_stream[self.streams[item]]].append(item)
+            self.queues.append([queue for queue in queues if queue])
+
+    def _lay_out(self, program: Program, sides: dict[tuple[int, Action], int]) -> None:
+        """Add a rank's items, with what each of them waits for."""
+        on_stream: dict[Stream, int] = {}  # the last item
+        of_action: dict[tuple[int, Op, int | None], int] = {}  # the last item
+        waits_for_sends = send_waits(program)
+
+        def add(index: int, action: Action, stream: Stream, *after: int | None) -> int:
+            item = len(self.actions)
+            before = (on_stream.get(stream), on_stream.get(Stream.COMPUTE), *after)
+            self.waits.append(tuple({i for i in before if i is not None}))
+            self.actions.append(action)
+            self.index.append(index)
+            self.streams.append(stream)
+            on_stream[stream] = item
+            return item
+
+        for iteration in range(_ITERATIONS):
+            for index, action in enumerate(program):
+                stage, op, microbatch = action
+                read = [of_action.get((stage, *n)) for n in _reads(op, microbatch)]
+                item = add(index, action, STREAM_OF[op], *read)
+                of_action[action] = item
+                if self.tensor_parallel and (op is Op.FORWARD or op is Op.BACKWARD):
+                    collective = add(index, action, Stream.TP_SYNC)
+                    of_action[action] = add(index, action, Stream.COMPUTE, collective)
+                elif op in P2P_OPS:
+                    sides[iteration, action] = item
+                for send in waits_for_sends.get(index, ()):
+                    add(index, send, Stream.COMPUTE, of_action[send])
+
+    def run(self) -> None:
+        """Let everything begin that can; complain if something cannot."""
+        moved = True
+        while moved:
+            moved = False
+            for rank in range(self.plan.num_ranks):
+                while self._advance(rank):
+                    moved = True
+        if any(queue for queues in self.queues for queue in queues):
+            raise self._deadlock()
+
+    def _advance(self, rank: int) -> bool:
+        """Issue what the host may and begin what the queues may; tell whether anything began."""
+        self._issue(rank)
+        moved = False
+        for queue in self.queues[rank]:
+            while queue and queue[0] < self.issued[rank] and self._unmet(queue[0]) is None:
+                self.begun[queue.popleft()] = True
+                moved = True
+        return moved
+
+    def _issue(self, rank: int) -> None:
+        unfinished, end = self.unfinished[rank], self.first[rank + 1]
+        while (item := self.issued[rank]) < end:
+            if self.actions[item].op in NCCL_OPS and self.streams[item] is not Stream.COMPUTE:
+                if len(unfinished) >= MOST_OUTSTANDING:
+                    unfinished[:] = [other for other in unfinished if not self._is_over(other)]
+                    if len(unfinished) >= MOST_OUTSTANDING:
+                        return
+                unfinished.append(item)
+            self.issued[rank] += 1
+
+    def _is_over(self, item: int) -> bool:
+        return bool(self.begun[item] and self.begun[self.other_side.get(item, item)])
+
+    def _unmet(self, item: int) -> int | None:
+        """Return an item that must be over before this one begins, and is not."""
+        return next((other for other in self.waits[item] if not self._is_over(other)), None)
+
+    def _deadlock(self) -> PlanError:
+        marked, reasons = {}, []
+        for rank, queues in enumerate(self.queues):
+            if (item := self.issued[rank]) < self.first[rank + 1]:
+                marked[rank] = self.index[item]
+                found = f"at {self.actions[item]} with {MOST_OUTSTANDING} of NCCL's operations"
+                reasons.append(f"rank {rank}'s host waits {found} unfinished")
+                continue
+            for item in sorted(queue[0] for queue in queues if queue):
+                if (needed := self._unmet(item)) is not None:
+                    marked[rank] = self.index[item]
+                    reasons.append(f"rank {rank} {self._held_up(item, self.actions[needed])}")
+                    break
+        number = "one hardware queue"
+        if self.connections > 1:
+            number = f"{self.connections} hardware queues"
+        return error_at(self.plan, marked, f"deadlock with {number}: {'; '.join(reasons[:_ROWS])}")
+
+    def _held_up(self, item: int, needed: Action) -> str:
+        where = f"is held up at {self.actions[item]}"
+        if self.streams[item] is Stream.COMPUTE and self.actions[item].op in SEND_OPS:
+            where = "lets its computations wait"
+        return f"{where} until {needed} is over"
+
+
+def _reads(op: Op, microbatch: int | None) -> tuple[tuple[Op, int | None], ...]:
+    """What of its own stage and rank an action waits for, by op and micro-batch."""
+    if op is Op.FORWARD:
+        return ((Op.RECV_F, microbatch),)
+    if op is Op.BACKWARD:
+        return (Op.RECV_B, microbatch), (Op.RELOAD, microbatch)
+    if op is Op.WAIT_GRAD:
+        return ((Op.REDUCE_GRAD, None),)
+    if op is Op.WAIT_PARAM:
+        return ((Op.GATHER_PARAM, None),)
+    return ((Op.OFFLOAD, microbatch),) if op is Op.RELOAD else ()

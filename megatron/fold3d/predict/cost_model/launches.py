@@ -1,0 +1,32 @@
+"""How many collectives a stage's DP.sync is launched as: what our runtime hands to NCCL.
+
+Stock launches one per model chunk, and so does ours with the distributed optimizer.
+"""
+
+from collections.abc import Sequence
+from math import ceil
+
+from megatron.fold3d.predict.cost_model.sizes import GRADIENT_BYTES, Setup
+
+SLICE_BYTES = 8 << 20
+"""Training's default for GPUs (``--dp-slice-bytes``)."""
+_BUCKET = 40_000_000  # Megatron's default for --ddp-bucket-size, parameters
+_BUCKET_PER_REPLICA = 1_000_000  # but at least
+
+
+def launches(gradient_bytes: Sequence[float], setup: Setup, *, deferred: bool) -> tuple[int, ...]:
+    """Return the number of launches of each stage.
+
+    Args:
+        gradient_bytes: of each stage, on one GPU.
+        setup: how the model is trained.
+        deferred: whether DP.sync reaches into the next iteration, which cuts each bucket in slices.
+    """
+    if setup.distributed_optimizer:
+        return (1,) * len(gradient_bytes)
+    most = GRADIENT_BYTES * max(_BUCKET, _BUCKET_PER_REPLICA * setup.data_parallel)
+    buckets = [max(1, ceil(count / most)) for count in gradient_bytes]
+    if not deferred:
+        return tuple(buckets)
+    each = zip(gradient_bytes, buckets, strict=True)
+    return tuple(n * max(1, ceil(count / n / SLICE_BYTES)) for count, n in each)

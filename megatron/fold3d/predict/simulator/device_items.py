@@ -1,0 +1,170 @@
+"""A rank's program as the items that the host issues to a GPU; the rules are `device_queues`'s.
+
+What the runtime cuts is cut here: DP.sync into the collectives that it is launched as, and a
+backward where DDP's hooks launch them inside it.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from enum import IntEnum
+from math import ceil
+from typing import NamedTuple
+
+from megatron.fold3d.observe.messages import message_from, source_of
+from megatron.fold3d.plan.device_queues import STREAM_OF, Stream, send_waits
+from megatron.fold3d.plan.ir import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
+from megatron.fold3d.plan.passes.grad_sync import deferred_stages
+from megatron.fold3d.plan.passes.weight_grads import split_stages
+from megatron.fold3d.predict.simulator.execution import Device
+from megatron.fold3d.predict.simulator.steps import NO_FACT, Step, Steps
+
+
+class Kind(IntEnum):
+    """What an item does when it begins."""
+
+    COMPUTE = 0
+    WAIT = 1  # nothing, or with seconds the optimizer's step
+    COLLECTIVE = 2
+    TRANSFER = 3  # one side of it
+    COPY = 4
+
+
+class Item(NamedTuple):
+    """What a stream runs."""
+
+    kind: Kind
+    stream: Stream
+    action: Action
+    seconds: float
+    after: int
+    """How many items of the compute stream, issued before it, are over when it begins."""
+    needs: tuple[tuple[int, int, int], ...] = ()
+    """``(fact, each, own)``: iteration i needs a fact to have come true i * each + own times."""
+    fact: int = NO_FACT
+    """What comes true when it is over."""
+
+
+class Items:
+    """Makes the items of all ranks.
+
+    Args:
+        steps: of the plan, with its transfers.
+        device: what runs them.
+        grad_sync_s: of each stage, whole.
+        sends_waited_for: as in `Execution`.
+
+    Attributes:
+        num_facts: facts are numbered below this.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        device: Device,
+        grad_sync_s: Sequence[float],
+        sends_waited_for: Collection[Op],
+    ) -> None:
+        self._steps, self._device = steps, device
+        self._grad_sync_s = grad_sync_s
+        self._sends_waited_for = sends_waited_for
+        self.num_facts = steps.num_facts
+
+    def of(self, program: Sequence[Step]) -> list[Item]:
+        """Return the items of one iteration of a rank, in the order of issue."""
+        items: list[Item] = []
+        computed = 0
+        begun: Counter[int] = Counter()  # collectives, by their fact
+        waits: list[tuple[int, Step, int]] = []  # for them: where, of what, how many had begun
+
+        def launch(step: Step, count: int) -> None:
+            kept_back = self._steps.is_kept_back(step.fact)
+            stream = Stream.KEPT_BACK if kept_back else Stream.DP_SYNC
+            seconds, fact = step.seconds / count, step.fact
+            items.append(Item(Kind.COLLECTIVE, stream, step.action, seconds, computed, (), fact))
+            begun[fact] += 1
+
+        def wait_for(send: Action, fact: int) -> None:
+            nonlocal computed
+            needs = ((fact, 1, 1),)
+            items.append(Item(Kind.WAIT, Stream.COMPUTE, send, 0.0, computed, needs))
+            computed += 1
+
+        inside = self._launched_inside(program)
+        launched = {step.action for step in inside.values()}
+        ours = not self._sends_waited_for
+        waited_for = send_waits(tuple(step.action for step in program)) if ours else {}
+        sends: dict[Action, int] = {}  # their facts
+        offloaded: dict[tuple[int, int | None], int] = {}  # facts as well
+        for index, step in enumerate(program):
+            action, seconds, facts, fact = step
+            stage, op, microbatch = action
+            stream = STREAM_OF[op]
+            if op in COMPUTE_OPS:
+                needs = tuple([(needed, 1, 1) for needed in facts])
+                if action not in inside:
+                    items.append(Item(Kind.COMPUTE, stream, action, seconds, computed, needs, fact))
+                    computed += 1
+                else:
+                    reduction, count = inside[action], self._launches(inside[action])
+                    for part in range(count):
+                        own = fact if part + 1 == count else NO_FACT
+                        part_s = seconds / count
+                        items.append(
+                            Item(Kind.COMPUTE, stream, action, part_s, computed, needs, own)
+                        )
+                        computed += 1
+                        launch(reduction, count)
+            elif op in SEND_OPS:
+                sends[action] = fact
+                items.append(Item(Kind.TRANSFER, stream, action, 0.0, computed, (), fact))
+                if not ours and source_of(message_from(action)).op in self._sends_waited_for:
+                    wait_for(action, fact)
+            elif op in RECV_OPS:
+                fact = self._steps.arrival(action)
+                items.append(Item(Kind.TRANSFER, stream, action, 0.0, computed, (), fact))
+            elif op is Op.WAIT_GRAD or op is Op.WAIT_PARAM:
+                waits.append((len(items), step, begun[fact]))
+                items.append(Item(Kind.WAIT, stream, action, seconds, computed))
+                computed += 1
+            elif op is Op.REDUCE_GRAD or op is Op.GATHER_PARAM:
+                if action not in launched:
+                    count = self._launches(step)
+                    for _ in range(count):
+                        launch(step, count)
+            else:
+                needs = ()
+                if op is Op.OFFLOAD:
+                    offloaded[stage, microbatch] = fact = self.num_facts
+                    self.num_facts += 1
+                elif (left := offloaded.get((stage, microbatch))) is not None:
+                    needs = ((left, 1, 1),)
+                items.append(Item(Kind.COPY, stream, action, seconds, computed, needs, fact))
+            for send in waited_for.get(index, ()):
+                wait_for(send, sends[send])
+        for index, step, count in waits:
+            needs = ((step.fact, begun[step.fact], count),)
+            items[index] = items[index]._replace(needs=needs)
+        return items
+
+    def _launched_inside(self, program: Sequence[Step]) -> dict[Action, Step]:
+        """Return the reductions that hooks launch, by the backward in which they do."""
+        if not self._device.in_backward:
+            return {}
+        actions = tuple(step.action for step in program)
+        others = split_stages(actions) | deferred_stages(actions)  # DDP's hooks are quiet
+        backward = {s.action.stage: s.action for s in program if s.action.op is Op.BACKWARD}
+        return {
+            backward[step.action.stage]: step
+            for step in program
+            if step.action.op is Op.REDUCE_GRAD and step.action.stage not in others and step.seconds
+        }
+
+    def _launches(self, step: Step) -> int:
+        """Into how many collectives a step's DP.sync is cut: its part of the whole stage's."""
+        stage = step.action.stage
+        if not self._device.launches or not step.seconds or self._steps.is_kept_back(step.fact):
+            return 1
+        whole_s = self._grad_sync_s[stage]
+        if step.action.op is Op.GATHER_PARAM or not whole_s:
+            return self._device.launches[stage]
+        return max(1, ceil(self._device.launches[stage] * step.seconds / whole_s - 1e-9))

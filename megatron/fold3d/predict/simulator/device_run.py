@@ -1,0 +1,301 @@
+"""A run on GPUs whose streams share hardware queues.
+
+The rules are those of `megatron.fold3d.plan.device_queues`, with times: issuing takes none. A
+transfer flows when both of its sides have begun. What tensor parallelism adds to a computation is
+part of its seconds.
+
+A rank that may not compute because something else is at the head of its queue waits for that: for
+a collective, or for a transfer from when it flows.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron.fold3d.observe.messages import message_from, send_of
+from megatron.fold3d.observe.timeline import Lane, Span, Timeline
+from megatron.fold3d.plan.device_queues import STREAM_OF, Stream, queue_of
+from megatron.fold3d.plan.ir import SEND_OPS, Action, PlanError
+from megatron.fold3d.predict.simulator.clock import Clock
+from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.device_items import Item, Items, Kind
+from megatron.fold3d.predict.simulator.execution import Device, Execution
+from megatron.fold3d.predict.simulator.network import Network
+from megatron.fold3d.predict.simulator.steps import NO_FACT, Steps
+
+_COMPUTE = Stream.COMPUTE
+_NCCL = (Kind.COLLECTIVE, Kind.TRANSFER)
+
+
+class _Queue:
+    """A hardware queue, and the item at its head."""
+
+    __slots__ = ("computes", "items", "iteration", "numbers", "position", "since_s")
+
+    def __init__(self, items: list[Item], numbers: list[int]) -> None:
+        self.items, self.numbers = items, numbers
+        self.computes = any(item.stream is _COMPUTE for item in items)
+        self.iteration = self.position = 0
+        self.since_s = 0.0  # when its head came there
+
+
+class _Rank:
+    """A GPU, and how far its queues are."""
+
+    def __init__(self, number: int, items: Sequence[Item], connections: int) -> None:
+        self.number, self.items = number, items
+        of_stream = queue_of(dict.fromkeys(item.stream for item in items), connections)
+        numbers: list[list[int]] = [[] for _ in range(min(connections, len(of_stream)))]
+        for index, item in enumerate(items):
+            numbers[of_stream[item.stream]].append(index)
+        self.queues = [_Queue([items[i] for i in own], own) for own in numbers]
+        self.per_iteration = sum(item.stream is _COMPUTE for item in items)
+        self.spans: list[Span] = []
+        self.busy = [False] * len(Stream)
+        self.flows_since_s = [0.0] * len(Stream)  # the last transfer of each stream
+        self.computed = 0
+        self.free_s = 0.0  # since when the compute stream is
+        self.released = 0  # iterations that may begin
+        self.has_met = False
+        self.issued = 0  # items, of all iterations
+        self.unfinished = 0  # of NCCL, those that were issued
+
+
+class _Work(NamedTuple):
+    """An item that runs."""
+
+    rank: _Rank
+    item: Item
+    iteration: int
+    since_s: float
+
+
+class _Message(NamedTuple):
+    """A transfer; ``action`` is its RECV."""
+
+    sender: _Rank
+    receiver: _Rank
+    action: Action
+    send: Action
+    fact: int
+    since_s: float
+    iteration: int
+
+
+class DeviceRun:
+    """All GPUs, and what they share.
+
+    Args:
+        steps: of a plan with its transfers.
+        costs: of its stages.
+        execution: how it is run.
+        device: what runs it.
+        iterations: how many times.
+    """
+
+    def __init__(
+        self, steps: Steps, costs: Costs, execution: Execution, device: Device, iterations: int
+    ) -> None:
+        self.steps, self.costs, self.device = steps, costs, device
+        self.iterations, self.flush = iterations, execution.flush
+        self.nics = execution.nic_of_rank or tuple(range(len(steps.programs)))
+        self.clock = Clock()
+        first_local = 1 + max(self.nics)  # of one more pair of links per rank: DP.sync in the node
+        self.sync_nics: Sequence[int] = self.nics
+        if costs.grad_sync_local:
+            self.sync_nics = range(first_local, first_local + len(self.nics))
+        self.network = Network(
+            self.clock,
+            first_local + len(self.nics),
+            preemptive=execution.preemptive,
+            pause_share=execution.pause_share,
+        )
+        waited_for = frozenset() if costs.sends_are_buffered else execution.sends_waited_for
+        items = Items(steps, device, costs.grad_sync_s, waited_for)
+        programs = list(map(items.of, steps.programs))
+        self.times_true = [0] * items.num_facts
+        self.begun: dict[int, _Rank] = {}  # transfers of which one side has, by their fact
+        self.ranks = [
+            _Rank(number, program, device.connections) for number, program in enumerate(programs)
+        ]
+        # With one queue nothing unfinished is behind its head but one item per stream.
+        self.most_outstanding = device.most_outstanding if device.connections > 1 else None
+
+    def timeline(self) -> Timeline:
+        """Run, and return what has happened."""
+        for rank in self.ranks:
+            rank.released = 1 if self.flush else self.iterations
+        for rank in self.ranks:
+            self._advance(rank)
+        self.clock.run(between=self.network.settle)
+        if stuck := [rank for rank in self.ranks if self._head(rank) is not None]:
+            where = ", ".join(f"rank {rank.number} at {self._head(rank)}" for rank in stuck[:8])
+            raise PlanError(
+                f"deadlock with {self.device.connections} hardware queues: {where}; `fold3d verify "
+                f"--cuda-connections {self.device.connections}` says why"
+            )
+        return Timeline.of(rank.spans for rank in self.ranks)
+
+    def _head(self, rank: _Rank) -> Action | None:
+        """Return what a rank has not begun though all is over."""
+        heads = (q.items[q.position] for q in rank.queues if q.iteration < self.iterations)
+        return next((item.action for item in heads), None)
+
+    def _advance(self, rank: _Rank) -> None:
+        """Begin whatever can."""
+        times_true, busy, per_iteration = self.times_true, rank.busy, rank.per_iteration
+        moved = True
+        while moved:
+            moved = False
+            if self.most_outstanding is not None:
+                self._issue(rank)
+            for queue in rank.queues:
+                while (iteration := queue.iteration) < rank.released:
+                    item = queue.items[queue.position]
+                    _, stream, _, _, after, needs, _ = item
+                    if busy[stream] or rank.computed < iteration * per_iteration + after:
+                        break
+                    if needs and any(times_true[f] < iteration * n + m for f, n, m in needs):
+                        break
+                    if (
+                        self.most_outstanding is not None
+                        and queue.numbers[queue.position] + iteration * len(rank.items)
+                        >= rank.issued
+                    ):
+                        break
+                    self._begin(rank, queue, item)
+                    moved = len(rank.queues) > 1
+        if self.flush and not rank.has_met:
+            self._meet(rank)
+
+    def _issue(self, rank: _Rank) -> None:
+        """Let the host go on until there are too many operations that are not over."""
+        items = rank.items
+        end = rank.released * len(items)
+        while rank.issued < end:
+            if items[rank.issued % len(items)].kind in _NCCL:
+                if rank.unfinished == self.most_outstanding:
+                    return
+                rank.unfinished += 1
+            rank.issued += 1
+
+    def _begin(self, rank: _Rank, queue: _Queue, item: Item) -> None:
+        now_s, iteration = self.clock.now_s, queue.iteration
+        kind, stream, action, seconds, *_ = item
+        held_s = max(queue.since_s, rank.free_s)
+        queue.since_s = now_s
+        queue.position += 1
+        if queue.position == len(queue.items):
+            queue.position = 0
+            queue.iteration += 1
+        if kind is Kind.WAIT:
+            self._wait(rank, action, iteration, held_s)
+            # Of the first iteration's deferred DP.sync nothing has begun, and nothing is stepped.
+            if not seconds or not (fact := item.needs[0])[1] * iteration + fact[2]:
+                rank.computed += 1
+                return
+        rank.busy[stream] = True
+        work = _Work(rank, item, iteration, now_s)
+        if kind is Kind.TRANSFER:
+            if queue.computes:
+                since_s = max(held_s, rank.flows_since_s[stream])
+                self._wait(rank, action, iteration, since_s)
+            self._meet_other_side(work)
+        elif kind is Kind.COLLECTIVE:
+            if queue.computes:
+                self._wait(rank, action, iteration, held_s)
+            nic = self.sync_nics[rank.number]
+            self.network.start(self.network.collective(nic, seconds, self._synced, work))
+        else:
+            self.clock.at(now_s + seconds, self._end, work)
+
+    def _wait(self, rank: _Rank, action: Action | None, iteration: int, since_s: float) -> None:
+        """Write down that the compute stream was idle because of an action."""
+        if (now_s := self.clock.now_s) > since_s:
+            rank.spans.append(Span(Lane.WAIT, since_s, now_s, action, iteration))
+            rank.free_s = now_s
+
+    def _end(self, work: _Work) -> None:
+        """Note the end of a computation, a step or a copy."""
+        rank, item, iteration, since_s = work
+        now_s = self.clock.now_s
+        rank.busy[item.stream] = False
+        if item.kind is Kind.COPY:
+            lane = Lane.COPY
+        else:
+            lane = Lane.COMPUTE if item.kind is Kind.COMPUTE else Lane.OPTIMIZER
+            rank.computed += 1
+            rank.free_s = now_s
+        if now_s > since_s:
+            rank.spans.append(Span(lane, since_s, now_s, item.action, iteration))
+        if item.fact != NO_FACT and item.kind is not Kind.WAIT:
+            self.times_true[item.fact] += 1
+        self._advance(rank)
+
+    def _synced(self, work: _Work) -> None:
+        rank, item, iteration, since_s = work
+        rank.busy[item.stream] = False
+        rank.unfinished -= 1
+        if (now_s := self.clock.now_s) > since_s:
+            rank.spans.append(Span(Lane.GRAD_SYNC, since_s, now_s, item.action, iteration))
+        self.times_true[item.fact] += 1
+        self._advance(rank)
+
+    def _meet_other_side(self, work: _Work) -> None:
+        """Let a transfer flow if its other side has begun."""
+        rank, item, iteration, now_s = work
+        other = self.begun.pop(item.fact, None)
+        if other is None:
+            self.begun[item.fact] = rank
+            return
+        receiver = self.ranks[self.steps.rank_of(item.fact)]
+        sender = other if rank is receiver else rank
+        if item.action.op in SEND_OPS:
+            send, receive = item.action, message_from(item.action)
+        else:
+            send, receive = send_of(item.action), item.action
+        sender.flows_since_s[STREAM_OF[send.op]] = now_s
+        receiver.flows_since_s[STREAM_OF[receive.op]] = now_s
+        message = _Message(sender, receiver, receive, send, item.fact, now_s, iteration)
+        costs = self.costs
+        if self.nics[sender.number] == self.nics[receiver.number] or not costs.p2p_s:
+            local = self.nics[sender.number] == self.nics[receiver.number]
+            flows_s = costs.p2p_local_s if local else 0.0
+            self.clock.at(now_s + costs.p2p_latency_s + flows_s, self._arrive, message)
+        else:
+            self.clock.at(now_s + costs.p2p_latency_s, self._flow, message)
+
+    def _flow(self, message: _Message) -> None:
+        source, target = self.nics[message.sender.number], self.nics[message.receiver.number]
+        flow = self.network.message(source, target, self.costs.p2p_s, self._arrive, message)
+        self.network.start(flow)
+
+    def _arrive(self, message: _Message) -> None:
+        sender, receiver, action, send, fact, since_s, iteration = message
+        if (now_s := self.clock.now_s) > since_s:
+            receiver.spans.append(Span(Lane.P2P, since_s, now_s, action, iteration))
+        self.times_true[fact] += 1
+        for rank, side in ((receiver, action), (sender, send)):
+            rank.busy[STREAM_OF[side.op]] = False
+            rank.unfinished -= 1
+        self._advance(receiver)
+        self._advance(sender)
+
+    def _meet(self, rank: _Rank) -> None:
+        """Wait for all ranks at the end of an iteration; the last one wakes the others."""
+        behind = any(queue.iteration < rank.released for queue in rank.queues)
+        if behind or any(rank.busy):
+            return
+        rank.has_met = True
+        if not all(other.has_met for other in self.ranks):
+            return
+        now_s = self.clock.now_s
+        for other in self.ranks:
+            self._wait(other, None, other.released - 1, other.free_s)
+            if other.released < self.iterations:
+                other.released += 1
+                other.has_met = False
+                other.free_s = now_s
+                for queue in other.queues:
+                    queue.since_s = now_s
+        for other in self.ranks:
+            self._advance(other)

@@ -1,0 +1,107 @@
+"""Hardware queues: every schedule of ours ends with one, and what does not end is refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.fold3d.plan.compile import Options, forward_only, lower
+from megatron.fold3d.plan.device_queues import (
+    CONNECTIONS,
+    MOST_OUTSTANDING,
+    UNFINISHED_SENDS,
+    verify_on_device,
+)
+from megatron.fold3d.plan.ir import Plan, PlanError
+from megatron.fold3d.plan.passes.offload import OffloadChoice
+from megatron.fold3d.plan.passes.stock_grad_sync import aligned_grad_sync
+from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
+from megatron.fold3d.plan.verify import verify
+from megatron.fold3d.runtime.transfers import p2p
+
+# Rank 0 posts the receive of 1B1's result while rank 1 needs 0F1 to come to it.
+EARLY_RECEIVE = """
+0F0 0SEND_F0 0RECV_B0 0RECV_B1 0F1 0SEND_F1 0B0 0B1
+1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1
+"""
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> Plan:
+    schedule = draw(st.sampled_from(SCHEDULES))
+    pp = draw(st.integers(1, 8))
+    return build(
+        schedule,
+        num_ranks=pp,
+        num_segments=1 if schedule in ONE_SEGMENT_SCHEDULES else draw(st.integers(1, 4)),
+        num_microbatches=draw(st.integers(1, 16)),
+        last_segment=draw(st.sampled_from(("1f1b", "afab"))) if schedule == "aiao" else "1f1b",
+        group_size=draw(st.integers(pp, 2 * pp + 2)) if schedule == "interleaved" else None,
+    )
+
+
+@st.composite
+def options(draw: st.DrawFn) -> Options:
+    return Options(
+        delay_weight_grads=draw(st.sampled_from(((), (0,)))),
+        gathers_params=draw(st.booleans()),
+        offload=draw(st.sampled_from((None, OffloadChoice(), OffloadChoice(at_most=3, depth=2)))),
+        grad_sync=draw(st.sampled_from(("overlap", "serial", "aligned"))),
+        deferred_stages=range(draw(st.sampled_from((0, 32)))),
+    )
+
+
+@given(orders(), options(), st.booleans(), st.sampled_from(CONNECTIONS))
+def test_every_plan_of_ours_ends_on_a_gpu(
+    order: Plan, options: Options, tensor_parallel: bool, connections: int
+):
+    verify_on_device(lower(order, options), connections, tensor_parallel=tensor_parallel)
+
+
+@given(orders(), st.booleans())
+def test_evaluation_and_plans_without_grad_sync_end_with_one_queue(order: Plan, tp: bool):
+    verify_on_device(order, 1, tensor_parallel=tp)
+    verify_on_device(forward_only(order), 1, tensor_parallel=tp)
+
+
+def test_a_receive_that_is_posted_too_early_blocks_what_it_waits_for():
+    plan = Plan.from_text(EARLY_RECEIVE)
+    verify(plan)
+    for connections in (8, 32):
+        verify_on_device(plan, connections)
+    with pytest.raises(PlanError) as refused:
+        verify_on_device(plan, 1)
+    assert str(refused.value).splitlines() == [
+        "deadlock with one hardware queue: rank 0 is held up at 0RECV_B1 until 0RECV_B0 is over; "
+        "rank 1 is held up at 1F1 until 1RECV_F1 is over",
+        "  rank  0 | 0F0          0SEND_F0     0RECV_B0    >0RECV_B1<    0F1          "
+        "0SEND_F1     0B0          0B1",
+        "  rank  1 | 1RECV_F0     1RECV_F1     1F0         >1F1<         1B0          "
+        "1SEND_B0     1B1          1SEND_B1",
+    ]
+
+
+@pytest.mark.parametrize("posted", [MOST_OUTSTANDING - 1, MOST_OUTSTANDING])
+def test_the_host_waits_when_nccl_has_no_room_left(posted: int):
+    # Rank 0 posts its receives before it issues what the first of them waits for.
+    microbatches = range(posted)
+    receives = " ".join(f"0RECV_B{m}" for m in microbatches)
+    forwards = " ".join(f"0F{m} 0SEND_F{m}" for m in microbatches)
+    backwards = " ".join(f"0B{m}" for m in microbatches)
+    other = " ".join(f"1RECV_F{m} 1F{m} 1B{m} 1SEND_B{m}" for m in microbatches)
+    plan = Plan.from_text(f"{receives} {forwards} {backwards}\n{other}\n")
+    verify(plan)
+    if posted < MOST_OUTSTANDING:
+        verify_on_device(plan, 32)
+        return
+    with pytest.raises(PlanError, match="rank 0's host waits at 0SEND_F0 with 64 of NCCL"):
+        verify_on_device(plan, 32)
+
+
+def test_the_last_sends_hold_up_computations_as_the_runtime_lets_them():
+    assert p2p._UNFINISHED_SENDS == UNFINISHED_SENDS
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "breadth-first"])
+def test_stocks_late_reductions_end_with_one_queue(schedule: str):
+    order = build(schedule, num_ranks=4, num_segments=2, num_microbatches=8)
+    verify_on_device(aligned_grad_sync(order), 1, tensor_parallel=True)

@@ -1,0 +1,208 @@
+"""Plans on GPUs whose streams share hardware queues, in seconds. No GPU has confirmed them."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.fold3d.config.fold3d_config import SLICE_BYTES as TRAINING_SLICE_BYTES
+from megatron.fold3d.observe.exposure import exposure
+from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Timeline
+from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.ir import Plan, PlanError
+from megatron.fold3d.plan.passes.offload import OffloadChoice
+from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
+from megatron.fold3d.predict.cost_model.launches import SLICE_BYTES, launches
+from megatron.fold3d.predict.cost_model.sizes import Setup
+from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.execution import (
+    Device,
+    Execution,
+    sends_stock_waits_for,
+)
+from megatron.fold3d.predict.simulator.simulate import simulate
+
+OVERLAPPED, DEFERRED = Options(), Options(deferred_stages=range(100))
+
+# GPT-3 18B on pp=2, tp=8, dp=8: 4 segments, 8 micro-batches; computation and DP.sync take 2560 ms
+# each. Of one rank: 20 ms forward, 60 backward with recomputation, 640 for a segment's DP.sync of
+# 1.1 GB, in 7 buckets of Megatron's default size or 137 slices of 8 MiB.
+SEGMENTS, MICROBATCHES = 4, 8
+MS = Costs.uniform(SEGMENTS, forward_s=20.0, backward_s=60.0, grad_sync_s=640.0)
+
+
+def order(num_ranks: int = 1) -> Plan:
+    return build("aiao", num_ranks=num_ranks, num_segments=SEGMENTS, num_microbatches=MICROBATCHES)
+
+
+def period(options: Options, device: Device, share: float | None = None) -> float:
+    """The steady iteration of one rank, in ms."""
+    execution = Execution(flush=share is None, preemptive=False, device=device)
+    if share is not None:
+        execution = replace(execution, backward_share=(share,) * SEGMENTS)
+    return simulate(lower(order(), options), MS, execution, iterations=4).period_s
+
+
+@pytest.mark.parametrize(
+    ("connections", "whole", "buckets", "shared"),
+    [(1, 3680.0, 4640.0, 5098.0), (32, 3680.0, 3629.0, 3678.0)],
+)
+def test_18b_takes_what_the_queue_model_says(
+    connections: int, whole: float, buckets: float, shared: float
+):
+    assert simulate(order(), MS).period_s == 2560
+    one = Device(connections=connections)
+    assert period(OVERLAPPED, one) == pytest.approx(whole)
+    cut = replace(one, launches=(7,) * SEGMENTS, in_backward=True)
+    assert period(OVERLAPPED, cut) == pytest.approx(buckets, abs=0.5)
+    # That model names no number of slices and no limit of NCCL's: 137 are ours, 5101 and 3680.
+    sliced = replace(one, launches=(137,) * SEGMENTS, most_outstanding=None)
+    assert period(DEFERRED, sliced, share=0.5) == pytest.approx(shared, rel=1e-3)
+
+
+def test_buckets_inside_a_backward_hold_up_the_other_rank_too():
+    # Rank 1's last backward ends when all but its last bucket are reduced; only then rank 0's
+    # begins, and ends as late. Each segment pays for both.
+    costs = Costs.uniform(2 * SEGMENTS, forward_s=20.0, backward_s=60.0, grad_sync_s=640.0)
+    plan = lower(order(2), OVERLAPPED)
+    flushed = Execution(flush=True, preemptive=False, device=Device(connections=1))
+    whole = simulate(plan, costs, flushed).period_s
+    cut = Device(connections=1, launches=(7,) * 2 * SEGMENTS, in_backward=True)
+    buckets = simulate(plan, costs, replace(flushed, device=cut)).period_s
+    assert whole == pytest.approx(3760)
+    assert buckets == pytest.approx(6588.57, abs=0.01)
+
+
+def test_the_host_waits_where_nccl_has_no_room_for_more_slices():
+    # With a queue for each stream slices hold up nothing, but the host that issues them.
+    slices = Device(connections=32, launches=(137,) * SEGMENTS)
+    free = replace(slices, most_outstanding=None)
+    assert period(DEFERRED, slices, share=0.5) > 1.05 * period(DEFERRED, free, share=0.5)
+    few = replace(slices, launches=(20,) * SEGMENTS)
+    assert period(DEFERRED, few, share=0.5) == pytest.approx(period(DEFERRED, free, share=0.5))
+
+
+def test_a_reduction_waits_behind_the_one_before_and_computation_behind_it():
+    # 2REDUCE_GRAD is over at 13, 0REDUCE_GRAD can only then begin, and what follows it as well.
+    plan = Plan.from_text("0F0 1F0 2F0 2B0 2REDUCE_GRAD 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD\n")
+    costs = Costs.uniform(3, grad_sync_s=8.0)
+    timeline = simulate(plan, costs, Execution(device=Device(connections=1)))
+    assert [
+        (span.lane, span.start_s, span.end_s, str(span.action))
+        for span in timeline.ranks[0]
+        if span.lane in (Lane.GRAD_SYNC, Lane.WAIT)
+    ] == [
+        (Lane.GRAD_SYNC, 5, 13, "2REDUCE_GRAD"),
+        (Lane.WAIT, 7, 13, "1REDUCE_GRAD"),
+        (Lane.GRAD_SYNC, 13, 21, "1REDUCE_GRAD"),
+        (Lane.WAIT, 15, 21, "0REDUCE_GRAD"),
+        (Lane.GRAD_SYNC, 21, 29, "0REDUCE_GRAD"),
+    ]
+    (row,) = exposure(timeline)
+    assert row.grad_sync_s == 12
+    many = simulate(plan, costs, Execution(device=Device(connections=8)))
+    assert many.makespan_s == 9
+
+
+def test_a_receive_posted_too_early_is_a_deadlock_with_one_queue_only():
+    plan = Plan.from_text(
+        "0F0 0SEND_F0 0RECV_B0 0RECV_B1 0F1 0SEND_F1 0B0 0B1\n"
+        "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1\n"
+    )
+    costs = Costs.uniform(2)
+    simulate(plan, costs, Execution(device=Device(connections=8)))
+    with pytest.raises(PlanError, match="deadlock with 1 hardware queues: rank 0 at 0RECV_B1"):
+        simulate(plan, costs, Execution(device=Device(connections=1)))
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[Plan, Costs, Execution]:
+    schedule = draw(st.sampled_from(SCHEDULES))
+    ranks = draw(st.integers(1, 5))
+    segments = 1 if schedule in ONE_SEGMENT_SCHEDULES else draw(st.integers(1, 4))
+    plan = build(
+        schedule,
+        num_ranks=ranks,
+        num_segments=segments,
+        num_microbatches=draw(st.integers(1, 10)),
+    )
+    deferred = draw(st.booleans())
+    offload = draw(st.sampled_from((None, OffloadChoice())))
+    stages = plan.num_stages
+    costs = replace(
+        Costs.uniform(
+            stages,
+            p2p_s=draw(st.sampled_from((0.0, 0.25))),
+            grad_sync_s=draw(st.sampled_from((0.0, 5.0))),
+        ),
+        optimizer_s=(0.125,) * stages,
+        param_gather_s=(2.0,) * stages,
+        offload_s=(0.25,) * stages,
+        reload_s=(0.25,) * stages,
+    )
+    execution = Execution(in_order=True, preemptive=False, flush=not deferred)
+    if deferred and draw(st.booleans()):
+        execution = replace(execution, backward_share=(0.5,) * stages)
+    return (
+        lower(
+            plan,
+            Options(
+                transfers=False,
+                offload=offload,
+                gathers_params=not deferred,
+                deferred_stages=range(stages * deferred),
+            ),
+        ),
+        costs,
+        execution,
+    )
+
+
+@given(runs())
+def test_a_queue_for_each_stream_is_what_is_simulated_without_a_device(
+    run: tuple[Plan, Costs, Execution],
+):
+    # As long as a message takes less than a computation, so that receives are posted in time.
+    plan, costs, execution = run
+    usual = simulate(plan, costs, execution, iterations=3)
+    device = Device(connections=32)
+    queued = simulate(plan, costs, replace(execution, device=device), iterations=3)
+    assert queued.iteration_ends_s(0) == pytest.approx(usual.iteration_ends_s(0), rel=1e-12)
+    assert [compute(queued, r) for r in range(plan.num_ranks)] == pytest.approx(
+        [compute(usual, r) for r in range(plan.num_ranks)]
+    )
+
+
+@given(runs(), st.booleans())
+def test_one_queue_ends_and_its_times_add_up(run: tuple[Plan, Costs, Execution], stock: bool):
+    plan, costs, execution = run
+    if stock:
+        waits = sends_stock_waits_for(plan.num_segments)
+        execution = replace(execution, sends_waited_for=waits)
+    cut = Device(connections=1, launches=(3,) * plan.num_stages, in_backward=not stock)
+    timeline = simulate(plan, costs, replace(execution, device=cut), iterations=2)
+    for spans in timeline.ranks:
+        free_s = 0.0
+        for span in (span for span in spans if span.lane in BUSY_LANES):
+            assert span.start_s >= free_s
+            free_s = span.end_s
+    for rank, row in enumerate(exposure(timeline)):
+        begun_s, ended_s = timeline.iteration_ends_s(rank)
+        assert row.total_s == pytest.approx(ended_s - begun_s)
+
+
+def compute(timeline: Timeline, rank: int) -> float:
+    return sum(span.end_s for span in timeline.lane(rank, Lane.COMPUTE))
+
+
+def test_dp_sync_is_launched_as_training_cuts_it():
+    assert TRAINING_SLICE_BYTES["cuda"] == SLICE_BYTES
+    gradients, setup = (1.12e9, 0.1e9), Setup(tensor_parallel=8, data_parallel=8)
+    assert launches(gradients, setup, deferred=False) == (7, 1)
+    assert launches(gradients, setup, deferred=True) == (140, 12)
+    sharded = replace(setup, distributed_optimizer=True)
+    assert launches(gradients, sharded, deferred=False) == (1, 1)
+    # Megatron's default is a million parameters per replica where that is more.
+    many = replace(setup, data_parallel=80)
+    assert launches(gradients, many, deferred=False) == (4, 1)
