@@ -13,11 +13,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 HEADINGS = ("A schedule", "A flag", "A patch", "An op")
-HAS_FEATURES = (ROOT / "megatron/fold3d/runtime/feature.py").exists()
-HANDLER = pytest.param(
-    "The handler of an op",
-    marks=pytest.mark.skipif(not HAS_FEATURES, reason="the executor has no table of features yet"),
-)
 # Shows, without torch or Megatron, that the example is there.
 WORKS = {
     "A schedule": """
@@ -38,14 +33,12 @@ from fold3d_patches import compile_helpers
 assert compile_helpers.patch().target == "megatron.core.datasets.utils:compile_helpers"
 """,
     "An op": """
-from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.plan.passes.param_gather import add_param_gather
+from megatron.fold3d.plan.compile import Options, compile_plan
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.simulate import simulate
-plan = add_param_gather(build("aiao", num_ranks=1, num_segments=2, num_microbatches=2))
-verify(plan)
+order = build("aiao", num_ranks=1, num_segments=2, num_microbatches=2)
+plan = compile_plan(order, Options(gathers_params=True))
 costs = dict(forward_s=(1.0, 1.0), backward_s=(2.0, 2.0))
 makespans = [
     simulate(plan, Costs(**costs, param_gather_s=(seconds,) * 2)).makespan_s for seconds in (0, 5)
@@ -108,7 +101,7 @@ def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("heading", [*HEADINGS, HANDLER])
+@pytest.mark.parametrize("heading", [*HEADINGS, "The handler of an op"])
 def test_a_worked_example_is_in_the_source_as_shown(heading: str):
     shown = list(hunks(heading))
     assert shown

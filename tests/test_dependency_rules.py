@@ -213,6 +213,7 @@ BEFORE_FEATURES = 8736
 """Lines that the executor and the patches of `aiao` loaded when they imported every feature."""
 
 
+@pytest.mark.processes
 def test_plain_aiao_loads_no_feature_that_is_off_and_fewer_than_half_of_the_lines():
     told = subprocess.run(
         [sys.executable, ROOT / "scripts/loaded_lines.py"],

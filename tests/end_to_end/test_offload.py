@@ -41,6 +41,12 @@ RAMP_UP = (
     "--eval-global-batch-size 4"
 )
 
+EXPERTS = (
+    "--num-experts 2 --moe-aux-loss-coeff 0.01 --moe-router-topk 1 --moe-router-pre-softmax "
+    "--disable-bias-linear"
+)
+FP16 = "--fp16 --initial-loss-scale 65536"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -100,6 +106,12 @@ ROWS = (
     Row(recompute=FULL, moves=f"{ON} {LAZY}", flags="--bf16", depth=2, segments=4, m=4),
     Row(recompute=SELECTIVE, moves=f"{ON} {LAZY}", flags="--sequence-parallel", tp=2),
     Row(moves=f"{ON} {LAZY}", flags=RAMP_UP),
+    Row(
+        recompute=FULL,
+        moves=f"{ON} {LAZY}",
+        schedule="breadth-first",
+        flags=f"{EXPERTS} {FP16}",
+    ),
 )
 
 
