@@ -20,7 +20,7 @@ def patch(deferred: "DeferredSync") -> Patch:
 
     def make(upstream: Callable[..., None]) -> Callable[..., None]:
         def scale_gradients(self: Any, scaling_factor: Any) -> None:
-            if deferred.may_scale(self, scaling_factor):
+            if not deferred.defer_scaling(self, scaling_factor):
                 upstream(self, scaling_factor)
 
         return scale_gradients

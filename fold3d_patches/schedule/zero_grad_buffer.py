@@ -19,7 +19,7 @@ def patch(deferred: "DeferredSync") -> Patch:
 
     def make(upstream: Callable[..., None]) -> Callable[..., None]:
         def zero_grad_buffer(self: Any) -> None:
-            if deferred.may_zero(self):
+            if not deferred.defer_zeroing(self):
                 upstream(self)
 
         return zero_grad_buffer

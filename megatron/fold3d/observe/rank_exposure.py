@@ -10,7 +10,7 @@ from megatron.fold3d.observe.trace_timeline import spans_of
 from megatron.fold3d.plan.ir import Op
 
 
-def own_seconds(row: IterationTrace) -> dict[str, float]:
+def rank_exposure(row: IterationTrace) -> dict[str, float]:
     """Return where a rank's iteration went.
 
     ``copies_s`` run beside the rest; all others add up to ``total_s``.

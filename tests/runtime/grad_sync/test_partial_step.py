@@ -51,7 +51,7 @@ def steps(parts: Sequence[list[int]]) -> tuple[list[list[float]], list[Any], lis
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 
-    from megatron.fold3d.runtime.grad_sync.partial_step import LateStep
+    from megatron.fold3d.runtime.grad_sync.partial_step import PartialStep
 
     generator = torch.Generator().manual_seed(1)
     parameters = [torch.nn.Parameter(torch.rand(3, generator=generator)) for _ in range(4)]
@@ -69,7 +69,7 @@ def steps(parts: Sequence[list[int]]) -> tuple[list[list[float]], list[Any], lis
             _, norm, _ = optimizer.step()
             optimizer.zero_grad()
         else:
-            late = LateStep(optimizer, iteration)
+            late = PartialStep(optimizer, iteration)
             for number, part in enumerate(parts):
                 for group in inner.param_groups if number else ():
                     group["lr"], group["weight_decay"] = 7.0, 7.0  # the scheduler went on

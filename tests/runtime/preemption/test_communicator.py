@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from megatron.fold3d.runtime.preemption import slice_size
 from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator, extension
 from megatron.fold3d.runtime.preemption.preemptive_group import PreemptiveGroup
-from megatron.fold3d.runtime.preemption.unscheduled import DirectScheduler
+from megatron.fold3d.runtime.preemption.unscheduled import Unscheduled
 from tests.distributed import RankError, run_distributed
 
 TIMEOUT = timedelta(seconds=60)
@@ -69,7 +69,7 @@ def check_shares(group: Any, step: int) -> None:
 def exchange_at_random_times() -> dict[str, float]:
     communicator, transfers, reductions = connected()
     rank, size = dist.get_rank(), dist.get_world_size()
-    slow = PreemptiveGroup(dist.new_group(), DirectScheduler(), (None, None), 4096)
+    slow = PreemptiveGroup(dist.new_group(), Unscheduled(), (None, None), 4096)
     random.seed(rank)
     with communicator:
         for step in range(200):

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.fold3d.observe.rank_exposure import own_seconds
+from megatron.fold3d.observe.rank_exposure import rank_exposure
 from megatron.fold3d.observe.trace_files import Event, IterationTrace
 from megatron.fold3d.runtime.trace.metrics import Metrics
 
@@ -56,7 +56,7 @@ class Wandb:
 
 
 def test_a_rank_knows_where_its_own_time_went():
-    assert own_seconds(ROW) == pytest.approx(SECONDS)
+    assert rank_exposure(ROW) == pytest.approx(SECONDS)
 
 
 def test_an_iteration_goes_to_the_writers_that_there_are():

@@ -52,7 +52,7 @@ class DeferredGradSync(GradSync):
         if segment not in self._deferred_segments:
             super().wait(segment)
             return
-        self._deferred.settle(self._chunks[segment])
+        self._deferred.finish_step(self._chunks[segment])
         self._quiet[segment].close()
         self._hush(segment)  # zeroed gradients are a new start for DDP, and its hooks listen
 

@@ -57,7 +57,7 @@ class DeferredReductions:
     def connect_groups(
         self,
         chunks: Sequence[Any],
-        kept_back: Collection[torch.nn.Parameter],
+        reduced_in_iteration: Collection[torch.nn.Parameter],
         rank_groups: list[Ranks],
         groups: ProcessGroupCollection,
     ) -> None:
@@ -65,7 +65,7 @@ class DeferredReductions:
 
         Args:
             chunks: of this rank.
-            kept_back: parameters whose gradients are reduced when the iteration ends.
+            reduced_in_iteration: parameters whose gradients are reduced when the iteration ends.
             rank_groups: who reduces something together, of the whole job.
             groups: Megatron's.
         """
@@ -73,7 +73,7 @@ class DeferredReductions:
         ours = connect(rank_groups, device, self._timeout, self._traffic_class)
         if self._communicator is not None:
             ours = {ranks: self._communicator.group(group) for ranks, group in ours.items()}
-        self._reductions.connect(chunks, frozenset(kept_back), ours)
+        self._reductions.connect(chunks, frozenset(reduced_in_iteration), ours)
         if self._auto is not None:
             self._auto.connect(len(chunks), groups.dp_cp, device)
         self._chunks = chunks

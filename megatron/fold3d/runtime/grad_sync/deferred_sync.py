@@ -17,8 +17,8 @@ iteration. `DeferredReductions` reduces; the steps are here.
 
 Keeps one invariant: from the start of its reduction until its step, nobody else reads a chunk's
 gradients, adds to them or zeroes them, and nobody reads its parameters. What Megatron changes or
-looks at when the iteration ends is reduced by then: `kept_back`, or all of it where only the
-gradients themselves can tell whether there will be a step.
+looks at when the iteration ends is reduced by then: `reduced_in_iteration`, or all of it where
+only the gradients themselves can tell whether there will be a step.
 """
 
 import logging
@@ -39,8 +39,8 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
 )
 from megatron.fold3d.runtime.grad_sync.deferred_reductions import DeferredReductions
 from megatron.fold3d.runtime.grad_sync.norm_bound import Bound, NormBound, is_conditional
-from megatron.fold3d.runtime.grad_sync.partial_step import LateStep
-from megatron.fold3d.runtime.grad_sync.reduced_in_iteration import kept_back
+from megatron.fold3d.runtime.grad_sync.partial_step import PartialStep
+from megatron.fold3d.runtime.grad_sync.reduced_in_iteration import reduced_in_iteration
 from megatron.fold3d.runtime.trace.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -100,13 +100,13 @@ class DeferredSync:
 
         # Known with the first iteration.
         self._chunks: Sequence[Any] = ()
-        self._kept_back: AbstractSet[torch.nn.Parameter] = frozenset()
+        self._reduced_in_iteration: AbstractSet[torch.nn.Parameter] = frozenset()
         self._norm_bound: NormBound | None = None
         self._alone: dist.ProcessGroup | None = None
         self._in_iteration = False
 
         # Of the step that Megatron asked for last.
-        self._step: LateStep | None = None
+        self._step: PartialStep | None = None
         self._report: Report | None = None
         self._is_logged = False  # its norm
         self._bound: Bound | None = None
@@ -140,7 +140,7 @@ class DeferredSync:
         self._in_iteration = False
         self._reductions.finish_backward()
 
-    def settle(self, chunk: Any) -> None:
+    def finish_step(self, chunk: Any) -> None:
         """If a chunk's step is due, wait for its gradients, step with them and zero them."""
         if chunk in self._due:
             assert self._step is not None
@@ -160,7 +160,7 @@ class DeferredSync:
     ) -> Outcome:
         """Step the chunks whose gradients are reduced; the others are due from now on.
 
-        `settle` steps those with the settings of this iteration. Where that could differ from
+        `finish_step` steps those with the settings of this iteration. Where that could differ from
         Megatron's ``whole_step``, wait for all gradients and take it.
 
         Args:
@@ -170,7 +170,7 @@ class DeferredSync:
             report: is told the norm of the gradients, if the outcome does not have it.
             logs: whether Megatron logs this iteration; it always logs the first of a run.
         """
-        self._finish_step()
+        self._report_norm()
         late = [chunk for chunk in self._chunks if self._reductions.is_running(chunk)]
         reduced = [chunk for chunk in self._chunks if chunk not in late]
         if not self._may_be_late(optimizer, reduced, late):
@@ -184,29 +184,29 @@ class DeferredSync:
         self._report = report
         self._num_late += 1
         self._reductions.count_deferred(is_late=True)
-        self._step = LateStep(optimizer, iteration, self._alone)
+        self._step = PartialStep(optimizer, iteration, self._alone)
         if parameters := [p for chunk in reduced for p in chunk.parameters()]:
             self._step.take(parameters)
         self._due = set(late)
         return True, None, None
 
-    def may_scale(self, chunk: Any, factor: Any) -> bool:
-        """Whether a chunk's gradients may be scaled now; otherwise they will be, once reduced."""
-        return not self._reductions.defer_scaling(chunk, factor)
+    def defer_scaling(self, chunk: Any, factor: Any) -> bool:
+        """Return True if a chunk's gradients are scaled once reduced, and not by the caller now."""
+        return self._reductions.defer_scaling(chunk, factor)
 
-    def may_zero(self, chunk: Any) -> bool:
-        """Whether a chunk's gradients may be zeroed; they may not while its step is due."""
+    def defer_zeroing(self, chunk: Any) -> bool:
+        """Return True if a chunk's gradients are zeroed by its step, which is due."""
         if chunk in self._due:
-            return False
+            return True
         self._reductions.wait_for(chunk)  # the iteration is given up or run again
-        return True
+        return False
 
     def drain(self) -> None:
         """Settle everything: parameters are then those of the last iteration, for all to read."""
         self._reductions.start_rest()
         for chunk in self._chunks:
-            self.settle(chunk)
-        self._finish_step()
+            self.finish_step(chunk)
+        self._report_norm()
 
     def close(self, error: BaseException | None) -> None:
         """Drain at the end of a run.
@@ -232,7 +232,7 @@ class DeferredSync:
         if self._norm_bound is None:
             return not is_conditional(optimizer.config)
         scaling = self._reductions.scaling
-        self._norm_bound.add_reduced(reduced, late, self._kept_back, scaling)
+        self._norm_bound.add_reduced(reduced, late, self._reduced_in_iteration, scaling)
         self._bound = self._norm_bound.total(optimizer.get_loss_scale().item(), scaling)
         return self._bound.allows_late_steps(optimizer.config)
 
@@ -241,15 +241,15 @@ class DeferredSync:
         rank_groups = everyones_groups(
             {ranks_of(g.data_parallel_group) for g in bucket_groups(*chunks)}
         )
-        self._kept_back = kept_back(chunks, groups)
-        self._reductions.connect_groups(chunks, self._kept_back, rank_groups, groups)
+        self._reduced_in_iteration = reduced_in_iteration(chunks, groups)
+        self._reductions.connect_groups(chunks, self._reduced_in_iteration, rank_groups, groups)
         if self._bounded:
             device = next(chunks[0].parameters()).device
             self._norm_bound = NormBound(rank_groups, chunks, device, self._timeout)
             self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         self._chunks = chunks
 
-    def _finish_step(self) -> None:
+    def _report_norm(self) -> None:
         """Tell the norm of the gradients of an iteration, as soon as all are known."""
         assert not self._due, "a chunk ran no forward since its step became due"
         if self._step is None:

@@ -99,16 +99,19 @@ class NormBound:
         self,
         stepped: Iterable[Any],
         deferred: Iterable[Any],
-        kept_back: AbstractSet[torch.nn.Parameter],
+        reduced_in_iteration: AbstractSet[torch.nn.Parameter],
         scaling: torch.Tensor | float = 1.0,
     ) -> None:
-        """Take down what is reduced: all of the ``stepped`` chunks, ``kept_back`` of the others.
+        """Take down what is reduced: all of ``stepped``, ``reduced_in_iteration`` of the others.
 
         All replicas hold the same numbers, so only the first of them takes them down. A parameter
         that Megatron counts once is counted once. The gradients of ``deferred`` chunks are still to
         be multiplied by ``scaling``.
         """
-        for chunks, reduced, factor in ((stepped, None, 1.0), (deferred, kept_back, scaling)):
+        for chunks, reduced, factor in (
+            (stepped, None, 1.0),
+            (deferred, reduced_in_iteration, scaling),
+        ):
             by_ranks: dict[Ranks, list[torch.Tensor]] = defaultdict(list)
             for group in bucket_groups(*chunks):
                 by_ranks[ranks_of(group.data_parallel_group)] += [

@@ -22,7 +22,7 @@ _OF_AN_ITERATION = ("lr", "weight_decay", "step")
 _LISTS_OF_GROUPS = ("float16_groups", "fp32_from_float16_groups", "fp32_from_fp32_groups")
 
 
-class LateStep:
+class PartialStep:
     """The step of one iteration, through Megatron's own optimizer.
 
     Every parameter of the optimizer must be stepped once, in any order, a few or many at a time.

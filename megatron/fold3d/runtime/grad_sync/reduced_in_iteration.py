@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 
-def kept_back(
+def reduced_in_iteration(
     chunks: Sequence[Any], groups: ProcessGroupCollection
 ) -> frozenset[torch.nn.Parameter]:
     """Return the parameters of a rank's model chunks whose gradients are to be kept back."""

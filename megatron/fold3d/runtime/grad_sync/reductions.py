@@ -34,7 +34,7 @@ class Reductions:
         self._slice_bytes = slice_bytes
         self._observer = observer
         self._chunks: Sequence[Any] = ()
-        self._kept_back: AbstractSet[torch.nn.Parameter] = frozenset()
+        self._reduced_in_iteration: AbstractSet[torch.nn.Parameter] = frozenset()
         self._groups: Mapping[Ranks, dist.ProcessGroup] = {}
         self._keeping: list[Any] = []
         self._rest: dict[Any, list[Slice]] = {}
@@ -44,11 +44,15 @@ class Reductions:
     def connect(
         self,
         chunks: Sequence[Any],
-        kept_back: AbstractSet[torch.nn.Parameter],
+        reduced_in_iteration: AbstractSet[torch.nn.Parameter],
         groups: Mapping[Ranks, dist.ProcessGroup],
     ) -> None:
         """Say what is going to be reduced, and in which process groups of our own."""
-        self._chunks, self._kept_back, self._groups = chunks, kept_back, groups
+        self._chunks, self._reduced_in_iteration, self._groups = (
+            chunks,
+            reduced_in_iteration,
+            groups,
+        )
 
     def cut(self, chunk: Any) -> list[Slice]:
         """Return a chunk's gradients, which are complete, as slices that are ready to reduce."""
@@ -56,7 +60,7 @@ class Reductions:
             Slice(data, _op(bucket_group), self._groups[ranks_of(bucket_group.data_parallel_group)])
             for bucket_group in bucket_groups(chunk)
             for bucket in _made_ready(bucket_group).buckets
-            for data in slices(bucket, self._kept_back, self._slice_bytes)
+            for data in slices(bucket, self._reduced_in_iteration, self._slice_bytes)
         ]
 
     def start(self, chunk: Any, whole: Sequence[Slice], share: float) -> None:
@@ -113,7 +117,7 @@ class Reductions:
         parts = [
             bucket.grad_data[begin:end]
             for bucket in bucket_group.buckets
-            for begin, end in kept_ranges(bucket, self._kept_back)
+            for begin, end in kept_ranges(bucket, self._reduced_in_iteration)
         ]
         if parts:
             group = bucket_group.data_parallel_group

@@ -42,17 +42,19 @@ class Slice:
         )
 
 
-def kept_ranges(bucket: Any, kept_back: Container[torch.nn.Parameter]) -> list[tuple[int, int]]:
-    """Return where in a bucket the gradients of ``kept_back`` lie, in order."""
-    return sorted(bucket.param_to_index[p] for p in bucket.params if p in kept_back)
+def kept_ranges(
+    bucket: Any, reduced_in_iteration: Container[torch.nn.Parameter]
+) -> list[tuple[int, int]]:
+    """Return where in a bucket the gradients of ``reduced_in_iteration`` lie, in order."""
+    return sorted(bucket.param_to_index[p] for p in bucket.params if p in reduced_in_iteration)
 
 
 def slices(
-    bucket: Any, kept_back: Container[torch.nn.Parameter], slice_bytes: int
+    bucket: Any, reduced_in_iteration: Container[torch.nn.Parameter], slice_bytes: int
 ) -> Iterator[torch.Tensor]:
     """Yield a bucket's other gradients, at most ``slice_bytes`` at once."""
     data = bucket.grad_data
-    edges = [0, *chain.from_iterable(kept_ranges(bucket, kept_back)), data.numel()]
+    edges = [0, *chain.from_iterable(kept_ranges(bucket, reduced_in_iteration)), data.numel()]
     for begin, end in zip(edges[::2], edges[1::2], strict=True):
         if begin < end:
             yield from data[begin:end].split(slice_bytes // data.element_size())

@@ -20,7 +20,7 @@ from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.runtime.preemption import slice_size
 from megatron.fold3d.runtime.preemption.control_sockets import ControlSockets
 from megatron.fold3d.runtime.preemption.preemptive_group import PreemptiveGroup
-from megatron.fold3d.runtime.preemption.unscheduled import DirectScheduler
+from megatron.fold3d.runtime.preemption.unscheduled import Unscheduled
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _SHUTDOWN_S = 10.0
 class PreemptiveCommunicator:
     """Process groups that share one scheduler; a context manager for as long as it is needed.
 
-    Without the extension nothing is preempted: see `DirectScheduler`.
+    Without the extension nothing is preempted: see `Unscheduled`.
 
     Args:
         slice_bytes: what is reduced at once, or at most if `fit_slices` may choose.
@@ -92,7 +92,7 @@ class PreemptiveCommunicator:
                 "run: %s",
                 BUILD,
             )
-            self._scheduler = DirectScheduler()
+            self._scheduler = Unscheduled()
             return
         rank, world = dist.get_rank(), dist.get_world_size()
         policy = extension.Policy()

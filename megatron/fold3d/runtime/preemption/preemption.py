@@ -4,7 +4,7 @@ from datetime import timedelta
 
 from megatron.fold3d.runtime.feature import Feature, Iteration
 from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
-from megatron.fold3d.runtime.preemption.route_buckets import hand_over, neighbours
+from megatron.fold3d.runtime.preemption.route_buckets import neighbours, route_buckets
 
 
 class Preemption(Feature):
@@ -33,7 +33,7 @@ class Preemption(Feature):
                 iteration.hidden_bytes, iteration.groups.dp_cp, iteration.device
             )
         if iteration.trains:
-            hand_over(iteration.chunks, self._communicator, self._timeout, self._traffic_class)
+            route_buckets(iteration.chunks, self._communicator, self._timeout, self._traffic_class)
 
     def drain(self, iteration: Iteration) -> None:
         """Log what went wrong on the way without ending the job."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from megatron.fold3d.runtime.preemption._scheduler import Scheduler, Waiter
-    from megatron.fold3d.runtime.preemption.unscheduled import DirectScheduler
+    from megatron.fold3d.runtime.preemption.unscheduled import Unscheduled
 
 _lanes = count()
 
@@ -30,7 +30,7 @@ class PreemptiveGroup(dist.ProcessGroup):
     def __init__(
         self,
         group: dist.ProcessGroup,
-        scheduler: "Scheduler | DirectScheduler",
+        scheduler: "Scheduler | Unscheduled",
         waiters: "tuple[Waiter | None, Waiter | None]",
         slice_bytes: int,
         direction: int = 0,

@@ -23,7 +23,7 @@ from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicat
 from megatron.fold3d.runtime.preemption.preemptive_group import PreemptiveGroup
 
 
-def hand_over(
+def route_buckets(
     chunks: Sequence[torch.nn.Module],
     communicator: PreemptiveCommunicator,
     timeout: timedelta,

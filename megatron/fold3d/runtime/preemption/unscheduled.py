@@ -35,7 +35,7 @@ class DirectTask:
         return torch.futures.collect_all([work.get_future() for work in self._works])
 
 
-class DirectScheduler:
+class Unscheduled:
     """What `_scheduler.Scheduler` has, run on the calling thread."""
 
     def send(self, group: dist.ProcessGroup, tensor: torch.Tensor, *rest: Any) -> DirectTask:

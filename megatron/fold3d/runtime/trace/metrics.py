@@ -6,7 +6,7 @@ One rank has the writers, the last one, and reports what it knows by itself.
 from collections.abc import Callable
 from typing import Any
 
-from megatron.fold3d.observe.rank_exposure import own_seconds
+from megatron.fold3d.observe.rank_exposure import rank_exposure
 from megatron.fold3d.observe.trace_files import IterationTrace
 
 _PREFIX = "fold3d/"
@@ -31,7 +31,7 @@ class Metrics:
 
     def write(self, row: IterationTrace) -> None:
         """Write one iteration's seconds and counts."""
-        found = {**own_seconds(row), **row.counts}
+        found = {**rank_exposure(row), **row.counts}
         values = {_PREFIX + name: value for name, value in found.items()}
         if (writer := self._tensorboard()) is not None:
             for name, value in values.items():
