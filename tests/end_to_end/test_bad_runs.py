@@ -105,7 +105,7 @@ def test_a_missing_package_is_named_before_training() -> None:
     )
     codes, said = zip(*run_distributed(_refusal_without_einops, 2, argv), strict=True)
     assert codes == (2, 2)
-    _check_message("".join(said), "--num-distributed-optimizer-instances 2: .*pip install einops")
+    _check_message(said[0], "--num-distributed-optimizer-instances 2: .*pip install einops")
 
 
 def _refusal_without_einops(argv: Sequence[str]) -> tuple[int, str]:

@@ -87,7 +87,10 @@ def test_a_spike_in_the_loss_is_seen_if_it_is_asked_for(
     mode = rerun_state_machine.RerunMode.DISABLED  # it then says what it sees, and goes on
     machine = rerun_state_machine.RerunStateMachine(mode=mode)
     monkeypatch.setattr(pretraining, "get_rerun_state_machine", lambda: machine)
-    with apply(cpu.patches()), caplog.at_level(logging.WARNING):
+    with (
+        apply(cpu.patches()),
+        caplog.at_level(logging.WARNING, logger=rerun_state_machine.__name__),
+    ):
         for loss in (*[1.0] * 100, 9.0, 100.0):  # it learns from 100 what is usual
             pretraining.check_loss(torch.tensor(loss))
     assert sum("spike in the loss" in record.message for record in caplog.records) == warnings
