@@ -3,11 +3,13 @@
 import base64
 import fcntl
 import json
+import logging
 import signal
 import string
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,16 @@ from scripts import prepare_data
 
 EOD = 256
 SENTENCE = "a pipeline folds over its ranks"
+
+
+@pytest.fixture(autouse=True)
+def levels_of_loggers() -> Iterator[None]:
+    """Give the loggers that the script silences their levels back, for the tests that follow."""
+    loggers = [logging.getLogger(name) for name in ("megatron", "torch.utils.cpp_extension")]
+    before = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
 
 
 def prepare(*arguments: object) -> int:
