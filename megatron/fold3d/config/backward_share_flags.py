@@ -36,6 +36,17 @@ def share_or_auto(text: str) -> float | str:
         raise ArgumentTypeError(f"{text!r} is neither a number nor {AUTO}") from None
 
 
+def first_share(args: Namespace) -> float | None:
+    """Return the share that a run begins with; auto replaces it once times are measured."""
+    if args.backward_share != AUTO:
+        share: float | None = args.backward_share
+        return share
+
+    from megatron.fold3d.policy.backward_shares import FIRST_SHARE
+
+    return FIRST_SHARE
+
+
 def share_problems(args: Namespace, schedule: str) -> Iterator[str]:
     """Yield found, rule and fix of all that is in the way of ``--backward-share``."""
     share, slice_bytes = args.backward_share, args.dp_slice_bytes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from megatron.fold3d.config.backward_share_flags import add_share_flags, share_problems
+from megatron.fold3d.config.backward_share_flags import add_share_flags, first_share, share_problems
 from megatron.fold3d.config.bucket_flags import cuts_every_segment
 from megatron.fold3d.config.minimum_sizes import size_problems
 from megatron.fold3d.config.nccl_settings import add_traffic_class_flags, traffic_class_problems
@@ -40,7 +40,6 @@ from megatron.fold3d.config.segment_flags import (
 from megatron.fold3d.config.trace_flags import add_trace_flags, iterations, trace_problems
 from megatron.fold3d.config.weight_grad_flags import add_weight_grad_flags, weight_grad_problems
 from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES, LastSegment
-from megatron.fold3d.policy.backward_shares import FIRST_SHARE
 
 Device = Literal["cuda", "cpu"]
 
@@ -196,7 +195,6 @@ class Fold3DConfig:
         ]
         if problems:
             raise ValueError("\n".join(problems))
-        auto_share = args.backward_share == AUTO
         return cls(
             schedule=schedule,
             plan_file=args.plan_file,
@@ -206,8 +204,8 @@ class Fold3DConfig:
             device=args.device,
             microbatch_group_size=args.microbatch_group_size_per_vp_stage,
             distributed_timeout_minutes=args.distributed_timeout_minutes,
-            backward_share=FIRST_SHARE if auto_share else args.backward_share,
-            auto_share=auto_share,
+            backward_share=first_share(args),
+            auto_share=args.backward_share == AUTO,
             dp_slice_bytes=args.dp_slice_bytes or SLICE_BYTES[args.device],
             auto_slices=args.dp_slice_bytes is None,
             delay_weight_grads=(0,) if schedule in SPLIT_SCHEDULES else args.delay_weight_grads,

@@ -1,33 +1,27 @@
 """The recipe: from an order of computation and options to the plan that runs.
 
 Executor, simulator, planner and commands all call `lower`, so that the plan that is simulated is
-the plan that runs. The passes run in this order:
+the plan that runs. A pass that nothing asks for is not imported. The passes run in this order:
 
 order ──> delay_weight_grads ──> recompute_early ──> add_param_gather ──> add_offload ──> add_p2p
 ──> DP.sync ──> plan
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron.fold3d.plan.ir import Op, Plan
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync, defer_grad_sync
-from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
-from megatron.fold3d.plan.passes.param_gather import add_param_gather
 from megatron.fold3d.plan.passes.recompute import recompute_early
-from megatron.fold3d.plan.passes.stock_grad_sync import aligned_grad_sync, serial_grad_sync
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.verify import verify
 
-GradSync = Literal["overlap", "serial", "aligned"]
+if TYPE_CHECKING:
+    from megatron.fold3d.plan.passes.offload import OffloadChoice
 
-_GRAD_SYNC: Mapping[GradSync, Callable[[Plan], Plan]] = {
-    "overlap": add_grad_sync,
-    "serial": serial_grad_sync,
-    "aligned": aligned_grad_sync,
-}
+GradSync = Literal["overlap", "serial", "aligned"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +37,7 @@ class Options:
     """Stages that recompute before their gradients arrive."""
     gathers_params: bool = False
     """Whether a distributed optimizer's parameters are gathered by actions of the plan."""
-    offload: OffloadChoice | None = None
+    offload: "OffloadChoice | None" = None
     """Which saved activations leave for host memory, and how early they come back."""
     transfers: bool = True
     """False leaves out the transfers: the simulator sends a result when its computation ends."""
@@ -80,14 +74,29 @@ def lower(order: Plan, options: Options | None = None) -> Plan:
         plan = delay_weight_grads(plan, options.delay_weight_grads)
     plan = recompute_early(plan, options.recompute_early)
     if options.gathers_params:
+        from megatron.fold3d.plan.passes.param_gather import add_param_gather
+
         plan = add_param_gather(plan)
     if options.offload is not None and not plan.has(Op.OFFLOAD):
+        from megatron.fold3d.plan.passes.offload import add_offload
+
         plan = add_offload(plan, depth=options.offload.depth, at_most=options.offload.at_most)
     if options.transfers and plan.num_ranks > 1 and not plan.has_p2p:
         plan = add_p2p(plan)
     if not plan.has(Op.REDUCE_GRAD):
-        plan = _GRAD_SYNC[options.grad_sync](plan)
+        plan = _with_grad_sync(plan, options.grad_sync)
     return defer_grad_sync(plan, options.deferred_stages)
+
+
+def _with_grad_sync(plan: Plan, where: GradSync) -> Plan:
+    if where == "overlap":
+        return add_grad_sync(plan)
+
+    from megatron.fold3d.plan.passes import stock_grad_sync
+
+    if where == "serial":
+        return stock_grad_sync.serial_grad_sync(plan)
+    return stock_grad_sync.aligned_grad_sync(plan)
 
 
 def forward_only(plan: Plan) -> Plan:

@@ -7,16 +7,16 @@ evaluation may have its own.
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.compile import Options, compile_plan, forward_only
-from megatron.fold3d.plan.files import parse_plan
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages
-from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.schedules import build
 
-_ALL = OffloadChoice()
+if TYPE_CHECKING:
+    from megatron.fold3d.plan.passes.offload import OffloadChoice
 
 
 class Plans:
@@ -32,9 +32,9 @@ class Plans:
         self.latest: Plan | None = None
         self.fixes_offload = False
         self._config = config
-        self._made: dict[tuple[int, str, OffloadChoice], Plan] = {}
+        self._made: dict[tuple[int, str, OffloadChoice | None], Plan] = {}
 
-    def training(self, num_microbatches: int, offloaded: OffloadChoice = _ALL) -> Plan:
+    def training(self, num_microbatches: int, offloaded: "OffloadChoice | None" = None) -> Plan:
         """Return the plan of a training iteration.
 
         Args:
@@ -56,7 +56,10 @@ class Plans:
         return self._get(num_microbatches, self._evaluation_order)
 
     def _get(
-        self, num_microbatches: int, make: Callable[[int], Plan], offloaded: OffloadChoice = _ALL
+        self,
+        num_microbatches: int,
+        make: Callable[[int], Plan],
+        offloaded: "OffloadChoice | None" = None,
     ) -> Plan:
         key = num_microbatches, make.__name__, offloaded
         if key not in self._made:
@@ -68,16 +71,20 @@ class Plans:
             self._made[key] = plan
         return self._made[key]
 
-    def _options(self, order: Plan, offloaded: OffloadChoice) -> Options:
+    def _options(self, order: Plan, offloaded: "OffloadChoice | None") -> Options:
         """What training adds to an order; nothing is trained, offloaded or gathered without `B`."""
         config = self._config
         if not order.has(Op.BACKWARD):
             return Options()
+        if config.offload_activations != "off" and offloaded is None:
+            from megatron.fold3d.plan.passes.offload import OffloadChoice
+
+            offloaded = OffloadChoice()  # all
         return Options(
             delay_weight_grads=config.delay_weight_grads,
             recompute_early=config.recompute_early,
             gathers_params=config.gathers_params,
-            offload=None if config.offload_activations == "off" else offloaded,
+            offload=offloaded,
             deferred_stages=config.deferred_stages,
         )
 
@@ -96,6 +103,8 @@ class Plans:
         )
 
     def _read(self, path: Path, num_microbatches: int) -> Plan:
+        from megatron.fold3d.plan.files import parse_plan
+
         plan = parse_plan(path.read_bytes())
         found = plan.num_ranks, plan.num_segments, plan.num_microbatches
         needed = self._config.num_ranks, self._config.num_segments, num_microbatches
