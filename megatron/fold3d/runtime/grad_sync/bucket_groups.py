@@ -1,4 +1,4 @@
-"""Who reduces what: the bucket groups of model chunks, and process groups of our own over them."""
+"""The bucket groups of model chunks, and our own process groups over the same ranks."""
 
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
@@ -14,7 +14,7 @@ Ranks = tuple[int, ...]
 
 
 def bucket_groups(*chunks: Any) -> Iterator[Any]:
-    """Yield the bucket groups of Megatron's DDP, those of experts too.
+    """Yield the bucket groups of Megatron's DDP, including those of experts.
 
     A chunk that is not trained, as with ``--skip-train``, is not wrapped in DDP and has none.
     """
@@ -24,13 +24,13 @@ def bucket_groups(*chunks: Any) -> Iterator[Any]:
 
 
 def group_of(bucket_group: Any) -> dist.ProcessGroup:
-    """Return the process group that reduces a bucket group and, where it is sharded, gathers it."""
+    """Return the process group of a bucket group's reductions and, if sharded, its all-gathers."""
     group: dist.ProcessGroup = getattr(bucket_group, _group_name(bucket_group))
     return group
 
 
 def set_group(bucket_group: Any, group: dist.ProcessGroup) -> None:
-    """Let ``group`` reduce and gather a bucket group from now on."""
+    """Make ``group`` the process group of a bucket group's collectives from now on."""
     setattr(bucket_group, _group_name(bucket_group), group)
 
 
@@ -45,7 +45,10 @@ def ranks_of(group: dist.ProcessGroup) -> Ranks:
 
 
 def everyones_groups(ours: AbstractSet[Ranks]) -> list[Ranks]:
-    """Return the groups of ranks that any rank of the job names, in one order everywhere."""
+    """Return the union of all ranks' ``ours``, sorted, so that every rank has the same order.
+
+    All ranks of the job call this together.
+    """
     of_rank: list[set[Ranks]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_rank, ours)
     return sorted(set().union(*of_rank))
@@ -57,7 +60,10 @@ def connect(
     timeout: timedelta,
     traffic_class: int | None = None,
 ) -> dict[Ranks, dist.ProcessGroup]:
-    """Make a new process group over each group of ranks, and return those that this rank is in."""
+    """Make a new process group over each group of ranks; return the groups this rank is in.
+
+    All ranks of the job call this together, with the same ``groups``.
+    """
     made = {}
     for ranks in groups:
         options = nccl.options(dist.get_backend(), timeout, traffic_class=traffic_class)

@@ -16,10 +16,11 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups
 
 
 class GradSync(Feature):
-    """Gradient reduction and parameter gathering of the model chunks of one rank.
+    """Gradient reduction and parameter all-gather of one rank's model chunks.
 
-    For the length of an iteration it keeps DDP's hooks quiet; a segment whose last backward is
-    about to run is released by `release`, and `reduce` starts what hooks did not.
+    DDP's hooks are disabled from the start of an iteration, as in Megatron's ``no_sync``. `release`
+    enables those of a segment right before its last backward, and `reduce` starts what they did
+    not.
     """
 
     draining = "the last sums of gradients, behind its program"
@@ -31,21 +32,24 @@ class GradSync(Feature):
         self._gathers = False
 
     def prepare(self, iteration: Iteration) -> None:
-        """Keep DDP's hooks quiet until the iteration ends."""
+        """Disable DDP's hooks until `release`, or until the iteration ends."""
         config, self._chunks = iteration.config, iteration.chunks
         self._quiet = [iteration.ends.enter_context(ExitStack()) for _ in self._chunks]
-        # Megatron sets the first with --overlap-grad-reduce; else nothing can start early. The
-        # second it leaves out as long as parameters are whole, and where hooks gather them.
+        # Megatron sets no_sync_func with --overlap-grad-reduce; without it nothing can start early.
+        # It leaves param_sync_func unset where parameters are not sharded or hooks gather them.
         self._no_sync = _per_chunk(config.no_sync_func, self._chunks)
         self._gathers = iteration.trains and config.param_sync_func is not None
         for segment in range(len(self._chunks)):
             self._hush(segment)
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
-        """Reduce and gather segments; release one before the last that adds to its gradients."""
+        """Return the handlers of DP.sync; `BACKWARD` releases a segment before its last backward.
+
+        With delayed weight gradients the last one may be a `WEIGHT` action, which needs no release.
+        """
         run_backward = inner[Op.BACKWARD]
         adds = {a.stage: a for a in iteration.program if a.op in (Op.BACKWARD, Op.WEIGHT)}
-        last = frozenset(adds.values())  # weight gradients of their own are reduced when all are in
+        last = frozenset(adds.values())  # a segment that ends in WEIGHT is reduced explicitly
 
         def backward(action: Action) -> None:
             if action in last:
@@ -65,7 +69,7 @@ class GradSync(Feature):
         }
 
     def drain(self, iteration: Iteration) -> None:
-        """Leave the last sums of gradients to Megatron."""
+        """Call Megatron's ``finalize_model_grads`` at the end of a training iteration."""
         config = iteration.config
         if config.finalize_model_grads_func is not None and iteration.trains:
             config.finalize_model_grads_func(
@@ -76,11 +80,11 @@ class GradSync(Feature):
             )
 
     def release(self, segment: int) -> None:
-        """Let hooks reduce the gradients that become ready from now on: the last micro-batch's."""
+        """Enable DDP's hooks, which reduce each bucket as the last micro-batch completes it."""
         self._quiet[segment].close()
 
     def reduce(self, segment: int) -> None:
-        """Start to reduce a segment's gradients, which are complete."""
+        """Start to reduce a segment's complete gradients, as far as hooks have not."""
         self._quiet[segment].close()
         if self._no_sync is not None:
             for bucket_group in bucket_groups(self._chunks[segment]):
@@ -88,7 +92,7 @@ class GradSync(Feature):
         self.start_reduction(segment)
 
     def start_reduction(self, segment: int) -> None:
-        """Start to reduce what hooks did not: in the first iteration DDP has them only count."""
+        """Start the bucket groups that hooks did not; in the first iteration hooks only count."""
         chunk = self._chunks[segment]
         if self._no_sync is not None:
             for bucket_group in bucket_groups(chunk):
@@ -96,10 +100,7 @@ class GradSync(Feature):
                     bucket_group.start_grad_sync(force_all_reduce=chunk.force_all_reduce)
 
     def wait(self, segment: int) -> None:
-        """End the segment's reduction.
-
-        Megatron's ``finalize_model_grads`` then finds it ended and goes on to the next.
-        """
+        """Wait for the segment's reduction; ``finalize_model_grads`` then skips it."""
         chunk = self._chunks[segment]
         if self._no_sync is not None:
             chunk.finish_grad_sync(force_all_reduce=chunk.force_all_reduce)
@@ -122,9 +123,9 @@ class GradSync(Feature):
 
 
 def _reduced_by_hooks(bucket_group: Any) -> bool:
-    """Whether DDP's hooks have started the reduction: all gradients came as often as they should.
+    """True if DDP's hooks have started the reduction: every parameter's hook ran its full count.
 
-    The first iteration counts how often that is; hooks start nothing in it.
+    DDP learns these counts in the first iteration, in which hooks start nothing.
     """
     return bool(
         not bucket_group.is_first_batch
@@ -134,10 +135,10 @@ def _reduced_by_hooks(bucket_group: Any) -> bool:
 
 
 def _reduced_when_finished(bucket_group: Any) -> bool:
-    """Whether ``finish_grad_sync`` starts the reduction itself, even if somebody has before.
+    """True if ``finish_grad_sync`` starts the reduction itself, even if it is already in flight.
 
-    It does so as long as hooks only count, unless it finds the handle of a reduction. Several
-    instances of the distributed optimizer wait for a stream and keep no handles.
+    It does so in the first batch unless the bucket group holds a reduction handle. With several
+    distributed optimizer instances DDP waits for a stream and keeps no handles.
     """
     return bool(
         bucket_group.is_first_batch
@@ -146,10 +147,10 @@ def _reduced_when_finished(bucket_group: Any) -> bool:
 
 
 def _forget_partial_counts(bucket_group: Any) -> None:
-    """Let DDP go on counting where some parameter has no gradient, and its hook never comes.
+    """Keep DDP in its counting phase if some parameter gets no gradient and its hook never runs.
 
-    It would wait for all hooks from the second iteration on. Multi-token prediction leaves the last
-    stage's output layer unused where embeddings are tied.
+    From the second iteration on, DDP would wait for that hook. Multi-token prediction is such a
+    case: it leaves the last stage's output layer unused where embeddings are tied.
     """
     counts = bucket_group.per_param_grad_ready_counts
     if bucket_group.is_first_batch and len(counts) < len(bucket_group.params):
@@ -159,7 +160,7 @@ def _forget_partial_counts(bucket_group: Any) -> None:
 def _per_chunk(
     function: Any, chunks: Sequence[torch.nn.Module]
 ) -> Sequence[Callable[..., Any]] | None:
-    """Megatron keeps one function per chunk, a bare one for a single chunk, or None."""
+    """Return one function per chunk, or None; Megatron keeps a bare one for a single chunk."""
     if function is None or isinstance(function, list):
         return function
     return [function] * len(chunks)

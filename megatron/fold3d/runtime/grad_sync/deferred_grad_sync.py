@@ -1,6 +1,6 @@
 """``--backward-share``: gradient sync where some segments' DP.sync reaches into the next iteration.
 
-`DeferredSync` does what is different; the other segments, if there are any, are synced as ever.
+`DeferredSync` handles these segments; `GradSync` handles the others, if there are any.
 """
 
 from collections.abc import Container
@@ -12,10 +12,10 @@ from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
 
 
 class DeferredGradSync(GradSync):
-    """Gradient sync of one rank, part of which `DeferredSync` does.
+    """Gradient sync of one rank, which leaves its deferred segments to `DeferredSync`.
 
     Args:
-        deferred: reduces, and steps the optimizer, over all iterations.
+        deferred: owns reductions and optimizer steps across iterations.
     """
 
     preparing = "WAIT_GRAD before evaluation"
@@ -26,7 +26,7 @@ class DeferredGradSync(GradSync):
         self._deferred_segments: Container[int] = ()
 
     def prepare(self, iteration: Iteration) -> None:
-        """Begin an iteration; what is evaluated is the model of the last iteration."""
+        """Begin an iteration; before an evaluation, take the steps that are due."""
         if iteration.trains:
             self._deferred.prepare(iteration.chunks, iteration.groups)
         else:
@@ -36,28 +36,28 @@ class DeferredGradSync(GradSync):
         super().prepare(iteration)
 
     def release(self, segment: int) -> None:
-        """Let hooks reduce the gradients of a segment that is not deferred."""
+        """Let DDP's hooks reduce the gradients of a segment that is not deferred."""
         if segment not in self._deferred_segments:
             super().release(segment)
 
     def start_reduction(self, segment: int) -> None:
-        """Start to reduce the backward share, or all of a segment that is not deferred."""
+        """Start to reduce a segment: its backward share if it is deferred, else all of it."""
         if segment in self._deferred_segments:
             self._deferred.start(self._chunks[segment])
         else:
             super().start_reduction(segment)
 
     def wait(self, segment: int) -> None:
-        """End the segment's reduction: of a deferred one, that of the iteration before."""
+        """Wait for a segment's reduction; if it is deferred, for that of the last iteration."""
         if segment not in self._deferred_segments:
             super().wait(segment)
             return
         self._deferred.finish_step(self._chunks[segment])
         self._quiet[segment].close()
-        self._hush(segment)  # zeroed gradients are a new start for DDP, and its hooks listen
+        self._hush(segment)  # zeroing the gradients resets DDP's state and re-enables its hooks
 
     def drain(self, iteration: Iteration) -> None:
-        """Start what the next forward waits for first, then leave the last sums to Megatron."""
+        """Start what the next forward needs first, then call ``finalize_model_grads``."""
         if iteration.trains:
             self._deferred.finish_backward()
         super().drain(iteration)

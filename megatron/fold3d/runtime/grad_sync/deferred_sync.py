@@ -1,11 +1,11 @@
 """DP.sync that reaches into the next iteration: the paper's free split (Algorithm 2).
 
-A part of each model chunk's gradients is reduced as soon as its last backward is through. The rest
-follows in the order in which the next forward needs the chunks: that of the first chunk when all
-backwards are through, those of the others when the next iteration begins. In between Megatron sums
-up what is small and waited for, such as norms and losses, which would share the links with them.
+A part of each model chunk's gradients is reduced as soon as its last backward is done. The rest
+follows in the order in which the next forward needs the chunks: the first chunk's when all
+backwards are done, the others' when the next iteration begins. In between, Megatron runs small
+blocking collectives, such as those of norms and losses, which would share the links with them.
 Right before its first forward a chunk waits for its gradients and takes the optimizer step of their
-iteration. `DeferredReductions` reduces; the steps are here.
+iteration. `DeferredReductions` does the reductions; this module does the steps.
 
     segments 0 and 1 of a rank; a is the backward share of a segment's DP.sync, b the rest
 
@@ -17,8 +17,8 @@ iteration. `DeferredReductions` reduces; the steps are here.
 
 Keeps one invariant: from the start of its reduction until its step, nobody else reads a chunk's
 gradients, adds to them or zeroes them, and nobody reads its parameters. What Megatron changes or
-looks at when the iteration ends is reduced by then: `reduced_in_iteration`, or all of it where
-only the gradients themselves can tell whether there will be a step.
+reads when the iteration ends is reduced by then: `reduced_in_iteration`, or all gradients where
+only their values decide whether there is a step.
 """
 
 import logging
@@ -50,26 +50,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Outcome = tuple[bool, float | None, int | None]
-"""What Megatron's optimizer says of a step: was it taken, the gradients' norm, their zeros."""
+"""What Megatron's optimizer returns: update successful, gradient norm, zeros in the gradients."""
 
 Report = Callable[[float], None]
-"""Told the norm of an iteration's gradients, on all ranks, once all are known."""
+"""Called on all ranks with the norm of an iteration's gradients, once all of them are reduced."""
 
 
 class DeferredSync:
     """Reductions and optimizer steps of one rank's model chunks, over all iterations.
 
-    A chunk's step becomes *due* when Megatron asks for the optimizer step. An iteration that is run
-    again, which happens before that, drops the reduction.
+    A chunk's step becomes *due* when Megatron asks for the optimizer step. If Megatron runs an
+    iteration again, which it decides before that, the reduction is dropped.
 
     Args:
-        backward_share: of every segment's DP.sync, the part that starts with its backward.
-        slice_bytes: what is reduced at once; a slice that has begun delays what is needed sooner.
-        bounded: whether steps may be clipped or skipped; a step is then taken late only if a bound
-            on the norm rules that out.
+        backward_share: the part of every segment's DP.sync that starts with its backward.
+        slice_bytes: the largest slice that is reduced at once; a slice in flight delays whatever
+            is needed sooner.
+        bounded: whether steps may be clipped or skipped. A step is then deferred only if a bound
+            on the gradient norm rules both out.
         timeout: of a reduction.
         communicator: starts the slices; without one they start at once.
-        auto: measures some iterations, and from then on decides the share of each segment.
+        auto: measures some iterations and from then on decides the share of each segment.
         recorder: of a trace.
         traffic_class: marks the packets of reductions.
     """
@@ -122,21 +123,24 @@ class DeferredSync:
         self._reductions.update_shares()
 
     def set_shares(self, shares: Sequence[float]) -> None:
-        """Start the share ``shares[segment]`` with a segment's backward, from the next iteration.
+        """From the next iteration on, start ``shares[segment]`` of DP.sync with the backward.
 
-        All replicas of a stage are to be given the same ones.
+        All replicas of a stage must be given the same shares.
         """
         self._reductions.set_shares(shares)
 
     def start(self, chunk: Any) -> None:
-        """Start to reduce the backward share of a chunk's gradients, which are complete."""
+        """Start to reduce the backward share of a chunk's complete gradients."""
         slices = self._reductions.cut_chunk(chunk)
         if self._norm_bound is not None:
             self._norm_bound.add(self._chunks.index(chunk), slices)
         self._reductions.start_chunk(chunk, slices)
 
     def finish_backward(self) -> None:
-        """Start what the next forward waits for first; all backwards are through."""
+        """Start the remaining slices of the first chunk, whose forward is next.
+
+        Call this when all backwards are done.
+        """
         self._in_iteration = False
         self._reductions.finish_backward()
 
@@ -158,16 +162,16 @@ class DeferredSync:
         report: Report | None = None,
         logs: bool = True,
     ) -> Outcome:
-        """Step the chunks whose gradients are reduced; the others are due from now on.
+        """Step the chunks whose gradients are reduced; the steps of the others become due.
 
-        `finish_step` steps those with the settings of this iteration. Where that could differ from
-        Megatron's ``whole_step``, wait for all gradients and take it.
+        `finish_step` takes those later, with the settings of this iteration. Where the result could
+        differ from Megatron's ``whole_step``, wait for all gradients and call that instead.
 
         Args:
             optimizer: Megatron's.
-            iteration: whose step this is.
-            whole_step: takes it at once.
-            report: is told the norm of the gradients, if the outcome does not have it.
+            iteration: the number of the iteration that this step belongs to.
+            whole_step: Megatron's own step, of all parameters at once.
+            report: is called with the gradient norm if the returned outcome lacks it.
             logs: whether Megatron logs this iteration; it always logs the first of a run.
         """
         self._report_norm()
@@ -191,18 +195,21 @@ class DeferredSync:
         return True, None, None
 
     def defer_scaling(self, chunk: Any, factor: Any) -> bool:
-        """Return True if a chunk's gradients are scaled once reduced, and not by the caller now."""
+        """Take over the scaling of gradients that are still being reduced.
+
+        Returns True if the chunk will be scaled once reduced, False if the caller must scale it.
+        """
         return self._reductions.defer_scaling(chunk, factor)
 
     def defer_zeroing(self, chunk: Any) -> bool:
-        """Return True if a chunk's gradients are zeroed by its step, which is due."""
+        """Return True if a chunk's due step will zero its gradients, so the caller must not."""
         if chunk in self._due:
             return True
         self._reductions.wait_for(chunk)  # the iteration is given up or run again
         return False
 
     def drain(self) -> None:
-        """Settle everything: parameters are then those of the last iteration, for all to read."""
+        """Finish all reductions and due steps; the parameters are then up to date."""
         self._reductions.start_rest()
         for chunk in self._chunks:
             self.finish_step(chunk)
@@ -211,8 +218,8 @@ class DeferredSync:
     def close(self, error: BaseException | None) -> None:
         """Drain at the end of a run.
 
-        Not after an error, when there may be nobody left to wait for, nor where a rank leaves
-        within an iteration: the others go on with it.
+        Do nothing after an error, when other ranks may be gone, nor if this rank leaves within an
+        iteration, which the others continue.
         """
         if not self._chunks or self._in_iteration or error is not None:
             return
@@ -228,7 +235,7 @@ class DeferredSync:
         )
 
     def _may_be_late(self, optimizer: Any, reduced: Sequence[Any], late: Sequence[Any]) -> bool:
-        """Whether the step is sure to be neither clipped nor skipped."""
+        """True if the step is certain to be neither clipped nor skipped."""
         if self._norm_bound is None:
             return not is_conditional(optimizer.config)
         scaling = self._reductions.scaling
@@ -250,7 +257,7 @@ class DeferredSync:
         self._chunks = chunks
 
     def _report_norm(self) -> None:
-        """Tell the norm of the gradients of an iteration, as soon as all are known."""
+        """Log and report the gradient norm of the last deferred step, now that it is complete."""
         assert not self._due, "a chunk ran no forward since its step became due"
         if self._step is None:
             return

@@ -19,15 +19,15 @@ from megatron.fold3d.runtime.grad_sync.slices import Slice, divide, kept_ranges,
 from megatron.fold3d.runtime.trace.recorder import when_done
 
 Observer = Callable[[Any, int], Iterable[Callable[[], None]]]
-"""Told of a chunk and of bytes that it starts to reduce; what it returns is called at their end."""
+"""Called with a chunk and the bytes it starts to reduce; returns callbacks for when they end."""
 
 
 class Reductions:
-    """The reductions of one rank's model chunks that are under way.
+    """The gradient reductions in flight of one rank's model chunks.
 
     Args:
-        slice_bytes: what is reduced at once.
-        observer: watches what is started; it must not wait.
+        slice_bytes: the largest slice that is reduced at once.
+        observer: is called when slices start; it must not block.
     """
 
     def __init__(self, slice_bytes: int, observer: Observer) -> None:
@@ -47,7 +47,7 @@ class Reductions:
         reduced_in_iteration: AbstractSet[torch.nn.Parameter],
         groups: Mapping[Ranks, dist.ProcessGroup],
     ) -> None:
-        """Say what is going to be reduced, and in which process groups of our own."""
+        """Set the model chunks, the parameters to keep back, and our process groups by ranks."""
         self._chunks, self._reduced_in_iteration, self._groups = (
             chunks,
             reduced_in_iteration,
@@ -55,7 +55,10 @@ class Reductions:
         )
 
     def cut(self, chunk: Any) -> list[Slice]:
-        """Return a chunk's gradients, which are complete, as slices that are ready to reduce."""
+        """Prepare a chunk's complete gradients for reduction and return them as slices.
+
+        The slices are views of DDP's gradient buffers. Scaling by DDP's factor has been applied.
+        """
         return [
             Slice(data, _op(bucket_group), self._groups[ranks_of(bucket_group.data_parallel_group)])
             for bucket_group in bucket_groups(chunk)
@@ -64,7 +67,7 @@ class Reductions:
         ]
 
     def start(self, chunk: Any, whole: Sequence[Slice], share: float) -> None:
-        """Start to reduce a chunk's slices: what is kept back, then the share of the others."""
+        """Start to reduce what is kept back, then the first ``share`` of a chunk's slices."""
         assert chunk not in self._running, "its gradients were not waited for"
         for bucket_group in bucket_groups(chunk):
             self._keep(bucket_group)
@@ -73,27 +76,27 @@ class Reductions:
 
     @property
     def rest_bytes(self) -> int:
-        """What is left to start, of all chunks."""
+        """The bytes of all chunks' slices that have not been started."""
         return sum(part.num_bytes for rest in self._rest.values() for part in rest)
 
     def finish_backward(self) -> None:
-        """Start what is left of the first chunk, and wait for what is kept back."""
+        """Start the first chunk's remaining slices, then wait for what is kept back."""
         self._start_rest(self._chunks[0])
         for work in self._keeping:
             work.wait()
         self._keeping.clear()
 
     def start_rest(self) -> None:
-        """Start what is left of all chunks, lowest first."""
+        """Start the remaining slices of all chunks, lowest chunk first."""
         for chunk in self._chunks:
             self._start_rest(chunk)
 
     def is_running(self, chunk: Any) -> bool:
-        """Whether a chunk's reduction was started and not waited for."""
+        """True from the start of a chunk's reduction until `wait` returns."""
         return chunk in self._running
 
     def wait(self, chunk: Any) -> None:
-        """Wait until a chunk's gradients are reduced, if they are being reduced."""
+        """Start a chunk's remaining slices and wait for its reduction, if one is in flight."""
         self._start_rest(chunk)
         for work in self._running.pop(chunk, ()):
             work.wait()
@@ -113,7 +116,7 @@ class Reductions:
         return works
 
     def _keep(self, bucket_group: Any) -> None:
-        """Reduce what is kept back in Megatron's own group, where no slice stands before it."""
+        """Reduce what is kept back in Megatron's own process group, where no slice is queued."""
         parts = [
             bucket.grad_data[begin:end]
             for bucket in bucket_group.buckets
@@ -133,9 +136,9 @@ def _op(bucket_group: Any) -> Any:
 
 
 def _made_ready(bucket_group: Any) -> Any:
-    """Do what Megatron's ``start_grad_sync`` does before it reduces, and end it for this iteration.
+    """Check and scale gradients as Megatron's ``start_grad_sync`` does; mark them as reduced.
 
-    ``finalize_model_grads`` then finds the reduction finished and touches it no more.
+    ``finalize_model_grads`` then skips this bucket group.
     """
     config = bucket_group.ddp_config
     if config.check_for_nan_in_grad or config.check_for_large_grads:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Some of a bucket's gradients, with what is to be done over whom."""
+    """A contiguous 1-D view of a bucket's gradient buffer, with its reduce op and process group."""
 
     data: torch.Tensor
     op: Any
@@ -23,11 +23,11 @@ class Slice:
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """The size of the view in bytes."""
         return self.data.numel() * self.data.element_size()
 
     def reduce(self) -> dist.Work:
-        """Start to reduce it."""
+        """Start an asynchronous in-place all-reduce of the view and return its work."""
         work: dist.Work | None = dist.all_reduce(
             self.data, self.op, group=self.group, async_op=True
         )
@@ -35,7 +35,7 @@ class Slice:
         return work
 
     def cut(self, size: int) -> tuple["Slice", "Slice"]:
-        """Return its first ``size`` elements and the others."""
+        """Split into the first ``size`` elements and the remaining ones; both stay views."""
         return (
             Slice(self.data[:size], self.op, self.group),
             Slice(self.data[size:], self.op, self.group),
@@ -45,14 +45,14 @@ class Slice:
 def kept_ranges(
     bucket: Any, reduced_in_iteration: Container[torch.nn.Parameter]
 ) -> list[tuple[int, int]]:
-    """Return where in a bucket the gradients of ``reduced_in_iteration`` lie, in order."""
+    """Return the sorted ``(begin, end)`` ranges of ``reduced_in_iteration`` in a bucket."""
     return sorted(bucket.param_to_index[p] for p in bucket.params if p in reduced_in_iteration)
 
 
 def slices(
     bucket: Any, reduced_in_iteration: Container[torch.nn.Parameter], slice_bytes: int
 ) -> Iterator[torch.Tensor]:
-    """Yield a bucket's other gradients, at most ``slice_bytes`` at once."""
+    """Yield 1-D views of all other gradients of a bucket, each at most ``slice_bytes`` large."""
     data = bucket.grad_data
     edges = [0, *chain.from_iterable(kept_ranges(bucket, reduced_in_iteration)), data.numel()]
     for begin, end in zip(edges[::2], edges[1::2], strict=True):
@@ -61,7 +61,7 @@ def slices(
 
 
 def divide(whole: Sequence[Slice], share: float) -> tuple[list[Slice], list[Slice]]:
-    """Divide slices into the first ``share`` of their elements and the others."""
+    """Split slices into the first ``share`` of their elements, counted together, and the rest."""
     left = round(share * sum(part.data.numel() for part in whole))
     first: list[Slice] = []
     rest: list[Slice] = []
