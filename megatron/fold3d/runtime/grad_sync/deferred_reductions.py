@@ -1,7 +1,7 @@
 """When a rank's deferred DP.sync runs: its backward share at once, the rest in the forward's order.
 
-Knows nothing of optimizer steps: `DeferredSync` says when an iteration begins and its backwards are
-through, and waits for chunks.
+Optimizer steps are not known here: `DeferredSync` says when an iteration begins and when its
+backwards are done, and waits for chunks.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -66,7 +66,7 @@ class DeferredReductions:
         Args:
             chunks: of this rank.
             reduced_in_iteration: parameters whose gradients are reduced when the iteration ends.
-            rank_groups: who reduces something together, of the whole job.
+            rank_groups: the ranks of every group that reduces together, of the whole job.
             groups: Megatron's.
         """
         device = next(chunks[0].parameters()).device
@@ -84,22 +84,22 @@ class DeferredReductions:
         )
 
     def set_shares(self, shares: Sequence[float]) -> None:
-        """Start the share ``shares[segment]`` with a segment's backward, from the next iteration.
+        """From the next iteration on, start ``shares[segment]`` of DP.sync with the backward.
 
-        All replicas of a stage are to be given the same ones.
+        All replicas of a stage must be given the same shares.
         """
         if not all(0 <= share <= 1 for share in shares):
             raise ValueError(f"shares of DP.sync {shares}: give numbers from 0 to 1")
         self._next_shares = tuple(shares)
 
     def update_shares(self) -> None:
-        """Begin an iteration, with the shares that were set or measured since the last."""
+        """Begin an iteration with the shares that were last set or measured."""
         if self._auto is not None and (shares := self._auto.begin()):
             self.set_shares(shares)
         self._shares = self._next_shares or [self._backward_share] * len(self._chunks)
 
     def cut_chunk(self, chunk: Any) -> Sequence[Slice]:
-        """Return the gradients of a chunk, which are complete, as slices to start with."""
+        """Return a chunk's complete gradients as slices for `start_chunk`."""
         slices = self._reductions.cut(chunk)
         if self._auto is not None:
             self._auto.ready(self._chunks.index(chunk), sum(part.num_bytes for part in slices))
@@ -110,26 +110,26 @@ class DeferredReductions:
         self._reductions.start(chunk, slices, self._shares[self._chunks.index(chunk)])
 
     def finish_backward(self) -> None:
-        """Start what the next forward waits for first, and wait for what is kept back."""
+        """Start the first chunk's remaining slices, then wait for what is kept back."""
         self._num_deferred_bytes = self._reductions.rest_bytes
         self._reductions.finish_backward()
 
     def start_rest(self) -> None:
-        """Start what is left of all chunks, lowest first."""
+        """Start the remaining slices of all chunks, lowest chunk first."""
         self._reductions.start_rest()
 
     def is_running(self, chunk: Any) -> bool:
-        """Whether a chunk's reduction was started and not waited for."""
+        """True from the start of a chunk's reduction until it has been waited for."""
         return self._reductions.is_running(chunk)
 
     def wait_for(self, chunk: Any) -> None:
-        """Wait for a chunk's gradients, if they are being reduced, and scale them if need be."""
+        """Wait for a chunk's reduction, if one is in flight, then apply a deferred scaling."""
         self._reductions.wait(chunk)
         if (factor := self._scaling.pop(chunk, None)) is not None:
             chunk.scale_gradients(factor)
 
     def defer_scaling(self, chunk: Any, factor: Any) -> bool:
-        """Tell whether a chunk's gradients are on their way; they are then scaled when reduced."""
+        """Scale a chunk's gradients once reduced; return False if none of them is in flight."""
         if self._reductions.is_running(chunk):
             self._scaling[chunk] = factor
             return True
@@ -137,17 +137,20 @@ class DeferredReductions:
 
     @property
     def scaling(self) -> Any:
-        """Return what deferred gradients are still to be scaled by: one for the whole model."""
+        """Return the factor that deferred gradients are still to be scaled by, else 1.
+
+        It is the same for the whole model.
+        """
         return next(iter(self._scaling.values()), 1.0)
 
     def count_deferred(self, *, is_late: bool) -> None:
-        """Note in a trace what part of an iteration's gradients reached into the next one."""
+        """Count in the trace the share of the gradients that was reduced in the next iteration."""
         if self._recorder is not None and self._num_bytes:
             num_bytes = self._num_deferred_bytes if is_late else 0
             self._recorder.count("deferred_grad_sync_share", num_bytes / self._num_bytes)
 
     def _observe(self, chunk: Any, num_bytes: int) -> list[Callable[[], None]]:
-        """Note that a chunk starts to reduce ``num_bytes``; return what to call at their end."""
+        """Note that a chunk starts to reduce ``num_bytes``; return callbacks for its end."""
         ends = []
         if self._auto is not None:
             ends.append(self._auto.start(num_bytes))

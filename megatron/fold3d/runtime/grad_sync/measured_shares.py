@@ -1,9 +1,9 @@
 """``--backward-share auto``: shares of DP.sync from measured times.
 
-Now and then an iteration is measured on the device's own clock: when each segment's gradients are
-complete, and how long the network is busy with a byte of them behind the backward. If these times
-have changed, the shares are decided anew two iterations later, when the last slice of the measured
-iteration has long been waited for.
+Every few iterations one is measured on the device's own clock: when each segment's gradients are
+complete, and how long the network takes per byte while it overlaps the backward. If these times
+have changed, the shares are decided anew two iterations later. By then the last slice of the
+measured iteration has been waited for.
 
 Keeps one invariant: all replicas of a stage decide in the same iteration, from the same numbers.
 """
@@ -25,24 +25,24 @@ from megatron.fold3d.runtime.trace.recorder import WARM_UP, no_end
 logger = logging.getLogger(__name__)
 
 EVERY = 50  # iterations from one that is measured to the next
-DRIFT = 0.1  # what a time may change, as a part of the slowest, before shares are decided anew
+DRIFT = 0.1  # change of a time, relative to the longest, above which shares are decided anew
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What an iteration took, by segment; the slowest of all replicas."""
+    """An iteration's times by segment, each of the slowest replica."""
 
     ready_s: tuple[float, ...]
-    """When its gradients were complete, counted from the last segment's: zero or less."""
+    """When a segment's gradients are complete, relative to the last segment's: zero or less."""
     sync_s: tuple[float, ...]
-    """How long the network is busy with them."""
+    """How long the network is busy with a segment's gradients."""
 
     def shares(self) -> tuple[float, ...]:
-        """Return the share of each segment that fits behind the backward."""
+        """Return the share of each segment's DP.sync that the backward hides."""
         return backward_shares(self.ready_s, self.sync_s)
 
     def change(self, before: "Times") -> float:
-        """Return the largest change of a time, as a part of the longest time before."""
+        """Return the largest change of any time, relative to the longest one in ``before``."""
         now, then = (*self.ready_s, *self.sync_s), (*before.ready_s, *before.sync_s)
         longest = max(map(abs, then))
         change = max(abs(a - b) for a, b in zip(now, then, strict=True))
@@ -62,7 +62,7 @@ class _Transfer:
 
 @dataclass(slots=True)
 class _Measured:
-    """An iteration that is being measured, or waits to be read."""
+    """An iteration that is being measured, or whose times are not read yet."""
 
     iteration: int
     ready: dict[int, Mark] = field(default_factory=dict)
@@ -70,10 +70,10 @@ class _Measured:
     transfers: list[_Transfer] = field(default_factory=list)
 
     def per_byte_s(self, clock: Clock) -> float:
-        """Return how long the network is busy with a byte behind the backward.
+        """Return the network's busy time per byte while the backward runs.
 
-        Behind the next forward it has more of the pipeline's transfers to carry. So what ended
-        there counts only if nothing ended before. The result is infinite if an end is unknown.
+        During the next forward the network carries more of the pipeline's transfers. So slices that
+        ended there count only if none ended earlier. The result is infinite if an end is unknown.
         """
         if any(transfer.end is None for transfer in self.transfers):
             return math.inf
@@ -91,7 +91,7 @@ class _Measured:
 
 
 class AutoShares:
-    """The shares of one rank's segments, over all iterations."""
+    """Decides the shares of one rank's segments from measured times, over all iterations."""
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -105,14 +105,14 @@ class AutoShares:
         self._replicas: dist.ProcessGroup
 
     def connect(self, num_segments: int, replicas: dist.ProcessGroup, device: torch.device) -> None:
-        """Make the group in which replicas agree; all ranks of the job call this together."""
+        """Make the replicas' process group; all ranks of the job call this together."""
         self._num_segments = num_segments
         ours = ranks_of(replicas)
         self._replicas = connect(everyones_groups({ours}), device, self._timeout)[ours]
         self._device, self._clock = device, Clock(device)
 
     def begin(self) -> tuple[float, ...] | None:
-        """Begin an iteration; return the shares that hold from now on if they are new."""
+        """Begin an iteration; return the shares from now on, or None if they stay."""
         self._iteration += 1
         self._now, shares = None, None
         if self._last is not None and self._iteration == self._last.iteration + 2:
@@ -129,7 +129,7 @@ class AutoShares:
             self._now.segment_bytes[segment] = num_bytes
 
     def start(self, num_bytes: int) -> Callable[[], None]:
-        """Note that some bytes are on their way; call what is returned when they have arrived."""
+        """Note that a reduction starts; the caller calls the returned function when it is done."""
         if self._now is None:
             return no_end
         transfer = _Transfer(num_bytes, self._clock.mark())
@@ -168,7 +168,7 @@ class AutoShares:
         return shares
 
     def _agreed(self, measured: _Measured, segments: Sequence[int]) -> Times | None:
-        """Return the slowest replica's times; None if one of them does not know its own."""
+        """Return the slowest replica's times, or None if some replica's are unknown."""
         marks = list(measured.ready.values())  # in the order of the backward
         ready_s = [0.0 - self._clock.seconds(measured.ready[s], marks[-1]) for s in segments]
         per_byte_s = measured.per_byte_s(self._clock)

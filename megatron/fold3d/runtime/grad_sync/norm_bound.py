@@ -1,8 +1,9 @@
-"""How large the norm of all gradients can be, told before they are reduced.
+"""An upper bound on the global gradient norm, known before the gradients are reduced.
 
-The norm of a sum is at most the sum of the norms: what replicas are about to add up is no larger
-than their own norms together. One small all-reduce adds them up for all gradients at once, and
-where the result rules out that Megatron clips, skips or overflows, no step has to wait for that.
+The norm of a sum is at most the sum of the norms. So the norm of reduced gradients is at most the
+sum of the norms that the replicas have before they reduce. One small all-reduce adds these up for
+all gradients at once. If the result rules out that Megatron clips, skips or overflows, no step has
+to wait for the reduced gradients.
 
 Keeps one invariant: every rank gets the same numbers, and so takes the same decision.
 """
@@ -24,15 +25,15 @@ from megatron.core.utils import get_model_config
 from megatron.fold3d.runtime.grad_sync.bucket_groups import Ranks, bucket_groups, ranks_of
 from megatron.fold3d.runtime.grad_sync.slices import Slice
 
-# Norms in fp32 are not exact, neither ours nor Megatron's: a sum of squares in which each term
-# meets up to 100,000 roundings, one after the other, is off by 0.6% at most.
+# Norms in fp32 are not exact, neither ours nor Megatron's. A sum of squares in which each term is
+# rounded up to 100,000 times in sequence is off by 0.6% at most.
 _SAFETY = 1.01
 
 _MEGATRONS_EPSILON = 1e-6  # clip_grad_by_total_norm_fp32 divides by the norm and this
 
 
 def is_conditional(config: Any) -> bool:
-    """Tell whether Megatron's optimizer, whose configuration this is, looks at the norm."""
+    """Return True if Megatron's optimizer, configured so, clips or skips depending on the norm."""
     return bool(config.clip_grad > 0 or math.isfinite(config.grad_norm_skip_threshold))
 
 
@@ -41,16 +42,16 @@ class Bound:
     """Upper bounds on an iteration's gradients.
 
     Attributes:
-        norm: of all of them, as Megatron computes it.
-        peak: of any gradient that is reduced in fp16, as a loss scaler has scaled it. fp16
-            overflows where norms do not; in other types a finite norm is proof enough.
+        norm: the global gradient norm, as Megatron computes it.
+        peak: the largest absolute value among gradients reduced in fp16, with the loss scale still
+            applied. fp16 can overflow although the norm is finite; other types cannot.
     """
 
     norm: float
     peak: float
 
     def allows_late_steps(self, config: Any) -> bool:
-        """Tell whether Megatron's optimizer is sure to take this step, and not to clip it."""
+        """Return True if Megatron's optimizer is certain to take this step without clipping."""
         finite = torch.finfo(torch.float32).max
         limit = min(config.clip_grad or finite, config.grad_norm_skip_threshold, finite)
         unclipped = self.norm + _MEGATRONS_EPSILON <= limit
@@ -59,10 +60,10 @@ class Bound:
 
 
 class NormBound:
-    """The norms of one iteration, as they become known.
+    """The gradient norms of one iteration, collected as they become known.
 
-    They are kept in slots. The gradients of one segment that the same ranks reduce share a slot.
-    Each such group of ranks has one more, for the norm of what is reduced already.
+    Each group of ranks that reduces together has one slot per segment, for gradients that are not
+    reduced yet, and one more slot for gradients that are.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class NormBound:
 
     @torch.no_grad()
     def add(self, segment: int, parts: Iterable[Slice]) -> None:
-        """Take down a segment's gradients that are about to be reduced."""
+        """Record the norms of a segment's slices, which are about to be reduced."""
         by_ranks = defaultdict(list)
         for part in parts:
             by_ranks[ranks_of(part.group)].append(part.data)
@@ -102,11 +103,12 @@ class NormBound:
         reduced_in_iteration: AbstractSet[torch.nn.Parameter],
         scaling: torch.Tensor | float = 1.0,
     ) -> None:
-        """Take down what is reduced: all of ``stepped``, ``reduced_in_iteration`` of the others.
+        """Record the norms of reduced gradients.
 
-        All replicas hold the same numbers, so only the first of them takes them down. A parameter
-        that Megatron counts once is counted once. The gradients of ``deferred`` chunks are still to
-        be multiplied by ``scaling``.
+        These are all gradients of ``stepped`` chunks, and of ``deferred`` chunks those of
+        ``reduced_in_iteration``, which are still to be multiplied by ``scaling``. All replicas hold
+        the same values, so only the first rank of each group records them. A parameter that
+        Megatron's norm counts once is counted once here too.
         """
         for chunks, reduced, factor in (
             (stepped, None, 1.0),
@@ -126,9 +128,10 @@ class NormBound:
                     norm.copy_(torch.hypot(norm, _norm(gradients) * factor))
 
     def total(self, loss_scale: float, scaling: torch.Tensor | float = 1.0) -> Bound:
-        """Return the bound, and forget what was taken down; all ranks of the job call this.
+        """Return the bound over all ranks, and clear the slots.
 
-        Segments are still to be multiplied by ``scaling``.
+        All ranks of the job call this together. The unreduced gradients are still to be multiplied
+        by ``scaling``, so their norms are multiplied by it here.
         """
         dist.all_reduce(self._slots, group=self._world)
         norms = self._norms.view(-1, self._reduced_slot + 1)
@@ -139,7 +142,7 @@ class NormBound:
 
 
 def _norm(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a norm in fp64 whose terms are norms of parts in fp32."""
+    """Return the norm of all parts as a fp64 scalar; each part's own norm is computed in fp32."""
     norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
     return torch.stack(norms).double().square().sum().sqrt()
 
@@ -149,7 +152,7 @@ def _peak(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _is_counted_here(parameter: torch.nn.Parameter) -> bool:
-    """Whether Megatron's norm may count this one of several equal copies."""
+    """True if Megatron's norm may count this rank's copy of the parameter."""
     if not getattr(parameter, "allreduce", True):
         return True  # of an expert: which ranks have copies is not always to be seen from here
     return bool(

@@ -1,8 +1,8 @@
-"""An iteration's optimizer step, taken for some parameters at a time, as their gradients arrive.
+"""An iteration's optimizer step, taken for some parameters at a time, as they are reduced.
 
 Keeps one invariant: whenever a parameter is stepped, the step is that of its own iteration.
-Learning rate, weight decay, step count and loss scale are those of the moment at which Megatron
-asked for the step.
+Learning rate, weight decay, step count and loss scale are those at the time when Megatron asked
+for the step.
 """
 
 import math
@@ -25,13 +25,13 @@ _LISTS_OF_GROUPS = ("float16_groups", "fp32_from_float16_groups", "fp32_from_fp3
 class PartialStep:
     """The step of one iteration, through Megatron's own optimizer.
 
-    Every parameter of the optimizer must be stepped once, in any order, a few or many at a time.
-    Where there is a loss scaler, all gradients must be known to be finite: the scaler is told so at
-    once.
+    Every parameter of the optimizer must be stepped exactly once, in any order and grouping. With a
+    loss scaler, all gradients must be known to be finite: the constructor already updates the
+    scaler with that.
 
     Args:
-        optimizer: Megatron's, a chain of optimizers.
-        iteration: whose step this is.
+        optimizer: Megatron's ``ChainedOptimizer``.
+        iteration: the number of the iteration that this step belongs to.
         alone: a process group of this rank only, needed with a loss scaler.
     """
 
@@ -63,14 +63,14 @@ class PartialStep:
             self._optimizer.zero_grad()
 
     def grad_norm(self) -> float:
-        """Return the norm of all gradients, once all are stepped; every rank calls this."""
+        """Return the global gradient norm, once every parameter is stepped; a collective call."""
         for square, part in self._squares_of_parts():
             torch.distributed.all_reduce(square, group=part.get_grad_stats_parallel_group())
         return math.sqrt(sum(square.item() for square in self._squares))
 
     @contextmanager
     def _narrowed_to(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-        """Take all other parameters out of the optimizer's lists for a while."""
+        """Remove all other parameters from the optimizer's lists inside the block."""
         kept = set()
         for parameter in parameters:
             kept |= {id(parameter), id(getattr(parameter, "main_param", parameter))}
@@ -100,7 +100,7 @@ class PartialStep:
 
     @contextmanager
     def _with_its_scale(self) -> Iterator[None]:
-        """Unscale by the iteration's scale, and ask no other rank whether the result is finite."""
+        """Unscale by the iteration's loss scale, and check for inf and NaN on this rank only."""
         now = [(p.grad_scaler, p.get_grad_stats_parallel_group()) for p in self._scaled]
         try:
             for part, scaler in zip(self._scaled, self._scalers, strict=True):

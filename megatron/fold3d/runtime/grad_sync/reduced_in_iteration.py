@@ -16,7 +16,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 def reduced_in_iteration(
     chunks: Sequence[Any], groups: ProcessGroupCollection
 ) -> frozenset[torch.nn.Parameter]:
-    """Return the parameters of a rank's model chunks whose gradients are to be kept back."""
+    """Return the parameters of a rank's chunks whose gradients must be reduced in the iteration."""
     kept: set[torch.nn.Parameter] = set()
     for chunk in chunks:
         kept.update(_copies_of_word_embeddings(chunk, groups.embd))
@@ -27,7 +27,7 @@ def reduced_in_iteration(
 def _copies_of_word_embeddings(
     chunk: Any, embedding_group: dist.ProcessGroup | None
 ) -> Iterator[torch.nn.Parameter]:
-    """Yield what ``_allreduce_word_embedding_grads`` of Megatron 0.19.2 sums over both ends."""
+    """Yield what ``_allreduce_word_embedding_grads`` of Megatron 0.19.2 all-reduces."""
     if embedding_group is None or embedding_group.size() == 1:
         return
     model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
@@ -38,7 +38,7 @@ def _copies_of_word_embeddings(
 def _summed_over_tensor_parallel(
     chunk: Any, tensor_parallel_group: dist.ProcessGroup
 ) -> Iterator[torch.nn.Parameter]:
-    """Yield what ``_allreduce_non_tensor_model_parallel_grads`` of Megatron 0.19.2 sums."""
+    """Yield what ``_allreduce_non_tensor_model_parallel_grads`` of Megatron 0.19.2 all-reduces."""
     if tensor_parallel_group.size() == 1:
         return
     config = get_model_config(chunk)

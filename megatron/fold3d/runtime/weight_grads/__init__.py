@@ -1,1 +1,1 @@
-"""Weight gradients that are computed apart from their backward."""
+"""Weight gradients that are computed separately from the backward."""

@@ -1,8 +1,9 @@
-"""Weight gradients that are computed apart from their backward: what `WEIGHT` actions do.
+"""Weight gradients that are computed separately from the backward: what `WEIGHT` actions do.
 
-A linear layer's backward multiplies twice: the gradient of its output with its weight, for which
-the stage before waits, and with its input, for which only DP.sync waits. In stages whose weight
-gradients are delayed, the backward does the first and keeps what the second needs.
+A linear layer's backward has two matmuls. One multiplies the output gradient with the weight; the
+stage before waits for the result. The other multiplies it with the input; only DP.sync waits for
+that. In stages whose weight gradients are delayed, the backward runs the first matmul and keeps
+the operands of the second.
 
     stage 0                ┌── 0B0        ┌── 0B1
                            │ SEND_B       │ SEND_B
@@ -11,8 +12,8 @@ gradients are delayed, the backward does the first and keeps what the second nee
     kept                   └── x, grad ───│──────────┘      │
                                           └── x, grad ──────┘
 
-Keeps one invariant: what is computed, and the order in which a weight's gradients are added up, are
-those of Megatron's own backward, so that sums are equal bit for bit.
+Keeps one invariant: the operations, and the order in which a weight's gradients are accumulated,
+are those of Megatron's own backward, so that sums are equal bit for bit.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,12 +37,12 @@ from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
 
 
 class Parallel(NamedTuple):
-    """How tensor parallelism spreads the input of a linear layer.
+    """How the input of a linear layer is distributed over tensor-parallel ranks.
 
     Attributes:
-        allreduce_dgrad: whether its gradient is summed over ``tp_group``.
-        sequence_parallel: whether it is a part of the sequence, which is gathered.
-        tp_group: tensor-parallel ranks; None is Megatron's.
+        allreduce_dgrad: whether the input gradient is all-reduced over ``tp_group``.
+        sequence_parallel: whether the input is a shard of the sequence, to be all-gathered.
+        tp_group: the tensor-parallel process group; None is Megatron's.
     """
 
     allreduce_dgrad: bool
@@ -49,13 +50,13 @@ class Parallel(NamedTuple):
     tp_group: Any
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the input that the weight is multiplied with."""
+        """Return the matmul's input: ``x``, all-gathered if it is sequence-parallel."""
         if self.sequence_parallel:
             x = gather_from_sequence_parallel_region(x, group=self.tp_group)
         return x
 
     def own(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the gradient of that input, summed over the ranks."""
+        """Return the gradient of ``x`` from that of `whole`, all-reduced or reduce-scattered."""
         if self.sequence_parallel:
             grad = reduce_scatter_to_sequence_parallel_region(grad, group=self.tp_group)
         elif self.allreduce_dgrad:
@@ -64,7 +65,7 @@ class Parallel(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What the gradient of one weight, and of its bias, is computed from."""
+    """The operands of one weight's gradient, and of its bias's."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -74,10 +75,10 @@ class _Kept(NamedTuple):
 
 
 class DelayedWeightGrads(Feature):
-    """The weights of one rank whose gradients are delayed, and what is kept for them.
+    """The weights of one rank whose gradients are delayed, and the operands kept for them.
 
     Attributes:
-        layers: the transformer layers whose weights they are, by stage.
+        layers: the transformer layers that hold these weights, by stage.
     """
 
     def __init__(self) -> None:
@@ -93,7 +94,7 @@ class DelayedWeightGrads(Feature):
         self.choose({stage: iteration.chunks[stage // num_ranks] for stage in stages})
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
-        """Compute weight gradients, for which backwards keep what is needed."""
+        """Return the handlers: a BACKWARD keeps operands, and WEIGHT computes the gradients."""
         stages, run_backward = split_stages(iteration.program), inner[Op.BACKWARD]
 
         def backward(action: Action) -> None:
@@ -106,8 +107,8 @@ class DelayedWeightGrads(Feature):
     def choose(self, chunks: Mapping[int, torch.nn.Module]) -> None:
         """Delay the gradients of all linear layers in the transformer layers of ``chunks``.
 
-        Those of embeddings and of the output layer, of norms and of most biases are cheap to
-        compute or large to keep, and come with the backward as ever.
+        The gradients of embeddings, the output layer, norms and most biases stay in the backward:
+        they are cheap to compute, or their operands are large to keep.
 
         Args:
             chunks: the model chunk of each stage whose weight gradients are delayed.
@@ -126,19 +127,22 @@ class DelayedWeightGrads(Feature):
         )
 
     def concerns(self, weight: torch.Tensor) -> bool:
-        """Whether a weight is one of those, and autograd records what happens to it."""
+        """True if this weight's gradient is delayed and grad mode is on."""
         return torch.is_grad_enabled() and weight in self._weights
 
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parallel: Parallel
     ) -> torch.Tensor:
-        """Return ``x`` times ``weight`` plus ``bias``, differentiable by ``x`` alone.
+        """Return ``x @ weight.T + bias``, differentiable with respect to ``x`` only.
+
+        `compute` adds the gradients of ``weight`` and ``bias``. Until then ``x`` and the gradient
+        of the output are kept.
 
         Args:
-            x: ``[seq, batch, hidden]``; with sequence parallelism this rank's part of seq.
-            weight: ``[output, hidden]``; for this one, and for ``bias``, `compute` cares.
+            x: ``[seq, batch, hidden]``; with sequence parallelism this rank's shard of seq.
+            weight: ``[output, hidden]``.
             bias: ``[output]``.
-            parallel: how ``x`` is spread over ranks.
+            parallel: how ``x`` is distributed over tensor-parallel ranks.
         """
         constant_bias = None if bias is None else bias.detach()
         keep = partial(self._keep, weight, bias, parallel)
@@ -146,12 +150,12 @@ class DelayedWeightGrads(Feature):
         return output
 
     def begin_backward(self, action: Action) -> None:
-        """Keep what follows for the weight gradients of an action's stage and micro-batch."""
+        """Keep operands from now on for an action's stage and micro-batch."""
         self._now = self._kept[action.stage, action.microbatch] = []
 
     @torch.no_grad()
     def compute(self, action: Action) -> None:
-        """Add the weight gradients of one stage and micro-batch, through DDP's hooks."""
+        """Compute one stage's weight gradients of a micro-batch; DDP's hooks accumulate them."""
         params, grads = [], []
         for weight, bias, parallel, x, output_grad in self._kept.pop(
             (action.stage, action.microbatch)
