@@ -1,8 +1,8 @@
-"""Copies between a device and host memory, beside compute: one stream for each way.
+"""Copies between a device and host memory that overlap compute, on one stream per direction.
 
-Keeps one order: a copy begins when what compute was given before has run, and compute goes on
-after `wait` only when the copy is over. So memory that compute has waited for may be freed or
-written again by what follows, on either side, without further events.
+Keeps one order: a copy begins when the work issued to the compute stream before it has run, and
+work issued after `wait` begins only when the copy is done. So memory that compute has waited for
+may be freed or overwritten by what follows, on either side, without further events.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,9 +25,9 @@ class Copies:
     """The copy engine of one rank.
 
     Args:
-        device: what computes, the current one of its kind when the first copy is made. On a CPU
-            every copy is over when its call returns.
-        batch: tensors per launch at most.
+        device: the compute device; it must be current when the first copy is made. On a CPU every
+            copy is done when its call returns.
+        batch: the most tensors per launch.
 
     Attributes:
         num_calls: launches so far.
@@ -47,10 +47,10 @@ class Copies:
     def to_host(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], watch: Watch = idle
     ) -> Any:
-        """Start to copy device tensors; returns what `wait` takes.
+        """Start to copy device tensors to host memory; return an event for `wait`.
 
-        ``watch`` is called when the copy begins and what it returns when it is over, both on the
-        stream of the copy.
+        The caller keeps the tensors alive until the copy is done. ``watch`` is called when the copy
+        begins, and the function it returns when it ends, both with the copy's stream current.
         """
         return self._copy(self._streams[0], targets, sources, watch)
 
@@ -61,17 +61,17 @@ class Copies:
         watch: Watch = idle,
         after: Any = None,
     ) -> Any:
-        """Start to copy host tensors, ``after`` another copy; the rest is as in `to_host`."""
+        """Start to copy host tensors to the device, ``after`` another copy; else as `to_host`."""
         if after is not None:
             self._streams[1].wait_event(after)
         return self._copy(self._streams[1], targets, sources, watch)
 
     def is_over(self, copied: Any) -> bool:
-        """Tell whether a copy is over."""
+        """Return True if a copy is done, without waiting for it."""
         return bool(copied.query())
 
     def wait(self, copied: Any) -> None:
-        """Let compute go on only when a copy is over; the host does not wait."""
+        """Make the current stream wait for a copy's event; the host does not wait."""
         self._backend.current_stream().wait_event(copied)
 
     def _copy(

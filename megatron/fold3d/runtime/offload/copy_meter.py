@@ -19,7 +19,7 @@ class Meter:
         self._spans: list[tuple[Op, Mark, Mark]] = []
 
     def begin(self, op: Op) -> Callable[[], None]:
-        """Note that something begins on the current stream; call what is returned at its end."""
+        """Start to time ``op`` on the current stream; call the returned function at its end."""
         start = self._clock.mark()
         return lambda: self._spans.append((op, start, self._clock.mark()))
 
@@ -28,9 +28,9 @@ class Meter:
         self._spans.clear()
 
     def means_s(self) -> tuple[float, ...] | None:
-        """Return the mean of a forward, a backward, a copy to the host and one back.
+        """Return the mean times of a forward, a backward, an offload and a reload.
 
-        None as long as one of them is missing or not over.
+        Return None if one of the four is missing, or if any of them has not ended.
         """
         times: dict[Op, list[float]] = {op: [] for op in _TIMED}
         for op, start, end in self._spans:

@@ -1,4 +1,4 @@
-"""How much memory the host still has, and how to get a piece of it that copies run fast from."""
+"""How much memory the host still has, and how to allocate some that copies are fast with."""
 
 import fcntl
 import mmap
@@ -21,13 +21,13 @@ _FIX = "use fewer micro-batches, more recomputation, or --offload-activations of
 
 
 class _Files(NamedTuple):
-    """Where a version of control groups says what a group may take."""
+    """The files in which one version of control groups states a group's limit and usage."""
 
     folder: str
     limit: str
     used: str
     reclaimable: str
-    """In `memory.stat`: bytes of files that the kernel would drop first; ``used`` counts them."""
+    """A line of `memory.stat`: page cache that the kernel drops first; ``used`` includes it."""
 
 
 _VERSION_1 = _Files(
@@ -41,13 +41,13 @@ class HostMemoryError(RuntimeError):
 
 
 def take(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return ``num_bytes`` of host memory as one tensor, page-locked where ``device`` is a GPU.
+    """Return ``num_bytes`` of host memory as one ``uint8`` tensor.
 
-    It is anonymous memory of this process: however the process ends, nothing of it stays behind.
-    Every page of it is there on return.
+    The memory is page-locked if ``device`` is a GPU. It is anonymous memory of this process, so
+    nothing stays behind however the process ends. All its pages are resident on return.
 
     Raises:
-        HostMemoryError: there is not as much.
+        HostMemoryError: the host has less.
     """
     with _turn():
         check(num_bytes, "for offloaded activations")
@@ -64,19 +64,19 @@ def take(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 @contextmanager
 def _turn() -> Iterator[None]:
-    """Let the ranks of a node look and take one after the other: no two count the same bytes."""
+    """Make the ranks of a node check and allocate in turn, so no two count the same bytes."""
     with _MACHINE.open() as shared:
-        fcntl.flock(shared, fcntl.LOCK_EX)  # until it is closed, or its process ends
+        fcntl.flock(shared, fcntl.LOCK_EX)  # held until the file is closed or the process ends
         yield
 
 
 def check_node(plan: Plan, bytes_of_stage: int, ranks: Sequence[int]) -> None:
-    """Return if a node has memory for the activations that a plan sends there.
+    """Check that a node has memory for the activations that a plan offloads there.
 
     Args:
         plan: of all pipeline ranks.
-        bytes_of_stage: what one micro-batch's forward of a stage saves, at least.
-        ranks: the pipeline ranks that are on this node, each as often as it is.
+        bytes_of_stage: the least that one micro-batch's forward of a stage saves.
+        ranks: the pipeline ranks on this node, each once per process that has it.
 
     Raises:
         HostMemoryError: the node has less.
@@ -88,10 +88,10 @@ def check_node(plan: Plan, bytes_of_stage: int, ranks: Sequence[int]) -> None:
 
 
 def check(num_bytes: int, purpose: str, available: int | None = None) -> None:
-    """Return if the host has ``num_bytes`` left.
+    """Check that the host has ``num_bytes`` left.
 
     Raises:
-        HostMemoryError: it has not.
+        HostMemoryError: it has less.
     """
     available = available_bytes() if available is None else available
     if num_bytes > available:
@@ -101,7 +101,7 @@ def check(num_bytes: int, purpose: str, available: int | None = None) -> None:
 
 
 def available_bytes() -> int:
-    """Return what this process may still take: of the machine, and of its control group."""
+    """Return the bytes this process may still take, by the machine and by its control groups."""
     return min(_of_machine(), *_of_control_groups())
 
 
@@ -113,7 +113,7 @@ def _of_machine() -> int:
 
 
 def _of_control_groups() -> Iterator[int]:
-    """Yield what each control group around this process leaves it, of either version."""
+    """Yield the bytes that each control group of this process leaves, of either version."""
     yield 1 << 62
     for line in _OWN_GROUPS.read_text().splitlines():
         number, controllers, path = line.split(":", 2)
@@ -124,7 +124,7 @@ def _of_control_groups() -> Iterator[int]:
 
 
 def _of_group(path: str, files: _Files) -> Iterator[int]:
-    """Yield what a group and those around it leave; a container may see but the outermost."""
+    """Yield what a group and its parents leave; a container may see only the outermost."""
     root = _CGROUPS / files.folder
     group = root / path.lstrip("/")
     for folder in (group, *group.parents):

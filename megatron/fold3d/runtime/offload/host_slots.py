@@ -1,6 +1,6 @@
 """Slots of host memory for one rank's activations: as many and as large as its program needs.
 
-What a stage saves is known when its first micro-batch has run; all slots of it are taken then.
+A stage's first micro-batch shows how much the stage saves; all its slots are taken then.
 """
 
 import logging
@@ -19,16 +19,16 @@ logger = logging.getLogger(__name__)
 
 
 class HostSlots:
-    """The host memory that activations leave to.
+    """The host memory that receives offloaded activations.
 
     Args:
-        device: that copies to it and from it.
-        sparing: take no more than the host has room for; otherwise that is an error.
-        saved_bytes: of one micro-batch's forward of a stage, as far as known before it has run.
-        num_local: ranks of this node, which share its memory.
+        device: copies to this memory and from it.
+        sparing: take no more than the host has room for; otherwise too little room is an error.
+        saved_bytes: what one micro-batch's forward of a stage saves, as estimated before it runs.
+        num_local: the number of ranks on this node, which share its memory.
 
     Attributes:
-        pool: the memory.
+        pool: the pinned memory pool.
     """
 
     def __init__(
@@ -43,15 +43,15 @@ class HostSlots:
 
     @property
     def activation_bytes(self) -> int:
-        """Return the bytes of the largest activations that are known; 0 before there are any."""
+        """The bytes of the largest known stage's activations of one micro-batch; 0 if none is."""
         return max(self._bytes_of_stage.values(), default=0)
 
     def knows_stage(self, stage: int) -> bool:
-        """Whether a micro-batch has shown what a stage saves."""
+        """Return True once a micro-batch has shown how much a stage saves."""
         return stage in self._bytes_of_stage
 
     def reserve_program(self, program: Program) -> None:
-        """Get what a program needs, as far as its sizes are known.
+        """Reserve the slots that a program needs, for stages whose sizes are known.
 
         Raises:
             HostMemoryError: the host has less memory than the program takes.
@@ -60,7 +60,7 @@ class HostSlots:
         self._reserve()
 
     def learn_stage(self, stage: int, num_bytes: int) -> None:
-        """Get the slots of a stage at once when its first micro-batch shows their size.
+        """Reserve all slots of a stage when its first micro-batch shows their size.
 
         Raises:
             HostMemoryError: the host has less memory than the program takes.
@@ -70,11 +70,11 @@ class HostSlots:
             self._reserve()
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether activations may leave; where all have to, taking the slot is what may fail."""
+        """Return True if a slot is free, or if all activations must leave and the pool may grow."""
         return not self._sparing or self.pool.has_free(num_bytes)
 
     def fit_choice(self, computations: Program, choice: OffloadChoice) -> OffloadChoice:
-        """Return a choice that the host has memory for, where there is one."""
+        """Return the choice, reduced to what the host has memory for if ``sparing``."""
         largest = self.activation_bytes or self._saved_bytes
         if not self._sparing or not largest:
             return choice
@@ -91,7 +91,7 @@ class HostSlots:
         return replace(choice, at_most=room)
 
     def _reserve(self) -> None:
-        """Get all slots that the program needs, or with ``auto`` those that the host has room for.
+        """Reserve all slots that the program needs; with ``sparing`` those that there is room for.
 
         Raises:
             HostMemoryError: the host has less memory than the program takes.
@@ -106,5 +106,5 @@ class HostSlots:
             )
 
     def _room_bytes(self) -> int:
-        """Return what this rank may still take of the host's memory, as one of its node."""
+        """Return this rank's share of the host memory that is still available to its node."""
         return int(host_memory.available_bytes() * CAUTION) // self._num_local

@@ -8,11 +8,11 @@ from megatron.fold3d.runtime.trace.recorder import Recorder
 
 
 class Offload(Feature):
-    """The offloader's part in an iteration; an evaluation saves nothing.
+    """The offloader as a feature of the executor; an evaluation saves nothing.
 
     Args:
         offloader: moves the activations.
-        plans: of the run; which activations leave may change from iteration to iteration.
+        plans: of the run; the offloaded activations may change from iteration to iteration.
         recorder: of a trace.
     """
 
@@ -24,7 +24,7 @@ class Offload(Feature):
         self._recorder = recorder
 
     def revise_plan(self, plan: Plan, rank: int) -> Plan:
-        """Return the plan with what this rank chooses to offload, unless the user's plan says."""
+        """Return the plan with this rank's choice of offloads, unless the user's plan fixes it."""
         if self._plans.fixes_offload:
             return plan
         choice = self._offloader.choice(plan.programs[rank])
@@ -38,7 +38,7 @@ class Offload(Feature):
             )
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
-        """Copy, and collect what forwards save for the backwards that need it."""
+        """Return handlers that copy activations, and wrappers that collect and restore them."""
         if not iteration.trains:
             return {}
         offloader = self._offloader

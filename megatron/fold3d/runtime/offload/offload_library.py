@@ -1,7 +1,7 @@
-"""The compiled part of offloading on a GPU: page-locked memory and copies in batches.
+"""The compiled part of offloading on a GPU: page-locked memory and batched copies.
 
-It is a C library and not an extension of torch's: built once, by ``make build-cuda``, it serves any
-torch. A CPU needs none of it.
+It is a C library, not a torch extension: built once by ``make build-cuda``, it works with any
+torch. Runs on a CPU do not need it.
 """
 
 import ctypes
@@ -14,18 +14,18 @@ from pathlib import Path
 import torch
 
 LIBRARY = Path(__file__).with_name("_offload.so")
-_THREADS = 8  # that fault memory in; more do not help the memory's bandwidth
+_THREADS = 8  # fault the pages in; more threads do not add memory bandwidth
 
 
 class PinnedMemory:
-    """Page-locked memory of the host, until `close` or the end of the process.
+    """Page-locked host memory, held until `close` or the end of the process.
 
     Attributes:
-        tensor: its bytes.
+        tensor: the memory as a ``uint8`` tensor ``[num_bytes]``.
 
     Args:
-        num_bytes: how much, rounded up to whole pages.
-        numa_node: where it should be; None leaves it to the system.
+        num_bytes: the size; what is taken is rounded up to whole pages.
+        numa_node: the node to take it from; None leaves that to the system.
 
     Raises:
         OSError: the host has no such memory, or the driver does not lock it.
@@ -43,7 +43,7 @@ class PinnedMemory:
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Give the memory back; no copy may be under way, and no tensor on it be used again."""
+        """Free the memory; no copy may be in flight, and no view of `tensor` may be used again."""
         del self.tensor
         _library().fold3d_pinned_close(self._handle)
 
@@ -51,12 +51,14 @@ class PinnedMemory:
 def batched_copy(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], stream: int
 ) -> None:
-    """Copy flat tensors between a GPU and page-locked memory, all in one launch.
+    """Copy 1-D tensors between a GPU and page-locked memory, all in one launch on ``stream``.
+
+    The copies are asynchronous: the caller keeps the tensors alive until they are done.
 
     Args:
-        targets: where to.
-        sources: where from, as many and as large.
-        stream: the address of a CUDA stream, not of the default one.
+        targets: destinations.
+        sources: as many tensors, of the same sizes.
+        stream: the handle of a CUDA stream other than the default stream.
 
     Raises:
         RuntimeError: CUDA refused the launch.
@@ -71,7 +73,7 @@ def batched_copy(
 def kernel_copy(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], stream: int, num_blocks: int
 ) -> None:
-    """Do the same with a kernel, which takes ``num_blocks`` blocks of the GPU's processors."""
+    """Copy as `batched_copy` does, but with a kernel of ``num_blocks`` thread blocks."""
     count = len(targets)
     error = _library().fold3d_kernel_copy(
         *_tables(targets, sources), c_size_t(count), c_uint(num_blocks), c_void_p(stream)

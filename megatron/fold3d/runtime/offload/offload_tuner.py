@@ -1,4 +1,4 @@
-"""What of a rank's activations leaves, and how early: chosen anew when an iteration is measured."""
+"""Chooses which of a rank's activations are offloaded, and how early; an iteration is measured."""
 
 import logging
 from collections.abc import Callable
@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 class OffloadTuner:
-    """The choices of one rank, over all iterations.
+    """One rank's choices of what to offload, over all iterations.
 
     Args:
-        device: whose clock and memory are measured.
+        device: the device whose clock and memory are measured.
         sparing: offload no more than needed; otherwise all.
-        slots: where activations leave to.
+        slots: the host memory that receives activations.
     """
 
     def __init__(self, device: torch.device, *, sparing: bool, slots: HostSlots) -> None:
@@ -36,24 +36,24 @@ class OffloadTuner:
 
     @property
     def is_measuring(self) -> bool:
-        """Whether an iteration is still to be measured."""
+        """True until an iteration has been measured."""
         return self._measured is None
 
     def clear_times(self) -> None:
-        """Begin an iteration."""
+        """Begin an iteration and drop the times of the last one."""
         self._num_iterations += 1
         self._meter.clear()
 
     def time_op(self, op: Op) -> Callable[[], None]:
-        """Note that something begins on the current stream; call what is returned at its end."""
+        """Start to time ``op`` on the current stream; call the returned function at its end."""
         return self._meter.begin(op)
 
     def choose_for(self, program: Program, peak: int) -> OffloadChoice:
-        """Return what of a program's activations should leave, and when.
+        """Return which of a program's activations to offload, and when.
 
         Args:
             program: of this rank.
-            peak: the most activations that the iteration before held on the device.
+            peak: the most activations that the previous iteration held on the device.
         """
         if self._measured is None and self._num_iterations > 1:
             self._measured = self._measure(peak)

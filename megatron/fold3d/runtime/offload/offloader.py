@@ -1,8 +1,8 @@
-"""Saved activations in host memory while no computation wants them (paper Sec. IV, offloader).
+"""Saved activations in host memory while no computation needs them (paper Sec. IV, offloader).
 
 The plan says when: a micro-batch's activations leave at its OFFLOAD, while the next computation
-runs, and come back at its RELOAD, computations before its backward. How many do, and how many
-computations a copy has, `OffloadTuner` chooses; `HostSlots` finds the memory for it.
+runs, and come back at its RELOAD, some computations before its backward. `OffloadTuner` chooses how
+many leave and how many computations a copy may overlap; `HostSlots` finds the host memory.
 
     compute        0F0 ──┐   0F1    ┌── 0F2   ...   0B1 ──┐   0B2    ┌── 0B0
                          │          │                     │          │
@@ -11,8 +11,8 @@ computations a copy has, `OffloadTuner` chooses; `HostSlots` finds the memory fo
     to the device                                         └── copy ──┘
                                                           RELOAD0    its slot is free
 
-With depth 1, as here, a copy has one computation: it starts when the one before ends, and the one
-behind waits for it. Nothing else waits, neither the host nor another rank.
+With depth 1, as here, a copy overlaps one computation: it starts when the previous one ends, and
+the next one waits for it. Nothing else waits, neither the host nor another rank.
 """
 
 import logging
@@ -47,21 +47,21 @@ class Offloader:
 
     Args:
         device: where the model is.
-        everything: offload every large tensor that a forward saves; otherwise only what
-            recomputation starts from, which `checkpoint` marks.
-        sparing: once two iterations have shown what that takes, offload no more than needed, and
+        everything: offload every large tensor that a forward saves; otherwise only the inputs of
+            recomputation, which `checkpoint` marks.
+        sparing: offload no more than needed, once two iterations have shown how much that is, and
             never more than the host has room for.
-        saved_bytes: of one micro-batch's forward of a stage, as far as known before it has run.
-        num_local: ranks of this node, which share its memory.
-        copies: the copy engine, one of its own by default.
+        saved_bytes: what one micro-batch's forward of a stage saves, as estimated before it runs.
+        num_local: the number of ranks on this node, which share its memory.
+        copies: the copy engine; by default one of its own.
 
     Attributes:
         pool: the host memory.
         copies: the copy engine.
         held: activations on the device now, offloaded or not, as `peak_activations` counts them.
-        peak: the most there ever were in this iteration.
-        num_reloads: activations that came back so far.
-        depth: computations that an activation has to leave from the next iteration on.
+        peak: the largest `held` of this iteration.
+        num_reloads: activations reloaded so far.
+        depth: computations that an offload may overlap, from the next iteration on.
     """
 
     def __init__(
@@ -107,15 +107,15 @@ class Offloader:
 
     @property
     def num_early(self) -> int:
-        """How many of `num_reloads` were there when the device came to their backward.
+        """How many of `num_reloads` were done when the device reached their backward.
 
-        On a GPU those that it has not come to yet do not count.
+        On a GPU, backwards that it has not reached yet do not count.
         """
         self._count_early()
         return self._num_early
 
     def choice(self, program: Program) -> OffloadChoice:
-        """Return what of a program's activations should leave, and when; sets `depth`."""
+        """Return which of a program's activations to offload, and when; sets `depth`."""
         choice = self._tuner.choose_for(program, self.peak)
         self.depth = choice.depth
         return choice
@@ -131,9 +131,9 @@ class Offloader:
 
         Args:
             program: of this rank.
-            modules: their parameters and buffers stay.
-            hidden_bytes: of one hidden state; tensors that are much smaller stay.
-            recorder: is told of copies.
+            modules: their parameters and buffers stay on the device.
+            hidden_bytes: of one hidden state; tensors that are much smaller stay on the device.
+            recorder: records copies.
 
         Raises:
             HostMemoryError: the host has less memory than the program takes.
@@ -159,8 +159,8 @@ class Offloader:
     def saving(self, forward: Action) -> Iterator[None]:
         """Collect what the forward inside saves, if the plan offloads it.
 
-        A stage's first micro-batch is looked at in any case: what it saves is what a later
-        iteration, with more micro-batches, needs slots for.
+        The stage's first micro-batch is always collected: it shows the size of the slots that a
+        later iteration with more micro-batches may need.
         """
         self._hold()
         over = self._watch(forward)
@@ -181,19 +181,21 @@ class Offloader:
         self._release()
 
     def checkpoint(self) -> AbstractContextManager[Any]:
-        """Collect what the recomputation inside saves: its inputs."""
+        """Return a context that collects the inputs saved by the recomputation inside."""
         if self._collecting is None or self._everything:
             return nullcontext()
         return self._collecting.hooks()
 
     def offload(self, action: Action, held: torch.Tensor | None) -> None:
-        """Start to copy to the host; the device's memory is free computations later.
+        """Start to copy a micro-batch's activations to the host.
 
-        With ``auto`` it stays where the host has no room for it.
+        Their device memory is freed after `depth` more computations. With ``sparing`` they stay on
+        the device if the host has no room.
 
         Args:
-            action: what leaves.
-            held: the stage's input tensor, which the schedule keeps for its gradient alone.
+            action: the OFFLOAD.
+            held: the stage's input tensor, which the schedule keeps only for its gradient; its
+                storage is emptied too.
 
         Raises:
             HostMemoryError: the host has no memory left for it.
@@ -216,7 +218,7 @@ class Offloader:
         self._leaving[-1].append(away)
 
     def reload(self, action: Action) -> None:
-        """Start to copy back, if it has left."""
+        """Start to copy a micro-batch's activations back, if they have left."""
         away = self._away.get((action.stage, action.microbatch))
         if away is None:
             return
@@ -238,7 +240,7 @@ class Offloader:
 
     @contextmanager
     def using(self, backward: Action) -> Iterator[None]:
-        """Let the backward inside have what came back for it."""
+        """Make the current stream wait for the reload that the backward inside needs."""
         away = self._away.pop((backward.stage, backward.microbatch), None)
         if away is not None:
             assert away.buffer is not None  # the verifier has seen its RELOAD
@@ -257,7 +259,7 @@ class Offloader:
         self._release()
 
     def _release(self) -> None:
-        """Free what began to leave before the computations that the plan gave it."""
+        """Free the activations whose offload began `depth` computations ago."""
         for away in self._leaving.popleft():
             self.copies.wait(away.copied)
             away.saved.leave(away.held)
@@ -265,12 +267,12 @@ class Offloader:
         self._leaving.append([])
 
     def _count_early(self) -> None:
-        """Forget the marks that the device has passed, once they are counted."""
+        """Count early reloads whose marks the device has passed, and drop these marks."""
         while self._returned and all(map(self._clock.has_passed, self._returned[0])):
             self._num_early += self._clock.seconds(*self._returned.popleft()) >= 0
 
     def _watch(self, action: Action, kind: str | None = None) -> Callable[[], None]:
-        """Note when an action begins; call what is returned when it is over."""
+        """Note that an action begins; the caller calls the returned function at its end."""
         ends = []
         if self._tuner.is_measuring and self._travels:
             ends.append(self._tuner.time_op(action.op))
@@ -289,13 +291,13 @@ class Offloader:
 
 
 def _layout(sources: Sequence[torch.Tensor]) -> tuple[Sequence[int], int]:
-    """Return where flat tensors begin in their slot, and its bytes: some even without a tensor."""
+    """Return where flat tensors begin in their slot, and the slot's bytes, which are never 0."""
     *begins, end = offsets([source.numel() for source in sources])
     return begins, max(end, ALIGNMENT)
 
 
 class _Away:
-    """Activations that leave, are on the host, or come back."""
+    """Activations that are being offloaded, on the host, or being reloaded."""
 
     __slots__ = ("buffer", "copied", "held", "num_bytes", "returned", "saved", "slot")
 

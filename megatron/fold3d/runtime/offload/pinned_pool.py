@@ -1,7 +1,7 @@
-"""Slots of pinned host memory, taken once and used again in every iteration.
+"""Slots of pinned host memory, allocated once and reused in every iteration.
 
-Memory is taken in few large pieces, before an iteration where its need is known, and cut into
-slots. Slots of one size are reused first in, first out, the order in which AIAO's micro-batches
+Memory is allocated in a few large pieces, before an iteration if its need is known, and cut into
+slots. Slots of one size are reused first in, first out: the order in which AIAO's micro-batches
 leave and return.
 """
 
@@ -16,11 +16,11 @@ from megatron.fold3d.runtime.offload import host_memory
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 512
-"""Bytes: what a device's own allocator aligns to, so that kernels see the alignment they know."""
+"""In bytes: what a device's own allocator aligns to, so that kernels get what they expect."""
 
 
 class Slot:
-    """A part of the pool; `memory` are its bytes."""
+    """A part of the pool; `memory` is its ``uint8`` tensor, a view that the pool owns."""
 
     __slots__ = ("memory",)
 
@@ -32,9 +32,9 @@ class PinnedPool:
     """The host memory of one rank's offloaded activations.
 
     Attributes:
-        num_bytes: taken from the host so far.
-        num_growths: how often it was taken.
-        high_water_bytes: the most that was in use at once.
+        num_bytes: the bytes allocated from the host so far.
+        num_growths: the number of allocations.
+        high_water_bytes: the most bytes that were in use at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,14 +45,14 @@ class PinnedPool:
         self._free: dict[int, deque[Slot]] = {}
 
     def reserve(self, slots: Mapping[int, int], most_bytes: int | None = None) -> int:
-        """Make sure that there are as many slots of each size, in use or free.
+        """Make sure that the pool has at least ``slots[size]`` slots of each size, in use or free.
 
         Args:
-            slots: how many, by size.
-            most_bytes: that may be taken for them; None is as many as it takes.
+            slots: number of slots by size.
+            most_bytes: the most to allocate for them; None is no limit.
 
         Returns:
-            How many slots were not made, for want of bytes.
+            The number of slots that were not made because of ``most_bytes``.
 
         Raises:
             HostMemoryError: the host has less memory than that takes.
@@ -71,11 +71,11 @@ class PinnedPool:
         return num_lacking
 
     def has_free(self, num_bytes: int) -> bool:
-        """Tell whether there is a free slot of that size, or a larger one."""
+        """Return True if there is a free slot of that size, or a larger one."""
         return self._best(num_bytes) is not None
 
     def take(self, num_bytes: int) -> Slot:
-        """Return the free slot that fits best; where there is none, the pool grows by one.
+        """Return the smallest free slot that fits; if there is none, grow the pool by one.
 
         Raises:
             HostMemoryError: the host has no memory left for it.

@@ -1,8 +1,8 @@
-"""What autograd saves in one forward, in a form that can leave the device and come back.
+"""What autograd saves in one forward, in a form that can be offloaded and reloaded.
 
-Autograd hands each tensor that it saves to a hook and asks for it again in backward. We keep the
-*storages* of these tensors, each once: that is what a tensor's memory is, and views share it. What
-backward gets has the same bytes, shape and strides.
+Autograd passes each tensor that it saves to a pack hook and gets it back from an unpack hook in the
+backward. We keep the *storages* of these tensors, each once: a storage is a tensor's memory, and
+views share it. The backward gets tensors of the same bytes, shape and strides.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ class SavedTensors:
     """The saved tensors of one micro-batch's forward of one stage.
 
     Args:
-        device: what computes; tensors elsewhere stay where they are.
-        smallest_bytes: tensors whose storage is smaller stay as well.
-        lasting: addresses of storages that outlive the iteration; tensors in them stay as well.
+        device: the compute device; tensors elsewhere stay where they are.
+        smallest_bytes: tensors whose storage is smaller stay on the device.
+        lasting: addresses of storages that outlive the iteration; their tensors stay as well.
     """
 
     def __init__(self, device: torch.device, smallest_bytes: int, lasting: frozenset[int]) -> None:
@@ -31,19 +31,19 @@ class SavedTensors:
         self._moved: list[_Part] = []
 
     def hooks(self) -> AbstractContextManager[Any]:
-        """Collect what autograd saves while the context is open."""
+        """Return a context in which all tensors that autograd saves are collected."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def flat(self) -> list[torch.Tensor]:
-        """Return the bytes of everything that can leave, one tensor for each storage."""
+        """Return all storages that can leave, each as a ``uint8`` tensor that shares its memory."""
         self._moved = [part for part in self._parts.values() if part.is_whole]
         return [part.flat() for part in self._moved]
 
     def leave(self, held: torch.Tensor | None) -> None:
-        """Free the storages, which have been copied.
+        """Drop the storages, once they have been copied and compute has waited for that.
 
         Args:
-            held: a tensor that others keep for its gradient alone: its memory is freed as well.
+            held: a tensor that the schedule keeps only for its gradient; its storage is emptied.
         """
         if held is not None:
             storage = held.untyped_storage()
@@ -55,13 +55,16 @@ class SavedTensors:
         self._parts.clear()
 
     def restore(self, buffer: torch.Tensor) -> None:
-        """Give autograd its tensors on ``buffer``, which holds `flat` at aligned offsets."""
+        """Let autograd unpack its tensors as views of ``buffer``.
+
+        ``buffer`` is a ``uint8`` tensor on the device with the bytes of `flat` at `offsets`.
+        """
         begins = offsets([part.num_bytes for part in self._moved])
         for part, begin in zip(self._moved, begins[:-1], strict=True):
             part.storage, part.offset = buffer.untyped_storage(), begin
 
     def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | _View":
-        # A subclass has more to it than its storage; parameters are one.
+        # A subclass, such as a parameter, is more than its storage.
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
             return tensor
         storage = tensor.untyped_storage()
@@ -71,15 +74,15 @@ class SavedTensors:
             or storage.nbytes() < self._smallest_bytes
             or address in self._lasting
         ):
-            return tensor.detach()  # an output that is its own saved tensor would never be freed
+            return tensor.detach()  # an output that its own node saves would never be freed
         part = self._parts.get(address)
-        if part is None or not part.is_whole:  # an emptied storage's address is given out again
+        if part is None or not part.is_whole:  # an emptied storage's address is reused
             part = self._parts[address] = _Part(storage)
         return _View(part, tensor)
 
 
 class _Part:
-    """One storage."""
+    """One storage, or its place in the buffer after `SavedTensors.restore`."""
 
     __slots__ = ("num_bytes", "offset", "storage")
 
@@ -90,7 +93,7 @@ class _Part:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has its bytes; Megatron empties storages that it computes again by itself."""
+        """True if its memory is there; Megatron empties storages that it will recompute."""
         return self.storage is not None and self.storage.nbytes() == self.num_bytes
 
     def flat(self) -> torch.Tensor:
@@ -100,7 +103,7 @@ class _Part:
 
 
 class _View:
-    """A saved tensor: where in its part it is."""
+    """A saved tensor: its dtype, offset, shape and strides within its part."""
 
     __slots__ = ("dtype", "offset", "part", "shape", "strides")
 
@@ -123,7 +126,7 @@ def _unpack(saved: torch.Tensor | _View) -> torch.Tensor:
 
 
 def offsets(sizes: Sequence[int]) -> list[int]:
-    """Return where things of these sizes begin when each is aligned; the end comes last."""
+    """Return the aligned begin of each of these sizes, laid end to end, and last the end."""
     begins = [0]
     for size in sizes:
         begins.append(begins[-1] + aligned(size))
