@@ -1,7 +1,7 @@
 """PP.sync before DP.sync: paper Algorithm 2, on any backend of torch.distributed.
 
-Keeps one invariant: all transfers and gradient reductions of a rank are started by one thread, and
-those of a process group in the order in which they were asked for.
+Keeps one invariant: one thread starts all transfers and gradient reductions of a rank, and those of
+one process group in the order of the calls.
 """
 
 import atexit
@@ -29,16 +29,16 @@ _SHUTDOWN_S = 10.0
 
 
 class PreemptiveCommunicator:
-    """Process groups that share one scheduler; a context manager for as long as it is needed.
+    """Makes process groups that share one scheduler; a context manager that closes it.
 
     Without the extension nothing is preempted: see `Unscheduled`.
 
     Args:
-        slice_bytes: what is reduced at once, or at most if `fit_slices` may choose.
+        slice_bytes: the size of a slice; an upper limit if `fit_slices` may choose.
         timeout: of a transfer or a slice.
-        slices_in_flight: of one group.
-        pause_share: of the time that slices may be held back, at most.
-        fits_slices: whether `fit_slices` may choose less.
+        slices_in_flight: the number of slices in flight per group.
+        pause_share: the largest share of the time for which slices may be held back.
+        fits_slices: whether `fit_slices` may choose a smaller size.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class PreemptiveCommunicator:
         """Return the communicator of a run.
 
         Raises:
-            ValueError: on GPUs the extension is needed, and it has not been built.
+            ValueError: the run is on GPUs, which need the extension, and it has not been built.
         """
         if config.device == "cuda" and extension() is None:
             raise ValueError(
@@ -78,10 +78,10 @@ class PreemptiveCommunicator:
         )
 
     def connect(self, neighbours: Collection[int]) -> None:
-        """Start the thread and reach the ranks that share a group with this one.
+        """Start the scheduler's thread and connect to the neighbours of this rank.
 
-        All ranks of the job call this together. Failures travel from neighbour to neighbour: the
-        ranks next to this one in the job are neighbours too, so that they reach everybody.
+        All ranks of the job call this together. Failures are passed on from neighbour to neighbour.
+        The previous and next global rank are always neighbours, so failures reach every rank.
         """
         if self._scheduler is not None:
             return
@@ -108,9 +108,9 @@ class PreemptiveCommunicator:
     def fit_slices(
         self, transfer_bytes: int, dp_group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        """Choose what is reduced at once beside transfers of ``transfer_bytes``, from now on.
+        """Choose the slice size to use beside transfers of ``transfer_bytes``, from now on.
 
-        All ranks of the job call this together; nothing happens if the user has chosen.
+        All ranks of the job call this together; nothing happens if the user has chosen a size.
         """
         if self._fits_slices:
             self._slice_bytes = slice_size.measured(
@@ -118,23 +118,23 @@ class PreemptiveCommunicator:
             )
 
     def group(self, group: dist.ProcessGroup, direction: int = 0) -> PreemptiveGroup:
-        """Return ``group`` as one whose communication is scheduled."""
+        """Return a process group that schedules the communication of ``group``."""
         assert self._scheduler is not None, "connect first"
         extension = self._extension
         waiters = (extension.Waiter(), extension.Waiter()) if extension else (None, None)
         return PreemptiveGroup(group, self._scheduler, waiters, self._slice_bytes, direction)
 
     def statistics(self) -> Any:
-        """What the scheduler has done so far."""
+        """Return the scheduler's counters."""
         return self._scheduler.statistics()
 
     def check(self) -> None:
-        """Log what went wrong on the way without ending the job."""
+        """Log failures of the control links that did not end the job."""
         for warning in self._links.warnings() if self._links is not None else ():
             logger.warning("rank %s: %s", dist.get_rank(), warning)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Let what runs end, and stop; after an ``error``, tell all ranks and stop at once."""
+        """Stop when nothing is in flight; after an ``error``, tell all ranks and stop at once."""
         atexit.unregister(self.close)
         if self._scheduler is None:
             return

@@ -1,6 +1,6 @@
 """TCP connections between ranks for control messages, made once when all ranks are there.
 
-Keeps one invariant: a rank listens as long as its process lives, so whoever is refused knows that
+Keeps one invariant: a rank listens as long as its process lives, so a refused connection means that
 it has died.
 """
 
@@ -59,7 +59,7 @@ class ControlSockets:
 
 
 def _own_address() -> str:
-    """The address by which this host reaches the others: that from which it reaches the master."""
+    """Return this host's address for the other ranks: the one it reaches ``MASTER_ADDR`` from."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
         way.connect((os.environ["MASTER_ADDR"], 1))
         address: str = way.getsockname()[0]

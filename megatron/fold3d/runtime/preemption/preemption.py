@@ -1,4 +1,4 @@
-"""``--preemptive-comm``: what the communicator does in an iteration beside its groups' calls."""
+"""``--preemptive-comm``: the communicator as a feature of the executor."""
 
 from datetime import timedelta
 
@@ -8,10 +8,10 @@ from megatron.fold3d.runtime.preemption.route_buckets import neighbours, route_b
 
 
 class Preemption(Feature):
-    """The communicator's part in an iteration; it outlives all features that communicate.
+    """Connects, routes and closes the communicator; outlives all features that communicate.
 
     Args:
-        communicator: that transfers and gradient sync use.
+        communicator: used by transfers and gradient sync.
         timeout: of a collective.
         traffic_class: marks the packets of DP.sync.
     """
@@ -25,7 +25,7 @@ class Preemption(Feature):
         self._is_connected = False
 
     def prepare(self, iteration: Iteration) -> None:
-        """Reach the neighbours in the first iteration; take over the buckets of the model."""
+        """Connect to the neighbours in the first iteration; route the model's buckets."""
         if not self._is_connected:
             self._is_connected = True
             self._communicator.connect(neighbours(iteration.pp_group, iteration.chunks))
@@ -36,9 +36,9 @@ class Preemption(Feature):
             route_buckets(iteration.chunks, self._communicator, self._timeout, self._traffic_class)
 
     def drain(self, iteration: Iteration) -> None:
-        """Log what went wrong on the way without ending the job."""
+        """Log the communicator's non-fatal failures."""
         self._communicator.check()
 
     def close(self, error: BaseException | None) -> None:
-        """Let what runs end, or tell all ranks of the error."""
+        """Let communication in flight finish; after an error, tell all ranks instead."""
         self._communicator.close(error)

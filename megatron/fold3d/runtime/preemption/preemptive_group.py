@@ -1,4 +1,4 @@
-"""A process group whose communication a scheduler starts; callers see a process group.
+"""A process group whose communication is started by a scheduler, behind the usual interface.
 
 Keeps one invariant: a tensor is cut into the same slices on every rank, from its size alone, and
 they start in the order of the calls.
@@ -19,9 +19,9 @@ _lanes = count()
 
 
 class PreemptiveGroup(dist.ProcessGroup):
-    """What ``group`` is, with transfers that go first and collectives in slices that let them.
+    """The ranks of ``group``, with transfers that preempt collectives between their slices.
 
-    Only what Megatron's buckets and our pipeline ask of a group is here: ``allreduce``,
+    It has only what Megatron's buckets and our pipeline call: ``allreduce``,
     ``reduce_scatter_single`` and ``all_gather_single`` (each also coalesced), ``send`` and
     ``recv``. ``direction`` tells apart two groups whose transfers have the same two ends.
     ``scheduled`` is the group that does the work.
@@ -44,8 +44,7 @@ class PreemptiveGroup(dist.ProcessGroup):
         self._direction = direction
         self._lane = next(_lanes)
         self._names = count(1)
-        # What torch knows of a group by its object: its own functions ask, above all when they
-        # report an error.
+        # torch's own functions look a group up by its object, above all when they report an error.
         known = dist.distributed_c10d._world
         known.pg_map[self] = known.pg_map[group]
         known.pg_group_ranks[self] = known.pg_group_ranks[group]
@@ -53,7 +52,7 @@ class PreemptiveGroup(dist.ProcessGroup):
     def allreduce(  # type: ignore[override]
         self, tensors: Sequence[torch.Tensor], options: Any = None
     ) -> Any:
-        """Start to sum a tensor over the group, slice by slice; the task is for `dist.Work`."""
+        """Start an in-place all-reduce, slice by slice; returns a task that acts as `dist.Work`."""
         slices = [part for tensor in tensors for part in self._slices(tensor)]
         return self._scheduler.all_reduce(
             self.scheduled,
@@ -65,19 +64,19 @@ class PreemptiveGroup(dist.ProcessGroup):
         )
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], options: Any = None) -> Any:
-        """Sum several tensors, as one task."""
+        """Start to all-reduce several tensors, as one task."""
         return self.allreduce(tensors, options)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, whole: torch.Tensor, options: Any = None
     ) -> Any:
-        """Start to sum ``whole`` over the group; ``output`` gets this rank's share of the sum."""
+        """Start to reduce-scatter ``whole``; ``output`` gets this rank's shard of the result."""
         return self.reduce_scatter_single_coalesced([output], [whole], options)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], options: Any = None
     ) -> Any:
-        """Sum several tensors into shares, as one task."""
+        """Start to reduce-scatter several tensors, as one task."""
         return self._scheduler.reduce_scatter(
             self.scheduled,
             self._sharded_slices(outputs, wholes),
@@ -90,13 +89,13 @@ class PreemptiveGroup(dist.ProcessGroup):
     def all_gather_single(
         self, whole: torch.Tensor, share: torch.Tensor, options: Any = None
     ) -> Any:
-        """Start to collect every rank's ``share`` in ``whole``."""
+        """Start to all-gather every rank's ``share`` into ``whole``."""
         return self.all_gather_single_coalesced([whole], [share], options)
 
     def all_gather_single_coalesced(
         self, wholes: Sequence[torch.Tensor], shares: Sequence[torch.Tensor], _options: Any = None
     ) -> Any:
-        """Collect the shares of several tensors, as one task."""
+        """Start to all-gather several tensors, as one task."""
         return self._scheduler.all_gather(
             self.scheduled,
             self._sharded_slices(shares, wholes),
@@ -130,7 +129,7 @@ class PreemptiveGroup(dist.ProcessGroup):
         )
 
     def announce(self, peer: int, eta_s: float) -> None:
-        """Say that the next send to ``peer`` comes in ``eta_s``: DP.sync leaves the way clear."""
+        """Announce the next send to ``peer`` in ``eta_s`` seconds, so that DP.sync makes way."""
         self._scheduler.announce(self._ranks[peer], self._direction, eta_s)
 
     def _name(self, collective: str) -> str:
@@ -143,10 +142,12 @@ class PreemptiveGroup(dist.ProcessGroup):
     def _sharded_slices(
         self, shares: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]
     ) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-        """Cut every rank's share of a tensor at the same places: ours beside all of the tensor.
+        """Cut every rank's shard of a tensor at the same offsets.
 
-        So each element is summed with the same others as without slices. The bytes of a slice are
-        those of an all-reduce on the wire, which is twice what a slice of shares sends.
+        Each slice pairs a piece of our shard with that piece of every rank's shard in the whole
+        tensor. So each element is reduced with the same others as without slices. ``slice_bytes``
+        is for an all-reduce, which sends twice the bytes of a reduce-scatter or all-gather; hence
+        the factor 2.
         """
         slices = []
         for share, whole in zip(shares, wholes, strict=True):

@@ -1,7 +1,7 @@
-"""Buckets whose collectives the communicator starts, in process groups of its own.
+"""Routes the collectives of DDP's buckets through the communicator, in process groups of its own.
 
-Keeps one invariant: nobody else issues a collective on these groups, so their order is that of the
-buckets, on every replica.
+Keeps one invariant: nobody else issues a collective on these groups, so on every replica their
+collectives run in the order of the buckets.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ def route_buckets(
 
 
 def neighbours(pp_group: dist.ProcessGroup, chunks: Sequence[torch.nn.Module]) -> set[int]:
-    """Return the ranks next to this one in its pipeline and among the replicas of its chunks."""
+    """Return the ranks next to this one in its pipeline and in its chunks' data-parallel groups."""
     groups = [pp_group, *map(group_of, bucket_groups(*chunks))]
     return {rank for group in groups for rank in _next_to_us(ranks_of(group))}
 

@@ -1,6 +1,6 @@
 """How many bytes of gradients are reduced at once where transfers go first.
 
-Keeps one invariant: every rank of the job gets the same answer, so all cut alike.
+Keeps one invariant: every rank of the job gets the same size, so all cut alike.
 """
 
 import logging
@@ -20,12 +20,12 @@ _MANY = 20
 def measured(
     transfer_bytes: int, at_most: int, dp_group: dist.ProcessGroup, device: torch.device
 ) -> int:
-    """Return the bytes of a slice that fit transfers of ``transfer_bytes`` and this network.
+    """Return the slice size in bytes that suits transfers of ``transfer_bytes`` on this network.
 
-    All ranks of the job call this together; they measure at once, and the slowest counts.
+    All ranks of the job call this together. They measure at the same time, and the slowest counts.
     """
-    # What starts one is what one element takes. The difference of two sizes would not tell: a link
-    # may let the first bytes of each through at once.
+    # The launch cost is the time of a one-element all-reduce. The difference of two sizes would not
+    # show it: a link may let the first bytes of each message through at once.
     element, large = torch.zeros(1, device=device), torch.zeros(_LARGE // 4, device=device)
 
     def reduce(data: torch.Tensor, times: int) -> float:

@@ -1,4 +1,4 @@
-"""The scheduler's interface without its extension: all starts at once, nothing waits for its turn.
+"""The scheduler's interface without its extension: every call starts at once, nothing is queued.
 
 Keeps one invariant: what is computed is the same, slice by slice; only the timing differs.
 """
@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 
 class DirectTask:
-    """Works that run already."""
+    """A task over works that have been started."""
 
     def __init__(self, works: Sequence[Any], name: str) -> None:
         self._works = works
         self.name = name
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Block until all are over; ``timeout_s`` is their group's."""
+        """Wait for all works; ``timeout_s`` is ignored, the group's own timeout holds."""
         try:
             for work in self._works:
                 work.wait()
@@ -27,16 +27,16 @@ class DirectTask:
             raise
 
     def is_completed(self) -> bool:
-        """Whether all are over, as far as the backend tells."""
+        """True if all works are completed, as far as the backend tells."""
         return all(work.is_completed() for work in self._works)
 
     def get_future(self) -> Any:
-        """Return what is complete when all are over, if the backend tells."""
+        """Return a future that completes with all works, if the backend has futures."""
         return torch.futures.collect_all([work.get_future() for work in self._works])
 
 
 class Unscheduled:
-    """What `_scheduler.Scheduler` has, run on the calling thread."""
+    """The methods of `_scheduler.Scheduler`, run on the calling thread."""
 
     def send(self, group: dist.ProcessGroup, tensor: torch.Tensor, *rest: Any) -> DirectTask:
         """Start to send."""
@@ -55,7 +55,7 @@ class Unscheduled:
         _lane: int,
         name: str,
     ) -> DirectTask:
-        """Start all slices."""
+        """Start an all-reduce of every slice."""
         options = dist.AllreduceOptions()
         options.reduceOp = op
         return DirectTask([group.allreduce([part], options) for part in slices], name)
@@ -69,7 +69,7 @@ class Unscheduled:
         _lane: int,
         name: str,
     ) -> DirectTask:
-        """Start all slices: some elements of our share, and of everybody's."""
+        """Start a reduce-scatter of every slice: a piece of our shard and of every rank's."""
         options = dist.ReduceScatterOptions()
         options.reduceOp = op
         works = [group.reduce_scatter([ours], [parts], options) for ours, parts in slices]
@@ -83,17 +83,17 @@ class Unscheduled:
         _lane: int,
         name: str,
     ) -> DirectTask:
-        """Start all slices: some elements of our share, and of everybody's."""
+        """Start an all-gather of every slice: a piece of our shard and of every rank's."""
         return DirectTask([group.allgather([parts], [ours]) for ours, parts in slices], name)
 
     def announce(self, _peer: int, _direction: int, _eta_s: float) -> None:
-        """Nothing waits for a transfer."""
+        """Do nothing: no slice waits for a transfer."""
 
     def fail(self, _error: str) -> None:
-        """Waits end with their group's timeout."""
+        """Do nothing: waits end with their group's timeout."""
 
     def shutdown(self, _timeout_s: float) -> bool:
-        """Nothing is to be stopped."""
+        """Return True: there is nothing to stop."""
         return True
 
 

@@ -1,8 +1,8 @@
 """Transfers from one segment to the next, from host memory to host memory (paper Sec. IV).
 
-The last rank's output waits on rank 0 until all forwards of its own segment are over: up to
-m - p + 1 tensors, which would fill a GPU. Here they wait in host memory and come to the device
-when they are used. Gradients go the other way alike.
+The last rank's outputs wait on rank 0 until all forwards of rank 0's current segment are done: up
+to m - p + 1 tensors, which would fill a GPU. Here they wait in host memory and are copied to the
+device when they are used. Gradients travel the same way in the other direction.
 """
 
 import queue
@@ -23,20 +23,20 @@ from megatron.fold3d.runtime.offload.copies import Copies
 from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool, Slot, aligned
 
 _UNFINISHED_SENDS = 4  # a tensor more would wait; the verified plan runs with none unfinished
-_AT_THE_END = frozenset({Op.SEND_F, Op.RECV_B, Op.BACKWARD})  # of their stage; others begin it
+_AT_THE_END = frozenset({Op.SEND_F, Op.RECV_B, Op.BACKWARD})  # of their stage; others at its begin
 _COPIES = 2  # slots whose copy to the device may not be over yet
 
 
 class HostLink:
     """The link from the last rank of a pipeline to its first, as one of the two sees it.
 
-    A thread of its own waits for copies to end and sends: the host of a GPU is ahead of it, and
-    what it would wait for may wait for what it is to send.
+    A thread of its own waits for copies to end and then sends. The calling thread must not wait: it
+    runs ahead of the GPU, and the work it would wait for may depend on what it has yet to send.
 
     Args:
-        groups: over gloo, by op; sends are made by the thread alone, receives by the caller alone.
+        groups: over gloo, by op; only the thread sends, and only the caller receives.
         peers: the rank in the group, by op.
-        device: what computes.
+        device: the compute device.
         timeout: for one transfer.
         num_ranks: of the pipeline.
     """
@@ -60,7 +60,7 @@ class HostLink:
         self._sender = _Worker(device)
 
     def begin(self, program: Program, num_bytes: int) -> None:
-        """Take the host memory that an iteration needs; ``num_bytes`` are those of one tensor.
+        """Reserve the host memory for an iteration whose tensors have ``num_bytes`` each.
 
         Raises:
             HostMemoryError: the host has less.
@@ -69,9 +69,9 @@ class HostLink:
         self.pool.reserve({aligned(num_bytes): waiting + _COPIES + _UNFINISHED_SENDS})
 
     def carries(self, action: Action) -> bool:
-        """Tell whether a transfer is between two segments: last rank to first, or back.
+        """Return True if a transfer is between two segments: from last rank to first, or back.
 
-        Computations are carried with what they receive.
+        Of computations, return True if this link carries what they receive.
         """
         stage, op, _ = action
         return (stage + (op in _AT_THE_END)) % self._num_ranks == 0
@@ -85,7 +85,10 @@ class HostLink:
         self._arriving[action] = staged
 
     def take(self, action: Action) -> torch.Tensor:
-        """Return the tensor of a posted receive, on the device as far as compute can tell."""
+        """Return the tensor of a posted receive, on the device; the caller owns it.
+
+        The host waits for the receive. The current stream waits for the copy to the device.
+        """
         staged = self._arriving.pop(action)
         assert staged.work is not None  # this rank is in the group
         staged.work.wait()
@@ -96,7 +99,10 @@ class HostLink:
         return tensor
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
-        """Start to send; the caller may free or overwrite ``tensor.data`` at once."""
+        """Start to send ``tensor``, on the device; the caller may reassign ``tensor.data`` at once.
+
+        Its storage is kept alive until it has been copied to host memory.
+        """
         self._recycle()
         while len(self._leaving) >= _UNFINISHED_SENDS:
             self._finish_first()
@@ -132,7 +138,7 @@ class HostLink:
         self.pool.give_back(slot)
 
     def _recycle(self) -> None:
-        """Let go of what the copies that are over have used."""
+        """Release the tensors and slots of copies that are done."""
         while self._copying and self._copies.is_over(self._copying[0][0]):
             _, used = self._copying.popleft()
             if isinstance(used, Slot):
@@ -146,11 +152,11 @@ class _Staged:
     slot: Slot
     tensor: torch.Tensor
     work: dist.Work | None = None
-    """What receives it."""
+    """The work of its receive, if it is being received."""
 
 
 class _Worker:
-    """A thread that makes calls one after the other; it ends with the process."""
+    """A daemon thread that runs calls one after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]]
@@ -159,7 +165,7 @@ class _Worker:
         threading.Thread(target=self._run, name="fold3d host link", daemon=True).start()
 
     def start(self, call: Callable[[], None]) -> Future[None]:
-        """Make a call when those before are done."""
+        """Queue a call; the future has its result or exception."""
         future: Future[None] = Future()
         self._calls.put((call, future))
         return future
@@ -177,7 +183,7 @@ class _Worker:
 
 
 def most_waiting(actions: Sequence[Action]) -> int:
-    """Return the most receives that are posted and not used yet."""
+    """Return the largest number of receives that are posted and not used yet."""
     posted: set[tuple[int, bool, int | None]] = set()
     most = 0
     for stage, op, microbatch in actions:

@@ -1,4 +1,4 @@
-"""Options of NCCL's process groups: whose packets, and whose kernels, go first.
+"""Options of NCCL's process groups: the priority of their packets and kernels.
 
 Keeps one invariant: over another backend there are none. **No GPU has run this.**
 """
@@ -13,13 +13,13 @@ import torch.distributed as dist
 def options(
     backend: str, timeout: timedelta, *, traffic_class: int | None, first: bool = False
 ) -> Any:
-    """Return the ``pg_options`` of a group, or None where NCCL's own will do.
+    """Return the ``pg_options`` of a group, or None for the backend's defaults.
 
     Args:
         backend: of the group.
         timeout: of the group.
         traffic_class: marks its packets: InfiniBand's service level, RoCE's traffic class.
-        first: whether its kernels are on a stream of high priority.
+        first: whether its kernels run on a high-priority stream.
     """
     if backend != "nccl" or (traffic_class is None and not first):
         return None
@@ -29,7 +29,7 @@ def options(
 
 
 def marked(made: Any, traffic_class: int | None) -> Any:
-    """Return options of NCCL's with a traffic class, if there is one to set."""
+    """Set the traffic class of NCCL's options, if there is one, and return them."""
     if traffic_class is not None:
         made.config.traffic_class = traffic_class
     return made

@@ -1,4 +1,4 @@
-"""Transfers between pipeline neighbours: receives posted early, sends that nobody waits for.
+"""Transfers between pipeline neighbours: receives are posted early, and sends are asynchronous.
 
 Keeps one invariant: the storage of a tensor that is being sent, or received into, stays alive
 until its transfer is done, whatever the schedule does to the tensor meanwhile.
@@ -26,11 +26,11 @@ _UNFINISHED_SENDS = 16  # more than a plan ever leaves behind unless the receive
 class P2P:
     """Sends and receives of one pipeline rank.
 
-    Forward and backward tensors travel in process groups of their own: over NCCL, a receive that
-    waits in one direction must not stand before a send of the other. Two ranks are neighbours on
-    both sides, so there each of the two links gets its own groups as well.
+    Forward and backward tensors use separate process groups: over NCCL, a receive that waits in one
+    direction must not block a send in the other. In a pipeline of two ranks the ranks are
+    neighbours on both sides, so each of the two links has its own groups as well.
 
-    All ranks of the job make a `P2P` at the same time: the groups are made in one global order.
+    All ranks of the job construct a `P2P` together: the groups are made in one global order.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class P2P:
         """Prepare for an iteration whose transfers take ``num_bytes`` each.
 
         Raises:
-            HostMemoryError: tensors that wait on the host need more than it has.
+            HostMemoryError: the host has less memory than tensors that wait there need.
         """
         if self._host_link is not None:
             self._host_link.begin(program, num_bytes)
 
     def post(self, action: Action, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Start to receive what ``action`` (RECV_F or RECV_B) names; `take` waits for it."""
+        """Start the receive ``action`` (RECV_F or RECV_B) of one tensor; `take` waits for it."""
         if (link := self._host_link_of(action)) is not None:
             link.post(action, shape, dtype)
             return
@@ -96,7 +96,10 @@ class P2P:
         self._arriving[action] = tensor, work
 
     def take(self, action: Action) -> torch.Tensor:
-        """Return the tensor of a posted receive, arrived as far as the current stream can tell."""
+        """Return the tensor of a posted receive, on the device; the caller owns it.
+
+        It is valid on the current stream, which waits for the receive. Over NCCL the host does not.
+        """
         if (link := self._host_link_of(action)) is not None:
             return link.take(action)
         tensor, work = self._arriving.pop(action)
@@ -104,10 +107,10 @@ class P2P:
         return tensor
 
     def announce(self, action: Action) -> None:
-        """Say that all is there to compute what ``action`` (SEND_F or SEND_B) will send.
+        """Announce that the computation of what ``action`` (SEND_F or SEND_B) will send begins.
 
-        How long that takes is known from the micro-batch before. On a GPU the host runs ahead of
-        the device and cannot tell: there nothing is announced.
+        The previous micro-batch tells how long that takes. On a GPU nothing is announced: the host
+        runs ahead of the device and does not know when it computes.
         """
         if not self._announces or self._host_link_of(action) is not None:
             return
@@ -116,7 +119,10 @@ class P2P:
             self._groups[action.op].announce(self._peers[action.op], eta_s)
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
-        """Start to send; the caller may free or overwrite ``tensor.data`` at once."""
+        """Start to send ``tensor``, on the device; the caller may reassign ``tensor.data`` at once.
+
+        Its storage is kept alive until the send is done.
+        """
         if (link := self._host_link_of(action)) is not None:
             link.send(action, tensor)
             return
@@ -139,7 +145,7 @@ class P2P:
             self._host_link.drain()
 
     def _host_link_of(self, action: Action) -> "HostLink | None":
-        """Return the link that carries a transfer from host to host, if it goes that way."""
+        """Return the host link if it carries this transfer, else None."""
         link = self._host_link
         return link if link is not None and link.carries(action) else None
 
@@ -150,8 +156,8 @@ class P2P:
     def _meet(self, rank: int, num_ranks: int) -> None:
         """Send one number over every link, one link after the other.
 
-        NCCL connects two ranks when they first meet and blocks both; ranks that meet their
-        neighbours in different orders would wait for each other for ever.
+        NCCL connects two ranks at their first transfer and blocks both. Ranks that first contact
+        their neighbours in different orders would deadlock.
         """
         token = torch.zeros(1, device=self._device)
         for link in range(num_ranks):  # from rank `link` to the next, and back
@@ -173,7 +179,7 @@ class P2P:
 def _host_link(
     ranks: Sequence[int], rank: int, device: torch.device, timeout: timedelta
 ) -> "HostLink":
-    """Make the groups of the link from the last rank to the first, which is the last of a ring."""
+    """Make the host link from the pipeline's last rank to its first, with its process groups."""
     from megatron.fold3d.runtime.transfers.host_link import HostLink
 
     forward, backward = _make_groups(ranks, "gloo", timeout, None)[-1]
@@ -186,7 +192,7 @@ def _host_link(
 def _make_groups(
     ranks: Sequence[int], backend: str, timeout: timedelta, traffic_class: int | None
 ) -> list[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
-    """Make the (forward, backward) groups of every pipeline, all ranks in the same order.
+    """Make the (forward, backward) groups of every pipeline, in the same order on all ranks.
 
     Returns:
         This pipeline's pairs; the link from rank r to the next uses pair ``r % len(pairs)``.

@@ -1,7 +1,7 @@
-"""SEND and RECV actions, and what computations take from their neighbours.
+"""SEND and RECV actions, and the computations that wait for received tensors.
 
-A RECV only posts its receive; the computation that needs the tensor takes it. A pipeline of one
-rank has neither, and runs without this feature.
+A RECV only posts its receive; the computation that needs the tensor waits for it. A pipeline of one
+rank has neither and runs without this feature.
 """
 
 from collections.abc import Callable
@@ -29,13 +29,13 @@ class PipelineTransfers(Feature):
         self._links: list[P2P] = []  # one, from the first iteration on
 
     def prepare(self, iteration: Iteration) -> None:
-        """Connect in the first iteration, and take the host memory that transfers need."""
+        """Connect in the first iteration, and reserve the host memory that transfers need."""
         if not self._links:
             self._links.append(self._connect(iteration.pp_group, iteration.device))
         self._links[0].begin(iteration.program, iteration.hidden_bytes)
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
-        """Send and receive; take a computation's input before it, announce what it will send."""
+        """Return handlers of transfers, and wrappers that take inputs and announce sends."""
         (p2p,) = self._links
         run_forward, run_backward = inner[Op.FORWARD], inner[Op.BACKWARD]
         last_stage = iteration.plan.num_stages - 1
