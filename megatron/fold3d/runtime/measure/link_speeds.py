@@ -1,7 +1,7 @@
 """Measure the links of a job: latency and bandwidth between pairs of ranks, one pair at a time.
 
-All ranks call `measure` together. While a pair is measured the others wait, so that each number is
-what a link gives on its own.
+All ranks call `measure` together. While one pair is measured the others wait, so each number is
+that of an otherwise idle network.
 """
 
 import time
@@ -19,7 +19,7 @@ _BYTES = 4 << 20
 
 
 class Link(NamedTuple):
-    """What one pair of ranks has between them, in the direction from the first."""
+    """The measured link from one rank to another."""
 
     source: int
     target: int
@@ -28,14 +28,17 @@ class Link(NamedTuple):
 
 
 def pairs(world_size: int) -> list[tuple[int, int]]:
-    """Return the pairs to measure."""
+    """Return the pairs to measure: all of them in a small job, else the neighbours in a ring."""
     if world_size <= _ALL_PAIRS:
         return list(combinations(range(world_size), 2))
     return [(rank, (rank + 1) % world_size) for rank in range(world_size)]
 
 
 def measure(chosen: Sequence[tuple[int, int]], device: torch.device) -> list[Link]:
-    """Return the links between pairs, on every rank; the default process group exists."""
+    """Return the links between the chosen pairs, the same on every rank.
+
+    The default process group must be initialized.
+    """
     here = dist.get_rank()
     found = []
     for source, target in chosen:
@@ -61,7 +64,7 @@ def _measure(source: int, target: int, device: torch.device) -> Link:
 
 
 def _there_and_back(there: torch.Tensor, back: torch.Tensor, source: int, target: int) -> float:
-    """Return the seconds until the answer to a message is in the host's hands."""
+    """Return the seconds of a round trip, until the host can read the answer."""
     start_s = time.perf_counter()
     if dist.get_rank() == source:
         dist.send(there, target)

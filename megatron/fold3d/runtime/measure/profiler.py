@@ -1,7 +1,7 @@
-"""Measure, in seconds of time, what a run's parts take on its own hardware.
+"""Measure how many seconds the parts of a run take on its own hardware.
 
-Every rank of the job measures at the same time, as all of them will compute and send at the same
-time, and the slowest counts. All ranks call each function, in the same order.
+All ranks of the job measure at the same time, since they will also compute and send at the same
+time, and the slowest counts. All ranks call the functions in the same order.
 """
 
 import time
@@ -19,7 +19,7 @@ _SMALL_BYTES, _LARGE_BYTES = 1 << 16, 1 << 22
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the median time of a piece of work that begins and ends on this rank."""
+    """Return the median time of ``work``, with the device synchronized before and after it."""
     times_s = []
     for _ in range(_WARM_UP + _ROUNDS):
         synchronize(device)
@@ -31,7 +31,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def slowest(values: Sequence[float], device: torch.device) -> list[float]:
-    """Return, for each value, the largest that any rank of the job has."""
+    """Return the element-wise maximum of ``values`` over all ranks of the job."""
     found = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return [float(value) for value in found.tolist()]
@@ -40,13 +40,16 @@ def slowest(values: Sequence[float], device: torch.device) -> list[float]:
 def message(
     pp_group: dist.ProcessGroup, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> tuple[float, float]:
-    """Return a message's time beside its latency, and its latency; all send to their next rank."""
+    """Return a message's transfer time without latency, and the latency.
+
+    Every rank sends to the next one at the same time.
+    """
     ranks = dist.get_process_group_ranks(pp_group)
     here, num_ranks = pp_group.rank(), pp_group.size()
     after, before = ranks[(here + 1) % num_ranks], ranks[here - 1]
 
     def exchange(sent: torch.Tensor, received: torch.Tensor) -> None:
-        # Receives first: over gloo an announcement that follows bulk data waits behind it.
+        # Receives first: over gloo a receive's announcement would queue behind bulk data.
         for work in dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.irecv, received, before, pp_group),
@@ -65,7 +68,7 @@ def message(
 
 
 def grad_sync(dp_group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
-    """Return the time of an all-reduce per byte, and what it takes for none."""
+    """Return an all-reduce's seconds per byte, and its seconds at zero bytes."""
     if dp_group.size() == 1:
         return 0.0, 0.0
 
@@ -79,7 +82,7 @@ def grad_sync(dp_group: dist.ProcessGroup, device: torch.device) -> tuple[float,
 
 
 def host_copy_bytes_per_s(device: torch.device) -> float:
-    """Return the rate of copies to the host's memory."""
+    """Return the bandwidth of copies from the device to pinned host memory."""
     data = torch.zeros(_LARGE_BYTES, dtype=torch.uint8, device=device)
     host = pinned_bytes(_LARGE_BYTES, device)
     return _LARGE_BYTES / seconds(lambda: host.copy_(data, non_blocking=True), device)

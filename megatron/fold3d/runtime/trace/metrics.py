@@ -1,6 +1,6 @@
-"""What Megatron's own TensorBoard and W&B writers get from us, such as where the time went.
+"""Our metrics for Megatron's own TensorBoard and W&B writers, such as exposed times.
 
-One rank has the writers, the last one, and reports what it knows by itself.
+Only the last rank has the writers; it reports its own values.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ class Metrics:
 
     Args:
         tensorboard: returns the TensorBoard writer, or None; Megatron makes it after our patches.
-        wandb: returns the W&B module that was initialized, or None.
+        wandb: returns the initialized W&B module, or None.
     """
 
     def __init__(self, tensorboard: Callable[[], Any], wandb: Callable[[], Any]) -> None:
@@ -37,15 +37,15 @@ class Metrics:
             for name, value in values.items():
                 writer.add_scalar(name, value, row.iteration)
         if (wandb := self._running_wandb()) is not None:
-            # W&B drops what is of a step that has passed, and Megatron may have passed this one.
+            # W&B drops values of an earlier step, and Megatron may have logged a later one already.
             step = max(row.iteration, wandb.run.step)
             wandb.log({**values, f"{_PREFIX}iteration": row.iteration}, step)
 
     def write_grad_norm(self, norm: float, iteration: int, num_samples: int) -> None:
-        """Write the norm of an iteration's gradients as Megatron writes what it knows in time.
+        """Write an iteration's gradient norm under the names that Megatron itself uses.
 
-        ``num_samples`` have been trained on when the iteration ends. As in Megatron, W&B gets
-        nothing where there is no TensorBoard.
+        ``num_samples`` is the number of samples consumed by the end of the iteration. As in
+        Megatron, W&B gets nothing if there is no TensorBoard writer.
         """
         if (writer := self._tensorboard()) is None:
             return
@@ -55,6 +55,9 @@ class Metrics:
             wandb.log({"grad-norm": norm}, max(iteration, wandb.run.step))
 
     def _running_wandb(self) -> Any:
-        """W&B until Megatron finishes its run, which is before the last iteration is known."""
+        """Return W&B, or None once Megatron has finished its run.
+
+        Megatron does so before the last iteration is complete here.
+        """
         wandb = self._wandb()
         return None if wandb is None or wandb.run is None else wandb

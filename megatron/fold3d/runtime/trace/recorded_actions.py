@@ -1,4 +1,4 @@
-"""``--trace``: what each action of the executor takes on this rank's device."""
+"""``--trace``: records how long each action of the executor takes on this rank's device."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,21 +17,21 @@ _KINDS = {
     Op.RECOMPUTE: "compute",
     Op.WAIT_GRAD: "wait",
 }
-_COMPUTATION = {Op.RECV_F: Op.FORWARD, Op.RECV_B: Op.BACKWARD}  # that takes what was received
+_COMPUTATION = {Op.RECV_F: Op.FORWARD, Op.RECV_B: Op.BACKWARD}  # that uses the received tensor
 
 
 class RecordedActions(Feature):
-    """Notes when computations and waits begin and end; a computation without its transfers.
+    """Records computations and waits; a computation's span excludes its transfers.
 
-    DP.sync, copies and transfers are noted where they begin and end: by Megatron's DDP or
-    `DeferredSync`, the `Offloader` and `RecordedP2P`.
+    DP.sync, copies and transfers are recorded where they begin and end: in Megatron's DDP or
+    `DeferredSync`, in `Offloader` and in `RecordedP2P`.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
-        """Put a span around each op that computes or waits."""
+        """Return wrappers that record a span around each op that computes or waits."""
         return {op: self._spanned(inner[op], kind) for op, kind in _KINDS.items()}
 
     def _spanned(self, handler: Handler, kind: str) -> Handler:
@@ -43,7 +43,7 @@ class RecordedActions(Feature):
 
 
 class RecordedP2P(P2P):
-    """Transfers that note when they begin, and when a receive was taken."""
+    """A `P2P` that records when transfers begin, and when receives are taken."""
 
     def __init__(self, recorder: Recorder, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -51,12 +51,12 @@ class RecordedP2P(P2P):
         self._ends: dict[Action, Callable[[], None]] = {}  # of receives that were posted
 
     def post(self, action: Action, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Start to receive; the event ends when the tensor is taken."""
+        """Start to receive; the recorded event ends when the tensor is taken."""
         self._ends[action] = self._recorder.begin(action, "p2p")
         super().post(action, shape, dtype)
 
     def take(self, action: Action) -> torch.Tensor:
-        """Return a received tensor, with a span that is named after the computation."""
+        """Return a received tensor; record the wait, named after the computation that needs it."""
         computation = Action(action.stage, _COMPUTATION[action.op], action.microbatch)
         with self._recorder.span(f"wait {computation}", "wait"):
             tensor = super().take(action)
@@ -64,6 +64,6 @@ class RecordedP2P(P2P):
         return tensor
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
-        """Start to send; nobody hears when a send is over."""
+        """Start to send; the event has no length, since the end of a send is not observed."""
         self._recorder.begin(action, "p2p")()
         super().send(action, tensor)

@@ -44,12 +44,12 @@ class _Iteration:
 
 
 class Recorder:
-    """Records iterations, and delivers each when all of it is known.
+    """Records iterations and delivers each once all its events have ended.
 
     Args:
-        device: what the model computes on.
-        wants: tells from an iteration's number whether to record it.
-        deliver: is given each recorded iteration, in order, soon after its end.
+        device: the compute device.
+        wants: returns True if the iteration of this number is to be recorded.
+        deliver: receives each recorded iteration, in order, soon after its end.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Recorder:
 
     @property
     def is_on(self) -> bool:
-        """Whether what happens now is recorded."""
+        """True while an iteration is being recorded."""
         return self._now is not None
 
     @contextmanager
@@ -89,11 +89,11 @@ class Recorder:
             self._now = None
 
     def span(self, name: object, kind: str) -> AbstractContextManager[None]:
-        """Record a block, from its begin on the current stream to its end there."""
+        """Return a context that records its block, from begin to end on the current stream."""
         return self._span(name, kind) if self.is_on else _NOTHING
 
     def begin(self, name: object, kind: str) -> Callable[[], None]:
-        """Record something that begins now; call what is returned at its end."""
+        """Begin an event on the current stream; call the returned function at its end."""
         if self._now is None:
             return no_end
         event = _Open(str(name), kind, self._clock.mark())
@@ -105,7 +105,7 @@ class Recorder:
         return end
 
     def count(self, name: str, amount: float) -> None:
-        """Add to what the iteration counts under a name."""
+        """Add ``amount`` to one of the iteration's counters."""
         if self._now is not None:
             self._now.counts[name] = self._now.counts.get(name, 0) + amount
 
@@ -117,11 +117,11 @@ class Recorder:
         Args:
             name: of the event.
             kind: of the event.
-            launch: starts it and returns the works that are under way then, or none if it is over.
+            launch: starts it and returns its works in flight, or none if it is done.
 
         Returns:
-            A function to call when somebody has waited for it: some collectives cannot tell by
-            themselves when they end.
+            A function to call once the collective has been waited for: it ends the event if the
+            works cannot report their own end.
         """
         if not self.is_on:
             launch()
@@ -133,12 +133,12 @@ class Recorder:
         return no_end if when_done(works, end) else end
 
     def flush(self) -> None:
-        """Deliver the iterations of which everything is known."""
+        """Deliver the iterations whose events have all ended."""
         while self._waiting and self._waiting[0].is_complete(self._clock):
             self._deliver(self._read(self._waiting.pop(0)))
 
     def close(self) -> None:
-        """Deliver what is left; an event that has not ended is left out."""
+        """Deliver the remaining iterations, without events that have not ended."""
         for iteration in self._waiting:
             iteration.events = [event for event in iteration.events if event.end is not None]
         self.flush()
@@ -180,9 +180,9 @@ def never(device: torch.device) -> Recorder:
 def when_done(works: Sequence[dist.Work], end: Callable[[], None]) -> bool:
     """Call ``end`` when collectives are done, without waiting for them.
 
-    Returns False if they cannot tell when they are done: gloo's reduce-scatter cannot. Over NCCL
-    ``end`` is called at once, on a stream that waits for the collectives: a mark of the device is
-    then passed when they are done.
+    Return False if their works have no futures, as those of gloo's reduce-scatter. Over NCCL
+    ``end`` is called at once, on a stream that waits for the collectives: a mark that it makes is
+    passed when they are done.
     """
     try:
         futures = [work.get_future() for work in works]
@@ -194,4 +194,4 @@ def when_done(works: Sequence[dist.Work], end: Callable[[], None]) -> bool:
 
 
 def no_end() -> None:
-    """End what is not recorded."""
+    """Do nothing: the end of an event that is not recorded."""

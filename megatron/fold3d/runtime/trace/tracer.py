@@ -1,8 +1,8 @@
-"""``--trace DIR``: this rank's part of chosen iterations, written to its file of the trace.
+"""``--trace DIR``: records this rank's part of chosen iterations and writes it to a file.
 
-The file is written when the last of them is known, whole or not at all: a run that dies later, or
-while it is written, spoils nothing. Nor does a file that cannot be written spoil the run: the trace
-is then given up with one warning.
+The file is written when the last of these iterations is complete. It is written atomically, so a
+run that dies leaves no partial trace. If it cannot be written, the trace is given up with one
+warning and training goes on.
 """
 
 import logging
@@ -32,7 +32,7 @@ class Tracer:
     Args:
         config: of the run; it names the folder and the iterations.
         plans: of the schedule; stock's has none.
-        metrics: is given every iteration, on the rank that has writers.
+        metrics: receives every iteration, on the rank that has writers.
     """
 
     def __init__(self, config: Fold3DConfig, plans: Plans, metrics: Metrics) -> None:
@@ -57,11 +57,11 @@ class Tracer:
             yield
 
     def stage_of(self, part: Any) -> int | None:
-        """Return the stage of a model chunk or of one of its bucket groups; None of others."""
+        """Return the stage of a model chunk or of one of its bucket groups; None if unknown."""
         return self._stages.get(part)
 
     def stage(self, segment: int) -> int:
-        """Return the stage that this rank holds of a segment."""
+        """Return this rank's stage in a segment."""
         rank: int = parallel_state.get_pipeline_model_parallel_rank()
         return segment * self._config.num_ranks + rank
 
