@@ -1,4 +1,4 @@
-"""Replace upstream symbols, all of them or none, and put them back.
+"""Replace upstream symbols, all of them or none, and restore them.
 
 The one invariant: when `apply` raises, and when its stack closes, every symbol is what it was.
 """
@@ -23,23 +23,24 @@ logger = logging.getLogger(__name__)
 MEGATRON = SpecifierSet(">=0.19.2,<0.20")
 
 _ABSENT: Any = object()
-_patched: set[tuple[int, str]] = set()  # id of the owner and name of every symbol patched now
+_patched: set[tuple[int, str]] = set()  # (id of the owner, name) of each symbol patched now
 
 
 class PatchError(RuntimeError):
-    """A patch does not fit the upstream that is installed."""
+    """A patch does not fit the installed upstream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """One upstream symbol and what takes its place.
+    """One upstream symbol and its replacement.
 
     Attributes:
         target: the symbol, spelled ``package.module:attribute.path``.
-        make: is given upstream's object (of a static or class method the function) and returns
-            ours.
-        rebinds: modules that hold the same object under a name of their own, spelled alike.
-        parameters: names of all of upstream's parameters, in order, where ours relies on them.
+        make: takes the upstream object (a static or class method's function) and returns the
+            replacement.
+        rebinds: names in other modules that are bound to the same object, spelled like ``target``.
+        parameters: the names of all upstream parameters, in order, if the replacement relies on
+            them.
     """
 
     target: str
@@ -71,17 +72,18 @@ def apply(patches: Sequence[Patch]) -> ExitStack:
 def check_version() -> None:
     """Refuse a Megatron-core that the patches were not written for.
 
-    Looked at is the code that Python imports: a checkout on PYTHONPATH comes before the wheel.
+    The version is that of the code that Python imports: a checkout on PYTHONPATH comes before the
+    wheel.
 
     Raises:
-        PatchError: another version, or none.
+        PatchError: Megatron-core is of another version, or not installed.
     """
     spec = find_spec("megatron.core")
     fix = f"pip install 'megatron-core[training]{MEGATRON}'"
     if spec is None or spec.origin is None:
         raise PatchError(f"no megatron.core to import; run: {fix}")
     folder = Path(spec.origin).parent
-    # As a file of its own: another version may fail at import, for reasons that say nothing.
+    # Run as a single file: importing another version may fail with an error that explains nothing.
     version = Version(runpy.run_path(str(folder / "package_info.py"))["__version__"])
     if version not in MEGATRON:
         raise PatchError(
@@ -113,8 +115,8 @@ def _install(patch: Patch, undo: ExitStack) -> None:
     _patched.add((id(owner), name))
     undo.callback(_patched.discard, (id(owner), name))
     for site in patch.rebinds:
-        # A module that is imported later binds ours by itself and must be undone all the same:
-        # so each site is looked at now, and again when the stack closes.
+        # A module imported later binds our object by itself and must be restored as well: so each
+        # site is visited now, and again when the stack closes.
         _rebind(site, upstream, ours)
         undo.callback(_rebind, site, ours, upstream)
 

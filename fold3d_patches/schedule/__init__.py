@@ -1,1 +1,1 @@
-"""Patches that put a schedule of ours in the place of Megatron's."""
+"""Patches that replace Megatron's schedule with ours."""

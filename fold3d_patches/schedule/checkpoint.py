@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def patch(offloader: "Offloader | None" = None, early: "EarlyRecompute | None" = None) -> Patch:
-    """What full and selective recomputation run a part of the model through."""
+    """Return the patch of the function that full and selective recomputation call."""
 
     def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
         def checkpoint(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def patch(deferred: "DeferredSync") -> Patch:
-    """The end of an iteration; all ranks decide alike."""
+    """Return the patch of the end of an iteration; all ranks decide alike."""
 
     def make(upstream: Callable[..., bool]) -> Callable[..., bool]:
         from megatron.training import get_args

@@ -16,7 +16,7 @@ Func = Callable[..., Any]
 
 
 def patches() -> tuple[Patch, ...]:
-    """The wrapper of a chunk, and its buffers."""
+    """Return the patches of DDP's constructor and of its gradient buffers' constructor."""
     return (
         Patch(
             target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",

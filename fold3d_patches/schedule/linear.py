@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def patch(delayed: "DelayedWeightGrads") -> Patch:
-    """What column- and row-parallel linear layers compute their output with."""
+    """Return the patch of the function behind column- and row-parallel linear layers."""
 
     def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.fold3d.runtime.weight_grads.delayed_linear import Parallel

@@ -19,7 +19,7 @@ _DP = ("dp", "dp_cp", "intra_dp_cp", "ep_dp", "intra_ep_dp", "inter_ep_dp")
 
 
 def patch(pp_traffic_class: int | None, dp_traffic_class: int | None) -> Patch:
-    """Give Megatron's groups their traffic classes; None leaves them as they are."""
+    """Return the patch that sets the traffic classes of Megatron's process groups, if given."""
     classes = dict.fromkeys(_PP, pp_traffic_class) | dict.fromkeys(_DP, dp_traffic_class)
 
     def make(upstream: Callable[..., Any]) -> Callable[..., Any]:

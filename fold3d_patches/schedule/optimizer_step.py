@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def patch(deferred: "DeferredSync", metrics: "Metrics") -> Patch:
-    """The step at the end of an iteration."""
+    """Return the patch of the optimizer step at the end of an iteration."""
 
     def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size

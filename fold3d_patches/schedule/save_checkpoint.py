@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def patch(deferred: "DeferredSync") -> Patch:
-    """The one function that writes checkpoints."""
+    """Return the patch of the only function that writes checkpoints."""
 
     def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
         def save_checkpoint(*args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def patch(deferred: "DeferredSync") -> Patch:
-    """The scaling of a model chunk's gradients."""
+    """Return the patch of the scaling of a model chunk's gradients."""
 
     def make(upstream: Callable[..., None]) -> Callable[..., None]:
         def scale_gradients(self: Any, scaling_factor: Any) -> None:

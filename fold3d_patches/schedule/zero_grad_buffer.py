@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def patch(deferred: "DeferredSync") -> Patch:
-    """The zeroing of a model chunk's gradients."""
+    """Return the patch of the zeroing of a model chunk's gradients."""
 
     def make(upstream: Callable[..., None]) -> Callable[..., None]:
         def zero_grad_buffer(self: Any) -> None:

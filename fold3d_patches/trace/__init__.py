@@ -1,4 +1,4 @@
-"""What ``--trace`` replaces: upstream's functions, with a note of when they begin and end."""
+"""The patches of ``--trace``: upstream functions that also record when they begin and end."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def patches(tracer: "Tracer", schedule: str) -> tuple[Patch, ...]:
-    """The patches under one schedule; the executor of ours records what it computes by itself."""
+    """Return the patches for a schedule; our executor itself records what it computes."""
     from fold3d_patches.trace import collectives, compute, iteration, optimizer
 
     return (

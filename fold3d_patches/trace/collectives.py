@@ -21,13 +21,13 @@ _BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketG
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Collective:
-    """What DDP calls a collective of a bucket group, and what a trace does.
+    """DDP's names for a collective of a bucket group, and the trace's names for it.
 
     Attributes:
-        start: the method that launches it, with its parameters.
-        finish: the method that waits for it, with its parameters.
-        handle: the attribute that holds it from one to the other.
-        is_over: whether ``finish`` has nothing to wait for any more.
+        start: the method that launches it, and the name of its parameter.
+        finish: the method that waits for it, and the name of its parameter.
+        handle: the attribute that holds its work between the two.
+        is_over: returns True if ``finish`` of a bucket group has nothing left to wait for.
     """
 
     start: tuple[str, str]
@@ -55,19 +55,19 @@ _GATHER = _Collective(
     launched=Op.GATHER_PARAM,
     waited_for=Op.WAIT_PARAM,
     kind="param_gather",
-    # The hook of each module asks again.
+    # Each module's hook calls ``finish`` again.
     is_over=lambda group: group.param_gather_dispatched and group.param_gather_handle is None,
 )
 
 
 def patches(tracer: "Tracer") -> tuple[Patch, ...]:
-    """The launch of each collective of a bucket group, and the wait for it."""
+    """Return the patches of each collective's launch and of the wait for it."""
     return (*_patches(tracer, _REDUCE), *_patches(tracer, _GATHER))
 
 
 def _patches(tracer: "Tracer", collective: _Collective) -> tuple[Patch, ...]:
     recorder = tracer.recorder
-    ends: dict[Any, Callable[[], None]] = {}  # by bucket group, of what is under way
+    ends: dict[Any, Callable[[], None]] = {}  # by bucket group, of collectives in flight
 
     def make_start(upstream: Callable[..., None]) -> Callable[..., None]:
         def start(self: Any, *args: Any, **kwargs: Any) -> None:

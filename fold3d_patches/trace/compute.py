@@ -18,9 +18,9 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 
 def patches(tracer: "Tracer") -> tuple[Patch, ...]:
-    """Both directions; a backward has the name of the forward whose output it is given."""
+    """Return the patches of both steps; a backward is named by the forward of its output."""
     recorder = tracer.recorder
-    forwards: dict[int, Action] = {}  # by the id of their output, which lives until its backward
+    forwards: dict[int, Action] = {}  # by id of their output, which stays alive until its backward
 
     def make_forward(upstream: Callable[..., Any]) -> Callable[..., Any]:
         def forward_step(*args: Any, **kwargs: Any) -> Any:

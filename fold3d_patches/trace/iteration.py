@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def patch(tracer: "Tracer") -> Patch:
-    """One iteration, from zeroing the gradients to the optimizer's step."""
+    """Return the patch of an iteration, from zeroing the gradients to the optimizer step."""
 
     def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
         def train_step(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def patches(tracer: "Tracer") -> tuple[Patch, ...]:
-    """The two parts of a step that compute."""
+    """Return the patches of the two parts of a step that compute."""
 
     def make(upstream: Callable[..., bool]) -> Callable[..., bool]:
         def recorded(self: Any) -> bool:

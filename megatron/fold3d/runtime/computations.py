@@ -16,7 +16,10 @@ from megatron.fold3d.runtime.feature import Handlers, Iteration
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computations:
-    """What FORWARD and BACKWARD do; the options are those of Megatron's schedule functions."""
+    """The innermost handlers, of FORWARD and BACKWARD.
+
+    The options are those of Megatron's schedule functions.
+    """
 
     iteration: Iteration
     forward_step_func: Callable[..., Any]
@@ -25,11 +28,15 @@ class Computations:
     first_val_step: bool | None
 
     def handlers(self) -> Handlers:
-        """Return the innermost handlers of both."""
+        """Return the handlers of FORWARD and BACKWARD."""
         return {Op.FORWARD: self.forward, Op.BACKWARD: self.backward}
 
     def forward(self, action: Action) -> None:
-        """Run a micro-batch forward through a model chunk."""
+        """Run one micro-batch's forward of a model chunk.
+
+        Takes its input from ``inputs`` and leaves its output in ``outputs``, if other stages have
+        them. In training both are in ``saved`` until the backward.
+        """
         this = self.iteration
         stage, _, microbatch = action
         segment = this.segment(action)
@@ -59,7 +66,11 @@ class Computations:
             this.saved[stage, microbatch] = input_tensor, output
 
     def backward(self, action: Action) -> None:
-        """Run a micro-batch backward through a model chunk."""
+        """Run one micro-batch's backward of a model chunk.
+
+        Takes the output's gradient from ``output_grads`` and leaves the input's in ``input_grads``,
+        if other stages have them.
+        """
         this = self.iteration
         key = action.stage, action.microbatch
         input_tensor, output = this.saved.pop(key)

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 Mark = Any
-"""A moment on a device's own time line: a CUDA event, or seconds of the host's clock."""
+"""A moment on a device's own time line: a CUDA event, or on a CPU the host's clock in seconds."""
 
 
 class Clock:
-    """Marks moments of the work that is issued to a device, and tells the time between them.
+    """Marks moments in the work issued to a device, and measures the time between them.
 
     On a GPU a mark is passed when the work issued before it on the current stream is done.
     """
@@ -25,7 +25,7 @@ class Clock:
         self._on_gpu = device.type == "cuda"
 
     def mark(self) -> Mark:
-        """Mark this place in the work that is issued."""
+        """Record a mark on the current stream."""
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -33,16 +33,16 @@ class Clock:
         return event
 
     def has_passed(self, mark: Mark) -> bool:
-        """Tell whether the device has come to a mark."""
+        """Return True if the device has passed a mark."""
         return bool(mark.query()) if self._on_gpu else True
 
     def seconds(self, start: Mark, end: Mark) -> float:
-        """Return the time between two marks that have been passed."""
+        """Return the seconds between two marks; the device must have passed both."""
         return float(start.elapsed_time(end) / 1e3 if self._on_gpu else end - start)
 
 
 def make_current(device: torch.device) -> None:
-    """Let the calling thread issue its work to a GPU: every new thread begins at the first one."""
+    """Make a GPU current in the calling thread; a new thread starts with the first GPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -54,17 +54,17 @@ def synchronize(device: torch.device) -> None:
 
 
 def pinned_bytes(count: int, device: torch.device) -> torch.Tensor:
-    """Return host memory that the device can copy to by itself."""
+    """Return ``count`` bytes of host memory as a ``uint8`` tensor, pinned for a GPU."""
     return torch.empty(count, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 def device_name(device: torch.device) -> str:
-    """Return the kind of the device, as its vendor spells it."""
+    """Return the model name of the device, as its vendor spells it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
 def numa_node(device: torch.device) -> int | None:
-    """Return the part of the host's memory that a GPU is attached to; None where nobody tells."""
+    """Return the NUMA node that a GPU is attached to, or None if unknown."""
     found: Any = torch.cuda.get_device_properties(device)
     if not hasattr(found, "pci_domain_id"):  # not every torch tells
         return None
@@ -75,7 +75,10 @@ def numa_node(device: torch.device) -> int | None:
 
 
 def free_device_bytes(device: torch.device) -> int | None:
-    """Return what a GPU has left beside the most that was in use so far; None on a CPU."""
+    """Return the bytes of a GPU that tensors have never used so far; None on a CPU.
+
+    Memory of other processes, NCCL and CUDA itself is not counted as free.
+    """
     if device.type != "cuda":
         return None
     total = int(torch.cuda.get_device_properties(device).total_memory)
@@ -85,10 +88,10 @@ def free_device_bytes(device: torch.device) -> int | None:
 
 
 def peak_device_bytes(device: torch.device) -> int | None:
-    """Return the most that tensors have held of a GPU's memory; None on a CPU."""
+    """Return the most bytes of a GPU that tensors have held at once; None on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def peak_host_bytes() -> int:
-    """Return the most that this process has held of the host's memory."""
+    """Return the most bytes of host memory that this process has held (its peak RSS)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

@@ -1,8 +1,8 @@
 """Recomputation ahead of a backward: what `RECOMPUTE` actions do.
 
-With full recomputation a forward keeps the inputs of its units, one layer or a few, and each unit's
-backward first computes its forward once more. For the micro-batches whose plan says so this happens
-earlier, while the rank would wait for the gradient; the backward then finds it done.
+With full recomputation a forward saves only the inputs of its units, each of one or a few layers. A
+unit's backward first runs its forward again. For micro-batches with a `RECOMPUTE` action this
+happens earlier, while the rank would wait for the gradient; the backward then reuses the result.
 
 Keeps one invariant: a unit is recomputed from the same inputs and random states by the same
 operations as in Megatron's own backward, and no more than once, so results are equal bit for bit.
@@ -27,15 +27,15 @@ class EarlyRecompute(Feature):
 
     def __init__(self) -> None:
         self._planned: frozenset[_Key] = frozenset()
-        self._units: dict[_Key, list[Any]] = {}  # their nodes in the graph
-        self._now: list[Any] | None = None  # those of the forward that runs, if it is planned
+        self._units: dict[_Key, list[Any]] = {}  # their autograd contexts
+        self._now: list[Any] | None = None  # the units of the running forward, if it is planned
 
     def prepare(self, iteration: Iteration) -> None:
-        """Expect the `RECOMPUTE` actions of an iteration."""
+        """Note which micro-batches of an iteration have `RECOMPUTE` actions."""
         self.begin(iteration.program)
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
-        """Recompute, and note what forwards leave to be recomputed."""
+        """Return the handler of RECOMPUTE, and a wrapper that notes the units of forwards."""
         run_forward = inner[Op.FORWARD]
 
         def forward(action: Action) -> None:
@@ -45,13 +45,13 @@ class EarlyRecompute(Feature):
         return {Op.FORWARD: forward, Op.RECOMPUTE: self.compute}
 
     def begin(self, program: Program) -> None:
-        """Expect the `RECOMPUTE` actions of one iteration."""
+        """Note which micro-batches of a program have `RECOMPUTE` actions; forget all units."""
         self._planned = recomputed(program)
         self._units.clear()
         self._now = None
 
     def begin_forward(self, action: Action) -> None:
-        """Take what follows for the units of a forward's stage and micro-batch."""
+        """Assign the units that follow to a forward's stage and micro-batch."""
         key = action.stage, action.microbatch
         self._now = self._units.setdefault(key, []) if key in self._planned else None
 
@@ -62,19 +62,22 @@ class EarlyRecompute(Feature):
         distribute_saved_activations: bool,
         *args: Any,
     ) -> Any:
-        """Run a unit as Megatron's ``checkpoint`` does, and note it if the plan wants it early."""
+        """Run a unit as Megatron's ``checkpoint`` does; note it if it is to be recomputed early."""
         if self._now is None or not torch.is_grad_enabled():
             return upstream(function, distribute_saved_activations, *args)
         return _Unit.apply(function, distribute_saved_activations, self._now, *args)
 
     def compute(self, action: Action) -> None:
-        """Recompute all units of one stage and micro-batch; their backwards hold the result."""
+        """Recompute all units of one stage and micro-batch, and keep the results for the backward.
+
+        The inputs and outputs stay on the device until the unit's backward has used them.
+        """
         for unit in self._units.pop((action.stage, action.microbatch)):
             unit.early = _recompute(unit)
 
 
 class _Unit(random.CheckpointFunction):  # type: ignore[misc]
-    """Megatron's, whose backward uses what has been recomputed before, if it has."""
+    """Megatron's ``CheckpointFunction``, whose backward uses an early recomputation if any."""
 
     @staticmethod
     def forward(
@@ -104,7 +107,7 @@ class _Unit(random.CheckpointFunction):  # type: ignore[misc]
 
 
 def _recompute(unit: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return a unit's inputs, cut off from what made them, and its outputs."""
+    """Run a unit's forward again; return its detached inputs and its outputs."""
     random._set_checkpointing()
     with random._fork_rng():
         random._set_all_rng_states(*unit.rng_states)

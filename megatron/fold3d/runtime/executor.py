@@ -1,11 +1,11 @@
 """Run a plan over Megatron's model chunks: paper Algorithm 1, for any schedule.
 
-`Executor` stands where Megatron's schedule functions stand and calls Megatron's own
-``forward_step`` and ``backward_step``: loss scaling, recomputation, precision and models stay
-Megatron's. A plan decides when something is computed, never what.
+`Executor` replaces Megatron's schedule functions and calls Megatron's own ``forward_step`` and
+``backward_step``: loss scaling, recomputation, precision and models stay Megatron's. A plan decides
+when something is computed, never what.
 
-An action runs through the handler that the iteration's table has for its op, whatever features are
-on: `Feature` says how they fill the table.
+Each action runs through its op's handler in the iteration's table, whatever features are on.
+`Feature` says how they fill the table.
 """
 
 import logging
@@ -36,8 +36,8 @@ class Executor:
     It lives as long as the job; when it closes, so do its features.
 
     Args:
-        plans: what is to run, by the number of micro-batches.
-        features: what is on, the outermost first.
+        plans: the plans to run, by number of micro-batches.
+        features: the features that are on, outermost first.
     """
 
     def __init__(self, plans: Plans, features: Sequence[Feature]) -> None:
@@ -66,10 +66,10 @@ class Executor:
     ) -> list[Any]:
         """Train or evaluate on one batch; the keywords are those of Megatron's schedules.
 
-        Of ``p2p_communicator`` only the pipeline group is used: the transfers are ours.
+        Of ``p2p_communicator`` only the pipeline's process group is used: the transfers are ours.
 
         Returns:
-            On the last pipeline rank what the loss function reports, one value per micro-batch.
+            On the last pipeline rank the loss function's reports, one per micro-batch; else empty.
         """
         chunks = model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
@@ -113,7 +113,7 @@ class Executor:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close the features, and let an error that no action explains say how far its rank was."""
+        """Close the features; add to an error outside of any action where this rank was."""
         ends = ExitStack()
         ends.push(self._explain)
         for feature in self._features:
@@ -146,7 +146,7 @@ class Executor:
                 feature.drain(iteration)
 
     def _announce(self, plan: Plan) -> None:
-        """At the first call, say what is going to run."""
+        """Log the plan at the first call."""
         if not self._is_announced and dist.get_rank() == 0:
             logger.info(
                 "plan of %s: %s ranks, %s segments, %s micro-batches, activations held by rank: %s",
@@ -165,7 +165,7 @@ class Executor:
 
 
 def _table(features: Sequence[Feature], iteration: Iteration, innermost: Handlers) -> Handlers:
-    """Return what runs each op: the innermost handlers, and what features put around them."""
+    """Return the handler of each op: the innermost ones, with the features' wrappers around."""
     table: dict[Op, Handler] = dict.fromkeys(Op, _refuse_action)
     table |= innermost
     for feature in reversed(features):
@@ -178,7 +178,7 @@ def _refuse_action(action: Action) -> None:
 
 
 def _closing(feature: Feature) -> Callable[..., None]:
-    """Return what closes a feature at the end of a ``with``; leaving the process is no error."""
+    """Return an exit callback that closes a feature; `SystemExit` does not count as an error."""
 
     def close(_: object, error: BaseException | None, __: object) -> None:
         feature.close(None if isinstance(error, SystemExit) else error)
@@ -187,7 +187,7 @@ def _closing(feature: Feature) -> Callable[..., None]:
 
 
 def _refuse(config: Any) -> None:
-    """Refuse what has no flag and can only come from code that builds the model's configuration."""
+    """Refuse options without a flag, which only code that builds the configuration can set."""
     if config.variable_seq_lengths:
         raise ValueError(
             "variable_seq_lengths: transfers are posted before a shape could arrive; "
@@ -203,7 +203,7 @@ def _refuse(config: Any) -> None:
 def _shapes(
     sizes: Mapping[str, Any], config: Any, groups: Any, adjust: Callable[..., Any] | None
 ) -> dict[Op, Sequence[int]]:
-    """What a rank receives, as Megatron has it: ``[seq, batch, hidden]``, seq split by CP, SP."""
+    """Return the shapes of received tensors: ``[seq, batch, hidden]``, seq split by CP and SP."""
     received, sent = (
         get_tensor_shapes(**sizes, config=config, tp_group=groups.tp, cp_group=groups.cp)
         for _ in range(2)
@@ -215,7 +215,7 @@ def _shapes(
 
 @contextmanager
 def _timed(config: Any) -> Iterator[None]:
-    """Megatron's timer around the whole iteration, as its own schedules have it."""
+    """Run Megatron's ``forward-backward`` timer around an iteration, as its own schedules do."""
     if config.timers is None:
         yield
         return

@@ -1,8 +1,8 @@
-"""What a capability adds to the executor, and the iteration that it takes part in.
+"""`Feature`: what a capability adds to the executor; `Iteration`: what it takes part in.
 
 The executor keeps a table of handlers by op, made anew for each iteration. Features fill it, from
-the innermost outwards: each is given the table so far, and returns handlers for ops of its own and
-wrappers around those of others. What is off is not in the list, and nothing asks for it.
+the innermost outwards: each receives the table so far, and returns handlers of its own ops and
+wrappers around the handlers of others. A feature that is off is not in the list.
 
         features      [preemption, transfers, trace, grad sync, weight grads, offload]
                         outermost ──────────────────────────────────────> innermost
@@ -46,15 +46,15 @@ class Iteration:
         pp_group: the pipeline's.
         trains: False for an evaluation, which has forwards alone.
         shapes: of what a rank receives, by op: ``[seq, batch, hidden]``.
-        force_all_reduce: Megatron's, for its last sums of gradients.
+        force_all_reduce: Megatron's, for ``finalize_model_grads``.
         ends: closes when the iteration ends, also after an error.
-        saved: input and output of each forward that waits for its backward.
-        inputs: arrived, not computed with yet.
-        outputs: computed, not sent yet.
-        output_grads: arrived, not computed with yet.
-        input_grads: computed, not sent yet.
-        num_tokens: over which Megatron averages the loss.
-        reports: what the loss function reports, one value per micro-batch.
+        saved: input and output of each forward whose backward has not run.
+        inputs: received and not used yet.
+        outputs: computed and not sent yet.
+        output_grads: received and not used yet.
+        input_grads: computed and not sent yet.
+        num_tokens: the number of tokens over which Megatron averages the loss.
+        reports: the loss function's reports, one per micro-batch.
     """
 
     rank: int
@@ -80,12 +80,12 @@ class Iteration:
 
     @property
     def program(self) -> Program:
-        """Return what this rank runs."""
+        """The actions of this rank, in order."""
         return self.plan.programs[self.rank]
 
     @property
     def hidden_bytes(self) -> int:
-        """Return the bytes of one hidden state, which is what a transfer carries."""
+        """The bytes of one hidden state, which is what a transfer carries."""
         num_elements = torch.Size(self.shapes[Op.RECV_F]).numel()
         return int(num_elements * self.config.pipeline_dtype.itemsize)
 
@@ -95,34 +95,34 @@ class Iteration:
 
 
 class Feature:
-    """One capability of the executor. A subclass overrides what it needs of this.
+    """One capability of the executor. A subclass overrides the methods it needs.
 
     Attributes:
-        preparing: where a rank is that fails in `prepare`.
-        draining: where a rank is that fails in `drain`.
+        preparing: what an error in `prepare` says the rank was at.
+        draining: what an error in `drain` says the rank was at.
     """
 
     preparing = "the beginning of an iteration"
     draining = "the end of its program"
 
     def revise_plan(self, plan: Plan, rank: int) -> Plan:
-        """Return the plan of a training iteration as this feature wants it on ``rank``."""
+        """Return the plan of a training iteration with this feature's changes for ``rank``."""
         return plan
 
     def prepare(self, iteration: Iteration) -> None:
-        """Get ready for an iteration; outermost features first, on all ranks together."""
+        """Prepare for an iteration; outermost features first, on all ranks together."""
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
-        """Return what runs the ops that this feature handles.
+        """Return the handlers of this feature, by op.
 
         Args:
-            iteration: that is about to run.
-            inner: what runs each op so far; a handler that wraps another calls it.
+            iteration: the iteration that is about to run.
+            inner: the handler of each op so far; a handler that wraps another calls it.
         """
         return {}
 
     def drain(self, iteration: Iteration) -> None:
-        """End what the program has left under way; innermost features first."""
+        """Finish what the program has left in flight; innermost features first."""
 
     def close(self, error: BaseException | None) -> None:
         """End the run, after an ``error`` or without; innermost features first."""

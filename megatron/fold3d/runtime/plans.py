@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class Plans:
-    """Verified plans of one configuration, kept once they are made.
+    """Verified plans of one configuration, cached once they are made.
 
     Attributes:
-        latest: the one that trained last; what leaves the device in it is its own rank's choice.
-        fixes_offload: whether the user's plan itself says what leaves the device, and when.
+        latest: the plan of the latest training iteration, with the offloads that this rank chose.
+        fixes_offload: whether the user's plan has OFFLOAD actions of its own.
     """
 
     def __init__(self, config: Fold3DConfig) -> None:
@@ -38,8 +38,8 @@ class Plans:
         """Return the plan of a training iteration.
 
         Args:
-            num_microbatches: of it.
-            offloaded: which activations of each rank leave the device; by default all.
+            num_microbatches: of the iteration.
+            offloaded: which activations of each rank are offloaded; by default all.
 
         Raises:
             PlanError: no plan of this size can run, or the user's plan has another size.
@@ -48,10 +48,11 @@ class Plans:
         return self.latest
 
     def evaluation(self, num_microbatches: int) -> Plan:
-        """Return a plan of forwards alone.
+        """Return a plan of forwards only.
 
-        Its order is the interleaved one, whatever trains: a group of p micro-batches passes all
-        segments before the next, so that rank 0 buffers as few of the last rank's as possible.
+        Its order is the interleaved one, whatever schedule trains. A group of p micro-batches
+        passes all segments before the next group, so rank 0 buffers as few of the last rank's
+        outputs as possible.
         """
         return self._get(num_microbatches, self._evaluation_order)
 
@@ -72,7 +73,7 @@ class Plans:
         return self._made[key]
 
     def _options(self, order: Plan, offloaded: "OffloadChoice | None") -> Options:
-        """What training adds to an order; nothing is trained, offloaded or gathered without `B`."""
+        """Return the passes' options for an order; an order without backwards has none."""
         config = self._config
         if not order.has(Op.BACKWARD):
             return Options()
