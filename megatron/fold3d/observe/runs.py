@@ -95,8 +95,8 @@ def speed_ratio(first: Run, second: Run, warmup: int) -> Ratio:
 
     If a line does not give its number of samples, all iterations count as equally large.
 
-    Medians are compared. The interval is where 95% of them fall when iterations are drawn again
-    with replacement: it knows how iterations of one run scatter, not how two runs of one job do.
+    The ratio is of medians. The interval is a 95% bootstrap over iterations: it covers the scatter
+    within a run, not the scatter between two runs of one job.
     """
     timed = [[row for row in run.iterations if row.number > warmup] for run in (first, second)]
     sized = all(row.batch_size for rows in timed for row in rows)
