@@ -1,1 +1,1 @@
-"""The sub-commands of `fold3d`, a file each: what it says about itself, its options, its run."""
+"""The sub-commands of `fold3d`, one file each: its help text, its options, and its run."""

@@ -85,7 +85,7 @@ def run(args: Namespace) -> int:
 
 
 def _names(first: Path, second: Path) -> tuple[str, str]:
-    """What the runs' paths have for themselves."""
+    """Return the parts in which the runs' paths differ."""
     a, b = first.resolve().with_suffix("").parts, second.resolve().with_suffix("").parts
     while a != b and len(a) > 1 and len(b) > 1 and a[-1] == b[-1]:
         a, b = a[:-1], b[:-1]
@@ -93,7 +93,7 @@ def _names(first: Path, second: Path) -> tuple[str, str]:
 
 
 def _ratio(runs: Sequence[Run], warmup: int) -> Ratio | None:
-    """How many times as fast the second is; None where one of them has no log."""
+    """How many times as fast the second run is; None if either has no log."""
     if not all(run.iterations for run in runs):
         return None
     for run in runs:
@@ -148,7 +148,7 @@ def _loss_lines(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _reached(runs: Sequence[Run]) -> tuple[float, tuple[float, float]] | None:
-    """The lowest loss that both came to, and when each did."""
+    """The lowest loss that both runs reached, and when each did."""
     curves = [run.loss_over_time() for run in runs]
     if not all(curves):
         return None
@@ -185,7 +185,7 @@ def _exposure(run: Run) -> Exposure | None:
 
 
 def _speed(run: Run, warmup: int) -> dict[str, float | None]:
-    """Means over the iterations that count; None for what the log does not tell."""
+    """Means over the iterations after warm-up; None for what the log does not say."""
     rows = [row for row in run.iterations if row.number > warmup]
     samples = [row.batch_size for row in rows if row.batch_size is not None]
     tflops = [row.tflops for row in rows if row.tflops is not None]
@@ -215,7 +215,7 @@ def _losses_svg(runs: Sequence[Run]) -> str:
 
 
 def _timelines_svg(runs: Sequence[Run]) -> str:
-    """Draw as much of both as one steady iteration of the slower takes, and a little more."""
+    """Draw both for the time of one steady iteration of the slower run, and a little more."""
     timelines = [run.timeline for run in runs if run.timeline is not None]
     if len(timelines) < len(runs):
         raise ValueError(f"--timelines: no trace of {_traceless(runs)}; train with --trace DIR")

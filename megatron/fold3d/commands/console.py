@@ -10,7 +10,7 @@ OK, REJECTED = 0, 1
 
 
 def write(text: str) -> None:
-    """Write to stdout; a reader that has seen enough (``| head``) is no error."""
+    """Write to stdout; a reader that closes the pipe (``| head``) is not an error."""
     try:
         print(text, end="", flush=True)  # noqa: T201
     except BrokenPipeError:

@@ -59,7 +59,7 @@ def add_cost_options(parser: ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What is known beside the costs when they are those of a model on a cluster."""
+    """What is known beside the costs when these come from a model on a cluster."""
 
     shape: ModelShape
     cluster: Cluster
@@ -76,7 +76,7 @@ class Hardware:
         return _peaks(timeline, self.footprint)
 
     def nearest_fit(self, timeline: Timeline) -> str:
-        """Return how to make a run that is too large for the GPUs' memory fit."""
+        """Return what would make a run fit that exceeds the GPUs' memory."""
         ranks, stages = timeline.num_ranks, timeline.num_ranks * timeline.num_segments
         for recompute in ("selective", "full"):
             setup = replace(self.setup, recompute=recompute)
@@ -94,7 +94,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Costs, and on which hardware if they are of any."""
+    """Costs, and the hardware that they are of, if any."""
 
     costs: Costs
     nic_of_rank: tuple[int, ...] | None = None
@@ -146,7 +146,7 @@ def costs_from(path: Path, plan: Plan) -> Costs:
     """Return the costs in a file, those of a plan's stages.
 
     Raises:
-        ValueError: they are not; the message begins with the path.
+        ValueError: the file holds no such costs; the message begins with the path.
         OSError: it cannot be read.
     """
     text = read_text(path)

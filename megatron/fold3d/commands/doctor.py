@@ -26,11 +26,11 @@ examples:
 
 exit code: 0 ready, 1 something has to be fixed"""
 
-# A torch that does not fit its machine may die at import, which then is one more finding.
+# A torch that does not fit its machine may crash at import; that is then one more finding.
 _PROBE = (sys.executable, "-m", "megatron.fold3d.training.installation_facts")
 _PROBE_S = 600.0
 _NEEDED = ("torch", "megatron-core", "namespace")  # without these there is nothing to probe
-_SLOW_LINK = 4.0  # times as slow as the median one
+_SLOW_LINK = 4.0  # times as slow as the median link
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -116,7 +116,7 @@ def run(args: Namespace) -> int:
     """Print what is predicted; returns the exit code."""
     name, compute = _plan(args)
     try:
-        if args.plan_file:  # what a schedule generates is known to run
+        if args.plan_file:  # a generated schedule is known to run
             verify(compute)
     except PlanError as error:
         complain(f"{name}: {error}")
@@ -186,10 +186,10 @@ def _plan(args: Namespace) -> tuple[str, Plan]:
 def _auto_ahead(
     args: Namespace, source: Source, simulated: Callable[[Plan], tuple[Plan, Timeline]]
 ) -> tuple[str, Plan, Timeline]:
-    """Return the name, plan and timeline of the fastest number of forwards ahead, the least such.
+    """Return the name, plan and timeline of the fastest number of forwards ahead, or the least.
 
-    Of those that the GPUs' memory has room for, if it is known; of all, if that is none. What more
-    than hides transfers can still help while the pipeline fills, on a link that is shared.
+    Only numbers that fit the GPUs' memory count, if it is known and any fits. More forwards than
+    hide the transfers can still help while the pipeline fills, on a link that is shared.
     """
     segments = 1 if args.segments is None else args.segments
     last = range((segments - 1) * args.pp, segments * args.pp)
@@ -229,7 +229,7 @@ def _grad_sync(args: Namespace) -> str | None:
 
 
 def _check_device(args: Namespace, grad_sync: str | None) -> None:
-    """Refuse what GPUs with shared queues do not do."""
+    """Refuse options that GPUs with shared queues do not support."""
     connections, launches = args.cuda_connections, args.grad_sync_launches
     if launches is not None and connections is None:
         raise ValueError(

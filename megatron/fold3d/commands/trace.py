@@ -119,7 +119,7 @@ def _check(args: Namespace) -> None:
 
 
 def _measured(timeline: Timeline, ranks: Sequence[RankTrace], args: Namespace) -> Breakdown:
-    """The row of the measured pipeline; bytes are the most of all ranks of the run."""
+    """The row of the measured pipeline; bytes are the maximum over all ranks of the run."""
     row = _row(timeline)
     iterations = [iteration for rank in ranks for iteration in rank.iterations]
     device = [i.gpu_memory_bytes for i in iterations if i.gpu_memory_bytes is not None]
@@ -145,7 +145,7 @@ def _measured(timeline: Timeline, ranks: Sequence[RankTrace], args: Namespace) -
 
 
 def _counted(iterations: Sequence[IterationTrace], name: str) -> list[float]:
-    """What the ranks have counted under a name, one number per iteration."""
+    """The ranks' counter of this name, one number per iteration."""
     return [iteration.counts[name] for iteration in iterations if name in iteration.counts]
 
 
@@ -155,7 +155,7 @@ def _row(timeline: Timeline) -> Breakdown:
 
 
 def _simulated(timeline: Timeline, chosen: Sequence[RankTrace], costs: Path | None) -> Timeline:
-    """Simulate the plan that ran, or the order that was seen where Megatron chose it."""
+    """Simulate the plan that ran or, under Megatron's own schedule, the order that was observed."""
     if chosen[0].plan:
         plan = Plan.from_text(chosen[0].plan)
         if not any(map(deferred_stages, plan.programs)):

@@ -35,7 +35,7 @@ def training_flags(shape: ModelShape, cluster: Cluster, candidate: Candidate) ->
 
 
 def _split(candidate: Candidate) -> Iterator[str]:
-    """Sizes and what is recomputed."""
+    """Yield the parallel sizes and the recomputation."""
     setup = candidate.setup
     yield f"--tensor-model-parallel-size {setup.tensor_parallel}"
     yield f"--pipeline-model-parallel-size {candidate.num_ranks}"
@@ -51,7 +51,7 @@ def _split(candidate: Candidate) -> Iterator[str]:
 
 
 def _schedule(candidate: Candidate) -> Iterator[str]:
-    """The order, and what overlaps it."""
+    """Yield the schedule, and what overlaps with it."""
     if candidate.layers:
         yield f"--pipeline-model-parallel-layout {_layout(candidate.layers)}"
     if not candidate.is_stock:

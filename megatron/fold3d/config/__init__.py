@@ -1,1 +1,1 @@
-"""OUR FLAGS: what each feature takes, checks and refuses, and one frozen configuration."""
+"""OUR FLAGS: the arguments of each feature, their rules, and one frozen configuration."""

@@ -1,4 +1,4 @@
-"""The type of what ``ArgumentParser.add_argument_group`` returns, which argparse keeps private."""
+"""The return type of ``ArgumentParser.add_argument_group``, which argparse keeps private."""
 
 from argparse import _ArgumentGroup as ArgumentGroup
 

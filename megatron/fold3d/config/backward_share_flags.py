@@ -1,7 +1,7 @@
 """``--backward-share``: the flag, and what it cannot be combined with.
 
 With it, optimizer steps reach into the next iteration. That is exact as long as nothing needs all
-gradients before the first step, and nobody reads parameters or gradients between iterations.
+gradients before the first step, and nothing reads parameters or gradients between iterations.
 """
 
 from argparse import ArgumentTypeError, Namespace
@@ -37,7 +37,7 @@ def share_or_auto(text: str) -> float | str:
 
 
 def first_share(args: Namespace) -> float | None:
-    """Return the share that a run begins with; auto replaces it once times are measured."""
+    """Return the share that a run begins with; ``auto`` replaces it once times are measured."""
     if args.backward_share != AUTO:
         share: float | None = args.backward_share
         return share
@@ -48,7 +48,7 @@ def first_share(args: Namespace) -> float | None:
 
 
 def share_problems(args: Namespace, schedule: str) -> Iterator[str]:
-    """Yield found, rule and fix of all that is in the way of ``--backward-share``."""
+    """Yield one message (found, rule, fix) per setting ``--backward-share`` cannot run with."""
     share, slice_bytes = args.backward_share, args.dp_slice_bytes
     if slice_bytes is not None and slice_bytes < _SMALLEST_SLICE:
         yield (

@@ -1,7 +1,7 @@
-"""Our flags, and the frozen configuration that they and Megatron's become.
+"""Our flags, and the frozen configuration made of them and Megatron's.
 
-Each feature's file holds its flags, what they mean, and what they cannot be combined with; here
-they are put together. Nothing in this room imports torch or Megatron, touches a device or makes a
+Each feature's file holds its flags, what they mean, and what they cannot be combined with; this
+file puts them together. Nothing in this room imports torch or Megatron, touches a device or makes a
 process group: a run that cannot work ends here, within milliseconds, with every reason at once.
 """
 
@@ -43,7 +43,7 @@ from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES, LastSegment
 
 Device = Literal["cuda", "cpu"]
 
-# A slice has to take much longer than to start it, and much less than an activation's transfer.
+# A slice has to take much longer than its launch, and much less than an activation's transfer.
 SLICE_BYTES: dict[Device, int] = {"cuda": 8 << 20, "cpu": 1 << 19}
 
 _FLAGS_OF_FEATURES = (
@@ -80,7 +80,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def megatron_defaults(args: Namespace) -> dict[str, Any]:
-    """Return what our flags in ``args`` make of Megatron's: the ``args_defaults`` of its parser.
+    """Return the values that our flags give to Megatron's: the ``args_defaults`` of its parser.
 
     A launcher parses, configures, and lets Megatron parse again and validate::
 
@@ -103,14 +103,15 @@ class Fold3DConfig:
         num_ranks: pipeline ranks: Megatron's ``--pipeline-model-parallel-size``.
         num_segments: model chunks per pipeline rank, from whichever flag says so.
         aiao_last_segment: how ``aiao`` runs its last segment.
-        backward_share: share of DP.sync that starts with backward; the rest, and what is left of
-            that, runs in the next iteration. None ends it with the iteration.
-        auto_share: whether measured times replace it.
-        dp_slice_bytes: how many bytes of gradients such a run reduces at once.
-        auto_slices: whether preemption may choose less.
-        delay_weight_grads: the segments whose weight gradients are apart from their backwards;
-            unless the order itself says where, they follow all of these.
-        forwards_ahead: how far 1F1B runs ahead, for each rank behind; None is the schedule's own.
+        backward_share: share of DP.sync, from 0 to 1, that starts during the backwards; the rest,
+            and what they do not hide, runs in the next iteration. None ends DP.sync with the
+            iteration.
+        auto_share: whether measured times replace ``backward_share``.
+        dp_slice_bytes: bytes of gradients that a deferring run reduces at once.
+        auto_slices: whether preemption may choose smaller slices.
+        delay_weight_grads: the segments whose weight gradients are split from their backwards;
+            unless the order itself places them, they follow all backwards.
+        forwards_ahead: forwards that 1F1B runs ahead per rank behind; None is the schedule's own.
         recompute_early: the stages that recompute before their gradients arrive.
         clips_or_scales: whether Megatron may clip gradients, or skip a step over their norm or a
             loss scale.
@@ -120,12 +121,13 @@ class Fold3DConfig:
         gathers_params: whether the plan gathers parameters that are updated in shards.
         preemptive_comm: whether transfers between pipeline ranks go before DP.sync.
         pp_traffic_class: marks PP.sync's packets.
-        dp_traffic_class: marks DP.sync's.
+        dp_traffic_class: marks DP.sync's packets.
         device: what Megatron trains on.
         offload_activations: whether saved activations go to host memory.
         lazy_inter_segment: whether transfers between segments wait in host memory.
-        offload_everything: also what is saved without recomputation.
-        saved_bytes: by one micro-batch's forward of a stage, as far as known; 0 if it is not.
+        offload_everything: whether all large saved tensors are offloaded, not only those that
+            recomputation starts from.
+        saved_bytes: a lower bound on what one micro-batch's forward of a stage saves; 0 if unknown.
         microbatch_group_size: micro-batches per group of ``interleaved``; None is one per rank.
         distributed_timeout_minutes: how long a transfer may take before the job ends.
     """
@@ -178,7 +180,7 @@ class Fold3DConfig:
                 "--yaml-cfg: Megatron then ignores the command line and with it --schedule, "
                 "--segments and --device; give the options as flags"
             )
-        if problems := [*size_problems(args)]:  # with which the others cannot be looked for
+        if problems := [*size_problems(args)]:  # the other rules divide by these sizes
             raise ValueError("\n".join(problems))
         schedule, segments = schedule_of(args), num_segments(args)
         problems = [
@@ -229,6 +231,6 @@ class Fold3DConfig:
 
 
 def _clips_or_scales(args: Namespace) -> bool:
-    # Megatron 0.19.2 has no flag for the threshold; whatever else sets the attribute is obeyed.
+    # Megatron 0.19.2 has no flag for the threshold; an attribute set in another way is obeyed.
     skips = math.isfinite(getattr(args, "grad_norm_skip_threshold", math.inf))
     return bool(args.clip_grad > 0 or skips or args.fp16 or args.loss_scale)

@@ -1,11 +1,11 @@
-"""How Megatron splits a model's layers over pipeline ranks, and into how many segments each."""
+"""How Megatron splits a model's layers over pipeline ranks, and each rank's into segments."""
 
 from argparse import Namespace
 from math import gcd
 
 
 def num_layers(args: Namespace) -> int:
-    """Return the layers that are split over ranks; 0 as long as only a checkpoint knows."""
+    """Return the number of layers that are split over ranks; 0 if only a checkpoint knows it."""
     layers = args.num_layers or args.encoder_num_layers
     if not layers:
         return 0
@@ -14,9 +14,9 @@ def num_layers(args: Namespace) -> int:
 
 
 def layers_per_rank(args: Namespace) -> tuple[int, ...]:
-    """Return the numbers of layers that ranks hold: the first's and the last's if they differ.
+    """Return the layer counts that ranks have: the first and the last rank may have their own.
 
-    Empty if the layers cannot be split evenly, or leave a rank without any.
+    The result is empty if the layers cannot be split evenly, or leave a rank without any.
     """
     ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
     per_rank = [layers for layers in ends if layers is not None]
@@ -34,7 +34,7 @@ def fitting_segments(args: Namespace) -> tuple[int, ...]:
 
 
 def uneven_ranks(args: Namespace) -> str:
-    """Return found, rule and fix of layers that ranks cannot share evenly, or that are too few."""
+    """Return the message (found, rule, fix) for layers that are too few, or do not divide."""
     ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
     rest = num_layers(args) - sum(layers for layers in ends if layers is not None)
     return (

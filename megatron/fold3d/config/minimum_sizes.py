@@ -1,4 +1,4 @@
-"""Sizes that are one at least: with less, Megatron divides by zero or trains nothing."""
+"""Sizes that must be at least one: with less, Megatron divides by zero or trains nothing."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ _SIZES = (
 
 
 def size_problems(args: Namespace) -> Iterator[str]:
-    """Yield found, rule and fix of each size below one; one that is not given is none."""
+    """Yield one message (found, rule, fix) for each given size below one."""
     for name in _SIZES:
         if (size := getattr(args, name, None)) is not None and size < 1:
             yield f"--{name.replace('_', '-')} {size}: it is at least one; give another number"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from megatron.fold3d.config.argument_group import ArgumentGroup
 
 # With --preemptive-comm one thread starts what is ready while another runs ahead on the compute
-# stream, and every rank's gate has its own timing: whatever makes the device wait in the order of
-# launches lets ranks wait for each other in a circle.
+# stream, and every rank's gate has its own timing. So a setting that makes the device keep the
+# order of launches can deadlock ranks.
 _UNSAFE = {
     "CUDA_DEVICE_MAX_CONNECTIONS": (
         "streams share one queue, in which a send that another rank needs may stand behind what "
@@ -31,7 +31,7 @@ _CLASSES = range(256)
 
 
 def add_traffic_class_flags(group: ArgumentGroup) -> None:
-    """Add the marks of NCCL's packets."""
+    """Add the flags that mark NCCL's packets with traffic classes."""
     for groups in ("pp", "dp"):
         group.add_argument(
             f"--{groups}-traffic-class",
@@ -43,14 +43,14 @@ def add_traffic_class_flags(group: ArgumentGroup) -> None:
 
 
 def launch_problems() -> Iterator[str]:
-    """Yield found, rule and fix of each setting with which ``--preemptive-comm`` may hang."""
+    """Yield one message (found, rule, fix) per setting that may hang ``--preemptive-comm``."""
     for name, (rule, fix) in _UNSAFE.items():
         if os.environ.get(name) == "1":
             yield f"{name}=1 with --preemptive-comm: {rule}; {fix}"
 
 
 def traffic_class_problems(args: Namespace) -> Iterator[str]:
-    """Yield what is in the way of ``--pp-traffic-class`` and ``--dp-traffic-class``."""
+    """Yield the problems of ``--pp-traffic-class`` and ``--dp-traffic-class``."""
     given = {
         "--pp-traffic-class": args.pp_traffic_class,
         "--dp-traffic-class": args.dp_traffic_class,

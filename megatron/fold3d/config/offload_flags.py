@@ -11,7 +11,7 @@ Offload = Literal["off", "auto", "on"]
 
 
 def add_offload_flags(group: ArgumentGroup) -> None:
-    """Add what sends activations to host memory, and transfers through it."""
+    """Add the flags that send activations to host memory, and transfers through it."""
     group.add_argument(
         "--offload-activations",
         choices=get_args(Offload),
@@ -29,20 +29,21 @@ def add_offload_flags(group: ArgumentGroup) -> None:
 
 
 def offloads_everything(args: Namespace) -> bool:
-    """Tell whether all large saved tensors leave, or only what recomputation starts from.
+    """Tell whether all large saved tensors are offloaded, or only what recomputation starts from.
 
-    A hook of autograd's hands back a weight without the marks that Megatron's fused weight gradient
-    looks for. With that kernel hooks stay away from weights, and so from most of a forward.
+    Autograd's saved-tensor hooks return a weight without the attributes that Megatron's fused
+    weight-gradient kernel looks for. With that kernel the hooks therefore skip weights, and so most
+    of a forward.
     """
     return args.offload_activations == "on" and not args.gradient_accumulation_fusion
 
 
 def saved_bytes(args: Namespace, num_segments: int) -> int:
-    """Return what one micro-batch's forward of a stage saves and sends to the host, or less.
+    """Return a lower bound on the bytes that one micro-batch's forward of a stage offloads.
 
-    Some of it is known before anything has run where layers are split evenly: one hidden state
-    for each layer, or group of layers, that full recomputation starts from, and each layer's input
-    where all large saved tensors leave. 0 where it is not.
+    Where layers are split evenly, some of them are known before anything has run: with full
+    recomputation one hidden state per layer, or group of layers, and each layer's input where all
+    large saved tensors are offloaded. Otherwise it is 0.
     """
     sizes = (args.num_layers, args.seq_length, args.micro_batch_size, args.hidden_size)
     per_rank = layers_per_rank(args) if args.num_layers else ()
@@ -68,7 +69,7 @@ def saved_bytes(args: Namespace, num_segments: int) -> int:
 
 
 def offload_problems(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
-    """Yield found, rule and fix of what is in the way of offloading."""
+    """Yield one message (found, rule, fix) for each setting that offloading cannot run with."""
     if args.lazy_inter_segment and schedule == "stock":
         yield "--lazy-inter-segment with --schedule stock: it sends itself; give --schedule aiao"
     elif args.lazy_inter_segment and num_segments == 1:
@@ -90,7 +91,7 @@ def offload_problems(args: Namespace, schedule: str, num_segments: int) -> Itera
             "that they were cut from, which have left; use --sequence-parallel, which saves "
             "shards of its own"
         )
-    # Megatron's validation turns the short form into the long one, and takes it out.
+    # Megatron's validation replaces the short form by the long one and deletes its attribute.
     recomputes = args.recompute_granularity or getattr(args, "recompute_activations", False)
     if not recomputes and not offloads_everything(args):
         yield (

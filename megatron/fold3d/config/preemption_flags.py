@@ -8,7 +8,7 @@ from megatron.fold3d.config.nccl_settings import launch_problems
 
 
 def add_preemption_flags(group: ArgumentGroup) -> None:
-    """Add ``--preemptive-comm``, and the slices that it and a backward share cut."""
+    """Add ``--preemptive-comm``, and the size of the slices that it and a backward share use."""
     group.add_argument(
         "--preemptive-comm",
         action="store_true",
@@ -26,7 +26,7 @@ def add_preemption_flags(group: ArgumentGroup) -> None:
 
 
 def preemption_problems(args: Namespace, schedule: str) -> Iterator[str]:
-    """Yield found, rule and fix of all that is in the way of ``--preemptive-comm``."""
+    """Yield one message (found, rule, fix) per setting ``--preemptive-comm`` cannot run with."""
     if not args.preemptive_comm:
         return
     if schedule == "stock":

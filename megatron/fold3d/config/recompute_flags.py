@@ -51,7 +51,7 @@ def stages_of(named: tuple[int, ...] | str | None, num_stages: int) -> tuple[int
 
 
 def recompute_problems(args: Namespace, schedule: str, num_stages: int) -> Iterator[str]:
-    """Yield found, rule and fix of all that is in the way of ``--recompute-early``."""
+    """Yield one message (found, rule, fix) per setting ``--recompute-early`` cannot run with."""
     if args.recompute_early is None:
         return
     found = spelled_stages(args.recompute_early)

@@ -1,7 +1,7 @@
 """The options of Megatron that cannot work with a schedule of ours, one row each.
 
 A row names the attribute that its flag sets in Megatron's namespace; a test looks each up in the
-installed Megatron's parser. ``stock`` is Megatron's own schedule and is refused nothing.
+installed Megatron's parser. ``stock`` is Megatron's own schedule, and works with every option.
 """
 
 from argparse import Namespace
@@ -42,7 +42,7 @@ class Refusal:
 
 
 def refusals(args: Namespace, schedule: str) -> Iterator[str]:
-    """Yield found, rule and fix of each option in ``args`` that cannot work with ``schedule``."""
+    """Yield one message (found, rule, fix) per option in ``args`` that ``schedule`` refuses."""
     for row in REFUSALS:
         if row.applies(args, schedule):
             found = spelled(row.flag, getattr(args, row.attribute))
@@ -83,7 +83,7 @@ def _group_below_ranks(args: Namespace) -> bool:
 
 
 def _shards_layers(args: Namespace) -> bool:
-    # Validation puts one attribute in the place of the other.
+    # Validation replaces one attribute by the other.
     sharded = args.use_distributed_optimizer or getattr(
         args, "use_layer_wise_distributed_optimizer", False
     )

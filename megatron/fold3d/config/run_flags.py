@@ -1,7 +1,7 @@
-"""What a training run needs, and what Megatron would miss only when it has built half of the run.
+"""Check what a training run needs before Megatron does.
 
-Megatron looks for these when it uses them: with process groups, a model and data already there, and
-with a traceback on every rank.
+Megatron looks for these only when it uses them: after it has made process groups, a model and data,
+and with a traceback on every rank.
 """
 
 import math
@@ -26,13 +26,13 @@ _FROM_VOCABULARY = ("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPiece
 
 
 def run_problems(args: Namespace) -> Iterator[str]:
-    """Yield found, rule and fix of all that a run lacks, or that ends it soon.
+    """Yield one message (found, rule, fix) for each thing that a run lacks or would soon fail on.
 
     Args:
         args: Megatron's namespace, as parsed.
     """
     if any(size_problems(args)):
-        return  # said already, and the rest divides by them
+        return  # already reported, and the other rules divide by them
     yield from _missing(args)
     yield from _tokenizer(args)
     yield from _clashes(args)
@@ -88,12 +88,12 @@ def _tokenizer(args: Namespace) -> Iterator[str]:
 
 
 def _is_path(name: str | None) -> bool:
-    """Tell a path from a model's name at a hub."""
+    """Tell whether this is a path, rather than a model's name on a hub."""
     return name is not None and name.startswith(("/", "./", "../", "~"))
 
 
 def _clashes(args: Namespace) -> Iterator[str]:
-    """Yield flags that do not go with one another, or with what is installed."""
+    """Yield flags that cannot be combined, or that lack an installed package."""
     if args.bf16 and args.fp16:
         yield "--bf16 with --fp16: parameters have one precision; drop one of the two"
     heads, groups = args.num_attention_heads, args.num_query_groups
@@ -152,7 +152,7 @@ def _data(args: Namespace) -> Iterator[str]:
 
 
 def _is_split(text: str) -> bool:
-    """Tell whether Megatron finds shares in a text: it looks for digits and points alone."""
+    """Tell whether Megatron finds shares in a text: it looks for digits and points only."""
     try:
         shares = [float(share) for share in re.findall(r"[.0-9]+", text)]
     except ValueError:

@@ -1,6 +1,6 @@
-"""The folders that a run reads checkpoints from, and writes to.
+"""Check the folders that a run reads checkpoints from and writes to.
 
-Nothing is made here, and what a rank of another node sees is not looked at.
+No folder is made here, and only this node's view of the file system is checked.
 """
 
 import os
@@ -19,7 +19,7 @@ _WRITTEN = {
 
 
 def folder_problems(args: Namespace) -> Iterator[str]:
-    """Yield found, rule and fix of folders that cannot be what they are given as."""
+    """Yield one message (found, rule, fix) for each folder that cannot serve its flag."""
     if args.enable_msc:
         return  # paths may name objects of a store
     for name, holds in _WRITTEN.items():
@@ -35,10 +35,10 @@ def folder_problems(args: Namespace) -> Iterator[str]:
 
 
 def unwritable(flag: str, path: Path, holds: str) -> Iterator[str]:
-    """Yield why ``path`` cannot be a folder that is written to; it may have to be made.
+    """Yield why a run could not write to the folder ``path``, which need not exist yet.
 
     Args:
-        flag: that gives the path.
+        flag: the flag that gives the path.
         path: of the folder.
         holds: what is written there, in words.
     """
@@ -50,7 +50,7 @@ def unwritable(flag: str, path: Path, holds: str) -> Iterator[str]:
 
 
 def _checkpoint(args: Namespace) -> Iterator[str]:
-    """Yield why there is nothing to load where the flags say that there is."""
+    """Yield why a checkpoint that the flags ask for cannot be loaded."""
     flags = {"--load": args.load, "--pretrained-checkpoint": args.pretrained_checkpoint}
     folders = {flag: Path(path) for flag, path in flags.items() if path is not None}
     for flag, folder in folders.items():
@@ -96,7 +96,7 @@ def _checkpoint(args: Namespace) -> Iterator[str]:
 
 
 def _demands(args: Namespace) -> Iterator[str]:
-    """Yield the flags that make a checkpoint necessary."""
+    """Yield the flags that need a checkpoint."""
     if args.exit_on_missing_checkpoint:
         yield "--exit-on-missing-checkpoint"
     if args.pretrained_checkpoint is not None:

@@ -46,7 +46,7 @@ def schedule_of(args: Namespace) -> str:
 
 
 def schedule_problems(args: Namespace, schedule: str) -> Iterator[str]:
-    """Yield found, rule and fix of what is wrong with the order of computation."""
+    """Yield one message (found, rule, fix) for each problem with the order of computation."""
     if args.plan_file and args.schedule:
         yield (
             f"--plan-file {args.plan_file} with --schedule {args.schedule}: a plan is a schedule; "

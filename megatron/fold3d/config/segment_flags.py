@@ -47,12 +47,12 @@ def segments_or_auto(text: str) -> int | str:
 
 
 def _auto_problems(args: Namespace, schedule: str, virtual_stages: str | None) -> Iterator[str]:
-    """Yield found, rule and fix of all that is in the way of ``--segments auto``.
+    """Yield one message (found, rule, fix) per setting ``--segments auto`` cannot run with.
 
     Args:
         args: Megatron's namespace, as parsed.
-        schedule: that will run.
-        virtual_stages: the flag of Megatron's that gives them, if one does.
+        schedule: the schedule that will run.
+        virtual_stages: Megatron's flag that sets virtual stages, if one is given.
     """
     if schedule in ("stock", "plan-file", *ONE_SEGMENT_SCHEDULES):
         yield (
@@ -79,9 +79,9 @@ def virtual_stage_flag(args: Namespace) -> str | None:
 
 
 def num_segments(args: Namespace) -> int:
-    """Return the model chunks per rank as Megatron derived them, or as it will.
+    """Return the model chunks per rank as Megatron's validation derived them, or will.
 
-    0 as long as only a checkpoint knows: validation reads it.
+    It is 0 while only a checkpoint knows the number of layers: validation reads it.
     """
     if hasattr(args, "virtual_pipeline_model_parallel_size"):
         return int(args.virtual_pipeline_model_parallel_size or 1)

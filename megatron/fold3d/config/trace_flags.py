@@ -30,10 +30,10 @@ def add_trace_flags(group: ArgumentGroup) -> None:
 
 
 def iterations(text: str | None) -> range | None:
-    """Return the iterations that ``4-5`` or ``4`` stands for; None if it is not given.
+    """Return the iterations that ``4-5`` or ``4`` stands for; None if the flag is not given.
 
     Raises:
-        ValueError: it stands for none.
+        ValueError: the text stands for no iterations.
     """
     if text is None:
         return None
@@ -48,7 +48,7 @@ def iterations(text: str | None) -> range | None:
 
 
 def trace_problems(args: Namespace, schedule: str) -> Iterator[str]:
-    """Yield found, rule and fix of all that is in the way of ``--trace``."""
+    """Yield one message (found, rule, fix) for each setting that ``--trace`` cannot run with."""
     try:
         chosen = iterations(args.trace_iterations)
     except ValueError as error:

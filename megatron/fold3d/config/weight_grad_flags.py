@@ -1,6 +1,6 @@
-"""``--delay-weight-grads``: the flag, and what a backward that is split in two cannot go with.
+"""``--delay-weight-grads``: the flag, and what a split backward cannot be combined with.
 
-Schedules such as zb-h1 split it without that flag, and have the same limits.
+Schedules such as zb-h1 split the backward without that flag, and have the same limits.
 """
 
 from argparse import ArgumentTypeError, Namespace
@@ -34,12 +34,12 @@ def segment_list(text: str) -> tuple[int, ...]:
 
 
 def weight_grad_problems(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
-    """Yield found, rule and fix of all that is in the way of a backward that is split in two.
+    """Yield one message (found, rule, fix) per setting that a split backward cannot run with.
 
     Args:
         args: Megatron's namespace.
-        schedule: that will run.
-        num_segments: of a rank; 0 is not known yet.
+        schedule: the schedule that will run.
+        num_segments: of a rank; 0 if not known yet.
     """
     found = f"--delay-weight-grads {','.join(map(str, args.delay_weight_grads))}"
     if schedule in SPLIT_SCHEDULES:
@@ -55,7 +55,7 @@ def weight_grad_problems(args: Namespace, schedule: str, num_segments: int) -> I
         yield f"{found} with --schedule stock: only a plan has them apart; give --schedule aiao"
         return
     if schedule in SPLIT_SCHEDULES:
-        pass  # one segment, and that is checked elsewhere
+        pass  # these have one segment, which is checked elsewhere
     elif args.segments == "auto":  # not imported: its module brings the simulator along
         yield f"{found} with --segments auto: which segments that are is not known; give a number"
     elif num_segments and (

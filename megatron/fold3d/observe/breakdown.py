@@ -1,4 +1,4 @@
-"""A row of the paper's Table II for a timeline: where an iteration's time goes, what it takes."""
+"""A row of the paper's Table II for a timeline: the time of an iteration, memory and FLOP/s."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,11 +21,11 @@ _NOT_IN_THE_PAPER = ("optimizer_s", "copy_s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """One row: seconds of an iteration as means over ranks, and what is known beside them.
+    """One row: seconds of an iteration as means over ranks, and other known quantities.
 
     Attributes:
-        iteration: the mean of all ranks.
-        of_rank: each rank's own.
+        iteration: seconds, the mean over all ranks.
+        of_rank: each rank's own seconds.
         device_bytes: the most that any GPU held; None where there is none.
         host_bytes: the most that any process held.
         flops_per_gpu_s: the model's FLOPs over time and GPUs; None where they are not known.
@@ -49,7 +49,7 @@ class Breakdown:
 def exposure_of_ranks(timeline: Timeline) -> tuple[Exposure, ...]:
     """Return, for each rank, where its time went: the mean of all iterations but the first.
 
-    An iteration counts from the end of the one before; the first is all there is of a single one.
+    An iteration counts from the end of the previous one. A run of one iteration counts that one.
     """
     count = min(len(timeline.iteration_ends_s(rank)) for rank in range(timeline.num_ranks))
     rows = [exposure(timeline, iteration) for iteration in range(min(1, count - 1), count)]
@@ -67,5 +67,5 @@ def shown_columns(*rows: Exposure) -> list[str]:
 
 
 def seconds_of(row: Exposure, shown: Sequence[str]) -> list[float]:
-    """Return the seconds of these fields, and the whole iteration's at the end."""
+    """Return the seconds of these fields, followed by those of the whole iteration."""
     return [*(getattr(row, name) for name in shown), row.total_s]

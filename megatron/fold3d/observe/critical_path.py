@@ -1,9 +1,10 @@
 """The critical path: the chain of work and transfers that made a timeline as long as it is.
 
-Found from the end backwards. A computation was held up by whatever ended last of the action before
-it on its rank, its message and its reload; a message by the computation that it is the result of;
-a wait for DP.sync by that DP.sync. The steps follow each other without a gap, so their durations
-add up to the makespan; where nothing held it up, a step has idle time of its own.
+It is found from the end backwards. A computation was held up by the last to end of three: the
+previous action on its rank, its message, and its reload. A message was held up by the computation
+that it is the result of, and a wait for DP.sync by that DP.sync. The steps follow each other
+without a gap, so their durations add up to the makespan; a step that nothing held up includes its
+idle time.
 """
 
 from bisect import bisect_right
@@ -17,14 +18,15 @@ from megatron.fold3d.observe.messages import message_to, source_of
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
 from megatron.fold3d.plan.ir import Action, Op, gc_paused
 
-# A measured message may have arrived before it was taken. One that left while the rank still worked
-# did not hold it up if the rank stood still for less than this share of what it computed then.
+# A measured message may have arrived before it was taken. One that left while its receiver was
+# still computing did not hold it up if the receiver then idled for less than this share of that
+# computation.
 _SLACK = 0.1
 _SYNC_OF = {Op.WAIT_GRAD: Op.REDUCE_GRAD, Op.WAIT_PARAM: Op.GATHER_PARAM}
 
 
 class PathStep(NamedTuple):
-    """A stretch of the path: from ``start_s`` on it waited for nothing but this span's end."""
+    """A stretch of the path: from ``start_s`` on, the path waited only for this span to end."""
 
     rank: int
     span: Span
@@ -48,7 +50,7 @@ def critical_path(timeline: Timeline) -> tuple[PathStep, ...]:
 
 
 def path_seconds(steps: Iterable[PathStep]) -> dict[str, float]:
-    """Return how long the path spends in what, by the names of Table II's columns."""
+    """Return the seconds that the path spends on each of Table II's columns."""
     seconds: dict[str, float] = defaultdict(float)
     for step in steps:
         seconds[_column(step.span)] += step.busy_s
@@ -86,7 +88,7 @@ class _Ended(NamedTuple):
 
 
 class _Causes:
-    """What held up what. Causes lie strictly before, so the way back ends."""
+    """What held up what. A cause begins strictly earlier, so the search backwards ends."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.num_ranks = timeline.num_ranks
@@ -135,7 +137,7 @@ class _Causes:
             yield self._named(rank, Lane.COPY, reload, span.start_s)
 
     def _last(self, rank: int, until_s: float) -> tuple[int, Span] | None:
-        """What the rank did last; where it waited, what it waited for."""
+        """What the rank did last or, if it waited, what it waited for."""
         work = self._in_lane(rank, Lane.COMPUTE, until_s)
         wait = self._in_lane(rank, Lane.WAIT, until_s)
         if wait is None or (work is not None and work[1].end_s > wait[1].end_s):
@@ -145,7 +147,7 @@ class _Causes:
         return self._synced(rank, wait[1]) or work
 
     def _last_anywhere(self, until_s: float) -> tuple[int, Span] | None:
-        """What ended last on all ranks, counting of waits only those for DP.sync."""
+        """What ended last on any rank; the only waits that count are those for DP.sync."""
         found = []
         for rank in range(self.num_ranks):
             found.append(self._in_lane(rank, Lane.COMPUTE, until_s))

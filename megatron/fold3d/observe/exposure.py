@@ -1,8 +1,8 @@
 """Where an iteration's time goes: the columns of the paper's Table II, for any timeline.
 
 Every second of a rank between the ends of two iterations is counted once, so a row's columns add
-up to the iteration. A rank that has nothing to compute because its message is under way is exposed
-to PP.sync; if the message has not even left, that is bubble, whatever held up the sender.
+up to the iteration. While a rank idles because its message is under way, PP.sync is exposed. While
+the message has not even left, that is bubble, whatever held up the sender.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from megatron.fold3d.plan.ir import P2P_OPS, Action, Op
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exposure:
-    """Seconds of one rank in one iteration, by what they were spent on."""
+    """Seconds of one rank in one iteration, by what took them."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -61,7 +61,7 @@ def mean(rows: Iterable[Exposure]) -> Exposure:
 
 def _rank_exposure(timeline: Timeline, rank: int, iteration: int, makespan_s: float) -> Exposure:
     ends = timeline.iteration_ends_s(rank)
-    if not ends:  # nothing of its own takes time, so all of it is spent on the others
+    if not ends:  # nothing of its own takes time, so all of it is waiting for the others
         return Exposure(bubble_s=timeline.period_s or makespan_s)
     number = range(len(ends))[iteration]
     spans = [span for span in timeline.ranks[rank] if span.iteration == number]

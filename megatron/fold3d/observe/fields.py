@@ -77,10 +77,10 @@ def from_file[T](path: Path, kind: type[T], what: str) -> T:
 
 
 def check_numbers(of: Any, *, may_be_zero: Iterable[str] = ()) -> None:
-    """Return if every field of a data class that is a number by its type is one.
+    """Return if every field of a data class whose type is a number holds a valid one.
 
     Args:
-        of: the object; ``int`` fields hold whole numbers, all numbers are above zero.
+        of: the object; ``int`` fields must hold whole numbers, and all numbers be above zero.
         may_be_zero: the fields that may be zero as well.
 
     Raises:
@@ -93,7 +93,7 @@ def check_numbers(of: Any, *, may_be_zero: Iterable[str] = ()) -> None:
 
 
 def check_names(of: Any) -> None:
-    """Return if every field of a data class that is text by its type is text.
+    """Return if every field of a data class whose type is text holds text.
 
     Raises:
         ValueError: one is not.
@@ -104,7 +104,7 @@ def check_names(of: Any) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a finite number; ``True`` is none."""
+    """Whether a value is a finite number; ``True`` is not a number here."""
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 

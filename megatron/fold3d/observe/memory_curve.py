@@ -1,9 +1,9 @@
 """Memory over time: what each rank of a timeline holds, on the device and on the host.
 
-A forward's saved activations are held from its start to the end of its backward. Those that are
-offloaded are on both sides while they are copied, and on the host in between. Where weight
-gradients are delayed, what they are computed from stays until they are. What is recomputed before
-its backward is held from the start of its recomputation to the end of the backward.
+A forward's saved activations are held from its start to the end of its backward. Offloaded ones are
+on both sides while they are copied, and on the host in between. The tensors that delayed weight
+gradients are computed from stay until these are done. What is recomputed early is held from the
+start of its recomputation to the end of its backward.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,9 +25,9 @@ class Footprint:
     working_bytes: tuple[float, ...] = ()
     """Per stage: what a backward needs beside it while it runs."""
     delayed_bytes: tuple[float, ...] = ()
-    """Per stage: what a backward leaves for weight gradients that are delayed."""
+    """Per stage: what a backward keeps for its delayed weight gradients."""
     recomputed_bytes: tuple[float, ...] = ()
-    """Per stage: what recomputation ahead of a backward makes for it, of all layers."""
+    """Per stage: what early recomputation holds for the backward, of all layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def _host_changes(spans: Sequence[Span], saved_bytes: Sequence[float]) -> Iterat
 
 
 def _curve(static_bytes: float, changes: Iterator[_Change]) -> Curve:
-    """Sum changes up; of those at one time, memory is freed before more is taken."""
+    """Sum the changes; at one time, memory is freed before more is taken."""
     ordered = [(0.0, static_bytes), *sorted(changes)]
     totals = list(accumulate(change for _, change in ordered))
     last = {time_s: index for index, (time_s, _) in enumerate(ordered)}

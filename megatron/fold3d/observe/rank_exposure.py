@@ -1,7 +1,7 @@
 """Where the time of one rank went, as far as it knows by itself.
 
-How much of its waiting was for messages under way, and how much for messages that had not been sent
-yet, one rank cannot tell; a trace of all of them does.
+One rank cannot tell waits for messages under way from waits for messages that had not been sent
+yet; a trace of all ranks can.
 """
 
 from megatron.fold3d.observe.timeline import Lane

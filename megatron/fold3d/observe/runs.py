@@ -58,7 +58,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times as fast one run is as another, and 95% of what chance makes of it."""
+    """How many times as fast one run is as another, with a 95% interval."""
 
     value: float
     low: float
@@ -66,10 +66,10 @@ class Ratio:
 
 
 def read_run(path: Path, name: str) -> Run:
-    """Return the run that a log file, or a folder with logs and traces, tells of.
+    """Return the run recorded in a log file, or in a folder with logs and traces.
 
     Raises:
-        ValueError: it tells of none.
+        ValueError: it records no run.
         OSError: it cannot be read.
     """
     files = [path]
@@ -77,7 +77,7 @@ def read_run(path: Path, name: str) -> Run:
         files = sorted(found for pattern in _LOGS for found in path.glob(pattern))
     iterations: dict[int, Iteration] = {}
     for file in files:
-        # What ran again, after a restart, counts as it went the last time.
+        # An iteration that ran again after a restart counts as in its last run.
         for row in parse(file.read_text(encoding="utf-8", errors="replace")):
             iterations[row.number] = row
     traces = [folder for folder in (path, path / "trace") if any(folder.glob("rank-*.json"))]
@@ -93,10 +93,10 @@ def read_run(path: Path, name: str) -> Run:
 def speed_ratio(first: Run, second: Run, warmup: int) -> Ratio:
     """Return by how much the second run's samples per second exceed the first's.
 
-    Where a line does not say how many samples it is of, all count as iterations of one size.
+    If a line does not give its number of samples, all iterations count as equally large.
 
-    Medians are compared. The interval is where 95% of them fall when iterations are drawn again
-    with replacement: it knows how iterations of one run scatter, not how two runs of one job do.
+    The ratio is of medians. The interval is a 95% bootstrap over iterations: it covers the scatter
+    within a run, not the scatter between two runs of one job.
     """
     timed = [[row for row in run.iterations if row.number > warmup] for run in (first, second)]
     sized = all(row.batch_size for rows in timed for row in rows)

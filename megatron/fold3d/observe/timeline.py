@@ -110,9 +110,9 @@ class Timeline:
 
 
 def queued(spans: Iterable[Span]) -> list[Span]:
-    """Return what shares a lane in the order of its ends, each from the end of the one before it.
+    """Return the spans of one lane by their ends, each begun no earlier than the previous ended.
 
-    A measured collective begins with its launch and may then stand in a queue.
+    A measured collective begins with its launch and may then wait in a queue.
     """
     served, free_s = [], 0.0
     for span in sorted(spans, key=lambda span: span.end_s):

@@ -1,7 +1,6 @@
-"""Traces: what ``--trace DIR`` leaves behind, one JSON file per rank.
+"""Traces: the files that ``--trace DIR`` writes, one JSON file per rank.
 
-A file holds what its rank can know by itself, on its own clock. `trace_timeline` puts the ranks
-together.
+A file holds what its rank knows by itself, on its own clock. `trace_timeline` combines the ranks.
 """
 
 import json
@@ -58,7 +57,7 @@ class IterationTrace:
     start_s: float
     """Unix time, by this rank's clock."""
     end_s: float
-    """Counted from its start. What runs beside computation may end later."""
+    """Seconds from its start. Events that overlap computation may end later."""
     events: tuple[Event, ...]
     gpu_memory_bytes: int | None
     """The most that tensors have held so far, where there is a GPU."""
@@ -68,7 +67,7 @@ class IterationTrace:
     """Numbers that were counted during the iteration, by name."""
 
     def check(self) -> None:
-        """Return if every number of it is one; see `RankTrace.check`."""
+        """Return if every number in it is valid; see `RankTrace.check`."""
         check_numbers(self, may_be_zero=("iteration", "start_s", "end_s", "host_memory_bytes"))
         others = (self.gpu_memory_bytes or 0, *self.counts.values())
         if wrong := [number for number in others if not is_number(number)]:
@@ -133,10 +132,10 @@ class RankTrace:
         return trace
 
     def check(self) -> None:
-        """Return if a file can have been written by `to_json`, so that what reads it need not ask.
+        """Return if `to_json` could have written this, so that readers need not check again.
 
         Raises:
-            ValueError: a number is none, or out of its range.
+            ValueError: a value is not a number, or out of its range.
         """
         check_names(self)
         check_numbers(self, may_be_zero=("rank", "pp_rank", "dp_rank", "tp_rank"))
@@ -177,7 +176,7 @@ def read_ranks(folder: Path) -> tuple[RankTrace, ...]:
 
 
 def _another_job(first: RankTrace, other: RankTrace) -> str:
-    """Say what shows that two ranks are not of one job; nothing if nothing does."""
+    """Say what shows that two ranks are not of one job; empty if nothing does."""
     for name in ("schedule", "num_ranks", "num_segments", "num_microbatches"):
         ours, theirs = getattr(first, name), getattr(other, name)
         if ours != theirs:

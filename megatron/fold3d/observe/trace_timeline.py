@@ -1,7 +1,7 @@
 """The timeline of a traced run, from the traces of its ranks.
 
 A rank does not know how long a message to it was under way: that takes the clocks of two ranks.
-They are put together here, so that a measured run and a simulated one are the same type.
+This module combines them, so that a measured run and a simulated one have the same type.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,7 +67,7 @@ def to_timeline(ranks: Sequence[RankTrace]) -> Timeline:
 
 
 def spans_of(row: IterationTrace) -> list[Span]:
-    """Return what a rank did in an iteration and knows by itself: all but its messages."""
+    """Return the spans of an iteration that its rank knows by itself: all but its messages."""
     return list(_Clocked(row, 0, 0.0).spans())
 
 
@@ -175,8 +175,8 @@ def _messages(clocks: Sequence[Sequence[_Clocked]], receiver: int) -> Iterator[_
 def _offsets(messages: Sequence[Sequence[_Message]]) -> list[float]:
     """Return what to add to each rank's clock so that no message arrives before it has left.
 
-    Clocks of one machine agree, those of several to a millisecond or so. Each rank is moved as
-    little as its messages from and to the rank before it demand.
+    Clocks of one machine agree; those of several machines agree to about a millisecond. Each rank's
+    clock is moved by as little as its messages with the previous rank demand.
     """
     offsets_s = [0.0] * len(messages)
     for rank in range(1, len(messages)):

@@ -20,9 +20,8 @@ _FIELDS = {
 class Iteration:
     """One line of the log, with None for what it does not say.
 
-    Loss and gradient norm are not there where Megatron skipped the update, TFLOP/s per GPU where
-    ``--log-throughput`` was not given. With ``--log-interval`` above one, a line is the mean of as
-    many iterations.
+    Loss and gradient norm are missing where Megatron skipped the update, TFLOP/s per GPU without
+    ``--log-throughput``. With ``--log-interval`` N, a line is the mean of N iterations.
     """
 
     number: int
@@ -56,7 +55,7 @@ class Spread:
 def parse(text: str) -> list[Iteration]:
     """Read the iterations in a log.
 
-    A line that is still being written is left out, and one whose numbers are none: several ranks
+    Lines that are still being written, or whose numbers are garbled, are left out: several ranks
     may write into one file at once.
     """
     iterations = []

@@ -1,7 +1,7 @@
-"""What a GPU does with a plan: streams, hardware queues, and whether the plan still ends.
+"""How a GPU runs a plan: streams, hardware queues, and whether the plan still ends.
 
-Keeps one invariant: these rules are the only ones; the simulator plays the same. They were read in
-CUDA's, NCCL's, torch's, Megatron's and our own sources. **No GPU has run them.**
+Keeps one invariant: these rules are the only ones, and the simulator follows the same ones. They
+come from reading the sources of CUDA, NCCL, torch, Megatron and FOLD3D. **No GPU has run them.**
 
 1. The host issues a program's actions in their order and does not wait for the device. (CUDA
    launches are asynchronous; `runtime/executor.py` runs a program from front to back.)
@@ -10,25 +10,25 @@ CUDA's, NCCL's, torch's, Megatron's and our own sources. **No GPU has run them.*
    the directions groups of their own, and `ProcessGroupNCCL` gives each pair of ranks in a group a
    communicator and a stream. DP.sync has one, copies to the host and to the device one each.
 3. An item of communication, or a copy, begins when the computations that were issued before it
-   are over. (`ProcessGroupNCCL` lets its stream wait for an event of the current stream; `Copies`
+   are over. (`ProcessGroupNCCL` makes its stream wait for an event of the current stream; `Copies`
    does the same.)
 4. Streams share ``CUDA_DEVICE_MAX_CONNECTIONS`` hardware queues. A queue starts items in the order
-   of issue: one that waits, for its stream or an event, holds up everything behind it, whichever
-   stream it is of. (CUDA C Programming Guide. Megatron demands 1 for tensor or context
-   parallelism on GPUs before Blackwell; CUDA's default is 8.) CUDA does not say which streams
-   share one of several queues: here they take turns, in the order of their first use. A plan that
-   ends with one queue ends with any number, since more queues hold up less.
-5. A transfer ends when both of its sides have begun, a reduction when all replicas have. Replicas,
-   and the ranks of a tensor-parallel group, run the same programs, so their items come in one order
-   and one of them stands for all.
+   of issue: one that waits, for its stream or an event, holds up everything behind it, whatever
+   its stream. (CUDA C Programming Guide. Megatron demands 1 for tensor or context parallelism on
+   GPUs before Blackwell; CUDA's default is 8.) CUDA does not say which streams share a queue: here
+   they are assigned round-robin, in the order of their first use. A plan that ends with one queue
+   ends with any number, since more queues hold up less.
+5. A transfer ends once both of its sides have begun, a reduction once all replicas have. Replicas,
+   and the ranks of a tensor-parallel group, run the same programs in the same order, so one of them
+   stands for all.
 6. A computation waits for the tensors that it reads, WAIT_GRAD for the reduction that was started
    last, both on the compute stream. (``work.wait()`` of NCCL makes the current stream wait.)
 7. The compute stream waits for a send when `UNFINISHED_SENDS` others have followed it, and for all
    of them at the end of an iteration. (`runtime/transfers/p2p.py`.)
-8. The host waits while `MOST_OUTSTANDING` NCCL operations that it has issued are not over: NCCL's
-   proxy has room for 2048, and a collective takes 16 to 32 of them. (nccl#2353 reports a hang.)
-9. With tensor parallelism a computation is cut by collectives on a stream of their own, which wait
-   for the part before and which the part behind waits for. Inside a node they need no proxy.
+8. The host waits while `MOST_OUTSTANDING` of the NCCL operations that it has issued are unfinished:
+   NCCL's proxy has 2048 slots, and a collective takes 16 to 32 of them. (nccl#2353 reports a hang.)
+9. With tensor parallelism, collectives on a stream of their own cut a computation into parts. Each
+   waits for the part before it, and the part behind waits for it. Inside a node they need no proxy.
 """
 
 from collections import defaultdict, deque
@@ -50,11 +50,11 @@ from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.verify import error_at
 
 CONNECTIONS = (1, 8, 32)
-"""The numbers of queues that are used: Megatron's for tensor parallelism, CUDA's default, most."""
+"""Queue counts in use: Megatron's for tensor parallelism, CUDA's default, CUDA's maximum."""
 MOST_OUTSTANDING = 64
 UNFINISHED_SENDS = 16
 
-_ITERATIONS = 2  # what one leaves to the next, a deferred DP.sync, may hold that one up
+_ITERATIONS = 2  # a DP.sync that the first defers may hold up the second
 _ROWS = 8  # ranks named in an error
 
 
@@ -71,7 +71,7 @@ class Stream(IntEnum):
     TO_DEVICE = 7
     TP_SYNC = 8
     KEPT_BACK = 9
-    """What is not deferred of a deferred DP.sync: it uses Megatron's own group."""
+    """The part of a deferred DP.sync that is not deferred: it uses Megatron's own group."""
 
 
 STREAM_OF: Mapping[Op, Stream] = {
@@ -91,7 +91,7 @@ def queue_of(streams: Mapping[Stream, None], connections: int) -> dict[Stream, i
 
 
 def send_waits(program: Program) -> dict[int, list[Action]]:
-    """Return behind which index of a program the compute stream waits for which sends (rule 7)."""
+    """Return, by index in the program, the sends that the compute stream waits for (rule 7)."""
     waits: dict[int, list[Action]] = defaultdict(list)
     leaving: deque[Action] = deque()
     for index, action in enumerate(program):
@@ -106,9 +106,9 @@ def send_waits(program: Program) -> dict[int, list[Action]]:
 
 @gc_paused()
 def verify_on_device(plan: Plan, connections: int, *, tensor_parallel: bool = False) -> None:
-    """Return if the plan comes to an end on GPUs with so many hardware queues.
+    """Return if the plan comes to an end on GPUs with this many hardware queues.
 
-    What `verify` refuses is not looked for again.
+    What `verify` refuses is not checked again.
 
     Args:
         plan: one without transfers is judged with those that `add_p2p` gives it.
@@ -116,7 +116,7 @@ def verify_on_device(plan: Plan, connections: int, *, tensor_parallel: bool = Fa
         tensor_parallel: whether collectives cut the computations.
 
     Raises:
-        PlanError: what every stopped rank waits for, over the part of the plan where it is.
+        PlanError: what every stopped rank waits for, above the part of the plan where it stopped.
     """
     if connections < 1:
         raise PlanError(f"found {connections} hardware queues; CUDA has from 1 to 32")
@@ -126,10 +126,10 @@ def verify_on_device(plan: Plan, connections: int, *, tensor_parallel: bool = Fa
 
 
 class _Play:
-    """The items of some iterations, all ranks', and which of them have begun.
+    """The items of all ranks over several iterations, and which of them have begun.
 
-    Items are numbered; a rank's are in the order of issue. Whatever begins ends, except that a
-    transfer needs both of its sides.
+    Items are numbered, a rank's in the order of issue. An item that has begun ends; only a transfer
+    needs both of its sides to begin.
     """
 
     def __init__(self, plan: Plan, connections: int, *, tensor_parallel: bool) -> None:
@@ -201,7 +201,7 @@ class _Play:
                     add(index, send, Stream.COMPUTE, of_action[send])
 
     def run(self) -> None:
-        """Let everything begin that can; complain if something cannot."""
+        """Begin everything that can begin; raise if something never can."""
         moved = True
         while moved:
             moved = False
@@ -212,7 +212,7 @@ class _Play:
             raise self._deadlock()
 
     def _advance(self, rank: int) -> bool:
-        """Issue what the host may and begin what the queues may; tell whether anything began."""
+        """Issue what the host may, begin what the queues may; return whether anything began."""
         self._issue(rank)
         moved = False
         for queue in self.queues[rank]:
@@ -236,7 +236,7 @@ class _Play:
         return bool(self.begun[item] and self.begun[self.other_side.get(item, item)])
 
     def _unmet(self, item: int) -> int | None:
-        """Return an item that must be over before this one begins, and is not."""
+        """Return an unfinished item that must be over before this one begins."""
         return next((other for other in self.waits[item] if not self._is_over(other)), None)
 
     def _deadlock(self) -> PlanError:
@@ -265,7 +265,7 @@ class _Play:
 
 
 def _reads(op: Op, microbatch: int | None) -> tuple[tuple[Op, int | None], ...]:
-    """What of its own stage and rank an action waits for, by op and micro-batch."""
+    """The (op, micro-batch) pairs of its own stage and rank that an action waits for."""
     if op is Op.FORWARD:
         return ((Op.RECV_F, microbatch),)
     if op is Op.BACKWARD:

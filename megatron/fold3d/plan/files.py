@@ -1,7 +1,7 @@
-"""Plan files: whatever `fold3d plan` writes, or a user wrote by hand, back into a plan.
+"""Plan files: read what `fold3d plan` wrote, or a user wrote by hand.
 
-Three forms, told apart by their content: text, a CSV table, and the JSON of `fold3d plan --json`,
-of which only ``programs`` is read; the rest follows from it.
+There are three forms, told apart by their content: text, a CSV table, and the JSON of
+`fold3d plan --json`. Of the JSON only ``programs`` is read; the rest follows from it.
 """
 
 import json

@@ -53,7 +53,7 @@ _ACTION = re.compile(rf"([0-9]{{1,9}})({_OPS})([0-9]{{0,9}})")
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Keep the garbage collector away: a plan is a million tuples and not one cycle.
+    """Pause the garbage collector: a plan is a million tuples without a reference cycle.
 
     Walking them again and again while they are made would double the time.
     """

@@ -10,15 +10,15 @@ from megatron.fold3d.plan.passes.weight_grads import split_stages
 def peak_activations(plan: Plan, *, depth: int = 1) -> tuple[int, ...]:
     """Return, per rank, the most (segment, micro-batch) activations on the device at once.
 
-    Paper eqs. 6-7 multiply this count by the bytes of one. Those that leave are on the device
-    until the rank's next ``depth`` computations are over, those that come back from their RELOAD
-    on: see `add_offload`. Those whose weight gradients are delayed stay until these are computed.
+    Paper eqs. 6-7 multiply this count by the bytes of one. An offloaded activation leaves the
+    device when the rank's next ``depth`` computations are over, and is back from its RELOAD on: see
+    `add_offload`. One whose weight gradients are delayed stays until these are computed.
     """
     peaks = []
     for program in plan.programs:
         split = split_stages(program)
         held = peak = 0
-        leaving = deque([0] * depth)  # by the computation before which they began to
+        leaving = deque([0] * depth)  # by the computation before which they began to leave
         for stage, op, _ in program:
             if op is Op.FORWARD or op is Op.RELOAD:
                 held += 1
@@ -35,7 +35,7 @@ def peak_activations(plan: Plan, *, depth: int = 1) -> tuple[int, ...]:
 
 
 def peak_recomputed(plan: Plan) -> tuple[int, ...]:
-    """Return, per rank, the most (segment, micro-batch) that are recomputed and not used yet.
+    """Return, per rank, the most (segment, micro-batch) recomputed and not used yet, at once.
 
     Each holds what a forward without recomputation keeps, from its `R` until its backward.
     """
@@ -56,7 +56,7 @@ def peak_recomputed(plan: Plan) -> tuple[int, ...]:
 def peak_on_host(program: Program, bytes_of_stage: Mapping[int, int]) -> Counter[int]:
     """Return, for each size, the most activations of that size in host memory at once.
 
-    They are there from their OFFLOAD until their backward, before which they have surely arrived.
+    They are counted from their OFFLOAD until their backward, by which their RELOAD has ended.
     Stages that are not in ``bytes_of_stage`` do not count.
     """
     now: Counter[int] = Counter()

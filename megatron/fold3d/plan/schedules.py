@@ -1,8 +1,8 @@
 """Schedules: the order in which each rank computes, one generator per schedule.
 
-A generator yields the computations of one rank and nothing else; transfers, gradient sync and
-offload are added by `passes`. Every schedule runs micro-batches first in, first out in forward, in
-backward and in weight gradients, so gradients are summed in the same order whichever schedule runs.
+A generator yields the computations of one rank and nothing else; `passes` add transfers, gradient
+sync and offload. Every schedule runs forwards, backwards and weight gradients in the order of
+micro-batches, so gradients are summed in the same order whichever schedule runs.
 
     p = num_ranks, v = num_segments, m = num_microbatches; rank 0 of p=2, v=2, m=3:
 
@@ -37,8 +37,8 @@ def one_f_one_b(
 ) -> Iterator[Action]:
     """Yield 1F1B on one segment: rank r runs ``p - 1 - r`` forwards ahead (Megatron Sec. 2.2).
 
-    That hides no transfer; more do, so many for each of the ``p - 1 - r`` ranks behind: see
-    `policy.forwards_ahead`.
+    That hides no transfer. With ``forwards_ahead`` n it runs ``n (p - 1 - r)`` ahead, which does:
+    see `policy.forwards_ahead`.
     """
     yield from _one_f_one_b([rank], num_microbatches, forwards_ahead * (num_ranks - 1 - rank))
 
@@ -79,8 +79,8 @@ def zb_h2(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
     Rank r runs ``2 (p - 1 - r)`` forwards ahead and delays the weight gradients of 2 r
     micro-batches: each rank holds up to ``2 p - 1``. Where forwards, backwards and weight gradients
     are equally long, no rank waits between its first forward and its last weight gradient. Ranks
-    begin and end one after the other, so this gains all it can only where an iteration may begin
-    before all ranks have ended the one before.
+    begin and end one after the other, so the full gain needs an iteration that may begin before
+    all ranks have ended the previous one.
     """
     yield from _split(rank, num_microbatches, ahead=2 * (num_ranks - 1 - rank), delayed=2 * rank)
 
@@ -94,7 +94,7 @@ def interleaved(
     ``--microbatch-group-size-per-virtual-pipeline-stage``) pass through all segments before the
     next group starts: p is Megatron's default, m is breadth-first. With one segment it is 1F1B
     with twice the forwards ahead, which stock Megatron has no name for. Any number of
-    micro-batches runs, also where Megatron refuses one: see `_groups`.
+    micro-batches runs, including those that Megatron refuses: see `_groups`.
     """
     stages = _stages(rank, num_ranks, num_segments)
     groups = _groups(num_microbatches, group_size, num_ranks)
@@ -122,9 +122,9 @@ def aiao(
     """Yield all-in-all-out: all micro-batches pass one segment before the next (Sec. III-B).
 
     ``last_segment="afab"`` is Algorithm 1 as printed. ``"1f1b"`` runs each micro-batch's backward
-    of the last segment as soon as it can: the same time, with at most ``2 (p - 1 - r) + 1`` of
-    the last segment's activations (and of its logits, on the last rank one) instead of m. For
-    slower links ``forwards_ahead`` is more than 2, see `policy.forwards_ahead`.
+    of the last segment as soon as it can. That takes the same time and holds at most
+    ``2 (p - 1 - r) + 1`` of the last segment's activations instead of m; on the last rank, one
+    micro-batch's logits. Slower links need ``forwards_ahead`` above 2, see `policy.forwards_ahead`.
     """
     *stages, last = _stages(rank, num_ranks, num_segments)
     ahead = num_microbatches if last_segment == "afab" else forwards_ahead * (num_ranks - 1 - rank)
@@ -138,10 +138,10 @@ SCHEDULES = (
     *("zb-h1", "zb-h2"),
 )
 SPLIT_SCHEDULES = frozenset({"zb-h1", "zb-h2"})
-"""Schedules whose order has weight gradients apart from backwards."""
+"""Schedules that split weight gradients from backwards."""
 ONE_SEGMENT_SCHEDULES = frozenset({"1f1b", "shifted-critical-path"}) | SPLIT_SCHEDULES
 FORWARDS_AHEAD: Mapping[str, int] = {"1f1b": 1, "aiao": 2}
-"""Schedules of which `build` takes ``forwards_ahead``, and what it is by default."""
+"""Default ``forwards_ahead`` of the schedules for which `build` takes it."""
 
 
 @gc_paused()
@@ -161,12 +161,12 @@ def build(
         schedule: one of `SCHEDULES`.
         last_segment: how ``aiao`` runs its last segment.
         group_size: micro-batches per group of ``interleaved``; the number of ranks if None.
-        forwards_ahead: that ``1f1b`` and the last segment of ``aiao`` run for each rank behind,
-            before they begin to alternate with backwards; `FORWARDS_AHEAD` if None.
+        forwards_ahead: forwards that ``1f1b``, and the last segment of ``aiao``, run per rank
+            behind before they alternate with backwards; `FORWARDS_AHEAD` if None.
 
     Raises:
         PlanError: the name is unknown, a size is below one, a group is smaller than the number of
-            ranks, the schedule has one segment only, or nothing can run ahead.
+            ranks, the schedule allows one segment only, or no forwards can run ahead.
     """
     sizes = {"ranks": num_ranks, "segments": num_segments, "micro-batches": num_microbatches}
     for name, size in sizes.items():
@@ -216,7 +216,7 @@ def check_forwards_ahead(
     """Return if a schedule can run this far ahead.
 
     Raises:
-        PlanError: the number is none, or the schedule does not read it.
+        PlanError: the number is below one, or the schedule does not read it.
     """
     found = f"--forwards-ahead {forwards_ahead}"
     if schedule not in FORWARDS_AHEAD:
@@ -241,11 +241,11 @@ def _stages(rank: int, num_ranks: int, num_segments: int) -> range:
 
 
 def _groups(num_microbatches: int, group_size: int, num_ranks: int) -> list[range]:
-    """Cut the micro-batches into groups of ``group_size``; what is left over is a smaller group.
+    """Cut the micro-batches into groups of ``group_size``; the remainder is a smaller group.
 
-    Unless fewer than p are left over: a micro-batch enters a rank's next segment when it has passed
-    all ranks, and in so small a group ranks would wait for one another, some of them for ever. All
-    groups then share what is left over.
+    A remainder below p is spread over the other groups instead. A micro-batch enters a rank's next
+    segment only after it has passed all ranks, so in a group below p ranks would wait for one
+    another, some of them for ever.
     """
     num_groups, rest = divmod(num_microbatches, group_size)
     if rest >= num_ranks:

@@ -1,7 +1,7 @@
 """Prove that a plan can run, or show the action that stops it.
 
-`verify` plays the plan under the strictest transfers a network may offer: a send blocks its rank
-until the matching receive is posted, and one ordered channel per direction joins two neighbours.
+`verify` runs the plan under the strictest rules for transfers: a send blocks its rank until the
+matching receive is posted, and two neighbours have one ordered channel per direction.
 A plan that ends under these rules ends under any looser ones, whatever the timing.
 """
 
@@ -30,7 +30,7 @@ def verify(plan: Plan) -> None:
     A plan without transfers is judged with those that `add_p2p` gives it.
 
     Raises:
-        PlanError: what is wrong, over the part of the plan where it is, the action marked.
+        PlanError: what is wrong, above the part of the plan where it is, with the action marked.
     """
     _check_actions(plan)
     if plan.num_ranks > 1 and not plan.has_p2p:
@@ -40,7 +40,7 @@ def verify(plan: Plan) -> None:
 
 
 def _check_actions(plan: Plan) -> None:
-    """Each rank holds the actions of its own stages, each once, and no stage lacks one."""
+    """Check that each rank holds the actions of its own stages, each exactly once."""
     found: dict[tuple[int, Op], list[int | None]] = defaultdict(list)
     for rank, program in enumerate(plan.programs):
         for index, (stage, op, microbatch) in enumerate(program):
@@ -72,7 +72,7 @@ def _check_actions(plan: Plan) -> None:
 
 
 def _check_channels(plan: Plan) -> None:
-    """Between two ranks, in each direction, what is sent first is received first."""
+    """Check that between two ranks, in each direction, what is sent first is received first."""
     for rank, program in enumerate(plan.programs):
         for send_op, receive_op, step in _CHANNELS:
             to = (rank + step) % plan.num_ranks
@@ -96,7 +96,7 @@ def _check_channels(plan: Plan) -> None:
 
 
 def _check_progress(plan: Plan) -> None:
-    """Some order of the whole plan has each action after all that it needs: no deadlock."""
+    """Check for deadlocks: some order of the whole plan puts each action after all it needs."""
     needs = _Needs(plan)
     position = [0] * plan.num_ranks
     blocked: dict[_Need, list[int]] = defaultdict(list)
@@ -119,9 +119,9 @@ def _check_progress(plan: Plan) -> None:
 
 
 class _Needs:
-    """What must have happened before an action, on whichever rank, and what has.
+    """What must have happened before an action, on any rank, and what has happened.
 
-    Needs are plain tuples, equal to the actions that they name and four times faster to make.
+    Needs are plain tuples: they equal the actions that they name and are four times faster to make.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -170,7 +170,7 @@ class _Needs:
                 self.others[stage, again, m] = [(stage, Op.RELOAD, m)]
 
     def first_unmet(self, action: Action) -> _Need | None:
-        """Return something that the action needs and that has not happened."""
+        """Return something that the action needs and that has not happened yet."""
         stage, op, microbatch = action
         for step, needed in self.rules[op]:
             need = (stage + step, needed, microbatch)
@@ -182,7 +182,7 @@ class _Needs:
 
 
 def _deadlock(plan: Plan, position: list[int], blocked: Mapping[_Need, list[int]]) -> PlanError:
-    """Name what every stopped rank waits for; first of all what nobody will ever do."""
+    """Name what every stopped rank waits for, starting with what no rank will ever do."""
     waits = {rank: Action(*need) for need, ranks in blocked.items() for rank in ranks}
     for rank, need in waits.items():
         if need not in plan.programs[need.stage % plan.num_ranks]:
@@ -196,7 +196,7 @@ def _deadlock(plan: Plan, position: list[int], blocked: Mapping[_Need, list[int]
 
 
 def _cell(plan: Plan, action: Action) -> dict[int, int]:
-    """Where an action stands last, as {rank: index}."""
+    """Return the action's last position, as {rank: index}."""
     rank = action.stage % plan.num_ranks
     program = plan.programs[rank]
     return {rank: len(program) - 1 - program[::-1].index(action)}

@@ -1,9 +1,9 @@
 """How much of each segment's DP.sync fits behind the backward: the r of paper Algorithm 2.
 
-The lowest segment is needed first in the next forward, and its backward is the last to end. So the
-network always works for the lowest segment whose gradients are there: earliest deadline first.
-What it has done of each segment when the last backward ends is the segment's share. The order in
-which it did these bytes makes no difference: none of them is needed before.
+The next forward needs the lowest segment first, and the lowest segment's backward ends last. So the
+network always reduces the lowest segment whose gradients are ready: earliest deadline first. A
+segment's share is the part that is reduced when the last backward ends. The order of the bytes
+within that time makes no difference: none of them is needed before.
 """
 
 from bisect import insort
@@ -18,8 +18,8 @@ def backward_shares(ready_s: Sequence[float], sync_s: Sequence[float]) -> tuple[
     """Return the share of each segment's DP.sync that fits between its backward and the last one.
 
     Args:
-        ready_s: when each segment's last backward ends, in seconds from any moment.
-        sync_s: how long each segment's DP.sync takes on a network that does nothing else.
+        ready_s: when each segment's last backward ends, in seconds from any origin.
+        sync_s: how long each segment's DP.sync takes on an otherwise idle network.
 
     Returns:
         A number from 0 to 1 for each segment; 0 for the one that ends last and has no time left.

@@ -1,6 +1,6 @@
-"""Which activations of a rank leave and how early they come back, chosen from measured times.
+"""Which activations a rank offloads and how early it reloads them, chosen from measured times.
 
-Each rank chooses for itself: an activation's way to the host and back concerns no other rank.
+Each rank chooses for itself: its copies to and from the host concern no other rank.
 """
 
 import logging
@@ -14,23 +14,23 @@ from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
 logger = logging.getLogger(__name__)
 
 CAUTION = 0.9
-"""Of memory that is left over: fragments, other processes, and iterations that differ."""
-_HIDDEN = 0.01  # of the computations' time; a shorter wait for copies counts as none
+"""Usable part of spare memory; the rest is for fragmentation, other processes and variation."""
+_HIDDEN = 0.01  # of compute time; a shorter wait for copies counts as none
 _MOST_DEPTH = 8
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadTimes:
-    """What an iteration took.
+    """What an iteration took: times in seconds, sizes in bytes.
 
     Attributes:
         activation_bytes: of one (segment, micro-batch), the largest.
         held: the most of them on the device at once.
-        spare_bytes: device memory that was never used; None where the device has no own.
+        spare_bytes: device memory that was never used; None where the device has none of its own.
         forward_s: one forward.
         backward_s: one backward.
-        offload_s: one activation's way to the host.
-        reload_s: and back.
+        offload_s: one activation's copy to the host.
+        reload_s: its copy back.
     """
 
     activation_bytes: int
@@ -43,38 +43,38 @@ class OffloadTimes:
 
     @property
     def most_held(self) -> int | None:
-        """How many activations the device has memory for; None is any number."""
+        """How many activations the device has memory for; None means any number."""
         if self.spare_bytes is None:
             return None
         return self.held + max(0, int(self.spare_bytes * CAUTION)) // self.activation_bytes
 
 
 def offloaded(program: Program, choice: OffloadChoice) -> Program:
-    """Return a rank's program with the copies of a choice."""
+    """Return a rank's program with the OFFLOADs and RELOADs of a choice."""
     plan = add_offload(Plan((program,)), depth=choice.depth, at_most=choice.at_most)
     return plan.programs[0]
 
 
 def choose_offload(program: Program, measured: OffloadTimes, *, sparing: bool) -> OffloadChoice:
-    """Return what should leave, and the fewest computations that hide its copies.
+    """Return what to offload, and the fewest computations that hide its copies.
 
     Args:
         program: the computations of a rank.
         measured: on this rank.
-        sparing: no more leaves than memory needs, nor than computations hide; otherwise all does.
+        sparing: offload no more than memory needs and computations hide; otherwise offload all.
     """
     most_held = measured.most_held
     if most_held is None:
-        # A CPU: memory is the host's, and copies are over when their calls return.
+        # On a CPU the memory is the host's, and copies are synchronous.
         return OffloadChoice(0 if sparing else None)
     return _spare(program, measured, most_held) if sparing else _all(program, measured, most_held)
 
 
 def waits_s(program: Program, measured: OffloadTimes, depth: int) -> float:
-    """Return how long a rank's computations wait for copies, one stream for each way.
+    """Return how long a rank's computations wait for copies, with one stream per direction.
 
-    Copies begin when the computations before them are over. A computation waits for what it needs
-    back, and the one ``depth`` computations behind an OFFLOAD for the device's memory.
+    A copy begins when the computations before it are over. A computation waits for the reload that
+    it reads, and the one ``depth`` computations behind an OFFLOAD waits for the freed memory.
     """
     now_s = computed_s = out_s = back_s = 0.0
     leaving_s = deque([0.0] * depth)
@@ -95,7 +95,7 @@ def waits_s(program: Program, measured: OffloadTimes, depth: int) -> float:
 
 
 def _all(program: Program, measured: OffloadTimes, most_held: int) -> OffloadChoice:
-    """Let everything leave, as deep as memory allows and copies gain from it."""
+    """Offload everything, with as much depth as memory allows and the copies gain from."""
     waits: dict[int, float] = {}
     for depth in range(1, _MOST_DEPTH + 1):
         if depth > 1 and _peak(program, OffloadChoice(None, depth)) > most_held:
@@ -106,7 +106,7 @@ def _all(program: Program, measured: OffloadTimes, most_held: int) -> OffloadCho
 
 
 def _spare(program: Program, measured: OffloadTimes, most_held: int) -> OffloadChoice:
-    """Let as few leave as memory needs, as deep as hides their copies; or come nearest to that."""
+    """Offload as few as memory needs, at the depth that hides their copies or comes nearest."""
     too_many: dict[OffloadChoice, int] = {}
     for depth in range(1, _MOST_DEPTH + 1):
         needed = _fewest(program, depth, most_held)
@@ -124,9 +124,9 @@ def _spare(program: Program, measured: OffloadTimes, most_held: int) -> OffloadC
 
 
 def _fewest(program: Program, depth: int, most_held: int) -> int:
-    """Return the fewest that must leave so that at most ``most_held`` are on the device.
+    """Return the fewest to offload so that at most ``most_held`` activations are on the device.
 
-    All, if they are more even then.
+    That is all of them if even this leaves more.
     """
     low, high = 0, sum(action.op is Op.FORWARD for action in program)
     while low < high:
@@ -139,7 +139,7 @@ def _fewest(program: Program, depth: int, most_held: int) -> int:
 
 
 def _most_hidden(program: Program, measured: OffloadTimes, depth: int, needed: int) -> int:
-    """Return how many can leave, ``needed`` at most, without computations that wait."""
+    """Return how many can be offloaded, at most ``needed``, without a computation that waits."""
     enough_s = _HIDDEN * _computed_s(program, measured)
 
     def is_hidden(at_most: int) -> bool:

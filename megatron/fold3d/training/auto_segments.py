@@ -1,7 +1,7 @@
-"""The choice of ``--segments auto``: the simulator's, with what the paper's rule says beside it.
+"""The choice of ``--segments auto``: the simulator's, reported beside that of the paper's rule.
 
-Keeps one invariant: the choice is a number that the user could have given. What chooses it is
-gone when training begins.
+Keeps one invariant: the choice is a number that the user could have given. Nothing of the chooser
+is left when training begins.
 """
 
 from argparse import Namespace
@@ -14,7 +14,7 @@ from megatron.fold3d.predict.search.segments import Segments, by_rule, by_simula
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentChoice:
-    """The number of segments, and what the paper's rule and the simulator say."""
+    """The chosen number of segments: what the paper's rule and the simulator say."""
 
     rule: Segments
     simulation: Segments

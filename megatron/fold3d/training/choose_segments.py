@@ -1,7 +1,7 @@
 """``--segments auto``, on every rank: measure, choose on the first rank, and agree.
 
-Megatron makes virtual stages of a flag, when there is no process group yet: ranks meet in
-torchrun's store. What was measured is kept for later runs of the same shape.
+Megatron reads its flag for virtual stages before there is a process group, so the ranks agree
+through torchrun's store. Measurements are kept for later runs of the same shape.
 """
 
 import os
@@ -22,7 +22,7 @@ PATIENCE_S = 600.0
 
 
 def choose_segments(args: Namespace, argv: Sequence[str]) -> tuple[int, str]:
-    """Return the number of segments, the same on every rank, and on the first rank why.
+    """Return the number of segments, the same on every rank, and on the first rank the reason.
 
     Args:
         args: Megatron's namespace, as parsed.
@@ -58,7 +58,7 @@ def choose_segments(args: Namespace, argv: Sequence[str]) -> tuple[int, str]:
 
 
 def measure(argv: Sequence[str]) -> str:
-    """Run this rank's process that measures; returns, on the first rank, what it has found.
+    """Run this rank's measuring process; returns, on the first rank, what it has measured.
 
     Raises:
         ValueError: it failed.

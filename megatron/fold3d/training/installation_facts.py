@@ -1,8 +1,8 @@
-"""What only torch and Megatron can tell about an installation, as JSON: for ``fold3d doctor``.
+"""Print what only torch and Megatron know about an installation, as JSON for ``fold3d doctor``.
 
-Runs in a process of its own, since a torch that does not fit its machine may die at import. Under
-torchrun every rank runs one; they find each other as ranks of a training job do, and the first
-one reports for all.
+It runs in a process of its own, since a torch that does not fit its machine may crash at import.
+Under torchrun every rank runs one. They find each other as the ranks of a training job do, and the
+first reports for all.
 """
 
 import json
@@ -39,7 +39,7 @@ _SCHEDULES = {
 
 
 def main() -> None:
-    """Print what was found, as one JSON object on the last line; of all ranks, on the first."""
+    """Print the findings as one JSON object on the last line; rank 0 prints those of all ranks."""
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     findings = [*_torch(), *_extensions(), *_patches()]
@@ -132,7 +132,7 @@ def meet(mine: list[Finding]) -> tuple[list[Finding], list[link_speeds.Link]]:
 
 
 def _worse(verdict: Verdict) -> Verdict:
-    """Ranks that differ are worth a note even where each is well."""
+    """Return a note instead of ok: ranks that differ are worth one even if each is fine."""
     return "bad" if verdict == "bad" else "note"
 
 

@@ -105,7 +105,7 @@ def prepare(argv: Sequence[str], patched: ExitStack, family: Family) -> Namespac
 
 
 def _check(args: Namespace) -> None:
-    """Refuse what a namespace as parsed asks for and cannot get.
+    """Refuse what the parsed flags ask for and cannot get.
 
     Raises:
         ValueError: one line for each rule that is broken.
@@ -120,10 +120,10 @@ def _check(args: Namespace) -> None:
 
 
 def refuse(error: Exception) -> int:
-    """Say on one rank of each node what is wrong; returns the exit code.
+    """Print on one rank of each node what is wrong; returns the exit code.
 
-    A launcher ends all ranks when the one that speaks ends. Who is still there then has found what
-    that one has not: Megatron looks for some things on the last rank alone.
+    The launcher ends all ranks when the printing rank ends. A rank that is still there later has
+    found what that one has not: Megatron checks some things on the last rank only.
     """
     if not _speaks():
         time.sleep(PATIENCE_S)
@@ -187,7 +187,7 @@ def _add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def _quiet(device: str) -> None:
-    """Drop what every rank would repeat, and the warnings about a GPU that is not wanted."""
+    """Silence messages that every rank would repeat, and warnings about an unwanted GPU."""
     if not _speaks():
         warnings.simplefilter("ignore")
         logging.getLogger("fold3d_patches").setLevel(logging.WARNING)

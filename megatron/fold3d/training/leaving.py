@@ -32,7 +32,7 @@ from typing import Any, NoReturn, Self
 _PR_SET_PDEATHSIG = 1
 _PATIENCE_S = 1.0  # in which all ranks that fail for one reason have said so
 _STORE_S = 3.0
-# What a rank says whose neighbour is gone, or has failed.
+# Error messages of a rank whose neighbour is gone, or has failed.
 _OF_ANOTHER = re.compile(
     r"connection (closed|reset)|broken pipe|timed? ?out|remote process exited|connection refused|"
     r"rank \d+ (has died|failed)",
@@ -58,7 +58,7 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> NoReturn:
 
 
 def end_with_parent() -> None:
-    """Have the kernel end this process when its parent ends: nobody else would.
+    """Have the kernel end this process when its parent ends: nothing else would.
 
     The processes that write checkpoints, and the servers of their queues, would live on. They write
     nothing that counts: a checkpoint is complete when the rank itself says so.
@@ -106,9 +106,10 @@ def _exit_code(left: SystemExit) -> int:
 def _tell(error: BaseException) -> None:
     """Print an error, and have the failure that came first named last, by one rank.
 
-    A rank that fails because another did says so in a line; its traceback is in the error file of
-    torchrun. Only where nobody has failed before it, since the other was killed, it prints that. It
-    then waits: what starts the ranks, and ends all with the first, shall see the other end first.
+    A rank that fails because another did says so in one line; its traceback is in torchrun's error
+    file. It prints the traceback only if no rank has reported before it, as when the other was
+    killed. It then waits, so that the launcher, which ends all ranks with the first, sees the other
+    rank end first.
     """
     from torch.distributed.elastic.multiprocessing import errors
 
@@ -137,7 +138,7 @@ def _say(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What one rank says of its failure; ``is_cause`` if no other rank has to do with it."""
+    """One rank's report of its failure; ``is_cause`` if no other rank caused it."""
 
     rank: int
     text: str
@@ -170,7 +171,7 @@ class _Job:
         return order == 1
 
     def summary(self, mine: _Report) -> str:
-        """Name the first failure that no other rank has to do with, else the first."""
+        """Name the first failure that no other rank caused; without one, the first failure."""
         nothing: list[_Report] = []
         reports = self._ask(self._reports, nothing) or [mine]
         first = next((report for report in reports if report.is_cause), None)

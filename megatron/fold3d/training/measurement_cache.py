@@ -1,6 +1,7 @@
-"""MeasurementCache that are kept between runs: one file per shape of a run and kind of hardware.
+"""Measurements kept between runs: one file per shape of a run and kind of hardware.
 
-A file says what it is of, and is of use to runs of exactly that. To measure anew, delete it.
+A file names its shape and hardware, and serves only runs of exactly those. To measure again, delete
+it.
 """
 
 import hashlib
@@ -46,7 +47,7 @@ class MeasurementCache:
         self.path = home / "fold3d" / f"{name}.json"
 
     def read(self) -> HardwareProfile | None:
-        """Return what was measured; None if nothing was, or the file is of something else."""
+        """Return what was measured; None if there is no file, or it is of another run's shape."""
         try:
             kept = json.loads(self.path.read_text(encoding="utf-8"))
             return HardwareProfile(**kept["measured"]) if kept["of"] == self._of else None

@@ -51,9 +51,10 @@ def dataset_options(args: Namespace) -> dict[str, Any]:
 
 
 def check_loss(loss: torch.Tensor) -> None:
-    """End the run if the loss of a micro-batch is no number, unless the flags say otherwise.
+    """End the run if a micro-batch's loss is NaN or infinite, unless the flags say otherwise.
 
-    With ``--check-for-spiky-loss``, one far above all before is computed again, and goes on.
+    With ``--check-for-spiky-loss``, a loss far above all previous ones is recomputed, and the run
+    goes on.
     """
     args, machine = get_args(), get_rerun_state_machine()
     for is_wrong in (torch.isnan, torch.isinf) if args.check_for_nan_in_loss_and_grad else ():
@@ -125,7 +126,7 @@ def _parts(
     blend_per_split: list[Blend | None] | None,
     by_documents: bool,
 ) -> Iterator[str]:
-    """Yield found, rule and fix of parts of the data that are wanted and empty."""
+    """Yield one message (found, rule, fix) for each part of the data that is needed and empty."""
     if blend is not None and args.split is None:  # Megatron has a default for --data-path alone
         yield "--split is missing: --data-args-path has one source for all; give 969,30,1, say"
         return

@@ -257,7 +257,7 @@ class _Diagram:
         return f"{span.action or span.lane}: {start:.4g} to {end:.4g} {self.unit}"
 
     def _merged(self, boxes: Iterable[_Box]) -> Iterator[_Box]:
-        """Join equal neighbours too narrow to tell apart: a large plan stays a small file."""
+        """Join equal neighbours too narrow to tell apart, so that large plans make small files."""
         last: _Box | None = None
         for box in boxes:
             if last is not None:

@@ -1,7 +1,7 @@
 """A page for the browser: the pipeline diagram to zoom into, and the tables that go with it.
 
-One file that loads nothing from outside. Python writes what is known beforehand, the tables and
-bars; the scripts in `web` draw the diagram from the spans, which are embedded as columns.
+The page is one file that loads nothing from outside. Python writes the tables and the bars; the
+scripts in `web` draw the diagram from the spans, which are embedded as columns.
 """
 
 import json
@@ -119,7 +119,7 @@ def _starts_s(lane: str, spans: Sequence[Span]) -> Iterator[float]:
 
 
 def _word(span: Span) -> str:
-    """The action, or what else the rank did and for which stage; `parse` in model.js reads it."""
+    """The action, or other work and its stage, as the word that `parse` in model.js reads."""
     if span.action is not None and span.lane not in (Lane.WAIT, Lane.OPTIMIZER):
         return str(span.action)
     return span.lane if span.action is None else f"{span.lane} {span.action.stage}"
@@ -181,7 +181,7 @@ def _time_section(views: Sequence[View]) -> Iterator[str]:
 
 
 def _extra_columns(rows: Sequence[Breakdown]) -> Iterator[tuple[str, list[str]]]:
-    """What is not time, where any row knows it."""
+    """The quantities other than time that any row knows."""
     columns = (
         ("GPU GiB", [(r.device_bytes, 2**30, ".1f") for r in rows]),
         ("host GiB", [(r.host_bytes, 2**30, ".1f") for r in rows]),

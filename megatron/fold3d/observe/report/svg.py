@@ -40,7 +40,7 @@ def text(
     anchor: Anchor = "start",
     bold: bool = False,
 ) -> str:
-    """Return words on a baseline, in a CSS class, from ``x`` on, around it or up to it."""
+    """Return words on a baseline, in a CSS class; ``anchor`` is where in them ``x`` lies."""
     place = f'x="{x:.2f}" y="{y:.1f}" font-size="{size:g}"'
     weight = ' font-weight="bold"' if bold else ""
     side = f' text-anchor="{anchor}"' if anchor != "start" else ""

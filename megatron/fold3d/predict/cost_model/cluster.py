@@ -12,7 +12,7 @@ _MOST_GPUS = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Identical nodes; rates are what the hardware promises, efficiencies what is left of it."""
+    """Identical nodes; rates are the hardware's nominal ones, efficiencies the part achieved."""
 
     name: str
     num_nodes: int
@@ -30,12 +30,12 @@ class Cluster:
     compute_efficiency: float = 0.45
     nic_efficiency: float = 0.65
     task_overhead_s: float = 0.0
-    """What starting one forward or backward of a model chunk costs beside its computation."""
+    """Overhead of starting one forward or backward of a model chunk, beside its computation."""
 
     send_buffer_bytes: float = 0.0
-    """A message up to this size is out of its sender's way at once: TCP's buffers hold it."""
+    """A message up to this size does not block its sender: TCP's buffers hold it."""
     iteration_overhead_s: float = 0.0
-    """What an iteration costs beside its actions: the optimizer's step, data, logs."""
+    """Overhead of an iteration beside its actions: the optimizer's step, data, logs."""
     has_bf16: bool = True
     """Otherwise its GPUs train in fp16."""
     is_blackwell: bool = False
@@ -66,7 +66,7 @@ class Cluster:
 
     @property
     def goodput_bytes_per_s(self) -> float:
-        """What collectives and messages get through the NICs of a node."""
+        """The bandwidth that collectives and messages achieve over all NICs of a node."""
         return self.nic_bytes_per_s * self.nic_efficiency
 
     def with_gpus(self, num_gpus: int) -> "Cluster":
@@ -118,9 +118,9 @@ def _node(row: str) -> Cluster:
 NODES = {node.name: node for node in map(_node, _NODES.strip().splitlines()[1:])}
 """One node of each kind; `cluster` makes clusters of them."""
 
-# scripts/bench/compare.py's host: one rank, which a layer of the model `testbed` takes 6 ms
-# forward; `--layer-forward-s` is for another pace, `testbedx4-0.1g` for 100 Mb/s. Headers take 2%
-# of the link. gloo's sends of up to 128 KiB ended within 0.2 ms there.
+# scripts/bench/compare.py's host, with one rank. A layer of the model `testbed` takes 6 ms forward
+# there (`--layer-forward-s` gives another time); `testbedx4-0.1g` is for 100 Mb/s. Headers take 2%
+# of the link. gloo's sends of up to 128 KiB ended within 0.2 ms.
 NODES["testbed"] = Cluster(
     name="testbed",
     num_nodes=1,

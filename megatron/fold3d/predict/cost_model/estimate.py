@@ -1,8 +1,8 @@
 """Costs before anything has run: from a model's shape, a cluster and how the model is trained.
 
 Placement is Megatron's: tensor-parallel ranks are neighbours, then data-parallel ones, then
-pipeline ranks. All replicas of a pipeline do the same at the same time, so one is simulated and
-its messages and collectives carry what its whole node sends.
+pipeline ranks. All replicas of a pipeline do the same at the same time, so only one is simulated,
+and its messages and collectives carry what its whole node sends.
 """
 
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ def estimate(
         setup: how it is trained.
         num_ranks: of a pipeline.
         num_segments: model chunks per rank.
-        layers: of each stage; without it all have equally many.
+        layers: of each stage; if empty, all have equally many.
 
     Raises:
         ValueError: the model cannot be split like this, or the GPUs are not those of the cluster.
@@ -129,7 +129,7 @@ def _footprint(shape: ModelShape, setup: Setup, num_ranks: int, split: Split) ->
 
 
 def _backward_passes(shape: ModelShape, setup: Setup) -> float:
-    """A backward in forwards: two, and what is recomputed, a layer or its attention scores."""
+    """A backward's cost in forwards: two, plus recomputation of layers or attention scores."""
     if setup.recompute == "selective":
         scores = 4 * shape.seq_length**2 * shape.attention_size
         return 2 + scores / shape.layer_flops(0)
@@ -161,7 +161,7 @@ def _weight_s(shape: ModelShape, cluster: Cluster, setup: Setup, split: Split) -
 
 
 def _flops_per_s(cluster: Cluster, setup: Setup) -> float:
-    """What the GPUs of a tensor-parallel group do."""
+    """The FLOP/s of a tensor-parallel group."""
     return cluster.gpu_flops_per_s * cluster.compute_efficiency * setup.tensor_parallel
 
 
@@ -182,7 +182,7 @@ def _param_gather_s(cluster: Cluster, setup: Setup, gradient_bytes: float) -> fl
 def _kept_back_s(
     shape: ModelShape, cluster: Cluster, setup: Setup, num_ranks: int, num_stages: int
 ) -> tuple[float, ...]:
-    """DP.sync of what deferring leaves in the iteration: word embeddings that two stages share."""
+    """DP.sync that is never deferred: that of word embeddings which two stages share."""
     seconds = [0.0] * num_stages
     if num_ranks > 1 and not shape.untied:
         shared_bytes = shape.embedding_parameters / setup.tensor_parallel * GRADIENT_BYTES
@@ -191,7 +191,7 @@ def _kept_back_s(
 
 
 def _bandwidths(cluster: Cluster, setup: Setup) -> tuple[float, ...]:
-    """What a tensor-parallel and a data-parallel group see (AxoNN eq. 10)."""
+    """The bandwidths that a tensor-parallel and a data-parallel group see (AxoNN eq. 10)."""
     return group_bandwidths(
         (setup.tensor_parallel, setup.data_parallel),
         cluster.gpus_per_node,

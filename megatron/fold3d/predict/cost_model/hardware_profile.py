@@ -1,7 +1,7 @@
-"""What a run's own hardware was measured to do, and the costs of any split of the model on it.
+"""Measurements of a run's own hardware, and the costs of any split of the model on it.
 
-One layer and one of each kind of transfer are measured, once; stages are made of layers, whatever
-their number, so the costs of every number of segments follow.
+One layer, and one transfer of each kind, are measured once. Stages are made of layers, so the costs
+for every number of segments follow.
 """
 
 import json
@@ -18,7 +18,7 @@ class HardwareProfile:
     layer_forward_s: float
     """One micro-batch through one layer."""
     layer_backward_s: float
-    """With what is recomputed."""
+    """Including recomputation."""
     head_forward_s: float
     """What the last stage computes beside its layers, up to the loss."""
     head_backward_s: float

@@ -1,6 +1,6 @@
-"""How many collectives a stage's DP.sync is launched as: what our runtime hands to NCCL.
+"""The number of collectives as which our runtime launches a stage's DP.sync.
 
-Stock launches one per model chunk, and so does ours with the distributed optimizer.
+Stock launches one per model chunk, and so does our runtime with the distributed optimizer.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,11 @@
-"""How many layers each stage holds where they cannot all hold as many."""
+"""How many layers each stage holds where stages cannot hold equally many."""
 
 
 def layers_of_stages(num_layers: int, num_ranks: int, num_segments: int) -> tuple[int, ...]:
-    """Return the layers of each stage, as even as they can be over ranks first and then stages.
+    """Return the number of layers of each stage, as even as possible over ranks, then over stages.
 
-    What is left over goes to the ranks in the middle, since the first one has the embedding and
-    the last one the head, and on each of them to its first segments.
+    The remainder goes to the ranks in the middle, since the first has the embedding and the last
+    the head. Within a rank it goes to the first segments.
     """
     each, left = divmod(num_layers, num_ranks)
     order = [*range(1, num_ranks - 1), 0, num_ranks - 1]

@@ -16,7 +16,7 @@ from megatron.fold3d.observe.fields import check_names, check_numbers, from_file
 
 Family = Literal["gpt", "bert", "encoder-decoder"]
 Split = int | Sequence[int]
-"""Into how many stages a model is cut evenly, or how many layers each of them has."""
+"""The number of equal stages that a model is cut into, or the number of layers of each stage."""
 _MOST_LAYERS = 10_000
 
 
@@ -97,7 +97,7 @@ class ModelShape:
         return self.linear_flops(layer) + scores * (1 + self._has_cross_attention(layer))
 
     def linear_flops(self, layer: int) -> int:
-        """Return those that have a weight: all but attention's scores and what they weigh.
+        """Return the FLOPs of the linear layers: all but attention's scores and weighted sums.
 
         The gradients of these weights take as many.
         """

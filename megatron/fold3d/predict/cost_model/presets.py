@@ -1,6 +1,6 @@
-"""Models by their names, in Megatron's flags: what ``--model-preset`` stands for.
+"""Models by name, as Megatron's flags: what ``--model-preset`` stands for.
 
-`SHAPES` is the one table of models: what the planner predicts is what training builds.
+`SHAPES` is the only table of models, so training builds what the planner predicts.
 """
 
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES, Family, ModelShape, model_shape
@@ -9,7 +9,7 @@ SCRIPTS: dict[Family, str] = {"gpt": "pretrain_gpt.py", "bert": "pretrain_bert.p
 """Which script trains which models; Megatron-core runs no encoder-decoder in a pipeline."""
 
 AS_GPT = ("cpm",)
-"""Encoder-decoders that have a GPT of their depth, width and vocabulary as a preset."""
+"""Encoder-decoders whose preset is a GPT of the same depth, width and vocabulary."""
 
 
 def preset_flags(name: str, family: Family) -> tuple[str, ...]:

@@ -29,9 +29,9 @@ def group_bandwidths(
 ) -> tuple[float, ...]:
     """Return β for each level of nested process groups (eq. 10).
 
-    A group that fits in a node has the links of the node. The rings of one that does not share a
-    node's links with those of their neighbours: as many as there are GPUs in the groups inside,
-    at most a node's.
+    A group that fits in a node uses the node's own links. A group that spans nodes shares the links
+    between them with its neighbours' rings. A node has one such ring for each GPU of the groups
+    inside, and at most one for each of its GPUs.
 
     Args:
         sizes: of the groups, innermost first.

@@ -20,7 +20,7 @@ _LOGIT_BYTES = 4  # the loss is computed in fp32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """How a model is trained, beside its pipeline."""
+    """How a model is trained, apart from its pipeline."""
 
     tensor_parallel: int = 1
     data_parallel: int = 1
@@ -62,7 +62,7 @@ class Setup:
 
 
 def static_bytes(shape: ModelShape, setup: Setup, num_ranks: int, split: Split) -> list[float]:
-    """Return, per pipeline rank, what parameters, gradients and optimizer take for good."""
+    """Return, per pipeline rank, the constant bytes of parameters, gradients and optimizer."""
     stages = shape.stage_parameters(split)
     sharded = setup.data_parallel if setup.distributed_optimizer else 1
     each = setup.element_bytes + GRADIENT_BYTES + setup.optimizer_bytes / sharded
@@ -82,12 +82,12 @@ def saved_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
 
 
 def working_bytes(shape: ModelShape, setup: Setup) -> float:
-    """Return what a backward needs on top: the layer that it recomputes."""
+    """Return the extra bytes of a running backward: the layer that it recomputes."""
     return layer_bytes(shape, setup, "none") if setup.recompute == "full" else 0.0
 
 
 def recomputed_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
-    """Return, per stage, what recomputation ahead of a backward holds until it: all its layers."""
+    """Return, per stage, what early recomputation holds until the backward: all its layers."""
     each = layer_bytes(shape, setup, "none") if setup.recompute == "full" else 0.0
     return [len(layers) * each for layers in shape.stage_layers(split)]
 
@@ -105,11 +105,11 @@ def layer_bytes(shape: ModelShape, setup: Setup, recompute: Recompute) -> float:
 
 
 def delayed_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
-    """Return, per stage, what a backward leaves for the weight gradients that are delayed.
+    """Return, per stage, what a backward keeps for its delayed weight gradients.
 
-    The inputs of each layer's linears and the gradients of their outputs. Tensor parallelism splits
-    the outputs of the first linear of a pair and the inputs of the second; sequence parallelism
-    the inputs of the first as well.
+    These are the inputs of each layer's linears and the gradients of their outputs. Tensor
+    parallelism splits the outputs of the first linear of a pair and the inputs of the second;
+    sequence parallelism splits the inputs of the first as well.
     """
     h, a, f = shape.hidden_size, shape.attention_size, shape.ffn_size
     gathered, inputs, divided = 2 * h, 2 * h, (3 * a + f) + (a + f)

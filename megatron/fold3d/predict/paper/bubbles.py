@@ -1,7 +1,7 @@
-"""Bubbles in closed form: GPipe, 1F1B, Megatron's interleaved one, zero bubble's, Merak's.
+"""Closed-form bubbles of GPipe, 1F1B, Megatron's interleaved 1F1B, zero bubble and Merak.
 
-Each returns the seconds that a rank idles in an iteration without communication. ``forward_s``
-and ``backward_s`` are of one micro-batch on all of a rank's segments.
+Each function returns the seconds that a rank idles in an iteration without communication.
+``forward_s`` and ``backward_s`` are of one micro-batch on all of a rank's segments.
 """
 
 
@@ -28,8 +28,8 @@ def ratio(num_ranks: int, num_segments: int, num_microbatches: int) -> float:
 def zb_h1_s(num_ranks: int, forward_s: float, backward_s: float, weight_s: float) -> float:
     """Return ZB-H1's bubble (Qi et al., ICLR 2024, Table 2): (p - 1) (T_F + T_B - T_W).
 
-    ``backward_s`` is without the weight gradients. These take ``weight_s``, no longer than a
-    forward and than a backward, as in a transformer; else a rank idles longer.
+    ``backward_s`` excludes the weight gradients, which take ``weight_s``. As in a transformer, that
+    must be no longer than a forward or a backward; otherwise a rank idles longer.
     """
     return (num_ranks - 1) * (forward_s + backward_s - weight_s)
 

@@ -28,7 +28,7 @@ class Tables:
     gpus_per_node: dict[str, int]
     peak_tflops: dict[str, float]
     flags: tuple[str, ...]
-    """What the file itself says is wrong in the paper."""
+    """The errors in the paper that the file itself notes."""
 
     @classmethod
     def read(cls, path: Path) -> "Tables":
@@ -62,7 +62,7 @@ class Tables:
         return [f"Thrp. {row['thrp_tflops']} is {percent:.1f}% of peak, Util. {row['util_pct']}%"]
 
     def measured(self, row: Row) -> Row:
-        """Return the row that has the computation: Megatron's of the same cluster and model."""
+        """Return the row that gives the computation: Megatron's, same cluster and model."""
         same = [r for r in self.rows if all(r[k] == row[k] for k in ("cluster", "model"))]
         return next((r for r in same if r["system"].startswith("Megatron")), row)
 
@@ -72,7 +72,7 @@ class Tables:
         return max(1, self.gpus_per_node[row["cluster"]] // tensor_parallel)
 
     def layers(self, row: Row, num_segments: int) -> tuple[int, ...]:
-        """Return the layers of each stage: 72 of BERT have no equal share in 16 stages."""
+        """Return the layers of each stage: BERT's 72 do not divide into 16 stages."""
         return layers_of_stages(self.shapes[row["model"]].num_layers, row["pp"], num_segments)
 
     def stage_gradient_bytes(self, row: Row, num_segments: int) -> list[float]:

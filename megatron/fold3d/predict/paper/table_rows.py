@@ -35,7 +35,7 @@ ITERATIONS = 4  # of a schedule that defers DP.sync, until it is steady
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What is fitted, and nothing else."""
+    """The fitted constants, and nothing else."""
 
     sync_bytes_per_s: dict[str, float]
     gather_bytes_per_s: dict[str, float]
@@ -96,7 +96,7 @@ def _predict_pipeline(tables: Tables, row: Row, fit: Fit) -> dict[str, float]:
 
 
 def _predict_zero3(tables: Tables, row: Row, fit: Fit) -> dict[str, float]:
-    """Gathering the parameters takes longer than what it could hide behind, in both directions."""
+    """Predict ZeRO-3: gathering parameters outlasts the computation of forward and of backward."""
     shape, nodes = tables.shapes[row["model"]], row["dp"] // tables.gpus_per_node[row["cluster"]]
     node_bytes = GRADIENT_BYTES * shape.num_parameters * (nodes - 1) / nodes
     gather_ms = node_bytes / fit.gather_bytes_per_s[row["cluster"]] * 1e3
@@ -137,7 +137,7 @@ def _rank_sync_bytes(tables: Tables, row: Row) -> Iterable[float]:
 
 
 def _minimum(function: Callable[[float], float], low: float, high: float) -> float:
-    """The minimum of a function with one valley, by thirds."""
+    """Return the minimum of a unimodal function, by ternary search."""
     while high - low > 1e-5:
         third = (high - low) / 3
         if function(low + third) < function(high - third):

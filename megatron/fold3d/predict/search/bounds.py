@@ -1,4 +1,4 @@
-"""Bounds on a candidate that need no simulation: on its time, and on its memory."""
+"""Bounds on a candidate's time and memory that need no simulation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ class Bounded:
     bound_s: float
     """No simulated iteration of the candidate is shorter."""
     device_bytes: float
-    """What the fullest GPU holds; more is needed where copies to the host are slow."""
+    """Bytes on the fullest GPU; slow copies to the host can need more."""
     host_bytes: float
-    """The least that one GPU's activations take on the host."""
+    """A lower bound on the bytes that one GPU's activations take on the host."""
 
 
 def bounded(candidate: Candidate, estimate: Estimate) -> Bounded:
@@ -69,17 +69,17 @@ def _bound_s(candidate: Candidate, estimate: Estimate) -> float:
 
 
 def earlier_s(candidate: Candidate, estimate: Estimate) -> float:
-    """How much earlier than with the end of its last backward a stage's DP.sync may begin."""
+    """How many seconds before the end of its last backward a stage's DP.sync may begin."""
     if not launches_in_backward(candidate, estimate):
         return 0.0
     return max(estimate.costs.backward_s)
 
 
 def _held_up_s(candidate: Candidate, estimate: Estimate, rank: int) -> float:
-    """The time for which launches of DP.sync, in the one queue, keep a rank from computing.
+    """The time for which DP.sync's collectives, with one hardware queue, block a rank's compute.
 
-    Of what is launched in a row all but the last must be over before anything else begins; what is
-    launched inside a backward may have that backward beside it.
+    Of collectives launched in a row, all but the last must be over before anything else begins.
+    Those launched inside a backward may overlap that backward.
     """
     if estimate.cuda_connections != 1 or candidate.is_stock:
         return 0.0
@@ -104,7 +104,7 @@ def _there_and_back(candidate: Candidate, estimate: Estimate, rank: int) -> tupl
 
 
 def _work_s(candidate: Candidate, estimate: Estimate, rank: int) -> float:
-    """A rank's computation, and what stock waits for its messages."""
+    """A rank's computation, and in stock the waits for its messages."""
     costs, stages = estimate.costs, range(rank, len(estimate.costs.forward_s), candidate.num_ranks)
     work_s = sum(costs.forward_s[stage] + costs.backward_s[stage] for stage in stages)
     if candidate.is_stock and not costs.sends_are_buffered and candidate.num_ranks > 1:
@@ -117,7 +117,7 @@ def _work_s(candidate: Candidate, estimate: Estimate, rank: int) -> float:
 
 
 def _delayed_s(candidate: Candidate, costs: Costs, rank: int) -> float:
-    """What a rank computes when all of its backwards are through."""
+    """What a rank computes after all of its backwards."""
     stages = (segment * candidate.num_ranks + rank for segment in candidate.delayed_weight_grads)
     return candidate.num_microbatches * sum(costs.weight_s[stage] for stage in stages)
 
@@ -128,7 +128,7 @@ def _message_s(estimate: Estimate) -> float:
 
 
 def _messages_s(candidate: Candidate, estimate: Estimate) -> float:
-    """What the busiest NIC sends: a forward's result to the next stage, a backward's back."""
+    """Seconds of sends on the busiest NIC: forwards' results onward, backwards' results back."""
     nics, sent = estimate.nic_of_rank, [0] * (1 + max(estimate.nic_of_rank))
     for stage in range(1, len(estimate.costs.forward_s)):
         source, target = (nics[s % candidate.num_ranks] for s in (stage - 1, stage))
@@ -152,9 +152,9 @@ def _together(candidate: Candidate) -> int:
 
 
 def _most_copied(candidate: Candidate, of_stage: Sequence[float]) -> float:
-    """The most that a rank certainly copies to the host, in the unit of ``of_stage``.
+    """A lower bound on what the busiest rank copies to the host, in the unit of ``of_stage``.
 
-    Nothing of the last segment need leave, nor the last two micro-batches of another.
+    The last segment, and the last two micro-batches of the others, need not be offloaded.
     """
     ranks, segments = candidate.num_ranks, candidate.num_segments
     copied = of_stage[: ranks * (segments - 1)]

@@ -1,8 +1,8 @@
-"""How a candidate runs: its plan with what is around it, simulated as stock or as ours behaves.
+"""Simulate a candidate's plan as stock Megatron, or our runtime, would run it.
 
 Stock Megatron waits for transfers before it goes on (`sends_stock_waits_for`). It starts a chunk's
-DP.sync on all ranks at once, so that on rank r it comes r backwards late, and always ends it with
-the iteration.
+DP.sync on all ranks at once, so on rank r it starts r backwards late, and it always ends with the
+iteration.
 """
 
 from dataclasses import replace
@@ -21,8 +21,8 @@ from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Device, Execution, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
 
-_STEADY = 3  # iterations until one that defers DP.sync takes as long as the one before
-PAUSE_SHARE = 0.5  # what PP.sync may take from DP.sync before they are equals
+_STEADY = 3  # iterations until a plan that defers DP.sync is steady
+PAUSE_SHARE = 0.5  # what PP.sync may take from DP.sync before they share fairly
 
 
 def plan_of(candidate: Candidate) -> Plan:
@@ -59,16 +59,16 @@ def timeline_of(candidate: Candidate, estimate: Estimate) -> Timeline:
 
 
 def without_grad_sync(candidate: Candidate) -> Candidate:
-    """Return a candidate that stands for all that differ in DP.sync and host copies alone."""
+    """Return the candidate that stands for all that differ only in DP.sync and host copies."""
     setup = replace(candidate.setup, distributed_optimizer=False)
     return replace(candidate, setup=setup, backward_share=None, offload=False, preemptive=False)
 
 
 def undisturbed_s(candidate: Candidate, estimate: Estimate) -> float:
-    """Return an iteration without DP.sync and host copies, on links that no two messages share.
+    """Return the seconds of an iteration without DP.sync, host copies and contention on links.
 
-    Orders are fixed, so whatever else a candidate has can only make a rank wait longer. Without
-    flows on a network it takes a part of the time to simulate.
+    Orders are fixed, so whatever a candidate adds to this can only make a rank wait longer. Without
+    flows on a network it takes a fraction of the time to simulate.
     """
     costs = estimate.costs
     message_s = costs.p2p_s
@@ -126,7 +126,7 @@ def _sends_waited_for(candidate: Candidate) -> frozenset[Op]:
 
 
 def _stepping_last(costs: Costs, num_ranks: int) -> Costs:
-    """Let the optimizer step when all gradients are there: with the stages that end last."""
+    """Charge the optimizer's step to the stages that end last, when all gradients are there."""
     steps = costs.optimizer_s
     first = tuple(sum(steps[rank::num_ranks]) for rank in range(num_ranks))
     return replace(costs, optimizer_s=first + (0.0,) * (len(steps) - num_ranks))

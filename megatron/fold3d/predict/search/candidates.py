@@ -32,17 +32,17 @@ class Candidate:
     group_size: int | None = None
     """Micro-batches per group of ``interleaved``; all of them is breadth-first."""
     layers: tuple[int, ...] = ()
-    """Of each stage; without it all have equally many."""
+    """Layers of each stage; if empty, all have equally many."""
     backward_share: Share | None = None
-    """Part of each segment's DP.sync behind the backward, the rest is behind the next forward.
+    """Part of each segment's DP.sync that overlaps backwards; the rest overlaps the next forward.
 
-    "auto" is what fits, segment by segment. None ends all with the iteration, as stock does.
+    "auto" takes what fits, segment by segment. None ends all with the iteration, as stock does.
     """
     offload: bool = False
     preemptive: bool = False
     """Whether PP.sync goes before DP.sync on a link."""
     delayed_weight_grads: tuple[int, ...] = ()
-    """The segments whose weight gradients are computed when all backwards are through."""
+    """The segments whose weight gradients are computed after all backwards."""
 
     @property
     def name(self) -> str:
@@ -74,7 +74,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What is not for the planner to choose; None leaves it free."""
+    """The choices that the user has made; None leaves one to the planner."""
 
     tensor_parallel: int | None = None
     data_parallel: int | None = None
@@ -95,10 +95,10 @@ def candidates(
     given: Given = FREE,
     assumed: Set[Assumption] = frozenset(),
 ) -> Iterator[Candidate]:
-    """Yield what divides the GPUs, the heads and the batch; memory is not looked at.
+    """Yield the candidates that divide the GPUs, the heads and the batch, whatever their memory.
 
-    Of micro-batch groups there are the smallest and the largest, of uneven layers those where
-    even ones are not possible: `neighbours` has what is in between.
+    Micro-batch groups are the smallest and the largest only, and layers are uneven only where they
+    cannot be even: `neighbours` has what is in between.
     """
     microbatch_sizes = _choices(MICROBATCH_SIZES, given.microbatch_size)
     recomputes = _choices(RECOMPUTES, given.recompute)
@@ -150,7 +150,7 @@ def _of_segments(
     layers = layers_of_stages(shape.num_layers, ranks, segments)
     even = len(set(layers)) == 1
     if not even and shape.num_layers % ranks == 0 and segments > 1:
-        return  # ranks can be even, with fewer segments or other ones
+        return  # another number of segments splits the layers evenly over ranks
     first = replace(stock, num_segments=segments, layers=() if even else layers)
     orders = [first] if segments == 1 else []
     if segments > 1 and microbatches % ranks == 0:
@@ -180,8 +180,8 @@ def _of_segments(
 def _can_preempt(setup: Setup) -> bool:
     """Whether there is DP.sync to interrupt, and Megatron lets streams overtake each other.
 
-    With tensor parallelism it asserts CUDA_DEVICE_MAX_CONNECTIONS=1 on all that is older than
-    Blackwell, and the communicator cannot work with that.
+    With tensor parallelism on GPUs before Blackwell it asserts CUDA_DEVICE_MAX_CONNECTIONS=1, with
+    which the preemptive communicator cannot work.
     """
     return setup.data_parallel > 1 and setup.tensor_parallel == 1
 

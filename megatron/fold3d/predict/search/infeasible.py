@@ -1,4 +1,4 @@
-"""Why a search has found nothing, and what comes nearest to what was asked for."""
+"""Say why a search has found nothing, and what comes nearest to what was asked for."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
@@ -17,13 +17,13 @@ _FLAGS: dict[str, tuple[str, Callable[[Candidate], int]]] = {
     "num_segments": ("--segments", lambda c: c.num_segments),
     "microbatch_size": ("--micro-batch-size", lambda c: c.setup.microbatch_size),
 }
-"""The sizes that can be given: what `fold3d search` calls them, and where a candidate has them."""
+"""The sizes that can be given: their names in `fold3d search`, and their place in a candidate."""
 
 
 def nothing_divides(
     shape: ModelShape, cluster: Cluster, global_batch_size: int, given: Given
 ) -> str:
-    """Say which of the given sizes is in the way, and what else it could be."""
+    """Say which of the given sizes divides nothing, and which values would."""
     sizes = {name: value for name, value in _sizes(given).items() if value is not None}
     job = f"{shape.name} on {cluster.num_gpus} GPUs with a batch of {global_batch_size}"
     for name, value in sizes.items():
@@ -50,14 +50,14 @@ def nothing_fits(
     bounds_on: Callable[[Cluster], Callable[[Candidate], Bounded]],
     usable: float,
 ) -> str:
-    """Say how much memory is missing, and with what the model does fit.
+    """Say how much memory is missing, and with which sizes the model does fit.
 
     Args:
         shape: the model.
-        cluster: it was searched on.
-        global_batch_size: of the search.
-        given: what was not to be chosen.
-        found: candidates that divide evenly, and are too large.
+        cluster: the cluster that was searched.
+        global_batch_size: sequences per iteration.
+        given: the choices that the user has made.
+        found: candidates that divide evenly and are too large.
         bounds_on: returns, for a cluster, the function that bounds its candidates.
         usable: the part of a GPU's memory that a run may hold.
     """

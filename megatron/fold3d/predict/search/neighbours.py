@@ -1,4 +1,4 @@
-"""Variations that are worth a try on a good candidate, and too many to try on every one."""
+"""Variations that are worth trying on a good candidate, and too many to try on all."""
 
 from collections.abc import Iterator, Set
 from dataclasses import replace
@@ -31,7 +31,7 @@ def _with_other_groups(candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _with_a_lighter_end(candidate: Candidate, num_layers: int) -> Iterator[Candidate]:
-    """The last stage, which has the head, gives one of its layers to a rank in the middle."""
+    """Move one layer from the last stage, which has the head, to a rank in the middle."""
     ranks, num_stages = candidate.num_ranks, candidate.num_ranks * candidate.num_segments
     layers = list(candidate.layers or (num_layers // num_stages,) * num_stages)
     if ranks > 1 and layers[-1] > 1:
@@ -41,10 +41,11 @@ def _with_a_lighter_end(candidate: Candidate, num_layers: int) -> Iterator[Candi
 
 
 def _with_delayed_weight_grads(candidate: Candidate) -> Iterator[Candidate]:
-    """One segment or two: those in the middle, or the last, whose own DP.sync has until its turn.
+    """Delay the weight gradients of one or two segments: those in the middle, or the last.
 
-    Not the first, whose DP.sync is the one to hide. What they add to DP.sync at the end of the
-    iteration has to reach into the next one.
+    Their DP.sync is not needed until their turn in the next forward. The first segment's is needed
+    at once, so it is the one to hide. The DP.sync that a delay pushes to the end of the iteration
+    has to reach into the next one.
     """
     setup, segments = candidate.setup, candidate.num_segments
     if candidate.schedule != "aiao" or candidate.offload or setup.data_parallel == 1:

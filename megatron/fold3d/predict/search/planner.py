@@ -1,12 +1,12 @@
 """Choose a configuration: which schedule, how many segments, which (dp, pp, tp).
 
-1. The costs alone tell the memory of a candidate, and a lower bound on its iteration.
-2. What fits is simulated in the order of the bounds, until no bound is below what has been found. A
-   short simulation without DP.sync tightens a bound first.
+1. The costs alone give a candidate's memory, and a lower bound on the time of its iteration.
+2. The candidates that fit are simulated in the order of their bounds, until no bound is below the
+   best times found. A short simulation without DP.sync tightens a bound first.
 3. Variations of the best ones follow.
 
-Ours and stock Megatron are searched side by side, so the answer can be that AIAO gains nothing.
-Every candidate runs as it is simulated.
+Our schedules and stock Megatron are searched side by side, so the answer can be that AIAO gains
+nothing. Training runs every candidate as it was simulated.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -36,7 +36,7 @@ from megatron.fold3d.predict.search.neighbours import neighbours
 from megatron.fold3d.predict.search.search_result import WORTHWHILE, JudgedCandidate, Search
 
 USABLE_MEMORY = 0.85  # the rest is CUDA's, NCCL's and what the allocator cannot use
-_IMPROVED = 3  # of the best ones, how many have their neighbours looked at
+_IMPROVED = 3  # how many of the best candidates have their neighbours tried
 
 
 def search(
@@ -56,9 +56,9 @@ def search(
         cluster: all of its GPUs are used.
         global_batch_size: sequences per iteration.
         top: how many to return.
-        given: what is not to be chosen.
-        assumed: what is tried although no GPU has timed it.
-        progress: called with how many were simulated, and how many there are.
+        given: the choices that the user has made.
+        assumed: features that are tried although no GPU has timed them.
+        progress: called with how many candidates were simulated, and how many there are.
 
     Raises:
         ValueError: nothing divides evenly, or nothing fits.
@@ -141,18 +141,18 @@ class _Judge:
         return self._estimate(c.setup, c.num_ranks, c.num_segments, c.layers)
 
     def bounded(self, candidate: Candidate) -> Bounded:
-        """Return what is known of a candidate without a simulation."""
+        """Return a candidate's bounds, without a simulation."""
         return bounded(candidate, self.estimate(candidate))
 
     def fits(self, known: Bounded | JudgedCandidate) -> bool:
-        """Tell whether memory is enough, the GPU's and a GPU's share of the host's."""
+        """Tell whether the GPU's memory, and its share of the host's, are enough."""
         host_fits = known.host_bytes <= self.host_limit_bytes
         return known.device_bytes <= self.limit_bytes and host_fits
 
     def at_least_s(self, item: Bounded) -> float:
-        """Return a higher bound than the costs alone give, for the time of a short simulation.
+        """Return a tighter lower bound than the costs alone give, from a short simulation.
 
-        The first segment's DP.sync has nothing to hide behind but delayed weight gradients.
+        Only delayed weight gradients could hide the first segment's DP.sync.
         """
         alone = without_grad_sync(item.candidate)
         if alone not in self._undisturbed_s:
@@ -199,10 +199,10 @@ class _Judge:
 
 
 def _plainest_first(best: tuple[JudgedCandidate, ...]) -> tuple[JudgedCandidate, ...]:
-    """Put a choice first that is as the best one and plainer, and no more than 1% slower.
+    """Put a plainer variant of the best choice first if it is at most 1% slower.
 
-    No simulation is as good as what training measures, and what a given share is wrong by, `auto`
-    makes up for. Nothing has to be delayed, and kept for it, to gain less than that.
+    `auto` is plainer than a given share: training measures better than a simulation predicts.
+    Delaying nothing is plainer than holding memory for delayed weight gradients to gain under 1%.
     """
     first = best[0]
     delayed = first.candidate.delayed_weight_grads
@@ -221,9 +221,9 @@ def _plainest_first(best: tuple[JudgedCandidate, ...]) -> tuple[JudgedCandidate,
 def _that_memory_asks_to_offload(
     all_: Sequence[Bounded], fits: Callable[[Bounded], bool]
 ) -> Iterator[Candidate]:
-    """Yield AIAO with offload where a split of the model has no AIAO that fits without.
+    """Yield AIAO with offload for the splits of the model in which no AIAO fits without it.
 
-    Nothing less is a reason to recommend what no GPU has timed.
+    Only then is offload, which no GPU has timed, worth recommending.
     """
 
     def split(c: Candidate) -> tuple[object, ...]:
@@ -238,9 +238,9 @@ def _that_memory_asks_to_offload(
 
 
 def _quickest_of_each(among: Iterable[Bounded]) -> list[Bounded]:
-    """Of those that differ in what they recompute alone, keep the one that recomputes least.
+    """Of candidates that differ only in what they recompute, keep the one that recomputes least.
 
-    Unless they offload: then less to recompute is more to copy.
+    All that offload are kept: for them, less recomputation means more to copy.
     """
     chosen: dict[Candidate, Bounded] = {}
     for item in sorted(among, key=lambda b: (b.bound_s, b.device_bytes)):

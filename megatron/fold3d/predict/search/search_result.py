@@ -1,16 +1,16 @@
-"""What a search has found."""
+"""The result of a search."""
 
 from dataclasses import dataclass
 
 from megatron.fold3d.observe.exposure import Exposure
 from megatron.fold3d.predict.search.candidates import Candidate
 
-WORTHWHILE = 0.01  # a smaller gain than this is within the error of the costs
+WORTHWHILE = 0.01  # a smaller gain is within the error of the costs
 
 
 @dataclass(frozen=True, slots=True)
 class JudgedCandidate:
-    """A configuration with what it is predicted to do."""
+    """A configuration with its predicted time and memory."""
 
     candidate: Candidate
     iteration_s: float
@@ -44,4 +44,4 @@ class Search:
     too_large: int
     simulated: int
     undelayed: JudgedCandidate | None = None
-    """Where the best one delays weight gradients: the same without."""
+    """The best one without delayed weight gradients, if it has them."""

@@ -1,7 +1,7 @@
-"""How many segments: the paper's rule, and what the simulator says.
+"""Choose the number of segments, by the paper's rule or by simulation.
 
-More segments hide more of DP.sync and shrink the bubble; each of them sends every micro-batch
-through all ranks once more and costs its overhead once more.
+More segments hide more of DP.sync and shrink the bubble. Each segment also sends every micro-batch
+through all ranks once more, and adds its overhead once more.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,7 @@
-"""The shares that ``--backward-share auto`` comes to, from a simulation instead of a measurement.
+"""The shares that ``--backward-share auto`` would choose, from a simulation.
 
-They are decided as training decides them: from when gradients are ready in an iteration that runs
-with `FIRST_SHARE`, and from how long the network is busy with them behind the backward.
+They are chosen as in training: from the times at which gradients are ready in an iteration with
+`FIRST_SHARE`, and from how long the network is busy with them behind the backward.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def auto_shares(plan: Plan, costs: Costs, execution: Execution) -> tuple[float, 
     Args:
         plan: whose DP.sync is deferred.
         costs: of its stages.
-        execution: how the plan is run; the shares it names do not count.
+        execution: how the plan is run; its ``backward_share`` is ignored.
     """
     stages, ranks = plan.num_stages, plan.num_ranks
     shares = [0.0] * stages
@@ -51,9 +51,9 @@ def _ready_s(spans: Sequence[Span]) -> dict[int, float]:
 
 
 def _slower(spans: Sequence[Span], last_s: float, at_once_s: Sequence[float]) -> float:
-    """By which factor messages slow DP.sync down behind the backward, which ends at ``last_s``.
+    """The factor by which messages slow DP.sync down before the last backward ends (``last_s``).
 
-    What ends later counts only if nothing ended before. What is kept back counts as well.
+    DP.sync that ends later counts only if none ended before. The part kept back counts as well.
     """
     of_stage: dict[int, list[Span]] = {}
     for span in spans:

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Clock:
-    """Simulated time and what is still to happen in it."""
+    """Simulated time, and the events still to come."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -14,12 +14,12 @@ class Clock:
         self._planned = 0
 
     def at(self, time_s: float, happen: Callable[[Any], None], argument: Any) -> None:
-        """Plan an event; those of one time happen in the order in which they were planned."""
+        """Schedule an event; events of equal time happen in the order of their scheduling."""
         self._planned += 1
         heapq.heappush(self._events, (time_s, self._planned, happen, argument))
 
     def run(self, between: Callable[[], None]) -> None:
-        """Let everything happen; call ``between`` whenever the clock is about to move."""
+        """Run all events; call ``between`` whenever the clock is about to move."""
         between()
         events, pop = self._events, heapq.heappop
         while events:

@@ -1,7 +1,7 @@
 """Costs: how long each action of a plan takes on its own.
 
-Analytic or measured, the simulator does not mind. What sharing adds - links, waiting, order - is
-the simulator's business and never part of a cost.
+They may be analytic or measured. The simulator adds what sharing costs - links, waiting, order -
+so that is never part of a cost.
 """
 
 import json
@@ -26,19 +26,19 @@ class Costs:
     recompute_s: tuple[float, ...] = ()
     """Of ``backward_s``, recomputation: what a plan's R takes, and its B then takes less."""
     split_s: float = 0.0
-    """What a W takes beside it, for being a task of its own."""
+    """Overhead of a W for being a task of its own, on top of its ``weight_s``."""
     p2p_s: float = 0.0
     """One message at the full rate of a NIC."""
     p2p_latency_s: float = 0.0
-    """What a message waits before it uses any bandwidth."""
+    """Latency of a message, before it uses any bandwidth."""
     p2p_local_s: float = 0.0
     """One message between two ranks behind the same NIC; it does not use the NIC."""
     sends_are_buffered: bool = False
-    """Whether a sender that waits for its message waits for a buffer to take it, and no longer."""
+    """Whether a sender that waits for its send waits only until a buffer has taken the message."""
     grad_sync_s: tuple[float, ...] = ()
     """DP.sync of a stage's gradients at the full rate of the rank's NIC."""
     kept_back_s: tuple[float, ...] = ()
-    """Of ``grad_sync_s``, what ends within its iteration even where the rest is deferred."""
+    """The part of ``grad_sync_s`` that ends within its iteration even if the rest is deferred."""
     grad_sync_local: bool = False
     """Whether DP.sync stays inside the node and leaves the NIC to the messages."""
     param_gather_s: tuple[float, ...] = ()
@@ -60,10 +60,10 @@ class Costs:
         p2p_s: float = 0.0,
         p2p_latency_s: float = 0.0,
     ) -> Self:
-        """Return the same costs for every stage; by default the units of the usual diagrams.
+        """Return the same costs for every stage; the defaults are the units of the usual diagrams.
 
-        Half of a backward, without what it recomputes, is weight gradients: as many
-        multiplications as a forward has.
+        Half of a backward, without its recomputation, is weight gradients: they take as many
+        multiplications as a forward.
         """
         return cls(
             forward_s=(forward_s,) * num_stages,
@@ -79,7 +79,7 @@ class Costs:
         """Return if the costs are of this plan's stages.
 
         Raises:
-            PlanError: a tuple has another length, or a number is negative.
+            PlanError: a tuple has the wrong length, or a number is negative.
         """
         for name in (field.name for field in fields(self)):
             value = getattr(self, name)

@@ -1,7 +1,7 @@
 """A rank's program as the items that the host issues to a GPU; the rules are `device_queues`'s.
 
-What the runtime cuts is cut here: DP.sync into the collectives that it is launched as, and a
-backward where DDP's hooks launch them inside it.
+As in the runtime, DP.sync is cut into the collectives that it is launched as, and a backward is cut
+where DDP's hooks launch them inside it.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ class Kind(IntEnum):
     """What an item does when it begins."""
 
     COMPUTE = 0
-    WAIT = 1  # nothing, or with seconds the optimizer's step
+    WAIT = 1  # does nothing or, if it has seconds, is the optimizer's step
     COLLECTIVE = 2
     TRANSFER = 3  # one side of it
     COPY = 4
@@ -37,7 +37,7 @@ class Item(NamedTuple):
     action: Action
     seconds: float
     after: int
-    """How many items of the compute stream, issued before it, are over when it begins."""
+    """How many earlier items of the compute stream must be over before it begins."""
     needs: tuple[tuple[int, int, int], ...] = ()
     """``(fact, each, own)``: iteration i needs a fact to have come true i * each + own times."""
     fact: int = NO_FACT
@@ -50,7 +50,7 @@ class Items:
     Args:
         steps: of the plan, with its transfers.
         device: what runs them.
-        grad_sync_s: of each stage, whole.
+        grad_sync_s: seconds of each stage's whole DP.sync.
         sends_waited_for: as in `Execution`.
 
     Attributes:
@@ -74,7 +74,7 @@ class Items:
         items: list[Item] = []
         computed = 0
         begun: Counter[int] = Counter()  # collectives, by their fact
-        waits: list[tuple[int, Step, int]] = []  # for them: where, of what, how many had begun
+        waits: list[tuple[int, Step, int]] = []  # for them: index, step, how many had begun
 
         def launch(step: Step, count: int) -> None:
             kept_back = self._steps.is_kept_back(step.fact)
@@ -147,7 +147,7 @@ class Items:
         return items
 
     def _launched_inside(self, program: Sequence[Step]) -> dict[Action, Step]:
-        """Return the reductions that hooks launch, by the backward in which they do."""
+        """Return the reductions that DDP's hooks launch, by the backward in which they do so."""
         if not self._device.in_backward:
             return {}
         actions = tuple(step.action for step in program)
@@ -160,7 +160,7 @@ class Items:
         }
 
     def _launches(self, step: Step) -> int:
-        """Into how many collectives a step's DP.sync is cut: its part of the whole stage's."""
+        """Return the number of collectives in a step's DP.sync: its part of the whole stage's."""
         stage = step.action.stage
         if not self._device.launches or not step.seconds or self._steps.is_kept_back(step.fact):
             return 1

@@ -1,11 +1,11 @@
 """A run on GPUs whose streams share hardware queues.
 
-The rules are those of `megatron.fold3d.plan.device_queues`, with times: issuing takes none. A
+The rules are those of `megatron.fold3d.plan.device_queues`, with times; issuing takes none. A
 transfer flows when both of its sides have begun. What tensor parallelism adds to a computation is
 part of its seconds.
 
-A rank that may not compute because something else is at the head of its queue waits for that: for
-a collective, or for a transfer from when it flows.
+When a collective or a transfer at the head of its queue keeps a rank from computing, the rank's
+wait counts as a wait for it; for a transfer, from the moment it flows.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class _Queue:
         self.items, self.numbers = items, numbers
         self.computes = any(item.stream is _COMPUTE for item in items)
         self.iteration = self.position = 0
-        self.since_s = 0.0  # when its head came there
+        self.since_s = 0.0  # when the item at its head got there
 
 
 class _Rank:
@@ -53,7 +53,7 @@ class _Rank:
         self.busy = [False] * len(Stream)
         self.flows_since_s = [0.0] * len(Stream)  # the last transfer of each stream
         self.computed = 0
-        self.free_s = 0.0  # since when the compute stream is
+        self.free_s = 0.0  # since when the compute stream is free
         self.released = 0  # iterations that may begin
         self.has_met = False
         self.issued = 0  # items, of all iterations
@@ -113,7 +113,7 @@ class DeviceRun:
         items = Items(steps, device, costs.grad_sync_s, waited_for)
         programs = list(map(items.of, steps.programs))
         self.times_true = [0] * items.num_facts
-        self.begun: dict[int, _Rank] = {}  # transfers of which one side has, by their fact
+        self.begun: dict[int, _Rank] = {}  # transfers of which one side has begun, by their fact
         self.ranks = [
             _Rank(number, program, device.connections) for number, program in enumerate(programs)
         ]
@@ -121,7 +121,7 @@ class DeviceRun:
         self.most_outstanding = device.most_outstanding if device.connections > 1 else None
 
     def timeline(self) -> Timeline:
-        """Run, and return what has happened."""
+        """Run, and return the timeline."""
         for rank in self.ranks:
             rank.released = 1 if self.flush else self.iterations
         for rank in self.ranks:
@@ -136,7 +136,7 @@ class DeviceRun:
         return Timeline.of(rank.spans for rank in self.ranks)
 
     def _head(self, rank: _Rank) -> Action | None:
-        """Return what a rank has not begun though all is over."""
+        """Return an action that a rank has not begun although no event is left."""
         heads = (q.items[q.position] for q in rank.queues if q.iteration < self.iterations)
         return next((item.action for item in heads), None)
 
@@ -168,7 +168,7 @@ class DeviceRun:
             self._meet(rank)
 
     def _issue(self, rank: _Rank) -> None:
-        """Let the host go on until there are too many operations that are not over."""
+        """Let the host issue items until too many operations are outstanding."""
         items = rank.items
         end = rank.released * len(items)
         while rank.issued < end:
@@ -189,7 +189,7 @@ class DeviceRun:
             queue.iteration += 1
         if kind is Kind.WAIT:
             self._wait(rank, action, iteration, held_s)
-            # Of the first iteration's deferred DP.sync nothing has begun, and nothing is stepped.
+            # The first iteration has no deferred DP.sync to wait for, so it steps no optimizer.
             if not seconds or not (fact := item.needs[0])[1] * iteration + fact[2]:
                 rank.computed += 1
                 return
@@ -209,7 +209,7 @@ class DeviceRun:
             self.clock.at(now_s + seconds, self._end, work)
 
     def _wait(self, rank: _Rank, action: Action | None, iteration: int, since_s: float) -> None:
-        """Write down that the compute stream was idle because of an action."""
+        """Record that the compute stream was idle because of an action."""
         if (now_s := self.clock.now_s) > since_s:
             rank.spans.append(Span(Lane.WAIT, since_s, now_s, action, iteration))
             rank.free_s = now_s

@@ -16,7 +16,7 @@ class Device:
     connections: int
     """Hardware queues that the streams of a rank share: ``CUDA_DEVICE_MAX_CONNECTIONS``."""
     launches: tuple[int, ...] = ()
-    """Per stage, the collectives that its DP.sync is cut into; without it there is one."""
+    """Per stage, the number of collectives that its DP.sync is cut into; empty means one each."""
     in_backward: bool = False
     """Whether DDP's hooks launch them inside the stage's last backward.
 
@@ -24,23 +24,23 @@ class Device:
     deferred, or the backward is without its weight gradients, REDUCE_GRAD launches all.
     """
     most_outstanding: int | None = MOST_OUTSTANDING
-    """NCCL operations that are issued and not over, before the host waits; None is no limit."""
+    """Outstanding NCCL operations at which the host waits; None is no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """What a simulation has to know beside the plan and its costs."""
+    """What a simulation needs to know beside the plan and its costs."""
 
     nic_of_rank: tuple[int, ...] | None = None
     """The NIC that each rank uses; None gives every rank its own."""
     grad_sync_order: GradSyncOrder = "fifo"
-    """With "edf", DP.sync that is needed earlier overtakes what was started before it."""
+    """With "edf" (earliest deadline first), DP.sync that is needed earlier overtakes the others."""
     preemptive: bool = True
     """Whether PP.sync goes before DP.sync on a shared link; otherwise they share it fairly."""
     pause_share: float = 1.0
-    """If it goes first: the part of each second for which it may keep DP.sync waiting."""
+    """With ``preemptive``, the part of each second for which PP.sync may keep DP.sync waiting."""
     flush: bool = False
-    """Whether no rank begins an iteration before all ranks have ended the one before."""
+    """Whether no rank begins an iteration before all ranks have ended the previous one."""
     in_order: bool = False
     """Whether messages from one rank to another go one after the other, as in one communicator.
 
@@ -49,7 +49,7 @@ class Execution:
     sends_waited_for: frozenset[Op] = frozenset()
     """The computations (FORWARD, BACKWARD) after which a rank waits until the result has arrived.
 
-    It does not where sends are buffered.
+    Where sends are buffered, it waits for the buffer only.
     """
     backward_share: tuple[float, ...] = ()
     """Per stage, the part of DP.sync that its REDUCE_GRAD starts (paper Algorithm 2).
@@ -71,7 +71,7 @@ PLAIN = Execution()
 def sends_stock_waits_for(num_segments: int) -> frozenset[Op]:
     """Return the computations after which stock Megatron waits for the transfer of the result.
 
-    It waits for a forward's, because it frees the tensor; without virtual stages it waits for a
-    backward's as well.
+    It waits after a forward, because it frees the output tensor; without virtual stages it waits
+    after a backward as well.
     """
     return frozenset({Op.FORWARD} if num_segments > 1 else {Op.FORWARD, Op.BACKWARD})

@@ -1,7 +1,7 @@
 """Links that flows share: fluid, max-min fair, PP.sync before DP.sync.
 
-PP.sync may go first for good, or up to a pause budget like the preemptive communicator's. Without a
-budget, messages that fill a link would keep DP.sync off it for ever.
+PP.sync may go first always, or up to a pause budget like the preemptive communicator's. Without a
+budget, messages that fill a link would starve DP.sync.
 
 Work is counted in seconds at the full rate of a NIC, so every capacity is one. A NIC is full
 duplex, two links: a message uses the sender's outgoing and the receiver's incoming one, a
@@ -44,10 +44,10 @@ class Network:
     Args:
         clock: the run's.
         num_nics: NICs, numbered from zero.
-        preemptive: messages take all that they can use and collectives share the rest; without it
-            they are equals.
+        preemptive: messages take all the bandwidth they can use and collectives share the rest;
+            without it they share fairly.
         pause_share: the part of the time for which messages may keep collectives off a NIC; when
-            it is spent, they are equals.
+            it is spent, they share fairly.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Network:
         return flow
 
     def start(self, flow: Flow) -> None:
-        """Let a flow take part from now on; `settle` will give it its rate."""
+        """Add a flow; `settle` will give it its rate."""
         flow.since_s = self._clock.now_s
         nic = flow.links[0] >> 1
         equal = bool(self._budgets) and self._budgets[nic].is_spent
@@ -87,14 +87,14 @@ class Network:
         self._touch(flow)
 
     def stop(self, flow: Flow) -> None:
-        """Take a flow out, done or not; what is left of its work stays in it."""
+        """Remove a flow, done or not; it keeps the rest of its work."""
         self._set_rate(flow, 0.0)
         for flows in self._of(flow):
             del flows[flow]
         self._touch(flow)
 
     def settle(self) -> None:
-        """Share the links anew where flows have started or stopped."""
+        """Recompute the rates on links where flows have started or stopped."""
         nics: dict[int, None] = {}
         touched, on_link = self._touched, self._flows
         while touched:
@@ -172,7 +172,7 @@ class Network:
             self._clock.at(flow.ends_s, self._end, flow)
 
     def _end(self, flow: Flow) -> None:
-        if flow.ends_s == self._clock.now_s and flow.rate > 0:  # else its end has moved since
+        if flow.ends_s == self._clock.now_s and flow.rate > 0:  # else its end has moved
             flow.remaining_s = 0.0
             self.stop(flow)
             flow.done(flow.tag)

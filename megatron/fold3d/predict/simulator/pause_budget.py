@@ -9,9 +9,9 @@ WINDOW_S = 1.0
 
 
 class PauseBudget:
-    """How long all pauses of a window of time may last together.
+    """The total time that pauses may last within a window of time.
 
-    A window begins with the first pause after the window before it has ended.
+    A window begins with the first pause after the previous window has ended.
 
     Args:
         clock: the run's.

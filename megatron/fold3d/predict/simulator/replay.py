@@ -1,7 +1,7 @@
-"""A measured run, simulated: its own order with its own costs, without the noise of the machine.
+"""Simulate a measured run: its own order with its own costs, without the machine's noise.
 
-What differs between the two is what the simulator leaves out of the machine. The costs are what
-actions took by themselves; how long they wait for each other is left to the simulator.
+Where the two differ, the simulator leaves out something that the machine does. The costs are what
+actions took by themselves; the simulator works out how long they wait for each other.
 """
 
 from collections import defaultdict
@@ -31,7 +31,7 @@ def observed_plan(measured: Timeline) -> Plan:
     for rank in range(measured.num_ranks):
         spans = measured.lane(rank, Lane.COMPUTE)
         actions = (s.action for s in spans if s.iteration == 0 and s.action is not None)
-        programs.append(tuple(dict.fromkeys(actions)))  # what was interrupted has several spans
+        programs.append(tuple(dict.fromkeys(actions)))  # an interrupted action has several spans
     return as_synced(lower(Plan(tuple(programs)), Options(transfers=False)), measured)
 
 
@@ -45,10 +45,10 @@ def as_synced(plan: Plan, measured: Timeline) -> Plan:
 def observed_costs(measured: Timeline, plan: Plan) -> Costs:
     """Return what the actions of a plan took in a measured run.
 
-    A computation counts with its median, and weight gradients apart from their backward as a part
-    of it. A message, and the DP.sync of a stage, count with their shortest time: the longer ones
-    shared the link, or arrived before anybody missed them. From DP.sync, the time of messages that
-    passed meanwhile is taken off: the simulator sends them beside it.
+    The cost of a computation is its median; weight gradients that were split from their backward
+    count as a part of it. The cost of a message, and of a stage's DP.sync, is the shortest time:
+    longer ones shared the link, or arrived before their reader needed them. The time of messages
+    that passed during DP.sync is subtracted from it, since the simulator sends them beside it.
 
     Raises:
         PlanError: a stage of the plan was not recorded.
@@ -95,10 +95,10 @@ def replay(
     last iterations are returned.
 
     Args:
-        plan: that was run.
-        costs: that it had.
+        plan: the plan that was run.
+        costs: the costs that it had.
         iterations: how many were measured.
-        sends_waited_for: as in `Execution`, of a plan that ends its DP.sync with the iteration.
+        sends_waited_for: as in `Execution`, for a plan that ends its DP.sync with the iteration.
     """
     execution = Execution(preemptive=False, in_order=True)
     if not any(map(deferred_stages, plan.programs)):
@@ -141,7 +141,7 @@ def _overlaps(measured: Timeline) -> bool:
 
 
 def _durations(measured: Timeline) -> Mapping[tuple[int, Op], list[float]]:
-    """How long each stage's computations took, those that were interrupted without the pause."""
+    """How long each stage's computations took, not counting interruptions."""
     found: dict[tuple[int, Op], dict[object, float]] = defaultdict(lambda: defaultdict(float))
     for spans in measured.ranks:
         for span in spans:
@@ -152,7 +152,7 @@ def _durations(measured: Timeline) -> Mapping[tuple[int, Op], list[float]]:
 
 
 def _copies(measured: Timeline, op: Op, stages: range) -> tuple[float, ...]:
-    """What one micro-batch's copy took in each stage; nothing where nothing was copied."""
+    """What one micro-batch's copy took in each stage; empty if nothing was copied."""
     found: dict[int, list[float]] = defaultdict(list)
     for spans in measured.ranks:
         for span in spans:
@@ -162,7 +162,7 @@ def _copies(measured: Timeline, op: Op, stages: range) -> tuple[float, ...]:
 
 
 def _grad_sync(measured: Timeline, p2p_s: float) -> Mapping[tuple[int, Op], list[float]]:
-    """What each stage's DP.sync takes of its link in each iteration; what ends first goes first."""
+    """Link time of each stage's DP.sync in each iteration; the first to end went first."""
     totals: dict[tuple[int, Op], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for spans in measured.ranks:
         syncs = queued(span for span in spans if span.lane is Lane.GRAD_SYNC)
@@ -175,9 +175,9 @@ def _grad_sync(measured: Timeline, p2p_s: float) -> Mapping[tuple[int, Op], list
 
 
 def _own_share(spans: Sequence[Span], syncs: Sequence[Span], p2p_s: float) -> float:
-    """What DP.sync has of a link while it is there; messages that arrive meanwhile have the rest.
+    """Return DP.sync's part of a link during ``spans``; arriving messages have the rest.
 
-    Half at least, as long as the link is shared fairly. No two of ``syncs`` are there at once.
+    It is at least half, as long as the link is shared fairly. No two of ``syncs`` overlap.
     """
     sync_s = sum(sync.duration_s for sync in syncs)
     messages_s = 0.0
@@ -191,7 +191,7 @@ def _own_share(spans: Sequence[Span], syncs: Sequence[Span], p2p_s: float) -> fl
 
 
 def _updates(measured: Timeline) -> Mapping[int, list[float]]:
-    """The optimizer's time in each iteration; a step of all of a rank's stages is shared out."""
+    """The optimizer's time in each iteration; one step for all of a rank's stages is divided."""
     totals: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for rank, spans in enumerate(measured.ranks):
         of_rank = range(rank, measured.num_ranks * measured.num_segments, measured.num_ranks)

@@ -1,16 +1,16 @@
-"""Simulate a plan: an event-driven run that gives the timeline a cluster would.
+"""Simulate a plan: an event-driven run that yields the timeline of a cluster.
 
 Each rank runs its program strictly in order, one computation at a time. A message leaves at its
 SEND or, in a plan without transfers, when its computation ends. It waits for the latency and then
 flows through the NICs of both ranks; the computation that reads it waits for it. A RECV does
 nothing here: `add_p2p` posts none of them late.
 
-REDUCE_GRAD puts a stage's DP.sync into the queue of its rank, and one at a time flows. WAIT_GRAD
-waits for the stage's DP.sync that was started last, in this iteration or the one before. What is
-kept back of a deferred DP.sync has a queue of its own. OFFLOAD and RELOAD run on one copy stream
+REDUCE_GRAD puts a stage's DP.sync into its rank's queue, which sends one at a time. WAIT_GRAD waits
+for the stage's DP.sync that was started last, in this iteration or the previous one. The part of a
+deferred DP.sync that is kept back has a queue of its own. OFFLOAD and RELOAD run on one copy stream
 per direction.
 
-On a `Device` a plan runs by the rules of GPUs instead: `DeviceRun`.
+With a `Device`, the plan runs by the rules of GPUs instead: see `DeviceRun`.
 """
 
 from collections import defaultdict, deque
@@ -43,7 +43,7 @@ def simulate(
         iterations: how many; work deferred into the next one shows from the second on.
 
     Raises:
-        PlanError: the costs are of another plan, or a rank waits for what never comes.
+        PlanError: the costs are of another plan, or a rank waits for something that never comes.
     """
     costs.check(plan)
     nics = execution.nic_of_rank
@@ -62,7 +62,7 @@ def simulate(
 
 @dataclass(slots=True, eq=False)
 class _Rank:
-    """Where a rank is in its program."""
+    """A rank's position in its program."""
 
     number: int
     program: list[Step]
@@ -72,11 +72,11 @@ class _Rank:
     iteration: int = 0
     position: int = 0
     since_s: float = 0.0
-    """When it came to its step."""
+    """When it reached its current step."""
     awaits: int = NO_FACT
-    """The fact that holds it up there."""
+    """The fact that it waits for there."""
     awaits_arrival: "_Message | None" = None
-    """The message of its own that holds it up until it has arrived."""
+    """The message it sent and waits for, until it has arrived."""
     copies_end_s: dict[Op, float] = field(default_factory=lambda: {Op.OFFLOAD: 0.0, Op.RELOAD: 0.0})
 
 
@@ -272,7 +272,7 @@ class _Run:
             self.advance(sender)
 
     def _copy(self, rank: _Rank, step: Step) -> None:
-        """Put a copy on its stream; activations come back no earlier than they have left."""
+        """Put a copy on its stream; a RELOAD begins no earlier than its OFFLOAD has ended."""
         stage, op, microbatch = step.action
         left_s = self.offloads_end_s.get((stage, microbatch), 0.0) if op is Op.RELOAD else 0.0
         starts_s = max(self.clock.now_s, rank.copies_end_s[op], left_s)

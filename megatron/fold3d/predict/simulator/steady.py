@@ -1,4 +1,4 @@
-"""The steady state: iterations in a row until one takes as long as the one before."""
+"""The steady state: simulate iterations until one takes as long as the previous one."""
 
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.ir import Plan

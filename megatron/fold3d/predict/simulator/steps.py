@@ -1,7 +1,7 @@
 """A plan as the simulator runs it: durations looked up, names replaced by numbers.
 
-A *fact* is what a rank may have to wait for: a message is there, a stage's gradients are synced.
-It has a number, and it comes true once per iteration.
+A *fact* is something that a rank may wait for: a message has arrived, a stage's gradients are
+reduced. It has a number, and it comes true once per iteration.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ NO_FACT = -1
 
 
 class Step(NamedTuple):
-    """An action, what it takes, and the facts around it."""
+    """An action, its seconds, and the facts it needs and brings about."""
 
     action: Action
     seconds: float
@@ -44,8 +44,8 @@ class Steps:
         plan: what is simulated.
         costs: of its stages.
         backward_share: per stage, the part of DP.sync that its REDUCE_GRAD starts. The rest of all
-            stages follows the last action, in the order of the next forward. Without it a
-            REDUCE_GRAD starts all.
+            stages follows the last action, in the order of the next forward. If empty, a
+            REDUCE_GRAD starts all of it.
 
     Attributes:
         programs: one list of steps per rank.
@@ -80,7 +80,7 @@ class Steps:
             self.programs = [list(map(self._step, program)) for program in plan.programs]
 
     def is_kept_back(self, fact: int) -> bool:
-        """Whether a fact is of the part of DP.sync that is not deferred."""
+        """Whether a fact belongs to the part of DP.sync that is not deferred."""
         return fact >= self._fact(Fact.KEPT_BACK_SYNCED, 0)
 
     def rank_of(self, fact: int) -> int:
@@ -88,7 +88,7 @@ class Steps:
         return fact // self._microbatches % self._plan.num_ranks
 
     def arrival(self, receive: Action) -> int:
-        """Return the fact that what a RECV is for has arrived."""
+        """Return the fact that the message of a RECV has arrived."""
         stage, op, microbatch = receive
         kind = Fact.FORWARD_INPUT if op is Op.RECV_F else Fact.BACKWARD_INPUT
         return self._fact(kind, stage, microbatch)
@@ -159,7 +159,7 @@ class Steps:
 
 
 def _backward_s(plan: Plan, costs: Costs) -> tuple[float, ...]:
-    """A stage's backward, without its weight gradients where the plan has these apart."""
+    """Seconds of a stage's backward, without weight gradients where the plan splits them off."""
     if not costs.weight_s:
         return costs.backward_s
     split = frozenset().union(*map(split_stages, plan.programs))

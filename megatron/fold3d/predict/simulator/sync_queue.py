@@ -1,4 +1,4 @@
-"""The DP.sync of one rank: a queue of which one task at a time is on the network."""
+"""The DP.sync of one rank: a queue that puts one task at a time on the network."""
 
 import heapq
 from collections.abc import Callable
@@ -23,10 +23,10 @@ class _Task(NamedTuple):
 
 
 class SyncQueue:
-    """Tasks in the order of their start, or ("edf") of the forward that needs them.
+    """Tasks in the order of their start or, with "edf", of the forward that needs them.
 
-    In the second case a task that is needed earlier interrupts the one under way: of two segments
-    the lower one is needed first, and an iteration's before the next one's.
+    With "edf" a task that is needed earlier interrupts the one under way. Of two segments the lower
+    one is needed first, and an earlier iteration's task before a later one's.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class SyncQueue:
         self._done(task.fact)
 
     def _leave(self) -> _Task:
-        """Take the active task off the network and write down when it was there."""
+        """Take the active task off the network and record when it was there."""
         task, self._active = self._active, None
         assert task is not None
         if (now_s := self._clock.now_s) > self._since_s:
