@@ -25,6 +25,7 @@ from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
 from megatron.fold3d.plan.passes.offload import add_offload
 from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.passes.transfers import add_p2p
+from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.plan.schedules import (
     ONE_SEGMENT_SCHEDULES,
     SCHEDULES,
@@ -221,7 +222,10 @@ def test_a_plan_without_one_of_its_actions_is_refused(case: Case, pick: Random):
     programs = list(lower(case.build()).programs)
     rank = pick.randrange(case.pp)
     index = pick.randrange(len(programs[rank]))
+    gone = programs[rank][index]
     programs[rank] = programs[rank][:index] + programs[rank][index + 1 :]
+    if gone.op is Op.WEIGHT and gone.stage not in split_stages(programs[rank]):
+        return  # a stage without any W is one whose backwards are whole
     with pytest.raises(PlanError):
         verify(Plan(tuple(programs)))
 
