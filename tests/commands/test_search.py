@@ -3,6 +3,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.search
+
 SEARCH = "search --global-batch-size 64"
 
 

@@ -17,6 +17,8 @@ from megatron.fold3d.predict.search.planner import USABLE_MEMORY, _Judge, search
 from megatron.fold3d.predict.search.search_result import WORTHWHILE
 from tests.predict.paper.published import A100, QUEUE_PER_STREAM
 
+pytestmark = pytest.mark.search
+
 SMALL = model_shape("12-1024-16-512")
 SLOW = cluster("a100x16-10g")
 LARGE_QUEUE_PER_STREAM = replace(QUEUE_PER_STREAM, gpu_memory_bytes=2**40)
