@@ -17,17 +17,15 @@ from megatron.core.tensor_parallel import random
 
 from megatron.fold3d.plan.ir import Action, Op, Program
 from megatron.fold3d.plan.passes.recompute import recomputed
-from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
-
-_Key = tuple[int, int | None]  # stage, micro-batch
+from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration, Key
 
 
 class EarlyRecompute(Feature):
     """The units of the micro-batches that are recomputed ahead of their backward."""
 
     def __init__(self) -> None:
-        self._planned: frozenset[_Key] = frozenset()
-        self._units: dict[_Key, list[Any]] = {}  # their autograd contexts
+        self._planned: frozenset[Key] = frozenset()
+        self._units: dict[Key, list[Any]] = {}  # their autograd contexts
         self._now: list[Any] | None = None  # the units of the running forward, if it is planned
 
     def prepare(self, iteration: Iteration) -> None:

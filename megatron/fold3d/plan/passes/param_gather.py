@@ -20,8 +20,9 @@ def add_param_gather(plan: Plan) -> Plan:
     first forward of the stage before, so that it travels behind that stage's forwards and the link
     need never be idle. A plan that gathers already is left as it is.
     """
-    gathers = any(action.op is Op.GATHER_PARAM for program in plan.programs for action in program)
-    return plan if gathers else Plan(tuple(map(_with_param_gather, plan.programs)))
+    if plan.has(Op.GATHER_PARAM):
+        return plan
+    return Plan(tuple(map(_with_param_gather, plan.programs)))
 
 
 def _with_param_gather(program: Program) -> Program:
