@@ -1,4 +1,4 @@
-// What Python sees of the scheduler; no logic. Every call that may block releases the GIL.
+// The scheduler's Python bindings; no logic. Every call that may block releases the GIL.
 #include <pybind11/stl.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
@@ -30,7 +30,7 @@ std::shared_ptr<Task> submit_receive(Scheduler& scheduler, const Group& group, a
       std::make_shared<Receive>(group, std::move(tensor), std::move(waiter), group_peer, tag));
 }
 
-/// A task of one lane: what `make` makes of each slice.
+/// Submit a collective to a lane; `make` turns each slice into an operation.
 template <class Slice, class Make>
 std::shared_ptr<Task> submit_slices(Scheduler& scheduler, int lane, std::string name,
                                     std::vector<Slice>& slices, Make make) {
@@ -49,7 +49,7 @@ std::shared_ptr<Task> submit_all_reduce(Scheduler& scheduler, const Group& group
   });
 }
 
-/// Of each slice what this rank holds alone, and what all ranks hold.
+/// For each slice: this rank's own tensor, and one tensor per rank.
 using Sharded = std::vector<std::pair<at::Tensor, std::vector<at::Tensor>>>;
 
 std::shared_ptr<Task> submit_reduce_scatter(Scheduler& scheduler, const Group& group,
@@ -83,10 +83,10 @@ std::shared_ptr<ControlLinks> open_links(
     given.push_back({rank, socket, address, port});
   auto links = ControlLinks::make(given);
   scheduler->set_peers(links);
-  // The scheduler has the links, so the links only know of it.
+  // The scheduler owns the links, so the links hold a weak pointer to it.
   links->start(
       [known = std::weak_ptr(scheduler)](const Message& message) {
-        if (auto scheduler = known.lock()) scheduler->hear(message);
+        if (auto scheduler = known.lock()) scheduler->on_message(message);
       },
       [known = std::weak_ptr(scheduler)](const std::string& error) {
         if (auto scheduler = known.lock()) scheduler->fail(error);
@@ -99,7 +99,7 @@ std::shared_ptr<ControlLinks> open_links(
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Task, std::shared_ptr<Task>>(module, "Task")
       .def("wait", &Task::wait, py::arg("timeout_s") = py::none(), kNoGil)
-      .def("is_completed", &Task::completed)
+      .def("is_completed", &Task::is_completed)
       .def("get_future", &future_in_python, kNoGil)
       .def_property_readonly("name", &Task::name);
   py::class_<Waiter, std::shared_ptr<Waiter>>(module, "Waiter").def(py::init<>());

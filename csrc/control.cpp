@@ -9,15 +9,17 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cmath>
 #include <cstring>
 #include <utility>
 
 namespace fold3d {
 namespace {
 
-constexpr std::size_t kMostWaiting = 1 << 16;  // bytes to a peer that does not read
-constexpr std::size_t kLongestText = 4000;
-constexpr int kProbe_ms = 1000;
+constexpr std::size_t kMaxOutgoing = 1 << 16;  // bytes to a peer that does not read
+constexpr std::size_t kMaxText = 4000;
+constexpr std::size_t kMaxTurn = 1 << 16;  // bytes of one peer, before the others' turn
+constexpr int kProbeTimeout_ms = 1000;
 
 struct Header {
   std::uint32_t num_bytes;  // of header and text
@@ -27,39 +29,41 @@ struct Header {
   double eta_s, lease_s;
 };
 
-// Whether something listens there: it does as long as its process lives.
-enum class Life { kAlive, kDead, kUnknown };
+// Whether the peer's process lives: as long as it does, its socket listens.
+enum class PeerState { kAlive, kDead, kUnknown };
 
-Life probe(const Connection& connection) {
+PeerState probe(const Connection& connection) {
   sockaddr_in address{};
   address.sin_family = AF_INET;
   address.sin_port = htons(static_cast<std::uint16_t>(connection.port));
   if (inet_pton(AF_INET, connection.address.c_str(), &address.sin_addr) != 1)
-    return Life::kUnknown;
+    return PeerState::kUnknown;
   const int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  if (fd < 0) return Life::kUnknown;
-  Life life = Life::kUnknown;
+  if (fd < 0) return PeerState::kUnknown;
+  PeerState state = PeerState::kUnknown;
   if (connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0) {
-    life = Life::kAlive;
+    state = PeerState::kAlive;
   } else if (errno == ECONNREFUSED) {
-    life = Life::kDead;
+    state = PeerState::kDead;
   } else if (errno == EINPROGRESS) {
     pollfd waiting{fd, POLLOUT, 0};
     int error = 0;
     socklen_t size = sizeof error;
-    if (poll(&waiting, 1, kProbe_ms) == 1 &&
+    if (poll(&waiting, 1, kProbeTimeout_ms) == 1 &&
         getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) == 0)
-      life = error == 0 ? Life::kAlive : error == ECONNREFUSED ? Life::kDead : Life::kUnknown;
+      state = error == 0              ? PeerState::kAlive
+              : error == ECONNREFUSED ? PeerState::kDead
+                                      : PeerState::kUnknown;
   }
   ::close(fd);
-  return life;
+  return state;
 }
 
 }  // namespace
 
-std::string written(const Message& message) {
+std::string serialize(const Message& message) {
   Header header{};
-  const std::string text = message.text.substr(0, kLongestText);
+  const std::string text = message.text.substr(0, kMaxText);
   header.num_bytes = static_cast<std::uint32_t>(sizeof header + text.size());
   header.kind = message.kind;
   header.direction = static_cast<std::uint8_t>(message.transfer.direction);
@@ -71,18 +75,22 @@ std::string written(const Message& message) {
   return std::string(reinterpret_cast<const char*>(&header), sizeof header) + text;
 }
 
-bool read_message(std::string& bytes, Message& message) {
+Parsed parse_message(std::string& bytes, Message& message) {
   Header header{};
-  if (bytes.size() < sizeof header) return false;
+  if (bytes.size() < sizeof header) return Parsed::kIncomplete;
   std::memcpy(&header, bytes.data(), sizeof header);
-  if (header.num_bytes < sizeof header || bytes.size() < header.num_bytes) return false;
+  if (header.num_bytes < sizeof header || header.num_bytes > sizeof header + kMaxText ||
+      header.kind < Message::kTransfer || header.kind > Message::kReceiverWaiting ||
+      !std::isfinite(header.eta_s) || !std::isfinite(header.lease_s))
+    return Parsed::kNoMessage;
+  if (bytes.size() < header.num_bytes) return Parsed::kIncomplete;
   message.kind = static_cast<Message::Kind>(header.kind);
   message.transfer = {header.sender, header.receiver, header.direction, header.sequence};
   message.eta_s = header.eta_s;
   message.lease_s = header.lease_s;
   message.text = bytes.substr(sizeof header, header.num_bytes - sizeof header);
   bytes.erase(0, header.num_bytes);
-  return true;
+  return Parsed::kMessage;
 }
 
 std::shared_ptr<ControlLinks> ControlLinks::make(const std::vector<Connection>& connections) {
@@ -110,19 +118,19 @@ ControlLinks::~ControlLinks() {
   ::close(wake_);
 }
 
-void ControlLinks::start(Hear hear, Fail fail) {
-  hear_ = std::move(hear);
-  fail_ = std::move(fail);
+void ControlLinks::start(OnMessage on_message, OnFailure on_failure) {
+  on_message_ = std::move(on_message);
+  on_failure_ = std::move(on_failure);
   runs_ = true;
   std::thread([self = self_.lock()] { self->run(); }).detach();
 }
 
-void ControlLinks::tell(int rank, const Message& message) {
+void ControlLinks::send_message(int rank, const Message& message) {
   std::lock_guard lock(mutex_);
   auto found = peers_.find(rank);
   if (found == peers_.end() || found->second.connection.socket < 0) return;
-  if (found->second.outgoing.size() > kMostWaiting) return;  // lost; leases make up for it
-  found->second.outgoing += written(message);
+  if (found->second.outgoing.size() > kMaxOutgoing) return;  // lost; leases make up for it
+  found->second.outgoing += serialize(message);
   write(found->second);
 }
 
@@ -130,7 +138,7 @@ void ControlLinks::broadcast(const Message& message) {
   std::lock_guard lock(mutex_);
   for (auto& [_, peer] : peers_) {
     if (peer.connection.socket < 0) continue;
-    peer.outgoing += written(message);
+    peer.outgoing += serialize(message);
     write(peer);
   }
 }
@@ -142,10 +150,10 @@ void ControlLinks::close() {
 }
 
 void ControlLinks::leave() {
-  if (getpid() != process_) return;  // a fork's copy: thread and goodbye are the other's
-  Message bye;
-  bye.kind = Message::kBye;
-  broadcast(bye);
+  if (getpid() != process_) return;  // a fork's copy: its parent has the thread
+  Message closing;
+  closing.kind = Message::kClosing;
+  broadcast(closing);
   {
     std::lock_guard lock(mutex_);
     closing_ = true;
@@ -164,8 +172,8 @@ void ControlLinks::run() {
     thread_ = std::this_thread::get_id();
   }
   listen();
-  hear_ = {};
-  fail_ = {};
+  on_message_ = {};
+  on_failure_ = {};
   std::lock_guard lock(mutex_);
   runs_ = false;
   changed_.notify_all();
@@ -204,16 +212,23 @@ void ControlLinks::listen() {
 
 void ControlLinks::read(Peer& peer) {
   char buffer[4096];
-  ssize_t count = 0;
-  while ((count = recv(peer.connection.socket, buffer, sizeof buffer, 0)) > 0)
+  ssize_t count = 1;
+  for (std::size_t taken = 0; taken < kMaxTurn; taken += static_cast<std::size_t>(count)) {
+    count = recv(peer.connection.socket, buffer, sizeof buffer, 0);
+    if (count <= 0) break;
     peer.incoming.append(buffer, static_cast<std::size_t>(count));
-  const bool ended = count == 0 || (errno != EAGAIN && errno != EINTR);
-  Message message;
-  while (read_message(peer.incoming, message)) {
-    peer.said_bye |= message.kind == Message::kBye;
-    hear_(message);
   }
-  if (ended) lost(peer);
+  const bool ended = count == 0 || (count < 0 && errno != EAGAIN && errno != EINTR);
+  Message message;
+  Parsed parsed;
+  while ((parsed = parse_message(peer.incoming, message)) == Parsed::kMessage) {
+    peer.is_closing |= message.kind == Message::kClosing;
+    on_message_(message);
+  }
+  if (parsed == Parsed::kNoMessage)
+    connection_lost(peer, ", as something else than messages came through it");
+  else if (ended)
+    connection_lost(peer, "");
 }
 
 void ControlLinks::write(Peer& peer) {
@@ -226,23 +241,23 @@ void ControlLinks::write(Peer& peer) {
   if (!peer.outgoing.empty()) wake();
 }
 
-void ControlLinks::lost(Peer& peer) {
+void ControlLinks::connection_lost(Peer& peer, const std::string& why) {
   {
     std::lock_guard lock(mutex_);
     ::close(peer.connection.socket);
     peer.connection.socket = -1;
     if (closing_) return;
   }
-  if (peer.said_bye) return;
+  if (peer.is_closing) return;
   const std::string who = "rank " + std::to_string(peer.connection.rank);
-  if (probe(peer.connection) == Life::kDead) {
-    fail_(who + " has died: nothing listens at " + peer.connection.address + ":" +
+  if (probe(peer.connection) == PeerState::kDead) {
+    on_failure_(who + " has died: nothing listens at " + peer.connection.address + ":" +
           std::to_string(peer.connection.port) + " any more");
     return;
   }
   std::lock_guard lock(mutex_);
-  warnings_.push_back("the control connection to " + who +
-                      " is lost: its transfers are no longer waited for, DP.sync is only sliced");
+  warnings_.push_back("the control connection to " + who + " is lost" + why +
+                      ": its transfers are no longer waited for, DP.sync is only sliced");
 }
 
 void ControlLinks::wake() {

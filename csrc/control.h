@@ -1,8 +1,9 @@
-// The words that ranks exchange beside their data: over TCP connections of their own, each message
-// at once, none of them needed for progress.
+// Control messages between ranks, over TCP connections of their own. Each is sent at once, and none
+// is needed for progress.
 //
-// Keeps one invariant: nothing here blocks the caller, and a rank that died is told apart from a
-// link that broke: only the former is a failure of the job.
+// Keeps one invariant: nothing here blocks the caller, and a dead rank is distinguished from a
+// broken link: only the former is a failure of the job. A link that brings anything but messages
+// counts as broken, and none is read for so long that others wait.
 #pragma once
 
 #include <condition_variable>
@@ -30,22 +31,22 @@ struct Connection {
 
 class ControlLinks : public Peers {
  public:
-  using Hear = std::function<void(const Message&)>;
-  using Fail = std::function<void(const std::string&)>;
+  using OnMessage = std::function<void(const Message&)>;
+  using OnFailure = std::function<void(const std::string&)>;
 
-  /// Takes copies of the sockets, which are closed when nobody has the links any more.
+  /// Duplicates the sockets; the duplicates are closed when the last owner of the links is gone.
   static std::shared_ptr<ControlLinks> make(const std::vector<Connection>& connections);
   ~ControlLinks() override;
   ControlLinks(const ControlLinks&) = delete;
 
-  void start(Hear hear, Fail fail);
-  void tell(int rank, const Message& message) override;
+  void start(OnMessage on_message, OnFailure on_failure);
+  void send_message(int rank, const Message& message) override;
   void broadcast(const Message& message) override;
-  /// Say goodbye, and hear nothing from then on.
+  /// Send kClosing to all peers, wait for the thread, and receive nothing from then on.
   void close();
-  /// Nobody has the links any more: say goodbye and end, without waiting for the thread.
+  /// The last owner is gone: send kClosing to all peers, and do not wait for the thread.
   void leave();
-  /// What went wrong without being a failure, in words, since the last call.
+  /// Lost connections that are no failure, one sentence each, since the last call.
   std::vector<std::string> warnings();
 
  private:
@@ -54,19 +55,19 @@ class ControlLinks : public Peers {
   struct Peer {
     Connection connection;
     std::string outgoing, incoming;
-    bool said_bye = false;
+    bool is_closing = false;
   };
 
   void run();
   void listen();
   void read(Peer& peer);
   void write(Peer& peer);  // under mutex_
-  void lost(Peer& peer);
+  void connection_lost(Peer& peer, const std::string& why);
   void wake();
 
   const int process_;
-  Hear hear_;
-  Fail fail_;
+  OnMessage on_message_;
+  OnFailure on_failure_;
   std::mutex mutex_;
   std::map<int, Peer> peers_;
   std::vector<std::string> warnings_;
@@ -78,8 +79,10 @@ class ControlLinks : public Peers {
   int wake_ = -1;
 };
 
-/// Bytes of a message on the wire, and back; `read_message` takes a whole one off `bytes`' front.
-std::string written(const Message& message);
-bool read_message(std::string& bytes, Message& message);
+/// The bytes of a message on the wire. `parse_message` is the inverse: it removes the first whole
+/// message from `bytes`. `kNoMessage`: the bytes cannot be the beginning of one.
+enum class Parsed { kIncomplete, kMessage, kNoMessage };
+std::string serialize(const Message& message);
+Parsed parse_message(std::string& bytes, Message& message);
 
 }  // namespace fold3d

@@ -19,9 +19,9 @@ void Gate::open_until(const Transfer& transfer) {
   closures_.erase(closures_.lower_bound(first), closures_.upper_bound(transfer));
 }
 
-bool Gate::holds(Time now, bool wanted) {
+bool Gate::holds(Time now, bool has_slice) {
   account(now);
-  pausing_ = wanted && !exhausted_ && closed(now);
+  pausing_ = has_slice && !exhausted_ && closed(now);
   return pausing_;
 }
 

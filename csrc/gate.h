@@ -1,4 +1,4 @@
-// Says when a slice of DP.sync may start: not while a transfer of PP.sync is under way or near.
+// Decides when a slice of DP.sync may start: not while a transfer of PP.sync is under way or near.
 //
 // Keeps one invariant: the gate opens by itself. Every closure ends at a time that is set when it
 // begins, and closures together hold slices back for no more than a share of a sliding window.
@@ -17,7 +17,7 @@ namespace fold3d {
 struct Transfer {
   int sender = 0;     // rank in the job
   int receiver = 0;   // likewise
-  int direction = 0;  // tells apart the links between two ranks: forward 0, backward 1
+  int direction = 0;  // of the two links between two ranks: forward 0, backward 1
   std::uint64_t sequence = 0;
 
   auto key() const { return std::tie(sender, receiver, direction, sequence); }
@@ -29,16 +29,16 @@ class Gate {
   /// Hold slices back for at most `pause_share` of the time, looked at over `window_s`.
   Gate(double pause_share, double window_s);
 
-  /// Close for a transfer from one time to another; replaces what was said of it before.
+  /// Close for a transfer from one time to another; replaces its earlier closure.
   void close(const Transfer& transfer, Time from, Time until);
   void open(const Transfer& transfer);
   /// Open for a transfer and for all before it on its link.
   void open_until(const Transfer& transfer);
 
-  /// Whether a slice must wait now. `wanted`: one is there that would start; only then is the
-  /// time that passes a pause, and counts.
-  bool holds(Time now, bool wanted);
-  /// When the answer that a slice must wait may change by itself.
+  /// Whether slices must wait now. `has_slice`: one is ready to start; only then does the time that
+  /// passes count as a pause.
+  bool holds(Time now, bool has_slice);
+  /// When slices may start again without another call; empty if none waits.
   std::optional<Time> next_change(Time now) const;
 
   double paused_s() const { return paused_s_; }

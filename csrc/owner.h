@@ -1,4 +1,4 @@
-// Objects with a thread of their own, which may be dropped anywhere, on that thread too.
+// Objects with a thread of their own, which any thread may release, also their own.
 #pragma once
 
 #include <memory>
@@ -6,8 +6,8 @@
 
 namespace fold3d {
 
-/// A pointer to an object that its thread keeps alive. When the last copy goes, on whichever thread,
-/// the object is told to `leave`: it ends when its thread does, and nobody waits for that.
+/// A pointer to an object that its thread keeps alive. When the last copy is released, on whichever
+/// thread, the object's `leave` is called: it ends with its thread, and no caller waits for that.
 template <class Object>
 std::shared_ptr<Object> owner_of(std::shared_ptr<Object> object) {
   Object* const pointer = object.get();

@@ -10,20 +10,20 @@ namespace fold3d {
 namespace {
 
 constexpr auto kDevicePoll = std::chrono::microseconds(20);
-constexpr double kEarly = 0.8;  // of a slice's time, after which the next is started
-constexpr double kLeases = 3;  // times that a transfer took: how long one may close the gate
-constexpr int kSilent = 2;  // sends without an answer, after which an end's word is not waited for
+constexpr double kNextSliceAt = 0.8;   // of a slice's time: when the next one starts
+constexpr double kLeaseFactor = 3;     // how long a transfer may close the gate, in its own times
+constexpr int kMostUnanswered = 2;     // sends without an answer; then no answer is waited for
 
 }  // namespace
 
 void Task::wait(std::optional<double> timeout_s) {
-  if (waited_for_ && !completed()) waited_for_();
+  if (on_wait_ && !is_completed()) on_wait_();
   {
     std::unique_lock lock(mutex_);
-    auto over = [this] { return unsettled_ == 0 || !error_.empty(); };
+    auto is_done = [this] { return num_blocking_ == 0 || !error_.empty(); };
     if (!timeout_s) {
-      changed_.wait(lock, over);
-    } else if (!changed_.wait_for(lock, seconds(*timeout_s), over)) {
+      changed_.wait(lock, is_done);
+    } else if (!changed_.wait_for(lock, seconds(*timeout_s), is_done)) {
       throw std::runtime_error(name_ + ": not over within " + std::to_string(*timeout_s) + " s");
     }
     if (!error_.empty()) throw std::runtime_error(name_ + ": " + error_);
@@ -31,32 +31,32 @@ void Task::wait(std::optional<double> timeout_s) {
   for (auto& operation : operations_) operation->join();
 }
 
-bool Task::completed() const {
+bool Task::is_completed() const {
   std::lock_guard lock(mutex_);
-  return unsettled_ == 0 || !error_.empty();
+  return num_running_ == 0 || !error_.empty();
 }
 
-void Task::when_over(std::function<void()> call) {
+void Task::add_done_callback(std::function<void()> call) {
   {
     std::lock_guard lock(mutex_);
-    if (running_ && error_.empty()) {
-      calls_.push_back(std::move(call));
+    if (num_running_ && error_.empty()) {
+      done_callbacks_.push_back(std::move(call));
       return;
     }
   }
   call();
 }
 
-void Task::settle() {
+void Task::unblock() {
   std::lock_guard lock(mutex_);
-  if (--unsettled_ == 0) changed_.notify_all();
+  if (--num_blocking_ == 0) changed_.notify_all();
 }
 
-void Task::end() {
+void Task::end_operation() {
   std::vector<std::function<void()>> calls;
   {
     std::lock_guard lock(mutex_);
-    if (--running_ == 0) calls.swap(calls_);
+    if (--num_running_ == 0) calls.swap(done_callbacks_);
   }
   for (auto& call : calls) call();
 }
@@ -65,9 +65,9 @@ void Task::fail(const std::string& error) {
   std::vector<std::function<void()>> calls;
   {
     std::lock_guard lock(mutex_);
-    if (running_ == 0 || !error_.empty()) return;
-    calls.swap(calls_);
-    if (unsettled_) error_ = error;
+    if (num_running_ == 0 || !error_.empty()) return;
+    calls.swap(done_callbacks_);
+    if (num_blocking_) error_ = error;
     changed_.notify_all();
   }
   for (auto& call : calls) call();
@@ -95,7 +95,7 @@ std::shared_ptr<Task> Scheduler::send(int peer, int direction, std::string name,
   task->operations_ = {operation};
   std::lock_guard lock(mutex_);
   Transfer transfer{policy_.rank, peer, direction, 0};
-  transfer.sequence = link(transfer).submitted++;
+  transfer.sequence = link_of(transfer).submitted++;
   if (!error_.empty() || stopping_) {
     task->fail(error_.empty() ? "communication has been shut down" : error_);
     return task;
@@ -112,13 +112,13 @@ std::shared_ptr<Task> Scheduler::receive(int peer, int direction, std::string na
   task->operations_ = {operation};
   std::lock_guard lock(mutex_);
   Transfer transfer{peer, policy_.rank, direction, 0};
-  transfer.sequence = link(transfer).posted++;
-  task->waited_for_ = [scheduler = self_, transfer] {
+  transfer.sequence = link_of(transfer).posted++;
+  task->on_wait_ = [scheduler = self_, transfer] {
     auto self = scheduler.lock();
     if (!self) return;
     std::lock_guard lock(self->mutex_);
-    self->want(transfer);
-    self->tell(transfer.sender, Message::kWanted, transfer, 0, 0);
+    self->receiver_waiting(transfer);
+    self->send_message(transfer.sender, Message::kReceiverWaiting, transfer, 0, 0);
   };
   if (!error_.empty() || stopping_) {
     task->fail(error_.empty() ? "communication has been shut down" : error_);
@@ -152,39 +152,41 @@ void Scheduler::announce(int peer, int direction, double eta_s) {
   std::lock_guard lock(mutex_);
   if (!error_.empty() || stopping_) return;
   Transfer transfer{policy_.rank, peer, direction, 0};
-  transfer.sequence = link(transfer).submitted;
-  const Link& way = link(transfer);
-  const double lease = lease_s(way, way.num_bytes);
+  transfer.sequence = link_of(transfer).submitted;
+  const Link& link = link_of(transfer);
+  const double lease = lease_s(link, link.num_bytes);
   const Time now = Clock::now();
-  expect(transfer, now + seconds(eta_s - lead_s(lease)), now + seconds(eta_s + lease));
-  tell(peer, Message::kTransfer, transfer, eta_s, lease);
+  expect_transfer(transfer, now + seconds(eta_s - lead_s(lease)), now + seconds(eta_s + lease));
+  send_message(peer, Message::kTransfer, transfer, eta_s, lease);
   ++statistics_.announced;
   changed_.notify_all();
 }
 
-void Scheduler::hear(const Message& message) {
+void Scheduler::on_message(const Message& message) {
   std::unique_lock lock(mutex_);
   const Time now = Clock::now();
   if (message.kind == Message::kFailure) {
     fail_locked(message.text, lock);
   } else if (message.kind == Message::kTransfer) {
-    if (message.transfer.sequence < link(message.transfer).received) return;  // it is over
-    expect(message.transfer, now + seconds(message.eta_s - lead_s(message.lease_s)),
+    if (message.transfer.sequence < link_of(message.transfer).received) return;  // it is over
+    expect_transfer(message.transfer, now + seconds(message.eta_s - lead_s(message.lease_s)),
            now + seconds(message.eta_s + message.lease_s));
-  } else if (message.kind == Message::kWanted) {
-    want(message.transfer);
-  } else if (message.kind == Message::kEnd) {
-    Link& way = link(message.transfer);
-    way.silent = 0;
-    if (auto found = way.begun.find(message.transfer.sequence); found != way.begun.end()) {
+  } else if (message.kind == Message::kReceiverWaiting) {
+    receiver_waiting(message.transfer);
+  } else if (message.kind == Message::kTransferDone) {
+    Link& link = link_of(message.transfer);
+    link.num_unanswered = 0;
+    auto& unconfirmed = link.unconfirmed;
+    const auto sequence = message.transfer.sequence;
+    if (auto found = unconfirmed.find(sequence); found != unconfirmed.end()) {
       const auto [began, num_bytes] = found->second;
       if (num_bytes) {
         const double measured = in_seconds(now - began) / static_cast<double>(num_bytes);
-        way.s_per_byte = way.s_per_byte ? 0.7 * way.s_per_byte + 0.3 * measured : measured;
+        link.s_per_byte = link.s_per_byte ? 0.7 * link.s_per_byte + 0.3 * measured : measured;
       }
     }
-    way.begun.erase(way.begun.begin(), way.begun.upper_bound(message.transfer.sequence));
-    over(message.transfer);
+    unconfirmed.erase(unconfirmed.begin(), unconfirmed.upper_bound(sequence));
+    transfer_done(message.transfer);
   }
   changed_.notify_all();
 }
@@ -240,21 +242,21 @@ void Scheduler::run() {
   thread_ = std::this_thread::get_id();
   while (!stopping_ && !(left_ && idle())) {
     const Time now = Clock::now();
-    if (start_what_may(now, lock)) continue;  // the lock was released: look again
-    if (let_go(lock)) continue;
-    look_for_late(now, lock);
+    if (start_next(now, lock)) continue;  // the lock was released: look again
+    if (release_ended(lock)) continue;
+    fail_timed_out(now, lock);
     changed_.wait_until(lock, next_wake(now));
   }
   stopping_ = stopped_ = true;
   changed_.notify_all();
   // A library may come back to what it was given when nobody waits for it any more.
-  while (let_go(lock) || !flights_.empty())
+  while (release_ended(lock) || !flights_.empty())
     if (ended_.empty()) changed_.wait(lock);
 }
 
-// Lets go of what has ended, without the lock: a group that dies joins threads which may be on
-// their way here. True if there was something.
-bool Scheduler::let_go(std::unique_lock<std::mutex>& lock) {
+// Releases what has ended, without the lock: a process group that is destroyed joins threads which
+// may wait for the lock. Returns true if there was something to release.
+bool Scheduler::release_ended(std::unique_lock<std::mutex>& lock) {
   if (ended_.empty()) return false;
   auto ended = std::exchange(ended_, {});
   lock.unlock();
@@ -263,18 +265,18 @@ bool Scheduler::let_go(std::unique_lock<std::mutex>& lock) {
   return true;
 }
 
-// Starts transfers, whatever the gate says, then one slice; true if it did.
-bool Scheduler::start_what_may(Time now, std::unique_lock<std::mutex>& lock) {
+// Starts a transfer, whether or not the gate is open, or else a slice. Returns true if it did.
+bool Scheduler::start_next(Time now, std::unique_lock<std::mutex>& lock) {
   awaits_device_ = false;
   // Receives need no input, and sends of one link must keep their order: the first unready send
   // holds the later ones of its link.
   std::vector<LinkKey> blocked;
   for (auto item = transfers_.begin(); item != transfers_.end(); ++item) {
-    const LinkKey way{item->transfer->sender, item->transfer->receiver, item->transfer->direction};
-    if (std::find(blocked.begin(), blocked.end(), way) != blocked.end()) continue;
+    const LinkKey key{item->transfer->sender, item->transfer->receiver, item->transfer->direction};
+    if (std::find(blocked.begin(), blocked.end(), key) != blocked.end()) continue;
     if (!item->operation->ready()) {
       awaits_device_ = true;
-      blocked.push_back(way);
+      blocked.push_back(key);
       continue;
     }
     Pending next = std::move(*item);
@@ -284,7 +286,7 @@ bool Scheduler::start_what_may(Time now, std::unique_lock<std::mutex>& lock) {
   }
   Lane* waiting = nullptr;
   for (auto& [_, lane] : lanes_) {
-    if (lane.queue.empty() || room(lane) > now) continue;
+    if (lane.queue.empty() || next_start(lane) > now) continue;
     if (!lane.queue.front().operation->ready()) {
       awaits_device_ = true;
     } else if (!waiting || lane.in_flight < waiting->in_flight) {
@@ -301,15 +303,15 @@ bool Scheduler::start_what_may(Time now, std::unique_lock<std::mutex>& lock) {
 
 // When a lane may start its next slice. A little before one ends: the threads that notice its end
 // and start another may have to wait for a CPU, and the link would idle meanwhile.
-Time Scheduler::room(const Lane& lane) const {
+Time Scheduler::next_start(const Lane& lane) const {
   if (lane.in_flight < policy_.slices_in_flight) return Time::min();
   if (lane.in_flight > policy_.slices_in_flight || slice_s_ == 0) return Time::max();
-  return lane.since + seconds(kEarly * slice_s_);
+  return lane.since + seconds(kNextSliceAt * slice_s_);
 }
 
 void Scheduler::start(Pending item, std::unique_lock<std::mutex>& lock) {
   const Time now = Clock::now();
-  if (item.is_send) close_for(item, now);
+  if (item.is_send) close_gate_for(item, now);
   ++(item.transfer ? statistics_.transfers : statistics_.slices);
   const std::uint64_t flight = next_flight_++;
   auto operation = item.operation;
@@ -321,55 +323,57 @@ void Scheduler::start(Pending item, std::unique_lock<std::mutex>& lock) {
     operation->start([self = self_.lock(), flight](const std::string& how) {
       self->finish(flight, how);
     });
-    if (!operation->host_waits()) task->settle();
+    if (!operation->host_waits()) task->unblock();
   } catch (const std::exception& exception) {
     error = exception.what();
-    if (error.empty()) error = "failed without a word";
+    if (error.empty()) error = "failed without a message";
   }
   if (!error.empty()) finish(flight, error);
   lock.lock();
 }
 
-void Scheduler::close_for(const Pending& item, Time now) {
-  Link& way = link(*item.transfer);
-  if (!way.begun.empty() && now > way.begun.rbegin()->second.first +
-                                      seconds(lease_s(way, way.begun.rbegin()->second.second))) {
-    ++way.silent;
-    ++statistics_.unanswered;
-    way.begun.clear();
+void Scheduler::close_gate_for(const Pending& item, Time now) {
+  Link& link = link_of(*item.transfer);
+  if (!link.unconfirmed.empty()) {
+    const auto& [began, num_bytes] = link.unconfirmed.rbegin()->second;
+    if (now > began + seconds(lease_s(link, num_bytes))) {
+      ++link.num_unanswered;
+      ++statistics_.unanswered;
+      link.unconfirmed.clear();
+    }
   }
-  way.num_bytes = item.operation->num_bytes();
-  const double lease = lease_s(way, way.num_bytes);
-  expect(*item.transfer, now, now + seconds(lease));
-  way.begun[item.transfer->sequence] = {now, way.num_bytes};
-  tell(item.transfer->receiver, Message::kTransfer, *item.transfer, 0, lease);
+  link.num_bytes = item.operation->num_bytes();
+  const double lease = lease_s(link, link.num_bytes);
+  expect_transfer(*item.transfer, now, now + seconds(lease));
+  link.unconfirmed[item.transfer->sequence] = {now, link.num_bytes};
+  send_message(item.transfer->receiver, Message::kTransfer, *item.transfer, 0, lease);
 }
 
-// A transfer that nobody waits for may as well share the link: only what is wanted closes the gate.
-void Scheduler::expect(const Transfer& transfer, Time from, Time until) {
-  Link& way = link(transfer);
-  if (!peers_ || transfer.sequence < way.wanted) {
+// A transfer closes the gate only if its receiver waits: otherwise it may share the link.
+void Scheduler::expect_transfer(const Transfer& transfer, Time from, Time until) {
+  Link& link = link_of(transfer);
+  if (!peers_ || transfer.sequence < link.waited_for) {
     gate_.close(transfer, from, until);
   } else {
-    way.expected[transfer.sequence] = {from, until};
+    link.expected[transfer.sequence] = {from, until};
   }
 }
 
-void Scheduler::want(const Transfer& transfer) {
-  Link& way = link(transfer);
-  way.wanted = std::max(way.wanted, transfer.sequence + 1);
-  while (!way.expected.empty() && way.expected.begin()->first < way.wanted) {
-    const auto [sequence, times] = *way.expected.begin();
-    way.expected.erase(way.expected.begin());
+void Scheduler::receiver_waiting(const Transfer& transfer) {
+  Link& link = link_of(transfer);
+  link.waited_for = std::max(link.waited_for, transfer.sequence + 1);
+  while (!link.expected.empty() && link.expected.begin()->first < link.waited_for) {
+    const auto [sequence, times] = *link.expected.begin();
+    link.expected.erase(link.expected.begin());
     Transfer next = transfer;
     next.sequence = sequence;
     gate_.close(next, times.first, times.second);
   }
 }
 
-void Scheduler::over(const Transfer& transfer) {
-  Link& way = link(transfer);
-  way.expected.erase(way.expected.begin(), way.expected.upper_bound(transfer.sequence));
+void Scheduler::transfer_done(const Transfer& transfer) {
+  Link& link = link_of(transfer);
+  link.expected.erase(link.expected.begin(), link.expected.upper_bound(transfer.sequence));
   gate_.open_until(transfer);
 }
 
@@ -385,7 +389,7 @@ void Scheduler::finish(std::uint64_t number, const std::string& error) {
     const std::string first = error_;
     lock.unlock();
     flight.item.task->fail(first);
-    land(number, lock);
+    retire(number, lock);
     return;
   }
   const Time now = Clock::now();
@@ -401,13 +405,13 @@ void Scheduler::finish(std::uint64_t number, const std::string& error) {
   }
   changed_.notify_all();
   lock.unlock();
-  if (flight.item.operation->host_waits()) flight.item.task->settle();
-  flight.item.task->end();
-  land(number, lock);
+  if (flight.item.operation->host_waits()) flight.item.task->unblock();
+  flight.item.task->end_operation();
+  retire(number, lock);
 }
 
-// Hands what has ended to the thread: here it would die on a thread that may be its own.
-void Scheduler::land(std::uint64_t number, std::unique_lock<std::mutex>& lock) {
+// Hands what has ended to the scheduler's thread: here it might be destroyed on its own thread.
+void Scheduler::retire(std::uint64_t number, std::unique_lock<std::mutex>& lock) {
   lock.lock();
   auto flight = flights_.extract(number);
   ended_.push_back(std::move(flight.mapped().item.task));
@@ -415,17 +419,17 @@ void Scheduler::land(std::uint64_t number, std::unique_lock<std::mutex>& lock) {
   changed_.notify_all();
 }
 
-// A sender whose bytes are in a socket's buffer is not through; its receiver says when it is.
+// A send ends when its bytes are in a socket's buffer. The receiver's kTransferDone comes later.
 void Scheduler::finish_transfer(const Flight& flight) {
   const Transfer& transfer = *flight.item.transfer;
-  Link& way = link(transfer);
+  Link& link = link_of(transfer);
   if (!flight.item.is_send) {
-    way.received = std::max(way.received, transfer.sequence + 1);
-    over(transfer);
-    tell(transfer.sender, Message::kEnd, transfer, 0, 0);
-  } else if (!peers_ || way.silent >= kSilent) {
-    over(transfer);
-    if (!peers_) way.begun.erase(transfer.sequence);
+    link.received = std::max(link.received, transfer.sequence + 1);
+    transfer_done(transfer);
+    send_message(transfer.sender, Message::kTransferDone, transfer, 0, 0);
+  } else if (!peers_ || link.num_unanswered >= kMostUnanswered) {
+    transfer_done(transfer);
+    if (!peers_) link.unconfirmed.erase(transfer.sequence);
   }
 }
 
@@ -466,7 +470,7 @@ void Scheduler::fail_locked(const std::string& error, std::unique_lock<std::mute
   changed_.notify_all();
 }
 
-void Scheduler::look_for_late(Time now, std::unique_lock<std::mutex>& lock) {
+void Scheduler::fail_timed_out(Time now, std::unique_lock<std::mutex>& lock) {
   for (auto& [_, flight] : flights_) {
     if (flight.reported || flight.ended) continue;
     if (now < flight.started + seconds(policy_.timeout_s)) continue;
@@ -483,10 +487,11 @@ Time Scheduler::next_wake(Time now) const {
   Time wake = now + std::chrono::seconds(1);
   if (awaits_device_) wake = now + kDevicePoll;
   for (const auto& [_, lane] : lanes_)
-    if (!lane.queue.empty() && room(lane) > now) wake = std::min(wake, room(lane));
+    if (!lane.queue.empty() && next_start(lane) > now) wake = std::min(wake, next_start(lane));
   if (auto change = gate_.next_change(now)) wake = std::min(wake, *change);
   for (const auto& [_, flight] : flights_)
-    if (!flight.reported && !flight.ended) wake = std::min(wake, flight.started + seconds(policy_.timeout_s));
+    if (!flight.reported && !flight.ended)
+      wake = std::min(wake, flight.started + seconds(policy_.timeout_s));
   return std::max(wake, now + std::chrono::microseconds(1));
 }
 
@@ -499,20 +504,20 @@ bool Scheduler::idle() const {
 // What is in flight when the gate closes still goes first: the gate closes that much earlier, but
 // by no more than half of the time that the transfer itself takes.
 double Scheduler::lead_s(double lease_s) const {
-  return std::min(slice_s_ * (policy_.slices_in_flight + 1), lease_s / kLeases / 2);
+  return std::min(slice_s_ * (policy_.slices_in_flight + 1), lease_s / kLeaseFactor / 2);
 }
 
-double Scheduler::lease_s(const Link& way, std::size_t num_bytes) const {
-  if (!way.s_per_byte) return policy_.lease_s;
-  return std::max(kLeases * way.s_per_byte * static_cast<double>(num_bytes), 1e-3);
+double Scheduler::lease_s(const Link& link, std::size_t num_bytes) const {
+  if (!link.s_per_byte) return policy_.lease_s;
+  return std::max(kLeaseFactor * link.s_per_byte * static_cast<double>(num_bytes), 1e-3);
 }
 
-void Scheduler::tell(int rank, Message::Kind kind, const Transfer& transfer, double eta_s,
+void Scheduler::send_message(int rank, Message::Kind kind, const Transfer& transfer, double eta_s,
                      double lease_s) {
-  if (peers_) peers_->tell(rank, {kind, transfer, eta_s, lease_s, {}});
+  if (peers_) peers_->send_message(rank, {kind, transfer, eta_s, lease_s, {}});
 }
 
-Scheduler::Link& Scheduler::link(const Transfer& transfer) {
+Scheduler::Link& Scheduler::link_of(const Transfer& transfer) {
   return links_[{transfer.sender, transfer.receiver, transfer.direction}];
 }
 

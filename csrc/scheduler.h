@@ -1,11 +1,10 @@
 // Starts all communication of one rank from one thread: PP.sync at once, DP.sync in slices that
 // wait while the gate is closed (paper Algorithm 2, Sec. V-A).
 //
-// Keeps two invariants: what is started in a lane is started in the order in which it was given, and
-// the gate only delays it; and what was given is let go of by its caller or by the scheduler's own
-// thread, never on the thread that a library calls back on. Such a thread may belong to what dies
-// with an operation, a process group say, and would then wait for its own end. Nothing of torch is
-// known here.
+// Keeps two invariants. A lane's slices start in the order in which they were submitted: the gate
+// only delays them. An operation is destroyed on its caller's or on the scheduler's thread, never on
+// the thread that a library calls back on: that thread may belong to an object which dies with the
+// operation, a process group say, and would then join itself. This file does not depend on torch.
 #pragma once
 
 #include <atomic>
@@ -27,7 +26,7 @@
 
 namespace fold3d {
 
-/// Empty if all went well, else what went wrong.
+/// Called with an empty string after success, else with the error.
 using Done = std::function<void(const std::string& error)>;
 
 /// What the scheduler starts: a transfer, or one slice of a collective.
@@ -35,55 +34,57 @@ class Operation {
  public:
   virtual ~Operation() = default;
   virtual std::size_t num_bytes() const = 0;
-  /// Whether its input is complete, on a device that computes behind the host's back.
+  /// Whether its input is complete, on a device that runs asynchronously to the host.
   virtual bool ready() { return true; }
-  /// Hand it to the library, which calls `done` once, from any thread; may throw instead.
+  /// Start it; the library calls `done` once, from any thread. May throw instead.
   virtual void start(Done done) = 0;
-  /// Whether the host must wait for its end; else its start is enough, and `join` does the rest.
+  /// Whether the host must wait for its end. If not, it waits for the start alone, and `join`
+  /// orders the stream.
   virtual bool host_waits() const { return true; }
   /// Order the calling thread's stream after it.
   virtual void join() {}
-  /// Give up after a failure, so that whoever is blocked in it returns.
+  /// Cancel it after a failure, so that a thread blocked in it returns.
   virtual void abort() {}
 };
 
-/// What a caller waits for: a transfer, or a collective with all its slices.
+/// A transfer, or a collective with all its slices, as the caller waits for it.
 class Task {
  public:
   Task(std::string name, std::size_t num_operations)
-      : name_(std::move(name)), unsettled_(num_operations), running_(num_operations) {}
+      : name_(std::move(name)), num_blocking_(num_operations), num_running_(num_operations) {}
 
-  /// Block until it is over. Throws the first failure of the job, with this task's name, or says
-  /// that the time is up.
+  /// Block until it is complete. Throws the first failure of the job, with this task's name, or a
+  /// timeout.
   void wait(std::optional<double> timeout_s = {});
-  bool completed() const;
-  /// Have `call` called once all operations have ended, or the job has failed: at once if that is
-  /// so, else on a thread that may not be kept waiting.
-  void when_over(std::function<void()> call);
+  /// True if all operations have ended, not only started, or the job has failed.
+  bool is_completed() const;
+  /// Call `call` when all operations have ended or the job has failed: at once if that is so, else
+  /// on a thread that must not block.
+  void add_done_callback(std::function<void()> call);
   const std::string& name() const { return name_; }
 
  private:
   friend class Scheduler;
 
-  // None of these may be called under the scheduler's mutex: they call whoever asked to be.
-  void settle();
-  void end();
+  // Never called under the scheduler's mutex: they run the done callbacks.
+  void unblock();
+  void end_operation();
   void fail(const std::string& error);
 
   const std::string name_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  std::size_t unsettled_;  // operations that somebody would have to wait for
-  std::size_t running_;    // operations that have not ended
+  std::size_t num_blocking_;  // operations that `wait` still blocks on
+  std::size_t num_running_;   // operations that have not ended
   std::string error_;
   std::vector<std::shared_ptr<Operation>> operations_;
-  std::function<void()> waited_for_;  // called when somebody begins to wait
-  std::vector<std::function<void()>> calls_;
+  std::function<void()> on_wait_;  // called when a caller begins to wait
+  std::vector<std::function<void()>> done_callbacks_;
 };
 
-/// What ranks tell each other beside their data.
+/// A control message between two ranks.
 struct Message {
-  enum Kind : std::uint8_t { kTransfer = 1, kEnd, kFailure, kBye, kWanted };
+  enum Kind : std::uint8_t { kTransfer = 1, kTransferDone, kFailure, kClosing, kReceiverWaiting };
   Kind kind = kTransfer;
   Transfer transfer;
   double eta_s = 0;    // until the transfer starts
@@ -91,13 +92,13 @@ struct Message {
   std::string text;    // of a failure
 };
 
-/// The way to other ranks; without one, ranks know only of their own transfers.
+/// Control connections to other ranks. Without them a rank knows only its own transfers.
 class Peers {
  public:
   virtual ~Peers() = default;
   /// Send without blocking; may lose a message.
-  virtual void tell(int rank, const Message& message) = 0;
-  /// Send to all neighbours, as surely as can be.
+  virtual void send_message(int rank, const Message& message) = 0;
+  /// Send to all connected neighbours without blocking, however much is queued.
   virtual void broadcast(const Message& message) = 0;
 };
 
@@ -119,8 +120,8 @@ struct Statistics {
 
 class Scheduler {
  public:
-  /// Starts the thread. It runs until `shutdown` is called or nobody has the scheduler any more, and
-  /// then until the last operation that it started has ended.
+  /// Starts the thread. It runs until `shutdown` is called or the last owner is gone, and then
+  /// until the last operation that it started has ended.
   static std::shared_ptr<Scheduler> make(const Policy& policy);
   Scheduler(const Scheduler&) = delete;
 
@@ -134,20 +135,20 @@ class Scheduler {
   /// A lane is a process group: its slices start in order, on all its ranks the same.
   std::shared_ptr<Task> reduce(int lane, std::string name,
                                std::vector<std::shared_ptr<Operation>> slices);
-  /// Say that the next send to `peer` will come in `eta_s`: both ends keep the way clear for it if
-  /// the receiver waits.
+  /// Announce that the next send to `peer` starts in `eta_s`. Both ends keep the link free for it
+  /// if the receiver waits.
   void announce(int peer, int direction, double eta_s);
 
-  /// What another rank said.
-  void hear(const Message& message);
-  /// End everything with an error; the first one counts. It is told to all ranks.
+  /// Handle a control message of another rank.
+  void on_message(const Message& message);
+  /// Fail every task with `error`, unless one has failed before, and send it to all ranks.
   void fail(const std::string& error);
   /// The first failure; empty if there is none.
   std::string failure() const;
   /// Let what was submitted end, for at most `timeout_s`, and start nothing from then on. False if
   /// something was left, which then has failed.
   bool shutdown(double timeout_s);
-  /// Nobody has the scheduler any more: end when all that was submitted has ended.
+  /// The last owner is gone: end when all that was submitted has ended.
   void leave();
 
   Statistics statistics() const;
@@ -164,8 +165,8 @@ class Scheduler {
   struct Flight {
     Pending item;
     Time started;
-    bool reported = false;  // as late
-    bool ended = false;     // its end is being told
+    bool reported = false;  // as timed out
+    bool ended = false;     // its callbacks are running
   };
   struct Lane {
     std::deque<Pending> queue;
@@ -178,10 +179,12 @@ class Scheduler {
     std::uint64_t posted = 0;     // receives given to us
     double s_per_byte = 0;        // 0: not known yet
     std::size_t num_bytes = 0;    // of the last send
-    int silent = 0;               // sends in a row whose end was not told
-    std::map<std::uint64_t, std::pair<Time, std::size_t>> begun;
-    std::uint64_t wanted = 0;  // receives up to this one, not included, have been waited for
-    std::map<std::uint64_t, std::pair<Time, Time>> expected;  // not wanted yet: when, until when
+    int num_unanswered = 0;       // sends in a row of which no kTransferDone came
+    /// Sends without their kTransferDone: start and bytes.
+    std::map<std::uint64_t, std::pair<Time, std::size_t>> unconfirmed;
+    std::uint64_t waited_for = 0;  // receives up to this one, not included, have been waited for
+    /// Transfers that no receiver waits for yet: from when to when they would close the gate.
+    std::map<std::uint64_t, std::pair<Time, Time>> expected;
   };
   using LinkKey = std::tuple<int, int, int>;  // sender, receiver, direction
 
@@ -191,23 +194,24 @@ class Scheduler {
   void run();
   void start(Pending item, std::unique_lock<std::mutex>& lock);
   void finish(std::uint64_t flight, const std::string& error);
-  void land(std::uint64_t flight, std::unique_lock<std::mutex>& lock);
+  void retire(std::uint64_t flight, std::unique_lock<std::mutex>& lock);
   void finish_transfer(const Flight& flight);
-  void close_for(const Pending& item, Time now);
-  void expect(const Transfer& transfer, Time from, Time until);
-  void want(const Transfer& transfer);
-  void over(const Transfer& transfer);
+  void close_gate_for(const Pending& item, Time now);
+  void expect_transfer(const Transfer& transfer, Time from, Time until);
+  void receiver_waiting(const Transfer& transfer);
+  void transfer_done(const Transfer& transfer);
   void fail_locked(const std::string& error, std::unique_lock<std::mutex>& lock);
-  bool let_go(std::unique_lock<std::mutex>& lock);
-  bool start_what_may(Time now, std::unique_lock<std::mutex>& lock);
-  Time room(const Lane& lane) const;
+  bool release_ended(std::unique_lock<std::mutex>& lock);
+  bool start_next(Time now, std::unique_lock<std::mutex>& lock);
+  Time next_start(const Lane& lane) const;
   Time next_wake(Time now) const;
-  void look_for_late(Time now, std::unique_lock<std::mutex>& lock);
+  void fail_timed_out(Time now, std::unique_lock<std::mutex>& lock);
   bool idle() const;
   double lead_s(double lease_s) const;
   double lease_s(const Link& link, std::size_t num_bytes) const;
-  void tell(int rank, Message::Kind kind, const Transfer& transfer, double eta_s, double lease_s);
-  Link& link(const Transfer& transfer);
+  void send_message(int rank, Message::Kind kind, const Transfer& transfer, double eta_s,
+                    double lease_s);
+  Link& link_of(const Transfer& transfer);
 
   const Policy policy_;
   const int process_;
@@ -227,7 +231,7 @@ class Scheduler {
   std::thread::id thread_;
   bool stopped_ = false;  // the thread starts nothing any more
   bool left_ = false;
-  std::vector<std::shared_ptr<void>> ended_;  // for the thread to let go of
+  std::vector<std::shared_ptr<void>> ended_;  // released by the thread
   std::string error_;
   Statistics statistics_;
   double slice_s_ = 0;

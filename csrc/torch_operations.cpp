@@ -17,15 +17,25 @@ std::string reason(const std::exception_ptr& error) {
     std::rethrow_exception(error);
   } catch (const std::exception& exception) {
     const std::string what = exception.what();
-    return what.empty() ? "failed without a word" : what.substr(0, what.find('\n'));
+    return what.empty() ? "failed without a message" : what.substr(0, what.find('\n'));
   } catch (...) {
-    return "failed without a word";
+    return "failed without a message";
   }
 }
 
-std::string outcome(c10d::Work& work, bool polled) {
+// Makes the device the calling thread's, for good: a thread that asks a GPU anything without it
+// would open a context on the first GPU, half a gigabyte for each rank of the node.
+void belong_to(c10::Device device) {
+  thread_local std::optional<c10::Device> current;
+  if (device.is_cpu() || current == device) return;
+  c10::impl::VirtualGuardImpl(device.type()).setDevice(device);
+  current = device;
+}
+
+std::string outcome(c10d::Work& work, c10::Device device) {
   try {
-    if (!polled) {
+    belong_to(device);
+    if (device.is_cpu()) {
       work.wait();
       return {};
     }
@@ -46,9 +56,9 @@ c10::Stream empty_stream(c10::Device device) {
 
 }  // namespace
 
-void Waiter::watch(c10::intrusive_ptr<c10d::Work> work, bool polled, Done done) {
+void Waiter::watch(c10::intrusive_ptr<c10d::Work> work, c10::Device device, Done done) {
   std::lock_guard lock(mutex_);
-  watched_.push_back({std::move(work), polled, std::move(done)});
+  watched_.push_back({std::move(work), device, std::move(done)});
   if (!running_) {
     running_ = true;
     std::thread([self = shared_from_this()] { self->run(); }).detach();
@@ -59,11 +69,12 @@ void Waiter::watch(c10::intrusive_ptr<c10d::Work> work, bool polled, Done done) 
 void Waiter::run() {
   std::unique_lock lock(mutex_);
   while (changed_.wait_for(lock, kIdle, [this] { return !watched_.empty(); })) {
-    Watched first = std::move(watched_.front());
-    watched_.pop_front();
-    lock.unlock();
-    first.done(outcome(*first.work, first.polled));
-    first = {};
+    {
+      Watched first = std::move(watched_.front());
+      watched_.pop_front();
+      lock.unlock();
+      first.done(outcome(*first.work, first.device));
+    }
     lock.lock();
   }
   running_ = false;
@@ -77,11 +88,16 @@ TorchOperation::TorchOperation(Group group, at::Tensor tensor, std::shared_ptr<W
   complete_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
 }
 
-bool TorchOperation::ready() { return !complete_ || complete_->query(); }
+bool TorchOperation::ready() {
+  belong_to(tensors_[0].device());
+  return !complete_ || complete_->query();
+}
 
 void TorchOperation::start(Done done) {
+  const c10::Device device = tensors_[0].device();
+  belong_to(device);
   std::optional<c10::StreamGuard> guard;
-  if (complete_) guard.emplace(empty_stream(tensors_[0].device()));
+  if (complete_) guard.emplace(empty_stream(device));
   auto work = launch();
   TORCH_CHECK(work, "a process group without this rank was asked to communicate");
   {
@@ -89,24 +105,24 @@ void TorchOperation::start(Done done) {
     work_ = work;
   }
   if (complete_) {
-    // Who is told of the end may mark it on the current stream.
-    auto told = [done = std::move(done), stream = guard->current_stream()](const std::string& how) {
+    // The callback may record an event on the current stream.
+    auto on_end = [done = std::move(done), stream = guard->current_stream()](const std::string& e) {
       c10::StreamGuard guard(stream);
-      done(how);
+      done(e);
     };
-    waiter_->watch(std::move(work), true, std::move(told));
+    waiter_->watch(std::move(work), device, std::move(on_end));
     return;
   }
   c10::intrusive_ptr<c10::ivalue::Future> future;
   try {
     future = work->getFuture();
   } catch (const c10::Error&) {  // gloo's transfers and reduce-scatters have none
-    waiter_->watch(std::move(work), false, std::move(done));
+    waiter_->watch(std::move(work), device, std::move(done));
     return;
   }
   // No work in the closure: the future belongs to it.
-  future->addCallback([done = std::move(done)](c10::ivalue::Future& over) {
-    done(over.hasError() ? reason(over.exception_ptr()) : std::string());
+  future->addCallback([done = std::move(done)](c10::ivalue::Future& ended) {
+    done(ended.hasError() ? reason(ended.exception_ptr()) : std::string());
   });
 }
 
@@ -171,9 +187,9 @@ AllGather::AllGather(Group group, at::Tensor part, std::vector<at::Tensor> parts
 c10::intrusive_ptr<c10d::Work> AllGather::launch() { return group_->allgather(parts_, tensors_); }
 
 c10::intrusive_ptr<c10::ivalue::Future> future_of(Task& task) {
-  auto over = c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
-  task.when_over([over] { over->markCompleted(c10::IValue()); });
-  return over;
+  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
+  task.add_done_callback([future] { future->markCompleted(c10::IValue()); });
+  return future;
 }
 
 }  // namespace fold3d

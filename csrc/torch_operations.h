@@ -1,4 +1,4 @@
-// Transfers and slices as operations of a c10d process group, whatever its backend is.
+// Transfers and slices as operations of a c10d process group of any backend.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -17,15 +17,15 @@ namespace fold3d {
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 /// One thread that waits for works in the order in which they were started. gloo's transfers can
-/// only be waited for, and nothing but a look tells that a kernel of NCCL's has ended.
+/// only be waited for, and the end of an NCCL kernel can only be polled.
 class Waiter : public std::enable_shared_from_this<Waiter> {
  public:
-  void watch(c10::intrusive_ptr<c10d::Work> work, bool polled, Done done);
+  void watch(c10::intrusive_ptr<c10d::Work> work, c10::Device device, Done done);
 
  private:
   struct Watched {
     c10::intrusive_ptr<c10d::Work> work;
-    bool polled;
+    c10::Device device;  // whose works are polled, unless it is the CPU
     Done done;
   };
   void run();
@@ -38,8 +38,8 @@ class Waiter : public std::enable_shared_from_this<Waiter> {
 
 class TorchOperation : public Operation {
  public:
-  /// Takes note of where the current stream is now: the tensor is complete there, or free to be
-  /// written.
+  /// Records an event on the current stream: once it has passed, the tensor is complete (or free to
+  /// be written).
   TorchOperation(Group group, at::Tensor tensor, std::shared_ptr<Waiter> waiter);
 
   std::size_t num_bytes() const override { return tensors_[0].nbytes(); }
@@ -57,7 +57,7 @@ class TorchOperation : public Operation {
 
  private:
   std::shared_ptr<Waiter> waiter_;
-  std::optional<c10::Event> complete_;  // on a device that computes behind the host's back
+  std::optional<c10::Event> complete_;  // on a device that runs asynchronously to the host
   std::mutex mutex_;
   c10::intrusive_ptr<c10d::Work> work_;
 };
@@ -89,8 +89,8 @@ class AllReduce : public TorchOperation {
   const c10d::ReduceOp op_;
 };
 
-/// Some elements of each rank's shard, summed into `sum`; `parts` are theirs in the order of ranks.
-/// The library gathers them in one place: they do not lie side by side.
+/// Sums `parts`, 1-D pieces of the ranks' shards in the order of ranks, each into its rank's `sum`.
+/// They are not contiguous: the library copies them into one buffer.
 class ReduceScatter : public TorchOperation {
  public:
   ReduceScatter(Group group, at::Tensor sum, std::vector<at::Tensor> parts,
@@ -102,7 +102,7 @@ class ReduceScatter : public TorchOperation {
   const c10d::ReduceOp op_;
 };
 
-/// `part`, some elements of this rank's shard, to all; `parts` are where they and the others' go.
+/// Gathers each rank's `part`, a 1-D piece of its shard, into `parts` on all ranks.
 class AllGather : public TorchOperation {
  public:
   AllGather(Group group, at::Tensor part, std::vector<at::Tensor> parts,
@@ -113,7 +113,7 @@ class AllGather : public TorchOperation {
   std::vector<std::vector<at::Tensor>> parts_;
 };
 
-/// Complete when the task is over, well or not.
+/// A future that completes when the task does, also after a failure.
 c10::intrusive_ptr<c10::ivalue::Future> future_of(Task& task);
 
 }  // namespace fold3d

@@ -1,5 +1,5 @@
 // A network in one process: collectives that end when all ranks have started them, transfers that
-// take their time, and words between ranks that are late, lost or doubled.
+// take their time, and control messages that are late, lost or duplicated.
 #pragma once
 
 #include <condition_variable>
@@ -135,26 +135,30 @@ class Network {
 /// An operation made of a function.
 class Fake : public Operation {
  public:
-  explicit Fake(std::function<void(Done)> start) : start_(std::move(start)) {}
+  explicit Fake(std::function<void(Done)> start, bool host_waits = true)
+      : start_(std::move(start)), host_waits_(host_waits) {}
+  bool host_waits() const override { return host_waits_; }
   std::size_t num_bytes() const override { return 1000; }
   void start(Done done) override { start_(std::move(done)); }
 
  private:
   std::function<void(Done)> start_;
+  const bool host_waits_;
 };
 
 inline std::shared_ptr<Operation> fake(std::function<void(Done)> start) {
   return std::make_shared<Fake>(std::move(start));
 }
 
-/// Words between schedulers that are late by chance, and lost or doubled as often as is said.
-class Gossip : public Peers {
+/// Control messages between schedulers: delayed at random, and lost or duplicated with the given
+/// probabilities.
+class UnreliablePeers : public Peers {
  public:
-  Gossip(Network& network, std::vector<std::weak_ptr<Scheduler>>& ranks, std::vector<int> neighbours,
-         double lost, double doubled)
+  UnreliablePeers(Network& network, std::vector<std::weak_ptr<Scheduler>>& ranks,
+                  std::vector<int> neighbours, double lost, double doubled)
       : network_(network), ranks_(ranks), neighbours_(std::move(neighbours)), lost_(lost),
         doubled_(doubled) {}
-  void tell(int rank, const Message& message) override {
+  void send_message(int rank, const Message& message) override {
     if (network_.dice.roll(1) < lost_) return;
     deliver(rank, message);
     if (network_.dice.roll(1) < doubled_) deliver(rank, message);
@@ -165,8 +169,9 @@ class Gossip : public Peers {
 
  private:
   void deliver(int rank, const Message& message) {
-    network_.after(network_.dice.roll(2e-4), [to = ranks_.at(static_cast<std::size_t>(rank)), message] {
-      if (auto scheduler = to.lock()) scheduler->hear(message);
+    const auto& to = ranks_.at(static_cast<std::size_t>(rank));
+    network_.after(network_.dice.roll(2e-4), [to, message] {
+      if (auto scheduler = to.lock()) scheduler->on_message(message);
     });
   }
   Network& network_;

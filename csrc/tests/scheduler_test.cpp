@@ -95,11 +95,25 @@ void slices_wait_for_a_transfer_and_go_on_after_it() {
   {
     std::lock_guard lock(mutex);
     CHECK(started == std::vector<std::string>{"send"});
-    CHECK(!reduce->completed());
+    CHECK(!reduce->is_completed());
   }
   end_transfer("");
   reduce->wait(20);
   send->wait(20);
+  CHECK(scheduler->shutdown(20));
+}
+
+// As on a GPU, where the host goes on as soon as a transfer has started.
+void what_has_started_is_not_over() {
+  auto scheduler = Scheduler::make({});
+  Done end;
+  auto receive = scheduler->receive(
+      1, 0, "receive",
+      std::make_shared<Fake>([&](Done done) { end = std::move(done); }, /*host_waits=*/false));
+  receive->wait(20);  // for its start
+  CHECK(!receive->is_completed());
+  end("");
+  CHECK(receive->is_completed());
   CHECK(scheduler->shutdown(20));
 }
 
@@ -159,13 +173,13 @@ void a_task_tells_when_it_is_over_well_or_not() {
                                   link.after(0.02, [done = std::move(done)] { done(""); });
                                 })});
   std::promise<Time> well, not_well;
-  slow->when_over([&] { well.set_value(Clock::now()); });
+  slow->add_done_callback([&] { well.set_value(Clock::now()); });
   CHECK(in_seconds(well.get_future().get() - start) >= 0.02);
   bool told = false;
-  slow->when_over([&] { told = true; });
+  slow->add_done_callback([&] { told = true; });
   CHECK(told);
   auto stuck = scheduler->reduce(0, "reduce", {fake([](Done) {})});
-  stuck->when_over([&] { not_well.set_value(Clock::now()); });
+  stuck->add_done_callback([&] { not_well.set_value(Clock::now()); });
   scheduler->fail("no");
   not_well.get_future().get();
   CHECK(scheduler->shutdown(20));
@@ -330,7 +344,8 @@ void ring(int num_ranks, int num_steps, double lost) {
   for (int rank = 0; rank < num_ranks; ++rank) {
     const int next = (rank + 1) % num_ranks, last = (rank + num_ranks - 1) % num_ranks;
     auto& mine = *ranks[static_cast<std::size_t>(rank)];
-    mine.set_peers(std::make_shared<Gossip>(network, weak, std::vector{next, last}, lost, lost / 2));
+    mine.set_peers(std::make_shared<UnreliablePeers>(network, weak, std::vector{next, last}, lost,
+                                                     lost / 2));
     threads.emplace_back([&, rank, next, last] {
       for (int step = 0; step < num_steps; ++step) {
         std::vector<std::shared_ptr<Task>> tasks;
@@ -385,7 +400,7 @@ void a_failure_reaches_ranks_that_are_no_neighbours() {
   std::vector<std::shared_ptr<Task>> stuck;
   for (int rank = 0; rank < 6; ++rank) {
     auto& mine = *ranks[static_cast<std::size_t>(rank)];
-    mine.set_peers(std::make_shared<Gossip>(
+    mine.set_peers(std::make_shared<UnreliablePeers>(
         network, weak, std::vector{(rank + 1) % 6, (rank + 5) % 6}, 0, 0));
     stuck.push_back(mine.reduce(0, "reduce", {fake([](Done) {})}));
   }
@@ -403,6 +418,7 @@ int main() {
   RUN(pauses_stay_within_their_share);
   RUN(a_gate_that_holds_nothing_back_spends_nothing);
   RUN(slices_wait_for_a_transfer_and_go_on_after_it);
+  RUN(what_has_started_is_not_over);
   RUN(the_next_slice_starts_a_little_before_one_ends);
   RUN(an_announced_transfer_holds_slices_until_its_lease_is_over);
   RUN(the_first_error_is_everybodys);

@@ -20,17 +20,17 @@ int main() {
     Message message;
     message.transfer = {0, 1, 0, round};
     message.lease_s = 10;
-    scheduler->hear(message);  // rank 0 sends
+    scheduler->on_message(message);  // rank 0 sends
     Time started;
     auto slice = scheduler->reduce(0, "slice", {fake([&](Done done) {
                                      started = Clock::now();
                                      done("");
                                    })});
     std::this_thread::sleep_for(std::chrono::microseconds(500));  // the thread sleeps again
-    CHECK(!slice->completed());
-    message.kind = Message::kEnd;
+    CHECK(!slice->is_completed());
+    message.kind = Message::kTransferDone;
     const Time over = Clock::now();
-    scheduler->hear(message);
+    scheduler->on_message(message);
     slice->wait(20);
     wakes_s.push_back(in_seconds(started - over));
   }
