@@ -3,12 +3,13 @@
 Executor, simulator, planner and commands all call `lower`, so that the plan that is simulated is
 the plan that runs. A pass that nothing asks for is not imported. The passes run in this order:
 
-order ──> delay_weight_grads ──> recompute_early ──> add_param_gather ──> add_offload ──> add_p2p
-──> DP.sync ──> plan
+order ──> delay_weight_grads ──> recompute_early ──> add_param_gather or shard_params
+──> add_offload ──> add_p2p ──> pair_microbatches ──> DP.sync ──> gather_later or slice_grad_sync
+──> shard_grads ──> plan
 """
 
-from collections.abc import Container
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from megatron.fold3d.plan.ir import Op, Plan
@@ -26,7 +27,7 @@ GradSync = Literal["overlap", "serial", "aligned"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the passes add to an order of computation.
+    """The passes' options: what they add to an order of computation.
 
     An order that has some of it already, from a plan file for example, keeps what it has.
     """
@@ -36,15 +37,32 @@ class Options:
     recompute_early: Container[int] = ()
     """Stages that recompute before their gradients arrive."""
     gathers_params: bool = False
-    """Whether a distributed optimizer's parameters are gathered by actions of the plan."""
+    """True if a distributed optimizer's parameters are gathered by actions of the plan."""
+    replicated_stages: Container[int] = ()
+    """Stages that every replica updates in full, beside a distributed optimizer's others."""
+    shards_params: bool = False
+    """True if a stage's parameters are whole only while it computes; actions gather them then."""
+    shards_grads: bool = False
+    """True if each replica keeps its shard alone of a stage's gradients, once they are reduced."""
     offload: "OffloadChoice | None" = None
     """Which saved activations leave for host memory, and how early they come back."""
+    overlap_tensor_parallel: bool = False
+    """Whether neighbouring micro-batches are computed in pairs: see `in_pairs`."""
     transfers: bool = True
     """False leaves out the transfers: the simulator sends a result when its computation ends."""
     grad_sync: GradSync = "overlap"
     """Where DP.sync starts: behind the backwards that are left, or as stock Megatron starts it."""
     deferred_stages: Container[int] = ()
     """Stages whose DP.sync may reach into the next iteration (paper Algorithm 2)."""
+    forwards_before_gather: Mapping[int, int] = field(default_factory=dict)
+    """By deferred stage, how many forwards of the stage before come before its gather."""
+    slice_shares: tuple[float, ...] = ()
+    """Cuts DP.sync into slices: of each stage, the share behind the backwards, if it is deferred.
+
+    Empty leaves DP.sync of a stage in one action.
+    """
+    receives_late: bool = False
+    """Whether receives are posted where they hold up nothing in a hardware queue that is shared."""
 
 
 def compile_plan(order: Plan, options: Options) -> Plan:
@@ -72,20 +90,42 @@ def lower(order: Plan, options: Options | None = None) -> Plan:
     plan = order
     if options.delay_weight_grads and not plan.has(Op.WEIGHT):
         plan = delay_weight_grads(plan, options.delay_weight_grads)
-    plan = recompute_early(plan, options.recompute_early)
-    if options.gathers_params:
+    in_pairs = options.overlap_tensor_parallel
+    plan = recompute_early(plan, options.recompute_early, in_pairs=in_pairs)
+    if options.shards_params:
+        from megatron.fold3d.plan.passes.shard_params import shard_params
+
+        plan = shard_params(plan)
+    elif options.gathers_params:
         from megatron.fold3d.plan.passes.param_gather import add_param_gather
 
-        plan = add_param_gather(plan)
+        plan = add_param_gather(plan, options.replicated_stages)
     if options.offload is not None and not plan.has(Op.OFFLOAD):
         from megatron.fold3d.plan.passes.offload import add_offload
 
         plan = add_offload(plan, depth=options.offload.depth, at_most=options.offload.at_most)
     if options.transfers and plan.num_ranks > 1 and not plan.has_p2p:
-        plan = add_p2p(plan)
+        plan = add_p2p(plan, receives_late=options.receives_late)
+    if options.overlap_tensor_parallel:
+        from megatron.fold3d.plan.passes.pairs import pair_microbatches
+
+        plan = pair_microbatches(plan)
     if not plan.has(Op.REDUCE_GRAD):
         plan = _with_grad_sync(plan, options.grad_sync)
-    return defer_grad_sync(plan, options.deferred_stages)
+    plan = defer_grad_sync(plan, options.deferred_stages)
+    if options.forwards_before_gather:
+        from megatron.fold3d.plan.passes.gather_later import gather_later
+
+        plan = gather_later(plan, options.forwards_before_gather)
+    if options.slice_shares and not plan.has(Op.REDUCE_SLICE):
+        from megatron.fold3d.plan.passes.sliced_grad_sync import slice_grad_sync
+
+        plan = slice_grad_sync(plan, options.slice_shares)
+    if options.shards_grads:
+        from megatron.fold3d.plan.passes.shard_grads import shard_grads
+
+        plan = shard_grads(plan)
+    return plan
 
 
 def _with_grad_sync(plan: Plan, where: GradSync) -> Plan:

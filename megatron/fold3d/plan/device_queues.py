@@ -37,7 +37,10 @@ from enum import IntEnum
 
 from megatron.fold3d.plan.ir import (
     COMPUTE_OPS,
+    GATHER_OPS,
+    HOST_OPS,
     P2P_OPS,
+    PARAM_WAIT_OPS,
     SEND_OPS,
     Action,
     Op,
@@ -70,19 +73,18 @@ class Stream(IntEnum):
     TO_HOST = 6
     TO_DEVICE = 7
     TP_SYNC = 8
-    KEPT_BACK = 9
-    """The part of a deferred DP.sync that is not deferred: it uses Megatron's own group."""
+    IN_ITERATION = 9
+    """The part of a deferred DP.sync that is reduced in its iteration, in Megatron's own group."""
 
 
 STREAM_OF: Mapping[Op, Stream] = {
-    **dict.fromkeys(COMPUTE_OPS | {Op.WAIT_GRAD, Op.WAIT_PARAM}, Stream.COMPUTE),
+    **dict.fromkeys(COMPUTE_OPS | PARAM_WAIT_OPS | {Op.WAIT_GRAD}, Stream.COMPUTE),
     **{op: Stream[op.name] for op in P2P_OPS},
-    Op.REDUCE_GRAD: Stream.DP_SYNC,
-    Op.GATHER_PARAM: Stream.DP_SYNC,
+    **dict.fromkeys(GATHER_OPS | {Op.REDUCE_GRAD, Op.REDUCE_SLICE}, Stream.DP_SYNC),
     Op.OFFLOAD: Stream.TO_HOST,
     Op.RELOAD: Stream.TO_DEVICE,
 }
-NCCL_OPS = P2P_OPS | {Op.REDUCE_GRAD, Op.GATHER_PARAM}
+NCCL_OPS = P2P_OPS | GATHER_OPS | {Op.REDUCE_GRAD, Op.REDUCE_SLICE}
 
 
 def queue_of(streams: Mapping[Stream, None], connections: int) -> dict[Stream, int]:
@@ -111,7 +113,8 @@ def verify_on_device(plan: Plan, connections: int, *, tensor_parallel: bool = Fa
     What `verify` refuses is not checked again.
 
     Args:
-        plan: one without transfers is judged with those that `add_p2p` gives it.
+        plan: one without transfers is judged with those that `add_p2p` gives it for this many
+            queues.
         connections: hardware queues, ``CUDA_DEVICE_MAX_CONNECTIONS``.
         tensor_parallel: whether collectives cut the computations.
 
@@ -121,7 +124,7 @@ def verify_on_device(plan: Plan, connections: int, *, tensor_parallel: bool = Fa
     if connections < 1:
         raise PlanError(f"found {connections} hardware queues; CUDA has from 1 to 32")
     if plan.num_ranks > 1 and not plan.has_p2p:
-        plan = add_p2p(plan)
+        plan = add_p2p(plan, receives_late=connections == 1)
     _Play(plan, connections, tensor_parallel=tensor_parallel).run()
 
 
@@ -189,6 +192,8 @@ class _Play:
         for iteration in range(_ITERATIONS):
             for index, action in enumerate(program):
                 stage, op, microbatch = action
+                if op in HOST_OPS:  # the host's work alone
+                    continue
                 read = [of_action.get((stage, *n)) for n in _reads(op, microbatch)]
                 item = add(index, action, STREAM_OF[op], *read)
                 of_action[action] = item
@@ -274,4 +279,6 @@ def _reads(op: Op, microbatch: int | None) -> tuple[tuple[Op, int | None], ...]:
         return ((Op.REDUCE_GRAD, None),)
     if op is Op.WAIT_PARAM:
         return ((Op.GATHER_PARAM, None),)
+    if op is Op.WAIT_PARAM_B:
+        return ((Op.GATHER_PARAM_B, None),)
     return ((Op.OFFLOAD, microbatch),) if op is Op.RELOAD else ()

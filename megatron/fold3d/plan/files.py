@@ -1,7 +1,8 @@
 """Plan files: read what `fold3d plan` wrote, or a user wrote by hand.
 
-There are three forms, told apart by their content: text, a CSV table, and the JSON of
-`fold3d plan --json`. Of the JSON only ``programs`` is read; the rest follows from it.
+There are three forms, told apart by their content: text, a CSV table, which may be one of
+``torch.distributed.pipelining``, and the JSON of `fold3d plan --json`. Of the JSON only
+``programs`` is read; the rest follows from it.
 """
 
 import json
@@ -9,16 +10,34 @@ from pathlib import Path
 
 from megatron.fold3d.plan.ir import Plan, PlanError
 
+MOST_BYTES = 1 << 30
+"""Of a file that is read whole: no plan, trace or table of costs is as long."""
+
+
+def read_file(path: Path) -> bytes:
+    """Return what is in a file that a user named.
+
+    Raises:
+        ValueError: it is too long; the message begins with its path.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:  # some have no size before they are read
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"{path}: longer than {MOST_BYTES} bytes; is it another file?")
+    return content
+
 
 def read_plan(path: Path) -> Plan:
     """Return the plan in a file.
 
     Raises:
         PlanError: the file holds no plan; the message begins with its path.
+        ValueError: it is too long for one.
         OSError: it cannot be read.
     """
     try:
-        return parse_plan(path.read_bytes())
+        return parse_plan(read_file(path))
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
 
@@ -36,7 +55,16 @@ def parse_plan(content: bytes) -> Plan:
     if text.lstrip().startswith("{"):
         return _from_json(text)
     is_table = any("," in line for line in text.splitlines() if not line.startswith("#"))
-    return Plan.from_csv(text) if is_table else Plan.from_text(text)
+    return _from_table(text) if is_table else Plan.from_text(text)
+
+
+def _from_table(text: str) -> Plan:
+    if "REDUCE_GRAD" in text or "I" in text:
+        from megatron.fold3d.plan.torch_tables import in_our_words, is_torchs
+
+        if is_torchs(text):
+            text = in_our_words(text)
+    return Plan.from_csv(text)
 
 
 def _from_json(text: str) -> Plan:

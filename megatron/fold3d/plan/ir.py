@@ -5,7 +5,8 @@ The executor, the verifier, the simulator and the plots all read this one type, 
 has an order of its own.
 
 Text form, one word per action: ``2F0`` is stage 2's forward of micro-batch 0, ``2SEND_F0`` sends
-what it computed, ``2REDUCE_GRAD`` concerns the whole stage. ``str`` and ``from_str`` are inverse.
+what it computed, ``2REDUCE_GRAD`` concerns the whole stage. ``2REDUCE_GRAD.250`` ends at 250
+thousandths of the stage's gradients. ``str`` and ``from_str`` are inverse.
 """
 
 import csv
@@ -22,7 +23,7 @@ from typing import NamedTuple, Self
 
 
 class Op(StrEnum):
-    """What an action does. The value is its spelling, torch's where torch has one."""
+    """The kind of an action. The value is its spelling, torch's where torch has one."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -33,9 +34,15 @@ class Op(StrEnum):
     SEND_B = "SEND_B"  # gradient of the input of `stage` goes to `stage - 1`
     RECV_B = "RECV_B"  # post the receive of the gradient of the output of `stage`
     REDUCE_GRAD = "REDUCE_GRAD"  # start DP.sync of the stage's gradients
+    REDUCE_SLICE = "REDUCE_GRAD."  # start a slice of it, before REDUCE_GRAD starts what is left
     WAIT_GRAD = "WAIT_GRAD"
     GATHER_PARAM = "GATHER_PARAM"  # start the all-gather of the stage's updated parameters
     WAIT_PARAM = "WAIT_PARAM"
+    FREE_PARAM = "FREE_PARAM"  # the stage's forwards are done: keep this replica's shard alone
+    GATHER_PARAM_B = "GATHER_PARAM_B"  # start the all-gather once more, for the backwards
+    WAIT_PARAM_B = "WAIT_PARAM_B"
+    FREE_PARAM_B = "FREE_PARAM_B"  # the stage's backwards are done
+    FREE_GRAD = "FREE_GRAD"  # the stage's gradients are reduced: keep this replica's shard alone
     OFFLOAD = "OFFLOAD"  # saved activations of (stage, microbatch) start to leave the device
     RELOAD = "RELOAD"  # and start to come back
 
@@ -44,10 +51,18 @@ COMPUTE_OPS = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.WEIGHT})
 SEND_OPS = frozenset({Op.SEND_F, Op.SEND_B})
 RECV_OPS = frozenset({Op.RECV_F, Op.RECV_B})
 P2P_OPS = SEND_OPS | RECV_OPS
-STAGE_OPS = frozenset({Op.REDUCE_GRAD, Op.WAIT_GRAD, Op.GATHER_PARAM, Op.WAIT_PARAM})
-"""Ops of a whole stage; every other op belongs to one micro-batch."""
+GATHER_OPS = frozenset({Op.GATHER_PARAM, Op.GATHER_PARAM_B})
+PARAM_WAIT_OPS = frozenset({Op.WAIT_PARAM, Op.WAIT_PARAM_B})
+FREE_OPS = frozenset({Op.FREE_PARAM, Op.FREE_PARAM_B})
+HOST_OPS = FREE_OPS | {Op.FREE_GRAD}
+"""Ops that occupy neither a stream nor a link."""
+SHARD_OPS = HOST_OPS | {Op.GATHER_PARAM_B, Op.WAIT_PARAM_B}
+STAGE_OPS = SHARD_OPS | {Op.REDUCE_GRAD, Op.WAIT_GRAD, Op.GATHER_PARAM, Op.WAIT_PARAM}
+"""Ops of a whole stage; every other op but REDUCE_SLICE belongs to one micro-batch."""
+WHOLE = 1000
+"""A stage's gradients, in the unit of REDUCE_SLICE."""
 
-_OPS = "|".join(sorted(Op, key=len, reverse=True))
+_OPS = "|".join(map(re.escape, sorted(Op, key=len, reverse=True)))
 _ACTION = re.compile(rf"([0-9]{{1,9}})({_OPS})([0-9]{{0,9}})")
 
 
@@ -71,13 +86,19 @@ class PlanError(ValueError):
 
 
 class Action(NamedTuple):
-    """One step of one rank; ``stage`` is global: ``segment * num_ranks + rank``."""
+    """One step of one rank; ``stage`` is global: ``segment * num_ranks + rank``.
+
+    ``microbatch`` of a REDUCE_SLICE is where the slice ends, in thousandths of the stage's
+    gradients. It begins where the slice before it ends.
+    """
 
     stage: int
     op: Op
     microbatch: int | None = None
 
     def __str__(self) -> str:
+        if self.op is Op.REDUCE_SLICE:
+            return f"{self.stage}{self.op}{self.microbatch:03}"
         return f"{self.stage}{self.op}{'' if self.microbatch is None else self.microbatch}"
 
     @classmethod
@@ -90,17 +111,21 @@ class Action(NamedTuple):
         match = _ACTION.fullmatch(text)
         if match is not None:
             stage, op, microbatch = match.groups()
-            if (microbatch == "") == (op in STAGE_OPS):
+            if op == Op.REDUCE_SLICE:
+                if len(microbatch) == 3:  # below WHOLE
+                    return cls(int(stage), Op.REDUCE_SLICE, int(microbatch))
+            elif (microbatch == "") == (op in STAGE_OPS):
                 return cls(int(stage), Op(op), int(microbatch) if microbatch else None)
         raise PlanError(
             f"{shortened(text)} is not an action; write <stage><op><microbatch> such as 2F0 or "
-            f"1SEND_B3, or <stage><op> for {', '.join(sorted(STAGE_OPS))}"
+            f"1SEND_B3, or <stage><op> for {', '.join(sorted(STAGE_OPS))}; a slice of DP.sync ends "
+            "with three digits, as in 2REDUCE_GRAD.250"
         )
 
 
 Program = tuple[Action, ...]
 
-_STAGE, _MICROBATCH = itemgetter(0), itemgetter(2)  # a plan may hold a million actions
+_STAGE, _OP, _MICROBATCH = map(itemgetter, range(3))  # a plan may hold a million actions
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +147,8 @@ class Plan:
                 "so the number of stages is a multiple of the number of ranks"
             )
         last = max(max(filter(None, map(_MICROBATCH, p)), default=0) for p in self.programs)
+        if last < WHOLE and self.has(Op.REDUCE_SLICE):
+            last = max(m or 0 for p in self.programs for _, op, m in p if op is not Op.REDUCE_SLICE)
         object.__setattr__(self, "num_segments", stages // ranks)
         object.__setattr__(self, "num_microbatches", 1 + last)
 
@@ -141,12 +168,12 @@ class Plan:
         return self.num_segments * self.num_ranks
 
     def has(self, op: Op) -> bool:
-        """Whether an action of this op is part of the plan."""
-        return any(action.op is op for program in self.programs for action in program)
+        """True if an action of this op is part of the plan."""
+        return any(op in map(_OP, program) for program in self.programs)
 
     @property
     def has_p2p(self) -> bool:
-        """Whether sends and receives are part of the plan yet."""
+        """True if sends and receives are part of the plan yet."""
         return any(action.op in P2P_OPS for program in self.programs for action in program)
 
     def select(self, ops: Iterable[Op]) -> "Plan":

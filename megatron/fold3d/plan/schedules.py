@@ -61,32 +61,13 @@ def shifted_critical_path(rank: int, num_ranks: int, num_microbatches: int) -> I
     yield from program
 
 
-def zb_h1(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-    """Yield ZB-H1: 1F1B whose weight gradients fill its bubble (Qi et al., ICLR 2024, Sec. 2.1).
-
-    Rank r runs 1F1B's ``p - 1 - r`` forwards ahead and delays the weight gradients of r
-    micro-batches: backwards, for which another rank waits, come first, and each rank holds at most
-    p micro-batches, as many as the first rank of 1F1B. Rank 3 of p=4, m=5:
-
-        F0 B0 F1 B1 F2 B2 F3 B3 W0 F4 B4 W1 W2 W3 W4
-    """
-    yield from _split(rank, num_microbatches, ahead=num_ranks - 1 - rank, delayed=rank)
-
-
-def zb_h2(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-    """Yield ZB-H2: twice as far ahead as ZB-H1, without a bubble (Qi et al., ICLR 2024, Sec. 2.2).
-
-    Rank r runs ``2 (p - 1 - r)`` forwards ahead and delays the weight gradients of 2 r
-    micro-batches: each rank holds up to ``2 p - 1``. Where forwards, backwards and weight gradients
-    are equally long, no rank waits between its first forward and its last weight gradient. Ranks
-    begin and end one after the other, so the full gain needs an iteration that may begin before
-    all ranks have ended the previous one.
-    """
-    yield from _split(rank, num_microbatches, ahead=2 * (num_ranks - 1 - rank), delayed=2 * rank)
-
-
 def interleaved(
-    rank: int, num_ranks: int, num_segments: int, num_microbatches: int, group_size: int
+    rank: int,
+    num_ranks: int,
+    num_segments: int,
+    num_microbatches: int,
+    group_size: int,
+    forwards_ahead: int = 2,
 ) -> Iterator[Action]:
     """Yield Megatron's interleaved 1F1B (Megatron Sec. 2.2.2).
 
@@ -94,13 +75,18 @@ def interleaved(
     ``--microbatch-group-size-per-virtual-pipeline-stage``) pass through all segments before the
     next group starts: p is Megatron's default, m is breadth-first. With one segment it is 1F1B
     with twice the forwards ahead, which stock Megatron has no name for. Any number of
-    micro-batches runs, including those that Megatron refuses: see `_groups`.
+    micro-batches runs, including those that Megatron refuses: see `_groups`. ``forwards_ahead``
+    is Megatron's 2, or more for slower links: see `policy.forwards_ahead`. Of several groups a rank
+    runs two ahead at most: the tensors for more come back from the last rank too late.
     """
     stages = _stages(rank, num_ranks, num_segments)
     groups = _groups(num_microbatches, group_size, num_ranks)
     forwards = [Action(s, Op.FORWARD, m) for group in groups for s in stages for m in group]
     backwards = [Action(s, Op.BACKWARD, m) for group in groups for s in stages[::-1] for m in group]
-    ahead = 2 * (num_ranks - 1 - rank) + (num_segments - 1) * max(map(len, groups))
+    ahead = forwards_ahead * (num_ranks - 1 - rank)
+    if num_segments > 1 and len(groups) > 1:
+        ahead = min(ahead, 2 * min(map(len, groups)))
+    ahead += (num_segments - 1) * max(map(len, groups))
     yield from _alternate(forwards, backwards, ahead)
 
 
@@ -140,7 +126,7 @@ SCHEDULES = (
 SPLIT_SCHEDULES = frozenset({"zb-h1", "zb-h2"})
 """Schedules that split weight gradients from backwards."""
 ONE_SEGMENT_SCHEDULES = frozenset({"1f1b", "shifted-critical-path"}) | SPLIT_SCHEDULES
-FORWARDS_AHEAD: Mapping[str, int] = {"1f1b": 1, "aiao": 2}
+FORWARDS_AHEAD: Mapping[str, int] = {"1f1b": 1, "aiao": 2, "interleaved": 2}
 """Default ``forwards_ahead`` of the schedules for which `build` takes it."""
 
 
@@ -161,8 +147,8 @@ def build(
         schedule: one of `SCHEDULES`.
         last_segment: how ``aiao`` runs its last segment.
         group_size: micro-batches per group of ``interleaved``; the number of ranks if None.
-        forwards_ahead: forwards that ``1f1b``, and the last segment of ``aiao``, run per rank
-            behind before they alternate with backwards; `FORWARDS_AHEAD` if None.
+        forwards_ahead: forwards that ``1f1b``, ``interleaved`` and the last segment of ``aiao`` run
+            per rank behind before they alternate with backwards; `FORWARDS_AHEAD` if None.
 
     Raises:
         PlanError: the name is unknown, a size is below one, a group is smaller than the number of
@@ -197,21 +183,24 @@ def build(
         "aiao": lambda rank: aiao(rank, *looped, last_segment, ahead),
         "afab": lambda rank: afab(rank, *looped),
         "1f1b": lambda rank: one_f_one_b(rank, num_ranks, num_microbatches, ahead),
-        "interleaved": lambda rank: interleaved(rank, *looped, group_size),
+        "interleaved": lambda rank: interleaved(rank, *looped, group_size, ahead),
         "breadth-first": lambda rank: breadth_first(rank, *looped),
         "shifted-critical-path": lambda rank: shifted_critical_path(
             rank, num_ranks, num_microbatches
         ),
-        "zb-h1": lambda rank: zb_h1(rank, num_ranks, num_microbatches),
-        "zb-h2": lambda rank: zb_h2(rank, num_ranks, num_microbatches),
     }
+    if schedule in SPLIT_SCHEDULES:
+        from megatron.fold3d.plan import zero_bubble
+
+        generator = {"zb-h1": zero_bubble.zb_h1, "zb-h2": zero_bubble.zb_h2}[schedule]
+        generators[schedule] = lambda rank: generator(rank, num_ranks, num_microbatches)
     if schedule not in generators:
-        raise PlanError(f"unknown schedule {schedule!r}; choose from {', '.join(generators)}")
+        raise PlanError(f"unknown schedule {schedule!r}; choose from {', '.join(SCHEDULES)}")
     return Plan.generate(generators[schedule], num_ranks)
 
 
 def check_forwards_ahead(
-    forwards_ahead: int, schedule: str, last_segment: LastSegment | None
+    forwards_ahead: int | Literal["auto"], schedule: str, last_segment: LastSegment | None
 ) -> None:
     """Return if a schedule can run this far ahead.
 
@@ -221,10 +210,10 @@ def check_forwards_ahead(
     found = f"--forwards-ahead {forwards_ahead}"
     if schedule not in FORWARDS_AHEAD:
         raise PlanError(
-            f"{found} with --schedule {schedule}: only {' and '.join(FORWARDS_AHEAD)} read it; "
+            f"{found} with --schedule {schedule}: only {', '.join(FORWARDS_AHEAD)} read it; "
             "drop it, or give one of these"
         )
-    if forwards_ahead < 1:
+    if forwards_ahead != "auto" and forwards_ahead < 1:
         raise PlanError(
             f"{found}: a rank runs at least one forward ahead for each rank behind it; the default "
             f"is {FORWARDS_AHEAD[schedule]}"
@@ -267,17 +256,6 @@ def _backwards(stages: Sequence[int], num_microbatches: int) -> Iterator[Action]
 def _one_f_one_b(stages: Sequence[int], num_microbatches: int, ahead: int) -> Iterator[Action]:
     forwards = list(_forwards(stages, num_microbatches))
     return _alternate(forwards, list(_backwards(stages, num_microbatches)), ahead)
-
-
-def _split(rank: int, num_microbatches: int, *, ahead: int, delayed: int) -> Iterator[Action]:
-    """Yield 1F1B with the weight gradients of a micro-batch ``delayed`` backwards after its own."""
-    delayed = min(delayed, num_microbatches)
-    for stage, op, microbatch in _one_f_one_b([rank], num_microbatches, ahead):
-        yield Action(stage, op, microbatch)
-        if op is Op.BACKWARD and microbatch is not None and microbatch >= delayed:
-            yield Action(stage, Op.WEIGHT, microbatch - delayed)
-    for microbatch in range(num_microbatches - delayed, num_microbatches):
-        yield Action(rank, Op.WEIGHT, microbatch)
 
 
 def _alternate(

@@ -7,10 +7,19 @@ A plan that ends under these rules ends under any looser ones, whatever the timi
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from itertools import count
+from itertools import count, pairwise
 
-from megatron.fold3d.plan.ir import STAGE_OPS, Action, Op, Plan, PlanError, gc_paused
-from megatron.fold3d.plan.passes.grad_sync import deferred_stages
+from megatron.fold3d.plan.ir import (
+    FREE_OPS,
+    STAGE_OPS,
+    Action,
+    Op,
+    Plan,
+    PlanError,
+    Program,
+    gc_paused,
+)
+from megatron.fold3d.plan.passes.grad_sync import carried_over, deferred_stages, slices_of
 from megatron.fold3d.plan.passes.recompute import recomputed
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.passes.weight_grads import split_stages
@@ -19,6 +28,7 @@ _COLUMNS = 4  # actions shown on either side of a marked one
 _ROWS = 8  # ranks shown at most
 
 _STAGE_PAIRS = ({Op.REDUCE_GRAD, Op.WAIT_GRAD}, {Op.GATHER_PARAM, Op.WAIT_PARAM})
+_GATHERED_AGAIN = (Op.FREE_PARAM, Op.GATHER_PARAM_B, Op.WAIT_PARAM_B)
 _Need = tuple[int, Op, int | None]
 _CHANNELS = ((Op.SEND_F, Op.RECV_F, 1), (Op.SEND_B, Op.RECV_B, -1))
 
@@ -33,6 +43,13 @@ def verify(plan: Plan) -> None:
         PlanError: what is wrong, above the part of the plan where it is, with the action marked.
     """
     _check_actions(plan)
+    if plan.has(Op.WEIGHT):
+        from megatron.fold3d.plan.weight_order import check_weight_grads
+
+        check_weight_grads(plan)
+    _check_slices(plan)
+    if plan.has(Op.FREE_GRAD):
+        _check_freed_grads(plan)
     if plan.num_ranks > 1 and not plan.has_p2p:
         plan = add_p2p(plan)
     _check_channels(plan)
@@ -61,14 +78,50 @@ def _check_actions(plan: Plan) -> None:
                 present = set(found[stage, op])
                 lacking = Action(stage, op, next(m for m in count() if m not in present))
                 raise PlanError(f"{lacking} is missing; a stage runs each micro-batch once")
-        for op in STAGE_OPS & set().union(*(pair for pair in _STAGE_PAIRS if ops & pair)):
+        started = ops | ({Op.REDUCE_GRAD} if Op.REDUCE_SLICE in ops else set())
+        for op in STAGE_OPS & set().union(*(pair for pair in _STAGE_PAIRS if started & pair)):
             if not found[stage, op]:
                 raise PlanError(f"{Action(stage, op)} is missing; what starts must be waited for")
+        again = [op for op in _GATHERED_AGAIN if found[stage, op]]
+        if again and (lacking_op := next((op for op in _GATHERED_AGAIN if op not in again), None)):
+            raise PlanError(
+                f"{Action(stage, lacking_op)} is missing beside {Action(stage, again[0])}; "
+                "parameters that are freed behind a forward are gathered again for the backward"
+            )
         forwards = found[stage, Op.FORWARD]
         if (early := next((i for i, m in enumerate(forwards) if m != i), None)) is not None:
             late = Action(stage, Op.FORWARD, early)
             text = f"{late} comes too late; a stage reads its data in the order of micro-batches"
             raise error_at(plan, _cell(plan, late), text)
+
+
+def _check_slices(plan: Plan) -> None:
+    """Check that the slices of a stage's DP.sync run in order, and REDUCE_GRAD last."""
+    if not plan.has(Op.REDUCE_SLICE):
+        return
+    for program in plan.programs:
+        for slices in slices_of(program).values():
+            if slices[0].microbatch == 0:
+                text = f"{slices[0]} is empty; a slice ends behind where it begins"
+                raise error_at(plan, _cell(plan, slices[0]), text)
+            for earlier, later in pairwise(slices):
+                if earlier.op is Op.REDUCE_GRAD:
+                    text = f"{later} comes after {earlier}, which starts all that is left"
+                elif later.op is Op.REDUCE_SLICE and later[2:] <= earlier[2:]:
+                    text = f"{later} comes after {earlier}; a slice begins where the last one ends"
+                else:
+                    continue
+                raise error_at(plan, _cell(plan, later), text)
+
+
+def _check_freed_grads(plan: Plan) -> None:
+    """Check that gradients are reduced in the iteration in which they are freed."""
+    for program in plan.programs:
+        deferred = deferred_stages(program)
+        for action in program:
+            if action.op is Op.FREE_GRAD and action.stage in deferred:
+                text = f"{action} frees gradients that travel in the next iteration"
+                raise error_at(plan, _cell(plan, action), text)
 
 
 def _check_channels(plan: Plan) -> None:
@@ -119,7 +172,7 @@ def _check_progress(plan: Plan) -> None:
 
 
 class _Needs:
-    """What must have happened before an action, on any rank, and what has happened.
+    """The actions of any rank that must come before an action, and those that have run.
 
     Needs are plain tuples: they equal the actions that they name and are four times faster to make.
     """
@@ -139,9 +192,15 @@ class _Needs:
             Op.RECV_F: (),  # posting waits for nothing
             Op.RECV_B: (),
             Op.REDUCE_GRAD: (),
+            Op.REDUCE_SLICE: (),
             Op.WAIT_GRAD: ((0, Op.REDUCE_GRAD),),
             Op.GATHER_PARAM: (),
             Op.WAIT_PARAM: ((0, Op.GATHER_PARAM),),
+            Op.FREE_PARAM: ((0, Op.WAIT_PARAM),),
+            Op.GATHER_PARAM_B: ((0, Op.FREE_PARAM),),
+            Op.WAIT_PARAM_B: ((0, Op.GATHER_PARAM_B),),
+            Op.FREE_PARAM_B: ((0, Op.WAIT_PARAM),),
+            Op.FREE_GRAD: ((0, Op.WAIT_GRAD),),
             Op.OFFLOAD: ((0, Op.FORWARD),),
             Op.RELOAD: ((0, Op.OFFLOAD),),
         }
@@ -159,6 +218,14 @@ class _Needs:
             gradient = Op.WEIGHT if stage in split else Op.BACKWARD
             whole: list[_Need] = [(stage, gradient, m) for m in microbatches]
             self.others[stage, Op.REDUCE_GRAD, None] = whole
+        for stage in deferred if Op.GATHER_PARAM in ops else ():
+            # What is gathered has been stepped with the gradients of the iteration before.
+            self.others[stage, Op.GATHER_PARAM, None] = [(stage, Op.WAIT_GRAD, None)]
+        for program in plan.programs if Op.REDUCE_SLICE in ops else ():
+            begun = carried_over(program)  # what the iteration before has left
+            for stage, slices in slices_of(program).items():
+                whole = self.others.pop((stage, Op.REDUCE_GRAD, None))
+                self.others |= dict.fromkeys((a for a in slices if a not in begun), whole)
         for stage in stages if Op.WAIT_PARAM in ops else ():
             self.others[stage, Op.FORWARD, 0] = [(stage, Op.WAIT_PARAM, None)]
         for program in plan.programs if Op.RECOMPUTE in ops else ():
@@ -168,6 +235,21 @@ class _Needs:
             for stage, _, m in (action for action in program if action.op is Op.OFFLOAD):
                 again = Op.RECOMPUTE if (stage, Op.BACKWARD, m) in self.others else Op.BACKWARD
                 self.others[stage, again, m] = [(stage, Op.RELOAD, m)]
+        for program in plan.programs if ops & FREE_OPS else ():
+            self._add_frees(program)
+
+    def _add_frees(self, program: Program) -> None:
+        """Let parameters be freed behind the last computation that reads them, and read whole."""
+        stages = [action.stage for action in program if action.op is Op.GATHER_PARAM_B]
+        for action in program:
+            stage, op, _ = action
+            if op is Op.FORWARD:
+                self.others.setdefault((stage, Op.FREE_PARAM, None), []).append(action)
+            elif op is Op.BACKWARD or op is Op.RECOMPUTE:
+                self.others.setdefault((stage, Op.FREE_PARAM_B, None), []).append(action)
+                if stage in stages:
+                    again = (stage, Op.WAIT_PARAM_B, None)
+                    self.others.setdefault(action, []).append(again)
 
     def first_unmet(self, action: Action) -> _Need | None:
         """Return something that the action needs and that has not happened yet."""

@@ -9,12 +9,15 @@ A stage's reduction starts with its last backward. It is waited for at the end o
 
     before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD
     after   rank 0  0WAIT_GRAD 0F0 0F1 2WAIT_GRAD 2F0 2F1 2B0 2B1 2REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD
+
+or, in a plan that gathers parameters, before that: what is gathered has to be updated.
 """
 
 from collections.abc import Container, Iterator
 
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program
 
+_NEED_STEP = frozenset({Op.FORWARD, Op.GATHER_PARAM})
 _BACKWARD_ENDS = frozenset({Op.BACKWARD, Op.WEIGHT, Op.SEND_B})
 
 
@@ -31,8 +34,9 @@ def add_grad_sync(plan: Plan) -> Plan:
 def defer_grad_sync(plan: Plan, stages: Container[int]) -> Plan:
     """Let DP.sync of ``stages`` reach into the next iteration: paper Algorithm 2, the free split.
 
-    Their ``WAIT_GRAD`` stands right before their first forward, behind its receive, and ends what
-    ``REDUCE_GRAD`` of the iteration before has started.
+    Their ``WAIT_GRAD`` stands right before their ``GATHER_PARAM`` or, without one, before their
+    first forward, behind its receive. It ends what ``REDUCE_GRAD`` of the iteration before has
+    started.
     """
     return Plan(tuple(_with_deferred_wait(program, stages) for program in plan.programs))
 
@@ -47,6 +51,36 @@ def deferred_stages(program: Program) -> frozenset[int]:
         elif op is Op.WAIT_GRAD and stage not in begun:
             deferred.add(stage)
     return frozenset(deferred)
+
+
+def carried_over(program: Program) -> frozenset[Action]:
+    """Return what starts DP.sync of the iteration before: it stands before a deferred WAIT_GRAD."""
+    found: set[Action] = set()
+    starts: dict[int, list[Action]] = {}
+    deferred = deferred_stages(program)
+    for action in program:
+        if action.op is Op.REDUCE_SLICE or action.op is Op.REDUCE_GRAD:
+            starts.setdefault(action.stage, []).append(action)
+        elif action.op is Op.WAIT_GRAD and action.stage in deferred:
+            found.update(starts.get(action.stage, ()))
+    return frozenset(found)
+
+
+def slices_of(program: Program) -> dict[int, list[Action]]:
+    """Return, by stage, what starts its DP.sync, in the order in which it runs.
+
+    A stage without slices has its REDUCE_GRAD only. That of a valid plan is always the last one.
+    """
+    late = carried_over(program)
+    here: dict[int, list[Action]] = {}
+    before: dict[int, list[Action]] = {}
+    for action in program:
+        if action.op is Op.REDUCE_SLICE or action.op is Op.REDUCE_GRAD:
+            of_stage = before if action in late else here
+            of_stage.setdefault(action.stage, []).append(action)
+    return {
+        stage: [*here.get(stage, ()), *before.get(stage, ())] for stage in sorted({*here, *before})
+    }
 
 
 def _with_grad_sync(program: Program) -> Program:
@@ -64,7 +98,7 @@ def _with_deferred_wait(program: Program, stages: Container[int]) -> Program:
     def lower() -> Iterator[Action]:
         moved = set(waits)
         for action in program:
-            if action.op is Op.FORWARD and (wait := Action(action.stage, Op.WAIT_GRAD)) in moved:
+            if action.op in _NEED_STEP and (wait := Action(action.stage, Op.WAIT_GRAD)) in moved:
                 moved.remove(wait)
                 yield wait
             if action not in waits:

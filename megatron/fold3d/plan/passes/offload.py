@@ -18,7 +18,7 @@ _Key = tuple[int, int | None]  # stage, micro-batch
 
 @dataclass(frozen=True, slots=True)
 class OffloadChoice:
-    """What leaves, as `add_offload` takes it.
+    """The activations that leave and how early, as `add_offload` takes them.
 
     Attributes:
         at_most: how many activations; None is all.
@@ -73,7 +73,7 @@ def _with_offload(program: Program, depth: int, at_most: int | None) -> Program:
 
 
 def _first_uses(compute: Sequence[Action]) -> dict[_Key, int]:
-    """When each (stage, micro-batch) is wanted again: by its backward, or recomputation before."""
+    """Return the index of each (stage, micro-batch)'s first use: its backward, or recomputation."""
     used: dict[_Key, int] = {}
     for index, (stage, op, microbatch) in enumerate(compute):
         if op is Op.BACKWARD or op is Op.RECOMPUTE:

@@ -5,39 +5,49 @@ stage's gather starts one segment ahead of its first forward:
 
     before  rank 0  0F0 2F0 2B0 0B0
     after   rank 0  0GATHER_PARAM 2GATHER_PARAM 0WAIT_PARAM 0F0 2WAIT_PARAM 2F0 2B0 0B0
+
+A replicated stage is updated on every replica, so nothing travels when it is gathered: it comes
+first. The others then start in its place, one segment earlier for each:
+
+    stage 0 replicated  0GATHER_PARAM 2GATHER_PARAM 4GATHER_PARAM 0WAIT_PARAM 0F0 2WAIT_PARAM 2F0 ..
 """
 
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Container, Iterator
 
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program
 
 
-def add_param_gather(plan: Plan) -> Plan:
+def add_param_gather(plan: Plan, replicated: Container[int] = ()) -> Plan:
     """Let each rank gather its stages in the order in which it needs them.
 
     The first stage's gather is the program's first action; each further one starts before the
     first forward of the stage before, so that it travels behind that stage's forwards and the link
     need never be idle. A plan that gathers already is left as it is.
+
+    Args:
+        plan: without gathers.
+        replicated: stages that every replica updates in full.
     """
     if plan.has(Op.GATHER_PARAM):
         return plan
-    return Plan(tuple(map(_with_param_gather, plan.programs)))
+    return Plan(tuple(_with_param_gather(program, replicated) for program in plan.programs))
 
 
-def _with_param_gather(program: Program) -> Program:
+def _with_param_gather(program: Program, replicated: Container[int]) -> Program:
     stages = list(dict.fromkeys(stage for stage, op, _ in program if op is Op.FORWARD))
-    following = dict(pairwise(stages))
+    gathered = [stage for stage in stages if stage not in replicated]
+    starting = dict(zip(stages, gathered[1:], strict=False))  # before a stage's first forward
 
     def lower() -> Iterator[Action]:
-        yield Action(stages[0], Op.GATHER_PARAM)
+        for stage in (*(s for s in stages if s in replicated), *gathered[:1]):
+            yield Action(stage, Op.GATHER_PARAM)
         waiting = set(stages)
         for action in program:
             stage, op, _ = action
             if op is Op.FORWARD and stage in waiting:
                 waiting.remove(stage)
-                if stage in following:
-                    yield Action(following[stage], Op.GATHER_PARAM)
+                if stage in starting:
+                    yield Action(starting[stage], Op.GATHER_PARAM)
                 yield Action(stage, Op.WAIT_PARAM)
             yield action
 

@@ -9,21 +9,24 @@ A rank then recomputes while it still waits for the gradient (Merak Sec. 5.1). A
 """
 
 from collections.abc import Container, Iterator
+from itertools import zip_longest
 
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program
 
 
-def recompute_early(plan: Plan, stages: Container[int]) -> Plan:
+def recompute_early(plan: Plan, stages: Container[int], *, in_pairs: bool = False) -> Plan:
     """Recompute each micro-batch of ``stages`` right before its backward, as an action of its own.
 
     What `RECOMPUTE` makes is held until the backward has used it: of one micro-batch, since nothing
-    else is computed in between.
+    else is computed in between, or of the two of a pair.
 
     Args:
         plan: with or without transfers; a receive between the two computations stays there.
         stages: whose forward keeps the inputs of its layers alone (full recomputation).
+        in_pairs: whether the second of two neighbouring backwards, whose first is even, is
+            recomputed right behind the first: ``0R0 0R1 0B0 0B1``.
     """
-    return Plan(tuple(_with_recompute(program, stages) for program in plan.programs))
+    return Plan(tuple(_with_recompute(program, stages, in_pairs) for program in plan.programs))
 
 
 def recomputed(program: Program) -> frozenset[tuple[int, int | None]]:
@@ -31,14 +34,23 @@ def recomputed(program: Program) -> frozenset[tuple[int, int | None]]:
     return frozenset((stage, m) for stage, op, m in program if op is Op.RECOMPUTE)
 
 
-def _with_recompute(program: Program, stages: Container[int]) -> Program:
-    there = recomputed(program)
+def _with_recompute(program: Program, stages: Container[int], in_pairs: bool) -> Program:
+    there = set(recomputed(program))
 
     def lower() -> Iterator[Action]:
-        for action in program:
-            stage, op, microbatch = action
-            if op is Op.BACKWARD and stage in stages and (stage, microbatch) not in there:
-                yield Action(stage, Op.RECOMPUTE, microbatch)
+        for action, behind in zip_longest(program, program[1:]):
+            of_pair = [action]
+            if in_pairs and behind is not None and _are_pair(action, behind):
+                of_pair.append(behind)
+            for stage, op, microbatch in of_pair:
+                if op is Op.BACKWARD and stage in stages and (stage, microbatch) not in there:
+                    there.add((stage, microbatch))
+                    yield Action(stage, Op.RECOMPUTE, microbatch)
             yield action
 
     return tuple(lower())
+
+
+def _are_pair(first: Action, second: Action) -> bool:
+    is_even = first.microbatch is not None and first.microbatch % 2 == 0
+    return is_even and second == first._replace(microbatch=(first.microbatch or 0) + 1)

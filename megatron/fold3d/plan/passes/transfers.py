@@ -6,13 +6,22 @@ A result is sent when its computation ends. Its receive is posted one computatio
             rank 1  1F0 1F1 1B0 1B1
     after   rank 0  0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1
             rank 1  1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1
+
+Where one hardware queue holds all streams of a GPU, a receive that waits for the one before it
+stops computation. There a transfer has a round of its own, and its receive is posted behind the
+computation of the round in which it is sent:
+
+    before  rank 0  0F0 0F1 0B0 0B1
+            rank 1  1F0 1F1 1B0 1B1
+    after   rank 0  0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0B1
+            rank 1  1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1
 """
 
 from megatron.fold3d.plan.ir import COMPUTE_OPS, P2P_OPS, Action, Op, Plan, PlanError, gc_paused
 
 
 @gc_paused()
-def add_p2p(plan: Plan) -> Plan:
+def add_p2p(plan: Plan, *, receives_late: bool = False) -> Plan:
     """Add the transfers between stages: paper Algorithm 2, ``PPComm``.
 
     The pass plays the plan in rounds, one computation per rank and round. A computation is
@@ -22,12 +31,18 @@ def add_p2p(plan: Plan) -> Plan:
     blocks until its receive is posted: no plan that this pass returns can deadlock. Whatever else
     stands behind a computation stays there, behind its send.
 
+    Args:
+        plan: of computations; transfers that it has already are made anew.
+        receives_late: whether a transfer is given a round of its own: its receive is posted behind
+            the computation that runs in the same round as the one that is sent, and read a round
+            later. Of one round, a rank posts its receives before its sends.
+
     Raises:
         PlanError: the compute order itself cannot run.
     """
     num_ranks, num_stages = plan.num_ranks, plan.num_stages
     programs = [[a for a in program if a.op not in P2P_OPS] for program in plan.programs]
-    results = _Results(plan)
+    results = _Results(plan, arrive_late=receives_late)
     lowered: list[list[Action]] = [[] for _ in programs]
     last_compute = [0] * num_ranks  # where in `lowered` each rank's last computation stands
     position = [0] * num_ranks
@@ -43,19 +58,26 @@ def add_p2p(plan: Plan) -> Plan:
     for rank in range(num_ranks):
         take_over(rank)
     running = [rank for rank in range(num_ranks) if position[rank] < len(programs[rank])]
+    on_the_way: list[Action] = []  # what is computed and takes one more round to get there
     while running:
         ready = [
             (rank, action)
             for rank in running
             if results.allow(action := programs[rank][position[rank]])
         ]
-        if not ready:
+        if not ready and not on_the_way:
             raise PlanError(_stuck({rank: programs[rank][position[rank]] for rank in running}))
+        for action in on_the_way:
+            results.arrive(action)
+        on_the_way = []
         for rank, action in ready:
             position[rank] += 1
             last_compute[rank] = len(lowered[rank])
             lowered[rank].append(action)
             results.add(action)
+            if receives_late:
+                on_the_way.append(action)
+        sends: list[tuple[int, Action]] = []
         for rank, (stage, op, microbatch) in ready:
             if op is Op.FORWARD and stage + 1 < num_stages:
                 peer, send, receive = stage + 1, Op.SEND_F, Op.RECV_F
@@ -65,9 +87,14 @@ def add_p2p(plan: Plan) -> Plan:
                 continue
             to = peer % num_ranks
             if to != rank:  # one rank alone hands its tensors to itself
-                lowered[rank].append(Action(stage, send, microbatch))
+                sends.append((rank, Action(stage, send, microbatch)))
+                if receives_late:
+                    lowered[to].append(Action(peer, receive, microbatch))
+                    continue
                 lowered[to].insert(last_compute[to], Action(peer, receive, microbatch))
                 last_compute[to] += 1
+        for rank, action in sends:
+            lowered[rank].append(action)
         for rank, _ in ready:
             take_over(rank)
         running = [rank for rank in running if position[rank] < len(programs[rank])]
@@ -77,30 +104,41 @@ def add_p2p(plan: Plan) -> Plan:
 class _Results:
     """Which forwards and backwards have run, as one byte each: plans have a million of them."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, arrive_late: bool) -> None:
         self.num_microbatches = plan.num_microbatches
         self.last_stage = plan.num_stages - 1
-        self.forward = bytearray(plan.num_stages * plan.num_microbatches)
-        self.backward = bytearray(plan.num_stages * plan.num_microbatches)
+        size = plan.num_stages * plan.num_microbatches
+        self.forward, self.backward = bytearray(size), bytearray(size)
+        self.forward_sent, self.backward_sent = self.forward, self.backward
+        if arrive_late:
+            self.forward_sent, self.backward_sent = bytearray(size), bytearray(size)
 
     def add(self, action: Action) -> None:
+        """Note a result. Unless results arrive late, all ranks have it."""
+        self._mark(action, self.forward, self.backward)
+
+    def arrive(self, action: Action) -> None:
+        """Note that a result has reached the rank that reads it."""
+        self._mark(action, self.forward_sent, self.backward_sent)
+
+    def _mark(self, action: Action, forward: bytearray, backward: bytearray) -> None:
         stage, op, microbatch = action
         if op is Op.FORWARD or op is Op.BACKWARD:
-            done = self.forward if op is Op.FORWARD else self.backward
+            done = forward if op is Op.FORWARD else backward
             done[stage * self.num_microbatches + (microbatch or 0)] = True
 
     def allow(self, action: Action) -> int:
-        """Whether what the action reads is there."""
+        """True if what the action reads is there."""
         stage, op, microbatch = action
         here = stage * self.num_microbatches + (microbatch or 0)
         if op is Op.FORWARD:
-            return stage == 0 or self.forward[here - self.num_microbatches]
+            return stage == 0 or self.forward_sent[here - self.num_microbatches]
         if op is Op.RECOMPUTE:
             return self.forward[here]
         if op is Op.WEIGHT:
             return self.backward[here]
         return self.forward[here] and (
-            stage == self.last_stage or self.backward[here + self.num_microbatches]
+            stage == self.last_stage or self.backward_sent[here + self.num_microbatches]
         )
 
 

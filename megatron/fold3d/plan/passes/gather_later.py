@@ -1,0 +1,56 @@
+"""The pass that lets a reduce-scatter end behind forwards, before what it leads to is gathered.
+
+With a distributed optimizer and DP.sync that reaches into the next iteration, a stage's gradients
+may still be on their way when `add_param_gather` would gather its parameters, one segment ahead of
+its first forward. Then ``WAIT_GRAD``, with the optimizer's step, and the gather come some forwards
+later:
+
+    before  rank 0  ... 2WAIT_GRAD 2GATHER_PARAM 0WAIT_PARAM 0F0 0F1 2WAIT_PARAM 2F0 2F1 ...
+    after   rank 0  ... 0WAIT_PARAM 0F0 2WAIT_GRAD 2GATHER_PARAM 0F1 2WAIT_PARAM 2F0 2F1 ...
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+
+from megatron.fold3d.plan.ir import Action, Op, Plan, Program
+from megatron.fold3d.plan.passes.grad_sync import deferred_stages
+
+_READS = frozenset({Op.WAIT_PARAM, Op.FORWARD})
+
+
+def gather_later(plan: Plan, forwards: Mapping[int, int]) -> Plan:
+    """Move the gathers of deferred stages, each with its ``WAIT_GRAD``, behind some forwards.
+
+    Args:
+        plan: with gathers, and with DP.sync that reaches into the next iteration.
+        forwards: by stage, how many forwards of the stage before on its rank come first. A stage
+            that is not named, or is the first of its rank, keeps its place.
+    """
+    return Plan(tuple(_gathering_later(program, forwards) for program in plan.programs))
+
+
+def _gathering_later(program: Program, forwards: Mapping[int, int]) -> Program:
+    stages = list(dict.fromkeys(stage for stage, op, _ in program if op is Op.FORWARD))
+    deferred = deferred_stages(program)
+    before = {stage: earlier for earlier, stage in pairwise(stages)}
+    gathered = {stage for stage, op, _ in program if op is Op.GATHER_PARAM}
+    moved = [s for s in before if forwards.get(s) and s in deferred & gathered]
+    moving = {Action(s, op) for s in moved for op in (Op.WAIT_GRAD, Op.GATHER_PARAM)}
+
+    def lower() -> Iterator[Action]:
+        left = {s: forwards[s] for s in moved}  # forwards that come first
+        for action in program:
+            stage, op, _ = action
+            runs = stage if op is Op.FORWARD else None
+            reads = stage if op in _READS else None
+            for s, count in list(left.items()):
+                if s == reads or (before[s] == runs and not count):
+                    del left[s]
+                    yield Action(s, Op.WAIT_GRAD)
+                    yield Action(s, Op.GATHER_PARAM)
+                elif before[s] == runs:
+                    left[s] -= 1
+            if action not in moving:
+                yield action
+
+    return tuple(lower())

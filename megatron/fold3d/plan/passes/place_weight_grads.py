@@ -1,0 +1,265 @@
+"""The pass that splits every backward in two and puts weight gradients where a rank would wait.
+
+All computations of one length, transfers of none, at most three activations on a rank:
+
+    before  rank 0  0F0 0F1 0F2 0B0 0F3 0B1 0F4 0B2 0B3 0B4
+            rank 1  1F0 1F1 1B0 1F2 1B1 1F3 1B2 1F4 1B3 1B4
+            rank 2  2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4
+    after   rank 0  0F0 0F1 0F2 0B0 0W0 0F3 0B1 0W1 0F4 0B2 0W2 0B3 0W3 0B4 0W4
+            rank 1  1F0 1F1 1B0 1F2 1B1 1W0 1F3 1B2 1W1 1F4 1B3 1W2 1B4 1W3 1W4
+            rank 2  2F0 2B0 2F1 2B1 2F2 2B2 2W0 2F3 2B3 2W1 2F4 2B4 2W2 2W3 2W4
+
+Keeps two invariants: forwards and backwards keep their order, and the weight gradients of a stage
+are computed in the order of its backwards.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Container
+from dataclasses import dataclass, field
+from math import inf
+
+from megatron.fold3d.plan.ir import Action, Op, Plan, gc_paused
+from megatron.fold3d.plan.memory import peak_activations
+from megatron.fold3d.plan.passes.weight_grads import split_stages
+from megatron.fold3d.plan.verify import error_at
+
+_ROUNDING = 1e-9  # a computation that takes exactly as long as a gap fits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Seconds of one micro-batch in each stage, and of a transfer."""
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    """Without weight gradients."""
+    weight_s: tuple[float, ...]
+    transfer_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldSizes:
+    """What the micro-batches of each stage hold, and how much a rank may hold, in one unit."""
+
+    saved: tuple[float, ...]
+    """By stage, from a forward until its backward."""
+    delayed: tuple[float, ...]
+    """By stage, from a backward until its weight gradients."""
+    most: tuple[float, ...]
+    """By rank."""
+
+    @classmethod
+    def counted(cls, plan: Plan, most: int | None = None) -> "HeldSizes":
+        """Count micro-batches of a stage; one whose weight gradients are missing counts in full.
+
+        Args:
+            plan: the order of computation.
+            most: on any rank; None is what the fullest rank holds without delayed weight gradients.
+        """
+        if most is None:
+            most = max(peak_activations(plan.select({Op.FORWARD, Op.BACKWARD})))
+        ones = (1.0,) * plan.num_stages
+        return cls(saved=ones, delayed=ones, most=(float(most),) * plan.num_ranks)
+
+    def peaks(self, plan: Plan) -> list[float]:
+        """Return the most that each rank of a plan holds at once."""
+        peaks = []
+        for program in plan.programs:
+            split = split_stages(program)
+            now = peak = 0.0
+            for stage, op, _ in program:
+                if op is Op.FORWARD:
+                    now += self.saved[stage]
+                elif op is Op.BACKWARD:
+                    now += (self.delayed[stage] if stage in split else 0.0) - self.saved[stage]
+                elif op is Op.WEIGHT:
+                    now -= self.delayed[stage]
+                peak = max(peak, now)
+            peaks.append(peak)
+        return peaks
+
+
+@gc_paused()
+def place_weight_grads(
+    plan: Plan,
+    times: StageTimes,
+    held: HeldSizes | None = None,
+    *,
+    at_end: Container[int] = (),
+    overrun: float = 0.0,
+) -> Plan:
+    """Compute weight gradients where a rank would wait, or where its memory is full.
+
+    The pass plays the order with ``times``. A rank that waits for a tensor computes the oldest
+    weight gradients that fit until it arrives. A rank that may not hold another micro-batch
+    computes the oldest before its next forward. What is left follows the last backward.
+
+    With equal times 1F1B becomes ZB-H1, and with twice the forwards ahead ZB-H2 (Qi et al., 2024).
+
+    Args:
+        plan: of forwards and backwards alone.
+        times: of its stages.
+        held: sizes, and the most that a rank holds; by default `HeldSizes.counted`.
+        at_end: segments whose weight gradients follow the last backward, unless memory is full:
+            the first segment's DP.sync overlaps them.
+        overrun: the part of a weight gradient's time that may exceed the gap it is put into.
+
+    Raises:
+        PlanError: even without delayed weight gradients a rank would hold more than it may, or the
+            order cannot run.
+    """
+    return _Play(plan, times, held or HeldSizes.counted(plan), at_end, overrun).placed()
+
+
+@dataclass(slots=True)
+class _Rank:
+    program: tuple[Action, ...]
+    position: int = 0
+    held: float = 0.0
+    fill: deque[Action] = field(default_factory=deque)
+    """Weight gradients to compute, oldest first."""
+    last: deque[Action] = field(default_factory=deque)
+    """Those that follow the last backward."""
+    placed: list[Action] = field(default_factory=list)
+
+    @property
+    def next(self) -> Action:
+        return self.program[self.position]
+
+
+class _Play:
+    """All ranks at one simulated time; a decision is due whenever one is free or a tensor comes."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        times: StageTimes,
+        held: HeldSizes,
+        at_end: Container[int],
+        overrun: float,
+    ) -> None:
+        self.plan, self.times, self.held = plan, times, held
+        self.at_end, self.overrun = at_end, overrun
+        self.seconds = {
+            Op.FORWARD: times.forward_s,
+            Op.BACKWARD: times.backward_s,
+            Op.WEIGHT: times.weight_s,
+        }
+        self.ranks = [_Rank(program) for program in plan.programs]
+        self.arrives_s: dict[Action, float] = {}  # by who reads it
+        self.link_free_s: dict[tuple[int, Op], float] = {}
+        self.waiting: dict[Action, int] = {}  # rank, by what is not on its way
+        self.due: list[tuple[float, int]] = [(0.0, rank) for rank in range(plan.num_ranks)]
+
+    def placed(self) -> Plan:
+        while self.due:
+            now_s, number = heapq.heappop(self.due)
+            self._decide(number, now_s)
+        if self.waiting:
+            cells = {number: self.ranks[number].position for number in self.waiting.values()}
+            raise error_at(
+                self.plan, cells, "no rank can go on: each needs a result that comes later or never"
+            )
+        return Plan(tuple((*rank.placed, *rank.fill, *self._last(rank)) for rank in self.ranks))
+
+    @staticmethod
+    def _last(rank: _Rank) -> list[Action]:
+        return sorted(rank.last, key=lambda action: action.stage)  # stable: by micro-batch
+
+    def _decide(self, number: int, now_s: float) -> None:
+        """Begin a rank's next computation, or find out when it can."""
+        rank = self.ranks[number]
+        if rank.position == len(rank.program):
+            return
+        action = rank.next
+        if not self._has_room(rank, number, action):
+            self._weight(rank, number, now_s, rank.fill or rank.last)
+            return
+        arrives_s = self._arrives_s(action)
+        if arrives_s is not None and arrives_s <= now_s + _ROUNDING:
+            self._compute(rank, number, now_s, action)
+            return
+        if rank.fill:
+            gap_s = self._sender_takes_s(action) if arrives_s is None else arrives_s - now_s
+            needs_s = (1 - self.overrun) * self.times.weight_s[rank.fill[0].stage]
+            if needs_s <= gap_s + _ROUNDING:
+                self._weight(rank, number, now_s, rank.fill)
+                return
+        if arrives_s is None:
+            self.waiting[action] = number
+        else:
+            heapq.heappush(self.due, (arrives_s, number))
+
+    def _has_room(self, rank: _Rank, number: int, action: Action) -> bool:
+        """Whether a rank may hold what a computation adds.
+
+        Raises:
+            PlanError: it may not, and no weight gradients are left that would make room.
+        """
+        stage, op, _ = action
+        adds = self.held.saved[stage]
+        if op is Op.BACKWARD:
+            adds = self.held.delayed[stage] - adds
+        most = self.held.most[number]
+        if adds <= 0 or rank.held + adds <= most * (1 + _ROUNDING):
+            return True
+        if rank.fill or rank.last:
+            return False
+        raise error_at(
+            self.plan,
+            {number: rank.position},
+            f"rank {number} would hold {rank.held + adds:.6g} with {action} and may hold "
+            f"{most:.6g}: raise the limit, or run fewer forwards ahead",
+        )
+
+    def _arrives_s(self, action: Action) -> float | None:
+        """Return when what a computation reads is there, or None if nobody computes it yet."""
+        stage, op, _ = action
+        if (op is Op.FORWARD and stage == 0) or (
+            op is Op.BACKWARD and stage == self.plan.num_stages - 1
+        ):
+            return -inf
+        return self.arrives_s.get(action)
+
+    def _sender_takes_s(self, action: Action) -> float:
+        """Return the least time until a tensor arrives whose computation has not begun."""
+        stage, op, _ = action
+        source = stage - 1 if op is Op.FORWARD else stage + 1
+        return self.seconds[op][source] + self.times.transfer_s
+
+    def _compute(self, rank: _Rank, number: int, now_s: float, action: Action) -> None:
+        stage, op, microbatch = action
+        end_s = now_s + self.seconds[op][stage]
+        rank.position += 1
+        rank.placed.append(action)
+        if op is Op.FORWARD:
+            rank.held += self.held.saved[stage]
+            reader = Action(stage + 1, op, microbatch)
+        else:
+            rank.held += self.held.delayed[stage] - self.held.saved[stage]
+            reader = Action(stage - 1, op, microbatch)
+            later = rank.last if stage // self.plan.num_ranks in self.at_end else rank.fill
+            later.append(Action(stage, Op.WEIGHT, microbatch))
+        if 0 <= reader.stage < self.plan.num_stages:
+            arrives_s = end_s
+            if self.plan.num_ranks > 1:
+                arrives_s = max(end_s, self.link_free_s.get((number, op), 0.0))
+                arrives_s += self.times.transfer_s
+                self.link_free_s[number, op] = arrives_s
+            self.arrives_s[reader] = arrives_s
+            if (waits := self.waiting.pop(reader, None)) is not None:
+                heapq.heappush(self.due, (now_s, waits))
+        heapq.heappush(self.due, (end_s, number))
+
+    def _weight(self, rank: _Rank, number: int, now_s: float, left: deque[Action]) -> None:
+        action = left.popleft()
+        rank.placed.append(action)
+        rank.held -= self.held.delayed[action.stage]
+        heapq.heappush(self.due, (now_s + self.times.weight_s[action.stage], number))
+
+
+def placements(plan: Plan) -> list[tuple[range, float]]:
+    """Return the ``at_end`` and ``overrun`` that are worth trying on a plan, the plainest first."""
+    kept = [range(first, plan.num_segments) for first in range(plan.num_segments, 0, -1)]
+    return [(at_end, overrun) for at_end in kept for overrun in (0.0, 0.5, 1.0)]

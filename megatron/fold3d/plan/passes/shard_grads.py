@@ -1,0 +1,60 @@
+"""The pass that keeps a stage's gradients whole only while they are computed and reduced.
+
+With a distributed optimizer a replica steps with its shard of the reduced gradients. So once a
+stage's reduce-scatter is over, the rest can be freed. It is waited for one stage late, so that it
+travels behind a whole stage's backwards:
+
+    before  rank 0  0F0 2F0 4F0 4B0 4REDUCE_GRAD 2B0 2REDUCE_GRAD 0B0 0REDUCE_GRAD
+                    4WAIT_GRAD 2WAIT_GRAD 0WAIT_GRAD
+    after   rank 0  0F0 2F0 4F0 4B0 4REDUCE_GRAD 2B0 2REDUCE_GRAD
+                    4WAIT_GRAD 4FREE_GRAD 0B0 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from megatron.fold3d.plan.ir import Action, Op, Plan, Program
+from megatron.fold3d.plan.passes.grad_sync import deferred_stages
+
+
+def shard_grads(plan: Plan) -> Plan:
+    """Wait for each stage's DP.sync, and free its gradients, one stage behind its backwards.
+
+    A rank holds at most two stages' gradients whole in an order such as AIAO's, where a stage's
+    backwards follow one another: the one that computes, and the one that is reduced. A stage that
+    begins no backward late enough behind the reduction, such as the last two, is freed by nobody:
+    the iteration ends there.
+
+    A plan that frees gradients already is left as it is, and so are stages whose DP.sync reaches
+    into the next iteration.
+    """
+    if plan.has(Op.FREE_GRAD):
+        return plan
+    return Plan(tuple(map(_sharded, plan.programs)))
+
+
+def _sharded(program: Program) -> Program:
+    first: dict[int, int] = {}
+    reduced: dict[int, int] = {}
+    for index, (stage, op, _) in enumerate(program):
+        if op is Op.BACKWARD:
+            first.setdefault(stage, index)
+        elif op is Op.REDUCE_GRAD:
+            reduced[stage] = index
+    deferred = deferred_stages(program)
+    freed: defaultdict[int, list[int]] = defaultdict(list)  # stages, by the index of what follows
+    for stage, start in reduced.items():
+        later = sorted(index for index in first.values() if index > start)
+        if len(later) > 1 and stage not in deferred:
+            freed[later[1]].append(stage)
+    moved = {Action(stage, Op.WAIT_GRAD) for stages in freed.values() for stage in stages}
+
+    def lower() -> Iterator[Action]:
+        for index, action in enumerate(program):
+            for stage in freed.get(index, ()):
+                yield Action(stage, Op.WAIT_GRAD)
+                yield Action(stage, Op.FREE_GRAD)
+            if action not in moved:
+                yield action
+
+    return tuple(lower())

@@ -1,0 +1,72 @@
+"""The pass that keeps a stage's parameters whole only while the stage computes.
+
+The replicas of a stage hold a shard of its parameters each. All micro-batches pass a stage before
+the next one, so two all-gathers per iteration are enough: one for its forwards, one for its
+backwards (AxoNN's depth dimension, gathered once per segment in place of once per micro-batch).
+
+    before  rank 0  0F0 2F0 4F0 4B0 2B0 0B0
+    after   rank 0  0GATHER_PARAM 2GATHER_PARAM 0WAIT_PARAM 0F0 0FREE_PARAM
+                    4GATHER_PARAM 2WAIT_PARAM 2F0
+                    4WAIT_PARAM 4F0 4B0 4FREE_PARAM_B
+                    0GATHER_PARAM_B 2B0 2FREE_PARAM_B
+                    0WAIT_PARAM_B 0B0 0FREE_PARAM_B
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from megatron.fold3d.plan.ir import FREE_OPS, Action, Op, Plan, Program
+from megatron.fold3d.plan.passes.param_gather import add_param_gather
+
+_READS_IN_BACKWARD = frozenset({Op.BACKWARD, Op.RECOMPUTE})
+
+
+def shard_params(plan: Plan) -> Plan:
+    """Free each stage's parameters behind its last use, and gather them one stage ahead.
+
+    A rank holds at most two stages whole in an order such as AIAO's, where a stage's forwards
+    follow one another: the one that computes, and the next one. Parameters stay whole between a
+    stage's last forward and its first backward if no other stage's are gathered in between: to free
+    them would not lower that peak. Weight gradients (`WEIGHT`) do not read parameters.
+
+    A plan that frees parameters already is left as it is.
+    """
+    if any(plan.has(op) for op in FREE_OPS):
+        return plan
+    return Plan(tuple(map(_sharded, add_param_gather(plan).programs)))
+
+
+def _sharded(program: Program) -> Program:
+    if not any(action.op is Op.BACKWARD for action in program):
+        return program
+    last_forward = {a.stage: i for i, a in enumerate(program) if a.op is Op.FORWARD}
+    uses = [(i, a.stage) for i, a in enumerate(program) if a.op in _READS_IN_BACKWARD]
+    first_use = {stage: i for i, stage in reversed(uses)}
+    last_use = {stage: i for i, stage in uses}
+    gathers = [i for i, a in enumerate(program) if a.op is Op.GATHER_PARAM]
+
+    in_order = sorted(first_use, key=first_use.__getitem__)
+    begins = {in_order[0]: first_use[in_order[0]]}  # where its second gather would start
+    begins |= {stage: first_use[before] for before, stage in pairwise(in_order)}
+    freed = {
+        stage
+        for stage, end in last_forward.items()
+        if any(end < i < first_use[stage] for i in gathers)
+    }
+    begins = {stage: max(begins[stage], last_forward[stage] + 1) for stage in freed}
+
+    def lower() -> Iterator[Action]:
+        for index, action in enumerate(program):
+            stage = action.stage
+            yield from (
+                Action(other, Op.GATHER_PARAM_B) for other in in_order if begins.get(other) == index
+            )
+            if stage in freed and first_use[stage] == index:
+                yield Action(stage, Op.WAIT_PARAM_B)
+            yield action
+            if stage in freed and last_forward[stage] == index:
+                yield Action(stage, Op.FREE_PARAM)
+            if last_use.get(stage) == index:
+                yield Action(stage, Op.FREE_PARAM_B)
+
+    return tuple(lower())

@@ -1,0 +1,104 @@
+"""The pass that cuts DP.sync into slices, each of which has a computation to hide behind.
+
+Where all streams of a GPU share one hardware queue, collectives that are launched in a row stop
+computation until all but the last are over. So one slice is launched before each computation, and
+all slices between two computations are one:
+
+    before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD
+    after   rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2REDUCE_GRAD.500 0B0 2REDUCE_GRAD 0B1 0REDUCE_GRAD
+                    2WAIT_GRAD 0WAIT_GRAD
+
+Where DP.sync reaches into the next iteration, a share of it, here one half, stands behind the
+backwards. The rest stands behind the next iteration's forwards, in the order in which they need it:
+
+    before  rank 0  0WAIT_GRAD 0F0 0F1 2WAIT_GRAD 2F0 2F1 2B0 2B1 2REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD
+    after   rank 0  0WAIT_GRAD 2REDUCE_GRAD.750 0F0 2REDUCE_GRAD 0F1 2WAIT_GRAD 2F0 2F1 2B0 2B1
+                    2REDUCE_GRAD.250 0B0 2REDUCE_GRAD.500 0B1 0REDUCE_GRAD
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+from megatron.fold3d.plan.ir import COMPUTE_OPS, WHOLE, Action, Op, Plan, Program
+from megatron.fold3d.plan.passes.grad_sync import deferred_stages
+from megatron.fold3d.plan.passes.weight_grads import split_stages
+
+MOST_SLICES = 100
+"""Of a stage, behind its backward or behind the next forward; a slice should outlast its launch."""
+
+
+def slice_grad_sync(plan: Plan, shares: Sequence[float]) -> Plan:
+    """Cut DP.sync into slices, one before each computation that may hide it.
+
+    A slice is as large as the computation behind it is long, relative to the others.
+
+    Args:
+        plan: with DP.sync.
+        shares: of each stage, the part of its DP.sync that is launched before the next stage's
+            begins; only used of stages whose DP.sync reaches into the next iteration.
+    """
+    return Plan(tuple(_sliced(program, shares) for program in plan.programs))
+
+
+def _sliced(program: Program, shares: Sequence[float]) -> Program:
+    reduces = [i for i, action in enumerate(program) if action.op is Op.REDUCE_GRAD]
+    deferred = deferred_stages(program)
+    weights = _weights(program)
+    before: defaultdict[int, list[Action]] = defaultdict(list)  # by the index of what follows
+    for index, end in zip(reduces, [*reduces[1:], len(program)], strict=True):
+        stage = program[index].stage
+        behind = [i for i in range(index, end) if i in weights]
+        if stage in deferred:
+            share = round(shares[stage] * WHOLE) if behind else 0
+            ahead = [i for i in _window_of_rest(program, stage) if i in weights]
+            ahead = ahead or [end if behind else index]  # needed first: at once
+        else:
+            share, behind, ahead = WHOLE, behind or [index], []
+        if share:
+            _put(before, stage, behind, weights, 0, share)
+        if share < WHOLE:
+            _put(before, stage, ahead, weights, share, WHOLE)
+    sliced: list[Action] = []
+    for index, action in enumerate(program):
+        sliced += before[index]
+        if action.op is not Op.REDUCE_GRAD:
+            sliced.append(action)
+    return (*sliced, *before[len(program)])
+
+
+def _window_of_rest(program: Program, stage: int) -> range:
+    """Return the indices between the WAIT_GRAD of a deferred stage and that of the one before."""
+    waits = [i for i, action in enumerate(program) if action.op is Op.WAIT_GRAD]
+    own = next(i for i in waits if program[i].stage == stage)
+    return range(max((i for i in waits if i < own), default=own), own)
+
+
+def _weights(program: Program) -> dict[int, int]:
+    """Return how long each computation is, relative to a forward, by its index."""
+    split = split_stages(program)
+    return {
+        index: 1 + (op is Op.BACKWARD and stage not in split)
+        for index, (stage, op, _) in enumerate(program)
+        if op in COMPUTE_OPS
+    }
+
+
+def _put(
+    before: Mapping[int, list[Action]],
+    stage: int,
+    gaps: Sequence[int],
+    weights: Mapping[int, int],
+    begin: int,
+    end: int,
+) -> None:
+    """Put slices from ``begin`` to ``end``, in thousandths, before the actions at ``gaps``."""
+    gaps = gaps[:: 1 + (len(gaps) - 1) // MOST_SLICES]
+    ends = [*accumulate(weights.get(gap, 1) for gap in gaps)]
+    last = begin
+    for gap, weight in zip(gaps, ends, strict=True):
+        until = begin + (end - begin) * weight // ends[-1]
+        if until > last:
+            here = Action(stage, Op.REDUCE_SLICE, until)
+            before[gap].append(here if until < WHOLE else Action(stage, Op.REDUCE_GRAD))
+        last = until

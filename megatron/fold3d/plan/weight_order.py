@@ -1,0 +1,46 @@
+"""The part of the verifier that is about weight gradients; plans without any do not load it."""
+
+from collections import defaultdict, deque
+
+from megatron.fold3d.plan.ir import Action, Op, Plan
+from megatron.fold3d.plan.verify import error_at
+
+
+def check_weight_grads(plan: Plan) -> None:
+    """Check that weight gradients follow the backwards that leave what they are computed from.
+
+    Raises:
+        PlanError: some do not; the plan is printed with the first one marked.
+    """
+    for rank, program in enumerate(plan.programs):
+        computed = set()
+        for index, (stage, op, microbatch) in enumerate(program):
+            if op is Op.BACKWARD:
+                computed.add((stage, microbatch))
+            elif op is Op.WEIGHT and (stage, microbatch) not in computed:
+                backward = Action(stage, Op.BACKWARD, microbatch)
+                text = f"{program[index]} comes before {backward}, which leaves what it reads"
+                raise error_at(plan, {rank: index}, text)
+
+
+def check_oldest_first(plan: Plan) -> None:
+    """Check that the weight gradients of a stage come in the order of its backwards.
+
+    Transformer Engine keeps operands in a queue.
+
+    Raises:
+        PlanError: some do not; the plan is printed with the first one marked.
+    """
+    for rank, program in enumerate(plan.programs):
+        kept: dict[int, deque[int | None]] = defaultdict(deque)
+        for index, (stage, op, microbatch) in enumerate(program):
+            if op is Op.BACKWARD:
+                kept[stage].append(microbatch)
+            elif op is Op.WEIGHT and (oldest := kept[stage].popleft()) != microbatch:
+                text = (
+                    f"{program[index]} comes before {Action(stage, Op.WEIGHT, oldest)}, whose "
+                    "backward is older: Transformer Engine computes the oldest weight gradient "
+                    "first; write them in the order of the backwards, or give --transformer-impl "
+                    "local"
+                )
+                raise error_at(plan, {rank: index}, text)
