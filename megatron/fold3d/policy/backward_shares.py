@@ -38,6 +38,20 @@ def backward_shares(ready_s: Sequence[float], sync_s: Sequence[float]) -> tuple[
     )
 
 
+def forwards_before_gather(rest: float, gathered: float, num_microbatches: int) -> int:
+    """Return how many forwards of the segment before a segment's reduce-scatter ends behind.
+
+    Behind these forwards the network carries what is left of the reduce-scatter, then the
+    all-gather: each gets its part of them.
+
+    Args:
+        rest: what is left of the reduce-scatter, in the unit of ``gathered``.
+        gathered: the all-gather, in bytes or in seconds.
+        num_microbatches: of a segment.
+    """
+    return round(num_microbatches * rest / (rest + gathered)) if rest else 0
+
+
 def busy_s(spans: Iterable[tuple[float, float]]) -> float:
     """Return how long at least one of the (start, end) ``spans`` lasts."""
     total_s, until_s = 0.0, -inf

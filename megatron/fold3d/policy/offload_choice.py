@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from megatron.fold3d.plan.ir import Op, Plan, Program
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
+from megatron.fold3d.policy.copy_streams import CopyStreams
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ _MOST_DEPTH = 8
 
 @dataclass(frozen=True, slots=True)
 class OffloadTimes:
-    """What an iteration took: times in seconds, sizes in bytes.
+    """An iteration's measurements: times in seconds, sizes in bytes.
 
     Attributes:
         activation_bytes: of one (segment, micro-batch), the largest.
@@ -43,7 +44,7 @@ class OffloadTimes:
 
     @property
     def most_held(self) -> int | None:
-        """How many activations the device has memory for; None means any number."""
+        """The number of activations that the device has memory for; None means any number."""
         if self.spare_bytes is None:
             return None
         return self.held + max(0, int(self.spare_bytes * CAUTION)) // self.activation_bytes
@@ -71,19 +72,23 @@ def choose_offload(program: Program, measured: OffloadTimes, *, sparing: bool) -
 
 
 def waits_s(program: Program, measured: OffloadTimes, depth: int) -> float:
-    """Return how long a rank's computations wait for copies, with one stream per direction.
+    """Return how long a rank's computations wait for copies, in seconds.
 
-    A copy begins when the computations before it are over. A computation waits for the reload that
-    it reads, and the one ``depth`` computations behind an OFFLOAD waits for the freed memory.
+    A copy is issued when the computations before it have ended. A computation waits for the reload
+    that it reads, and the one ``depth`` computations behind an OFFLOAD waits for the freed memory.
     """
-    now_s = computed_s = out_s = back_s = 0.0
+    streams = CopyStreams()
+    now_s = computed_s = 0.0
     leaving_s = deque([0.0] * depth)
     there_s: dict[tuple[int, int | None], float] = {}
-    for stage, op, microbatch in program:
+    for action in program:
+        stage, op, microbatch = action
         if op is Op.OFFLOAD:
-            leaving_s[-1] = out_s = max(out_s, now_s) + measured.offload_s
+            start_s = streams.start_copy(action, now_s, measured.offload_s)
+            leaving_s[-1] = start_s + measured.offload_s
         elif op is Op.RELOAD:
-            there_s[stage, microbatch] = back_s = max(back_s, now_s) + measured.reload_s
+            start_s = streams.start_copy(action, now_s, measured.reload_s)
+            there_s[stage, microbatch] = start_s + measured.reload_s
         elif op is Op.FORWARD or op is Op.BACKWARD:
             if op is Op.BACKWARD:
                 now_s = max(now_s, there_s.get((stage, microbatch), 0.0))

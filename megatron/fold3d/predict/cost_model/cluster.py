@@ -92,10 +92,16 @@ a100-80g      8     312  80           300       1600       100        2000
 h100          8     989  80           450       3200       200        2000
 h200          8     989 141           450       3200       200        2000
 perlmutter    4     312  40           300        800       100         256
+p3dn          8     125  32           150        100        13.6       824
+p4d           8     312  40           300        400        29.6      1237
+dgx-a100      8     312  80           300       1600       100        2000
+dgx-h100      8     989  80           450       3200       200        2000
+b200          8    2250 180           900       3200       200        2000
 rtx3090       4      71  24            12        100        24          96
 """
 # v100 and a100: FOLD3D Sec. VI, with its measured copy rates; a100-80g: Megatron Sec. 5;
-# perlmutter: AxoNN Sec. VI; rtx3090: Merak Sec. 6.1; the others: their vendors' data sheets.
+# perlmutter: AxoNN Sec. VI; rtx3090: Merak Sec. 6.1; the others: their vendors' data sheets. For
+# p3dn and p4d copy rates are those of v100 and a100; for b200 that of h100.
 
 
 def _node(row: str) -> Cluster:
@@ -111,7 +117,8 @@ def _node(row: str) -> Cluster:
         nic_bytes_per_s=gigabits / 8 * GIGA,
         host_copy_bytes_per_s=to_host * GIGA,
         host_memory_bytes=host * GIGA,
-        has_bf16=name != "v100",  # from Ampere on
+        has_bf16=name not in ("v100", "p3dn"),  # from Ampere on
+        is_blackwell=name == "b200",
     )
 
 

@@ -1,12 +1,16 @@
 """Costs before anything has run: from a model's shape, a cluster and how the model is trained.
 
 Placement is Megatron's: tensor-parallel ranks are neighbours, then data-parallel ones, then
-pipeline ranks. All replicas of a pipeline do the same at the same time, so only one is simulated,
-and its messages and collectives carry what its whole node sends.
+pipeline ranks. With ``--use-tp-pp-dp-mapping`` pipeline ranks come before data-parallel ones, so
+that PP.sync stays inside nodes rather than DP.sync.
+
+All replicas of a pipeline do the same at the same time, so only one is simulated, and its messages
+and collectives carry what its whole node sends.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from megatron.fold3d.observe.memory_curve import Footprint
 from megatron.fold3d.predict.cost_model.cluster import Cluster
@@ -21,6 +25,8 @@ from megatron.fold3d.predict.cost_model.sizes import (
     GRADIENT_BYTES,
     Setup,
     delayed_bytes,
+    exchanged_bytes,
+    expert_gradient_bytes,
     gradient_bytes,
     message_bytes,
     recomputed_bytes,
@@ -34,7 +40,7 @@ from megatron.fold3d.predict.simulator.costs import Costs
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What the simulator and the memory curve need to know about a pipeline."""
+    """A pipeline's costs and sizes, for the simulator and the memory curve."""
 
     costs: Costs
     footprint: Footprint
@@ -68,53 +74,78 @@ def estimate(
         ValueError: the model cannot be split like this, or the GPUs are not those of the cluster.
     """
     setup.check(shape)
-    group = setup.tensor_parallel * setup.data_parallel  # GPUs of one pipeline rank
+    group = setup.tensor_parallel * setup.num_replicas  # GPUs of one pipeline rank
     if group * num_ranks != cluster.num_gpus:
+        shared = setup.context_parallel
         raise ValueError(
             f"tensor_parallel={setup.tensor_parallel} x data_parallel={setup.data_parallel} x "
+            f"{f'context_parallel={shared} x ' if shared > 1 else ''}"
             f"{num_ranks} pipeline ranks are {group * num_ranks} GPUs; {cluster.name} has "
             f"{cluster.num_gpus}"
         )
     num_stages = num_ranks * num_segments
     split: Split = layers or num_stages
     forward_s = _forward_s(shape, cluster, setup, split)
-    per_node = min(cluster.gpus_per_node, group)  # GPUs of one pipeline rank in one node
+    together = _gpus_together(setup)
+    per_node = min(cluster.gpus_per_node, together)  # GPUs of one pipeline rank in one node
     sent = message_bytes(shape, setup)
     saved = saved_bytes(shape, setup, split)
     gradients, parameters = gradient_bytes(shape, setup, split), shape.stage_parameters(split)
+    experts = expert_gradient_bytes(shape, setup, split)
+    exchange_s = _exchange_s(shape, cluster, setup, split)
     copy_bytes_per_s = cluster.host_copy_bytes_per_s / cluster.gpus_per_node
     overhead_s, passes = cluster.task_overhead_s, _backward_passes(shape, setup)
     costs = Costs(
-        forward_s=tuple(s + overhead_s for s in forward_s),
-        backward_s=tuple(passes * s + overhead_s for s in forward_s),
+        forward_s=tuple(
+            s + each.forward_s + overhead_s for s, each in zip(forward_s, exchange_s, strict=True)
+        ),
+        backward_s=tuple(
+            passes * s + each.backward_s + overhead_s
+            for s, each in zip(forward_s, exchange_s, strict=True)
+        ),
         weight_s=_weight_s(shape, cluster, setup, split),
         recompute_s=tuple(forward_s) if setup.recompute == "full" else (),
+        tp_sync_s=_tp_sync_s(shape, cluster, setup, split),
+        tp_collectives=tuple(2 * len(layers) for layers in shape.stage_layers(split)),
         split_s=overhead_s,
         p2p_s=sent * per_node / cluster.goodput_bytes_per_s,
         p2p_latency_s=cluster.nic_latency_s,
         p2p_local_s=sent / cluster.intra_bytes_per_s,
         sends_are_buffered=sent <= cluster.send_buffer_bytes,
-        grad_sync_s=tuple(_grad_sync_s(cluster, setup, size) for size in gradients),
-        kept_back_s=_kept_back_s(shape, cluster, setup, num_ranks, num_stages),
-        param_gather_s=tuple(_param_gather_s(cluster, setup, size) for size in gradients),
+        grad_sync_s=tuple(
+            _grad_sync_s(cluster, setup, num_ranks, size)
+            + _expert_sync_s(cluster, setup, num_ranks, of_experts)
+            for size, of_experts in zip(gradients, experts, strict=True)
+        ),
+        reduced_in_iteration_s=_reduced_in_iteration_s(
+            shape, cluster, setup, num_ranks, num_stages
+        ),
+        param_gather_s=tuple(
+            _param_gather_s(cluster, setup, num_ranks, size, of_experts)
+            for size, of_experts in zip(gradients, experts, strict=True)
+        ),
         optimizer_s=tuple(
             cluster.iteration_overhead_s * count / sum(parameters[stage % num_ranks :: num_ranks])
             for stage, count in enumerate(parameters)
         ),
-        grad_sync_local=group <= cluster.gpus_per_node,
+        grad_sync_local=_replicas_span(setup, num_ranks) <= cluster.gpus_per_node,
         offload_s=tuple(b / copy_bytes_per_s for b in saved),
         reload_s=tuple(b / copy_bytes_per_s for b in saved),
     )
-    ranks_per_node = max(1, cluster.gpus_per_node // group)
+    ranks_per_node = max(1, cluster.gpus_per_node // together)
     nic_of_rank = tuple(rank // ranks_per_node for rank in range(num_ranks))
     return Estimate(
         costs,
         _footprint(shape, setup, num_ranks, split),
         nic_of_rank,
-        tuple(gradients),
+        tuple(size + of_experts for size, of_experts in zip(gradients, experts, strict=True)),
         # Megatron demands one with tensor parallelism; CUDA's default is enough for our streams.
-        1 if setup.tensor_parallel > 1 and not cluster.is_blackwell else None,
+        1 if _needs_one_queue(setup) and not cluster.is_blackwell else None,
     )
+
+
+def _needs_one_queue(setup: Setup) -> bool:
+    return setup.tensor_parallel > 1 or setup.context_parallel > 1
 
 
 def _footprint(shape: ModelShape, setup: Setup, num_ranks: int, split: Split) -> Footprint:
@@ -131,8 +162,7 @@ def _footprint(shape: ModelShape, setup: Setup, num_ranks: int, split: Split) ->
 def _backward_passes(shape: ModelShape, setup: Setup) -> float:
     """A backward's cost in forwards: two, plus recomputation of layers or attention scores."""
     if setup.recompute == "selective":
-        scores = 4 * shape.seq_length**2 * shape.attention_size
-        return 2 + scores / shape.layer_flops(0)
+        return 2 + shape.score_flops / shape.layer_flops(0)
     return 3 if setup.recompute == "full" else 2
 
 
@@ -140,24 +170,68 @@ def _forward_s(
     shape: ModelShape, cluster: Cluster, setup: Setup, split: Split
 ) -> tuple[float, ...]:
     """One micro-batch's forward of each stage: its FLOPs, and TP.sync, which nothing hides."""
-    t = setup.tensor_parallel
-    rate = _flops_per_s(cluster, setup)
-    bytes_per_s = _bandwidths(cluster, setup)[0]
-    elements = tensor_parallel_elements(
-        setup.microbatch_size, shape.seq_length, shape.hidden_size, t
+    rate, tp_sync_s = _flops_per_s(cluster, setup), _tp_sync_s(shape, cluster, setup, split)
+    return tuple(
+        setup.microbatch_size * flops / rate / setup.context_parallel + sync_s
+        for flops, sync_s in zip(shape.stage_flops(split), tp_sync_s, strict=True)
+    )
+
+
+def _tp_sync_s(
+    shape: ModelShape, cluster: Cluster, setup: Setup, split: Split
+) -> tuple[float, ...]:
+    """TP.sync of one micro-batch's forward of each stage."""
+    bytes_per_s = _bandwidths(cluster, setup, 1)[0]
+    elements = (
+        tensor_parallel_elements(
+            setup.microbatch_size, shape.seq_length, shape.hidden_size, setup.tensor_parallel
+        )
+        / setup.context_parallel
     )
     sync_s = elements / 2 * setup.element_bytes / bytes_per_s  # half of a layer's is in its forward
-    return tuple(
-        setup.microbatch_size * flops / rate + len(layers) * sync_s
-        for flops, layers in zip(shape.stage_flops(split), shape.stage_layers(split), strict=True)
-    )
+    return tuple(len(layers) * sync_s for layers in shape.stage_layers(split))
 
 
 def _weight_s(shape: ModelShape, cluster: Cluster, setup: Setup, split: Split) -> tuple[float, ...]:
     """Weight gradients of a stage's layers. Those of embedding and head are never delayed."""
     flops = (sum(map(shape.linear_flops, layers)) for layers in shape.stage_layers(split))
     rate = _flops_per_s(cluster, setup)
-    return tuple(setup.microbatch_size * each / rate for each in flops)
+    return tuple(setup.microbatch_size * each / rate / setup.context_parallel for each in flops)
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """What ranks that share sequences or experts send within a stage; nothing hides it here."""
+
+    forward_s: float
+    backward_s: float
+
+
+def _exchange_s(
+    shape: ModelShape, cluster: Cluster, setup: Setup, split: Split
+) -> tuple[_Exchange, ...]:
+    """Return the exchanges of one micro-batch of each stage.
+
+    A backward passes keys, values and their gradients around, and sends tokens as a forward does.
+    """
+    of_context, of_experts = (
+        group_bandwidths(
+            (setup.tensor_parallel, size),
+            cluster.gpus_per_node,
+            cluster.intra_bytes_per_s,
+            cluster.goodput_bytes_per_s,
+        )[1]
+        for size in (setup.context_parallel, setup.expert_parallel)
+    )
+    again = int(setup.recompute == "full")
+    stages = []
+    for layers in shape.stage_layers(split):
+        sent = [exchanged_bytes(shape, setup, layer) for layer in layers]
+        context_s = sum(keys_and_values for keys_and_values, _ in sent) / of_context
+        experts_s = sum(tokens for _, tokens in sent) / of_experts
+        backward_s = (2 + again) * context_s + (1 + again) * experts_s
+        stages.append(_Exchange(context_s + experts_s, backward_s))
+    return tuple(stages)
 
 
 def _flops_per_s(cluster: Cluster, setup: Setup) -> float:
@@ -165,36 +239,82 @@ def _flops_per_s(cluster: Cluster, setup: Setup) -> float:
     return cluster.gpu_flops_per_s * cluster.compute_efficiency * setup.tensor_parallel
 
 
-def _grad_sync_s(cluster: Cluster, setup: Setup, num_bytes: float) -> float:
+def _grad_sync_s(cluster: Cluster, setup: Setup, num_ranks: int, num_bytes: float) -> float:
     """DP.sync of gradients: an all-reduce, or with the distributed optimizer a reduce-scatter."""
     collective = reduce_scatter_s if setup.distributed_optimizer else all_reduce_s
-    return collective(setup.data_parallel, num_bytes, _bandwidths(cluster, setup)[1])
+    return collective(setup.num_replicas, num_bytes, _bandwidths(cluster, setup, num_ranks)[1])
 
 
-def _param_gather_s(cluster: Cluster, setup: Setup, gradient_bytes: float) -> float:
+def _expert_sync_s(cluster: Cluster, setup: Setup, num_ranks: int, num_bytes: float) -> float:
+    """DP.sync of the gradients of experts, which have fewer replicas."""
+    collective = reduce_scatter_s if setup.distributed_optimizer else all_reduce_s
+    bytes_per_s = _expert_bandwidth(cluster, setup, num_ranks)
+    return collective(setup.num_expert_replicas, num_bytes, bytes_per_s)
+
+
+def _param_gather_s(
+    cluster: Cluster, setup: Setup, num_ranks: int, gradient_bytes: float, of_experts: float
+) -> float:
     """DP.sync of updated parameters, which only the distributed optimizer has."""
     if not setup.distributed_optimizer:
         return 0.0
-    d, weights_bytes = setup.data_parallel, gradient_bytes / GRADIENT_BYTES * setup.element_bytes
-    return all_gather_s(d, weights_bytes / d, _bandwidths(cluster, setup)[1])
+    smaller = setup.element_bytes / GRADIENT_BYTES
+    d, e = setup.num_replicas, setup.num_expert_replicas
+    dense, experts = gradient_bytes * smaller / d, of_experts * smaller / e
+    return all_gather_s(d, dense, _bandwidths(cluster, setup, num_ranks)[1]) + all_gather_s(
+        e, experts, _expert_bandwidth(cluster, setup, num_ranks)
+    )
 
 
-def _kept_back_s(
+def _reduced_in_iteration_s(
     shape: ModelShape, cluster: Cluster, setup: Setup, num_ranks: int, num_stages: int
 ) -> tuple[float, ...]:
     """DP.sync that is never deferred: that of word embeddings which two stages share."""
     seconds = [0.0] * num_stages
     if num_ranks > 1 and not shape.untied:
         shared_bytes = shape.embedding_parameters / setup.tensor_parallel * GRADIENT_BYTES
-        seconds[0] = seconds[-1] = _grad_sync_s(cluster, setup, shared_bytes)
+        seconds[0] = seconds[-1] = _grad_sync_s(cluster, setup, num_ranks, shared_bytes)
     return tuple(seconds)
 
 
-def _bandwidths(cluster: Cluster, setup: Setup) -> tuple[float, ...]:
+def _gpus_together(setup: Setup) -> int:
+    """GPUs of one pipeline rank that are neighbours, before those of the next rank."""
+    together = setup.num_replicas if setup.order == "tp-dp-pp" else setup.context_parallel
+    return setup.tensor_parallel * together
+
+
+def _replicas_span(setup: Setup, num_ranks: int) -> int:
+    """GPUs from the first to the last of a data-parallel group."""
+    inside = 1 if setup.order == "tp-dp-pp" else num_ranks
+    return setup.tensor_parallel * inside * setup.num_replicas
+
+
+def _expert_bandwidth(cluster: Cluster, setup: Setup, num_ranks: int) -> float:
+    """The bandwidth that a group of GPUs with the same experts sees."""
+    inside = (setup.tensor_parallel, setup.expert_parallel)
+    return _with_replicas(cluster, setup, num_ranks, (*inside, setup.num_expert_replicas))[2]
+
+
+def _bandwidths(cluster: Cluster, setup: Setup, num_ranks: int) -> tuple[float, ...]:
     """The bandwidths that a tensor-parallel and a data-parallel group see (AxoNN eq. 10)."""
-    return group_bandwidths(
-        (setup.tensor_parallel, setup.data_parallel),
+    return _with_replicas(cluster, setup, num_ranks, (setup.tensor_parallel, setup.num_replicas))
+
+
+def _with_replicas(
+    cluster: Cluster, setup: Setup, num_ranks: int, sizes: tuple[int, ...]
+) -> tuple[float, ...]:
+    """Return the bandwidths of groups inside each other, of which the last are of replicas.
+
+    Pipeline ranks of one node share its NIC when they use it at the same time, which the simulator
+    sees. So they do not count as rings that always do.
+    """
+    *inner, replicas = group_bandwidths(
+        sizes,
         cluster.gpus_per_node,
         cluster.intra_bytes_per_s,
         cluster.goodput_bytes_per_s,
     )
+    if setup.order == "tp-pp-dp" and _replicas_span(setup, num_ranks) > cluster.gpus_per_node:
+        rings = prod(sizes[:-1])
+        replicas = cluster.goodput_bytes_per_s / min(cluster.gpus_per_node, rings)
+    return (*inner, replicas)

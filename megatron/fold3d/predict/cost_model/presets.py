@@ -49,5 +49,32 @@ def shape_flags(shape: ModelShape) -> tuple[str, ...]:
         "max-position-embeddings": shape.seq_length,
         "ffn-hidden-size": shape.ffn_hidden_size,
         "kv-channels": shape.kv_channels,
+        "num-query-groups": shape.num_query_groups,
+        "rotary-base": shape.rotary_base,
+        "num-experts": shape.num_experts,
+        "moe-router-topk": shape.experts_per_token,
+        "moe-ffn-hidden-size": shape.expert_ffn_hidden_size,
+        "moe-shared-expert-intermediate-size": shape.shared_expert_ffn_hidden_size,
+        "q-lora-rank": shape.q_lora_rank,
+        "kv-lora-rank": shape.kv_lora_rank,
+        "qk-head-dim": shape.qk_head_dim,
+        "qk-pos-emb-head-dim": shape.qk_pos_emb_head_dim,
+        "v-head-dim": shape.v_head_dim,
     }
-    return tuple(word for name, size in sizes.items() if size for word in (f"--{name}", str(size)))
+    dense, sparse = shape.num_dense_layers, shape.num_layers - shape.num_dense_layers
+    switches = {
+        "--group-query-attention": shape.num_query_groups,
+        "--position-embedding-type rope": shape.rotary_base,
+        "--multi-latent-attention": shape.is_latent,
+        "--qk-layernorm": shape.is_latent,  # of the latent vectors
+        "--swiglu": shape.swiglu,
+        "--normalization RMSNorm": shape.rms_norm,
+        "--disable-bias-linear": not shape.biases,
+        "--add-qkv-bias": shape.qkv_bias,
+        "--untie-embeddings-and-output-weights": shape.untied,
+        f"--moe-layer-freq [0]*{dense}+[1]*{sparse}": dense,
+    }
+    return (
+        *(word for name, size in sizes.items() if size for word in (f"--{name}", str(size))),
+        *(word for words, is_on in switches.items() if is_on for word in words.split()),
+    )

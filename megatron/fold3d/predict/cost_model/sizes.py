@@ -3,15 +3,19 @@
 Activations as in Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
 Models" (2022), for 16-bit training: per layer s b h (10 + 24/t + 5 a s/(h t)), all divided by t
 with sequence parallelism; without the attention scores when those are recomputed (or never written,
-as with flash attention); the layer's input alone, 2 s b h, when the whole layer is.
+as with flash attention); the layer's input alone, 2 s b h, when the whole layer is. The 24 are 8 of
+attention and 16 of a feed-forward layer as wide as 4 h: `_saved_elements` counts them for others.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Literal
 
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape, Split
 
 Recompute = Literal["none", "selective", "full"]
+Order = Literal["tp-dp-pp", "tp-pp-dp"]
+"""Which ranks are neighbours, innermost first: Megatron's, and that of --use-tp-pp-dp-mapping."""
 GRADIENT_BYTES = 4  # Megatron accumulates in fp32
 _MASTER_BYTES = 4  # fp32 weights, where the model's are of 16 bits
 _MOMENTS_BYTES = 8  # Adam's two
@@ -20,7 +24,7 @@ _LOGIT_BYTES = 4  # the loss is computed in fp32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """How a model is trained, apart from its pipeline."""
+    """A model's training setup, apart from its pipeline."""
 
     tensor_parallel: int = 1
     data_parallel: int = 1
@@ -28,22 +32,44 @@ class Setup:
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     recompute: Recompute = "none"
+    order: Order = "tp-dp-pp"
     fp32: bool = False
     """Instead of 16 bits."""
+    context_parallel: int = 1
+    """Ranks that share each sequence."""
+    expert_parallel: int = 1
+    """Ranks, of all replicas and parts of sequences, that share the experts of a layer."""
 
     def __post_init__(self) -> None:
-        for field in ("tensor_parallel", "data_parallel", "microbatch_size"):
+        for field in (
+            *("tensor_parallel", "data_parallel", "microbatch_size"),
+            *("context_parallel", "expert_parallel"),
+        ):
             if getattr(self, field) < 1:
                 raise ValueError(f"found {field}={getattr(self, field)}; it is at least one")
 
     @property
+    def num_replicas(self) -> int:
+        """The GPUs that hold the same parameters, other than experts."""
+        return self.data_parallel * self.context_parallel
+
+    @property
+    def num_expert_replicas(self) -> int:
+        """The GPUs that hold the same experts."""
+        return self.num_replicas // self.expert_parallel
+
+    def tokens(self, shape: ModelShape) -> float:
+        """Return the tokens of a micro-batch on one tensor-parallel group."""
+        return self.microbatch_size * shape.seq_length / self.context_parallel
+
+    @property
     def element_bytes(self) -> int:
-        """Of weights, activations and messages."""
+        """The bytes of an element of weights, activations and messages."""
         return 4 if self.fp32 else 2
 
     @property
     def optimizer_bytes(self) -> int:
-        """Of a parameter."""
+        """The optimizer's bytes per parameter."""
         return _MOMENTS_BYTES + (0 if self.fp32 else _MASTER_BYTES)
 
     def check(self, shape: ModelShape) -> None:
@@ -52,7 +78,27 @@ class Setup:
         Raises:
             ValueError: the tensor-parallel size does not divide heads, or vocabulary.
         """
-        t = self.tensor_parallel
+        t, c, e = self.tensor_parallel, self.context_parallel, self.expert_parallel
+        if c > 1 and shape.seq_length % (2 * c):
+            raise ValueError(
+                f"seq_length={shape.seq_length} is not divisible by twice "
+                f"context_parallel={c}; each rank has two parts of a sequence"
+            )
+        if e > 1 and (not shape.num_experts or shape.num_experts % e):
+            raise ValueError(
+                f"num_experts={shape.num_experts} is not divisible by expert_parallel={e}; "
+                "give a size that divides it"
+            )
+        if self.num_replicas % e:
+            raise ValueError(
+                f"data_parallel={self.data_parallel} x context_parallel={c} is not divisible by "
+                f"expert_parallel={e}; experts are shared among these ranks"
+            )
+        if shape.num_groups % t and not shape.num_attention_heads % t:
+            raise ValueError(
+                f"num_query_groups={shape.num_query_groups} is not divisible by "
+                f"tensor_parallel={t}; give a size that divides it"
+            )
         if shape.num_attention_heads % t:
             fits = [n for n in range(1, t) if shape.num_attention_heads % n == 0]
             raise ValueError(
@@ -63,10 +109,34 @@ class Setup:
 
 def static_bytes(shape: ModelShape, setup: Setup, num_ranks: int, split: Split) -> list[float]:
     """Return, per pipeline rank, the constant bytes of parameters, gradients and optimizer."""
-    stages = shape.stage_parameters(split)
-    sharded = setup.data_parallel if setup.distributed_optimizer else 1
-    each = setup.element_bytes + GRADIENT_BYTES + setup.optimizer_bytes / sharded
-    return [sum(stages[r::num_ranks]) / setup.tensor_parallel * each for r in range(num_ranks)]
+    of_ranks = [0.0] * num_ranks
+    for stages, replicas in (
+        (_dense_parameters(shape, split), setup.num_replicas),
+        (_own_experts(shape, setup, split), setup.num_expert_replicas),
+    ):
+        sharded = replicas if setup.distributed_optimizer else 1
+        each = setup.element_bytes + GRADIENT_BYTES + setup.optimizer_bytes / sharded
+        for rank in range(num_ranks):
+            of_ranks[rank] += sum(stages[rank::num_ranks]) / setup.tensor_parallel * each
+    return of_ranks
+
+
+def _dense_parameters(shape: ModelShape, split: Split) -> list[float]:
+    experts = shape.stage_expert_parameters(split)
+    return [all_ - n for all_, n in zip(shape.stage_parameters(split), experts, strict=True)]
+
+
+def _own_experts(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
+    return [n / setup.expert_parallel for n in shape.stage_expert_parameters(split)]
+
+
+def replicated_bytes(
+    shape: ModelShape, setup: Setup, num_ranks: int, split: Split, stages: Container[int]
+) -> list[float]:
+    """Return, per pipeline rank, the optimizer's bytes of other replicas' shards of ``stages``."""
+    others = setup.optimizer_bytes * (1 - 1 / setup.data_parallel) / setup.tensor_parallel
+    sizes = [s * (i in stages) for i, s in enumerate(shape.stage_parameters(split))]
+    return [sum(sizes[rank::num_ranks]) * others for rank in range(num_ranks)]
 
 
 def saved_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
@@ -74,34 +144,57 @@ def saved_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
 
     The last stage of a model keeps its logits as well, whatever is recomputed.
     """
-    layers = [len(layers) for layers in shape.stage_layers(split)]
-    saved = [n * layer_bytes(shape, setup, setup.recompute) for n in layers]
-    tokens = setup.microbatch_size * shape.seq_length
+    saved = [
+        sum(layer_bytes(shape, setup, setup.recompute, layer) for layer in layers)
+        for layers in shape.stage_layers(split)
+    ]
+    tokens = setup.tokens(shape)
     saved[-1] += tokens * shape.vocab_size * _LOGIT_BYTES / setup.tensor_parallel
     return saved
 
 
 def working_bytes(shape: ModelShape, setup: Setup) -> float:
     """Return the extra bytes of a running backward: the layer that it recomputes."""
-    return layer_bytes(shape, setup, "none") if setup.recompute == "full" else 0.0
+    if setup.recompute != "full":
+        return 0.0
+    return max(layer_bytes(shape, setup, "none", layer) for layer in range(shape.num_layers))
 
 
 def recomputed_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
     """Return, per stage, what early recomputation holds until the backward: all its layers."""
-    each = layer_bytes(shape, setup, "none") if setup.recompute == "full" else 0.0
-    return [len(layers) * each for layers in shape.stage_layers(split)]
+    if setup.recompute != "full":
+        return [0.0] * len(shape.stage_layers(split))
+    return [
+        sum(layer_bytes(shape, setup, "none", layer) for layer in layers)
+        for layers in shape.stage_layers(split)
+    ]
 
 
-def layer_bytes(shape: ModelShape, setup: Setup, recompute: Recompute) -> float:
+def layer_bytes(shape: ModelShape, setup: Setup, recompute: Recompute, layer: int = 0) -> float:
     """Return the activations that one layer saves for one micro-batch."""
-    t, sbh = setup.tensor_parallel, shape.hidden_size * shape.seq_length * setup.microbatch_size
+    t, tokens = setup.tensor_parallel, setup.tokens(shape)
     whole = t if setup.sequence_parallel else 1  # what is not split by tensor parallelism alone
     if recompute == "full":
-        return setup.element_bytes * sbh / whole
-    scores = 0.0
+        return setup.element_bytes * tokens * shape.hidden_size / whole
+    scores = 0
     if recompute == "none":
-        scores = 5 * shape.num_attention_heads * shape.seq_length / shape.hidden_size
-    return sbh * (10 / whole + (24 + scores) / t) * setup.element_bytes / 2
+        scores = 5 * shape.num_attention_heads * shape.seq_length
+    divided = 2 * _saved_elements(shape, layer) + scores
+    latent = 4 * sum(shape.latent_sizes)  # before and behind their norms, on every rank
+    bytes_16 = tokens * ((10 * shape.hidden_size + latent) / whole + divided / t)
+    return bytes_16 * setup.element_bytes / 2
+
+
+def _saved_elements(shape: ModelShape, layer: int) -> int:
+    """Elements per token that tensor parallelism divides: inputs of linears and of activations.
+
+    Each expert that a token goes to has a copy of its input, and its output until they are summed.
+    """
+    widths = shape.ffn_sizes(layer)
+    elements = shape.attention_size + shape.qkv_size + (2 + shape.swiglu) * sum(widths)
+    if shape.num_experts_in(layer):
+        elements += 2 * shape.hidden_size * shape.experts_per_token
+    return elements
 
 
 def delayed_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
@@ -112,10 +205,12 @@ def delayed_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
     sequence parallelism splits the inputs of the first as well.
     """
     h, a, f = shape.hidden_size, shape.attention_size, shape.ffn_size
-    gathered, inputs, divided = 2 * h, 2 * h, (3 * a + f) + (a + f)
+    outputs = shape.qkv_size + (1 + shape.swiglu) * f
+    latent = 2 * sum(shape.latent_sizes)
+    gathered, inputs, divided = 2 * h + latent, 2 * h, outputs + (a + f)
     if setup.sequence_parallel:
         inputs, divided = 0, divided + inputs
-    tokens = setup.microbatch_size * shape.seq_length
+    tokens = setup.tokens(shape)
     elements = gathered + inputs + divided / setup.tensor_parallel
     layer = tokens * elements * setup.element_bytes
     return [len(layers) * layer for layers in shape.stage_layers(split)]
@@ -123,14 +218,35 @@ def delayed_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
 
 def message_bytes(shape: ModelShape, setup: Setup) -> float:
     """Return what one GPU sends to the next pipeline rank per micro-batch."""
-    tokens = setup.microbatch_size * shape.seq_length
+    tokens = setup.tokens(shape)
     whole = setup.tensor_parallel if setup.sequence_parallel else 1
     return tokens * shape.hidden_size * setup.element_bytes / whole
 
 
 def gradient_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
-    """Return, per stage, what one GPU syncs with its data-parallel peers."""
+    """Return, per stage, what one GPU syncs with its data-parallel peers, experts apart."""
     return [
         parameters / setup.tensor_parallel * GRADIENT_BYTES
-        for parameters in shape.stage_parameters(split)
+        for parameters in _dense_parameters(shape, split)
     ]
+
+
+def expert_gradient_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
+    """Return, per stage, what one GPU syncs with those that hold the same experts."""
+    return [
+        parameters / setup.tensor_parallel * GRADIENT_BYTES
+        for parameters in _own_experts(shape, setup, split)
+    ]
+
+
+def exchanged_bytes(shape: ModelShape, setup: Setup, layer: int) -> tuple[float, float]:
+    """Return what one GPU sends in a layer's forward of one micro-batch.
+
+    To the ranks that share the sequence: its keys and values, passed on around the ring. To those
+    that share the experts: tokens to their experts, and the results back.
+    """
+    c, e = setup.context_parallel, setup.expert_parallel
+    tokens, each = setup.tokens(shape), setup.element_bytes / setup.tensor_parallel
+    keys_and_values = shape.key_and_value_size * tokens * each * (c - 1)
+    copies = shape.experts_per_token if shape.num_experts_in(layer) else 0
+    return keys_and_values, 2 * tokens * copies * shape.hidden_size * each * (e - 1) / e

@@ -1,6 +1,7 @@
 """Equations 1 to 7 of the FOLD3D paper (Sec. III-C), one function each.
 
-A closed form to check the simulator with, and the rule of thumb behind ``--segments auto``.
+A closed form to check the simulator with. Equation 4, from which ``--segments auto`` derives the
+paper's choice, is `megatron.fold3d.policy.num_segments.overlapping_s`.
 Symbols of the paper are named in each docstring; its s in equations 4 and 5 is ns, its r here is a
 bandwidth.
 """
@@ -41,17 +42,6 @@ def p2p_s(num_tensors: int, activation_bytes: float, bytes_per_s: float) -> floa
     fewer when it is replicated, so this does not.
     """
     return num_tensors * activation_bytes / bytes_per_s
-
-
-def overlapping_s(
-    p2p_s: float, grad_sync_s: float, num_segments: int, num_microbatches: int
-) -> float:
-    """Return T_ol (eq. 4): (ms - 1)/ms T_pp + (ns - 1)/ns T_dp.
-
-    The paper subtracts T_comp here although eq. 2 takes the maximum with it; once is enough.
-    """
-    first_microbatch, first_segment = p2p_s / num_microbatches, grad_sync_s / num_segments
-    return (p2p_s - first_microbatch) + (grad_sync_s - first_segment)
 
 
 def exposed_s(

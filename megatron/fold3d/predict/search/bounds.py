@@ -1,13 +1,15 @@
 """Bounds on a candidate's time and memory that need no simulation."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron.fold3d.plan.ir import Op
 from megatron.fold3d.predict.cost_model.estimate import Estimate
-from megatron.fold3d.predict.cost_model.launches import launches
+from megatron.fold3d.predict.cost_model.sharded_footprint import aiao_change
 from megatron.fold3d.predict.search.candidate_timeline import launches_in_backward
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.pair_times import paired_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ def _bound_s(candidate: Candidate, estimate: Estimate) -> float:
     DP.sync that ends with the iteration can begin after the last segment's last backward only, or
     with that backward where it is launched inside.
     """
+    if candidate.overlap_tensor_parallel:
+        estimate = replace(estimate, costs=_in_pairs(candidate, estimate.costs))
     costs = estimate.costs
     inside_s = earlier_s(candidate, estimate)
     bound_s = 0.0
@@ -53,6 +57,8 @@ def _bound_s(candidate: Candidate, estimate: Estimate) -> float:
         sync_s, gather_s = costs.grad_sync_s, costs.param_gather_s
         start_s = max(forward_s, gather_s[rank])
         synced_first_s = compute_s - _delayed_s(candidate, costs, rank) + backward_s + sync_s[0]
+        if candidate.places_weight_grads:  # those of the first segment, while its gradients go back
+            synced_first_s -= min(backward_s, candidate.num_microbatches * costs.weight_s[rank])
         synced_first_s -= inside_s
         bound_s = max(bound_s, start_s + max(compute_s, synced_first_s))
         synced_s = sum(sync_s[rank :: candidate.num_ranks])
@@ -61,46 +67,46 @@ def _bound_s(candidate: Candidate, estimate: Estimate) -> float:
         else:
             step_s = sum(costs.optimizer_s[rank :: candidate.num_ranks])
             late_s = start_s + compute_s - _hiding_s(candidate, costs, rank) + synced_s
-            own_s = start_s + compute_s + max(0.0, sync_s[rank] - inside_s)
+            left_s = _delayed_s(candidate, costs, rank)
+            own_s = start_s + max(compute_s, compute_s - left_s + sync_s[rank] - inside_s)
             bound_s = max(bound_s, own_s + step_s, late_s - inside_s + step_s)
-        bound_s = max(bound_s, compute_s + _held_up_s(candidate, estimate, rank))
     copies_s = _most_copied(candidate, costs.offload_s) if candidate.offload else 0.0
     return max(bound_s, _messages_s(candidate, estimate), copies_s)
 
 
+def _in_pairs(candidate: Candidate, costs: Costs) -> Costs:
+    """Return costs of which no micro-batch of a pair, and none that is alone, takes less."""
+    stages, early = range(len(costs.forward_s)), candidate.recompute_early
+    recompute_s = tuple(paired_s(costs, stage, Op.RECOMPUTE) for stage in stages)
+    backward_s = (
+        paired_s(costs, stage, Op.BACKWARD, early=early) + (recompute_s[stage] if early else 0.0)
+        for stage in stages
+    )
+    return replace(
+        costs,
+        forward_s=tuple(paired_s(costs, stage, Op.FORWARD) for stage in stages),
+        backward_s=tuple(backward_s),
+        recompute_s=recompute_s,
+    )
+
+
 def earlier_s(candidate: Candidate, estimate: Estimate) -> float:
-    """How many seconds before the end of its last backward a stage's DP.sync may begin."""
+    """Return the seconds before the end of its last backward at which DP.sync may begin."""
     if not launches_in_backward(candidate, estimate):
         return 0.0
     return max(estimate.costs.backward_s)
-
-
-def _held_up_s(candidate: Candidate, estimate: Estimate, rank: int) -> float:
-    """The time for which DP.sync's collectives, with one hardware queue, block a rank's compute.
-
-    Of collectives launched in a row, all but the last must be over before anything else begins.
-    Those launched inside a backward may overlap that backward.
-    """
-    if estimate.cuda_connections != 1 or candidate.is_stock:
-        return 0.0
-    costs, deferred = estimate.costs, candidate.backward_share is not None
-    counts = launches(estimate.gradient_bytes, candidate.setup, deferred=deferred)
-    held_up_s = 0.0
-    for stage in range(rank, len(counts), candidate.num_ranks):
-        sync_s, count = costs.grad_sync_s[stage], counts[stage]
-        if deferred:  # two rows
-            sync_s -= costs.kept_back_s[stage] if costs.kept_back_s else 0.0
-            held_up_s += sync_s * max(0, count - 2) / count
-        else:
-            held_up_s += max(0.0, sync_s - costs.backward_s[stage]) * (count - 1) / count
-    return held_up_s
 
 
 def _there_and_back(candidate: Candidate, estimate: Estimate, rank: int) -> tuple[float, float]:
     """The first segment's forwards, and its backwards, on the ranks before this one."""
     costs = estimate.costs
     hops_s = rank * min(_message_s(estimate), costs.p2p_s, costs.p2p_local_s)
-    return sum(costs.forward_s[:rank]) + hops_s, sum(costs.backward_s[:rank]) + hops_s
+    backward_s = sum(costs.backward_s[:rank])
+    if candidate.places_weight_grads:
+        backward_s -= sum(costs.weight_s[:rank])
+    if candidate.recompute_early:
+        backward_s -= sum(costs.recompute_s[:rank])
+    return sum(costs.forward_s[:rank]) + hops_s, backward_s + hops_s
 
 
 def _work_s(candidate: Candidate, estimate: Estimate, rank: int) -> float:
@@ -117,8 +123,11 @@ def _work_s(candidate: Candidate, estimate: Estimate, rank: int) -> float:
 
 
 def _delayed_s(candidate: Candidate, costs: Costs, rank: int) -> float:
-    """What a rank computes after all of its backwards."""
-    stages = (segment * candidate.num_ranks + rank for segment in candidate.delayed_weight_grads)
+    """Return the seconds that a rank computes after all of its backwards."""
+    segments: Sequence[int] = candidate.delayed_weight_grads
+    if candidate.places_weight_grads:
+        segments = range(1, candidate.num_segments)
+    stages = (segment * candidate.num_ranks + rank for segment in segments)
     return candidate.num_microbatches * sum(costs.weight_s[stage] for stage in stages)
 
 
@@ -145,7 +154,7 @@ def _hiding_s(candidate: Candidate, costs: Costs, rank: int) -> float:
 
 
 def _together(candidate: Candidate) -> int:
-    """How many micro-batches pass a segment before the next one's turn."""
+    """Return the number of micro-batches that pass a segment before the next one's turn."""
     if candidate.schedule != "interleaved":
         return candidate.num_microbatches
     return min(candidate.num_microbatches, candidate.group_size or candidate.num_ranks)
@@ -165,9 +174,10 @@ def _most_copied(candidate: Candidate, of_stage: Sequence[float]) -> float:
 def _device_bytes(candidate: Candidate, estimate: Estimate) -> float:
     """The fullest rank's memory, from its number of activations."""
     footprint, ranks = estimate.footprint, candidate.num_ranks
-    return max(
-        static
-        + candidate.most_activations(rank) * max(footprint.saved_bytes[rank::ranks])
-        + max(footprint.working_bytes[rank::ranks])
-        for rank, static in enumerate(footprint.static_bytes)
-    )
+    most = 0.0
+    for rank, static in enumerate(footprint.static_bytes):
+        gradients = estimate.gradient_bytes[rank::ranks]
+        held = static + aiao_change(gradients, candidate.setup, candidate.shards)
+        held += candidate.most_activations(rank) * max(footprint.saved_bytes[rank::ranks])
+        most = max(most, static, held + max(footprint.working_bytes[rank::ranks]))
+    return most

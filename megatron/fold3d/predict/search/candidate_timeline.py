@@ -1,22 +1,33 @@
 """Simulate a candidate's plan as stock Megatron, or our runtime, would run it.
 
-Stock Megatron waits for transfers before it goes on (`sends_stock_waits_for`). It starts a chunk's
-DP.sync on all ranks at once, so on rank r it starts r backwards late, and it always ends with the
-iteration.
+Stock Megatron waits for transfers before it goes on (`sends_stock_waits_for`). With one hardware
+queue it posts receives where ours does with one or with several, whichever is faster. It starts a
+chunk's DP.sync on all ranks at once, so on rank r it starts r backwards late, and it always ends
+with the iteration.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.compile import GradSync, Options, lower
-from megatron.fold3d.plan.ir import Op, Plan
+from megatron.fold3d.plan.ir import Op, Plan, PlanError
 from megatron.fold3d.plan.passes.offload import OffloadChoice
+from megatron.fold3d.plan.passes.pairs import in_pairs, num_pairs, pair_microbatches
+from megatron.fold3d.plan.passes.place_weight_grads import (
+    HeldSizes,
+    place_weight_grads,
+    placements,
+)
+from megatron.fold3d.plan.passes.recompute import recompute_early
+from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.launches import launches
 from megatron.fold3d.predict.search.candidates import Candidate
-from megatron.fold3d.predict.search.simulated_shares import auto_shares
+from megatron.fold3d.predict.search.order_choice import held_sizes, stage_times
+from megatron.fold3d.predict.search.simulated_shares import auto_shares, gathered_when_reduced
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Device, Execution, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
@@ -25,43 +36,130 @@ _STEADY = 3  # iterations until a plan that defers DP.sync is steady
 PAUSE_SHARE = 0.5  # what PP.sync may take from DP.sync before they share fairly
 
 
-def plan_of(candidate: Candidate) -> Plan:
-    """Return the plan, with DP.sync where the candidate has it."""
+def plan_of(
+    candidate: Candidate, order: Plan | None = None, slice_shares: tuple[float, ...] = ()
+) -> Plan:
+    """Return the plan, with DP.sync where the candidate has it.
+
+    Args:
+        candidate: what is planned.
+        order: in place of its schedule's.
+        slice_shares: as in `Options`.
+    """
     deferred = candidate.backward_share is not None
     num_stages = candidate.num_ranks * candidate.num_segments
     options = Options(
         delay_weight_grads=candidate.delayed_weight_grads,
-        gathers_params=candidate.setup.distributed_optimizer and not deferred,
+        gathers_params=candidate.setup.distributed_optimizer,
+        shards_params=candidate.shards != "off",
+        shards_grads=candidate.shards == "gradients",
         offload=OffloadChoice() if candidate.offload else None,
         transfers=False,
         grad_sync="overlap" if deferred else _grad_sync(candidate),
         deferred_stages=range(num_stages if deferred else 0),
+        slice_shares=slice_shares,
     )
-    return lower(_order(candidate), options)
+    return lower(order_of(candidate) if order is None else order, options)
 
 
-def timeline_of(candidate: Candidate, estimate: Estimate) -> Timeline:
-    """Return the simulated iterations of a candidate; the last one is steady."""
-    plan, costs, share = plan_of(candidate), estimate.costs, candidate.backward_share
+def timeline_of(
+    candidate: Candidate,
+    estimate: Estimate,
+    *,
+    memory_bytes: float | None = None,
+    waits_for_sends: bool = True,
+    connections: int | None = None,
+    order: Plan | None = None,
+) -> Timeline:
+    """Return the simulated iterations of a candidate; the last one is steady.
+
+    Args:
+        candidate: what is simulated.
+        estimate: its costs.
+        memory_bytes: of a GPU, which weight gradients that wait may fill; None is as much as the
+            fullest rank holds without them.
+        waits_for_sends: whether stock Megatron waits for its transfers.
+        connections: runs the same plan on GPUs with another number of hardware queues.
+        order: in place of its schedule's.
+    """
+    orders = _placed(candidate, estimate, memory_bytes) if order is None else [order]
+    timelines = (
+        _timeline(candidate, estimate, each, waits_for_sends, connections) for each in orders
+    )
+    return min(timelines, key=lambda timeline: timeline.period_s)
+
+
+def _placed(candidate: Candidate, estimate: Estimate, memory_bytes: float | None) -> Iterator[Plan]:
+    """Yield the candidate's order, or it with weight gradients in several places.
+
+    Where memory has room for none of these, backwards stay whole.
+    """
+    order = order_of(candidate)
+    if not candidate.places_weight_grads:
+        yield order
+        return
+    held = HeldSizes.counted(order)
+    if memory_bytes is not None:
+        held = held_sizes(estimate.footprint, order, memory_bytes)
+    for at_end, overrun in placements(order):
+        try:
+            yield place_weight_grads(
+                order, stage_times(estimate.costs), held, at_end=at_end, overrun=overrun
+            )
+        except PlanError:
+            yield order
+            return
+
+
+def _timeline(
+    candidate: Candidate,
+    estimate: Estimate,
+    order: Plan,
+    waits_for_sends: bool,
+    connections: int | None,
+) -> Timeline:
+    plan, costs, share = plan_of(candidate, order), estimate.costs, candidate.backward_share
+    late = estimate.cuda_connections == 1
+
+    def simulated(plan: Plan, costs: Costs, iterations: int = 1) -> Timeline:
+        if candidate.overlap_tensor_parallel and plan.num_ranks > 1:
+            plan = pair_microbatches(add_p2p(plan, receives_late=late))
+            return simulate(plan, costs, execution, iterations=iterations)
+        placings = [add_p2p(plan, receives_late=True)] if late and plan.num_ranks > 1 else [plan]
+        if late and candidate.is_stock and plan.num_ranks > 1:  # has its own, no worse than ours
+            placings.append(add_p2p(plan))
+        timelines = [simulate(p, costs, execution, iterations=iterations) for p in placings]
+        return min(timelines, key=lambda timeline: timeline.period_s)
+
     execution = Execution(
         nic_of_rank=estimate.nic_of_rank,
         preemptive=candidate.preemptive,
         pause_share=PAUSE_SHARE,
         in_order=True,
         flush=share is None,
-        sends_waited_for=_sends_waited_for(candidate),
-        device=_device(candidate, estimate),
+        sends_waited_for=_sends_waited_for(candidate) if waits_for_sends else frozenset(),
+        device=_device(candidate, estimate, connections),
+        overlap_tensor_parallel=candidate.overlap_tensor_parallel,
     )
     if share is None:
-        return simulate(plan, _stepping_last(costs, candidate.num_ranks), execution)
-    shares = auto_shares(plan, costs, execution) if share == "auto" else (share,) * plan.num_stages
-    return simulate(plan, costs, replace(execution, backward_share=shares), iterations=_STEADY)
+        return simulated(plan, _stepping_last(costs, candidate.num_ranks))
+    sliced = is_sliced(candidate, estimate)
+    shares = (share,) * plan.num_stages if share != "auto" else ()
+    if not shares:  # slices hold up nothing, so they are chosen as if nothing could
+        shares = auto_shares(plan, costs, replace(execution, device=None) if sliced else execution)
+    if sliced:
+        return simulated(plan_of(candidate, order, shares), costs, _STEADY)
+    plan = gathered_when_reduced(plan, costs, shares)
+    execution = replace(execution, backward_share=shares)
+    return simulated(plan, costs, _STEADY)
 
 
 def without_grad_sync(candidate: Candidate) -> Candidate:
     """Return the candidate that stands for all that differ only in DP.sync and host copies."""
     setup = replace(candidate.setup, distributed_optimizer=False)
-    return replace(candidate, setup=setup, backward_share=None, offload=False, preemptive=False)
+    return replace(
+        candidate, setup=setup, backward_share=None, shards="off", offload=False, preemptive=False
+    )
 
 
 def undisturbed_s(candidate: Candidate, estimate: Estimate) -> float:
@@ -77,30 +175,48 @@ def undisturbed_s(candidate: Candidate, estimate: Estimate) -> float:
     alone = replace(
         costs, p2p_s=0.0, p2p_local_s=0.0, p2p_latency_s=costs.p2p_latency_s + message_s
     )
-    execution = Execution(sends_waited_for=_sends_waited_for(candidate))
-    plan = delay_weight_grads(_order(candidate), candidate.delayed_weight_grads)
+    execution = Execution(
+        sends_waited_for=_sends_waited_for(candidate),
+        overlap_tensor_parallel=candidate.overlap_tensor_parallel,
+    )
+    plan = delay_weight_grads(order_of(candidate), candidate.delayed_weight_grads)
+    if candidate.overlap_tensor_parallel and plan.num_ranks > 1:
+        plan = pair_microbatches(add_p2p(plan))
     return simulate(plan, alone, execution).period_s
 
 
 def launches_in_backward(candidate: Candidate, estimate: Estimate) -> bool:
-    """Whether DP.sync of a stage begins inside its last backward, as far as it is modelled."""
+    """True if DP.sync of a stage begins inside its last backward, as far as it is modelled."""
     ends_with_iteration = candidate.backward_share is None
     return estimate.cuda_connections is not None and ends_with_iteration and not candidate.is_stock
 
 
-def _device(candidate: Candidate, estimate: Estimate) -> Device | None:
+def is_sliced(candidate: Candidate, estimate: Estimate) -> bool:
+    """Whether training starts DP.sync in the plan's slices, as ``--dp-slices auto`` does."""
+    if candidate.preemptive:
+        return False
+    return estimate.cuda_connections == 1 and candidate.backward_share is not None
+
+
+def _device(candidate: Candidate, estimate: Estimate, connections: int | None) -> Device | None:
     """Return the GPUs that run a candidate, if their streams share queues.
 
     Stock launches one collective per model chunk, where its schedule starts DP.sync.
     """
     if estimate.cuda_connections is None:
         return None
-    if candidate.is_stock:
-        return Device(connections=estimate.cuda_connections)
+    queues = connections or estimate.cuda_connections
+    if candidate.is_stock or is_sliced(candidate, estimate):
+        return Device(connections=queues)
     deferred = candidate.backward_share is not None
     return Device(
-        connections=estimate.cuda_connections,
-        launches=launches(estimate.gradient_bytes, candidate.setup, deferred=deferred),
+        connections=queues,
+        launches=launches(
+            estimate.gradient_bytes,
+            candidate.setup,
+            deferred=deferred,
+            connections=estimate.cuda_connections,
+        ),
         in_backward=launches_in_backward(candidate, estimate),
     )
 
@@ -111,14 +227,21 @@ def _grad_sync(candidate: Candidate) -> GradSync:
     return "aligned" if candidate.is_stock else "overlap"
 
 
-def _order(candidate: Candidate) -> Plan:
-    return build(
+def order_of(candidate: Candidate) -> Plan:
+    """Return the candidate's order of computation."""
+    paired, microbatches = candidate.overlap_tensor_parallel, candidate.num_microbatches
+    order = build(
         candidate.schedule,
         num_ranks=candidate.num_ranks,
         num_segments=candidate.num_segments,
-        num_microbatches=candidate.num_microbatches,
+        num_microbatches=num_pairs(microbatches) if paired else microbatches,
         group_size=candidate.group_size,
+        forwards_ahead=candidate.forwards_ahead,
     )
+    if paired:
+        order = in_pairs(order, microbatches)
+    early = range(order.num_stages if candidate.recompute_early else 0)
+    return recompute_early(order, early, in_pairs=paired)
 
 
 def _sends_waited_for(candidate: Candidate) -> frozenset[Op]:

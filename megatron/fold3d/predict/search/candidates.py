@@ -5,13 +5,22 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
+from megatron.fold3d.plan.passes.pairs import num_pairs
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.layers import layers_of_stages
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
+from megatron.fold3d.predict.cost_model.sharded_footprint import Shards
 from megatron.fold3d.predict.cost_model.sizes import Recompute, Setup
 
 Schedule = Literal["1f1b", "interleaved", "aiao"]
-Assumption = Literal["preemptive-comm", "offload", "delay-weight-grads"]
+Assumption = Literal[
+    "preemptive-comm",
+    "offload",
+    "delay-weight-grads",
+    "recompute-layers",
+    "recompute-early",
+    "overlap-tensor-parallel",
+]
 Share = float | Literal["auto"]
 MICROBATCH_SIZES = (1, 2, 4, 8)
 MOST_SEGMENTS = 8
@@ -22,9 +31,10 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 class Candidate:
     """One configuration of a training run."""
 
-    schedule: Schedule
+    schedule: str
+    """A name of `plan.schedules.SCHEDULES`; the planner chooses among `Schedule`."""
     is_stock: bool
-    """Whether Megatron runs it without us."""
+    """True if Megatron runs it without us."""
     setup: Setup
     num_ranks: int
     num_segments: int
@@ -40,17 +50,41 @@ class Candidate:
     """
     offload: bool = False
     preemptive: bool = False
-    """Whether PP.sync goes before DP.sync on a link."""
+    """True if PP.sync goes before DP.sync on a link."""
     delayed_weight_grads: tuple[int, ...] = ()
     """The segments whose weight gradients are computed after all backwards."""
+    forwards_ahead: int | None = None
+    """Per rank behind; None is the schedule's own."""
+    shards: Shards = "off"
+    """What replicas keep in shards between its uses, with the distributed optimizer."""
+    places_weight_grads: bool = False
+    """Whether the weight gradients of all segments go where ranks would wait."""
+    recompute_layers: tuple[int, ...] = ()
+    """How many layers each stage recomputes; if empty, what `setup` says."""
+    recompute_early: bool = False
+    """Whether all stages recompute before their gradients arrive."""
+    overlap_tensor_parallel: bool = False
+    """Whether micro-batches run in pairs, each during the other's collectives."""
 
     @property
     def name(self) -> str:
-        """What tables call its schedule."""
+        """The name of its schedule in tables."""
         one_group = self.group_size == self.num_microbatches
         order = "breadth-first" if one_group else self.schedule
         delayed = "+W" + self.delayed_segments if self.delayed_weight_grads else ""
-        return "stock " * self.is_stock + order + "+offload" * self.offload + delayed
+        ahead = f"+F{self.forwards_ahead}" if self.forwards_ahead else ""
+        sharded = "" if self.shards == "off" else f"+{self.shards}"
+        ours = (
+            sharded
+            + "+offload" * self.offload
+            + ahead
+            + delayed
+            + "+Wauto" * self.places_weight_grads
+            + "+R" * self.recompute_early
+            + "+pairs" * self.overlap_tensor_parallel
+        )
+        placed = "" if self.setup.order == "tp-dp-pp" else f" {self.setup.order}"
+        return "stock " * self.is_stock + order + ours + placed
 
     @property
     def delayed_segments(self) -> str:
@@ -59,8 +93,13 @@ class Candidate:
 
     def most_activations(self, rank: int) -> int:
         """Return how many (segment, micro-batch) activations a rank's device holds at most."""
+        if self.overlap_tensor_parallel:
+            pairs = num_pairs(self.num_microbatches)
+            unpaired = replace(self, num_microbatches=pairs, overlap_tensor_parallel=False)
+            whole = self.num_segments * self.num_microbatches
+            return min(whole, 2 * unpaired.most_activations(rank))
         ranks, segments, microbatches = self.num_ranks, self.num_segments, self.num_microbatches
-        ahead = 2 * (ranks - 1 - rank)
+        ahead = (self.forwards_ahead or 2) * (ranks - 1 - rank)
         if self.schedule == "1f1b":
             most = ranks - rank
         elif self.schedule == "interleaved":
@@ -83,6 +122,9 @@ class Given:
     microbatch_size: int | None = None
     recompute: Recompute | None = None
     fp32: bool = False
+    context_parallel: int = 1
+    """Never chosen, as `expert_parallel`."""
+    expert_parallel: int = 1
 
 
 FREE = Given()
@@ -105,7 +147,7 @@ def candidates(
     for (t, p, dp), size, recompute in product(
         _splits(shape, cluster, given), microbatch_sizes, recomputes
     ):
-        if global_batch_size % (dp * size):
+        if global_batch_size % (dp * size) or dp * given.context_parallel % given.expert_parallel:
             continue
         setup = Setup(
             tensor_parallel=t,
@@ -114,6 +156,8 @@ def candidates(
             sequence_parallel=t > 1,
             recompute=recompute,
             fp32=given.fp32,
+            context_parallel=given.context_parallel,
+            expert_parallel=given.expert_parallel,
         )
         stock = Candidate(
             schedule="1f1b",
@@ -133,9 +177,10 @@ def _splits(shape: ModelShape, cluster: Cluster, given: Given) -> Iterator[tuple
     gpus = cluster.num_gpus
     tensor_sizes = _choices(_divisors(cluster.gpus_per_node), given.tensor_parallel)
     for t, p in product(tensor_sizes, _choices(_divisors(gpus), given.num_ranks)):
-        if gpus % (t * p) or shape.num_attention_heads % t or shape.num_layers < p:
+        model = t * p * given.context_parallel
+        if gpus % model or shape.num_groups % t or shape.num_layers < p:
             continue
-        dp = gpus // (t * p)
+        dp = gpus // model
         if given.data_parallel in (None, dp):
             yield t, p, dp
 
@@ -143,7 +188,11 @@ def _splits(shape: ModelShape, cluster: Cluster, given: Given) -> Iterator[tuple
 def _of_segments(
     shape: ModelShape, stock: Candidate, segments: int, assumed: Set[Assumption]
 ) -> Iterator[Candidate]:
-    """Every schedule with this number of segments, without and with the distributed optimizer."""
+    """Every schedule with this number of segments, without and with the distributed optimizer.
+
+    With it none has a share alone: all-gathers fill the forwards, and what is kept back for them
+    would only make them longer. `neighbours` has it together with delayed weight gradients.
+    """
     ranks, microbatches = stock.num_ranks, stock.num_microbatches
     if shape.num_layers < ranks * segments:
         return
@@ -167,7 +216,7 @@ def _of_segments(
     sharded = replace(stock.setup, distributed_optimizer=True)
     for order in orders:
         yield order
-        if stock.setup.data_parallel > 1:
+        if stock.setup.num_replicas > 1:
             if not order.is_stock:
                 yield replace(order, backward_share="auto")
             yield replace(order, setup=sharded)
@@ -178,12 +227,12 @@ def _of_segments(
 
 
 def _can_preempt(setup: Setup) -> bool:
-    """Whether there is DP.sync to interrupt, and Megatron lets streams overtake each other.
+    """True if there is DP.sync to interrupt, and Megatron lets streams overtake each other.
 
-    With tensor parallelism on GPUs before Blackwell it asserts CUDA_DEVICE_MAX_CONNECTIONS=1, with
-    which the preemptive communicator cannot work.
+    With tensor or context parallelism on GPUs before Blackwell it asserts
+    CUDA_DEVICE_MAX_CONNECTIONS=1, with which the preemptive communicator cannot work.
     """
-    return setup.data_parallel > 1 and setup.tensor_parallel == 1
+    return setup.num_replicas > 1 and setup.tensor_parallel == setup.context_parallel == 1
 
 
 def _choices[T](all_: tuple[T, ...] | range | list[int], given: T | None) -> list[T]:

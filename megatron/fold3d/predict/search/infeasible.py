@@ -23,7 +23,7 @@ _FLAGS: dict[str, tuple[str, Callable[[Candidate], int]]] = {
 def nothing_divides(
     shape: ModelShape, cluster: Cluster, global_batch_size: int, given: Given
 ) -> str:
-    """Say which of the given sizes divides nothing, and which values would."""
+    """Return which of the given sizes divides nothing, and which values would."""
     sizes = {name: value for name, value in _sizes(given).items() if value is not None}
     job = f"{shape.name} on {cluster.num_gpus} GPUs with a batch of {global_batch_size}"
     for name, value in sizes.items():
@@ -50,7 +50,7 @@ def nothing_fits(
     bounds_on: Callable[[Cluster], Callable[[Candidate], Bounded]],
     usable: float,
 ) -> str:
-    """Say how much memory is missing, and with which sizes the model does fit.
+    """Return how much memory is missing, and with which sizes the model does fit.
 
     Args:
         shape: the model.

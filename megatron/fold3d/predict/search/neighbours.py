@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Set
 from dataclasses import replace
 
+from megatron.fold3d.predict.cost_model.sizes import Order
 from megatron.fold3d.predict.search.candidates import Assumption, Candidate
 
 SHARES = (0.6, 0.7, 0.8, 0.9, 1.0)  # of every segment, where auto has one for each
@@ -14,11 +15,34 @@ def neighbours(
     """Yield candidates that differ from a good one in one choice."""
     yield from _with_other_groups(candidate)
     yield from _with_a_lighter_end(candidate, num_layers)
-    if candidate.backward_share == "auto" and candidate.num_segments > 1:
+    shared_alike = candidate.backward_share == "auto" and not candidate.setup.distributed_optimizer
+    if shared_alike and candidate.num_segments > 1:
         for share in SHARES:
             yield replace(candidate, backward_share=share)
-    if "delay-weight-grads" in assumed:
+    yield from _with_other_forwards_ahead(candidate)
+    yield from recomputed_and_paired(candidate, assumed)
+    yield from _in_another_order(candidate)
+    if "delay-weight-grads" in assumed and candidate.shards == "off":
+        yield from _with_placed_weight_grads(candidate)
         yield from _with_delayed_weight_grads(candidate)
+
+
+def recomputed_and_paired(candidate: Candidate, assumed: Set[Assumption]) -> Iterator[Candidate]:
+    """Recomputation before the gradient arrives, pairs of micro-batches, and both."""
+    c = candidate
+    splits = c.delayed_weight_grads or c.places_weight_grads
+    if c.is_stock or c.offload or splits:
+        return
+    early = "recompute-early" in assumed and c.setup.recompute == "full"
+    # What training refuses beside pairs.
+    alone = c.backward_share is None and not c.preemptive and c.shards == "off"
+    alone = alone and c.group_size in (None, c.num_ranks)
+    paired = "overlap-tensor-parallel" in assumed and c.setup.tensor_parallel > 1 and alone
+    for recomputes_early in (False, True)[: 1 + early]:
+        for overlaps in (False, True)[: 1 + (paired and c.num_microbatches > 1)]:
+            other = replace(c, recompute_early=recomputes_early, overlap_tensor_parallel=overlaps)
+            if other != c:
+                yield other
 
 
 def _with_other_groups(candidate: Candidate) -> Iterator[Candidate]:
@@ -40,6 +64,31 @@ def _with_a_lighter_end(candidate: Candidate, num_layers: int) -> Iterator[Candi
         yield replace(candidate, layers=tuple(layers))
 
 
+def _with_other_forwards_ahead(candidate: Candidate) -> Iterator[Candidate]:
+    """More forwards ahead for slower transfers, and fewer for less memory."""
+    if candidate.is_stock or candidate.offload or candidate.num_ranks == 1:
+        return
+    if candidate.schedule == "aiao":
+        yield replace(candidate, forwards_ahead=1)
+    yield replace(candidate, forwards_ahead=3)
+
+
+def _in_another_order(candidate: Candidate) -> Iterator[Candidate]:
+    """Pipeline ranks next to each other, where replicas are; or the other way round."""
+    setup = candidate.setup
+    if candidate.num_ranks > 1 and setup.data_parallel > 1:
+        order: Order = "tp-pp-dp" if setup.order == "tp-dp-pp" else "tp-dp-pp"
+        yield replace(candidate, setup=replace(setup, order=order))
+
+
+def _with_placed_weight_grads(candidate: Candidate) -> Iterator[Candidate]:
+    """Weight gradients in the gaps, with 1F1B's forwards ahead (zero bubble) and with more."""
+    if candidate.is_stock or candidate.offload or candidate.schedule != "aiao":
+        return
+    for ahead in (None, 1, 3):
+        yield replace(candidate, forwards_ahead=ahead, places_weight_grads=True)
+
+
 def _with_delayed_weight_grads(candidate: Candidate) -> Iterator[Candidate]:
     """Delay the weight gradients of one or two segments: those in the middle, or the last.
 
@@ -48,12 +97,15 @@ def _with_delayed_weight_grads(candidate: Candidate) -> Iterator[Candidate]:
     has to reach into the next one.
     """
     setup, segments = candidate.setup, candidate.num_segments
-    if candidate.schedule != "aiao" or candidate.offload or setup.data_parallel == 1:
+    if candidate.schedule != "aiao" or candidate.offload or setup.num_replicas == 1:
         return
+    setups = [setup]
     if candidate.backward_share is None:
-        whole = replace(setup, distributed_optimizer=False)
-        candidate = replace(candidate, setup=whole, backward_share="auto")
+        candidate = replace(candidate, backward_share="auto")
+        if setup.distributed_optimizer:
+            setups.append(replace(setup, distributed_optimizer=False))
     middle = segments // 2
     for chosen in ((segments - 1,), (middle, segments - 1), (middle - 1, middle)):
         if chosen[0] > 0 and len(set(chosen)) == len(chosen):
-            yield replace(candidate, delayed_weight_grads=chosen)
+            for its in setups:
+                yield replace(candidate, setup=its, delayed_weight_grads=chosen)

@@ -18,8 +18,13 @@ from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
+from megatron.fold3d.predict.cost_model.recompute_by_stage import (
+    estimate_with_counts,
+    fewest_recomputed,
+)
 from megatron.fold3d.predict.search.bounds import Bounded, bounded, earlier_s
 from megatron.fold3d.predict.search.candidate_timeline import (
+    order_of,
     timeline_of,
     undisturbed_s,
     without_grad_sync,
@@ -32,10 +37,11 @@ from megatron.fold3d.predict.search.candidates import (
     candidates,
 )
 from megatron.fold3d.predict.search.infeasible import nothing_divides, nothing_fits
-from megatron.fold3d.predict.search.neighbours import neighbours
+from megatron.fold3d.predict.search.neighbours import neighbours, recomputed_and_paired
 from megatron.fold3d.predict.search.search_result import WORTHWHILE, JudgedCandidate, Search
 
 USABLE_MEMORY = 0.85  # the rest is CUDA's, NCCL's and what the allocator cannot use
+_COUNTED = 6  # how many of those that recompute all layers are tried with fewer
 _IMPROVED = 3  # how many of the best candidates have their neighbours tried
 
 
@@ -73,6 +79,7 @@ def search(
         raise ValueError(nothing_divides(shape, cluster, global_batch_size, given))
     if "offload" not in assumed:
         everything += map(judge.bounded, _that_memory_asks_to_offload(everything, judge.fits))
+    everything += [*_that_shards_make_fit(everything, judge)]
     fitting = _quickest_of_each(filter(judge.fits, everything))
     judge.num_left = len(fitting)
     best = judge.best(fitting, top)
@@ -94,6 +101,9 @@ def search(
         for choice in (*best[:_IMPROVED], *stock)
         for other in neighbours(choice.candidate, shape.num_layers, assumed)
     )
+    if "recompute-layers" in assumed:
+        for counted in judge.recomputing_less(fitting):
+            others |= dict.fromkeys((counted, *recomputed_and_paired(counted, assumed)))
     known = {item.candidate for item in fitting}
     better = [judge.bounded(other) for other in others if other not in known]
     judge.num_left += len(better)
@@ -107,6 +117,7 @@ def search(
         too_large=sum(not judge.fits(b) for b in everything),
         simulated=judge.num_simulated,
         undelayed=judge.undelayed(best[0].candidate),
+        unsharded=judge.unsharded(best[0].candidate, fitting),
     )
 
 
@@ -122,6 +133,7 @@ class _Judge:
         self.limit_bytes = cluster.gpu_memory_bytes * USABLE_MEMORY
         self.host_limit_bytes = cluster.host_memory_bytes * USABLE_MEMORY / cluster.gpus_per_node
         self.num_left = 0
+        self._shape = shape
         self._estimate = lru_cache(None)(
             lambda setup, ranks, segments, layers: estimate(
                 shape, cluster, setup, num_ranks=ranks, num_segments=segments, layers=layers
@@ -138,14 +150,33 @@ class _Judge:
     def estimate(self, candidate: Candidate) -> Estimate:
         """Return the costs of a candidate."""
         c = candidate
-        return self._estimate(c.setup, c.num_ranks, c.num_segments, c.layers)
+        known = self._estimate(c.setup, c.num_ranks, c.num_segments, c.layers)
+        return estimate_with_counts(known, self._shape, c.setup, c.recompute_layers)
 
     def bounded(self, candidate: Candidate) -> Bounded:
         """Return a candidate's bounds, without a simulation."""
-        return bounded(candidate, self.estimate(candidate))
+        item = bounded(candidate, self.estimate(candidate))
+        if candidate.recompute_layers:  # stages differ; numbers were chosen to fit
+            item = replace(item, device_bytes=min(item.device_bytes, self.limit_bytes))
+        return item
+
+    def recomputing_less(self, among: Sequence[Bounded]) -> Iterator[Candidate]:
+        """Yield the most promising candidates that recompute all layers, with as few as fit."""
+        every_layer = (
+            item
+            for item in among
+            if item.candidate.setup.recompute == "full"
+            and not (item.candidate.is_stock or item.candidate.offload or item.candidate.layers)
+        )
+        for item in sorted(every_layer, key=lambda item: item.bound_s)[:_COUNTED]:
+            c = item.candidate
+            counts = fewest_recomputed(
+                order_of(c), self._shape, c.setup, item.estimate.footprint, self.limit_bytes
+            )
+            yield replace(c, recompute_layers=counts)
 
     def fits(self, known: Bounded | JudgedCandidate) -> bool:
-        """Tell whether the GPU's memory, and its share of the host's, are enough."""
+        """Return True if the GPU's memory, and its share of the host's, are enough."""
         host_fits = known.host_bytes <= self.host_limit_bytes
         return known.device_bytes <= self.limit_bytes and host_fits
 
@@ -154,6 +185,8 @@ class _Judge:
 
         Only delayed weight gradients could hide the first segment's DP.sync.
         """
+        if item.candidate.places_weight_grads:  # its order is not known before it is simulated
+            return item.bound_s
         alone = without_grad_sync(item.candidate)
         if alone not in self._undisturbed_s:
             self._undisturbed_s[alone] = undisturbed_s(alone, item.estimate)
@@ -178,15 +211,25 @@ class _Judge:
 
     def undelayed(self, candidate: Candidate) -> JudgedCandidate | None:
         """Return a candidate without the delayed weight gradients that it has."""
-        if not candidate.delayed_weight_grads:
+        if not (candidate.delayed_weight_grads or candidate.places_weight_grads):
             return None
-        undelayed = replace(candidate, delayed_weight_grads=())
+        undelayed = replace(candidate, delayed_weight_grads=(), places_weight_grads=False)
         return self._judged.get(undelayed) or self._simulate(self.bounded(undelayed))
 
+    def unsharded(self, candidate: Candidate, fitting: Iterable[Bounded]) -> JudgedCandidate | None:
+        """Return the best of ours without shards, if a candidate has any."""
+        if candidate.shards == "off":
+            return None
+        whole = (b for b in fitting if b.candidate.shards == "off" and not b.candidate.is_stock)
+        return next(iter(self.best(whole, 1)), None)
+
     def _simulate(self, item: Bounded) -> JudgedCandidate:
-        timeline = timeline_of(item.candidate, item.estimate)
+        timeline = timeline_of(item.candidate, item.estimate, memory_bytes=self.limit_bytes)
         peak, on_host = item.device_bytes, 0.0
-        if item.candidate.offload or item.candidate.delayed_weight_grads:
+        candidate = item.candidate
+        splits = candidate.delayed_weight_grads or candidate.places_weight_grads
+        recomputes = candidate.recompute_early or candidate.recompute_layers
+        if candidate.offload or splits or recomputes:
             ranks = memory(timeline, item.estimate.footprint)
             peak = max(rank.device.peak_bytes for rank in ranks)
             on_host = max(rank.host.peak_bytes for rank in ranks)
@@ -207,7 +250,8 @@ def _plainest_first(best: tuple[JudgedCandidate, ...]) -> tuple[JudgedCandidate,
     first = best[0]
     delayed = first.candidate.delayed_weight_grads
     for plainer in (
-        replace(first.candidate, delayed_weight_grads=()),
+        replace(first.candidate, forwards_ahead=None),
+        replace(first.candidate, delayed_weight_grads=(), places_weight_grads=False),
         replace(first.candidate, delayed_weight_grads=delayed[-1:]),
         replace(first.candidate, backward_share="auto"),
     ):
@@ -237,8 +281,26 @@ def _that_memory_asks_to_offload(
             yield replace(item.candidate, offload=True)
 
 
+def _that_shards_make_fit(all_: Sequence[Bounded], judge: "_Judge") -> Iterator[Bounded]:
+    """Yield AIAO in shards where memory has no room for it whole, with as few shards as will do.
+
+    What fits whole gains nothing from shards: they only add an all-gather. Gradients in shards add
+    no traffic to that of parameters.
+    """
+    for item in all_:
+        c = item.candidate
+        sharded = c.setup.distributed_optimizer and c.setup.num_replicas > 1
+        freed = c.schedule == "aiao" and c.num_segments > 2 and not c.offload
+        if not (sharded and freed) or c.backward_share is not None or judge.fits(item):
+            continue
+        for shards in ("weights", "gradients"):
+            if judge.fits(bounded := judge.bounded(replace(c, shards=shards))):
+                yield bounded
+                break
+
+
 def _quickest_of_each(among: Iterable[Bounded]) -> list[Bounded]:
-    """Of candidates that differ only in what they recompute, keep the one that recomputes least.
+    """Keep, of candidates that differ only in recomputation, the one that recomputes least.
 
     All that offload are kept: for them, less recomputation means more to copy.
     """

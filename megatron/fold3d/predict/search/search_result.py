@@ -21,7 +21,7 @@ class JudgedCandidate:
 
     @property
     def limit(self) -> str:
-        """What takes the most time beside computation."""
+        """The name of what takes the most time beside computation."""
         row = self.exposed
         causes = {
             "bubble": row.bubble_s,
@@ -45,3 +45,5 @@ class Search:
     simulated: int
     undelayed: JudgedCandidate | None = None
     """The best one without delayed weight gradients, if it has them."""
+    unsharded: JudgedCandidate | None = None
+    """The best of ours that keeps parameters and gradients whole, if the best one does not."""

@@ -1,15 +1,23 @@
 """The shares that ``--backward-share auto`` would choose, from a simulation.
 
 They are chosen as in training: from the times at which gradients are ready in an iteration with
-`FIRST_SHARE`, and from how long the network is busy with them behind the backward.
+`FIRST_SHARE`, and from how long the network is busy with them behind the backward. With the
+distributed optimizer nothing is measured and all is reduced behind the backward, unless weight
+gradients are delayed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatron.fold3d.observe.timeline import Lane, Span
 from megatron.fold3d.plan.ir import Op, Plan
-from megatron.fold3d.policy.backward_shares import FIRST_SHARE, backward_shares, busy_s
+from megatron.fold3d.plan.passes.gather_later import gather_later
+from megatron.fold3d.policy.backward_shares import (
+    FIRST_SHARE,
+    backward_shares,
+    busy_s,
+    forwards_before_gather,
+)
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
 from megatron.fold3d.predict.simulator.simulate import simulate
@@ -25,24 +33,44 @@ def auto_shares(plan: Plan, costs: Costs, execution: Execution) -> tuple[float, 
     """
     stages, ranks = plan.num_stages, plan.num_ranks
     shares = [0.0] * stages
+    if plan.has(Op.GATHER_PARAM) and not plan.has(Op.WEIGHT):
+        return (1.0,) * stages
     if plan.num_segments == 1 or not costs.grad_sync_s:
         return tuple(shares)  # no backward follows
     first = simulate(plan, costs, replace(execution, backward_share=(FIRST_SHARE,) * stages))
-    kept_back_s = costs.kept_back_s or (0.0,) * stages
-    late_s = [whole - kept for whole, kept in zip(costs.grad_sync_s, kept_back_s, strict=True)]
-    at_once_s = [FIRST_SHARE * late + kept for late, kept in zip(late_s, kept_back_s, strict=True)]
+    in_iteration_s = costs.reduced_in_iteration_s or (0.0,) * stages
+    late_s = [all_s - own_s for all_s, own_s in zip(costs.grad_sync_s, in_iteration_s, strict=True)]
+    at_once_s = [FIRST_SHARE * s + own_s for s, own_s in zip(late_s, in_iteration_s, strict=True)]
     for rank, spans in enumerate(first.ranks):
         own = range(rank, stages, ranks)
         ready_s = _ready_s(spans)
-        slower = _slower(spans, max(ready_s.values()), at_once_s)
+        slower = _slower(spans, ready_s, at_once_s)
         shares[rank::ranks] = backward_shares(
             [ready_s[stage] for stage in own], [slower * late_s[stage] for stage in own]
         )
     return tuple(shares)
 
 
+def gathered_when_reduced(plan: Plan, costs: Costs, shares: Sequence[float]) -> Plan:
+    """Return the plan with all-gathers of parameters where training moves them, given the shares.
+
+    A plan without gathers, or without any DP.sync that is left for the forward, stays as it is.
+    """
+    if not costs.param_gather_s or not costs.grad_sync_s:
+        return plan
+    return gather_later(
+        plan,
+        {
+            stage: forwards_before_gather((1 - share) * sync_s, gather_s, plan.num_microbatches)
+            for stage, (share, sync_s, gather_s) in enumerate(
+                zip(shares, costs.grad_sync_s, costs.param_gather_s, strict=True)
+            )
+        },
+    )
+
+
 def _ready_s(spans: Sequence[Span]) -> dict[int, float]:
-    """When each stage's last backward ended."""
+    """Return when each stage's last backward ended, in s."""
     return {
         span.action.stage: span.end_s
         for span in spans
@@ -50,14 +78,22 @@ def _ready_s(spans: Sequence[Span]) -> dict[int, float]:
     }
 
 
-def _slower(spans: Sequence[Span], last_s: float, at_once_s: Sequence[float]) -> float:
-    """The factor by which messages slow DP.sync down before the last backward ends (``last_s``).
+def _slower(
+    spans: Sequence[Span], ready_s: Mapping[int, float], at_once_s: Sequence[float]
+) -> float:
+    """The factor by which messages slow DP.sync down before the last backward ends.
 
-    DP.sync that ends later counts only if none ended before. The part kept back counts as well.
+    DP.sync that ends later counts only if none ended before. The part that is reduced in the
+    iteration counts as well. What a forward is kept waiting by does not: it is left from an
+    iteration before.
     """
+    last_s = max(ready_s.values())
     of_stage: dict[int, list[Span]] = {}
     for span in spans:
-        if span.lane is Lane.GRAD_SYNC and span.action and span.start_s < last_s:
+        if span.lane is not Lane.GRAD_SYNC or span.action is None:
+            continue
+        is_reduction = span.action.op is Op.REDUCE_GRAD
+        if is_reduction and ready_s[span.action.stage] <= span.start_s < last_s:
             of_stage.setdefault(span.action.stage, []).append(span)
     ended = {s: its for s, its in of_stage.items() if all(span.end_s <= last_s for span in its)}
     behind = ended or of_stage

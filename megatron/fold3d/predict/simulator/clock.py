@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Clock:
+class SimulatedClock:
     """Simulated time, and the events still to come."""
 
     def __init__(self) -> None:

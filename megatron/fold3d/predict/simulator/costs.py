@@ -13,6 +13,7 @@ from megatron.fold3d.observe.fields import is_number, parse_json
 from megatron.fold3d.plan.ir import Plan, PlanError
 
 _NEEDED = ("forward_s", "backward_s")
+_RENAMED = {"kept_back_s": "reduced_in_iteration_s"}  # keys of older files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,12 @@ class Costs:
     """Of ``backward_s``, the weight gradients: what a plan's W takes, and its B then takes less."""
     recompute_s: tuple[float, ...] = ()
     """Of ``backward_s``, recomputation: what a plan's R takes, and its B then takes less."""
+    tp_sync_s: tuple[float, ...] = ()
+    """Of ``forward_s``, tensor-parallel collectives. A ``backward_s`` has as much of them, and once
+    more where it recomputes; half a pair of micro-batches hides them as far as it can."""
+    tp_collectives: tuple[int, ...] = ()
+    """How many collectives ``tp_sync_s`` is: what a pair cannot hide is at its ends, a part of one.
+    Zero, or none given, leaves the ends out."""
     split_s: float = 0.0
     """Overhead of a W for being a task of its own, on top of its ``weight_s``."""
     p2p_s: float = 0.0
@@ -37,7 +44,7 @@ class Costs:
     """Whether a sender that waits for its send waits only until a buffer has taken the message."""
     grad_sync_s: tuple[float, ...] = ()
     """DP.sync of a stage's gradients at the full rate of the rank's NIC."""
-    kept_back_s: tuple[float, ...] = ()
+    reduced_in_iteration_s: tuple[float, ...] = ()
     """The part of ``grad_sync_s`` that ends within its iteration even if the rest is deferred."""
     grad_sync_local: bool = False
     """Whether DP.sync stays inside the node and leaves the NIC to the messages."""
@@ -56,6 +63,7 @@ class Costs:
         forward_s: float = 1.0,
         backward_s: float = 2.0,
         recompute_s: float = 0.0,
+        tp_sync_s: float = 0.0,
         grad_sync_s: float = 0.0,
         p2p_s: float = 0.0,
         p2p_latency_s: float = 0.0,
@@ -70,6 +78,7 @@ class Costs:
             backward_s=(backward_s,) * num_stages,
             weight_s=((backward_s - recompute_s) / 2,) * num_stages,
             recompute_s=(recompute_s,) * num_stages,
+            tp_sync_s=(tp_sync_s,) * num_stages,
             grad_sync_s=(grad_sync_s,) * num_stages,
             p2p_s=p2p_s,
             p2p_latency_s=p2p_latency_s,
@@ -101,6 +110,11 @@ class Costs:
                     raise PlanError(
                         f"found {part_s!r} in {name}; it is a part of a backward of {whole_s!r}"
                     )
+        for sync_s, whole_s in zip(self.tp_sync_s, self.forward_s, strict=False):
+            if sync_s > whole_s:
+                raise PlanError(
+                    f"found {sync_s!r} in tp_sync_s; it is a part of a forward of {whole_s!r}"
+                )
         both = zip(self.weight_s, self.recompute_s, self.backward_s, strict=False)
         for weight_s, recompute_s, whole_s in both:
             if weight_s + recompute_s > whole_s:
@@ -117,8 +131,11 @@ class Costs:
     def from_json(cls, text: str) -> Self:
         """Read `to_json`; fields that are not there have their defaults.
 
+        A key of an older file is read as the field that has its meaning now.
+
         Raises:
-            ValueError: the text is not JSON, a key is unknown, or one that is needed is missing.
+            ValueError: the text is not JSON, a key is unknown or there under its old and its new
+                name, or one that is needed is missing.
         """
         known = {field.name for field in fields(cls)}
         try:
@@ -127,6 +144,13 @@ class Costs:
             raise ValueError(f"not costs: {error}") from None
         if not isinstance(found, dict):
             raise ValueError(f"not costs: found a {type(found).__name__}; give one JSON object")
+        for old, new in _RENAMED.items():
+            if old in found and new in found:
+                raise ValueError(
+                    f"not costs: found both {old} and {new}; {old} is the old name of {new}; "
+                    f"remove {old}"
+                )
+        found = {_RENAMED.get(key, key): value for key, value in found.items()}
         for wrong, which in (
             (known.intersection(_NEEDED) - set(found), "lacks"),
             (set(found) - known, "has unknown"),

@@ -12,7 +12,16 @@ from typing import NamedTuple
 
 from megatron.fold3d.observe.messages import message_from, source_of
 from megatron.fold3d.plan.device_queues import STREAM_OF, Stream, send_waits
-from megatron.fold3d.plan.ir import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
+from megatron.fold3d.plan.ir import (
+    COMPUTE_OPS,
+    GATHER_OPS,
+    HOST_OPS,
+    PARAM_WAIT_OPS,
+    RECV_OPS,
+    SEND_OPS,
+    Action,
+    Op,
+)
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.predict.simulator.execution import Device
@@ -20,7 +29,7 @@ from megatron.fold3d.predict.simulator.steps import NO_FACT, Step, Steps
 
 
 class Kind(IntEnum):
-    """What an item does when it begins."""
+    """The kind of an item: what it does when it begins."""
 
     COMPUTE = 0
     WAIT = 1  # does nothing or, if it has seconds, is the optimizer's step
@@ -30,7 +39,7 @@ class Kind(IntEnum):
 
 
 class Item(NamedTuple):
-    """What a stream runs."""
+    """A unit of work on a stream."""
 
     kind: Kind
     stream: Stream
@@ -68,6 +77,12 @@ class Items:
         self._grad_sync_s = grad_sync_s
         self._sends_waited_for = sends_waited_for
         self.num_facts = steps.num_facts
+        self._sliced = {
+            step.action.stage
+            for program in steps.programs
+            for step in program
+            if step.action.op is Op.REDUCE_SLICE
+        }
 
     def of(self, program: Sequence[Step]) -> list[Item]:
         """Return the items of one iteration of a rank, in the order of issue."""
@@ -77,8 +92,8 @@ class Items:
         waits: list[tuple[int, Step, int]] = []  # for them: index, step, how many had begun
 
         def launch(step: Step, count: int) -> None:
-            kept_back = self._steps.is_kept_back(step.fact)
-            stream = Stream.KEPT_BACK if kept_back else Stream.DP_SYNC
+            in_iteration = self._steps.is_reduced_in_iteration(step.fact)
+            stream = Stream.IN_ITERATION if in_iteration else Stream.DP_SYNC
             seconds, fact = step.seconds / count, step.fact
             items.append(Item(Kind.COLLECTIVE, stream, step.action, seconds, computed, (), fact))
             begun[fact] += 1
@@ -98,6 +113,8 @@ class Items:
         for index, step in enumerate(program):
             action, seconds, facts, fact = step
             stage, op, microbatch = action
+            if op in HOST_OPS:  # the host's work alone
+                continue
             stream = STREAM_OF[op]
             if op in COMPUTE_OPS:
                 needs = tuple([(needed, 1, 1) for needed in facts])
@@ -122,11 +139,11 @@ class Items:
             elif op in RECV_OPS:
                 fact = self._steps.arrival(action)
                 items.append(Item(Kind.TRANSFER, stream, action, 0.0, computed, (), fact))
-            elif op is Op.WAIT_GRAD or op is Op.WAIT_PARAM:
+            elif op is Op.WAIT_GRAD or op in PARAM_WAIT_OPS:
                 waits.append((len(items), step, begun[fact]))
                 items.append(Item(Kind.WAIT, stream, action, seconds, computed))
                 computed += 1
-            elif op is Op.REDUCE_GRAD or op is Op.GATHER_PARAM:
+            elif op is Op.REDUCE_GRAD or op is Op.REDUCE_SLICE or op in GATHER_OPS:
                 if action not in launched:
                     count = self._launches(step)
                     for _ in range(count):
@@ -151,7 +168,7 @@ class Items:
         if not self._device.in_backward:
             return {}
         actions = tuple(step.action for step in program)
-        others = split_stages(actions) | deferred_stages(actions)  # DDP's hooks are quiet
+        others = split_stages(actions) | deferred_stages(actions) | self._sliced  # hooks are quiet
         backward = {s.action.stage: s.action for s in program if s.action.op is Op.BACKWARD}
         return {
             backward[step.action.stage]: step
@@ -162,9 +179,12 @@ class Items:
     def _launches(self, step: Step) -> int:
         """Return the number of collectives in a step's DP.sync: its part of the whole stage's."""
         stage = step.action.stage
-        if not self._device.launches or not step.seconds or self._steps.is_kept_back(step.fact):
+        if stage in self._sliced and step.action.op not in GATHER_OPS:
+            return 1
+        in_iteration = self._steps.is_reduced_in_iteration(step.fact)
+        if not self._device.launches or not step.seconds or in_iteration:
             return 1
         whole_s = self._grad_sync_s[stage]
-        if step.action.op is Op.GATHER_PARAM or not whole_s:
+        if step.action.op in GATHER_OPS or not whole_s:
             return self._device.launches[stage]
         return max(1, ceil(self._device.launches[stage] * step.seconds / whole_s - 1e-9))

@@ -15,7 +15,7 @@ from megatron.fold3d.observe.messages import message_from, send_of
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
 from megatron.fold3d.plan.device_queues import STREAM_OF, Stream, queue_of
 from megatron.fold3d.plan.ir import SEND_OPS, Action, PlanError
-from megatron.fold3d.predict.simulator.clock import Clock
+from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.device_items import Item, Items, Kind
 from megatron.fold3d.predict.simulator.execution import Device, Execution
@@ -98,7 +98,7 @@ class DeviceRun:
         self.steps, self.costs, self.device = steps, costs, device
         self.iterations, self.flush = iterations, execution.flush
         self.nics = execution.nic_of_rank or tuple(range(len(steps.programs)))
-        self.clock = Clock()
+        self.clock = SimulatedClock()
         first_local = 1 + max(self.nics)  # of one more pair of links per rank: DP.sync in the node
         self.sync_nics: Sequence[int] = self.nics
         if costs.grad_sync_local:
@@ -126,7 +126,7 @@ class DeviceRun:
             rank.released = 1 if self.flush else self.iterations
         for rank in self.ranks:
             self._advance(rank)
-        self.clock.run(between=self.network.settle)
+        self.clock.run(between=self.network.update_rates)
         if stuck := [rank for rank in self.ranks if self._head(rank) is not None]:
             where = ", ".join(f"rank {rank.number} at {self._head(rank)}" for rank in stuck[:8])
             raise PlanError(
@@ -204,7 +204,7 @@ class DeviceRun:
             if queue.computes:
                 self._wait(rank, action, iteration, held_s)
             nic = self.sync_nics[rank.number]
-            self.network.start(self.network.collective(nic, seconds, self._synced, work))
+            self.network.start_flow(self.network.collective(nic, seconds, self._synced, work))
         else:
             self.clock.at(now_s + seconds, self._end, work)
 
@@ -267,7 +267,7 @@ class DeviceRun:
     def _flow(self, message: _Message) -> None:
         source, target = self.nics[message.sender.number], self.nics[message.receiver.number]
         flow = self.network.message(source, target, self.costs.p2p_s, self._arrive, message)
-        self.network.start(flow)
+        self.network.start_flow(flow)
 
     def _arrive(self, message: _Message) -> None:
         sender, receiver, action, send, fact, since_s, iteration = message

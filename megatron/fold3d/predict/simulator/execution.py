@@ -1,10 +1,11 @@
 """How a runtime executes a plan: what waits for what, and who goes first on a shared link."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from megatron.fold3d.plan.device_queues import MOST_OUTSTANDING
-from megatron.fold3d.plan.ir import Op
+from megatron.fold3d.plan.ir import Action, Op
 
 GradSyncOrder = Literal["fifo", "edf"]
 
@@ -29,7 +30,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """What a simulation needs to know beside the plan and its costs."""
+    """The rules of execution, which a simulation needs beside a plan and its costs."""
 
     nic_of_rank: tuple[int, ...] | None = None
     """The NIC that each rank uses; None gives every rank its own."""
@@ -46,6 +47,14 @@ class Execution:
 
     Otherwise they share the link.
     """
+    needed_s: Mapping[Action, float] | None = None
+    """When a message is needed, by the forward or backward that reads it.
+
+    Of messages that share a link, the one that is needed first takes it; no runtime does that.
+    Without it they share the link fairly.
+    """
+    whole_messages: bool = False
+    """With ``needed_s``, whether a message that has begun makes way for no other."""
     sends_waited_for: frozenset[Op] = frozenset()
     """The computations (FORWARD, BACKWARD) after which a rank waits until the result has arrived.
 
@@ -56,6 +65,8 @@ class Execution:
 
     The rest of all stages follows the last action. Without shares, REDUCE_GRAD starts everything.
     """
+    overlap_tensor_parallel: bool = False
+    """Whether neighbouring micro-batches are computed in pairs: see `plan.passes.pairs`."""
     device: Device | None = None
     """What runs the plan.
 

@@ -1,4 +1,4 @@
-"""Links that flows share: fluid, max-min fair, PP.sync before DP.sync.
+"""Links that flows share: fluid, max-min fair or by need, PP.sync before DP.sync.
 
 PP.sync may go first always, or up to a pause budget like the preemptive communicator's. Without a
 budget, messages that fill a link would starve DP.sync.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from math import inf
 from typing import Any
 
-from megatron.fold3d.predict.simulator.clock import Clock
+from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.pause_budget import PauseBudget
 
 
@@ -48,16 +48,26 @@ class Network:
             without it they share fairly.
         pause_share: the part of the time for which messages may keep collectives off a NIC; when
             it is spent, they share fairly.
+        needed_s: of a message's tag, when it is needed: of those that share a link the first goes
+            alone, and makes way for no other if ``whole``. Without it they share fairly.
     """
 
     def __init__(
-        self, clock: Clock, num_nics: int, *, preemptive: bool, pause_share: float = 1.0
+        self,
+        clock: SimulatedClock,
+        num_nics: int,
+        *,
+        preemptive: bool,
+        pause_share: float = 1.0,
+        needed_s: Callable[[Any], float] | None = None,
+        whole: bool = False,
     ) -> None:
         # Dicts as ordered sets: equal runs visit equal flows in equal order.
         self._clock = clock
         self._flows: list[dict[Flow, None]] = [{} for _ in range(2 * num_nics)]
         self._background: list[dict[Flow, None]] = [{} for _ in range(num_nics)]
         self._preemptive = preemptive
+        self._needed_s, self._whole = needed_s, whole
         self._budgets = [
             PauseBudget(clock, nic, pause_share, self._make_equal)
             for nic in range(num_nics if preemptive and pause_share < 1 else 0)
@@ -76,8 +86,8 @@ class Network:
         flow.is_collective = True
         return flow
 
-    def start(self, flow: Flow) -> None:
-        """Add a flow; `settle` will give it its rate."""
+    def start_flow(self, flow: Flow) -> None:
+        """Add a flow; `update_rates` will give it its rate."""
         flow.since_s = self._clock.now_s
         nic = flow.links[0] >> 1
         equal = bool(self._budgets) and self._budgets[nic].is_spent
@@ -86,14 +96,14 @@ class Network:
             flows[flow] = None
         self._touch(flow)
 
-    def stop(self, flow: Flow) -> None:
+    def stop_flow(self, flow: Flow) -> None:
         """Remove a flow, done or not; it keeps the rest of its work."""
         self._set_rate(flow, 0.0)
         for flows in self._of(flow):
             del flows[flow]
         self._touch(flow)
 
-    def settle(self) -> None:
+    def update_rates(self) -> None:
         """Recompute the rates on links where flows have started or stopped."""
         nics: dict[int, None] = {}
         touched, on_link = self._touched, self._flows
@@ -113,7 +123,7 @@ class Network:
                 for other in links:
                     touched.pop(other, None)
                     nics[other >> 1] = None
-                for flow, rate in _max_min(links, flows, on_link):
+                for flow, rate in self._shares(links, flows):
                     self._set_rate(flow, rate)
         for nic in nics:
             if background := self._background[nic]:
@@ -124,6 +134,13 @@ class Network:
                     self._budgets[nic].pause(paused=used > 0)
             elif self._budgets:
                 self._budgets[nic].pause(paused=False)
+
+    def _shares(
+        self, links: Iterable[int], flows: dict[Flow, None]
+    ) -> Iterable[tuple[Flow, float]]:
+        if self._needed_s is None:
+            return _max_min(links, flows, self._flows)
+        return list(_by_need(links, flows, self._needed_s, whole=self._whole))
 
     def _make_equal(self, nic: int, equal: bool) -> None:
         """Let the collectives of a NIC share it with messages, or yield to them again."""
@@ -174,7 +191,7 @@ class Network:
     def _end(self, flow: Flow) -> None:
         if flow.ends_s == self._clock.now_s and flow.rate > 0:  # else its end has moved
             flow.remaining_s = 0.0
-            self.stop(flow)
+            self.stop_flow(flow)
             flow.done(flow.tag)
 
 
@@ -196,3 +213,26 @@ def _max_min(
                         for link in flow.links:
                             free[link] = max(0.0, free[link] - rate)
                             count[link] -= 1
+
+
+def _by_need(
+    links: Iterable[int],
+    flows: Iterable[Flow],
+    needed_s: Callable[[Any], float],
+    *,
+    whole: bool,
+) -> Iterator[tuple[Flow, float]]:
+    """Yield rates: what is needed first takes all that its links have; collectives come last."""
+
+    def place(flow: Flow) -> tuple[bool, bool, float]:
+        has_begun = whole and flow.rate > 0
+        return flow.is_collective, not has_begun, 0 if flow.is_collective else needed_s(flow.tag)
+
+    free = dict.fromkeys(links, 1.0)
+    for flow in sorted(flows, key=place):
+        rate = min(free[link] for link in flow.links)
+        if whole and rate < 1:
+            rate = 0.0
+        for link in flow.links:
+            free[link] -= rate
+        yield flow, rate

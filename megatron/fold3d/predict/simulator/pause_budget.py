@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from math import inf
 
-from megatron.fold3d.predict.simulator.clock import Clock
+from megatron.fold3d.predict.simulator.clock import SimulatedClock
 
 WINDOW_S = 1.0
 
@@ -17,14 +17,14 @@ class PauseBudget:
         clock: the run's.
         nic: its number.
         share: of a window that may be spent in pauses.
-        tell: called with the NIC and with whether its budget is spent, whenever that changes.
+        on_change: called with the NIC and with whether its budget is spent, whenever that changes.
     """
 
     def __init__(
-        self, clock: Clock, nic: int, share: float, tell: Callable[[int, bool], None]
+        self, clock: SimulatedClock, nic: int, share: float, on_change: Callable[[int, bool], None]
     ) -> None:
         self.is_spent = False
-        self._clock, self._nic, self._tell = clock, nic, tell
+        self._clock, self._nic, self._on_change = clock, nic, on_change
         self._budget_s = share * WINDOW_S
         self._left_s = 0.0
         self._window_ends_s = -inf
@@ -56,4 +56,4 @@ class PauseBudget:
 
     def _change(self, *, is_spent: bool) -> None:
         self.is_spent = is_spent
-        self._tell(self._nic, is_spent)
+        self._on_change(self._nic, is_spent)

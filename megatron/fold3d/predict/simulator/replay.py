@@ -32,7 +32,23 @@ def observed_plan(measured: Timeline) -> Plan:
         spans = measured.lane(rank, Lane.COMPUTE)
         actions = (s.action for s in spans if s.iteration == 0 and s.action is not None)
         programs.append(tuple(dict.fromkeys(actions)))  # an interrupted action has several spans
-    return as_synced(lower(Plan(tuple(programs)), Options(transfers=False)), measured)
+    plan = checked_size(Plan(tuple(programs)))
+    return as_synced(lower(plan, Options(transfers=False)), measured)
+
+
+def checked_size(plan: Plan) -> Plan:
+    """Return a plan of a trace, whose largest numbers decide what its simulation takes.
+
+    Raises:
+        PlanError: it has fewer actions than its stages have micro-batches.
+    """
+    num_actions, needed = sum(map(len, plan.programs)), plan.num_stages * plan.num_microbatches
+    if num_actions < needed:
+        raise PlanError(
+            f"{num_actions} actions for {plan.num_stages} stages and {plan.num_microbatches} "
+            f"micro-batches, which have {needed} forwards; trace whole iterations"
+        )
+    return plan
 
 
 def as_synced(plan: Plan, measured: Timeline) -> Plan:
@@ -129,7 +145,7 @@ def _iterations_from(timeline: Timeline, first: int) -> Timeline:
 
 
 def _overlaps(measured: Timeline) -> bool:
-    """Whether a rank reduced gradients of an iteration in which it still computed."""
+    """True if a rank reduced gradients of an iteration in which it still computed."""
     for spans in measured.ranks:
         last_s: dict[int, float] = defaultdict(float)
         for span in spans:
@@ -141,7 +157,7 @@ def _overlaps(measured: Timeline) -> bool:
 
 
 def _durations(measured: Timeline) -> Mapping[tuple[int, Op], list[float]]:
-    """How long each stage's computations took, not counting interruptions."""
+    """Return the seconds of each stage's computations, not counting interruptions."""
     found: dict[tuple[int, Op], dict[object, float]] = defaultdict(lambda: defaultdict(float))
     for spans in measured.ranks:
         for span in spans:
@@ -152,7 +168,7 @@ def _durations(measured: Timeline) -> Mapping[tuple[int, Op], list[float]]:
 
 
 def _copies(measured: Timeline, op: Op, stages: range) -> tuple[float, ...]:
-    """What one micro-batch's copy took in each stage; empty if nothing was copied."""
+    """Return the seconds of one micro-batch's copy in each stage; empty if nothing was copied."""
     found: dict[int, list[float]] = defaultdict(list)
     for spans in measured.ranks:
         for span in spans:

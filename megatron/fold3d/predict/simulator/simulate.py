@@ -5,10 +5,10 @@ SEND or, in a plan without transfers, when its computation ends. It waits for th
 flows through the NICs of both ranks; the computation that reads it waits for it. A RECV does
 nothing here: `add_p2p` posts none of them late.
 
-REDUCE_GRAD puts a stage's DP.sync into its rank's queue, which sends one at a time. WAIT_GRAD waits
-for the stage's DP.sync that was started last, in this iteration or the previous one. The part of a
-deferred DP.sync that is kept back has a queue of its own. OFFLOAD and RELOAD run on one copy stream
-per direction.
+REDUCE_GRAD puts a stage's DP.sync into its rank's queue, which sends one at a time. So does each
+REDUCE_SLICE. WAIT_GRAD waits for the stage's DP.sync that was started last, in this iteration or
+the previous one. The part of a deferred DP.sync that is reduced in its iteration has a queue
+of its own. OFFLOAD and RELOAD run on `policy.copy_streams`.
 
 With a `Device`, the plan runs by the rules of GPUs instead: see `DeviceRun`.
 """
@@ -19,15 +19,27 @@ from typing import NamedTuple
 
 from megatron.fold3d.observe.messages import message_from, send_of, source_of
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
-from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan, PlanError, gc_paused
+from megatron.fold3d.plan.ir import (
+    COMPUTE_OPS,
+    GATHER_OPS,
+    PARAM_WAIT_OPS,
+    Action,
+    Op,
+    Plan,
+    PlanError,
+    gc_paused,
+)
 from megatron.fold3d.plan.passes.transfers import add_p2p
-from megatron.fold3d.predict.simulator.clock import Clock
+from megatron.fold3d.policy.copy_streams import CopyStreams
+from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.device_run import DeviceRun
 from megatron.fold3d.predict.simulator.execution import PLAIN, Execution
 from megatron.fold3d.predict.simulator.network import Network
 from megatron.fold3d.predict.simulator.steps import NO_FACT, Step, Steps
 from megatron.fold3d.predict.simulator.sync_queue import SyncQueue
+
+_STARTS = GATHER_OPS | {Op.REDUCE_GRAD, Op.REDUCE_SLICE}
 
 
 @gc_paused()
@@ -53,8 +65,13 @@ def simulate(
         )
     device = execution.device
     if device is not None and plan.num_ranks > 1 and not plan.has_p2p:
-        plan = add_p2p(plan)
-    steps = Steps(plan, costs, execution.backward_share)
+        plan = add_p2p(plan, receives_late=device.connections == 1)
+    steps = Steps(
+        plan,
+        costs,
+        execution.backward_share,
+        pairs_overlap=execution.overlap_tensor_parallel,
+    )
     if device is not None:
         return DeviceRun(steps, costs, execution, device, iterations).timeline()
     return _Run(steps, costs, execution, iterations).timeline()
@@ -68,7 +85,7 @@ class _Rank:
     program: list[Step]
     spans: list[Span]
     queue: SyncQueue
-    kept_back_queue: SyncQueue
+    in_iteration_queue: SyncQueue
     iteration: int = 0
     position: int = 0
     since_s: float = 0.0
@@ -77,7 +94,7 @@ class _Rank:
     """The fact that it waits for there."""
     awaits_arrival: "_Message | None" = None
     """The message it sent and waits for, until it has arrived."""
-    copies_end_s: dict[Op, float] = field(default_factory=lambda: {Op.OFFLOAD: 0.0, Op.RELOAD: 0.0})
+    copies: CopyStreams = field(default_factory=CopyStreams)
 
 
 class _Message(NamedTuple):
@@ -101,7 +118,7 @@ class _Run:
             frozenset() if costs.sends_are_buffered else execution.sends_waited_for
         )
         self.channels: defaultdict[tuple[int, int, Op], deque[_Message]] = defaultdict(deque)
-        self.clock = Clock()
+        self.clock = SimulatedClock()
         # Behind the NICs, one more pair of links per rank: for DP.sync that stays in the node.
         local_nics = range(1 + max(self.nics), 1 + max(self.nics) + len(self.nics))
         self.network = Network(
@@ -109,26 +126,27 @@ class _Run:
             local_nics.stop,
             preemptive=execution.preemptive,
             pause_share=execution.pause_share,
+            needed_s=None if execution.needed_s is None else self._needed_s,
+            whole=execution.whole_messages,
         )
         self.times_true = [0] * steps.num_facts
         self.times_begun = [0] * steps.num_facts  # of DP.sync: it may end iterations later
-        self.offloads_end_s: dict[tuple[int, int | None], float] = {}
         self.at_flush: list[_Rank] = []
         sync_nics = local_nics if costs.grad_sync_local else self.nics
         self.ranks = list(map(self._rank, range(len(self.nics)), steps.programs, sync_nics))
 
     def _rank(self, number: int, program: list[Step], nic: int) -> _Rank:
         spans: list[Span] = []
-        queue, kept_back_queue = (
+        queue, in_iteration_queue = (
             SyncQueue(self.clock, self.network, nic, order, spans.append, self.come_true)
             for order in (self.execution.grad_sync_order, "fifo")
         )
-        return _Rank(number, program, spans, queue, kept_back_queue)
+        return _Rank(number, program, spans, queue, in_iteration_queue)
 
     def timeline(self) -> Timeline:
         for rank in self.ranks:
             self.advance(rank)
-        self.clock.run(between=self.network.settle)
+        self.clock.run(between=self.network.update_rates)
         if stuck := [rank for rank in self.ranks if rank.iteration < self.iterations]:
             steps = [(rank.number, rank.program[rank.position].action) for rank in stuck[:8]]
             where = ", ".join(f"rank {number} at {action}" for number, action in steps)
@@ -154,7 +172,7 @@ class _Run:
             if op in COMPUTE_OPS:
                 self._occupy(rank, step.seconds)
                 return
-            if op is Op.WAIT_GRAD or op is Op.WAIT_PARAM:
+            if op is Op.WAIT_GRAD or op in PARAM_WAIT_OPS:
                 if times_true[fact] < self.times_begun[fact]:
                     rank.awaits = fact
                     return
@@ -162,10 +180,11 @@ class _Run:
                 if step.seconds and self.times_begun[fact]:
                     self._occupy(rank, step.seconds)
                     return
-            elif op is Op.REDUCE_GRAD or op is Op.GATHER_PARAM:
+            elif op in _STARTS:
                 self.times_begun[fact] += 1
-                queue = rank.kept_back_queue if self.steps.is_kept_back(fact) else rank.queue
-                queue.start(step.action, rank.iteration, step.seconds, fact)
+                in_iteration = self.steps.is_reduced_in_iteration(fact)
+                queue = rank.in_iteration_queue if in_iteration else rank.queue
+                queue.enqueue_sync(step.action, rank.iteration, step.seconds, fact)
             elif op is Op.OFFLOAD or op is Op.RELOAD:
                 self._copy(rank, step)
             elif fact != NO_FACT:
@@ -254,7 +273,12 @@ class _Run:
     def _put_on_network(self, message: _Message) -> None:
         source, target = self.nics[message.sender.number], self.nics[message.receiver.number]
         work_s = self.costs.p2p_s
-        self.network.start(self.network.message(source, target, work_s, self._arrive, message))
+        self.network.start_flow(self.network.message(source, target, work_s, self._arrive, message))
+
+    def _needed_s(self, message: _Message) -> float:
+        stage, op, microbatch = message.action
+        reader = Action(stage, Op.FORWARD if op is Op.RECV_F else Op.BACKWARD, microbatch)
+        return (self.execution.needed_s or {}).get(reader, 0.0)
 
     def _arrive(self, message: _Message) -> None:
         sender, receiver, action, fact, left_s = message
@@ -272,17 +296,12 @@ class _Run:
             self.advance(sender)
 
     def _copy(self, rank: _Rank, step: Step) -> None:
-        """Put a copy on its stream; a RELOAD begins no earlier than its OFFLOAD has ended."""
-        stage, op, microbatch = step.action
-        left_s = self.offloads_end_s.get((stage, microbatch), 0.0) if op is Op.RELOAD else 0.0
-        starts_s = max(self.clock.now_s, rank.copies_end_s[op], left_s)
-        ends_s = rank.copies_end_s[op] = starts_s + step.seconds
-        if op is Op.OFFLOAD:
-            self.offloads_end_s[stage, microbatch] = ends_s
+        start_s = rank.copies.start_copy(step.action, self.clock.now_s, step.seconds)
+        end_s = start_s + step.seconds
         if step.seconds:
-            rank.spans.append(Span(Lane.COPY, starts_s, ends_s, step.action, rank.iteration))
+            rank.spans.append(Span(Lane.COPY, start_s, end_s, step.action, rank.iteration))
         if step.fact != NO_FACT:
-            self.clock.at(ends_s, self.come_true, step.fact)
+            self.clock.at(end_s, self.come_true, step.fact)
 
     def _write(
         self, rank: _Rank, lane: Lane, start_s: float, action: Action | None, iteration: int

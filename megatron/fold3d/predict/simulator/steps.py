@@ -6,23 +6,28 @@ reduced. It has a number, and it comes true once per iteration.
 
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from itertools import pairwise
 from typing import NamedTuple
 
-from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan, Program
+from megatron.fold3d.plan.ir import COMPUTE_OPS, WHOLE, Action, Op, Plan, Program
+from megatron.fold3d.plan.passes.grad_sync import deferred_stages, slices_of
+from megatron.fold3d.plan.passes.pairs import pairs, second_of
 from megatron.fold3d.plan.passes.recompute import recomputed
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.pair_times import paired_s
 
 
 class Fact(IntEnum):
-    """What comes true for a stage and a micro-batch (zero, for what concerns the whole stage)."""
+    """A kind of fact about a stage and a micro-batch (zero, for the whole stage)."""
 
     FORWARD_INPUT = 0
     BACKWARD_INPUT = 1
     RELOADED = 2
     GRADS_SYNCED = 3
     PARAMS_GATHERED = 4
-    KEPT_BACK_SYNCED = 5
+    PARAMS_GATHERED_AGAIN = 5
+    REDUCED_IN_ITERATION = 6
 
 
 NO_FACT = -1
@@ -44,19 +49,34 @@ class Steps:
         plan: what is simulated.
         costs: of its stages.
         backward_share: per stage, the part of DP.sync that its REDUCE_GRAD starts. The rest of all
-            stages follows the last action, in the order of the next forward. If empty, a
-            REDUCE_GRAD starts all of it.
+            stages follows the last action, in the order of the next forward. In a plan that
+            gathers parameters only the first stage's does; another one's follows the gather of the
+            stage before it on its rank, in the first iteration too, as if one had come before. If
+            empty, a REDUCE_GRAD starts all of it. A plan with slices has its own shares.
+
+        pairs_overlap: whether neighbours run in pairs: a pair begins when both inputs are there.
 
     Attributes:
         programs: one list of steps per rank.
         num_facts: facts are numbered below this.
     """
 
-    def __init__(self, plan: Plan, costs: Costs, backward_share: Sequence[float] = ()) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        costs: Costs,
+        backward_share: Sequence[float] = (),
+        *,
+        pairs_overlap: bool = False,
+    ) -> None:
         self._plan = plan
         self._microbatches, self._stages = plan.num_microbatches, plan.num_stages
         self._send_on_end = not plan.has_p2p
         self._reloads = {a for program in plan.programs for a in program if a.op is Op.RELOAD}
+        self._costs = costs
+        first = frozenset().union(*map(pairs, plan.programs)) if pairs_overlap else frozenset()
+        self._second_of = {action: second_of(action) for action in first}
+        self._paired = frozenset({*self._second_of, *self._second_of.values()})
         self._recompute_s = costs.recompute_s
         self._recomputed = frozenset().union(*map(recomputed, plan.programs))
         self._seconds = {
@@ -67,21 +87,27 @@ class Steps:
             Op.REDUCE_GRAD: costs.grad_sync_s,
             Op.WAIT_GRAD: costs.optimizer_s,
             Op.GATHER_PARAM: costs.param_gather_s,
+            Op.GATHER_PARAM_B: costs.param_gather_s,
             Op.OFFLOAD: costs.offload_s,
             Op.RELOAD: costs.reload_s,
         }
         self.num_facts = len(Fact) * self._stages * self._microbatches
-        if backward_share:
-            kept_back_s = costs.kept_back_s or (0.0,) * self._stages
+        in_iteration_s = costs.reduced_in_iteration_s or (0.0,) * self._stages
+        if plan.has(Op.REDUCE_SLICE):
             self.programs = [
-                list(self._split(program, backward_share, kept_back_s)) for program in plan.programs
+                list(self._sliced(program, in_iteration_s)) for program in plan.programs
+            ]
+        elif backward_share:
+            self.programs = [
+                list(self._split(program, backward_share, in_iteration_s))
+                for program in plan.programs
             ]
         else:
             self.programs = [list(map(self._step, program)) for program in plan.programs]
 
-    def is_kept_back(self, fact: int) -> bool:
-        """Whether a fact belongs to the part of DP.sync that is not deferred."""
-        return fact >= self._fact(Fact.KEPT_BACK_SYNCED, 0)
+    def is_reduced_in_iteration(self, fact: int) -> bool:
+        """Return True if a fact is of the part of DP.sync that is reduced in its iteration."""
+        return fact >= self._fact(Fact.REDUCED_IN_ITERATION, 0)
 
     def rank_of(self, fact: int) -> int:
         """Return the rank that may wait for a fact."""
@@ -104,38 +130,86 @@ class Steps:
             seconds -= self._recompute_s[stage]
         if op in COMPUTE_OPS:
             message = self._message(stage, op, microbatch) if self._send_on_end else NO_FACT
-            return Step(action, seconds, self._needs(stage, op, microbatch), message)
+            needs = self._needs(stage, op, microbatch)
+            if action in self._paired:
+                early = (stage, microbatch) in self._recomputed
+                seconds = paired_s(self._costs, stage, op, early=early)
+            if (second := self._second_of.get(action)) is not None:
+                needs += self._needs(stage, op, second.microbatch)
+            return Step(action, seconds, needs, message)
         if op is Op.SEND_F or op is Op.SEND_B:
             source = Op.FORWARD if op is Op.SEND_F else Op.BACKWARD
             return Step(action, 0.0, (), self._message(stage, source, microbatch))
-        if op is Op.REDUCE_GRAD or op is Op.WAIT_GRAD:
+        if op is Op.REDUCE_GRAD or op is Op.REDUCE_SLICE or op is Op.WAIT_GRAD:
             return Step(action, seconds, (), self._fact(Fact.GRADS_SYNCED, stage))
         if op is Op.GATHER_PARAM or op is Op.WAIT_PARAM:
             return Step(action, seconds, (), self._fact(Fact.PARAMS_GATHERED, stage))
+        if op is Op.GATHER_PARAM_B or op is Op.WAIT_PARAM_B:
+            return Step(action, seconds, (), self._fact(Fact.PARAMS_GATHERED_AGAIN, stage))
         if op is Op.RELOAD:
             return Step(action, seconds, (), self._fact(Fact.RELOADED, stage, microbatch))
         return Step(action, seconds)
 
     def _split(
-        self, program: Program, backward_share: Sequence[float], kept_back_s: Sequence[float]
+        self, program: Program, backward_share: Sequence[float], in_iteration_s: Sequence[float]
     ) -> Iterator[Step]:
-        """Cut each DP.sync into what is kept back, what starts at once, and the rest."""
-        rests, kept_back = {}, []
+        """Cut each DP.sync into what is reduced in the iteration, what starts at once, the rest."""
+        reduced = sorted(action.stage for action in program if action.op is Op.REDUCE_GRAD)
+        late_s = {
+            stage: self._step(Action(stage, Op.REDUCE_GRAD)).seconds - in_iteration_s[stage]
+            for stage in reduced
+        }
+        gathers = any(action.op is Op.GATHER_PARAM for action in program)
+        follows = dict(pairwise(reduced)) if gathers else {}
+
+        def part(stage: int, share: float) -> Step:
+            step = self._step(Action(stage, Op.REDUCE_GRAD))
+            return step._replace(seconds=share * late_s[stage])
+
+        def rest(stage: int) -> Step:
+            return part(stage, 1 - backward_share[stage])
+
+        in_iteration = []
+        for action in program:
+            stage = action.stage
+            if action.op is not Op.REDUCE_GRAD:
+                yield self._step(action)
+                if action.op is Op.GATHER_PARAM and stage in follows:
+                    yield rest(follows[stage])
+                continue
+            if part_s := in_iteration_s[stage]:
+                in_iteration.append(Action(stage, Op.WAIT_GRAD))
+                yield Step(action, part_s, (), self._fact(Fact.REDUCED_IN_ITERATION, stage))
+            yield part(stage, backward_share[stage])
+        yield from (rest(stage) for stage in reduced if stage not in follows.values())
+        for action in in_iteration:
+            yield Step(action, 0.0, (), self._fact(Fact.REDUCED_IN_ITERATION, action.stage))
+
+    def _sliced(self, program: Program, in_iteration_s: Sequence[float]) -> Iterator[Step]:
+        """Give each slice its part of DP.sync, and start what is reduced in the iteration first."""
+        deferred, grad_sync_s = deferred_stages(program), self._seconds[Op.REDUCE_GRAD]
+        part_s: dict[Action, float] = {}
+        first: set[Action] = set()
+        for stage, slices in slices_of(program).items():
+            whole_s = grad_sync_s[stage] if grad_sync_s else 0.0
+            if stage in deferred and in_iteration_s[stage]:
+                first.add(slices[0])
+                whole_s -= in_iteration_s[stage]
+            begin = 0
+            for action in slices:
+                end = action.microbatch if action.op is Op.REDUCE_SLICE else WHOLE
+                assert end is not None
+                part_s[action] = (end - begin) / WHOLE * whole_s
+                begin = end
         for action in program:
             step = self._step(action)
-            if action.op is not Op.REDUCE_GRAD:
-                yield step
-                continue
-            stage = action.stage
-            if kept_s := kept_back_s[stage]:
-                kept_back.append(Action(stage, Op.WAIT_GRAD))
-                yield Step(action, kept_s, (), self._fact(Fact.KEPT_BACK_SYNCED, stage))
-            deferred_s = step.seconds - kept_s
-            yield step._replace(seconds=backward_share[stage] * deferred_s)
-            rests[stage] = step._replace(seconds=(1 - backward_share[stage]) * deferred_s)
-        yield from (rests[stage] for stage in sorted(rests))
-        for action in kept_back:
-            yield Step(action, 0.0, (), self._fact(Fact.KEPT_BACK_SYNCED, action.stage))
+            if action in first:
+                fact = self._fact(Fact.REDUCED_IN_ITERATION, action.stage)
+                yield Step(action, in_iteration_s[action.stage], (), fact)
+            yield step._replace(seconds=part_s[action]) if action in part_s else step
+        for stage in sorted(action.stage for action in first):
+            fact = self._fact(Fact.REDUCED_IN_ITERATION, stage)
+            yield Step(Action(stage, Op.WAIT_GRAD), 0.0, (), fact)
 
     def _message(self, stage: int, op: Op, microbatch: int | None) -> int:
         """The fact that the result of a computation has reached the stage that reads it."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from megatron.fold3d.observe.timeline import Lane, Span
 from megatron.fold3d.plan.ir import Action
-from megatron.fold3d.predict.simulator.clock import Clock
+from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.execution import GradSyncOrder
 from megatron.fold3d.predict.simulator.network import Flow, Network
 
@@ -31,7 +31,7 @@ class SyncQueue:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: SimulatedClock,
         network: Network,
         nic: int,
         order: GradSyncOrder,
@@ -46,14 +46,14 @@ class SyncQueue:
         self._since_s = 0.0
         self._started = 0
 
-    def start(self, action: Action, iteration: int, work_s: float, fact: int) -> None:
+    def enqueue_sync(self, action: Action, iteration: int, work_s: float, fact: int) -> None:
         """Put a task into the queue; ``done(fact)`` follows when it has gone through."""
         self._started += 1
         key = (iteration, action.stage) if self._earliest_first else (0, 0)
         flow = self._network.collective(self._nic, work_s, self._end, None)
         heapq.heappush(self._waiting, _Task(key, self._started, action, iteration, fact, flow))
         if self._active is not None and key < self._active.key:
-            self._network.stop(self._active.flow)
+            self._network.stop_flow(self._active.flow)
             heapq.heappush(self._waiting, self._leave())
         self._next()
 
@@ -61,7 +61,7 @@ class SyncQueue:
         if self._active is None and self._waiting:
             self._active = heapq.heappop(self._waiting)
             self._since_s = self._clock.now_s
-            self._network.start(self._active.flow)
+            self._network.start_flow(self._active.flow)
 
     def _end(self, _: None) -> None:
         task = self._leave()

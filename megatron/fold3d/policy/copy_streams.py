@@ -1,0 +1,37 @@
+"""When copies between a device and its host's memory run: one stream for each direction.
+
+The choice of what to offload (`offload_choice`) and the simulator ask this one model. Where streams
+share hardware queues, `megatron.fold3d.plan.device_queues` adds its own rules.
+"""
+
+from megatron.fold3d.plan.ir import Action, Op
+
+_Key = tuple[int, int | None]  # stage, micro-batch
+
+
+class CopyStreams:
+    """The two copy streams of a rank. All times are seconds from any one origin.
+
+    compute     F0        F1        F2        ...  B1        B0
+    to host        [OFFLOAD0 ][OFFLOAD1 ]
+    to device                                 [RELOAD1 ][RELOAD0 ]
+    """
+
+    def __init__(self) -> None:
+        self._free_s = {Op.OFFLOAD: 0.0, Op.RELOAD: 0.0}  # when a stream's last copy ends
+        self._on_host_s: dict[_Key, float] = {}  # when an activation's last OFFLOAD ends
+
+    def start_copy(self, copy: Action, now_s: float, seconds: float) -> float:
+        """Return when a copy starts that is issued at ``now_s`` and takes ``seconds``.
+
+        It starts when the copies before it on its stream have ended. A RELOAD starts no earlier
+        than the end of its activation's OFFLOAD.
+        """
+        stage, op, microbatch = copy
+        start_s = max(now_s, self._free_s[op])
+        if op is Op.RELOAD:
+            start_s = max(start_s, self._on_host_s.get((stage, microbatch), 0.0))
+        end_s = self._free_s[op] = start_s + seconds
+        if op is Op.OFFLOAD:
+            self._on_host_s[stage, microbatch] = end_s
+        return start_s

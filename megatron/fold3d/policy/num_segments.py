@@ -1,0 +1,82 @@
+"""The number of segments, by the paper's rule or from the times of whole iterations.
+
+More segments hide more of DP.sync and shrink the bubble. Each segment also sends every micro-batch
+through all ranks once more, and adds its overhead once more.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segments:
+    """A number of segments and why."""
+
+    num_segments: int
+    reason: str
+
+
+def by_rule(
+    options: Iterable[int],
+    *,
+    compute_s: float,
+    message_s: float,
+    grad_sync_s: float,
+    num_microbatches: int,
+) -> Segments:
+    """Return the paper's choice (Sec. IV): raise ns as long as what overlaps fits behind compute.
+
+    Args:
+        options: numbers of segments that divide the layers.
+        compute_s: one iteration's computation of a rank.
+        message_s: one micro-batch's message between two ranks.
+        grad_sync_s: DP.sync of all of a rank's gradients.
+        num_microbatches: per iteration.
+    """
+    *_, chosen = _fitting(options, compute_s, message_s, grad_sync_s, num_microbatches)
+    return chosen
+
+
+def by_iteration_time(iteration_s: Mapping[int, float], tolerance: float) -> Segments:
+    """Return the number of segments with the shortest iteration, and the fewest of equals.
+
+    Args:
+        iteration_s: one iteration, by number of segments.
+        tolerance: the relative difference up to which two times count as equal.
+    """
+    shortest_s = min(iteration_s.values()) * (1 + tolerance)
+    best = min(segments for segments, time_s in iteration_s.items() if time_s <= shortest_s)
+    times = ", ".join(f"{segments}: {time_s:.3g} s" for segments, time_s in iteration_s.items())
+    return Segments(num_segments=best, reason=f"simulated iterations by segments: {times}")
+
+
+def overlapping_s(
+    p2p_s: float, grad_sync_s: float, num_segments: int, num_microbatches: int
+) -> float:
+    """Return the paper's T_ol (eq. 4): (ms - 1)/ms T_pp + (ns - 1)/ns T_dp.
+
+    The paper subtracts T_comp here although eq. 2 takes the maximum with it; once is enough.
+    """
+    first_microbatch, first_segment = p2p_s / num_microbatches, grad_sync_s / num_segments
+    return (p2p_s - first_microbatch) + (grad_sync_s - first_segment)
+
+
+def _fitting(
+    options: Iterable[int],
+    compute_s: float,
+    message_s: float,
+    grad_sync_s: float,
+    num_microbatches: int,
+) -> Iterator[Segments]:
+    for index, segments in enumerate(sorted(options)):
+        messages_s = 2 * segments * num_microbatches * message_s  # a forward's and a backward's
+        hidden_s = overlapping_s(messages_s, grad_sync_s, segments, num_microbatches)
+        fits = hidden_s <= compute_s
+        if not fits and index:
+            return
+        verb = "fit" if fits else "do not even fit"
+        yield Segments(
+            num_segments=segments,
+            reason=f"{hidden_s:.3g} s of PP.sync and DP.sync {verb} behind {compute_s:.3g} s of "
+            f"computation with {segments} segments",
+        )

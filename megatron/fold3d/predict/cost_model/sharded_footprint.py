@@ -1,0 +1,75 @@
+"""Bytes of parameters and gradients that are whole only while their stage needs them.
+
+While activations are held a rank has the most that `peak_resident` counts. When they are gone all
+buffers are whole again, for the optimizer's step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Literal
+
+from megatron.fold3d.observe.memory_curve import Footprint
+from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.ir import Plan, Program
+from megatron.fold3d.plan.other_peaks import peak_resident
+from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.predict.cost_model.sizes import GRADIENT_BYTES, Setup
+
+Shards = Literal["off", "weights", "gradients"]
+
+
+def sharded_footprint(
+    footprint: Footprint, plan: Plan, gradient_bytes: Sequence[float], setup: Setup
+) -> Footprint:
+    """Return the footprint of a plan that frees parameters, and maybe gradients.
+
+    Args:
+        footprint: with whole parameters and gradients.
+        plan: with DP.sync.
+        gradient_bytes: of each stage, on one GPU.
+        setup: how the model is trained.
+    """
+    return replace(
+        footprint,
+        static_bytes=tuple(
+            static + _saving(program, gradient_bytes[rank :: plan.num_ranks], rank, plan, setup)
+            for rank, (static, program) in enumerate(
+                zip(footprint.static_bytes, plan.programs, strict=True)
+            )
+        ),
+        step_bytes=footprint.static_bytes,
+    )
+
+
+def aiao_change(gradient_bytes: Sequence[float], setup: Setup, shards: Shards) -> float:
+    """Return by how many bytes a rank's static ones change while AIAO holds activations.
+
+    Args:
+        gradient_bytes: of each of the rank's stages, on one GPU.
+        setup: how the model is trained.
+        shards: what is kept in shards.
+    """
+    if shards == "off":
+        return 0.0
+    plan = _of_one_rank(len(gradient_bytes), shards)
+    return _saving(plan.programs[0], gradient_bytes, 0, plan, setup)
+
+
+def _saving(
+    program: Program, gradient_bytes: Sequence[float], rank: int, plan: Plan, setup: Setup
+) -> float:
+    stages = range(rank, plan.num_stages, plan.num_ranks)
+    per_gradient = setup.element_bytes / GRADIENT_BYTES
+    gradients = dict(zip(stages, gradient_bytes, strict=True))
+    parameters = {stage: size * per_gradient for stage, size in gradients.items()}
+    whole = sum(gradients.values()) + sum(parameters.values())
+    return peak_resident(program, parameters, gradients, setup.num_replicas) - whole
+
+
+@lru_cache
+def _of_one_rank(num_segments: int, shards: Shards) -> Plan:
+    """Return AIAO on one rank: what is whole, and when, is the same on all."""
+    order = build("aiao", num_ranks=1, num_segments=num_segments, num_microbatches=1)
+    options = Options(shards_params=True, shards_grads=shards == "gradients")
+    return lower(order, options)

@@ -1,0 +1,163 @@
+"""Choose the order of computation that takes the least time: forwards ahead, and where W goes.
+
+`--forwards-ahead auto` and `--delay-weight-grads auto` ask for it, in commands and in training.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import ceil
+
+from megatron.fold3d.observe.memory_curve import Footprint
+from megatron.fold3d.plan.ir import Op, Plan, PlanError
+from megatron.fold3d.plan.memory import peak_activations
+from megatron.fold3d.plan.passes.place_weight_grads import (
+    HeldSizes,
+    StageTimes,
+    place_weight_grads,
+    placements,
+)
+from megatron.fold3d.policy.forwards_ahead import forwards_that_hide
+from megatron.fold3d.predict.simulator.costs import Costs
+
+_DIGITS = 9  # of seconds: equal times are equal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderChoice:
+    """The fastest order."""
+
+    plan: Plan
+    seconds: float
+    """Of an iteration, as judged."""
+    forwards_ahead: int | None = None
+    """None if the schedule has none to choose."""
+    splits: bool = False
+    """Whether weight gradients are apart from their backwards."""
+
+
+Judge = Callable[[Plan], tuple[bool, float]]
+"""Tells whether a plan fits into memory, and the seconds of its iteration."""
+
+
+def choose_order(
+    build: Callable[[int | None], Plan],
+    costs: Costs,
+    judge: Judge,
+    *,
+    forwards_ahead: Iterable[int | None] = (None,),
+    places_weight_grads: bool = False,
+    sizes: Callable[[Plan], HeldSizes] = HeldSizes.counted,
+    then: Callable[[Plan], Plan] = lambda plan: plan,
+) -> OrderChoice:
+    """Return the order of computation that takes the least time among those that fit.
+
+    If none fits, it is the fastest. Of equally fast ones it is the one with the fewest forwards
+    ahead, and with whole backwards.
+
+    Args:
+        build: the order for a number of forwards ahead.
+        costs: of its stages.
+        judge: of an order.
+        forwards_ahead: the numbers to try.
+        places_weight_grads: whether to try to split backwards in two.
+        sizes: what micro-batches hold, and what ranks may hold, in a given order; a rank never
+            holds more because of its weight gradients.
+        then: what else is done to an order.
+
+    Raises:
+        PlanError: no order can run.
+    """
+    best: tuple[tuple[bool, float], OrderChoice] | None = None
+    for ahead in forwards_ahead:
+        order = build(ahead)
+        for plan, splits in _variants(order, costs, sizes, places_weight_grads):
+            fits, seconds = judge(then(plan))
+            rank = not fits, round(seconds, _DIGITS)
+            if best is None or rank < best[0]:
+                choice = OrderChoice(
+                    plan=then(plan), seconds=seconds, forwards_ahead=ahead, splits=splits
+                )
+                best = rank, choice
+    assert best is not None
+    return best[1]
+
+
+def worth_trying(costs: Costs, num_ranks: int, num_microbatches: int) -> range:
+    """Return the numbers of forwards ahead that may take the least time.
+
+    More than hide the transfers can still help while the pipeline fills, on a link that is shared.
+    """
+    forward_s, backward_s = max(
+        zip(costs.forward_s[-num_ranks:], costs.backward_s[-num_ranks:], strict=True), key=sum
+    )
+    most = forwards_that_hide(forward_s, backward_s, costs.p2p_latency_s + costs.p2p_s) + 1
+    return range(1, 1 + max(1, min(most, ceil(num_microbatches / max(1, num_ranks - 1)))))
+
+
+def stage_times(costs: Costs) -> StageTimes:
+    """Return what the placement of weight gradients needs to know.
+
+    Raises:
+        PlanError: the costs do not tell weight gradients from the rest of a backward.
+    """
+    if not any(costs.weight_s):
+        raise PlanError(
+            "--delay-weight-grads auto: costs have no weight gradients to place; give weight_s, "
+            "the part of backward_s that they are"
+        )
+    return StageTimes(
+        forward_s=costs.forward_s,
+        backward_s=tuple(
+            whole_s - weight_s
+            for whole_s, weight_s in zip(costs.backward_s, costs.weight_s, strict=True)
+        ),
+        weight_s=tuple(weight_s + costs.split_s for weight_s in costs.weight_s),
+        transfer_s=costs.p2p_latency_s + costs.p2p_s,
+    )
+
+
+def at_most(most: int | None) -> Callable[[Plan], HeldSizes]:
+    """Return the sizes of orders in which a rank holds this many micro-batches at most.
+
+    None stands for as many as the fullest rank holds without delayed weight gradients.
+    """
+    return lambda plan: HeldSizes.counted(plan, most)
+
+
+def check_most(plan: Plan, most: int) -> None:
+    """Return if an order runs with so many activations on each rank.
+
+    Raises:
+        PlanError: it does not; the first forward above the limit is marked.
+    """
+    if max(peak_activations(plan)) > most:
+        ones = (1.0,) * plan.num_stages
+        whole = plan.select({Op.FORWARD, Op.BACKWARD})
+        times = StageTimes(forward_s=ones, backward_s=ones, weight_s=ones)
+        place_weight_grads(whole, times, HeldSizes.counted(whole, most))
+
+
+def _variants(
+    order: Plan, costs: Costs, sizes: Callable[[Plan], HeldSizes], places: bool
+) -> Iterator[tuple[Plan, bool]]:
+    """Yield the order, and the order with weight gradients in different places."""
+    yield order, False
+    if not places:
+        return
+    held, times = sizes(order), stage_times(costs)
+    for at_end, overrun in placements(order):
+        try:
+            yield place_weight_grads(order, times, held, at_end=at_end, overrun=overrun), True
+        except PlanError:
+            return  # memory has no room: for none of them
+
+
+def held_sizes(footprint: Footprint, plan: Plan, memory_bytes: float) -> HeldSizes:
+    """Return the bytes that micro-batches hold, and what is left for them on each rank's GPU."""
+    ranks = plan.num_ranks
+    working = footprint.working_bytes or (0.0,) * plan.num_stages
+    left = (
+        memory_bytes - static - max(working[rank::ranks])
+        for rank, static in enumerate(footprint.static_bytes)
+    )
+    return HeldSizes(saved=footprint.saved_bytes, delayed=footprint.delayed_bytes, most=tuple(left))

@@ -1,0 +1,87 @@
+"""What an iteration takes in which every replica steps some segments in full, simulated."""
+
+from collections.abc import Container
+from dataclasses import replace
+from typing import Self
+
+from megatron.fold3d.observe.timeline import Timeline
+from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.policy.measured_times import MeasuredTimes
+from megatron.fold3d.policy.replicated_segments import Segments, stages_of
+from megatron.fold3d.predict.search.auto_order import costs_from_times
+from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.simulate import simulate
+
+
+def with_replicated(costs: Costs, stages: Container[int]) -> Costs:
+    """Return a distributed optimizer's costs where ``stages`` are all-reduced and not gathered.
+
+    A ring's all-reduce is a reduce-scatter and an all-gather of the same bytes.
+    """
+    return replace(
+        costs,
+        grad_sync_s=tuple(
+            s * (2 if stage in stages else 1) for stage, s in enumerate(costs.grad_sync_s)
+        ),
+        param_gather_s=tuple(
+            0.0 if stage in stages else s for stage, s in enumerate(costs.param_gather_s)
+        ),
+    )
+
+
+class SimulatedIteration:
+    """Iterations of an order that wait for all gradients, by what is replicated.
+
+    Args:
+        order: of computation.
+        delayed: segments whose weight gradients follow all backwards, unless the order has them.
+        costs: of a distributed optimizer: reduce-scatters, and all-gathers.
+        nic_of_rank: as in `Execution`.
+    """
+
+    def __init__(
+        self,
+        order: Plan,
+        delayed: Segments,
+        costs: Costs,
+        nic_of_rank: tuple[int, ...] | None = None,
+    ) -> None:
+        self._order, self._delayed, self._costs = order, delayed, costs
+        self._execution = Execution(
+            flush=True, in_order=True, preemptive=False, nic_of_rank=nic_of_rank
+        )
+
+    @classmethod
+    def measured(
+        cls, order: Plan, delayed: Segments, times: MeasuredTimes, parameter_share: float
+    ) -> Self:
+        """Return iterations with a run's own times.
+
+        Args:
+            order: of computation.
+            delayed: as above.
+            times: of the run; DP.sync is that of all-reduces.
+            parameter_share: bytes of the parameters, as a share of those of their gradients.
+        """
+        halves = tuple(s / 2 for s in times.grad_sync_s)
+        gathers = tuple(s * parameter_share for s in halves)
+        costs = replace(costs_from_times(times), grad_sync_s=halves, param_gather_s=gathers)
+        return cls(order, delayed, costs)
+
+    def seconds(self, replicated: Segments) -> float:
+        """Return what an iteration takes that replicates some segments, in s."""
+        return self.timeline(replicated).period_s
+
+    def timeline(self, replicated: Segments) -> Timeline:
+        """Return an iteration in which every replica steps some segments in full."""
+        stages = stages_of(replicated, self._order.num_ranks)
+        options = Options(
+            delay_weight_grads=self._delayed,
+            gathers_params=True,
+            replicated_stages=stages,
+            transfers=False,
+        )
+        plan = lower(self._order, options)
+        return simulate(plan, with_replicated(self._costs, stages), self._execution)

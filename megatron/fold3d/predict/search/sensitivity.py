@@ -1,0 +1,48 @@
+"""What a predicted gain rests on: how it changes when an assumption is off by half."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron.fold3d.predict.cost_model.cluster import Cluster
+from megatron.fold3d.predict.cost_model.estimate import estimate
+from megatron.fold3d.predict.cost_model.model_shape import ModelShape
+from megatron.fold3d.predict.cost_model.recompute_by_stage import estimate_with_counts
+from megatron.fold3d.predict.search.candidate_timeline import timeline_of
+from megatron.fold3d.predict.search.candidates import Candidate
+
+
+def gains_if_off_by_half(
+    shape: ModelShape, cluster: Cluster, ours: Candidate, stock: Candidate
+) -> Iterator[tuple[str, float]]:
+    """Yield each assumption as it would be, and by how much ours is then faster than stock.
+
+    The two configurations stay; with other numbers a search might find others.
+
+    Args:
+        shape: the model.
+        cluster: whose efficiencies are assumed.
+        ours: the fastest of ours.
+        stock: the fastest of stock Megatron.
+    """
+
+    def seconds(candidate: Candidate, on: Cluster, *, waits: bool = True) -> float:
+        known = estimate(
+            shape,
+            on,
+            candidate.setup,
+            num_ranks=candidate.num_ranks,
+            num_segments=candidate.num_segments,
+            layers=candidate.layers,
+        )
+        known = estimate_with_counts(known, shape, candidate.setup, candidate.recompute_layers)
+        return timeline_of(candidate, known, waits_for_sends=waits).period_s
+
+    ours_s = seconds(ours, cluster)
+    blocked_s, free_s = seconds(stock, cluster), seconds(stock, cluster, waits=False)
+    yield "stock waits half as long for its sends", (blocked_s + free_s) / 2 / ours_s - 1
+    for name, what in (("nic_efficiency", "NICs achieve"), ("compute_efficiency", "GPUs achieve")):
+        value: float = getattr(cluster, name)
+        for other in dict.fromkeys((value / 2, min(1.0, value * 1.5))):
+            changed = replace(cluster, **{name: other})  # type: ignore[arg-type]
+            gain = seconds(stock, changed) / seconds(ours, changed) - 1
+            yield f"{what} {other:.0%} instead of {value:.0%}", gain

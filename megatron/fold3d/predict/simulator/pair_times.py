@@ -1,0 +1,45 @@
+"""What a pair takes: Merak's pipeline of computation and tensor-parallel collectives (Sec. 5.3).
+
+A micro-batch with n collectives is n parts of computation and n collectives in turn. One computes
+its part while the other's collective is under way, so n of both take the longer of the two, twice.
+Before the first and behind the last, a half of a part or of a collective has nothing beside it.
+"""
+
+from megatron.fold3d.plan.ir import Op
+from megatron.fold3d.predict.simulator.costs import Costs
+
+
+def pair_s(compute_s: float, sync_s: float, collectives: int = 0) -> float:
+    """Return the seconds of two micro-batches together.
+
+    Args:
+        compute_s: computation of one of them, without its collectives.
+        sync_s: its collectives.
+        collectives: how many these are; zero leaves the ends out.
+    """
+    ends_s = min(compute_s, sync_s) / collectives if collectives else 0.0
+    return 2 * max(compute_s, sync_s) + ends_s
+
+
+def paired_s(costs: Costs, stage: int, op: Op, *, early: bool = False) -> float:
+    """Return the seconds of a computation of a stage as one of a pair: half of both.
+
+    Args:
+        costs: of the stages.
+        stage: whose computation it is.
+        op: `FORWARD`, `BACKWARD` or `RECOMPUTE`.
+        early: whether an action of its own recomputes ahead of the backward.
+    """
+    recompute_s = costs.recompute_s[stage] if costs.recompute_s else 0.0
+    whole_s = {
+        Op.FORWARD: costs.forward_s[stage],
+        Op.RECOMPUTE: recompute_s,
+        Op.BACKWARD: costs.backward_s[stage] - (recompute_s if early else 0.0),
+    }[op]
+    if not costs.tp_sync_s:
+        return whole_s
+    recomputes = op is Op.BACKWARD and recompute_s > 0 and not early
+    passes = 2 if recomputes else 1
+    sync_s = min(whole_s, passes * costs.tp_sync_s[stage])
+    collectives = passes * (costs.tp_collectives[stage] if costs.tp_collectives else 0)
+    return min(whole_s, pair_s(whole_s - sync_s, sync_s, collectives) / 2)
