@@ -8,7 +8,7 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 
 from megatron.fold3d.config.argument_group import ArgumentGroup
-from megatron.fold3d.config.refusals import Refusal, spelled
+from megatron.fold3d.config.refusals import refused
 
 _SMALLEST_SLICE = 4096  # below, a message costs more than what it carries
 
@@ -24,7 +24,10 @@ def add_share_flags(group: ArgumentGroup) -> None:
         metavar="X",
         help="Let DP.sync reach into the next iteration: the share X, from 0 to 1, of a segment's "
         "gradients is reduced behind its backward, the rest behind the next forward. auto measures "
-        "what fits behind it. Not given, an iteration ends when all gradients are reduced.",
+        "what fits behind it; with the distributed optimizer it is 1, unless weight gradients are "
+        "delayed. An iteration after one that had to wait for all gradients, to clip "
+        "them for example, reduces all of them behind its backward. Not given, an iteration ends "
+        "when all gradients are reduced.",
     )
 
 
@@ -37,14 +40,27 @@ def share_or_auto(text: str) -> float | str:
 
 
 def first_share(args: Namespace) -> float | None:
-    """Return the share that a run begins with; ``auto`` replaces it once times are measured."""
+    """Return the share that a run begins with; ``auto`` may replace it once times are measured."""
     if args.backward_share != AUTO:
         share: float | None = args.backward_share
         return share
+    if not measures_shares(args):
+        return 1.0
 
     from megatron.fold3d.policy.backward_shares import FIRST_SHARE
 
     return FIRST_SHARE
+
+
+def measures_shares(args: Namespace) -> bool:
+    """Tell whether shares follow from measured times.
+
+    With the distributed optimizer ``auto`` is 1 and nothing is measured: all-gathers fill the next
+    forward, and what is left of the reduce-scatters for it would make it longer. It is measured if
+    weight gradients are delayed, since their reduce-scatters then end behind the first segment's.
+    """
+    is_sharded = args.use_distributed_optimizer and not args.delay_weight_grads
+    return args.backward_share == AUTO and not is_sharded
 
 
 def share_problems(args: Namespace, schedule: str) -> Iterator[str]:
@@ -70,60 +86,12 @@ def share_problems(args: Namespace, schedule: str) -> Iterator[str]:
             "drop it, or give --schedule aiao"
         )
         return
-    for row in REFUSALS:
-        if row.applies(args, schedule):
-            found = spelled(row.flag, getattr(args, row.attribute))
-            yield f"{found} with --backward-share {share}: {row.rule}; {row.fix}"
+
+    from megatron.fold3d.config.backward_share_refusals import REFUSALS
+
+    yield from refused(REFUSALS, args, schedule, f"--backward-share {share}")
     if not args.overlap_grad_reduce:
         yield (
             f"--backward-share {share} without --overlap-grad-reduce: Megatron then reduces all "
             "gradients at the end of the iteration; add --overlap-grad-reduce"
         )
-
-
-_AFTER = "it changes gradients that are reduced, and some are reduced in the next iteration"
-_READS = "it reads parameters between iterations, when some of their steps are still due"
-_GRADS = "it reads gradients between iterations, when some are still on their way"
-_STEP = "segments are stepped one by one, and it steps in another way"
-_DROP = "drop it, or drop --backward-share"
-
-REFUSALS = (
-    Refusal(
-        "--use-distributed-optimizer",
-        "use_distributed_optimizer",
-        "it reduces and gathers shards, and only whole gradients are deferred",
-        _DROP,
-    ),
-    Refusal(
-        "--optimizer",
-        "optimizer",
-        _STEP,
-        "use --optimizer adam or sgd",
-        found=lambda args: args.optimizer not in ("adam", "sgd"),
-    ),
-    Refusal("--optimizer-cpu-offload", "optimizer_cpu_offload", _STEP, _DROP),
-    Refusal("--mtp-num-layers", "mtp_num_layers", _AFTER, _DROP),
-    Refusal(
-        "--ddp-param-name-patterns-for-fp32-local-accumulation",
-        "ddp_param_name_patterns_for_fp32_local_accumulation",
-        "gradients are copied back when they are reduced",
-        _DROP,
-    ),
-    Refusal("--log-num-zeros-in-grad", "log_num_zeros_in_grad", _GRADS, _DROP),
-    Refusal("--save-wgrads-interval", "save_wgrads_interval", _GRADS, _DROP),
-    Refusal("--save-params-interval", "save_params_interval", _READS, _DROP),
-    Refusal("--log-params-norm", "log_params_norm", _READS, _DROP),
-    Refusal("--qk-clip", "qk_clip", _READS, _DROP),
-    Refusal(
-        "--check-weight-hash-across-dp-replicas-interval",
-        "check_weight_hash_across_dp_replicas_interval",
-        _READS,
-        _DROP,
-    ),
-    Refusal(
-        "--timing-log-level",
-        "timing_log_level",
-        "its barriers would stand in steps that ranks take at different times",
-        "give --timing-log-level 0",
-    ),
-)

@@ -2,18 +2,33 @@
 
 Stock Megatron cuts only the first model chunk of the first pipeline rank into buckets: its
 schedules hide the others' DP.sync behind further backwards. With a plan, buckets can save time on
-every segment and every rank.
+every segment and every rank, except where one hardware queue holds all streams of a GPU.
 """
 
+import os
 from argparse import Namespace
+
+from megatron.fold3d.policy import gradient_cut
+
+
+def has_one_queue(args: Namespace) -> bool:
+    """Tell whether all streams of a GPU share one hardware queue.
+
+    Megatron demands that for tensor or context parallelism on GPUs before Blackwell.
+    """
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    return bool(args.device == "cuda" and connections == "1")
 
 
 def cuts_every_segment(args: Namespace) -> bool:
-    """Tell whether every rank cuts the segments of this run at ``--ddp-bucket-size``.
+    """Return True if every rank cuts the segments of this run at ``--ddp-bucket-size``.
 
-    The distributed optimizer keeps stock's buckets, since they decide its shards. A checkpoint of
-    its default format loads only into the same buckets. The fully reshardable format of 0.19.2
-    writes wrong values where there is padding between two buckets. And norms are summed shard by
-    shard, so a clipped update would differ from stock's in the last digit.
+    They are not cut where one hardware queue would let buckets hold up computation. The distributed
+    optimizer keeps stock's buckets, since they decide its shards. A checkpoint of its default
+    format loads only into the same buckets. The fully reshardable format of 0.19.2 writes wrong
+    values where there is padding between two buckets. And norms are summed shard by shard, so a
+    clipped update would differ from stock's in the last digit.
     """
-    return bool(args.overlap_grad_reduce and not args.use_distributed_optimizer)
+    return bool(args.overlap_grad_reduce) and gradient_cut.cuts_every_segment(
+        one_queue=has_one_queue(args), distributed_optimizer=args.use_distributed_optimizer
+    )

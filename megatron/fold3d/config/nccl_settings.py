@@ -10,16 +10,6 @@ from megatron.fold3d.config.argument_group import ArgumentGroup
 # stream, and every rank's gate has its own timing. So a setting that makes the device keep the
 # order of launches can deadlock ranks.
 _UNSAFE = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": (
-        "streams share one queue, in which a send that another rank needs may stand behind what "
-        "waits for that rank",
-        "unset it, or give 8 or more; Megatron asserts 1 for tensor and context parallelism on "
-        "GPUs before Blackwell: drop --preemptive-comm there",
-    ),
-    "CUDA_LAUNCH_BLOCKING": (
-        "a receive that is posted early would hold the thread that starts the sends",
-        "unset it",
-    ),
     "NCCL_LAUNCH_ORDER_IMPLICIT": (
         "groups would have to start their operations in one order on all ranks, and a gate delays "
         "those of one rank",
@@ -44,6 +34,9 @@ def add_traffic_class_flags(group: ArgumentGroup) -> None:
 
 def launch_problems() -> Iterator[str]:
     """Yield one message (found, rule, fix) per setting that may hang ``--preemptive-comm``."""
+    from megatron.fold3d.config.gpu_settings import connection_problems
+
+    yield from connection_problems()
     for name, (rule, fix) in _UNSAFE.items():
         if os.environ.get(name) == "1":
             yield f"{name}=1 with --preemptive-comm: {rule}; {fix}"

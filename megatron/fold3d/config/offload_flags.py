@@ -2,12 +2,11 @@
 
 from argparse import Namespace
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import get_args
 
 from megatron.fold3d.config.argument_group import ArgumentGroup
+from megatron.fold3d.config.fold3d_config import Offload
 from megatron.fold3d.config.layer_split import layers_per_rank
-
-Offload = Literal["off", "auto", "on"]
 
 
 def add_offload_flags(group: ArgumentGroup) -> None:
@@ -29,7 +28,7 @@ def add_offload_flags(group: ArgumentGroup) -> None:
 
 
 def offloads_everything(args: Namespace) -> bool:
-    """Tell whether all large saved tensors are offloaded, or only what recomputation starts from.
+    """Return True for all large saved tensors, False for the inputs of recomputation alone.
 
     Autograd's saved-tensor hooks return a weight without the attributes that Megatron's fused
     weight-gradient kernel looks for. With that kernel the hooks therefore skip weights, and so most
@@ -91,6 +90,14 @@ def offload_problems(args: Namespace, schedule: str, num_segments: int) -> Itera
             "that they were cut from, which have left; use --sequence-parallel, which saves "
             "shards of its own"
         )
+    if args.fp8 or args.fp4:
+        precision = f"--fp8-format {args.fp8}" if args.fp8 else f"--fp4-format {args.fp4}"
+        if args.recompute_granularity == "full":
+            yield (
+                f"{found} with {precision} and full recomputation: Transformer Engine then "
+                "recomputes by a checkpoint of its own, whose inputs nothing would offload; use "
+                "--recompute-granularity selective, or drop one of the two"
+            )
     # Megatron's validation replaces the short form by the long one and deletes its attribute.
     recomputes = args.recompute_granularity or getattr(args, "recompute_activations", False)
     if not recomputes and not offloads_everything(args):

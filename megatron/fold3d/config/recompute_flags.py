@@ -1,15 +1,20 @@
-"""``--recompute-early``: the flag, and what it cannot be combined with."""
+"""``--recompute-early``, ``--recompute-layers`` and ``--activation-memory-bytes``.
 
+What the first cannot be combined with is here; `recompute_count_flags` has the others.
+"""
+
+import re
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 
 from megatron.fold3d.config.argument_group import ArgumentGroup
 
 ALL = "all"
+AUTO = "auto"
 
 
 def add_recompute_flags(group: ArgumentGroup) -> None:
-    """Add ``--recompute-early``."""
+    """Add the flags that say what is recomputed, and when."""
     group.add_argument(
         "--recompute-early",
         type=stage_list,
@@ -17,6 +22,21 @@ def add_recompute_flags(group: ArgumentGroup) -> None:
         help="With full recomputation, recompute these stages, counted over all ranks from 0, or "
         "all, while the gradient is on its way; each then holds one micro-batch's activations of "
         "all its layers.",
+    )
+    group.add_argument(
+        "--recompute-layers",
+        type=counts_or_auto,
+        metavar="N,N|auto",
+        help="Recompute so many layers of each stage, counted over all ranks from 0: stands for "
+        "--recompute-granularity full --recompute-method block, with a number for each stage. auto "
+        "measures a layer's bytes in the first iteration, and recomputes as few as memory allows.",
+    )
+    group.add_argument(
+        "--activation-memory-bytes",
+        type=int,
+        metavar="N",
+        help="With --recompute-layers auto, what saved activations may take on each rank "
+        "(default: what the GPU has left).",
     )
 
 
@@ -26,6 +46,20 @@ def stage_list(text: str) -> tuple[int, ...] | str:
         return text if text == ALL else tuple(map(int, text.split(",")))
     except ValueError:
         raise ArgumentTypeError(f"{text!r} is neither a list of stages nor {ALL}") from None
+
+
+def counts_or_auto(text: str) -> tuple[int, ...] | str:
+    """Read the value of ``--recompute-layers``: numbers of layers, or auto."""
+    return text if text == AUTO else counts_list(text)
+
+
+def counts_list(text: str) -> tuple[int, ...]:
+    """Read numbers of layers, separated by commas."""
+    if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", text):
+        raise ArgumentTypeError(
+            f"{text!r} is neither a list of numbers of layers such as 2,1,0,0 nor {AUTO}"
+        )
+    return tuple(map(int, text.split(",")))
 
 
 def spelled_stages(named: tuple[int, ...] | str) -> str:
@@ -65,7 +99,7 @@ def recompute_problems(args: Namespace, schedule: str, num_stages: int) -> Itera
             stages_of(args.recompute_early, num_stages)
         except ValueError as error:
             yield str(error)
-    if args.recompute_granularity != "full":
+    if args.recompute_granularity != "full" and args.recompute_layers is None:
         yield (
             f"{found} without --recompute-granularity full: only what recomputes whole layers does "
             "so ahead of their backward; add it, with --recompute-method and --recompute-num-layers"

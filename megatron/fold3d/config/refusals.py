@@ -5,7 +5,7 @@ installed Megatron's parser. ``stock`` is Megatron's own schedule, and works wit
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron.fold3d.plan.schedules import SCHEDULES
@@ -34,7 +34,7 @@ class Refusal:
     schedules: frozenset[str] = OURS
 
     def applies(self, args: Namespace, schedule: str) -> bool:
-        """Tell whether ``args`` asks for this option under ``schedule``."""
+        """Return True if ``args`` asks for this option under ``schedule``."""
         if schedule not in self.schedules:
             return False
         # Validation deletes the attributes of some deprecated flags.
@@ -43,10 +43,15 @@ class Refusal:
 
 def refusals(args: Namespace, schedule: str) -> Iterator[str]:
     """Yield one message (found, rule, fix) per option in ``args`` that ``schedule`` refuses."""
-    for row in REFUSALS:
+    yield from refused(REFUSALS, args, schedule, named(schedule))
+
+
+def refused(rows: Iterable[Refusal], args: Namespace, schedule: str, beside: str) -> Iterator[str]:
+    """Yield one message (found, rule, fix) per row that applies; ``beside`` is what refuses it."""
+    for row in rows:
         if row.applies(args, schedule):
             found = spelled(row.flag, getattr(args, row.attribute))
-            yield f"{found} with {named(schedule)}: {row.rule}; {row.fix}"
+            yield f"{found} with {beside}: {row.rule}; {row.fix}"
 
 
 def spelled(flag: str, value: object) -> str:
@@ -62,7 +67,7 @@ def named(schedule: str) -> str:
 
 
 def _more_shards(shards: str, ranks: str) -> Callable[[Namespace], bool]:
-    """Tell whether weights are cut into more shards than there are tensor-parallel ranks."""
+    """Return True if weights are cut into more shards than there are tensor-parallel ranks."""
 
     def found(args: Namespace) -> bool:
         num_ranks = getattr(args, ranks) or args.tensor_model_parallel_size

@@ -8,10 +8,11 @@ import math
 import os
 import re
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron.fold3d.config.checkpoint_formats import format_problems
 from megatron.fold3d.config.minimum_sizes import size_problems
 from megatron.fold3d.config.run_folders import folder_problems
 
@@ -36,6 +37,7 @@ def run_problems(args: Namespace) -> Iterator[str]:
     yield from _missing(args)
     yield from _tokenizer(args)
     yield from _clashes(args)
+    yield from format_problems(args)
     yield from _data(args)
     yield from _length(args)
     if not (args.use_checkpoint_args and args.use_mp_args_from_checkpoint_args):
@@ -88,7 +90,7 @@ def _tokenizer(args: Namespace) -> Iterator[str]:
 
 
 def _is_path(name: str | None) -> bool:
-    """Tell whether this is a path, rather than a model's name on a hub."""
+    """Return True if this is a path, rather than a model's name on a hub."""
     return name is not None and name.startswith(("/", "./", "../", "~"))
 
 
@@ -116,6 +118,13 @@ def _clashes(args: Namespace) -> Iterator[str]:
         yield (
             f"--wandb-project {args.wandb_project}: the package wandb is not installed; "
             "run pip install wandb, or drop it"
+        )
+    at_once = args.recompute_num_layers or 1
+    if args.mtp_num_layers and args.recompute_method == "uniform" and at_once > 1:
+        yield (
+            f"--recompute-num-layers {at_once} with --mtp-num-layers {args.mtp_num_layers} and "
+            "--recompute-method uniform: layers of multi-token prediction are recomputed one by "
+            "one; give --recompute-num-layers 1"
         )
     if args.rerun_mode == "report_stats":
         yield (
@@ -151,8 +160,40 @@ def _data(args: Namespace) -> Iterator[str]:
         )
 
 
+def data_problems(args: Namespace, *, may_mock: bool) -> Iterator[str]:
+    """Yield one message for all files that ``--data-path`` names and this node has not.
+
+    Args:
+        args: Megatron's namespace, as parsed.
+        may_mock: whether the script also trains on ``--mock-data``.
+    """
+    prefixes = [word for word in args.data_path or () if not _is_weight(word) and "://" not in word]
+    missing = [
+        p for p in prefixes if not all(Path(f"{p}.{end}").is_file() for end in ("bin", "idx"))
+    ]
+    if missing:
+        yield no_data(missing, may_mock=may_mock)
+
+
+def no_data(missing: Sequence[str], *, may_mock: bool) -> str:
+    """Return the message about data that are not there, or that no flag names."""
+    return (
+        f"no data{' at ' if missing else ''}{', '.join(missing)}: --data-path takes the path "
+        "of a .bin and an .idx file, without the ending; make them with "
+        f"scripts/prepare_data.py{', or give --mock-data' if may_mock else ''}"
+    )
+
+
+def _is_weight(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
 def _is_split(text: str) -> bool:
-    """Tell whether Megatron finds shares in a text: it looks for digits and points only."""
+    """Return True if Megatron finds shares in a text: it looks for digits and points only."""
     try:
         shares = [float(share) for share in re.findall(r"[.0-9]+", text)]
     except ValueError:

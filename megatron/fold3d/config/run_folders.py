@@ -106,7 +106,7 @@ def _demands(args: Namespace) -> Iterator[str]:
 
 
 def _lacks_sizes(args: Namespace) -> bool:
-    """Tell whether the model's sizes are left to the checkpoint."""
+    """Return True if the model's sizes are left to the checkpoint."""
     sizes = (args.hidden_size, args.num_attention_heads, args.max_position_embeddings)
     layers, length = args.num_layers, args.seq_length
     given = (*sizes, layers or args.encoder_num_layers, length or args.encoder_seq_length)

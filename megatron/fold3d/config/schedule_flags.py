@@ -1,9 +1,9 @@
-"""``--schedule``, ``--plan-file`` and ``--aiao-last-segment``."""
+"""The flags that name the order of computation, and what they cannot be combined with."""
 
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 from megatron.fold3d.config.argument_group import ArgumentGroup
 from megatron.fold3d.config.refusals import named
@@ -32,11 +32,18 @@ def add_schedule_flags(group: ArgumentGroup) -> None:
     )
     group.add_argument(
         "--forwards-ahead",
-        type=int,
+        type=int_or_auto,
         metavar="N",
-        help="How many forwards 1f1b, and the last segment of aiao, run for each rank behind "
-        "before they begin to alternate with backwards: more hide slower transfers and hold more "
-        "activations (default: 1 for 1f1b, 2 for aiao).",
+        help="How many forwards 1f1b, interleaved and the last segment of aiao run for each rank "
+        "behind before they begin to alternate with backwards: more hide slower transfers and hold "
+        "more activations (default: 1 for 1f1b, else 2). auto measures the first iterations.",
+    )
+    group.add_argument(
+        "--overlap-tensor-parallel",
+        action="store_true",
+        help="Run neighbouring micro-batches in pairs: one computes while a tensor-parallel "
+        "collective of the other is under way. A schedule then counts pairs, so it has the bubble "
+        "and holds the activations of micro-batches twice as large.",
     )
 
 
@@ -64,3 +71,16 @@ def schedule_problems(args: Namespace, schedule: str) -> Iterator[str]:
             check_forwards_ahead(args.forwards_ahead, schedule, args.aiao_last_segment)
         except PlanError as error:
             yield str(error)
+    if args.forwards_ahead == "auto" and args.offload_activations != "off":
+        yield (
+            f"--forwards-ahead auto with --offload-activations {args.offload_activations}: each "
+            "measures an iteration that the other changes; give a number"
+        )
+
+
+def int_or_auto(text: str) -> int | Literal["auto"]:
+    """Read the value of ``--forwards-ahead``."""
+    try:
+        return "auto" if text == "auto" else int(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is neither a number nor auto") from None

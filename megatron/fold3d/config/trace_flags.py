@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.fold3d.config.argument_group import ArgumentGroup
-from megatron.fold3d.config.refusals import Refusal, spelled
-from megatron.fold3d.config.run_folders import unwritable
+from megatron.fold3d.config.refusals import Refusal, refused
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -61,16 +60,16 @@ def trace_problems(args: Namespace, schedule: str) -> Iterator[str]:
                 "to write to; give --trace DIR"
             )
         return
+
+    from megatron.fold3d.config.run_folders import unwritable
+
     yield from unwritable("--trace", args.trace, "traces")
     if chosen is not None and args.train_iters is not None and chosen[-1] > args.train_iters:
         yield (
             f"--trace-iterations {args.trace_iterations} with --train-iters {args.train_iters}: "
             "the run ends before; give iterations that it has"
         )
-    for row in REFUSALS:
-        if row.applies(args, schedule):
-            found = spelled(row.flag, getattr(args, row.attribute))
-            yield f"{found} with --trace: {row.rule}; {row.fix}"
+    yield from refused(REFUSALS, args, schedule, "--trace")
 
 
 _GRAPH = "a captured graph replays what it computes without telling when"
@@ -93,3 +92,13 @@ REFUSALS = (
         schedules=frozenset({"stock"}),
     ),
 )
+
+
+def records_tp_sync(args: Namespace) -> bool:
+    """Return whether a trace has tensor-parallel collectives: those of Megatron's own layers.
+
+    Transformer Engine takes the process group apart, and experts ask more of it than its wrapper
+    passes on.
+    """
+    wraps = args.transformer_impl == "local" and not args.num_experts and not args.tp_comm_overlap
+    return bool(args.trace is not None and args.tensor_model_parallel_size > 1 and wraps)

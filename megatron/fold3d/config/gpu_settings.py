@@ -1,0 +1,62 @@
+"""What a run on GPUs needs beside its flags: kernels, libraries and settings of CUDA.
+
+Keeps one invariant: nothing here imports torch or touches a GPU, so that a run which would block,
+hang or end in its first iteration ends before it begins.
+"""
+
+import os
+from argparse import Namespace
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+OFFLOAD_LIBRARY = Path(__file__).parents[1] / "runtime" / "offload" / "_offload.so"
+FUSION_KERNEL = "fused_weight_gradient_mlp_cuda"  # of NVIDIA's apex
+MOST_CONNECTIONS = 32  # hardware queues; CUDA takes more for 32
+TOO_FEW_CONNECTIONS = (
+    "with --preemptive-comm: a rank has more streams than that, and of two that share a hardware "
+    "queue one may hold back a send that another rank needs; give "
+    f"{MOST_CONNECTIONS}, and drop --preemptive-comm where Megatron asserts 1: for tensor and "
+    "context parallelism on GPUs before Blackwell"
+)
+
+
+def default_flags() -> tuple[str, ...]:
+    """Return flags for what this installation lacks; the user's own words win over them.
+
+    Megatron fuses the accumulation of gradients by default, in its output layer with a kernel of
+    NVIDIA's apex, and ends without it.
+    """
+    has_kernel = find_spec(FUSION_KERNEL) is not None
+    return () if has_kernel else ("--no-gradient-accumulation-fusion",)
+
+
+def connection_problems() -> Iterator[str]:
+    """Yield one message if ``--preemptive-comm`` is given fewer hardware queues than it needs."""
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if connections is not None and connections != str(MOST_CONNECTIONS):
+        yield f"CUDA_DEVICE_MAX_CONNECTIONS={connections} {TOO_FEW_CONNECTIONS}"
+
+
+def gpu_problems(args: Namespace, schedule: str) -> Iterator[str]:
+    """Yield one message (found, rule, fix) per thing without which a run on GPUs would not end."""
+    if args.device != "cuda" or schedule == "stock":
+        return
+    if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+        yield (
+            "CUDA_LAUNCH_BLOCKING=1: a receive that is posted early would hold the host, which "
+            "then never sends what the other rank waits for; unset it, or use --schedule stock"
+        )
+    if args.preemptive_comm and "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
+        yield f"CUDA_DEVICE_MAX_CONNECTIONS, unset and so 8, {TOO_FEW_CONNECTIONS}"
+    flags = {
+        f"--offload-activations {args.offload_activations}": args.offload_activations != "off",
+        "--lazy-inter-segment": args.lazy_inter_segment,
+    }
+    if (
+        asking := [flag for flag, given in flags.items() if given]
+    ) and not OFFLOAD_LIBRARY.exists():
+        yield (
+            f"{' and '.join(asking)} without {OFFLOAD_LIBRARY}: on a GPU copies and host memory "
+            "are its; run: make build-cuda"
+        )

@@ -1,0 +1,154 @@
+"""``--replicate-optimizer``: the flag, and what it cannot be combined with."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+from megatron.fold3d.config.argument_group import ArgumentGroup
+from megatron.fold3d.config.backward_share_flags import AUTO
+from megatron.fold3d.config.refusals import Refusal, refused
+from megatron.fold3d.config.weight_grad_flags import segments_or_auto
+
+_NEEDED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+
+
+def add_replication_flags(group: ArgumentGroup) -> None:
+    """Add ``--replicate-optimizer``."""
+    group.add_argument(
+        "--replicate-optimizer",
+        type=segments_or_auto,
+        metavar="N,N",
+        default=(),
+        help="With the distributed optimizer: let every replica step these segments, counted from "
+        "0, in full. Their gradients are all-reduced behind the backward, and their parameters are "
+        "not gathered in front of the forward. It takes the memory of their whole optimizer "
+        "state, and gains where forwards are too short for their all-gathers, in steps that are "
+        "clipped too. auto tries what measured times predict to be best, and keeps it if "
+        "iterations got shorter.",
+    )
+
+
+def given_segments(args: Namespace) -> tuple[int, ...]:
+    """Return the segments that the user names."""
+    given: tuple[int, ...] | str = args.replicate_optimizer
+    return () if isinstance(given, str) else given
+
+
+def ties_embeddings(args: Namespace) -> bool:
+    """Tell whether the first and the last stage, on two ranks, share word embeddings."""
+    tied = not args.untie_embeddings_and_output_weights
+    return bool(tied and args.pipeline_model_parallel_size > 1)
+
+
+def replication_problems(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
+    """Yield one message (found, rule, fix) per setting ``--replicate-optimizer`` cannot run with.
+
+    Args:
+        args: Megatron's namespace.
+        schedule: the schedule that will run.
+        num_segments: of a rank; 0 if not known yet.
+    """
+    if not args.replicate_optimizer:
+        return
+    segments = given_segments(args)
+    found = f"--replicate-optimizer {','.join(map(str, segments)) or AUTO}"
+    if schedule == "stock":
+        yield f"{found} with --schedule stock: only a plan has segments; give --schedule aiao"
+        return
+    if missing := [flag for flag in _NEEDED if not getattr(args, flag[2:].replace("-", "_"))]:
+        yield (
+            f"{found} without {' and '.join(missing)}: it chooses which segments are updated in "
+            f"shards and gathered; add {' '.join(missing)}"
+        )
+    if args.segments == "auto":  # not imported: its module brings the simulator along
+        yield f"{found} with --segments auto: which segments that are is not known; give a number"
+    elif num_segments and (unknown := [s for s in segments if not 0 <= s < num_segments]):
+        yield (
+            f"{found}: there is no segment {unknown[0]}, a rank holds {num_segments}; "
+            f"give some of 0 to {num_segments - 1}"
+        )
+    elif not segments:
+        yield from _auto_problems(args, schedule, found)
+    elif num_segments and _halves_embeddings(args, num_segments):
+        yield (
+            f"{found} with tied embeddings: segments 0 and {num_segments - 1} add up gradients of "
+            "the same parameters, so both are reduced alike; give both or neither, or add "
+            "--untie-embeddings-and-output-weights"
+        )
+    if getattr(args, "data_parallel_size", None) == 1:  # known once Megatron has validated
+        yield f"{found} with one replica: it steps everything in full already; drop it"
+    yield from refused(REFUSALS, args, schedule, found)
+
+
+def _auto_problems(args: Namespace, schedule: str, found: str) -> Iterator[str]:
+    if schedule == "plan-file":
+        yield f"{found} with --plan-file: a plan has its gathers; give --schedule instead"
+    for flag in ("--forwards-ahead", "--delay-weight-grads"):
+        if getattr(args, flag[2:].replace("-", "_")) == AUTO:
+            yield (
+                f"{found} with {flag} auto: both compare iterations, and one would change what the "
+                "other compares; give numbers for one of them"
+            )
+
+
+def _halves_embeddings(args: Namespace, num_segments: int) -> bool:
+    ends = {0, num_segments - 1}
+    return ties_embeddings(args) and len(ends.intersection(given_segments(args))) == 1 < len(ends)
+
+
+_STEP = "it keeps or steps an optimizer's shards in a way of its own"
+_DROP = "drop one of the two"
+
+REFUSALS = (
+    Refusal(
+        "--optimizer",
+        "optimizer",
+        "replicas that step the same shard get the same bits with element-wise steps alone",
+        "use --optimizer adam",
+        found=lambda args: args.optimizer != "adam",
+    ),
+    Refusal(
+        "--num-distributed-optimizer-instances",
+        "num_distributed_optimizer_instances",
+        "an instance reduces among its own replicas first",
+        _DROP,
+        found=lambda args: args.num_distributed_optimizer_instances > 1,
+    ),
+    Refusal(
+        "--overlap-param-gather-with-optimizer-step",
+        "overlap_param_gather_with_optimizer_step",
+        _STEP,
+        _DROP,
+    ),
+    Refusal("--use-precision-aware-optimizer", "use_precision_aware_optimizer", _STEP, _DROP),
+    Refusal("--optimizer-cpu-offload", "optimizer_cpu_offload", _STEP, _DROP),
+    Refusal("--fp8-param-gather", "fp8_param_gather", _STEP, _DROP),
+    Refusal("--fp4-param-gather", "fp4_param_gather", _STEP, _DROP),
+    Refusal(
+        "--ddp-reduce-scatter-with-fp32-accumulation",
+        "ddp_reduce_scatter_with_fp32_accumulation",
+        "an all-reduce adds up in the type of the gradients, so results would differ",
+        _DROP,
+    ),
+    Refusal(
+        "--shard-segments",
+        "shard_segments",
+        "one keeps parameters in shards, the other whole",
+        _DROP,
+        found=lambda args: args.shard_segments != "off",
+    ),
+    Refusal(
+        "--backward-share",
+        "backward_share",
+        "a step that reaches into the next iteration is that of this replica's shards",
+        _DROP,
+        found=lambda args: args.backward_share is not None,
+    ),
+    Refusal("--preemptive-comm", "preemptive_comm", "nothing has tested them together", _DROP),
+    Refusal(
+        "--dp-slices",
+        "dp_slices",
+        "slices of all segments are reduced alike, into shards",
+        _DROP,
+        found=lambda args: args.dp_slices == "on",
+    ),
+)
