@@ -4,22 +4,31 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fold3d_patches.registry import Patch, PatchError, apply
 
 if TYPE_CHECKING:
     from megatron.fold3d.config.fold3d_config import Fold3DConfig
+    from megatron.fold3d.plan.ir import Plan
     from megatron.fold3d.runtime.feature import Feature
     from megatron.fold3d.runtime.grad_sync.measured_shares import AutoShares
     from megatron.fold3d.runtime.plans import Plans
     from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
     from megatron.fold3d.runtime.trace.metrics import Metrics
     from megatron.fold3d.runtime.trace.recorder import Recorder
+    from megatron.fold3d.runtime.transfers.carrier import Transfers
 
     Part = tuple[Sequence[Feature], Sequence[Patch]]  # what one capability adds to a run
 
-__all__ = ["Patch", "PatchError", "install_platform", "install_schedule"]
+__all__ = [
+    "Patch",
+    "PatchError",
+    "check_schedule",
+    "install_absent_gpu",
+    "install_platform",
+    "install_schedule",
+]
 
 
 def install_platform(device: str) -> ExitStack:
@@ -31,6 +40,25 @@ def install_platform(device: str) -> ExitStack:
     from fold3d_patches import compile_helpers, cpu
 
     return apply([compile_helpers.patch(), *(cpu.patches() if device == "cpu" else ())])
+
+
+def install_absent_gpu(is_blackwell: bool) -> ExitStack:
+    """Let Megatron validate flags for a GPU that this node lacks, until the stack closes."""
+    from fold3d_patches.cpu import device_queries
+
+    return apply(device_queries.absent_gpu(is_blackwell))
+
+
+def check_schedule(config: "Fold3DConfig", num_microbatches: int) -> "Plan | None":
+    """Return the plan of an iteration, None for stock Megatron's schedule; patches nothing.
+
+    Raises:
+        PlanError: as `install_schedule`.
+        ValueError: torch cannot mark packets as ``config`` asks.
+    """
+    plans, _ = _checked_plans(config, num_microbatches)
+    _marks(config)
+    return plans.latest
 
 
 def install_schedule(
@@ -45,34 +73,61 @@ def install_schedule(
 
     Raises:
         PatchError: as above.
-        PlanError: the schedule cannot run ``num_microbatches``, or the user's plan is for others.
+        PlanError: the schedule cannot run ``num_microbatches``, the user's plan is for others, or
+            pairs of micro-batches are asked for and there is none, or its weight gradients are in
+            an order that Transformer Engine cannot compute.
         HostMemoryError: this node has not the memory for what ``config`` offloads to it.
     """
-    from megatron.fold3d.runtime.plans import Plans
+    plans, measured = _checked_plans(config, num_microbatches)
+    if config.offload_activations == "on" and plans.latest is not None:
+        from megatron.fold3d.runtime.offload import host_memory
 
-    plans = Plans(config)
-    if config.schedule != "stock":
-        plan = plans.training(num_microbatches)
-        if config.offload_activations == "on":
-            from megatron.fold3d.runtime.offload import host_memory
-
-            host_memory.check_node(plan, config.saved_bytes, ranks_here)
+        host_memory.check_node(plans.latest, config.saved_bytes, ranks_here)
     num_local = max(1, len(ranks_here))
     if config.trace is None:
-        return _install(config, plans, None, num_local)
+        return _install(config, plans, measured, None, num_local)
 
     from fold3d_patches import trace
     from megatron.fold3d.runtime.trace.tracer import Tracer
 
     tracer = Tracer(config, plans, _metrics())
-    with apply(trace.patches(tracer, config.schedule)) as stack:
+    patches = [*trace.patches(tracer, config.schedule)]
+    if config.records_tp_sync and not config.overlap_tensor_parallel:  # pairs have a wrapper
+        from fold3d_patches.schedule import tensor_parallel_group
+
+        patches.append(tensor_parallel_group.patch(recorder=tracer.recorder))
+    with apply(patches) as stack:
         stack.enter_context(tracer)
-        stack.push(_install(config, plans, tracer.recorder, num_local))
+        stack.push(_install(config, plans, measured, tracer.recorder, num_local))
         return stack.pop_all()
 
 
+def _checked_plans(
+    config: "Fold3DConfig", num_microbatches: int
+) -> "tuple[Plans, Sequence[Feature]]":
+    from megatron.fold3d.runtime.plans import Plans
+
+    plans = Plans(config)
+    measured = _measured_order(config, plans)
+    if config.schedule != "stock":
+        plan = plans.training(num_microbatches)
+        if config.overlap_tensor_parallel:
+            from megatron.fold3d.plan.passes.pairs import check_pairs
+
+            check_pairs(plan)
+        if config.delay_weight_grads and config.has_engine_modules:
+            from megatron.fold3d.plan.weight_order import check_oldest_first
+
+            check_oldest_first(plan)
+    return plans, measured
+
+
 def _install(
-    config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None", num_local: int
+    config: "Fold3DConfig",
+    plans: "Plans",
+    measured: "Sequence[Feature]",
+    recorder: "Recorder | None",
+    num_local: int,
 ) -> ExitStack:
     marks = _marks(config)
     if config.schedule == "stock":
@@ -86,9 +141,14 @@ def _install(
     features, patches = _joined(
         _preemption(config, communicator),
         _transfers(config, communicator, recorder),
+        _pairs(config, recorder),
         _recorded_actions(recorder),
-        _grad_sync(config, communicator, recorder),
+        _param_shards(config),
+        (measured, ()),
+        _grad_sync(config, plans, communicator, recorder),
+        _grad_shards(config),
         _weight_grads(config),
+        _recompute_counts(config),
         _recompute(config),
         _offload(config, plans, recorder, num_local),
     )
@@ -105,6 +165,17 @@ def _install(
 def _joined(*parts: "Part") -> "tuple[list[Feature], list[Patch]]":
     features = [feature for features, _ in parts for feature in features]
     return features, [patch for _, patches in parts for patch in patches]
+
+
+def _measured_order(config: "Fold3DConfig", plans: "Plans") -> "Sequence[Feature]":
+    """Let `auto` flags arrange the plans, from now on and once times are measured."""
+    if not (config.auto_ahead or config.auto_weight_grads):
+        return ()
+
+    from megatron.fold3d.predict.search.auto_order import AutoOrder
+    from megatron.fold3d.runtime.measured_order import MeasuredOrder
+
+    return (MeasuredOrder.of(config, plans, AutoOrder),)
 
 
 def _communicator(config: "Fold3DConfig") -> "PreemptiveCommunicator | None":
@@ -136,19 +207,42 @@ def _transfers(
     from megatron.fold3d.runtime.transfers.p2p import P2P
     from megatron.fold3d.runtime.transfers.pipeline_transfers import PipelineTransfers
 
-    p2p: Callable[..., P2P] = P2P
+    over_network: dict[str, Any] = {
+        "timeout": _timeout(config),
+        "traffic_class": config.pp_traffic_class,
+    }
+    connect: Callable[..., Transfers] = partial(P2P, **over_network)
+    if communicator is not None:
+        import torch
+
+        from megatron.fold3d.runtime.device import runs_behind
+        from megatron.fold3d.runtime.preemption.preemptive_p2p import AnnouncedP2P, PreemptiveP2P
+
+        behind = runs_behind(torch.device(config.device))
+        preemptive = PreemptiveP2P if behind else AnnouncedP2P
+        connect = partial(preemptive, communicator, **over_network)
+    if config.lazy_inter_segment:
+        from megatron.fold3d.runtime.transfers.lazy_p2p import LazyP2P
+
+        connect = partial(LazyP2P, connect, _timeout(config))
     if recorder is not None:
         from megatron.fold3d.runtime.trace.recorded_actions import RecordedP2P
 
-        p2p = partial(RecordedP2P, recorder)
-    connect = partial(
-        p2p,
-        timeout=_timeout(config),
-        lazy=config.lazy_inter_segment,
-        communicator=communicator,
-        traffic_class=config.pp_traffic_class,
-    )
+        connect = partial(RecordedP2P, recorder, connect)
     return (PipelineTransfers(connect),), ()
+
+
+def _pairs(config: "Fold3DConfig", recorder: "Recorder | None") -> "Part":
+    if not config.overlap_tensor_parallel:
+        return (), ()
+
+    from fold3d_patches.schedule import tensor_parallel_group
+    from megatron.fold3d.runtime.tensor_parallel.baton import Baton
+    from megatron.fold3d.runtime.tensor_parallel.paired_microbatches import PairedMicrobatches
+
+    baton = Baton()
+    feature = PairedMicrobatches(baton, hooks_reduce=config.overlap_grad_reduce)
+    return (feature,), (tensor_parallel_group.patch(baton, recorder),)
 
 
 def _recorded_actions(recorder: "Recorder | None") -> "Part":
@@ -162,10 +256,17 @@ def _recorded_actions(recorder: "Recorder | None") -> "Part":
 
 def _grad_sync(
     config: "Fold3DConfig",
+    plans: "Plans",
     communicator: "PreemptiveCommunicator | None",
     recorder: "Recorder | None",
 ) -> "Part":
     if config.backward_share is None:
+        if config.slices_dp_sync:
+            from megatron.fold3d.runtime.grad_sync.planned_slices import SlicedGradSync
+
+            return (SlicedGradSync(recorder),), ()
+        if config.replicated_segments or config.auto_replicated:
+            return _replicated_steps(config, plans)
         from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
 
         return (GradSync(),), ()
@@ -180,9 +281,20 @@ def _grad_sync(
     from megatron.fold3d.runtime.grad_sync.deferred_grad_sync import DeferredGradSync
     from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
 
+    slice_bytes = config.dp_slice_bytes
+    places_gathers = config.gathers_params and config.plan_file is None
+    make_feature: Callable[..., DeferredGradSync] = partial(
+        DeferredGradSync, places_gathers=places_gathers
+    )
+    if config.slices_dp_sync:
+        from megatron.fold3d.runtime.grad_sync import planned_slices
+
+        slice_bytes = planned_slices.UNCUT
+        make_feature = planned_slices.SlicedDeferredGradSync
     deferred = DeferredSync(
         config.backward_share,
-        slice_bytes=config.dp_slice_bytes,
+        slice_bytes=slice_bytes,
+        is_planned=config.slices_dp_sync,
         bounded=config.clips_or_scales,
         timeout=_timeout(config),
         communicator=communicator,
@@ -190,13 +302,53 @@ def _grad_sync(
         recorder=recorder,
         traffic_class=config.dp_traffic_class,
     )
-    return (DeferredGradSync(deferred),), (
+    return (make_feature(deferred),), (
         checkpoint_and_decide_exit.patch(deferred),
         optimizer_step.patch(deferred, _metrics()),
         save_checkpoint.patch(deferred),
         scale_gradients.patch(deferred),
         zero_grad_buffer.patch(deferred),
     )
+
+
+def _replicated_steps(config: "Fold3DConfig", plans: "Plans") -> "Part":
+    from fold3d_patches.schedule import replicated_step
+    from megatron.fold3d.runtime.grad_sync.replicated_steps import ReplicatedSteps
+
+    replicated = ReplicatedSteps(config.replicated_segments)
+    patches = (replicated_step.patch(replicated),)
+    if not config.auto_replicated:
+        return (replicated,), patches
+
+    from megatron.fold3d.predict.search.replicated_choice import SimulatedIteration
+    from megatron.fold3d.runtime.grad_sync.measured_replication import MeasuredReplication
+
+    measured = MeasuredReplication(
+        plans,
+        replicated,
+        SimulatedIteration.measured,
+        delayed=config.delay_weight_grads,
+        tied=config.ties_embeddings,
+    )
+    return (measured, replicated), patches
+
+
+def _param_shards(config: "Fold3DConfig") -> "Part":
+    if not config.shards_params:
+        return (), ()
+
+    from megatron.fold3d.runtime.param_shards import ParamShards
+
+    return (ParamShards(),), ()
+
+
+def _grad_shards(config: "Fold3DConfig") -> "Part":
+    if not config.shards_grads:
+        return (), ()
+
+    from megatron.fold3d.runtime.grad_shards import GradShards
+
+    return (GradShards(),), ()
 
 
 def _auto_shares(config: "Fold3DConfig") -> "AutoShares | None":
@@ -211,6 +363,13 @@ def _auto_shares(config: "Fold3DConfig") -> "AutoShares | None":
 def _weight_grads(config: "Fold3DConfig") -> "Part":
     if not config.delay_weight_grads:
         return (), ()
+
+    if config.has_engine_modules:
+        from fold3d_patches.schedule import backward_post_hook
+        from megatron.fold3d.runtime.weight_grads.engine_modules import EngineWeightGrads
+
+        engine = EngineWeightGrads()
+        return (engine,), (backward_post_hook.patch(engine),)
 
     from fold3d_patches.schedule import linear
     from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGrads
@@ -228,6 +387,19 @@ def _recompute(config: "Fold3DConfig") -> "Part":
 
     early = EarlyRecompute()
     return (early,), (checkpoint.patch(early=early),)
+
+
+def _recompute_counts(config: "Fold3DConfig") -> "Part":
+    if config.auto_recompute_layers:
+        from megatron.fold3d.runtime.measured_counts import MeasuredCounts
+
+        return (MeasuredCounts(config.activation_memory_bytes),), ()
+    if config.recompute_layers is None:
+        return (), ()
+
+    from megatron.fold3d.runtime.recompute_counts import RecomputeCounts
+
+    return (RecomputeCounts(config.recompute_layers),), ()
 
 
 def _offload(
@@ -261,7 +433,6 @@ def _marks(config: "Fold3DConfig") -> Sequence[Patch]:
         return ()
 
     from fold3d_patches.schedule import nccl_options
-    from megatron.fold3d.runtime.transfers import nccl
 
-    nccl.check_traffic_classes()
+    nccl_options.check_traffic_classes()
     return (nccl_options.patch(config.pp_traffic_class, config.dp_traffic_class),)

@@ -37,6 +37,19 @@ def _nothing() -> None:
     pass
 
 
+def absent_gpu(is_blackwell: bool) -> tuple[Patch, ...]:
+    """What validation asks about a GPU that this node lacks and the job's nodes have.
+
+    Args:
+        is_blackwell: whether it is of that generation; otherwise it is a Hopper.
+    """
+    major = 10 if is_blackwell else 9
+    return (
+        _answer("get_device_capability", lambda: (major, 0)),
+        _answer("get_device_properties", lambda: SimpleNamespace(name="absent", major=major)),
+    )
+
+
 def patches() -> tuple[Patch, ...]:
     """Every question that a training run asks about its device."""
     return (

@@ -15,7 +15,7 @@ import torch.cpu
 from fold3d_patches.registry import Patch
 
 
-class Event(torch.cpu.Event):
+class HostEvent(torch.cpu.Event):
     """A moment on the host's clock; nothing is ever pending."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
@@ -25,12 +25,12 @@ class Event(torch.cpu.Event):
         """Note the time."""
         self._recorded_s = time.perf_counter()
 
-    def elapsed_time(self, end_event: "Event") -> float:
+    def elapsed_time(self, end_event: "HostEvent") -> float:
         """Milliseconds until ``end_event``, as CUDA counts them."""
         return (end_event._recorded_s - self._recorded_s) * 1e3
 
 
-class Stream(torch.cpu.Stream):
+class HostStream(torch.cpu.Stream):
     """The order of issue, under a name."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
@@ -41,9 +41,9 @@ class Stream(torch.cpu.Stream):
         """Lowest and highest priority: there is one."""
         return (0, 0)
 
-    def record_event(self, event: Event | None = None) -> Event:  # type: ignore[override]
+    def record_event(self, event: HostEvent | None = None) -> HostEvent:  # type: ignore[override]
         """Return an event that is over."""
-        event = event or Event()
+        event = event or HostEvent()
         event.record(self)
         return event
 
@@ -51,10 +51,10 @@ class Stream(torch.cpu.Stream):
         """Wait for nothing."""
 
 
-_THE_STREAM = Stream()
+_THE_STREAM = HostStream()
 
 
-def _current_stream(device: Any = None) -> Stream:
+def _current_stream(device: Any = None) -> HostStream:
     return _THE_STREAM
 
 
@@ -80,8 +80,8 @@ def _replace(name: str, ours: Any) -> Patch:
 def patches() -> tuple[Patch, ...]:
     """Streams, events, and the waits for them."""
     return (
-        _replace("Stream", Stream),
-        _replace("Event", Event),
+        _replace("Stream", HostStream),
+        _replace("Event", HostEvent),
         _replace("stream", _stream),
         _replace("set_stream", _no_wait),
         _replace("current_stream", _current_stream),

@@ -3,6 +3,7 @@
 Why: the backward of a linear layer computes the gradient of its weight at once, and a plan may want
     it later, to hide DP.sync behind it.
 Change: for the weights whose gradients are delayed the backward keeps what they are computed from.
+`DelayedWeightGrads.linear` gives shapes, owners and streams of the tensors.
 Remove when: Megatron's ``--delay-wgrad-compute`` works under any schedule, for its own layers too.
 """
 

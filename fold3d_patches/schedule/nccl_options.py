@@ -9,6 +9,7 @@ Remove when: Megatron reads ``traffic_class`` from that file.
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from fold3d_patches.registry import Patch
@@ -36,3 +37,19 @@ def patch(pp_traffic_class: int | None, dp_traffic_class: int | None) -> Patch:
         parameters=("pg_name", "nccl_comm_cfgs"),
         make=make,
     )
+
+
+def check_traffic_classes() -> None:
+    """Refuse a torch that cannot set a traffic class.
+
+    Raises:
+        ValueError: what it lacks, and what to do.
+    """
+    known = dist.is_nccl_available() and hasattr(
+        dist.ProcessGroupNCCL.Options().config, "traffic_class"
+    )
+    if not known:
+        raise ValueError(
+            f"--pp-traffic-class, --dp-traffic-class: NCCL's options in torch {torch.__version__} "
+            "have no traffic_class; use a torch that has it, such as 2.13, or drop the flags"
+        )

@@ -39,6 +39,8 @@ class _Collective:
     is_over: Callable[[Any], bool]
 
 
+_AGAIN = {Op.GATHER_PARAM: Op.GATHER_PARAM_B, Op.WAIT_PARAM: Op.WAIT_PARAM_B}
+
 _REDUCE = _Collective(
     start=("start_grad_sync", "force_all_reduce"),
     finish=("finish_grad_sync", "force_all_reduce"),
@@ -69,6 +71,10 @@ def _patches(tracer: "Tracer", collective: _Collective) -> tuple[Patch, ...]:
     recorder = tracer.recorder
     ends: dict[Any, Callable[[], None]] = {}  # by bucket group, of collectives in flight
 
+    def name(bucket_group: Any, op: Op) -> str:
+        again = recorder.gathers_again
+        return f"{tracer.stage_of(bucket_group)}{_AGAIN.get(op, op) if again else op}"
+
     def make_start(upstream: Callable[..., None]) -> Callable[..., None]:
         def start(self: Any, *args: Any, **kwargs: Any) -> None:
             def launch() -> Iterable[Any]:
@@ -78,8 +84,9 @@ def _patches(tracer: "Tracer", collective: _Collective) -> tuple[Patch, ...]:
             if getattr(self, collective.handle) is not None:  # launched already
                 launch()
             else:
-                name = f"{tracer.stage_of(self)}{collective.launched}"
-                ends[self] = recorder.collective(name, collective.kind, launch)
+                ends[self] = recorder.collective(
+                    name(self, collective.launched), collective.kind, launch
+                )
 
         return start
 
@@ -88,7 +95,7 @@ def _patches(tracer: "Tracer", collective: _Collective) -> tuple[Patch, ...]:
             if collective.is_over(self):
                 upstream(self, *args, **kwargs)
                 return
-            with recorder.span(f"{tracer.stage_of(self)}{collective.waited_for}", "wait"):
+            with recorder.span(name(self, collective.waited_for), "wait"):
                 upstream(self, *args, **kwargs)
             ends.pop(self, no_end)()
 

@@ -35,7 +35,7 @@ class Computations:
         """Run one micro-batch's forward of a model chunk.
 
         Takes its input from ``inputs`` and leaves its output in ``outputs``, if other stages have
-        them. In training both are in ``saved`` until the backward.
+        them. In training both are in ``saved`` until the backward. `Iteration` says their shapes.
         """
         this = self.iteration
         stage, _, microbatch = action

@@ -1,11 +1,15 @@
 """What differs between a GPU and a CPU as a device; the one file that names ``torch.cuda``.
 
+All streams and events come from `streams_of`: tests put a device of their own into `KINDS`.
+
 Keeps one invariant: nothing but `synchronize` makes the host wait for the device.
 """
 
 import platform
 import resource
 import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,33 @@ Mark = Any
 """A moment on a device's own time line: a CUDA event, or on a CPU the host's clock in seconds."""
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceKind:
+    """How devices of one type run what is issued to them.
+
+    Attributes:
+        runs_behind: whether work is over later than its call returns, as on a GPU.
+        streams: what has ``Stream``, ``Event``, ``current_stream`` and ``stream``.
+    """
+
+    runs_behind: bool
+    streams: Any
+
+
+KINDS = {"cpu": DeviceKind(False, torch.cpu), "cuda": DeviceKind(True, torch.cuda)}
+"""By the type of a device."""
+
+
+def streams_of(device: torch.device) -> Any:
+    """Return what makes a device's streams and events: ``torch.cuda``, or ``torch.cpu``."""
+    return KINDS[device.type].streams
+
+
+def runs_behind(device: torch.device) -> bool:
+    """Return whether the device's work is over later than the call that issues it returns."""
+    return KINDS[device.type].runs_behind
+
+
 class Clock:
     """Marks moments in the work issued to a device, and measures the time between them.
 
@@ -22,29 +53,37 @@ class Clock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+        self._device = device
 
     def mark(self) -> Mark:
         """Record a mark on the current stream."""
-        if not self._on_gpu:
+        if not runs_behind(self._device):
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = streams_of(self._device).Event(enable_timing=True)
         event.record()
         return event
 
     def has_passed(self, mark: Mark) -> bool:
         """Return True if the device has passed a mark."""
-        return bool(mark.query()) if self._on_gpu else True
+        return bool(mark.query()) if runs_behind(self._device) else True
 
     def seconds(self, start: Mark, end: Mark) -> float:
         """Return the seconds between two marks; the device must have passed both."""
-        return float(start.elapsed_time(end) / 1e3 if self._on_gpu else end - start)
+        behind = runs_behind(self._device)
+        return float(start.elapsed_time(end) / 1e3 if behind else end - start)
 
 
 def make_current(device: torch.device) -> None:
     """Make a GPU current in the calling thread; a new thread starts with the first GPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+def on_current_stream(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context in which another thread issues its work to the caller's current stream."""
+    if device.type == "cuda":
+        return torch.cuda.stream(torch.cuda.current_stream(device))
+    return nullcontext()
 
 
 def synchronize(device: torch.device) -> None:
@@ -85,6 +124,11 @@ def free_device_bytes(device: torch.device) -> int | None:
     free, _ = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)  # CUDA itself, NCCL, other processes
     return total - others - torch.cuda.max_memory_allocated(device)
+
+
+def held_device_bytes(device: torch.device) -> int | None:
+    """Return the bytes of a GPU that tensors hold now; None on a CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
 
 def peak_device_bytes(device: torch.device) -> int | None:

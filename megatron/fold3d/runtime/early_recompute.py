@@ -8,6 +8,7 @@ Keeps one invariant: a unit is recomputed from the same inputs and random states
 operations as in Megatron's own backward, and no more than once, so results are equal bit for bit.
 """
 
+import threading
 from collections.abc import Callable
 from itertools import compress
 from typing import Any
@@ -26,11 +27,12 @@ class EarlyRecompute(Feature):
     def __init__(self) -> None:
         self._planned: frozenset[Key] = frozenset()
         self._units: dict[Key, list[Any]] = {}  # their autograd contexts
-        self._now: list[Any] | None = None  # the units of the running forward, if it is planned
+        # The units of the running forward, if it is planned; of a pair each has a thread.
+        self._now = _Now()
 
     def prepare(self, iteration: Iteration) -> None:
         """Note which micro-batches of an iteration have `RECOMPUTE` actions."""
-        self.begin(iteration.program)
+        self.begin_iteration(iteration.program)
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return the handler of RECOMPUTE, and a wrapper that notes the units of forwards."""
@@ -42,16 +44,16 @@ class EarlyRecompute(Feature):
 
         return {Op.FORWARD: forward, Op.RECOMPUTE: self.compute}
 
-    def begin(self, program: Program) -> None:
+    def begin_iteration(self, program: Program) -> None:
         """Note which micro-batches of a program have `RECOMPUTE` actions; forget all units."""
         self._planned = recomputed(program)
         self._units.clear()
-        self._now = None
+        self._now.units = None
 
     def begin_forward(self, action: Action) -> None:
         """Assign the units that follow to a forward's stage and micro-batch."""
         key = action.stage, action.microbatch
-        self._now = self._units.setdefault(key, []) if key in self._planned else None
+        self._now.units = self._units.setdefault(key, []) if key in self._planned else None
 
     def checkpoint(
         self,
@@ -61,9 +63,9 @@ class EarlyRecompute(Feature):
         *args: Any,
     ) -> Any:
         """Run a unit as Megatron's ``checkpoint`` does; note it if it is to be recomputed early."""
-        if self._now is None or not torch.is_grad_enabled():
+        if self._now.units is None or not torch.is_grad_enabled():
             return upstream(function, distribute_saved_activations, *args)
-        return _Unit.apply(function, distribute_saved_activations, self._now, *args)
+        return _Unit.apply(function, distribute_saved_activations, self._now.units, *args)
 
     def compute(self, action: Action) -> None:
         """Recompute all units of one stage and micro-batch, and keep the results for the backward.
@@ -72,6 +74,10 @@ class EarlyRecompute(Feature):
         """
         for unit in self._units.pop((action.stage, action.microbatch)):
             unit.early = _recompute(unit)
+
+
+class _Now(threading.local):
+    units: list[Any] | None = None
 
 
 class _Unit(random.CheckpointFunction):  # type: ignore[misc]

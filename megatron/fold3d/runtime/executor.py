@@ -22,16 +22,14 @@ from megatron.core.utils import get_model_config
 from megatron.fold3d.plan.ir import Action, Op, Plan
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.runtime.computations import Computations
-from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
+from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration, note_place
 from megatron.fold3d.runtime.plans import Plans
 
 logger = logging.getLogger(__name__)
 
-_WAS_AT = "fold3d: pipeline rank"
-
 
 class Executor:
-    """What ``get_forward_backward_func`` returns: each call runs one iteration.
+    """The function that ``get_forward_backward_func`` returns: each call runs one iteration.
 
     It lives as long as the job; when it closes, so do its features.
 
@@ -139,7 +137,7 @@ class Executor:
                 try:
                     handlers[action.op](action)
                 except Exception as error:
-                    error.add_note(f"{_WAS_AT} {iteration.rank} was at {action}")
+                    note_place(error, iteration.rank, action)
                     raise
             for feature in reversed(self._features):
                 self._where = iteration.rank, feature.draining
@@ -159,9 +157,8 @@ class Executor:
         self._is_announced = True
 
     def _explain(self, _: object, error: BaseException | None, __: object) -> None:
-        explained = any(note.startswith(_WAS_AT) for note in getattr(error, "__notes__", ()))
-        if error is not None and self._where is not None and not explained:
-            error.add_note("{} {} was at {}".format(_WAS_AT, *self._where))
+        if error is not None and self._where is not None:
+            note_place(error, *self._where)
 
 
 def _table(features: Sequence[Feature], iteration: Iteration, innermost: Handlers) -> Handlers:

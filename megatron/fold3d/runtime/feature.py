@@ -4,7 +4,7 @@ The executor keeps a table of handlers by op, made anew for each iteration. Feat
 the innermost outwards: each receives the table so far, and returns handlers of its own ops and
 wrappers around the handlers of others. A feature that is off is not in the list.
 
-        features      [preemption, transfers, trace, grad sync, weight grads, offload]
+        features  [preemption, transfers, pairs, trace, grad sync, weight grads, offload]
                         outermost ──────────────────────────────────────> innermost
 
         a BACKWARD    transfers   take the gradient of the output, announce the next send
@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program
+
+_WAS_AT = "fold3d: pipeline rank"
 
 Handler = Callable[[Action], None]
 Handlers = Mapping[Op, Handler]
@@ -53,8 +55,13 @@ class Iteration:
         outputs: computed and not sent yet.
         output_grads: received and not used yet.
         input_grads: computed and not sent yet.
-        num_tokens: the number of tokens over which Megatron averages the loss.
+        num_tokens: the number of tokens over which Megatron averages the loss, 0-d int32.
         reports: the loss function's reports, one per micro-batch.
+
+    The tensors between computations are hidden states or their gradients, ``[seq, batch, hidden]``
+    in ``config.pipeline_dtype``, with seq split by context and sequence parallelism. The last
+    stage's output is its loss, 0-d. The iteration owns them; they are on ``device`` and valid on
+    the compute stream, which is current in every handler.
     """
 
     rank: int
@@ -126,3 +133,9 @@ class Feature:
 
     def close(self, error: BaseException | None) -> None:
         """End the run, after an ``error`` or without; innermost features first."""
+
+
+def note_place(error: BaseException, rank: int, place: object) -> None:
+    """Add to an error where its pipeline rank was: an action, say; the first place noted stays."""
+    if not any(note.startswith(_WAS_AT) for note in getattr(error, "__notes__", ())):
+        error.add_note(f"{_WAS_AT} {rank} was at {place}")

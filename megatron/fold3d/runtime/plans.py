@@ -5,18 +5,20 @@ evaluation may have its own.
 """
 
 from collections.abc import Callable
-from itertools import chain
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.compile import Options, compile_plan, forward_only
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
-from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 from megatron.fold3d.plan.schedules import build
 
 if TYPE_CHECKING:
     from megatron.fold3d.plan.passes.offload import OffloadChoice
+
+
+Arrange = Callable[[Callable[[int | None], Plan]], Plan]
+"""From what makes an order for a number of forwards ahead to the order that runs."""
 
 
 class Plans:
@@ -33,6 +35,26 @@ class Plans:
         self.fixes_offload = False
         self._config = config
         self._made: dict[tuple[int, str, OffloadChoice | None], Plan] = {}
+        self._arrange: Arrange | None = None
+        self._replicated_stages: tuple[int, ...] = config.replicated_stages
+
+    def arrange(self, arrange: "Arrange") -> None:
+        """Let a function make the orders of all plans from now on."""
+        self._arrange = arrange
+        self._made.clear()
+
+    def replicate(self, stages: tuple[int, ...]) -> None:
+        """From now on let plans gather as if every replica stepped these stages in full."""
+        self._replicated_stages = stages
+        self._made.clear()
+
+    def order(self, num_microbatches: int) -> Plan:
+        """Return the order of a training iteration: its computations alone.
+
+        Raises:
+            PlanError: as `training`.
+        """
+        return self._training_order(num_microbatches)
 
     def training(self, num_microbatches: int, offloaded: "OffloadChoice | None" = None) -> Plan:
         """Return the plan of a training iteration.
@@ -76,59 +98,60 @@ class Plans:
         """Return the passes' options for an order; an order without backwards has none."""
         config = self._config
         if not order.has(Op.BACKWARD):
-            return Options()
+            return Options(receives_late=config.receives_late)
         if config.offload_activations != "off" and offloaded is None:
             from megatron.fold3d.plan.passes.offload import OffloadChoice
 
             offloaded = OffloadChoice()  # all
         return Options(
-            delay_weight_grads=config.delay_weight_grads,
+            delay_weight_grads=() if config.auto_weight_grads else config.delay_weight_grads,
             recompute_early=config.recompute_early,
             gathers_params=config.gathers_params,
+            replicated_stages=self._replicated_stages,
+            shards_params=config.shards_params,
+            shards_grads=config.shards_grads,
+            overlap_tensor_parallel=config.overlap_tensor_parallel,
             offload=offloaded,
             deferred_stages=config.deferred_stages,
+            slice_shares=self._slice_shares(),
+            receives_late=config.receives_late,
         )
+
+    def _slice_shares(self) -> tuple[float, ...]:
+        """Return the shares by which DP.sync is cut, unless none is or they are measured."""
+        config = self._config
+        if not config.slices_dp_sync or config.auto_share:
+            return ()
+        share = 1.0 if config.backward_share is None else config.backward_share
+        return (share,) * (config.num_ranks * config.num_segments)
 
     def _training_order(self, num_microbatches: int) -> Plan:
         config = self._config
         if config.plan_file is not None:
-            return self._read(config.plan_file, num_microbatches)
-        return build(
+            from megatron.fold3d.runtime.plan_from_file import read_order
+
+            order = read_order(config, config.plan_file, num_microbatches)
+            self.fixes_offload = order.has(Op.OFFLOAD)
+            return order
+        make = partial(
+            build,
             config.schedule,
             num_ranks=config.num_ranks,
             num_segments=config.num_segments,
             num_microbatches=num_microbatches,
             last_segment=config.aiao_last_segment,
             group_size=config.microbatch_group_size,
-            forwards_ahead=config.forwards_ahead,
         )
+        if config.overlap_tensor_parallel:
+            from megatron.fold3d.plan.passes.pairs import in_pairs, num_pairs
 
-    def _read(self, path: Path, num_microbatches: int) -> Plan:
-        from megatron.fold3d.plan.files import parse_plan
-
-        plan = parse_plan(path.read_bytes())
-        found = plan.num_ranks, plan.num_segments, plan.num_microbatches
-        needed = self._config.num_ranks, self._config.num_segments, num_microbatches
-        if found != needed:
-            raise PlanError(
-                f"found {_sizes(*found)}, this run has {_sizes(*needed)}; "
-                "a plan file fits one size: change the flags, or use --schedule"
+            pairs = make(
+                num_microbatches=num_pairs(num_microbatches), forwards_ahead=config.forwards_ahead
             )
-        if plan.has(Op.WEIGHT) and not self._config.delay_weight_grads:
-            raise PlanError("found W in the plan; give --delay-weight-grads with its segments")
-        if plan.has(Op.RECOMPUTE) and not self._config.recompute_early:
-            raise PlanError("found R in the plan; give --recompute-early with its stages")
-        if plan.has(Op.OFFLOAD):
-            if self._config.offload_activations == "off":
-                raise PlanError("found OFFLOAD in the plan; give --offload-activations on")
-            self.fixes_offload = True
-        for stage in chain.from_iterable(map(deferred_stages, plan.programs)):
-            if stage not in self._config.deferred_stages:
-                raise PlanError(
-                    f"found {stage}WAIT_GRAD before {stage}F0, which ends DP.sync of the iteration "
-                    "before: give --backward-share, or move the action to the end"
-                )
-        return plan
+            return in_pairs(pairs, num_microbatches)
+        if self._arrange is not None:
+            return self._arrange(lambda ahead: make(forwards_ahead=ahead))
+        return make(forwards_ahead=config.forwards_ahead)
 
     def _evaluation_order(self, num_microbatches: int) -> Plan:
         order = build(
@@ -138,7 +161,3 @@ class Plans:
             num_microbatches=num_microbatches,
         )
         return forward_only(order)
-
-
-def _sizes(num_ranks: int, num_segments: int, num_microbatches: int) -> str:
-    return f"{num_ranks} ranks, {num_segments} segments, {num_microbatches} micro-batches"

@@ -23,6 +23,11 @@ def bucket_groups(*chunks: Any) -> Iterator[Any]:
         yield from getattr(chunk, "expert_parallel_bucket_groups", ())
 
 
+def first_layer_first(chunk: Any) -> Iterator[Any]:
+    """Yield a chunk's bucket groups in the order in which its forward needs their parameters."""
+    yield from reversed(tuple(bucket_groups(chunk)))
+
+
 def group_of(bucket_group: Any) -> dist.ProcessGroup:
     """Return the process group of a bucket group's reductions and, if sharded, its all-gathers."""
     group: dist.ProcessGroup = getattr(bucket_group, _group_name(bucket_group))
@@ -34,9 +39,14 @@ def set_group(bucket_group: Any, group: dist.ProcessGroup) -> None:
     setattr(bucket_group, _group_name(bucket_group), group)
 
 
+def is_sharded(bucket_group: Any) -> bool:
+    """Tell whether each replica updates a shard of the parameters: the distributed optimizer."""
+    return bool(bucket_group.ddp_config.use_distributed_optimizer)
+
+
 def _group_name(bucket_group: Any) -> str:
-    is_sharded = bucket_group.ddp_config.use_distributed_optimizer
-    return "intra_distributed_optimizer_instance_group" if is_sharded else "data_parallel_group"
+    sharded = is_sharded(bucket_group)
+    return "intra_distributed_optimizer_instance_group" if sharded else "data_parallel_group"
 
 
 def ranks_of(group: dist.ProcessGroup) -> Ranks:

@@ -12,7 +12,7 @@ import torch
 
 from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
-from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups
+from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, first_layer_first
 
 
 class GradSync(Feature):
@@ -112,8 +112,7 @@ class GradSync(Feature):
         under way.
         """
         if self._gathers:
-            last_layer_first = tuple(bucket_groups(self._chunks[segment]))
-            for bucket_group in reversed(last_layer_first):
+            for bucket_group in first_layer_first(self._chunks[segment]):
                 if not bucket_group.param_gather_dispatched:
                     bucket_group.start_param_sync()
 

@@ -5,7 +5,10 @@
 
 from collections.abc import Container
 
+from megatron.fold3d.plan.ir import Op, Plan
+from megatron.fold3d.plan.passes.gather_later import gather_later
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages
+from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.runtime.feature import Iteration
 from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
 from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
@@ -16,14 +19,33 @@ class DeferredGradSync(GradSync):
 
     Args:
         deferred: owns reductions and optimizer steps across iterations.
+        places_gathers: whether all-gathers of parameters may be moved in the plan.
     """
 
     preparing = "WAIT_GRAD before evaluation"
 
-    def __init__(self, deferred: DeferredSync) -> None:
+    def __init__(self, deferred: DeferredSync, *, places_gathers: bool = False) -> None:
         super().__init__()
         self._deferred = deferred
+        self._places_gathers = places_gathers
+        self._revised: dict[tuple[int, tuple[int, ...]], tuple[Plan, Plan]] = {}
         self._deferred_segments: Container[int] = ()
+        self._plan_gathers = False
+
+    def revise_plan(self, plan: Plan, rank: int) -> Plan:
+        """Return the plan with this rank's all-gathers where their reduce-scatters have ended."""
+        if not self._places_gathers:
+            return plan
+        forwards = self._deferred.forwards_before_gathers(plan.num_microbatches)
+        if not any(forwards):
+            return plan
+        key = id(plan), forwards
+        if key not in self._revised:
+            stages = range(rank, plan.num_stages, plan.num_ranks)
+            revised = gather_later(plan, dict(zip(stages, forwards, strict=True)))
+            verify(revised)
+            self._revised[key] = plan, revised  # the plan, so that nothing else gets its id
+        return self._revised[key][1]
 
     def prepare(self, iteration: Iteration) -> None:
         """Begin an iteration; before an evaluation, take the steps that are due."""
@@ -33,6 +55,7 @@ class DeferredGradSync(GradSync):
             self._deferred.drain()
         stages = deferred_stages(iteration.program)
         self._deferred_segments = {stage // iteration.plan.num_ranks for stage in stages}
+        self._plan_gathers = any(action.op is Op.GATHER_PARAM for action in iteration.program)
         super().prepare(iteration)
 
     def release(self, segment: int) -> None:
@@ -43,7 +66,7 @@ class DeferredGradSync(GradSync):
     def start_reduction(self, segment: int) -> None:
         """Start to reduce a segment: its backward share if it is deferred, else all of it."""
         if segment in self._deferred_segments:
-            self._deferred.start(self._chunks[segment])
+            self._deferred.start_grad_sync(self._chunks[segment])
         else:
             super().start_reduction(segment)
 
@@ -52,9 +75,21 @@ class DeferredGradSync(GradSync):
         if segment not in self._deferred_segments:
             super().wait(segment)
             return
-        self._deferred.finish_step(self._chunks[segment])
+        was_due = self._deferred.finish_step(self._chunks[segment])
+        if was_due and not self._plan_gathers:
+            self._deferred.gather(self._chunks[segment])
         self._quiet[segment].close()
         self._hush(segment)  # zeroing the gradients resets DDP's state and re-enables its hooks
+
+    def gather(self, segment: int) -> None:
+        """Start to gather the segment's parameters; if it is deferred, then the next one's DP.sync.
+
+        In the first iteration there is nothing to gather: every replica has read all parameters.
+        """
+        if segment not in self._deferred_segments:
+            super().gather(segment)
+        elif self._gathers:
+            self._deferred.gather(self._chunks[segment])
 
     def drain(self, iteration: Iteration) -> None:
         """Start what the next forward needs first, then call ``finalize_model_grads``."""

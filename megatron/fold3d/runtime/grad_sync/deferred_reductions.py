@@ -12,9 +12,14 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.fold3d.plan.ir import Action, Op
-from megatron.fold3d.runtime.grad_sync.bucket_groups import Ranks, bucket_groups, connect
+from megatron.fold3d.policy.backward_shares import forwards_before_gather
+from megatron.fold3d.runtime.grad_sync.bucket_groups import (
+    Ranks,
+    bucket_groups,
+    connect,
+)
 from megatron.fold3d.runtime.grad_sync.reductions import Reductions
-from megatron.fold3d.runtime.grad_sync.slices import Slice
+from megatron.fold3d.runtime.grad_sync.slices import Piece
 from megatron.fold3d.runtime.trace.recorder import Recorder, no_end
 
 if TYPE_CHECKING:
@@ -35,24 +40,26 @@ class DeferredReductions:
         auto: "AutoShares | None",
         recorder: Recorder | None,
         traffic_class: int | None,
+        is_planned: bool,
     ) -> None:
         self._backward_share = backward_share
         self._timeout = timeout
         self._communicator = communicator
         self._auto, self._recorder = auto, recorder
         self._traffic_class = traffic_class
-        self._reductions = Reductions(slice_bytes, self._observe)
+        self._reductions = Reductions(slice_bytes, self._observe, is_planned=is_planned)
 
         # Known with the first iteration.
         self._chunks: Sequence[Any] = ()
         self._stages: Sequence[int] = ()
         self._num_bytes = 0  # of all gradients
+        self._parameter_bytes: Sequence[int] = ()  # by segment
 
         # Of the iteration that runs.
         self._shares: Sequence[float] = ()
         self._next_shares: Sequence[float] = ()
         self._scaling: dict[Any, Any] = {}  # of chunks whose gradients are still on their way
-        self._num_deferred_bytes = 0
+        self._rest_bytes: Sequence[int] = ()  # by segment, when the last backward ended
 
     def connect_groups(
         self,
@@ -82,6 +89,7 @@ class DeferredReductions:
         self._num_bytes = sum(
             bucket.grad_data.nbytes for group in bucket_groups(*chunks) for bucket in group.buckets
         )
+        self._parameter_bytes = [sum(p.nbytes for p in chunk.parameters()) for chunk in chunks]
 
     def set_shares(self, shares: Sequence[float]) -> None:
         """From the next iteration on, start ``shares[segment]`` of DP.sync with the backward.
@@ -92,31 +100,66 @@ class DeferredReductions:
             raise ValueError(f"shares of DP.sync {shares}: give numbers from 0 to 1")
         self._next_shares = tuple(shares)
 
-    def update_shares(self) -> None:
-        """Begin an iteration with the shares that were last set or measured."""
-        if self._auto is not None and (shares := self._auto.begin()):
+    @property
+    def shares(self) -> Sequence[float]:
+        """The shares of the latest iteration, by segment; empty before the first."""
+        return self._shares
+
+    def start_until(self, chunk: Any, share: float) -> None:
+        """Start a chunk's slices up to ``share`` of all, if its reduction is in flight."""
+        self._reductions.start_until(chunk, share)
+
+    def update_shares(self, *, whole: bool) -> None:
+        """Begin an iteration with the shares that were last set or measured.
+
+        Args:
+            whole: start all of DP.sync with the backward in this iteration, whatever the shares.
+        """
+        if self._auto is not None and (shares := self._auto.begin_iteration()):
             self.set_shares(shares)
         self._shares = self._next_shares or [self._backward_share] * len(self._chunks)
+        if whole:
+            self._shares = [1.0] * len(self._chunks)
 
-    def cut_chunk(self, chunk: Any) -> Sequence[Slice]:
+    def cut_chunk(self, chunk: Any) -> Sequence[Piece]:
         """Return a chunk's complete gradients as slices for `start_chunk`."""
         slices = self._reductions.cut(chunk)
         if self._auto is not None:
             self._auto.ready(self._chunks.index(chunk), sum(part.num_bytes for part in slices))
         return slices
 
-    def start_chunk(self, chunk: Any, slices: Sequence[Slice]) -> None:
+    def start_chunk(self, chunk: Any, slices: Sequence[Piece]) -> None:
         """Start to reduce the backward share of a chunk's slices."""
-        self._reductions.start(chunk, slices, self._shares[self._chunks.index(chunk)])
+        self._reductions.start_slices(chunk, slices, self._shares[self._chunks.index(chunk)])
 
     def finish_backward(self) -> None:
-        """Start the first chunk's remaining slices, then wait for what is kept back."""
-        self._num_deferred_bytes = self._reductions.rest_bytes
+        """Start the first chunk's remaining slices; wait for what is reduced in the iteration."""
+        self._rest_bytes = [self._reductions.rest_bytes(chunk) for chunk in self._chunks]
         self._reductions.finish_backward()
 
     def start_rest(self) -> None:
         """Start the remaining slices of all chunks, lowest chunk first."""
         self._reductions.start_rest()
+
+    def start_next(self, chunk: Any) -> None:
+        """Start the remaining slices of the chunk whose forward follows that of ``chunk``.
+
+        Where the plan has slices, it starts them.
+        """
+        if not self._reductions.is_planned:
+            for following in self._chunks[self._chunks.index(chunk) + 1 :][:1]:
+                self._reductions.start_rest_of(following)
+
+    def forwards_before_gathers(self, num_microbatches: int) -> tuple[int, ...]:
+        """Return by segment how many forwards of the segment before its remaining slices take."""
+        return tuple(
+            forwards_before_gather(rest, gathered, num_microbatches)
+            for rest, gathered in zip(self._rest_bytes, self._parameter_bytes, strict=True)
+        )
+
+    def gather(self, chunk: Any) -> None:
+        """Start to gather a chunk's parameters, ahead of the slices that are still to start."""
+        self._reductions.gather(chunk)
 
     def is_running(self, chunk: Any) -> bool:
         """True from the start of a chunk's reduction until it has been waited for."""
@@ -146,15 +189,15 @@ class DeferredReductions:
     def count_deferred(self, *, is_late: bool) -> None:
         """Count in the trace the share of the gradients that was reduced in the next iteration."""
         if self._recorder is not None and self._num_bytes:
-            num_bytes = self._num_deferred_bytes if is_late else 0
+            num_bytes = sum(self._rest_bytes) if is_late else 0
             self._recorder.count("deferred_grad_sync_share", num_bytes / self._num_bytes)
 
     def _observe(self, chunk: Any, num_bytes: int) -> list[Callable[[], None]]:
         """Note that a chunk starts to reduce ``num_bytes``; return callbacks for its end."""
         ends = []
         if self._auto is not None:
-            ends.append(self._auto.start(num_bytes))
+            ends.append(self._auto.open_transfer(num_bytes))
         if self._recorder is not None:
             stage = self._stages[self._chunks.index(chunk)]
-            ends.append(self._recorder.begin(Action(stage, Op.REDUCE_GRAD), "grad_sync"))
+            ends.append(self._recorder.open_span(Action(stage, Op.REDUCE_GRAD), "grad_sync"))
         return [end for end in ends if end is not no_end]

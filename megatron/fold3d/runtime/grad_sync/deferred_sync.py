@@ -15,6 +15,17 @@ iteration. `DeferredReductions` does the reductions; this module does the steps.
                                                 └── 1b ─────────────┘
                iteration i                      │ iteration i + 1
 
+With the distributed optimizer a reduction is a reduce-scatter, a step is that of this rank's
+shards, and the chunk's parameters are gathered behind it. What a chunk still has to reduce starts
+behind the all-gather of the chunk before, in the same process group: the network carries first what
+is needed first.
+
+    DP.sync            ── 0a ── 0b ─┬─ gather 0 ── 1b ─┬─ gather 1 ── 2b ─
+    compute                         step 0   .. 0F ..  step 1 .. 0F .. │ 1F
+
+An iteration after one that waited for all gradients starts all of its DP.sync with its backwards:
+most likely it will wait as well, and what is kept back then costs time.
+
 Keeps one invariant: from the start of its reduction until its step, nobody else reads a chunk's
 gradients, adds to them or zeroes them, and nobody reads its parameters. What Megatron changes or
 reads when the iteration ends is reduced by then: `reduced_in_iteration`, or all gradients where
@@ -35,6 +46,8 @@ from megatron.core.utils import log_single_rank
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     bucket_groups,
     everyones_groups,
+    group_of,
+    is_sharded,
     ranks_of,
 )
 from megatron.fold3d.runtime.grad_sync.deferred_reductions import DeferredReductions
@@ -73,6 +86,7 @@ class DeferredSync:
         auto: measures some iterations and from then on decides the share of each segment.
         recorder: of a trace.
         traffic_class: marks the packets of reductions.
+        is_planned: True if the plan starts slices, and nothing else but a wait.
     """
 
     def __init__(
@@ -86,7 +100,9 @@ class DeferredSync:
         auto: "AutoShares | None" = None,
         recorder: Recorder | None = None,
         traffic_class: int | None = None,
+        is_planned: bool = False,
     ) -> None:
+        self._backward_share = backward_share
         self._bounded = bounded
         self._timeout = timeout
         self._reductions = DeferredReductions(
@@ -97,6 +113,7 @@ class DeferredSync:
             auto=auto,
             recorder=recorder,
             traffic_class=traffic_class,
+            is_planned=is_planned,
         )
 
         # Known with the first iteration.
@@ -105,22 +122,26 @@ class DeferredSync:
         self._norm_bound: NormBound | None = None
         self._alone: dist.ProcessGroup | None = None
         self._in_iteration = False
+        self._is_sharded = False
+        self._gathers_later = False  # parameters: not within the optimizer's step
 
         # Of the step that Megatron asked for last.
         self._step: PartialStep | None = None
         self._report: Report | None = None
         self._is_logged = False  # its norm
         self._bound: Bound | None = None
+        self._was_late = not bounded  # a young model's gradients are large: expect to wait
         self._due: set[Any] = set()  # chunks
         self._num_late = self._num_whole = 0  # of all steps
 
     def prepare(self, chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
         """Begin an iteration; all ranks of the job call this together."""
-        self._reductions.start_rest()
+        if not self._is_sharded:
+            self._reductions.start_rest()
         self._in_iteration = True
         if not self._chunks:
             self._connect(chunks, groups)
-        self._reductions.update_shares()
+        self._reductions.update_shares(whole=not self._was_late)
 
     def set_shares(self, shares: Sequence[float]) -> None:
         """From the next iteration on, start ``shares[segment]`` of DP.sync with the backward.
@@ -129,7 +150,15 @@ class DeferredSync:
         """
         self._reductions.set_shares(shares)
 
-    def start(self, chunk: Any) -> None:
+    def shares(self, num_segments: int) -> tuple[float, ...]:
+        """Return the share of each segment behind the backwards, of the latest iteration."""
+        return tuple(self._reductions.shares) or (self._backward_share,) * num_segments
+
+    def start_until(self, chunk: Any, share: float) -> None:
+        """Start to reduce a chunk up to ``share`` of its gradients, if that is in flight."""
+        self._reductions.start_until(chunk, share)
+
+    def start_grad_sync(self, chunk: Any) -> None:
         """Start to reduce the backward share of a chunk's complete gradients."""
         slices = self._reductions.cut_chunk(chunk)
         if self._norm_bound is not None:
@@ -144,14 +173,37 @@ class DeferredSync:
         self._in_iteration = False
         self._reductions.finish_backward()
 
-    def finish_step(self, chunk: Any) -> None:
-        """If a chunk's step is due, wait for its gradients, step with them and zero them."""
-        if chunk in self._due:
-            assert self._step is not None
-            self._reductions.wait_for(chunk)
-            self._step.take(chunk.parameters())
-            self._due.remove(chunk)
-            chunk.zero_grad_buffer()
+    def finish_step(self, chunk: Any) -> bool:
+        """If a chunk's step is due, wait for its gradients, step with them and zero them.
+
+        Return whether it was due.
+        """
+        if chunk not in self._due:
+            return False
+        assert self._step is not None
+        self._reductions.wait_for(chunk)
+        self._step.take(chunk.parameters())
+        self._due.remove(chunk)
+        chunk.zero_grad_buffer()
+        return True
+
+    def gather(self, chunk: Any) -> None:
+        """Start to gather a stepped chunk's parameters, then what the next one has to reduce.
+
+        There is nothing to gather without the distributed optimizer.
+        """
+        if self._is_sharded:
+            self._reductions.gather(chunk)
+            self._reductions.start_next(chunk)
+
+    def forwards_before_gathers(self, num_microbatches: int) -> tuple[int, ...]:
+        """Return by segment how many forwards of the segment before hide its remaining slices.
+
+        Its parameters are gathered behind the others.
+        """
+        if not self._due:
+            return (0,) * len(self._chunks)
+        return self._reductions.forwards_before_gathers(num_microbatches)
 
     def step(
         self,
@@ -179,6 +231,7 @@ class DeferredSync:
         reduced = [chunk for chunk in self._chunks if chunk not in late]
         if not self._may_be_late(optimizer, reduced, late):
             self._num_whole += 1
+            self._was_late = False
             self._reductions.count_deferred(is_late=False)
             self._reductions.start_rest()
             for chunk in late:
@@ -187,10 +240,14 @@ class DeferredSync:
         self._is_logged = logs or not (self._num_late or self._num_whole)
         self._report = report
         self._num_late += 1
+        self._was_late = True
         self._reductions.count_deferred(is_late=True)
         self._step = PartialStep(optimizer, iteration, self._alone)
         if parameters := [p for chunk in reduced for p in chunk.parameters()]:
             self._step.take(parameters)
+        if self._is_sharded and not self._gathers_later:
+            for chunk in reduced:
+                self._reductions.gather(chunk)
         self._due = set(late)
         return True, None, None
 
@@ -211,8 +268,10 @@ class DeferredSync:
     def drain(self) -> None:
         """Finish all reductions and due steps; the parameters are then up to date."""
         self._reductions.start_rest()
-        for chunk in self._chunks:
+        for chunk in [chunk for chunk in self._chunks if chunk in self._due]:
             self.finish_step(chunk)
+            if self._is_sharded:
+                chunk.start_param_sync(force_sync=True)
         self._report_norm()
 
     def close(self, error: BaseException | None) -> None:
@@ -246,8 +305,10 @@ class DeferredSync:
     def _connect(self, chunks: Sequence[Any], groups: ProcessGroupCollection) -> None:
         """Make the process groups."""
         rank_groups = everyones_groups(
-            {ranks_of(g.data_parallel_group) for g in bucket_groups(*chunks)}
+            {ranks_of(group_of(bucket_group)) for bucket_group in bucket_groups(*chunks)}
         )
+        self._is_sharded = any(map(is_sharded, bucket_groups(*chunks)))
+        self._gathers_later = bool(chunks[0].ddp_config.overlap_param_gather)
         self._reduced_in_iteration = reduced_in_iteration(chunks, groups)
         self._reductions.connect_groups(chunks, self._reduced_in_iteration, rank_groups, groups)
         if self._bounded:

@@ -111,7 +111,7 @@ class AutoShares:
         self._replicas = connect(everyones_groups({ours}), device, self._timeout)[ours]
         self._device, self._clock = device, Clock(device)
 
-    def begin(self) -> tuple[float, ...] | None:
+    def begin_iteration(self) -> tuple[float, ...] | None:
         """Begin an iteration; return the shares from now on, or None if they stay."""
         self._iteration += 1
         self._now, shares = None, None
@@ -128,7 +128,7 @@ class AutoShares:
             self._now.ready[segment] = self._clock.mark()
             self._now.segment_bytes[segment] = num_bytes
 
-    def start(self, num_bytes: int) -> Callable[[], None]:
+    def open_transfer(self, num_bytes: int) -> Callable[[], None]:
         """Note that a reduction starts; the caller calls the returned function when it is done."""
         if self._now is None:
             return no_end

@@ -10,7 +10,7 @@ Keeps one invariant: every rank gets the same numbers, and so takes the same dec
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,8 +22,14 @@ from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_du
 from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import get_model_config
 
-from megatron.fold3d.runtime.grad_sync.bucket_groups import Ranks, bucket_groups, ranks_of
-from megatron.fold3d.runtime.grad_sync.slices import Slice
+from megatron.fold3d.runtime.grad_sync.bucket_groups import (
+    Ranks,
+    bucket_groups,
+    group_of,
+    is_sharded,
+    ranks_of,
+)
+from megatron.fold3d.runtime.grad_sync.slices import Piece
 
 # Norms in fp32 are not exact, neither ours nor Megatron's. A sum of squares in which each term is
 # rounded up to 100,000 times in sequence is off by 0.6% at most.
@@ -63,7 +69,8 @@ class NormBound:
     """The gradient norms of one iteration, collected as they become known.
 
     Each group of ranks that reduces together has one slot per segment, for gradients that are not
-    reduced yet, and one more slot for gradients that are.
+    reduced yet, and one more slot for gradients that are. The latter holds a squared norm: each
+    rank adds the square of what it alone has.
     """
 
     def __init__(
@@ -83,11 +90,11 @@ class NormBound:
         self._world = dist.new_group(timeout=timeout)  # its own, so that it stands in no queue
 
     @torch.no_grad()
-    def add(self, segment: int, parts: Iterable[Slice]) -> None:
+    def add(self, segment: int, parts: Iterable[Piece]) -> None:
         """Record the norms of a segment's slices, which are about to be reduced."""
-        by_ranks = defaultdict(list)
+        by_ranks: dict[Ranks, list[torch.Tensor]] = defaultdict(list)
         for part in parts:
-            by_ranks[ranks_of(part.group)].append(part.data)
+            by_ranks[ranks_of(part.group)].extend(part.views)
         for ranks, data in by_ranks.items():
             slot = self._first_slot[ranks] + segment
             rounding = (1 + torch.finfo(data[0].dtype).eps) ** len(ranks)  # of the sum
@@ -107,8 +114,11 @@ class NormBound:
 
         These are all gradients of ``stepped`` chunks, and of ``deferred`` chunks those of
         ``reduced_in_iteration``, which are still to be multiplied by ``scaling``. All replicas hold
-        the same values, so only the first rank of each group records them. A parameter that
-        Megatron's norm counts once is counted once here too.
+        the same values, so only the first rank of each group records them; with the distributed
+        optimizer each records its own shard. A parameter that Megatron's norm counts once is
+        counted once here too.
+
+        ``scaling`` is a number or a 0-d tensor on the device, valid on the current stream.
         """
         for chunks, reduced, factor in (
             (stepped, None, 1.0),
@@ -116,39 +126,56 @@ class NormBound:
         ):
             by_ranks: dict[Ranks, list[torch.Tensor]] = defaultdict(list)
             for group in bucket_groups(*chunks):
-                by_ranks[ranks_of(group.data_parallel_group)] += [
-                    parameter.main_grad
+                by_ranks[ranks_of(group_of(group))] += [
+                    gradient
                     for bucket in group.buckets
                     for parameter in bucket.params
                     if (reduced is None or parameter in reduced) and _is_counted_here(parameter)
+                    for gradient in _counted_on_this_rank(group, bucket, parameter)
                 ]
             for ranks, gradients in by_ranks.items():
-                if gradients and dist.get_rank() == ranks[0]:
-                    norm = self._norms[self._first_slot[ranks] + self._reduced_slot]
-                    norm.copy_(torch.hypot(norm, _norm(gradients) * factor))
+                if gradients:
+                    square = self._norms[self._first_slot[ranks] + self._reduced_slot]
+                    square += (_norm(gradients) * factor) ** 2
 
     def total(self, loss_scale: float, scaling: torch.Tensor | float = 1.0) -> Bound:
         """Return the bound over all ranks, and clear the slots.
 
         All ranks of the job call this together. The unreduced gradients are still to be multiplied
-        by ``scaling``, so their norms are multiplied by it here.
+        by ``scaling`` (as in `add_reduced`), so their norms are multiplied by it here. The host
+        waits for the result.
         """
         dist.all_reduce(self._slots, group=self._world)
         norms = self._norms.view(-1, self._reduced_slot + 1)
         norms[:, : self._reduced_slot] *= scaling
+        norms[:, self._reduced_slot].sqrt_()
         norm, peak = torch.stack([norms.norm(), self._peaks.max()]).tolist()
         self._slots.zero_()
         return Bound(norm / loss_scale * _SAFETY, peak)
 
 
 def _norm(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of all parts as a fp64 scalar; each part's own norm is computed in fp32."""
+    """Return the norm of all parts, 0-d in fp64; each part's own norm is computed in fp32."""
     norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
     return torch.stack(norms).double().square().sum().sqrt()
 
 
 def _peak(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([torch.linalg.vector_norm(part, torch.inf) for part in parts]).max()
+
+
+def _counted_on_this_rank(bucket_group: Any, bucket: Any, parameter: Any) -> Iterator[torch.Tensor]:
+    """Yield the reduced gradients of a parameter which this rank, of all replicas, counts."""
+    group = group_of(bucket_group)
+    if not is_sharded(bucket_group):
+        if group.rank() == 0:
+            yield parameter.main_grad
+        return
+    size = bucket.grad_data.numel() // group.size()
+    begin, end = bucket.param_to_index[parameter]
+    ours = group.rank() * size
+    if max(begin, ours) < min(end, ours + size):
+        yield bucket.grad_data[max(begin, ours) : min(end, ours + size)]
 
 
 def _is_counted_here(parameter: torch.nn.Parameter) -> bool:

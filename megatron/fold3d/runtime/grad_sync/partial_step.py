@@ -18,8 +18,20 @@ from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 # optimizers (apex, Transformer Engine) count steps per group where torch counts per parameter.
 _OF_AN_ITERATION = ("lr", "weight_decay", "step")
 
-# The groups in which Megatron's Float16OptimizerWithFloat16Params keeps copies and originals.
-_LISTS_OF_GROUPS = ("float16_groups", "fp32_from_float16_groups", "fp32_from_fp32_groups")
+# The groups in which Megatron's Float16OptimizerWithFloat16Params keeps copies and originals, and
+# those in which its DistributedOptimizer keeps parameters, and the shards that this rank updates.
+_LISTS_OF_GROUPS = (
+    *("float16_groups", "fp32_from_float16_groups", "fp32_from_fp32_groups"),
+    *("model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups"),
+    *("model_fp32_groups", "shard_fp32_groups"),
+)
+
+# Which lists of a DistributedOptimizer go side by side: parameters, and their shards.
+_SHARDED = (
+    ("model_float16_groups", "shard_float16_groups"),
+    ("model_float16_groups", "shard_fp32_from_float16_groups"),
+    ("model_fp32_groups", "shard_fp32_groups"),
+)
 
 
 class PartialStep:
@@ -52,8 +64,18 @@ class PartialStep:
 
     @torch.no_grad()
     def take(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Step ``parameters`` with the reduced gradients in their ``main_grad``."""
-        with self._narrowed_to(parameters), self._with_its_settings(), self._with_its_scale():
+        """Step ``parameters`` with the reduced gradients in their ``main_grad``.
+
+        DDP owns these gradients, which must be complete on the current stream. The updated
+        parameters are valid there. With the distributed optimizer they are the shards of this
+        rank, and nothing is gathered.
+        """
+        with (
+            self._narrowed_to(parameters),
+            self._with_its_settings(),
+            self._with_its_scale(),
+            self._without_gathering(),
+        ):
             found_inf = self._optimizer.prepare_grads()
             assert not found_inf, "gradients were finite when this step was allowed"
             for square, part in self._squares_of_parts():
@@ -74,6 +96,7 @@ class PartialStep:
         kept = set()
         for parameter in parameters:
             kept |= {id(parameter), id(getattr(parameter, "main_param", parameter))}
+        kept |= {id(shard) for parameter, shard in self._shards() if id(parameter) in kept}
         lists = list(self._parameter_lists())
         whole = [list(parameters) for parameters in lists]
         try:
@@ -109,6 +132,27 @@ class PartialStep:
         finally:
             for part, (scaler, group) in zip(self._scaled, now, strict=True):
                 part.grad_scaler, part.grad_stats_parallel_group = scaler, group
+
+    @contextmanager
+    def _without_gathering(self) -> Iterator[None]:
+        """Keep a DistributedOptimizer from gathering all parameters, also those not stepped."""
+        parts = [p for p in self._optimizer.chained_optimizers if hasattr(p, "shard_fp32_groups")]
+        for part in parts:
+            part._defer_param_sync = True
+        try:
+            yield
+        finally:
+            for part in parts:
+                part._defer_param_sync = False
+
+    def _shards(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Yield each parameter with each of its shards on this rank."""
+        for part in self._optimizer.chained_optimizers:
+            for whole, shards in _SHARDED:
+                for parameters, ours in zip(
+                    getattr(part, whole, ()), getattr(part, shards, ()), strict=True
+                ):
+                    yield from zip(parameters, ours, strict=True)
 
     def _squares_of_parts(self) -> Iterator[tuple[torch.Tensor, Any]]:
         return zip(self._squares, self._optimizer.chained_optimizers, strict=True)

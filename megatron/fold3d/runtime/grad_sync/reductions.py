@@ -1,4 +1,7 @@
-"""The all-reduces of model chunks' gradients, in slices that may be started at two moments.
+"""The reductions of model chunks' gradients, in slices that may be started at two moments.
+
+All-reduces or, with the distributed optimizer, reduce-scatters; and the all-gathers of parameters
+that follow those, in the same process groups, so that they stand in no queue but their own.
 
 Keeps one invariant: every replica of a chunk starts the same slices in the same order, in process
 groups that nothing else uses: Megatron's own collectives, such as the mean of the losses, would
@@ -6,7 +9,7 @@ stand in the queue behind them.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -14,8 +17,25 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from megatron.fold3d.runtime.grad_sync.bucket_groups import Ranks, bucket_groups, ranks_of
-from megatron.fold3d.runtime.grad_sync.slices import Slice, divide, kept_ranges, slices
+from megatron.fold3d.runtime.grad_sync.bucket_groups import (
+    Ranks,
+    bucket_groups,
+    first_layer_first,
+    group_of,
+    is_sharded,
+    ranks_of,
+    set_group,
+)
+from megatron.fold3d.runtime.grad_sync.slices import (
+    Piece,
+    ShardedSlice,
+    Slice,
+    divide,
+    in_iteration_offsets,
+    in_iteration_ranges,
+    outside,
+    slices,
+)
 from megatron.fold3d.runtime.trace.recorder import when_done
 
 Observer = Callable[[Any, int], Iterable[Callable[[], None]]]
@@ -28,18 +48,22 @@ class Reductions:
     Args:
         slice_bytes: the largest slice that is reduced at once.
         observer: is called when slices start; it must not block.
+        is_planned: True if the plan starts slices, with `start_until`. Then `start_slices`,
+            `finish_backward` and `start_rest` start none; `wait` starts what is left.
     """
 
-    def __init__(self, slice_bytes: int, observer: Observer) -> None:
+    def __init__(self, slice_bytes: int, observer: Observer, *, is_planned: bool = False) -> None:
         self._slice_bytes = slice_bytes
         self._observer = observer
+        self.is_planned = is_planned
         self._chunks: Sequence[Any] = ()
         self._reduced_in_iteration: AbstractSet[torch.nn.Parameter] = frozenset()
         self._groups: Mapping[Ranks, dist.ProcessGroup] = {}
         self._keeping: list[Any] = []
-        self._rest: dict[Any, list[Slice]] = {}
+        self._rest: dict[Any, list[Piece]] = {}
+        self._begun: dict[Any, float] = {}  # the share that `start_until` has started
         self._running: dict[Any, list[dist.Work]] = {}
-        self._ends: defaultdict[Any, list[Callable[[], None]]] = defaultdict(list)  # not heard of
+        self._ends: defaultdict[Any, list[Callable[[], None]]] = defaultdict(list)  # not observed
 
     def connect(
         self,
@@ -47,49 +71,84 @@ class Reductions:
         reduced_in_iteration: AbstractSet[torch.nn.Parameter],
         groups: Mapping[Ranks, dist.ProcessGroup],
     ) -> None:
-        """Set the model chunks, the parameters to keep back, and our process groups by ranks."""
+        """Set the model chunks, the parameters to reduce in the iteration, and groups by ranks."""
         self._chunks, self._reduced_in_iteration, self._groups = (
             chunks,
             reduced_in_iteration,
             groups,
         )
 
-    def cut(self, chunk: Any) -> list[Slice]:
+    def cut(self, chunk: Any) -> list[Piece]:
         """Prepare a chunk's complete gradients for reduction and return them as slices.
 
         The slices are views of DDP's gradient buffers. Scaling by DDP's factor has been applied.
         """
         return [
-            Slice(data, _op(bucket_group), self._groups[ranks_of(bucket_group.data_parallel_group)])
+            part
             for bucket_group in bucket_groups(chunk)
             for bucket in _made_ready(bucket_group).buckets
-            for data in slices(bucket, self._reduced_in_iteration, self._slice_bytes)
+            for part in self._pieces(bucket_group, bucket)
         ]
 
-    def start(self, chunk: Any, whole: Sequence[Slice], share: float) -> None:
-        """Start to reduce what is kept back, then the first ``share`` of a chunk's slices."""
+    def start_slices(self, chunk: Any, whole: Sequence[Piece], share: float) -> None:
+        """Start what is reduced in the iteration, then the first ``share`` of a chunk's slices."""
         assert chunk not in self._running, "its gradients were not waited for"
         for bucket_group in bucket_groups(chunk):
             self._keep(bucket_group)
-        first, self._rest[chunk] = divide(whole, share)
+        first, self._rest[chunk] = divide(whole, 0.0 if self.is_planned else share)
         self._running[chunk] = self._reduce(chunk, first)
+        self._begun[chunk] = 0.0
 
-    @property
-    def rest_bytes(self) -> int:
-        """The bytes of all chunks' slices that have not been started."""
-        return sum(part.num_bytes for rest in self._rest.values() for part in rest)
+    def start_until(self, chunk: Any, share: float) -> None:
+        """Start a chunk's slices up to ``share`` of all, if its reduction is in flight.
+
+        What was cut only where buckets end is then one collective per bucket.
+        """
+        begun = self._begun.get(chunk, 0.0)
+        if chunk in self._running and share > begun:
+            part = (share - begun) / (1 - begun)
+            first, self._rest[chunk] = divide(self._rest.get(chunk, ()), part)
+            self._running[chunk] += self._reduce(chunk, first)
+            self._begun[chunk] = share
+
+    def rest_bytes(self, chunk: Any) -> int:
+        """Return the bytes of a chunk's slices that have not been started."""
+        return sum(part.num_bytes for part in self._rest.get(chunk, ()))
 
     def finish_backward(self) -> None:
-        """Start the first chunk's remaining slices, then wait for what is kept back."""
-        self._start_rest(self._chunks[0])
+        """Start the first chunk's remaining slices; wait for what is reduced in the iteration."""
+        if not self.is_planned:
+            self.start_rest_of(self._chunks[0])
         for work in self._keeping:
             work.wait()
         self._keeping.clear()
 
     def start_rest(self) -> None:
         """Start the remaining slices of all chunks, lowest chunk first."""
+        if self.is_planned:
+            return
         for chunk in self._chunks:
-            self._start_rest(chunk)
+            self.start_rest_of(chunk)
+
+    def gather(self, chunk: Any) -> None:
+        """Start to gather a chunk's parameters, those of its first layers first, in our groups.
+
+        What is gathered or under way is left alone. DDP's hooks wait in the forward. Without
+        ``--overlap-param-gather`` this waits itself.
+        """
+        for bucket_group in first_layer_first(chunk):
+            if not bucket_group.param_gather_dispatched:
+                megatrons = group_of(bucket_group)
+                set_group(bucket_group, self._groups[ranks_of(megatrons)])
+                try:
+                    bucket_group.start_param_sync()
+                finally:
+                    set_group(bucket_group, megatrons)
+
+    def start_rest_of(self, chunk: Any) -> None:
+        """Start a chunk's remaining slices, if there are any."""
+        if chunk in self._running:
+            self._running[chunk] += self._reduce(chunk, self._rest.pop(chunk, ()))
 
     def is_running(self, chunk: Any) -> bool:
         """True from the start of a chunk's reduction until `wait` returns."""
@@ -97,17 +156,13 @@ class Reductions:
 
     def wait(self, chunk: Any) -> None:
         """Start a chunk's remaining slices and wait for its reduction, if one is in flight."""
-        self._start_rest(chunk)
+        self.start_rest_of(chunk)
         for work in self._running.pop(chunk, ()):
             work.wait()
         for end in self._ends.pop(chunk, ()):
             end()
 
-    def _start_rest(self, chunk: Any) -> None:
-        if chunk in self._running:
-            self._running[chunk] += self._reduce(chunk, self._rest.pop(chunk, ()))
-
-    def _reduce(self, chunk: Any, parts: Sequence[Slice]) -> list[dist.Work]:
+    def _reduce(self, chunk: Any, parts: Sequence[Piece]) -> list[dist.Work]:
         if not parts:
             return []
         ends = self._observer(chunk, sum(part.num_bytes for part in parts))
@@ -116,18 +171,55 @@ class Reductions:
         return works
 
     def _keep(self, bucket_group: Any) -> None:
-        """Reduce what is kept back in Megatron's own process group, where no slice is queued."""
+        """Reduce in Megatron's own process group, where no slice is queued."""
+        if is_sharded(bucket_group):
+            self._keep_sharded(bucket_group)
+            return
         parts = [
             bucket.grad_data[begin:end]
             for bucket in bucket_group.buckets
-            for begin, end in kept_ranges(bucket, self._reduced_in_iteration)
+            for begin, end in in_iteration_ranges(bucket, self._reduced_in_iteration)
         ]
         if parts:
-            group = bucket_group.data_parallel_group
+            group = group_of(bucket_group)
             with _coalescing_manager(group, async_ops=True) as works:
                 for part in parts:
                     dist.all_reduce(part, _op(bucket_group), group=group)
             self._keeping.append(works)
+
+    def _keep_sharded(self, bucket_group: Any) -> None:
+        group = group_of(bucket_group)
+        for bucket in bucket_group.buckets:
+            kept = in_iteration_offsets(bucket, self._reduced_in_iteration, group.size())
+            self._keeping += [
+                part.reduce() for part in _sharded_slices(bucket_group, bucket, group, kept)
+            ]
+
+    def _pieces(self, bucket_group: Any, bucket: Any) -> Iterator[Piece]:
+        """Yield what our own process group reduces of a bucket, and Megatron's does not."""
+        ours = self._groups[ranks_of(group_of(bucket_group))]
+        if not is_sharded(bucket_group):
+            for data in slices(bucket, self._reduced_in_iteration, self._slice_bytes):
+                yield Slice(data, _op(bucket_group), ours)
+            return
+        kept = in_iteration_offsets(bucket, self._reduced_in_iteration, ours.size())
+        rest = outside(kept, bucket.grad_data.numel() // ours.size())
+        yield from _sharded_slices(bucket_group, bucket, ours, rest)
+
+
+def _sharded_slices(
+    bucket_group: Any, bucket: Any, group: dist.ProcessGroup, parts: Iterable[tuple[int, int]]
+) -> Iterator[ShardedSlice]:
+    for begin, end in parts:
+        yield ShardedSlice(
+            data=bucket.grad_data,
+            begin=begin,
+            end=end,
+            op=_op(bucket_group),
+            group=group,
+            rank=group.rank(),
+            size=group.size(),
+        )
 
 
 def _op(bucket_group: Any) -> Any:

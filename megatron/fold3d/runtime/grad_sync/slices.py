@@ -4,22 +4,65 @@ Keeps one invariant: the cut depends on the sizes of parameters, the share and t
 alone, so every replica of a chunk cuts it alike.
 """
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
 
 
+class Piece(Protocol):
+    """Gradients that are reduced together: a `Slice` or a `ShardedSlice`."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group that reduces it."""
+
+    @property
+    def views(self) -> tuple[torch.Tensor, ...]:
+        """The 1-D views of the gradient buffer that it consists of."""
+
+    @property
+    def num_elements(self) -> int:
+        """The number of gradients."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the views in bytes."""
+
+    def reduce(self) -> dist.Work:
+        """Start to reduce it, asynchronously, and return the work."""
+
+    def cut(self, size: int) -> tuple[Self, Self]:
+        """Split into the first ``size`` elements and the remaining ones; both stay views."""
+
+
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A contiguous 1-D view of a bucket's gradient buffer, with its reduce op and process group."""
+    """A contiguous 1-D view of a bucket's gradient buffer, with its reduce op and process group.
+
+    Attributes:
+        data: ``[num_elements]``, in the dtype in which DDP reduces; owned by DDP. Complete on the
+            stream that was current when the slice was made.
+        op: the reduce op, sum or average.
+        group: the ranks that reduce it together.
+    """
 
     data: torch.Tensor
     op: Any
     group: dist.ProcessGroup
+
+    @property
+    def views(self) -> tuple[torch.Tensor, ...]:
+        """The view alone."""
+        return (self.data,)
+
+    @property
+    def num_elements(self) -> int:
+        """The number of gradients."""
+        return self.data.numel()
 
     @property
     def num_bytes(self) -> int:
@@ -27,7 +70,10 @@ class Slice:
         return self.data.numel() * self.data.element_size()
 
     def reduce(self) -> dist.Work:
-        """Start an asynchronous in-place all-reduce of the view and return its work."""
+        """Start an asynchronous in-place all-reduce of the view and return its work.
+
+        The result is valid on the stream that is current when the caller waits for the work.
+        """
         work: dist.Work | None = dist.all_reduce(
             self.data, self.op, group=self.group, async_op=True
         )
@@ -42,7 +88,77 @@ class Slice:
         )
 
 
-def kept_ranges(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedSlice:
+    """The same part of every replica's shard of a bucket, which a reduce-scatter sums.
+
+    Attributes:
+        data: the bucket's whole gradient buffer, 1-D: one shard per rank of the group.
+        begin: where the part begins in each shard.
+        end: where it ends.
+        op: the reduce op.
+        group: the process group.
+        rank: this rank's place in it; its own shard receives the sums.
+        size: the number of its ranks.
+    """
+
+    data: torch.Tensor
+    begin: int
+    end: int
+    op: Any
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    @property
+    def views(self) -> tuple[torch.Tensor, ...]:
+        """The part of each shard, by rank."""
+        return tuple(shard[self.begin : self.end] for shard in self.data.chunk(self.size))
+
+    @property
+    def num_elements(self) -> int:
+        """The number of gradients, in all shards together."""
+        return (self.end - self.begin) * self.size
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all views in bytes."""
+        return self.num_elements * self.data.element_size()
+
+    def reduce(self) -> dist.Work:
+        """Start an asynchronous reduce-scatter into the own shard, and return its work.
+
+        What is summed has to lie side by side: the views of a slice that is not a whole bucket are
+        copied, and the copy lives until the reduction has ended.
+        """
+        work: dist.Work | None = dist.reduce_scatter_tensor(
+            self.views[self.rank], self._together(), self.op, group=self.group, async_op=True
+        )
+        assert work is not None
+        return work
+
+    def cut(self, size: int) -> tuple["ShardedSlice", "ShardedSlice"]:
+        """Split each shard's part alike, so that the first ones have ``size`` elements at most."""
+        middle = self.begin + min(size // self.size, self.end - self.begin)
+        return self._of(self.begin, middle), self._of(middle, self.end)
+
+    def _of(self, begin: int, end: int) -> "ShardedSlice":
+        return ShardedSlice(
+            data=self.data,
+            begin=begin,
+            end=end,
+            op=self.op,
+            group=self.group,
+            rank=self.rank,
+            size=self.size,
+        )
+
+    def _together(self) -> torch.Tensor:
+        is_whole = self.num_elements == self.data.numel()
+        return self.data if is_whole else torch.cat(self.views)
+
+
+def in_iteration_ranges(
     bucket: Any, reduced_in_iteration: Container[torch.nn.Parameter]
 ) -> list[tuple[int, int]]:
     """Return the sorted ``(begin, end)`` ranges of ``reduced_in_iteration`` in a bucket."""
@@ -52,22 +168,61 @@ def kept_ranges(
 def slices(
     bucket: Any, reduced_in_iteration: Container[torch.nn.Parameter], slice_bytes: int
 ) -> Iterator[torch.Tensor]:
-    """Yield 1-D views of all other gradients of a bucket, each at most ``slice_bytes`` large."""
+    """Yield 1-D views of all other gradients of a bucket, each at most ``slice_bytes`` large.
+
+    The views are contiguous, in order and of the bucket's own buffer, which DDP owns.
+    """
     data = bucket.grad_data
-    edges = [0, *chain.from_iterable(kept_ranges(bucket, reduced_in_iteration)), data.numel()]
+    for begin, end in outside(in_iteration_ranges(bucket, reduced_in_iteration), data.numel()):
+        yield from data[begin:end].split(slice_bytes // data.element_size())
+
+
+def in_iteration_offsets(
+    bucket: Any, reduced_in_iteration: Container[torch.nn.Parameter], num_shards: int
+) -> list[tuple[int, int]]:
+    """Return the sorted ``(begin, end)`` parts of a shard that hold `in_iteration_ranges` in any.
+
+    A reduce-scatter sums the same part of every shard.
+    """
+    size = bucket.grad_data.numel() // num_shards
+    parts = sorted(
+        (max(begin - shard * size, 0), min(end - shard * size, size))
+        for begin, end in in_iteration_ranges(bucket, reduced_in_iteration)
+        for shard in range(begin // size, (end - 1) // size + 1)
+    )
+    return list(_merged(parts))
+
+
+def outside(ranges: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
+    """Yield the ``(begin, end)`` parts of ``size`` elements that are in none of sorted ranges."""
+    edges = [0, *chain.from_iterable(ranges), size]
     for begin, end in zip(edges[::2], edges[1::2], strict=True):
         if begin < end:
-            yield from data[begin:end].split(slice_bytes // data.element_size())
+            yield begin, end
 
 
-def divide(whole: Sequence[Slice], share: float) -> tuple[list[Slice], list[Slice]]:
+def divide(whole: Sequence[Piece], share: float) -> tuple[list[Piece], list[Piece]]:
     """Split slices into the first ``share`` of their elements, counted together, and the rest."""
-    left = round(share * sum(part.data.numel() for part in whole))
-    first: list[Slice] = []
-    rest: list[Slice] = []
+    left = round(share * sum(part.num_elements for part in whole))
+    first: list[Piece] = []
+    rest: list[Piece] = []
     for part in whole:
         ours, others = part.cut(left)
-        left -= ours.data.numel()
-        first += [ours] if ours.data.numel() else []
-        rest += [others] if others.data.numel() else []
+        left -= ours.num_elements
+        first += [ours] if ours.num_elements else []
+        rest += [others] if others.num_elements else []
     return first, rest
+
+
+def _merged(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield sorted ranges with those that overlap or touch as one."""
+    begun: tuple[int, int] | None = None
+    for begin, end in ranges:
+        if begun is not None and begin <= begun[1]:
+            begun = begun[0], max(begun[1], end)
+            continue
+        if begun is not None:
+            yield begun
+        begun = begin, end
+    if begun is not None:
+        yield begun

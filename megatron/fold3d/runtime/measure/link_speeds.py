@@ -64,7 +64,11 @@ def _measure(source: int, target: int, device: torch.device) -> Link:
 
 
 def _there_and_back(there: torch.Tensor, back: torch.Tensor, source: int, target: int) -> float:
-    """Return the seconds of a round trip, until the host can read the answer."""
+    """Return the seconds of a round trip, until the host can read the answer.
+
+    ``there`` is sent and ``back`` answered, each by one rank and received into by the other:
+    contiguous, of any shape, and on the device.
+    """
     start_s = time.perf_counter()
     if dist.get_rank() == source:
         dist.send(there, target)

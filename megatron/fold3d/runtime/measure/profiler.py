@@ -86,3 +86,33 @@ def host_copy_bytes_per_s(device: torch.device) -> float:
     data = torch.zeros(_LARGE_BYTES, dtype=torch.uint8, device=device)
     host = pinned_bytes(_LARGE_BYTES, device)
     return _LARGE_BYTES / seconds(lambda: host.copy_(data, non_blocking=True), device)
+
+
+def layer_flops_per_s(device: torch.device) -> float:
+    """Return the FLOP/s of a transformer layer's forward, as large as such layers are."""
+    on_gpu = device.type == "cuda"
+    hidden, tokens = (4096, 2048) if on_gpu else (256, 256)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    widths = {"qkv": 3 * hidden, "out": hidden, "up": 4 * hidden}
+    weight = {
+        name: torch.randn(width, hidden, device=device, dtype=dtype) / hidden**0.5
+        for name, width in widths.items()
+    }
+    down = torch.randn(hidden, 4 * hidden, device=device, dtype=dtype) / hidden**0.5
+    inputs = torch.randn(tokens, hidden, device=device, dtype=dtype)
+    functional = torch.nn.functional
+
+    def forward() -> torch.Tensor:
+        normed = functional.layer_norm(inputs, (hidden,))
+        qkv = functional.linear(normed, weight["qkv"]).view(1, tokens, 3, -1, 64)
+        query, key, value = qkv.transpose(1, 3).unbind(2)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        outputs = mixed.transpose(1, 2).reshape(tokens, hidden)
+        residual = inputs + functional.linear(outputs, weight["out"])
+        normed = functional.layer_norm(residual, (hidden,))
+        wide = functional.gelu(functional.linear(normed, weight["up"]))
+        return residual + functional.linear(wide, down)
+
+    flops = 24 * tokens * hidden**2 + 4 * tokens**2 * hidden
+    with torch.no_grad():
+        return flops / seconds(forward, device)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron.fold3d.runtime.device import runs_behind, streams_of
 from megatron.fold3d.runtime.offload.offload_library import batched_copy
 
 Watch = Callable[[], Callable[[], None]]
@@ -36,8 +37,8 @@ class Copies:
 
     def __init__(self, device: torch.device, batch: int = 64) -> None:
         self.num_calls = self.num_tensors = 0
-        self._backend = torch.get_device_module(device)
-        self._on_gpu = device.type == "cuda"
+        self._backend = streams_of(device)
+        self._runs_behind = runs_behind(device)
         self._batch = batch
 
     @cached_property
@@ -49,8 +50,15 @@ class Copies:
     ) -> Any:
         """Start to copy device tensors to host memory; return an event for `wait`.
 
-        The caller keeps the tensors alive until the copy is done. ``watch`` is called when the copy
-        begins, and the function it returns when it ends, both with the copy's stream current.
+        The sources must be valid on the current stream. The targets are valid on a stream that
+        has waited for the event, and on the host once the event has passed.
+
+        Args:
+            targets: contiguous tensors in page-locked host memory.
+            sources: as many device tensors of the same shapes and dtypes. The caller owns both,
+                and keeps them alive and unchanged until the copy is done.
+            watch: called when the copy begins, and the function it returns when it ends, both
+                with the copy's stream current.
         """
         return self._copy(self._streams[0], targets, sources, watch)
 
@@ -60,11 +68,26 @@ class Copies:
         sources: Sequence[torch.Tensor],
         watch: Watch = idle,
         after: Any = None,
+        ready: Any = None,
     ) -> Any:
-        """Start to copy host tensors to the device, ``after`` another copy; else as `to_host`."""
+        """Start to copy host tensors to the device; arguments as in `to_host`.
+
+        Args:
+            targets: device tensors; memory that the current stream may write.
+            sources: as many tensors in host memory, complete once ``after`` has passed.
+            watch: as in `to_host`.
+            after: the event of another copy, which this one waits for.
+            ready: an event of the compute stream; only the work issued before it goes first.
+        """
         if after is not None:
             self._streams[1].wait_event(after)
-        return self._copy(self._streams[1], targets, sources, watch)
+        return self._copy(self._streams[1], targets, sources, watch, ready)
+
+    def now(self) -> Any:
+        """Return an event after the work issued to the current stream so far, for ``ready``."""
+        event = self._backend.Event()
+        event.record()
+        return event
 
     def is_over(self, copied: Any) -> bool:
         """Return True if a copy is done, without waiting for it."""
@@ -80,9 +103,13 @@ class Copies:
         targets: Sequence[torch.Tensor],
         sources: Sequence[torch.Tensor],
         watch: Watch,
+        ready: Any = None,
     ) -> Any:
         targets, sources = tuple(targets), tuple(sources)
-        stream.wait_stream(self._backend.current_stream())
+        if ready is None:
+            stream.wait_stream(self._backend.current_stream())
+        else:
+            stream.wait_event(ready)
         with self._backend.stream(stream):
             over = watch()
             for start in range(0, len(targets), self._batch):
@@ -98,7 +125,7 @@ class Copies:
     def _launch(
         self, targets: tuple[torch.Tensor, ...], sources: tuple[torch.Tensor, ...], stream: Any
     ) -> None:
-        if self._on_gpu:
+        if self._runs_behind:
             batched_copy(targets, sources, stream.cuda_stream)
         else:
             torch._foreach_copy_(targets, sources)

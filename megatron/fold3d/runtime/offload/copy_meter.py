@@ -18,7 +18,7 @@ class Meter:
         self._clock = Clock(device)
         self._spans: list[tuple[Op, Mark, Mark]] = []
 
-    def begin(self, op: Op) -> Callable[[], None]:
+    def time_op(self, op: Op) -> Callable[[], None]:
         """Start to time ``op`` on the current stream; call the returned function at its end."""
         start = self._clock.mark()
         return lambda: self._spans.append((op, start, self._clock.mark()))

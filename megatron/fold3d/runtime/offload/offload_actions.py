@@ -33,7 +33,7 @@ class Offload(Feature):
     def prepare(self, iteration: Iteration) -> None:
         """Take the host memory that the program needs."""
         if iteration.trains:
-            self._offloader.begin(
+            self._offloader.begin_iteration(
                 iteration.program, iteration.chunks, iteration.hidden_bytes, self._recorder
             )
 

@@ -56,9 +56,10 @@ def batched_copy(
     The copies are asynchronous: the caller keeps the tensors alive until they are done.
 
     Args:
-        targets: destinations.
-        sources: as many tensors, of the same sizes.
-        stream: the handle of a CUDA stream other than the default stream.
+        targets: contiguous ``[num_bytes]`` tensors of any dtype; the caller's.
+        sources: as many tensors, of the same sizes, valid on ``stream``; the caller's.
+        stream: the handle of a CUDA stream other than the default stream. The targets are valid
+            on it.
 
     Raises:
         RuntimeError: CUDA refused the launch.

@@ -46,7 +46,7 @@ class OffloadTuner:
 
     def time_op(self, op: Op) -> Callable[[], None]:
         """Start to time ``op`` on the current stream; call the returned function at its end."""
-        return self._meter.begin(op)
+        return self._meter.time_op(op)
 
     def choose_for(self, program: Program, peak: int) -> OffloadChoice:
         """Return which of a program's activations to offload, and when.

@@ -107,7 +107,7 @@ class Offloader:
 
     @property
     def num_early(self) -> int:
-        """How many of `num_reloads` were done when the device reached their backward.
+        """The number of reloads that were done when the device reached their backward.
 
         On a GPU, backwards that it has not reached yet do not count.
         """
@@ -120,7 +120,7 @@ class Offloader:
         self.depth = choice.depth
         return choice
 
-    def begin(
+    def begin_iteration(
         self,
         program: Program,
         modules: Iterable[torch.nn.Module],
@@ -194,8 +194,8 @@ class Offloader:
 
         Args:
             action: the OFFLOAD.
-            held: the stage's input tensor, which the schedule keeps only for its gradient; its
-                storage is emptied too.
+            held: the stage's input, ``[seq, batch, hidden]``, which the schedule owns and keeps
+                only for its gradient; its storage is emptied too. None in the first stage.
 
         Raises:
             HostMemoryError: the host has no memory left for it.
@@ -240,7 +240,10 @@ class Offloader:
 
     @contextmanager
     def using(self, backward: Action) -> Iterator[None]:
-        """Make the current stream wait for the reload that the backward inside needs."""
+        """Make the current stream wait for the reload that the backward inside needs.
+
+        The backward's saved tensors are then valid on that stream, as views of one buffer.
+        """
         away = self._away.pop((backward.stage, backward.microbatch), None)
         if away is not None:
             assert away.buffer is not None  # the verifier has seen its RELOAD
@@ -277,7 +280,7 @@ class Offloader:
         if self._tuner.is_measuring and self._travels:
             ends.append(self._tuner.time_op(action.op))
         if kind is not None:
-            ends.append(self._recorder.begin(action, kind))
+            ends.append(self._recorder.open_span(action, kind))
 
         def over() -> None:
             for end in ends:

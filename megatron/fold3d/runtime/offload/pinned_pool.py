@@ -20,7 +20,10 @@ ALIGNMENT = 512
 
 
 class Slot:
-    """A part of the pool; `memory` is its ``uint8`` tensor, a view that the pool owns."""
+    """A part of the pool; `memory` is ``[num_bytes]`` of ``uint8``, a view that the pool owns.
+
+    Whoever has taken the slot may write it, once no copy reads or writes it any more.
+    """
 
     __slots__ = ("memory",)
 

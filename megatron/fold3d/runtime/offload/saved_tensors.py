@@ -35,7 +35,10 @@ class SavedTensors:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def flat(self) -> list[torch.Tensor]:
-        """Return all storages that can leave, each as a ``uint8`` tensor that shares its memory."""
+        """Return all storages that can leave, each as ``[num_bytes]`` of ``uint8``.
+
+        These tensors share the storages' memory, which autograd owns until `leave`.
+        """
         self._moved = [part for part in self._parts.values() if part.is_whole]
         return [part.flat() for part in self._moved]
 
@@ -43,7 +46,8 @@ class SavedTensors:
         """Drop the storages, once they have been copied and compute has waited for that.
 
         Args:
-            held: a tensor that the schedule keeps only for its gradient; its storage is emptied.
+            held: the stage's input, ``[seq, batch, hidden]``, which the schedule keeps only for
+                its gradient; its storage is emptied. None in the first stage.
         """
         if held is not None:
             storage = held.untyped_storage()
@@ -57,7 +61,8 @@ class SavedTensors:
     def restore(self, buffer: torch.Tensor) -> None:
         """Let autograd unpack its tensors as views of ``buffer``.
 
-        ``buffer`` is a ``uint8`` tensor on the device with the bytes of `flat` at `offsets`.
+        ``buffer`` is ``[num_bytes]`` of ``uint8`` on the device, with the bytes of `flat` at
+        `offsets`. It must be valid on the current stream, and belongs to autograd from now on.
         """
         begins = offsets([part.num_bytes for part in self._moved])
         for part, begin in zip(self._moved, begins[:-1], strict=True):

@@ -7,23 +7,26 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.futures import Future
 
 class Task:
-    """What was submitted; over when all of its operations are."""
+    """A transfer, or a collective with all its slices; it completes with the last of them."""
 
     @property
     def name(self) -> str: ...
     def wait(self, timeout_s: float | None = None) -> None:
-        """Block until it is over.
+        """Block until it is complete; on a GPU the current stream waits, and the host does not.
 
         Raises:
-            RuntimeError: the job's first failure, with this task's name; or the time is up.
+            RuntimeError: the job's first failure, with this task's name; or a timeout.
         """
 
     def is_completed(self) -> bool: ...
     def get_future(self) -> Future[None]:
-        """Return what is complete when all of it has ended, well or not."""
+        """Return a future that completes when all operations have ended or the job has failed."""
 
 class Waiter:
-    """A thread that waits for operations of one kind, in order; it runs while there are any."""
+    """A thread that waits for operations of one group and direction, in the order of their start.
+
+    It runs while there are any.
+    """
 
 class Policy:
     """How a scheduler decides; ``csrc/scheduler.h`` says what each value means."""
@@ -67,7 +70,22 @@ class Scheduler:
         peer: int,
         direction: int,
         name: str,
-    ) -> Task: ...
+    ) -> Task:
+        """Send ``tensor``, contiguous, of any shape and dtype; it is kept alive until the end.
+
+        The send starts when the stream that is current now has completed the tensor.
+
+        Args:
+            group: that carries it.
+            tensor: the caller's; must not change until the task is complete.
+            waiter: waits for the operation.
+            group_peer: the receiver's rank in ``group``.
+            tag: of the message.
+            peer: the receiver's rank in the job.
+            direction: 0 for forward transfers, 1 for backward ones.
+            name: of the task, in errors.
+        """
+
     def receive(
         self,
         group: ProcessGroup,
@@ -78,7 +96,12 @@ class Scheduler:
         peer: int,
         direction: int,
         name: str,
-    ) -> Task: ...
+    ) -> Task:
+        """Receive into ``tensor``, the caller's; arguments as in `send`.
+
+        It is valid after `Task.wait`, on the stream that is current there.
+        """
+
     def all_reduce(
         self,
         group: ProcessGroup,
@@ -87,7 +110,13 @@ class Scheduler:
         op: ReduceOp,
         lane: int,
         name: str,
-    ) -> Task: ...
+    ) -> Task:
+        """All-reduce each of ``slices`` in place: contiguous 1-D views of one buffer, of one dtype.
+
+        They are the caller's, and valid after `Task.wait`. Slices of one ``lane`` (process group)
+        start in the order of submission.
+        """
+
     def reduce_scatter(
         self,
         group: ProcessGroup,
@@ -97,7 +126,11 @@ class Scheduler:
         lane: int,
         name: str,
     ) -> Task:
-        """Sum each slice's tensors, one per rank, each into its rank's first."""
+        """Reduce-scatter each slice: ``(sum, parts)``, 1-D, of one length and dtype.
+
+        Each rank's ``sum`` becomes the reduction of that rank's entry of ``parts``, one per rank of
+        the group. Ownership and validity are as in `all_reduce`.
+        """
 
     def all_gather(
         self,
@@ -107,7 +140,11 @@ class Scheduler:
         lane: int,
         name: str,
     ) -> Task:
-        """Collect each slice's first tensor, of all ranks, in the others."""
+        """All-gather each slice: ``(part, parts)``, 1-D, of one length and dtype.
+
+        ``parts`` becomes every rank's ``part``, in the order of the group's ranks. Ownership and
+        validity are as in `all_reduce`.
+        """
 
     def announce(self, peer: int, direction: int, eta_s: float) -> None: ...
     def fail(self, error: str) -> None: ...
@@ -116,7 +153,10 @@ class Scheduler:
     def statistics(self) -> Statistics: ...
 
 class ControlLinks:
-    """Connections to other ranks, given as (rank, socket, address, port where the rank listens)."""
+    """TCP connections to other ranks, for control messages.
+
+    Each is given as (rank, socket, address, port at which the rank listens).
+    """
 
     def __init__(
         self, scheduler: Scheduler, connections: Sequence[tuple[int, int, str, int]]

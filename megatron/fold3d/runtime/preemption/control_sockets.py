@@ -1,19 +1,29 @@
 """TCP connections between ranks for control messages, made once when all ranks are there.
 
-Keeps one invariant: a rank listens as long as its process lives, so a refused connection means that
-it has died.
+Keeps two invariants: a rank listens as long as its process lives, so a refused connection means
+that it has died; and whoever connects without the token that the rank gave to its job is turned
+away, however many there are and however long they say nothing.
 """
 
+import hmac
 import os
+import secrets
+import selectors
 import socket
 import struct
+import time
 from collections.abc import Collection
 from typing import Self
 
 import torch.distributed as dist
 
-_RANK = struct.Struct("!i")
+_TOKEN_BYTES = 16
+_HELLO = struct.Struct(f"!{_TOKEN_BYTES}si")  # the token of the rank that listens, and one's rank
 _PATIENCE_S = 60.0
+_HELLO_S = 10.0  # in which a caller has to say who it is
+_MOST_STRANGERS = 256  # that have not said it; the oldest is turned away for one more
+
+Card = tuple[str, int, bytes, set[int]]  # address, port, token, neighbours
 
 
 class ControlSockets:
@@ -21,30 +31,32 @@ class ControlSockets:
 
     Attributes:
         connections: (rank, file descriptor, address, port) of each neighbour.
+
+    Raises:
+        TimeoutError: a neighbour did not connect.
     """
 
     def __init__(self, neighbours: Collection[int]) -> None:
         rank = dist.get_rank()
         self._listener = socket.create_server((_own_address(), 0), backlog=128)
-        self._listener.settimeout(_PATIENCE_S)
-        card = (*self._listener.getsockname()[:2], set(neighbours))
-        cards: list[tuple[str, int, set[int]]] = [card] * dist.get_world_size()
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        card: Card = (*self._listener.getsockname()[:2], token, set(neighbours))
+        cards: list[Card] = [card] * dist.get_world_size()
         dist.all_gather_object(cards, card)
         wanted = {
             other
-            for other, (_, _, its) in enumerate(cards)
+            for other, (_, _, _, its) in enumerate(cards)
             if other != rank and (other in neighbours or rank in its)
         }
         self._sockets: dict[int, socket.socket] = {}
         for other in sorted(wanted):
             if other < rank:
-                made = socket.create_connection(cards[other][:2], timeout=_PATIENCE_S)
-                made.sendall(_RANK.pack(rank))
+                address, port, its_token, _ = cards[other]
+                made = socket.create_connection((address, port), timeout=_PATIENCE_S)
+                made.sendall(_HELLO.pack(its_token, rank))
                 self._sockets[other] = made
-        while len(self._sockets) < len(wanted):
-            accepted, _ = self._listener.accept()
-            accepted.settimeout(_PATIENCE_S)
-            self._sockets[_RANK.unpack(accepted.recv(_RANK.size, socket.MSG_WAITALL))[0]] = accepted
+        callers = {other for other in wanted if other > rank}
+        self._sockets |= accept(self._listener, token, callers, _PATIENCE_S)
         self.connections = [
             (other, made.fileno(), *cards[other][:2]) for other, made in self._sockets.items()
         ]
@@ -56,6 +68,104 @@ class ControlSockets:
         """Stop listening: from now on this rank counts as gone."""
         for made in (*self._sockets.values(), self._listener):
             made.close()
+
+
+def accept(
+    listener: socket.socket, token: bytes, ranks: Collection[int], patience_s: float
+) -> dict[int, socket.socket]:
+    """Return a connection from each of ``ranks``, and turn away all others.
+
+    Raises:
+        TimeoutError: not all of them were there after ``patience_s``.
+    """
+    deadline_s = time.monotonic() + patience_s
+    with _Door(listener, token, ranks) as door:
+        while missing := sorted(door.ranks - door.known.keys()):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(
+                    f"no control connection from rank {', '.join(map(str, missing))} after "
+                    f"{patience_s:.0f} s; do all nodes reach {listener.getsockname()[0]}?"
+                )
+            door.wait(min(1.0, left_s))
+        return door.known
+
+
+class _Door:
+    """Callers of a listening socket; those that nobody has asked for are gone when it closes.
+
+    Attributes:
+        ranks: that are let in.
+        known: those of them that have been.
+    """
+
+    def __init__(self, listener: socket.socket, token: bytes, ranks: Collection[int]) -> None:
+        self.ranks = frozenset(ranks)
+        self.known: dict[int, socket.socket] = {}
+        self._listener, self._token = listener, token
+        self._said: dict[socket.socket, bytes] = {}  # by callers that are not known yet
+        self._until_s: dict[socket.socket, float] = {}
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for caller in [*self._said]:
+            self._forget(caller).close()
+        self._selector.close()
+
+    def wait(self, timeout_s: float) -> None:
+        """Hear whoever says something within a time."""
+        now_s = time.monotonic()
+        for caller in [caller for caller, until_s in self._until_s.items() if until_s < now_s]:
+            self._forget(caller).close()
+        for key, _ in self._selector.select(timeout_s):
+            if key.fileobj is self._listener:
+                self._open()
+            elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._said:
+                self._hear(key.fileobj)
+
+    def _open(self) -> None:
+        try:
+            caller, _ = self._listener.accept()
+        except OSError:  # it is gone already, or there are no more files
+            return
+        if len(self._said) == _MOST_STRANGERS:
+            self._forget(next(iter(self._said))).close()
+        caller.setblocking(False)
+        self._said[caller], self._until_s[caller] = b"", time.monotonic() + _HELLO_S
+        self._selector.register(caller, selectors.EVENT_READ)
+
+    def _hear(self, caller: socket.socket) -> None:
+        try:
+            more = caller.recv(_HELLO.size - len(self._said[caller]))
+        except OSError:
+            more = b""
+        self._said[caller] += more
+        if more and len(self._said[caller]) < _HELLO.size:
+            return
+        rank = self._rank(self._said[caller])
+        self._forget(caller)
+        if rank is None:
+            caller.close()
+        else:
+            self.known[rank] = caller
+
+    def _rank(self, said: bytes) -> int | None:
+        """Return the rank that says this, if it is one that is waited for."""
+        if len(said) < _HELLO.size:
+            return None
+        token, rank = _HELLO.unpack(said)
+        waited_for = rank in self.ranks and rank not in self.known
+        return int(rank) if hmac.compare_digest(token, self._token) and waited_for else None
+
+    def _forget(self, caller: socket.socket) -> socket.socket:
+        self._selector.unregister(caller)
+        del self._said[caller], self._until_s[caller]
+        return caller
 
 
 def _own_address() -> str:

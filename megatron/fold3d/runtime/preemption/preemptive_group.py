@@ -25,6 +25,10 @@ class PreemptiveGroup(dist.ProcessGroup):
     ``reduce_scatter_single`` and ``all_gather_single`` (each also coalesced), ``send`` and
     ``recv``. ``direction`` tells apart two groups whose transfers have the same two ends.
     ``scheduled`` is the group that does the work.
+
+    Tensors are the caller's: contiguous, of any dtype, and complete on the stream that is current
+    at the call, after which nothing may write them. Each method returns a task that acts as
+    `dist.Work`. Results are valid on the stream that is current in its ``wait``.
     """
 
     def __init__(
@@ -52,7 +56,7 @@ class PreemptiveGroup(dist.ProcessGroup):
     def allreduce(  # type: ignore[override]
         self, tensors: Sequence[torch.Tensor], options: Any = None
     ) -> Any:
-        """Start an in-place all-reduce, slice by slice; returns a task that acts as `dist.Work`."""
+        """Start an in-place all-reduce, slice by slice, of tensors of any shape."""
         slices = [part for tensor in tensors for part in self._slices(tensor)]
         return self._scheduler.all_reduce(
             self.scheduled,
@@ -70,13 +74,16 @@ class PreemptiveGroup(dist.ProcessGroup):
     def reduce_scatter_single(
         self, output: torch.Tensor, whole: torch.Tensor, options: Any = None
     ) -> Any:
-        """Start to reduce-scatter ``whole``; ``output`` gets this rank's shard of the result."""
+        """Start to reduce-scatter ``whole``; ``output`` gets this rank's shard of the result.
+
+        ``output`` is ``[n]``, and ``whole`` ``[size * n]`` with the shards in the order of ranks.
+        """
         return self.reduce_scatter_single_coalesced([output], [whole], options)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], options: Any = None
     ) -> Any:
-        """Start to reduce-scatter several tensors, as one task."""
+        """Start to reduce-scatter several tensors, as one task; each pair as in the single one."""
         return self._scheduler.reduce_scatter(
             self.scheduled,
             self._sharded_slices(outputs, wholes),
@@ -89,13 +96,13 @@ class PreemptiveGroup(dist.ProcessGroup):
     def all_gather_single(
         self, whole: torch.Tensor, share: torch.Tensor, options: Any = None
     ) -> Any:
-        """Start to all-gather every rank's ``share`` into ``whole``."""
+        """Start to all-gather every rank's ``share``, ``[n]``, into ``whole``, ``[size * n]``."""
         return self.all_gather_single_coalesced([whole], [share], options)
 
     def all_gather_single_coalesced(
         self, wholes: Sequence[torch.Tensor], shares: Sequence[torch.Tensor], _options: Any = None
     ) -> Any:
-        """Start to all-gather several tensors, as one task."""
+        """Start to all-gather several tensors, as one task; each pair as in the single one."""
         return self._scheduler.all_gather(
             self.scheduled,
             self._sharded_slices(shares, wholes),
@@ -104,8 +111,14 @@ class PreemptiveGroup(dist.ProcessGroup):
             self._name("all-gather"),
         )
 
+    # What torch before 2.13 calls them.
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> Any:
-        """Start to send one tensor to ``peer``, a rank of the group."""
+        """Start to send one tensor, of any shape, to ``peer``, a rank of the group."""
         [tensor] = tensors
         to = self._ranks[peer]
         return self._scheduler.send(
@@ -120,7 +133,7 @@ class PreemptiveGroup(dist.ProcessGroup):
         )
 
     def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> Any:
-        """Start to receive one tensor from ``peer``, a rank of the group."""
+        """Start to receive one tensor, of the sent shape, from ``peer``, a rank of the group."""
         [tensor] = tensors
         of = self._ranks[peer]
         name = f"receive from rank {of}"

@@ -36,7 +36,10 @@ class DirectTask:
 
 
 class Unscheduled:
-    """The methods of `_scheduler.Scheduler`, run on the calling thread."""
+    """The methods of `_scheduler.Scheduler`, run on the calling thread.
+
+    Shapes, owners and streams of tensors are those of its stub.
+    """
 
     def send(self, group: dist.ProcessGroup, tensor: torch.Tensor, *rest: Any) -> DirectTask:
         """Start to send."""

@@ -26,7 +26,7 @@ class Metrics:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether this rank has a writer."""
+        """True if this rank has a writer."""
         return self._tensorboard() is not None or self._running_wandb() is not None
 
     def write(self, row: IterationTrace) -> None:

@@ -1,14 +1,14 @@
 """``--trace``: records how long each action of the executor takes on this rank's device."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
 from megatron.fold3d.runtime.trace.recorder import Recorder
-from megatron.fold3d.runtime.transfers.p2p import P2P
+from megatron.fold3d.runtime.transfers.carrier import Transfers
 
 _KINDS = {
     Op.FORWARD: "compute",
@@ -17,6 +17,7 @@ _KINDS = {
     Op.RECOMPUTE: "compute",
     Op.WAIT_GRAD: "wait",
 }
+_AGAIN = (Op.GATHER_PARAM_B, Op.WAIT_PARAM_B)
 _COMPUTATION = {Op.RECV_F: Op.FORWARD, Op.RECV_B: Op.BACKWARD}  # that uses the received tensor
 
 
@@ -32,7 +33,16 @@ class RecordedActions(Feature):
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return wrappers that record a span around each op that computes or waits."""
-        return {op: self._spanned(inner[op], kind) for op, kind in _KINDS.items()}
+        spanned = {op: self._spanned(inner[op], kind) for op, kind in _KINDS.items()}
+        return spanned | {op: self._again(inner[op]) for op in _AGAIN}
+
+    def _again(self, handler: Handler) -> Handler:
+        def again(action: Action) -> None:
+            self._recorder.gathers_again = True
+            handler(action)
+            self._recorder.gathers_again = False
+
+        return again
 
     def _spanned(self, handler: Handler, kind: str) -> Handler:
         def spanned(action: Action) -> None:
@@ -42,28 +52,50 @@ class RecordedActions(Feature):
         return spanned
 
 
-class RecordedP2P(P2P):
-    """A `P2P` that records when transfers begin, and when receives are taken."""
+class RecordedP2P:
+    """`Transfers` of which it records when they begin, and when receives are taken.
 
-    def __init__(self, recorder: Recorder, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    Args:
+        recorder: of this rank.
+        connect: makes the transfers; all ranks of the job call it together.
+        pp_group: the pipeline's.
+        device: the compute device.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        connect: Callable[[dist.ProcessGroup, torch.device], Transfers],
+        pp_group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._transfers = connect(pp_group, device)
         self._recorder = recorder
         self._ends: dict[Action, Callable[[], None]] = {}  # of receives that were posted
+        self.begin_iteration = self._transfers.begin_iteration
+        self.announce = self._transfers.announce
+        self.drain = self._transfers.drain
 
     def post(self, action: Action, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Start to receive; the recorded event ends when the tensor is taken."""
-        self._ends[action] = self._recorder.begin(action, "p2p")
-        super().post(action, shape, dtype)
+        self._ends[action] = self._recorder.open_span(action, "p2p")
+        self._transfers.post(action, shape, dtype)
 
     def take(self, action: Action) -> torch.Tensor:
-        """Return a received tensor; record the wait, named after the computation that needs it."""
+        """Return a received tensor, as `Transfers.take` says, and record the wait for it.
+
+        The wait is named after the computation that reads the tensor.
+        """
         computation = Action(action.stage, _COMPUTATION[action.op], action.microbatch)
         with self._recorder.span(f"wait {computation}", "wait"):
-            tensor = super().take(action)
+            tensor = self._transfers.take(action)
         self._ends.pop(action)()
         return tensor
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
-        """Start to send; the event has no length, since the end of a send is not observed."""
-        self._recorder.begin(action, "p2p")()
-        super().send(action, tensor)
+        """Start to send, as `Transfers.send` says.
+
+        The event has no length, since the end of a send is not observed.
+        """
+        self._recorder.open_span(action, "p2p")()
+        self._transfers.send(action, tensor)

@@ -50,6 +50,9 @@ class Recorder:
         device: the compute device.
         wants: returns True if the iteration of this number is to be recorded.
         deliver: receives each recorded iteration, in order, soon after its end.
+
+    Attributes:
+        gathers_again: True while a stage's second all-gather is started, or waited for.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Recorder:
         self._clock = Clock(device)
         self._wants = wants
         self._deliver = deliver
+        self.gathers_again = False
         self._now: _Iteration | None = None
         self._waiting: list[_Iteration] = []
         self._zero: tuple[Mark, float] | None = None  # one moment, as a mark and as Unix time
@@ -92,7 +96,7 @@ class Recorder:
         """Return a context that records its block, from begin to end on the current stream."""
         return self._span(name, kind) if self.is_on else _NOTHING
 
-    def begin(self, name: object, kind: str) -> Callable[[], None]:
+    def open_span(self, name: object, kind: str) -> Callable[[], None]:
         """Begin an event on the current stream; call the returned function at its end."""
         if self._now is None:
             return no_end
@@ -126,7 +130,7 @@ class Recorder:
         if not self.is_on:
             launch()
             return no_end
-        end = self.begin(name, kind)
+        end = self.open_span(name, kind)
         works = list(launch())
         if not works:
             end()
@@ -145,7 +149,7 @@ class Recorder:
 
     @contextmanager
     def _span(self, name: object, kind: str) -> Iterator[None]:
-        end = self.begin(name, kind)
+        end = self.open_span(name, kind)
         try:
             yield
         finally:

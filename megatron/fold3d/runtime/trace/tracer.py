@@ -107,6 +107,7 @@ class Tracer:
             schedule=self._config.schedule,
             plan="" if plan is None else plan.to_text(),
             iterations=tuple(self._recorded),
+            microbatch_flops=self._config.microbatch_flops,
         )
         path = self._folder / trace.file_name
         unfinished = path.with_suffix(".part")

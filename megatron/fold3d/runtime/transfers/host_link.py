@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ class HostLink:
 
     A thread of its own waits for copies to end and then sends. The calling thread must not wait: it
     runs ahead of the GPU, and the work it would wait for may depend on what it has yet to send.
+    Another thread waits for the tensor that is used next and copies it to the device, beside the
+    computation of the one before: so one tensor more than compute uses is there.
 
     Args:
         groups: over gloo, by op; only the thread sends, and only the caller receives.
@@ -58,14 +61,25 @@ class HostLink:
         self._leaving: deque[tuple[Future[None], Slot]] = deque()
         self._copying: deque[tuple[Any, torch.Tensor | Slot]] = deque()  # with what it uses
         self._sender = _Worker(device)
+        self._fetcher = _Worker(device)
+        self._fetches = Copies(device)
+        self._next: dict[Action, Action] = {}  # what is used next, of what is received
+        self._fetched: dict[Action, _Fetched] = {}
 
-    def begin(self, program: Program, num_bytes: int) -> None:
+    def begin_iteration(self, program: Program, num_bytes: int) -> None:
         """Reserve the host memory for an iteration whose tensors have ``num_bytes`` each.
 
         Raises:
             HostMemoryError: the host has less.
         """
-        waiting = most_waiting([a for a in program if self.carries(a)])
+        ours = [a for a in program if self.carries(a)]
+        used = [
+            Action(stage, Op.RECV_F if op is Op.FORWARD else Op.RECV_B, microbatch)
+            for stage, op, microbatch in ours
+            if op in (Op.FORWARD, Op.BACKWARD)
+        ]
+        self._next = dict(pairwise(used))
+        waiting = most_waiting(ours)
         self.pool.reserve({aligned(num_bytes): waiting + _COPIES + _UNFINISHED_SENDS})
 
     def carries(self, action: Action) -> bool:
@@ -87,21 +101,26 @@ class HostLink:
     def take(self, action: Action) -> torch.Tensor:
         """Return the tensor of a posted receive, on the device; the caller owns it.
 
-        The host waits for the receive. The current stream waits for the copy to the device.
+        It has the shape and dtype of `post`. The host waits for the receive, and the current
+        stream, on which the tensor is valid, for the copy to the device.
         """
-        staged = self._arriving.pop(action)
-        assert staged.work is not None  # this rank is in the group
-        staged.work.wait()
-        tensor = torch.empty_like(staged.tensor, device=self._device)
-        copied = self._copies.to_device([tensor], [staged.tensor])
-        self._copies.wait(copied)
-        self._copying.append((copied, staged.slot))
-        return tensor
+        fetched = self._fetched.pop(action, None) or self._fetch(action)
+        copied = fetched.copied.result(self._timeout_s)
+        self._fetches.wait(copied)
+        self._copying.append((copied, fetched.slot))
+        following = self._next.get(action)
+        if following in self._arriving:
+            self._fetched[following] = self._fetch(following)
+        return fetched.tensor
+
+    def announce(self, action: Action) -> None:
+        """Do nothing: over the host link no DP.sync makes way for a transfer."""
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
         """Start to send ``tensor``, on the device; the caller may reassign ``tensor.data`` at once.
 
-        Its storage is kept alive until it has been copied to host memory.
+        It must be valid on the current stream, and may be non-contiguous. Its storage is kept alive
+        until it has been copied to host memory.
         """
         self._recycle()
         while len(self._leaving) >= _UNFINISHED_SENDS:
@@ -118,14 +137,28 @@ class HostLink:
             assert work is not None
             work.wait()
 
-        self._leaving.append((self._sender.start(deliver), staged.slot))
+        self._leaving.append((self._sender.submit(deliver), staged.slot))
 
     def drain(self) -> None:
         """Wait until every send has left; every receive must have been taken."""
-        assert not self._arriving, f"never used: {', '.join(map(str, self._arriving))}"
+        left = [*self._arriving, *self._fetched]
+        assert not left, f"never used: {', '.join(map(str, left))}"
         while self._leaving:
             self._finish_first()
         self._recycle()
+
+    def _fetch(self, action: Action) -> "_Fetched":
+        """Start to copy a tensor to the device as soon as it has been received."""
+        staged = self._arriving.pop(action)
+        tensor = torch.empty_like(staged.tensor, device=self._device)
+        ready = self._fetches.now()  # its memory is free from here on
+
+        def copy() -> Any:
+            assert staged.work is not None  # this rank is in the group
+            staged.work.wait()
+            return self._fetches.to_device([tensor], [staged.tensor], ready=ready)
+
+        return _Fetched(tensor, staged.slot, self._fetcher.submit(copy))
 
     def _stage(self, shape: Sequence[int], dtype: torch.dtype) -> "_Staged":
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
@@ -155,18 +188,27 @@ class _Staged:
     """The work of its receive, if it is being received."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    """A tensor on the device, and the event of its copy once the copy has been started."""
+
+    tensor: torch.Tensor
+    slot: Slot
+    copied: Future[Any]
+
+
 class _Worker:
     """A daemon thread that runs calls one after the other."""
 
     def __init__(self, device: torch.device) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]]
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]]
         self._calls = queue.SimpleQueue()
         self._device = device
         threading.Thread(target=self._run, name="fold3d host link", daemon=True).start()
 
-    def start(self, call: Callable[[], None]) -> Future[None]:
+    def submit(self, call: Callable[[], Any]) -> Future[Any]:
         """Queue a call; the future has its result or exception."""
-        future: Future[None] = Future()
+        future: Future[Any] = Future()
         self._calls.put((call, future))
         return future
 
@@ -175,11 +217,11 @@ class _Worker:
         while True:
             call, future = self._calls.get()
             try:
-                call()
+                result = call()
             except Exception as error:  # noqa: BLE001  (raised where the result is asked for)
                 future.set_exception(error)
             else:
-                future.set_result(None)
+                future.set_result(result)
 
 
 def most_waiting(actions: Sequence[Action]) -> int:

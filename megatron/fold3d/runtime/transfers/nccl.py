@@ -6,7 +6,6 @@ Keeps one invariant: over another backend there are none. **No GPU has run this.
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 
@@ -33,19 +32,3 @@ def marked(made: Any, traffic_class: int | None) -> Any:
     if traffic_class is not None:
         made.config.traffic_class = traffic_class
     return made
-
-
-def check_traffic_classes() -> None:
-    """Refuse a torch that cannot set a traffic class.
-
-    Raises:
-        ValueError: what it lacks, and what to do.
-    """
-    known = dist.is_nccl_available() and hasattr(
-        dist.ProcessGroupNCCL.Options().config, "traffic_class"
-    )
-    if not known:
-        raise ValueError(
-            f"--pp-traffic-class, --dp-traffic-class: NCCL's options in torch {torch.__version__} "
-            "have no traffic_class; use a torch that has it, such as 2.13, or drop the flags"
-        )

@@ -7,8 +7,7 @@ until its transfer is done, whatever the schedule does to the tensor meanwhile.
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,15 +15,11 @@ import torch.distributed as dist
 from megatron.fold3d.plan.ir import Action, Op, Program
 from megatron.fold3d.runtime.transfers import nccl
 
-if TYPE_CHECKING:
-    from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
-    from megatron.fold3d.runtime.transfers.host_link import HostLink
-
 _UNFINISHED_SENDS = 16  # more than a plan ever leaves behind unless the receiver is far behind
 
 
 class P2P:
-    """Sends and receives of one pipeline rank.
+    """Transfers over the process groups of the pipeline.
 
     Forward and backward tensors use separate process groups: over NCCL, a receive that waits in one
     direction must not block a send in the other. In a pipeline of two ranks the ranks are
@@ -37,12 +32,11 @@ class P2P:
         self,
         pp_group: dist.ProcessGroup,
         device: torch.device,
-        timeout: timedelta,
         *,
-        lazy: bool = False,
-        communicator: "PreemptiveCommunicator | None" = None,
+        timeout: timedelta,
         traffic_class: int | None = None,
     ) -> None:
+        _refuse_bound_group()
         ranks = dist.get_process_group_ranks(pp_group)
         rank, num_ranks = pp_group.rank(), pp_group.size()
         self._device = device
@@ -52,7 +46,7 @@ class P2P:
             Op.SEND_B: (rank - 1) % num_ranks,
             Op.RECV_B: (rank + 1) % num_ranks,
         }
-        links = _make_groups(ranks, dist.get_backend(pp_group), timeout, traffic_class)
+        links = make_groups(ranks, dist.get_backend(pp_group), timeout, traffic_class)
         before, after = links[(rank - 1) % num_ranks % len(links)], links[rank % len(links)]
         self._groups: dict[Op, Any] = {
             Op.RECV_F: before[0],
@@ -63,32 +57,12 @@ class P2P:
         self._arriving: dict[Action, tuple[torch.Tensor, dist.Work]] = {}
         self._leaving: deque[tuple[torch.Tensor, dist.Work]] = deque()
         self._meet(rank, num_ranks)
-        self._host_link = _host_link(ranks, rank, device, timeout) if lazy else None
 
-        self._announces = communicator is not None and device.type == "cpu"
-        self._announced: dict[Action, float] = {}  # when
-        self._computing_s: dict[tuple[int, Op], float] = {}  # from an announcement to its send
-        if communicator is not None:
-            backward = (Op.SEND_B, Op.RECV_B)
-            self._groups = {
-                op: communicator.group(group, direction=int(op in backward))
-                for op, group in self._groups.items()
-            }
-
-    def begin(self, program: Program, num_bytes: int) -> None:
-        """Prepare for an iteration whose transfers take ``num_bytes`` each.
-
-        Raises:
-            HostMemoryError: the host has less memory than tensors that wait there need.
-        """
-        if self._host_link is not None:
-            self._host_link.begin(program, num_bytes)
+    def begin_iteration(self, program: Program, num_bytes: int) -> None:
+        """Do nothing: receives allocate their tensors when they are posted."""
 
     def post(self, action: Action, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Start the receive ``action`` (RECV_F or RECV_B) of one tensor; `take` waits for it."""
-        if (link := self._host_link_of(action)) is not None:
-            link.post(action, shape, dtype)
-            return
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         peer, group = self._peers[action.op], self._groups[action.op]
         work = dist.irecv(tensor, group=group, group_src=peer)
@@ -98,56 +72,36 @@ class P2P:
     def take(self, action: Action) -> torch.Tensor:
         """Return the tensor of a posted receive, on the device; the caller owns it.
 
-        It is valid on the current stream, which waits for the receive. Over NCCL the host does not.
+        It has the shape and dtype of `post`. It is valid on the current stream, which waits for the
+        receive. Over NCCL the host does not wait.
         """
-        if (link := self._host_link_of(action)) is not None:
-            return link.take(action)
         tensor, work = self._arriving.pop(action)
         work.wait()
         return tensor
 
     def announce(self, action: Action) -> None:
-        """Announce that the computation of what ``action`` (SEND_F or SEND_B) will send begins.
-
-        The previous micro-batch tells how long that takes. On a GPU nothing is announced: the host
-        runs ahead of the device and does not know when it computes.
-        """
-        if not self._announces or self._host_link_of(action) is not None:
-            return
-        self._announced[action] = monotonic()
-        if (eta_s := self._computing_s.get((action.stage, action.op))) is not None:
-            self._groups[action.op].announce(self._peers[action.op], eta_s)
+        """Do nothing: no DP.sync makes way for a transfer."""
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
         """Start to send ``tensor``, on the device; the caller may reassign ``tensor.data`` at once.
 
-        Its storage is kept alive until the send is done.
+        It must be valid on the current stream. Its storage is kept alive until the send is done.
         """
-        if (link := self._host_link_of(action)) is not None:
-            link.send(action, tensor)
-            return
         alias = tensor.detach()
         peer, group = self._peers[action.op], self._groups[action.op]
         work = dist.isend(alias, group=group, group_dst=peer)
-        if (since := self._announced.pop(action, None)) is not None:
-            self._computing_s[action.stage, action.op] = monotonic() - since
         assert work is not None
         self._leaving.append((alias, work))
         while self._leaving and (len(self._leaving) > _UNFINISHED_SENDS or self._first_has_left):
-            self._leaving.popleft()[1].wait()
+            self._leaving[0][1].wait()  # its tensor is alive until then
+            self._leaving.popleft()
 
     def drain(self) -> None:
         """Wait until every send has left; every receive must have been taken."""
         assert not self._arriving, f"never used: {', '.join(map(str, self._arriving))}"
         while self._leaving:
-            self._leaving.popleft()[1].wait()
-        if self._host_link is not None:
-            self._host_link.drain()
-
-    def _host_link_of(self, action: Action) -> "HostLink | None":
-        """Return the host link if it carries this transfer, else None."""
-        link = self._host_link
-        return link if link is not None and link.carries(action) else None
+            self._leaving[0][1].wait()
+            self._leaving.popleft()
 
     @property
     def _first_has_left(self) -> bool:
@@ -176,20 +130,20 @@ class P2P:
             dist.recv(token, group=group, group_src=peer)
 
 
-def _host_link(
-    ranks: Sequence[int], rank: int, device: torch.device, timeout: timedelta
-) -> "HostLink":
-    """Make the host link from the pipeline's last rank to its first, with its process groups."""
-    from megatron.fold3d.runtime.transfers.host_link import HostLink
+def _refuse_bound_group() -> None:
+    """Refuse a default group that is bound to a device.
 
-    forward, backward = _make_groups(ranks, "gloo", timeout, None)[-1]
-    last, first = len(ranks) - 1, 0
-    groups = {Op.SEND_F: forward, Op.RECV_F: forward, Op.SEND_B: backward, Op.RECV_B: backward}
-    peers = {Op.SEND_F: first, Op.RECV_F: last, Op.SEND_B: last, Op.RECV_B: first}
-    return HostLink(groups, peers, device, timeout, len(ranks))
+    NCCL then makes one communicator per group and none per pair of ranks: a receive that is posted
+    early would stand in one stream with the send that its own sender waits for.
+    """
+    if (device := dist.GroupMember.WORLD and dist.GroupMember.WORLD.bound_device_id) is not None:
+        raise ValueError(
+            f"init_process_group(device_id={device}): groups of a bound default group run all "
+            "transfers in one stream, and a plan can deadlock there; drop device_id"
+        )
 
 
-def _make_groups(
+def make_groups(
     ranks: Sequence[int], backend: str, timeout: timedelta, traffic_class: int | None
 ) -> list[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
     """Make the (forward, backward) groups of every pipeline, in the same order on all ranks.

@@ -5,6 +5,7 @@ rank has neither and runs without this feature.
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,9 @@ from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
 
 from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
-from megatron.fold3d.runtime.transfers.p2p import P2P
+
+if TYPE_CHECKING:
+    from megatron.fold3d.runtime.transfers.carrier import Transfers
 
 
 class PipelineTransfers(Feature):
@@ -24,15 +27,15 @@ class PipelineTransfers(Feature):
 
     draining = "its last sends"
 
-    def __init__(self, connect: Callable[[dist.ProcessGroup, torch.device], P2P]) -> None:
+    def __init__(self, connect: Callable[[dist.ProcessGroup, torch.device], "Transfers"]) -> None:
         self._connect = connect
-        self._links: list[P2P] = []  # one, from the first iteration on
+        self._links: list[Transfers] = []  # one, from the first iteration on
 
     def prepare(self, iteration: Iteration) -> None:
         """Connect in the first iteration, and reserve the host memory that transfers need."""
         if not self._links:
             self._links.append(self._connect(iteration.pp_group, iteration.device))
-        self._links[0].begin(iteration.program, iteration.hidden_bytes)
+        self._links[0].begin_iteration(iteration.program, iteration.hidden_bytes)
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return handlers of transfers, and wrappers that take inputs and announce sends."""

@@ -37,7 +37,7 @@ from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
 
 
 class Parallel(NamedTuple):
-    """How the input of a linear layer is distributed over tensor-parallel ranks.
+    """The distribution of a linear layer's input over tensor-parallel ranks.
 
     Attributes:
         allreduce_dgrad: whether the input gradient is all-reduced over ``tp_group``.
@@ -50,13 +50,21 @@ class Parallel(NamedTuple):
     tp_group: Any
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the matmul's input: ``x``, all-gathered if it is sequence-parallel."""
+        """Return the matmul's input, ``[seq, batch, hidden]``: ``x``, all-gathered if needed.
+
+        With sequence parallelism ``x`` is this rank's shard of seq. Both are valid on the current
+        stream.
+        """
         if self.sequence_parallel:
             x = gather_from_sequence_parallel_region(x, group=self.tp_group)
         return x
 
     def own(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of ``x`` from that of `whole`, all-reduced or reduce-scattered."""
+        """Return the gradient of ``x``, in its shape, from ``grad``, that of `whole`.
+
+        It is all-reduced, or reduce-scattered with sequence parallelism, and valid on the current
+        stream.
+        """
         if self.sequence_parallel:
             grad = reduce_scatter_to_sequence_parallel_region(grad, group=self.tp_group)
         elif self.allreduce_dgrad:
@@ -65,7 +73,15 @@ class Parallel(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """The operands of one weight's gradient, and of its bias's."""
+    """The operands of one weight's gradient, and of its bias's.
+
+    Attributes:
+        weight: ``[output, hidden]``, the model's parameter.
+        bias: ``[output]``, the model's parameter.
+        parallel: how ``input`` is distributed over tensor-parallel ranks.
+        input: ``[seq, batch, hidden]``, or this rank's shard of seq; kept alive by this tuple.
+        output_grad: ``[seq, batch, output]``, in the dtype of the input; likewise.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -127,7 +143,7 @@ class DelayedWeightGrads(Feature):
         )
 
     def concerns(self, weight: torch.Tensor) -> bool:
-        """True if this weight's gradient is delayed and grad mode is on."""
+        """Return True if this parameter's gradient is delayed and grad mode is on."""
         return torch.is_grad_enabled() and weight in self._weights
 
     def linear(
@@ -136,13 +152,16 @@ class DelayedWeightGrads(Feature):
         """Return ``x @ weight.T + bias``, differentiable with respect to ``x`` only.
 
         `compute` adds the gradients of ``weight`` and ``bias``. Until then ``x`` and the gradient
-        of the output are kept.
+        of the output are kept. All tensors have one dtype and are valid on the current stream.
 
         Args:
             x: ``[seq, batch, hidden]``; with sequence parallelism this rank's shard of seq.
-            weight: ``[output, hidden]``.
-            bias: ``[output]``.
+            weight: ``[output, hidden]``, the model's parameter.
+            bias: ``[output]``, the model's parameter.
             parallel: how ``x`` is distributed over tensor-parallel ranks.
+
+        Returns:
+            ``[seq, batch, output]``, with the whole seq; the caller owns it.
         """
         constant_bias = None if bias is None else bias.detach()
         keep = partial(self._keep, weight, bias, parallel)
@@ -155,7 +174,11 @@ class DelayedWeightGrads(Feature):
 
     @torch.no_grad()
     def compute(self, action: Action) -> None:
-        """Compute one stage's weight gradients of a micro-batch; DDP's hooks accumulate them."""
+        """Compute one stage's weight gradients of a micro-batch; DDP's hooks accumulate them.
+
+        They are ``[output, hidden]`` and ``[output]``, in the dtype of the operands, and computed
+        on the current stream. DDP adds them to its ``main_grad`` buffers.
+        """
         params, grads = [], []
         for weight, bias, parallel, x, output_grad in self._kept.pop(
             (action.stage, action.microbatch)

@@ -1,0 +1,40 @@
+"""Patch ``megatron.core.distributed.DistributedDataParallel._make_backward_post_hook``.
+
+Why: DDP adds a gradient to its buffer when the backward has computed it, and ends if there is none.
+    In a split backward of Transformer Engine's modules the weight gradients come later.
+Change: for those weights the hook runs after ``backward_dw``, as with ``--delay-wgrad-compute``.
+Remove when: ``--delay-wgrad-compute`` works under any schedule, and for some of a rank's chunks.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fold3d_patches.registry import Patch
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.fold3d.runtime.weight_grads.engine_modules import EngineWeightGrads
+
+
+def patch(delayed: "EngineWeightGrads") -> Patch:
+    """Return the patch of what DDP calls when a parameter's gradient is there."""
+
+    def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
+        def _make_backward_post_hook(self: Any, param: "torch.nn.Parameter") -> Any:
+            add_gradient = upstream(self, param)
+
+            def hook(*unused: Any) -> None:
+                if not delayed.puts_off(param, add_gradient):
+                    add_gradient(*unused)
+
+            return hook
+
+        return _make_backward_post_hook
+
+    module = "megatron.core.distributed.distributed_data_parallel"
+    return Patch(
+        target=f"{module}:DistributedDataParallel._make_backward_post_hook",
+        parameters=("self", "param"),
+        make=make,
+    )

@@ -1,0 +1,43 @@
+"""Patch ``megatron.core.parallel_state.initialize_model_parallel``.
+
+Why: tensor-parallel layers wait for their collectives at once, and nothing computes meanwhile; and
+    nothing tells how long these take.
+Change: the tensor-parallel group is wrapped, before a module keeps it: where a layer waits, the
+    other micro-batch of a pair runs, if there are pairs. A trace gets each collective.
+Remove when: Megatron runs two micro-batches at a time under any pipeline schedule.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fold3d_patches.registry import Patch
+
+if TYPE_CHECKING:
+    from megatron.fold3d.runtime.tensor_parallel.baton import Baton
+    from megatron.fold3d.runtime.trace.recorder import Recorder
+
+
+def patch(baton: "Baton | None" = None, recorder: "Recorder | None" = None) -> Patch:
+    """Return the patch that lets the tensor-parallel group hand ``baton`` over."""
+    hand_over = _keep if baton is None else baton.hand_over
+
+    def make(upstream: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(upstream)
+        def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
+            from megatron.core import parallel_state
+
+            from megatron.fold3d.runtime.tensor_parallel.paired_group import PairedGroup
+
+            upstream(*args, **kwargs)
+            parallel_state._TENSOR_MODEL_PARALLEL_GROUP = PairedGroup(
+                parallel_state.get_tensor_model_parallel_group(), hand_over, recorder
+            )
+
+        return initialize_model_parallel
+
+    return Patch(target="megatron.core.parallel_state:initialize_model_parallel", make=make)
+
+
+def _keep() -> None:
+    """Hand nothing over: there are no pairs."""

@@ -1,0 +1,80 @@
+"""``--shard-segments gradients``: a segment's gradients are whole only until they are reduced.
+
+With a distributed optimizer a replica steps with its shard of the reduced gradients. This feature
+keeps a copy of that shard and frees the storage of DDP's gradient buffer, which parameters'
+``main_grad`` are views of; before a segment's first backward it is allocated again, with zeros.
+
+    segments 0, 1, 2 and 3 of a rank; a reduce-scatter is drawn from its start to its wait
+
+    compute         F F F F │ 3B 3B │ 2B 2B │ 1B 1B │ 0B 0B         finalize    optimizer
+    reduce-scatter                   ───3────┘
+                                             ───2────┘
+    whole           none      3       2, 3    1, 2    0, 1          all: each replica its shard
+
+Keeps one invariant: from Megatron's ``finalize_model_grads`` to the next iteration every buffer is
+allocated and holds this replica's shard, as a reduce-scatter leaves it there. What Megatron sums
+over pipeline or tensor-parallel ranks it sums element by element, and these ranks have equal
+shards: the shards' sums are right, and nobody reads the rest.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
+from megatron.fold3d.runtime.shard_buffers import allocate, free, own_shards, sharded_buffers
+
+
+class GradShards(Feature):
+    """The gradients of one rank's model chunks: in shards, or not there at all, between uses."""
+
+    draining = "the return of its gradient shards to Megatron's buffers"
+
+    def __init__(self) -> None:
+        self._chunks: Sequence[Any] = ()
+        # By segment that has no buffers: its shards, one per bucket; none before its backwards.
+        self._kept: dict[int, list[torch.Tensor]] = {}
+
+    def prepare(self, iteration: Iteration) -> None:
+        """Before a training iteration, free all gradients; Megatron has zeroed them."""
+        if iteration.trains:
+            self._chunks = iteration.chunks
+            for segment in range(len(self._chunks)):
+                self._free(segment, [])
+
+    def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
+        """Return the handlers that allocate and free gradients, in training."""
+        if not iteration.trains:
+            return {}
+        run_backward = inner[Op.BACKWARD]
+
+        def backward(action: Action) -> None:
+            segment = iteration.segment(action)
+            if self._kept.pop(segment, None) is not None:
+                for buffer in sharded_buffers(self._chunks[segment], "grad_data"):
+                    allocate(buffer)
+                    buffer.zero_()
+            run_backward(action)
+
+        def free(action: Action) -> None:
+            segment = iteration.segment(action)
+            shards = own_shards(self._chunks[segment], "grad_data")
+            self._free(segment, [shard.clone() for shard in shards])
+
+        return {Op.BACKWARD: backward, Op.FREE_GRAD: free}
+
+    def drain(self, iteration: Iteration) -> None:
+        """Give ``finalize_model_grads`` and the optimizer whole buffers, with their shards."""
+        for segment in list(self._kept):
+            chunk, shards = self._chunks[segment], self._kept.pop(segment)
+            for buffer in sharded_buffers(chunk, "grad_data"):
+                allocate(buffer)
+            for own, shard in zip(own_shards(chunk, "grad_data"), shards, strict=True):
+                own.copy_(shard)
+
+    def _free(self, segment: int, shards: list[torch.Tensor]) -> None:
+        self._kept[segment] = shards
+        for buffer in sharded_buffers(self._chunks[segment], "grad_data"):
+            free(buffer)

@@ -1,0 +1,302 @@
+"""The other replicas' shards of a distributed optimizer, stepped on this rank as well.
+
+Megatron's distributed optimizer steps one shard of each bucket per replica. Inside `widened` the
+shards of the other replicas stand in its lists behind its own, so that Megatron itself unscales,
+clips and steps them, and writes the parameters:
+
+    a bucket on replica 1 of 2      shard 0            shard 1
+    Megatron's lists                                   its parameters and moments
+    inside `widened`                copies of them     its parameters and moments
+
+The gradients of the whole bucket have to be reduced. As every replica then computes the same bits,
+there is nothing to gather.
+
+Keeps one invariant: outside of `widened` the optimizer is as Megatron made it, so checkpoints are
+those of the distributed optimizer.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import Range
+from megatron.core.optimizer.optimizer import copy_optimizer_param_metadata
+from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
+
+Key = tuple[int, int, int]
+"""Buffer of the optimizer, bucket of the buffer, parameter of the buffer: each a position."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What one replica tells of its shards: what lies in a bucket follows, as tensors.
+
+    Attributes:
+        groups: by parameter, the number of its group in the optimizer.
+        scalars: by parameter, the optimizer's state that is no tensor of the shard's size, with
+            whether it is kept on the device.
+        tensors: the dtypes of the state that is, by name.
+        steps: by group, how many steps a fused optimizer has counted.
+    """
+
+    groups: dict[Key, int]
+    scalars: dict[Key, dict[str, tuple[Any, bool]]]
+    tensors: dict[str, torch.dtype]
+    steps: list[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Shard:
+    """A part of a parameter that one replica's optimizer steps.
+
+    Attributes:
+        key: of the parameter.
+        parameter: all of it.
+        ranges: Megatron's, of the part in the parameter, in the bucket and in the replica's shard.
+        rank: the replica.
+    """
+
+    key: Key
+    parameter: Any
+    ranges: Mapping[str, Range]
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Copy:
+    """What stands in Megatron's lists for a shard of another replica.
+
+    Attributes:
+        of: the shard.
+        group: the number of its group.
+        name: a tensor that stands for the parameter, which Megatron's maps have one shard of.
+        model: 1-D view of the parameter.
+        stepped: what the optimizer steps: ``model``, or fp32 in place of 16 bits.
+        state: of the optimizer; it is here while it is not there.
+    """
+
+    of: _Shard
+    group: int
+    name: Any
+    model: torch.Tensor
+    stepped: torch.Tensor
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+class OtherShards:
+    """All shards that other replicas own of one optimizer's parameters in some model chunks.
+
+    All replicas make it together, between two steps, when each has whole parameters.
+
+    Args:
+        part: Megatron's ``DistributedOptimizer``.
+        chunks: the model chunks.
+    """
+
+    def __init__(self, part: Any, chunks: Collection[Any]) -> None:
+        self._part = part
+        self._replicas = part.data_parallel_group
+        self._size, self._rank = self._replicas.size(), self._replicas.rank()
+        buffers = [b for c in chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
+        self._buckets = [
+            (index, number)
+            for index, buffer in enumerate(part.buffers)
+            if any(buffer is ours for ours in buffers)
+            for number in range(len(buffer.buckets))
+        ]
+        self._own = _stepped_by_parameter(part)
+        shards = [shard for bucket in self._buckets for shard in self._shards(*bucket)]
+        facts = self._exchanged(self._facts(shards))
+        self._copies = [
+            self._copy(shard, facts[shard.rank]) for shard in shards if shard.rank != self._rank
+        ]
+        # A fused optimizer counts no step of a group that is empty on this rank.
+        self._steps = [
+            max((s for s in steps if s is not None), default=None)
+            for steps in zip(*(each.steps for each in facts), strict=True)
+        ]
+        dtypes: dict[str, torch.dtype] = {}
+        for each in facts:
+            dtypes |= each.tensors
+        for bucket in self._buckets:
+            self._fill(bucket, shards, dtypes)
+
+    @contextmanager
+    def widened(self) -> Iterator[None]:
+        """Let the optimizer step these shards too, inside the block."""
+        part, groups = self._part, self._part.optimizer.param_groups
+        lists = [*_lists(part), *(group["params"] for group in groups)]
+        lengths = list(map(len, lists))
+        alone = [number for number, group in enumerate(groups) if not group["params"]]
+        own_steps = {number: groups[number].get("step") for number in alone}
+        for number in alone:
+            _set_step(groups[number], self._steps[number])
+        try:
+            for copy in self._copies:
+                self._add(copy)
+            yield
+        finally:
+            for entries, length in zip(lists, lengths, strict=True):
+                del entries[length:]
+            for number in alone:
+                self._steps[number] = groups[number].get("step")
+                _set_step(groups[number], own_steps[number])
+            for copy in self._copies:
+                self._remove(copy)
+
+    def _add(self, copy: _Copy) -> None:
+        part, group = self._part, copy.group
+        index, number, _ = copy.of.key
+        copy.name.main_grad = copy.of.parameter.main_grad
+        (dtype,) = part.gbuf_ranges[index]
+        part.model_param_gbuf_map[copy.name] = (index, dtype, number)
+        part.gbuf_ranges[index][dtype][number]["param_map"][copy.name] = copy.of.ranges
+        part.optimizer.param_groups[group]["params"].append(copy.stepped)
+        if copy.stepped is copy.model:
+            part.model_fp32_groups[group].append(copy.name)
+            part.shard_fp32_groups[group].append(copy.stepped)
+        else:
+            part.model_float16_groups[group].append(copy.name)
+            part.shard_float16_groups[group].append(copy.model)
+            part.shard_fp32_from_float16_groups[group].append(copy.stepped)
+        if copy.state:
+            part.optimizer.state[copy.stepped] = dict(copy.state)
+
+    def _remove(self, copy: _Copy) -> None:
+        index, number, _ = copy.of.key
+        part = self._part
+        (dtype,) = part.gbuf_ranges[index]
+        part.model_param_gbuf_map.pop(copy.name, None)
+        part.gbuf_ranges[index][dtype][number]["param_map"].pop(copy.name, None)
+        copy.state.update(part.optimizer.state.pop(copy.stepped, {}))
+        copy.stepped.grad = None
+
+    def _shards(self, index: int, number: int) -> Iterator[_Shard]:
+        """Yield the shards of one bucket, of all replicas."""
+        buffer = self._part.buffers[index]
+        bucket = buffer.buckets[number]
+        size = bucket.grad_data.numel() // self._size
+        positions = {p: position for position, p in enumerate(buffer.param_index_map)}
+        for rank in range(self._size):
+            begin = bucket.offset + rank * size
+            ranges = self._part._build_model_gbuf_param_range_map(
+                buffer.param_index_map, Range(begin, begin + size), bucket.offset
+            )
+            for parameter, of_parameter in ranges.items():
+                key = index, number, positions[parameter]
+                yield _Shard(key=key, parameter=parameter, ranges=of_parameter, rank=rank)
+
+    def _facts(self, shards: Sequence[_Shard]) -> _Facts:
+        groups: dict[Key, int] = {}
+        scalars: dict[Key, dict[str, tuple[Any, bool]]] = {}
+        tensors: dict[str, torch.dtype] = {}
+        for shard in shards:
+            if shard.rank != self._rank:
+                continue
+            stepped = self._own[shard.parameter]
+            groups[shard.key] = self._part.model_param_group_index_map[shard.parameter][0]
+            scalars[shard.key] = {}
+            for name, value in self._part.optimizer.state.get(stepped, {}).items():
+                if _is_of_shard(value, stepped):
+                    tensors[name] = value.dtype
+                else:
+                    on_device = isinstance(value, torch.Tensor) and value.device == stepped.device
+                    value = value.cpu() if isinstance(value, torch.Tensor) else value
+                    scalars[shard.key][name] = value, on_device
+        steps = [group.get("step") for group in self._part.optimizer.param_groups]
+        return _Facts(groups, scalars, tensors, steps)
+
+    def _exchanged(self, mine: _Facts) -> list[_Facts]:
+        everyones: list[Any] = [None] * self._size
+        dist.all_gather_object(everyones, mine, group=self._replicas)
+        return everyones
+
+    def _copy(self, shard: _Shard, facts: _Facts) -> _Copy:
+        parameter, part_of_it = shard.parameter, shard.ranges["param"]
+        model = parameter.detach().view(-1)[part_of_it.start : part_of_it.end]
+        stepped = model.float()  # the same where it is fp32 already
+        copy_tensor_model_parallel_attributes(stepped, parameter)
+        copy_optimizer_param_metadata(stepped, parameter)
+        stepped.shared = True  # a norm counts it on the replica that owns it
+        copy = _Copy(
+            of=shard,
+            group=facts.groups[shard.key],
+            name=parameter.detach(),
+            model=model,
+            stepped=stepped,
+        )
+        for name, (value, on_device) in facts.scalars[shard.key].items():
+            is_tensor = isinstance(value, torch.Tensor)
+            copy.state[name] = (
+                value.to(stepped.device if on_device else "cpu") if is_tensor else value
+            )
+        return copy
+
+    def _fill(
+        self, bucket: tuple[int, int], shards: Sequence[_Shard], dtypes: Mapping[str, torch.dtype]
+    ) -> None:
+        """Gather what the owners of one bucket's shards have, one kind of state at a time."""
+        here = self._part.buffers[bucket[0]].buckets[bucket[1]]
+        size = here.grad_data.numel() // self._size
+        mine = [s for s in shards if s.key[:2] == bucket and s.rank == self._rank]
+        copies = [copy for copy in self._copies if copy.of.key[:2] == bucket]
+
+        def gathered(dtype: torch.dtype, of: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+            own = torch.zeros(size, dtype=dtype, device=here.grad_data.device)
+            for shard in mine:
+                local = shard.ranges["gbuf_local"]
+                if (value := of(self._own[shard.parameter])) is not None:
+                    own[local.start : local.end].copy_(value.detach().view(-1))
+            whole = torch.empty(size * self._size, dtype=dtype, device=own.device)
+            dist.all_gather_into_tensor(whole, own, group=self._replicas)
+            return whole
+
+        def part_of(whole: torch.Tensor, copy: _Copy) -> torch.Tensor:
+            local = copy.of.ranges["gbuf_local"]
+            return whole[copy.of.rank * size :][local.start : local.end]
+
+        state = self._part.optimizer.state
+        if here.param_data.dtype != torch.float32:
+            whole = gathered(torch.float32, lambda stepped: stepped)
+            for copy in copies:
+                copy.stepped.copy_(part_of(whole, copy))
+        for name in sorted(dtypes):
+            values = {stepped: of_it.get(name) for stepped, of_it in state.items()}
+            whole = gathered(dtypes[name], values.get)
+            for copy in copies:
+                copy.state[name] = part_of(whole, copy).clone()
+
+
+def _stepped_by_parameter(part: Any) -> dict[Any, torch.Tensor]:
+    """Return what the optimizer steps of each parameter on this rank."""
+    return {
+        parameter: stepped
+        for parameters, shards in (
+            (part.model_fp32_groups, part.shard_fp32_groups),
+            (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+        )
+        for of_group, ours in zip(parameters, shards, strict=True)
+        for parameter, stepped in zip(of_group, ours, strict=True)
+    }
+
+
+def _lists(part: Any) -> Iterator[list[Any]]:
+    yield from part.model_fp32_groups
+    yield from part.shard_fp32_groups
+    yield from part.model_float16_groups
+    yield from part.shard_float16_groups
+    yield from part.shard_fp32_from_float16_groups
+
+
+def _is_of_shard(value: Any, stepped: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == stepped.numel()
+
+
+def _set_step(group: dict[str, Any], step: Any) -> None:
+    if step is None:
+        group.pop("step", None)
+    else:
+        group["step"] = step

@@ -1,0 +1,83 @@
+"""``--replicate-optimizer``: gradient sync of segments that every replica steps in full.
+
+Their gradients are all-reduced behind the backward, and nothing is gathered for their forward.
+Bytes move from the forward, which is often too short for the all-gathers of all segments, to the
+backward. That needs no gradient norm beforehand, so it holds in a step that is clipped as well.
+
+    segment 1 is replicated
+
+    compute    .. 2F 2B     1B        0B        │ norm, steps │ 0F        1F        2F
+    DP.sync             2rs ─── 1ar ────── 0rs ─│             │─ 0ag ─ 2ag ─
+
+Keeps one invariant: between two steps a replicated segment's parameters are whole on every replica.
+"""
+
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from megatron.fold3d.runtime.feature import Iteration
+from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups
+from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
+from megatron.fold3d.runtime.grad_sync.other_shards import OtherShards
+
+_MEGATRONS = "megatron.core.distributed.param_and_grad_buffer"
+
+
+class ReplicatedSteps(GradSync):
+    """Gradient sync of one rank, of whose segments some are stepped in full by every replica.
+
+    Args:
+        segments: which; `choose` may change it.
+    """
+
+    def __init__(self, segments: Collection[int]) -> None:
+        super().__init__()
+        self._chosen = frozenset(segments)
+        self._replicated: frozenset[int] = frozenset()  # in the latest training iteration
+        self._whole: frozenset[int] | None = None  # behind the latest step; None is before any
+        self._others: Sequence[OtherShards] | None = None
+        logging.getLogger(_MEGATRONS).addFilter(_is_news)
+
+    def choose(self, segments: Collection[int]) -> None:
+        """From the next training iteration on, step these segments in full."""
+        self._chosen = frozenset(segments)
+
+    def prepare(self, iteration: Iteration) -> None:
+        """Begin an iteration: all-reduce these segments' gradients, and gather nothing."""
+        super().prepare(iteration)
+        if not iteration.trains:
+            return
+        if self._replicated != self._chosen:
+            self._replicated, self._others = self._chosen, None
+        for segment in self._replicated:
+            chunk: Any = self._chunks[segment]
+            chunk.force_all_reduce = True  # Megatron resets it behind each iteration
+            if self._whole is None or segment in self._whole:
+                for bucket_group in bucket_groups(chunk):
+                    bucket_group.param_gather_dispatched = True  # so that nobody starts it
+
+    @contextmanager
+    def widened(self, optimizer: Any) -> Iterator[None]:
+        """Let Megatron's ``ChainedOptimizer`` step these segments in full, inside the block.
+
+        All ranks of the job enter it together.
+        """
+        if self._others is None:
+            chunks = [self._chunks[segment] for segment in sorted(self._replicated)]
+            self._others = [
+                OtherShards(part, chunks)
+                for part in (optimizer.chained_optimizers if chunks else ())
+                if not part.is_stub_optimizer
+            ]
+        with ExitStack() as stack:
+            for others in self._others:
+                stack.enter_context(others.widened())
+            yield
+        self._whole = self._replicated
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Drop the line that Megatron logs of every all-reduce of a distributed optimizer's bucket."""
+    return "because force_all_reduce=True" not in record.getMessage()

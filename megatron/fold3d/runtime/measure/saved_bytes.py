@@ -1,0 +1,75 @@
+"""The bytes that autograd holds for backwards, counted where a device does not count its memory.
+
+Keeps one invariant: a tensor is unpacked as it was packed, so no result changes.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import chain
+
+import torch
+
+
+class SavedBytes:
+    """Counts storages that autograd keeps, each once, however many views of it are saved.
+
+    Args:
+        modules: whose parameters and buffers do not count.
+
+    Attributes:
+        now: the bytes held now, of what `hooks` has seen.
+        peak: the most so far.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self.now = self.peak = 0
+        self._views: Counter[int] = Counter()  # saved ones, by storage
+        self._lasting = frozenset(
+            tensor.untyped_storage()._cdata
+            for module in modules
+            # Megatron's DDP has other things under the name `buffers`.
+            for tensor in chain(module.parameters(), torch.nn.Module.buffers(module))
+        )
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Return a context in which what autograd saves is counted until it is freed."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | _Held":
+        # A subclass, such as a parameter, is more than its storage.
+        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
+            return tensor
+        # An output that its own node saves would never be freed.
+        tensor = tensor.detach()
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._lasting:
+            return tensor
+        if self._views[storage._cdata] == 0:
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+        self._views[storage._cdata] += 1
+        return _Held(self, tensor, storage.nbytes())
+
+    def _free(self, storage: int, num_bytes: int) -> None:
+        self._views[storage] -= 1
+        if self._views[storage] == 0:
+            del self._views[storage]
+            self.now -= num_bytes
+
+
+class _Held:
+    """A saved tensor; counts until autograd drops it."""
+
+    __slots__ = ("_counted", "_meter", "_storage", "tensor")
+
+    def __init__(self, meter: SavedBytes, tensor: torch.Tensor, num_bytes: int) -> None:
+        self.tensor = tensor
+        self._meter, self._counted = meter, num_bytes
+        self._storage = tensor.untyped_storage()._cdata
+
+    def __del__(self) -> None:
+        self._meter._free(self._storage, self._counted)
+
+
+def _unpack(saved: torch.Tensor | _Held) -> torch.Tensor:
+    return saved.tensor if isinstance(saved, _Held) else saved

@@ -1,0 +1,256 @@
+"""``--recompute-layers auto``: each rank recomputes as few layers as its memory allows.
+
+The first three forwards of each stage show what a micro-batch leaves for its backward: the first
+warms up, the second recomputes all layers, the third all but one. Ranks then exchange what they
+have found, and every rank computes all choices from it. The next iteration runs with them, and the
+one after it logs what they really took.
+
+Keeps one invariant: all replicas recompute the same layers, since recomputation has collectives.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.transformer.transformer_block import TransformerBlock
+
+from megatron.fold3d.plan.ir import Action, Op, Plan
+from megatron.fold3d.policy.offload_choice import CAUTION
+from megatron.fold3d.policy.recompute_choice import (
+    CountsChoice,
+    StageBytes,
+    fewest_counts,
+    peak_if_all_recomputed,
+)
+from megatron.fold3d.runtime.device import free_device_bytes, held_device_bytes, peak_device_bytes
+from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
+from megatron.fold3d.runtime.measure.saved_bytes import SavedBytes
+from megatron.fold3d.runtime.recompute_counts import blocks_of, recompute_first
+
+logger = logging.getLogger(__name__)
+
+# A backward saves a few numbers more, such as the scale of the loss: one block of an allocator.
+_SCALARS = 512
+_ALL, _ALL_BUT_ONE = 1, 2  # forwards of a stage, counted from 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What a pipeline rank has measured, or all replicas of it.
+
+    Attributes:
+        rank: of the pipeline.
+        stages: its own.
+        spare_bytes: of the device, never used so far; None on a CPU.
+        peak_bytes: the most that tensors have taken on the device; 0 on a CPU.
+    """
+
+    rank: int
+    stages: Mapping[int, StageBytes]
+    spare_bytes: int | None
+    peak_bytes: int
+
+
+class MeasuredCounts(Feature):
+    """Measures what layers take, and then sets the number that each model chunk recomputes.
+
+    Args:
+        limit_bytes: what saved activations may take on a rank; None is what the GPU has left.
+    """
+
+    preparing = "the choice of layers to recompute"
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self._limit_bytes = limit_bytes
+        self._blocks: dict[int, list[TransformerBlock]] = {}  # by stage
+        self._forwards: Counter[int] = Counter()
+        self._left: dict[tuple[int, int], int] = {}  # bytes, by stage and number of its forward
+        self._found: Sequence[_Found] = ()  # by pipeline rank
+        self._limits: Sequence[float] = ()
+        self._beside: Sequence[float] = ()  # what the device holds beside saved activations
+        self._choices: dict[Plan, Sequence[CountsChoice]] = {}
+        self._predicted: Sequence[CountsChoice] = ()  # of the iteration whose peak is measured
+        self._meter: SavedBytes | None = None
+        self._has_told = False
+
+    def prepare(self, iteration: Iteration) -> None:
+        """Choose once all stages are measured, and again for each other number of micro-batches.
+
+        Raises:
+            ValueError: a rank's activations take more than the limit with all layers recomputed.
+        """
+        if not iteration.trains:
+            return
+        if not self._blocks:
+            self._blocks = blocks_of(iteration)
+            for stage in self._blocks:
+                self._recompute(stage, self._layers(stage))
+        if not self._found:
+            if any(self._forwards[stage] <= _ALL_BUT_ONE for stage in self._blocks):
+                return
+            self._agree(iteration)
+        elif self._predicted and not self._has_told:
+            self._tell(iteration)
+        for stage, count in self._chosen(iteration.plan)[iteration.rank].recomputed.items():
+            self._recompute(stage, count)
+
+    def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
+        """Return handlers that measure: forwards at first, then the peak of one iteration."""
+        if not iteration.trains or self._has_told:
+            return {}
+        if not self._found:
+            run_forward = inner[Op.FORWARD]
+            return {Op.FORWARD: lambda action: self._measure(iteration, run_forward, action)}
+        self._predicted = self._choices[iteration.plan]
+        if held_device_bytes(iteration.device) is not None:
+            return {}
+        meter = self._meter = SavedBytes(iteration.chunks)
+
+        def metered(run: Handler) -> Handler:
+            def handler(action: Action) -> None:
+                with meter.hooks():
+                    run(action)
+
+            return handler
+
+        return {op: metered(inner[op]) for op in (Op.FORWARD, Op.BACKWARD, Op.RECOMPUTE)}
+
+    def _layers(self, stage: int) -> int:
+        return sum(len(block.layers) for block in self._blocks[stage])
+
+    def _recompute(self, stage: int, count: int) -> None:
+        for block in self._blocks[stage]:
+            recompute_first(block, count)
+
+    def _measure(self, iteration: Iteration, run: Handler, action: Action) -> None:
+        """Run a forward; note the bytes that it leaves, if it is one of those that show them."""
+        stage = action.stage
+        number, layers = self._forwards[stage], self._layers(stage)
+        self._forwards[stage] += 1
+        if number not in (_ALL, _ALL_BUT_ONE):
+            run(action)
+            return
+        if number == _ALL_BUT_ONE:
+            self._recompute(stage, max(0, layers - 1))
+        before = held_device_bytes(iteration.device)
+        meter = SavedBytes(iteration.chunks) if before is None else None
+        with nullcontext() if meter is None else meter.hooks():
+            run(action)
+        left = meter.now if meter else (held_device_bytes(iteration.device) or 0) - (before or 0)
+        self._left[stage, number] = left
+        self._recompute(stage, layers)
+
+    def _agree(self, iteration: Iteration) -> None:
+        """Find, for each pipeline rank, the most bytes and the least memory of its replicas."""
+        mine = _Found(
+            rank=iteration.rank,
+            stages={
+                stage: StageBytes(
+                    layers=self._layers(stage),
+                    recomputed=self._left[stage, _ALL] + _SCALARS,
+                    kept=max(0, self._left[stage, _ALL_BUT_ONE] - self._left[stage, _ALL]),
+                )
+                for stage in self._blocks
+            },
+            spare_bytes=free_device_bytes(iteration.device),
+            peak_bytes=peak_device_bytes(iteration.device) or 0,
+        )
+        everyones = _gathered(mine)
+        plan = iteration.plan
+        self._found = [
+            _of_replicas([found for found in everyones if found.rank == rank])
+            for rank in range(plan.num_ranks)
+        ]
+        held = [
+            peak_if_all_recomputed(program, found.stages)
+            for program, found in zip(plan.programs, self._found, strict=True)
+        ]
+        rows = list(zip(held, self._found, strict=True))
+        self._limits = [
+            bytes_ + CAUTION * max(0, found.spare_bytes or 0)
+            if self._limit_bytes is None
+            else self._limit_bytes
+            for bytes_, found in rows
+        ]
+        self._beside = [max(0.0, found.peak_bytes - bytes_) for bytes_, found in rows]
+
+    def _chosen(self, plan: Plan) -> Sequence[CountsChoice]:
+        """Return the choice of each rank for a plan; log it when it is new."""
+        if plan not in self._choices:
+            choices = []
+            for rank, found in enumerate(self._found):
+                try:
+                    limit = self._limits[rank]
+                    choices.append(fewest_counts(plan.programs[rank], found.stages, limit))
+                except ValueError as error:
+                    raise ValueError(f"--recompute-layers auto: rank {rank}: {error}") from None
+            self._choices[plan] = choices
+            if dist.get_rank() == 0:
+                logger.info(
+                    "--recompute-layers %s, chosen for %s micro-batches: activations take at most "
+                    "%s bytes by pipeline rank, of %s",
+                    ",".join(map(str, _by_stage(choices))),
+                    plan.num_microbatches,
+                    _in_words([choice.peak_bytes for choice in choices]),
+                    _in_words(self._limits),
+                )
+        return self._choices[plan]
+
+    def _tell(self, iteration: Iteration) -> None:
+        """Log the peak of the iteration that has just ended beside what was predicted."""
+        self._has_told = True
+        peak = peak_device_bytes(iteration.device)
+        peaks: Counter[int] = Counter()
+        for rank, found in _gathered(
+            (iteration.rank, peak if self._meter is None else self._meter.peak)
+        ):
+            peaks[rank] = max(peaks[rank], found)
+        predicted = [
+            choice.peak_bytes + beside
+            for choice, beside in zip(self._predicted, self._beside, strict=True)
+        ]
+        if dist.get_rank() == 0:
+            exceeds = any(peaks[rank] > most for rank, most in enumerate(predicted))
+            logger.log(
+                logging.WARNING if exceeds else logging.INFO,
+                "--recompute-layers auto: measured %s bytes by pipeline rank, predicted %s",
+                _in_words([peaks[rank] for rank in range(len(predicted))]),
+                _in_words(predicted),
+            )
+        self._meter = None
+
+
+def _gathered(mine: Any) -> list[Any]:
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    return everyones
+
+
+def _of_replicas(found: Sequence[_Found]) -> _Found:
+    spare = [its.spare_bytes for its in found if its.spare_bytes is not None]
+    return _Found(
+        rank=found[0].rank,
+        stages={
+            stage: StageBytes(
+                layers=of_first.layers,
+                recomputed=max(its.stages[stage].recomputed for its in found),
+                kept=max(its.stages[stage].kept for its in found),
+            )
+            for stage, of_first in found[0].stages.items()
+        },
+        spare_bytes=min(spare, default=None),
+        peak_bytes=max(its.peak_bytes for its in found),
+    )
+
+
+def _by_stage(choices: Sequence[CountsChoice]) -> list[int]:
+    counts = {stage: n for choice in choices for stage, n in choice.recomputed.items()}
+    return [counts[stage] for stage in sorted(counts)]
+
+
+def _in_words(amounts: Sequence[float]) -> str:
+    return ", ".join(f"{amount:.0f}" for amount in amounts)

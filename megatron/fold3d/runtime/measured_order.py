@@ -1,0 +1,279 @@
+"""``--forwards-ahead auto`` and ``--delay-weight-grads auto``: an order from measured times.
+
+The second training iteration is timed on the device's own clock. Before the third, ranks time a
+transfer and DP.sync, exchange what they have found, and choose the order that runs from the fourth
+on.
+
+Keeps one invariant: all ranks choose in the same iteration, from the same numbers.
+"""
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op
+from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
+from megatron.fold3d.policy.measured_times import MeasuredTimes
+from megatron.fold3d.runtime.device import (
+    Clock,
+    Mark,
+    free_device_bytes,
+    held_device_bytes,
+    synchronize,
+)
+from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
+from megatron.fold3d.runtime.plans import Arrange, Plans
+
+logger = logging.getLogger(__name__)
+
+MEASURED, DECIDED = 2, 3  # training iterations of this run
+_ROUNDS = 3
+_SYNC_BYTES = 4 << 20
+
+
+@dataclass(slots=True)
+class _Found:
+    """What one rank has measured, by stage.
+
+    Attributes:
+        rank: of its pipeline.
+        times_s: of each stage's ops, the median over micro-batches.
+        saved_bytes: that a forward leaves, and None on a CPU.
+        delayed_bytes: that a backward leaves.
+        free_bytes: that were never used.
+    """
+
+    rank: int
+    times_s: dict[int, dict[Op, float]]
+    transfer_s: float
+    grad_sync_s: dict[int, float]
+    saved_bytes: dict[int, int] = field(default_factory=dict)
+    delayed_bytes: dict[int, int] = field(default_factory=dict)
+    free_bytes: int | None = None
+
+
+class MeasuredTimesFeature(Feature):
+    """Measures one rank; a subclass decides something once, by the times of all ranks."""
+
+    preparing = "the measurement of its links"
+
+    def __init__(self) -> None:
+        self._iterations = 0
+        self._marks: list[tuple[Action, Mark, Mark]] = []
+        self._bytes: defaultdict[tuple[int, Op], list[int]] = defaultdict(list)
+
+    def decide(self, times: MeasuredTimes, iteration: Iteration) -> None:
+        """Decide, on all ranks together and from the same times."""
+        raise NotImplementedError
+
+    def prepare(self, iteration: Iteration) -> None:
+        """Decide, at the beginning of the third training iteration."""
+        if not iteration.trains:
+            return
+        self._iterations += 1
+        if self._iterations != DECIDED:
+            return
+        times = _agreed(self._found(iteration), iteration)
+        self._marks.clear()
+        if dist.get_rank() == 0:
+            logger.info("the slowest stage takes %s", times)
+        self.decide(times, iteration)
+
+    def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
+        """Return handlers that time the computations of the iteration that is measured."""
+        if not iteration.trains or self._iterations != MEASURED:
+            return {}
+        clock = Clock(iteration.device)
+
+        def timed(run: Handler) -> Handler:
+            def handler(action: Action) -> None:
+                before, start = held_device_bytes(iteration.device), clock.mark()
+                run(action)
+                self._marks.append((action, start, clock.mark()))
+                if before is not None:
+                    grown = (held_device_bytes(iteration.device) or 0) - before
+                    self._bytes[action.stage, action.op].append(grown)
+
+            return handler
+
+        return {op: timed(inner[op]) for op in COMPUTE_OPS}
+
+    def _found(self, iteration: Iteration) -> _Found:
+        device = iteration.device
+        synchronize(device)  # once
+        clock = Clock(device)
+        spans: defaultdict[int, defaultdict[Op, list[float]]]
+        spans = defaultdict(lambda: defaultdict(list))
+        for action, start, end in self._marks:
+            spans[action.stage][action.op].append(clock.seconds(start, end))
+        found = _Found(
+            rank=iteration.rank,
+            times_s={
+                stage: {op: median(times) for op, times in ops.items()}
+                for stage, ops in spans.items()
+            },
+            transfer_s=_transfer_s(iteration),
+            grad_sync_s=dict(zip(sorted(spans), _grad_sync_s(iteration), strict=True)),
+            free_bytes=free_device_bytes(device),
+        )
+        for (stage, op), grown in self._bytes.items():
+            if op is Op.FORWARD:
+                found.saved_bytes[stage] = max(0, *grown)
+        for (stage, op), grown in self._bytes.items():
+            if op is Op.BACKWARD:
+                found.delayed_bytes[stage] = max(0, found.saved_bytes[stage] + max(grown))
+        return found
+
+
+class MeasuredOrder(MeasuredTimesFeature):
+    """Measures one rank, and changes the order of its plans once.
+
+    Args:
+        plans: whose order changes.
+        arranged: from times, and what takes a description of each choice, to what makes orders.
+    """
+
+    @classmethod
+    def of(cls, config: Fold3DConfig, plans: Plans, auto_order: Any) -> Self:
+        """Arrange plans as if all times were equal until they are known.
+
+        Args:
+            config: of the run.
+            plans: of the run.
+            auto_order: `predict.search.auto_order.AutoOrder`, which this room may not import.
+        """
+        auto = auto_order(
+            forwards_ahead=config.forwards_ahead,
+            auto_ahead=config.auto_ahead,
+            auto_weight_grads=config.auto_weight_grads,
+            most_activations=config.most_activations,
+            delay_weight_grads=() if config.auto_weight_grads else config.delay_weight_grads,
+            recompute_early=config.recompute_early,
+            defers=config.backward_share is not None,
+        )
+        plans.arrange(auto.before_measuring)
+        return cls(plans, auto.arranged)
+
+    def __init__(
+        self, plans: Plans, arranged: Callable[[MeasuredTimes, Callable[[str], None]], Arrange]
+    ) -> None:
+        super().__init__()
+        self._plans = plans
+        self._arranged = arranged
+
+    def decide(self, times: MeasuredTimes, iteration: Iteration) -> None:
+        """Change the order of all plans from now on."""
+        self._plans.arrange(self._arranged(times, _log))
+
+
+def _log(choice: str) -> None:
+    if dist.get_rank() == 0:
+        logger.info("order from measured times: %s", choice)
+
+
+def _transfer_s(iteration: Iteration) -> float:
+    """Time a message from every rank to the next, all at once: the median of a few rounds."""
+    group, device = iteration.pp_group, iteration.device
+    if group.size() == 1:
+        return 0.0
+    sent, received = (
+        torch.zeros(iteration.hidden_bytes, dtype=torch.uint8, device=device) for _ in range(2)
+    )
+    rank, ranks = group.rank(), dist.get_process_group_ranks(group)
+
+    def once() -> float:
+        start_s = time.perf_counter()
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, sent, ranks[(rank + 1) % len(ranks)], group),
+                dist.P2POp(dist.irecv, received, ranks[rank - 1], group),
+            ]
+        )
+        for work in works:
+            work.wait()
+        synchronize(device)
+        return time.perf_counter() - start_s
+
+    dist.barrier(group)
+    once()  # connects
+    return median(once() for _ in range(_ROUNDS))
+
+
+def _grad_sync_s(iteration: Iteration) -> list[float]:
+    """Return the seconds of DP.sync of each chunk's gradients, from an all-reduce of some bytes."""
+    group: Any = iteration.groups.dp_cp
+    parameters: list[list[Any]] = [
+        [p for p in chunk.parameters() if p.requires_grad] for chunk in iteration.chunks
+    ]
+    sizes = [sum(p.main_grad.nbytes for p in of_chunk) for of_chunk in parameters]
+    if group.size() == 1:
+        return [0.0] * len(sizes)
+    num_bytes = min(_SYNC_BYTES, max(sizes))
+    data = torch.zeros(max(1, num_bytes // 4), device=iteration.device)
+
+    def once() -> float:
+        start_s = time.perf_counter()
+        dist.all_reduce(data, group=group)
+        synchronize(iteration.device)
+        return time.perf_counter() - start_s
+
+    once()
+    per_byte_s = median(once() for _ in range(_ROUNDS)) / (4 * data.numel())
+    return [size * per_byte_s for size in sizes]
+
+
+def _agreed(mine: _Found, iteration: Iteration) -> MeasuredTimes:
+    """Return the times of the slowest replica of each stage, and the least memory of any."""
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    plan = iteration.plan
+    stages = range(plan.num_stages)
+
+    def slowest(op: Op) -> tuple[float, ...]:
+        return tuple(
+            max(found.times_s.get(stage, {}).get(op, 0.0) for found in everyones)
+            for stage in stages
+        )
+
+    return MeasuredTimes(
+        forward_s=slowest(Op.FORWARD),
+        backward_s=slowest(Op.BACKWARD),
+        recompute_s=slowest(Op.RECOMPUTE),
+        weight_s=slowest(Op.WEIGHT),
+        transfer_s=max(found.transfer_s for found in everyones),
+        grad_sync_s=tuple(
+            max(found.grad_sync_s.get(stage, 0.0) for found in everyones) for stage in stages
+        ),
+        held=_held(everyones, iteration),
+    )
+
+
+def _held(everyones: list[_Found], iteration: Iteration) -> HeldSizes | None:
+    """Return what each rank may hold: as much as in the measured order, and what is free."""
+    if any(found.free_bytes is None for found in everyones):
+        return None
+    plan, stages = iteration.plan, range(iteration.plan.num_stages)
+    saved, delayed = (
+        tuple(float(max(of.get(stage, 0) for of in sizes)) for stage in stages)
+        for sizes in (
+            [found.saved_bytes for found in everyones],
+            [found.delayed_bytes for found in everyones],
+        )
+    )
+    of_order = HeldSizes(saved=saved, delayed=delayed, most=(0.0,) * plan.num_ranks)
+    return HeldSizes(
+        saved=saved,
+        delayed=delayed,
+        most=tuple(
+            peak + min(found.free_bytes or 0 for found in everyones if found.rank == rank)
+            for rank, peak in enumerate(of_order.peaks(plan))
+        ),
+    )

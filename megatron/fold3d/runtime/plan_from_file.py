@@ -1,0 +1,48 @@
+"""``--plan-file``: the order of an iteration from a file."""
+
+from itertools import chain
+from pathlib import Path
+
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.plan.files import parse_plan, read_file
+from megatron.fold3d.plan.ir import FREE_OPS, Op, Plan, PlanError
+from megatron.fold3d.plan.passes.grad_sync import deferred_stages
+
+
+def read_order(config: Fold3DConfig, path: Path, num_microbatches: int) -> Plan:
+    """Return the plan in a file, which has to be one for this run.
+
+    Raises:
+        PlanError: it is for other sizes, or has actions of a feature that is off.
+    """
+    plan = parse_plan(read_file(path))
+    found = plan.num_ranks, plan.num_segments, plan.num_microbatches
+    needed = config.num_ranks, config.num_segments, num_microbatches
+    if found != needed:
+        raise PlanError(
+            f"found {_sizes(*found)}, this run has {_sizes(*needed)}; "
+            "a plan file fits one size: change the flags, or use --schedule"
+        )
+    if plan.has(Op.WEIGHT) and not config.delay_weight_grads:
+        raise PlanError("found W in the plan; give --delay-weight-grads with its segments")
+    if plan.has(Op.RECOMPUTE) and not config.recompute_early:
+        raise PlanError("found R in the plan; give --recompute-early with its stages")
+    if not config.shards_params and any(plan.has(op) for op in FREE_OPS):
+        raise PlanError("found FREE_PARAM in the plan; give --shard-segments weights")
+    if not config.shards_grads and plan.has(Op.FREE_GRAD):
+        raise PlanError("found FREE_GRAD in the plan; give --shard-segments gradients")
+    if plan.has(Op.REDUCE_SLICE) and not config.slices_dp_sync:
+        raise PlanError("found slices of DP.sync in the plan; give --dp-slices on")
+    if plan.has(Op.OFFLOAD) and config.offload_activations == "off":
+        raise PlanError("found OFFLOAD in the plan; give --offload-activations on")
+    for stage in chain.from_iterable(map(deferred_stages, plan.programs)):
+        if stage not in config.deferred_stages:
+            raise PlanError(
+                f"found {stage}WAIT_GRAD before {stage}F0, which ends DP.sync of the iteration "
+                "before: give --backward-share, or move the action to the end"
+            )
+    return plan
+
+
+def _sizes(num_ranks: int, num_segments: int, num_microbatches: int) -> str:
+    return f"{num_ranks} ranks, {num_segments} segments, {num_microbatches} micro-batches"

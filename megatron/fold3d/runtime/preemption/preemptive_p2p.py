@@ -1,0 +1,60 @@
+"""``--preemptive-comm``: transfers that DP.sync makes way for."""
+
+from time import monotonic
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
+from megatron.fold3d.runtime.transfers.p2p import P2P
+
+
+class PreemptiveP2P(P2P):
+    """A `P2P` whose transfers the communicator's scheduler starts, before any slice of DP.sync.
+
+    Args:
+        communicator: connected; its neighbours include those of the pipeline.
+        pp_group: the pipeline's.
+        device: the compute device.
+        options: of `P2P`.
+    """
+
+    def __init__(
+        self,
+        communicator: PreemptiveCommunicator,
+        pp_group: dist.ProcessGroup,
+        device: torch.device,
+        **options: Any,
+    ) -> None:
+        super().__init__(pp_group, device, **options)
+        backward = (Op.SEND_B, Op.RECV_B)
+        self._groups = {
+            op: communicator.group(group, direction=int(op in backward))
+            for op, group in self._groups.items()
+        }
+
+
+class AnnouncedP2P(PreemptiveP2P):
+    """A `PreemptiveP2P` that says how soon a transfer will start, so that the link is free then.
+
+    On a GPU nothing can be announced: the host runs ahead of the device and does not know when it
+    computes.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._announced: dict[Action, float] = {}  # when
+        self._computing_s: dict[tuple[int, Op], float] = {}  # from an announcement to its send
+
+    def announce(self, action: Action) -> None:
+        """Announce the send ``action``; the previous micro-batch tells how soon it will start."""
+        self._announced[action] = monotonic()
+        if (eta_s := self._computing_s.get((action.stage, action.op))) is not None:
+            self._groups[action.op].announce(self._peers[action.op], eta_s)
+
+    def send(self, action: Action, tensor: torch.Tensor) -> None:
+        """Start an announced send of ``tensor``, as `Transfers.send` says."""
+        self._computing_s[action.stage, action.op] = monotonic() - self._announced.pop(action)
+        super().send(action, tensor)

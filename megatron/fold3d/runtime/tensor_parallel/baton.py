@@ -1,0 +1,125 @@
+"""Two threads of which one runs: a baton that they hand to each other.
+
+Keeps one invariant: at any moment one of the two threads runs, and what Megatron keeps per process
+is what the running one has left there.
+"""
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import torch
+from megatron.core.utils import GlobalMemoryBuffer
+
+from megatron.fold3d.runtime.device import make_current, on_current_stream
+from megatron.fold3d.runtime.tensor_parallel.process_state import ProcessState
+
+_FIRST, _SECOND = 0, 1
+
+
+class OtherFailedError(Exception):
+    """Ends one side of a pair after the other has failed; never leaves `Baton.run`."""
+
+
+class Baton:
+    """Runs two functions in turn, on the calling thread and on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._second_buffer = GlobalMemoryBuffer()
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._threads: tuple[int | None, int | None] = (None, None)
+        self._turns = (threading.Semaphore(0), threading.Semaphore(0))
+        self._running = [False, False]
+        self._error: BaseException | None = None
+
+    def run(
+        self, first: Callable[[], None], second: Callable[[], None], device: torch.device
+    ) -> None:
+        """Run ``first`` and ``second``; where one hands the baton over, the other goes on.
+
+        ``first`` begins, and each part of it between two hand-overs runs before the same part of
+        ``second``. Backwards run wholly on the thread that starts them.
+
+        Args:
+            first: runs on the calling thread.
+            second: runs on the other thread.
+            device: of both; they share the caller's stream.
+
+        Raises:
+            Exception: the one that ``first`` or ``second`` raised; the other has ended by then.
+        """
+        other = self._other_thread()
+        self._threads = (threading.get_ident(), other.ident)
+        self._turns = (threading.Semaphore(0), threading.Semaphore(0))
+        self._running, self._error = [True, True], None
+        before = ProcessState.now()
+        stream = on_current_stream(device)
+
+        def run_second() -> None:
+            self._turns[_SECOND].acquire()
+            if self._error is None:
+                make_current(device)
+                before.with_buffer(self._second_buffer).restore()
+                with stream:
+                    self._run(second)
+            self._running[_SECOND] = False
+            self._turns[_FIRST].release()
+
+        self._tasks.put(run_second)
+        self._run(first)
+        mine = ProcessState.now()
+        self._running[_FIRST] = False
+        while self._running[_SECOND]:
+            self._turns[_SECOND].release()
+            self._turns[_FIRST].acquire()
+        mine.restore()
+        self._threads = (None, None)
+        if self._error is not None:
+            raise self._error
+
+    def hand_over(self) -> None:
+        """Let the other side run until it hands the baton back or ends.
+
+        Does nothing outside of `run`, and once the other side has ended.
+
+        Raises:
+            OtherFailedError: the other side has failed.
+        """
+        if threading.get_ident() not in self._threads:
+            return
+        me = self._threads.index(threading.get_ident())
+        other = 1 - me
+        if self._running[other] and self._error is None:
+            kept = ProcessState.now()
+            self._turns[other].release()
+            self._turns[me].acquire()
+            kept.restore()
+        if self._error is not None:
+            raise OtherFailedError
+
+    def close(self) -> None:
+        """End the second thread."""
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread = None
+
+    def _run(self, function: Callable[[], None]) -> None:
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                function()
+        except BaseException as error:  # noqa: BLE001 - raised again by `run`
+            if self._error is None:
+                self._error = error
+
+    def _other_thread(self) -> threading.Thread:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._work, name="second micro-batch of a pair", daemon=True
+            )
+            self._thread.start()
+        return self._thread
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()

@@ -1,0 +1,117 @@
+"""A process group whose collectives hand the baton over while they run.
+
+Keeps one invariant: a collective starts when it is called, so all ranks of the group start theirs
+in one order; only the wait for it lets the other micro-batch run.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
+
+from megatron.fold3d.runtime.trace.recorder import Recorder, no_end
+
+
+class PairedGroup(dist.ProcessGroup):
+    """The ranks of ``group``, with collectives whose `wait` first calls ``hand_over``.
+
+    These are the collectives of tensor-parallel layers: all-reduce, all-gather and reduce-scatter
+    of one tensor. What else Megatron asks of the group is passed on.
+
+    Args:
+        group: does the work.
+        hand_over: lets the other micro-batch run.
+        recorder: gets each of these collectives, from its launch to its end.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        hand_over: Callable[[], None],
+        recorder: Recorder | None = None,
+    ) -> None:
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # an overload
+        self.group = group
+        self._hand_over = hand_over
+        self._recorder = recorder
+        # torch's own functions look a group up by its object.
+        known = dist.distributed_c10d._world
+        known.pg_map[self] = known.pg_map[group]
+        known.pg_group_ranks[self] = known.pg_group_ranks[group]
+        known.pg_names[self] = known.pg_names[group]
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], options: Any = None) -> Any:  # type: ignore[override]
+        """Start an in-place all-reduce."""
+        return self._start(self.group.allreduce, tensors, options or dist.AllreduceOptions())
+
+    def all_gather_single(
+        self, whole: torch.Tensor, share: torch.Tensor, options: Any = None
+    ) -> Any:
+        """Start to all-gather every rank's ``share`` into ``whole``."""
+        options = options or AllgatherOptions()
+        return self._start(self.group.all_gather_single, whole, share, options)
+
+    def reduce_scatter_single(
+        self, share: torch.Tensor, whole: torch.Tensor, options: Any = None
+    ) -> Any:
+        """Start to reduce-scatter ``whole``; ``share`` gets this rank's part of the result."""
+        options = options or dist.ReduceScatterOptions()
+        return self._start(self.group.reduce_scatter_single, share, whole, options)
+
+    def broadcast(self, *tensors_and_options: Any) -> Any:
+        """Start a broadcast, which hands nothing over."""
+        return self.group.broadcast(*tensors_and_options)
+
+    def allgather(self, *tensors_and_options: Any) -> Any:
+        """Start an all-gather into a list, which hands nothing over."""
+        return self.group.allgather(*tensors_and_options)
+
+    def barrier(self, *options: Any) -> Any:
+        """Start a barrier, which hands nothing over."""
+        return self.group.barrier(*options)
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """Return the name of the backend that does the work."""
+        return str(dist.get_backend(self.group))
+
+    def _start(self, collective: Callable[..., Any], *arguments: Any) -> "_PairedWork":
+        # A call that waits at once would run on NCCL's stream of the caller, and overlap nothing.
+        arguments[-1].asyncOp = True
+        if self._recorder is None:
+            return _PairedWork(collective(*arguments), self._hand_over)
+        works: list[Any] = []
+
+        def launch() -> Sequence[Any]:
+            works.append(collective(*arguments))
+            return works
+
+        end = self._recorder.collective("TP.sync", "tp_sync", launch)
+        return _PairedWork(works[0], self._hand_over, end)
+
+
+class _PairedWork:
+    """A collective under way: the other micro-batch runs before the first wait for it."""
+
+    def __init__(
+        self, work: Any, hand_over: Callable[[], None], end: Callable[[], None] = no_end
+    ) -> None:
+        self._work = work
+        self._hand_over = hand_over
+        self._end = end
+        self._is_over = False
+
+    def wait(self, *timeout: Any) -> bool:
+        """Hand the baton over; wait for the collective when it is back."""
+        if self._is_over:
+            return bool(self._work.wait(*timeout))
+        self._is_over = True
+        self._hand_over()
+        done = bool(self._work.wait(*timeout))
+        self._end()
+        return done
+
+    def is_completed(self) -> bool:
+        """Whether the collective is over."""
+        return bool(self._work.is_completed())

@@ -1,0 +1,50 @@
+"""What Megatron keeps once per process, and what two micro-batches at a time need twice.
+
+Keeps one invariant: whatever a forward or a backward leaves here between two of its collectives, it
+finds again after them.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random
+from megatron.core.utils import GlobalMemoryBuffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessState:
+    """Megatron's globals at one moment.
+
+    Attributes:
+        memory_buffer: into which activations are gathered under sequence parallelism.
+        is_checkpointing: whether a checkpointed function is running, or running again.
+        random_name: the name of the random state that is in the generator.
+        random_states: of the generators, and of those that are not in a generator.
+    """
+
+    memory_buffer: GlobalMemoryBuffer
+    is_checkpointing: bool
+    random_name: str
+    random_states: tuple[Any, ...]
+
+    @classmethod
+    def now(cls) -> Self:
+        """Return the state as it is."""
+        return cls(
+            memory_buffer=parallel_state._GLOBAL_MEMORY_BUFFER,
+            is_checkpointing=random.IS_CHECKPOINTING,
+            random_name=random.get_cuda_rng_tracker()._current_state_name,
+            random_states=random._get_all_rng_states(),
+        )
+
+    def with_buffer(self, memory_buffer: GlobalMemoryBuffer) -> Self:
+        """Return this state for a micro-batch that gathers into ``memory_buffer``."""
+        return replace(self, memory_buffer=memory_buffer)
+
+    def restore(self) -> None:
+        """Make the state what it was."""
+        parallel_state._GLOBAL_MEMORY_BUFFER = self.memory_buffer
+        random.IS_CHECKPOINTING = self.is_checkpointing
+        random.get_cuda_rng_tracker()._current_state_name = self.random_name
+        random._set_all_rng_states(*self.random_states)

@@ -1,0 +1,173 @@
+"""Weight gradients of Transformer Engine's modules, apart from their backwards: its own split.
+
+A module of Transformer Engine whose ``wgrad_store`` is enabled computes in its backward what the
+stage before waits for, and stores the operands of the weight gradient with the matmul to run on
+them. Its ``backward_dw`` takes the oldest from the store and runs it. With fused accumulation the
+matmul adds to ``main_grad``; otherwise it leaves the gradient in ``grad``. Megatron uses this for
+expert parallelism alone (``--delay-wgrad-compute``), in all layers of a model.
+
+    backward of 1B0, 1B1     store  [x0, dy0], [x1, dy1]     DDP's hooks are put off
+    1W0                      backward_dw takes  [x0, dy0]    and DDP's hooks run
+
+Keeps one invariant: the operations on a parameter, and their order, are those of a run that does
+not split its backwards, so that sums are equal bit for bit.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.passes.weight_grads import split_stages
+from megatron.fold3d.plan.weight_order import check_oldest_first
+from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
+
+Hook = Callable[[], None]
+
+
+class EngineWeightGrads(Feature):
+    """The modules of one rank whose weight gradients are delayed.
+
+    Attributes:
+        modules: Transformer Engine's modules in the transformer layers of a stage, by stage.
+    """
+
+    def __init__(self) -> None:
+        self.modules: dict[int, list[Any]] = {}
+        self._parameters: frozenset[torch.Tensor] = frozenset()
+        self._stored: dict[int, deque[list[Any]]] = defaultdict(deque)  # by stage, the oldest first
+        self._in_backward = False
+        self._put_off: dict[torch.Tensor, tuple[Hook, torch.Tensor | None]] = {}
+
+    def prepare(self, iteration: Iteration) -> None:
+        """Delay the gradients of the stages that have WEIGHT actions.
+
+        Raises:
+            PlanError: a stage's are not in the order of its backwards.
+        """
+        check_oldest_first(iteration.plan)
+        stages, num_ranks = split_stages(iteration.program), iteration.plan.num_ranks
+        self.choose({stage: iteration.chunks[stage // num_ranks] for stage in stages})
+
+    def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
+        """Return the handlers: a BACKWARD stores operands, and WEIGHT computes the gradients."""
+        stages, run_backward = split_stages(iteration.program), inner[Op.BACKWARD]
+
+        def backward(action: Action) -> None:
+            if action.stage not in stages:
+                run_backward(action)
+                return
+            with self.storing(action.stage):
+                run_backward(action)
+
+        return {Op.BACKWARD: backward, Op.WEIGHT: self.compute}
+
+    def choose(self, chunks: Mapping[int, torch.nn.Module]) -> None:
+        """Delay the gradients of Transformer Engine's modules in the layers of ``chunks``.
+
+        Modules outside of transformer layers stay as they are, and so do norms and all that is not
+        Transformer Engine's, a router for example.
+
+        Args:
+            chunks: the model chunk of each stage whose weight gradients are delayed.
+        """
+        if chunks.keys() == self.modules.keys():
+            return
+        for module in _all(self.modules):
+            module.wgrad_store = type(module.wgrad_store)(delay_wgrad_compute=False)
+        self.modules = {stage: list(_splittable(chunk)) for stage, chunk in chunks.items()}
+        for module in _all(self.modules):
+            module.wgrad_store = type(module.wgrad_store)(delay_wgrad_compute=True)
+        self._parameters = frozenset(
+            parameter
+            for module in _all(self.modules)
+            for parameter in module.parameters(recurse=False)
+        )
+
+    @contextmanager
+    def storing(self, stage: int) -> Iterator[None]:
+        """Note which modules of a stage store operands: those of one backward."""
+        before = [_num_stored(module) for module in self.modules[stage]]
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
+        grown = [m for m, n in zip(self.modules[stage], before, strict=True) if _num_stored(m) > n]
+        self._stored[stage].append(grown)
+
+    def puts_off(self, parameter: torch.Tensor, hook: Hook) -> bool:
+        """Return True if DDP's hook of this parameter is to run with its weight gradient.
+
+        A gradient that autograd has accumulated for a weight is none then: a dummy, with fused
+        accumulation, or memory that the matmul has not written yet. For a bias it may be one.
+        """
+        if not self._in_backward or parameter not in self._parameters:
+            return False
+        is_weight = parameter.dim() > 1
+        if not is_weight and parameter.grad is not None:
+            return False  # computed in the backward
+        # DDP's hook asks for a gradient even where the matmul has added it to main_grad.
+        is_fused = is_weight and getattr(parameter, "grad_added_to_main_grad", False)
+        self._put_off[parameter] = hook, parameter.grad if is_fused else None
+        parameter.grad = None
+        return True
+
+    @torch.no_grad()
+    def compute(self, action: Action) -> None:
+        """Compute one stage's oldest weight gradients; DDP's hooks then accumulate them.
+
+        They are on the current stream, in the dtype of the parameter, or fused into its
+        ``main_grad``.
+        """
+        for module in self._stored[action.stage].popleft():
+            put_off = {p for p in module.parameters(recurse=False) if p in self._put_off}
+            _compute_delayed(module, put_off)
+            for parameter in put_off:
+                hook, dummy = self._put_off[parameter]
+                if parameter.grad is None:
+                    parameter.grad = dummy
+                hook()
+
+
+def _splittable(chunk: torch.nn.Module) -> Iterator[Any]:
+    """Yield Transformer Engine's modules in a chunk's transformer layers, in order of backwards."""
+    found: dict[Any, None] = {
+        module: None
+        for layer in chunk.modules()
+        if isinstance(layer, TransformerLayer)
+        for module in layer.modules()
+        if getattr(module, "wgrad_store", None) is not None
+    }
+    yield from reversed(found)
+
+
+def _all(modules: Mapping[int, list[Any]]) -> Iterator[Any]:
+    return (module for of_stage in modules.values() for module in of_stage)
+
+
+def _num_stored(module: Any) -> int:
+    return int(module.wgrad_store.context.qsize())
+
+
+def _compute_delayed(module: Any, put_off: set[torch.nn.Parameter]) -> None:
+    """Call ``backward_dw`` of Transformer Engine.
+
+    Megatron's override does nothing without its own flag. Transformer Engine expects that a bias
+    whose gradient came with the backward still has it, and then leaves it alone.
+    """
+    already = [p for p in module.parameters(recurse=False) if p.grad is None and p not in put_off]
+    for parameter in already:
+        parameter.grad = parameter.detach()
+    engine: Any = next(
+        kind
+        for kind in type(module).__mro__
+        if "backward_dw" in vars(kind) and not kind.__module__.startswith("megatron.")
+    )
+    engine.backward_dw(module)
+    for parameter in already:
+        parameter.grad = None
