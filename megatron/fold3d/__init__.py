@@ -2,3 +2,11 @@
 
 Importing this package loads nothing: `plan` needs the standard library alone, `runtime` torch.
 """
+
+
+def __getattr__(name: str) -> object:
+    if name not in ("add_arguments", "install", "parse_args"):  # the interface of docs/adopt.md
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megatron.fold3d.training import own_script
+
+    return getattr(own_script, name)

@@ -9,8 +9,10 @@ if there were no simulator.
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib import import_module
-from typing import Any
+from importlib import import_module, metadata
+from typing import Any, NoReturn
+
+from megatron.fold3d.commands.console import OK, suggestion, write
 
 USAGE = 2
 INTERRUPTED = 130  # what a shell makes of Ctrl-C
@@ -20,10 +22,12 @@ _COMMANDS = {
     "verify": "prove that a plan can run, or show the action that stops it",
     "simulate": "predict how long a plan takes and where its time goes",
     "search": "choose schedule, sizes and segments for a model on a cluster",
+    "import": "turn a Hugging Face configuration into Megatron's flags",
     "trace": "show where the time of a traced run went",
     "compare": "compare two training runs: speed, losses, where the time went",
     "doctor": "look at the installation, and say what to fix",
 }
+_FILES = {"import": "import_config"}  # a keyword of Python cannot be a module's name
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,12 +40,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="fold3d", description="Pipeline schedules as plans: write, check, time, choose them."
     )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    if words == ["--version"]:
+        write(f"fold3d {_version()}\n")
+        return OK
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     asked = parser
+    if words and words[0] not in _COMMANDS and not words[0].startswith("-"):
+        near = suggestion(words[:1], _COMMANDS) or f"; it is one of {', '.join(_COMMANDS)}"
+        parser.error(f"no command {words[0]!r}{near}")
     try:
         for name, summary in _COMMANDS.items():
             if [name] == words[:1]:
                 asked = _add_command(commands, name, summary)
+                _suggest(asked, words)
             else:
                 commands.add_parser(name, help=summary)
         args, unknown = parser.parse_known_args(words)
@@ -58,15 +70,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     return USAGE
 
 
+def _version() -> str:
+    try:
+        return metadata.version("fold3d")
+    except metadata.PackageNotFoundError:
+        return f"not installed, imported from {__file__}"
+
+
+def _suggest(command: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Let a command's errors name the options that unknown ones are nearly, or begin."""
+    complain = command.error
+    known = command._option_string_actions
+    unknown = [w for w in words if w.startswith("--") and w.partition("=")[0] not in known]
+
+    def error(message: str) -> NoReturn:
+        complain(message + suggestion(unknown, known))
+
+    command.error = error  # type: ignore[method-assign]
+
+
 def _add_command(commands: Any, name: str, summary: str) -> argparse.ArgumentParser:
     """Load the module of a sub-command; returns the parser of its options."""
-    module = import_module(f"megatron.fold3d.commands.{name}")
+    module = import_module(f"megatron.fold3d.commands.{_FILES.get(name, name)}")
     command: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
         description=module.DESCRIPTION,
         epilog=module.EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # as in training: an option that is added could mean something else
     )
     command.set_defaults(run=module.run)
     module.add_arguments(command)

@@ -93,7 +93,7 @@ def _names(first: Path, second: Path) -> tuple[str, str]:
 
 
 def _ratio(runs: Sequence[Run], warmup: int) -> Ratio | None:
-    """How many times as fast the second run is; None if either has no log."""
+    """Return how many times as fast the second run is; None if either has no log."""
     if not all(run.iterations for run in runs):
         return None
     for run in runs:
@@ -237,7 +237,7 @@ def _timelines_svg(runs: Sequence[Run]) -> str:
 
 
 def _steady_from_s(timeline: Timeline) -> float:
-    """When all ranks had come to the end of the first iteration; zero if there is no other."""
+    """Return when all ranks had ended the first iteration, in s; zero if there is no other."""
     ends = [timeline.iteration_ends_s(rank) for rank in range(timeline.num_ranks)]
     return max(end[0] for end in ends) if all(len(end) > 1 for end in ends) else 0.0
 

@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from time import monotonic
 from types import TracebackType
 from typing import Self
@@ -26,6 +28,23 @@ def counted(number: int, things: str) -> str:
 def complain(message: str) -> None:
     """Write a line to stderr."""
     print(message, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def suggestion(words: Iterable[str], known: Iterable[str]) -> str:
+    """Return ``; did you mean ...?`` for words that are nearly one of those known, or nothing.
+
+    A word that begins one of them stands for it: ``--seg`` for ``--segments``.
+    """
+    choices = sorted(known)
+    near = [match for word in words for match in _nearest(word.partition("=")[0], choices)]
+    return f"; did you mean {', '.join(near)}?" if near else ""
+
+
+def _nearest(word: str, choices: Sequence[str]) -> Sequence[str]:
+    if close := get_close_matches(word, choices, 1, 0.75):
+        return close
+    begun = [choice for choice in choices if len(word) > 3 and choice.startswith(word)]
+    return begun if len(begun) <= 3 else ()
 
 
 class Progress:

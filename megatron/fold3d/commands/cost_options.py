@@ -4,62 +4,38 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
-from typing import get_args
 
-from megatron.fold3d.commands.hardware_options import add_hardware_options, named_hardware
+from megatron.fold3d.commands.cost_flags import (
+    FILE,
+    MODEL,
+    SECONDS,
+    add_cost_flags,
+    spelled_flag,
+)
+from megatron.fold3d.commands.hardware_options import MODELS, NODE_NAMES, named_hardware
 from megatron.fold3d.observe.fields import read_text
 from megatron.fold3d.observe.memory_curve import Footprint, memory
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.launches import launches
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
-from megatron.fold3d.predict.cost_model.sizes import Recompute, Setup
+from megatron.fold3d.predict.cost_model.sizes import Setup
+from megatron.fold3d.predict.search.order_choice import held_sizes
 from megatron.fold3d.predict.search.planner import USABLE_MEMORY
 from megatron.fold3d.predict.simulator.costs import Costs
-
-_SECONDS = ("forward_s", "backward_s", "recompute_s", "p2p_s", "grad_sync_s")
-_FILE = ("costs",)
-_MODEL = (
-    *("model", "cluster", "tp", "dp", "micro_batch_size", "recompute"),
-    *("distributed_optimizer", "fp32", "layer_forward_s", "task_overhead_s"),
-    "iteration_overhead_s",
-)
 
 
 def add_cost_options(parser: ArgumentParser) -> None:
     """Add the options of all three sources; at most one source is given."""
-    units = parser.add_argument_group("costs in numbers", "of one micro-batch in one model chunk")
-    units.add_argument("--forward-s", type=float, metavar="S", help="(default: 1)")
-    units.add_argument("--backward-s", type=float, metavar="S", help="(default: 2)")
-    units.add_argument(
-        "--recompute-s",
-        type=float,
-        metavar="S",
-        help="of --backward-s, what a recomputation takes (default: 0)",
-    )
-    units.add_argument("--p2p-s", type=float, metavar="S", help="one transfer (default: 0)")
-    units.add_argument(
-        "--grad-sync-s", type=float, metavar="S", help="DP.sync of a model chunk (default: 0)"
-    )
-    file = parser.add_argument_group("costs from a file")
-    file.add_argument("--costs", type=Path, metavar="FILE", help="JSON, a key per kind of action")
-    model = parser.add_argument_group("costs of a model on a cluster")
-    add_hardware_options(model, required=False)  # type: ignore[arg-type]
-    model.add_argument("--tp", type=int, metavar="N", help="tensor-parallel size (default: 1)")
-    model.add_argument(
-        "--dp", type=int, metavar="N", help="data-parallel size (default: what is left)"
-    )
-    model.add_argument("--micro-batch-size", type=int, metavar="N", help="sequences (default: 1)")
-    model.add_argument("--recompute", choices=get_args(Recompute), help="(default: none)")
-    model.add_argument("--distributed-optimizer", action="store_true", default=None)
-    model.add_argument("--fp32", action="store_true", default=None, help="instead of 16 bits")
+    add_cost_flags(parser, models=MODELS, nodes=NODE_NAMES)
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What is known beside the costs when these come from a model on a cluster."""
+    """The facts beside the costs when these come from a model on a cluster."""
 
     shape: ModelShape
     cluster: Cluster
@@ -68,12 +44,16 @@ class Hardware:
 
     @property
     def usable_bytes(self) -> float:
-        """What a run may hold of a GPU's memory: the planner's share of it."""
+        """The bytes of a GPU's memory that a run may hold: the planner's share of it."""
         return self.cluster.gpu_memory_bytes * USABLE_MEMORY
 
     def peaks(self, timeline: Timeline) -> list[float]:
         """Return the most bytes that each rank's GPU holds."""
         return _peaks(timeline, self.footprint)
+
+    def held_sizes(self, plan: Plan) -> HeldSizes:
+        """Return the bytes that micro-batches hold, and the memory that ranks have for them."""
+        return held_sizes(self.footprint, plan, self.usable_bytes)
 
     def nearest_fit(self, timeline: Timeline) -> str:
         """Return what would make a run fit that exceeds the GPUs' memory."""
@@ -102,15 +82,16 @@ class Source:
     gradient_bytes: tuple[float, ...] = ()
     """Of each stage, where a model has any."""
 
-    def launches(self, *, deferred: bool) -> tuple[int, ...]:
+    def launches(self, *, deferred: bool, connections: int) -> tuple[int, ...]:
         """Return the collectives that each stage's DP.sync is launched as; one without a model."""
         if self.hardware is None:
             return ()
-        return launches(self.gradient_bytes, self.hardware.setup, deferred=deferred)
+        setup = self.hardware.setup
+        return launches(self.gradient_bytes, setup, deferred=deferred, connections=connections)
 
     @property
     def gathers_params(self) -> bool:
-        """Whether the distributed optimizer's parameters are gathered in each iteration."""
+        """True if the distributed optimizer's parameters are gathered in each iteration."""
         return self.hardware is not None and self.hardware.setup.distributed_optimizer
 
 
@@ -123,22 +104,22 @@ def costs_of(args: Namespace, plan: Plan) -> Source:
     """
     given = [
         [name for name in names if getattr(args, name) is not None]
-        for names in (_SECONDS, _FILE, _MODEL)
+        for names in (SECONDS, FILE, MODEL)
     ]
     first, *others = [names[0] for names in given if names] or ["forward_s"]
     if others:
         raise ValueError(
-            f"{_flag(first)} with {_flag(others[0])}: costs have one source, numbers, a file or a "
-            "model on a cluster; drop one"
+            f"{spelled_flag(first)} with {spelled_flag(others[0])}: costs have one source, "
+            "numbers, a file or a model on a cluster; drop one"
         )
-    if first in _FILE:
+    if first in FILE:
         return Source(costs_from(args.costs, plan))
-    if first in _MODEL:
+    if first in MODEL:
         return _from_model(args, plan)
     numbers = {name: getattr(args, name) for name in given[0]}
     for name, seconds in numbers.items():
         if not (isfinite(seconds) and seconds >= 0):
-            raise ValueError(f"{_flag(name)} {seconds}: seconds are zero or more")
+            raise ValueError(f"{spelled_flag(name)} {seconds}: seconds are zero or more")
     return Source(Costs.uniform(plan.num_stages, **numbers))
 
 
@@ -159,12 +140,12 @@ def costs_from(path: Path, plan: Plan) -> Costs:
 
 
 def _from_model(args: Namespace, plan: Plan) -> Source:
-    lacking = [_flag(name) for name in ("model", "cluster") if getattr(args, name) is None]
+    lacking = [spelled_flag(name) for name in ("model", "cluster") if getattr(args, name) is None]
     if lacking:
-        given = next(name for name in _MODEL if getattr(args, name) is not None)
+        given = next(name for name in MODEL if getattr(args, name) is not None)
         raise ValueError(
-            f"{_flag(given)} without {' and '.join(lacking)}: it is for the costs of a model on a "
-            f"cluster; give {' and '.join(lacking)}"
+            f"{spelled_flag(given)} without {' and '.join(lacking)}: it is for the costs of a "
+            f"model on a cluster; give {' and '.join(lacking)}"
         )
     shape, cluster = named_hardware(args)
     tp = 1 if args.tp is None else args.tp
@@ -215,7 +196,3 @@ def _data_parallel(dp: int | None, tp: int, pp: int, cluster: Cluster) -> int:
 
 def _peaks(timeline: Timeline, footprint: Footprint) -> list[float]:
     return [rank.device.peak_bytes for rank in memory(timeline, footprint)]
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

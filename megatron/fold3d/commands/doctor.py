@@ -5,8 +5,10 @@ import os
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 from megatron.fold3d.commands.console import OK, REJECTED, write
@@ -15,12 +17,15 @@ from megatron.fold3d.commands.installation import Finding, installation
 DESCRIPTION = """\
 Look at the installation: versions, GPUs, NCCL, the compiled extension, the
 namespace package, and whether every patch applies. Started by torchrun it also
-compares the ranks with each other and measures the links between them."""
+compares the ranks with each other and measures the links between them. With
+--write-cluster it also measures computation and copies, and writes what it
+found as a cluster for `fold3d search` and `fold3d simulate`."""
 
 EXAMPLES = """\
 examples:
   fold3d doctor
   torchrun --nproc-per-node 8 --no-python fold3d doctor
+  torchrun --nproc-per-node 8 --no-python fold3d doctor --write-cluster cluster.toml
   srun torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d \\
       --rdzv-endpoint $HEAD:29400 --no-python fold3d doctor
 
@@ -36,15 +41,28 @@ _SLOW_LINK = 4.0  # times as slow as the median link
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("--json", action="store_true", help="the findings as one JSON object")
+    parser.add_argument(
+        "--write-cluster",
+        type=Path,
+        metavar="FILE",
+        help="under torchrun: measure, and write a .toml file for --cluster",
+    )
 
 
 def run(args: Namespace) -> int:
     """Print the findings; returns the exit code."""
+    file = args.write_cluster
+    if file is not None:
+        _check_cluster_file(file)
     findings = list(installation())
     links: list[dict[str, Any]] = []
+    machine: dict[str, Any] = {}
     if not any(f.verdict == "bad" and f.what in _NEEDED for f in findings):
-        probed, links = _probe()
+        probed, links, machine = _probe(measures=file is not None)
         findings += probed
+    if file is not None and machine and os.environ["RANK"] == "0":
+        file.write_text(cluster_toml(file.stem, machine, links), encoding="utf-8")
+        findings.append(Finding("cluster", "ok", f"measured, and written to {file}"))
     bad = any(finding.verdict == "bad" for finding in findings)
     if os.environ.get("RANK", "0") == "0":
         if args.json:
@@ -55,22 +73,86 @@ def run(args: Namespace) -> int:
     return REJECTED if bad else OK
 
 
-def _probe() -> tuple[list[Finding], list[dict[str, Any]]]:
+def _check_cluster_file(file: Path) -> None:
+    """Refuse a file that could not be written, or not be read as a cluster.
+
+    Raises:
+        ValueError: what was found, the rule, and the fix.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise ValueError(
+            f"--write-cluster {file} on one rank: links between ranks are measured; start with "
+            f"torchrun --nproc-per-node 8 --no-python fold3d doctor --write-cluster {file}"
+        )
+    if file.suffix != ".toml" or not file.absolute().parent.is_dir():
+        raise ValueError(f"--write-cluster {file}: give a .toml file in a folder that exists")
+
+
+def cluster_toml(name: str, machine: Mapping[str, Any], links: Sequence[Mapping[str, Any]]) -> str:
+    """Return a cluster file: its fields are those of `Cluster`.
+
+    Args:
+        name: of the cluster.
+        machine: what every rank has, and the ranks of a node.
+        links: between ranks, measured one at a time.
+    """
+    per_node = machine["gpus_per_node"]
+
+    def usual(between_nodes: bool, what: str) -> float | None:
+        found = [
+            float(link[what])
+            for link in links
+            if (link["source"] // per_node != link["target"] // per_node) == between_nodes
+        ]
+        return median(found) if found else None
+
+    inside, between = usual(False, "bytes_per_s"), usual(True, "bytes_per_s")
+    latency_s = usual(True, "latency_s") or usual(False, "latency_s")
+    fields = {
+        "num_nodes": machine["num_nodes"],
+        "gpus_per_node": per_node,
+        "gpu_flops_per_s": machine["flops_per_s"],
+        "compute_efficiency": 1.0,
+        "gpu_memory_bytes": machine["memory_bytes"],
+        "intra_bytes_per_s": inside or between,
+        "nic_bytes_per_s": between or inside,
+        "nic_efficiency": 1.0,
+        "nic_latency_s": latency_s,
+        "host_copy_bytes_per_s": machine["host_copy_bytes_per_s"] * per_node,
+        "host_memory_bytes": machine["host_memory_bytes"],
+    }
+    notes = [
+        "Measured by `fold3d doctor`; rates are achieved ones, so that efficiencies are 1.",
+        "FLOP/s are those of a transformer layer's forward. Between nodes one pair of ranks sent",
+        "at a time: raise nic_bytes_per_s where a node has several NICs.",
+    ]
+    if between is None:
+        notes.append("There is one node: nic_bytes_per_s is the rate inside it.")
+    if inside is None:
+        notes.append("There is one rank per node: intra_bytes_per_s is the rate between nodes.")
+    lines = [*(f"# {note}" for note in notes), f"name = {json.dumps(name)}"]
+    return "\n".join([*lines, *(f"{field} = {value}" for field, value in fields.items()), ""])
+
+
+def _probe(*, measures: bool) -> tuple[list[Finding], list[dict[str, Any]], dict[str, Any]]:
     """Return what torch and Megatron tell, in a process of their own."""
+    command = [*_PROBE, *(["measure"] if measures else [])]
     try:
-        done = subprocess.run(_PROBE, capture_output=True, text=True, timeout=_PROBE_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_PROBE_S, check=False
+        )
     except subprocess.TimeoutExpired:
         found = f"no answer within {_PROBE_S:.0f} s"
         fix = "if this is one of several ranks, look whether all of them run and reach each other"
-        return [Finding("torch", "bad", found, fix)], []
+        return [Finding("torch", "bad", found, fix)], [], {}
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         found = f"importing torch or Megatron ends with exit code {done.returncode}: {last}"
-        return [Finding("torch", "bad", found, f"run: {' '.join(_PROBE)}")], []
+        return [Finding("torch", "bad", found, f"run: {' '.join(_PROBE)}")], [], {}
     report = json.loads(done.stdout.splitlines()[-1])
     keys = ("source", "target", "latency_s", "bytes_per_s")
     links = [dict(zip(keys, link, strict=True)) for link in report["links"]]
-    return [Finding(**finding) for finding in report["findings"]], links
+    return [Finding(**finding) for finding in report["findings"]], links, report["machine"]
 
 
 def _lines(findings: Sequence[Finding]) -> Iterator[str]:

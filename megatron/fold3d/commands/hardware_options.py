@@ -4,56 +4,33 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from math import inf
 
+from megatron.fold3d.commands.hardware_flags import add_hardware_flags
 from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster, cluster
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES, ModelShape, model_shape
 
+MODELS, NODE_NAMES = ", ".join(SHAPES), ", ".join(NODES)
 
-def add_hardware_options(parser: ArgumentParser, *, required: bool) -> None:
+
+def add_hardware_options(
+    parser: ArgumentParser, *, required: bool, model_required: bool | None = None
+) -> None:
     """Add ``--model``, ``--cluster``, and what was measured of them."""
-    parser.add_argument(
-        "--model",
+    add_hardware_flags(
+        parser,
         required=required,
-        metavar="NAME",
-        help=f"{', '.join(SHAPES)}; or layers-hidden-heads[-sequence] such as 24-2048-16; or a "
-        ".json or .toml file with the fields of a model's shape",
-    )
-    parser.add_argument(
-        "--cluster",
-        required=required,
-        metavar="NAME",
-        help="<node>x<GPUs>[-<Gb/s per node>g] such as a100x128-200g, with a node of "
-        f"{', '.join(NODES)}; or a .json or .toml file with the fields of a cluster",
-    )
-    parser.add_argument(
-        "--layer-forward-s",
-        type=float,
-        metavar="S",
-        help="what one layer's forward of one sequence was measured to take on one GPU (default: "
-        "its FLOPs at the rate and the efficiency of the cluster's GPUs)",
-    )
-    parser.add_argument(
-        "--task-overhead-s",
-        type=float,
-        metavar="S",
-        help="what starting a forward or backward of one model chunk costs (default: the "
-        "cluster's, 0 for those that have a name)",
-    )
-    parser.add_argument(
-        "--iteration-overhead-s",
-        type=float,
-        metavar="S",
-        help="what an iteration was measured to cost beside its forwards, backwards and network "
-        "(default: the cluster's, 0 for those that have a name)",
+        model_required=model_required,
+        models=MODELS,
+        nodes=NODE_NAMES,
     )
 
 
-def named_hardware(args: Namespace) -> tuple[ModelShape, Cluster]:
-    """Return the model and the cluster of ``args``.
+def named_hardware(args: Namespace, shape: ModelShape | None = None) -> tuple[ModelShape, Cluster]:
+    """Return the model, unless it is given, and the cluster of ``args``.
 
     Raises:
         ValueError: there is none of this name, or a number of it cannot be.
     """
-    shape, found = model_shape(args.model), cluster(args.cluster)
+    shape, found = shape or model_shape(args.model), cluster(args.cluster)
     if (layer_s := args.layer_forward_s) is not None:
         if not 0 < layer_s < inf:
             raise ValueError(f"--layer-forward-s {layer_s}: give seconds above zero")

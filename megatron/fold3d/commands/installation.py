@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from megatron.fold3d.config.gpu_settings import FUSION_KERNEL, default_flags
+
 Verdict = Literal["ok", "note", "bad"]
 
 MEGATRON = "megatron-core"
@@ -72,7 +74,11 @@ def _apex() -> Finding:
     try:
         version = metadata.version("apex")
     except metadata.PackageNotFoundError:
-        return Finding("apex", "ok", "not installed; nothing needs it")
+        return Finding(
+            "apex",
+            "ok",
+            f"not installed; on GPUs training then runs with {' '.join(default_flags())}",
+        )
     spec = find_spec("apex")
     homes = spec.submodule_search_locations if spec else None
     if homes and not any((Path(home) / "optimizers").is_dir() for home in homes):
@@ -82,7 +88,14 @@ def _apex() -> Finding:
             f"{version} from PyPI, which is not NVIDIA's and which Megatron imports",
             "pip uninstall apex; NVIDIA's is built from https://github.com/NVIDIA/apex",
         )
-    return Finding("apex", "ok", version)
+    if flags := default_flags():
+        return Finding(
+            "apex",
+            "note",
+            f"{version}, without {FUSION_KERNEL}: training then runs with {' '.join(flags)}",
+            "build it from https://github.com/NVIDIA/apex with --cpp_ext and --cuda_ext",
+        )
+    return Finding("apex", "ok", f"{version}, with {FUSION_KERNEL}")
 
 
 def _namespace() -> Finding:

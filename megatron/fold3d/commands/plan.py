@@ -5,9 +5,10 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from megatron.fold3d.commands.console import OK, write
+from megatron.fold3d.commands.cost_flags import add_cost_flags, given_costs
 from megatron.fold3d.commands.plan_source import sizes
-from megatron.fold3d.commands.schedule_options import add_size_options, compute_plan
-from megatron.fold3d.plan.compile import lower
+from megatron.fold3d.commands.schedule_options import add_size_options, asks_to_choose, compute_plan
+from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.schedules import SCHEDULES
 
 DESCRIPTION = """\
@@ -20,6 +21,8 @@ examples:
   fold3d plan --schedule aiao --pp 2 --segments 2 --microbatches 3 --compute-only
   fold3d plan --schedule interleaved --pp 4 --segments 2 --microbatches 8 --group-size 6
   fold3d plan --schedule 1f1b --pp 4 --microbatches 8 --format csv --output 1f1b.csv
+  fold3d plan --schedule 1f1b --pp 4 --microbatches 8 --compute-only --p2p-s 0.4 \\
+      --forwards-ahead auto --delay-weight-grads auto
 
 Train with what it wrote, as it is or edited: pretrain_gpt.py --plan-file FILE"""
 
@@ -35,13 +38,28 @@ def add_arguments(parser: ArgumentParser) -> None:
     form.add_argument("--format", choices=("text", "csv"), default="text")
     form.add_argument("--json", action="store_true", help="sizes, peak activations and programs")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write here, not to stdout")
+    add_cost_flags(parser)  # for what is `auto`
 
 
 def run(args: Namespace) -> int:
     """Print the plan; returns the exit code."""
     plan = compute_plan(args)
+    if asks_to_choose(args):
+        from megatron.fold3d.commands.cost_options import costs_of
+        from megatron.fold3d.commands.order_options import chosen_order
+
+        _, plan = chosen_order(args, costs_of(args, plan))
+    elif given := given_costs(args):
+        raise ValueError(
+            f"{given} without an auto: only --forwards-ahead auto and --delay-weight-grads auto "
+            "read costs here; drop it, or give one of them"
+        )
     if not args.compute_only:
-        plan = lower(plan)
+        options = Options(
+            overlap_tensor_parallel=bool(args.overlap_tensor_parallel),
+            shards_grads=args.shard_segments == "gradients",
+        )
+        plan = lower(plan, options)
     if args.json:
         programs = list(plan.programs_as_words())
         text = json.dumps({"schedule": args.schedule, **sizes(plan), "programs": programs}) + "\n"

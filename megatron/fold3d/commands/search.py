@@ -4,10 +4,12 @@ import json
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 from megatron.fold3d.commands.console import OK, Progress, write
 from megatron.fold3d.commands.hardware_options import add_hardware_options, named_hardware
+from megatron.fold3d.commands.megatron_flags import Described, from_flags, from_script
 from megatron.fold3d.commands.training_flags import check_trains, training_flags
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
@@ -16,6 +18,7 @@ from megatron.fold3d.predict.search.candidates import Assumption, Given
 from megatron.fold3d.predict.search.planner import search
 from megatron.fold3d.predict.search.search_result import WORTHWHILE, JudgedCandidate
 from megatron.fold3d.predict.search.search_result import Search as Found
+from megatron.fold3d.predict.search.sensitivity import gains_if_off_by_half
 
 DESCRIPTION = """\
 Choose the schedule, the (dp, pp, tp) sizes, the micro-batch size, the segments,
@@ -29,6 +32,9 @@ examples:
   fold3d search --model gpt3-39b --cluster my-cluster.toml --global-batch-size 256 --json
   fold3d search --model 24-2048-16 --cluster h100x8 --global-batch-size 64 --emit
   fold3d search --model gpt3-18b --cluster a100x128-200g --global-batch-size 256 --tp 8
+  fold3d search --from-script train_llama3_8b.sh --cluster h100x64
+  fold3d search --cluster a100x128-200g --from-flags "--num-layers 40 --hidden-size 6144 \
+      --num-attention-heads 48 --seq-length 2048 --global-batch-size 256 --bf16"
 
 A cluster file has one `field = number` per line: num_nodes, gpus_per_node,
 gpu_flops_per_s, gpu_memory_bytes, nic_bytes_per_s, intra_bytes_per_s,
@@ -37,7 +43,7 @@ host_copy_bytes_per_s and host_memory_bytes."""
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What the search has found, and what of it to take."""
+    """The search's findings, and the one to take."""
 
     found: Found
 
@@ -69,9 +75,20 @@ class _Answer:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of this command."""
-    add_hardware_options(parser, required=True)
+    add_hardware_options(parser, required=True, model_required=False)
     parser.add_argument(
-        "--global-batch-size", required=True, type=int, metavar="N", help="sequences per iteration"
+        "--from-flags",
+        metavar="FLAGS",
+        help="read model, batch and precision from Megatron flags, instead of --model",
+    )
+    parser.add_argument(
+        "--from-script",
+        type=Path,
+        metavar="FILE",
+        help="likewise, from a shell script that starts a training",
+    )
+    parser.add_argument(
+        "--global-batch-size", type=int, metavar="N", help="sequences per iteration"
     )
     parser.add_argument("--top", type=int, default=10, metavar="N", help="rows (default: 10)")
     parser.add_argument(
@@ -104,14 +121,21 @@ def run(args: Namespace) -> int:
     """Print the choices; returns the exit code."""
     if args.top < 1:
         raise ValueError(f"--top {args.top}: show at least one")
-    shape, cluster = named_hardware(args)
+    described = _described(args)
+    shape, cluster = named_hardware(args, described.shape if described else None)
+    batch = args.global_batch_size or (described.global_batch_size if described else 0)
     if args.emit:
         check_trains(shape)
+    if shape.num_experts and "delay-weight-grads" in args.assume:
+        raise ValueError(
+            "--assume delay-weight-grads: the weight gradients of experts are not split from "
+            "their backward; drop it"
+        )
     with Progress("simulated") as progress:
         found = search(
             shape,
             cluster,
-            global_batch_size=args.global_batch_size,
+            global_batch_size=batch,
             top=args.top,
             given=Given(
                 tensor_parallel=args.tp,
@@ -120,19 +144,41 @@ def run(args: Namespace) -> int:
                 num_segments=args.segments,
                 microbatch_size=args.micro_batch_size,
                 recompute=args.recompute,
-                fp32=args.fp32,
+                fp32=args.fp32 or (described is not None and described.fp32),
+                context_parallel=described.context_parallel if described else 1,
+                expert_parallel=described.expert_parallel if described else 1,
             ),
             assumed=args.assume,
             progress=progress,
         )
-    answer = _Answer(found)
+    answer, notes = _Answer(found), described.notes if described else ()
     if args.json:
-        write(json.dumps(_as_json(answer, shape, cluster)) + "\n")
+        write(json.dumps(_as_json(answer, shape, cluster) | {"notes": notes}) + "\n")
     elif not args.emit:
-        write("\n".join(_lines(answer, shape, cluster)) + "\n")
+        write("\n".join((*notes, *_lines(answer, shape, cluster))) + "\n")
     else:
         write(f"{answer.flags(shape, cluster)}\n")
     return OK
+
+
+def _described(args: Namespace) -> Described | None:
+    """Read the user's own flags, if they are what describes the model.
+
+    Raises:
+        ValueError: the model is described twice or not at all.
+    """
+    sources = ("model", "from_flags", "from_script")
+    given = [f"--{name.replace('_', '-')}" for name in sources if getattr(args, name) is not None]
+    if len(given) != 1:
+        found = " with ".join(given) or "no model"
+        raise ValueError(f"{found}: give one of --model, --from-flags and --from-script")
+    if args.from_flags is not None:
+        return from_flags(args.from_flags)
+    if args.from_script is not None:
+        return from_script(args.from_script)
+    if args.global_batch_size is None:
+        raise ValueError("--global-batch-size is missing: sequences per iteration; give 256, say")
+    return None
 
 
 def _assumptions(text: str) -> frozenset[str]:
@@ -160,9 +206,11 @@ def _lines(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str
     if found.undelayed is not None:
         gain = found.undelayed.iteration_s / found.best[0].iteration_s - 1
         yield (
-            f"{found.best[0].candidate.name}: delaying weight gradients gains {gain:.1%}, if "
-            "--transformer-impl local costs nothing; no GPU has timed it"
+            f"{found.best[0].candidate.name}: delaying weight gradients gains {gain:.1%}; "
+            "no GPU has timed it"
         )
+    yield from _bought(found)
+    yield from _assumptions_of(answer, shape, cluster)
     if answer.best.candidate.is_stock:
         yield "AIAO gains nothing here, use these stock flags:"
     elif stock is None:
@@ -175,16 +223,61 @@ def _lines(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str
         yield f"({error})"
 
 
+def _bought(found: Found) -> Iterator[str]:
+    """Say what the memory of shards is spent on."""
+    best = found.best[0]
+    if best.candidate.shards == "off":
+        return
+    flag = f"--shard-segments {best.candidate.shards}"
+    if found.unsharded is None:
+        yield f"{flag}: no other plan of ours fits into memory"
+        return
+    gain = found.unsharded.iteration_s / best.iteration_s - 1
+    changes = [
+        f"{name} {after} in place of {before}"
+        for (name, before), (_, after) in zip(
+            _sizes_of(found.unsharded), _sizes_of(best), strict=True
+        )
+        if before != after
+    ]
+    bought = ", ".join(changes) or "room for its activations"
+    yield f"{flag} gains {gain:.1%} over the best that keeps all whole; it buys {bought}"
+
+
+def _sizes_of(choice: JudgedCandidate) -> tuple[tuple[str, object], ...]:
+    c, setup = choice.candidate, choice.candidate.setup
+    return (
+        ("--micro-batch-size", setup.microbatch_size),
+        ("--recompute", setup.recompute),
+        ("--tp", setup.tensor_parallel),
+        ("--pp", c.num_ranks),
+        ("--segments", c.num_segments),
+        ("the schedule", c.name.removesuffix(f"+{c.shards}")),
+    )
+
+
+def _assumptions_of(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str]:
+    """Say what the gain rests on."""
+    ours, stock = answer.ours, answer.found.best_stock
+    if ours is None or stock is None:
+        return
+    yield "the best of ours is faster than the best of stock by"
+    yield f"  {answer.gain:>6.1%}  as assumed: stock waits for its sends, and efficiencies as below"
+    for assumption, gain in gains_if_off_by_half(shape, cluster, ours.candidate, stock.candidate):
+        yield f"  {gain:>6.1%}  if {assumption}"
+
+
 def _line(choice: JudgedCandidate) -> str:
     candidate, spent = choice.candidate, choice.exposed
     setup, share = candidate.setup, candidate.backward_share
     shares = (spent.share(s) for s in (spent.bubble_s, spent.grad_sync_s, spent.p2p_s))
+    recompute = "by stage" if candidate.recompute_layers else setup.recompute
     return (
         f"{candidate.name:<19} {setup.data_parallel:>4} {candidate.num_ranks:>3} "
         f"{setup.tensor_parallel:>3} {candidate.num_segments:>3} {setup.microbatch_size:>3} "
         f"{candidate.group_size or '-':>5} {'-' if share is None else share:>5} "
         f"{'distributed' if setup.distributed_optimizer else 'whole':<11} "
-        f"{setup.recompute:<9} {choice.iteration_s:>8.3f}s {choice.device_bytes / 2**30:>5.1f} GiB "
+        f"{recompute:<9} {choice.iteration_s:>8.3f}s {choice.device_bytes / 2**30:>5.1f} GiB "
         "{:>6.1%} {:>7.1%} {:>7.1%}".format(*shares)
         + f"  {choice.limit}"
     )
@@ -196,20 +289,27 @@ def _as_json(answer: _Answer, shape: ModelShape, cluster: Cluster) -> dict[str, 
         return {
             "schedule": c.schedule,
             "offload": c.offload,
+            "shard_segments": c.shards,
             "preemptive_comm": c.preemptive,
             "stock": c.is_stock,
             "dp": setup.data_parallel,
             "pp": c.num_ranks,
             "tp": setup.tensor_parallel,
             "segments": c.num_segments,
+            "order": setup.order,
             "microbatches": c.num_microbatches,
             "micro_batch_size": setup.microbatch_size,
             "group_size": c.group_size,
             "backward_share": c.backward_share,
             "delayed_weight_grads": c.delayed_weight_grads,
+            "places_weight_grads": c.places_weight_grads,
+            "forwards_ahead": c.forwards_ahead,
             "distributed_optimizer": setup.distributed_optimizer,
             "layers": c.layers or None,
             "recompute": setup.recompute,
+            "recompute_layers": c.recompute_layers or None,
+            "recompute_early": c.recompute_early,
+            "overlap_tensor_parallel": c.overlap_tensor_parallel,
             "iteration_s": choice.iteration_s,
             "device_bytes": choice.device_bytes,
             "host_bytes": choice.host_bytes,

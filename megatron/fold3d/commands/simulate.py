@@ -2,9 +2,8 @@
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from math import ceil
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
@@ -12,9 +11,17 @@ from typing import Any
 from megatron.fold3d.commands import exposure_table
 from megatron.fold3d.commands.console import OK, REJECTED, complain, write
 from megatron.fold3d.commands.cost_options import Hardware, Source, add_cost_options, costs_of
+from megatron.fold3d.commands.order_options import chosen_order
 from megatron.fold3d.commands.plan_source import in_words, plan_from, sizes
-from megatron.fold3d.commands.schedule_options import add_size_options, compute_plan
+from megatron.fold3d.commands.schedule_options import (
+    add_size_options,
+    asks_to_choose,
+    compute_plan,
+    spelled,
+)
 from megatron.fold3d.config.backward_share_flags import AUTO, share_or_auto
+from megatron.fold3d.config.recompute_flags import counts_or_auto
+from megatron.fold3d.config.weight_grad_flags import segments_or_auto
 from megatron.fold3d.observe.breakdown import seconds_of, shown_columns
 from megatron.fold3d.observe.exposure import Exposure, exposure, mean
 from megatron.fold3d.observe.report.draw import caption_of, draw
@@ -22,13 +29,24 @@ from megatron.fold3d.observe.report.grid import to_text
 from megatron.fold3d.observe.timeline import Lane, Timeline
 from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.device_queues import CONNECTIONS
-from megatron.fold3d.plan.ir import Op, Plan, PlanError
+from megatron.fold3d.plan.ir import HOST_OPS, Op, Plan, PlanError
 from megatron.fold3d.plan.schedules import SCHEDULES
 from megatron.fold3d.plan.verify import verify
-from megatron.fold3d.policy.forwards_ahead import forwards_that_hide
+from megatron.fold3d.policy.replicated_segments import choose_replicated, stages_of, units
+from megatron.fold3d.predict.cost_model.recompute_by_stage import (
+    costs_with_counts,
+    fewest_recomputed,
+    footprint_with_counts,
+)
+from megatron.fold3d.predict.cost_model.sizes import replicated_bytes
 from megatron.fold3d.predict.search.candidate_timeline import PAUSE_SHARE
-from megatron.fold3d.predict.search.simulated_shares import auto_shares
+from megatron.fold3d.predict.search.replicated_choice import (
+    SimulatedIteration,
+    with_replicated,
+)
+from megatron.fold3d.predict.search.simulated_shares import auto_shares, gathered_when_reduced
 from megatron.fold3d.predict.simulator.execution import Device, Execution
+from megatron.fold3d.predict.simulator.lower_bound import lower_bound_s
 from megatron.fold3d.predict.simulator.simulate import simulate
 from megatron.fold3d.predict.simulator.steady import steady_state
 
@@ -44,6 +62,8 @@ examples:
   fold3d simulate --schedule aiao --pp 2 --segments 4 --microbatches 4 --grad-sync-s 6 \\
       --delay-weight-grads 1,2
   fold3d simulate --schedule 1f1b --pp 4 --microbatches 8 --p2p-s 0.1 --grad-sync-s 6
+  fold3d simulate --schedule 1f1b --pp 4 --microbatches 8 --p2p-s 0.4 --forwards-ahead auto \\
+      --delay-weight-grads auto
   fold3d simulate --plan-file my-plan.txt --costs costs.json --svg my-plan.svg
   fold3d simulate --schedule aiao --pp 4 --segments 2 --microbatches 16 --model gpt3-18b \\
       --cluster a100x128-200g --tp 8 --micro-batch-size 4 --recompute full
@@ -54,7 +74,6 @@ examples:
 exit code: 0, 1 if the plan cannot run or does not fit into memory, 2 for a mistake"""
 
 _MOST_ITERATIONS = 1000
-_DIGITS = 9  # of seconds: equal times are equal
 _MOST_LAUNCHES = 10_000
 _GRAD_SYNC: tuple[str, ...] = ("serial", "overlap", "deferred")
 
@@ -66,7 +85,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     order.add_argument(
         "--plan-file", type=Path, metavar="FILE", help="what `fold3d plan` wrote; - is stdin"
     )
-    add_size_options(parser, required=False, auto=True)
+    add_size_options(parser, required=False)
     parser.add_argument(
         "--grad-sync",
         choices=_GRAD_SYNC,
@@ -80,6 +99,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="DP.sync in order of issue, this share of it behind backwards and the rest behind the "
         "next iteration's forwards, as training's --backward-share has it; auto is what fits of "
         "each segment",
+    )
+    parser.add_argument(
+        "--replicate-optimizer",
+        type=segments_or_auto,
+        metavar="N,N",
+        help="with --distributed-optimizer of a model: all-reduce the gradients of these segments, "
+        "and gather nothing for them; auto is what shortens the iteration",
     )
     parser.add_argument(
         "--preemptive-comm",
@@ -102,6 +128,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         "(default: 1; of a model, as training cuts it)",
     )
     parser.add_argument(
+        "--dp-slices",
+        action="store_true",
+        help="DP.sync in slices, one before each computation that may hide it, as training's "
+        "--dp-slices has it (default: with a model, --backward-share and one queue)",
+    )
+    parser.add_argument(
         "--iterations",
         type=int,
         metavar="N",
@@ -109,6 +141,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the diagram here")
     parser.add_argument("--json", action="store_true", help="the result as one JSON object")
+    parser.add_argument(
+        "--recompute-layers",
+        type=counts_or_auto,
+        metavar="N,N",
+        help="with --recompute full of a model, recompute so many layers of each stage; auto is "
+        "the fewest that fit the GPUs' memory",
+    )
     add_cost_options(parser)
 
 
@@ -133,31 +172,161 @@ def run(args: Namespace) -> int:
             f"{name} recomputes early, and costs have no recomputation: give --recompute-s with "
             "--backward-s, or --recompute full with a model, or recompute_s in --costs"
         )
+    if args.overlap_tensor_parallel and not any(source.costs.tp_sync_s):
+        raise ValueError(
+            "--overlap-tensor-parallel: there is no tensor-parallel collective in the costs: give "
+            "--tp-sync-s, or --tp 2 or more with a model, or tp_sync_s in --costs"
+        )
+    counts: tuple[int, ...] | None = None
+    if args.recompute_layers is not None:
+        source, counts = _with_counts(args, source, compute)
     options = Options(
         gathers_params=source.gathers_params,
-        transfers=False,
+        overlap_tensor_parallel=bool(args.overlap_tensor_parallel),
+        shards_grads=args.shard_segments == "gradients",
+        transfers=bool(args.overlap_tensor_parallel),  # sends stand behind both of a pair
         grad_sync="serial" if grad_sync == "serial" else "overlap",
         deferred_stages=range(compute.num_stages if grad_sync == "deferred" else 0),
     )
 
+    sliced = _is_sliced(args, source)
+
     def simulated(order: Plan) -> tuple[Plan, Timeline]:
         plan = lower(order, options)
+        if sliced:
+            plan = lower(order, replace(options, slice_shares=_slice_shares(args, plan, source)))
         return plan, _timeline(args, plan, source, deferred=grad_sync == "deferred")
 
-    if args.forwards_ahead == AUTO:
-        name, plan, timeline = _auto_ahead(args, source, simulated)
-    else:
-        plan, timeline = simulated(compute)
+    def judged(order: Plan) -> tuple[bool, float]:
+        _, timeline = simulated(order)
+        hardware = source.hardware
+        fits = hardware is None or max(hardware.peaks(timeline)) <= hardware.usable_bytes
+        return fits, timeline.period_s
+
+    if asks_to_choose(args):
+        name, compute = chosen_order(args, source, judged)
+    if args.replicate_optimizer is not None:
+        segments = _replicated(args, source, compute, grad_sync)
+        name += f" --replicate-optimizer {spelled(segments) or 'none'}"
+        options = replace(options, replicated_stages=stages_of(segments, compute.num_ranks))
+        source = _with_replicated(source, compute, segments)
+    plan, timeline = simulated(compute)
+    if counts is not None:
+        name += f" --recompute-layers {spelled(counts)}"
     if args.svg:
         args.svg.write_text(
             draw(timeline, title=name, caption=caption_of(plan, timeline)), encoding="utf-8"
         )
+    bound_s = lower_bound_s(plan, source.costs, source.nic_of_rank)
+    source = _with_shards(source, plan)
     peaks = source.hardware.peaks(timeline) if source.hardware else []
     if args.json:
-        write(json.dumps(_as_json(name, plan, timeline, peaks)) + "\n")
+        write(json.dumps(_as_json(name, plan, timeline, peaks, bound_s)) + "\n")
     else:
-        write("\n".join(_lines(name, plan, timeline, peaks)) + "\n")
+        write("\n".join(_lines(name, plan, timeline, peaks, bound_s)) + "\n")
     return OK if source.hardware is None else _judge_memory(source.hardware, timeline, peaks)
+
+
+def _replicated(
+    args: Namespace, source: Source, order: Plan, grad_sync: str | None
+) -> tuple[int, ...]:
+    """Return the segments whose optimizer steps every replica takes in full."""
+    given = args.replicate_optimizer
+    found = f"--replicate-optimizer {given if given == AUTO else spelled(given)}"
+    if source.hardware is None or not source.gathers_params:
+        raise ValueError(
+            f"{found}: it chooses which segments are updated in shards; give --model, --cluster "
+            "and --distributed-optimizer"
+        )
+    if grad_sync is not None or args.cuda_connections is not None or order.has(Op.GATHER_PARAM):
+        raise ValueError(
+            f"{found}: it is simulated where an iteration waits for all gradients, with a queue "
+            "for each stream; drop --grad-sync, --backward-share, --cuda-connections and gathers "
+            "of a plan's own"
+        )
+    if given != AUTO:
+        if unknown := [segment for segment in given if segment >= order.num_segments]:
+            raise ValueError(
+                f"{found}: there is no segment {unknown[0]}, a rank holds {order.num_segments}; "
+                f"give some of 0 to {order.num_segments - 1}"
+            )
+        return tuple(given)
+
+    hardware = source.hardware
+    iteration = SimulatedIteration(order, (), source.costs, source.nic_of_rank)
+    peaks = hardware.peaks(iteration.timeline(()))
+
+    def fits(segments: tuple[int, ...]) -> bool:
+        more = _more_bytes(hardware, order, segments)
+        return max(map(sum, zip(peaks, more, strict=True))) <= hardware.usable_bytes
+
+    tied = order.num_ranks > 1 and not hardware.shape.untied
+    return choose_replicated(units(order.num_segments, tied=tied), iteration.seconds, fits)[0]
+
+
+def _with_replicated(source: Source, order: Plan, segments: tuple[int, ...]) -> Source:
+    """Return the costs and the memory of a model some of whose segments are replicated."""
+    assert source.hardware is not None
+    footprint = source.hardware.footprint
+    more = zip(footprint.static_bytes, _more_bytes(source.hardware, order, segments), strict=True)
+    footprint = replace(footprint, static_bytes=tuple(map(sum, more)))
+    return replace(
+        source,
+        costs=with_replicated(source.costs, stages_of(segments, order.num_ranks)),
+        hardware=replace(source.hardware, footprint=footprint),
+    )
+
+
+def _more_bytes(hardware: Hardware, order: Plan, segments: tuple[int, ...]) -> list[float]:
+    return replicated_bytes(
+        hardware.shape,
+        hardware.setup,
+        order.num_ranks,
+        order.num_stages,
+        stages_of(segments, order.num_ranks),
+    )
+
+
+def _with_counts(args: Namespace, source: Source, plan: Plan) -> tuple[Source, tuple[int, ...]]:
+    """Return costs with a number of recomputed layers for each stage, and the numbers."""
+    hardware, given = source.hardware, args.recompute_layers
+    found = given if given == AUTO else ",".join(map(str, given))
+    if hardware is None or hardware.setup.recompute != "full":
+        raise ValueError(
+            f"--recompute-layers {found}: it is for a model whose layers are recomputed; give "
+            "--model and --cluster with --recompute full"
+        )
+    shape, setup, footprint = hardware.shape, hardware.setup, hardware.footprint
+    if args.forwards_ahead == AUTO and given == AUTO:
+        raise ValueError(
+            "--recompute-layers auto with --forwards-ahead auto: how many forwards run ahead "
+            "decides what fits; give a number for one of the two"
+        )
+    if given == AUTO:
+        counts = fewest_recomputed(plan, shape, setup, footprint, hardware.usable_bytes)
+    else:
+        counts = given
+        layers = shape.num_layers // plan.num_stages
+        if len(counts) != plan.num_stages or max(counts) > layers:
+            raise ValueError(
+                f"--recompute-layers {found}: a plan of {plan.num_stages} stages needs as many "
+                f"numbers, and each stage has {layers} layers; give such"
+            )
+    hardware = replace(hardware, footprint=footprint_with_counts(footprint, shape, setup, counts))
+    costs = costs_with_counts(source.costs, shape, counts)
+    return replace(source, costs=costs, hardware=hardware), counts
+
+
+def _with_shards(source: Source, plan: Plan) -> Source:
+    """Return the source with the memory that a plan with FREE_PARAM leaves to others."""
+    if source.hardware is None or not any(map(plan.has, HOST_OPS)):
+        return source
+
+    from megatron.fold3d.predict.cost_model.sharded_footprint import sharded_footprint
+
+    hardware = source.hardware
+    footprint = sharded_footprint(hardware.footprint, plan, source.gradient_bytes, hardware.setup)
+    return replace(source, hardware=replace(hardware, footprint=footprint))
 
 
 def _plan(args: Namespace) -> tuple[str, Plan]:
@@ -174,43 +343,17 @@ def _plan(args: Namespace) -> tuple[str, Plan]:
         return args.schedule, compute_plan(args)
     for name in (
         *("pp", "segments", "microbatches", "aiao_last_segment", "group_size"),
-        *("delay_weight_grads", "forwards_ahead", "recompute_early"),
+        *("delay_weight_grads", "forwards_ahead", "recompute_early", "most_activations"),
+        *("overlap_tensor_parallel", "shard_segments"),
     ):
         if (value := getattr(args, name)) is not None:
             flag = "--" + name.replace("_", "-")
-            value = ",".join(map(str, value)) if isinstance(value, tuple) else value
-            raise ValueError(f"{flag} {value} with --plan-file: a plan has its sizes; drop {flag}")
+            if value is True:
+                raise ValueError(f"{flag} with --plan-file: a plan has its order; drop {flag}")
+            raise ValueError(
+                f"{flag} {spelled(value)} with --plan-file: a plan has its sizes; drop {flag}"
+            )
     return str(args.plan_file), plan_from(args.plan_file)
-
-
-def _auto_ahead(
-    args: Namespace, source: Source, simulated: Callable[[Plan], tuple[Plan, Timeline]]
-) -> tuple[str, Plan, Timeline]:
-    """Return the name, plan and timeline of the fastest number of forwards ahead, or the least.
-
-    Only numbers that fit the GPUs' memory count, if it is known and any fits. More forwards than
-    hide the transfers can still help while the pipeline fills, on a link that is shared.
-    """
-    segments = 1 if args.segments is None else args.segments
-    last = range((segments - 1) * args.pp, segments * args.pp)
-    costs = source.costs
-    forward_s, backward_s = max(
-        ((costs.forward_s[stage], costs.backward_s[stage]) for stage in last), key=sum
-    )
-    transfer_s = costs.p2p_latency_s + costs.p2p_s
-    most = forwards_that_hide(forward_s, backward_s, transfer_s) + 1
-    most = max(1, min(most, ceil(args.microbatches / max(1, args.pp - 1))))
-    best: tuple[tuple[bool, float, int], Plan, Timeline] | None = None
-    for ahead in range(1, most + 1):
-        plan, timeline = simulated(compute_plan(args, ahead))
-        hardware = source.hardware
-        fits = hardware is None or max(hardware.peaks(timeline)) <= hardware.usable_bytes
-        rank = (not fits, round(timeline.period_s, _DIGITS), ahead)
-        if best is None or rank < best[0]:
-            best = rank, plan, timeline
-    assert best is not None
-    (_, _, ahead), plan, timeline = best
-    return f"{args.schedule} --forwards-ahead {ahead}", plan, timeline
 
 
 def _grad_sync(args: Namespace) -> str | None:
@@ -228,9 +371,34 @@ def _grad_sync(args: Namespace) -> str | None:
     return "deferred"
 
 
+def _is_sliced(args: Namespace, source: Source) -> bool:
+    """Tell whether DP.sync is cut into slices: if asked to, or where training would."""
+    if args.dp_slices or args.grad_sync_launches is not None or source.hardware is None:
+        return bool(args.dp_slices)
+    return args.cuda_connections == 1 and args.backward_share is not None
+
+
+def _slice_shares(args: Namespace, plan: Plan, source: Source) -> tuple[float, ...]:
+    """Return the share of each stage's slices behind the backwards."""
+    share = args.backward_share
+    if share == AUTO:  # slices hold up nothing, so they are chosen as if nothing could
+        execution = Execution(nic_of_rank=source.nic_of_rank, flush=False, in_order=True)
+        return auto_shares(plan, source.costs, execution)
+    return (1.0 if share is None else share,) * plan.num_stages
+
+
 def _check_device(args: Namespace, grad_sync: str | None) -> None:
     """Refuse options that GPUs with shared queues do not support."""
     connections, launches = args.cuda_connections, args.grad_sync_launches
+    if args.dp_slices and launches is not None:
+        raise ValueError(
+            f"--dp-slices with --grad-sync-launches {launches}: a slice is one collective; drop one"
+        )
+    if args.dp_slices and grad_sync is not None and args.backward_share is None:
+        raise ValueError(
+            f"--dp-slices with --grad-sync {grad_sync}: slices follow each other in the plan's "
+            "order; drop one, or give --backward-share"
+        )
     if launches is not None and connections is None:
         raise ValueError(
             f"--grad-sync-launches {launches} without --cuda-connections: where every stream has a "
@@ -262,7 +430,8 @@ def _device(args: Namespace, plan: Plan, source: Source) -> Device | None:
     if args.grad_sync_launches is not None:
         launches = (args.grad_sync_launches,) * plan.num_stages
     else:
-        launches = source.launches(deferred=args.backward_share is not None)
+        deferred = args.backward_share is not None
+        launches = source.launches(deferred=deferred, connections=args.cuda_connections)
     return Device(
         connections=args.cuda_connections,
         launches=launches,
@@ -279,25 +448,35 @@ def _timeline(args: Namespace, plan: Plan, source: Source, *, deferred: bool) ->
         grad_sync_order="edf" if args.grad_sync == "deferred" else "fifo",
         flush=not deferred,
         in_order=True,
+        overlap_tensor_parallel=bool(args.overlap_tensor_parallel),
     )
-    if (share := args.backward_share) is not None:
+    if (share := args.backward_share) is not None and not plan.has(Op.REDUCE_SLICE):
         shares = (
             auto_shares(plan, source.costs, execution)
             if share == AUTO
             else (share,) * plan.num_stages
         )
         execution = replace(execution, backward_share=shares)
+        plan = gathered_when_reduced(plan, source.costs, shares)
     if args.iterations is None and deferred:
         return steady_state(plan, source.costs, execution)
     return simulate(plan, source.costs, execution, iterations=args.iterations or 1)
 
 
-def _lines(name: str, plan: Plan, timeline: Timeline, peaks: list[float]) -> Iterator[str]:
+def _lines(
+    name: str, plan: Plan, timeline: Timeline, peaks: list[float], bound_s: float
+) -> Iterator[str]:
     row, iterations = mean(exposure(timeline)), len(timeline.iteration_ends_s(0))
     counts = " ".join(map(str, sizes(plan)["peak_activations"]))
     yield f"{name}: {in_words(plan.num_ranks, plan.num_segments, plan.num_microbatches)}"
     last = f" (the last of {iterations}; makespan {timeline.makespan_s:.6g} s)"
     yield f"iteration         {timeline.period_s:.6g} s{last * (iterations > 1)}"
+    yield (
+        f"lower bound       {bound_s:.6g} s  of any order, without DP.sync: "
+        f"{timeline.period_s / bound_s:.2f} x of it"
+        if bound_s
+        else "lower bound       0 s"
+    )
     yield f"bubble            {row.bubble_ratio:.1%} of computation"
     yield f"peak activations  {counts}  per rank"
     if peaks:
@@ -310,7 +489,7 @@ def _lines(name: str, plan: Plan, timeline: Timeline, peaks: list[float]) -> Ite
 
 
 def _table(row: Exposure) -> Iterator[str]:
-    """Where the last iteration went, mean over ranks: the columns of the paper's Table II."""
+    """Return the parts of the last iteration, mean over ranks, as in the paper's Table II."""
     shown = shown_columns(row)
     times_s = seconds_of(row, shown)
     yield exposure_table.titles("         ", shown)
@@ -329,7 +508,9 @@ def _grid(timeline: Timeline) -> str:
     return text if text.count("\n") < height else ""
 
 
-def _as_json(name: str, plan: Plan, timeline: Timeline, peaks: list[float]) -> dict[str, Any]:
+def _as_json(
+    name: str, plan: Plan, timeline: Timeline, peaks: list[float], bound_s: float
+) -> dict[str, Any]:
     rows = exposure(timeline)
     row = mean(rows)
     return {
@@ -338,6 +519,7 @@ def _as_json(name: str, plan: Plan, timeline: Timeline, peaks: list[float]) -> d
         "iterations": len(timeline.iteration_ends_s(0)),
         "makespan_s": timeline.makespan_s,
         "period_s": timeline.period_s,
+        "lower_bound_s": bound_s,
         "bubble_ratio": row.bubble_ratio,
         "exposure": row.to_dict(),
         "exposure_of_rank": [r.to_dict() for r in rows],

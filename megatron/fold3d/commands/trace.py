@@ -16,6 +16,7 @@ from megatron.fold3d.observe.breakdown import (
     exposure_of_ranks,
     seconds_of,
     shown_columns,
+    tp_sync_s,
 )
 from megatron.fold3d.observe.exposure import mean
 from megatron.fold3d.observe.report.chrome import to_chrome
@@ -34,6 +35,7 @@ from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.simulator.execution import sends_stock_waits_for
 from megatron.fold3d.predict.simulator.replay import (
     as_synced,
+    checked_size,
     observed_costs,
     observed_plan,
     replay,
@@ -72,7 +74,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="the table as one JSON object")
     speed = parser.add_argument_group("TFLOP/s")
-    speed.add_argument("--model", metavar="NAME", help="as for `fold3d simulate`")
+    speed.add_argument(
+        "--model",
+        metavar="NAME",
+        help="as for `fold3d simulate` (default: what the run's flags said)",
+    )
     speed.add_argument("--micro-batch-size", type=int, metavar="N", help="sequences (default: 1)")
     speed.add_argument("--peak-tflops", type=float, metavar="T", help="of one GPU, for utilisation")
 
@@ -106,12 +112,14 @@ def run(args: Namespace) -> int:
 
 
 def _check(args: Namespace) -> None:
+    if (size := args.micro_batch_size) is not None and args.model is None:
+        raise ValueError(
+            f"--micro-batch-size {size} without --model: FLOPs are a model's; give --model"
+        )
     for flag, value in (
         ("--micro-batch-size", args.micro_batch_size),
         ("--peak-tflops", args.peak_tflops),
     ):
-        if value is not None and args.model is None:
-            raise ValueError(f"{flag} {value} without --model: FLOPs are a model's; give --model")
         if value is not None and not 0 < value < inf:
             raise ValueError(f"{flag} {value}: it is above zero")
     if args.pipeline < 0:
@@ -125,11 +133,19 @@ def _measured(timeline: Timeline, ranks: Sequence[RankTrace], args: Namespace) -
     device = [i.gpu_memory_bytes for i in iterations if i.gpu_memory_bytes is not None]
     shares = _counted(iterations, "deferred_grad_sync_share")
     flops_s = utilisation = None
+    microbatch_flops = ranks[0].microbatch_flops
     if args.model is not None:
+        of_one = 3 * sum(model_shape(args.model).stage_flops(1))
+        microbatch_flops = of_one * (args.micro_batch_size or 1)
+    elif args.peak_tflops is not None and not microbatch_flops:
+        raise ValueError(
+            f"--peak-tflops {args.peak_tflops} without --model: this trace does not tell the "
+            "model's FLOPs; give --model"
+        )
+    if microbatch_flops:
         pipelines = len(ranks) // ranks[0].num_ranks  # tensor-parallel ranks of a replica share one
         replicas = 1 + max(rank.dp_rank for rank in ranks)
-        sequences = ranks[0].num_microbatches * (args.micro_batch_size or 1) * replicas
-        flops = 3 * sequences * sum(model_shape(args.model).stage_flops(1))
+        flops = microbatch_flops * ranks[0].num_microbatches * replicas
         flops_s = flops / row.iteration.total_s / (pipelines * ranks[0].num_ranks)
         utilisation = flops_s / (args.peak_tflops * 1e12) if args.peak_tflops else None
     return Breakdown(
@@ -141,6 +157,7 @@ def _measured(timeline: Timeline, ranks: Sequence[RankTrace], args: Namespace) -
         utilisation=utilisation,
         offloaded_bytes=max(_counted(iterations, "offloaded_bytes"), default=None),
         deferred_share=fmean(shares) if shares else None,
+        tp_sync_s=tp_sync_s(timeline),
     )
 
 
@@ -157,7 +174,7 @@ def _row(timeline: Timeline) -> Breakdown:
 def _simulated(timeline: Timeline, chosen: Sequence[RankTrace], costs: Path | None) -> Timeline:
     """Simulate the plan that ran or, under Megatron's own schedule, the order that was observed."""
     if chosen[0].plan:
-        plan = Plan.from_text(chosen[0].plan)
+        plan = checked_size(Plan.from_text(chosen[0].plan))
         if not any(map(deferred_stages, plan.programs)):
             plan = as_synced(plan, timeline)
     else:
@@ -206,6 +223,12 @@ def _lines(title: str, views: Sequence[View]) -> Iterator[str]:
     if measured.offloaded_bytes is not None:
         gib = measured.offloaded_bytes / 2**30
         yield f"offloaded    {gib:.3g} GiB at most, by one process in an iteration"
+    if measured.tp_sync_s is not None:
+        total_s = measured.iteration.total_s
+        yield (
+            f"TP.sync      {1e3 * measured.tp_sync_s:.1f} ms under way in an iteration, "
+            f"{measured.tp_sync_s / total_s:.1%}, inside forwards and backwards"
+        )
     if measured.deferred_share is not None:
         share = measured.deferred_share
         yield f"deferred     {share:.1%} of the gradients, reduced behind the next forward"
@@ -224,4 +247,5 @@ def _as_json(row: Breakdown) -> dict[str, object]:
         "utilisation": row.utilisation,
         "offloaded_bytes": row.offloaded_bytes,
         "deferred_share": row.deferred_share,
+        "tp_sync_s": row.tp_sync_s,
     }

@@ -28,9 +28,8 @@ def training_flags(shape: ModelShape, cluster: Cluster, candidate: Candidate) ->
         ValueError: ``pretrain_gpt.py`` does not train such a model.
     """
     check_trains(shape)
-    untied = ["--untie-embeddings-and-output-weights"] if shape.untied else []
     precision = () if candidate.setup.fp32 else ("--bf16",) if cluster.has_bf16 else _FP16
-    flags = [*shape_flags(shape), *untied, *precision, *_split(candidate), *_schedule(candidate)]
+    flags = [*map(quote, shape_flags(shape)), *precision, *_split(candidate), *_schedule(candidate)]
     return " ".join(flags)
 
 
@@ -39,13 +38,21 @@ def _split(candidate: Candidate) -> Iterator[str]:
     setup = candidate.setup
     yield f"--tensor-model-parallel-size {setup.tensor_parallel}"
     yield f"--pipeline-model-parallel-size {candidate.num_ranks}"
+    if setup.order == "tp-pp-dp":
+        yield "--use-tp-pp-dp-mapping"
     yield f"--micro-batch-size {setup.microbatch_size}"
     batch_size = setup.microbatch_size * setup.data_parallel * candidate.num_microbatches
     yield f"--global-batch-size {batch_size}"
+    if setup.context_parallel > 1:
+        yield f"--context-parallel-size {setup.context_parallel}"
+    if setup.expert_parallel > 1:
+        yield f"--expert-model-parallel-size {setup.expert_parallel}"
     if setup.sequence_parallel:
         yield "--sequence-parallel"
     if setup.recompute == "selective":
         yield "--recompute-activations"
+    elif candidate.recompute_layers:
+        yield f"--recompute-layers {','.join(map(str, candidate.recompute_layers))}"
     elif setup.recompute == "full":
         yield "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
@@ -65,15 +72,25 @@ def _schedule(candidate: Candidate) -> Iterator[str]:
     if candidate.group_size not in (None, candidate.num_ranks):
         groups = "--microbatch-group-size-per-virtual-pipeline-stage"
         yield f"{groups} {candidate.group_size}"
-    if candidate.setup.data_parallel > 1:  # or no DP.sync starts before the last backward
+    if candidate.setup.num_replicas > 1:  # or no DP.sync starts before the last backward
         yield "--overlap-grad-reduce"
     if candidate.setup.distributed_optimizer:
         yield "--use-distributed-optimizer --overlap-param-gather"
+    if candidate.shards != "off":
+        yield f"--shard-segments {candidate.shards}"
     if candidate.backward_share is not None:
         yield f"--backward-share {candidate.backward_share}"
-    if candidate.delayed_weight_grads:  # Megatron's own linear layers are split, unfused
+    if candidate.delayed_weight_grads:
         yield f"--delay-weight-grads {candidate.delayed_segments}"
-        yield "--transformer-impl local --no-gradient-accumulation-fusion"
+    if candidate.forwards_ahead is not None:
+        yield f"--forwards-ahead {candidate.forwards_ahead}"
+    if candidate.places_weight_grads:
+        yield "--delay-weight-grads auto"
+    if candidate.recompute_early:
+        yield "--recompute-early all"
+    if candidate.overlap_tensor_parallel:  # run with Megatron's own layers and without dropout
+        yield "--overlap-tensor-parallel --transformer-impl local"
+        yield "--attention-dropout 0 --hidden-dropout 0"
     if candidate.preemptive:
         yield "--preemptive-comm"
     if candidate.offload:

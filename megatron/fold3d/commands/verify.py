@@ -23,7 +23,7 @@ examples:
   fold3d plan --schedule aiao --pp 4 --microbatches 8 | fold3d verify --plan-file -
   fold3d verify --plan-file my-plan.txt --cuda-connections 1 --tensor-parallel
 
-exit code: 0 the plan can run, 1 it cannot, 2 the file cannot be read"""
+exit code: 0 the plan can run, 1 it cannot, 2 the file cannot be read, or holds no plan"""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -33,7 +33,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         required=True,
         type=Path,
         metavar="FILE",
-        help="text, CSV or JSON as `fold3d plan` writes it; - is stdin",
+        help="text, CSV or JSON as `fold3d plan` writes it, or the CSV of a schedule of "
+        "torch.distributed.pipelining; - is stdin",
     )
     parser.add_argument(
         "--cuda-connections",
@@ -57,8 +58,8 @@ def run(args: Namespace) -> int:
             "--tensor-parallel without --cuda-connections: only hardware queues make a difference "
             "to it; give --cuda-connections 1"
         )
+    plan = plan_from(args.plan_file)
     try:
-        plan = plan_from(args.plan_file)
         verify(plan)
         if args.cuda_connections is not None:
             verify_on_device(plan, args.cuda_connections, tensor_parallel=args.tensor_parallel)

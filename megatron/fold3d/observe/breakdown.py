@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from megatron.fold3d.observe.exposure import Exposure, exposure, mean
-from megatron.fold3d.observe.timeline import Timeline
+from megatron.fold3d.observe.timeline import Lane, Timeline
 
 COLUMNS = {
     "forward_s": "forward",
@@ -32,6 +32,8 @@ class Breakdown:
         utilisation: of the GPU's peak.
         offloaded_bytes: the most that any process copied to the host in an iteration; None without
             offload.
+        tp_sync_s: seconds of an iteration in which tensor-parallel collectives are under way, the
+            mean over ranks; they are inside computations. None where they were not recorded.
         deferred_share: of the gradients, what was reduced behind the next iteration's forward, as
             a mean; None where nothing is deferred.
     """
@@ -44,6 +46,7 @@ class Breakdown:
     utilisation: float | None = None
     offloaded_bytes: float | None = None
     deferred_share: float | None = None
+    tp_sync_s: float | None = None
 
 
 def exposure_of_ranks(timeline: Timeline) -> tuple[Exposure, ...]:
@@ -54,6 +57,24 @@ def exposure_of_ranks(timeline: Timeline) -> tuple[Exposure, ...]:
     count = min(len(timeline.iteration_ends_s(rank)) for rank in range(timeline.num_ranks))
     rows = [exposure(timeline, iteration) for iteration in range(min(1, count - 1), count)]
     return tuple(map(mean, zip(*rows, strict=True)))
+
+
+def tp_sync_s(timeline: Timeline) -> float | None:
+    """Return how long TP.sync was under way in an iteration; None where there is no such lane.
+
+    That is the mean over ranks and iterations. Collectives that overlap each other count once.
+    """
+    spans = [timeline.lane(rank, Lane.TP_SYNC) for rank in range(timeline.num_ranks)]
+    if not any(spans):
+        return None
+    iterations = len(timeline.iteration_ends_s(0))
+    under_way_s = 0.0
+    for of_rank in spans:
+        until_s = 0.0
+        for span in of_rank:  # in the order of their start
+            under_way_s += max(0.0, span.end_s - max(until_s, span.start_s))
+            until_s = max(until_s, span.end_s)
+    return under_way_s / (timeline.num_ranks * iterations)
 
 
 def shown_columns(*rows: Exposure) -> list[str]:

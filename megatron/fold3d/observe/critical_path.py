@@ -22,7 +22,11 @@ from megatron.fold3d.plan.ir import Action, Op, gc_paused
 # still computing did not hold it up if the receiver then idled for less than this share of that
 # computation.
 _SLACK = 0.1
-_SYNC_OF = {Op.WAIT_GRAD: Op.REDUCE_GRAD, Op.WAIT_PARAM: Op.GATHER_PARAM}
+_SYNC_OF = {
+    Op.WAIT_GRAD: Op.REDUCE_GRAD,
+    Op.WAIT_PARAM: Op.GATHER_PARAM,
+    Op.WAIT_PARAM_B: Op.GATHER_PARAM_B,
+}
 
 
 class PathStep(NamedTuple):
@@ -34,12 +38,12 @@ class PathStep(NamedTuple):
 
     @property
     def idle_s(self) -> float:
-        """What passed before the span began although nothing held it up."""
+        """The time before the span's begin in which nothing held it up."""
         return max(0.0, self.span.start_s - self.start_s)
 
     @property
     def busy_s(self) -> float:
-        """What the span itself contributes to the path."""
+        """The span's own part of the path."""
         return self.span.end_s - max(self.start_s, self.span.start_s)
 
 
@@ -59,7 +63,7 @@ def path_seconds(steps: Iterable[PathStep]) -> dict[str, float]:
 
 
 def _is_found(message: Span, before: Span, span: Span) -> bool:
-    """Whether a message was there, or as good as there, when the rank came to need it."""
+    """True if a message was there, or as good as there, when the rank came to need it."""
     idle_s = span.start_s - before.end_s
     return message.start_s < before.end_s and idle_s <= _SLACK * span.duration_s
 
@@ -88,7 +92,7 @@ class _Ended(NamedTuple):
 
 
 class _Causes:
-    """What held up what. A cause begins strictly earlier, so the search backwards ends."""
+    """The cause of each wait. A cause begins strictly earlier, so the search backwards ends."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.num_ranks = timeline.num_ranks
@@ -137,7 +141,7 @@ class _Causes:
             yield self._named(rank, Lane.COPY, reload, span.start_s)
 
     def _last(self, rank: int, until_s: float) -> tuple[int, Span] | None:
-        """What the rank did last or, if it waited, what it waited for."""
+        """Return the rank's last action or, if that was a wait, what it waited for."""
         work = self._in_lane(rank, Lane.COMPUTE, until_s)
         wait = self._in_lane(rank, Lane.WAIT, until_s)
         if wait is None or (work is not None and work[1].end_s > wait[1].end_s):
@@ -147,7 +151,7 @@ class _Causes:
         return self._synced(rank, wait[1]) or work
 
     def _last_anywhere(self, until_s: float) -> tuple[int, Span] | None:
-        """What ended last on any rank; the only waits that count are those for DP.sync."""
+        """Return the last span of any rank; the only waits that count are those for DP.sync."""
         found = []
         for rank in range(self.num_ranks):
             found.append(self._in_lane(rank, Lane.COMPUTE, until_s))

@@ -8,9 +8,11 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from megatron.fold3d.plan.files import read_file
+
 
 def is_file_name(name: str) -> bool:
-    """Whether a name stands for a file that `from_file` reads."""
+    """True if a name stands for a file that `from_file` reads."""
     return name.endswith((".json", ".toml"))
 
 
@@ -18,11 +20,11 @@ def read_text(path: Path) -> str:
     """Return the text in a file that a user named.
 
     Raises:
-        ValueError: it is no text; the message begins with its path.
+        ValueError: it is no text, or too long; the message begins with its path.
         OSError: it cannot be read.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return read_file(path).decode("utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"{path}: not text in UTF-8") from None
 
@@ -39,6 +41,13 @@ def parse_json(text: str) -> Any:
         raise ValueError("nested too deeply") from None
 
 
+def _parse_toml(text: str) -> Any:
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def from_file[T](path: Path, kind: type[T], what: str) -> T:
     """Return an object of a data class from a file; its ``name`` is the file's unless it has one.
 
@@ -51,7 +60,7 @@ def from_file[T](path: Path, kind: type[T], what: str) -> T:
         ValueError: the file cannot be read, or what it holds is not what the class takes.
     """
     try:
-        found = (tomllib.loads if path.suffix == ".toml" else parse_json)(read_text(path))
+        found = (_parse_toml if path.suffix == ".toml" else parse_json)(read_text(path))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"cannot read a {what} from {path}: {reason}") from None
@@ -104,8 +113,13 @@ def check_names(of: Any) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a finite number; ``True`` is not a number here."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    """True if a value is a number that a float can hold; ``True`` is not a number here."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return isfinite(value)
+    except OverflowError:  # a whole number beyond what a float holds
+        return False
 
 
 def _check_number(field: Field[Any], value: Any, *, may_be_zero: bool) -> None:

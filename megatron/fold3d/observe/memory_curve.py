@@ -8,7 +8,7 @@ start of its recomputation to the end of its backward.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
 from megatron.fold3d.plan.ir import Op
@@ -28,6 +28,8 @@ class Footprint:
     """Per stage: what a backward keeps for its delayed weight gradients."""
     recomputed_bytes: tuple[float, ...] = ()
     """Per stage: what early recomputation holds for the backward, of all layers."""
+    step_bytes: tuple[float, ...] = ()
+    """Per rank: what it holds in place of its static bytes when computation has ended, if more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What one rank holds over time."""
+    """The bytes that one rank holds over time."""
 
     device: Curve
     host: Curve
@@ -55,10 +57,17 @@ def memory(timeline: Timeline, footprint: Footprint) -> tuple[Memory, ...]:
     """Return, per rank, the memory that a timeline takes."""
     return tuple(
         Memory(
-            _curve(static, _device_changes(spans, footprint)),
+            _curve(
+                static, chain(_device_changes(spans, footprint), _at_step(spans, step - static))
+            ),
             _curve(0.0, _host_changes(spans, footprint.saved_bytes)),
         )
-        for static, spans in zip(footprint.static_bytes, timeline.ranks, strict=True)
+        for static, step, spans in zip(
+            footprint.static_bytes,
+            footprint.step_bytes or footprint.static_bytes,
+            timeline.ranks,
+            strict=True,
+        )
     )
 
 
@@ -91,6 +100,14 @@ def _device_changes(spans: Sequence[Span], footprint: Footprint) -> Iterator[_Ch
                 yield end_s, -working[action.stage]
         elif action.op is Op.WEIGHT:
             yield end_s, -delayed.get(action.stage, 0.0)
+
+
+def _at_step(spans: Sequence[Span], more_bytes: float) -> Iterator[_Change]:
+    if more_bytes:
+        yield (
+            max((span.end_s for span in spans if span.lane is Lane.COMPUTE), default=0.0),
+            more_bytes,
+        )
 
 
 def _host_changes(spans: Sequence[Span], saved_bytes: Sequence[float]) -> Iterator[_Change]:

@@ -3,7 +3,8 @@
 A run is what it left behind: Megatron's log, our traces, or both in one folder.
 """
 
-from collections.abc import Sequence
+import glob
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
@@ -13,7 +14,7 @@ from statistics import median
 
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.observe.trace_timeline import read_trace
-from megatron.fold3d.observe.training_log import Iteration, parse
+from megatron.fold3d.observe.training_log import LoggedIteration, parse
 
 _LOGS = ("*.log", "*.out", "*.txt")
 _RESAMPLES = 2000
@@ -31,7 +32,7 @@ class Run:
     """
 
     name: str
-    iterations: tuple[Iteration, ...]
+    iterations: tuple[LoggedIteration, ...]
     timeline: Timeline | None
 
     def times_s(self, warmup: int) -> list[float]:
@@ -58,7 +59,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times as fast one run is as another, with a 95% interval."""
+    """The speed of one run relative to another's, with a 95% interval."""
 
     value: float
     low: float
@@ -68,14 +69,17 @@ class Ratio:
 def read_run(path: Path, name: str) -> Run:
     """Return the run recorded in a log file, or in a folder with logs and traces.
 
+    Logs of a folder without any are looked for beside it: those of its name, or all of the parent
+    of a folder ``trace``.
+
     Raises:
         ValueError: it records no run.
         OSError: it cannot be read.
     """
     files = [path]
     if path.is_dir():
-        files = sorted(found for pattern in _LOGS for found in path.glob(pattern))
-    iterations: dict[int, Iteration] = {}
+        files = _logs(path, _LOGS) or _logs_beside(path.absolute())
+    iterations: dict[int, LoggedIteration] = {}
     for file in files:
         # An iteration that ran again after a restart counts as in its last run.
         for row in parse(file.read_text(encoding="utf-8", errors="replace")):
@@ -88,6 +92,15 @@ def read_run(path: Path, name: str) -> Run:
         )
     ordered = tuple(iterations[number] for number in sorted(iterations))
     return Run(name=name, iterations=ordered, timeline=read_trace(traces[0]) if traces else None)
+
+
+def _logs(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    return sorted(found for pattern in patterns for found in folder.glob(pattern))
+
+
+def _logs_beside(folder: Path) -> list[Path]:
+    of_name = [pattern.replace("*", glob.escape(folder.name)) for pattern in _LOGS]
+    return _logs(folder.parent, _LOGS if folder.name == "trace" else of_name)
 
 
 def speed_ratio(first: Run, second: Run, warmup: int) -> Ratio:
@@ -116,7 +129,7 @@ def speed_ratio(first: Run, second: Run, warmup: int) -> Ratio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossAgreement:
-    """How the losses of two runs compare, iteration by iteration.
+    """The differences of two runs' losses, iteration by iteration.
 
     Attributes:
         common: iterations that have a loss in both.

@@ -15,7 +15,7 @@ from megatron.fold3d.plan.ir import Action
 
 
 class Lane(StrEnum):
-    """What a rank can do side by side; only the `BUSY_LANES` exclude each other."""
+    """Activities that a rank can overlap; only the `BUSY_LANES` exclude each other."""
 
     COMPUTE = "compute"
     OPTIMIZER = "optimizer"
@@ -23,6 +23,7 @@ class Lane(StrEnum):
     P2P = "p2p"  # on the receiving rank, as its RECV: from the departure to the arrival
     GRAD_SYNC = "grad_sync"
     COPY = "copy"
+    TP_SYNC = "tp_sync"  # tensor-parallel collectives under way, inside computations
 
 
 BUSY_LANES = frozenset({Lane.COMPUTE, Lane.OPTIMIZER, Lane.WAIT})
@@ -39,7 +40,7 @@ class Span(NamedTuple):
 
     @property
     def duration_s(self) -> float:
-        """How long it took."""
+        """The seconds from start to end."""
         return self.end_s - self.start_s
 
 
@@ -71,7 +72,7 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """When the last rank had done its last action; DP.sync may still be under way."""
+        """The end of the last rank's last action, in s; DP.sync may still be under way."""
         return max(
             (s.end_s for spans in self.ranks for s in spans if s.lane in BUSY_LANES), default=0.0
         )
@@ -87,7 +88,7 @@ class Timeline:
         return tuple(span for span in self.ranks[rank] if span.lane is lane)
 
     def iteration_ends_s(self, rank: int) -> tuple[float, ...]:
-        """When the rank came to the end of its program, once per iteration."""
+        """Return the ends of a rank's program in seconds, one per iteration."""
         ends: dict[int, float] = {}
         for lane, _, end_s, _, iteration in self.ranks[rank]:
             if lane in BUSY_LANES:

@@ -21,6 +21,7 @@ from megatron.fold3d.plan.ir import gc_paused
 
 VERSION = 1
 _APART_S = 600.0  # no clock of a cluster is this wrong
+_MOST_SEGMENTS = 10_000  # each has at least a layer, and a color on the page
 LANES = {
     "compute": Lane.COMPUTE,
     "optimizer": Lane.OPTIMIZER,
@@ -29,17 +30,18 @@ LANES = {
     "param_gather": Lane.GRAD_SYNC,
     "offload": Lane.COPY,
     "p2p": Lane.P2P,
+    "tp_sync": Lane.TP_SYNC,
 }
 """The lane of each kind of event."""
 
 
 class Event(NamedTuple):
-    """Something that a rank did, or waited for.
+    """An activity or a wait of a rank.
 
     ``kind`` is one of `LANES`. ``name`` is the action where there is one (``2F0``,
-    ``0REDUCE_GRAD``) and otherwise words: ``optimizer``, or ``wait 2F0`` while the input of 2F0 is
-    missing. The ``p2p`` event of a SEND is the moment at which the message left; that of a RECV
-    lasts from its post until the message was taken.
+    ``0REDUCE_GRAD``) and otherwise words: ``optimizer``, ``TP.sync``, or ``wait 2F0`` while the
+    input of 2F0 is missing. The ``p2p`` event of a SEND is the moment at which the message left;
+    that of a RECV lasts from its post until the message was taken.
     """
 
     name: str
@@ -81,6 +83,9 @@ class IterationTrace:
                 raise ValueError(f"found an event of kind {event.kind!r}; known are {known}")
 
 
+_MAY_BE_ZERO = ("rank", "pp_rank", "dp_rank", "tp_rank", "microbatch_flops")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTrace:
     """The file of one rank."""
@@ -96,10 +101,13 @@ class RankTrace:
     plan: str
     """Text form; only rank 0 has it, and only under a schedule of ours."""
     iterations: tuple[IterationTrace, ...]
+    microbatch_flops: float = 0.0
+    """Of the model's forward and backward of one micro-batch, without recomputation; 0 if the
+    planner does not know the model."""
 
     @property
     def file_name(self) -> str:
-        """Where `read_ranks` looks for it."""
+        """The name under which `read_ranks` looks for it."""
         return f"rank-{self.rank:05}.json"
 
     def to_json(self) -> str:
@@ -138,9 +146,11 @@ class RankTrace:
             ValueError: a value is not a number, or out of its range.
         """
         check_names(self)
-        check_numbers(self, may_be_zero=("rank", "pp_rank", "dp_rank", "tp_rank"))
+        check_numbers(self, may_be_zero=_MAY_BE_ZERO)
         if self.pp_rank >= self.num_ranks:
             raise ValueError(f"found pp_rank={self.pp_rank} of num_ranks={self.num_ranks}")
+        if self.num_segments > _MOST_SEGMENTS:
+            raise ValueError(f"found num_segments={self.num_segments}; at most {_MOST_SEGMENTS}")
         for row in self.iterations:
             row.check()
         numbers = [row.iteration for row in self.iterations]
@@ -176,7 +186,7 @@ def read_ranks(folder: Path) -> tuple[RankTrace, ...]:
 
 
 def _another_job(first: RankTrace, other: RankTrace) -> str:
-    """Say what shows that two ranks are not of one job; empty if nothing does."""
+    """Return why two ranks cannot be of one job; empty if they may be."""
     for name in ("schedule", "num_ranks", "num_segments", "num_microbatches"):
         ours, theirs = getattr(first, name), getattr(other, name)
         if ours != theirs:
@@ -195,7 +205,9 @@ def pipeline(ranks: Sequence[RankTrace], number: int = 0) -> tuple[RankTrace, ..
     Raises:
         ValueError: a rank of it is missing, or there are not so many pipelines.
     """
-    at = [_at(ranks, position) for position in range(ranks[0].num_ranks)]
+    # One position more than there are ranks: nobody looks for as many as a file may claim.
+    positions = range(min(ranks[0].num_ranks, len(ranks) + 1))
+    at = [_at(ranks, position) for position in positions]
     counts = [len(found) for found in at]
     if 0 < max(counts) == min(counts) <= number:
         raise ValueError(f"found no pipeline {number}; the last one is {max(counts) - 1}")

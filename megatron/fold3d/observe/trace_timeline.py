@@ -21,6 +21,7 @@ from megatron.fold3d.observe.trace_files import (
     read_ranks,
 )
 from megatron.fold3d.plan.ir import Action, PlanError, gc_paused
+from megatron.fold3d.plan.passes.pairs import second_of
 
 
 def read_trace(folder: Path) -> Timeline:
@@ -57,13 +58,18 @@ def to_timeline(ranks: Sequence[RankTrace]) -> Timeline:
     offsets_s = _offsets(messages)
     start_s = min(rows[0].start_s + offsets_s[rank] for rank, rows in enumerate(clocks))
     offsets_s = [offset_s - start_s for offset_s in offsets_s]
-    return Timeline.of(
+    timeline = Timeline.of(
         [
             [_moved(span, offsets_s[rank]) for span in spans[rank]]
             + [m.span(offsets_s) for m in messages[rank]]
             for rank in range(len(ranks))
         ]
     )
+    if (found := timeline.num_segments) > ranks[0].num_segments:
+        raise ValueError(
+            f"found actions of {found} segments in a trace of {ranks[0].num_segments}; trace again"
+        )
+    return timeline
 
 
 def spans_of(row: IterationTrace) -> list[Span]:
@@ -81,7 +87,7 @@ class _Clocked:
 
     def spans(self) -> Iterator[Span]:
         """Yield what the rank did by itself; what lies within something else interrupts it."""
-        events = sorted(self.row.events, key=lambda event: (event.start_s, -event.end_s))
+        events = sorted(_halved(self.row.events), key=lambda event: (event.start_s, -event.end_s))
         # A wait for a message is a gap: the message's own span says why.
         shown = [(e, _action(e.name)) for e in events if e.kind != "p2p"]
         shown = [(e, action) for e, action in shown if e.kind != "wait" or action is not None]
@@ -198,6 +204,22 @@ def _pieces(event: Event, busy: Sequence[Event], position: int) -> Iterator[tupl
         position += 1
     if at_s < event.end_s or at_s == event.start_s:
         yield at_s, event.end_s
+
+
+def _halved(events: Sequence[Event]) -> Iterator[Event]:
+    """Give each of two micro-batches that ran as a pair one half of their time.
+
+    Who of them computed at which moment was not recorded, and only one did at a time.
+    """
+    computed = {_action(event.name): event for event in events if event.kind == "compute"}
+    halves = {}
+    for action, first in computed.items():
+        second = action and computed.get(second_of(action))
+        if second and first.start_s <= second.start_s < first.end_s <= second.end_s:
+            middle_s = (first.start_s + second.end_s) / 2
+            halves[id(first)] = first._replace(end_s=middle_s)
+            halves[id(second)] = second._replace(start_s=middle_s)
+    return (halves.get(id(event), event) for event in events)
 
 
 def _moved(span: Span, by_s: float) -> Span:

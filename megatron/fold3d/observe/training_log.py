@@ -17,7 +17,7 @@ _FIELDS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Iteration:
+class LoggedIteration:
     """One line of the log, with None for what it does not say.
 
     Loss and gradient norm are missing where Megatron skipped the update, TFLOP/s per GPU without
@@ -52,7 +52,7 @@ class Spread:
         return f"{self.median_ms:.0f} ({self.lower_ms:.0f}-{self.upper_ms:.0f})"
 
 
-def parse(text: str) -> list[Iteration]:
+def parse(text: str) -> list[LoggedIteration]:
     """Read the iterations in a log.
 
     Lines that are still being written, or whose numbers are garbled, are left out: several ranks
@@ -71,5 +71,5 @@ def parse(text: str) -> list[Iteration]:
         except ValueError:
             continue
         if 0 < fields.get("elapsed_ms", 0) < inf:
-            iterations.append(Iteration(number=int(found[1]), **fields))
+            iterations.append(LoggedIteration(number=int(found[1]), **fields))
     return iterations

@@ -8,8 +8,9 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 from megatron.fold3d.config.layer_split import fitting_segments, num_layers
+from megatron.fold3d.policy.num_segments import Segments, by_rule
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
-from megatron.fold3d.predict.search.segments import Segments, by_rule, by_simulation
+from megatron.fold3d.predict.search.segments import by_simulation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

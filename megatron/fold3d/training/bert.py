@@ -47,7 +47,9 @@ def config(args: Namespace) -> Any:
 
 
 def get_batch(data_iterator: Iterator[dict[str, Any]] | None) -> Batch:
-    """One micro-batch: the first tensor-parallel rank reads it and sends it to the others.
+    """Return one micro-batch, which the first tensor-parallel rank reads and broadcasts.
+
+    Its tensors are int64 on the device, ``[batch, seq]`` but for ``is_random``, ``[batch]``.
 
     Every stage needs one, for the padding that its attention must not see.
     """
@@ -61,12 +63,15 @@ def get_batch(data_iterator: Iterator[dict[str, Any]] | None) -> Batch:
 def loss_func(
     batch: Batch, output: tuple[torch.Tensor, torch.Tensor | None]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss of a micro-batch, and its parts for the log: sums, and how many terms they have.
+    """Return the loss of a micro-batch, 0-d, and its parts for the log.
+
+    Each part is ``[2]`` in fp32: the sum of its terms and their number. All are on the device, and
+    valid on the current stream.
 
     Args:
         batch: as from `get_batch`.
-        output: the loss of each token ``[batch, seq]``, and what the binary head says
-            ``[batch, 2]``.
+        output: the loss of each token ``[batch, seq]``, and the logits of the binary head
+            ``[batch, 2]``; the model's.
     """
     of_tokens, order = output
     mask = batch["loss_mask"].float()

@@ -49,7 +49,7 @@ Batch = dict[str, Any]
 
 
 def predicts_further(vp_stage: int | None) -> bool:
-    """Whether multi-token prediction, which reads the tokens again, is on this virtual stage."""
+    """True if multi-token prediction, which reads the tokens again, is on this virtual stage."""
     args = get_args()
     layout = _layout(args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size)
     return bool(
@@ -63,12 +63,16 @@ def _layout(text: str | None, num_ranks: int) -> PipelineParallelLayerLayout | N
 
 
 def reads_data(vp_stage: int | None) -> bool:
-    """Whether this virtual stage embeds tokens or compares its output with labels."""
+    """Return True if this virtual stage embeds tokens or compares its output with labels."""
     return is_first_or_last_pipeline_stage(vp_stage) or predicts_further(vp_stage)
 
 
 def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
-    """One micro-batch: the first tensor-parallel rank reads it and sends what this stage needs."""
+    """Return what this stage needs of a micro-batch; the first tensor-parallel rank reads it.
+
+    Tensors are on the device and valid on the current stream: ``[batch, seq]``, but for an
+    attention mask, with seq split by context parallelism.
+    """
     args = get_args()
     batch: Batch = {}
     if mpu.get_tensor_model_parallel_rank() == 0:
@@ -100,7 +104,16 @@ def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Ba
 def loss_func(
     loss_mask: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the losses ``[batch, seq]`` that count, how many count, and both for the log."""
+    """Return the sum of the losses that count, how many count, and both for the log.
+
+    Args:
+        loss_mask: ``[batch, seq]`` in fp32, 1 where a token counts; of the micro-batch.
+        output: the loss of each token, in the shape of ``loss_mask``; the model's.
+
+    Returns:
+        The sum, 0-d in fp32; the number, 0-d in int32; ``[2]`` of both by name. All are on the
+        device and valid on the current stream.
+    """
     loss = (output.float() * loss_mask).sum()
     check_loss(loss)
     num_tokens = loss_mask.sum().to(torch.int)
@@ -110,7 +123,11 @@ def loss_func(
 def forward_step(
     data_iterator: Iterator[Batch] | None, model: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """One micro-batch through one model chunk, and what makes a loss of the last chunk's output."""
+    """Run one micro-batch through one model chunk; return its output and its loss function.
+
+    The output is ``[seq, batch, hidden]``, or of the last chunk the loss of each token,
+    ``[batch, seq]``; valid on the current stream. The loss function applies to the latter.
+    """
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
     timer = get_timers()("batch-generator", log_level=2)
     timer.start()

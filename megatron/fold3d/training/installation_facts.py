@@ -8,10 +8,11 @@ first reports for all.
 import json
 import logging
 import os
+import re
 import sys
 import warnings
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from importlib import import_module
@@ -23,9 +24,11 @@ import torch.distributed as dist
 import fold3d_patches
 from fold3d_patches.registry import MEGATRON, PatchError
 from megatron.fold3d.commands.installation import Finding, Verdict
-from megatron.fold3d.config.fold3d_config import Fold3DConfig, add_arguments
+from megatron.fold3d.config.all_flags import add_arguments
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.gpu_settings import OFFLOAD_LIBRARY
 from megatron.fold3d.runtime import preemption
-from megatron.fold3d.runtime.measure import link_speeds
+from megatron.fold3d.runtime.measure import link_speeds, profiler
 
 _PREEMPTION = Path(preemption.__file__).parent
 _TIMEOUT = timedelta(seconds=120)
@@ -44,10 +47,15 @@ def main() -> None:
     logging.disable(logging.ERROR)
     findings = [*_torch(), *_extensions(), *_patches()]
     measured: list[link_speeds.Link] = []
+    machine: dict[str, float] = {}
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        others, measured = meet(findings)
+        others, measured, machine = meet(findings, measures=sys.argv[1:] == ["measure"])
         findings += others
-    report = {"findings": [asdict(finding) for finding in findings], "links": measured}
+    report = {
+        "findings": [asdict(finding) for finding in findings],
+        "links": measured,
+        "machine": machine,
+    }
     sys.stdout.write(json.dumps(report) + "\n")
 
 
@@ -68,6 +76,51 @@ def _torch() -> Iterator[Finding]:
     yield Finding("GPUs", "ok", f"{len(gpus)} x {', '.join(kinds)}, torch is built with {build}")
     version = ".".join(map(str, torch.cuda.nccl.version()))
     yield Finding("NCCL", "ok", version)
+    yield architectures(
+        {gpu.name: (gpu.major, gpu.minor) for gpu in gpus}, torch.cuda.get_arch_list(), build
+    )
+    yield connections(os.environ)
+    yield _offload_library()
+
+
+def architectures(
+    gpus: Mapping[str, tuple[int, int]], built_for: Sequence[str], build: str
+) -> Finding:
+    """Tell whether this torch has kernels for the GPUs.
+
+    Args:
+        gpus: the compute capability of each kind.
+        built_for: what ``torch.cuda.get_arch_list`` says, such as ``sm_80``.
+        build: of torch, in words.
+    """
+    numbers = (re.match(r"sm_(\d+)", name) for name in built_for)
+    known = [divmod(int(number[1]), 10) for number in numbers if number]
+    for name, (major, minor) in gpus.items():
+        if not any(own == major and least <= minor for own, least in known):
+            found = f"{name} is sm_{major}{minor}; torch ({build}) has {' '.join(built_for)}"
+            fix = "install a torch that has it; for V100 one of CUDA 12.6: docs/slurm.md"
+            return Finding("architectures", "bad", found, fix)
+    return Finding("architectures", "ok", " ".join(built_for))
+
+
+def connections(environment: Mapping[str, str]) -> Finding:
+    """Tell how many hardware queues the streams of a rank will share."""
+    value = environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if environment.get("CUDA_LAUNCH_BLOCKING") == "1":
+        found = "CUDA_LAUNCH_BLOCKING=1, with which only --schedule stock runs"
+        return Finding("launches", "bad", found, "unset CUDA_LAUNCH_BLOCKING")
+    if value == "1":
+        found = "CUDA_DEVICE_MAX_CONNECTIONS=1: all streams share one hardware queue"
+        fix = "right for tensor or context parallelism before Blackwell, else unset it"
+        return Finding("launches", "note", found, fix)
+    return Finding("launches", "ok", f"CUDA_DEVICE_MAX_CONNECTIONS={value or '8, the default'}")
+
+
+def _offload_library() -> Finding:
+    if OFFLOAD_LIBRARY.exists():
+        return Finding("offload library", "ok", str(OFFLOAD_LIBRARY))
+    found = "not built; --offload-activations and --lazy-inter-segment need it"
+    return Finding("offload library", "note", found, "make build-cuda")
 
 
 def _extensions() -> Iterator[Finding]:
@@ -108,8 +161,10 @@ def _patches() -> Iterator[Finding]:
         yield Finding("patches", "ok", f"apply and come off: {', '.join(applied)}")
 
 
-def meet(mine: list[Finding]) -> tuple[list[Finding], list[link_speeds.Link]]:
-    """Return what other ranks found that this one did not, and the links between ranks."""
+def meet(
+    mine: list[Finding], *, measures: bool = False
+) -> tuple[list[Finding], list[link_speeds.Link], dict[str, float]]:
+    """Return what other ranks found that this one did not, links, and if asked for the machine."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cpu")
     if on_gpu:
@@ -119,16 +174,41 @@ def meet(mine: list[Finding]) -> tuple[list[Finding], list[link_speeds.Link]]:
     gathered: list[list[Finding]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, mine)
     measured = link_speeds.measure(link_speeds.pairs(dist.get_world_size()), device)
+    machine = _machine(device) if measures else {}
     dist.destroy_process_group()
     others: dict[Finding, int] = {}
     for rank, findings in enumerate(gathered):
         for finding in findings:
             if finding not in mine:
                 others.setdefault(finding, rank)
-    return [
-        replace(finding, what=f"rank {rank}: {finding.what}", verdict=_worse(finding.verdict))
-        for finding, rank in others.items()
-    ], measured
+    return (
+        [
+            replace(finding, what=f"rank {rank}: {finding.what}", verdict=_worse(finding.verdict))
+            for finding, rank in others.items()
+        ],
+        measured,
+        machine,
+    )
+
+
+def _machine(device: torch.device) -> dict[str, float]:
+    """Return sizes, and the rates of the slowest rank; all ranks measure at the same time."""
+    memory_bytes = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    of_device = memory_bytes
+    if device.type == "cuda":
+        of_device = float(torch.cuda.get_device_properties(device).total_memory)
+    layer_s, copy_s = profiler.slowest(
+        [1 / profiler.layer_flops_per_s(device), 1 / profiler.host_copy_bytes_per_s(device)], device
+    )
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return {
+        "num_nodes": dist.get_world_size() // here,
+        "gpus_per_node": here,
+        "flops_per_s": 1 / layer_s,
+        "host_copy_bytes_per_s": 1 / copy_s,
+        "memory_bytes": of_device if device.type == "cuda" else memory_bytes / here,
+        "host_memory_bytes": memory_bytes,
+    }
 
 
 def _worse(verdict: Verdict) -> Verdict:

@@ -5,6 +5,7 @@ process group exists; whatever goes wrong later keeps its traceback. Megatron, w
 to import, is imported only where our own flags are right.
 """
 
+import io
 import json
 import linecache
 import logging
@@ -15,21 +16,32 @@ import time
 import traceback
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
-from contextlib import ExitStack
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext, redirect_stdout
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import fold3d_patches
 from fold3d_patches.cpu import flags as cpu_flags
 from fold3d_patches.registry import check_version
-from megatron.fold3d.config.fold3d_config import Fold3DConfig, add_arguments, megatron_defaults
-from megatron.fold3d.config.run_flags import run_problems
+from megatron.fold3d.commands.console import suggestion
+from megatron.fold3d.config.all_flags import add_arguments, megatron_defaults
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.gpu_settings import FUSION_KERNEL, default_flags, gpu_problems
+from megatron.fold3d.config.run_flags import data_problems, run_problems
+from megatron.fold3d.config.schedule_flags import schedule_of
 from megatron.fold3d.config.segment_flags import AUTO
 from megatron.fold3d.predict.cost_model.model_shape import Family
 from megatron.fold3d.predict.cost_model.presets import preset_flags
+from megatron.fold3d.training.checkpoint_fit import check_checkpoint
+
+if TYPE_CHECKING:
+    from megatron.fold3d.training.dry_run import Target
+
+AddArguments = Callable[[ArgumentParser], ArgumentParser]
 
 PATIENCE_S = 10.0
 # What Megatron, its tokenizers and our patches raise about flags, files and packages.
@@ -50,27 +62,44 @@ def train(argv: Sequence[str], family: Literal["gpt", "bert"]) -> int:
 
             model = import_module(f"megatron.fold3d.training.{family}")
             model.check(args)
+            check_checkpoint(args)
             config = pretrain_cfg_container_from_args(args, model.config(args))
+            if args.check is not None:
+                return tell_checked(args)
         except MISTAKES as error:
             return refuse(error)
         pretrain(config, model.build_datasets, ModelType.encoder_or_decoder, model.forward_step)
     return 0
 
 
-def prepare(argv: Sequence[str], patched: ExitStack, family: Family) -> Namespace:
+def prepare(
+    argv: Sequence[str],
+    patched: ExitStack,
+    family: Family,
+    *,
+    extra_args_provider: AddArguments | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    ignore_unknown_args: bool = False,
+    builds_own_model: bool = False,
+) -> Namespace:
     """Check the flags and patch Megatron until ``patched`` closes; returns Megatron's namespace.
 
     Args:
         argv: the user's words.
         patched: takes what undoes the patches.
         family: of the models that the calling script trains.
+        extra_args_provider: adds the script's own flags, as in Megatron's parser.
+        args_defaults: values of flags that are not given, by their attributes' names.
+        ignore_unknown_args: leaves flags that nobody has added to the script.
+        builds_own_model: whether the script's model is not known to be Megatron's.
 
     Raises:
         MISTAKES: about what the user gave; hand them to `refuse`.
     """
-    ours = _add_arguments(ArgumentParser(add_help=False, allow_abbrev=False))
+    ours = _add_arguments(None, ArgumentParser(add_help=False, allow_abbrev=False))
     own = ours.parse_known_args(argv)[0]
     device = own.device
+    target = _target(own)
     preset = preset_flags(own.model_preset, family) if own.model_preset else ()
     _quiet(device)
 
@@ -79,38 +108,105 @@ def prepare(argv: Sequence[str], patched: ExitStack, family: Family) -> Namespac
     from megatron.training.arguments import parse_and_validate_args, parse_args
 
     asks_for_help = not {"-h", "--help"}.isdisjoint(argv)
-    if device == "cuda" and not torch.cuda.is_available() and not asks_for_help:
-        raise ValueError("--device cuda: torch finds no CUDA device; --device cpu needs none")
+    lacks_gpu = device == "cuda" and not torch.cuda.is_available()
+    if lacks_gpu and target is None and not asks_for_help:
+        raise ValueError(
+            "--device cuda: torch finds no CUDA device; --device cpu and --check need none"
+        )
     on_cpu = device == "cpu"
     # Where Megatron reads them. The user's words come last, and win.
-    sys.argv[1:] = [*(cpu_flags.FLAGS if on_cpu else ()), *preset, *argv]
+    assumed = cpu_flags.FLAGS if on_cpu else default_flags()
+    sys.argv[1:] = [*assumed, *preset, *argv]
+    if assumed and not on_cpu:
+        logger.info("%s: there is no %s, of NVIDIA's apex", " ".join(assumed), FUSION_KERNEL)
     if preset:
         logger.info("--model-preset %s: %s", own.model_preset, " ".join(preset))
-    args: Namespace = parse_args(_add_arguments)
+    add_all, defaults = partial(_add_arguments, extra_args_provider), dict(args_defaults or {})
+    args: Namespace = parse_args(add_all, ignore_unknown_args)
+    vars(args).update(
+        {name: value for name, value in defaults.items() if getattr(args, name, None) is None}
+    )
     if on_cpu:
         cpu_flags.check(args)
-    _check(args)
+    if target is not None:
+        target.set_world_size(args)
+    _check(args, [] if builds_own_model else [*data_problems(args, may_mock=family == "gpt")])
     if args.segments == AUTO:
+        if builds_own_model:
+            raise ValueError(
+                "--segments auto: it measures a layer of pretrain_gpt.py's model, and this script "
+                "may build another; give --segments N"
+            )
+        if target is not None:
+            raise ValueError(
+                "--segments auto with --check: it measures the hardware that trains; give "
+                "--segments N, `fold3d search` tells which"
+            )
         args = _with_chosen_segments(args)
     patched.enter_context(fold3d_patches.install_platform(device))
-    args = parse_and_validate_args(_add_arguments, args_defaults=megatron_defaults(args))
+    if target is not None and lacks_gpu:
+        patched.enter_context(fold3d_patches.install_absent_gpu(target.is_blackwell))
+    with nullcontext() if target is None else redirect_stdout(io.StringIO()):  # 800 lines of flags
+        args = parse_and_validate_args(
+            add_all, ignore_unknown_args, args_defaults=defaults | megatron_defaults(args)
+        )
     # Once more: validation may bring options along, from a checkpoint say.
+    if target is None:
+        install(args, patched)
+    return args
+
+
+def install(args: Namespace, patched: ExitStack) -> None:
+    """Patch the schedule of validated flags into Megatron until ``patched`` closes.
+
+    Raises:
+        MISTAKES: about what the user gave; hand them to `refuse`.
+    """
     config = Fold3DConfig.from_args(args)
+    if config.trace is not None:
+        config = replace(config, microbatch_flops=_microbatch_flops(args))
     patched.enter_context(
         fold3d_patches.install_schedule(config, _num_microbatches(args), _ranks_here(args))
     )
     if "MASTER_ADDR" not in os.environ:
         raise ValueError(f"no torchrun; start with: torchrun --nproc-per-node N {_script()} ...")
-    return args
 
 
-def _check(args: Namespace) -> None:
-    """Refuse what the parsed flags ask for and cannot get.
+def tell_checked(args: Namespace) -> int:
+    """Print what ``--check`` found out about a run that can begin; returns the exit code.
+
+    Args:
+        args: Megatron's namespace, validated.
+
+    Raises:
+        MISTAKES: it cannot; hand them to `refuse`.
+    """
+    from megatron.fold3d.training.dry_run import report
+
+    plan = fold3d_patches.check_schedule(Fold3DConfig.from_args(args), _num_microbatches(args))
+    lines = [*report(args, plan)]
+    if _speaks():
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        sys.stdout.flush()
+    return 0
+
+
+def _target(own: Namespace) -> "Target | None":
+    if own.check is None:
+        return None
+
+    from megatron.fold3d.training.dry_run import Target
+
+    return Target.named(own.check)
+
+
+def _check(args: Namespace, more: Sequence[str]) -> None:
+    """Refuse what the parsed flags ask for and cannot get, and what else was found.
 
     Raises:
         ValueError: one line for each rule that is broken.
     """
-    problems = [*run_problems(args)]
+    problems = [*run_problems(args), *gpu_problems(args, schedule_of(args)), *more]
     try:
         Fold3DConfig.from_args(args)
     except ValueError as error:
@@ -149,7 +245,7 @@ def _with_chosen_segments(args: Namespace) -> Namespace:
     if reason:
         sys.stderr.write(f"{_script()}: --segments auto: {reason}\n")
     sys.argv += ["--segments", str(num_segments)]
-    args = parse_args(_add_arguments)
+    args = parse_args(partial(_add_arguments, None))
     Fold3DConfig.from_args(args)
     return args
 
@@ -159,6 +255,21 @@ def _num_microbatches(args: Namespace) -> int:
     return int(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
 
 
+def _microbatch_flops(args: Namespace) -> float:
+    """Return the FLOPs of a forward and a backward; 0 for a model that the planner does not know.
+
+    A vocabulary that only the tokenizer knows is such a case.
+    """
+    from megatron.fold3d.commands.megatron_flags import shape_of
+
+    if not args.vocab_size:
+        return 0.0
+    try:
+        return float(3 * args.micro_batch_size * sum(shape_of(args).stage_flops(1)))
+    except ValueError:
+        return 0.0
+
+
 def _ranks_here(args: Namespace) -> list[int]:
     """Pipeline ranks of this node's processes, by torchrun's numbers and Megatron's placement."""
     if "LOCAL_WORLD_SIZE" not in os.environ:
@@ -166,24 +277,27 @@ def _ranks_here(args: Namespace) -> list[int]:
     rank, local_rank, here = (
         int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     )
-    first, of_one_rank = rank - local_rank, args.world_size // args.pipeline_model_parallel_size
-    return [number // of_one_rank for number in range(first, first + here)]
+    first, num_ranks = rank - local_rank, args.pipeline_model_parallel_size
+    of_one_rank = args.world_size // num_ranks
+    if args.use_tp_pp_dp_mapping:
+        of_one_rank = args.tensor_model_parallel_size * args.context_parallel_size
+    return [number // of_one_rank % num_ranks for number in range(first, first + here)]
 
 
-def _add_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add our flags, and raise where argparse would print its usage on every rank and exit."""
+def _add_arguments(more: AddArguments | None, parser: ArgumentParser) -> ArgumentParser:
+    """Add our flags and then more; raise where argparse would print on every rank and exit."""
 
     def error(message: str) -> NoReturn:
         words = message.removeprefix("unrecognized arguments: ").split()
-        near = [get_close_matches(word, parser._option_string_actions, 1, 0.75) for word in words]
-        if words != message.split() and (flags := [flag for found in near for flag in found]):
-            message += f"; did you mean {', '.join(flags)}?"
+        if words != message.split():
+            message += suggestion(words, parser._option_string_actions)
         raise ValueError(message)
 
     parser.error = error  # type: ignore[method-assign]
     for action in parser._actions:  # Megatron 0.19.2 has a bare "10%)", over which --help fails
         action.help = action.help and re.sub(r"%%|%(?!\()", "%%", action.help)
-    return add_arguments(parser)
+    parser = add_arguments(parser)
+    return more(parser) if more else parser
 
 
 def _quiet(device: str) -> None:

@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn, Self
 
 _PR_SET_PDEATHSIG = 1
@@ -35,7 +36,7 @@ _STORE_S = 3.0
 # Error messages of a rank whose neighbour is gone, or has failed.
 _OF_ANOTHER = re.compile(
     r"connection (closed|reset)|broken pipe|timed? ?out|remote process exited|connection refused|"
-    r"rank \d+ (has died|failed)",
+    r"rank \d+ (has died|failed)|no end within",
     re.IGNORECASE,
 )
 _PLACE = re.compile(r"fold3d: pipeline rank \d+ was at .+")
@@ -55,6 +56,23 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> NoReturn:
         _tell(error)
         code = 1
     _end(code)
+
+
+def tell_failures() -> None:
+    """Tell as `run` does what ends a script that does not call it.
+
+    The script's own ``sys.excepthook`` still prints its tracebacks. Ctrl-C is left to it.
+    """
+    upstream = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        sys.excepthook = upstream
+        if isinstance(error, KeyboardInterrupt):
+            upstream(kind, error, trace)
+        else:
+            _tell(error)
+
+    sys.excepthook = hook
 
 
 def end_with_parent() -> None:
@@ -113,6 +131,8 @@ def _tell(error: BaseException) -> None:
     """
     from torch.distributed.elastic.multiprocessing import errors
 
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()  # what was printed before stands above
     mine, job = _Report.of(error), _Job()
     is_first = job.report(mine)
     if mine.is_cause:
@@ -138,24 +158,41 @@ def _say(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """One rank's report of its failure; ``is_cause`` if no other rank caused it."""
+    """One rank's report of its failure.
+
+    Attributes:
+        rank: the rank that reports.
+        text: names the rank that failed, which may be another, where it was, and why.
+        names_cause: whether the text names what no other rank has caused.
+        is_cause: whether that is this rank.
+    """
 
     rank: int
     text: str
+    names_cause: bool
     is_cause: bool
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
-        rank = int(os.environ.get("RANK", "0"))
-        name, reason = type(error).__name__, (str(error).splitlines() or [""])[0]
-        notes = getattr(error, "__notes__", ())
+        rank = failed = int(os.environ.get("RANK", "0"))
+        names, reason = [type(error).__name__], (str(error).splitlines() or [""])[0]
+        names_cause = not _OF_ANOTHER.search(reason)
+        if names == ["CheckpointException"]:  # all ranks raise torch's; not all know whose it is
+            failures = getattr(error, "failures", {})
+            names_cause = bool(failures)
+            if failures:
+                failed = min(failures)
+                cause = failures[failed][0]
+                names.append(type(cause).__name__)
+                reason = (str(cause).splitlines() or [""])[0]
+        notes = getattr(error, "__notes__", ()) if failed == rank else ()
         places = (note.removeprefix("fold3d: ") for note in notes if _PLACE.fullmatch(note))
-        text = ": ".join(filter(None, (f"rank {rank}", next(places, ""), name, reason)))
-        return cls(rank, text, is_cause=not _OF_ANOTHER.search(reason))
+        text = ": ".join(filter(None, (f"rank {failed}", next(places, ""), *names, reason)))
+        return cls(rank, text, names_cause, is_cause=names_cause and failed == rank)
 
 
 class _Job:
-    """What the ranks of a job have said of their failures, in the store of the job's launcher.
+    """The failures that a job's ranks have reported, in the store of the job's launcher.
 
     Where the store is gone each rank knows of itself alone.
     """
@@ -164,8 +201,8 @@ class _Job:
         self._store: Any = self._ask(_store, None)
 
     def report(self, mine: _Report) -> bool:
-        """Tell the others; returns whether this rank is the first."""
-        word = json.dumps([mine.rank, mine.text, mine.is_cause])
+        """Report a failure to the others; return True if this rank's is the first."""
+        word = json.dumps([mine.rank, mine.text, mine.names_cause, mine.is_cause])
         order = self._ask(lambda: int(self._store.add("failures", 1)), 1)
         self._ask(lambda: self._store.set(f"failure {order}", word), None)
         return order == 1
@@ -174,7 +211,7 @@ class _Job:
         """Name the first failure that no other rank caused; without one, the first failure."""
         nothing: list[_Report] = []
         reports = self._ask(self._reports, nothing) or [mine]
-        first = next((report for report in reports if report.is_cause), None)
+        first = next((report for report in reports if report.names_cause), None)
         if first is not None:
             return f"the first to fail was {first.text}"
         said = {report.rank for report in reports}
@@ -184,7 +221,7 @@ class _Job:
         return f"the first to notice was {reports[0].text}{heard}"
 
     def is_mine(self, task: str) -> bool:
-        """Tell whether no other rank has taken a task before this one."""
+        """Return True if no other rank has taken a task before this one."""
         return self._ask(lambda: int(self._store.add(task, 1)) == 1, True)
 
     def _reports(self) -> list[_Report]:

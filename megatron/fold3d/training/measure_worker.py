@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.fold3d.config.fold3d_config import add_arguments, megatron_defaults
+from megatron.fold3d.config.all_flags import add_arguments, megatron_defaults
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
 from megatron.fold3d.runtime.measure import profiler
 

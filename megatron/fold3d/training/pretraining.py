@@ -17,6 +17,8 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron.fold3d.config.run_flags import no_data
+
 # Options that Megatron's flags and its datasets call by one name.
 SAME_NAMES = (
     "allow_ambiguous_pad_tokens",
@@ -54,7 +56,7 @@ def check_loss(loss: torch.Tensor) -> None:
     """End the run if a micro-batch's loss is NaN or infinite, unless the flags say otherwise.
 
     With ``--check-for-spiky-loss``, a loss far above all previous ones is recomputed, and the run
-    goes on.
+    goes on. ``loss`` is 0-d on the device; the host waits for it.
     """
     args, machine = get_args(), get_rerun_state_machine()
     for is_wrong in (torch.isnan, torch.isinf) if args.check_for_nan_in_loss_and_grad else ():
@@ -110,11 +112,7 @@ def check_run(args: Namespace, foreign: tuple[str, ...], trains: str) -> None:
     prefixes = [prefix for b in (blend, *(blend_per_split or ())) if b for prefix in b[0]]
     missing = [prefix for prefix in prefixes if not IndexedDataset.exists(prefix)]
     if missing or not (prefixes or args.mock_data):
-        raise ValueError(
-            f"no data{' at ' if missing else ''}{', '.join(missing)}: --data-path takes the path "
-            "of a .bin and an .idx file, without the ending; make them with "
-            f"scripts/prepare_data.py{'' if 'mock_data' in foreign else ', or give --mock-data'}"
-        )
+        raise ValueError(no_data(missing, may_mock="mock_data" not in foreign))
     by_documents = "mock_data" in foreign  # as a BERT's data are split, a GPT's are by sequences
     if not args.mock_data and (problems := [*_parts(args, blend, blend_per_split, by_documents)]):
         raise ValueError("\n".join(problems))

@@ -11,10 +11,10 @@ from typing import Any
 
 from megatron.fold3d.observe.messages import reader_of, source_of
 from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline
-from megatron.fold3d.plan.ir import Op
+from megatron.fold3d.plan.ir import GATHER_OPS, Op
 
 _US = 1e6
-_THREADS = ("compute", Lane.P2P, Lane.GRAD_SYNC, Lane.COPY)
+_THREADS = ("compute", Lane.TP_SYNC, Lane.P2P, Lane.GRAD_SYNC, Lane.COPY)
 _PER_LANE = 100  # threads at most; numbers are for sorting
 _NAMES = {
     Op.FORWARD: "forward",
@@ -24,7 +24,8 @@ _NAMES = {
     Op.RECV_F: "PP.sync forward",
     Op.RECV_B: "PP.sync backward",
     Op.REDUCE_GRAD: "DP.sync gradients",
-    Op.GATHER_PARAM: "DP.sync parameters",
+    Op.REDUCE_SLICE: "DP.sync gradients",
+    **dict.fromkeys(GATHER_OPS, "DP.sync parameters"),
     Op.OFFLOAD: "offload",
     Op.RELOAD: "reload",
 }
@@ -66,7 +67,7 @@ def _lane(
 
 def _slice(timeline: Timeline, span: Span, pid: int, tid: int) -> dict[str, Any]:
     details: dict[str, Any] = {"iteration": span.iteration}
-    name = str(span.lane)
+    name = "TP.sync" if span.lane is Lane.TP_SYNC else str(span.lane)
     if span.action is not None:
         stage, op, microbatch = span.action
         details |= {"action": str(span.action), "segment": stage // timeline.num_ranks}
@@ -74,7 +75,7 @@ def _slice(timeline: Timeline, span: Span, pid: int, tid: int) -> dict[str, Any]
             name = "waits for DP.sync"
         elif span.lane is not Lane.OPTIMIZER:
             name = _NAMES.get(op, str(op))
-        if microbatch is not None:
+        if microbatch is not None and op is not Op.REDUCE_SLICE:
             details["microbatch"] = microbatch
             name = f"{name} {microbatch}"
     return {

@@ -13,7 +13,7 @@ from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.observe.report.palette import STYLE, css_class, rules, takes_dark_text
 from megatron.fold3d.observe.report.svg import WIDTH, opening, rect, text
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline, queued
-from megatron.fold3d.plan.ir import Op, Plan
+from megatron.fold3d.plan.ir import GATHER_OPS, SEND_OPS, Action, Op, Plan
 from megatron.fold3d.plan.memory import peak_activations
 
 _LEFT, _RIGHT = 78, 28
@@ -23,7 +23,8 @@ _KINDS = {
     Op.RECOMPUTE: "recompute",
     Op.WEIGHT: "weight",
     Op.REDUCE_GRAD: "sync",
-    Op.GATHER_PARAM: "sync",
+    Op.REDUCE_SLICE: "sync",
+    **dict.fromkeys(GATHER_OPS, "sync"),
     Op.OFFLOAD: "copy",
     Op.RELOAD: "copy",
 }
@@ -79,6 +80,7 @@ def _document(title: str, caption: str, diagrams: Sequence["_Diagram"], rows: It
     """Return diagrams with the words above all of them, and the axis and the legend below."""
     kinds = {kind for diagram in diagrams for kind in diagram.kinds}
     lanes = {lane for diagram in diagrams for lane in diagram.lanes}
+    waits_for = {what for diagram in diagrams for what in diagram.waits_for}
     shades = "".join(
         rules(kind, diagram.segments, diagram.scope)
         for diagram in diagrams
@@ -90,7 +92,7 @@ def _document(title: str, caption: str, diagrams: Sequence["_Diagram"], rows: It
         *_headings(title, caption),
         *rows,
         *last.axis(),
-        *_legend(last.bottom + 48, kinds, lanes, most),
+        *_legend(last.bottom + 48, kinds, lanes, sorted(waits_for), most),
         "</svg>\n",
     )
     return "".join(parts)
@@ -148,9 +150,11 @@ class _Diagram:
         self.timeline, self.top, self.until_s, self.scope = timeline, top, until_s, scope
         drawn = [span for spans in timeline.ranks for span in spans if span.lane is not Lane.P2P]
         self.lanes = {span.lane for span in drawn}
+        waits = [s.action for s in drawn if s.lane is Lane.WAIT and s.action]
+        self.waits_for = {"sends" if action.op in SEND_OPS else "DP.sync" for action in waits}
         self.kinds = {_KINDS[s.action.op] for s in drawn if s.action and s.action.op in _KINDS}
         self.segments = timeline.num_segments
-        numbers = (s.action.microbatch for s in drawn if s.action)
+        numbers = (s.action.microbatch for s in drawn if s.action and _names_microbatch(s.action))
         self.digits = len(str(max((n for n in numbers if n is not None), default=0)))
         self.tooltips = len(drawn) <= _MAX_TOOLTIPS
         self.last_s = max((span.end_s for span in drawn), default=0.0)  # no bubble after it
@@ -245,7 +249,7 @@ class _Diagram:
             return _Box(span.start_s, span.end_s, css, "", self._tooltip(span), True)
         stage, op, microbatch = span.action
         kind, segment = _KINDS[op], stage // self.timeline.num_ranks
-        label = str(microbatch) if microbatch is not None else f"DP.sync {segment}"
+        label = str(microbatch) if _names_microbatch(span.action) else f"DP.sync {segment}"
         dark_text = takes_dark_text(kind, segment, self.segments)
         css = css_class(kind, segment)
         return _Box(span.start_s, span.end_s, css, label, self._tooltip(span), dark_text)
@@ -288,15 +292,19 @@ class _Diagram:
 
 
 def _legend(
-    y: float, kinds: Container[str], lanes: Container[Lane], shown: _Diagram
+    y: float,
+    kinds: Container[str],
+    lanes: Container[Lane],
+    waits_for: Sequence[str],
+    shown: _Diagram,
 ) -> Iterator[str]:
     entries: list[tuple[list[str], str]] = []
     for kind in ("forward", "recompute", "backward", "weight", "sync", "copy"):
         if kind in kinds:
             shades = [css_class(kind, segment) for segment in range(shown.segments)]
             entries.append((shades, _NAMES.get(kind, kind)))
-    if Lane.WAIT in lanes:
-        entries.append((["wait"], "waits for DP.sync"))
+    if waits_for:
+        entries.append((["wait"], f"waits for {' and '.join(waits_for)}"))
     if Lane.OPTIMIZER in lanes:
         entries.append((["update"], "optimizer"))
     entries.append((["row"], "bubble"))
@@ -324,3 +332,7 @@ def _tick_step(end_s: float) -> float:
     """A round number of seconds that gives six to fifteen ticks."""
     power = 10.0 ** floor(log10(end_s / 6))
     return next(power * k for k in (5, 2, 1) if end_s / (power * k) >= 6 or k == 1)
+
+
+def _names_microbatch(action: Action) -> bool:
+    return action.microbatch is not None and action.op is not Op.REDUCE_SLICE

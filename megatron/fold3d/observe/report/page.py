@@ -21,7 +21,7 @@ from megatron.fold3d.plan.ir import gc_paused
 
 _WEB = Path(__file__).parent / "web"
 _SCRIPTS = ("model.js", "paint.js", "view.js")
-_MAIN, _THIN = "compute", (Lane.P2P, Lane.GRAD_SYNC, Lane.COPY)
+_MAIN, _THIN = "compute", (Lane.TP_SYNC, Lane.P2P, Lane.GRAD_SYNC, Lane.COPY)
 _US = 1e6
 # The fill of a column in a bar; what is not here has the color of an empty row.
 _KINDS = {
@@ -74,7 +74,8 @@ def _embedded(views: Sequence[View], paths: Sequence[Sequence[PathStep]]) -> str
         "palette": {k: [color(k, s, num_segments) for s in range(num_segments)] for k in HUES},
         "views": [_columns(view, path) for view, path in zip(views, paths, strict=True)],
     }
-    return json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    # No text of a trace may end the element that it is in, or begin a comment there.
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _columns(view: View, path: Sequence[PathStep]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ HUES = {
     "weight": (140, 0.42, 0.36),
     "sync": (268, 0.52, 0.46),
     "copy": (176, 0.55, 0.30),
+    "tp": (92, 0.45, 0.32),
     "p2p": (336, 0.62, 0.48),
 }
 """Per kind: hue in degrees, saturation, and the lightness of the last segment."""
@@ -46,7 +47,7 @@ def rules(kind: str, num_segments: int, scope: str = "") -> str:
 
 
 def takes_dark_text(kind: str, segment: int, num_segments: int) -> bool:
-    """Whether dark text reads better than white on a shade (WCAG's relative luminance)."""
+    """True if dark text reads better than white on a shade (WCAG's relative luminance)."""
     linear = [
         c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
         for c in _rgb(kind, segment, num_segments)

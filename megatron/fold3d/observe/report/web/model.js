@@ -5,17 +5,19 @@ const KINDS = {
   F: ["forward", "forward"], B: ["backward", "backward"], W: ["weight", "weight gradient"],
   R: ["recompute", "recomputation"],
   REDUCE_GRAD: ["sync", "DP.sync of the gradients"], GATHER_PARAM: ["sync", "DP.sync of the parameters"],
+  GATHER_PARAM_B: ["sync", "DP.sync of the parameters, for backwards"],
   OFFLOAD: ["copy", "copy to the host"], RELOAD: ["copy", "copy from the host"],
   RECV_F: ["p2p", "PP.sync of a forward"], RECV_B: ["p2p", "PP.sync of a backward"],
 };
 
 /** Read one word: an action such as 2F0, or what a rank does beside: "wait 2", "optimizer". */
 function parse(word, numRanks) {
-  const action = /^(\d+)([A-Z_]+?)(\d*)$/.exec(word);
+  const action = /^(\d+)([A-Z_]+?)(?:\.\d{3}|(\d*))$/.exec(word);
   if (action) {
     const stage = +action[1], [kind, name] = KINDS[action[2]] ?? ["wait", action[2]];
-    return { kind, name, stage, segment: Math.floor(stage / numRanks), microbatch: action[3] };
+    return { kind, name, stage, segment: Math.floor(stage / numRanks), microbatch: action[3] ?? "" };
   }
+  if (word === "tp_sync") return { kind: "tp", name: "TP.sync", segment: 0, microbatch: "" };
   const [kind, stage] = word.split(" ");
   const segment = stage === undefined ? -1 : Math.floor(+stage / numRanks);
   const name = kind === "optimizer" ? "optimizer step"

@@ -1,0 +1,181 @@
+"""``fold3d import``: a Hugging Face configuration as Megatron's flags."""
+
+import json
+import shlex
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.fold3d.commands.console import OK, write
+from megatron.fold3d.observe.fields import parse_json, read_text
+
+DESCRIPTION = """\
+Turn the config.json of a Hugging Face model into the flags with which Megatron
+builds a model of the same function. A field that is not known, or whose value
+Megatron has no flag for, is refused by name: the models might differ by it.
+Weights are not converted."""
+
+EXAMPLES = """\
+examples:
+  fold3d import Llama-3.1-8B/config.json
+  fold3d search --cluster h100x64 --from-flags \\
+      "$(fold3d import config.json) --seq-length 8192 --global-batch-size 256 --bf16"
+
+exit code: 0 the flags are printed, 2 the file cannot be read or a field is refused"""
+
+# Says nothing about the function of the model, or is what `_must_be` or `_flags` looks at.
+_NO_MATTER = frozenset(
+    (
+        *("architectures", "bos_token_id", "chunk_size_feed_forward", "dtype"),
+        *("eos_token_id", "id2label", "initializer_range", "is_encoder_decoder"),
+        *("label2id", "max_position_embeddings", "model_type", "name_or_path"),
+        *("_name_or_path", "output_attentions", "output_hidden_states", "pad_token_id"),
+        *("pretraining_tp", "problem_type", "return_dict", "torch_dtype"),
+        *("transformers_version", "use_cache"),
+    )
+)
+_SIZES = {
+    "num_hidden_layers": "--num-layers",
+    "hidden_size": "--hidden-size",
+    "intermediate_size": "--ffn-hidden-size",
+    "num_attention_heads": "--num-attention-heads",
+    "vocab_size": "--vocab-size",
+    "rms_norm_eps": "--norm-epsilon",
+    "num_local_experts": "--num-experts",
+    "num_experts_per_tok": "--moe-router-topk",
+    "router_aux_loss_coef": "--moe-aux-loss-coeff",
+    "attention_dropout": "--attention-dropout",
+}
+_READ = frozenset(
+    ("num_key_value_heads", "head_dim", "rope_theta", "rope_parameters", "rope_scaling")
+)
+_ATTENTION = frozenset(("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"))
+_COMMON = (
+    frozenset(_SIZES)
+    - {
+        *("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef"),
+    }
+    | {"hidden_act", "tie_word_embeddings", "attention_bias"}
+    | _READ
+)
+_EXPERTS = frozenset(
+    ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef", "router_jitter_noise")
+) | {"output_router_logits"}
+# Fields of each family, and the flags that all of its models need.
+_FAMILIES: Mapping[str, tuple[frozenset[str], tuple[str, ...]]] = {
+    "llama": (_COMMON | {"mlp_bias"}, ()),
+    "mistral": (_COMMON | {"sliding_window"}, ()),
+    "qwen2": (_COMMON | _ATTENTION, ("--add-qkv-bias",)),
+    "qwen3": (_COMMON | _ATTENTION, ("--qk-layernorm",)),
+    "mixtral": (_COMMON | _EXPERTS | {"sliding_window"}, ()),
+}
+_ALWAYS = ("--swiglu", "--normalization RMSNorm", "--position-embedding-type rope")
+_MUST_BE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "hidden_act": (lambda value: value == "silu", "silu, which --swiglu computes"),
+    "attention_bias": (lambda value: not value, "false: Megatron has one flag for all biases"),
+    "mlp_bias": (lambda value: not value, "false: Megatron has one flag for all biases"),
+    "use_sliding_window": (lambda value: not value, "false: attention sees the whole sequence"),
+    "layer_types": (
+        lambda value: not value or set(value) == {"full_attention"},
+        "full_attention for every layer",
+    ),
+    "router_jitter_noise": (lambda value: not value, "0: Megatron's noise is another"),
+    "pretraining_tp": (lambda value: value == 1, "1"),
+    "is_encoder_decoder": (lambda value: not value, "false: pretrain_gpt.py trains decoders"),
+}
+# What Megatron's --use-rope-scaling has built in.
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the options of this command."""
+    parser.add_argument("config", type=Path, metavar="FILE", help="a config.json")
+    parser.add_argument("--json", action="store_true", help="the flags as a list, in JSON")
+
+
+def run(args: Namespace) -> int:
+    """Print the flags; returns the exit code."""
+    try:
+        found = parse_json(read_text(args.config))
+        if not isinstance(found, dict):
+            raise ValueError(f"holds a {type(found).__name__}; a configuration is an object")
+        flags = megatron_flags(found)
+    except ValueError as error:
+        raise ValueError(f"{args.config}: {error}") from None
+    write((json.dumps(flags) if args.json else shlex.join(flags)) + "\n")
+    return OK
+
+
+def megatron_flags(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the flags of a model with the same function, one word each.
+
+    Args:
+        config: as `transformers` writes it.
+
+    Raises:
+        ValueError: the family or a field is not known, or a value has no counterpart.
+    """
+    family = str(config.get("model_type"))
+    if family not in _FAMILIES:
+        raise ValueError(
+            f"found model_type={family!r}; it is one of {', '.join(sorted(_FAMILIES))}"
+        )
+    fields, switches = _FAMILIES[family]
+    if unknown := sorted(config.keys() - fields - _NO_MATTER):
+        raise ValueError(
+            f"unknown fields {', '.join(unknown)}: a {family} of Megatron's might differ by them; "
+            "drop those that are not used"
+        )
+    for name, (is_known, rule) in _MUST_BE.items():
+        if config.get(name) is not None and not is_known(config[name]):
+            raise ValueError(f"found {name}={config[name]!r}; it has to be {rule}")
+    if config.get("sliding_window") is not None and config.get("use_sliding_window", True):
+        raise ValueError(
+            f"found sliding_window={config['sliding_window']}; it has to be null: attention sees "
+            "the whole sequence"
+        )
+    if missing := [name for name in (*_SIZES,)[:5] if config.get(name) is None]:
+        raise ValueError(f"lacks {', '.join(missing)}")
+    words = [*_ALWAYS, "--disable-bias-linear", *switches, *_flags(config)]
+    return tuple(word for flag in words for word in flag.split())
+
+
+def _flags(config: Mapping[str, Any]) -> Iterator[str]:
+    for name, flag in _SIZES.items():
+        if config.get(name) is not None:
+            yield f"{flag} {config[name]}"
+    yield "--hidden-dropout 0"
+    yield f"--max-position-embeddings {config.get('max_position_embeddings', 2048)}"
+    heads = config["num_attention_heads"]
+    if (groups := config.get("num_key_value_heads") or heads) != heads:
+        yield f"--group-query-attention --num-query-groups {groups}"
+    if (size := config.get("head_dim") or config["hidden_size"] // heads) * heads != config[
+        "hidden_size"
+    ]:
+        yield f"--kv-channels {size}"
+    if not config.get("tie_word_embeddings", False):
+        yield "--untie-embeddings-and-output-weights"
+    yield from _rotary(config)
+
+
+def _rotary(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the base of rotary embeddings, and how they are stretched."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    base = rope.pop("rope_theta", config.get("rope_theta") or 10_000)
+    if base != int(base):
+        raise ValueError(f"found rope_theta={base}; --rotary-base is a whole number")
+    yield f"--rotary-base {int(base)}"
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    if kind == "default" and not rope:
+        return
+    factor = rope.pop("factor", None)
+    if kind != "llama3" or factor is None or rope != _LLAMA3:
+        raise ValueError(
+            f"found rope_type={kind!r} with {rope}; Megatron has default, and llama3 with {_LLAMA3}"
+        )
+    yield f"--use-rope-scaling --rope-scaling-factor {factor}"

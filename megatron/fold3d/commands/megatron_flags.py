@@ -1,0 +1,281 @@
+"""A user's own Megatron flags, from a command line or a shell script, as the planner's model.
+
+Nothing is run: flags are read as words, variables of a script where it sets them itself. What a
+flag says and the planner does not model is refused; what it does not need is left unread.
+"""
+
+import re
+import shlex
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.fold3d.observe.fields import read_text
+from megatron.fold3d.predict.cost_model.model_shape import ModelShape
+
+# Fields of a shape, by the flag that says them.
+_SIZES = {
+    "num-layers": "num_layers",
+    "hidden-size": "hidden_size",
+    "num-attention-heads": "num_attention_heads",
+    "seq-length": "seq_length",
+    "ffn-hidden-size": "ffn_hidden_size",
+    "kv-channels": "kv_channels",
+    "num-experts": "num_experts",
+    "moe-ffn-hidden-size": "expert_ffn_hidden_size",
+    "moe-shared-expert-intermediate-size": "shared_expert_ffn_hidden_size",
+}
+# Likewise, with Megatron's defaults, where attention is multi-latent.
+_LATENT = {
+    "q-lora-rank": 0,
+    "kv-lora-rank": 32,
+    "qk-head-dim": 128,
+    "qk-pos-emb-head-dim": 64,
+    "v-head-dim": 128,
+}
+_SHARED = ("context-parallel-size", "expert-model-parallel-size")
+_NEEDED = ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "global-batch-size")
+_NOT_MODELLED = {
+    "hybrid-layer-pattern": "layers that are no transformer's",
+    "mtp-num-layers": "the layers of multi-token prediction",
+    "heterogeneous-layers-config-path": "layers that differ",
+    "heterogeneous-layers-config-encoded-json": "layers that differ",
+    "yaml-cfg": "a file of options",
+}
+# What `_shape` reads beside these.
+_OTHERS = (
+    *(
+        "multi-latent-attention",
+        "vocab-size",
+        "make-vocab-size-divisible-by",
+        "swiglu",
+        "position-embedding-type",
+    ),
+    *("moe-layer-freq", "untie-embeddings-and-output-weights", "num-query-groups"),
+    *("group-query-attention", "rotary-base", "normalization", "add-qkv-bias", "moe-router-topk"),
+)
+_DEFAULT_VOCABULARY = 51_200
+_VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)")
+_ASSIGNMENT = re.compile(r"\s*(?:export\s+|local\s+|readonly\s+)?(\w+)\+?=(.*)", re.S)
+_FREQUENCY = re.compile(r"\(?\[0\]\*(\d+)\+\[1\]\*(\d+)\)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """What flags say about a run.
+
+    Attributes:
+        shape: the model.
+        global_batch_size: sequences per iteration.
+        fp32: whether neither 16-bit type is asked for.
+        context_parallel: ranks that share a sequence, which the search does not choose.
+        expert_parallel: ranks that share the experts of a layer, likewise.
+        notes: what was read, and what is assumed; one line each.
+    """
+
+    shape: ModelShape
+    global_batch_size: int
+    fp32: bool
+    context_parallel: int
+    expert_parallel: int
+    notes: tuple[str, ...]
+
+
+def from_flags(line: str) -> Described:
+    """Read one line of flags.
+
+    Raises:
+        ValueError: flags are missing, no numbers, or ask for what is not modelled.
+    """
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise ValueError(f"--from-flags: {error}; quote the flags as one word") from None
+    return _described(words, "--from-flags")
+
+
+def from_script(file: Path) -> Described:
+    """Read the flags in a shell script that starts a training.
+
+    Raises:
+        ValueError: as above.
+        OSError: the file cannot be read.
+    """
+    return _described([*_script_words(read_text(file))], str(file))
+
+
+def shape_of(args: Namespace) -> ModelShape:
+    """Return the model of Megatron's namespace, validated.
+
+    Raises:
+        ValueError: it asks for what is not modelled.
+    """
+    flags: dict[str, str] = {}
+    for name in (*_SIZES, *_NOT_MODELLED, *_LATENT, *_OTHERS):
+        value = getattr(args, name.replace("-", "_"), None)
+        if value is not None and value is not False:
+            flags[name] = "" if value is True else str(value)
+    if not args.add_bias_linear:
+        flags["disable-bias-linear"] = ""
+    if isinstance(pattern := getattr(args, "moe_layer_freq", 1), list):
+        dense = pattern.index(1) if 1 in pattern else len(pattern)
+        flags["moe-layer-freq"] = f"([0]*{dense}+[1]*{len(pattern) - dense})"
+        if sorted(pattern) != pattern:
+            flags["moe-layer-freq"] = str(pattern)
+    _check_modelled(flags, "the model")
+    return _shape(flags, "the model")[0]
+
+
+def _script_words(text: str) -> Iterator[str]:
+    """Yield the words of a script; of its variables those that it gives a value."""
+    values: dict[str, str] = {}
+    for line in re.sub(r"\\\n", " ", text).splitlines():
+        assigned = _ASSIGNMENT.fullmatch(line)
+        if assigned and not assigned[2].lstrip().startswith("("):
+            value = " ".join(_words(assigned[2], values))
+            values[assigned[1]] = value
+            line = value if "--" in value else ""
+        elif assigned:
+            line = assigned[2].strip().strip("()")
+        yield from _words(line, values)
+
+
+def _words(line: str, values: Mapping[str, str]) -> Iterator[str]:
+    try:
+        found = shlex.split(line, comments=True)
+    except ValueError:  # a quote that another line closes
+        found = line.replace('"', " ").replace("'", " ").split()
+    for word in found:
+        yield from _VARIABLE.sub(
+            lambda name: values.get(name[1] or name[3], (name[2] or "").strip("\"'")), word
+        ).split()
+
+
+def _described(words: Sequence[str], source: str) -> Described:
+    flags, twice = _flags(words)
+    if missing := [f"--{name}" for name in _NEEDED if not flags.get(name)]:
+        raise ValueError(
+            f"{source} has no {', '.join(missing)}; the model and the batch are read from them"
+        )
+    _check_modelled(flags, source)
+    shape, assumed = _shape(flags, source)
+    precision = "32 bits" if (fp32 := not {"bf16", "fp16"} & flags.keys()) else "16 bits"
+    if any(name.startswith(("fp8-", "fp4-")) for name in flags):
+        assumed.append("fp8 and fp4 compute as fast as 16 bits")
+    kept = [n for n in ("tensor-model-parallel-size", "pipeline-model-parallel-size") if n in flags]
+    if kept:
+        own = ", ".join(f"--{name} {flags[name]}" for name in kept)
+        assumed.append(f"the search chooses sizes anew, instead of {own}; --tp and --pp keep them")
+    assumed += [f"--{name} is there several times; the last counts" for name in twice]
+    shared = {name: _number(flags, name, 1) for name in _SHARED}
+    fixed = [f"--{name} {size}" for name, size in shared.items() if size > 1]
+    if fixed:
+        assumed.append(
+            f"{' and '.join(fixed)} stay; no computation hides what these ranks exchange"
+        )
+    batch = _number(flags, "global-batch-size")
+    notes = [
+        f"read from {source}: {_in_words(shape)}, {batch} sequences per iteration, {precision}",
+        *(f"assumed: {line}" for line in assumed),
+    ]
+    return Described(
+        shape=shape,
+        global_batch_size=batch,
+        fp32=fp32,
+        context_parallel=shared["context-parallel-size"],
+        expert_parallel=shared["expert-model-parallel-size"],
+        notes=tuple(notes),
+    )
+
+
+def _check_modelled(flags: Mapping[str, str], source: str) -> None:
+    for name, what in _NOT_MODELLED.items():
+        if name in flags:
+            raise ValueError(f"{source}: --{name}: the planner does not model {what}; drop it")
+
+
+def _flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return each flag's first value, and which flags of a model have two values."""
+    flags: dict[str, str] = {}
+    twice: list[str] = []
+    name = ""
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            name, _, value = word[2:].partition("=")
+            before, flags[name] = flags.get(name), value
+        elif name and not flags[name]:
+            flags[name] = word
+            if before not in (None, "", word) and name in (*_SIZES, *_NEEDED):
+                twice.append(name)
+    return flags, twice
+
+
+def _shape(flags: Mapping[str, str], source: str) -> tuple[ModelShape, list[str]]:
+    assumed = []
+    sizes: dict[str, Any] = {
+        field: _number(flags, name) for name, field in _SIZES.items() if name in flags
+    }
+    vocabulary = _number(flags, "vocab-size") if "vocab-size" in flags else 0
+    if not vocabulary:
+        assumed.append(
+            f"a vocabulary of {_DEFAULT_VOCABULARY}; --vocab-size is not among the flags"
+        )
+    unit = _number(flags, "make-vocab-size-divisible-by", 128)
+    swiglu = "swiglu" in flags
+    if swiglu and "ffn-hidden-size" not in flags:  # as Megatron derives it
+        sizes["ffn_hidden_size"] = int(4 * sizes["hidden_size"] * 2 / 3 / 64) * 64
+    rotary = flags.get("position-embedding-type", "learned_absolute") != "learned_absolute"
+    if "multi-latent-attention" in flags:
+        sizes |= {n.replace("-", "_"): _number(flags, n, size) for n, size in _LATENT.items()}
+        flags = {name: value for name, value in flags.items() if name != "group-query-attention"}
+    experts = sizes.get("num_experts", 0)
+    dense = _FREQUENCY.fullmatch(flags.get("moe-layer-freq", "1").replace(" ", ""))
+    if experts and dense is None and flags.get("moe-layer-freq", "1") != "1":
+        raise ValueError(
+            f"{source}: --moe-layer-freq {flags['moe-layer-freq']}: the planner models layers "
+            "without experts before those with experts; give ([0]*N+[1]*M)"
+        )
+    return ModelShape(
+        name="flags",
+        **sizes,
+        vocab_size=-(-vocabulary // unit) * unit or _DEFAULT_VOCABULARY,
+        untied="untie-embeddings-and-output-weights" in flags,
+        num_query_groups=(
+            _number(flags, "num-query-groups", 1) if "group-query-attention" in flags else 0
+        ),
+        swiglu=swiglu,
+        rotary_base=_number(flags, "rotary-base", 10_000) if rotary else 0,
+        rms_norm=flags.get("normalization") == "RMSNorm",
+        biases="disable-bias-linear" not in flags,
+        qkv_bias="add-qkv-bias" in flags,
+        experts_per_token=_number(flags, "moe-router-topk", 2) if experts else 0,
+        num_dense_layers=int(dense[1]) if dense and experts else 0,
+    ), assumed
+
+
+def _number(flags: Mapping[str, str], name: str, otherwise: int = 0) -> int:
+    text = flags.get(name, str(otherwise))
+    if not re.fullmatch(r"\d+", text):
+        raise ValueError(f"found --{name} {text or 'without a value'}; it is a whole number")
+    return int(text)
+
+
+def _in_words(shape: ModelShape) -> str:
+    heads = f"{shape.num_attention_heads} heads"
+    if shape.num_query_groups:
+        heads += f" ({shape.num_query_groups} of keys and values)"
+    if shape.is_latent:
+        heads += f" of multi-latent attention ({shape.kv_lora_rank} of keys and values)"
+    experts = (
+        f", {shape.num_experts} experts of which a token passes {shape.experts_per_token}"
+        if shape.num_experts
+        else ""
+    )
+    return (
+        f"{shape.num_layers} layers of {shape.hidden_size}, {heads}, "
+        f"{'gated ' if shape.swiglu else ''}feed-forward layers of {shape.ffn_size}{experts}, "
+        f"sequences of {shape.seq_length}, a vocabulary of {shape.vocab_size}: "
+        f"{shape.num_parameters / 1e9:.1f} billion parameters"
+    )

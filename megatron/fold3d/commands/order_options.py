@@ -1,0 +1,88 @@
+"""``--forwards-ahead auto`` and ``--delay-weight-grads auto``: the order that takes least time."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from megatron.fold3d.commands.cost_options import Source
+from megatron.fold3d.commands.schedule_options import compute_plan
+from megatron.fold3d.config.backward_share_flags import AUTO
+from megatron.fold3d.config.recompute_flags import stages_of
+from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
+from megatron.fold3d.plan.passes.recompute import recompute_early
+from megatron.fold3d.predict.search.order_choice import (
+    Judge,
+    at_most,
+    check_most,
+    choose_order,
+    stage_times,
+    worth_trying,
+)
+from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.simulate import simulate
+
+
+def chosen_order(args: Namespace, source: Source, judge: Judge | None = None) -> tuple[str, Plan]:
+    """Return the name and the plan of the order that takes least time.
+
+    Args:
+        args: of the command.
+        source: of the costs.
+        judge: of an order; by default an iteration is simulated with the costs alone.
+
+    Raises:
+        PlanError: no order can run, or memory has no room for any.
+    """
+    places = args.delay_weight_grads == AUTO
+    if places:
+        stage_times(source.costs)  # or there is nothing to place
+    if args.most_activations is not None:
+        check_most(compute_plan(_without(args, "recompute_early"), 1), args.most_activations)
+    auto_ahead = args.forwards_ahead == AUTO
+    numbers = worth_trying(source.costs, args.pp, args.microbatches) if auto_ahead else (None,)
+
+    def recomputing(plan: Plan) -> Plan:
+        early = stages_of(args.recompute_early, plan.num_stages)
+        return recompute_early(plan, early, in_pairs=bool(args.overlap_tensor_parallel))
+
+    choice = choose_order(
+        lambda ahead: compute_plan(_without(args, "recompute_early"), ahead),
+        source.costs,
+        judge or _judged_alone(source),
+        forwards_ahead=numbers,
+        places_weight_grads=places,
+        sizes=_sizes(args, source),
+        then=recomputing,
+    )
+    name = str(args.schedule)
+    if auto_ahead:
+        name += f" --forwards-ahead {choice.forwards_ahead}"
+    if choice.splits:
+        name += " --delay-weight-grads auto"
+    return name, choice.plan
+
+
+def _sizes(args: Namespace, source: Source) -> Callable[[Plan], HeldSizes]:
+    if args.most_activations is None and source.hardware is not None:
+        return source.hardware.held_sizes
+    return at_most(args.most_activations)
+
+
+def _judged_alone(source: Source) -> Judge:
+    execution = Execution(nic_of_rank=source.nic_of_rank, flush=True, in_order=True)
+
+    def judge(order: Plan) -> tuple[bool, float]:
+        plan = lower(order, Options(gathers_params=source.gathers_params, transfers=False))
+        timeline = simulate(plan, source.costs, execution)
+        hardware = source.hardware
+        fits = hardware is None or max(hardware.peaks(timeline)) <= hardware.usable_bytes
+        return fits, timeline.period_s
+
+    return judge
+
+
+def _without(args: Namespace, name: str) -> Namespace:
+    values: dict[str, Any] = {**vars(args), name: None}
+    return Namespace(**values)

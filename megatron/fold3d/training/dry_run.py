@@ -1,0 +1,269 @@
+"""``--check``: what a run is, holds and takes, said where no GPU is and nothing is built.
+
+Refusals are those of a run that trains, from the same functions; this file adds the estimates of
+the planner. They never stop a check, but for a model that is larger than its GPUs.
+"""
+
+import os
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from megatron.fold3d.commands.console import counted
+from megatron.fold3d.commands.megatron_flags import shape_of
+from megatron.fold3d.commands.plan_source import in_words
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.observe.exposure import exposure, mean
+from megatron.fold3d.observe.memory_curve import memory
+from megatron.fold3d.plan.ir import COMPUTE_OPS, Op, Plan
+from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster, cluster
+from megatron.fold3d.predict.cost_model.estimate import estimate
+from megatron.fold3d.predict.cost_model.sizes import Recompute, Setup
+from megatron.fold3d.predict.search.candidate_timeline import timeline_of
+from megatron.fold3d.predict.search.candidates import Candidate
+from megatron.fold3d.predict.search.planner import USABLE_MEMORY
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a run is checked for.
+
+    Attributes:
+        cluster: the GPUs that it will have; None if they are not known.
+    """
+
+    cluster: Cluster | None
+
+    @classmethod
+    def named(cls, name: str) -> "Target":
+        """Return the target that ``--check`` names; an empty name is no cluster.
+
+        Raises:
+            ValueError: there is no cluster of this name.
+            OSError: its file cannot be read.
+        """
+        return cls(cluster(name) if name else None)
+
+    @property
+    def is_blackwell(self) -> bool:
+        """Whether its GPUs are of that generation; unknown ones are not."""
+        return self.cluster is not None and self.cluster.is_blackwell
+
+    def set_world_size(self, args: Namespace) -> None:
+        """Give the namespace, and all that reads the environment, the ranks of the job.
+
+        They are torchrun's, or the cluster's, or as many as one replica of the model takes.
+
+        Raises:
+            ValueError: torchrun and the cluster differ.
+        """
+        started, cluster = os.environ.get("WORLD_SIZE"), self.cluster
+        if cluster is not None and started not in (None, str(cluster.num_gpus)):
+            raise ValueError(
+                f"--check {cluster.name}: it has {cluster.num_gpus} GPUs, and this job {started} "
+                "ranks; check without torchrun, or name as many"
+            )
+        if cluster is not None:
+            args.world_size = cluster.num_gpus
+        elif started is None:
+            args.world_size = (
+                args.tensor_model_parallel_size
+                * args.pipeline_model_parallel_size
+                * args.context_parallel_size
+            )
+        os.environ["WORLD_SIZE"] = str(args.world_size)
+
+
+def report(args: Namespace, plan: Plan | None) -> Iterator[str]:
+    """Yield what a run that can begin is, and what the planner expects of it, in lines.
+
+    Args:
+        args: Megatron's namespace, validated.
+        plan: of an iteration; None for stock Megatron's schedule.
+
+    Raises:
+        ValueError: the model does not fit into the cluster's GPUs.
+    """
+    sizes = {
+        "dp": args.data_parallel_size,
+        "pp": args.pipeline_model_parallel_size,
+        "tp": args.tensor_model_parallel_size,
+        "cp": args.context_parallel_size,
+        "ep": args.expert_model_parallel_size,
+    }
+    split = " ".join(f"{name}={size}" for name, size in sizes.items() if size > 1 or name == "dp")
+    yield f"can begin: {counted(args.world_size, 'ranks')}, {split}"
+    if plan is None:
+        yield "plan: stock Megatron's schedule"
+    else:
+        shape = in_words(plan.num_ranks, plan.num_segments, plan.num_microbatches)
+        yield f"plan: {args.plan_file or args.schedule}, {shape}, verified"
+    target = Target.named(args.check)
+    try:
+        expected = _Expected.of(args, plan, target)
+    except ValueError as error:  # of the planner; the run does not ask it
+        yield f"no estimate of memory and time: {error}"
+        return
+    yield from expected.lines(target)
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """The planner's estimate of a run."""
+
+    iteration_s: float
+    peaks: tuple[float, ...]
+    exposed: str
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, args: Namespace, plan: Plan | None, target: Target) -> "_Expected":
+        candidate, shape = _candidate(args), shape_of(args)
+        known = estimate(
+            shape,
+            target.cluster or _some_cluster(args.world_size),
+            candidate.setup,
+            num_ranks=candidate.num_ranks,
+            num_segments=candidate.num_segments,
+            layers=_layers(args),
+        )
+        timeline = timeline_of(candidate, known, order=_order(args, plan))
+        row = mean(exposure(timeline))
+        parts = {"bubble": row.bubble_s, "DP.sync": row.grad_sync_s, "PP.sync": row.p2p_s}
+        return cls(
+            timeline.period_s,
+            tuple(rank.device.peak_bytes for rank in memory(timeline, known.footprint)),
+            ", ".join(f"{name} {row.share(seconds):.0%}" for name, seconds in parts.items()),
+            tuple(_left_out(args)),
+        )
+
+    def lines(self, target: Target) -> Iterator[str]:
+        """Yield the estimate in words.
+
+        Raises:
+            ValueError: it is more than the GPUs have.
+        """
+        known, most = target.cluster, max(self.peaks)
+        peaks = " ".join(f"{peak / _GIB:.1f}" for peak in self.peaks)
+        yield f"memory: {peaks} GiB per pipeline rank, estimated"
+        if known is None:
+            yield "no prediction of time; --check CLUSTER, such as a100x128-200g, adds one"
+        else:
+            limit = known.gpu_memory_bytes
+            if most > limit:
+                raise ValueError(
+                    f"--check {known.name}: pipeline rank {self.peaks.index(most)} would hold "
+                    f"{most / _GIB:.1f} GiB, and a GPU has {limit / _GIB:.0f}; `fold3d search` "
+                    "finds sizes that fit"
+                )
+            if most > USABLE_MEMORY * limit:
+                yield (
+                    f"  little is left of {limit / _GIB:.0f} GiB for CUDA, NCCL and the allocator"
+                )
+            yield f"iteration: {self.iteration_s:.3f} s on {known.name}, predicted: {self.exposed}"
+        if self.notes:
+            yield f"not in these estimates: {', '.join(self.notes)}"
+
+
+def _candidate(args: Namespace) -> Candidate:
+    config = Fold3DConfig.from_args(args)
+    is_stock = config.schedule == "stock"
+    num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    schedule = config.schedule
+    if is_stock or config.plan_file:
+        schedule = "interleaved" if config.num_segments > 1 else "1f1b"
+    return Candidate(
+        schedule=schedule,
+        is_stock=is_stock,
+        setup=Setup(
+            tensor_parallel=args.tensor_model_parallel_size,
+            data_parallel=args.data_parallel_size,
+            microbatch_size=args.micro_batch_size,
+            sequence_parallel=args.sequence_parallel,
+            distributed_optimizer=args.use_distributed_optimizer,
+            recompute=args.recompute_granularity or _without_recomputation(args),
+            fp32=not (args.bf16 or args.fp16),
+            context_parallel=args.context_parallel_size,
+            expert_parallel=args.expert_model_parallel_size,
+        ),
+        num_ranks=config.num_ranks,
+        num_segments=config.num_segments,
+        num_microbatches=num_microbatches,
+        group_size=args.microbatch_group_size_per_vp_stage if schedule == "interleaved" else None,
+        backward_share="auto" if config.auto_share else config.backward_share,
+        offload=config.offload_activations != "off",
+        preemptive=config.preemptive_comm,
+        forwards_ahead=config.forwards_ahead,
+        places_weight_grads=config.auto_weight_grads,
+    )
+
+
+def _without_recomputation(args: Namespace) -> Recompute:
+    """Fused attention keeps no scores and computes them again, as selective recomputation."""
+    return "selective" if args.transformer_impl == "transformer_engine" else "none"
+
+
+def _order(args: Namespace, plan: Plan | None) -> Plan | None:
+    """Return the order that runs, unless measured times are to place weight gradients in it."""
+    if plan is None or args.delay_weight_grads == "auto":
+        return None
+    return plan.select(COMPUTE_OPS | {Op.OFFLOAD, Op.RELOAD})
+
+
+def _layers(args: Namespace) -> tuple[int, ...]:
+    """Return the layers of each stage, as Megatron splits them."""
+    ranks = args.pipeline_model_parallel_size
+    segments = args.virtual_pipeline_model_parallel_size or 1
+    if (layout := args.pipeline_model_parallel_layout) is not None:
+        if not isinstance(layout, PipelineParallelLayerLayout):
+            layout = PipelineParallelLayerLayout(layout, ranks)
+        return tuple(
+            layout.layout[rank][segment].count(LayerType.decoder)
+            for segment in range(segments)
+            for rank in range(ranks)
+        )
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    embedding, loss = (
+        int(getattr(args, f"account_for_{part}_in_pipeline_split"))
+        for part in ("embedding", "loss")
+    )
+    rest = args.num_layers + embedding + loss - (first or 0) - (last or 0)
+    others = ranks - (first is not None) - (last is not None)
+    of_rank = [rest // others if others else 0] * ranks
+    of_rank[0] = of_rank[0] if first is None else first
+    of_rank[-1] = of_rank[-1] if last is None else last
+    stages = list(chain.from_iterable([[n // segments for n in of_rank]] * segments))
+    stages[0] -= embedding
+    stages[-1] -= loss
+    return tuple(stages)
+
+
+def _left_out(args: Namespace) -> Iterator[str]:
+    """Yield flags that change memory or time, and that the estimates do not know."""
+    full = args.recompute_granularity == "full"
+    flags = {
+        "--recompute-num-layers": full and args.recompute_num_layers != 1,
+        "--recompute-modules": args.recompute_granularity == "selective"
+        and args.recompute_modules not in (None, ["core_attn"]),
+        "--recompute-layers": args.recompute_layers is not None,
+        "--shard-segments": args.shard_segments != "off",
+        "--replicate-optimizer": args.replicate_optimizer,
+        "--overlap-tensor-parallel": args.overlap_tensor_parallel,
+        "--lazy-inter-segment": args.lazy_inter_segment,
+        "--forwards-ahead auto": args.forwards_ahead == "auto",
+        "no --overlap-grad-reduce": args.data_parallel_size > 1 and not args.overlap_grad_reduce,
+        "--fp8-format": args.fp8 is not None,
+        "--optimizer": args.optimizer != "adam",
+    }
+    return (flag for flag, given in flags.items() if given)
+
+
+def _some_cluster(num_gpus: int) -> Cluster:
+    """Return GPUs for which memory, which does not depend on theirs, is estimated."""
+    return replace(NODES["a100"], num_nodes=num_gpus, gpus_per_node=1)
