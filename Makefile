@@ -1,7 +1,7 @@
 # Every target works in a fresh clone; the logic is in scripts/. Arguments: make test ARGS="-k plan"
 ARGS ?=
 
-.PHONY: help venv extension demo quick test check build-cuda clean
+.PHONY: help venv extension demo quick test stress check build-cuda clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -21,6 +21,9 @@ quick: venv  ## run the tests that start no other process and search no cluster;
 
 test: venv  ## run all tests: half an hour on two cores
 	@.venv/bin/python -m pytest $(ARGS)
+
+stress: venv  ## fuzz against stock for STRESS_MINUTES, soak with faults and restarts
+	@scripts/stress.sh
 
 check: venv  ## lint, format, types
 	@scripts/check.sh

@@ -1,39 +1,103 @@
 #!/usr/bin/env bash
-# Everything that waits for a GPU: build, test, measure. One GPU is enough; about ten minutes.
+# Everything that waits for a GPU: build, test, train, measure. One GPU is enough; about twenty
+# minutes. With two or more it also trains pipelines and replicas.
 #
-#   scripts/gpu.sh [FOLDER [PYTHON [STEP...]]]
+#   scripts/gpu.sh [--dry-run] [FOLDER [PYTHON [STEP...]]]
 #
 # Each step's output goes to a file of FOLDER (out/gpu) as well, and one that fails stops no other.
-# Names of steps choose among them.
+# Names of steps choose among them. At the end it prints one table, and puts all of it into
+# FOLDER/report.txt: attach that file to a bug report. --dry-run prints the commands alone; GPUS and
+# IMPLEMENTATIONS then say for how many GPUs and which layers.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
+dry=
+if [[ ${1-} == --dry-run ]]; then
+    dry=yes
+    shift
+fi
 folder=${1:-out/gpu}
 python=${2:-.venv/bin/python}
 chosen=" ${*:3} "
+gpus=${GPUS:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l)}
 # Layers of GPT-3 18B on 4 pipeline ranks in 2 segments, as in the paper.
 gpt3=(rank --hidden-size 6144 --heads 48 --tensor-parallel 8 --layers 5 --micro-batch-size 4)
 known=" "
 failed=()
-mkdir -p "$folder"
+rows=()
+[[ $dry ]] || mkdir -p "$folder"
 
 step() { # a name, then a command
-    local name=$1
+    local name=$1 status=0 begin=$SECONDS
     known+="$name "
     shift
     if [[ $chosen != "  " && $chosen != *" $name "* ]]; then
         return
     fi
     printf '== %s: %s\n' "$name" "$*"
-    if ! "$@" 2>&1 | tee "$folder/$name.log"; then
-        failed+=("$name")
-    fi
+    [[ $dry ]] && return
+    "$@" 2>&1 | tee "$folder/$name.log" || status=1
+    ((status)) && failed+=("$name")
+    rows+=("$(printf '%-24s %-6s %5d s  %s' "$name" "$( ((status)) && echo FAILED || echo ok)" \
+        $((SECONDS - begin)) "$(summary "$folder/$name.log")")")
+}
+
+summary() { # of a log: the last iteration's time and loss, or else its last line
+    local found
+    found=$(grep -o 'elapsed time per iteration (ms): [0-9.]*\|lm loss: [^|]*' "$1" | tail -2 | paste -sd' ')
+    echo "${found:-$(grep -v '^ *$' "$1" | tail -1 | cut -c1-90)}"
+}
+
+# A small GPT: 8 layers, hidden size 1024. Every run has the same data, so losses can be compared.
+train() { # a name, the number of ranks, then flags
+    local name=$1 ranks=$2
+    step "$name" "$python" -m torch.distributed.run --nproc-per-node "$ranks" pretrain_gpt.py \
+        --num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 \
+        --max-position-embeddings 1024 --bf16 --micro-batch-size 1 --global-batch-size 16 \
+        --overlap-grad-reduce --train-iters 20 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer \
+        --vocab-size 50257 --eval-iters 0 --eval-interval 1000 --log-interval 1 \
+        --trace "$folder/trace/$name" "${@:3}"
 }
 
 step machine nvidia-smi
+step doctor "$python" -c 'import sys; from megatron.fold3d.cli import main; sys.exit(main(["doctor"]))'
 step build scripts/build_cuda.sh native
 step extension "$python" -W ignore setup.py -q build_ext --inplace
 step tests "$python" -m pytest -m gpu tests/gpu tests/runtime/transfers/test_host_link.py
+for connections in 1 8 32; do
+    step "queue-$connections" env CUDA_DEVICE_MAX_CONNECTIONS=$connections "$python" -m scripts.bench.queues
+done
+
+implementations=${IMPLEMENTATIONS:-local}
+if [[ -z ${IMPLEMENTATIONS-} ]] && "$python" -c 'import transformer_engine.pytorch' 2>/dev/null; then
+    implementations="local transformer_engine"
+fi
+full=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1)
+offload=("${full[@]}" --offload-activations on)
+for layers in $implementations; do
+    as=(--transformer-impl "$layers")
+    [[ $layers == local ]] && as+=(--no-persist-layer-norm --no-masked-softmax-fusion)
+    train "$layers-stock" 1 --schedule stock "${as[@]}"
+    train "$layers-aiao" 1 --schedule aiao "${as[@]}"
+    weights=(--delay-weight-grads 0)
+    [[ $layers == local ]] && weights+=(--no-gradient-accumulation-fusion)
+    train "$layers-aiao-weights" 1 --schedule aiao "${as[@]}" "${weights[@]}"
+    train "$layers-aiao-offload" 1 --schedule aiao "${as[@]}" "${offload[@]}"
+    if ((gpus >= 2)); then
+        pp=(--pipeline-model-parallel-size 2 --segments 2)
+        train "$layers-pp-stock" 2 --schedule stock "${as[@]}" "${pp[@]}"
+        train "$layers-pp-aiao" 2 --schedule aiao "${as[@]}" "${pp[@]}"
+        train "$layers-pp-aiao-offload" 2 --schedule aiao "${as[@]}" "${pp[@]}" "${offload[@]}" \
+            --lazy-inter-segment
+        train "$layers-dp-stock" 2 --schedule stock "${as[@]}"
+        train "$layers-dp-share" 2 --schedule 1f1b "${as[@]}" --clip-grad 0 --backward-share 0.5
+    fi
+    if ((gpus >= 4)); then
+        train "$layers-pp-dp-stock" 4 --schedule stock "${as[@]}" "${pp[@]}"
+        train "$layers-pp-dp-aiao" 4 --schedule aiao "${as[@]}" "${pp[@]}"
+    fi
+done
+
 step copies "$python" -m scripts.bench.offload copies
 step rank-1024 "$python" -m scripts.bench.offload "${gpt3[@]}" --seq-length 1024
 step rank-2048 "$python" -m scripts.bench.offload "${gpt3[@]}" --seq-length 2048
@@ -46,6 +110,18 @@ for name in "${@:3}"; do
         exit 2
     fi
 done
+[[ $dry ]] && exit
+table=$(printf '%s\n' "${rows[@]}")
+printf '\n%s\n' "$table"
+{
+    git log -1 --format='fold3d %H %cI' 2>/dev/null
+    printf '%s\n' "$table"
+    for log in "$folder"/*.log; do
+        printf '\n===== %s\n' "$log"
+        tail -n 200 "$log"
+    done
+} >"$folder/report.txt"
+echo "all of it: $folder/report.txt; traces: $folder/trace"
 if ((${#failed[@]})); then
     echo "failed: ${failed[*]}; see $folder" >&2
     exit 1

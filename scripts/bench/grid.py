@@ -6,17 +6,23 @@ A cell is one layout at one link rate, measured as `scripts.bench.compare` does:
 variant runs once, in turn. Round 1 sweeps stock configurations, and the fastest goes on. Every run
 that ends is written to ``LOGS/runs.json``, and runs found there are not done again, so a grid that
 was interrupted goes on; ``--table`` only prints what is there.
+
+    sudo .venv/bin/python -m scripts.bench.grid --pipeline-bound --real-time --iterations 2
+        --only 'pp=4 x dp=1, m=8, 40%' 'pp=4 x dp=1, m=16, 40%'
+
+measures cells of `scripts.bench.pipeline_cells` instead: deeper pipelines and slow transfers.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
-from megatron.fold3d.observe.training_log import Iteration
-from scripts.bench import compare, summary, variants
+from scripts.bench import compare, pipeline_cells, summary, variants
+from scripts.bench.kept_runs import KeptRuns, problems
+from scripts.bench.pipeline_cells import Cell
 from scripts.bench.runner import Bench, preload
 from scripts.bench.summary import Row, Run
 from scripts.bench.testbed import Link, TestbedError, end_on_signals, parse_rate, refuse
@@ -24,6 +30,8 @@ from scripts.bench.variants import DEFAULT, Job, Variant
 
 _UNCLIPPED = ("--clip-grad", "0")
 _NEVER_CLIPS = ("--clip-grad", "1000")  # above every bound here
+_MEDIAN = "MEDIAN"  # of the norms in the default's first run
+_SOMETIMES_CLIPS = ("--clip-grad", _MEDIAN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +71,7 @@ class Layout:
 # Eight ranks have smaller layers: two cores cannot compute the others in the paced time.
 _TWO, _FOUR = {"num_ranks": 2, "data_parallel": 2}, {"num_ranks": 2, "data_parallel": 4}
 LAYOUTS = (
-    Layout(**_TWO, recompute=False, rates=("90mbit", "100mbit", "175mbit", "350mbit")),
+    Layout(**_TWO, recompute=False, rates=("90mbit", "100mbit", "125mbit", "175mbit", "350mbit")),
     Layout(**_TWO, recompute=True, rates=("70mbit", "135mbit", "325mbit")),
     Layout(**_FOUR, hidden_size=128, recompute=False, rates=("37mbit", "62mbit", "150mbit")),
     Layout(num_ranks=4, data_parallel=1, recompute=False, rates=("90mbit",)),
@@ -71,7 +79,9 @@ LAYOUTS = (
 )
 _FORWARD_MS, _BACKWARD_MS = 12, 24  # of a layer: four ranks on two cores keep this pace
 _WARM_UP = 3  # iterations that are not timed
-_MEASURES_ITSELF = 7  # the same for `--backward-share auto`, whose shares hold from the 6th
+# The same for flags that are `auto`: shares hold from the 6th, replicated segments from the 8th.
+_MEASURES_ITSELF = {"-auto-": 7, "-replicate": 8}
+_CHOOSES_ITS_ORDER = 4  # and for orders that are chosen by measured times, in the 3rd
 
 
 def wanted(layout: Layout, texts: Sequence[str]) -> tuple[str, ...]:
@@ -95,6 +105,10 @@ def chosen(job: Job) -> list[Variant]:
         ours.append(Variant(f"{order.name}-auto-bound", (*split, *_NEVER_CLIPS)))
         ours.append(Variant(f"{order.name}-auto-delay", (*split, *middle, *_NEVER_CLIPS)))
         ours.append(Variant(f"{order.name}-auto-noclip", (*split, *_UNCLIPPED)))
+        ours.append(Variant(f"{order.name}-auto-sometimes", (*split, *_SOMETIMES_CLIPS)))
+        whole = (*distributed.flags, "--replicate-optimizer", "auto")
+        ours.append(Variant(f"{distributed.name}-replicate", whole))
+        ours.append(Variant(f"{distributed.name}-delay-replicate", (*whole, *middle)))
     return [DEFAULT, *(by_name[name] for name in stock), *ours]
 
 
@@ -103,10 +117,7 @@ class Grid:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
-        self._file: Path = args.logs / "runs.json"
-        self._runs: dict[str, dict[str, object]] = {}
-        if self._file.exists():
-            self._runs = json.loads(self._file.read_text())
+        self._kept = KeptRuns(args.logs)
 
     def measure(self, layout: Layout) -> None:
         """Run what is missing of a layout."""
@@ -116,43 +127,85 @@ class Grid:
                 if number == 2:
                     some = compare.kept(some, self.runs(layout, rate), 1)
                 for variant in some:
-                    if variant.name.endswith(tuple(self._args.skip)):
-                        continue
-                    self._measure(layout, rate, variant, number)
+                    if not variant.name.endswith(tuple(self._args.skip)):
+                        key = _key(layout, rate, variant, number)
+                        bench = self._bench(layout, rate, variant)
+                        self._kept.measure(key, bench, self._at_norm(layout, variant), number)
+
+    def measure_cell(self, cell: Cell) -> None:
+        """Run what is missing of a pipeline-bound cell."""
+        for number in range(1, self._args.rounds + 1):
+            for variant in pipeline_cells.chosen(cell, number, self.runs_of_cell(cell)):
+                if not variant.name.endswith(tuple(self._args.skip)):
+                    key = f"{cell.name}, {variant.name}, round {number}"
+                    self._kept.measure(key, self._bench_of_cell(cell, variant), variant, number)
 
     def runs(self, layout: Layout, rate: str) -> list[Run]:
         """What is known of a cell; with links that are not shaped all rates are the same."""
-        return [
-            _read(self._runs[key], variant)
+        found = (
+            self._kept.find(_key(layout, rate, variant, number), variant)
             for number in range(self._args.rounds + 1)
             for variant in chosen(layout.job())
-            if (key := _key(layout, rate, variant, number)) in self._runs
-        ]
+        )
+        return [run for run in found if run]
 
-    def _measure(self, layout: Layout, rate: str, variant: Variant, number: int) -> None:
-        key = _key(layout, rate, variant, number)
-        if key in self._runs and not self._runs[key]["failure"]:
-            return
-        run = self._bench(layout, rate, variant).run(variant, number)
-        what = run.failure or str(sorted(round(ms) for ms in run.times_ms))
-        compare.say(f"{key}: {what}")
-        self._runs[key] = asdict(replace(run, variant=DEFAULT))
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._file.write_text(json.dumps(self._runs, indent=1))
+    def runs_of_cell(self, cell: Cell) -> list[Run]:
+        """What is known of a pipeline-bound cell."""
+        runs: list[Run] = []
+        for number in range(1, self._args.rounds + 1):
+            for variant in pipeline_cells.chosen(cell, number, runs):
+                key = f"{cell.name}, {variant.name}, round {number}"
+                if run := self._kept.find(key, variant):
+                    runs.append(run)
+        return runs
+
+    def _at_norm(self, layout: Layout, variant: Variant) -> Variant:
+        flags = tuple(self._median_norm(layout) if f == _MEDIAN else f for f in variant.flags)
+        return replace(variant, flags=flags)
+
+    def _median_norm(self, layout: Layout) -> str:
+        """Return the norm that half of the default's iterations exceed."""
+        default = next((run for run in self.runs(layout, "") if run.variant == DEFAULT), None)
+        norms = [i.grad_norm for i in (default.iterations if default else ()) if i.grad_norm]
+        if not norms:
+            raise ValueError(
+                f"{layout.name}: the default's run without shaped links says no gradient norms; "
+                f"skip the variants that clip sometimes, or remove it from the kept runs"
+            )
+        return f"{median(norms):.6g}"
 
     def _bench(self, layout: Layout, rate: str, variant: Variant) -> Bench:
-        warmup = _MEASURES_ITSELF if "-auto-" in variant.name else _WARM_UP
+        found = (count for part, count in _MEASURES_ITSELF.items() if part in variant.name)
+        warmup = max(found, default=_WARM_UP)
+        return self._of(
+            layout.job(warmup + self._args.iterations),
+            Link(parse_rate(rate)),
+            (_FORWARD_MS, _BACKWARD_MS),
+            warmup,
+        )
+
+    def _bench_of_cell(self, cell: Cell, variant: Variant) -> Bench:
+        warmup = _CHOOSES_ITS_ORDER if "auto" in variant.flags else 2
+        return self._of(
+            cell.job(warmup + self._args.iterations),
+            Link(cell.rate_bit_s),
+            cell.layer_ms,
+            warmup,
+        )
+
+    def _of(self, job: Job, link: Link, layer_ms: tuple[float, float], warmup: int) -> Bench:
+        forward_ms, backward_ms = layer_ms
         return Bench(
-            job=layout.job(warmup + self._args.iterations),
-            link=Link(parse_rate(rate)),
+            job=job,
+            link=link,
             rank_flags=(
-                f"--forward-ms={_FORWARD_MS}",
-                f"--backward-ms={_BACKWARD_MS}",
+                f"--forward-ms={forward_ms}",
+                f"--backward-ms={backward_ms}",
                 "--nccl-order",
             ),
             warmup=warmup,
             real_time=self._args.real_time,
-            timeout_s=300.0,
+            timeout_s=300.0 * max(1, job.world_size / 4),
             logs=self._args.logs,
         )
 
@@ -161,16 +214,11 @@ def _key(layout: Layout, rate: str, variant: Variant, number: int) -> str:
     return f"{layout.name}, {rate if number else 'unshaped'}, {variant.name}, round {number}"
 
 
-def _read(entry: dict[str, object], variant: Variant) -> Run:
-    iterations = tuple(Iteration(**values) for values in entry["iterations"])  # type: ignore[attr-defined]
-    return Run(**(entry | {"variant": variant, "iterations": iterations}))  # type: ignore[arg-type]
-
-
 def table(grid: Grid, layouts: Sequence[Layout]) -> str:
     """Spell all cells as Markdown, a line each."""
     titles = ["layout", "link", "exposed", "stock default", "strongest stock"]
-    titles += ["ours, no clip", "bound proves", "and delays", "clips", "x default", "x strongest"]
-    titles += ["of the bound"]
+    titles += ["ours, no clip", "bound proves", "and delays", "clips sometimes", "clips"]
+    titles += ["clips, replicates", "and delays", "x default", "x strongest", "of the bound"]
     lines = [f"| {' | '.join(titles)} |", "|---|---" + "|--:" * (len(titles) - 2) + "|"]
     for layout in layouts:
         for rate in layout.rates:
@@ -180,13 +228,16 @@ def table(grid: Grid, layouts: Sequence[Layout]) -> str:
     return "\n".join(lines)
 
 
+_ENDINGS = ("noclip", "bound", "auto-delay", "sometimes", "", "do-replicate", "delay-replicate")
+
+
 def _cells(found: Sequence[Row]) -> list[str]:
-    """Times in ms; the ratios are those of the fastest of ours, one for each kind of clipping."""
+    """Times in ms; the ratios are those of the fastest of ours, one for each kind that has run."""
     default, strongest = summary.default_stock(found), summary.strongest_stock(found)
     if default is None or strongest is None:
         return []
     exposed = 1 - default.compute_ms / default.spread.median_ms
-    ours = [_ours(found, ending) for ending in ("noclip", "bound", "delay", "")]
+    ours = [_ours(found, ending) for ending in _ENDINGS]
     return [
         f"{exposed:.0%}",
         f"{default.spread.median_ms:.0f}",
@@ -204,9 +255,13 @@ def _ours(found: Sequence[Row], ending: str) -> Row | None:
         row
         for row in found
         if not row.variant.is_stock
-        and (row.variant.name.endswith(ending) if ending else "-auto-" not in row.variant.name)
+        and (row.variant.name.endswith(ending) if ending else _is_plain(row.variant))
     ]
     return min(rows, key=lambda row: row.spread.median_ms, default=None)
+
+
+def _is_plain(variant: Variant) -> bool:
+    return "-auto-" not in variant.name and not variant.name.endswith("-replicate")
 
 
 def _ratios(other: Row, ours: Sequence[Row | None]) -> Iterator[str]:
@@ -219,13 +274,10 @@ def _problems(grid: Grid, layouts: Sequence[Layout]) -> Iterator[str]:
         for rate in layout.rates:
             runs = grid.runs(layout, rate)
             clipped = [run for run in runs if "-auto-" not in run.variant.name]
-            unclipped = [run for run in runs if "-auto-" in run.variant.name]
-            for alike in (clipped, unclipped):
-                for line in summary.loss_disagreements(alike)[1]:
-                    yield f"{layout.name}, {rate}: {line}"
-            yield from (
-                f"{layout.name}, {rate}: {r.variant.name}: {r.failure}" for r in runs if r.failure
-            )
+            sometimes = [run for run in runs if run.variant.name.endswith("-sometimes")]
+            unclipped = [run for run in runs if run not in clipped and run not in sometimes]
+            for alike in (clipped, sometimes, unclipped):
+                yield from problems(f"{layout.name}, {rate}", alike)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -236,6 +288,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="TEXT", help='cells, such as "dp=2, 100mbit"'
     )
+    parser.add_argument(
+        "--pipeline-bound", action="store_true", help="the cells of scripts.bench.pipeline_cells"
+    )
+    parser.add_argument("--list", action="store_true", help="list the cells and end")
     parser.add_argument("--rounds", type=int, default=3, help="(3)")
     parser.add_argument("--iterations", type=int, default=4, help="of each run that are timed (4)")
     parser.add_argument("--real-time", action="store_true", help="as for compare.py")
@@ -246,21 +302,36 @@ def main(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(argv)
     end_on_signals()
-    layouts = [replace(layout, rates=wanted(layout, args.only)) for layout in LAYOUTS]
-    if not any(layout.rates for layout in layouts):
+    layouts: list[Layout] = []
+    cells: list[Cell] = []
+    if args.pipeline_bound:
+        cells = [c for c in pipeline_cells.CELLS if any(text in c.name for text in args.only)]
+    else:
+        layouts = [replace(layout, rates=wanted(layout, args.only)) for layout in LAYOUTS]
+    names = [f"{layout.name}, {rate}" for layout in layouts for rate in layout.rates]
+    names += [cell.name for cell in cells]
+    if not names:
         parser.error(f"--only {' '.join(args.only)}: no cell has that in its name")
+    if args.list:
+        sys.stdout.writelines(f"{name}\n" for name in names)
+        return 0
     grid = Grid(args)
     try:
         if not args.table:
             preload()
             for layout in layouts:
                 grid.measure(layout)
+            for cell in cells:
+                grid.measure_cell(cell)
     except (TestbedError, ValueError) as error:
         return refuse("grid.py", error)
-    sys.stdout.write(table(grid, layouts) + "\n")
-    problems = list(_problems(grid, layouts))
-    sys.stderr.writelines(f"grid.py: {problem}\n" for problem in problems)
-    return 1 if problems else 0
+    by_cell = [(cell, grid.runs_of_cell(cell)) for cell in cells]
+    text = pipeline_cells.table(by_cell) if cells else table(grid, layouts)
+    sys.stdout.write(text + "\n")
+    found = list(_problems(grid, layouts))
+    found += [line for cell, runs in by_cell for line in problems(cell.name, runs)]
+    sys.stderr.writelines(f"grid.py: {problem}\n" for problem in found)
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

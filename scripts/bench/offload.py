@@ -168,7 +168,7 @@ class Rank:
         program = way.program(self.rank)
         saved: dict[tuple[int, int | None], tuple[torch.Tensor, torch.Tensor]] = {}
         if offloader is not None:
-            offloader.begin(program, self.chunks, self.hidden_bytes)
+            offloader.begin_iteration(program, self.chunks, self.hidden_bytes)
         for action in program:
             key = action.stage, action.microbatch
             if action.op is Op.FORWARD:

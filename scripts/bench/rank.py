@@ -9,10 +9,11 @@ follows ``--`` is for ``pretrain_gpt.py`` and is not looked at.
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import pretrain_gpt
 from fold3d_patches import registry
-from scripts.bench import fused_adam, layer_pacing, nccl_order, same_weights
+from scripts.bench import fused_adam, layer_pacing, nccl_order, resident, same_weights
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,6 +23,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--forward-ms", type=float, help="pace the forward of each layer")
     parser.add_argument("--backward-ms", type=float, help="pace the backward of each layer")
     parser.add_argument("--nccl-order", action="store_true", help="collectives as NCCL runs them")
+    parser.add_argument("--resident", action="store_true", help="say what the rank has held")
     args = parser.parse_args(argv[:split])
 
     patches = [same_weights.patch(), fused_adam.patch()]
@@ -30,8 +32,16 @@ def main(argv: Sequence[str]) -> int:
         patches += layer_pacing.patches(*pace_s)
     if args.nccl_order:
         patches += nccl_order.patches()
-    with registry.apply(patches):
-        return pretrain_gpt.main(list(argv[split + 1 :]))
+    with registry.apply(patches), ExitStack() as ends:
+        found = ends.enter_context(resident.counted()) if args.resident else None
+        code = pretrain_gpt.main(list(argv[split + 1 :]))
+        if found is not None:
+            (parameters, gradients), (all_parameters, all_gradients) = found.most, found.whole
+            print(
+                f"resident parameters {parameters} of {all_parameters}, "
+                f"gradients {gradients} of {all_gradients}"
+            )
+        return code
 
 
 if __name__ == "__main__":

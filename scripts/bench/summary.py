@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megatron.fold3d.observe.training_log import Iteration, Spread
+from megatron.fold3d.observe.training_log import LoggedIteration, Spread
 from scripts.bench.variants import DEFAULT, Variant
 
 # fp32 sums of the same numbers in another order, over a handful of small updates.
@@ -26,7 +26,7 @@ class Run:
 
     variant: Variant
     round: int
-    iterations: tuple[Iteration, ...] = ()
+    iterations: tuple[LoggedIteration, ...] = ()
     warmup: int = 0
     link_bytes: float = 0.0
     other_cpus: float = 0.0

@@ -1,0 +1,48 @@
+"""Patch ``SelfAttention.forward`` and ``MLP.forward`` of ``megatron.core.transformer``.
+
+Why: ranks that share a few CPU cores disturb each other, and a layer is too large a unit to pace
+    where two micro-batches take turns inside it.
+Change: each half of a layer sleeps before it computes, and once more behind its backward. A rank
+    that sleeps counts as computing: it keeps what it computes with to itself.
+Remove when: every rank of the bench has an accelerator of its own.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fold3d_patches.registry import Patch
+
+
+class _Slow(torch.autograd.Function):
+    """Identity that sleeps, and sleeps in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        return grad, None, None
+
+
+def patches(forward_s: float, backward_s: float) -> tuple[Patch, ...]:
+    """Let each half of a layer sleep; the times are those of one micro-batch."""
+
+    def pace(upstream: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            x = _Slow.apply(hidden_states, forward_s, backward_s)  # type: ignore[no-untyped-call]
+            return upstream(self, x, *args, **kwargs)
+
+        return forward
+
+    transformer = "megatron.core.transformer"
+    return (
+        Patch(target=f"{transformer}.attention:Attention.forward", make=pace),
+        Patch(target=f"{transformer}.mlp:MLP.forward", make=pace),
+    )

@@ -1,0 +1,144 @@
+"""Show what the pipeline-bound regime can gain: simulated iterations over what a transfer takes.
+
+    .venv/bin/python -m scripts.bench.pipeline_bound
+    .venv/bin/python -m scripts.bench.pipeline_bound --ranks 8
+
+One replica, equal stages; a forward of a stage takes 1, a backward 2, half of it weight gradients.
+With several segments a rank computes as much as with one, and sends as many messages more. Stock
+waits for its sends, and its strongest is sought over 1F1B, two and four segments, and groups of p
+and m. A time is a multiple of the lower bound that no order beats. The last two columns have the
+same order where both ends of a link let the message go first that is needed first, whole or cut as
+finely as it takes. No runtime does that: they say what it could gain.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from megatron.fold3d.observe.timeline import Lane
+from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.predict.search.order_choice import choose_order, worth_trying
+from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.execution import Execution, sends_stock_waits_for
+from megatron.fold3d.predict.simulator.lower_bound import lower_bound_s
+from megatron.fold3d.predict.simulator.simulate import simulate
+
+SHARES = (0.0, 0.2, 0.4, 0.8)  # of a stage's computation, that a transfer takes
+OURS = Execution(flush=True, in_order=True)
+
+
+def costs_of(num_ranks: int, num_segments: int, transfer: float, recompute: bool) -> Costs:
+    """Return the costs of a rank's work, cut into segments."""
+    each = 1.0 / num_segments
+    return Costs.uniform(
+        num_ranks * num_segments,
+        forward_s=each,
+        backward_s=(3 if recompute else 2) * each,
+        recompute_s=each * recompute,
+        p2p_s=transfer,
+    )
+
+
+def stock_s(num_ranks: int, num_microbatches: int, costs: partial[Costs]) -> dict[str, float]:
+    """Return the iterations of stock's configurations, by name."""
+    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
+    found = {}
+    for segments in (1, 2, 4):
+        for group in (num_ranks, num_microbatches):
+            if group == num_ranks or (segments > 1 and group > num_ranks):
+                schedule = "1f1b" if segments == 1 else "interleaved"
+                plan = build(schedule, num_segments=segments, group_size=group, **sizes)  # type: ignore[arg-type]
+                waits = replace(OURS, sends_waited_for=sends_stock_waits_for(segments))
+                name = schedule if segments == 1 else f"v{segments}-n{group}"
+                found[name] = simulate(plan, costs(segments), waits).period_s
+    return found
+
+
+def judged(costs: Costs, order: Plan) -> tuple[bool, float]:
+    """Tell that an order fits, and its iteration."""
+    return True, simulate(order, costs, OURS).period_s
+
+
+def by_need_s(plan: Plan, costs: Costs, *, whole: bool) -> float:
+    """Return the iteration if messages go in the order in which they were needed before."""
+    timeline = simulate(plan, costs, OURS)
+    times_s = [timeline.period_s]
+    for _ in range(3):
+        needed_s = {
+            span.action: span.start_s
+            for rank in range(plan.num_ranks)
+            for span in timeline.lane(rank, Lane.COMPUTE)
+            if span.action
+        }
+        ordered = replace(OURS, needed_s=needed_s, whole_messages=whole)
+        timeline = simulate(plan, costs, ordered)
+        times_s.append(timeline.period_s)
+    return min(times_s)
+
+
+def rows(num_ranks: int, recompute: bool) -> Iterator[Sequence[str]]:
+    """Yield a row per number of micro-batches and transfer."""
+    for rounds in (1, 2, 4):
+        microbatches = rounds * num_ranks
+        for share in SHARES:
+            transfer = share * (4 if recompute else 3)
+            costs = partial(costs_of, num_ranks, transfer=transfer, recompute=recompute)
+            stock = stock_s(num_ranks, microbatches, costs)
+            strongest = min(stock, key=stock.__getitem__)
+
+            def order(ahead: int | None, microbatches: int = microbatches) -> Plan:
+                return build(
+                    "1f1b",
+                    num_ranks=num_ranks,
+                    num_segments=1,
+                    num_microbatches=microbatches,
+                    forwards_ahead=ahead,
+                )
+
+            one = costs(1)
+            bound_s = lower_bound_s(order(1), one)
+            ahead, placed = (
+                choose_order(
+                    order,
+                    one,
+                    partial(judged, one),
+                    forwards_ahead=worth_trying(one, num_ranks, microbatches),
+                    places_weight_grads=places,
+                )
+                for places in (False, True)
+            )
+            yield (
+                f"{microbatches}",
+                f"{share:.0%}",
+                f"{stock['1f1b'] / bound_s:.2f}",
+                f"{stock[strongest] / bound_s:.2f} ({strongest})",
+                f"{ahead.seconds / bound_s:.2f} (N={ahead.forwards_ahead})",
+                f"{placed.seconds / bound_s:.2f} (N={placed.forwards_ahead})",
+                f"{stock['1f1b'] / placed.seconds:.2f}",
+                f"{stock[strongest] / placed.seconds:.2f}",
+                *(f"{by_need_s(placed.plan, one, whole=w) / bound_s:.2f}" for w in (True, False)),
+            )
+
+
+def main() -> None:
+    """Print the table as Markdown."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="(4)")
+    parser.add_argument("--recompute", action="store_true", help="full recomputation")
+    args = parser.parse_args()
+    titles = [
+        *("m", "transfer", "stock default", "strongest stock", "forwards ahead"),
+        *("and weight gradients", "x default", "x strongest"),
+        *("by need, whole", "and cut"),
+    ]
+    print(f"| {' | '.join(titles)} |\n|{'--:|' * len(titles)}")
+    for row in rows(args.ranks, args.recompute):
+        print(f"| {' | '.join(row)} |")
+
+
+if __name__ == "__main__":
+    main()

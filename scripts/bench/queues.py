@@ -1,0 +1,69 @@
+"""Does a launch that waits hold up what is launched behind it, on another stream?
+
+    CUDA_DEVICE_MAX_CONNECTIONS=1 .venv/bin/python -m scripts.bench.queues
+
+One stream runs a long kernel, and a second one waits for it by an event. Then a short kernel is
+launched on a third. Prints when the short one ended: at once with a hardware queue per stream,
+behind the long one where streams share a queue, which is what `docs/gpu.md` assumes of one queue.
+Needs a GPU. **No GPU has run this.**
+"""
+
+import os
+import sys
+from typing import Any
+
+import torch
+
+LONG_CYCLES, SHORT_CYCLES = 400_000_000, 1_000
+BLOCKED = 0.5  # of the long kernel's time
+
+
+def main() -> int:
+    """Print one line; returns 2 where there is no GPU."""
+    if not torch.cuda.is_available():
+        print(
+            "queues: error: torch sees no GPU, and only a GPU has hardware queues", file=sys.stderr
+        )
+        return 2
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8, the default")
+    long_ms, short_ms = times_ms(torch.cuda)
+    print(
+        f"CUDA_DEVICE_MAX_CONNECTIONS={connections}: a launch behind a blocked launch ended after "
+        f"{short_ms:.1f} ms of {long_ms:.1f}: {verdict(long_ms, short_ms)}"
+    )
+    return 0
+
+
+def times_ms(cuda: Any) -> tuple[float, float]:
+    """Return when a long kernel ended, and a short one that was launched behind what waits for it.
+
+    Args:
+        cuda: ``torch.cuda``, or what has its streams and events and ``_sleep``.
+    """
+    first, blocked, free = cuda.Stream(), cuda.Stream(), cuda.Stream()
+    begin, long_end, short_end = (cuda.Event(enable_timing=True) for _ in range(3))
+    for stream in (first, blocked, free):  # the first launch on a stream takes longer
+        with cuda.stream(stream):
+            cuda._sleep(SHORT_CYCLES)
+    cuda.synchronize()
+    begin.record(free)
+    with cuda.stream(first):
+        cuda._sleep(LONG_CYCLES)
+        long_end.record(first)
+    blocked.wait_event(long_end)
+    with cuda.stream(blocked):
+        cuda._sleep(SHORT_CYCLES)
+    with cuda.stream(free):
+        cuda._sleep(SHORT_CYCLES)
+        short_end.record(free)
+    cuda.synchronize()
+    return begin.elapsed_time(long_end), begin.elapsed_time(short_end)
+
+
+def verdict(long_ms: float, short_ms: float) -> str:
+    """Say what the times mean."""
+    return "it waited" if short_ms > BLOCKED * long_ms else "it did not wait"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Which patches fit another version of Megatron-core, without changing this environment.
+
+    .venv/bin/python scripts/try_megatron.py            # the newest on PyPI, pre-releases too
+    .venv/bin/python scripts/try_megatron.py 0.18.2
+    .venv/bin/python scripts/try_megatron.py --folder ~/Megatron-LM
+
+Puts the version into a folder that is deleted afterwards, in front of all that Python imports.
+Applies each patch there by itself, as if it were written for that version, imports each module of
+ours, and prints what is missing. Where nothing is, it runs `tests/patches` with the version. Exits
+with 0 if all is well, 1 if not, 2 if there is no such version: a CI job can ask for the newest.
+"""
+
+import argparse
+import logging
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("megatron/fold3d/runtime", "megatron/fold3d/training", "fold3d_patches")
+_INSIDE = "--inside"  # this file calls itself with the version on its path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print what the patches lack with another version; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("version", nargs="?", help="such as 0.18.2 (default: the newest)")
+    parser.add_argument("--folder", type=Path, help="a checkout, instead of a version of PyPI")
+    parser.add_argument("--patches-only", action="store_true", help="run no tests")
+    args = parser.parse_args(argv)
+    with TemporaryDirectory(prefix="fold3d-megatron-") as temporary:
+        folder = args.folder or Path(temporary)
+        if args.folder is None and not _install(args.version, folder):
+            return 2
+        if (version := _version(folder)) is None:
+            print(f"no megatron/core/package_info.py in {folder}", file=sys.stderr)
+            return 2
+        print(f"megatron-core {version}", flush=True)
+        found = _with(folder, __file__, _INSIDE)
+        if found == 0 and not args.patches_only:
+            found = _with(folder, __file__, _INSIDE, "tests/patches")
+        return found
+
+
+def _install(version: str | None, folder: Path) -> bool:
+    """Put a version into a folder, without what it depends on: that is here already."""
+    wanted = f"megatron-core=={version}" if version else "megatron-core"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--pre"]
+    done = subprocess.run([*pip, "--target", str(folder), wanted], check=False, timeout=600)
+    return done.returncode == 0
+
+
+def _version(folder: Path) -> str | None:
+    info = folder / "megatron/core/package_info.py"
+    if not info.is_file():
+        return None
+    text = info.read_text(encoding="utf-8")
+    parts: dict[str, str] = dict(
+        re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?(\w*)", text, re.M)
+    )
+    return ".".join(parts[name] for name in ("MAJOR", "MINOR", "PATCH")) + parts["PRE_RELEASE"]
+
+
+def _with(folder: Path, *command: str) -> int:
+    path = os.pathsep.join((str(folder), str(ROOT)))
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *command],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        check=False,
+        timeout=1800,
+    ).returncode
+
+
+def inside(tests: Sequence[str]) -> int:
+    """Look at the version that this interpreter imports, or run tests with it."""
+    from packaging.specifiers import SpecifierSet
+
+    from fold3d_patches import registry
+
+    registry.MEGATRON = SpecifierSet(">=0", prereleases=True)
+    if tests:
+        import pytest
+
+        return int(pytest.main(["-q", "-p", "no:cacheprovider", *tests]))
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    lacking = [*_of_modules(), *_of_patches()]
+    print("\n".join(lacking) or "all patches fit")
+    return int(bool(lacking))
+
+
+def _of_modules() -> Iterator[str]:
+    for package in PACKAGES:
+        for file in sorted((ROOT / package).rglob("*.py")):
+            name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            try:
+                import_module(name)
+            except Exception as error:  # noqa: BLE001  (whatever it is, this version lacks it)
+                yield f"  {name}: {type(error).__name__}: {_first_line(error)}"
+
+
+def _of_patches() -> Iterator[str]:
+    from fold3d_patches.registry import apply
+    from tests.patches.test_upstream import PATCHES
+
+    for patch in PATCHES:
+        try:
+            apply([patch]).close()
+        except Exception as error:  # noqa: BLE001
+            yield f"  {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "").partition("; read what upstream changed")[0]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [_INSIDE]:
+        sys.exit(inside(sys.argv[2:]))
+    sys.exit(main())
