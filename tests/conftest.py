@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.fold3d.cli import main
-from megatron.fold3d.config.fold3d_config import add_arguments
+from megatron.fold3d.config.all_flags import add_arguments
 
 # On a machine that others use as well, how long an example takes says nothing.
 hypothesis.settings.register_profile("no deadline", deadline=None)

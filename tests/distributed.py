@@ -40,7 +40,7 @@ _PRELOAD = (
     "tests.rank_server",  # last
 )
 _GRACE_S = 5.0  # in which all ranks that fail for one reason have failed, or have dumped a stack
-_LOG_LINES = 20
+_LOG_LINES = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +207,10 @@ def _run_rank(
     with log.open("wb", buffering=0) as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+    faulthandler.enable()  # a rank that aborts says where, in its log
     stack_file = stack.open("w")  # open as long as the rank lives
     faulthandler.register(signal.SIGUSR1, stack_file)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.set_num_threads(1)
     try:
@@ -219,7 +220,7 @@ def _run_rank(
     connection.send(outcome)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

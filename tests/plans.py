@@ -1,7 +1,19 @@
-"""Plans that several tests simulate."""
+"""Plans that several tests simulate or compare with."""
 
 from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.ir import Plan
+
+# Qi et al., Figure 3, top, which counts from 1: four ranks and eight micro-batches
+ZB_H1 = [
+    "0F0 0F1 0F2 0F3 0B0 0W0 0F4 0B1 0W1 0F5 0B2 0W2 0F6 0B3 0W3 0F7 0B4 0W4 "
+    "0B5 0W5 0B6 0W6 0B7 0W7",
+    "1F0 1F1 1F2 1B0 1F3 1B1 1W0 1F4 1B2 1W1 1F5 1B3 1W2 1F6 1B4 1W3 1F7 1B5 1W4 "
+    "1B6 1W5 1B7 1W6 1W7",
+    "2F0 2F1 2B0 2F2 2B1 2F3 2B2 2W0 2F4 2B3 2W1 2F5 2B4 2W2 2F6 2B5 2W3 2F7 2B6 2W4 "
+    "2B7 2W5 2W6 2W7",
+    "3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3W0 3F4 3B4 3W1 3F5 3B5 3W2 3F6 3B6 3W3 3F7 3B7 3W4 "
+    "3W5 3W6 3W7",
+]
 
 
 def deferred_grad_sync(order: Plan) -> Plan:

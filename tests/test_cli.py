@@ -1,11 +1,13 @@
 import shlex
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from megatron.fold3d.cli import _COMMANDS
+from megatron.fold3d.commands.console import suggestion
 
 AIAO = "plan --schedule aiao --pp 2 --segments 2 --microbatches 3"
 SIMULATE = "simulate --schedule aiao --pp 2 --segments 2 --microbatches 4"
@@ -45,6 +47,11 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
             "--aiao-last-segment afab with --schedule afab: only aiao reads it",
         ),
         (f"{AIAO} --output /nowhere/plan.txt", "/nowhere/plan.txt: No such file or directory"),
+        ("serch", "no command 'serch'; did you mean search?"),
+        ("frobnicate", "no command 'frobnicate'; it is one of plan, verify, simulate, search"),
+        ("plan --schedule aiao --pp 2 --microbatches 2 --segmnts 2", "did you mean --segments?"),
+        ("plan --schedule aiao --pp 2 --microbatches 2 --segm 2", "did you mean --segments?"),
+        ("plan --sched aiao --pp 2 --microbatches 2", "--schedule; did you mean --schedule?"),
         ("verify", "the following arguments are required: --plan-file"),
         ("verify --plan-file /nowhere/plan.txt", "/nowhere/plan.txt: No such file or directory"),
         ("verify --plan-file /", "/: Is a directory"),
@@ -78,7 +85,11 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
         (f"{SEARCH} --model gpt3-18b --cluster a100x9", "do not fill nodes of 8; try 8"),
         (f"{SEARCH} --model gpt3-18b --cluster a100x8000000", "give 1000000 at most"),
         (f"{SEARCH} --model 99999-64-4 --cluster a100x8", "found num_layers=99999; give 10000"),
-        (f"{SEARCH} --model gpt-1t --cluster v100x8", "does not fit on v100x8: the smallest"),
+        pytest.param(
+            f"{SEARCH} --model gpt-1t --cluster v100x8",
+            "does not fit on v100x8: the smallest",
+            marks=pytest.mark.search,
+        ),
         (f"{SEARCH} {ON_A100} --top 0", "--top 0: show at least one"),
         (f"{SEARCH} {ON_A100} --task-overhead-s -1", "found task_overhead_s=-1.0; it is zero or"),
         (
@@ -92,6 +103,10 @@ def test_a_mistake_in_the_command_line_exits_with_2(fold3d, line: str, message: 
     code, out, err = fold3d(line)
     assert (code, out) == (2, "")
     assert message in err.splitlines()[-1]
+
+
+def test_the_version_is_that_of_the_package(fold3d):
+    assert fold3d("--version") == (0, f"fold3d {metadata.version('fold3d')}\n", "")
 
 
 def test_every_command_explains_itself_with_examples(fold3d):
@@ -151,3 +166,10 @@ def test_plans_are_made_without_loading_the_simulator(line: str):
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=200
     )
     assert result.stdout.endswith("set()\n")
+
+
+def test_a_word_that_is_nearly_an_option_or_begins_one_gets_a_suggestion():
+    known = ["--segments", "--seed", "--schedule", "--save", "--save-interval"]
+    assert suggestion(["--segmnts=2"], known) == "; did you mean --segments?"
+    assert suggestion(["--seg", "--sched"], known) == "; did you mean --segments, --schedule?"
+    assert suggestion(["--frobnicate", "2"], known) == ""

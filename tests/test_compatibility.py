@@ -17,8 +17,11 @@ from tests.end_to_end import (
     test_backward_share,
     test_checkpoints,
     test_equal_to_stock,
+    test_measured_counts,
     test_offload,
+    test_param_shards,
     test_preemptive_comm,
+    test_replicated_optimizer,
     test_without_training,
 )
 
@@ -49,9 +52,21 @@ def comparisons() -> Iterator[tuple[str, Sequence[str]]]:
     for only in test_without_training.ROWS:
         evaluating = only.command(f"{only.ours} --skip-train")
         yield f"test_without_training.py: {only}", evaluating
-    share = test_backward_share.SAVED
-    for flags in (test_backward_share.SAVES, test_backward_share.RESUMES):
-        yield f"test_backward_share.py: {share}", share.command(f"{share.ours} {flags}")
+    for share in (test_backward_share.SAVED, test_backward_share.OLD_SAVED):
+        for flags in (test_backward_share.SAVES, test_backward_share.RESUMES):
+            yield f"test_backward_share.py: {share}", share.command(f"{share.ours} {flags}")
+    for counted in test_measured_counts.ROWS:
+        yield f"test_measured_counts.py: {counted}", counted.command(counted.ours)
+    for sharded in test_param_shards.ROWS:
+        yield f"test_param_shards.py: {sharded}", sharded.command(sharded.ours)
+    sharded = test_param_shards.SAVED
+    for command in (test_checkpoints.saving, test_checkpoints.resuming):
+        yield f"test_param_shards.py: {sharded}", command(sharded, test_param_shards.AIAO, folder)
+    for whole in (*test_replicated_optimizer.ROWS, test_replicated_optimizer.AUTO):
+        yield f"test_replicated_optimizer.py: {whole}", whole.command(whole.ours)
+    whole, alone = test_replicated_optimizer.SAVED, test_replicated_optimizer.ALONE
+    for command in (test_checkpoints.saving, test_checkpoints.resuming):
+        yield f"test_replicated_optimizer.py: {whole}", command(whole, alone, folder)
     for moved in test_offload.ROWS:
         ours = f"--schedule {moved.schedule} {moved.recompute} {moved.moves}"
         yield f"test_offload.py: {moved}", moved.command(ours)

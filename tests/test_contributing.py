@@ -23,7 +23,8 @@ verify(plan)
 """,
     "A flag": """
 from argparse import ArgumentParser
-from megatron.fold3d.config.fold3d_config import Fold3DConfig, add_arguments
+from megatron.fold3d.config.all_flags import add_arguments
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
 parser = add_arguments(ArgumentParser())
 assert parser.parse_args(["--aiao-last-segment", "afab"]).aiao_last_segment == "afab"
 assert "aiao_last_segment" in Fold3DConfig.__dataclass_fields__

@@ -25,7 +25,7 @@ ROOMS = {
     "predict": ("plan", "policy", "observe"),
     "commands": ("plan", "policy", "config", "observe", "predict"),
     "training": ("plan", "policy", "config", "observe", "runtime", "predict", "commands"),
-    ".": ("commands",),
+    ".": ("commands", "training"),
 }
 FOREIGN = {
     "runtime": ("torch", "megatron.core"),
@@ -166,6 +166,16 @@ def test_rooms_have_no_two_files_of_one_name():
     assert [paths for paths in homes.values() if len(paths) > 1] == []
 
 
+def test_no_two_classes_have_one_name():
+    homes: dict[str, list[str]] = {}
+    for path in chain(*((ROOT / root).rglob("*.py") for root in ("megatron", "fold3d_patches"))):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert "Fold3DConfig" in homes
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("path", files("plan") + files("."), ids=module)
 def test_each_light_module_imports_on_its_own(path: Path):
@@ -204,8 +214,10 @@ OFF = tuple(
     f"{FOLD3D}.{name}"
     for name in (
         *("runtime.offload", "runtime.preemption", "runtime.weight_grads", "runtime.trace"),
+        *("runtime.tensor_parallel", "config.pair_flags"),
         *("runtime.grad_sync.deferred_grad_sync", "runtime.grad_sync.deferred_sync"),
         *("runtime.grad_sync.measured_shares", "runtime.transfers.host_link"),
+        "runtime.transfers.lazy_p2p",
         *("observe", "predict", "commands"),
     )
 )

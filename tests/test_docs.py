@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -76,8 +77,9 @@ def test_a_command_is_one_that_its_program_takes(
     if program == "fold3d":
         _check_fold3d(command, words, tmp_path_factory)
     elif program == "torchrun" and "fold3d" in words:
-        _takes([FOLD3D], words[words.index("fold3d") + 1 :])
-    elif program == "torchrun":
+        command_at = words.index("fold3d") + 1
+        _takes([FOLD3D, words[command_at]], words[command_at + 1 :])
+    elif program == "torchrun" or Path(words[1]).name in SCRIPTS.values():
         _check_training(parser, words)
     elif program.startswith("python"):
         _check_script(words[1:])
@@ -170,6 +172,16 @@ def _check_make(words: Sequence[str]) -> None:
     subprocess.run(["make", "--dry-run", *words[1:]], cwd=ROOT, capture_output=True, check=True)
 
 
+def _check_pip(words: Sequence[str]) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    found = re.fullmatch(r"\.(?:\[([\w-]+)\])?", words[2])
+    assert words[1] == "install"
+    assert found is not None
+    assert found[1] is None or found[1] in extras
+
+
 def _check_apt(words: Sequence[str]) -> None:
     assert [name for name in words[2:] if name not in (ROOT / ".ci/run").read_text()] == []
 
@@ -188,6 +200,7 @@ OTHERS: dict[str, Callable[[Sequence[str]], None]] = {
     "export": _check_export,
     "local_cluster.sh": _check_local_cluster,
     "make": _check_make,
+    "pip": _check_pip,
 }
 
 
@@ -246,7 +259,7 @@ def test_the_rules_of_import_are_those_that_are_tested():
     (section,) = re.findall(r"^### Who imports whom\n(.*?)^##", text, re.M | re.S)
     rows = re.findall(r"^\| `([\w.]+)` \| (.*) \| (.*) \|$", section, re.M)
     documented = {
-        "." if room == "cli.py" else room: (
+        room: (
             tuple(re.findall(r"`([\w.]+)`", inside)),
             tuple(re.findall(r"[\w.]+", outside)),
         )

@@ -18,7 +18,7 @@ def test_scheduler_keeps_its_promises_without_races_or_leaks(sanitizer: str, tmp
     make = ["make", "-s", "-j2", "-C", CSRC, f"SANITIZER={sanitizer}", f"OUT={tmp_path}"]
     done = subprocess.run(make, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
-    assert done.stdout.count(": ok") == 22
+    assert done.stdout.count(": ok") == 25
 
 
 @pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatron.fold3d.observe.training_log import Iteration
+from megatron.fold3d.observe.training_log import LoggedIteration
 from scripts.bench import compare
 from scripts.bench.summary import Run
 from scripts.bench.testbed import Link, Testbed, TestbedError
@@ -17,7 +17,7 @@ SWEEP = [Variant(f"stock-v{v}", (str(v),)) for v in (2, 4, 8)]
 
 
 def runs(variant, ms):
-    iterations = (Iteration(number=1, elapsed_ms=ms),)
+    iterations = (LoggedIteration(number=1, elapsed_ms=ms),)
     return [Run(variant=variant, round=number, iterations=iterations) for number in (0, 1)]
 
 

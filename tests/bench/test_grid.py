@@ -17,6 +17,8 @@ MS = {
     "aiao-s8-auto-bound": 130.0,
     "aiao-s8-auto-delay": 125.0,
     "aiao-s8-auto-noclip": 120.0,
+    "aiao-s8-auto-sometimes": 140.0,
+    "aiao-s8-do-replicate": 135.0,
 }
 
 
@@ -25,7 +27,10 @@ def written(tmp_path, **changes):
     entries = {}
     for name, ms in MS.items():
         for link, time_ms in (("unshaped, {}, round 0", 100.0), ("100mbit, {}, round 1", ms)):
-            iterations = [{"number": n, "elapsed_ms": time_ms, "loss": 4.0 / n} for n in (1, 2, 3)]
+            iterations = [
+                {"number": n, "elapsed_ms": time_ms, "loss": 4.0 / n, "grad_norm": 1.5 * n}
+                for n in (1, 2, 3)
+            ]
             entry = {"round": int("round 1" in link), "iterations": iterations, "warmup": 1}
             entry |= {"link_bytes": 1e6, "other_cpus": 0.0, "failure": ""}
             if "round 1" in link:
@@ -39,10 +44,11 @@ def test_a_line_has_the_exposure_of_the_default_and_the_ratios_of_ours(tmp_path)
     *_, line = grid.table(written(tmp_path), [LAYOUT]).splitlines()
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[:3] == ["pp=2 x dp=2", "100mbit", "50%"]
-    assert cells[3:9] == ["200", "150 (v8-n8-do)", "120", "130", "125", "148"]
-    assert cells[9] == "1.67 / 1.54 / 1.60 / 1.35"
-    assert cells[10] == "1.25 / 1.15 / 1.20 / 1.01"
-    assert cells[11] == "1.20 / 1.30 / 1.25 / 1.48"
+    assert cells[3:5] == ["200", "150 (v8-n8-do)"]
+    assert cells[5:12] == ["120", "130", "125", "140", "148", "135", "-"]
+    assert cells[12] == "1.67 / 1.54 / 1.60 / 1.43 / 1.35 / 1.48"
+    assert cells[13] == "1.25 / 1.15 / 1.20 / 1.07 / 1.01 / 1.11"
+    assert cells[14] == "1.20 / 1.30 / 1.25 / 1.40 / 1.48 / 1.35"
 
 
 def test_a_loss_that_differs_and_a_run_that_failed_are_said(tmp_path):
@@ -52,6 +58,14 @@ def test_a_loss_that_differs_and_a_run_that_failed_are_said(tmp_path):
     assert len(problems) == 2
     assert "aiao-s8-do, round 1: losses differ" in problems[0]
     assert problems[1] == "pp=2 x dp=2, 100mbit: stock-v8-n8: rank 0 died"
+
+
+def test_half_of_the_iterations_clip_at_the_median_norm(tmp_path):
+    found = written(tmp_path)
+    assert found._median_norm(LAYOUT) == "3"
+    other = Layout(num_ranks=2, data_parallel=4, recompute=False, rates=())
+    with pytest.raises(ValueError, match=r"pp=2 x dp=4: the default's run .* says no gradient"):
+        found._median_norm(other)
 
 
 def test_a_pipeline_without_replicas_has_no_sync_to_split():

@@ -1,6 +1,6 @@
 import pytest
 
-from megatron.fold3d.observe.training_log import Iteration, Spread
+from megatron.fold3d.observe.training_log import LoggedIteration, Spread
 from scripts.bench import summary
 from scripts.bench.summary import Run
 from scripts.bench.variants import DEFAULT, Variant
@@ -13,7 +13,7 @@ RATE_BIT_S = 80e6  # a byte takes 100 ns
 def run(variant, number, *times_ms, losses=None, link_bytes=0.0):
     """One run whose first iteration is warm-up."""
     iterations = [
-        Iteration(number=n, elapsed_ms=ms, loss=(losses or {}).get(n, 4.0 / n))
+        LoggedIteration(number=n, elapsed_ms=ms, loss=(losses or {}).get(n, 4.0 / n))
         for n, ms in enumerate((9999.0, *times_ms), 1)
     ]
     return Run(
@@ -94,5 +94,5 @@ def test_a_loss_that_is_no_number_disagrees(loss):
 
 
 def test_a_skipped_update_disagrees_with_a_loss():
-    odd = Run(variant=OURS, round=3, iterations=(Iteration(number=1, elapsed_ms=1.0),))
+    odd = Run(variant=OURS, round=3, iterations=(LoggedIteration(number=1, elapsed_ms=1.0),))
     assert len(summary.loss_disagreements([*RUNS, odd])[1]) == 1

@@ -60,6 +60,21 @@ def test_losses_that_part_are_told_with_the_iteration_and_by_how_much(fold3d, ru
     assert losses["largest"] == pytest.approx(0.1 / (10 / 20), rel=1e-5)
 
 
+@pytest.mark.parametrize("folder", ["aiao", "aiao/trace"])
+def test_logs_are_found_beside_a_folder_of_traces(fold3d, tmp_path: Path, folder: str):
+    stock, traces = tmp_path / "stock.log", tmp_path / folder
+    stock.write_text(log(1500.0))
+    write_traces(traces)
+    beside = tmp_path / ("aiao.out" if folder == "aiao" else "aiao/run.log")
+    beside.write_text(log(1000.0))
+    code, out, _ = fold3d(f"compare {stock} {traces}")
+    assert code == 0
+    assert "1.50" in out
+    beside.unlink()
+    (tmp_path / "aiao-2.out").write_text(log(1000.0))  # another run's
+    assert "no log of" in fold3d(f"compare {stock} {traces}")[1]
+
+
 def test_folders_hold_logs_of_several_starts_and_traces(fold3d, tmp_path: Path):
     """A run that was stopped after iteration 12 went on from its checkpoint of iteration 8."""
     for name, ms, slower in (("stock", 1500.0, 1.5), ("aiao", 1000.0, 1.0)):

@@ -2,13 +2,17 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.fold3d.commands.doctor import cluster_toml
 from megatron.fold3d.commands.installation import installation
+from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.runtime.measure.link_speeds import pairs
+from megatron.fold3d.training.installation_facts import architectures, connections
 from tests.distributed import run_distributed
 
 FOLD3D = "import sys; from megatron.fold3d.cli import main; sys.exit(main())"
@@ -82,6 +86,9 @@ def test_the_apex_of_pypi_is_told_from_nvidias(tmp_path: Path, monkeypatch):
     assert found("apex").verdict == "bad"
     assert "pip uninstall apex" in found("apex").fix
     (tmp_path / "apex" / "optimizers").mkdir()
+    assert found("apex").verdict == "note"
+    assert "training then runs with --no-gradient-accumulation-fusion" in found("apex").found
+    (tmp_path / "fused_weight_gradient_mlp_cuda.py").touch()
     assert found("apex").verdict == "ok"
 
 
@@ -92,14 +99,50 @@ def test_large_jobs_measure_a_ring_and_small_ones_every_pair():
 
 
 @pytest.mark.gloo
-def test_ranks_compare_notes_and_measure_their_links():
-    [(others, links), _] = run_distributed(_meet, 2)
+def test_ranks_compare_notes_and_measure_their_links_and_themselves(tmp_path: Path):
+    [(others, links, machine), _] = run_distributed(_meet, 2)
     ((source, target, latency_s, bytes_per_s),) = links
     assert (source, target) == (0, 1)
     assert 1e-6 < latency_s < 1.0
     assert bytes_per_s > 1e6
     assert [(f.verdict, f.found) for f in others] == [("note", "2.28"), ("bad", "too small")]
     assert [f.what for f in others] == ["rank 1: NCCL", "rank 1: shared memory"]
+    assert (machine["num_nodes"], machine["gpus_per_node"]) == (1, 2)
+    assert all(0 < value < 1e15 for value in machine.values())
+    keys = ("source", "target", "latency_s", "bytes_per_s")
+    file = tmp_path / "here.toml"
+    file.write_text(cluster_toml("here", machine, [dict(zip(keys, links[0], strict=True))]))
+    found = cluster(str(file))
+    assert (found.name, found.num_gpus) == ("here", 2)
+    assert found.intra_bytes_per_s == found.nic_bytes_per_s == bytes_per_s
+
+
+def test_a_cluster_file_tells_links_inside_a_node_from_those_between():
+    machine = {"num_nodes": 2, "gpus_per_node": 2, "flops_per_s": 1e12, "memory_bytes": 4e10}
+    machine |= {"host_copy_bytes_per_s": 1e9, "host_memory_bytes": 1e11}
+    rates = {(0, 1): 9e9, (2, 3): 9e9, (0, 2): 1e9, (0, 3): 1e9, (1, 2): 1e9, (1, 3): 5e8}
+    links = [
+        {"source": a, "target": b, "latency_s": 2e-5, "bytes_per_s": rate}
+        for (a, b), rate in rates.items()
+    ]
+    found = tomllib.loads(cluster_toml("two", machine, links))
+    assert (found["intra_bytes_per_s"], found["nic_bytes_per_s"]) == (9e9, 1e9)
+    assert found["host_copy_bytes_per_s"] == 2e9
+
+
+@pytest.mark.parametrize(
+    ("ranks", "file", "message"),
+    [
+        ("1", "c.toml", "--write-cluster c.toml on one rank: links between ranks are measured"),
+        ("2", "c.txt", "--write-cluster c.txt: give a .toml file in a folder that exists"),
+        ("2", "/nowhere/c.toml", "--write-cluster /nowhere/c.toml: give a .toml file"),
+    ],
+)
+def test_a_cluster_that_cannot_be_written_is_refused(fold3d, monkeypatch, ranks, file, message):
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    code, _, said = fold3d(f"doctor --write-cluster {file}")
+    assert code == 2
+    assert message in said
 
 
 def _meet() -> Any:
@@ -108,6 +151,36 @@ def _meet() -> Any:
 
     same = Finding("torch", "ok", "2.13.0")
     if os.environ["RANK"] == "0":
-        return meet([same, Finding("NCCL", "ok", "2.27")])
-    meet([same, Finding("NCCL", "ok", "2.28"), Finding("shared memory", "bad", "too small")])
+        return meet([same, Finding("NCCL", "ok", "2.27")], measures=True)
+    worse = [Finding("NCCL", "ok", "2.28"), Finding("shared memory", "bad", "too small")]
+    meet([same, *worse], measures=True)
     return None
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for", "verdict"),
+    [
+        ((8, 0), ["sm_75", "sm_80", "sm_90"], "ok"),
+        ((8, 6), ["sm_80"], "ok"),
+        ((7, 0), ["sm_75", "sm_80"], "bad"),
+        ((7, 0), ["sm_70", "compute_90"], "ok"),
+        ((12, 0), ["sm_90", "sm_120"], "ok"),
+    ],
+)
+def test_a_gpu_that_torch_has_no_kernels_for_is_named(capability, built_for, verdict):
+    finding = architectures({"a GPU": capability}, built_for, "CUDA 13.0")
+    assert finding.verdict == verdict
+    assert verdict == "ok" or "a GPU is sm_70; torch (CUDA 13.0) has sm_75" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("setting", "verdict"),
+    [
+        ({}, "ok"),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, "ok"),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "note"),
+        ({"CUDA_LAUNCH_BLOCKING": "1"}, "bad"),
+    ],
+)
+def test_settings_of_launches_are_judged(setting, verdict):
+    assert connections(setting).verdict == verdict

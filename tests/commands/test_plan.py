@@ -1,5 +1,7 @@
 import json
 
+from tests.plans import ZB_H1
+
 AIAO = "plan --schedule aiao --pp 2 --segments 2 --microbatches 3"
 
 
@@ -52,7 +54,7 @@ def test_the_group_size_reaches_the_schedule(fold3d):
 
 def test_zero_bubble_prints_its_weight_gradients(fold3d):
     _, out, _ = fold3d("plan --schedule zb-h1 --pp 4 --microbatches 8 --compute-only")
-    assert out.splitlines()[2].startswith("2F0 2F1 2B0 2F2 2B1 2F3 2B2 2W0 2F4 2B3 2W1")
+    assert out.splitlines() == ZB_H1
     code, _, err = fold3d("plan --schedule zb-h1 --pp 4 --microbatches 8 --delay-weight-grads 0")
     assert code == 2
     assert "--delay-weight-grads 0 with --schedule zb-h1: it has all weight gradients apart" in err
@@ -70,9 +72,13 @@ def test_stages_can_recompute_early(fold3d):
 def test_more_forwards_run_ahead(fold3d):
     line = "plan --schedule 1f1b --pp 2 --microbatches 4 --compute-only"
     assert fold3d(f"{line} --forwards-ahead 3")[1].startswith("0F0 0F1 0F2 0F3 0B0 0B1")
-    code, _, err = fold3d(f"{line} --forwards-ahead auto")
-    assert code == 2
-    assert "--forwards-ahead" in err
+    line = "plan --schedule interleaved --pp 4 --segments 2 --microbatches 8 --compute-only"
+    groups = f"{line} --group-size 8"
+    assert fold3d(f"{groups} --forwards-ahead 2") == fold3d(groups)
+    assert fold3d(f"{groups} --forwards-ahead 3") != fold3d(groups)
+    # Rank 0 of two groups of four needs the last rank's results for more than eight ahead.
+    first, _ = fold3d(f"{line} --forwards-ahead 9")[1].split("\n", 1)
+    assert first.index("4B0") == first.index("4F3 0F4 0F5 0F6 0F7 4F4 4B0") + 24
 
 
 def test_plan_as_json_holds_sizes_and_programs(fold3d):
@@ -86,3 +92,28 @@ def test_plan_as_json_holds_sizes_and_programs(fold3d):
         "peak_activations": [1, 1],
         "programs": [["0F0", "0B0"], ["1F0", "1B0"]],
     }
+
+
+def test_auto_prints_the_order_that_takes_least_time(fold3d):
+    line = "plan --schedule 1f1b --pp 4 --microbatches 8 --compute-only"
+    _, zero_bubble, _ = fold3d(line.replace("1f1b", "zb-h1"))
+    _, placed, _ = fold3d(f"{line} --delay-weight-grads auto")
+    assert placed == zero_bubble  # a forward takes 1, a backward 1 and weight gradients 1
+    line = line.replace("8", "16")
+    _, further, _ = fold3d(f"{line} --forwards-ahead auto --p2p-s 1.25")
+    _, three, _ = fold3d(f"{line} --forwards-ahead 3")
+    assert further == three
+    code, _, err = fold3d(f"{line} --p2p-s 1")
+    assert code == 2
+    assert "--p2p-s without an auto" in err
+
+
+def test_parameters_can_be_whole_only_while_their_stage_computes(fold3d):
+    line = "plan --schedule aiao --pp 1 --segments 3 --microbatches 1 --shard-segments weights"
+    code, out, err = fold3d(f"{line} --compute-only")
+    assert (code, err) == (0, "")
+    assert out == (
+        "0GATHER_PARAM 1GATHER_PARAM 0WAIT_PARAM 0F0 0FREE_PARAM 2GATHER_PARAM 1WAIT_PARAM 1F0 "
+        "2WAIT_PARAM 2F0 2B0 2FREE_PARAM_B 0GATHER_PARAM_B 1B0 1FREE_PARAM_B "
+        "0WAIT_PARAM_B 0B0 0FREE_PARAM_B\n"
+    )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from tests.commands.traces import write_traces
 
 
@@ -46,6 +47,17 @@ def test_a_model_and_a_peak_give_throughput_and_utilisation(fold3d, folder: Path
     measured = json.loads(out)["measured"]
     assert measured["utilisation"] == pytest.approx(measured["flops_per_gpu_s"] / 312e12)
     assert measured["device_bytes"] == 3 << 30
+
+
+def test_a_trace_tells_the_model_and_the_batch_by_itself(fold3d, tmp_path: Path):
+    shape = model_shape("12-1024-16-512")
+    write_traces(tmp_path, flops=4 * 3 * sum(shape.stage_flops(1)))
+    line = f"trace {tmp_path} --peak-tflops 312 --json"
+    told, given = (
+        json.loads(fold3d(f"{line} {model}")[1])["measured"]["utilisation"]
+        for model in ("", f"--model {shape.name} --micro-batch-size 4")
+    )
+    assert told == given > 0
 
 
 def test_counters_of_ranks_are_shown(fold3d, tmp_path: Path):
@@ -165,9 +177,11 @@ def _replaced(pattern: str, by: str) -> Callable[[str], str]:
         (_replaced('"version":1', '"version":2'), "found version 2, this is for 1"),
         (_replaced('"num_ranks":2', '"num_ranks":0'), "found num_ranks=0; it is above zero"),
         (_replaced('"pp_rank":1', '"pp_rank":2'), "found pp_rank=2 of num_ranks=2"),
+        (_replaced('"num_segments":2', '"num_segments":1000000000'), "; at most 10000"),
         (_replaced('"schedule":"aiao"', '"schedule":5'), "found schedule=5; it is text"),
         (_replaced('"iteration":5', '"iteration":4'), "found iterations [4, 4]; each is there"),
         (_replaced(r'"end_s":[\d.]+', '"end_s":NaN'), "found end_s=nan; it is a number"),
+        (_replaced('"pp_rank":1', f'"pp_rank":{10**400}'), "it is a number"),
         (
             _replaced('"gpu_memory_bytes":\\d+', '"gpu_memory_bytes":"x"'),
             "found 'x' in iteration 4",
@@ -192,3 +206,59 @@ def test_a_file_of_a_rank_that_is_no_text_is_named(fold3d, folder: Path):
     bad.write_bytes(b"\xff\xfe")
     code, out, err = fold3d(f"trace {folder}")
     assert (code, out, err) == (2, "", f"fold3d trace: {bad}: not text in UTF-8\n")
+
+
+def test_a_trace_that_claims_a_billion_ranks_ends_at_once(fold3d, tmp_path: Path):
+    write_traces(tmp_path, with_plan=False)
+    for file in tmp_path.glob("rank-*.json"):
+        file.write_text(file.read_text().replace('"num_ranks":2', '"num_ranks":1000000000'))
+    code, out, err = fold3d(f"trace {tmp_path}")
+    assert (code, out) == (2, "")
+    assert "found traces of 2 ranks, none of pipeline rank 2; collect" in err
+
+
+@pytest.mark.parametrize(
+    ("action", "in_plan", "message"),
+    [
+        ("999999999F0", False, "found actions of 500000000 segments in a trace of 2; trace again"),
+        ("0F999999999", False, "not simulated: .* forwards; trace whole iterations"),
+        ("999999999F0", True, "not simulated: .* forwards; trace whole iterations"),
+        ("0F999999999", True, "not simulated: .* forwards; trace whole iterations"),
+    ],
+)
+def test_a_trace_that_claims_a_billion_actions_costs_no_more_than_another(
+    fold3d, tmp_path: Path, action: str, in_plan: bool, message: str
+):
+    write_traces(tmp_path, with_plan=in_plan)
+    for file in tmp_path.glob("rank-*.json"):
+        trace = json.loads(file.read_text())
+        if in_plan:
+            trace["plan"] = action
+        else:
+            trace["iterations"][0]["events"][0][0] = action
+        file.write_text(json.dumps(trace))
+    code, _, err = fold3d(f"trace {tmp_path}")
+    assert re.search(message, err), err
+    assert err.count("\n") == 1
+    assert code == (0 if "not simulated" in message else 2)
+
+
+def test_the_page_runs_nothing_that_a_trace_contains(fold3d, tmp_path: Path):
+    attack = "</script><!--<script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
+    write_traces(tmp_path, with_plan=False)
+    for file in tmp_path.glob("rank-*.json"):
+        trace = json.loads(file.read_text())
+        trace["schedule"] = attack
+        for row in trace["iterations"]:
+            row["counts"][attack] = 1.0
+            row["events"].append([attack, 0.001, 0.002, "wait"])
+        file.write_text(json.dumps(trace))
+    code, _, err = fold3d(f"trace {tmp_path}")
+    assert (code, err) == (0, "")
+    html = (tmp_path / "timeline.html").read_text()
+    assert len(re.findall("<script", html)) == len(re.findall("</script", html)) == 2
+    assert "<img" not in html
+    assert "<!--" not in html
+    json.loads(re.search(r'<script id="data".*?>(.*?)</script>', html)[1])
+    # The browser itself is told to load nothing.
+    assert "default-src 'none'" in html

@@ -77,10 +77,10 @@ def test_verify_shows_the_grid_with_the_wrong_cell_marked(fold3d, tmp_path: Path
 
 
 @pytest.mark.parametrize("path", [os.devnull, sys.executable])
-def test_a_file_that_holds_no_plan_is_rejected(fold3d, path: str):
+def test_a_file_that_holds_no_plan_is_one_that_cannot_be_read(fold3d, path: str):
     code, out, err = fold3d(f"verify --plan-file {path}")
-    assert (code, out) == (1, "")
-    assert err.startswith(f"{path}: ")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"fold3d verify: {path}: ")
     assert err.count("\n") == 1
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fold3d.config.backward_share_flags import REFUSALS
+from megatron.fold3d.config.backward_share_refusals import REFUSALS
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.refusals import Refusal
 
@@ -39,6 +39,17 @@ def test_a_share_from_0_to_1_is_taken(parse: Parse, share: float) -> None:
 
 def test_auto_begins_with_half_until_something_is_measured(parse: Parse) -> None:
     config = Fold3DConfig.from_args(parse(f"{NEEDED} --backward-share auto"))
+    assert (config.backward_share, config.auto_share) == (0.5, True)
+
+
+def test_an_automatic_share_of_the_distributed_optimizer_is_all_unless_weights_are_delayed(
+    parse: Parse,
+) -> None:
+    sharded = f"{NEEDED} --backward-share auto --use-distributed-optimizer --segments 2"
+    config = Fold3DConfig.from_args(parse(sharded))
+    assert (config.backward_share, config.auto_share) == (1.0, False)
+    delayed = "--delay-weight-grads 1 --transformer-impl local --no-gradient-accumulation-fusion"
+    config = Fold3DConfig.from_args(parse(f"{sharded} {delayed}"))
     assert (config.backward_share, config.auto_share) == (0.5, True)
     assert not Fold3DConfig.from_args(parse(NEEDED)).auto_share
 

@@ -27,6 +27,24 @@ def test_segments_are_cut_where_no_checkpoint_depends_on_it(
 
 
 @pytest.mark.parametrize(
+    ("device", "connections", "cuts"),
+    [("cuda", "1", False), ("cuda", "8", True), ("cuda", None, True), ("cpu", "1", True)],
+)
+def test_nothing_is_cut_where_all_streams_share_one_hardware_queue(
+    parser: ArgumentParser,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    connections: str | None,
+    cuts: bool,
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if connections is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    args = parser.parse_args(f"{OVERLAP} --device {device}".split())
+    assert Fold3DConfig.from_args(args).cuts_every_segment is cuts
+
+
+@pytest.mark.parametrize(
     ("flags", "gathers"), [("", True), ("--no-align-param-gather", False)], ids=["plan", "hooks"]
 )
 def test_the_plan_gathers_parameters_unless_hooks_do(

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fold3d.config.fold3d_config import Fold3DConfig, megatron_defaults
+from megatron.fold3d.config.all_flags import megatron_defaults
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.minimum_sizes import _SIZES
 from megatron.fold3d.config.refusals import OURS, REFUSALS, Refusal, refusals
 from megatron.fold3d.plan.schedules import SCHEDULES
@@ -123,6 +124,7 @@ def test_the_default_is_stock_megatron(parse: Parse) -> None:
         distributed_timeout_minutes=10,
         dp_slice_bytes=8 << 20,
         auto_slices=True,
+        has_engine_modules=True,
         clips_or_scales=True,  # it clips by default
     )
     assert megatron_defaults(args) == {}
@@ -144,7 +146,9 @@ def test_every_flag_reaches_the_configuration(parse: Parse, tmp_path: Path) -> N
         distributed_timeout_minutes=3,
         dp_slice_bytes=512 << 10,
         auto_slices=True,
+        has_engine_modules=True,
         clips_or_scales=True,
+        ties_embeddings=True,
     )
     grouped = parse(
         "--schedule interleaved --segments 2 --pipeline-model-parallel-size 2 "
@@ -167,8 +171,8 @@ def test_every_schedule_of_the_library_can_be_asked_for(parse: Parse, schedule: 
 @pytest.mark.parametrize(
     ("flags", "found"),
     [
-        ("--schedule stock", "3 with --schedule stock: only 1f1b and aiao read it"),
-        ("--schedule interleaved", "3 with --schedule interleaved: only 1f1b and aiao read it"),
+        ("--schedule stock", "3 with --schedule stock: only 1f1b, aiao, interleaved read it"),
+        ("--schedule afab", "3 with --schedule afab: only 1f1b, aiao, interleaved read it"),
         ("--schedule aiao --aiao-last-segment afab", "3 with --aiao-last-segment afab: "),
         ("--schedule 1f1b --forwards-ahead 0", "0: a rank runs at least one forward ahead"),
     ],
@@ -178,13 +182,18 @@ def test_forwards_ahead_that_nothing_reads_are_refused(
 ) -> None:
     problem = only_problem(parse(f"--forwards-ahead 3 {flags} {TWO_RANKS}"))
     assert problem.startswith(f"--forwards-ahead {found}")
-    assert Fold3DConfig.from_args(parse("--schedule 1f1b --forwards-ahead 3")).forwards_ahead == 3
+    given = Fold3DConfig.from_args(parse("--schedule 1f1b --forwards-ahead 3"))
+    assert (given.forwards_ahead, given.auto_ahead) == (3, False)
+    auto = Fold3DConfig.from_args(parse("--schedule interleaved --forwards-ahead auto"))
+    assert (auto.forwards_ahead, auto.auto_ahead) == (None, True)
+    both = parse(f"--schedule aiao --forwards-ahead auto --offload-activations on {TWO_RANKS}")
+    assert any("auto with --offload-activations on: each" in line for line in problems(both))
 
 
 @pytest.mark.processes
 def test_the_configuration_loads_neither_torch_nor_megatron_core() -> None:
     code = (
-        "import sys, megatron.fold3d.config.fold3d_config\n"
+        "import sys, megatron.fold3d.config.all_flags\n"
         "print([m for m in ('torch', 'numpy', 'megatron.core') if m in sys.modules])"
     )
     run = subprocess.run(

@@ -18,20 +18,25 @@ def problem(parser: ArgumentParser, flags: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "setting",
-    ["CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "NCCL_LAUNCH_ORDER_IMPLICIT"],
+    ("setting", "value"),
+    [
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "8"),
+        ("NCCL_LAUNCH_ORDER_IMPLICIT", "1"),
+    ],
 )
 def test_what_may_hang_preemption_is_refused_on_gpus(
-    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch, setting: str
+    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch, setting: str, value: str
 ) -> None:
-    monkeypatch.setenv(setting, "1")
-    assert problem(parser, "--preemptive-comm").startswith(f"{setting}=1 with --preemptive-comm: ")
+    monkeypatch.setenv(setting, value)
+    found = f"{setting}={value} with --preemptive-comm: "
+    assert problem(parser, "--preemptive-comm").startswith(found)
     for harmless in (NEEDED, f"{PREEMPTS} --device cpu"):
         Fold3DConfig.from_args(parser.parse_args(harmless.split()))
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("CUDA_DEVICE_MAX_CONNECTIONS", "8"), ("CUDA_LAUNCH_BLOCKING", "0")]
+    ("setting", "value"), [("CUDA_DEVICE_MAX_CONNECTIONS", "32"), ("CUDA_LAUNCH_BLOCKING", "0")]
 )
 def test_environment_variables_that_do_not_hang_preemption_are_accepted(
     parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch, setting: str, value: str

@@ -30,6 +30,10 @@ def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
             f"--schedule aiao {ON} {FULL} 1 --distribute-saved-activations",
             "--offload-activations on with --distribute-saved-activations",
         ),
+        (
+            f"--schedule aiao {ON} {FULL} 1 --fp8-format hybrid",
+            "--offload-activations on with --fp8-format hybrid and full recomputation",
+        ),
         ("--schedule aiao --offload-activations auto", "auto without recomputation"),
         (f"--schedule aiao {ON}", "on without recomputation"),
         ("--schedule aiao --lazy-inter-segment", "--lazy-inter-segment with one segment"),

@@ -103,6 +103,11 @@ def test_a_tokenizer_needs_its_vocabulary(problems: Problems, tokenizer: str, pr
         ("--optimizer lion", "--optimizer lion: it is in the package emerging-optimizers"),
         ("--wandb-project a", "--wandb-project a without --wandb-exp-name: a run has a name"),
         ("--rerun-mode report_stats", "--rerun-mode report_stats: Megatron 0.19.2 has no mode"),
+        (
+            "--mtp-num-layers 1 --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 2",
+            "--recompute-num-layers 2 with --mtp-num-layers 1 and --recompute-method uniform",
+        ),
         ("--num-workers -1", "--num-workers -1: it is a number of processes"),
         ("--train-samples 8", "--train-iters 10 with --train-samples 8: both say how long"),
         ("--lr-warmup-iters 10", "--lr-warmup-iters 10 with --train-iters 10: the learning rate"),

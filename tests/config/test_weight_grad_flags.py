@@ -1,6 +1,8 @@
 """What ``--delay-weight-grads`` accepts."""
 
 from argparse import ArgumentError, ArgumentParser
+from contextlib import nullcontext
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ MODEL = (
     "--max-position-embeddings 32 --micro-batch-size 2 --pipeline-model-parallel-size 2"
 )
 AIAO = "--schedule aiao --segments 4 --transformer-impl local --no-gradient-accumulation-fusion"
+ENGINE = "--schedule aiao --segments 4 --delay-weight-grads 1 --transformer-impl transformer_engine"
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 
@@ -24,6 +27,21 @@ def test_segments_are_read_in_any_order(parser: ArgumentParser):
     assert config(parser, f"{AIAO} --delay-weight-grads 2,1").delay_weight_grads == (1, 2)
 
 
+LOCAL = "--transformer-impl local --no-gradient-accumulation-fusion"
+
+
+def test_auto_may_split_every_segment(parser: ArgumentParser):
+    auto = config(parser, f"{AIAO} --delay-weight-grads auto --most-activations 9")
+    assert (auto.delay_weight_grads, auto.auto_weight_grads) == ((0, 1, 2, 3), True)
+    assert auto.most_activations == 9
+    for line in (
+        "--delay-weight-grads 1 --most-activations 9",
+        "--delay-weight-grads auto --most-activations 0",
+    ):
+        with pytest.raises(ValueError, match=r"--most-activations .: it limits .*; give both"):
+            config(parser, f"{AIAO} {line}")
+
+
 @pytest.mark.parametrize(
     ("line", "found"),
     [
@@ -31,10 +49,25 @@ def test_segments_are_read_in_any_order(parser: ArgumentParser):
         (f"{AIAO} --delay-weight-grads 1,4", "1,4: there is no segment 4, a rank holds 4"),
         (f"{AIAO} --delay-weight-grads -1", "there is no segment -1"),
         (f"{AIAO} --segments auto --delay-weight-grads 1", "1 with --segments auto"),
+        (f"{AIAO} --segments auto --delay-weight-grads auto", "auto with --segments auto"),
+        ("--schedule zb-h1 --delay-weight-grads auto " + LOCAL, "auto with --schedule zb-h1"),
+        ("--delay-weight-grads auto", "auto with --schedule stock"),
         (
-            f"{AIAO} --delay-weight-grads 1 --transformer-impl transformer_engine",
-            "1 with --transformer-impl transformer_engine",
+            f"{AIAO} --delay-weight-grads 1 --transformer-impl inference_optimized",
+            "1 with --transformer-impl inference_optimized",
         ),
+        (f"{ENGINE} --tp-comm-overlap --sequence-parallel", "1 with --tp-comm-overlap"),
+        (
+            f"{ENGINE} --use-transformer-engine-op-fuser",
+            "1 with --use-transformer-engine-op-fuser",
+        ),
+        (f"{ENGINE} --mtp-use-repeated-layer", "1 with --mtp-use-repeated-layer"),
+        (
+            f"{ENGINE} --overlap-dispatch-backward-with-experts-wgrad",
+            "1 with --overlap-dispatch-backward-with-experts-wgrad",
+        ),
+        (f"{ENGINE} --num-experts 4", "1 with --num-experts 4 and biases"),
+        (f"{ENGINE} --offload-activations on", "1 with --offload-activations on"),
         (f"{AIAO} --delay-weight-grads 1 --num-experts 4", "1 with --num-experts 4"),
         (
             f"{AIAO} --delay-weight-grads 1 --offload-activations on",
@@ -55,7 +88,23 @@ def test_flags_that_delayed_weight_grads_exclude_are_refused_with_a_fix(
     assert "; " in reason
 
 
-LOCAL = "--transformer-impl local --no-gradient-accumulation-fusion"
+def test_transformer_engine_splits_fused_backwards_and_experts(parser: ArgumentParser):
+    for more in ("", "--num-experts 4 --moe-grouped-gemm --disable-bias-linear"):
+        found = config(parser, f"{ENGINE} {more}")
+        assert (found.delay_weight_grads, found.has_engine_modules) == ((1,), True)
+
+
+def test_an_old_transformer_engine_is_refused(
+    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch
+):
+    for version, is_refused in (("2.7.0", True), ("2.8.0+abc", False), ("2.11.1", False)):
+        monkeypatch.setattr(metadata, "version", lambda _, version=version: version)
+        with (
+            pytest.raises(ValueError, match=r"Transformer Engine 2\.7: its split .* from 2\.8 on;")
+            if is_refused
+            else nullcontext()
+        ):
+            config(parser, ENGINE)
 
 
 def test_zero_bubble_splits_the_backwards_of_its_segment(parser: ArgumentParser):
@@ -65,7 +114,10 @@ def test_zero_bubble_splits_the_backwards_of_its_segment(parser: ArgumentParser)
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("--schedule zb-h1 --no-gradient-accumulation-fusion", "with --transformer-impl"),
+        (
+            f"--schedule zb-h1 {LOCAL} --transformer-impl inference_optimized",
+            "with --transformer-impl",
+        ),
         ("--schedule zb-h2 --transformer-impl local", "with fused weight gradients"),
         (f"--schedule zb-h1 {LOCAL} --num-experts 4", "with --num-experts 4"),
         (f"--schedule zb-h1 {LOCAL} --offload-activations on", "with --offload-activations on"),
@@ -90,5 +142,9 @@ def test_delay_weight_grads_refuses_text_that_is_no_list_of_segments(
 
 def test_compatibility_page_lists_what_delayed_weight_grads_exclude():
     page = PAGE.read_text()
-    for option in ("--transformer-impl", "--gradient-accumulation-fusion", "--num-experts"):
+    for option in (
+        *("--transformer-impl", "--gradient-accumulation-fusion", "--num-experts"),
+        *("--tp-comm-overlap", "--use-transformer-engine-op-fuser", "--mtp-use-repeated-layer"),
+        *("--overlap-dispatch-backward-with-experts-wgrad", "--disable-bias-linear"),
+    ):
         assert option in page.split("## With `--delay-weight-grads`")[1]

@@ -61,8 +61,10 @@ class Row:
     def command(self, scheduled: str) -> tuple[str, ...]:
         layout = (
             f"--pipeline-model-parallel-size {self.pp} --segments {self.segments} "
-            f"--global-batch-size {4 * self.dp} --clip-grad {self.clip}"
+            f"--clip-grad {self.clip}"
         )
+        if "--step-batch-size-schedule" not in self.flags:
+            layout += f" --global-batch-size {4 * self.dp}"
         return tuple(shlex.split(f"{MODEL} {layout} {self.evaluation} {self.flags} {scheduled}"))
 
 
@@ -73,6 +75,20 @@ SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 TO_HOST = "--offload-activations on --lazy-inter-segment"
 
 FP16 = "--fp16 --initial-loss-scale 524288 --hysteresis 1"
+
+ZERO = "--use-distributed-optimizer"
+
+SHARDED = f"{ZERO} --overlap-param-gather"
+
+NOT_ALIGNED = f"{SHARDED} --no-align-param-gather"
+
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+PER_TOKEN = "--calculate-per-token-loss"
+
+RAMP_UP = "--step-batch-size-schedule '0:4 128:8'"  # thresholds count tokens
+
+ONE = "--schedule 1f1b --backward-share"
 
 ROWS = (
     Row(ours=f"{AIAO} 0 --aiao-last-segment afab"),
@@ -85,17 +101,37 @@ ROWS = (
     Row(ours=f"{AIAO} 0.5 --delay-weight-grads 1,2", flags="", clip=2.2, whole=4, segments=4),
     Row(ours="--schedule zb-h2 --backward-share 0.5", flags="--bf16", segments=1),
     Row(ours="--schedule interleaved --backward-share 0.3", evaluation="--eval-iters 0"),
+    Row(ours=f"{AIAO} 0.5 --forwards-ahead auto --delay-weight-grads auto"),
     Row(ours="--schedule 1f1b --backward-share 0.5", flags="", pp=1, segments=1),
     # Clipping: some steps are clipped, some could be, some cannot.
     Row(ours=f"{AIAO} 0.5", flags="", clip=2.2, whole=3),
+    Row(ours=f"{AIAO} 0.5 --dp-slices on", flags="", clip=2.2, whole=3),
+    Row(ours=f"{AIAO} auto --dp-slices on", flags="--bf16 --no-align-grad-reduce", segments=4),
     Row(ours=f"{AIAO} 0.5", flags=f"{UNTIED} --bf16", clip=2.2, whole=5),
     Row(ours="--schedule 1f1b --backward-share 0.5", flags=SP, pp=1, segments=1, clip=2.2, whole=4),
     Row(ours=f"{AIAO} 0.5", flags="--calculate-per-token-loss", clip=2.2, whole=3),
     # Loss scaling: the first two steps overflow and are skipped.
     Row(ours=f"{AIAO} 0.5", flags=FP16, clip=2.2, whole=4, skipped=2),
+    # The distributed optimizer: no step is clipped, and none could be; some are; all are.
+    Row(ours=f"{AIAO} 0.3", flags=f"{UNTIED} {SHARDED}", clip=100, segments=4),
+    Row(ours=f"{AIAO} 0.5", flags=f"{SHARDED} --bf16", clip=2.2, whole=3),
+    Row(ours=f"{AIAO} 0.5 --dp-slices on", flags=f"{SHARDED} --bf16", clip=2.2, whole=3),
+    Row(ours=f"{AIAO} auto", flags=f"{SHARDED} {FULL}", clip=0.1, whole=6),
+    Row(ours=f"{AIAO} 0.5", flags=f"{SHARDED} {FP16}", clip=2.2, whole=4, skipped=2),
+    Row(ours=f"{ONE} 0.5", flags=f"{ZERO} {PER_TOKEN}", pp=1, segments=1, clip=2.2, whole=5),
+    Row(ours=f"{ONE} 0.5", flags=f"{SP} {NOT_ALIGNED}", pp=1, segments=1, clip=2.2, whole=4),
+    Row(ours=f"{ONE} 0.5", flags=f"{SHARDED} {RAMP_UP}", pp=1, segments=1),
 )
 SAVED = Row(ours=f"{AIAO} 0.5", flags="--bf16", clip=2.2)
-SAVES, RESUMES = "--save {folder} --save-interval 4", "--load {folder} --ckpt-step 4"
+SHARDED_SAVED = Row(ours=f"{AIAO} 0.5", flags=f"{SHARDED} --bf16", clip=2.2)
+ALONE_SAVED = replace(SHARDED_SAVED, ours=f"{ONE} 0.5", pp=1, segments=1)
+OLD_SAVED = replace(ALONE_SAVED, flags=f"{ZERO} --bf16 --ckpt-format torch")
+SHARDED_CASES = (
+    (SHARDED_SAVED, SHARDED_SAVED.ours, "--schedule stock"),
+    (ALONE_SAVED, "--schedule stock", ALONE_SAVED.ours),
+    (OLD_SAVED, OLD_SAVED.ours, "--schedule stock"),
+)
+SAVES, RESUMES = "--save {folder} --save-interval 4", "--load {folder}"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -108,6 +144,10 @@ def test_losses_norms_and_parameters_are_those_of_stock(row: Row) -> None:
     (speaker,) = (run for run in ours if run.steps)
     assert speaker.steps == [(6 - row.whole, row.whole)]
     assert len(speaker.norms) == 6 - row.whole
+    # After a step that waited for all gradients, and at the start, nothing is kept back.
+    conditional = row.clip > 0 or FP16 in row.flags
+    was_late = [not conditional, *(iteration in speaker.norms for iteration in range(1, 6))]
+    assert speaker.keeps_back == was_late
     assert sum(float.fromhex(i["skipped"]) for i in stock[0].record.iterations) == row.skipped
     for iteration, norm in speaker.norms.items():
         # The same squares, summed segment by segment.
@@ -140,14 +180,30 @@ def test_four_replicas_differ_from_stock_by_rounding() -> None:
 
 @pytest.mark.parametrize("resumes", ["--schedule stock", f"{AIAO} 0.5"])
 def test_a_checkpoint_holds_what_stock_would_have_written(resumes: str, tmp_path: Path) -> None:
-    row = SAVED
-    saved = row.command(f"{row.ours} {SAVES.format(folder=tmp_path)}")
-    resumed = row.command(f"{resumes} {RESUMES.format(folder=tmp_path)}")
-    stock = _stock(4, row.command("--schedule stock"))
+    save_and_resume(SAVED, SAVED.ours, resumes, tmp_path)
 
-    assert differences(*_comparable(run_distributed(train_and_listen, 4, saved), stock)) == []
+
+@pytest.mark.parametrize(("row", "saves", "resumes"), SHARDED_CASES, ids=str)
+def test_a_checkpoint_of_shards_is_that_of_stocks_distributed_optimizer(
+    row: Row, saves: str, resumes: str, tmp_path: Path
+) -> None:
+    save_and_resume(row, saves, resumes, tmp_path)
+
+
+def save_and_resume(row: Row, saves: str, resumes: str, folder: Path) -> None:
+    """Save after four iterations, go on to the end, resume: both must end as stock does."""
+    num_ranks = row.pp * row.dp
+    saved = row.command(f"{saves} {SAVES.format(folder=folder)}")
+    resumed = row.command(f"{resumes} {RESUMES.format(folder=folder)}")
+    stock = _stock(num_ranks, row.command("--schedule stock"))
+
+    ours = run_distributed(train_and_listen, num_ranks, saved)
+    assert differences(*_comparable(ours, stock)) == []
+    # Resume from here, and not from the end.
+    (folder / "latest_checkpointed_iteration.txt").write_text("4")
     stock = [run.since(4) for run in stock]
-    assert differences(*_comparable(run_distributed(train_and_listen, 4, resumed), stock)) == []
+    ours = run_distributed(train_and_listen, num_ranks, resumed)
+    assert differences(*_comparable(ours, stock)) == []
 
 
 @pytest.mark.parametrize("of", ["namespace", "optimizer"])
@@ -180,12 +236,18 @@ def test_shares_may_change_from_one_iteration_to_the_next() -> None:
     assert differences(*_comparable(ours, _stock(4, row.command("--schedule stock")))) == []
 
 
-def test_shares_that_are_measured_anew_in_each_iteration_change_no_result() -> None:
-    row = Row(ours="--schedule aiao --backward-share auto", flags="", clip=2.2)
-    ours, decided = zip(
+@pytest.mark.parametrize(
+    ("ours", "flags"),
+    [(f"{AIAO} auto", ""), (f"{AIAO} auto --delay-weight-grads 1", f"{SHARDED} --bf16")],
+)
+def test_shares_that_are_measured_anew_in_each_iteration_change_no_result(
+    ours: str, flags: str
+) -> None:
+    row = Row(ours=ours, flags=flags, clip=2.2)
+    trained, decided = zip(
         *run_distributed(train_and_decide_often, 4, row.command(row.ours)), strict=True
     )
-    assert differences(*_comparable(ours, _stock(4, row.command("--schedule stock")))) == []
+    assert differences(*_comparable(trained, _stock(4, row.command("--schedule stock")))) == []
     # Of each stage's two replicas the first one tells, twice, what both have decided.
     assert [len(told) for told in decided] == [2, 0, 2, 0]
     assert "the first measured" in decided[0][0]
@@ -199,6 +261,7 @@ class Heard:
     norms: dict[int, float]
     bounds: dict[int, float]
     steps: list[tuple[int, int]]
+    keeps_back: list[bool]  # by iteration, whether some of DP.sync may stay for the next one
 
     def since(self, iteration: int) -> "Heard":
         """Return the run without its first iterations and its first evaluation."""
@@ -292,6 +355,17 @@ def train_and_listen(argv: Sequence[str]) -> Heard:
     norms: dict[int, float] = {}
     bounds: dict[int, float] = {}
     steps: list[tuple[int, int]] = []
+    keeps_back: list[bool] = []
+
+    from megatron.fold3d.runtime.grad_sync.deferred_reductions import DeferredReductions
+
+    update = DeferredReductions.update_shares
+
+    def noted(self: DeferredReductions, *, whole: bool) -> None:
+        keeps_back.append(not whole)
+        update(self, whole=whole)
+
+    DeferredReductions.update_shares = noted
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -304,7 +378,7 @@ def train_and_listen(argv: Sequence[str]) -> Heard:
     logger = logging.getLogger("megatron.fold3d.runtime.grad_sync.deferred_sync")
     logger.setLevel(logging.INFO)
     logger.addHandler(Listener())
-    return Heard(train(argv), norms, bounds, steps)
+    return Heard(train(argv), norms, bounds, steps, keeps_back)
 
 
 @functools.cache

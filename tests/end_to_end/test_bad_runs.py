@@ -96,7 +96,19 @@ def test_a_plan_that_cannot_run_is_refused_before_training(
 
 def test_missing_data_is_refused() -> None:
     argv = [word for word in ROW.command(AIAO) if word != "--mock-data"]
-    _refused([*argv, "--data-path", "/nowhere/corpus"], "/nowhere/corpus")
+    codes, said = zip(
+        *run_distributed(_refusal_and_log, 2, [*argv, "--data-path", "1.0", "/nowhere/corpus"]),
+        strict=True,
+    )
+    assert codes == (2, 2)
+    assert "no data at /nowhere/corpus: --data-path takes" in said[0]
+    assert "arguments ---" not in said[0]  # before Megatron prints its eight hundred
+
+
+def _refusal_and_log(argv: Sequence[str]) -> tuple[int, str]:
+    with contextlib.redirect_stdout(io.StringIO()) as log:
+        code, said = _refusal(argv)
+    return code, said + log.getvalue()
 
 
 def test_a_missing_package_is_named_before_training() -> None:
@@ -228,6 +240,44 @@ def test_a_hanging_rank_ends_the_job_when_transfers_time_out() -> None:
     assert _places(caught.value, rank=0)
 
 
+PAIRED = Row(pp=1, tp=2)
+PAIRS = "--schedule afab --overlap-tensor-parallel"
+
+
+def test_a_rank_killed_within_a_pair_ends_the_job_with_the_action_of_the_other() -> None:
+    with pytest.raises(RankError, match=r"\[rank 1\] died with exit code -9") as caught:
+        run_distributed(_end_in_second_iteration, 2, PAIRED.command(PAIRS), signal.SIGKILL)
+    (place,) = _places(caught.value, rank=0)
+    assert place in ("0F0", "0F1", "0F2", "0F3")
+
+
+def test_an_error_in_the_second_micro_batch_of_a_pair_names_it() -> None:
+    with pytest.raises(RankError, match="out of memory") as caught:
+        run_distributed(_fail_in_fourth_micro_batch, 2, PAIRED.command(PAIRS))
+    assert _places(caught.value, rank=1, pipeline_rank=0) == ["0F3"]
+    assert len(_places(caught.value, rank=0)) == 1
+
+
+def _fail_in_fourth_micro_batch(argv: Sequence[str]) -> None:
+    """Train, but on rank 1 fail behind the first layer of the second pair's second micro-batch."""
+    from megatron.core.transformer import transformer_layer
+
+    layer, count = transformer_layer.TransformerLayer, 0
+    forward = layer.forward
+
+    def failing_forward(*args: object, **kwargs: object) -> object:
+        nonlocal count
+        result = forward(*args, **kwargs)
+        count += 1
+        if count == 2 * 8 + 2:  # two micro-batches through eight layers, and two through the first
+            raise RuntimeError("out of memory")
+        return result
+
+    if os.environ["RANK"] == "1":
+        layer.forward = failing_forward  # type: ignore[method-assign]
+    train(argv)
+
+
 def _end_in_second_iteration(argv: Sequence[str], with_signal: signal.Signals) -> None:
     """Train, but on rank 1 meet a signal in a forward of the second iteration."""
     from megatron.fold3d.training import gpt
@@ -246,9 +296,10 @@ def _end_in_second_iteration(argv: Sequence[str], with_signal: signal.Signals) -
     train(argv)
 
 
-def _places(error: RankError, rank: int) -> list[str]:
-    """Return the actions that a rank's error names."""
-    place = rf"^fold3d: pipeline rank {rank} was at (\d+[A-Z_]+\d*)$"
+def _places(error: RankError, rank: int, pipeline_rank: int | None = None) -> list[str]:
+    """Return the actions that a rank's error names; its pipeline rank is the same by default."""
+    number = rank if pipeline_rank is None else pipeline_rank
+    place = rf"^fold3d: pipeline rank {number} was at (\d+[A-Z_]+\d*)$"
     return [
         action
         for failure in error.failures

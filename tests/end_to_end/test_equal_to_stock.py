@@ -86,6 +86,15 @@ GATHERED = """\
 2GATHER_PARAM 0GATHER_PARAM 0WAIT_PARAM 0F0 0F1 2WAIT_PARAM 2F0 2F1 2B0 2B1 0B0 0B1
 3GATHER_PARAM 1GATHER_PARAM 1WAIT_PARAM 1F0 1F1 3WAIT_PARAM 3F0 3F1 3B0 3B1 1B0 1B1
 """
+# DP.sync in slices, and receives as they are posted where one hardware queue holds all streams.
+SLICED = """\
+0F0 0SEND_F0 0F1 0SEND_F1 2RECV_F0 2RECV_F1 2F0 2SEND_F0 2F1 2SEND_F1 2RECV_B0 2B0 2RECV_B1 \
+2SEND_B0 2B1 0RECV_B0 2SEND_B1 2REDUCE_GRAD.300 0B0 0RECV_B1 2REDUCE_GRAD 0B1 0REDUCE_GRAD.001 \
+0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD
+1RECV_F0 1RECV_F1 1F0 1SEND_F0 1F1 1SEND_F1 3RECV_F0 3RECV_F1 3F0 3B0 3SEND_B0 3F1 3B1 1RECV_B0 \
+3SEND_B1 3REDUCE_GRAD.500 1B0 1RECV_B1 1SEND_B0 3REDUCE_GRAD 1B1 1SEND_B1 1REDUCE_GRAD 3WAIT_GRAD \
+1WAIT_GRAD
+"""
 SELECTIVE = "--recompute-granularity selective"
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -94,6 +103,7 @@ EXPERTS = (
     "--disable-bias-linear"
 )
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
+PAIRS = "--overlap-tensor-parallel"
 AFAB_TAIL = "--schedule aiao --aiao-last-segment afab"
 # Micro-batches: 1, 3, 3, 5; thresholds count tokens.
 RAMP_UP = "--step-batch-size-schedule '0:1 16:3 112:5' --train-samples 12 --lr-decay-samples 30"
@@ -101,6 +111,10 @@ RAMP_UP_BY_TWO = (  # 2, 4, 4, 6, 6; stock's evaluation is not to have fewer tha
     "--step-batch-size-schedule '0:2 32:4 112:6' --train-samples 22 --lr-decay-samples 40 "
     "--eval-global-batch-size 4"
 )
+
+# The first two steps overflow and are skipped.
+FP16 = "--fp16 --initial-loss-scale 524288 --hysteresis 1 --no-check-for-nan-in-loss-and-grad"
+PLACED = "--forwards-ahead auto --delay-weight-grads auto"
 
 ROWS = (
     # Every schedule, against one run of stock for each layout.
@@ -146,6 +160,68 @@ ROWS = (
         ours="--schedule zb-h2",
     ),
     Row(segments=2, ours="--schedule aiao --delay-weight-grads 0,1"),
+    # Orders that measured times choose: one until the third iteration, another from the fourth on.
+    Row(
+        name="bf16",
+        m=6,
+        flags="--bf16",
+        ours="--schedule 1f1b --forwards-ahead auto --delay-weight-grads auto",
+    ),
+    Row(
+        name="recomputed and overlapped",
+        segments=2,
+        dp=2,
+        flags=f"{OVERLAP} {FULL} uniform",
+        ours="--schedule aiao --forwards-ahead auto --delay-weight-grads auto",
+    ),
+    Row(
+        name="sequence parallel",
+        tp=2,
+        segments=2,
+        flags=f"--sequence-parallel {BUCKETS}",
+        ours="--schedule interleaved --delay-weight-grads auto --most-activations 8",
+    ),
+    *(
+        Row(
+            name="sequence parallel, recomputed, fp16, ramp-up",
+            tp=2,
+            flags=f"--sequence-parallel {FULL} uniform {FP16} {RAMP_UP}",
+            ours=f"--schedule {ours}",
+        )
+        for ours in ("zb-h1", "zb-h2", f"1f1b {PLACED}")
+    ),
+    *(
+        Row(
+            name="recomputed and overlapped",
+            dp=2,
+            m=3,
+            flags=f"{OVERLAP} --bf16 --add-qkv-bias {FULL} uniform",
+            ours=f"--schedule {ours}",
+        )
+        for ours in ("zb-h2", f"1f1b {PLACED}")
+    ),
+    Row(
+        name="all overlapped, fp16, some iterations skipped",
+        segments=2,
+        dp=2,
+        flags=f"{OVERLAP} {FP16}",
+        ours=f"--schedule interleaved {PLACED}",
+    ),
+    Row(
+        name="sequence parallel, bf16, ramp-up",
+        segments=2,
+        tp=2,
+        flags=f"--sequence-parallel --bf16 {RAMP_UP_BY_TWO}",
+        ours=f"--schedule aiao {PLACED} --most-activations 20",
+    ),
+    Row(
+        name="of fold3d plan, recomputed, in buckets, untied",
+        dp=2,
+        flags=f"--overlap-grad-reduce {BUCKETS} {UNTIED} {FULL} uniform",
+        ours="--plan-file PLAN --delay-weight-grads 0",
+        plan="fold3d plan --schedule 1f1b --pp 2 --microbatches 4 --compute-only --p2p-s 1.5 "
+        "--forwards-ahead auto --delay-weight-grads auto",
+    ),
     Row(
         name="recomputed and overlapped",
         segments=2,
@@ -186,6 +262,60 @@ ROWS = (
         flags=f"--sequence-parallel {DROPOUT} {FULL} uniform --recompute-num-layers 2",
         ours="--plan-file PLAN --recompute-early 0",
         plan="0F0 0F1 0R1 0R0 0B0 0B1\n1F0 1R0 1B0 1F1 1B1",
+    ),
+    # A number of recomputed layers for each stage.
+    Row(
+        segments=2,
+        flags=DROPOUT,
+        ours="--schedule aiao --recompute-layers 2,0,1,0 --recompute-early 0,2",
+        stock=ONE_GROUP,
+    ),
+    # Pairs of micro-batches, each computed during the other's tensor-parallel collectives.
+    Row(pp=1, tp=2, ours=f"--schedule aiao {PAIRS}"),
+    Row(
+        name="an odd number, sequence parallel, recomputed",
+        pp=1,
+        tp=2,
+        m=3,
+        flags=f"--sequence-parallel --bf16 {FULL} uniform",
+        ours=f"--schedule afab {PAIRS}",
+    ),
+    Row(
+        name="recomputed and overlapped",
+        segments=2,
+        tp=2,
+        m=5,
+        flags=f"--sequence-parallel --bf16 {FULL} block {OVERLAP}",
+        ours=f"--schedule aiao {PAIRS}",
+        stock=ONE_GROUP,
+    ),
+    Row(
+        name="gradients in buckets",
+        pp=1,
+        tp=2,
+        dp=2,
+        flags=f"--overlap-grad-reduce {BUCKETS} {SELECTIVE} {UNTIED}",
+        ours=f"--schedule 1f1b {PAIRS}",
+    ),
+    # Recomputation early, by numbers, and in pairs.
+    Row(
+        name="all of Merak, overlapped",
+        tp=2,
+        segments=4,
+        m=6,
+        flags=f"--sequence-parallel --bf16 {OVERLAP}",
+        ours=f"--schedule aiao {PAIRS} --recompute-layers 1,0,1,0,1,1,0,1 --recompute-early all",
+        stock=ONE_GROUP,
+    ),
+    Row(
+        name="all of Merak",
+        pp=4,
+        tp=2,
+        segments=3,
+        flags="--num-layers 12",
+        ours=f"--schedule aiao {PAIRS} --recompute-layers 1,1,1,1,1,1,0,0,1,0,1,0 "
+        "--recompute-early 1,2,8",
+        stock=ONE_GROUP,
     ),
     # Models: the presets' heads, few layers.
     Row(
@@ -271,11 +401,27 @@ ROWS = (
         plan=GATHERED,
     ),
     Row(
+        name="slices of DP.sync and late receives, by a plan file",
+        segments=2,
+        dp=2,
+        m=2,
+        flags="--overlap-grad-reduce --bf16",
+        ours="--plan-file PLAN --dp-slices on",
+        plan=SLICED,
+    ),
+    Row(
+        name="all overlapped, slices of reduce-scatters",
+        segments=2,
+        dp=2,
+        m=2,
+        flags=f"{OVERLAP} --bf16",
+        ours="--schedule aiao --dp-slices on",
+    ),
+    Row(
         name="all overlapped, fp16, some iterations skipped",
         segments=2,
         dp=2,
-        flags=f"{OVERLAP} --fp16 --no-check-for-nan-in-loss-and-grad "
-        "--initial-loss-scale 524288 --hysteresis 1",
+        flags=f"{OVERLAP} {FP16}",
     ),
     Row(
         name="all overlapped by hooks, bf16",

@@ -234,7 +234,7 @@ def train_and_count(argv: Sequence[str], depth: int) -> tuple[Record, Counts]:
 
     counts = Counts([])
     run, forward, post = Executor.__call__, Computations.forward, P2P.post
-    begin, send = Offloader.begin, HostLink.send
+    begin, send = Offloader.begin_iteration, HostLink.send
     offloaders: list[Offloader] = []
 
     def counted_run(self: Executor, *, forward_only: bool = False, **kwargs: Any) -> Any:
@@ -261,7 +261,7 @@ def train_and_count(argv: Sequence[str], depth: int) -> tuple[Record, Counts]:
         send(self, *args)
 
     Executor.__call__, Computations.forward, P2P.post = counted_run, counted_forward, counted_post
-    Offloader.begin, HostLink.send = counted_begin, counted_send
+    Offloader.begin_iteration, HostLink.send = counted_begin, counted_send
     record = train(argv)
     for each in offloaders[:1]:
         counts.growths.append([each.pool.num_growths] * 2)

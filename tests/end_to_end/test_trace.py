@@ -56,6 +56,7 @@ def test_both_schedules_are_traced_alike_and_train_alike(tmp_path: Path) -> None
             (2, 1, 0),
             (3, 1, 1),
         ]
+        assert ranks[0].microbatch_flops > 0
         for rank in ranks:
             assert [row.iteration for row in rank.iterations] == iterations
             # Evaluation has gathered the parameters of the iteration behind it.
@@ -69,6 +70,32 @@ def test_both_schedules_are_traced_alike_and_train_alike(tmp_path: Path) -> None
     assert read_ranks(stock_dir)[0].plan == ""
     for folder in (ours_dir, stock_dir):  # one group of all micro-batches: the same order
         _check_order(read_ranks(folder), plan)
+
+
+def test_tensor_parallel_collectives_have_a_lane_with_and_without_pairs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = f"{SIZES} --pipeline-model-parallel-size 1 --segments 1 --tensor-model-parallel-size 2"
+    runs = []
+    for schedule in ("stock", "afab --overlap-tensor-parallel"):
+        folder = tmp_path / schedule.split()[0]
+        flags = f"--global-batch-size 2 --train-iters 4 --sequence-parallel --schedule {schedule}"
+        argv = shlex.split(f"{sizes} {flags} --trace {folder} --trace-iterations 2-3")
+        runs.append(run_distributed(train, 2, argv))
+        (rank, _) = read_ranks(folder)
+        timeline = to_timeline([rank])
+        collectives, computed = (timeline.lane(0, lane) for lane in (Lane.TP_SYNC, Lane.COMPUTE))
+        # Two all-gathers and two reduce-scatters of each layer's forward; more in its backward.
+        assert len(collectives) > 2 * 2 * 8 * (4 + 4)
+        inside = [
+            c
+            for c in collectives
+            if any(f.start_s <= c.start_s and c.end_s <= f.end_s for f in computed)
+        ]
+        assert len(inside) > len(collectives) / 2
+        assert main(["trace", str(folder)]) == 0
+        assert "TP.sync      " in capsys.readouterr().out
+    assert differences(runs[1], runs[0]) == []
 
 
 def _check_order(ranks: tuple[RankTrace, ...], plan: Plan) -> None:

@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -35,11 +35,17 @@ class Record:
 
 def train(argv: Sequence[str], script: str = "pretrain_gpt") -> Record:
     """Run the script on this rank with a recorder in Megatron's training loop."""
+    from megatron.fold3d.training import launch
+
+    launch.MISTAKES = ()  # none is caught: here the traceback is wanted, on whichever rank
+    return recorded(lambda: import_module(script).main(argv))
+
+
+def recorded(main: Callable[[], object]) -> Record:
+    """Call what trains, with a recorder in Megatron's training loop."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.utils import unwrap_model
     from megatron.training import training
-
-    from megatron.fold3d.training import launch
 
     record = Record()
     trained: dict[str, Any] = {}
@@ -62,8 +68,7 @@ def train(argv: Sequence[str], script: str = "pretrain_gpt") -> Record:
         return result
 
     training.train_step, training.evaluate = recorded_train_step, recorded_evaluate
-    launch.MISTAKES = ()  # none is caught: here the traceback is wanted, on whichever rank
-    import_module(script).main(argv)
+    main()
     for number, chunk in enumerate(trained["model"]):
         module = unwrap_model(chunk)
         for name, parameter in module.named_parameters():
@@ -129,7 +134,10 @@ def _optimizer_state(optimizer: Any) -> Iterator[tuple[str, str]]:
             for number, parameter in enumerate(settings["params"]):
                 name = f"{part}.{group}.{number}"
                 yield f"{name} parameter", _digest(parameter)
-                for key, value in megatrons.optimizer.state[parameter].items():
-                    if isinstance(value, torch.Tensor):
+                state = megatrons.optimizer.state[parameter]
+                tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
+                # Of a parameter that no step has updated, a checkpoint brings back zeros for none.
+                if any(value.any() for value in tensors.values()):
+                    for key, value in tensors.items():
                         yield f"{name} {key}", _digest(value)
         yield f"{part} loss scale", float(megatrons.get_loss_scale()).hex()

@@ -125,7 +125,7 @@ def _gradients(program: Any, model: torch.nn.Module, offloader: Offloader | None
     model.zero_grad()
     losses: dict[int | None, Tensor] = {}
     if offloader is not None:
-        offloader.begin(program, [model], 512 * HIDDEN * 4)
+        offloader.begin_iteration(program, [model], 512 * HIDDEN * 4)
     for action in program:
         if action.op is Op.FORWARD:
             torch.manual_seed(action.microbatch)

@@ -117,6 +117,18 @@ def test_a_span_nested_in_another_interrupts_it():
     ]
 
 
+def test_two_micro_batches_that_ran_as_a_pair_share_its_time():
+    events = (
+        Event("0F0", 0.0, 3.5, "compute"),
+        Event("0F1", 0.5, 4.0, "compute"),
+        Event("0B0", 4.0, 6.0, "compute"),
+    )
+    alone = rank(0, *events)
+    timeline = to_timeline([replace(alone, num_ranks=1)])
+    expected = [("0F0", 0.0, 2.0), ("0F1", 2.0, 4.0), ("0B0", 4.0, 6.0)]
+    assert spans(timeline, 0, Lane.COMPUTE) == expected
+
+
 def test_only_iterations_that_all_ranks_recorded_count_from_zero():
     (row,) = FIRST.iterations
     longer = replace(FIRST, iterations=(replace(row, iteration=3, start_s=row.start_s - 9), row))

@@ -1,4 +1,4 @@
-from megatron.fold3d.observe.training_log import Iteration, Spread, parse
+from megatron.fold3d.observe.training_log import LoggedIteration, Spread, parse
 
 LOG = """\
  > building train, validation, and test datasets for GPT ...
@@ -13,8 +13,8 @@ per iteration (ms): 1152.1 | learning rate: 1.000000E-04 | global batch size:   
 
 def test_iterations_are_read_with_their_loss_and_norm():
     assert parse(LOG) == [
-        Iteration(number=1, elapsed_ms=2612.5, loss=4.864507, grad_norm=2.217, batch_size=16),
-        Iteration(number=2, elapsed_ms=1152.1, batch_size=16),
+        LoggedIteration(number=1, elapsed_ms=2612.5, loss=4.864507, grad_norm=2.217, batch_size=16),
+        LoggedIteration(number=2, elapsed_ms=1152.1, batch_size=16),
     ]
 
 

@@ -17,6 +17,7 @@ import torch
 from fold3d_patches import compile_helpers, cpu, trace
 from fold3d_patches.registry import Patch, apply
 from fold3d_patches.schedule import (
+    backward_post_hook,
     checkpoint,
     checkpoint_and_decide_exit,
     get_forward_backward_func,
@@ -24,16 +25,21 @@ from fold3d_patches.schedule import (
     linear,
     nccl_options,
     optimizer_step,
+    replicated_step,
     save_checkpoint,
     scale_gradients,
+    tensor_parallel_group,
     zero_grad_buffer,
 )
 from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
+from megatron.fold3d.runtime.grad_sync.replicated_steps import ReplicatedSteps
 from megatron.fold3d.runtime.offload.offloader import Offloader
 from megatron.fold3d.runtime.plans import Plans
+from megatron.fold3d.runtime.tensor_parallel.baton import Baton
 from megatron.fold3d.runtime.trace.metrics import Metrics
 from megatron.fold3d.runtime.trace.tracer import Tracer
 from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGrads
+from megatron.fold3d.runtime.weight_grads.engine_modules import EngineWeightGrads
 from tests.configs import CONFIG
 
 DEFERRED = DeferredSync(0.5, slice_bytes=4096, bounded=False, timeout=timedelta(minutes=1))
@@ -50,10 +56,13 @@ PATCHES = (
     zero_grad_buffer.patch(DEFERRED),
     *gradient_buckets.patches(),
     linear.patch(DelayedWeightGrads()),
+    backward_post_hook.patch(EngineWeightGrads()),
     nccl_options.patch(3, 1),
+    tensor_parallel_group.patch(Baton()),
     *cpu.patches(),
     *trace.patches(Tracer(TRACED, Plans(TRACED), NO_METRICS), "stock"),
 )
+NEVER_BESIDE_THESE = (replicated_step.patch(ReplicatedSteps([0])),)  # their flags exclude it
 ROOT = Path(__file__).parents[2]
 
 
@@ -68,7 +77,7 @@ def symbol(target: str) -> Any:
     return inspect.getattr_static(owner, path.rpartition(".")[2])
 
 
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.target)
+@pytest.mark.parametrize("patch", [*PATCHES, *NEVER_BESIDE_THESE], ids=lambda patch: patch.target)
 def test_the_patch_fits_the_installed_upstream(patch: Patch) -> None:
     sites = (patch.target, *patch.rebinds)
     before = [symbol(site) for site in sites]

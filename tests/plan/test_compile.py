@@ -30,15 +30,16 @@ def order(schedule: str) -> Plan:
 
 
 def every_option() -> Iterator[Options]:
-    for delayed, gathers, offload, stages in product(
+    for delayed, (gathers, shards), offload, stages in product(
         ((), (0,)),
-        (False, True),
+        ((False, False), (True, False), (True, True)),
         (None, OffloadChoice(), OffloadChoice(at_most=3, depth=2)),
         (range(0), range(100)),
     ):
         yield Options(
             delay_weight_grads=delayed,
             gathers_params=gathers,
+            shards_params=shards,
             offload=offload,
             deferred_stages=stages,
         )
@@ -73,7 +74,9 @@ def test_a_simulation_sends_where_the_plan_that_runs_sends(schedule: str):
 
 
 @pytest.mark.parametrize("schedule", ["aiao", "interleaved"])
-@pytest.mark.parametrize(("share", "gathers"), [(None, False), (None, True), (0.5, False)])
+@pytest.mark.parametrize(
+    ("share", "gathers"), [(None, False), (None, True), (0.5, False), (0.5, True)]
+)
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("delayed", [(), (0,)])
 def test_the_planner_and_training_compile_one_plan(

@@ -24,6 +24,7 @@ from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
 from megatron.fold3d.plan.passes.offload import add_offload
 from megatron.fold3d.plan.passes.recompute import recompute_early
+from megatron.fold3d.plan.passes.shard_params import shard_params
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.plan.schedules import (
@@ -107,7 +108,7 @@ def recomputed(plan: Plan) -> Plan:
 def test_every_schedule_can_run(case: Case):
     plan = case.build()
     verify(plan)
-    for lowering in (recomputed, add_p2p, lower, add_offload):
+    for lowering in (recomputed, shard_params, add_p2p, lower, add_offload):
         plan = lowering(plan)
         verify(plan)
 
@@ -130,9 +131,9 @@ def test_the_forwards_alone_can_run(case: Case):
     verify(add_p2p(forward_only(case.build())))
 
 
-@given(unplanned_orders())
-def test_transfers_of_any_order_that_can_run_cannot_deadlock(plan: Plan):
-    verify(add_grad_sync(add_p2p(plan)))
+@given(unplanned_orders(), st.booleans())
+def test_transfers_of_any_order_that_can_run_cannot_deadlock(plan: Plan, receives_late: bool):
+    verify(add_grad_sync(add_p2p(plan, receives_late=receives_late)))
 
 
 @given(cases())

@@ -1,18 +1,24 @@
 """Our compute orders beside those of torch and of Megatron, wherever they name the same thing."""
 
+import csv
+import io
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
 )
 
-from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.files import parse_plan
+from megatron.fold3d.plan.ir import Action, Op, PlanError
 from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.plan.verify import verify
 
 SIZES = [(p, v, m) for p in (2, 3, 4) for v in (1, 2, 3) for m in (1, 2, 4, 5, 8, 12)]
 
@@ -24,7 +30,8 @@ def ours(schedule: str, p: int, v: int, m: int, group_size: int | None = None) -
 
 def stages(p: int, v: int) -> list[SimpleNamespace]:
     """What a schedule of torch asks its stages before it orders them."""
-    return [SimpleNamespace(num_stages=p * v, group_size=p, group_rank=0) for _ in range(v)]
+    sizes = {"num_stages": p * v, "group_size": p, "group_rank": 0, "has_backward": True}
+    return [SimpleNamespace(stage_index=i, submod=torch.nn.Module(), **sizes) for i in range(v)]
 
 
 def torchs(pipeline_order: dict[int, Iterable[object]]) -> list[list[str]]:
@@ -75,6 +82,39 @@ def test_afab_is_torchs_looped_breadth_first_but_for_the_order_of_backwards(p: i
 
     rows = torchs(ScheduleLoopedBFS(stages(p, v), m).pipeline_order)
     assert [list(map(last_in_first_out, row)) for row in ours("afab", p, v, m)] == rows
+
+
+@pytest.mark.parametrize("order", ["pipeline_order", "pipeline_order_with_comms"])
+@pytest.mark.parametrize("schedule", [ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble])
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (3, 2, 6)])
+def test_a_table_that_torch_dumps_is_a_plan_that_can_run(schedule: type, p, v, m, order: str):
+    rows = getattr(schedule(stages(p, v), m), order)
+    table = io.StringIO()
+    csv.writer(table).writerows(rows.values())
+    plan = parse_plan(table.getvalue().encode())
+    verify(plan)
+    assert (plan.num_ranks, plan.num_segments, plan.num_microbatches) == (p, v, m)
+    assert plan.has(Op.WEIGHT) == (schedule is ScheduleInterleavedZeroBubble)
+    assert [program[-1].op for program in plan.programs if plan.has(Op.REDUCE_GRAD)] == [
+        Op.WAIT_GRAD
+    ] * (p if "comms" in order else 0)
+
+
+def test_words_of_torch_have_ours():
+    table = (
+        "0UNSHARD,0F0,0F1,0I0,0W0,0B1,0REDUCE_GRAD,0RESHARD\n,(1F0;1I0)OVERLAP_F_B,1F1,1I1,1W0,1W1"
+    )
+    plan = parse_plan(f"{table},1REDUCE_GRAD\n".encode())
+    assert plan.to_text() == (
+        "0F0 0F1 0B0 0W0 0B1 0W1 0REDUCE_GRAD 0WAIT_GRAD\n"
+        "1F0 1B0 1F1 1B1 1W0 1W1 1REDUCE_GRAD 1WAIT_GRAD\n"
+    )
+    verify(plan)
+
+
+def test_a_table_with_stages_in_a_v_is_refused():
+    with pytest.raises(PlanError, match="stage 3 belongs to rank 1"):
+        verify(parse_plan(b"0F0,3F0,3I0,3W0,0I0,0W0\n1F0,2F0,2I0,2W0,1I0,1W0\n"))
 
 
 def megatrons(p: int, v: int, m: int, group_size: int) -> list[list[str]]:

@@ -4,10 +4,18 @@ import pytest
 
 from megatron.fold3d.plan.compile import lower
 from megatron.fold3d.plan.ir import Plan, PlanError
-from megatron.fold3d.plan.memory import peak_activations, peak_on_host
+from megatron.fold3d.plan.memory import peak_activations
+from megatron.fold3d.plan.other_peaks import peak_on_host
 from megatron.fold3d.plan.passes.offload import add_offload
-from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
+from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
+from megatron.fold3d.plan.schedules import (
+    ONE_SEGMENT_SCHEDULES,
+    SCHEDULES,
+    SPLIT_SCHEDULES,
+    build,
+)
 from megatron.fold3d.plan.verify import verify
+from megatron.fold3d.plan.weight_order import check_oldest_first
 
 
 def rejection(text: str) -> list[str]:
@@ -154,6 +162,18 @@ def test_gradients_are_reduced_once_they_are_whole():
     assert grid(cells) == [["0F0", "0F1", "0B0", ">0REDUCE_GRAD<", "0B1", "0WAIT_GRAD"]]
 
 
+def test_transformer_engine_computes_the_oldest_weight_gradients_first():
+    with pytest.raises(PlanError) as caught:
+        check_oldest_first(Plan.from_text("0F0 0F1 0B0 0B1 0W1 0W0"))
+    message, *cells = str(caught.value).splitlines()
+    assert message.startswith("0W1 comes before 0W0, whose backward is older")
+    assert grid(cells) == [["0F0", "0F1", "0B0", "0B1", ">0W1<", "0W0"]]
+    for schedule in SPLIT_SCHEDULES:
+        check_oldest_first(build(schedule, num_ranks=4, num_segments=1, num_microbatches=8))
+    aiao = build("aiao", num_ranks=4, num_segments=3, num_microbatches=8)
+    check_oldest_first(delay_weight_grads(aiao, (0, 2)))
+
+
 def test_gradients_are_whole_after_the_last_weight_gradient():
     message, *_ = rejection("0F0 0F1 0B0 0W0 0B1 0REDUCE_GRAD 0W1 0WAIT_GRAD")
     assert message == "deadlock: rank 0 waits at 0REDUCE_GRAD for 0W1"
@@ -164,13 +184,21 @@ def test_gradient_sync_is_checked_in_a_plan_without_transfers():
     assert message.startswith("deadlock: rank 0 waits at 0REDUCE_GRAD for 0B0")
 
 
+WHOLE = "0GATHER_PARAM 0WAIT_PARAM"
+AGAIN = "0FREE_PARAM 0GATHER_PARAM_B 0WAIT_PARAM_B"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("0F0 0WAIT_GRAD 0B0 0REDUCE_GRAD", "rank 0 waits at 0WAIT_GRAD for 0REDUCE_GRAD"),
         ("0F0 0GATHER_PARAM 0WAIT_PARAM 0B0", "rank 0 waits at 0F0 for 0WAIT_PARAM"),
         ("0WAIT_PARAM 0GATHER_PARAM 0F0 0B0", "rank 0 waits at 0WAIT_PARAM for 0GATHER_PARAM"),
-        ("0F0 0W0 0B0", "rank 0 waits at 0W0 for 0B0"),
+        (f"{WHOLE} 0F0 {AGAIN} 0FREE_PARAM_B 0B0", "rank 0 waits at 0FREE_PARAM_B for 0B0"),
+        (f"{WHOLE} {AGAIN} 0F0 0B0", "rank 0 waits at 0FREE_PARAM for 0F0"),
+        (f"{WHOLE} 0F0 0B0 {AGAIN}", "rank 0 waits at 0B0 for 0WAIT_PARAM_B"),
+        (f"{WHOLE} 0F0 0R0 {AGAIN} 0B0", "rank 0 waits at 0R0 for 0WAIT_PARAM_B"),
+        ("0F0 0W0 0B0", "0W0 comes before 0B0, which leaves what it reads"),
         ("0OFFLOAD0 0F0 0RELOAD0 0B0", "rank 0 waits at 0OFFLOAD0 for 0F0"),
         ("0F0 0RELOAD0 0OFFLOAD0 0B0", "rank 0 waits at 0RELOAD0 for 0OFFLOAD0"),
         ("0F0 0OFFLOAD0 0B0 0RELOAD0", "rank 0 waits at 0B0 for 0RELOAD0"),
@@ -234,3 +262,11 @@ def test_host_memory_holds_activations_until_their_backward():
     assert peak_on_host(plan.programs[0], {0: 100}) == {100: 3}
     assert peak_on_host(plan.programs[0], {0: 100, 1: 100}) == {100: 6}
     assert peak_on_host(plan.programs[0], {0: 100, 1: 50}) == {100: 3, 50: 3}
+
+
+@pytest.mark.parametrize("lost", AGAIN.split())
+def test_parameters_that_are_freed_are_gathered_again(lost: str):
+    text = f"{WHOLE} 0F0 {AGAIN} 0B0 0FREE_PARAM_B"
+    verify(Plan.from_text(text))
+    message, *_ = rejection(" ".join(word for word in text.split() if word != lost))
+    assert message.startswith(f"{lost} is missing beside 0")

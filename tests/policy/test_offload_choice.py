@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.fold3d.plan.ir import Op, Program
+from megatron.fold3d.plan.ir import COMPUTE_OPS, Op, Plan, Program
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
 from megatron.fold3d.plan.schedules import build
@@ -19,6 +19,8 @@ from megatron.fold3d.policy.offload_choice import (
     offloaded,
     waits_s,
 )
+from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.simulate import simulate
 from megatron.fold3d.runtime.offload import host_memory, offload_tuner
 from megatron.fold3d.runtime.offload.copies import Copies, Watch
 from megatron.fold3d.runtime.offload.offloader import Offloader
@@ -100,6 +102,26 @@ def test_copies_that_take_longer_than_compute_are_not_begun(caplog: pytest.LogCa
     assert choose_offload(PROGRAM, replace(MEASURED, reload_s=80.0), sparing=True).at_most == 0
 
 
+@pytest.mark.parametrize("program", [PROGRAM, AIAO], ids=["afab", "aiao"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_simulator_waits_for_reloads_as_long_as_the_choice_expects(
+    program: Program, depth: int
+):
+    # Copies to the host fit behind one computation, so that none waits for the memory they free.
+    measured = replace(MEASURED, offload_s=0.75, reload_s=3.5)
+    alone = tuple(a for a in program if a.op in COMPUTE_OPS)
+    numbers = {stage: n for n, stage in enumerate(sorted({a.stage for a in alone}))}
+    renumbered = tuple(a._replace(stage=numbers[a.stage]) for a in alone)
+    plan = add_offload(Plan((renumbered,)), depth=depth)
+    computed_s = sum({Op.FORWARD: 1.0, Op.BACKWARD: 2.0}[a.op] for a in alone)
+
+    stages = len(numbers)
+    costs = replace(Costs.uniform(stages), offload_s=(0.75,) * stages, reload_s=(3.5,) * stages)
+    waits = waits_s(plan.programs[0], measured, depth)
+    assert waits > 5
+    assert simulate(plan, costs).makespan_s == pytest.approx(computed_s + waits, rel=1e-12)
+
+
 class VirtualDevice(Copies):
     """Copies that take time on a clock of their own, one stream for each way, beside compute."""
 
@@ -117,7 +139,12 @@ class VirtualDevice(Copies):
         self.now_s = max(self.now_s, copied)
 
     def _copy(
-        self, stream: Any, targets: Sequence[Tensor], sources: Sequence[Tensor], watch: Watch
+        self,
+        stream: Any,
+        targets: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        watch: Watch,
+        ready: Any = None,
     ) -> Any:
         now_s = self.now_s
         self.now_s = max(now_s, self._free_s[stream])
@@ -134,7 +161,7 @@ def iterate(offloads: Offloader, device: VirtualDevice) -> tuple[int, float, Off
     choice = offloads.choice(PROGRAM)
     program = offloaded(PROGRAM, choice)
     reloads, early, waited_s = offloads.num_reloads, offloads.num_early, device.waited_s
-    offloads.begin(program, [], 64)
+    offloads.begin_iteration(program, [], 64)
     losses: dict[int | None, Tensor] = {}
     for action in program:
         if action.op is Op.FORWARD:

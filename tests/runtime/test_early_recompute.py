@@ -41,7 +41,7 @@ def run(early: EarlyRecompute | None, *, ahead: bool) -> tuple[Unit, list[torch.
     unit, inputs = Unit(), [torch.randn(2, 4, requires_grad=True) for _ in range(2)]
     outputs = []
     if early is not None:
-        early.begin(PROGRAM)
+        early.begin_iteration(PROGRAM)
     for forward, x in zip(FORWARDS, inputs, strict=True):
         if early is not None:
             early.begin_forward(forward)
@@ -75,7 +75,7 @@ def test_each_unit_is_recomputed_once():
 
 def test_a_backward_finds_nothing_left_to_recompute():
     early = EarlyRecompute()
-    early.begin(PROGRAM)
+    early.begin_iteration(PROGRAM)
     early.begin_forward(FORWARDS[0])
     unit, x = Unit(), torch.randn(2, 4, requires_grad=True)
     output, _ = early.checkpoint(random.checkpoint, unit, False, x, None)
@@ -87,7 +87,7 @@ def test_a_backward_finds_nothing_left_to_recompute():
 
 def test_evaluation_recomputes_nothing():
     early = EarlyRecompute()
-    early.begin(PROGRAM)
+    early.begin_iteration(PROGRAM)
     early.begin_forward(FORWARDS[0])
     unit = Unit()
     with torch.no_grad():

@@ -1,15 +1,20 @@
 """What `make` runs before Python does: finding an interpreter, filling `.venv` once."""
 
+import os
 import shutil
 import subprocess
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
+
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
+MEASUREMENTS = (ROOT / "docs/measurements.md").read_text()
 NEEDED_COMMANDS = ("bash", "cat", "dirname", "env", "mkdir")
 
 
@@ -186,4 +191,26 @@ def test_a_step_that_the_gpu_script_lacks_is_refused(tmp_path: Path):
     command = [ROOT / "scripts/gpu.sh", tmp_path, sys.executable, "copys"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "no step is called copys; there are machine build extension tests copies" in done.stderr
+    assert "no step is called copys; there are machine doctor build extension" in done.stderr
+
+
+def test_what_the_gpu_script_would_train_is_valid(parser: ArgumentParser, tmp_path: Path):
+    environment = {**os.environ, "GPUS": "4", "IMPLEMENTATIONS": "local transformer_engine"}
+    command = [ROOT / "scripts/gpu.sh", "--dry-run", tmp_path / "out", "python"]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert not (tmp_path / "out").exists()
+    trained = {}
+    for line in done.stdout.splitlines():
+        if "pretrain_gpt.py" in line:
+            name, words = line.removeprefix("== ").split(": ", 1)
+            args = parser.parse_args(words.split("pretrain_gpt.py ")[1].split())
+            trained[name] = Fold3DConfig.from_args(args).schedule
+            assert f"`*{name[name.index('-') :]}`" in MEASUREMENTS
+    assert len(trained) == 2 * 11
+    assert {trained["local-stock"], trained["transformer_engine-pp-aiao"]} == {"stock", "aiao"}
+    for connections in (1, 8, 32):
+        assert (
+            f"== queue-{connections}: env CUDA_DEVICE_MAX_CONNECTIONS={connections} " in done.stdout
+        )

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.fold3d.config.fold3d_config import Fold3DConfig, megatron_defaults
+from megatron.fold3d.config.all_flags import megatron_defaults
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.predict.cost_model.model_shape import Family
 from megatron.fold3d.predict.cost_model.presets import SCRIPTS as TRAINING
 from megatron.fold3d.predict.cost_model.presets import preset_flags
@@ -83,6 +84,14 @@ def test_flags_of_the_user_win(parser: ArgumentParser, checkout: Path):
     words = _asked_for(checkout, "a100.sbatch", ["gpt3-39b", "--save", "x", "--lr", "1"])
     args = parser.parse_args(words)
     assert (args.save, args.lr) == ("x", 1.0)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("offloads", [False, True])
+def test_what_is_offloaded_on_v100_is_not_split_over_ranks(checkout: Path, offloads: bool):
+    flags = ["--offload-activations", "auto"] if offloads else []
+    words = _asked_for(checkout, "v100.sbatch", ["gpt3-18b", *flags])
+    assert ("--distribute-saved-activations" in words) != offloads
 
 
 @pytest.mark.processes

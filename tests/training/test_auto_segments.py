@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fold3d.config.fold3d_config import Fold3DConfig, megatron_defaults
+from megatron.fold3d.config.all_flags import megatron_defaults
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
 from megatron.fold3d.training.auto_segments import choose
 from megatron.fold3d.training.measurement_cache import MeasurementCache

@@ -38,11 +38,54 @@ def test_the_failure_that_caused_the_others_is_named_once_and_last(tmp_path: Pat
     assert "2B1" in (tmp_path / "errors1").read_text()
 
 
+def test_a_script_that_does_not_leave_through_us_tells_its_failure_alike(tmp_path: Path) -> None:
+    reasons = {0: GONE, 1: "out of memory"}
+    assert run_distributed(_fail, 2, tmp_path, reasons, True) == [1, 1]
+    said = _said(tmp_path, 2)
+    assert "Traceback" in said[1]
+    assert "Traceback" not in said[0]
+    last = said[0].splitlines()[-1]
+    cause = "rank 1: pipeline rank 1 was at 2B1: RuntimeError: out of memory"
+    assert last == f"pretrain_gpt.py: error: the first to fail was {cause}"
+    assert f"the first to fail was {cause}" in (tmp_path / "errors0").read_text()
+    assert "out of memory" in (tmp_path / "errors1").read_text()
+
+
 def test_where_a_rank_was_killed_the_one_that_is_silent_is_named(tmp_path: Path) -> None:
     assert run_distributed(_fail, 3, tmp_path, {0: GONE, 2: GONE}) == [1, -9, 1]
     said = _said(tmp_path, 3)
     assert sum("Traceback" in text for text in said) == 1
     last = [text.splitlines()[-1] for text in said if "first to notice" in text]
+    assert len(last) == 1
+    assert last[0].endswith("; nothing was heard of rank 1")
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_the_rank_that_could_not_save_is_named_by_the_one_that_knows(
+    failed: int, tmp_path: Path
+) -> None:
+    """Torch raises on all ranks; of a save, only rank 0 learns which rank it was."""
+    assert run_distributed(_fail_to_save, 3, tmp_path, failed) == [1] * 3
+    said = _said(tmp_path, 3)
+    word = f"error: the first to fail was rank {failed}: "
+    assert sum(word in text for text in said) == 1
+    (speaker,) = (text for text in said if word in text)
+    assert speaker.splitlines()[-1].endswith("CheckpointException: OSError: no space left")
+    assert sum("Traceback (most" in text for text in said) >= 1
+
+
+def _fail_to_save(folder: Path, failed: int) -> int:
+    from torch.distributed.checkpoint import CheckpointException
+
+    cause = (OSError("no space left"), None)
+    failures = {failed: cause} if os.environ["RANK"] == "0" else {}
+    return _fail_with(folder, CheckpointException("write", failures))
+
+
+def test_the_silent_rank_is_named_where_a_preemptible_transfer_does_not_end(tmp_path: Path) -> None:
+    late = "send to rank 1: no end within 600 s of its start"
+    assert run_distributed(_fail, 3, tmp_path, {0: late, 2: late}) == [1, -9, 1]
+    last = [text.splitlines()[-1] for text in _said(tmp_path, 3) if "first to notice" in text]
     assert len(last) == 1
     assert last[0].endswith("; nothing was heard of rank 1")
 
@@ -60,32 +103,43 @@ def _exit(ends: str, said: Path) -> int:
     return _leave(main, said)
 
 
-def _fail(folder: Path, reasons: dict[int, str]) -> int:
+def _fail(folder: Path, reasons: dict[int, str], by_hook: bool = False) -> int:
     """End a process of this rank with an error, those of the cause first, or by a signal."""
+    rank = int(os.environ["RANK"])
+    return _fail_with(folder, RuntimeError(reasons[rank]) if rank in reasons else None, by_hook)
+
+
+def _fail_with(folder: Path, error: BaseException | None, by_hook: bool = False) -> int:
     rank = int(os.environ["RANK"])
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"errors{rank}")
 
     def main(_: Sequence[str]) -> int:
-        if rank not in reasons:
+        if error is None:
             os.kill(os.getpid(), 9)
-        if reasons[rank] == GONE:
+        if str(error) == GONE:
             time.sleep(0.5)
-        error = RuntimeError(reasons[rank])
         error.add_note(f"fold3d: pipeline rank {rank} was at 2B1")
         raise error
 
     sys.argv[0] = "pretrain_gpt.py"
-    return _leave(main, folder / f"said{rank}")
+    return _leave(main, folder / f"said{rank}", by_hook)
 
 
-def _leave(main: Callable[[Sequence[str]], int], said: Path) -> int:
+def _leave(main: Callable[[Sequence[str]], int], said: Path, by_hook: bool = False) -> int:
     """Return the exit code of a process that runs ``main``; its errors go to a file."""
     child = os.fork()
     if child == 0:
         try:
             sys.stderr = said.open("w")
             sys.excepthook = sys.__excepthook__
+            if by_hook:
+                leaving.tell_failures()
+                main(())
             leaving.run(main, ())
+        except RuntimeError:  # as an interpreter whose script failed
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+            sys.stderr.flush()
+            os._exit(1)
         finally:
             os._exit(99)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

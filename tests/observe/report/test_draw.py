@@ -6,7 +6,7 @@ import pytest
 from megatron.fold3d.observe.report.draw import Pipeline, caption_of, draw, draw_together
 from megatron.fold3d.observe.report.grid import to_text
 from megatron.fold3d.observe.timeline import Timeline
-from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.ir import Op, Plan
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
 from megatron.fold3d.plan.passes.offload import add_offload
 from megatron.fold3d.plan.passes.stock_grad_sync import serial_grad_sync
@@ -106,6 +106,19 @@ def test_pipelines_drawn_together_share_a_time_axis_and_keep_their_shades():
     shades = re.findall(r"\.(pipeline-\d) \.forward-0\{fill:(#\w+)\}", svg)
     assert len(set(shades)) == 2
     assert len({shade for _, shade in shades}) == 2
+
+
+@pytest.mark.parametrize("sends", [False, True])
+@pytest.mark.parametrize("syncs", [False, True])
+def test_the_legend_says_what_ranks_wait_for(sends: bool, syncs: bool):
+    plan = build("1f1b", num_ranks=2, num_segments=1, num_microbatches=2)
+    plan = serial_grad_sync(plan) if syncs else plan
+    costs = Costs.uniform(2, p2p_s=1.0, grad_sync_s=3.0)
+    waits = frozenset({Op.FORWARD}) if sends else frozenset()
+    svg = draw(simulate(plan, costs, Execution(sends_waited_for=waits)))
+    named = {(False, True): "DP.sync", (True, False): "sends", (True, True): "DP.sync and sends"}
+    found = re.findall(">waits for ([^<]*)<", svg)
+    assert found == [named[sends, syncs]] if sends or syncs else found == []
 
 
 def test_an_empty_timeline_can_be_drawn():

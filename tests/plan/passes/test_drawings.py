@@ -11,7 +11,11 @@ from megatron.fold3d.plan.passes import (
     grad_sync,
     offload,
     param_gather,
+    place_weight_grads,
     recompute,
+    shard_grads,
+    shard_params,
+    sliced_grad_sync,
     stock_grad_sync,
     transfers,
     weight_grads,
@@ -20,6 +24,11 @@ from megatron.fold3d.plan.schedules import build
 
 AFAB = build("afab", num_ranks=2, num_segments=1, num_microbatches=2)
 AIAO = build("aiao", num_ranks=2, num_segments=2, num_microbatches=2, last_segment="afab")
+THREE = build("aiao", num_ranks=2, num_segments=3, num_microbatches=1)
+DEFERRED = grad_sync.defer_grad_sync(grad_sync.add_grad_sync(AIAO), range(4))
+TRIANGLE = build("1f1b", num_ranks=3, num_segments=1, num_microbatches=5)
+EQUAL = (1.0,) * 3
+TIMES = place_weight_grads.StageTimes(forward_s=EQUAL, backward_s=EQUAL, weight_s=EQUAL)
 ONE = build("aiao", num_ranks=2, num_segments=2, num_microbatches=1)
 
 
@@ -35,6 +44,8 @@ def drawings(module: ModuleType) -> list[tuple[list[str], list[str]]]:
             if word:
                 side = found[-1][word == "after"]
             side.append(row)
+        elif side and (more := re.fullmatch(r" {20}(\S.*)", line)):
+            side[-1] += f" {more[1]}"
     return found
 
 
@@ -42,15 +53,30 @@ def drawings(module: ModuleType) -> list[tuple[list[str], list[str]]]:
     ("module", "number", "before", "change"),
     [
         (transfers, 0, AFAB, transfers.add_p2p),
+        (transfers, 1, AFAB, lambda plan: transfers.add_p2p(plan, receives_late=True)),
         (grad_sync, 0, AIAO, grad_sync.add_grad_sync),
         (
             *(grad_sync, 1, grad_sync.add_grad_sync(AIAO)),
             lambda plan: grad_sync.defer_grad_sync(plan, range(4)),
         ),
         (weight_grads, 0, AIAO, lambda plan: weight_grads.delay_weight_grads(plan, [0])),
+        (
+            *(place_weight_grads, 0, TRIANGLE),
+            lambda plan: place_weight_grads.place_weight_grads(plan, TIMES),
+        ),
         (offload, 0, AIAO, offload.add_offload),
         (param_gather, 0, ONE, param_gather.add_param_gather),
+        (shard_params, 0, THREE, shard_params.shard_params),
+        (shard_grads, 0, grad_sync.add_grad_sync(THREE), shard_grads.shard_grads),
         (recompute, 0, AFAB, lambda plan: recompute.recompute_early(plan, range(2))),
+        (
+            *(sliced_grad_sync, 0, grad_sync.add_grad_sync(AIAO)),
+            lambda plan: sliced_grad_sync.slice_grad_sync(plan, ()),
+        ),
+        (
+            *(sliced_grad_sync, 1, DEFERRED),
+            lambda plan: sliced_grad_sync.slice_grad_sync(plan, (0.5,) * 4),
+        ),
         (stock_grad_sync, 0, AIAO, stock_grad_sync.serial_grad_sync),
         (stock_grad_sync, 1, AIAO, stock_grad_sync.aligned_grad_sync),
     ],

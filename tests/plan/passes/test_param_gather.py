@@ -48,3 +48,16 @@ def test_every_schedule_waits_for_parameters_before_it_reads_them(schedule: str)
 def test_a_plan_that_gathers_is_left_as_it_is():
     plan = Plan.from_text("0GATHER_PARAM 1GATHER_PARAM 1WAIT_PARAM 0WAIT_PARAM 0F0 1F0 1B0 0B0")
     assert add_param_gather(plan) is plan
+
+
+def test_others_are_gathered_in_the_place_of_replicated_stages():
+    plan = build("aiao", num_ranks=1, num_segments=4, num_microbatches=1, last_segment="afab")
+    forwards = (row.split(" 3B0")[0] for row in rows(add_param_gather(plan, replicated={0, 2})))
+    assert [*forwards] == [
+        "0GATHER_PARAM 2GATHER_PARAM 1GATHER_PARAM 3GATHER_PARAM 0WAIT_PARAM 0F0 "
+        "1WAIT_PARAM 1F0 2WAIT_PARAM 2F0 3WAIT_PARAM 3F0"
+    ]
+    all_of_them = rows(add_param_gather(plan, replicated=range(4)))
+    assert all_of_them[0].startswith(
+        "0GATHER_PARAM 1GATHER_PARAM 2GATHER_PARAM 3GATHER_PARAM 0WAIT_PARAM 0F0 1WAIT_PARAM 1F0"
+    )

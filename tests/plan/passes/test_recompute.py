@@ -4,8 +4,10 @@ import pytest
 
 from megatron.fold3d.plan.compile import Options, compile_plan, lower
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
-from megatron.fold3d.plan.memory import peak_activations, peak_recomputed
+from megatron.fold3d.plan.memory import peak_activations
+from megatron.fold3d.plan.other_peaks import peak_recomputed
 from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
+from megatron.fold3d.plan.passes.pairs import pairs
 from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
@@ -21,6 +23,15 @@ def test_it_stands_before_the_backward_and_its_receive_is_posted_before_it():
         "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2 "
         "1REDUCE_GRAD 1WAIT_GRAD",
     ]
+
+
+def test_both_of_a_pair_are_recomputed_before_their_backwards():
+    plan = Plan.from_text("0F0 0F1 0F2 0B0 0B1 0B2")
+    assert recompute_early(plan, [0], in_pairs=True).to_text() == (
+        "0F0 0F1 0F2 0R0 0R1 0B0 0B1 0R2 0B2\n"
+    )
+    (program,) = recompute_early(plan, [0], in_pairs=True).programs
+    assert [str(action) for action in program if action in pairs(program)] == ["0F0", "0R0", "0B0"]
 
 
 def test_what_is_recomputed_already_stays_as_it_is():

@@ -84,16 +84,16 @@ def test_layers_may_be_spread_unevenly():
         estimate(shape, A100, SETUP_39B, num_ranks=4, num_segments=2, layers=(7, *layers[1:]))
 
 
-def test_shared_word_embeddings_are_kept_back_and_untied_ones_are_not():
+def test_tied_word_embeddings_are_reduced_in_the_iteration_and_untied_ones_are_not():
     shape = model_shape("gpt3-18b")
     tied, untied = (
         estimate(s, A100, SETUP_39B, num_ranks=4, num_segments=2).costs
         for s in (shape, replace(shape, untied=True))
     )
-    assert untied.kept_back_s == (0.0,) * 8
-    assert tied.kept_back_s[1:7] == (0.0,) * 6
+    assert untied.reduced_in_iteration_s == (0.0,) * 8
+    assert tied.reduced_in_iteration_s[1:7] == (0.0,) * 6
     share = shape.embedding_parameters / shape.stage_parameters(8)[0]
-    assert tied.kept_back_s[0] == pytest.approx(tied.grad_sync_s[0] * share)
+    assert tied.reduced_in_iteration_s[0] == pytest.approx(tied.grad_sync_s[0] * share)
 
 
 def test_an_iterations_overhead_is_spread_over_a_ranks_stages():
@@ -121,3 +121,79 @@ def test_grad_sync_inside_the_node_does_not_wait_for_messages():
     apart = simulate(plan, slow)
     last = [span for span in apart.ranks[1] if span.lane == "grad_sync"]
     assert last[0].duration_s == pytest.approx(found.costs.grad_sync_s[1])
+
+
+def test_ranks_that_share_experts_send_tokens_twice_and_hold_few_experts():
+    shape, gpus = model_shape("mixtral-8x7b"), cluster("h100x16")
+    alone = Setup(data_parallel=8)
+    shared = replace(alone, expert_parallel=8)
+    without, found = (
+        estimate(shape, gpus, setup, num_ranks=2, num_segments=1) for setup in (alone, shared)
+    )
+    h, tokens, layers = 4096, 8192, 16
+    of_layer_s = 2 * (tokens * 2 * h * 2) * 7 / 8 / gpus.intra_bytes_per_s  # each goes to two
+    for name in ("forward_s", "backward_s"):
+        more_s = getattr(found.costs, name)[0] - getattr(without.costs, name)[0]
+        assert more_s == pytest.approx(layers * of_layer_s)
+    experts = layers * 8 * 3 * h * 14336
+    dense = shape.stage_parameters(2)[0] - experts
+    assert found.footprint.static_bytes[0] == pytest.approx(18 * (dense + experts / 8))
+    assert found.gradient_bytes[0] == pytest.approx(4 * (dense + experts / 8))
+    all_reduce_s = 2 * 7 / 8 * 4 * dense / gpus.intra_bytes_per_s  # no other rank has its experts
+    assert found.costs.grad_sync_s[0] == pytest.approx(all_reduce_s)
+
+
+def test_ranks_that_share_a_sequence_compute_a_part_and_pass_keys_and_values_on():
+    shape, gpus = model_shape("llama3-8b"), cluster("h100x8")
+    found = estimate(
+        shape, gpus, Setup(data_parallel=2, context_parallel=2), num_ranks=2, num_segments=1
+    )
+    whole = estimate(shape, gpus, Setup(data_parallel=4), num_ranks=2, num_segments=1)
+    ring_s = 16 * (2 * 8 * 128) * 4096 * 2 / gpus.intra_bytes_per_s
+    assert found.costs.forward_s[0] == pytest.approx(whole.costs.forward_s[0] / 2 + ring_s)
+    assert found.costs.backward_s[0] == pytest.approx(whole.costs.backward_s[0] / 2 + 2 * ring_s)
+    assert found.costs.p2p_local_s == whole.costs.p2p_local_s / 2
+    assert found.footprint.saved_bytes[0] == whole.footprint.saved_bytes[0] / 2
+    assert found.costs.grad_sync_s == whole.costs.grad_sync_s  # four GPUs have the parameters
+    assert (found.cuda_connections, whole.cuda_connections) == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"expert_parallel": 3}, "num_experts=8 is not divisible by expert_parallel=3"),
+        ({"expert_parallel": 8}, "data_parallel=4 x context_parallel=1 is not divisible by"),
+        ({"context_parallel": 3}, "seq_length=8192 is not divisible by twice context_parallel=3"),
+    ],
+)
+def test_what_is_shared_divides(sizes, message):
+    setup = Setup(data_parallel=4, **sizes)
+    with pytest.raises(ValueError, match=message):
+        estimate(model_shape("mixtral-8x7b"), A100, setup, num_ranks=1, num_segments=1)
+
+
+def test_pipeline_ranks_next_to_each_other_take_pp_sync_off_the_nic_and_dp_sync_onto_it():
+    nodes = cluster("a100x16-200g")
+    shape = model_shape("24-2048-16")
+    setup = Setup(tensor_parallel=2, data_parallel=4)
+    default = estimate(shape, nodes, setup, num_ranks=2, num_segments=1)
+    found = estimate(shape, nodes, replace(setup, order="tp-pp-dp"), num_ranks=2, num_segments=1)
+    assert (default.nic_of_rank, found.nic_of_rank) == ((0, 1), (0, 0))
+    assert default.costs.grad_sync_local
+    assert not found.costs.grad_sync_local
+    # Two rings of each rank cross the NIC at once (AxoNN eq. 10); the other rank's share it when
+    # they use it at the same time.
+    size = found.gradient_bytes[0]
+    ring_s = 2 * 3 / 4 * size / (nodes.goodput_bytes_per_s / 2)
+    assert found.costs.grad_sync_s[0] == pytest.approx(ring_s)
+    assert found.costs.forward_s == default.costs.forward_s
+
+
+def test_in_a_pipeline_over_several_nodes_a_boundary_carries_one_tensor_parallel_group():
+    nodes = cluster("a100x32-200g")
+    shape = model_shape("24-2048-16")
+    setup = Setup(tensor_parallel=2, data_parallel=2, order="tp-pp-dp")
+    found = estimate(shape, nodes, setup, num_ranks=8, num_segments=1)
+    assert found.nic_of_rank == (0, 0, 0, 0, 1, 1, 1, 1)
+    default = estimate(shape, nodes, replace(setup, order="tp-dp-pp"), num_ranks=8, num_segments=1)
+    assert default.costs.p2p_s == pytest.approx(2 * found.costs.p2p_s)

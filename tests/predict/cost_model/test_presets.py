@@ -66,7 +66,7 @@ def test_a_preset_of_another_script_is_refused(name, family, message):
 
 
 def test_models_page_lists_the_presets_with_their_sizes():
-    rows = re.findall(r"^\| `([\w-]+)` \|" + r" ([\d.]+) \|" * 5 + "$", PAGE.read_text(), re.M)
+    rows = re.findall(r"^\| `([\w.-]+)` \|" + r" ([\d.]+) \|" * 5 + "$", PAGE.read_text(), re.M)
     assert rows == [
         (s.name, *map(str, (s.num_layers, s.hidden_size, s.num_attention_heads, s.seq_length)),
          f"{trained(s).num_parameters / 1e9:.1f}")

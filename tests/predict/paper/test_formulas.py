@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.fold3d.policy.num_segments import overlapping_s
 from megatron.fold3d.predict.cost_model import transformer
 from megatron.fold3d.predict.cost_model.ring_times import Layer4D, group_bandwidths
 from megatron.fold3d.predict.paper import bubbles, perf_model
@@ -46,7 +47,7 @@ def test_interleaved_memory_is_equation_6():
 
 def test_overlap_splits_communication_and_loses_none_of_it():
     parts = (4.0, 8.0, 2, 4)
-    hidden = perf_model.overlapping_s(*parts)
+    hidden = overlapping_s(*parts)
     exposed = perf_model.exposed_s(*parts[:2], 1.0, *parts[2:])
     assert (hidden, exposed) == (3.0 + 4.0, 1.0 + 4.0 + 1.0)
     assert perf_model.overlapped_s(10.0, hidden, exposed, 2.0) == 18.0
@@ -145,3 +146,43 @@ def test_axonn_bandwidths_and_times(vector):
     assert layer.all_reduce_x_s() == exactly(times["ar_x"])
     assert layer.all_reduce_data_s() == exactly(times["ar_data"])
     assert layer.total_s() == exactly(times["total"])
+
+
+def _traffic_of_a_layer(gx: int, gy: int) -> float:
+    """Elements per token and hidden unit that X and Y send for the linears of a transformer layer.
+
+    These are QKV and the output of attention, then both of a feed-forward layer of 4 h. The second
+    one of each pair is transposed.
+    """
+    layers = ((1, 3, False), (1, 1, True), (1, 4, False), (4, 1, True))
+    grids = [
+        Layer4D(
+            rows=1,
+            k=k,
+            n=n,
+            grid=(gx, gy, 1, 1),
+            bandwidths=(1.0,) * 4,
+            element_bytes=1,
+            transposed=transposed,
+        )
+        for k, n, transposed in layers
+    ]
+    return sum(layer.all_reduce_x_s() + layer.all_reduce_y_s() for layer in grids)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "of_megatron", "best", "grid"),
+    [(4, 6.0, 6.0, (4, 1)), (8, 7.0, 6.0, (4, 2)), (16, 7.5, 5.0, (8, 2))],
+)
+def test_weights_in_two_dimensions_save_little(num_gpus, of_megatron, best, grid):
+    grids = [(num_gpus // gy, gy) for gy in (1, 2, 4, 8) if gy <= num_gpus]
+    traffic = {grid: _traffic_of_a_layer(*grid) for grid in grids}
+    assert traffic[num_gpus, 1] == exactly(of_megatron)
+    assert min(traffic, key=traffic.__getitem__) == grid
+    assert traffic[grid] == exactly(best)
+    page = (Path(__file__).parents[3] / "docs" / "planning.md").read_text()
+    assert f"| {num_gpus} | {of_megatron:.2f} | {best:.2f} | {grid[0]} x {grid[1]} |" in page
+
+
+def test_two_by_two_sends_a_third_more_than_four_in_a_row():
+    assert _traffic_of_a_layer(2, 2) == exactly(4 / 3 * _traffic_of_a_layer(4, 1))

@@ -6,11 +6,9 @@ from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate
-from megatron.fold3d.predict.search.segments import by_rule, by_simulation
+from megatron.fold3d.predict.search.segments import by_simulation
 from megatron.fold3d.predict.simulator.costs import Costs
 from tests.predict.paper.published import QUEUE_PER_STREAM, SETUP_39B
-
-RULE = {"compute_s": 10.0, "grad_sync_s": 8.0, "num_microbatches": 8}
 
 
 def costs(overhead_s, grad_sync_s=8.0, ranks=2):
@@ -25,22 +23,6 @@ def costs(overhead_s, grad_sync_s=8.0, ranks=2):
         )
 
     return of
-
-
-def test_the_rule_stops_where_messages_no_longer_fit():
-    # 16 messages per segment of 0.1 s, all but one micro-batch's hidden: 1.4 s per segment.
-    # 2: 2.8 + 4; 3: 4.2 + 5.33; 4: 5.6 + 6 is too much for 10 s.
-    assert by_rule([1, 2, 3, 4, 6], message_s=0.1, **RULE).num_segments == 3
-
-
-def test_free_messages_allow_the_most_segments():
-    assert by_rule([1, 2, 4], message_s=0.0, **RULE).num_segments == 4
-
-
-def test_one_segment_is_left_when_nothing_fits():
-    chosen = by_rule([1, 2], message_s=5.0, **RULE)
-    assert chosen.num_segments == 1
-    assert "do not even fit" in chosen.reason
 
 
 def test_simulation_raises_segments_while_they_are_free_and_not_against_their_overhead():

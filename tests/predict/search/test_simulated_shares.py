@@ -36,7 +36,7 @@ def test_each_segment_gets_what_fits_until_the_one_below_is_more_urgent():
 
 def test_parameters_reduced_in_the_iteration_have_no_share():
     # 8 s until the last backward ends; of 12 s of DP.sync 10 are deferred.
-    tied = replace(Costs.uniform(2, grad_sync_s=12.0), kept_back_s=(2.0, 2.0))
+    tied = replace(Costs.uniform(2, grad_sync_s=12.0), reduced_in_iteration_s=(2.0, 2.0))
     assert shares(tied, microbatches=4) == pytest.approx((0, 0.8))
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fold3d.config.fold3d_config import SLICE_BYTES as TRAINING_SLICE_BYTES
+from megatron.fold3d.config.all_flags import SLICE_BYTES as TRAINING_SLICE_BYTES
 from megatron.fold3d.observe.exposure import exposure
 from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Timeline
 from megatron.fold3d.plan.compile import Options, lower
@@ -142,7 +142,8 @@ def runs(draw: st.DrawFn) -> tuple[Plan, Costs, Execution]:
         reload_s=(0.25,) * stages,
     )
     execution = Execution(in_order=True, preemptive=False, flush=not deferred)
-    if deferred and draw(st.booleans()):
+    slice_shares = draw(st.sampled_from(((), (0.5,) * stages)))
+    if deferred and not slice_shares and draw(st.booleans()):
         execution = replace(execution, backward_share=(0.5,) * stages)
     return (
         lower(
@@ -152,6 +153,7 @@ def runs(draw: st.DrawFn) -> tuple[Plan, Costs, Execution]:
                 offload=offload,
                 gathers_params=not deferred,
                 deferred_stages=range(stages * deferred),
+                slice_shares=slice_shares,
             ),
         ),
         costs,
@@ -192,6 +194,36 @@ def test_one_queue_ends_and_its_times_add_up(run: tuple[Plan, Costs, Execution],
         assert row.total_s == pytest.approx(ended_s - begun_s)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_slices_between_computations_hold_up_nothing_in_one_queue(num_ranks: int):
+    # 640 ms of DP.sync and 480 ms of a segment's backwards: three quarters fit behind them.
+    stages = num_ranks * SEGMENTS
+    costs = Costs.uniform(stages, forward_s=20.0, backward_s=60.0, grad_sync_s=640.0)
+    options = Options(deferred_stages=range(stages), slice_shares=(0.75,) * stages)
+    plan = lower(order(num_ranks), options)
+    one, many = (
+        simulate(plan, costs, Execution(device=Device(connections=n)), iterations=4).period_s
+        for n in (1, 32)
+    )
+    assert one <= 1.002 * many
+    # No gradients exist from the last segment's forward to the end of its backward, 640 ms: with
+    # 2560 ms of DP.sync nothing takes less than 3200.
+    assert 3200 <= one <= 3206 + 80 * (num_ranks - 1)
+
+
+def test_the_slices_of_a_stage_take_the_time_of_its_dp_sync():
+    options = replace(DEFERRED, slice_shares=(0.3,) * SEGMENTS)
+    timeline = simulate(lower(order(), options), MS, iterations=3)
+    for stage in range(SEGMENTS):
+        spans = [
+            span
+            for span in timeline.lane(0, Lane.GRAD_SYNC)
+            if span.action and span.action.stage == stage and span.iteration == 1
+        ]
+        assert len(spans) == (1 if stage == 0 else 16)
+        assert sum(span.duration_s for span in spans) == pytest.approx(640)
+
+
 def compute(timeline: Timeline, rank: int) -> float:
     return sum(span.end_s for span in timeline.lane(rank, Lane.COMPUTE))
 
@@ -199,10 +231,17 @@ def compute(timeline: Timeline, rank: int) -> float:
 def test_dp_sync_is_launched_as_training_cuts_it():
     assert TRAINING_SLICE_BYTES["cuda"] == SLICE_BYTES
     gradients, setup = (1.12e9, 0.1e9), Setup(tensor_parallel=8, data_parallel=8)
-    assert launches(gradients, setup, deferred=False) == (7, 1)
-    assert launches(gradients, setup, deferred=True) == (140, 12)
+
+    def cut(setup: Setup, connections: int, *, deferred: bool = False) -> tuple[int, ...]:
+        return launches(gradients, setup, deferred=deferred, connections=connections)
+
+    assert cut(setup, 8) == (7, 1)
+    assert cut(setup, 8, deferred=True) == (140, 12)
+    # One queue: no buckets.
+    assert cut(setup, 1) == (1, 1)
+    assert cut(setup, 1, deferred=True) == (134, 12)
     sharded = replace(setup, distributed_optimizer=True)
-    assert launches(gradients, sharded, deferred=False) == (1, 1)
+    assert cut(sharded, 1) == cut(sharded, 8) == (1, 1)
     # Megatron's default is a million parameters per replica where that is more.
     many = replace(setup, data_parallel=80)
-    assert launches(gradients, many, deferred=False) == (4, 1)
+    assert cut(many, 8) == (4, 1)

@@ -2,14 +2,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fold3d.predict.simulator.clock import Clock
+from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.network import Flow, Network
 
 pairs = st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(lambda pair: pair[0] != pair[1])
 
 
-def started(clock, messages, collectives=(), *, preemptive=True, work_s=1.0):
-    network = Network(clock, 4, preemptive=preemptive)
+def started(clock, messages, collectives=(), *, preemptive=True, work_s=1.0, **by_need):
+    network = Network(clock, 4, preemptive=preemptive, **by_need)
     ended = []
 
     def done(tag):
@@ -18,8 +18,8 @@ def started(clock, messages, collectives=(), *, preemptive=True, work_s=1.0):
     flows = [network.message(*pair, work_s, done, i) for i, pair in enumerate(messages)]
     flows += [network.collective(nic, work_s, done, f"sync {nic}") for nic in collectives]
     for flow in flows:
-        network.start(flow)
-    network.settle()
+        network.start_flow(flow)
+    network.update_rates()
     return network, flows, ended
 
 
@@ -29,7 +29,7 @@ def load(flows: list[Flow], link: int) -> float:
 
 @given(st.lists(pairs, min_size=1, max_size=12))
 def test_rates_are_max_min_fair(messages):
-    _, flows, _ = started(Clock(), messages)
+    _, flows, _ = started(SimulatedClock(), messages)
     for link in range(8):
         assert load(flows, link) <= 1 + 1e-9
     for flow in flows:  # each has a full link on which nobody has more
@@ -42,8 +42,8 @@ def test_rates_are_max_min_fair(messages):
 
 @given(st.lists(pairs, max_size=8), st.sets(st.integers(0, 3)))
 def test_collectives_take_what_messages_leave(messages, collectives):
-    _, flows, _ = started(Clock(), messages, collectives)
-    _, alone, _ = started(Clock(), messages)
+    _, flows, _ = started(SimulatedClock(), messages, collectives)
+    _, alone, _ = started(SimulatedClock(), messages)
     assert [f.rate for f in flows[: len(messages)]] == [f.rate for f in alone]
     for flow in flows[len(messages) :]:
         used = max(load(alone, link) for link in flow.links)
@@ -52,22 +52,38 @@ def test_collectives_take_what_messages_leave(messages, collectives):
 
 @given(st.lists(pairs, max_size=8), st.sets(st.integers(0, 3)), st.booleans())
 def test_every_flow_ends_and_none_is_faster_than_its_link(messages, collectives, preemptive):
-    clock = Clock()
+    clock = SimulatedClock()
     network, flows, ended = started(clock, messages, collectives, preemptive=preemptive)
-    clock.run(between=network.settle)
+    clock.run(between=network.update_rates)
     assert len(ended) == len(flows)
     assert all(time_s >= 1 - 1e-9 for _, time_s in ended)
 
 
 def test_the_share_of_a_flow_that_ends_goes_to_the_others():
-    clock = Clock()
+    clock = SimulatedClock()
     network, _, ended = started(clock, [(0, 1), (0, 2)])
     third = network.message(0, 3, 0.25, lambda tag: ended.append((tag, clock.now_s)), "short")
-    network.start(third)
-    clock.run(between=network.settle)
+    network.start_flow(third)
+    clock.run(between=network.update_rates)
     # A third each until 0.75; half each for the 0.75 that is left of the other two.
     assert ended == [
         ("short", pytest.approx(0.75)),
         (0, pytest.approx(2.25)),
         (1, pytest.approx(2.25)),
     ]
+
+
+@pytest.mark.parametrize(("whole", "ends"), [(False, [2.5, 1.5, 2.0]), (True, [1.0, 2.0, 2.0])])
+def test_what_is_needed_first_goes_alone(whole: bool, ends: list[float]):
+    needed_s = [3.0, 1.0, 2.0].__getitem__
+    clock = SimulatedClock()
+    network, _, ended = started(clock, [(0, 1)], needed_s=needed_s, whole=whole)
+
+    def later(flow):
+        network.start_flow(flow)
+
+    for tag, pair in ((1, (0, 2)), (2, (3, 1))):
+        flow = network.message(*pair, 1.0, lambda tag: ended.append((tag, clock.now_s)), tag)
+        clock.at(0.5 * tag, later, flow)
+    clock.run(between=network.update_rates)
+    assert [when for _, when in sorted(ended)] == ends

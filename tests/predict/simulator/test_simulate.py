@@ -193,6 +193,15 @@ def test_costs_give_themselves_back_from_json():
         Costs.from_json('{"forward": 1}')
 
 
+def test_costs_of_an_older_file_are_read_under_the_old_name_of_a_field_but_not_under_both():
+    costs = replace(Costs.uniform(2), reduced_in_iteration_s=(0.25, 0.5))
+    older = costs.to_json().replace("reduced_in_iteration_s", "kept_back_s")
+    assert Costs.from_json(older) == costs
+    both = older.replace("{", '{"reduced_in_iteration_s": [0.25, 0.5],', 1)
+    with pytest.raises(ValueError, match=r"kept_back_s is the old name .*; remove kept_back_s"):
+        Costs.from_json(both)
+
+
 sizes = st.tuples(st.integers(2, 4), st.integers(1, 3), st.integers(1, 5))
 
 
@@ -289,10 +298,32 @@ def test_gradients_outside_the_backward_share_are_reduced_after_the_last_action(
     assert starts == [(10, "0F0"), (12, "1F0")]
 
 
+def test_a_gather_goes_before_what_the_next_stage_has_to_reduce():
+    plan = Plan.from_text(
+        "0WAIT_GRAD 0GATHER_PARAM 0WAIT_PARAM 0F0 1WAIT_GRAD 1GATHER_PARAM 1WAIT_PARAM 1F0 "
+        "1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD\n"
+    )
+    costs = replace(Costs.uniform(2, grad_sync_s=4.0), param_gather_s=(3.0, 3.0))
+    timeline = simulate(plan, costs, Execution(backward_share=(0.0, 0.5)), iterations=3)
+    begin_s = timeline.iteration_ends_s(0)[1]
+    rows = [
+        (span.start_s - begin_s, span.end_s - begin_s, str(span.action))
+        for span in timeline.lane(0, Lane.GRAD_SYNC)
+        if 0 <= span.start_s - begin_s < 12
+    ]
+    # 0's whole reduce-scatter has begun with the iteration before; the rest of 1's waits for it.
+    assert sorted(rows) == [
+        (0, 4, "0REDUCE_GRAD"),
+        (4, 7, "0GATHER_PARAM"),
+        (7, 9, "1REDUCE_GRAD"),
+        (9, 12, "1GATHER_PARAM"),
+    ]
+
+
 def test_parameters_reduced_in_the_iteration_are_not_deferred():
     plan = Plan.from_text("0WAIT_GRAD 0F0 0B0 0REDUCE_GRAD\n")
     costs = Costs.uniform(1, grad_sync_s=4.0)
-    kept = replace(costs, kept_back_s=(1.0,))
+    kept = replace(costs, reduced_in_iteration_s=(1.0,))
     for share in (0.0, 1.0):
         timeline = simulate(plan, kept, Execution(backward_share=(share,)), iterations=2)
         # Its second of work shares the link with the rest, so it takes two.

@@ -48,12 +48,12 @@ def decisions() -> list[tuple[float, ...] | None]:
     auto.connect(3, dist.group.WORLD, torch.device("cpu"))
     results = []
     for iteration in range(1, 11):
-        results.append(auto.begin())
+        results.append(auto.begin_iteration())
         auto.ready(1, MEBIBYTE)
-        ends = [auto.start(MEBIBYTE)]
+        ends = [auto.open_transfer(MEBIBYTE)]
         now_s += 2.0
         auto.ready(0, MEBIBYTE)
-        ends.append(auto.start(MEBIBYTE))
+        ends.append(auto.open_transfer(MEBIBYTE))
         is_slow = dist.get_rank() == 1 and iteration < 8
         now_s += 6.0 if is_slow else 2.0
         for end in ends:

@@ -5,9 +5,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
-from megatron.fold3d.runtime.grad_sync.slices import Slice, divide, kept_ranges, slices
+from megatron.fold3d.runtime.grad_sync.reductions import Reductions
+from megatron.fold3d.runtime.grad_sync.slices import (
+    ShardedSlice,
+    Slice,
+    divide,
+    in_iteration_offsets,
+    in_iteration_ranges,
+    outside,
+    slices,
+)
+from tests.distributed import run_distributed
 
 A, B, C = (torch.nn.Parameter(torch.zeros(1)) for _ in range(3))
 
@@ -29,7 +40,7 @@ def test_a_slice_holds_no_more_than_its_bytes(bucket: Any):
 
 
 def test_parameters_reduced_in_the_iteration_are_in_no_slice(bucket: Any):
-    assert kept_ranges(bucket, {B}) == [(2, 5)]
+    assert in_iteration_ranges(bucket, {B}) == [(2, 5)]
     assert numbers(slices(bucket, {B}, 16)) == [[0, 1], [5, 6, 7, 8], [9]]
     assert numbers(slices(bucket, {A, C}, 16)) == [[2, 3, 4]]
     assert numbers(slices(bucket, {A, B, C}, 16)) == []
@@ -61,3 +72,76 @@ def test_a_share_is_exact_to_the_element(
 def test_shares_are_from_0_to_1():
     with pytest.raises(ValueError, match="give numbers from 0 to 1"):
         DeferredSync(0.5, slice_bytes=4096, bounded=False, timeout=None).set_shares((0.5, 1.5))
+
+
+def sharded(data: torch.Tensor, begin: int, end: int, rank: int = 0) -> ShardedSlice:
+    return ShardedSlice(data=data, begin=begin, end=end, op=None, group=None, rank=rank, size=2)
+
+
+def test_what_is_reduced_in_the_iteration_of_one_shard_is_so_of_all(bucket: Any):
+    # Shards are 0-4 and 5-9: A is 0 and 1, B is 2 to 4, C is the whole second shard.
+    assert in_iteration_offsets(bucket, {A}, 2) == [(0, 2)]
+    assert in_iteration_offsets(bucket, {A, B}, 2) == [(0, 5)]
+    assert in_iteration_offsets(bucket, {C}, 2) == [(0, 5)]
+    assert in_iteration_offsets(bucket, (), 2) == []
+    assert in_iteration_offsets(bucket, {B}, 5) == [(0, 2)]  # of the shards 2-3 and 4-5
+    assert list(outside([(0, 2)], 5)) == [(2, 5)]
+    assert list(outside([(1, 2), (3, 5)], 5)) == [(0, 1), (2, 3)]
+    assert list(outside([], 5)) == [(0, 5)]
+
+
+def test_a_sharded_slice_is_the_same_part_of_every_shard(bucket: Any):
+    part = sharded(bucket.grad_data, 1, 3)
+    assert numbers(part.views) == [[1, 2], [6, 7]]
+    assert (part.num_elements, part.num_bytes) == (4, 16)
+
+
+@pytest.mark.parametrize(
+    ("share", "first", "rest"),
+    [
+        (0, [], [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]),
+        (0.4, [[0, 1], [5, 6]], [[2, 3, 4], [7, 8, 9]]),
+        (0.5, [[0, 1], [5, 6]], [[2, 3, 4], [7, 8, 9]]),  # whole elements of each shard
+        (1, [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]], []),
+    ],
+)
+def test_a_share_is_cut_from_every_shard_alike(
+    bucket: Any, share: float, first: list[list[int]], rest: list[list[int]]
+):
+    parts = divide([sharded(bucket.grad_data, 0, 5)], share)
+    assert [numbers(view for part in half for view in part.views) for half in parts] == [
+        first,
+        rest,
+    ]
+
+
+@pytest.mark.gloo
+def test_what_the_plan_starts_travels_once_and_in_the_plans_slices() -> None:
+    assert run_distributed(_start_by_plan, 1) == [[100, 0, 152, 248, 500]]
+
+
+def _start_by_plan() -> list[int]:
+    """Return the bytes that each of some steps starts to reduce."""
+    started: list[int] = []
+
+    def observe(_: Any, num_bytes: int) -> list[Any]:
+        started[-1] += num_bytes
+        return []
+
+    dist.init_process_group("gloo")
+    reductions = Reductions(1 << 60, observe, is_planned=True)
+    chunk, group = torch.nn.Module(), dist.group.WORLD
+    reductions.connect([chunk], frozenset(), {})
+    assert group is not None
+    whole = [Slice(torch.ones(125), dist.ReduceOp.SUM, group) for _ in range(2)]
+    started.append(0)
+    reductions.start_slices(chunk, whole, 0.5)
+    reductions.finish_backward()
+    reductions.start_rest()
+    for share in (0.1, 0.1, 0.25, 0.5):
+        reductions.start_until(chunk, share)
+        started.append(0)
+    reductions.wait(chunk)
+    reductions.start_until(chunk, 1.0)  # nothing is in flight
+    dist.destroy_process_group()
+    return started

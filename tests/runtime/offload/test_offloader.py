@@ -34,7 +34,12 @@ class LateCopies(Copies):
         super().__init__(CPU, batch=4)
 
     def _copy(
-        self, stream: Any, targets: Sequence[Tensor], sources: Sequence[Tensor], watch: Watch
+        self,
+        stream: Any,
+        targets: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        watch: Watch,
+        ready: Any = None,
     ) -> Any:
         copied = [list(targets), list(sources), watch]
         for target in targets:
@@ -67,7 +72,7 @@ def run(
     saved: dict[int | None, tuple[Tensor, Tensor]] = {}
     gradients = []
     if offloader is not None:
-        offloader.begin(tuple(program), [model], 8 * HIDDEN * 4)
+        offloader.begin_iteration(tuple(program), [model], 8 * HIDDEN * 4)
     for action in program:
         microbatch = action.microbatch
         assert microbatch is not None
@@ -225,7 +230,7 @@ def test_the_device_forgets_what_has_left():
     offloader = Offloader(CPU, everything=True)
     plan = Plan.from_text("0F0 0OFFLOAD0 0F1 0RELOAD0 0B1 0B0").programs[0]
     model = mlp()
-    offloader.begin(plan, [model], 8 * HIDDEN * 4)
+    offloader.begin_iteration(plan, [model], 8 * HIDDEN * 4)
     x = torch.randn(8, HIDDEN, requires_grad=True)
     with offloader.saving(plan[0]):
         y = model(x).sum()

@@ -79,7 +79,7 @@ def test_a_collective_that_cannot_tell_its_end_ends_when_it_was_waited_for():
 def test_the_end_of_a_run_leaves_out_what_has_not_ended():
     record, delivered = recorder(1)
     with record.iteration(1):
-        record.begin("0RECV_B0", "p2p")
+        record.open_span("0RECV_B0", "p2p")
     record.close()
     assert [row.events for row in delivered] == [()]
 

@@ -28,7 +28,7 @@ def pass_on(kind: str) -> tuple[int, int]:
     timeout = timedelta(seconds=60)
     link = HostLink(dict.fromkeys(peers, forward), peers, device, timeout, num_ranks=2)
     program = [Action(2, Op.RECV_F, 0), Action(2, Op.FORWARD, 0)]
-    link.begin(tuple(program), torch.Size(SHAPE).numel() * 4)
+    link.begin_iteration(tuple(program), torch.Size(SHAPE).numel() * 4)
     for number in range(NUM_TENSORS):
         expected = torch.arange(3 * 256.0, device=device).view(3, 256).t() + number
         if dist.get_rank() == LAST:
@@ -45,6 +45,30 @@ def pass_on(kind: str) -> tuple[int, int]:
     return link.pool.num_growths, link.pool.num_bytes // (256 * 3 * 4)
 
 
+def take_first() -> bool:
+    """Take the first of two tensors; returns whether the second then gets to the device."""
+    dist.init_process_group("gloo")
+    peers = {Op.SEND_F: FIRST, Op.RECV_F: LAST}
+    timeout = timedelta(seconds=60)
+    link = HostLink(
+        dict.fromkeys(peers, dist.new_group()), peers, torch.device("cpu"), timeout, num_ranks=2
+    )
+    receives = [Action(2, Op.RECV_F, number) for number in range(2)]
+    link.begin_iteration((*receives, *(Action(2, Op.FORWARD, number) for number in range(2))), 64)
+    if dist.get_rank() == LAST:
+        for number in range(2):
+            link.send(Action(1, Op.SEND_F, number), torch.full((16,), float(number)))
+    else:
+        for action in receives:
+            link.post(action, (16,), torch.float32)
+        assert link.take(receives[0]).tolist() == [0.0] * 16
+        assert link._fetched[receives[1]].copied.result(60) is not None
+        assert link._fetched[receives[1]].tensor.tolist() == [1.0] * 16
+        link.take(receives[1])
+    link.drain()
+    return True
+
+
 def pass_on_as(rank: int, port: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -56,6 +80,11 @@ def pass_on_as(rank: int, port: int) -> None:
 def test_what_arrives_is_what_was_sent_and_no_slot_is_lost():
     found: list[Any] = run_distributed(pass_on, 2, "cpu")
     assert found == [(1, 7)] * 2  # one that waits, two that are copied, four that leave
+
+
+@pytest.mark.gloo
+def test_the_next_tensor_is_copied_to_the_device_ahead_of_its_use():
+    assert run_distributed(take_first, 2) == [True, True]
 
 
 @pytest.mark.gpu

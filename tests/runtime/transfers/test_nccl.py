@@ -30,11 +30,11 @@ def test_groups_that_need_no_nccl_options_get_none() -> None:
 
 
 def test_a_torch_without_classes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    nccl.check_traffic_classes()
+    nccl_options.check_traffic_classes()
     without = SimpleNamespace(Options=lambda: SimpleNamespace(config=object()))
     monkeypatch.setattr(dist, "ProcessGroupNCCL", without)
     with pytest.raises(ValueError, match="have no traffic_class; use a torch that has it"):
-        nccl.check_traffic_classes()
+        nccl_options.check_traffic_classes()
 
 
 def test_traffic_classes_join_the_nccl_options_of_megatrons_file() -> None:

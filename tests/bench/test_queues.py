@@ -1,0 +1,33 @@
+"""The queue test tells one hardware queue from many, on a device that has either."""
+
+import time
+
+import pytest
+
+from scripts.bench import queues
+from tests.gpu_path.late_device import Delays, LateDevice
+
+IN_TIME = Delays(share=0)
+
+
+class Device(LateDevice):
+    """As ``torch.cuda``, whose kernels may be a sleep: here 1 ms is 2 million cycles."""
+
+    def _sleep(self, cycles: int) -> None:
+        self.current_stream().launch(lambda: time.sleep(cycles / 2e9))
+
+    def synchronize(self) -> None:
+        for stream in self.streams:
+            stream.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("num_queues", "verdict"), [(1, "it waited"), (32, "it did not wait")], ids=["one", "many"]
+)
+def test_one_queue_is_told_from_many(num_queues: int, verdict: str) -> None:
+    assert queues.verdict(*queues.times_ms(Device(IN_TIME, num_queues))) == verdict
+
+
+def test_without_a_gpu_the_queue_test_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert queues.main() == 2
+    assert "error: torch sees no GPU" in capsys.readouterr().err

@@ -1,0 +1,166 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.fold3d.commands.megatron_flags import from_flags, from_script
+from megatron.fold3d.predict.cost_model.model_shape import SHAPES
+from megatron.fold3d.predict.cost_model.presets import preset_flags
+from megatron.fold3d.predict.cost_model.sizes import Setup, layer_bytes
+
+FLAGS = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
+SCRIPT = """\
+#!/bin/bash
+export LAYERS=${LAYERS:-32}
+HEADS=32 # comment
+BATCH="128"
+MODEL_ARGS=(
+    --num-layers $LAYERS   # as published
+    --hidden-size 4096
+    --ffn-hidden-size 14336
+    --num-attention-heads ${HEADS}
+    --group-query-attention --num-query-groups 8
+    --seq-length ${1:-"8192"}
+    --position-embedding-type rope --rotary-base 500000
+    --swiglu --normalization RMSNorm --disable-bias-linear
+    --untie-embeddings-and-output-weights
+)
+TRAINING="\\
+    --global-batch-size $BATCH \\
+    --bf16"
+DATA+=("--vocab-size 128256")
+torchrun --nproc_per_node 8 pretrain_gpt.py ${MODEL_ARGS[@]} $TRAINING --lr 1e-4
+"""
+
+
+def test_a_script_is_read_with_its_variables(tmp_path: Path):
+    file = tmp_path / "train.sh"
+    file.write_text(SCRIPT)
+    found = from_script(file)
+    shape = found.shape
+    assert (shape.num_layers, shape.num_attention_heads, shape.seq_length) == (32, 32, 8192)
+    assert shape.num_parameters == SHAPES["llama3-8b"].num_parameters == 8_030_261_248 - 4096
+    assert (found.global_batch_size, found.fp32) == (128, False)
+    assert found.notes == (
+        f"read from {file}: 32 layers of 4096, 32 heads (8 of keys and values), gated "
+        "feed-forward layers of 14336, sequences of 8192, a vocabulary of 128256: 8.0 billion "
+        "parameters, 128 sequences per iteration, 16 bits",
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["llama3-70b", "mixtral-8x7b", "qwen2.5-7b", "gpt3-18b", "deepseek-v3"]
+)
+def test_the_flags_of_a_preset_are_read_as_its_shape(name: str):
+    flags = " ".join([*preset_flags(name, "gpt"), "--global-batch-size 8"])
+    preset = SHAPES[name]
+    shape = from_flags(f"{flags} --vocab-size {preset.vocab_size}").shape
+    assert shape.num_parameters == preset.num_parameters
+    assert shape.stage_flops(1) == preset.stage_flops(1)
+
+
+def test_models_have_the_parameters_that_their_makers_say():
+    names = ("llama3-70b", "mixtral-8x7b", "deepseek-v2-lite", "deepseek-v3")
+    assert {name: SHAPES[name].num_parameters / 1e9 for name in names} == {
+        "llama3-70b": pytest.approx(70.55, abs=0.01),
+        "mixtral-8x7b": pytest.approx(46.70, abs=0.01),
+        "deepseek-v2-lite": pytest.approx(15.71, abs=0.01),
+        "deepseek-v3": pytest.approx(671.03, abs=0.01),
+    }
+    # Of which a token passes 12.9: the FLOPs of its matrices, without attention scores.
+    mixtral = SHAPES["mixtral-8x7b"]
+    flops = sum(mixtral.linear_flops(layer) for layer in range(32)) + mixtral.head_flops
+    active = flops / (2 * mixtral.seq_length) + mixtral.embedding_parameters
+    assert active / 1e9 == pytest.approx(12.88, abs=0.01)
+
+
+def test_a_gated_layer_saves_three_matrices_widths_and_experts_one_copy_per_expert():
+    llama, mixtral = SHAPES["mistral-7b"], SHAPES["mixtral-8x7b"]
+    h, f, tokens = 4096, 14336, 8192
+    queries, keys_and_values = h, 2 * h // 4
+    per_token = 10 * h + 2 * (queries + keys_and_values + h + 3 * f)
+    assert layer_bytes(llama, Setup(), "selective") == tokens * per_token
+    more = 2 * (3 * f + 4 * h)  # a second expert; two inputs and outputs
+    assert layer_bytes(mixtral, Setup(), "selective") == tokens * (per_token + more)
+
+
+def test_multi_latent_attention_is_read_with_megatrons_defaults():
+    flags = f"{FLAGS} --global-batch-size 8 --multi-latent-attention --q-lora-rank 48"
+    found = from_flags(f"{flags} --group-query-attention --disable-bias-linear")
+    shape, h, a = found.shape, 64, 4
+    assert (shape.q_lora_rank, shape.kv_lora_rank, shape.num_query_groups) == (48, 32, 0)
+    assert "4 heads of multi-latent attention (32 of keys and values)" in found.notes[0]
+    queries, keys_and_values = 48 * (h + a * 192), h * (32 + 64) + 32 * a * (128 + 128)
+    norms = 2 * (2 * h + 48 + 32)
+    feed_forward = 2 * h * 4 * h
+    weights = queries + keys_and_values + a * 128 * h + feed_forward
+    assert shape.layer_parameters(0) == weights + norms
+    assert shape.layer_flops(0) == 2 * 32 * weights + 2 * 32**2 * a * (192 + 128)
+
+
+@pytest.mark.search
+def test_the_search_keeps_context_and_expert_parallelism(fold3d):
+    flags = f"{FLAGS} --global-batch-size 8 --bf16 --vocab-size 128 --num-experts 4"
+    flags += " --context-parallel-size 2 --expert-model-parallel-size 4"
+    code, said, _ = fold3d(f"search --cluster h100x8 --top 1 --pp 2 --tp 1 --from-flags '{flags}'")
+    assert code == 0
+    assert "stay; no computation hides what these ranks exchange" in said
+    assert "--context-parallel-size 2 --expert-model-parallel-size 4" in said.splitlines()[-1]
+
+
+def test_half_of_multi_latent_attention_is_refused():
+    with pytest.raises(ValueError, match="multi-latent attention needs all of them"):
+        replace(SHAPES["deepseek-v3"], v_head_dim=0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (FLAGS, "--from-flags has no --global-batch-size; the model and the batch are read"),
+        (f"{FLAGS} --global-batch-size", "--from-flags has no --global-batch-size"),
+        (f"{FLAGS} --global-batch-size x", "found --global-batch-size x; it is a whole number"),
+        (
+            f"{FLAGS} --global-batch-size 8 --mtp-num-layers 1",
+            "--mtp-num-layers: the planner does not model the layers of multi-token prediction",
+        ),
+        (f"{FLAGS} '", "--from-flags: No closing quotation; quote the flags as one word"),
+    ],
+)
+def test_flags_that_are_not_modelled_are_refused(flags: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        from_flags(flags)
+
+
+def test_what_is_not_said_is_an_assumption():
+    notes = from_flags(
+        f"{FLAGS} --global-batch-size 8 --fp16 --fp8-format hybrid --tensor-model-parallel-size 2 "
+        "--num-layers 4"
+    ).notes
+    assert [note.partition(";")[0] for note in notes[1:]] == [
+        "assumed: a vocabulary of 51200",
+        "assumed: fp8 and fp4 compute as fast as 16 bits",
+        "assumed: the search chooses sizes anew, instead of --tensor-model-parallel-size 2",
+        "assumed: --num-layers is there several times",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("", "no model: give one of --model, --from-flags and --from-script"),
+        ("--model 2-64-4 --from-flags x", "--model with --from-flags: give one of"),
+        ("--model 2-64-4", "--global-batch-size is missing"),
+    ],
+)
+def test_search_takes_one_description_of_a_model(fold3d, options: str, message: str):
+    code, _, said = fold3d(f"search --cluster h100x8 {options}")
+    assert code == 2
+    assert message in said
+
+
+@pytest.mark.search
+def test_search_says_what_it_has_read(fold3d):
+    flags = f"{FLAGS} --global-batch-size 8 --bf16 --vocab-size 128 --swiglu"
+    code, printed, _ = fold3d(f"search --cluster h100x2 --top 1 --from-flags '{flags}'")
+    assert code == 0
+    assert printed.startswith("read from --from-flags: 2 layers of 64, 4 heads, gated feed-forward")

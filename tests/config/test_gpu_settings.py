@@ -1,0 +1,62 @@
+"""What a run on GPUs lacks is found before it begins, or done without."""
+
+from argparse import ArgumentParser
+from pathlib import Path
+
+import pytest
+
+from megatron.fold3d.config import gpu_settings
+from megatron.fold3d.config.gpu_settings import default_flags, gpu_problems
+
+AIAO = "--schedule aiao --pipeline-model-parallel-size 2"
+
+
+def problems(parser: ArgumentParser, flags: str, schedule: str = "aiao") -> list[str]:
+    return [*gpu_problems(parser.parse_args(flags.split()), schedule)]
+
+
+def test_gradients_are_accumulated_without_apex_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert default_flags() == ("--no-gradient-accumulation-fusion",)
+    monkeypatch.setattr(gpu_settings, "find_spec", lambda _: object())
+    assert default_flags() == ()
+
+
+def test_launches_that_block_are_refused_for_every_plan(
+    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    (message,) = problems(parser, AIAO)
+    assert message.startswith("CUDA_LAUNCH_BLOCKING=1: ")
+    assert "; unset it, or use --schedule stock" in message
+    assert problems(parser, f"{AIAO} --device cpu") == problems(parser, "", "stock") == []
+
+
+@pytest.mark.parametrize("flag", ["--offload-activations on", "--lazy-inter-segment"])
+def test_a_missing_offload_library_is_found_before_the_run(
+    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: str
+) -> None:
+    monkeypatch.setattr(gpu_settings, "OFFLOAD_LIBRARY", tmp_path / "_offload.so")
+    (message,) = problems(parser, f"{AIAO} {flag}")
+    assert message.startswith(f"{flag} without {tmp_path / '_offload.so'}: ")
+    assert message.endswith("; run: make build-cuda")
+    (tmp_path / "_offload.so").touch()
+    assert problems(parser, f"{AIAO} {flag}") == []
+
+
+def test_the_offload_library_is_looked_for_where_it_is_built() -> None:
+    from megatron.fold3d.runtime.offload.offload_library import LIBRARY
+
+    assert gpu_settings.OFFLOAD_LIBRARY == LIBRARY
+
+
+def test_preemption_asks_for_more_queues_than_cudas_default(
+    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    (message,) = problems(parser, f"{AIAO} --preemptive-comm")
+    assert message.startswith("CUDA_DEVICE_MAX_CONNECTIONS, unset and so 8, with --preemptive-comm")
+    assert "; give 32" in message
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    assert problems(parser, f"{AIAO} --preemptive-comm") == []

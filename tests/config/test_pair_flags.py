@@ -1,0 +1,81 @@
+"""What ``--overlap-tensor-parallel`` accepts."""
+
+from argparse import ArgumentParser
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.plan.ir import PlanError
+from megatron.fold3d.plan.passes.pairs import check_pairs
+from megatron.fold3d.runtime.plans import Plans
+from tests.configs import CONFIG
+
+MODEL = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 2 --pipeline-model-parallel-size 2 "
+    "--attention-dropout 0 --hidden-dropout 0 --transformer-impl local "
+    "--tensor-model-parallel-size 2"
+)
+AIAO = "--schedule aiao --segments 2"
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+
+
+def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
+    return Fold3DConfig.from_args(parser.parse_args(f"{MODEL} {line}".split()))
+
+
+def test_pairs_are_off_unless_asked_for(parser: ArgumentParser):
+    assert not config(parser, AIAO).overlap_tensor_parallel
+    assert config(parser, f"{AIAO} --overlap-tensor-parallel").overlap_tensor_parallel
+
+
+REFUSED = {
+    "--schedule stock": "--schedule stock",
+    f"{AIAO} --tensor-model-parallel-size 1": "--tensor-model-parallel-size 1",
+    f"{AIAO} --attention-dropout 0.1": "--attention-dropout 0.1",
+    f"{AIAO} --hidden-dropout 0.1": "--hidden-dropout 0.1",
+    f"{AIAO} --transformer-impl transformer_engine": "--transformer-impl transformer_engine",
+    f"{AIAO} --num-experts 4": "--num-experts 4",
+    f"{AIAO} --mtp-num-layers 1": "--mtp-num-layers 1",
+    f"{AIAO} --context-parallel-size 2": "--context-parallel-size 2",
+    f"{AIAO} --timing-log-level 2": "--timing-log-level 2",
+    f"{AIAO} --tp-comm-overlap": "--tp-comm-overlap",
+    f"{AIAO} --preemptive-comm --device cpu": "--preemptive-comm",
+    f"{AIAO} --offload-activations on": "--offload-activations on",
+    f"{AIAO} --overlap-grad-reduce --backward-share 0.5 --device cpu": "--backward-share 0.5",
+    f"{AIAO} --delay-weight-grads 1 --no-gradient-accumulation-fusion": "--delay-weight-grads",
+    f"{AIAO} --recompute-activations --distribute-saved-activations": (
+        "--distribute-saved-activations"
+    ),
+    "--schedule interleaved --segments 2 --microbatch-group-size-per-virtual-pipeline-stage 4": (
+        "--microbatch-group-size-per-virtual-pipeline-stage 4"
+    ),
+    "--schedule zb-h1 --no-gradient-accumulation-fusion": "--schedule zb-h1",
+}
+
+
+@pytest.mark.parametrize(("line", "found"), REFUSED.items())
+def test_what_pairs_cannot_run_with_is_refused_with_a_fix(
+    parser: ArgumentParser, line: str, found: str
+):
+    with pytest.raises(ValueError, match="overlap-tensor-parallel") as raised:
+        config(parser, f"--overlap-tensor-parallel {line}")
+    problems = str(raised.value).splitlines()
+    (problem,) = (p for p in problems if p.startswith("--overlap-tensor-parallel"))
+    assert problem.startswith(f"--overlap-tensor-parallel with {found}: ")
+    assert "; " in problem
+
+
+def test_a_run_without_a_pair_is_refused():
+    paired = replace(CONFIG, schedule="aiao", overlap_tensor_parallel=True)
+    check_pairs(Plans(paired).training(2))
+    with pytest.raises(PlanError, match=r"no pair in a plan of 1 micro-batches; .*raise"):
+        check_pairs(Plans(paired).training(1))
+
+
+def test_the_page_has_every_reason():
+    page = PAGE.read_text().split("## With `--overlap-tensor-parallel`")[1].split("## ")[0]
+    for found in REFUSED.values():
+        assert found.split()[0] in page

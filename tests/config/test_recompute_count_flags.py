@@ -1,0 +1,115 @@
+"""What ``--recompute-layers`` accepts."""
+
+from argparse import ArgumentError, ArgumentParser
+from pathlib import Path
+
+import pytest
+
+from megatron.fold3d.config.all_flags import megatron_defaults
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
+
+MODEL = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 2 --pipeline-model-parallel-size 2"
+)
+AIAO = "--schedule aiao --segments 2"
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+
+
+def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
+    return Fold3DConfig.from_args(parser.parse_args(f"{MODEL} {line}".split()))
+
+
+def test_each_stage_has_a_number(parser: ArgumentParser):
+    assert config(parser, AIAO).recompute_layers is None
+    assert config(parser, f"{AIAO} --recompute-layers 2,0,1,0").recompute_layers == (2, 0, 1, 0)
+
+
+def test_it_stands_for_megatrons_flags(parser: ArgumentParser):
+    args = parser.parse_args(f"{MODEL} {AIAO} --recompute-layers 2,0,1,0".split())
+    assert megatron_defaults(args) == {
+        "num_virtual_stages_per_pipeline_rank": 2,
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("--schedule stock", "1,1,1,1 with --schedule stock"),
+        (f"{AIAO} --recompute-layers 1,1,1", "1,1,1: these are 3 numbers"),
+        (f"{AIAO} --recompute-layers 1,3,1,1", "1,3,1,1: 3 layers of stage 1 are to be recomputed"),
+        ("--schedule aiao --segments auto", "1,1,1,1 with --segments auto"),
+        (f"{AIAO} --recompute-activations", "1,1,1,1 with --recompute-granularity selective"),
+        (f"{AIAO} --recompute-method uniform", "1,1,1,1 with --recompute-method uniform"),
+        (f"{AIAO} --offload-activations on", "1,1,1,1 with --offload-activations on"),
+        (f"{AIAO} --fp8-format hybrid", "1,1,1,1 with --fp8-format"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_fix(parser: ArgumentParser, line: str, found: str):
+    with pytest.raises(ValueError, match=f"--recompute-layers {found}") as raised:
+        config(parser, f"--recompute-layers 1,1,1,1 {line}")
+    problems = str(raised.value).splitlines()
+    (problem,) = (p for p in problems if p.startswith("--recompute-layers"))
+    assert "; " in problem
+
+
+AUTO = f"{AIAO} --recompute-layers auto"
+ON_CPU = "--device cpu --activation-memory-bytes 9"
+
+
+def test_auto_has_a_limit(parser: ArgumentParser):
+    chosen = config(parser, AUTO)
+    assert (chosen.recompute_layers, chosen.auto_recompute_layers) == (None, True)
+    assert chosen.activation_memory_bytes is None  # what the GPU has left
+    assert config(parser, f"{AUTO} {ON_CPU}").activation_memory_bytes == 9
+    args = parser.parse_args(f"{MODEL} {AUTO}".split())
+    assert megatron_defaults(args)["recompute_num_layers"] == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (f"{AUTO} --device cpu", "--recompute-layers auto with --device cpu"),
+        (f"{AUTO} --activation-memory-bytes 0", "--activation-memory-bytes 0: "),
+        (f"{AIAO} --activation-memory-bytes 9", "--activation-memory-bytes 9 without --recompute"),
+        (f"{AUTO} --schedule stock", "--recompute-layers auto with --schedule stock"),
+        (f"{AUTO} --num-experts 2", "--recompute-layers auto with --num-experts 2"),
+        (f"{AUTO} --mtp-num-layers 1", "--recompute-layers auto with --mtp-num-layers 1"),
+        (f"{AUTO} --delay-weight-grads 1", "--recompute-layers auto with --delay-weight-grads"),
+        (f"{AUTO} --schedule zb-h1 --segments 1", "--recompute-layers auto with --schedule zb-h1"),
+        (f"{AUTO} --forwards-ahead auto", "--recompute-layers auto with --forwards-ahead auto"),
+        (
+            f"{AUTO} --overlap-tensor-parallel",
+            "--recompute-layers auto with --overlap-tensor-parallel",
+        ),
+        (
+            f"{AUTO} --heterogeneous-layers-config-path layers.json",
+            "--recompute-layers auto with --heterogeneous-layers-config-path",
+        ),
+    ],
+)
+def test_what_auto_cannot_measure_is_refused(parser: ArgumentParser, line: str, found: str):
+    with pytest.raises(ValueError, match=found) as raised:
+        config(parser, line)
+    (problem,) = (p for p in str(raised.value).splitlines() if p.startswith(found))
+    assert "; " in problem
+
+
+@pytest.mark.parametrize("text", ["2,-1", "a,b", "1,,2", "9999999"])
+def test_what_is_no_list_of_numbers_is_refused(parser: ArgumentParser, text: str):
+    with pytest.raises((ArgumentError, SystemExit)):
+        config(parser, f"{AIAO} --recompute-layers={text}")
+
+
+def test_the_page_has_every_reason():
+    page = PAGE.read_text().split("## With `--recompute-layers`")[1].split("## ")[0]
+    for option in (
+        *("--schedule stock", "--segments auto", "--recompute-granularity selective"),
+        *("--recompute-method uniform", "--offload-activations", "--fp8-format"),
+        *("--num-experts", "--heterogeneous-layers-config-path", "--mtp-num-layers"),
+        *("--overlap-tensor-parallel", "--delay-weight-grads", "--forwards-ahead auto"),
+    ):
+        assert option in page

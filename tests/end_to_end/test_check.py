@@ -1,0 +1,94 @@
+"""``--check`` tells on one process without a GPU what a job of many ranks would begin with."""
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import run_distributed
+
+pytestmark = pytest.mark.gloo
+
+ROOT = Path(__file__).parents[2]
+OF_A_JOB = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+FLAGS = (
+    "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --bf16 "
+    "--max-position-embeddings 1024 --tokenizer-type NullTokenizer --vocab-size 50257 "
+    "--micro-batch-size 1 --global-batch-size 64 --lr 1e-4 --train-iters 10 --eval-iters 0 "
+    "--eval-interval 100 --transformer-impl local --pipeline-model-parallel-size 2 --mock-data "
+    "--schedule aiao --overlap-grad-reduce"
+)
+
+
+def test_the_plan_the_memory_and_the_time_are_told_without_a_gpu() -> None:
+    argv = "--segments 2 --backward-share auto --check a100-80gx16-100g"
+    ((code, out, err),) = run_distributed(_run, 1, None, f"{FLAGS} {argv}".split())
+    assert code == 0, err
+    lines = out.splitlines()  # and nothing of Megatron's
+    assert lines[:2] == [
+        "can begin: 16 ranks, dp=8 pp=2",
+        "plan: aiao, 2 ranks, 2 segments, 8 micro-batches, verified",
+    ]
+    assert re.fullmatch(r"memory: (\d+\.\d) (\d+\.\d) GiB per pipeline rank, estimated", lines[2])
+    predicted = (
+        r"iteration: \d\.\d+ s on a100-80gx16-100g, predicted: bubble \d+%, DP.sync \d+%, .*"
+    )
+    assert re.fullmatch(predicted, lines[3])
+    assert len(lines) == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--segments 5 --check", "5 segments with 12 layers per rank"),
+        (  # Megatron's own rule for GPUs before Blackwell, which it asks a GPU about
+            "--segments 2 --tensor-model-parallel-size 2 --check",
+            "CUDA_DEVICE_MAX_CONNECTIONS to 1",
+        ),
+        ("--segments 2 --seq-length 65536 --check a100x16", "rank 0 would hold .*`fold3d search`"),
+    ],
+)
+def test_what_cannot_begin_is_refused_with_exit_code_2(flags: str, reason: str) -> None:
+    argv = FLAGS.replace("--max-position-embeddings 1024", "--max-position-embeddings 65536")
+    ((code, out, err),) = run_distributed(_run, 1, None, f"{argv} {flags}".split())
+    assert (code, out) == (2, "")
+    assert re.search(f"pretrain_gpt.py: error: .*{reason}", err, re.DOTALL), err
+    assert "Traceback" not in err
+
+
+def test_a_script_of_ones_own_ends_where_it_would_begin(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import megatron.fold3d as fold3d\n"
+        "fold3d.parse_args(args_defaults={'tokenizer_type': 'NullTokenizer'})\n"
+        "raise SystemExit('it went on')\n"
+    )
+    argv = f"{FLAGS} --segments 2 --check".replace("--tokenizer-type NullTokenizer", "")
+    ((code, out, err),) = run_distributed(_run, 1, str(script), argv.split())
+    assert code == 0, err
+    assert out.startswith("can begin: 2 ranks, dp=1 pp=2\nplan: aiao, 2 ranks, 2 segments, 64 ")
+    assert out.splitlines()[-1].startswith("no prediction of time; --check CLUSTER")
+
+
+def _run(script: str | None, argv: Sequence[str]) -> tuple[int, str, str]:
+    """Run a script as on a login node; returns its exit code, stdout and stderr."""
+    import pretrain_gpt
+
+    for name in OF_A_JOB:
+        os.environ.pop(name, None)
+    sys.argv = [script or "pretrain_gpt.py", *argv]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        if script is None:
+            code = pretrain_gpt.main(argv)
+        else:
+            with pytest.raises(SystemExit) as left:
+                runpy.run_path(script, run_name="__main__")
+            code = left.value.code
+    return code, out.getvalue(), err.getvalue()

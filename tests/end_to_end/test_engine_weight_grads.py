@@ -1,0 +1,89 @@
+"""Delayed weight gradients of Transformer Engine's modules train what stock trains, bit for bit.
+
+The modules stand in for Transformer Engine's, which needs a GPU (`tests/runtime/weight_grads`).
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import pytest
+
+from tests.distributed import run_distributed
+from tests.end_to_end.training import Record, differences, train
+
+pytestmark = pytest.mark.gloo
+
+MODEL = (
+    "--device cpu --transformer-impl transformer_engine --num-layers 4 --hidden-size 32 "
+    "--num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --attention-dropout 0 "
+    "--hidden-dropout 0 --mock-data --tokenizer-type NullTokenizer --vocab-size 63 --num-workers 0 "
+    "--micro-batch-size 1 --global-batch-size 8 --lr 1e-2 --train-iters 3 --lr-decay-iters 10 "
+    "--eval-iters 1 --eval-interval 2 --pipeline-model-parallel-size 2"
+)
+AIAO = "--schedule aiao --segments 2 --delay-weight-grads"
+OVERLAP = "--overlap-grad-reduce"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One comparison; ``fuses``: whether matmuls add to ``main_grad`` themselves."""
+
+    name: str
+    ours: str
+    flags: str
+    ranks: int = 4
+    fuses: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+ROWS = (
+    Row(name="some segments", ours=f"{AIAO} 1", flags="", ranks=2),
+    Row(name="fused, overlapped", ours=f"{AIAO} 0,1", flags=OVERLAP, fuses=True),
+    Row(
+        name="sequence parallel, recomputed",
+        ours=f"{AIAO} 0,1",
+        flags="--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1",
+        fuses=True,
+    ),
+    Row(
+        name="zero bubble, sharded optimizer",
+        ours="--schedule zb-h1",
+        flags=f"{OVERLAP} --use-distributed-optimizer --overlap-param-gather --bf16",
+    ),
+)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_delayed_weight_gradients_of_the_engine_train_what_stock_trains(row: Row) -> None:
+    flags = f"{MODEL} {row.flags} "
+    ours = run_distributed(
+        train_engine, row.ranks, (flags + row.ours).split(), row.fuses, timeout_s=120
+    )
+    segments = " --segments 2" if "--segments" in row.ours else ""
+    stock = run_distributed(
+        train_engine, row.ranks, f"{flags}--schedule stock{segments}".split(), row.fuses
+    )
+    assert not differences(ours, stock)
+
+
+def train_engine(argv: Sequence[str], fuses: bool) -> Record:
+    """Train with modules that stand in for Transformer Engine's."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    from fold3d_patches.cpu import flags
+    from tests.runtime.weight_grads import engine
+
+    installed = ModuleType("transformer_engine")
+    installed.__spec__ = ModuleSpec("transformer_engine", None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "transformer_engine", installed)
+        patch.setattr(flags, "check", lambda _: None)  # kernels for GPUs are not used here
+        patch.setattr(engine.EngineModule, "fuses", fuses)
+        patch.setattr(gpt_layer_specs, "TESpecProvider", engine.Provider)
+        return train(argv)

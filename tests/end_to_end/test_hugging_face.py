@@ -1,0 +1,140 @@
+"""A model that Megatron builds of imported flags computes what `transformers` computes."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.fold3d.commands.import_config import megatron_flags
+from tests.distributed import run_distributed
+
+pytestmark = pytest.mark.gloo
+
+TINY = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 32,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+FAMILIES = {
+    "llama": {"rope_parameters": LLAMA3_ROPE},
+    "mistral": {"sliding_window": None, "head_dim": 16},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 8},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+}
+REST = (
+    "--device cpu --seq-length 16 --micro-batch-size 1 --global-batch-size 1 --lr 1e-3 "
+    "--train-iters 1 --mock-data --tokenizer-type NullTokenizer --eval-interval 1"
+)
+# Both compute in fp32, and add up in another order.
+TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
+
+
+def test_models_of_imported_flags_have_the_logits_of_transformers() -> None:
+    (differences,) = run_distributed(_largest_differences, 1)
+    assert list(differences) == list(FAMILIES)
+    assert {family: text for family, text in differences.items() if text} == {}
+
+
+def _largest_differences() -> dict[str, str]:
+    """Compare all families in one process: building one takes no time beside starting it."""
+    return {family: _difference(family, number) for number, family in enumerate(FAMILIES)}
+
+
+def _difference(family: str, number: int) -> str:
+    import os
+    import sys
+    from contextlib import ExitStack
+
+    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.global_vars import destroy_global_vars
+    from megatron.training.initialize import initialize_megatron
+    from megatron.training.models.gpt import GPTModelBuilder
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from megatron.fold3d.training import launch
+
+    torch.manual_seed(number)
+    config = AutoConfig.for_model(family, **TINY, **FAMILIES[family])
+    theirs = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in theirs.parameters():  # norms and biases are ones and zeros otherwise
+        torch.nn.init.normal_(parameter, std=0.2)
+    tokens = torch.randint(0, TINY["vocab_size"], (1, 16))
+
+    sys.argv = ["script", *megatron_flags(config.to_dict()), *REST.split()]
+    with ExitStack() as patched:
+        args = launch.prepare(sys.argv[1:], patched, "gpt")
+        if number == 0:
+            initialize_megatron(allow_no_cuda=True)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        ours = GPTModelBuilder(gpt_config_from_args(args)).build_model(
+            groups, pre_process=True, post_process=True
+        )
+        ours.eval()
+        state = _as_megatrons(theirs.state_dict(), config.to_dict())
+        expected = {name for name in ours.state_dict() if not name.endswith("_extra_state")}
+        assert state.keys() == expected, (state.keys() ^ expected, os.getpid())
+        ours.load_state_dict(state, strict=False)
+        mask = torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)
+        with torch.no_grad():
+            mine = ours(tokens, torch.arange(16)[None], mask)
+            others = theirs(tokens).logits
+    destroy_global_vars()
+    destroy_num_microbatches_calculator()
+    if torch.allclose(mine, others, **TOLERANCE):
+        return ""
+    return f"{(mine - others).abs().max()} of {others.abs().max()}"
+
+
+def _as_megatrons(state: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, Any]:
+    """Name and arrange weights as Megatron's GPT does."""
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    found = {
+        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
+        "decoder.final_layernorm.weight": state["model.norm.weight"],
+    }
+    if not config["tie_word_embeddings"]:
+        found["output_layer.weight"] = state["lm_head.weight"]
+    for layer in range(config["num_hidden_layers"]):
+        a, b = f"model.layers.{layer}", f"decoder.layers.{layer}"
+        found[f"{b}.input_layernorm.weight"] = state[f"{a}.input_layernorm.weight"]
+        found[f"{b}.pre_mlp_layernorm.weight"] = state[f"{a}.post_attention_layernorm.weight"]
+        found[f"{b}.self_attention.linear_proj.weight"] = state[f"{a}.self_attn.o_proj.weight"]
+        for kind in ("weight", "bias"):  # the heads of a group stand together
+            if f"{a}.self_attn.q_proj.{kind}" in state:
+                parts = (
+                    state[f"{a}.self_attn.{name}_proj.{kind}"].unflatten(0, (groups, -1))
+                    for name in "qkv"
+                )
+                joined = torch.cat([*parts], dim=1).flatten(0, 1)
+                found[f"{b}.self_attention.linear_qkv.{kind}"] = joined
+        for name in "qk":
+            if f"{a}.self_attn.{name}_norm.weight" in state:
+                norm = state[f"{a}.self_attn.{name}_norm.weight"]
+                found[f"{b}.self_attention.{name}_layernorm.weight"] = norm
+        if f"{a}.mlp.gate_proj.weight" in state:
+            gate, up = (state[f"{a}.mlp.{name}_proj.weight"] for name in ("gate", "up"))
+            found[f"{b}.mlp.linear_fc1.weight"] = torch.cat([gate, up])
+            found[f"{b}.mlp.linear_fc2.weight"] = state[f"{a}.mlp.down_proj.weight"]
+            continue
+        found[f"{b}.mlp.router.weight"] = state[f"{a}.mlp.gate.weight"]
+        for expert in range(config["num_local_experts"]):
+            of_expert = f"{b}.mlp.experts.local_experts.{expert}"
+            found[f"{of_expert}.linear_fc1.weight"] = state[f"{a}.mlp.experts.gate_up_proj"][expert]
+            found[f"{of_expert}.linear_fc2.weight"] = state[f"{a}.mlp.experts.down_proj"][expert]
+    assert heads % groups == 0
+    return found

@@ -1,0 +1,69 @@
+"""`--recompute-layers auto` trains what stock trains, and takes no more memory than it predicts."""
+
+import logging
+import re
+from collections.abc import Sequence
+
+import pytest
+
+from tests.distributed import RankError, run_distributed
+from tests.end_to_end.test_equal_to_stock import DROPOUT, ONE_GROUP, Row
+from tests.end_to_end.training import Record, differences, train
+
+pytestmark = pytest.mark.gloo
+
+AUTO = "--recompute-layers auto --activation-memory-bytes"
+ROWS = (
+    Row(
+        segments=2,
+        flags=DROPOUT,
+        ours=f"--schedule aiao {AUTO} 260000 --recompute-early 1",
+        stock=ONE_GROUP,
+    ),
+    Row(
+        name="sequence parallel",
+        tp=2,
+        m=2,
+        flags="--sequence-parallel --bf16",
+        ours=f"--schedule 1f1b {AUTO} 60000",
+    ),
+)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_results_are_those_of_stock_and_the_peak_is_as_predicted(row: Row) -> None:
+    runs = run_distributed(train_and_listen, row.num_ranks, row.command(row.ours))
+    stock = run_distributed(train, row.num_ranks, row.command(f"--schedule stock {row.stock}"))
+
+    assert differences([record for record, _ in runs], stock) == []
+    lines = runs[0][1]
+    assert len(lines) == 2, lines
+    counts, _, most, limits = numbers(lines[0])
+    measured, predicted = numbers(lines[1])[-2:]
+    assert most == predicted
+    assert len(counts) == row.pp * row.segments
+    assert 0 < sum(counts) < 8  # some layers are recomputed, and some are not
+    rows = list(zip(measured, most, limits, strict=True))
+    assert all(0.9 * held < took <= held <= limit for took, held, limit in rows), lines
+
+
+def test_too_little_memory_names_the_rank_and_the_bytes() -> None:
+    row = Row(ours=f"--schedule aiao {AUTO} 3")
+    with pytest.raises(RankError, match=r"auto: rank 0: found \d+ bytes with all .* 3 bytes of"):
+        run_distributed(train, row.num_ranks, row.command(row.ours))
+
+
+def numbers(line: str) -> list[list[int]]:
+    """The lists of numbers in a line."""
+    return [[*map(int, found.split(","))] for found in re.findall(r"\d+(?:, ?\d+)*", line)]
+
+
+def train_and_listen(argv: Sequence[str]) -> tuple[Record, list[str]]:
+    """Train on this rank, and return what the choice of layers has logged."""
+    lines: list[str] = []
+    logger = logging.getLogger("megatron.fold3d.runtime.measured_counts")
+    logger.setLevel(logging.INFO)
+    handler = logging.Handler()
+    handler.emit = lambda row: lines.append(row.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    return train(argv), lines

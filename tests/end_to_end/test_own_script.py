@@ -1,0 +1,145 @@
+"""The changes of docs/adopt.md, on a script that knows no fold3d, train what stock trains."""
+
+import ast
+import contextlib
+import inspect
+import io
+import json
+import os
+import re
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import run_distributed
+from tests.end_to_end.test_equal_to_stock import ITERATIONS, MODEL, ONE_GROUP
+from tests.end_to_end.training import Record, differences, recorded
+
+pytestmark = pytest.mark.gloo
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/adopt.md"
+SCRIPT = Path(__file__).with_name("own_script.py")
+DEVICE, TOKENIZER, DATA = "--device cpu", "--tokenizer-type NullTokenizer", "--mock-data"
+FLAGS = (
+    f"{MODEL.replace(TOKENIZER, '').replace(DATA, '')} {ITERATIONS} --global-batch-size 4 "
+    "--pipeline-model-parallel-size 2 --focus 1.5 --data-period 5"
+)
+ONE_GROUP_OF_4 = ONE_GROUP.format(m=4)
+
+
+def test_a_script_with_the_two_lines_of_the_page_trains_what_it_trained(tmp_path: Path) -> None:
+    script = _changed("Two lines", tmp_path)
+    ours = _train(script, f"{FLAGS} --schedule aiao --segments 2")
+    untouched = FLAGS.replace(DEVICE, "") + " --num-virtual-stages-per-pipeline-rank 2"
+    stock = run_distributed(_train_on_cpu, 2, str(SCRIPT), untouched.split())
+
+    assert ours[1].iterations[0].keys() >= {"focal loss", "grad norm"}
+    assert differences(ours, stock) == []
+
+
+def test_a_script_that_parses_by_itself_takes_the_patches_later(tmp_path: Path) -> None:
+    script = _changed("A script that parses by itself", tmp_path)
+    untouched = FLAGS.replace(DEVICE, "") + " --num-virtual-stages-per-pipeline-rank 2"
+    ours = run_distributed(
+        _train_on_cpu, 2, str(script), [*untouched.split(), "--schedule", "breadth-first"]
+    )
+    stock = run_distributed(
+        _train_on_cpu, 2, str(SCRIPT), [*untouched.split(), *ONE_GROUP_OF_4.split()]
+    )
+
+    assert differences(ours, stock) == []
+
+
+@pytest.mark.parametrize(
+    ("heading", "flags", "reason"),
+    [
+        ("Two lines", "--schedule aio", "invalid choice: 'aio'"),
+        ("Two lines", "--schedule aiao --segments auto", "--segments auto: .*give --segments N"),
+        (
+            "A script that parses by itself",
+            "--schedule aiao --segments 2",
+            "--segments 2: .*--num-virtual-stages-per-pipeline-rank 2",
+        ),
+    ],
+)
+def test_a_mistake_ends_a_script_in_one_message(
+    heading: str, flags: str, reason: str, tmp_path: Path
+) -> None:
+    later = heading != "Two lines"
+    argv = (FLAGS.replace(DEVICE, "") if later else FLAGS).split() + flags.split()
+    script = str(_changed(heading, tmp_path))
+    codes, said = zip(*run_distributed(_refusal, 2, script, argv, later), strict=True)
+    assert codes == (2, 2)
+    assert re.fullmatch(rf"own_script.py: error: .*{reason}.*\n", said[0]), said[0]
+    assert json.loads(Path(f"{script}0").read_text())["message"]["message"] + "\n" == said[0]
+
+
+def _changed(heading: str, folder: Path) -> Path:
+    """Apply the change that the page shows under a heading; returns the script that results."""
+    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.M | re.S)
+    (diff,) = re.findall(r"^```diff\n(.*?)^```$", section, re.M | re.S)
+    text = SCRIPT.read_text()
+    for hunk in re.split(r"^@@\n", diff, flags=re.M):
+        lines = hunk.splitlines(keepends=True)
+        before = "".join(line[1:] for line in lines if line[0] != "+")
+        after = "".join(line[1:] for line in lines if line[0] != "-")
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    script = folder / SCRIPT.name
+    script.write_text(text)
+    return script
+
+
+def _train(script: Path, flags: str) -> list[Record]:
+    records: list[Record] = run_distributed(_run_recorded, 2, str(script), flags.split())
+    return records
+
+
+def _run_recorded(script: str, argv: Sequence[str]) -> Record:
+    sys.argv = [script, *argv]
+    return recorded(lambda: runpy.run_path(script, run_name="__main__"))
+
+
+def _train_on_cpu(script: str, argv: Sequence[str]) -> Record:
+    """Run a script that knows no ``--device``, with what that flag stands for."""
+    from fold3d_patches import compile_helpers, cpu
+    from fold3d_patches.cpu.flags import FLAGS as OF_CPU
+    from fold3d_patches.registry import apply
+
+    installs = "fold3d.install" in Path(script).read_text()
+    with apply([*cpu.patches(), *(() if installs else (compile_helpers.patch(),))]):
+        return _run_recorded(script, [*OF_CPU, *argv])
+
+
+def _refusal(script: str, argv: Sequence[str], later: bool) -> tuple[int, str]:
+    """Return the script's exit code on this rank, and what it says."""
+    from megatron.fold3d.training import launch
+
+    launch.PATIENCE_S = 0.0
+    os.environ["TORCHELASTIC_ERROR_FILE"] = f"{script}{os.environ['RANK']}"
+    run = _train_on_cpu if later else _run_recorded
+    with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as left:
+        run(script, argv)
+    assert isinstance(left.value.code, int)
+    return left.value.code, said.getvalue()
+
+
+def test_the_interface_has_the_signatures_of_its_stub() -> None:
+    import megatron.fold3d as fold3d
+
+    stub = ast.parse((ROOT / "megatron/fold3d/__init__.pyi").read_text())
+    typed = {node.name: node for node in stub.body if isinstance(node, ast.FunctionDef)}
+    assert sorted(typed) == ["add_arguments", "install", "parse_args"]
+    for name, node in typed.items():
+        parameters = inspect.signature(getattr(fold3d, name)).parameters.values()
+        for kind, arguments in (
+            (inspect.Parameter.POSITIONAL_OR_KEYWORD, node.args.args),
+            (inspect.Parameter.KEYWORD_ONLY, node.args.kwonlyargs),
+        ):
+            assert [p.name for p in parameters if p.kind is kind] == [a.arg for a in arguments]
+    with pytest.raises(AttributeError, match="no attribute 'pars_args'"):
+        fold3d.pars_args()

@@ -1,0 +1,289 @@
+"""``--shard-segments`` trains what stock does, with freed parameters and gradients made unusable.
+
+Storage that is allocated again is filled with NaN before this replica's shard is put back, so a
+parameter that is read before its all-gather has ended makes every result NaN, and so does a
+gradient that another replica has the sum of.
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.fold3d.observe.trace_files import RankTrace
+from megatron.fold3d.plan.compile import Options, compile_plan
+from megatron.fold3d.plan.ir import GATHER_OPS, Action, Op
+from megatron.fold3d.plan.other_peaks import peak_resident
+from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
+from megatron.fold3d.runtime.grad_shards import GradShards
+from megatron.fold3d.runtime.param_shards import ParamShards
+from tests.distributed import run_distributed
+from tests.end_to_end.test_checkpoints import resuming, saving
+from tests.end_to_end.test_equal_to_stock import (
+    BUCKETS,
+    DROPOUT,
+    EXPERTS,
+    FULL,
+    ONE_GROUP,
+    OVERLAP,
+    SELECTIVE,
+    UNTIED,
+    Row,
+    _reference,
+)
+from tests.end_to_end.training import Record, differences, train
+
+pytestmark = pytest.mark.gloo
+
+MORE_AND_MORE = (  # 2, 4 and 4 micro-batches
+    "--step-batch-size-schedule '0:4 64:8' --train-samples 20 --lr-decay-samples 40 "
+    "--eval-global-batch-size 4"
+)
+STOCK = "--schedule stock"
+AIAO = "--schedule aiao --shard-segments weights"
+GRADIENTS = "--schedule aiao --shard-segments gradients"
+
+# One segment on one rank, whose gradients are freed before layer norms' are summed over tp ranks.
+FREED_EARLY = (
+    "0GATHER_PARAM 0WAIT_PARAM 0F0 0B0 0F1 0B1 0FREE_PARAM_B 0REDUCE_GRAD 0WAIT_GRAD 0FREE_GRAD"
+)
+
+ROWS = (
+    Row(name="fp32", dp=2, segments=4, m=3, flags=OVERLAP, ours=AIAO, stock=ONE_GROUP),
+    Row(name="fp32", dp=2, segments=4, m=3, flags=OVERLAP, ours=GRADIENTS, stock=ONE_GROUP),
+    Row(
+        name="bf16, recomputed and cut into buckets",
+        dp=2,
+        segments=4,
+        m=3,
+        flags=f"{OVERLAP} --bf16 {BUCKETS} {FULL} uniform {UNTIED}",
+        ours=f"{GRADIENTS} --recompute-early all",
+        stock=ONE_GROUP,
+    ),
+    Row(
+        name="delayed weight gradients",
+        dp=2,
+        segments=4,
+        m=3,
+        flags=f"{OVERLAP} --bf16 --no-align-param-gather",
+        ours=f"{GRADIENTS} --delay-weight-grads 1,2",
+        stock=ONE_GROUP,
+    ),
+    Row(
+        name="sequence parallelism, per-token loss and dropout",
+        dp=2,
+        tp=2,
+        pp=1,
+        m=2,
+        flags=f"{OVERLAP} --sequence-parallel {SELECTIVE} {DROPOUT} --calculate-per-token-loss",
+        ours="--plan-file PLAN --shard-segments gradients",
+        plan=FREED_EARLY,
+    ),
+    Row(
+        name="interleaved",
+        dp=2,
+        segments=2,
+        m=2,
+        flags=OVERLAP,
+        ours="--schedule interleaved --shard-segments weights",
+    ),
+    Row(
+        name="experts",
+        dp=2,
+        segments=4,
+        m=2,
+        flags=f"{OVERLAP} {EXPERTS}",
+        ours=GRADIENTS,
+        stock=ONE_GROUP,
+    ),
+    Row(
+        name="offloaded, ramp-up",
+        dp=2,
+        segments=4,
+        flags=f"{OVERLAP} {FULL} uniform {MORE_AND_MORE}",
+        ours=f"{GRADIENTS} --offload-activations on",
+    ),
+    Row(
+        name="steps that reach into the next iteration",
+        dp=2,
+        segments=4,
+        m=3,
+        flags=f"{OVERLAP} --clip-grad 0",
+        ours=f"{AIAO} --backward-share 0.5",
+        stock=ONE_GROUP,
+    ),
+    Row(
+        name="preemptive",
+        dp=2,
+        segments=4,
+        m=3,
+        flags=OVERLAP,
+        ours=f"{GRADIENTS} --preemptive-comm",
+        stock=ONE_GROUP,
+    ),
+)
+
+
+SAVED = Row(dp=2, segments=3, m=2, flags=f"{OVERLAP} --bf16 --num-layers 6")
+
+
+def train_poisoned(argv: Sequence[str]) -> Record:
+    """Train with storage that is NaN when it is allocated again."""
+    from megatron.fold3d.runtime import grad_shards, param_shards
+
+    allocate = param_shards.allocate
+
+    def poisoned(buffer: torch.Tensor) -> None:
+        allocate(buffer)
+        buffer.fill_(float("nan"))
+
+    param_shards.allocate = grad_shards.allocate = poisoned
+    return train(argv)
+
+
+@dataclass
+class Counted:
+    """What a rank held and sent, in bytes.
+
+    Attributes:
+        parameters: of each segment, whole.
+        gradients: likewise.
+        resident: the most of both at once, of each iteration, its optimizer step aside.
+        sent: what all-gathers and reduce-scatters delivered or took, of each iteration.
+        alive: all tensors behind each iteration.
+    """
+
+    parameters: list[int] = field(default_factory=list)
+    gradients: list[int] = field(default_factory=list)
+    resident: list[int] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
+    alive: list[int] = field(default_factory=list)
+
+
+def count(argv: Sequence[str]) -> Counted:
+    """Train, and count what parameters and gradients take behind each action."""
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    from megatron.fold3d.runtime import executor
+
+    counted = Counted()
+    make_table = executor._table
+
+    def counting(collective: Callable[..., Any], whole: int) -> Callable[..., Any]:
+        def run(*tensors: torch.Tensor, **kwargs: Any) -> Any:
+            if counted.sent:
+                counted.sent[-1] += tensors[whole].nbytes
+            return collective(*tensors, **kwargs)
+
+        return run
+
+    def table(
+        features: Sequence[Feature], iteration: Iteration, innermost: Handlers
+    ) -> dict[Op, Handler]:
+        of_run = make_table(features, iteration, innermost)
+        if not iteration.trains:
+            return of_run
+        ddp = [buffer for chunk in iteration.chunks for buffer in chunk.buffers]
+        whole = [buffer.param_data for buffer in ddp], [buffer.grad_data for buffer in ddp]
+        counted.parameters, counted.gradients = ([b.nbytes for b in kind] for kind in whole)
+        counted.resident.append(0)
+        counted.sent.append(0)
+        counted.alive.append(_alive())
+
+        def watched(act: Handler) -> Handler:
+            def run(action: Action) -> None:
+                act(action)
+                shards = [
+                    shard.nbytes
+                    for feature in features
+                    if isinstance(feature, ParamShards | GradShards)
+                    for kept in feature._kept.values()
+                    for shard in kept
+                ]
+                now = sum(b.untyped_storage().size() for kind in whole for b in kind) + sum(shards)
+                counted.resident[-1] = max(counted.resident[-1], now)
+
+            return run
+
+        return {op: watched(act) for op, act in of_run.items()}
+
+    executor._table = table
+    buffers.dist_all_gather_func = counting(buffers.dist_all_gather_func, 0)
+    buffers.dist_reduce_scatter_func = counting(buffers.dist_reduce_scatter_func, 1)
+    train(argv)
+    return counted
+
+
+def _alive() -> int:
+    """Return the bytes of all storages that this process can reach."""
+    gc.collect()
+    tensors = (each for each in gc.get_objects() if isinstance(each, torch.Tensor))
+    storages = (each.untyped_storage() for each in tensors)
+    return sum({storage._cdata: storage.size() for storage in storages}.values())
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_it_trains_what_stock_does_and_reads_nothing_that_is_freed(
+    row: Row, tmp_path: Path
+) -> None:
+    plan_file = tmp_path / "plan"
+    plan_file.write_text(row.plan)
+    command = row.command(row.ours.replace("PLAN", str(plan_file)))
+    ours = run_distributed(train_poisoned, row.num_ranks, command)
+    stock = _reference(row.num_ranks, row.command(f"--schedule stock {row.stock}"))
+    if "--backward-share" in row.ours:  # a norm is known when all gradients have arrived
+        for iteration in (i for record in (*ours, *stock) for i in record.iterations):
+            iteration.pop("grad norm", None)
+    assert differences(ours, stock) == []
+
+
+BYTES = Row(dp=2, segments=4, m=2, flags=f"{OVERLAP} --bf16 {UNTIED} --train-iters 3")
+
+
+@pytest.mark.parametrize(
+    ("mode", "most_resident"),
+    [("weights", 0.93), ("gradients", 0.75)],  # of 2 bytes of parameters and 4 of gradients
+)
+def test_bytes_are_those_that_the_plan_predicts(
+    mode: str, most_resident: float, tmp_path: Path
+) -> None:
+    row = BYTES
+    order = build("aiao", num_ranks=2, num_segments=4, num_microbatches=2)
+    plan = compile_plan(order, Options(shards_params=True, shards_grads=mode == "gradients"))
+    traced = f"--trace {tmp_path} --trace-iterations 2"
+    argv = row.command(f"--schedule aiao --shard-segments {mode} {traced}")
+    for number, found in enumerate(run_distributed(count, row.num_ranks, argv)):
+        rank = number // 2
+        stages = range(rank, plan.num_stages, 2)
+        parameters = dict(zip(stages, found.parameters, strict=True))
+        gradients = dict(zip(stages, found.gradients, strict=True))
+        predicted = peak_resident(plan.programs[rank], parameters, gradients, replicas=2)
+        whole = sum(found.parameters) + sum(found.gradients)
+        assert found.resident == [predicted] * 3
+        assert predicted <= most_resident * whole
+        size_of = dict.fromkeys(GATHER_OPS, parameters) | {Op.REDUCE_GRAD: gradients}
+        sent = sum(size_of[op][s] for s, op, _ in plan.programs[rank] if op in size_of)
+        assert found.sent[1] == sent <= 1.34 * whole  # behind the third, evaluation gathers as well
+        assert found.alive[2] == found.alive[1]
+    for file in tmp_path.iterdir():
+        trace = RankTrace.from_json(file.read_text())
+        events = {e.name for e in trace.iterations[0].events if e.kind == "param_gather"}
+        gathers = {str(a) for a in plan.programs[trace.pp_rank] if a.op in GATHER_OPS}
+        assert events == gathers
+
+
+@pytest.mark.parametrize(("saves", "resumes"), [(GRADIENTS, STOCK), (STOCK, GRADIENTS)])
+def test_checkpoints_are_those_of_stock(saves: str, resumes: str, tmp_path: Path) -> None:
+    row = SAVED
+    whole = run_distributed(train_poisoned, row.num_ranks, saving(row, saves, tmp_path))
+    resumed = run_distributed(train_poisoned, row.num_ranks, resuming(row, resumes, tmp_path))
+
+    assert len(resumed[0].iterations) == 2
+    for record in whole:
+        del record.iterations[:2]
+    assert differences(resumed, whole) == []

@@ -1,0 +1,123 @@
+"""``--replicate-optimizer`` trains what stock's distributed optimizer does, bit for bit.
+
+Beside losses and parameters the rows compare each replica's own shards and moments: the other
+replicas' are gone from the optimizer when a step is done.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron.fold3d.runtime.feature import Iteration
+from tests.distributed import run_distributed
+from tests.end_to_end.test_checkpoints import resuming, saving
+from tests.end_to_end.test_equal_to_stock import (
+    BUCKETS,
+    EXPERTS,
+    ONE_GROUP,
+    OVERLAP,
+    Row,
+    _reference,
+)
+from tests.end_to_end.test_param_shards import MORE_AND_MORE
+from tests.end_to_end.training import Record, differences, train
+
+pytestmark = pytest.mark.gloo
+
+STOCK = "--schedule stock"
+ALONE = "--schedule 1f1b --replicate-optimizer 0"
+SKIPS = "--fp16 --no-check-for-nan-in-loss-and-grad --initial-loss-scale 524288 --hysteresis 1"
+
+ROWS = (
+    Row(
+        name="bf16, tied embeddings, in buckets, a segment's weight gradients delayed",
+        segments=4,
+        dp=2,
+        m=3,
+        flags=f"{OVERLAP} --bf16 {BUCKETS}",
+        ours="--schedule aiao --replicate-optimizer 0,2,3 --delay-weight-grads 1",
+        stock=ONE_GROUP,
+    ),
+    Row(
+        name="fp16, some iterations skipped, sequence parallel",
+        pp=1,
+        tp=2,
+        dp=2,
+        m=2,
+        flags=f"{OVERLAP} {SKIPS} --sequence-parallel",
+        ours=ALONE,
+    ),
+    Row(
+        name="experts, ramp-up, loss per token, hooks gather",
+        pp=1,
+        dp=2,
+        flags=f"{OVERLAP} {EXPERTS} {MORE_AND_MORE} --calculate-per-token-loss "
+        "--no-align-param-gather",
+        ours=ALONE,
+    ),
+)
+AUTO = Row(
+    pp=1, dp=2, m=2, flags=f"{OVERLAP} --bf16 --train-iters 9", ours=ALONE.replace("0", "auto")
+)
+SAVED = Row(pp=1, dp=2, m=2, flags=f"{OVERLAP} --bf16")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_losses_norms_parameters_and_shards_are_those_of_stock(row: Row) -> None:
+    ours = run_distributed(train, row.num_ranks, row.command(row.ours))
+    stock = _reference(row.num_ranks, row.command(f"{STOCK} {row.stock}"))
+    assert differences(ours, stock) == []
+
+
+@pytest.mark.parametrize("with_s", [0.0, 1e9])
+def test_auto_keeps_what_was_faster_and_changes_no_result(with_s: float) -> None:
+    ours, told = zip(
+        *run_distributed(train_and_choose, 2, AUTO.command(AUTO.ours), with_s), strict=True
+    )
+    assert differences(ours, _reference(2, AUTO.command(STOCK))) == []
+    predicted, judged = told[0]
+    assert predicted.startswith("segments that every replica steps in full: 0, tried until iter")
+    kept = "none" if with_s else "0"
+    assert judged.startswith(f"segments that every replica steps in full from now on: {kept}; iter")
+    assert told[1] == []  # one rank tells
+
+
+def train_and_choose(argv: Sequence[str], with_s: float) -> tuple[Record, list[str]]:
+    """Train with segment 0 as the prediction; it takes ``with_s`` longer, or no time if that is 0.
+
+    Returns also what is told of the choice.
+    """
+    from megatron.fold3d.runtime.grad_sync import measured_replication
+
+    class Timed(measured_replication.MeasuredReplication):
+        def _judge(self, iteration: Iteration) -> None:
+            for i in (5, 6):
+                size, seconds = self._times_s.get(i, (2, 0.0))
+                self._times_s[i] = size, (seconds + 1) * with_s
+            super()._judge(iteration)
+
+    told: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+
+    measured_replication.choose_replicated = lambda *_: ((0,), 0.1)
+    measured_replication.MeasuredReplication = Timed
+    measured_replication.logger.setLevel(logging.INFO)
+    measured_replication.logger.addHandler(Listener())
+    return train(argv), told
+
+
+@pytest.mark.parametrize(("saves", "resumes"), [(ALONE, STOCK), (STOCK, ALONE)])
+def test_checkpoints_are_those_of_stock(saves: str, resumes: str, tmp_path: Path) -> None:
+    row = SAVED
+    whole = run_distributed(train, row.num_ranks, saving(row, saves, tmp_path))
+    resumed = run_distributed(train, row.num_ranks, resuming(row, resumes, tmp_path))
+
+    assert len(resumed[0].iterations) == 2
+    for record in whole:
+        del record.iterations[:2]
+    assert differences(resumed, whole) == []

@@ -1,0 +1,189 @@
+"""The runs that are compared with stock's on the late device, and one comparison."""
+
+import functools
+import shlex
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from megatron.fold3d.observe.trace_files import IterationTrace
+from megatron.fold3d.runtime.trace.recorder import Recorder
+from tests.distributed import RankError, run_distributed
+from tests.end_to_end.training import Record, differences, train
+from tests.gpu_path.late_device import Delays
+from tests.gpu_path.late_training import Late, lateness, train_late
+from tests.gpu_path.mutations import Mutation, mutate
+
+MODEL = (
+    "--device cpu --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--max-position-embeddings 16 --attention-dropout 0 --hidden-dropout 0 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 63 --num-workers 0 --micro-batch-size 1 "
+    "--lr 1e-2 --lr-decay-iters 100 --eval-iters 1 "
+    # Its check makes the host wait for every loss: nothing would run behind.
+    "--no-check-for-nan-in-loss-and-grad"
+)
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+TO_HOST = "--offload-activations on --lazy-inter-segment"
+ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+TRACED = "--trace TRACE"
+UNTIED = "--untie-embeddings-and-output-weights"
+LATER = "--overlap-grad-reduce --clip-grad 0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One comparison; ``flags`` are of both runs, ``ours`` of ours alone."""
+
+    name: str
+    ours: str = "--schedule aiao"
+    flags: str = ""
+    pp: int = 2
+    segments: int = 2
+    dp: int = 1
+    queues_operators: bool = True
+    iterations: int = 3
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pp * self.dp
+
+    def command(self, scheduled: str) -> tuple[str, ...]:
+        sizes = (
+            f"--pipeline-model-parallel-size {self.pp} --segments {self.segments} "
+            f"--global-batch-size {4 * self.dp} --train-iters {self.iterations} "
+            f"--eval-interval {self.iterations - 1}"
+        )
+        return tuple(shlex.split(f"{MODEL} {sizes} {self.flags} {scheduled}"))
+
+
+CASES = (
+    # Where embeddings are tied, all ranks wait for each other before the last send is over.
+    Case(name="transfers", flags=UNTIED),
+    Case(
+        name="host memory",
+        ours=f"--schedule aiao {TO_HOST} --trace TRACE --trace-iterations 1-3",
+        flags=FULL,
+    ),
+    Case(name="weight gradients apart", ours="--schedule aiao --delay-weight-grads 0,1"),
+    Case(
+        name="gradients in the next iteration",
+        ours="--schedule 1f1b --backward-share 0.5",
+        flags=f"{LATER} {UNTIED}",
+        pp=1,
+        segments=1,
+        dp=2,
+    ),
+    Case(name="distributed optimizer", flags=ZERO, pp=1, segments=1, dp=2, ours="--schedule 1f1b"),
+    Case(
+        name="all of it", ours=f"--schedule aiao {TO_HOST} --backward-share 0.5", flags=LATER, dp=2
+    ),
+    Case(
+        name="preemption, whose scheduler takes CPU tensors for ready",
+        ours="--schedule aiao --preemptive-comm",
+        flags="--overlap-grad-reduce",
+        dp=2,
+        queues_operators=False,
+    ),
+)
+_BY_FLAGS = {  # what reaches the mutations of these flags
+    "": CASES[0],
+    TO_HOST: CASES[1],
+    "--backward-share 0.5": CASES[3],
+    LATER: CASES[5],
+}
+
+
+def wrong(
+    case: Case, late: Late, folder: object, mutation: Mutation | None = None, timeout_s: float = 120
+) -> list[str]:
+    """Return what differs from stock in a run on the late device, or the error that ended it."""
+    ours = case.command(case.ours.replace("TRACE", str(folder)))
+    try:
+        records = run_distributed(
+            train_late, case.num_ranks, ours, late, mutation, timeout_s=timeout_s, grace_s=0.5
+        )
+    except RankError as error:
+        return [str(error)]
+    stock = _stock(case.num_ranks, case.command("--schedule stock"))
+    return differences(*_comparable(records, stock))
+
+
+def found_by(mutation: Mutation, folder: object) -> list[str]:
+    """Return how a fault shows: what differs from stock, or the error; nothing if it does not."""
+    if mutation.flags == TRACED:
+        return _traced(mutation)
+    return wrong(*_reaching(mutation), folder, mutation, timeout_s=60)
+
+
+@functools.cache
+def _sound(case: Case, late: Late, folder: object) -> list[str]:
+    return wrong(case, late, folder)
+
+
+def found_without(mutation: Mutation, folder: object) -> list[str]:
+    """Return what is wrong with the same run without the fault: nothing."""
+    if mutation.flags == TRACED:
+        return _traced(None)
+    return _sound(*_reaching(mutation), folder)
+
+
+def _traced(mutation: Mutation | None) -> list[str]:
+    """Trace two iterations of which the second begins before the first is over.
+
+    Megatron's loop waits for much between two iterations, and no trace is read too early there.
+    """
+    delivered: list[IterationTrace] = []
+    late = Late(delays=Delays(longest_s=0.02, always="compute"))
+    recorder = Recorder(torch.device("cpu"), lambda _: True, delivered.append)
+    with lateness(late) as device, mutate(mutation) if mutation else nullcontext():
+        for number in (1, 2):
+            try:
+                with recorder.iteration(number), recorder.span("0F0", "compute"):
+                    device.queue_operator(lambda: time.sleep(0.01))
+            except AssertionError:
+                return ["AssertionError: the time of an event that has not passed is read"]
+        early = len(delivered)
+        device.synchronize_compute()
+        recorder.close()
+    wrong = [] if not early else [f"{early} iterations are delivered before they are over"]
+    spans_s = [event.end_s - event.start_s for trace in delivered for event in trace.events]
+    return wrong + [f"spans take {spans_s} s"] * (len(spans_s) != 2 or min(spans_s) < 0.01)
+
+
+def _reaching(mutation: Mutation) -> tuple[Case, Late]:
+    return _BY_FLAGS[mutation.flags], Late(delays=Delays(longest_s=0.02, always=mutation.late))
+
+
+@functools.cache
+def _stock(num_ranks: int, argv: Sequence[str]) -> list[Record]:
+    records: list[Record] = run_distributed(train, num_ranks, argv)
+    return records
+
+
+def _comparable(
+    ours: Sequence[Record], stock: Sequence[Record]
+) -> tuple[Sequence[Record], Sequence[Record]]:
+    """Drop from stock's records the norms that ours did not know when the iteration ended."""
+    expected = []
+    for mine, theirs in zip(ours, stock, strict=True):
+        rows = [
+            {name: value for name, value in row.items() if name in own or name != "grad norm"}
+            for row, own in zip(theirs.iterations, mine.iterations, strict=True)
+        ]
+        expected.append(
+            Record(
+                rows,
+                theirs.evaluations,
+                theirs.num_microbatches,
+                theirs.parameters,
+                theirs.layers,
+                theirs.optimizer,
+            )
+        )
+    return ours, expected

@@ -1,0 +1,199 @@
+"""Process groups that are as late as NCCL's may be, on top of gloo's.
+
+A communicator is a stream of the `LateDevice`: what is launched on it waits for the computation
+launched before, reads its buffers when it starts, and does not keep them alive. Results are in
+buffers of its own until somebody waits for the work; only then they are written, on the stream that
+waits. A receive's buffer holds NaN until then.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tests.gpu_path.late_device import Item, LateDevice, Stream
+
+_COLLECTIVES = (
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter"),
+    *("allgather", "all_gather_single", "all_gather_single_coalesced", "allgather_coalesced"),
+    *("allgather_into_tensor_coalesced", "_allgather_base"),
+    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    *("reduce_scatter_tensor_coalesced", "_reduce_scatter_base"),
+    *("alltoall", "alltoall_base", "all_to_all_single"),
+)
+
+
+class LateWork(dist.Work):
+    """One launched operation; ``deliver`` writes its results."""
+
+    def __init__(self, device: LateDevice, item: Item, deliver: Callable[[], None]) -> None:
+        super().__init__()
+        self._device, self._item, self._deliver = device, item, deliver
+        self._is_delivered = False
+
+    def wait(self, timeout: Any = None) -> bool:
+        if self._is_delivered:
+            return True
+        self._is_delivered = True
+        if self._device.runs_ahead:
+            self._device.current_stream().launch(self._deliver, [self._item])
+        else:
+            self._item.wait()
+            self._deliver()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._item.is_over
+
+    def is_success(self) -> bool:
+        return self._item.is_over and self._item.error is None
+
+
+class LateGroup(dist.ProcessGroup):
+    """The ranks of ``group``, whose work is done late.
+
+    ``on_host`` is for groups that carry host memory: waiting for them blocks the host.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: LateDevice, *, on_host: bool) -> None:
+        super().__init__(group.rank(), group.size())
+        self._group, self._late_device, self._on_host = group, device, on_host
+        self._collectives: Stream | None = None
+        self._links: dict[int, Stream] = {}
+        world = c10d._world
+        for known in (world.pg_map, world.pg_names, world.pg_backend_config, world.pg_to_tag):
+            known[self] = known[group]
+        self._set_group_name(group.group_name)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> dist.Work:
+        return self._launch(self._link(peer), "send", (list(tensors), peer, tag), writes=False)
+
+    def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> dist.Work:
+        with _disable_current_modes() if self._on_host else nullcontext():
+            for tensor in tensors:
+                tensor.detach().fill_(torch.nan if tensor.is_floating_point() else -1)
+        return self._launch(self._link(peer), "recv", (list(tensors), peer, tag))
+
+    def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
+        return self._group.barrier(*args, **kwargs)
+
+    def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
+        self._group.monitored_barrier(*args, **kwargs)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "gloo"
+
+    def _link(self, peer: int) -> Stream:
+        """Return the stream of the pair's communicator, as NCCL has one per pair."""
+        if peer not in self._links:
+            self._links[peer] = Stream(self._late_device, f"link to {peer}")
+        return self._links[peer]
+
+    def _collective(self, name: str, args: Sequence[Any]) -> dist.Work:
+        if self._collectives is None:
+            self._collectives = Stream(self._late_device, "collectives")
+        return self._launch(self._collectives, name, args)
+
+    def _launch(
+        self, stream: Stream, name: str, args: Sequence[Any], *, writes: bool = True
+    ) -> dist.Work:
+        device = self._late_device
+        targets = _tensors(args[0]) if writes else []
+        lent = {
+            id(tensor): device.memory.borrow(tensor)
+            for tensor in _tensors([a for a in args if isinstance(a, torch.Tensor | list | tuple)])
+        }
+        order = [id(tensor) for tensor in targets]
+        outputs = [lent[key] for key in order]
+        shown = _map(args, lambda tensor: _Lent(lent[id(tensor)], id(tensor)))
+        results: list[torch.Tensor] = []
+
+        def run() -> None:
+            if self._on_host and device.delays.always is not None:
+                time.sleep(0.005)  # on the way to the network
+            private: dict[int, torch.Tensor] = {}
+
+            def read(part: _Lent) -> torch.Tensor:
+                if part.key not in private:
+                    private[part.key] = part.find().clone(memory_format=torch.contiguous_format)
+                return private[part.key]
+
+            work = getattr(self._group, name)(*_read(shown, read))
+            if work is not None:
+                work.wait()
+            results.extend(private[key] for key in order)
+
+        def deliver() -> None:
+            for find, result in zip(outputs, results, strict=True):
+                find().copy_(result)
+
+        if self._on_host:
+            item = stream.launch(run)
+            return HostWork(device, item, deliver)
+        after = device.current_stream()
+        device.flush()
+        item = stream.launch(run, [after.last] if after.last else ())
+        return LateWork(device, item, deliver)
+
+
+class HostWork(LateWork):
+    """A work of host memory: to wait is to block the host."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._item.wait()
+        if not self._is_delivered:
+            self._is_delivered = True
+            self._deliver()
+        return True
+
+
+class _Lent:
+    def __init__(self, find: Callable[[], torch.Tensor], key: int) -> None:
+        self.find, self.key = find, key
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for part in value for tensor in _tensors(part)]
+    return []
+
+
+def _map(value: Any, of_tensor: Callable[[torch.Tensor], Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return of_tensor(value)
+    if isinstance(value, list | tuple):
+        return [_map(part, of_tensor) for part in value]
+    return value
+
+
+def _read(value: Any, read: Callable[[_Lent], torch.Tensor]) -> Any:
+    if isinstance(value, _Lent):
+        return read(value)
+    if isinstance(value, list):
+        return [_read(part, read) for part in value]
+    return value
+
+
+def _method(name: str) -> Callable[..., dist.Work]:
+    def method(self: LateGroup, *args: Any, **kwargs: Any) -> dist.Work:
+        return self._collective(name, (*args, *kwargs.values()))
+
+    return method
+
+
+for _name in _COLLECTIVES:
+    setattr(LateGroup, _name, _method(_name))

@@ -1,0 +1,162 @@
+"""Training on one rank with late process groups and, unless told otherwise, a late device."""
+
+import functools
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from megatron.fold3d.config import all_flags, bucket_flags, dp_slice_flags
+from megatron.fold3d.runtime import device as fold3d_device
+from megatron.fold3d.runtime.executor import Executor
+from megatron.fold3d.runtime.offload import copies, host_slots
+from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool, Slot
+from megatron.fold3d.runtime.transfers import host_link, lazy_p2p
+from tests.end_to_end.training import Record, train
+from tests.gpu_path.late_device import Delays, LateDevice
+from tests.gpu_path.late_groups import LateGroup
+from tests.gpu_path.mutations import Mutation, mutate
+from tests.gpu_path.queued_operators import QueuedOperators
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Late:
+    """What is late.
+
+    Attributes:
+        delays: of all that a stream runs; every rank has a seed of its own.
+        num_queues: hardware queues of the device.
+        queues_operators: whether the host runs ahead of computations, as with a GPU.
+    """
+
+    delays: Delays = field(default_factory=Delays)
+    num_queues: int = 64
+    queues_operators: bool = True
+
+
+def train_late(argv: Sequence[str], late: Late, mutation: Mutation | None = None) -> Record:
+    """Train as `train` does, on a late device and over late groups."""
+    with lateness(late), ExitStack() as undo:
+        if mutation is not None:
+            undo.enter_context(mutate(mutation))
+        return train(argv)
+
+
+@contextmanager
+def lateness(late: Late) -> Iterator[LateDevice]:
+    """Make this rank's device and process groups late."""
+    rank = int(torch.os.environ.get("RANK", "0"))
+    delays = replace(late.delays, seed=late.delays.seed * 64 + rank)
+    device = LateDevice(delays, late.num_queues)
+    with pytest.MonkeyPatch.context() as patch:
+        _make_groups_late(patch, device)
+        if late.queues_operators:
+            kind = fold3d_device.DeviceKind(runs_behind=True, streams=device)
+            patch.setitem(fold3d_device.KINDS, "cpu", kind)
+            patch.setattr(copies, "batched_copy", device.copy)
+            patch.setattr(host_link, "PinnedPool", functools.partial(_LinkPool, late.delays))
+            patch.setattr(host_slots, "PinnedPool", functools.partial(_OffloadPool, device))
+            _queue_operators(patch, device)
+            _empty_storages(patch, device)
+            if late.num_queues == 1:  # as with CUDA_DEVICE_MAX_CONNECTIONS=1
+                for module in (all_flags, bucket_flags, dp_slice_flags):
+                    patch.setattr(module, "has_one_queue", lambda _: True)
+        yield device
+
+
+def _make_groups_late(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
+    make, host_link = c10d._new_process_group_helper, lazy_p2p._host_link
+    for_host = []
+
+    def make_late(*args: Any, **kwargs: Any) -> Any:
+        group, *more = make(*args, **kwargs)
+        if not isinstance(group, dist.ProcessGroup):  # this rank is not in it
+            return group, *more
+        return LateGroup(group, device, on_host=bool(for_host)), *more
+
+    def host_link_late(*args: Any) -> Any:
+        for_host.append(True)
+        try:
+            return host_link(*args)
+        finally:
+            for_host.pop()
+
+    patch.setattr(c10d, "_new_process_group_helper", make_late)
+    patch.setattr(lazy_p2p, "_host_link", host_link_late)
+
+
+def _queue_operators(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
+    run_iteration, mode = Executor._run_iteration, QueuedOperators(device)
+    to_object = c10d._tensor_to_object
+
+    def run_queued(self: Executor, *args: Any) -> None:
+        with mode:
+            run_iteration(self, *args)
+
+    def to_object_when_known(*args: Any) -> Any:  # it reads memory past torch's dispatcher
+        device.synchronize_compute()
+        return to_object(*args)
+
+    patch.setattr(Executor, "_run_iteration", run_queued)
+    patch.setattr(c10d, "_tensor_to_object", to_object_when_known)
+
+
+def _empty_storages(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        if size == 0 and device.memory.empty_storage(self.data_ptr()):
+            return self
+        return resize(self, size)
+
+    patch.setattr(torch.UntypedStorage, "resize_", resize_)
+
+
+class _OffloadPool(PinnedPool):
+    """Host memory that copies alone read and write: free from this moment of the compute stream."""
+
+    def __init__(self, late_device: LateDevice, device: torch.device) -> None:
+        super().__init__(device)
+        self._late_device = late_device
+
+    def give_back(self, slot: Slot) -> None:
+        self._late_device.queue_operator(functools.partial(_poison, slot))
+        super().give_back(slot)
+
+
+class _LinkPool(PinnedPool):
+    """Host memory that the network reads and writes: NaN for as long as it is free."""
+
+    def __init__(self, delays: Delays, device: torch.device) -> None:
+        super().__init__(device)
+        self._lock = threading.RLock()
+        if delays.always is not None:
+            threading.Thread(target=self._poison_free, daemon=True).start()
+
+    def take(self, num_bytes: int) -> Slot:
+        with self._lock:
+            return super().take(num_bytes)
+
+    def give_back(self, slot: Slot) -> None:
+        with self._lock:
+            _poison(slot)
+            super().give_back(slot)
+
+    def _poison_free(self) -> None:
+        while True:
+            with self._lock:
+                for free in self._free.values():
+                    for slot in free:
+                        _poison(slot)
+            time.sleep(0.001)
+
+
+def _poison(slot: Slot) -> None:
+    slot.memory.numpy().fill(0xFF)

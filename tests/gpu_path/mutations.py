@@ -1,0 +1,265 @@
+"""Faults of synchronization, each a small change of our source that a test must notice."""
+
+import functools
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from types import FunctionType
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """One fault.
+
+    Attributes:
+        name: what goes wrong.
+        place: ``module:function`` or ``module:Class.method`` below ``megatron.fold3d.runtime``.
+        old: a piece of its source that occurs once.
+        new: what stands there instead.
+        flags: of a run that reaches it.
+        more: other pieces of the same source, and what stands there instead.
+        late: which streams must be late for it to show.
+    """
+
+    name: str
+    place: str
+    old: str
+    new: str
+    flags: str = ""
+    more: tuple[tuple[str, str], ...] = ()
+    late: Literal["compute", "others"] = "others"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@contextmanager
+def mutate(mutation: Mutation) -> Iterator[None]:
+    """Change the source of one function for as long as the context lasts."""
+    module, _, path = mutation.place.partition(":")
+    home = import_module(f"megatron.fold3d.runtime.{module}")
+    function = _function(functools.reduce(getattr, path.split("."), home))
+    source = textwrap.dedent(inspect.getsource(function))
+    source = source[source.index("def ") :]  # without its decorators
+    for old, new in ((mutation.old, mutation.new), *mutation.more):
+        assert source.count(old) == 1, f"{mutation.name}: {mutation.place} has changed"
+        source = source.replace(old, new)
+    names = dict(function.__globals__)
+    exec(source, names)
+    code, function.__code__ = function.__code__, names[function.__name__].__code__
+    try:
+        yield
+    finally:
+        function.__code__ = code
+
+
+def _function(found: Any) -> FunctionType:
+    function = inspect.unwrap(getattr(found, "fget", None) or found)
+    assert isinstance(function, FunctionType)
+    return function
+
+
+_TO_HOST = "--offload-activations on --lazy-inter-segment"
+_SHARE = "--backward-share 0.5"
+_TIED = "--overlap-grad-reduce --clip-grad 0"
+_TRACE = "--trace TRACE"
+
+MUTATIONS = (
+    # Transfers between pipeline ranks.
+    Mutation(
+        "a received tensor is used before it has arrived",
+        "transfers.p2p:P2P.take",
+        "    work.wait()\n",
+        "",
+    ),
+    Mutation(
+        "a tensor that is being sent is not kept",
+        "transfers.p2p:P2P.send",
+        "self._leaving.append((alias, work))",
+        "self._leaving.append((None, work))",
+    ),
+    Mutation(
+        "sends are given up as soon as the next one begins",
+        "transfers.p2p:P2P.send",
+        "or self._first_has_left):\n        self._leaving[0][1].wait()",
+        "or len(self._leaving) > 1):\n        pass",
+    ),
+    Mutation(
+        "an iteration ends before its sends",
+        "transfers.p2p:P2P.drain",
+        "self._leaving[0][1].wait()",
+        "pass",
+    ),
+    Mutation(
+        "a tensor that is being sent is let go of right before the end is waited for",
+        "transfers.p2p:P2P.drain",
+        "        self._leaving[0][1].wait()\n        self._leaving.popleft()",
+        "        self._leaving.popleft()[1].wait()",
+    ),
+    Mutation(
+        "receives share a buffer",
+        "transfers.p2p:P2P.post",
+        "tensor = torch.empty(shape, dtype=dtype, device=self._device)",
+        "before = [tensor for tensor, _ in self._arriving.values()]\n"
+        "    new = torch.empty(shape, dtype=dtype, device=self._device)\n"
+        "    tensor = before[0] if before else new",
+    ),
+    Mutation(
+        "gradients travel in the other direction's group",
+        "transfers.p2p:P2P.__init__",
+        "Op.SEND_B: before[1],",
+        "Op.SEND_B: before[0],",
+    ),
+    # Copies to host memory and back.
+    Mutation(
+        "a copy starts ahead of the computation before it",
+        "offload.copies:Copies._copy",
+        "stream.wait_stream(self._backend.current_stream())",
+        "pass",
+        _TO_HOST,
+        late="compute",
+    ),
+    Mutation(
+        "nothing waits for a copy",
+        "offload.copies:Copies.wait",
+        "self._backend.current_stream().wait_event(copied)",
+        "pass",
+        _TO_HOST,
+    ),
+    Mutation(
+        "a copy's event is never recorded",
+        "offload.copies:Copies._copy",
+        "        copied.record()\n",
+        "",
+        _TO_HOST,
+    ),
+    Mutation(
+        "a copy's event is recorded before the copy",
+        "offload.copies:Copies._copy",
+        "        over = watch()\n",
+        "        over = watch()\n        early = self._backend.Event()\n        early.record()\n",
+        _TO_HOST,
+        (("return copied", "return early"),),
+    ),
+    Mutation(
+        "copies to the device run on another stream than their event",
+        "offload.copies:Copies._copy",
+        "self._launch(targets[start:end], sources[start:end], stream)",
+        "self._launch(targets[start:end], sources[start:end], self._streams[0])",
+        _TO_HOST,
+    ),
+    Mutation(
+        "every copy counts as over",
+        "offload.copies:Copies.is_over",
+        "return bool(copied.query())",
+        "return True",
+        _TO_HOST,
+    ),
+    Mutation(
+        "activations leave before they are copied",
+        "offload.offloader:Offloader._release",
+        "self.copies.wait(away.copied)",
+        "pass",
+        _TO_HOST,
+    ),
+    Mutation(
+        "activations leave as soon as their copy begins",
+        "offload.offloader:Offloader.offload",
+        "self._leaving[-1].append(away)",
+        "self._leaving[-1].append(away); away.saved.leave(held)",
+        _TO_HOST,
+    ),
+    Mutation(
+        "a backward does not wait for its activations",
+        "offload.offloader:Offloader.using",
+        "self.copies.wait(away.copied)",
+        "pass",
+        _TO_HOST,
+    ),
+    Mutation(
+        "host memory is reused while its copy is there",
+        "offload.offloader:Offloader.offload",
+        "self._leaving[-1].append(away)",
+        "self._leaving[-1].append(away); self.pool.give_back(away.slot)",
+        _TO_HOST,
+    ),
+    # Transfers through host memory.
+    Mutation(
+        "host memory is read before the message is there",
+        "transfers.host_link:HostLink._fetch",
+        "staged.work.wait()",
+        "pass",
+        _TO_HOST,
+    ),
+    Mutation(
+        "a tensor is used before it is back on the device",
+        "transfers.host_link:HostLink.take",
+        "self._fetches.wait(copied)",
+        "pass",
+        _TO_HOST,
+    ),
+    Mutation(
+        "a message's memory is reused before it is on the device",
+        "transfers.host_link:HostLink.take",
+        "self._copying.append((copied, fetched.slot))",
+        "self.pool.give_back(fetched.slot)",
+        _TO_HOST,
+    ),
+    Mutation(
+        "a message leaves before it is in host memory",
+        "transfers.host_link:HostLink.send",
+        "copied.synchronize()",
+        "pass",
+        _TO_HOST,
+    ),
+    Mutation(
+        "a tensor is not kept until it is in host memory",
+        "transfers.host_link:HostLink.send",
+        "self._copying.append((copied, source))",
+        "del source",
+        _TO_HOST,
+    ),
+    Mutation(
+        "a message's memory is reused before it has left",
+        "transfers.host_link:HostLink.send",
+        "self._leaving.append((self._sender.submit(deliver), staged.slot))",
+        "self._leaving.append((self._sender.submit(deliver), staged.slot)); "
+        "self.pool.give_back(staged.slot)",
+        _TO_HOST,
+    ),
+    # Gradients, in this iteration and the next.
+    Mutation(
+        "a step does not wait for its gradients",
+        "grad_sync.reductions:Reductions.wait",
+        "        work.wait()\n",
+        "        pass\n",
+        _SHARE,
+    ),
+    Mutation(
+        "what is kept back is not waited for",
+        "grad_sync.reductions:Reductions.finish_backward",
+        "        work.wait()\n",
+        "        pass\n",
+        _TIED,
+    ),
+    Mutation(
+        "the rest of the gradients is never reduced",
+        "grad_sync.reductions:Reductions.start_rest_of",
+        "self._running[chunk] += self._reduce(chunk, self._rest.pop(chunk, ()))",
+        "self._rest.pop(chunk, ())",
+        _SHARE,
+    ),
+    # Times.
+    Mutation(
+        "a trace reads events that have not passed",
+        "device:Clock.has_passed",
+        "return bool(mark.query()) if runs_behind(self._device) else True",
+        "return True",
+        _TRACE,
+        late="compute",
+    ),
+)

@@ -1,0 +1,61 @@
+"""README's commands for GPUs, as far as they run without one: a small model on the late device."""
+
+import re
+import shlex
+from argparse import ArgumentParser
+from pathlib import Path
+
+import pytest
+
+from megatron.fold3d.cli import main
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from tests.distributed import run_distributed
+from tests.end_to_end.training import differences, train
+from tests.gpu_path.late_training import Late, train_late
+
+README = Path(__file__).parents[2] / "README.md"
+SMALLER = {
+    "24-2048-16-1024": "8-32-4-16",
+    "--global-batch-size 16": "--global-batch-size 4",
+    "--train-iters 20": "--train-iters 5",
+}
+
+
+def commands() -> list[str]:
+    """Return the arguments of pretrain_gpt.py on a node with two GPUs: stock's, then ours."""
+    section = README.read_text().split("On a node with two GPUs or more")[1]
+    block = section.split("```sh\n")[1].split("```")[0].replace("\\\n", " ")
+    found = re.findall(r"torchrun --nproc-per-node 2 pretrain_gpt.py (.*)", block)
+    assert ["--schedule stock" in words for words in found] == [True, False]
+    assert "fold3d compare out/stock out/aiao" in block
+    return found
+
+
+def test_readmes_flags_for_gpus_are_accepted(
+    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    for words in commands():
+        layers = "--num-layers 24"  # what the preset stands for, of what is checked
+        words = re.sub(r"--model-preset \S+", layers, words)
+        config = Fold3DConfig.from_args(parser.parse_args(shlex.split(words)))
+        assert (config.device, config.num_ranks, config.num_segments) == ("cuda", 2, 4)
+
+
+@pytest.mark.gloo
+def test_readmes_commands_for_gpus_train_alike_on_the_late_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = []
+    for words in commands():
+        for old, new in {**SMALLER, "out/": f"{tmp_path}/"}.items():
+            assert old in words
+            words = words.replace(old, new)
+        # Dropout draws in another order; the loss's check makes the host wait for every loss.
+        more = "--device cpu --attention-dropout 0 --hidden-dropout 0 --num-workers 0"
+        argv.append(shlex.split(f"{words} {more} --no-check-for-nan-in-loss-and-grad"))
+    stock, ours = argv
+    late = run_distributed(train_late, 2, ours, Late(), timeout_s=150)
+    assert not differences(late, run_distributed(train, 2, stock, timeout_s=150))
+    assert main(["compare", str(tmp_path / "stock"), str(tmp_path / "aiao")]) == 0
+    assert "aiao" in capsys.readouterr().out

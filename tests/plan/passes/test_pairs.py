@@ -1,0 +1,68 @@
+"""Pairs of micro-batches in a plan."""
+
+from itertools import product
+
+import pytest
+
+from megatron.fold3d.plan.compile import Options, compile_plan
+from megatron.fold3d.plan.ir import Action, Op, Plan
+from megatron.fold3d.plan.passes.pairs import in_pairs, num_pairs, pair_microbatches, pairs
+from megatron.fold3d.plan.passes.transfers import add_p2p
+from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, SPLIT_SCHEDULES, build
+from megatron.fold3d.plan.verify import verify
+
+PAIRED = Options(overlap_tensor_parallel=True)
+
+
+def order(schedule: str, m: int, *, p: int = 2, ns: int = 1) -> Plan:
+    of_pairs = build(schedule, num_ranks=p, num_segments=ns, num_microbatches=num_pairs(m))
+    return in_pairs(of_pairs, m)
+
+
+def test_an_order_of_pairs_has_both_micro_batches_of_each_and_an_odd_one_alone():
+    assert order("1f1b", 5).to_text().splitlines() == [
+        "0F0 0F1 0F2 0F3 0B0 0B1 0F4 0B2 0B3 0B4",
+        "1F0 1F1 1B0 1B1 1F2 1F3 1B2 1B3 1F4 1B4",
+    ]
+
+
+def test_receives_are_posted_before_a_pair_and_results_are_sent_behind_it():
+    plan = compile_plan(order("1f1b", 3), PAIRED)
+    assert plan.select(frozenset(Op) - {Op.REDUCE_GRAD, Op.WAIT_GRAD}).to_text().splitlines() == [
+        "0F0 0F1 0SEND_F0 0SEND_F1 0RECV_B0 0F2 0SEND_F2 0RECV_B1 0RECV_B2 0B0 0B1 0B2",
+        "1RECV_F0 1RECV_F1 1RECV_F2 1F0 1F1 1B0 1B1 1SEND_B0 1SEND_B1 1F2 1B2 1SEND_B2",
+    ]
+
+
+def test_pairs_are_neighbours_of_one_stage_that_begin_with_an_even_one():
+    text = "0F0 0F1 0F2 1F0 1F1 1F2 1B0 1B1 1B2 0B0 0WAIT_GRAD 0B1 0B2"
+    (program,) = Plan.from_text(text).programs
+    assert [str(action) for action in program if action in pairs(program)] == ["0F0", "1F0", "1B0"]
+
+
+def test_hooks_that_reduce_leave_the_last_two_backwards_of_a_stage_alone():
+    (program,) = Plan.from_text("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3").programs
+    found = pairs(program, hooks_reduce=True)
+    assert [str(action) for action in program if action in found] == ["0F0", "0F2", "0B0"]
+
+
+SIZES = [
+    (schedule, p, ns)
+    for schedule, p, ns in product(SCHEDULES, (1, 2, 3, 4), (1, 2, 3))
+    if schedule not in SPLIT_SCHEDULES and (ns == 1 or schedule not in ONE_SEGMENT_SCHEDULES)
+]
+
+
+@pytest.mark.parametrize(("schedule", "p", "ns"), SIZES)
+def test_every_schedule_runs_in_pairs_without_a_deadlock(schedule: str, p: int, ns: int):
+    for m in range(1, 10):
+        plan = order(schedule, m, p=p, ns=ns)
+        verify(plan := pair_microbatches(add_p2p(plan) if p > 1 else plan))
+        for rank, program in enumerate(plan.programs):
+            expected = {
+                Action(stage, op, first)
+                for stage in range(rank, p * ns, p)
+                for op in (Op.FORWARD, Op.BACKWARD)
+                for first in range(0, m - 1, 2)
+            }
+            assert pairs(program) == expected

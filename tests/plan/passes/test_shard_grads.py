@@ -1,0 +1,106 @@
+"""Gradients that are whole only until they are reduced."""
+
+import pytest
+
+from megatron.fold3d.plan.compile import Options, compile_plan, lower
+from megatron.fold3d.plan.ir import COMPUTE_OPS, PARAM_WAIT_OPS, Op, Plan, PlanError, Program
+from megatron.fold3d.plan.other_peaks import peak_resident, peak_whole_grads
+from megatron.fold3d.plan.passes.shard_grads import shard_grads
+from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
+from megatron.fold3d.plan.verify import verify
+
+BOTH = Options(shards_params=True, shards_grads=True)
+
+
+def aiao(num_ranks: int, num_segments: int) -> Plan:
+    return build(
+        "aiao", num_ranks=num_ranks, num_segments=num_segments, num_microbatches=2 * num_ranks
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_segments", [2, 3, 8])
+def test_aiao_holds_the_gradients_of_two_stages(num_ranks: int, num_segments: int):
+    plan = compile_plan(aiao(num_ranks, num_segments), BOTH)
+    assert peak_whole_grads(plan) == (2,) * num_ranks
+    for program in plan.programs:
+        assert [op for _, op, _ in program].count(Op.FREE_GRAD) == num_segments - 2
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_runs_with_it(schedule: str):
+    segments = 1 if schedule in ONE_SEGMENT_SCHEDULES else 4
+    order = build(schedule, num_ranks=3, num_segments=segments, num_microbatches=6)
+    compile_plan(order, BOTH)
+
+
+def test_delayed_weight_gradients_are_reduced_before_they_are_freed():
+    plan = compile_plan(aiao(2, 4), Options(shards_grads=True, delay_weight_grads=(2,)))
+    assert peak_whole_grads(plan) == (3, 3)
+
+
+def test_stages_whose_reduction_reaches_into_the_next_iteration_are_left_alone():
+    plan = lower(aiao(2, 4), Options(shards_grads=True, deferred_stages=range(8)))
+    assert not plan.has(Op.FREE_GRAD)
+
+
+def test_a_plan_that_frees_already_is_left_as_it_is():
+    plan = lower(aiao(2, 3), BOTH)
+    assert shard_grads(plan) is plan
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("0F0 0B0 0REDUCE_GRAD 0FREE_GRAD 0WAIT_GRAD", "waits at 0FREE_GRAD for 0WAIT_GRAD"),
+        ("0F0 0REDUCE_GRAD 0WAIT_GRAD 0FREE_GRAD 0B0", "waits at 0REDUCE_GRAD for 0B0"),
+        ("0WAIT_GRAD 0F0 0B0 0REDUCE_GRAD 0FREE_GRAD", "travel in the next iteration"),
+    ],
+)
+def test_gradients_that_are_freed_early_are_found(text: str, found: str):
+    with pytest.raises(PlanError, match=found):
+        verify(Plan.from_text(text))
+
+
+@pytest.mark.parametrize(
+    ("options", "bytes_per_parameter"),
+    [
+        (Options(), 6),
+        # Two of eight stages whole, shards of the others: 2 / 8 * 2 + 6 / 8 * 2 / 8.
+        (Options(shards_params=True), 4 + 0.6875),
+        # Gradients of two stages as well, with shards of five: 2 / 8 * 4 + 5 / 8 * 4 / 8.
+        (BOTH, 0.6875 + 1.3125),
+    ],
+)
+def test_bytes_per_parameter_of_eight_segments_and_eight_replicas(
+    options: Options, bytes_per_parameter: float
+):
+    (program,) = lower(aiao(1, 8), options).programs
+    parameters, gradients = dict.fromkeys(range(8), 2 / 8), dict.fromkeys(range(8), 4 / 8)
+    found = peak_resident(program, parameters, gradients, replicas=8)
+    assert found == pytest.approx(bytes_per_parameter)
+
+
+def _moved(program: Program, index: int, to: int) -> Plan:
+    actions = [*program[:index], *program[index + 1 :]]
+    return Plan(((*actions[:to], program[index], *actions[to:]),))
+
+
+def test_no_action_on_shards_can_move_past_what_needs_it():
+    reads = {Op.FREE_PARAM: {Op.FORWARD}, Op.FREE_PARAM_B: {Op.BACKWARD}}
+    (program,) = compile_plan(aiao(1, 4), BOTH).programs
+    tried = 0
+    for index, (stage, op, _) in enumerate(program):
+        own = [i for i, a in enumerate(program) if a.stage == stage and i != index]
+        if op in reads:  # before the last computation that reads the parameters
+            to = max(i for i in own if i < index and program[i].op in reads[op])
+        elif op in PARAM_WAIT_OPS:  # behind the first one
+            to = min(i for i in own if i > index and program[i].op in COMPUTE_OPS)
+        elif op is Op.FREE_GRAD:
+            to = max(i for i in own if i < index and program[i].op is Op.WAIT_GRAD)
+        else:
+            continue
+        tried += 1
+        with pytest.raises(PlanError, match="waits at"):
+            verify(_moved(program, index, to))
+    assert tried == 4 + 2 + 4 + 2 + 2  # waits, frees, and frees of gradients

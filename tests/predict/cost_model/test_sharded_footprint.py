@@ -1,0 +1,56 @@
+"""Bytes of parameters and gradients in shards, in the memory model."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.fold3d.observe.memory_curve import Footprint, memory
+from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.predict.cost_model.sharded_footprint import aiao_change, sharded_footprint
+from megatron.fold3d.predict.cost_model.sizes import Setup
+from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.simulate import simulate
+
+SETUP = Setup(data_parallel=8, distributed_optimizer=True)
+
+
+@pytest.mark.parametrize(
+    ("shards", "bytes_per_parameter"), [("off", 7.5), ("weights", 6.1875), ("gradients", 3.5)]
+)
+def test_bytes_per_parameter_of_eight_segments_and_eight_replicas(shards, bytes_per_parameter):
+    change = aiao_change((4 / 8,) * 8, SETUP, shards)
+    assert 2 + 4 + 12 / 8 + change == pytest.approx(bytes_per_parameter)
+
+
+@pytest.mark.parametrize("shards", ["weights", "gradients"])
+@pytest.mark.parametrize(("num_ranks", "num_segments", "num_microbatches"), [(2, 3, 4), (4, 8, 9)])
+def test_each_rank_of_aiao_holds_what_one_alone_would(
+    shards, num_ranks, num_segments, num_microbatches
+):
+    order = build(
+        "aiao",
+        num_ranks=num_ranks,
+        num_segments=num_segments,
+        num_microbatches=num_microbatches,
+    )
+    plan = lower(order, Options(shards_params=True, shards_grads=shards == "gradients"))
+    gradients = [4.0 + stage % 5 for stage in range(plan.num_stages)]
+    whole = Footprint(static_bytes=(100.0,) * num_ranks, saved_bytes=(1.0,) * plan.num_stages)
+    found = sharded_footprint(whole, plan, gradients, SETUP)
+    assert found.step_bytes == whole.static_bytes
+    for rank, static in enumerate(found.static_bytes):
+        change = aiao_change(gradients[rank::num_ranks], SETUP, shards)
+        assert static == pytest.approx(100 + change)
+        assert change < 0
+
+
+def test_the_step_holds_all_that_is_whole_and_no_activations():
+    order = build("aiao", num_ranks=1, num_segments=2, num_microbatches=3)
+    timeline = simulate(lower(order), Costs.uniform(2, forward_s=1, backward_s=2))
+    footprint = Footprint(static_bytes=(4.0,), saved_bytes=(1.0, 1.0))
+    assert memory(timeline, footprint)[0].device.peak_bytes == 4 + 4
+    at_step = replace(footprint, step_bytes=(7.0,))
+    assert memory(timeline, at_step)[0].device.peak_bytes == 4 + 4
+    at_step = replace(footprint, step_bytes=(9.0,))
+    assert memory(timeline, at_step)[0].device.peak_bytes == 9

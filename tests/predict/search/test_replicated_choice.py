@@ -1,0 +1,51 @@
+"""Simulated iterations in which every replica steps some segments in full."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.policy.measured_times import MeasuredTimes
+from megatron.fold3d.policy.replicated_segments import choose_replicated, units
+from megatron.fold3d.predict.search.replicated_choice import SimulatedIteration, with_replicated
+from megatron.fold3d.predict.simulator.costs import Costs
+
+# Of one rank, three segments and two micro-batches: forwards take 2 s each, backwards 6.
+ORDER = build("aiao", num_ranks=1, num_segments=3, num_microbatches=2, last_segment="afab")
+SHARDED = replace(
+    Costs.uniform(3, backward_s=3.0, grad_sync_s=3.0),
+    param_gather_s=(3.0, 3.0, 3.0),
+    weight_s=(0.0,) * 3,
+)
+
+
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather():
+    costs = with_replicated(SHARDED, {1})
+    assert costs.grad_sync_s == (3.0, 6.0, 3.0)
+    assert costs.param_gather_s == (3.0, 0.0, 3.0)
+
+
+def test_bytes_move_from_the_forward_to_the_backward():
+    iteration = SimulatedIteration(ORDER, (), SHARDED)
+    # Gathers until 9 s, then the last segment's forwards; the first reduce-scatter is exposed.
+    assert iteration.seconds(()) == 9 + 2 + 18 + 3
+    # Segment 1 needs no gather: only the first one is exposed.
+    assert iteration.seconds((1,)) == 3 + 6 + 18 + 3
+    # Segment 0 has both of its halves behind the last backward.
+    assert iteration.seconds((0,)) == 6 + 2 + 18 + 6
+    assert choose_replicated(units(3, tied=False), iteration.seconds) == ((1,), 30.0)
+
+
+def test_measured_all_reduces_are_halved_and_gathers_have_the_size_of_parameters():
+    times = MeasuredTimes(
+        forward_s=(1.0,) * 3,
+        backward_s=(3.0,) * 3,
+        recompute_s=(0.0,) * 3,
+        weight_s=(0.0,) * 3,
+        transfer_s=0.0,
+        grad_sync_s=(6.0,) * 3,
+    )
+    assert SimulatedIteration.measured(ORDER, (), times, 1.0).seconds((1,)) == 30.0
+    in_16_bits = SimulatedIteration.measured(ORDER, (), times, 0.5)
+    # Gathers take 1.5 s each: only the first one is exposed.
+    assert in_16_bits.seconds(()) == pytest.approx(1.5 + 6 + 18 + 3)

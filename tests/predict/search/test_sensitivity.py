@@ -1,0 +1,39 @@
+"""What a predicted gain rests on."""
+
+from megatron.fold3d.predict.cost_model.cluster import cluster
+from megatron.fold3d.predict.cost_model.model_shape import model_shape
+from megatron.fold3d.predict.cost_model.sizes import Setup
+from megatron.fold3d.predict.search.candidates import Candidate
+from megatron.fold3d.predict.search.sensitivity import gains_if_off_by_half
+
+STOCK = Candidate(
+    schedule="1f1b",
+    is_stock=True,
+    setup=Setup(data_parallel=2),
+    num_ranks=4,
+    num_segments=1,
+    num_microbatches=8,
+)
+OURS = Candidate(
+    schedule="aiao",
+    is_stock=False,
+    setup=STOCK.setup,
+    num_ranks=4,
+    num_segments=1,
+    num_microbatches=8,
+)
+
+
+def test_a_gain_rests_on_blocking_sends_and_efficiencies():
+    shape, slow = model_shape("12-1024-16-512"), cluster("a100x8-10g")
+    gains = dict(gains_if_off_by_half(shape, slow, OURS, STOCK))
+    assert list(gains) == [
+        "stock waits half as long for its sends",
+        "NICs achieve 32% instead of 65%",
+        "NICs achieve 98% instead of 65%",
+        "GPUs achieve 22% instead of 45%",
+        "GPUs achieve 68% instead of 45%",
+    ]
+    same = dict(gains_if_off_by_half(shape, slow, STOCK, STOCK))
+    assert {round(gain, 9) for name, gain in same.items() if "achieve" in name} == {0.0}
+    assert same["stock waits half as long for its sends"] <= 0

@@ -1,0 +1,54 @@
+"""The lower bound is below every simulated order, and close to the best."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.fold3d.plan.passes.place_weight_grads import place_weight_grads
+from megatron.fold3d.plan.schedules import FORWARDS_AHEAD, ONE_SEGMENT_SCHEDULES, build
+from megatron.fold3d.predict.search.order_choice import stage_times
+from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.lower_bound import lower_bound_s
+from megatron.fold3d.predict.simulator.simulate import simulate
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_no_order_is_faster_than_the_bound(data: st.DataObject):
+    schedule = data.draw(st.sampled_from(("aiao", "1f1b", "interleaved", "afab", "zb-h1")))
+    ranks = data.draw(st.integers(1, 4))
+    plan = build(
+        schedule,
+        num_ranks=ranks,
+        num_segments=1 if schedule in ONE_SEGMENT_SCHEDULES else data.draw(st.integers(1, 3)),
+        num_microbatches=data.draw(st.integers(1, 8)),
+        forwards_ahead=data.draw(st.integers(1, 3)) if schedule in FORWARDS_AHEAD else None,
+    )
+    some = st.sampled_from((0.25, 1.0, 2.0))
+    stages = range(plan.num_stages)
+    costs = replace(
+        Costs.uniform(plan.num_stages),
+        forward_s=tuple(data.draw(some) for _ in stages),
+        p2p_s=data.draw(st.sampled_from((0.0, 0.5, 1.0, 3.0))),
+        p2p_latency_s=data.draw(st.sampled_from((0.0, 0.1))),
+    )
+    nics = data.draw(st.sampled_from((tuple(range(ranks)), tuple(r // 2 for r in range(ranks)))))
+    execution = Execution(nic_of_rank=nics, flush=True, in_order=data.draw(st.booleans()))
+    whole = simulate(plan, costs, execution).period_s
+    assert lower_bound_s(plan, costs, nics) <= whole + 1e-9
+    if schedule != "zb-h1":
+        assert lower_bound_s(plan, costs, nics, splits=False) <= whole + 1e-9
+        placed = place_weight_grads(plan, stage_times(costs), overrun=0.5)
+        apart = simulate(placed, costs, execution).period_s
+        assert lower_bound_s(plan, costs, nics) <= apart + 1e-9
+
+
+@pytest.mark.parametrize("microbatches", [8, 16])
+def test_the_bound_is_that_of_the_last_rank(microbatches: int):
+    plan = build("1f1b", num_ranks=4, num_segments=1, num_microbatches=microbatches)
+    costs = Costs.uniform(4, p2p_s=0.5)  # F, B and W take 1 each; three hops of 0.5
+    assert lower_bound_s(plan, costs) == 3 * 1.5 + microbatches * 3
+    assert lower_bound_s(plan, costs, splits=False) == 3 * 1.5 + microbatches * 3 + 3 * 2.5

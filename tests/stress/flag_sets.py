@@ -1,0 +1,417 @@
+"""Draw runs that users may ask for: flags for stock Megatron, and some for schedules of ours.
+
+What is legal is not written down here. A draw that the project's own checks refuse is thrown away,
+so a rule that is missing there shows as a run that fails, and a rule that is too strict as flags
+that are never drawn.
+"""
+
+import os
+import random
+import shlex
+from argparse import ArgumentParser
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from unittest.mock import patch
+
+from megatron.training.arguments import add_megatron_arguments
+
+from fold3d_patches.cpu import flags as cpu_flags
+from megatron.fold3d.config.all_flags import add_arguments
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.run_flags import run_problems
+
+MODEL = (
+    "--device cpu --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
+    "--max-position-embeddings 8 --mock-data --tokenizer-type NullTokenizer --vocab-size 63 "
+    "--make-vocab-size-divisible-by 8 --num-workers 0 --lr 1e-2 --attention-dropout 0 "
+    "--hidden-dropout 0"
+)
+ZERO = "--use-distributed-optimizer"
+OVERLAP = f"{ZERO} --overlap-grad-reduce --overlap-param-gather"
+FULL = "--recompute-granularity full --recompute-method"
+EXPERTS = (
+    "--num-experts 2 --moe-aux-loss-coeff 0.01 --moe-router-topk 1 --moe-router-pre-softmax "
+    "--disable-bias-linear"
+)
+OVERFLOWS = "--fp16 --initial-loss-scale 1073741824 --hysteresis 1 --loss-scale-window 2"
+ONE_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage {m}"
+
+# Of both runs. The first value of each is what a shrunk case has.
+SHARED: Mapping[str, Sequence[str]] = {
+    "sequences": ("--micro-batch-size 1", "--micro-batch-size 2"),
+    "precision": (
+        "",
+        "--bf16",
+        "--bf16 --grad-reduce-in-bf16",
+        "--fp16 --initial-loss-scale 65536",
+        "--fp16 --loss-scale 128 --accumulate-allreduce-grads-in-fp32",
+        f"{OVERFLOWS} --no-check-for-nan-in-loss-and-grad",
+    ),
+    "clipping": ("", "--clip-grad 0", "--clip-grad 0.1", "--clip-grad 2", "--clip-grad 100"),
+    "gradients": (
+        "",
+        "--overlap-grad-reduce",
+        "--overlap-grad-reduce --ddp-bucket-size 500",
+        "--overlap-grad-reduce --ddp-bucket-size 500 --no-align-grad-reduce",
+        "--overlap-grad-reduce --ddp-num-buckets 3",
+        ZERO,
+        f"{ZERO} --overlap-grad-reduce --ddp-bucket-size 500",
+        OVERLAP,
+        f"{OVERLAP} --no-align-param-gather --ddp-bucket-size 500",
+        f"{OVERLAP} --overlap-param-gather-with-optimizer-step --ckpt-format torch",
+    ),
+    "recomputation": (
+        "",
+        "--recompute-granularity selective",
+        f"{FULL} uniform --recompute-num-layers 1",
+        f"{FULL} block --recompute-num-layers 1",
+        f"{FULL} uniform --recompute-num-layers 2",
+        f"{FULL} uniform --recompute-num-layers 1 --distribute-saved-activations",
+    ),
+    "model": (
+        "",
+        "--untie-embeddings-and-output-weights",
+        "--swiglu --ffn-hidden-size 32 --disable-bias-linear --normalization RMSNorm "
+        "--position-embedding-type rope --untie-embeddings-and-output-weights",
+        "--qk-layernorm --add-qkv-bias",
+        "--apply-residual-connection-post-layernorm",
+        f"{EXPERTS} --moe-token-dispatcher-type alltoall",
+        "--mtp-num-layers 1 --position-embedding-type rope",
+        "--group-query-attention --num-query-groups 2 --squared-relu",
+    ),
+    "tensor parallel": ("", "--sequence-parallel"),
+    "loss": ("", "--calculate-per-token-loss"),
+    "optimizer": (
+        "",
+        "--optimizer sgd",
+        "--start-weight-decay 0.01 --end-weight-decay 0.1 --weight-decay-incr-style linear",
+        "--lr-warmup-iters 2 --lr-decay-style cosine --adam-beta2 0.9",
+    ),
+    "evaluation": (
+        "--eval-iters 0 --eval-interval 100",
+        "--eval-iters 1 --eval-interval 3",
+        "--eval-iters 2 --eval-interval 1",
+        "--eval-iters 1 --eval-interval 2 --eval-global-batch-size {few}",
+    ),
+    "dropout": ("", "--attention-dropout 0.1 --hidden-dropout 0.1"),
+    "batches": ("", "ramp-up"),
+    "layers": ("one", "two", "more first", "more last"),
+    "checks": (
+        "",
+        "--rerun-mode disabled",
+        "--no-check-for-nan-in-loss-and-grad",
+        "--log-interval 1 --log-params-norm",
+        "--log-interval 1 --log-num-zeros-in-grad",
+        "--timing-log-level 2 --log-interval 1",
+        "--check-weight-hash-across-dp-replicas-interval 1",
+        "--manual-gc --manual-gc-interval 2",
+    ),
+    "seed": ("--seed 1234", "--seed 1", "--seed 2", "--seed 3"),
+}
+# Of a run of ours.
+OURS: Mapping[str, Sequence[str]] = {
+    "schedule": (
+        "--schedule aiao",
+        "--schedule aiao --aiao-last-segment afab",
+        "--schedule aiao --forwards-ahead 1",
+        "--schedule aiao --forwards-ahead 3",
+        "--schedule afab",
+        "--schedule 1f1b",
+        "--schedule 1f1b --forwards-ahead 2",
+        "--schedule interleaved",
+        "--schedule breadth-first",
+        "--schedule shifted-critical-path",
+        "--schedule zb-h1",
+        "--schedule zb-h2",
+        "--plan-file PLAN",
+    ),
+    "deferral": (
+        "",
+        "--backward-share 0",
+        "--backward-share 0.4",
+        "--backward-share 1",
+        "--backward-share auto",
+        "--backward-share 0.4 --dp-slice-bytes 4096",
+    ),
+    "preemption": ("", "--preemptive-comm", "--preemptive-comm --dp-slice-bytes 4096"),
+    "host memory": (
+        "",
+        "--offload-activations on",
+        "--offload-activations auto",
+        "--lazy-inter-segment",
+        "--offload-activations on --lazy-inter-segment",
+    ),
+    "weight gradients": ("", "--delay-weight-grads 0", "--delay-weight-grads {segments}"),
+    "early recomputation": ("", "--recompute-early all", "--recompute-early 0"),
+    "trace": ("", "--trace FOLDER/trace --trace-iterations 1-2"),
+    # Who saves after the second iteration, and who goes on from there.
+    "checkpoint": ("", "ours, ours", "ours, stock", "stock, ours"),
+    "checkpoint format": ("", "--ckpt-format torch", "--ckpt-fully-parallel-load"),
+}
+# How often a draw leaves the first value; what others depend on, more often.
+CHANCE = 0.25
+CHANCES = {
+    "gradients": 0.75,
+    "recomputation": 0.5,
+    "dropout": 0.12,
+    "deferral": 0.4,
+    "early recomputation": 0.4,
+    "weight gradients": 0.35,
+    "host memory": 0.35,
+    "preemption": 0.35,
+    "trace": 0.15,
+    "checkpoint": 0.1,  # two runs more
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlagSet:
+    """One comparison; `SHARED` and `OURS` say which settings there are.
+
+    Attributes:
+        m: micro-batches per iteration.
+        iterations: of training.
+        one_group: whether stock's interleaved schedule runs all micro-batches as one group.
+        settings: the values that are not the first of their setting.
+        plan_seed: of the order in the plan file, where the schedule is one.
+    """
+
+    pp: int = 2
+    segments: int = 1
+    tp: int = 1
+    dp: int = 1
+    m: int = 2
+    iterations: int = 2
+    one_group: bool = False
+    settings: Mapping[str, str] = field(default_factory=dict)
+    plan_seed: int = 0
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pp * self.tp * self.dp
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.segments
+
+    def setting(self, name: str) -> str:
+        """Return the value of one of `SHARED` or `OURS`."""
+        return self.settings.get(name) or (SHARED.get(name) or OURS[name])[0]
+
+    def without(self, names: Iterator[str] | Sequence[str]) -> "FlagSet":
+        """Return the comparison with the first values of some settings."""
+        gone = set(names)
+        kept = {name: value for name, value in self.settings.items() if name not in gone}
+        return replace(self, settings=kept)
+
+    def stock(self) -> tuple[str, ...]:
+        """Return the command of stock's run."""
+        return self._words("--schedule stock", ONE_GROUP if self.one_group else "")
+
+    def ours(self) -> tuple[str, ...]:
+        """Return the command of our run; PLAN and FOLDER stand for files."""
+        words = (self.setting(name) for name in OURS if name != "checkpoint")
+        return self._words(*words, self.saving("FOLDER"))
+
+    def saving(self, folder: str) -> str:
+        """Return the flags of the run that writes a checkpoint, if one is written."""
+        return f"--save {folder}/saved --save-interval 2" if self.setting("checkpoint") else ""
+
+    def _words(self, *more: str) -> tuple[str, ...]:
+        sequences = int(self.setting("sequences").split()[-1])
+        one = sequences * self.dp
+        words = [
+            MODEL,
+            f"--pipeline-model-parallel-size {self.pp} --tensor-model-parallel-size {self.tp}",
+            f"--segments {self.segments}",
+            self._layers(),
+            self._batches(one),
+            *(self.setting(name) for name in SHARED if name not in ("layers", "batches")),
+            *more,
+        ]
+        text = " ".join(filter(None, words))
+        # Stock's interleaved schedule wants a whole group in evaluation, too.
+        few = self.m if self.one_group else self.pp if self.segments > 1 else 1
+        for name, value in (("m", self.m), ("few", few * one), ("segments", self.segments - 1)):
+            text = text.replace(f"{{{name}}}", str(value))
+        return tuple(shlex.split(text))
+
+    def _layers(self) -> str:
+        match self.setting("layers"):
+            case "two":
+                return f"--num-layers {2 * self.stages}"
+            case "more first":
+                first = f"--decoder-first-pipeline-num-layers {2 * self.segments}"
+                return f"--num-layers {self.stages + self.segments} {first}"
+            case "more last":
+                last = f"--decoder-last-pipeline-num-layers {2 * self.segments}"
+                return f"--num-layers {self.stages + self.segments} {last}"
+        return f"--num-layers {self.stages}"
+
+    def _batches(self, one: int) -> str:
+        if self.setting("batches") != "ramp-up":
+            length = f"--train-iters {self.iterations} --lr-decay-iters 10"
+            return f"{length} --global-batch-size {self.m * one}"
+        # One iteration of a small batch, then of a larger one; thresholds count tokens.
+        small = self.pp if self.segments > 1 else 1
+        samples = one * (small + self.m * (self.iterations - 1))
+        sizes = f"0:{small * one} {8 * small * one}:{self.m * one}"
+        return (
+            f"--step-batch-size-schedule '{sizes}' --train-samples {samples} "
+            f"--lr-decay-samples {10 * samples} --eval-global-batch-size {self.m * one}"
+        )
+
+
+def draw(seed: str, variants: int) -> tuple[list[FlagSet], list[str]]:
+    """Draw a run of stock and legal runs of ours beside it; returns them, and what was refused.
+
+    Args:
+        seed: the same for the same draw.
+        variants: how many runs of ours.
+    """
+    dice = random.Random(seed)
+    refused: list[str] = []
+    for _ in range(100):
+        shared = _shared(dice)
+        if problems := refusal(shared.stock(), shared.num_ranks):
+            refused.append(problems)
+            continue
+        found: dict[tuple[str, ...], FlagSet] = {}
+        for _ in range(40):
+            ours = _ours(shared, dice)
+            problems = refusal(ours.ours(), ours.num_ranks) or _another_order(ours)
+            if problems:
+                refused.append(problems)
+            else:
+                found.setdefault((*ours.ours(), ours.setting("checkpoint")), ours)
+            if len(found) == variants:
+                return list(found.values()), refused
+        if found:
+            return list(found.values()), refused
+    raise AssertionError(f"seed {seed}: nothing legal in 100 draws, as {refused[-1]}")
+
+
+def _shared(dice: random.Random) -> FlagSet:
+    pp, tp, dp = dice.choice(
+        [(2, 1, 1)] * 12 + [(1, 1, 2), (2, 1, 2), (2, 1, 2), (2, 1, 2), (2, 2, 1), (4, 1, 1)]
+    )
+    segments = dice.choice((1, 2, 2, 3)) if pp > 1 else 1
+    settings = _some(SHARED, dice)
+    if tp == 1:  # stock says no, after a start of its own
+        settings.pop("tensor parallel", None)
+        if "--distribute" in settings.get("recomputation", ""):
+            del settings["recomputation"]
+    if segments == 1 and "with-optimizer-step" in settings.get("gradients", ""):
+        del settings["gradients"]
+    if "batches" in settings and "--lr-warmup-iters" in settings.get("optimizer", ""):
+        del settings["optimizer"]
+    iterations = dice.choice((2, 3, 4))
+    m, one_group = dice.randint(1, 6), False
+    if segments > 1 and "batches" in settings:
+        m = pp * dice.randint(1, 3)
+    elif segments > 1:  # stock's interleaved schedule takes any number only as one group
+        m = dice.randint(pp, pp + 4)
+        one_group = m % pp > 0 or dice.random() < 0.3
+    sizes = {"pp": pp, "tp": tp, "dp": dp, "segments": segments, "m": m}
+    return FlagSet(**sizes, iterations=iterations, one_group=one_group, settings=settings)
+
+
+def _ours(shared: FlagSet, dice: random.Random) -> FlagSet:
+    settings = {**shared.settings, **_some(OURS, dice)}
+    settings["schedule"] = dice.choice(OURS["schedule"])
+    if "checkpoint" not in settings:
+        settings.pop("checkpoint format", None)
+    ours = replace(shared, settings=settings, plan_seed=dice.randrange(1 << 30))
+    return replace(ours, iterations=4) if "checkpoint" in settings else ours
+
+
+def _some(settings: Mapping[str, Sequence[str]], dice: random.Random) -> dict[str, str]:
+    return {
+        name: dice.choice(values[1:])
+        for name, values in settings.items()
+        if dice.random() < CHANCES.get(name, CHANCE)
+    }
+
+
+def _another_order(ours: FlagSet) -> str:
+    """Tell why a legal run may draw other random numbers, or other bits, than stock's."""
+    schedule = ours.setting("schedule")
+    if ours.setting("dropout") and ours.segments > 1:
+        in_groups = "interleaved" in schedule and not ours.one_group
+        at_once = ours.one_group and "interleaved" not in schedule and "PLAN" not in schedule
+        if not (in_groups or at_once):
+            return "dropout: masks are drawn in the order of forwards"
+    return ""
+
+
+def refusal(words: Sequence[str], num_ranks: int) -> str:
+    """Return what the project's own checks say to a command, nothing if they let it pass."""
+    text = shlex.join(words).replace("--plan-file PLAN", f"--plan-file {__file__}")
+    try:
+        args = _parser().parse_args([*cpu_flags.FLAGS, *shlex.split(text)])
+        cpu_flags.check(args)
+        with patch.dict(os.environ, {"WORLD_SIZE": str(num_ranks)}):
+            problems = [*run_problems(args)]
+        Fold3DConfig.from_args(args)
+    except ValueError as error:
+        return str(error)
+    return "\n".join(problems)
+
+
+@cache
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    add_megatron_arguments(parser)
+    return add_arguments(parser)
+
+
+def random_plan(ours: FlagSet) -> str:
+    """Return a plan of which it is only known that it ends: the text of a plan file.
+
+    All ranks together take one action after another, each drawn from those whose inputs are there.
+    """
+    dice = random.Random(ours.plan_seed)
+    split = _numbers(ours.setting("weight gradients"), ours)
+    last = ours.stages - 1
+    early = {"": set(), "--recompute-early 0": {0}}.get(
+        ours.setting("early recomputation"), set(range(ours.stages))
+    )
+    done: set[str] = set()
+    programs: list[list[str]] = [[] for _ in range(ours.pp)]
+    lean = [dice.choice((1, 1, 3, 10)) for _ in range(ours.pp)]  # towards forwards
+
+    def wanted() -> Iterator[tuple[str, int]]:
+        for stage in range(ours.stages):
+            for op in "FRBW":
+                if (op == "R" and stage not in early) or (
+                    op == "W" and stage // ours.pp not in split
+                ):
+                    continue
+                batch = next((j for j in range(ours.m) if f"{stage}{op}{j}" not in done), None)
+                if batch is None:
+                    continue
+                needs = {
+                    "F": [f"{stage - 1}F{batch}"] if stage else [],
+                    "R": [f"{stage}F{batch}"],
+                    "B": [
+                        f"{stage}F{batch}",
+                        *([f"{stage + 1}B{batch}"] if stage < last else []),
+                        *([f"{stage}R{batch}"] if stage in early else []),
+                    ],
+                    "W": [f"{stage}B{batch}"],
+                }[op]
+                if done.issuperset(needs):
+                    yield f"{stage}{op}{batch}", lean[stage % ours.pp] if op == "F" else 1
+
+    while choices := [*wanted()]:
+        names, weights = zip(*choices, strict=True)
+        (name,) = dice.choices(names, weights)
+        done.add(name)
+        stage = int(name[: next(i for i, letter in enumerate(name) if letter.isalpha())])
+        programs[stage % ours.pp].append(name)
+    return "".join(" ".join(program) + "\n" for program in programs)
+
+
+def _numbers(setting: str, ours: FlagSet) -> set[int]:
+    return {ours.segments - 1 if "{" in word else int(word) for word in setting.split()[1:]}

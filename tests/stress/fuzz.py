@@ -1,0 +1,229 @@
+"""Train runs that `flag_sets` draws, stock's and ours, and compare them bit for bit.
+
+    python -m tests.stress.fuzz --minutes 60 --seed 7 --log fuzz.jsonl
+
+Each line of the log is one comparison. A run that differs, fails or hangs is made smaller, setting
+by setting, as long as it goes on doing so; what is left is a row for tests/end_to_end.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tests.distributed import RankError, run_distributed
+from tests.end_to_end.training import Record, differences, train
+from tests.stress.flag_sets import FlagSet, draw, random_plan, refusal
+
+VARIANTS = 6  # of ours for one run of stock
+SAVED = 2  # the iteration after which a checkpoint is taken
+TIMEOUT_S = 100.0
+EQUAL, DIFFERENT, FAILED = "equal", "different", "failed"
+REFUSED, STOCK_REFUSED, STOCK_FAILED = "refused", "refused by stock", "failed in stock"
+FINDINGS = (DIFFERENT, FAILED)
+
+
+class RefusedError(Exception):
+    """A run ended before it made a process group: that is one clear message, not a failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How one comparison ended, and why if it is not `EQUAL`."""
+
+    flags: FlagSet
+    outcome: str
+    why: str = ""
+
+
+def compare(variants: Sequence[FlagSet]) -> list[Result]:
+    """Train stock's run, and each run of ours that is to be equal to it."""
+    results = []
+    stock: dict[tuple[str, ...], list[Record]] = {}
+    for flags in variants:
+        argv = flags.stock()
+        try:
+            if argv not in stock:
+                stock[argv] = _trained(flags.num_ranks, argv)
+        except RankError as error:
+            refused = "RefusedError" in str(error)
+            outcome = STOCK_REFUSED if refused else STOCK_FAILED
+            results.append(Result(flags, outcome, _traceback(error)))
+            continue
+        try:
+            found = _found(flags, stock[argv])
+        except RankError as error:
+            outcome = REFUSED if "RefusedError" in str(error) else FAILED
+            if flags.setting("checkpoint") and outcome == FAILED and _stock_fails(flags):
+                outcome = STOCK_FAILED
+            results.append(Result(flags, outcome, _traceback(error)))
+        else:
+            results.append(Result(flags, DIFFERENT if found else EQUAL, "\n".join(found[:20])))
+    return results
+
+
+def _found(flags: FlagSet, stock: Sequence[Record]) -> list[str]:
+    """Return what differs from stock's run, in ours and in one that goes on from its checkpoint."""
+    with TemporaryDirectory(prefix="fuzz-") as name:
+        folder = Path(name)
+        (folder / "plan").write_text(random_plan(flags))
+        also = f"{flags.saving(name)} {flags.setting('checkpoint format')}".split()
+        commands = {
+            "ours": [
+                word.replace("PLAN", f"{folder}/plan").replace("FOLDER", name)
+                for word in flags.ours()
+            ],
+            "stock": [*flags.stock(), *also],
+        }
+        if not flags.setting("checkpoint"):
+            return _differences(_trained(flags.num_ranks, commands["ours"]), stock)
+        saves, resumes = flags.setting("checkpoint").split(", ")
+        whole = _trained(flags.num_ranks, commands[saves])
+        (folder / "saved/latest_checkpointed_iteration.txt").write_text(f"{SAVED}")
+        resumed = _trained(flags.num_ranks, [*commands[resumes], "--load", f"{name}/saved"])
+        rest = []
+        for mine, record in zip(resumed, stock, strict=True):
+            skipped = len(record.evaluations) - len(mine.evaluations)
+            rest.append(
+                replace(
+                    record,
+                    iterations=record.iterations[SAVED:],
+                    evaluations=record.evaluations[skipped:],
+                )
+            )
+        return [*_differences(whole, stock), *_differences(resumed, rest)]
+
+
+def _stock_fails(flags: FlagSet) -> bool:
+    """Tell whether stock fails in the same way, with a checkpoint of its own."""
+    settings = {**flags.settings, "checkpoint": "stock, stock"}
+    try:
+        _found(replace(flags, settings=settings), _trained(flags.num_ranks, flags.stock()))
+    except RankError:
+        return True
+    return False
+
+
+def _differences(ours: Sequence[Record], stock: Sequence[Record]) -> list[str]:
+    """Compare all that ours knew: a norm whose sum ends in the next iteration is logged later."""
+    expected = []
+    for mine, record in zip(ours, stock, strict=True):
+        if len(mine.iterations) != len(record.iterations):
+            return [f"{len(mine.iterations)} iterations instead of {len(record.iterations)}"]
+        known = [
+            {name: value for name, value in row.items() if name != "grad norm" or name in own}
+            for row, own in zip(record.iterations, mine.iterations, strict=True)
+        ]
+        expected.append(replace(record, iterations=known))
+    return differences(ours, expected)
+
+
+def _trained(num_ranks: int, argv: Sequence[str]) -> list[Record]:
+    records: list[Record] = run_distributed(
+        train_or_refuse, num_ranks, tuple(argv), timeout_s=TIMEOUT_S
+    )
+    return records
+
+
+def train_or_refuse(argv: Sequence[str]) -> Record:
+    """Train on this rank.
+
+    Raises:
+        RefusedError: the run ended before any process group existed.
+    """
+    import torch.distributed as dist
+
+    try:
+        return train(argv)
+    except Exception as error:
+        if dist.is_initialized():
+            raise
+        raise RefusedError(f"{type(error).__name__}: {error}") from error
+
+
+def _traceback(error: RankError) -> str:
+    """Return what failed, without what the rank had printed before."""
+    return str(error).partition("\n\nThe last it printed:")[0]
+
+
+def shrink(result: Result) -> Result:
+    """Return the smallest comparison that ends as this one does, found by leaving out settings."""
+    smallest, tried = result, True
+    while tried:
+        tried = False
+        for candidate in _smaller(smallest.flags):
+            if refusal(candidate.stock(), candidate.num_ranks) or refusal(
+                candidate.ours(), candidate.num_ranks
+            ):
+                continue
+            (found,) = compare([candidate])
+            if found.outcome == result.outcome:
+                smallest, tried = found, True
+                break
+    return smallest
+
+
+def _smaller(flags: FlagSet) -> list[FlagSet]:
+    without = [flags.without([name]) for name in flags.settings]
+    sizes = ({"tp": 1}, {"dp": 1}, {"segments": 1, "one_group": False}, {"m": 2}, {"iterations": 2})
+    changed: list[dict[str, Any]] = [
+        size for size in sizes if any(getattr(flags, name) > value for name, value in size.items())
+    ]
+    if flags.setting("checkpoint"):
+        changed = [size for size in changed if "iterations" not in size]
+    return [*without, *(replace(flags, **size) for size in changed)]
+
+
+def described(result: Result) -> dict[str, Any]:
+    """Return a result as one line of the log holds it."""
+    flags = asdict(result.flags)
+    return {"outcome": result.outcome, **flags, "why": result.why[-3000:]}
+
+
+def main() -> int:
+    """Fuzz for some minutes; returns 1 if a run of ours differed or failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=4.0)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--first", type=int, default=0, help="the number of the first draw")
+    parser.add_argument("--draws", type=int, default=1 << 30)
+    parser.add_argument("--log", type=Path, default=Path("out/fuzz.jsonl"))
+    parser.add_argument("--no-shrink", action="store_true")
+    options = parser.parse_args()
+    options.log.parent.mkdir(parents=True, exist_ok=True)
+    end_s = time.monotonic() + 60 * options.minutes
+    counts: Counter[str] = Counter()
+    draws = 0
+    with options.log.open("a") as log:
+        for number in range(options.first, options.first + options.draws):
+            if time.monotonic() > end_s:
+                break
+            variants, refused = draw(f"{options.seed}/{number}", VARIANTS)
+            draws += 1
+            counts["refused before it was run"] += len(refused)
+            for result in compare(variants):
+                counts[result.outcome] += 1
+                row = {"seed": options.seed, "draw": number, **described(result)}
+                log.write(json.dumps(row) + "\n")
+                log.flush()
+                if result.outcome not in FINDINGS:
+                    continue
+                smallest = result if options.no_shrink else shrink(result)
+                print(f"draw {number}: {json.dumps(described(smallest), indent=1)}", flush=True)
+    print(
+        f"seed {options.seed}, draws {options.first} to {options.first + draws - 1}:",
+        *counts.items(),
+    )
+    return int(any(counts[outcome] for outcome in FINDINGS))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Run the GPU path on a late device: every case over many random delays, and every seeded fault.
+
+A schedule of delays is one training iteration, each with random delays of its own.
+
+    .venv/bin/python -m tests.stress.gpu_path --seconds 600
+
+Prints one line per run. Exits with 1 if a run differs from stock's, or if a fault does not show.
+"""
+
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser
+from collections import Counter
+from dataclasses import replace
+from itertools import count
+
+from tests.gpu_path.cases import CASES, Case, found_by, found_without, wrong
+from tests.gpu_path.late_device import Delays
+from tests.gpu_path.late_training import Late
+from tests.gpu_path.mutations import MUTATIONS, Mutation
+
+QUEUES = (1, 8, 64)
+TRIES = 3  # to show a fault
+ITERATIONS = 25  # per run, each with delays of its own
+
+
+def main() -> int:
+    """Run the faults, then schedules of delays until the time is up; returns the exit code."""
+    parser = ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--seconds", type=float, default=600, help="time for schedules of delays")
+    parser.add_argument("--seed", type=int, default=0, help="of the first schedule of delays")
+    parser.add_argument("--runs", type=int, help=f"stop after so many, of {ITERATIONS} schedules")
+    parser.add_argument("--no-faults", action="store_true", help="leave the faults out")
+    parser.add_argument("--first-fault", type=int, default=0, help="leave those before it out")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        faults = () if args.no_faults else MUTATIONS[args.first_fault :]
+        missed = [fault for fault in faults if not _shows(fault, folder)]
+        failures = _schedules(args.seed, args.seconds, args.runs, folder)
+    for mutation in missed:
+        print(f"MISSED {mutation}")
+    return 1 if missed or failures else 0
+
+
+def _shows(mutation: Mutation, folder: str) -> bool:
+    """Run with a fault, after a run without it that must be equal to stock's."""
+    if differs := found_without(mutation, folder):
+        print(f"DIFFERS without a fault: {_brief(differs)}", flush=True)
+        return False
+    # What is late starts after a while even if nobody waits for it: too early on a busy machine.
+    found = next(filter(None, (found_by(mutation, folder) for _ in range(TRIES))), [])
+    print(f"fault {'shows' if found else 'MISSED'}: {mutation}: {_brief(found)}", flush=True)
+    return bool(found)
+
+
+def _schedules(seed: int, seconds: float, at_most: int | None, folder: str) -> int:
+    ends, failures = time.monotonic() + seconds, 0
+    done: Counter[str] = Counter()
+    for number in count() if at_most is None else range(at_most):
+        if time.monotonic() > ends:
+            break
+        case, late = _draw(seed + number)
+        found = wrong(case, late, folder)
+        failures += bool(found)
+        done[str(case)] += ITERATIONS
+        said = f"DIFFERS: {_brief(found)}" if found else "equal"
+        print(f"seed {seed + number}, {late.num_queues} queues, {case}: {said}", flush=True)
+    counts = ", ".join(f"{name} {times}" for name, times in done.items())
+    print(f"{done.total()} schedules of delays, {failures} differ: {counts}", flush=True)
+    return failures
+
+
+def _draw(seed: int) -> tuple[Case, Late]:
+    case = replace(CASES[seed % len(CASES)], iterations=ITERATIONS)
+    share, longest_s = ((0.1, 0.02), (0.3, 0.004), (0.8, 0.002))[seed // len(CASES) % 3]
+    return case, Late(
+        delays=Delays(seed=seed, share=share, longest_s=longest_s),
+        num_queues=QUEUES[seed % len(QUEUES)],
+        queues_operators=case.queues_operators,
+    )
+
+
+def _brief(found: list[str]) -> str:
+    lines = [line for text in found[:1] for line in text.splitlines() if "Error" in line]
+    return f"{len(found)} values" if len(found) > 1 else (lines or found or [""])[-1][:150]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

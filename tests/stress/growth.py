@@ -1,0 +1,81 @@
+"""Train thousands of iterations and see whether memory, threads or open files of a rank grow.
+
+python -m tests.stress.growth --iterations 5000
+"""
+
+import argparse
+import functools
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.distributed import run_distributed
+from tests.stress.soak import NUM_RANKS, OURS, RUN
+
+SAMPLES = 10
+WARM_UP = 2  # samples in which pools and caches fill
+MOST_GROWTH_BYTES = 2 << 20
+
+Sample = tuple[int, int, int]  # bytes, threads, open files
+
+
+def main() -> int:
+    """Return 1 if anything has grown."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--iterations", type=int, default=5000)
+    options = parser.parse_args()
+    ranks = run_distributed(watch, NUM_RANKS, options.iterations, timeout_s=36000)
+    for rank, samples in enumerate(ranks):
+        sizes = ", ".join(f"{size / 2**20:.1f}" for size, _, _ in samples)
+        print(f"rank {rank}: MiB {sizes}; threads {samples[-1][1]}; open files {samples[-1][2]}")
+    grown = [f"rank {rank}: {what}" for rank, s in enumerate(ranks) for what in growth(s)]
+    print("\n".join(grown) or f"nothing has grown in {options.iterations} iterations")
+    return int(bool(grown))
+
+
+def watch(iterations: int) -> list[Sample]:
+    """Train on this rank; returns what it holds at equal distances."""
+    from megatron.training import training
+
+    import pretrain_gpt
+
+    samples: list[Sample] = []
+    train_step, count = training.train_step, 0
+
+    @functools.wraps(train_step)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        result = train_step(*args, **kwargs)
+        count += 1
+        if count % (iterations // SAMPLES) == 0:
+            samples.append(_sample())
+        return result
+
+    training.train_step = counted
+    length = f"--train-iters {iterations} --lr-decay-iters {2 * iterations}"
+    assert pretrain_gpt.main(shlex.split(f"{RUN} {length} {OURS}")) == 0
+    return samples
+
+
+def growth(samples: list[Sample]) -> list[str]:
+    """Name what grew after warm-up."""
+    first, last = samples[WARM_UP], samples[-1]
+    found = []
+    if last[0] - first[0] > MOST_GROWTH_BYTES:
+        found.append(f"memory grew from {first[0]} to {last[0]} bytes")
+    for index, what in ((1, "threads"), (2, "open files")):
+        if last[index] > first[index]:
+            found.append(f"{what} grew from {first[index]} to {last[index]}")
+    return found
+
+
+def _sample() -> Sample:
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    threads = sum(1 for _ in Path("/proc/self/task").iterdir())
+    return resident, threads, sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
