@@ -8,10 +8,11 @@ from megatron.fold3d.observe.breakdown import Breakdown, exposure_of_ranks
 from megatron.fold3d.observe.exposure import mean
 from megatron.fold3d.observe.report.page import View, page
 from megatron.fold3d.observe.timeline import Timeline
+from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.execution import Execution, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
 from tests.browser import CHROMIUM, MISSING, look
 
@@ -100,7 +101,10 @@ out.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light
 chart.dispatchEvent(new PointerEvent("pointermove", at(140, 20)));
 view.draw();
 out.tip = tip.hidden ? null : tip.innerText;
-chart.dispatchEvent(new WheelEvent("wheel", { ...at(400, 20), deltaY: -200 }));
+out.scrolls = chart.dispatchEvent(new WheelEvent("wheel", { ...at(400, 20), deltaY: -200 }));
+view.draw();
+out.scrolled = shown();
+chart.dispatchEvent(new WheelEvent("wheel", { ...at(400, 20), deltaY: -200, ctrlKey: true }));
 view.draw();
 out.zoomed = shown();
 chart.dispatchEvent(new PointerEvent("pointerdown", at(600, 20)));
@@ -120,6 +124,8 @@ press("ArrowDown");
 out.below = document.getElementById("said").textContent;
 press("Escape");
 out.closed = tip.hidden;
+press("0");
+out.perfetto = ["w", "d", "a", "s"].map((key) => { press(key); return shown(); });
 press("0");
 const pathButton = document.getElementById("path"), before = chart.toDataURL();
 pathButton.click();
@@ -149,9 +155,11 @@ def test_a_reader_can_zoom_point_and_step_through_it(tmp_path: Path, theme: str)
         "0F0 – forward",
         "rank 0 · segment 0 · micro-batch 0",
         "measured: 6.6 ms, starts at 0 ms",
-        "simulated: 6 ms, starts at the same time",
+        "simulated: 6 ms, starts at the same time in the iteration",
         "on the critical path",
     ]
+    assert seen["scrolls"]  # nothing kept the page from it
+    assert seen["scrolled"] == seen["whole"]
     first, last = (float(t) for t in re.findall(r"[\d.]+", seen["zoomed"])[:2])
     assert 0 < first < last < float(re.findall(r"[\d.]+", seen["whole"])[1])
     moved = [float(t) for t in re.findall(r"[\d.]+", seen["moved"])[:2]]
@@ -162,6 +170,9 @@ def test_a_reader_can_zoom_point_and_step_through_it(tmp_path: Path, theme: str)
     assert seen["entered"] != seen["whole"]
     assert seen["below"].startswith("4RECV_F0 – PP.sync of a forward, rank 0")
     assert seen["closed"]
+    zoomed_in, moved_on, moved_back, zoomed_out = seen["perfetto"]
+    assert zoomed_in == moved_back != moved_on
+    assert zoomed_out == seen["whole"] != zoomed_in
     assert seen["path"] == ["false", True]
     assert seen["shorter"]
     assert not seen["wide"]
@@ -174,7 +185,8 @@ const fill = CanvasRenderingContext2D.prototype.fillRect;
 CanvasRenderingContext2D.prototype.fillRect = function (...box) { drawn++; fill.apply(this, box); };
 const counts = [];
 for (let i = 0; i < 6; i++) {
-  chart.dispatchEvent(new WheelEvent("wheel", { ...at(500, 20), deltaY: i < 3 ? -120 : 120 }));
+  const deltaY = i < 3 ? -120 : 120;
+  chart.dispatchEvent(new WheelEvent("wheel", { ...at(500, 20), deltaY, ctrlKey: true }));
   drawn = 0;
   view.draw();
   counts.push(drawn);
@@ -196,3 +208,94 @@ def test_of_a_hundred_thousand_actions_what_shares_a_pixel_is_drawn_once(tmp_pat
     assert console == []
     assert seen["actions"] > 100_000
     assert 0 < seen["most"] < seen["pixels"] < seen["actions"] / 3
+
+
+ANALYSE = """
+const out = { lanes: [], depth: 0 };
+const p2p = view.model.views[0].lanes.flat().filter((lane) => lane.name === "p2p");
+out.depth = Math.max(...p2p.map((lane) => lane.depth));
+out.overlapping = p2p.some((lane) => lane.words.some((_, i) => lane.words.some((_, j) =>
+  i < j && lane.row[i] === lane.row[j] && lane.start[j] < lane.end[i] - 0.2)));
+out.legend = document.getElementById("legend").innerText;
+const begins = () => view.model.views.map((each) => {
+  const lane = each.lanes[0][0];
+  return lane.start[lane.words.lastIndexOf("0F0")];
+});
+out.aligned = begins();
+document.getElementById("align").click();
+view.draw();
+out.unaligned = begins();
+document.getElementById("align").click();
+view.draw();
+
+const search = document.getElementById("search"), found = document.getElementById("found");
+const find = (text) => {
+  search.value = text;
+  search.dispatchEvent(new Event("input"));
+  return found.textContent;
+};
+out.found = ["0F1", "rank 1, waits", "no such thing"].map(find);
+find("0F1");
+search.dispatchEvent(new KeyboardEvent("keydown", { key: "Enter" }));
+out.first = [found.textContent, document.getElementById("said").textContent];
+search.dispatchEvent(new KeyboardEvent("keydown", { key: "Escape" }));
+out.cleared = found.textContent;
+
+const whole = view.model.views[0].borders[0], axis = document.getElementById("axis");
+const px = (time) => 132 + ((time - view.from) / (view.to - view.from)) * (view.width - 144);
+const on = (kind, time) => axis.dispatchEvent(new PointerEvent(kind, at(px(time), 5)));
+on("pointerdown", 0);
+on("pointermove", whole);
+on("pointerup", whole);
+out.title = document.getElementById("range-title").textContent;
+out.rows = [...document.querySelectorAll("#range-table tbody tr")].map((row) =>
+  [...row.children].map((cell) => cell.textContent));
+press("Escape");
+out.closed = document.getElementById("range").hidden;
+return out;
+"""
+
+
+def waiting(slower: float) -> Timeline:
+    order = build("interleaved", num_ranks=2, num_segments=2, num_microbatches=4)
+    times = {"forward_s": 0.01 * slower, "backward_s": 0.02 * slower, "p2p_latency_s": 0.016}
+    costs = Costs.uniform(4, grad_sync_s=0.02, **times)
+    execution = Execution(flush=True, sends_waited_for=sends_stock_waits_for(2))
+    return simulate(lower(order, Options(gathers_params=True)), costs, execution, iterations=2)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
+def test_a_reader_can_align_search_and_sum_up(tmp_path: Path):
+    measured, simulated = waiting(1.5), waiting(1.0)
+    html = page("", "", [view("measured", measured), view("simulated", simulated)])
+    seen, console = look(html, ACT + ANALYSE, tmp_path)
+    assert console == []
+    assert seen["depth"] > 1
+    assert not seen["overlapping"]
+    assert "waits for DP.sync" in seen["legend"]
+    assert "waits for a transfer" in seen["legend"]
+    assert seen["aligned"][0] == pytest.approx(seen["aligned"][1], abs=0.2)
+    periods_us = [1e6 * timeline.iteration_ends_s(0)[0] for timeline in (measured, simulated)]
+    found = seen["unaligned"][0] - seen["unaligned"][1]
+    assert found == pytest.approx(periods_us[0] - periods_us[1], abs=0.2)
+
+    waits = [s for t in (measured, simulated) for s in t.ranks[1] if s.lane == "wait" and s.action]
+    assert seen["found"] == ["4", str(len(waits)), "nothing"]
+    assert seen["first"][0] == "1 of 4"
+    assert seen["first"][1].startswith("0F1 – forward, rank 0")
+    assert seen["cleared"] == ""
+
+    rows = {name: cells for name, *cells in seen["rows"]}
+    of_rank = [0.0, 0.0]
+    for spans in measured.ranks:
+        for span in spans:
+            if span.lane == "compute" and span.iteration == 0:
+                of_rank[span.action.op == "B"] += span.duration_s / 2
+    for name, seconds in zip(("forward", "backward"), of_rank, strict=True):
+        assert rows[name][0] == f"{1e3 * seconds:.4g} ms"
+        assert rows[name][2] == "16"
+    assert "waits until its forward's transfer has arrived" in rows
+    shares = [float(row[1][:-1]) for name, row in rows.items() if "under way" not in name]
+    assert sum(shares) == pytest.approx(100, abs=0.3)  # each is rounded
+    assert seen["closed"]

@@ -30,6 +30,16 @@ _NAMES = {
     Op.RELOAD: "reload",
 }
 
+_WAITS = {
+    Op.WAIT_GRAD: "waits for DP.sync of the gradients",
+    Op.WAIT_PARAM: "waits for DP.sync of the parameters",
+    Op.WAIT_PARAM_B: "waits for DP.sync of the parameters, for backwards",
+    Op.SEND_F: "waits until its forward's transfer has arrived",
+    Op.SEND_B: "waits until its backward's transfer has arrived",
+    Op.RECV_F: "waits for the transfer of a forward",
+    Op.RECV_B: "waits for the transfer of a backward",
+}
+
 _Ends = tuple[tuple[int, Span], tuple[int, Span]]
 """The rank and the span of a message's source, and of its reader."""
 
@@ -72,7 +82,7 @@ def _slice(timeline: Timeline, span: Span, pid: int, tid: int) -> dict[str, Any]
         stage, op, microbatch = span.action
         details |= {"action": str(span.action), "segment": stage // timeline.num_ranks}
         if span.lane is Lane.WAIT:
-            name = "waits for DP.sync"
+            name = _WAITS.get(op, f"waits at {span.action}")
         elif span.lane is not Lane.OPTIMIZER:
             name = _NAMES.get(op, str(op))
         if microbatch is not None and op is not Op.REDUCE_SLICE:

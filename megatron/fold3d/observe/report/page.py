@@ -31,6 +31,10 @@ _KINDS = {
     "p2p_s": "p2p",
     "copy_s": "copy",
 }
+_ALIGN = (
+    '<button id="align" aria-pressed="true" title="begin iterations of the same number together">'
+    "Align iterations</button>"
+)
 _PATH_NAMES = {**COLUMNS, "idle_s": "idle"}
 
 
@@ -51,6 +55,8 @@ def page(title: str, caption: str, views: Sequence[View]) -> str:
         f'<button data-view="{i}" aria-pressed="true">{escape(view.name.capitalize())}</button>'
         for i, view in enumerate(views)
     ]
+    if min(len(view.timeline.iteration_ends_s(0)) for view in views) > 1:
+        toggles.append(_ALIGN)
     parts = {
         "title": escape(title),
         "caption": escape(caption),
@@ -121,9 +127,13 @@ def _starts_s(lane: str, spans: Sequence[Span]) -> Iterator[float]:
 
 def _word(span: Span) -> str:
     """The action, or other work and its stage, as the word that `parse` in model.js reads."""
-    if span.action is not None and span.lane not in (Lane.WAIT, Lane.OPTIMIZER):
-        return str(span.action)
-    return span.lane if span.action is None else f"{span.lane} {span.action.stage}"
+    if span.action is None:
+        return span.lane
+    if span.lane is Lane.WAIT:
+        return f"{span.lane} {span.action}"
+    if span.lane is Lane.OPTIMIZER:
+        return f"{span.lane} {span.action.stage}"
+    return str(span.action)
 
 
 def _tiles(views: Sequence[View]) -> Iterator[str]:

@@ -3,16 +3,18 @@
 // cost of a picture follows its width and not the number of actions.
 
 const GUTTER = 132, RIGHT = 12;
+const FAINT = 0.22; // what a search has not found
 
 /** Where every lane is, from top to bottom; recomputed when views are shown or hidden. */
 class Layout {
   constructor(model, room) {
     const shown = model.views.filter((view) => view.shown);
-    const thin = shown.reduce((n, view) => Math.max(n, ...view.lanes.map((lanes) => lanes.length - 1)), 0);
+    const rowsBeside = (lanes) => lanes.slice(1).reduce((n, lane) => n + lane.depth, 0);
+    const thin = shown.reduce((n, view) => Math.max(n, ...view.lanes.map(rowsBeside)), 0);
     const blocks = Math.max(1, model.numRanks * shown.length);
     const share = room / blocks;
     this.main = Math.max(9, Math.min(30, share * 0.62));
-    this.thin = thin ? Math.max(3, Math.min(11, (share * 0.3) / thin)) : 0;
+    this.thin = thin ? Math.max(4, Math.min(11, (share * 0.3) / thin)) : 0;
     this.rows = [];
     this.blocks = [];
     let y = 8;
@@ -22,8 +24,8 @@ class Layout {
         this.blocks.push({ rank, view, top: y, height: this.main });
         view.lanes[rank].forEach((lane, i) => {
           const height = i ? this.thin : this.main;
-          this.rows.push({ lane, top: y, height });
-          y += height + 2;
+          this.rows.push({ lane, top: y, height, bottom: y + lane.depth * (height + 1) - 1 });
+          y = this.rows.at(-1).bottom + 2;
         });
         y += Math.min(8, this.main / 3);
       }
@@ -34,9 +36,12 @@ class Layout {
     this.height = Math.max(60, y);
   }
 
-  at(y) { return this.rows.find((row) => y >= row.top - 1 && y <= row.top + row.height + 1); }
+  at(y) { return this.rows.find((row) => y >= row.top - 1 && y <= row.bottom + 1); }
   of(lane) { return this.rows.find((row) => row.lane === lane); }
 }
+
+/** The top of the n-th of the rows that spans of one lane have where they overlap. */
+const topOf = (row, n) => row.top + n * (row.height + 1);
 
 /** A canvas in CSS pixels, sharp on every screen. */
 class Surface {
@@ -94,10 +99,10 @@ class Painter {
     c.beginPath();
     c.rect(GUTTER, 0, width - GUTTER - RIGHT, layout.height);
     c.clip();
-    for (const { lane, top, height } of layout.rows) {
+    for (const { lane, top, bottom } of layout.rows) {
       c.fillStyle = lane.name === "compute" ? this.color.row : this.color.thin;
-      const from = Math.max(GUTTER, x(0)), to = Math.min(width, x(this.model.views[lane.view].ends.at(-1) ?? this.model.duration));
-      if (to > from) c.fillRect(from, top, to - from, height);
+      const from = Math.max(GUTTER, x(0)), to = Math.min(width, x(this.model.views[lane.view].borders.at(-1) ?? this.model.duration));
+      if (to > from) c.fillRect(from, top, to - from, bottom - top);
     }
     for (const tick of ticks(view, width)) {
       c.fillStyle = this.color.grid;
@@ -105,7 +110,8 @@ class Painter {
     }
     for (const row of layout.rows) this.lane(c, row, view, x, per);
     this.ends(c, layout, x);
-    if (showPath) this.path(c, layout, view, x);
+    if (showPath && !this.hits) this.path(c, layout, view, x);
+    if (view.range) this.range(c, view.range.map(x), layout.height);
     for (const mark of marked) this.mark(c, layout, mark, x, per);
     c.restore();
   }
@@ -125,25 +131,62 @@ class Painter {
     }
   }
 
-  lane(c, { lane, top, height }, view, x, per) {
-    const last = view.to;
-    let run = null; // neighbours of one color that are too narrow to be told apart
-    const flush = () => { if (run) { c.fillStyle = run.fill; c.fillRect(run.left, top, Math.max(1, run.right - run.left), height); run = null; } };
+  lane(c, row, view, x, per) {
+    const { lane, height } = row, last = view.to, hits = this.hits && (this.hits.get(lane) ?? new Set());
+    const runs = []; // per row, neighbours of one color that are too narrow to be told apart
+    const flush = (n) => {
+      const run = runs[n];
+      if (!run) return;
+      c.globalAlpha = run.faint ? FAINT : 1;
+      c.fillStyle = run.fill;
+      c.fillRect(run.left, topOf(row, n), Math.max(1, run.right - run.left), height);
+      runs[n] = null;
+    };
     for (let i = lane.firstAfter(view.from); i < lane.length && lane.start[i] < last; i++) {
       const left = x(lane.start[i]), width = (lane.end[i] - lane.start[i]) * per;
-      const meaning = lane.meaning[i], fill = this.fill(meaning);
-      if (meaning.kind === "idle") continue;
+      const meaning = lane.meaning[i], fill = this.fill(meaning), n = lane.row[i], run = runs[n];
+      const faint = Boolean(hits) && !hits.has(i);
       if (width < 3) {
-        if (run && run.fill === fill && left <= run.right + 0.6) { run.right = Math.max(run.right, left + width); continue; }
-        if (run && left + width <= run.right) continue;
-        flush();
-        run = { fill, left, right: left + width };
+        if (meaning.kind === "idle") continue;
+        if (run && run.fill === fill && run.faint === faint && left <= run.right + 0.6) { run.right = Math.max(run.right, left + width); continue; }
+        if (run && left + width <= run.right && (faint || !run.faint)) continue;
+        flush(n);
+        runs[n] = { fill, faint, left, right: left + width };
         continue;
       }
-      flush();
-      this.box(c, left, top, width, height, fill, meaning);
+      flush(n);
+      c.globalAlpha = faint ? FAINT : 1;
+      if (meaning.kind === "wait" || meaning.kind === "idle") this.outline(c, left, row.top, width, height, meaning);
+      else this.box(c, left, topOf(row, n), width, height, fill, meaning);
     }
-    flush();
+    runs.forEach((_, n) => flush(n));
+    c.globalAlpha = 1;
+  }
+
+  /** Waiting is no work: an outline in the color of what is waited for. */
+  outline(c, left, top, width, height, meaning) {
+    const color = meaning.kind === "idle" ? this.color.line : this.model.palette[meaning.waited].at(-1);
+    const alpha = c.globalAlpha;
+    c.beginPath();
+    c.roundRect(left + 1, top + 0.75, Math.max(1, width - 2), height - 1.5, Math.min(3, width / 4, height / 4));
+    if (meaning.kind === "wait") {
+      c.globalAlpha = 0.14 * alpha;
+      c.fillStyle = color;
+      c.fill();
+      c.globalAlpha = alpha;
+    }
+    c.strokeStyle = color;
+    c.lineWidth = 1.5;
+    c.stroke();
+    c.lineWidth = 1;
+  }
+
+  range(c, [left, right], height) {
+    c.fillStyle = this.color.accent;
+    c.globalAlpha = 0.13;
+    c.fillRect(left, 0, right - left, height);
+    c.globalAlpha = 1;
+    for (const edge of [left, right]) c.fillRect(edge - 0.75, 0, 1.5, height);
   }
 
   box(c, left, top, width, height, fill, meaning) {
@@ -165,7 +208,10 @@ class Painter {
   }
 
   ends(c, layout, x) {
-    const ends = this.model.views.find((view) => view.shown)?.ends ?? [];
+    const shown = this.model.views.filter((view) => view.shown);
+    const count = Math.max(...shown.map((view) => view.borders.length));
+    const longest = (i) => Math.max(...shown.map((view) => view.borders[i] ?? 0));
+    const ends = this.model.aligned ? Array.from({ length: count }, (_, i) => longest(i)) : shown[0]?.borders ?? [];
     c.strokeStyle = this.color.soft;
     c.setLineDash([4, 4]);
     for (const end of ends) {
@@ -182,7 +228,7 @@ class Painter {
     const followed = this.model.views.find((each) => each.shown); // of two, lines would cross
     const points = followed.path.map(({ lane, index }) => {
       const row = layout.of(lane);
-      return { from: x(lane.start[index]), to: x(lane.end[index]), y: row.top + row.height - 1 };
+      return { from: x(lane.start[index]), to: x(lane.end[index]), y: topOf(row, lane.row[index]) + row.height - 1 };
     }).filter((point) => point.to > GUTTER - 50 && point.from < view.width + 50);
     c.strokeStyle = this.color.path;
     c.lineWidth = 1;
@@ -211,7 +257,7 @@ class Painter {
     c.lineWidth = strong ? 2.5 : 2;
     const width = Math.max(3, (lane.end[index] - lane.start[index]) * per);
     c.beginPath();
-    c.roundRect(x(lane.start[index]), row.top - 1, width, row.height + 2, 4);
+    c.roundRect(x(lane.start[index]), topOf(row, lane.row[index]) - 1, width, row.height + 2, 4);
     c.stroke();
     c.lineWidth = 1;
   }
@@ -229,6 +275,13 @@ class Painter {
     c.textAlign = "center";
     for (const tick of all) c.fillText((tick / unit).toFixed(decimals), GUTTER + (tick - view.from) * per, 13);
     c.textAlign = "start";
+    if (!view.range) return;
+    c.save();
+    c.beginPath();
+    c.rect(GUTTER, 0, width - GUTTER - RIGHT, 24);
+    c.clip();
+    this.range(c, view.range.map((time) => GUTTER + (time - view.from) * per), 24);
+    c.restore();
   }
 
   /** The whole run in a strip, with the part that the chart shows. */
@@ -262,7 +315,7 @@ class Painter {
     let drawn = -1;
     for (let i = 0; i < lane.length; i++) {
       const left = GUTTER + lane.start[i] * per, right = GUTTER + lane.end[i] * per;
-      if (right <= drawn || lane.meaning[i].kind === "idle") continue;
+      if (right <= drawn || lane.meaning[i].kind === "idle" || (this.hits && !this.hits.get(lane)?.has(i))) continue;
       c.fillStyle = this.fill(lane.meaning[i]);
       const from = Math.max(left, drawn);
       c.fillRect(from, top, Math.max(0.7, right - from), height);
