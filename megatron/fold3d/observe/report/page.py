@@ -4,23 +4,21 @@ The page is one file that loads nothing from outside. Python writes the tables a
 scripts in `web` draw the diagram from the spans, which are embedded as columns.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from megatron.fold3d.observe.breakdown import COLUMNS, Breakdown, seconds_of, shown_columns
 from megatron.fold3d.observe.critical_path import PathStep, critical_path, path_seconds
 from megatron.fold3d.observe.exposure import Exposure
 from megatron.fold3d.observe.report.palette import HUES, color, takes_dark_text
+from megatron.fold3d.observe.report.template import one_file
 from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline, queued
 from megatron.fold3d.plan.ir import gc_paused
 
-_WEB = Path(__file__).parent / "web"
-_SCRIPTS = ("model.js", "paint.js", "view.js")
+_SCRIPTS = ("model.js", "canvas.js", "paint.js", "view.js")
 _MAIN, _THIN = "compute", (Lane.TP_SYNC, Lane.P2P, Lane.GRAD_SYNC, Lane.COPY)
 _US = 1e6
 # The fill of a column in a bar; what is not here has the color of an empty row.
@@ -60,28 +58,22 @@ def page(title: str, caption: str, views: Sequence[View]) -> str:
     parts = {
         "title": escape(title),
         "caption": escape(caption),
-        "style": (_WEB / "style.css").read_text(encoding="utf-8"),
-        "script": "\n".join((_WEB / name).read_text(encoding="utf-8") for name in _SCRIPTS),
         "tiles": "".join(_tiles(views)),
         "toggles": "".join(toggles) if len(views) > 1 else "",
         "sections": "".join(chain(_time_section(views), _path_section(views, paths))),
-        "data": _embedded(views, paths),
     }
-    head, *rest = (_WEB / "page.html").read_text(encoding="utf-8").split("{{")
-    filled = (parts[name] + text for name, text in (part.split("}}", 1) for part in rest))
-    return head + "".join(filled)
+    data = _embedded(views, paths)
+    return one_file("page.html", parts, data, styles=("style.css",), scripts=_SCRIPTS)
 
 
-def _embedded(views: Sequence[View], paths: Sequence[Sequence[PathStep]]) -> str:
+def _embedded(views: Sequence[View], paths: Sequence[Sequence[PathStep]]) -> dict[str, Any]:
     num_segments = max(view.timeline.num_segments for view in views)
-    data = {
+    return {
         "num_ranks": views[0].timeline.num_ranks,
         "num_segments": num_segments,
         "palette": {k: [color(k, s, num_segments) for s in range(num_segments)] for k in HUES},
         "views": [_columns(view, path) for view, path in zip(views, paths, strict=True)],
     }
-    # No text of a trace may end the element that it is in, or begin a comment there.
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _columns(view: View, path: Sequence[PathStep]) -> dict[str, Any]:
@@ -104,7 +96,7 @@ def _columns(view: View, path: Sequence[PathStep]) -> dict[str, Any]:
                 name: {
                     "start": [round(start_s * _US, 1) for start_s in _starts_s(name, spans)],
                     "end": [round(span.end_s * _US, 1) for span in spans],
-                    "word": [_word(span) for span in spans],
+                    "word": [word_of(span) for span in spans],
                 }
                 for name, spans in of_rank.items()
                 if name in used or name == _MAIN
@@ -125,8 +117,8 @@ def _starts_s(lane: str, spans: Sequence[Span]) -> Iterator[float]:
     yield from (span.start_s for span in (queued(spans) if lane == Lane.GRAD_SYNC else spans))
 
 
-def _word(span: Span) -> str:
-    """The action, or other work and its stage, as the word that `parse` in model.js reads."""
+def word_of(span: Span) -> str:
+    """Return the action, or other work and its stage, as a word that model.js reads."""
     if span.action is None:
         return span.lane
     if span.lane is Lane.WAIT:

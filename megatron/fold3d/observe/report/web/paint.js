@@ -43,22 +43,6 @@ class Layout {
 /** The top of the n-th of the rows that spans of one lane have where they overlap. */
 const topOf = (row, n) => row.top + n * (row.height + 1);
 
-/** A canvas in CSS pixels, sharp on every screen. */
-class Surface {
-  constructor(canvas) { this.canvas = canvas; this.context = canvas.getContext("2d"); }
-
-  resize(width, height) {
-    const ratio = window.devicePixelRatio || 1;
-    this.canvas.style.height = `${height}px`;
-    const pixels = [Math.round(width * ratio), Math.round(height * ratio)];
-    if (this.canvas.width !== pixels[0] || this.canvas.height !== pixels[1]) [this.canvas.width, this.canvas.height] = pixels;
-    Object.assign(this, { width, height });
-    this.context.setTransform(ratio, 0, 0, ratio, 0, 0);
-    this.context.clearRect(0, 0, width, height);
-    return this.context;
-  }
-}
-
 class Painter {
   constructor(model) {
     this.model = model;
@@ -84,12 +68,6 @@ class Painter {
     return this.fills.get(meaning);
   }
 
-  /** The text color that reads on a fill. */
-  on(fill) {
-    const [r, g, b] = [1, 3, 5].map((i) => (parseInt(fill.slice(i, i + 2), 16) / 255) ** 2.2);
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.26 ? "#14202f" : "#fff";
-  }
-
   chart(surface, layout, view, width, marked, showPath) {
     const c = surface.resize(width, layout.height);
     const per = (width - GUTTER - RIGHT) / (view.to - view.from);
@@ -104,7 +82,7 @@ class Painter {
       const from = Math.max(GUTTER, x(0)), to = Math.min(width, x(this.model.views[lane.view].borders.at(-1) ?? this.model.duration));
       if (to > from) c.fillRect(from, top, to - from, bottom - top);
     }
-    for (const tick of ticks(view, width)) {
+    for (const tick of ticks(view, width - GUTTER)) {
       c.fillStyle = this.color.grid;
       c.fillRect(Math.round(x(tick)), 0, 1, layout.height);
     }
@@ -201,7 +179,7 @@ class Painter {
     c.font = `${size}px ${this.font}`;
     c.textBaseline = "middle";
     c.textAlign = "center";
-    c.fillStyle = this.on(fill);
+    c.fillStyle = textOn(fill);
     const seen = [Math.max(GUTTER, left), Math.min(this.right ?? Infinity, left + width)];
     c.fillText(label, (seen[0] + seen[1]) / 2, top + height / 2 + 0.5);
     c.textAlign = "start";
@@ -268,7 +246,7 @@ class Painter {
     c.font = `12px ${this.font}`;
     c.textBaseline = "middle";
     c.fillStyle = this.color.soft;
-    const all = ticks(view, width), step = all[1] - all[0] || view.to - view.from;
+    const all = ticks(view, width - GUTTER), step = all[1] - all[0] || view.to - view.from;
     const [unit, name] = unitOf(view.to - view.from);
     const decimals = Math.max(0, Math.min(6, Math.ceil(-Math.log10(step / unit) - 1e-9)));
     c.fillText(`time [${name}]`, 0, 13);
@@ -322,14 +300,4 @@ class Painter {
       drawn = Math.max(right, from + 0.7);
     }
   }
-}
-
-/** Round times, some 110 pixels apart. */
-function ticks(view, width) {
-  const rough = (view.to - view.from) / Math.max(1, (width - GUTTER) / 110);
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((k) => k * power).find((s) => s >= rough);
-  const found = [];
-  for (let i = Math.ceil(view.from / step - 1e-9); i * step <= view.to + 1e-9 * step; i++) found.push(i * step);
-  return found;
 }

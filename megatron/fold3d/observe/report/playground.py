@@ -1,0 +1,135 @@
+"""A page for the browser that simulates schedules side by side, with sliders for their sizes.
+
+The scripts in `web` make the plans and simulate them; a test compares them with our own. A plan
+that they cannot make is shown as it is, above those that follow the sliders.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron.fold3d.observe.exposure import Exposure, exposure, mean
+from megatron.fold3d.observe.report.page import word_of
+from megatron.fold3d.observe.report.palette import HUES, color
+from megatron.fold3d.observe.report.template import one_file
+from megatron.fold3d.observe.timeline import Lane, Span, Timeline
+
+SCHEDULES = (
+    *("1f1b", "interleaved", "aiao", "breadth-first", "afab", "shifted-critical-path"),
+    *("zb-h1", "zb-h2"),
+)
+"""The schedules that the page knows."""
+MOST_FORWARDS = 20_000
+"""Forwards of a plan that a browser simulates while a slider moves."""
+_SCRIPTS = ("model.js", "canvas.js", "schedules.js", "simulator.js", "playground.js")
+_MOST_SEGMENTS = 6  # of the slider
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the page shows first.
+
+    Times are multiples of one forward of one micro-batch through all layers of a rank.
+    """
+
+    num_ranks: int = 4
+    num_microbatches: int = 8
+    num_segments: int = 2
+    backward: float = 2.0
+    transfer: float = 0.04
+    """One message between ranks."""
+    grad_sync: float = 8.0
+    """DP.sync of all gradients of a rank."""
+    forward_s: float | None = None
+    """Seconds of one such forward; without it, times are shown as multiples."""
+    where: Literal["serial", "overlap", "deferred"] = "overlap"
+    """DP.sync after all backwards, behind them, or also behind the next iteration's forwards."""
+    messages_first: bool = False
+    """Whether PP.sync goes before DP.sync on a link; otherwise they share it fairly."""
+    schedules: tuple[str, ...] = ("1f1b", "interleaved", "aiao")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed:
+    """A simulated plan that is shown as it is, whatever the sliders say."""
+
+    name: str
+    timeline: Timeline
+    peak_activations: tuple[int, ...]
+    """Per rank, the most activations of a segment and a micro-batch at once."""
+
+
+def playground(settings: Settings, fixed: Fixed | None = None) -> str:
+    """Return the page as HTML."""
+    begin, forward_s = settings, settings.forward_s or 1.0
+    most = max(_MOST_SEGMENTS, begin.num_segments, fixed.timeline.num_segments if fixed else 1)
+    data = {
+        "settings": {
+            "p": begin.num_ranks,
+            "m": begin.num_microbatches,
+            "ns": begin.num_segments,
+            "transfer": begin.transfer,
+            "sync": begin.grad_sync,
+            "where": begin.where,
+            "first": begin.messages_first,
+            "shown": [name for name in SCHEDULES if name in begin.schedules],
+        },
+        "backward": begin.backward,
+        "forward_us": None if begin.forward_s is None else 1e6 * begin.forward_s,
+        "palettes": {n: _palette(n) for n in range(1, most + 1)},
+        "fixed": None if fixed is None else _columns(fixed, forward_s),
+    }
+    forward = "the forward of one micro-batch through all layers of a rank"
+    unit = (
+        f"The unit of time is {forward}; a backward takes {begin.backward:.3g} of it."
+        if begin.forward_s is None
+        else f"A forward of one micro-batch through all layers of a rank takes {forward_s:.3g} s, "
+        f"its backward {begin.backward * forward_s:.3g} s."
+    )
+    return one_file(
+        "playground.html",
+        {"title": "Pipeline schedules, side by side", "unit": unit},
+        data,
+        styles=("style.css", "playground.css"),
+        scripts=_SCRIPTS,
+    )
+
+
+def _palette(num_segments: int) -> dict[str, list[str]]:
+    return {kind: [color(kind, s, num_segments) for s in range(num_segments)] for kind in HUES}
+
+
+def _columns(fixed: Fixed, unit_s: float) -> dict[str, Any]:
+    """The last iteration of a timeline, as a result of the page's own simulation."""
+    timeline = fixed.timeline
+    row: Exposure = mean(exposure(timeline))
+    start_s = ([0.0, *timeline.iteration_ends_s(0)])[-2]
+    times = {
+        "compute": row.forward_s + row.backward_s + row.optimizer_s,
+        "bubble": row.bubble_s + row.copy_s,
+        "sync": row.grad_sync_s,
+        "transfer": row.p2p_s,
+    }
+    return {
+        "title": fixed.name,
+        "about": "As this command simulates it; it does not follow the sliders.",
+        "ranks": [list(_spans(spans, start_s, unit_s)) for spans in timeline.ranks],
+        "from": start_s / unit_s,
+        "to": (start_s + timeline.period_s) / unit_s,
+        "period": timeline.period_s / unit_s,
+        "exposure": {name: seconds / unit_s for name, seconds in times.items()},
+        "held": max(fixed.peak_activations) / timeline.num_segments,
+        "ns": timeline.num_segments,
+    }
+
+
+def _spans(spans: tuple[Span, ...], start_s: float, unit_s: float) -> Iterator[dict[str, Any]]:
+    for span in spans:
+        hidden = span.lane is Lane.TP_SYNC or (span.lane is Lane.WAIT and span.action is None)
+        if span.end_s > start_s and not hidden:
+            yield {
+                "lane": "compute" if span.lane is Lane.OPTIMIZER else span.lane,
+                "start": span.start_s / unit_s,
+                "end": span.end_s / unit_s,
+                "word": word_of(span),
+            }

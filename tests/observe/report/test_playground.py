@@ -1,0 +1,145 @@
+import json
+import re
+from itertools import product
+from pathlib import Path
+from random import Random
+from zlib import crc32
+
+import pytest
+
+from megatron.fold3d.observe.exposure import exposure, mean
+from megatron.fold3d.observe.report.playground import (
+    SCHEDULES,
+    Settings,
+    playground,
+)
+from megatron.fold3d.observe.timeline import Timeline
+from megatron.fold3d.plan import schedules
+from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.memory import peak_activations
+from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.simulate import simulate
+from megatron.fold3d.predict.simulator.steady import steady_state
+from tests.browser import CHROMIUM, MISSING, look
+
+CHECKED_IN = Path(__file__).parents[3] / "docs/playground.html"
+WHERE = ("serial", "overlap", "deferred")
+
+
+def plan_of(schedule: str, p: int, m: int, ns: int, where: str = "") -> Plan:
+    ns = 1 if schedule in schedules.ONE_SEGMENT_SCHEDULES else ns
+    order = schedules.build(schedule, num_ranks=p, num_segments=ns, num_microbatches=m)
+    if not where:
+        return order
+    deferred = range(p * ns if where == "deferred" else 0)
+    grad_sync = "serial" if where == "serial" else "overlap"
+    return lower(order, Options(transfers=False, grad_sync=grad_sync, deferred_stages=deferred))
+
+
+def timeline_of(plan: Plan, where: str, first: bool, transfer: float, sync: float) -> Timeline:
+    ns = plan.num_segments
+    costs = Costs.uniform(
+        plan.num_stages,
+        forward_s=1 / ns,
+        backward_s=2 / ns,
+        p2p_s=transfer,
+        grad_sync_s=sync / ns,
+    )
+    deferred = where == "deferred"
+    execution = Execution(
+        preemptive=first,
+        grad_sync_order="edf" if deferred else "fifo",
+        flush=not deferred,
+        in_order=True,
+    )
+    return (steady_state if deferred else simulate)(plan, costs, execution)
+
+
+def test_the_page_in_the_docs_is_what_its_script_writes():
+    made = playground(Settings())
+    assert CHECKED_IN.read_text(encoding="utf-8") == made, "run scripts/playground.py"
+    assert len(made) < 1_000_000
+    assert re.findall(r"https?://\S+", made) == []
+    assert not re.search(r"@import|url\(|<script src|<img|<iframe", made)
+
+
+def test_the_page_knows_every_schedule():
+    assert sorted(SCHEDULES) == sorted(schedules.SCHEDULES)
+
+
+# Compares with Python's through checksums of the plans, and span by span.
+COMPARE = """
+const crc = (text) => {
+  let value = -1;
+  for (let i = 0; i < text.length; i++) {
+    value ^= text.charCodeAt(i);
+    for (let k = 0; k < 8; k++) value = (value >>> 1) ^ (value & 1 ? 0xedb88320 : 0);
+  }
+  return ~value >>> 0;
+};
+const line = (program) => program.map(spellAction).join(" ") + "\\n";
+const plans = PLANS.map(([name, p, m, ns, where]) => {
+  const sizes = sizesOf(name, { p, m, ns });
+  const made = where ? planOf(name, sizes, where)
+    : numbers(p).map((rank) => SCHEDULES[name].program(rank, sizes));
+  return crc(made.map(line).join(""));
+});
+const runs = RUNS.map(([name, p, m, segments, where, messagesFirst, transfer, sync]) => {
+  const { ns } = sizesOf(name, { p, m, ns: segments });
+  const programs = planOf(name, { p, m, ns }, where);
+  const costs = { forward: 1 / ns, backward: 2 / ns, transfer, sync: sync / ns };
+  const run = simulate(programs, ns, costs, { where, messagesFirst });
+  const spans = run.ranks.map((all) => all.map(({ lane, start, end, action, iteration }) =>
+    [lane, action ? spellAction(action) : "", iteration, start, end]));
+  const result = { exposure: exposureOf(run), held: mostHeld(programs, ns) };
+  return { spans, period: run.to - run.from, ...result };
+});
+return { plans, runs, largest: LARGEST };
+"""
+
+
+def some_runs(random: Random) -> list[tuple]:
+    times = ((0.0, 0.03, 0.3, 0.9), (0.0, 1.0, 5.0, 16.0))
+    return [
+        (
+            *(schedule, random.randint(1, 5), random.randint(1, 7), random.randint(1, 3)),
+            *(where, first, *map(random.choice, times)),
+        )
+        for schedule, where, first in product(SCHEDULES, WHERE, (False, True))
+    ]
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
+def test_its_plans_and_times_are_ours(tmp_path: Path):
+    sizes = list(product((1, 2, 3, 4, 5, 12), (1, 2, 3, 4, 5, 7, 8, 13, 16, 32), (1, 2, 3, 6)))
+    plans = [
+        *((schedule, *size, "") for schedule in SCHEDULES for size in sizes),
+        *product(SCHEDULES, (1, 3), (1, 4), (1, 3), WHERE),
+    ]
+    runs = some_runs(Random(7))
+    script = COMPARE.replace("PLANS", json.dumps(plans)).replace("RUNS", json.dumps(runs))
+    seen, console = look(playground(Settings()), script, tmp_path)
+    assert console == []
+    assert list(seen["largest"].values()) == [12, 32, 6]  # the largest of the sizes above
+    for asked, found in zip(plans, seen["plans"], strict=True):
+        assert crc32(plan_of(*asked).to_text().encode()) == found, asked
+    for asked, found in zip(runs, seen["runs"], strict=True):
+        plan = plan_of(*asked[:5])
+        timeline = timeline_of(plan, *asked[4:])
+        for ours, theirs in zip(timeline.ranks, found["spans"], strict=True):
+            here = sorted(
+                (s.lane, str(s.action or ""), s.iteration, s.start_s, s.end_s) for s in ours
+            )
+            there = sorted((lane, word, *rest) for lane, word, *rest in theirs)
+            assert [span[:3] for span in here] == [span[:3] for span in there], asked
+            for times in zip(here, there, strict=True):
+                assert times[0][3:] == pytest.approx(times[1][3:]), asked
+        row = mean(exposure(timeline))
+        compute_s = row.forward_s + row.backward_s
+        parts = {"bubble": row.bubble_s, "sync": row.grad_sync_s, "transfer": row.p2p_s}
+        assert found["exposure"] == pytest.approx({"compute": compute_s, **parts}, abs=1e-9), asked
+        assert found["period"] == pytest.approx(timeline.period_s), asked
+        assert found["held"] == max(peak_activations(plan)) / plan.num_segments, asked
