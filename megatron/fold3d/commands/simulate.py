@@ -65,6 +65,8 @@ examples:
   fold3d simulate --schedule 1f1b --pp 4 --microbatches 8 --p2p-s 0.4 --forwards-ahead auto \\
       --delay-weight-grads auto
   fold3d simulate --plan-file my-plan.txt --costs costs.json --svg my-plan.svg
+  fold3d simulate --schedule aiao --pp 4 --segments 3 --microbatches 8 --grad-sync-s 4 \\
+      --html playground.html
   fold3d simulate --schedule aiao --pp 4 --segments 2 --microbatches 16 --model gpt3-18b \\
       --cluster a100x128-200g --tp 8 --micro-batch-size 4 --recompute full
 
@@ -140,6 +142,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="(default: 1; with --grad-sync deferred as many as it takes to settle)",
     )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the diagram here")
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write a page that simulates schedules side by side, with sliders that begin here",
+    )
     parser.add_argument("--json", action="store_true", help="the result as one JSON object")
     parser.add_argument(
         "--recompute-layers",
@@ -217,6 +225,11 @@ def run(args: Namespace) -> int:
         args.svg.write_text(
             draw(timeline, title=name, caption=caption_of(plan, timeline)), encoding="utf-8"
         )
+    if args.html:
+        from megatron.fold3d.commands.playground_page import playground_page
+
+        html = playground_page(args, name, plan, timeline, source.costs, grad_sync or "overlap")
+        args.html.write_text(html, encoding="utf-8")
     bound_s = lower_bound_s(plan, source.costs, source.nic_of_rank)
     source = _with_shards(source, plan)
     peaks = source.hardware.peaks(timeline) if source.hardware else []

@@ -34,11 +34,11 @@ class Settings:
 
     num_ranks: int = 4
     num_microbatches: int = 8
-    num_segments: int = 2
+    num_segments: int = 3
     backward: float = 2.0
     transfer: float = 0.04
     """One message between ranks."""
-    grad_sync: float = 8.0
+    grad_sync: float = 12.0
     """DP.sync of all gradients of a rank."""
     forward_s: float | None = None
     """Seconds of one such forward; without it, times are shown as multiples."""
@@ -111,7 +111,7 @@ def _columns(fixed: Fixed, unit_s: float) -> dict[str, Any]:
         "transfer": row.p2p_s,
     }
     return {
-        "title": fixed.name,
+        "title": f"This command: {fixed.name}",
         "about": "As this command simulates it; it does not follow the sliders.",
         "ranks": [list(_spans(spans, start_s, unit_s)) for spans in timeline.ranks],
         "from": start_s / unit_s,

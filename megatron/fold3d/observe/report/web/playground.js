@@ -9,9 +9,9 @@ const SLIDERS = [
   { key: "m", name: "Micro-batches", symbol: "m", min: 1, max: LARGEST.m, step: 1 },
   { key: "ns", name: "Segments per rank", symbol: "ns", min: 1, max: LARGEST.ns, step: 1 },
   { key: "transfer", name: "A transfer takes", min: 0, max: 1, step: 0.02, timed: true },
-  { key: "sync", name: "DP.sync of a rank takes", min: 0, max: 40, step: 0.5, timed: true },
+  { key: "sync", name: "DP.sync takes", min: 0, max: 40, step: 0.5, timed: true },
 ];
-const WHERE = { serial: "after all backwards", overlap: "behind backwards", deferred: "and behind the next forwards" };
+const WHERE = { serial: "after all backwards", overlap: "behind backwards", deferred: "also behind the next forwards" };
 const EXAMPLES = {
   "slow DP.sync": { p: 4, m: 8, ns: 4, transfer: 0.02, sync: 16, where: "overlap", first: true },
   "slow transfers": { p: 4, m: 16, ns: 2, transfer: 0.3, sync: 0, where: "overlap", first: false },
@@ -58,7 +58,7 @@ class Playground {
       `<label><span>${name}${symbol ? ` <i>${symbol}</i>` : ""}</span><output id="${key}-value"></output>` +
       `<input type="range" id="${key}" min="${min}" max="${max}" step="${step}"></label>`).join("");
     for (const { key } of SLIDERS) byId(key).addEventListener("input", (event) => this.set({ [key]: Number(event.target.value) }));
-    const button = (text, data) => `<button data-${data}="${text}">${WHERE[text] ?? SCHEDULES[text]?.title ?? text}</button>`;
+    const button = (text, data) => `<button data-${data}="${text}">${WHERE[text] ?? SCHEDULES[text]?.short ?? text}</button>`;
     byId("where").innerHTML = Object.keys(WHERE).map((name) => button(name, "where")).join("");
     byId("examples").innerHTML = Object.keys(EXAMPLES).map((name) => button(name, "example")).join("");
     byId("shown").innerHTML = Object.keys(SCHEDULES).map((name) => button(name, "schedule")).join("");
@@ -176,7 +176,8 @@ class Card {
     const longer = period / shortest - 1, badge = this.element.querySelector(".badge");
     badge.textContent = longer < 5e-4 ? "shortest" : `${(100 * longer).toFixed(longer < 0.1 ? 1 : 0)}% longer`;
     badge.classList.toggle("best", longer < 5e-4);
-    const facts = [["iteration", page.spell(period)], ["bubble", share(exposure.bubble)], ["exposed DP.sync", share(exposure.sync)],
+    const unit = page.data.forward_us ? "" : " forwards";
+    const facts = [["iteration", page.spell(period) + unit], ["bubble", share(exposure.bubble)], ["exposed DP.sync", share(exposure.sync)],
       ["exposed PP.sync", share(exposure.transfer)], ["holds at most", `${+held.toFixed(2)} micro-batches`]];
     this.element.querySelector("dl").innerHTML = facts.map(([name, value]) => `<div><dt>${name}</dt><dd>${value}</dd></div>`).join("");
     this.surface.canvas.setAttribute("aria-label", `${this.element.querySelector("h2").textContent}: ${facts.map((fact) => fact.join(" ")).join(", ")}`);
@@ -188,11 +189,13 @@ class Card {
     const { ranks, from, to } = result, width = this.element.querySelector("canvas").clientWidth;
     if (!width) return;
     const used = new Set(ranks.flatMap((spans) => spans.map(rowOf)));
-    const thin = ["forward messages", "backward messages", "grad_sync", "copy"].filter((row) => used.has(row)), main = Math.max(10, Math.min(26, 200 / ranks.length)), small = Math.max(4, main * 0.32);
-    const pitch = main + thin.length * (small + 1) + 6, height = ranks.length * pitch + 20;
+    const thin = ["forward messages", "backward messages", "grad_sync", "copy"].filter((row) => used.has(row)), main = Math.max(10, Math.min(22, 180 / ranks.length)), small = Math.max(3, main * 0.28);
+    const pitch = main + thin.length * (small + 1) + 5, height = ranks.length * pitch + 20;
     const per = (width - PLAY_LEFT - PLAY_RIGHT) / longest, x = (time) => PLAY_LEFT + (time - from) * per;
     const c = this.surface.resize(width, height);
     this.boxes = [];
+    // 9 and 10 are written alike: numbers that end in the middle of a row look like an end of the work.
+    this.digits = Math.max(1, ...ranks.flatMap((spans) => spans.map((span) => /\d*$/.exec(span.lane === "compute" ? wordOf(span) : "")[0].length)));
     this.update = color.update;
     c.textBaseline = "middle";
     const unit = this.page.data.forward_us || 1;
@@ -252,7 +255,7 @@ class Card {
     c.fillStyle = fill;
     c.fill();
     const label = meaning.kind === "sync" ? `DP.sync ${meaning.segment}` : meaning.microbatch, size = Math.min(11.5, height - 1);
-    if (size < 7.5 || width < label.length * size * 0.6 + 3) return;
+    if (size < 7.5 || width < Math.max(label.length, this.digits) * size * 0.6 + 3) return;
     c.font = `${size}px ${font}`;
     c.fillStyle = textOn(fill);
     c.textAlign = "center";

@@ -65,20 +65,20 @@ function zeroBubble(rank, { p, m }, forwardsAhead) {
 }
 
 const SCHEDULES = {
-  "1f1b": { title: "1F1B", oneSegment: true, about: "One forward and one backward in turn.",
+  "1f1b": { short: "1F1B", title: "1F1B", oneSegment: true, about: "One forward and one backward in turn.",
     program: (rank, { p, m }) => oneForwardOneBackward(rank, m, p - 1 - rank) },
-  interleaved: { title: "Interleaved 1F1B", about: "Groups of p micro-batches pass all segments before the next group starts.",
+  interleaved: { short: "interleaved", title: "Interleaved 1F1B", about: "Groups of p micro-batches pass all segments before the next group starts.",
     program: (rank, sizes) => interleaved(rank, sizes, sizes.p) },
-  aiao: { title: "AIAO, all-in-all-out", about: "All micro-batches pass a segment before the next one: its DP.sync has the other segments to hide behind.",
+  aiao: { short: "AIAO", title: "AIAO, all-in-all-out", about: "All micro-batches pass a segment before the next one: its DP.sync has the other segments to hide behind.",
     program: aiao },
-  "breadth-first": { title: "Breadth-first", about: "Interleaved 1F1B with one group of all micro-batches.",
+  "breadth-first": { short: "breadth-first", title: "Breadth-first", about: "Interleaved 1F1B with one group of all micro-batches.",
     program: (rank, sizes) => interleaved(rank, sizes, sizes.m) },
-  afab: { title: "All forwards, all backwards", about: "No backward before the last forward; with one segment it is GPipe.", program: afab },
-  "shifted-critical-path": { title: "Shifted critical path", oneSegment: true, about: "1F1B whose last rank but one runs a forward earlier.",
+  afab: { short: "AFAB", title: "All forwards, all backwards", about: "No backward before the last forward; with one segment it is GPipe.", program: afab },
+  "shifted-critical-path": { short: "shifted", title: "Shifted critical path", oneSegment: true, about: "1F1B whose last rank but one runs a forward earlier.",
     program: shiftedCriticalPath },
-  "zb-h1": { title: "Zero Bubble H1", oneSegment: true, about: "1F1B that computes weight gradients apart, where it would wait.",
+  "zb-h1": { short: "ZB-H1", title: "Zero Bubble H1", oneSegment: true, about: "1F1B that computes weight gradients apart, where it would wait.",
     program: (rank, sizes) => zeroBubble(rank, sizes, 1) },
-  "zb-h2": { title: "Zero Bubble H2", oneSegment: true, about: "Further ahead than H1: hardly a bubble, nearly twice the activations.",
+  "zb-h2": { short: "ZB-H2", title: "Zero Bubble H2", oneSegment: true, about: "Further ahead than H1: hardly a bubble, nearly twice the activations.",
     program: (rank, sizes) => zeroBubble(rank, sizes, 2) },
 };
 
