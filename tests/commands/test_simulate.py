@@ -89,6 +89,56 @@ def test_simulate_reads_costs_and_draws(fold3d, tmp_path: Path):
     assert svg.read_text().startswith("<svg ")
 
 
+def embedded(path: Path) -> dict[str, Any]:
+    return json.loads(re.search(r'<script id="data".*?>(.*?)</script>', path.read_text())[1])
+
+
+def test_simulate_writes_a_page_whose_sliders_begin_where_it_is(fold3d, tmp_path: Path):
+    page = tmp_path / "page.html"
+    seconds = "--forward-s 0.5 --backward-s 1.5 --p2p-s 0.1 --grad-sync-s 2"
+    code, _, err = fold3d(f"{SIMULATE} {seconds} --grad-sync deferred --html {page}")
+    assert (code, err) == (0, "")
+    data = embedded(page)
+    assert data["settings"] == {
+        "p": 2,
+        "m": 4,
+        "ns": 2,
+        "transfer": 0.1,
+        "sync": 4.0,
+        "where": "deferred",
+        "first": False,
+        "shown": ["1f1b", "interleaved", "aiao"],
+    }
+    assert (data["backward"], data["forward_us"]) == (3.0, 1e6)
+    assert data["fixed"] is None  # the page simulates just this
+
+
+def test_what_the_page_cannot_simulate_is_on_it_as_it_is(fold3d, tmp_path: Path):
+    page = tmp_path / "page.html"
+    line = f"{SIMULATE} --grad-sync-s 4 --delay-weight-grads 1 --html {page} --json"
+    code, out, err = fold3d(line)
+    assert (code, err) == (0, "")
+    fixed = embedded(page)["fixed"]
+    assert fixed["title"] == "This command: aiao"
+    assert 2 * fixed["period"] == json.loads(out)["period_s"]  # two forwards of a rank are 2 s
+    assert "2W0" in [span["word"] for span in fixed["ranks"][0]]
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ("--forward-s 0", "forwards take no time, and the page counts in forwards; "),
+        ("--microbatches 5001", "20004 forwards; a browser simulates up to 20000 "),
+    ],
+)
+def test_a_page_that_no_browser_can_simulate_is_refused(fold3d, tmp_path, options, found):
+    page = tmp_path / "page.html"
+    code, out, err = fold3d(f"{SIMULATE} {options} --html {page}")
+    assert (code, out) == (2, "")
+    assert f"--html {page}: {found}" in err
+    assert not page.exists()
+
+
 NESTED = '{"forward_s":' * 50_000
 
 
