@@ -2,7 +2,6 @@
 
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Literal
 
 from megatron.fold3d.observe.report.playground import (
     MOST_FORWARDS,
@@ -30,7 +29,7 @@ def playground_page(
     plan: Plan,
     timeline: Timeline,
     costs: Costs,
-    where: Literal["serial", "overlap", "deferred"],
+    where: str,
 ) -> str:
     """Return the page.
 

@@ -6,7 +6,7 @@ that they cannot make is shown as it is, above those that follow the sliders.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from megatron.fold3d.observe.exposure import Exposure, exposure, mean
 from megatron.fold3d.observe.report.page import word_of
@@ -42,8 +42,9 @@ class Settings:
     """DP.sync of all gradients of a rank."""
     forward_s: float | None = None
     """Seconds of one such forward; without it, times are shown as multiples."""
-    where: Literal["serial", "overlap", "deferred"] = "overlap"
-    """DP.sync after all backwards, behind them, or also behind the next iteration's forwards."""
+    where: str = "overlap"
+    """DP.sync: after all backwards (serial), behind them (overlap), or also behind the next
+    iteration's forwards (deferred)."""
     messages_first: bool = False
     """Whether PP.sync goes before DP.sync on a link; otherwise they share it fairly."""
     schedules: tuple[str, ...] = ("1f1b", "interleaved", "aiao")

@@ -39,6 +39,7 @@ function parse(word, numRanks) {
 }
 
 const ROUNDING = 0.15; // of times as they are embedded
+const MOST_ROWS = 8; // of a lane; messages that lie waiting would fill a screen
 
 /** The spans of one lane of one rank in one view, in the order of their start. */
 class Lane {
@@ -60,14 +61,14 @@ class Lane {
     for (let i = 1; i < this.length; i++) this.reach[i] = Math.max(this.reach[i], this.reach[i - 1]);
   }
 
-  /** Give spans that overlap rows of their own: each the first row that is free. */
+  /** Give spans that overlap rows of their own: each the first row that is free, or the last there may be. */
   stack() {
     const { start, end } = this.own, free = [];
     this.row = new Uint16Array(this.length);
     for (let i = 0; this.name !== "compute" && i < this.length; i++) {
       let row = free.findIndex((time) => time <= start[i] + ROUNDING);
-      if (row < 0) row = free.length;
-      free[row] = end[i];
+      if (row < 0) row = Math.min(free.length, MOST_ROWS - 1);
+      free[row] = Math.max(end[i], free[row] ?? 0);
       this.row[i] = row;
     }
     this.depth = Math.max(1, free.length);

@@ -78,7 +78,7 @@ const SCHEDULES = {
     program: shiftedCriticalPath },
   "zb-h1": { short: "ZB-H1", title: "Zero Bubble H1", oneSegment: true, about: "1F1B that computes weight gradients apart, where it would wait.",
     program: (rank, sizes) => zeroBubble(rank, sizes, 1) },
-  "zb-h2": { short: "ZB-H2", title: "Zero Bubble H2", oneSegment: true, about: "Further ahead than H1: hardly a bubble, nearly twice the activations.",
+  "zb-h2": { short: "ZB-H2", title: "Zero Bubble H2", oneSegment: true, about: "Further ahead than H1: less bubble, nearly twice the activations.",
     program: (rank, sizes) => zeroBubble(rank, sizes, 2) },
 };
 
