@@ -321,7 +321,7 @@ class AutoSchedule(MeasuredTimesFeature):
         defers = trial.choices[index].defers
         if self._took_s is not None and (accept or self._is_steady or not defers):
             trial.times_s[index].append(self._took_s)
-            trial.waited[index] = defers and self._waited()
+            trial.waited[index] |= defers and self._waited()
 
     def _compare(self, trial: _Trial, iteration: Iteration) -> None:
         """Find what was measured on the slowest rank."""

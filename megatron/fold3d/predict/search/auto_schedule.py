@@ -69,6 +69,14 @@ class Predicted:
     choice: RunChoice
     seconds: float
 
+    @property
+    def price(self) -> float:
+        """The seconds, and a little for each segment that takes memory."""
+        choice = self.choice
+        num_segments = len(choice.delayed) + len(choice.replicated)
+        num_segments += choice.order.num_segments if choice.order.has(Op.WEIGHT) else 0
+        return self.seconds * (1 + LEAST_GAIN * num_segments)
+
 
 Fits = Callable[[RunChoice, Plan], bool]
 """Tells whether memory has room for a choice, whose plan has its weight gradients."""
@@ -166,17 +174,21 @@ class Search:
 
         They are the fastest choice whose DP.sync ends with the iteration, and the fastest of the
         others, whose gain depends on how often steps are clipped. Where there are none of those,
-        the second is the fastest in another order.
+        they are the fastest of all, and the fastest that is an order and nothing else, if that is
+        another one.
         """
         gaining = [
-            one for one in self._found() if one.seconds < self.stock.seconds * (1 - LEAST_GAIN)
+            one for one in self._found() if one.price < self.stock.seconds * (1 - LEAST_GAIN)
         ]
-        gaining.sort(key=lambda one: one.seconds)
-        kinds: dict[object, Predicted] = {}
+        gaining.sort(key=lambda one: one.price)
+        kinds: dict[bool, Predicted] = {}
         for one in gaining:
-            kind = one.choice.defers if self.scope.defers else one.choice.name
+            kind = one.choice.defers if self.scope.defers else one.price > one.seconds
             kinds.setdefault(kind, one)
-        return list(kinds.values())[:2]
+        best = gaining[:1]
+        if best and not self.scope.defers and best[0].price == best[0].seconds:
+            return best  # an order and nothing else
+        return list(kinds.values())
 
     def seconds(self, choice: RunChoice) -> float:
         """Return what an iteration of a choice takes, in s.
@@ -269,14 +281,16 @@ class Search:
 
         def best(*, defers: bool) -> RunChoice | None:
             some = [one for one in found if one.choice.defers == defers]
-            return min(some, key=lambda one: one.seconds).choice if some else None
+            return min(some, key=lambda one: one.price).choice if some else None
 
-        orders = list(self._orders())
-        if self.scope.keeps_forwards:
-            orders = [one for one in orders if _forwards(one) == _forwards(orders[0])]
         found.append(stock)
-        for order in orders[1:]:
-            tried(order)
+        orders = [stock.choice]
+        for order in self._orders():
+            if time.monotonic() + once_s > began_s + self.budget_s:
+                break
+            if self._may_run(order, orders):
+                orders.append(order)
+                tried(order)
         if self.scope.defers:
             for order in orders:
                 tried(replace(order, shares=(0.0,) * order.order.num_stages))
@@ -288,6 +302,14 @@ class Search:
                     self._delay(start, tried)
                     self._place(start, tried)
         return found
+
+    def _may_run(self, choice: RunChoice, others: Sequence[RunChoice]) -> bool:
+        """Tell whether an order is unlike the others, and draws random numbers as stock's does."""
+        if self.scope.keeps_forwards:
+            ours, stocks = (one.order.select({Op.FORWARD}) for one in (choice, others[0]))
+            if ours != stocks:
+                return False
+        return all(choice.order != other.order for other in others)
 
     def _replicate(self, start: RunChoice, tried: Callable[[RunChoice], float]) -> None:
         """Try the segments that every replica steps in full."""
@@ -326,7 +348,3 @@ class Search:
             except PlanError:
                 return  # memory has no room: for none of them
             tried(replace(start, name=f"{start.name} --delay-weight-grads auto", order=order))
-
-
-def _forwards(choice: RunChoice) -> Plan:
-    return choice.order.select({Op.FORWARD})
