@@ -342,11 +342,11 @@ def _auto_schedule(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder |
     """Return what chooses how a run is run, and gradient sync that does whatever it chooses."""
     from fold3d_patches.schedule import noted_step
     from megatron.fold3d.policy.backward_shares import FIRST_SHARE
-    from megatron.fold3d.predict.search.auto_schedule import Search
+    from megatron.fold3d.predict.search.choice_search import ChoiceSearch
     from megatron.fold3d.runtime.auto_schedule import AutoSchedule
     from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
 
-    make = partial(AutoSchedule, config, plans, Search.measured)
+    make = partial(AutoSchedule, config, plans, ChoiceSearch.measured)
     if config.auto_defers:
         from megatron.fold3d.runtime.grad_sync.deferred_grad_sync import DeferredGradSync
 

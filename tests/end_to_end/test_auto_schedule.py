@@ -60,10 +60,10 @@ def train_and_choose(argv: Sequence[str], tried: Sequence[Tried]) -> tuple[Heard
 
     Returns also what is told of the choice.
     """
-    from megatron.fold3d.predict.search.auto_schedule import Predicted, Search
+    from megatron.fold3d.predict.search.choice_search import ChoiceSearch, Predicted
     from megatron.fold3d.runtime import auto_schedule
 
-    def to_try(self: Search) -> list[Predicted]:
+    def to_try(self: ChoiceSearch) -> list[Predicted]:
         of_name = {one.name.split()[1]: one for one in self._orders()}
         return [
             Predicted(
@@ -89,7 +89,7 @@ def train_and_choose(argv: Sequence[str], tried: Sequence[Tried]) -> tuple[Heard
             told.append(record.getMessage())
 
     if tried:
-        Search.to_try = to_try
+        ChoiceSearch.to_try = to_try
         auto_schedule.AutoSchedule._compare = compare
     auto_schedule.logger.setLevel(logging.INFO)
     auto_schedule.logger.addHandler(Listener())

@@ -32,7 +32,7 @@ from fold3d_patches.schedule import (
     tensor_parallel_group,
     zero_grad_buffer,
 )
-from megatron.fold3d.predict.search.auto_schedule import Search
+from megatron.fold3d.predict.search.choice_search import ChoiceSearch
 from megatron.fold3d.runtime.auto_schedule import AutoSchedule
 from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
 from megatron.fold3d.runtime.grad_sync.replicated_steps import ReplicatedSteps
@@ -65,7 +65,7 @@ PATCHES = (
     *cpu.patches(),
     *trace.patches(Tracer(TRACED, Plans(TRACED), NO_METRICS), "stock"),
 )
-AUTO = AutoSchedule(CONFIG, Plans(CONFIG), Search.measured)
+AUTO = AutoSchedule(CONFIG, Plans(CONFIG), ChoiceSearch.measured)
 NEVER_BESIDE_THESE = (  # their flags exclude these
     replicated_step.patch(ReplicatedSteps([0])),
     noted_step.patch(AUTO),

@@ -11,7 +11,7 @@ from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
 from megatron.fold3d.policy.run_choice import RunChoice, stock_schedule
 from megatron.fold3d.predict.cost_model.sizes import replicated_bytes
-from megatron.fold3d.predict.search.auto_schedule import Predicted, Scope, Search
+from megatron.fold3d.predict.search.choice_search import ChoiceSearch, Predicted, Scope
 
 NAME = "auto"
 _UNFIT = (
@@ -67,11 +67,11 @@ def _as_json(one: Predicted) -> dict[str, object]:
     return {"flags": str(one.choice), "seconds": one.seconds}
 
 
-def _search(source: Source, order: Plan, group_size: int | None) -> Search:
+def _search(source: Source, order: Plan, group_size: int | None) -> ChoiceSearch:
     hardware = source.hardware
     has_two = hardware is None or hardware.setup.data_parallel == 2
     gathers = source.gathers_params
-    return Search(
+    return ChoiceSearch(
         num_ranks=order.num_ranks,
         num_segments=order.num_segments,
         num_microbatches=order.num_microbatches,

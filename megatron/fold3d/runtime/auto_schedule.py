@@ -57,7 +57,7 @@ _AGAIN = 3  # iterations for which it is
 
 
 class Expected(Protocol):
-    """A prediction: `predict.search.auto_schedule.Predicted`."""
+    """A prediction: `predict.search.choice_search.Predicted`."""
 
     @property
     def choice(self) -> RunChoice:
@@ -69,7 +69,7 @@ class Expected(Protocol):
 
 
 class Chooser(Protocol):
-    """What predicts: `predict.search.auto_schedule.Search`, which this room may not import."""
+    """What predicts: `predict.search.choice_search.ChoiceSearch`, which is of another room."""
 
     @property
     def stock(self) -> Expected:
@@ -132,7 +132,7 @@ class AutoSchedule(MeasuredTimesFeature):
     Args:
         config: of the run.
         plans: of the run.
-        search: makes the prediction from measured times; see `Search.measured`.
+        search: makes the prediction from measured times; see `ChoiceSearch.measured`.
         deferred: has the steps that reach into the next iteration, if any may.
         replicated: takes the steps of segments that are replicated, if any may be.
     """

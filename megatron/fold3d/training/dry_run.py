@@ -25,9 +25,9 @@ from megatron.fold3d.policy.run_choice import RunChoice, stock_schedule
 from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster, cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
 from megatron.fold3d.predict.cost_model.sizes import Recompute, Setup, replicated_bytes
-from megatron.fold3d.predict.search.auto_schedule import Predicted, Scope, Search
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate
+from megatron.fold3d.predict.search.choice_search import ChoiceSearch, Predicted, Scope
 from megatron.fold3d.predict.search.order_choice import held_sizes
 from megatron.fold3d.predict.search.planner import USABLE_MEMORY
 
@@ -233,7 +233,7 @@ def _tried(args: Namespace, known: Estimate, candidate: Candidate) -> tuple[Pred
         ranks = zip(held.peaks(plan), more, held.most, strict=True)
         return all(peak + extra <= most for peak, extra, most in ranks)
 
-    search = Search(
+    search = ChoiceSearch(
         num_ranks=config.num_ranks,
         num_segments=config.num_segments,
         num_microbatches=candidate.num_microbatches,

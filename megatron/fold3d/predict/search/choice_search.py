@@ -83,7 +83,7 @@ Fits = Callable[[RunChoice, Plan], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search:
+class ChoiceSearch:
     """The choices of a run with given costs.
 
     Args:

@@ -8,19 +8,19 @@ import pytest
 from megatron.fold3d.plan.ir import Op
 from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
 from megatron.fold3d.policy.measured_times import MeasuredTimes
-from megatron.fold3d.predict.search.auto_schedule import Scope, Search
+from megatron.fold3d.predict.search.choice_search import ChoiceSearch, Scope
 from megatron.fold3d.predict.simulator.costs import Costs
 
 ALL = Scope(defers=True, delays=True)
 
 
-def search(segments: int = 4, **changed: Any) -> Search:
+def search(segments: int = 4, **changed: Any) -> ChoiceSearch:
     costs = Costs.uniform(2 * segments, grad_sync_s=6.0, p2p_s=0.4)
     given: dict[str, Any] = {"num_ranks": 2, "num_microbatches": 4, "scope": ALL, "costs": costs}
-    return Search(**given | {"num_segments": segments} | changed)
+    return ChoiceSearch(**given | {"num_segments": segments} | changed)
 
 
-def flags(found: Search) -> list[str]:
+def flags(found: ChoiceSearch) -> list[str]:
     return [str(one.choice) for one in found.to_try()]
 
 
@@ -91,7 +91,7 @@ def test_segments_are_replicated_with_a_distributed_optimizer_as_far_as_memory_h
     }
 
     def replicated(room: float, held: HeldSizes | None = None) -> int:
-        found = Search.measured(replace(times, held=held), room=room, **given).to_try()
+        found = ChoiceSearch.measured(replace(times, held=held), room=room, **given).to_try()
         return max((len(one.choice.replicated) for one in found), default=0)
 
     assert replicated(room=4.0) == 0
