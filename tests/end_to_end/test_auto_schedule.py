@@ -39,7 +39,7 @@ CASES: tuple[tuple[Row, tuple[Tried, ...]], ...] = (
 )
 
 
-@pytest.mark.parametrize(("row", "tried"), CASES, ids=str)
+@pytest.mark.parametrize(("row", "tried"), CASES, ids=[str(row) for row, _ in CASES])
 def test_losses_norms_and_parameters_are_those_of_stock(row: Row, tried: tuple[Tried, ...]) -> None:
     num_ranks = row.pp * row.dp
     ours, told = zip(
