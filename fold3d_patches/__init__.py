@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from megatron.fold3d.config.fold3d_config import Fold3DConfig
     from megatron.fold3d.plan.ir import Plan
     from megatron.fold3d.runtime.feature import Feature
+    from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
     from megatron.fold3d.runtime.grad_sync.measured_shares import AutoShares
     from megatron.fold3d.runtime.plans import Plans
     from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
@@ -260,6 +261,8 @@ def _grad_sync(
     communicator: "PreemptiveCommunicator | None",
     recorder: "Recorder | None",
 ) -> "Part":
+    if config.schedule == "auto":
+        return _auto_schedule(config, plans, recorder)
     if config.backward_share is None:
         if config.slices_dp_sync:
             from megatron.fold3d.runtime.grad_sync.planned_slices import SlicedGradSync
@@ -271,15 +274,7 @@ def _grad_sync(
 
         return (GradSync(),), ()
 
-    from fold3d_patches.schedule import (
-        checkpoint_and_decide_exit,
-        optimizer_step,
-        save_checkpoint,
-        scale_gradients,
-        zero_grad_buffer,
-    )
     from megatron.fold3d.runtime.grad_sync.deferred_grad_sync import DeferredGradSync
-    from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
 
     slice_bytes = config.dp_slice_bytes
     places_gathers = config.gathers_params and config.plan_file is None
@@ -291,24 +286,89 @@ def _grad_sync(
 
         slice_bytes = planned_slices.UNCUT
         make_feature = planned_slices.SlicedDeferredGradSync
-    deferred = DeferredSync(
+    deferred, step, others = _deferred_sync(
+        config,
         config.backward_share,
+        slice_bytes,
+        communicator=communicator,
+        auto=_auto_shares(config) if config.auto_share else None,
+        recorder=recorder,
+    )
+    return (make_feature(deferred),), (step, *others)
+
+
+def _deferred_sync(
+    config: "Fold3DConfig",
+    backward_share: float,
+    slice_bytes: int,
+    *,
+    communicator: "PreemptiveCommunicator | None" = None,
+    auto: "AutoShares | None",
+    recorder: "Recorder | None",
+) -> "tuple[DeferredSync, Patch, Sequence[Patch]]":
+    """Return what takes steps that reach into the next iteration, and its patches.
+
+    The patch of the optimizer's step comes first.
+    """
+    from fold3d_patches.schedule import (
+        checkpoint_and_decide_exit,
+        optimizer_step,
+        save_checkpoint,
+        scale_gradients,
+        zero_grad_buffer,
+    )
+    from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
+
+    deferred = DeferredSync(
+        backward_share,
         slice_bytes=slice_bytes,
         is_planned=config.slices_dp_sync,
         bounded=config.clips_or_scales,
         timeout=_timeout(config),
         communicator=communicator,
-        auto=_auto_shares(config),
+        auto=auto,
         recorder=recorder,
         traffic_class=config.dp_traffic_class,
     )
-    return (make_feature(deferred),), (
-        checkpoint_and_decide_exit.patch(deferred),
+    others = (checkpoint_and_decide_exit, save_checkpoint, scale_gradients, zero_grad_buffer)
+    return (
+        deferred,
         optimizer_step.patch(deferred, _metrics()),
-        save_checkpoint.patch(deferred),
-        scale_gradients.patch(deferred),
-        zero_grad_buffer.patch(deferred),
+        [other.patch(deferred) for other in others],
     )
+
+
+def _auto_schedule(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None") -> "Part":
+    """Return what chooses how a run is run, and gradient sync that does whatever it chooses."""
+    from fold3d_patches.schedule import noted_step
+    from megatron.fold3d.policy.backward_shares import FIRST_SHARE
+    from megatron.fold3d.predict.search.choice_search import ChoiceSearch
+    from megatron.fold3d.runtime.auto_schedule import AutoSchedule
+    from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
+
+    make = partial(AutoSchedule, config, plans, ChoiceSearch.measured)
+    if config.auto_defers:
+        from megatron.fold3d.runtime.grad_sync.deferred_grad_sync import DeferredGradSync
+
+        deferred, step, others = _deferred_sync(
+            config,
+            FIRST_SHARE,
+            config.dp_slice_bytes,
+            auto=_auto_shares(config),
+            recorder=recorder,
+        )
+        auto = make(deferred=deferred)
+        return (auto, DeferredGradSync(deferred)), (noted_step.patch(auto, step), *others)
+    if config.auto_replicates:
+        from fold3d_patches.schedule import replicated_step
+        from megatron.fold3d.runtime.grad_sync.replicated_steps import ReplicatedSteps
+
+        replicated = ReplicatedSteps(())
+        auto = make(replicated=replicated)
+        step = replicated_step.patch(replicated)
+        return (auto, replicated), (noted_step.patch(auto, step),)
+    auto = make()
+    return (auto, GradSync()), (noted_step.patch(auto),)
 
 
 def _replicated_steps(config: "Fold3DConfig", plans: "Plans") -> "Part":
@@ -351,17 +411,14 @@ def _grad_shards(config: "Fold3DConfig") -> "Part":
     return (GradShards(),), ()
 
 
-def _auto_shares(config: "Fold3DConfig") -> "AutoShares | None":
-    if not config.auto_share:
-        return None
-
+def _auto_shares(config: "Fold3DConfig") -> "AutoShares":
     from megatron.fold3d.runtime.grad_sync.measured_shares import AutoShares
 
     return AutoShares(_timeout(config))
 
 
 def _weight_grads(config: "Fold3DConfig") -> "Part":
-    if not config.delay_weight_grads:
+    if not (config.delay_weight_grads or config.auto_delays):
         return (), ()
 
     if config.has_engine_modules:

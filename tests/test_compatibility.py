@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end import (
+    test_auto_schedule,
     test_backward_share,
     test_checkpoints,
     test_equal_to_stock,
@@ -67,6 +68,8 @@ def comparisons() -> Iterator[tuple[str, Sequence[str]]]:
     whole, alone = test_replicated_optimizer.SAVED, test_replicated_optimizer.ALONE
     for command in (test_checkpoints.saving, test_checkpoints.resuming):
         yield f"test_replicated_optimizer.py: {whole}", command(whole, alone, folder)
+    for chosen, _ in test_auto_schedule.CASES:
+        yield f"test_auto_schedule.py: {chosen}", chosen.command(chosen.ours)
     for moved in test_offload.ROWS:
         ours = f"--schedule {moved.schedule} {moved.recompute} {moved.moves}"
         yield f"test_offload.py: {moved}", moved.command(ours)

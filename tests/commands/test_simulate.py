@@ -463,3 +463,50 @@ def test_what_replicated_segments_cannot_be_simulated_with_is_refused(
     assert code == 2
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+AUTO = "simulate --schedule auto --pp 2 --segments 4 --microbatches 4"
+
+
+def test_what_auto_would_try_is_told_with_what_is_expected(fold3d):
+    code, out, err = fold3d(f"{AUTO} --grad-sync-s 6 --p2p-s 0.4")
+    assert (code, err) == (0, "")
+    title, stock, *tried = out.splitlines()
+    assert title == "auto: 2 ranks, 4 segments, 4 micro-batches"
+    assert re.fullmatch(r"stock's order  --schedule interleaved +70.6 s", stock)
+    assert ["--backward-share auto" in line for line in tried] == [True, False]
+    _, out, _ = fold3d(f"{AUTO} --grad-sync-s 6 --p2p-s 0.4 --json")
+    found = json.loads(out)
+    assert found["stock"] == {"flags": "--schedule interleaved", "seconds": pytest.approx(70.6)}
+    for line, one in zip(tried, found["tries"], strict=True):
+        assert line.split("  ")[-1] == f"{70.6 / one['seconds']:.2f} x"
+        assert one["flags"] in line
+
+
+def test_auto_replicates_segments_of_a_distributed_optimizer(fold3d):
+    line = REPLICATED.replace("--schedule aiao", "--schedule auto")
+    _, out, _ = fold3d(f"{line} --json")
+    _, chosen, _ = fold3d(f"{REPLICATED} --replicate-optimizer auto --json")
+    first, *_ = json.loads(out)["tries"]
+    assert first["flags"] == f"--schedule {json.loads(chosen)['name']}"
+    assert first["seconds"] == pytest.approx(json.loads(chosen)["period_s"])
+
+
+def test_where_nothing_waits_auto_tries_nothing(fold3d):
+    _, out, _ = fold3d("simulate --schedule auto --pp 1 --microbatches 4")
+    assert out.splitlines()[-1] == "nothing that fits is predicted to be faster"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--forwards-ahead 2", "--forwards-ahead 2 with --schedule auto: it says which"),
+        ("--preemptive-comm", "--preemptive-comm with --schedule auto: it says which"),
+        ("--svg a.svg", "--svg a.svg with --schedule auto"),
+    ],
+)
+def test_what_auto_chooses_or_has_no_use_for_is_refused(fold3d, more: str, message: str):
+    code, _, err = fold3d(f"{AUTO} {more}")
+    assert code == 2
+    assert message in err
+    assert len(err.splitlines()) == 1

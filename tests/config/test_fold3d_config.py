@@ -477,9 +477,9 @@ def documented() -> dict[str, list[list[str]]]:
 def where(row: Refusal) -> str:
     if row.schedules == OURS:
         return "refused"
-    if len(row.schedules) == 1:
-        return f"refused with {min(row.schedules)}"
-    return f"refused but with {' '.join(OURS - row.schedules)}"
+    if len(row.schedules) <= 2:
+        return f"refused with {' '.join(sorted(row.schedules))}"
+    return f"refused but with {' '.join(sorted(OURS - row.schedules))}"
 
 
 def test_the_documentation_lists_the_refusals_as_they_are() -> None:

@@ -24,6 +24,7 @@ FLAGS = (
     "--eval-interval 100 --transformer-impl local --pipeline-model-parallel-size 2 --mock-data "
     "--schedule aiao --overlap-grad-reduce"
 )
+SPLITS = "--no-gradient-accumulation-fusion"
 
 
 def test_the_plan_the_memory_and_the_time_are_told_without_a_gpu() -> None:
@@ -41,6 +42,19 @@ def test_the_plan_the_memory_and_the_time_are_told_without_a_gpu() -> None:
     )
     assert re.fullmatch(predicted, lines[3])
     assert len(lines) == 4
+
+
+def test_what_auto_would_try_is_told_without_a_gpu() -> None:
+    argv = f"{FLAGS} --schedule auto --segments 4 {SPLITS} --check a100-80gx16-100g"
+    ((code, out, err),) = run_distributed(_run, 1, None, argv.split())
+    assert code == 0, err
+    lines = out.splitlines()
+    assert lines[1].startswith("plan: auto begins in stock's order, 2 ranks, 4 segments, 8 micro")
+    at = lines.index("--schedule auto measures, and is then predicted to try:")
+    assert lines[at + 1].startswith("  stock's order  --schedule interleaved  ")
+    assert re.fullmatch(
+        r"  tries +--schedule .* --delay-weight-grads auto .* s  \d\.\d\d x", lines[at + 2]
+    )
 
 
 @pytest.mark.parametrize(

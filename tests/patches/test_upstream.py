@@ -24,6 +24,7 @@ from fold3d_patches.schedule import (
     gradient_buckets,
     linear,
     nccl_options,
+    noted_step,
     optimizer_step,
     replicated_step,
     save_checkpoint,
@@ -31,6 +32,8 @@ from fold3d_patches.schedule import (
     tensor_parallel_group,
     zero_grad_buffer,
 )
+from megatron.fold3d.predict.search.choice_search import ChoiceSearch
+from megatron.fold3d.runtime.auto_schedule import AutoSchedule
 from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
 from megatron.fold3d.runtime.grad_sync.replicated_steps import ReplicatedSteps
 from megatron.fold3d.runtime.offload.offloader import Offloader
@@ -62,7 +65,11 @@ PATCHES = (
     *cpu.patches(),
     *trace.patches(Tracer(TRACED, Plans(TRACED), NO_METRICS), "stock"),
 )
-NEVER_BESIDE_THESE = (replicated_step.patch(ReplicatedSteps([0])),)  # their flags exclude it
+AUTO = AutoSchedule(CONFIG, Plans(CONFIG), ChoiceSearch.measured)
+NEVER_BESIDE_THESE = (  # their flags exclude these
+    replicated_step.patch(ReplicatedSteps([0])),
+    noted_step.patch(AUTO),
+)
 ROOT = Path(__file__).parents[2]
 
 

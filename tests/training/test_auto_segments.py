@@ -111,3 +111,8 @@ def test_measurements_are_kept_for_what_they_are_of(
     assert MeasurementCache(parse(flags)).read() is None
     kept.path.write_text("{}")
     assert kept.read() is None
+
+
+def test_segments_for_a_schedule_that_is_chosen_later_are_those_of_aiao(parse: Parse):
+    later, aiao = (choose(parse(f"--schedule {name}"), MEASURED, 8) for name in ("auto", "aiao"))
+    assert later == aiao

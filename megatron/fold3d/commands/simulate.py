@@ -8,7 +8,7 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
 
-from megatron.fold3d.commands import exposure_table
+from megatron.fold3d.commands import auto_options, exposure_table
 from megatron.fold3d.commands.console import OK, REJECTED, complain, write
 from megatron.fold3d.commands.cost_options import Hardware, Source, add_cost_options, costs_of
 from megatron.fold3d.commands.order_options import chosen_order
@@ -64,6 +64,7 @@ examples:
   fold3d simulate --schedule 1f1b --pp 4 --microbatches 8 --p2p-s 0.1 --grad-sync-s 6
   fold3d simulate --schedule 1f1b --pp 4 --microbatches 8 --p2p-s 0.4 --forwards-ahead auto \\
       --delay-weight-grads auto
+  fold3d simulate --schedule auto --pp 2 --segments 4 --microbatches 4 --grad-sync-s 6
   fold3d simulate --plan-file my-plan.txt --costs costs.json --svg my-plan.svg
   fold3d simulate --schedule aiao --pp 4 --segments 3 --microbatches 8 --grad-sync-s 4 \\
       --html playground.html
@@ -83,7 +84,11 @@ _GRAD_SYNC: tuple[str, ...] = ("serial", "overlap", "deferred")
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of this command."""
     order = parser.add_mutually_exclusive_group(required=True)
-    order.add_argument("--schedule", choices=SCHEDULES)
+    order.add_argument(
+        "--schedule",
+        choices=(*SCHEDULES, auto_options.NAME),
+        help="auto says what training with --schedule auto would try, and what it expects",
+    )
     order.add_argument(
         "--plan-file", type=Path, metavar="FILE", help="what `fold3d plan` wrote; - is stdin"
     )
@@ -161,6 +166,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print what is predicted; returns the exit code."""
+    if args.schedule == auto_options.NAME:
+        write(auto_options.what_auto_would_try(args))
+        return OK
     name, compute = _plan(args)
     try:
         if args.plan_file:  # a generated schedule is known to run

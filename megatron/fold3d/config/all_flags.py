@@ -10,6 +10,13 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
 from typing import Any, get_args
 
+from megatron.fold3d.config.auto_schedule_flags import (
+    auto_schedule_problems,
+    keeps_forwards,
+    may_defer,
+    may_delay,
+    may_replicate,
+)
 from megatron.fold3d.config.backward_share_flags import (
     add_share_flags,
     first_share,
@@ -141,6 +148,7 @@ def read_config(args: Namespace) -> Fold3DConfig:
     schedule, segments = schedule_of(args), num_segments(args)
     problems = [
         *schedule_problems(args, schedule),
+        *auto_schedule_problems(args, schedule),
         *segment_problems(args, schedule, segments),
         *refusals(args, schedule),
         *share_problems(args, schedule),
@@ -201,6 +209,10 @@ def read_config(args: Namespace) -> Fold3DConfig:
         replicated_segments=given_segments(args),
         auto_replicated=args.replicate_optimizer == AUTO,
         ties_embeddings=ties_embeddings(args),
+        auto_defers=may_defer(args, schedule),
+        auto_delays=may_delay(args, schedule, segments),
+        auto_replicates=may_replicate(args, schedule, segments),
+        keeps_forwards=schedule == "auto" and keeps_forwards(args),
         preemptive_comm=args.preemptive_comm,
         pp_traffic_class=args.pp_traffic_class,
         dp_traffic_class=args.dp_traffic_class,

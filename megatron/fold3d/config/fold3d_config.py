@@ -19,7 +19,7 @@ class Fold3DConfig:
     """One run's choices.
 
     Attributes:
-        schedule: a name of `plan.schedules.SCHEDULES`, ``stock`` or ``plan-file``.
+        schedule: a name of `plan.schedules.SCHEDULES`, ``auto``, ``stock`` or ``plan-file``.
         plan_file: the plan to run; given with ``plan-file`` only.
         num_ranks: pipeline ranks: Megatron's ``--pipeline-model-parallel-size``.
         num_segments: model chunks per pipeline rank, from whichever flag says so.
@@ -60,6 +60,10 @@ class Fold3DConfig:
         replicated_segments: those that every replica steps in full, beside others in shards.
         auto_replicated: whether measured times choose ``replicated_segments``.
         ties_embeddings: whether the first and the last stage share word embeddings.
+        auto_defers: whether ``auto`` may let DP.sync reach into the next iteration.
+        auto_delays: whether it may compute weight gradients apart from their backwards.
+        auto_replicates: whether it may let every replica step some segments in full.
+        keeps_forwards: whether it has to keep stock's order of forwards, as with dropout.
         shards_grads: whether a replica keeps its shard alone of a segment's reduced gradients.
         preemptive_comm: whether transfers between pipeline ranks go before DP.sync.
         pp_traffic_class: marks PP.sync's packets.
@@ -114,6 +118,10 @@ class Fold3DConfig:
     replicated_segments: tuple[int, ...] = ()
     auto_replicated: bool = False
     ties_embeddings: bool = False
+    auto_defers: bool = False
+    auto_delays: bool = False
+    auto_replicates: bool = False
+    keeps_forwards: bool = False
     shards_grads: bool = False
     preemptive_comm: bool = False
     pp_traffic_class: int | None = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron.fold3d.plan.schedules import SCHEDULES
 
-OURS = frozenset({*SCHEDULES, "plan-file"})
+OURS = frozenset({*SCHEDULES, "auto", "plan-file"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ REFUSALS = (
         "microbatch_group_size_per_vp_stage",
         "the schedule has no groups",
         "drop it, or use --schedule interleaved",
-        schedules=OURS - {"interleaved"},
+        schedules=OURS - {"interleaved", "auto"},
     ),
     Refusal(
         "--microbatch-group-size-per-virtual-pipeline-stage",
@@ -238,7 +238,7 @@ REFUSALS = (
         "ranks wait for one another when a group is smaller than --pipeline-model-parallel-size",
         "give at least that many",
         found=_group_below_ranks,
-        schedules=frozenset({"interleaved"}),
+        schedules=frozenset({"interleaved", "auto"}),
     ),
     Refusal(
         "--rampup-batch-size",

@@ -15,8 +15,11 @@ def add_schedule_flags(group: ArgumentGroup) -> None:
     """Add the flags that name the order of computation."""
     group.add_argument(
         "--schedule",
-        choices=("stock", *SCHEDULES),
-        help="Pipeline schedule; stock, the default, is the one Megatron picks.",
+        choices=("stock", "auto", *SCHEDULES),
+        help="Pipeline schedule; stock, the default, is the one Megatron picks. auto begins in its "
+        "order, measures, and tries what is predicted to be faster for a few iterations: the "
+        "schedule, --backward-share, --delay-weight-grads and --replicate-optimizer, as far as "
+        "memory has room and sums stay the same. The fastest goes on, which may be stock's order.",
     )
     group.add_argument(
         "--plan-file",
@@ -48,7 +51,7 @@ def add_schedule_flags(group: ArgumentGroup) -> None:
 
 
 def schedule_of(args: Namespace) -> str:
-    """Return a name of `plan.schedules.SCHEDULES`, ``stock`` or ``plan-file``."""
+    """Return a name of `plan.schedules.SCHEDULES`, ``auto``, ``stock`` or ``plan-file``."""
     return "plan-file" if args.plan_file else args.schedule or "stock"
 
 

@@ -15,6 +15,7 @@ from megatron.fold3d.plan.schedules import build
 
 if TYPE_CHECKING:
     from megatron.fold3d.plan.passes.offload import OffloadChoice
+    from megatron.fold3d.policy.run_choice import RunChoice
 
 
 Arrange = Callable[[Callable[[int | None], Plan]], Plan]
@@ -37,6 +38,7 @@ class Plans:
         self._made: dict[tuple[int, str, OffloadChoice | None], Plan] = {}
         self._arrange: Arrange | None = None
         self._replicated_stages: tuple[int, ...] = config.replicated_stages
+        self._choices: dict[int, RunChoice] = {}
 
     def arrange(self, arrange: "Arrange") -> None:
         """Let a function make the orders of all plans from now on."""
@@ -47,6 +49,17 @@ class Plans:
         """From now on let plans gather as if every replica stepped these stages in full."""
         self._replicated_stages = stages
         self._made.clear()
+
+    def choose(self, num_microbatches: int, choice: "RunChoice | None") -> None:
+        """Let iterations of this size run as chosen from now on; None is as configured."""
+        self._choices.pop(num_microbatches, None)
+        if choice is not None:
+            self._choices[num_microbatches] = choice
+        self._made.clear()
+
+    def choice(self, num_microbatches: int) -> "RunChoice | None":
+        """Return what was chosen for iterations of this size, if anything was."""
+        return self._choices.get(num_microbatches)
 
     def order(self, num_microbatches: int) -> Plan:
         """Return the order of a training iteration: its computations alone.
@@ -103,6 +116,15 @@ class Plans:
             from megatron.fold3d.plan.passes.offload import OffloadChoice
 
             offloaded = OffloadChoice()  # all
+        choice = self.choice(order.num_microbatches)
+        if choice is not None:
+            return Options(
+                delay_weight_grads=choice.delayed,
+                gathers_params=config.gathers_params,
+                replicated_stages=choice.replicated_stages,
+                deferred_stages=range(order.num_stages if choice.defers else 0),
+                receives_late=config.receives_late,
+            )
         return Options(
             delay_weight_grads=() if config.auto_weight_grads else config.delay_weight_grads,
             recompute_early=config.recompute_early,
@@ -133,9 +155,16 @@ class Plans:
             order = read_order(config, config.plan_file, num_microbatches)
             self.fixes_offload = order.has(Op.OFFLOAD)
             return order
+        if (choice := self.choice(num_microbatches)) is not None:
+            return choice.order
+        schedule = config.schedule
+        if schedule == "auto":  # until something is chosen
+            from megatron.fold3d.policy.run_choice import stock_schedule
+
+            schedule = stock_schedule(config.num_segments)
         make = partial(
             build,
-            config.schedule,
+            schedule,
             num_ranks=config.num_ranks,
             num_segments=config.num_segments,
             num_microbatches=num_microbatches,

@@ -57,7 +57,7 @@ def choose(args: Namespace, measured: HardwareProfile, num_microbatches: int) ->
             lambda segments: measured.costs(layers, num_ranks, segments),
             num_ranks=num_ranks,
             num_microbatches=num_microbatches,
-            schedule=args.schedule,
+            schedule="aiao" if args.schedule == "auto" else args.schedule,
             deferred=args.backward_share is not None,
             preemptive=False,
         ),

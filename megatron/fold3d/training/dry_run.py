@@ -13,6 +13,7 @@ from itertools import chain
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron.fold3d.commands.auto_options import lines as lines_of_auto
 from megatron.fold3d.commands.console import counted
 from megatron.fold3d.commands.megatron_flags import shape_of
 from megatron.fold3d.commands.plan_source import in_words
@@ -20,11 +21,14 @@ from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.plan.ir import COMPUTE_OPS, Op, Plan
+from megatron.fold3d.policy.run_choice import RunChoice, stock_schedule
 from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster, cluster
-from megatron.fold3d.predict.cost_model.estimate import estimate
-from megatron.fold3d.predict.cost_model.sizes import Recompute, Setup
+from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
+from megatron.fold3d.predict.cost_model.sizes import Recompute, Setup, replicated_bytes
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate
+from megatron.fold3d.predict.search.choice_search import ChoiceSearch, Predicted, Scope
+from megatron.fold3d.predict.search.order_choice import held_sizes
 from megatron.fold3d.predict.search.planner import USABLE_MEMORY
 
 _GIB = 2**30
@@ -103,7 +107,8 @@ def report(args: Namespace, plan: Plan | None) -> Iterator[str]:
         yield "plan: stock Megatron's schedule"
     else:
         shape = in_words(plan.num_ranks, plan.num_segments, plan.num_microbatches)
-        yield f"plan: {args.plan_file or args.schedule}, {shape}, verified"
+        begins = " begins in stock's order" if args.schedule == "auto" else ""
+        yield f"plan: {args.plan_file or args.schedule}{begins}, {shape}, verified"
     target = Target.named(args.check)
     try:
         expected = _Expected.of(args, plan, target)
@@ -121,6 +126,8 @@ class _Expected:
     peaks: tuple[float, ...]
     exposed: str
     notes: tuple[str, ...]
+    auto: tuple[Predicted, ...] = ()
+    """With --schedule auto: stock's order, and what it would try."""
 
     @classmethod
     def of(cls, args: Namespace, plan: Plan | None, target: Target) -> "_Expected":
@@ -141,6 +148,7 @@ class _Expected:
             tuple(rank.device.peak_bytes for rank in memory(timeline, known.footprint)),
             ", ".join(f"{name} {row.share(seconds):.0%}" for name, seconds in parts.items()),
             tuple(_left_out(args)),
+            _tried(args, known, candidate) if target.cluster and args.schedule == "auto" else (),
         )
 
     def lines(self, target: Target) -> Iterator[str]:
@@ -167,6 +175,10 @@ class _Expected:
                     f"  little is left of {limit / _GIB:.0f} GiB for CUDA, NCCL and the allocator"
                 )
             yield f"iteration: {self.iteration_s:.3f} s on {known.name}, predicted: {self.exposed}"
+        if self.auto:
+            stock, *tried = self.auto
+            yield "--schedule auto measures, and is then predicted to try:"
+            yield from (f"  {line}" for line in lines_of_auto(stock, tried))
         if self.notes:
             yield f"not in these estimates: {', '.join(self.notes)}"
 
@@ -176,8 +188,8 @@ def _candidate(args: Namespace) -> Candidate:
     is_stock = config.schedule == "stock"
     num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     schedule = config.schedule
-    if is_stock or config.plan_file:
-        schedule = "interleaved" if config.num_segments > 1 else "1f1b"
+    if is_stock or config.plan_file or schedule == "auto":
+        schedule = stock_schedule(config.num_segments)
     return Candidate(
         schedule=schedule,
         is_stock=is_stock,
@@ -202,6 +214,44 @@ def _candidate(args: Namespace) -> Candidate:
         forwards_ahead=config.forwards_ahead,
         places_weight_grads=config.auto_weight_grads,
     )
+
+
+def _tried(args: Namespace, known: Estimate, candidate: Candidate) -> tuple[Predicted, ...]:
+    """Return what ``--schedule auto`` is predicted to try, behind stock's order."""
+    config, two = Fold3DConfig.from_args(args), args.data_parallel_size == 2
+    memory_bytes = USABLE_MEMORY * cluster(args.check).gpu_memory_bytes
+
+    def fits(choice: RunChoice, plan: Plan) -> bool:
+        held = held_sizes(known.footprint, plan, memory_bytes)
+        more = replicated_bytes(
+            shape_of(args),
+            candidate.setup,
+            plan.num_ranks,
+            plan.num_stages,
+            choice.replicated_stages,
+        )
+        ranks = zip(held.peaks(plan), more, held.most, strict=True)
+        return all(peak + extra <= most for peak, extra, most in ranks)
+
+    search = ChoiceSearch(
+        num_ranks=config.num_ranks,
+        num_segments=config.num_segments,
+        num_microbatches=candidate.num_microbatches,
+        costs=known.costs,
+        scope=Scope(
+            defers=config.auto_defers and two,
+            delays=config.auto_delays,
+            replicates=config.auto_replicates and two,
+            gathers=config.gathers_params,
+            tied=config.ties_embeddings,
+            keeps_forwards=config.keeps_forwards,
+        ),
+        group_size=config.microbatch_group_size,
+        fits=fits,
+        held=lambda plan: held_sizes(known.footprint, plan, memory_bytes),
+        nic_of_rank=known.nic_of_rank,
+    )
+    return search.stock, *search.to_try()
 
 
 def _without_recomputation(args: Namespace) -> Recompute:

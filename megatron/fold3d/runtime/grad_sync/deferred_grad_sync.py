@@ -3,8 +3,6 @@
 `DeferredSync` handles these segments; `GradSync` handles the others, if there are any.
 """
 
-from collections.abc import Container
-
 from megatron.fold3d.plan.ir import Op, Plan
 from megatron.fold3d.plan.passes.gather_later import gather_later
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages
@@ -29,7 +27,7 @@ class DeferredGradSync(GradSync):
         self._deferred = deferred
         self._places_gathers = places_gathers
         self._revised: dict[tuple[int, tuple[int, ...]], tuple[Plan, Plan]] = {}
-        self._deferred_segments: Container[int] = ()
+        self._deferred_segments: frozenset[int] = frozenset()
         self._plan_gathers = False
 
     def revise_plan(self, plan: Plan, rank: int) -> Plan:
@@ -48,13 +46,13 @@ class DeferredGradSync(GradSync):
         return self._revised[key][1]
 
     def prepare(self, iteration: Iteration) -> None:
-        """Begin an iteration; before an evaluation, take the steps that are due."""
-        if iteration.trains:
+        """Begin an iteration; if it is an evaluation or defers nothing, take steps that are due."""
+        stages = deferred_stages(iteration.program)
+        if iteration.trains and stages:
             self._deferred.prepare(iteration.chunks, iteration.groups)
         else:
             self._deferred.drain()
-        stages = deferred_stages(iteration.program)
-        self._deferred_segments = {stage // iteration.plan.num_ranks for stage in stages}
+        self._deferred_segments = frozenset(s // iteration.plan.num_ranks for s in stages)
         self._plan_gathers = any(action.op is Op.GATHER_PARAM for action in iteration.program)
         super().prepare(iteration)
 
@@ -93,7 +91,7 @@ class DeferredGradSync(GradSync):
 
     def drain(self, iteration: Iteration) -> None:
         """Start what the next forward needs first, then call ``finalize_model_grads``."""
-        if iteration.trains:
+        if iteration.trains and self._deferred_segments:
             self._deferred.finish_backward()
         super().drain(iteration)
 

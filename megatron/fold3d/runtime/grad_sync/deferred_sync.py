@@ -154,6 +154,19 @@ class DeferredSync:
         """Return the share of each segment behind the backwards, of the latest iteration."""
         return tuple(self._reductions.shares) or (self._backward_share,) * num_segments
 
+    @property
+    def waited(self) -> bool:
+        """Whether the last step of an iteration that deferred something waited for all gradients.
+
+        It is the same on all ranks.
+        """
+        return not self._was_late
+
+    @property
+    def has_due(self) -> bool:
+        """Whether steps of the last iteration are still to be taken."""
+        return bool(self._due)
+
     def start_until(self, chunk: Any, share: float) -> None:
         """Start to reduce a chunk up to ``share`` of its gradients, if that is in flight."""
         self._reductions.start_until(chunk, share)
@@ -229,6 +242,8 @@ class DeferredSync:
         self._report_norm()
         late = [chunk for chunk in self._chunks if self._reductions.is_running(chunk)]
         reduced = [chunk for chunk in self._chunks if chunk not in late]
+        if not late:
+            return whole_step()  # nothing was deferred
         if not self._may_be_late(optimizer, reduced, late):
             self._num_whole += 1
             self._was_late = False

@@ -96,8 +96,8 @@ class MeasuredReplication(MeasuredTimesFeature):
     def decide(self, times: MeasuredTimes, iteration: Iteration) -> None:
         """Choose the segments that are predicted best, as far as memory has room."""
         order = self._plans.order(iteration.plan.num_microbatches)
-        prediction = self._predict(order, self._delayed, times, _share(iteration))
-        room, sizes = _room(iteration)
+        prediction = self._predict(order, self._delayed, times, parameter_share(iteration))
+        room, sizes = replication_room(iteration)
         self._candidate, predicted_s = choose_replicated(
             units(len(iteration.chunks), tied=self._tied),
             prediction.seconds,
@@ -155,7 +155,7 @@ class MeasuredReplication(MeasuredTimesFeature):
             logger.info("segments that every replica steps in full from now on: %s", outcome)
 
 
-def _share(iteration: Iteration) -> float:
+def parameter_share(iteration: Iteration) -> float:
     """Return the bytes of parameters as a share of those of their gradients."""
     parameters: list[Any] = [
         p for chunk in iteration.chunks for p in chunk.parameters() if p.requires_grad
@@ -165,7 +165,7 @@ def _share(iteration: Iteration) -> float:
     return num_bytes / gradient_bytes
 
 
-def _room(iteration: Iteration) -> tuple[float, Sequence[float]]:
+def replication_room(iteration: Iteration) -> tuple[float, Sequence[float]]:
     """Return the bytes that every rank has free, and those of each segment's other shards."""
     others = 1 - 1 / iteration.groups.dp_cp.size()
     sizes = [

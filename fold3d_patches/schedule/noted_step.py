@@ -1,0 +1,40 @@
+"""Patch ``megatron.core.optimizer.optimizer.ChainedOptimizer.step``.
+
+Why: iterations are compared that end with an optimizer step, and Megatron may skip a step, or run
+    an iteration again before it.
+Change: the end of each step is noted, and whether it was taken. Where another patch replaces the
+    step, this one stands around it.
+Remove when: Megatron calls a hook behind the optimizer step.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fold3d_patches.registry import Patch
+
+if TYPE_CHECKING:
+    from megatron.fold3d.runtime.auto_schedule import AutoSchedule
+
+
+def patch(auto: "AutoSchedule", inner: Patch | None = None) -> Patch:
+    """Return the patch of the optimizer step at the end of an iteration.
+
+    Args:
+        auto: is told of each step.
+        inner: another patch of the same function, which this one stands around.
+    """
+
+    def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
+        take = upstream if inner is None else inner.make(upstream)
+
+        def step(self: Any) -> Any:
+            outcome = take(self)
+            auto.note_step(taken=bool(outcome[0]))
+            return outcome
+
+        return step
+
+    target = "megatron.core.optimizer.optimizer:ChainedOptimizer.step"
+    plain = Patch(target=target, parameters=("self",), make=make)
+    return plain if inner is None else replace(inner, make=make)

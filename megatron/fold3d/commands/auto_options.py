@@ -1,0 +1,103 @@
+"""``fold3d simulate --schedule auto``: what training would try, and what is expected of it."""
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator
+
+from megatron.fold3d.commands.cost_options import Hardware, Source, costs_of
+from megatron.fold3d.commands.plan_source import in_words
+from megatron.fold3d.commands.schedule_options import compute_plan, spelled
+from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
+from megatron.fold3d.policy.run_choice import RunChoice, stock_schedule
+from megatron.fold3d.predict.cost_model.sizes import replicated_bytes
+from megatron.fold3d.predict.search.choice_search import ChoiceSearch, Predicted, Scope
+
+NAME = "auto"
+_UNFIT = (
+    *("aiao_last_segment", "forwards_ahead", "recompute_early", "shard_segments"),
+    *("overlap_tensor_parallel", "delay_weight_grads", "most_activations", "grad_sync"),
+    *("backward_share", "replicate_optimizer", "preemptive_comm", "cuda_connections"),
+    *("grad_sync_launches", "dp_slices", "iterations", "svg", "recompute_layers"),
+)
+
+
+def what_auto_would_try(args: Namespace) -> str:
+    """Return what ``--schedule auto`` would try in training with these costs, as text or JSON.
+
+    Raises:
+        PlanError: not even stock's order can run.
+        ValueError: an option has no reader.
+    """
+    for name in _UNFIT:
+        if (value := getattr(args, name)) not in (None, False):
+            flag = "--" + name.replace("_", "-")
+            found = flag if value is True else f"{flag} {spelled(value)}"
+            raise ValueError(
+                f"{found} with --schedule auto: it says which settings training would try; drop "
+                "it, or name a schedule"
+            )
+    for flag, value in (("--pp", args.pp), ("--microbatches", args.microbatches)):
+        if value is None:
+            raise ValueError(f"--schedule auto without {flag}: give {flag} N")
+    segments = 1 if args.segments is None else args.segments
+    plain = Namespace(**{**vars(args), "schedule": stock_schedule(segments)})
+    order = compute_plan(plain)
+    search = _search(costs_of(plain, order), order, args.group_size)
+    tried = search.to_try()
+    if args.json:
+        rows = {"stock": _as_json(search.stock), "tries": [_as_json(one) for one in tried]}
+        return json.dumps(rows) + "\n"
+    sizes = in_words(order.num_ranks, order.num_segments, order.num_microbatches)
+    return "\n".join([f"auto: {sizes}", *lines(search.stock, tried)]) + "\n"
+
+
+def lines(stock: Predicted, tried: list[Predicted]) -> Iterator[str]:
+    """Yield what would be tried, and the speed-up over stock's order, in lines."""
+    rows = [("stock's order", stock), *(("tries", one) for one in tried)]
+    width = max(len(str(one.choice)) for _, one in rows)
+    for title, one in rows:
+        faster = "" if one is stock else f"  {stock.seconds / one.seconds:.2f} x"
+        yield f"{title:<15}{one.choice!s:<{width}}  {one.seconds:.6g} s{faster}"
+    if not tried:
+        yield "nothing that fits is predicted to be faster"
+
+
+def _as_json(one: Predicted) -> dict[str, object]:
+    return {"flags": str(one.choice), "seconds": one.seconds}
+
+
+def _search(source: Source, order: Plan, group_size: int | None) -> ChoiceSearch:
+    hardware = source.hardware
+    has_two = hardware is None or hardware.setup.data_parallel == 2
+    gathers = source.gathers_params
+    return ChoiceSearch(
+        num_ranks=order.num_ranks,
+        num_segments=order.num_segments,
+        num_microbatches=order.num_microbatches,
+        costs=source.costs,
+        scope=Scope(
+            defers=has_two and not gathers and any(source.costs.grad_sync_s),
+            delays=any(source.costs.weight_s),
+            replicates=has_two and gathers,
+            gathers=gathers,
+            tied=hardware is not None and order.num_ranks > 1 and not hardware.shape.untied,
+        ),
+        group_size=group_size,
+        fits=lambda choice, plan: hardware is None or _fits(hardware, choice, plan),
+        held=HeldSizes.counted if hardware is None else hardware.held_sizes,
+        nic_of_rank=source.nic_of_rank,
+    )
+
+
+def _fits(hardware: Hardware, choice: RunChoice, plan: Plan) -> bool:
+    held = hardware.held_sizes(plan)
+    more = replicated_bytes(
+        hardware.shape,
+        hardware.setup,
+        plan.num_ranks,
+        plan.num_stages,
+        choice.replicated_stages,
+    )
+    ranks = zip(held.peaks(plan), more, held.most, strict=True)
+    return all(peak + extra <= most for peak, extra, most in ranks)

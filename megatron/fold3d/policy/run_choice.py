@@ -1,0 +1,81 @@
+"""What ``--schedule auto`` chooses between: ways to run one model that compute the same sums.
+
+The model chunks, the optimizer and the cuts of gradients are made before training, so all choices
+share them. They differ in when something is computed, sent or stepped.
+"""
+
+from dataclasses import dataclass
+
+from megatron.fold3d.plan.ir import Action, Op, Plan
+from megatron.fold3d.policy.replicated_segments import Segments, stages_of
+
+LEAST_GAIN = 0.002  # of stock's iteration: what is predicted to gain less is not tried
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunChoice:
+    """One way to run the iterations of some number of micro-batches.
+
+    Attributes:
+        name: of the order, as flags.
+        order: of computation, with the weight gradients that it places.
+        shares: by stage, the share of DP.sync behind the backwards, if the rest reaches into the
+            next iteration; None ends DP.sync with the iteration.
+        delayed: segments whose weight gradients follow all backwards.
+        replicated: segments that every replica steps in full.
+    """
+
+    name: str
+    order: Plan
+    shares: tuple[float, ...] | None = None
+    delayed: Segments = ()
+    replicated: Segments = ()
+
+    @property
+    def defers(self) -> bool:
+        """Whether DP.sync may reach into the next iteration."""
+        return self.shares is not None
+
+    @property
+    def replicated_stages(self) -> tuple[int, ...]:
+        """The stages of the segments that every replica steps in full."""
+        return stages_of(self.replicated, self.order.num_ranks)
+
+    def __str__(self) -> str:
+        """Return the flags that ask for the same."""
+        parts = [self.name]
+        if self.defers:
+            parts.append("--backward-share auto")
+        for flag, some in (
+            ("--delay-weight-grads", self.delayed),
+            ("--replicate-optimizer", self.replicated),
+        ):
+            if some:
+                parts.append(f"{flag} {','.join(map(str, some))}")
+        return " ".join(parts)
+
+
+def stock_schedule(num_segments: int) -> str:
+    """Return the schedule in whose order stock Megatron runs these model chunks."""
+    return "interleaved" if num_segments > 1 else "1f1b"
+
+
+def split_in_place(order: Plan) -> Plan:
+    """Return the order with each backward's weight gradients right behind it.
+
+    It takes as long as the order with whole backwards, and tells what either half takes.
+    """
+    return Plan(
+        tuple(
+            tuple(
+                part
+                for action in program
+                for part in (
+                    (action, Action(action.stage, Op.WEIGHT, action.microbatch))
+                    if action.op is Op.BACKWARD
+                    else (action,)
+                )
+            )
+            for program in order.programs
+        )
+    )

@@ -1,0 +1,350 @@
+"""``--schedule auto``: which ways to run a model are worth trying, by simulated iterations.
+
+Stock's order comes first. Then come the other orders, DP.sync that reaches into the next iteration,
+weight gradients apart from their backwards, and segments that every replica steps in full: each
+step starts from the best so far, so the search may end at any time.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
+
+from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.ir import Op, Plan, PlanError
+from megatron.fold3d.plan.passes.place_weight_grads import (
+    HeldSizes,
+    place_weight_grads,
+    placements,
+)
+from megatron.fold3d.plan.schedules import FORWARDS_AHEAD, build
+from megatron.fold3d.policy.measured_times import MeasuredTimes
+from megatron.fold3d.policy.replicated_segments import Segments, choose_replicated, units
+from megatron.fold3d.policy.run_choice import LEAST_GAIN, RunChoice, stock_schedule
+from megatron.fold3d.predict.search.auto_order import costs_from_times
+from megatron.fold3d.predict.search.order_choice import stage_times, worth_trying
+from megatron.fold3d.predict.search.replicated_choice import with_replicated
+from megatron.fold3d.predict.search.simulated_shares import auto_shares
+from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.simulate import simulate
+from megatron.fold3d.predict.simulator.steady import steady_state
+
+_STEADY = 10  # iterations, or about as many, until one that reaches into the next is steady
+BUDGET_S = 20.0  # of a search; the choices that are simulated by then are those to choose from
+_MOST_DELAYED = 3  # segments: each holds memory, and the first two bring nearly all of the gain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """What a run may choose, beside the order.
+
+    Attributes:
+        defers: whether DP.sync may reach into the next iteration.
+        delays: whether weight gradients may be apart from their backwards.
+        replicates: whether segments may be stepped by every replica in full.
+        gathers: whether the plan gathers parameters that are updated in shards.
+        tied: whether the first and the last segment add up gradients of the same parameters.
+        keeps_forwards: whether forwards have to keep stock's order, as with dropout.
+    """
+
+    defers: bool = False
+    delays: bool = False
+    replicates: bool = False
+    gathers: bool = False
+    tied: bool = False
+    keeps_forwards: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """A choice, and what its iterations are expected to take.
+
+    Attributes:
+        choice: what runs.
+        seconds: of an iteration. Steps are taken to be neither clipped nor skipped.
+    """
+
+    choice: RunChoice
+    seconds: float
+
+    @property
+    def price(self) -> float:
+        """The seconds, and a little for each segment that takes memory."""
+        choice = self.choice
+        num_segments = len(choice.delayed) + len(choice.replicated)
+        num_segments += choice.order.num_segments if choice.order.has(Op.WEIGHT) else 0
+        return self.seconds * (1 + LEAST_GAIN * num_segments)
+
+
+Fits = Callable[[RunChoice, Plan], bool]
+"""Tells whether memory has room for a choice, whose plan has its weight gradients."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceSearch:
+    """The choices of a run with given costs.
+
+    Args:
+        num_ranks: of the pipeline.
+        num_segments: model chunks per rank.
+        num_microbatches: of an iteration.
+        costs: of the stages; with ``scope.gathers``, of reduce-scatters and all-gathers.
+        scope: what may be chosen.
+        group_size: of stock's interleaved order; None is one micro-batch per rank.
+        fits: tells what memory has room for.
+        held: what ranks may hold when weight gradients are placed; None is no more than the
+            fullest rank does without.
+        nic_of_rank: as in `Execution`.
+        budget_s: how long the search may take; the order of stock is simulated in any case.
+    """
+
+    num_ranks: int
+    num_segments: int
+    num_microbatches: int
+    costs: Costs
+    scope: Scope
+    group_size: int | None = None
+    fits: Fits = lambda choice, plan: True
+    held: Callable[[Plan], HeldSizes] = HeldSizes.counted
+    nic_of_rank: tuple[int, ...] | None = None
+    budget_s: float = BUDGET_S
+
+    @classmethod
+    def measured(
+        cls,
+        times: MeasuredTimes,
+        *,
+        num_ranks: int,
+        num_segments: int,
+        num_microbatches: int,
+        group_size: int | None,
+        parameter_share: float,
+        room: float,
+        sizes: Sequence[float],
+        **scope: bool,
+    ) -> Self:
+        """Return the search of a run that has measured ``times``; DP.sync is of all-reduces.
+
+        Args:
+            times: of the run.
+            num_ranks: as above.
+            num_segments: as above.
+            num_microbatches: as above.
+            group_size: as above.
+            parameter_share: bytes of the parameters, as a share of those of their gradients.
+            room: bytes that every rank has free.
+            sizes: of what a rank takes more for each segment that is replicated, in bytes.
+            scope: what may be chosen: the fields of `Scope`.
+        """
+        chosen = Scope(**scope)
+        costs, held = costs_from_times(times), times.held
+        if chosen.gathers:
+            halves = tuple(s / 2 for s in times.grad_sync_s)
+            gathers = tuple(s * parameter_share for s in halves)
+            costs = replace(costs, grad_sync_s=halves, param_gather_s=gathers)
+
+        def fits(choice: RunChoice, plan: Plan) -> bool:
+            more = sum(sizes[segment] for segment in choice.replicated)
+            if held is None:
+                return more <= room
+            peaks = zip(held.peaks(plan), held.most, strict=True)
+            return all(peak + more <= most for peak, most in peaks)
+
+        return cls(
+            num_ranks=num_ranks,
+            num_segments=num_segments,
+            num_microbatches=num_microbatches,
+            costs=costs,
+            scope=chosen,
+            group_size=group_size,
+            fits=fits,
+            held=HeldSizes.counted if held is None else lambda _: held,
+        )
+
+    @cached_property
+    def stock(self) -> Predicted:
+        """The order of stock Megatron with these model chunks."""
+        choice = next(self._orders())
+        return Predicted(choice=choice, seconds=self.seconds(choice))
+
+    def to_try(self) -> list[Predicted]:
+        """Return what is worth trying beside stock's order, at most two, the faster first.
+
+        They are the fastest choice whose DP.sync ends with the iteration, and the fastest of the
+        others, whose gain depends on how often steps are clipped. Where there are none of those,
+        they are the fastest of all, and the fastest that is an order and nothing else, if that is
+        another one.
+        """
+        gaining = [
+            one for one in self._found() if one.price < self.stock.seconds * (1 - LEAST_GAIN)
+        ]
+        gaining.sort(key=lambda one: one.price)
+        kinds: dict[bool, Predicted] = {}
+        for one in gaining:
+            kind = one.choice.defers if self.scope.defers else one.price > one.seconds
+            kinds.setdefault(kind, one)
+        best = gaining[:1]
+        if best and not self.scope.defers and best[0].price == best[0].seconds:
+            return best  # an order and nothing else
+        return list(kinds.values())
+
+    def seconds(self, choice: RunChoice) -> float:
+        """Return what an iteration of a choice takes, in s.
+
+        Raises:
+            PlanError: it cannot run.
+        """
+        return self._simulated(choice)[0]
+
+    def _simulated(self, choice: RunChoice) -> tuple[float, RunChoice]:
+        """Return an iteration's seconds and the choice with the shares that were simulated."""
+        plan, costs = self._plan(choice), self.costs
+        execution = Execution(
+            nic_of_rank=self.nic_of_rank,
+            flush=not choice.defers,
+            in_order=True,
+            preemptive=False,
+        )
+        if not choice.defers:
+            if choice.replicated:
+                costs = with_replicated(costs, choice.replicated_stages)
+            return simulate(plan, costs, execution).period_s, choice
+        choice = replace(choice, shares=auto_shares(plan, costs, execution))
+        assert choice.shares is not None
+        execution = replace(execution, backward_share=choice.shares)
+        return steady_state(plan, costs, execution).period_s, choice
+
+    def _plan(self, choice: RunChoice) -> Plan:
+        options = Options(
+            delay_weight_grads=choice.delayed,
+            gathers_params=self.scope.gathers,
+            replicated_stages=choice.replicated_stages,
+            transfers=False,
+            deferred_stages=range(choice.order.num_stages if choice.defers else 0),
+        )
+        return lower(choice.order, options)
+
+    def _orders(self) -> Iterator[RunChoice]:
+        """Yield stock's order, then the others that these model chunks can run in."""
+        schedule = stock_schedule(self.num_segments)
+        name = f"--schedule {schedule}"
+        if self.group_size is not None and self.num_segments > 1:
+            name += f" --microbatch-group-size-per-virtual-pipeline-stage {self.group_size}"
+        yield RunChoice(name=name, order=self._order(schedule, self.group_size))
+        if self.num_ranks == 1:
+            return  # nobody to wait for: the order changes nothing
+        if self.num_segments > 1:
+            for schedule in ("aiao", "breadth-first"):
+                yield RunChoice(name=f"--schedule {schedule}", order=self._order(schedule))
+            return
+        for ahead in worth_trying(self.costs, self.num_ranks, self.num_microbatches):
+            if ahead != FORWARDS_AHEAD[schedule]:
+                yield RunChoice(
+                    name=f"--schedule {schedule} --forwards-ahead {ahead}",
+                    order=self._order(schedule, ahead=ahead),
+                )
+
+    def _order(
+        self, schedule: str, group_size: int | None = None, ahead: int | None = None
+    ) -> Plan:
+        return build(
+            schedule,
+            num_ranks=self.num_ranks,
+            num_segments=self.num_segments,
+            num_microbatches=self.num_microbatches,
+            group_size=group_size if schedule == "interleaved" else None,
+            forwards_ahead=ahead,
+        )
+
+    def _found(self) -> list[Predicted]:
+        """Return all choices that fit and were simulated in time."""
+        found: list[Predicted] = []
+        began_s = time.monotonic()
+        stock = self.stock
+        once_s = time.monotonic() - began_s
+
+        def tried(choice: RunChoice) -> float:
+            """Simulate a choice, if there is time and memory for it."""
+            needed_s = once_s * (_STEADY if choice.defers else 1)
+            if time.monotonic() + needed_s > began_s + self.budget_s:
+                return float("inf")
+            try:
+                if not self.fits(choice, self._plan(choice)):
+                    return float("inf")
+                seconds, choice = self._simulated(choice)
+            except PlanError:
+                return float("inf")
+            found.append(Predicted(choice=choice, seconds=seconds))
+            return seconds
+
+        def best(*, defers: bool) -> RunChoice | None:
+            some = [one for one in found if one.choice.defers == defers]
+            return min(some, key=lambda one: one.price).choice if some else None
+
+        found.append(stock)
+        orders = [stock.choice]
+        for order in self._orders():
+            if time.monotonic() + once_s > began_s + self.budget_s:
+                break
+            if self._may_run(order, orders):
+                orders.append(order)
+                tried(order)
+        if self.scope.defers:
+            for order in orders:
+                tried(replace(order, shares=(0.0,) * order.order.num_stages))
+        if self.scope.replicates and (plain := best(defers=False)):
+            self._replicate(plain, tried)
+        if self.scope.delays:
+            for defers in (False, True):
+                if start := best(defers=defers):
+                    self._delay(start, tried)
+                    self._place(start, tried)
+        return found
+
+    def _may_run(self, choice: RunChoice, others: Sequence[RunChoice]) -> bool:
+        """Tell whether an order is unlike the others, and draws random numbers as stock's does."""
+        if self.scope.keeps_forwards:
+            ours, stocks = (one.order.select({Op.FORWARD}) for one in (choice, others[0]))
+            if ours != stocks:
+                return False
+        return all(choice.order != other.order for other in others)
+
+    def _replicate(self, start: RunChoice, tried: Callable[[RunChoice], float]) -> None:
+        """Try the segments that every replica steps in full."""
+        choices = units(self.num_segments, tied=self.scope.tied)
+
+        def seconds(segments: Segments) -> float:
+            return tried(replace(start, replicated=segments))
+
+        choose_replicated(choices, seconds)
+
+    def _delay(self, start: RunChoice, tried: Callable[[RunChoice], float]) -> None:
+        """Delay the weight gradients of one segment more, as long as that shortens iterations."""
+        best_s = self.seconds(start)
+        for _ in range(_MOST_DELAYED):
+            left = [s for s in range(1, self.num_segments) if s not in start.delayed]
+            more = [replace(start, delayed=tuple(sorted((*start.delayed, s)))) for s in left]
+            times_s = list(map(tried, more))
+            if not times_s or min(times_s) >= best_s * (1 - LEAST_GAIN):
+                return
+            best_s = min(times_s)
+            start = more[times_s.index(best_s)]
+
+    def _place(self, start: RunChoice, tried: Callable[[RunChoice], float]) -> None:
+        """Try weight gradients in the gaps of the order."""
+        if self.num_ranks == 1 or start.order.has(Op.WEIGHT):
+            return
+        for at_end, overrun in placements(start.order):
+            try:
+                order = place_weight_grads(
+                    start.order,
+                    stage_times(self.costs),
+                    self.held(start.order),
+                    at_end=at_end,
+                    overrun=overrun,
+                )
+            except PlanError:
+                return  # memory has no room: for none of them
+            tried(replace(start, name=f"{start.name} --delay-weight-grads auto", order=order))

@@ -1,0 +1,78 @@
+"""What ``--schedule auto`` accepts, and what it may choose."""
+
+from argparse import ArgumentParser
+
+import pytest
+
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
+
+MODEL = (
+    "--num-layers 12 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --device cpu "
+    "--max-position-embeddings 32 --micro-batch-size 2 --pipeline-model-parallel-size 2 "
+    "--schedule auto --attention-dropout 0 --hidden-dropout 0 --transformer-impl local"
+)
+SPLITS = "--no-gradient-accumulation-fusion"
+REDUCE = "--segments 3 --overlap-grad-reduce"
+ZERO = f"{REDUCE} --use-distributed-optimizer --overlap-param-gather"
+
+
+def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
+    return Fold3DConfig.from_args(parser.parse_args(f"{MODEL} {line}".split()))
+
+
+@pytest.mark.parametrize(
+    ("line", "defers", "delays", "replicates"),
+    [
+        ("", False, False, False),
+        (f"{REDUCE} {SPLITS}", True, True, False),
+        (f"{REDUCE} --log-params-norm", False, False, False),
+        (ZERO, False, False, True),
+        (f"{ZERO} {SPLITS} --optimizer sgd", False, True, False),
+        (f"--segments auto --overlap-grad-reduce {SPLITS}", True, True, False),
+    ],
+)
+def test_flags_say_what_may_be_chosen(
+    parser: ArgumentParser, line: str, defers: bool, delays: bool, replicates: bool
+):
+    found = config(parser, line)
+    chosen = found.auto_defers, found.auto_delays, found.auto_replicates
+    assert chosen == (defers, delays, replicates)
+    assert found.schedule == "auto"
+    assert not found.keeps_forwards
+    assert config(parser, f"{line} --hidden-dropout 0.1").keeps_forwards
+    named = config(parser, f"{line} --schedule interleaved")
+    assert not any((named.auto_defers, named.auto_delays, named.auto_replicates))
+
+
+def test_stocks_groups_are_accepted(parser: ArgumentParser):
+    grouped = "--microbatch-group-size-per-virtual-pipeline-stage 3"
+    assert config(parser, f"{REDUCE} {grouped}").microbatch_group_size == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("--forwards-ahead 2", "--forwards-ahead 2 with --schedule auto: only 1f1b"),
+        (f"{SPLITS} --delay-weight-grads 1,2", "--delay-weight-grads 1,2 with --schedule auto"),
+        ("--backward-share auto", "--backward-share auto with --schedule auto: it chooses"),
+        (f"{SPLITS} --offload-activations on", "--offload-activations on with --schedule auto"),
+        ("--preemptive-comm", "--preemptive-comm with --schedule auto: never shown"),
+        ("--lazy-inter-segment", "--lazy-inter-segment with --schedule auto"),
+        ("--dp-slices on", "--dp-slices on with --schedule auto"),
+        (
+            "--recompute-layers auto --activation-memory-bytes 999999",
+            "--recompute-layers auto with --schedule auto: it compares",
+        ),
+        (f"{ZERO} --replicate-optimizer 1 --untie-embeddings-and-output-weights", "--replicate-o"),
+        (f"{ZERO} --shard-segments weights", "--shard-segments weights with --schedule auto"),
+        (
+            "--microbatch-group-size-per-virtual-pipeline-stage 1",
+            "--microbatch-group-size-per-virtual-pipeline-stage 1 with --schedule auto",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_fix(parser: ArgumentParser, line: str, found: str):
+    with pytest.raises(ValueError, match=f"^{found}") as raised:
+        config(parser, f"{REDUCE} {line}")
+    (problem,) = str(raised.value).splitlines()
+    assert "; " in problem

@@ -1,0 +1,96 @@
+"""``--schedule auto`` trains what stock does, bit for bit, whatever it tries and chooses."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.distributed import run_distributed
+from tests.end_to_end.test_backward_share import (
+    Heard,
+    Row,
+    _comparable,
+    _stock,
+    train_and_listen,
+)
+from tests.end_to_end.training import differences
+
+pytestmark = pytest.mark.gloo
+
+OVERLAP = "--use-distributed-optimizer --overlap-param-gather --bf16"
+FP16 = "--fp16 --initial-loss-scale 524288 --hysteresis 1"
+LONGER = "--train-iters 11 --eval-interval 8"
+
+AUTO = "--schedule auto"
+# What is tried: the schedule, whether DP.sync is deferred, delayed and replicated segments.
+Tried = tuple[str, bool, tuple[int, ...], tuple[int, ...]]
+CASES: tuple[tuple[Row, tuple[Tried, ...]], ...] = (
+    (  # some steps are clipped, others could be
+        Row(ours=AUTO, flags=LONGER, clip=2.2, segments=4),
+        (("aiao", True, (2,), ()), ("breadth-first", False, (1, 3), ())),
+    ),
+    (
+        Row(ours=AUTO, flags=f"{LONGER} {OVERLAP}", clip=2.2, segments=4),
+        (("aiao", False, (1,), (0, 2, 3)), ("breadth-first", False, (), ())),
+    ),
+    (Row(ours=AUTO, flags=f"{LONGER} {FP16}", pp=2, segments=1, dp=1), ()),
+)
+
+
+@pytest.mark.parametrize(("row", "tried"), CASES, ids=[str(row) for row, _ in CASES])
+def test_losses_norms_and_parameters_are_those_of_stock(row: Row, tried: tuple[Tried, ...]) -> None:
+    num_ranks = row.pp * row.dp
+    ours, told = zip(
+        *run_distributed(train_and_choose, num_ranks, row.command(row.ours), tried), strict=True
+    )
+    assert differences(*_comparable(ours, _stock(num_ranks, row.command("--schedule stock")))) == []
+    assert told[1] == []  # one rank tells
+    if tried:
+        trial, chosen = told[0]
+        assert trial.startswith(
+            f"--schedule auto tries until iteration 9: --schedule {tried[0][0]}"
+        )
+        assert chosen.startswith("schedule from now on, as --schedule auto chose: --schedule aiao")
+
+
+def train_and_choose(argv: Sequence[str], tried: Sequence[Tried]) -> tuple[Heard, list[str]]:
+    """Train; some choices are predicted, and the first is measured to be the fastest.
+
+    Returns also what is told of the choice.
+    """
+    from megatron.fold3d.predict.search.choice_search import ChoiceSearch, Predicted
+    from megatron.fold3d.runtime import auto_schedule
+
+    def to_try(self: ChoiceSearch) -> list[Predicted]:
+        of_name = {one.name.split()[1]: one for one in self._orders()}
+        return [
+            Predicted(
+                choice=replace(
+                    of_name[name],
+                    shares=(0.5,) * 8 if defers else None,
+                    delayed=delayed,
+                    replicated=replicated,
+                ),
+                seconds=0.1,
+            )
+            for name, defers, delayed, replicated in tried
+        ]
+
+    def compare(self: Any, trial: Any, iteration: Any) -> None:
+        assert all(trial.times_s)
+        trial.waited, trial.measured_s = [False] * 3, [0.3, 0.1, 0.2]
+
+    told: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+
+    if tried:
+        ChoiceSearch.to_try = to_try
+        auto_schedule.AutoSchedule._compare = compare
+    auto_schedule.logger.setLevel(logging.INFO)
+    auto_schedule.logger.addHandler(Listener())
+    return train_and_listen(argv), told

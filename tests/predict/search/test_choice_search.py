@@ -1,0 +1,109 @@
+"""What ``--schedule auto`` finds worth trying."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron.fold3d.plan.ir import Op
+from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
+from megatron.fold3d.policy.measured_times import MeasuredTimes
+from megatron.fold3d.predict.search.choice_search import ChoiceSearch, Scope
+from megatron.fold3d.predict.simulator.costs import Costs
+
+ALL = Scope(defers=True, delays=True)
+
+
+def search(segments: int = 4, **changed: Any) -> ChoiceSearch:
+    costs = Costs.uniform(2 * segments, grad_sync_s=6.0, p2p_s=0.4)
+    given: dict[str, Any] = {"num_ranks": 2, "num_microbatches": 4, "scope": ALL, "costs": costs}
+    return ChoiceSearch(**given | {"num_segments": segments} | changed)
+
+
+def flags(found: ChoiceSearch) -> list[str]:
+    return [str(one.choice) for one in found.to_try()]
+
+
+def test_the_fastest_of_either_kind_is_tried_the_faster_first():
+    found = search()
+    assert str(found.stock.choice) == "--schedule interleaved"
+    first, second = found.to_try()
+    assert first.choice.defers
+    assert not second.choice.defers
+    assert first.seconds < second.seconds < found.stock.seconds
+    assert first.seconds == found.seconds(first.choice)
+    assert "--backward-share auto" in str(first.choice)
+
+
+def test_stocks_groups_are_those_of_the_flag():
+    found = search(group_size=4)
+    name = "--schedule interleaved --microbatch-group-size-per-virtual-pipeline-stage 4"
+    assert str(found.stock.choice) == name
+    assert found.stock.seconds < search().stock.seconds
+    assert flags(replace(found, scope=Scope())) == []  # it is the order of aiao
+
+
+def test_one_segment_runs_further_ahead_where_transfers_are_slow():
+    assert flags(search(1, scope=Scope())) == ["--schedule 1f1b --forwards-ahead 2"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"costs": Costs.uniform(8)},  # nothing is sent
+        {"fits": lambda choice, plan: False},
+        {"budget_s": 0.0},
+        {"num_ranks": 1, "scope": Scope(), "costs": Costs.uniform(4, grad_sync_s=6.0)},
+    ],
+)
+def test_where_nothing_is_faster_or_fits_stocks_order_stays(changed: dict[str, Any]):
+    assert flags(search(**{"scope": Scope()} | changed)) == []
+
+
+def test_with_dropout_forwards_keep_stocks_order():
+    kept = search(scope=replace(ALL, keeps_forwards=True))
+    stock = kept.stock.choice.order.select({Op.FORWARD})
+    for one in kept.to_try():
+        assert one.choice.order.select({Op.FORWARD}) == stock
+    assert flags(kept)
+    assert flags(kept) != flags(search())
+
+
+def test_segments_are_replicated_with_a_distributed_optimizer_as_far_as_memory_has_room():
+    eight = (3.0,) * 8
+    times = MeasuredTimes(
+        forward_s=(1.0,) * 8,
+        backward_s=(2.0,) * 8,
+        recompute_s=(0.0,) * 8,
+        weight_s=(0.0,) * 8,
+        transfer_s=0.1,
+        grad_sync_s=(12.0,) * 8,
+    )
+    given: dict[str, Any] = {
+        "num_ranks": 2,
+        "num_segments": 4,
+        "num_microbatches": 4,
+        "group_size": None,
+        "parameter_share": 1.0,
+        "sizes": (5.0,) * 4,
+        "gathers": True,
+        "replicates": True,
+    }
+
+    def replicated(room: float, held: HeldSizes | None = None) -> int:
+        found = ChoiceSearch.measured(replace(times, held=held), room=room, **given).to_try()
+        return max((len(one.choice.replicated) for one in found), default=0)
+
+    assert replicated(room=4.0) == 0
+    assert 1 <= replicated(room=5.0) <= replicated(room=100.0)
+    assert replicated(room=5.0) == 1
+    held = HeldSizes(saved=eight, delayed=eight, most=(60.0, 60.0))  # aiao holds 48
+    assert replicated(room=100.0, held=held) <= 2
+
+
+def test_weight_gradients_are_delayed_only_where_that_is_allowed():
+    bound = {"num_ranks": 4, "costs": Costs.uniform(4, p2p_s=0.4), "num_microbatches": 8}
+    (plain,) = flags(search(1, **bound, scope=Scope()))
+    assert plain == "--schedule 1f1b --forwards-ahead 2"
+    splitting, whole = flags(search(1, **bound, scope=Scope(delays=True)))
+    assert (splitting, whole) == (f"{plain} --delay-weight-grads auto", plain)

@@ -1,0 +1,186 @@
+"""When ``--schedule auto`` times, compares and changes what runs; no process group is made."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.policy.run_choice import RunChoice
+from megatron.fold3d.runtime import auto_schedule
+from megatron.fold3d.runtime.auto_schedule import FIRST_REST, WINDOW, AutoSchedule, _Trial
+from megatron.fold3d.runtime.plans import Plans
+from tests.configs import CONFIG
+
+AUTO = replace(CONFIG, schedule="auto", num_ranks=2, num_segments=2)
+
+
+def choice(schedule: str, m: int, *, defers: bool = False) -> RunChoice:
+    order = build(schedule, num_ranks=2, num_segments=2, num_microbatches=m)
+    return RunChoice(name=schedule, order=order, shares=(0.5,) * 4 if defers else None)
+
+
+class Run:
+    """A run whose iterations take what a test says, of which rank 0 is played."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, defers: bool = False) -> None:
+        self.now_s = 0.0
+        self.deferred = SimpleNamespace(waited=False, has_due=True, set_shares=lambda shares: None)
+        self.plans = Plans(AUTO)
+        self.auto = AutoSchedule(
+            AUTO,
+            self.plans,
+            lambda *_, **__: pytest.fail("decided otherwise"),
+            deferred=self.deferred if defers else None,
+        )
+        self.names: list[str] = []  # of what ran, iteration by iteration
+        self.told: list[str] = []
+        self._defers = defers
+        monkeypatch.setattr(auto_schedule, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
+        monkeypatch.setattr(auto_schedule.dist, "all_reduce", lambda *_: None)
+        monkeypatch.setattr(auto_schedule.dist, "get_rank", lambda: 0)
+        monkeypatch.setattr(self.auto, "_found", lambda _: None)
+        monkeypatch.setattr("megatron.fold3d.runtime.measured_order._agreed", lambda *_: "times")
+        monkeypatch.setattr("megatron.fold3d.runtime.measured_order.dist.get_rank", lambda: 1)
+        monkeypatch.setattr(self.auto, "decide", self._decide)
+
+    def _decide(self, _: Any, iteration: Any) -> None:
+        m = iteration.plan.num_microbatches
+        some = [choice("interleaved", m), choice("aiao", m, defers=self._defers), choice("afab", m)]
+        self.auto._trials[m] = _Trial(some)
+
+    def iterate(
+        self,
+        seconds: float | dict[str, float],
+        m: int = 4,
+        *,
+        taken: bool = True,
+        ends: bool = True,
+    ) -> str:
+        """Run a training iteration; return what ran.
+
+        Args:
+            seconds: until the end of its step, by what runs.
+            m: micro-batches.
+            taken: whether the step is taken.
+            ends: whether there is a step.
+        """
+        plan = self.auto.revise_plan(self.plans.training(m), 0)
+        iteration: Any = SimpleNamespace(trains=True, plan=plan, rank=0, device=torch.device("cpu"))
+        self.auto.prepare(iteration)
+        chosen = self.plans.choice(m)
+        name = "interleaved" if chosen is None else chosen.name
+        self.now_s += seconds[name] if isinstance(seconds, dict) else seconds
+        if ends:
+            self.auto.note_step(taken=taken)
+        self.now_s += 100  # an evaluation, a checkpoint
+        self.names.append(name)
+        return name
+
+    def iterations(self, count: int, seconds: float | dict[str, float]) -> list[str]:
+        return [self.iterate(seconds) for _ in range(count)]
+
+
+TRIED = ["interleaved"] * 4 + ["aiao"] * 3 + ["afab"] * 2
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    return Run(monkeypatch)
+
+
+@pytest.mark.parametrize("fastest", ["interleaved", "aiao", "afab"])
+def test_the_fastest_goes_on_from_the_tenth_iteration(run: Run, fastest: str):
+    seconds = {"interleaved": 2.0, "aiao": 2.1, "afab": 2.2} | {fastest: 1.0}
+    assert run.iterations(9, seconds) == TRIED
+    assert run.iterations(30, seconds) == [fastest] * 30
+
+
+def test_of_equally_fast_ones_stocks_order_goes_on(run: Run):
+    assert run.iterations(10, 1.0)[9:] == ["interleaved"]
+
+
+@pytest.mark.parametrize("killed", [{"taken": False}, {"ends": False}])
+def test_an_iteration_without_a_step_does_not_count(run: Run, killed: dict[str, bool]):
+    """It is shorter, and would win."""
+    seconds = {"interleaved": 1.0, "aiao": 2.0, "afab": 2.0}
+    run.iterations(8, seconds)
+    for _ in range(5):  # in place of the ninth
+        assert run.iterate(0.1, **killed) == "afab"
+    assert run.iterations(2, seconds) == ["afab", "interleaved"]
+
+
+def test_a_slow_iteration_does_not_decide(run: Run):
+    seconds = {"interleaved": 2.0, "aiao": 1.0, "afab": 3.0}
+    run.iterations(5, seconds)
+    run.iterate(60.0)  # a hiccup
+    assert run.iterations(4, seconds)[-1] == "aiao"
+
+
+def test_each_number_of_micro_batches_has_a_choice(run: Run):
+    seconds = {"interleaved": 2.0, "aiao": 1.0, "afab": 3.0}
+    run.iterations(6, seconds)
+    assert run.iterate(seconds, m=2) == "interleaved"  # it changes in the middle of a trial
+    assert run.iterations(10, seconds) == [*TRIED, "aiao"]
+    slower = {"interleaved": 1.0, "aiao": 2.0, "afab": 3.0}
+    assert [run.iterate(slower, m=6) for _ in range(11)] == [*TRIED, *["interleaved"] * 2]
+    assert run.iterate(seconds) == "aiao"  # as chosen
+    assert run.iterate(seconds, m=6) == "interleaved"
+
+
+def clipping(run: Run, kinds: Iterable[bool]) -> list[str]:
+    """Run iterations of which some wait for all gradients, if anything is deferred."""
+    names = []
+    for waits in kinds:
+        chosen = run.auto._now(run.plans.training(4))
+        if chosen is not None and chosen.defers:
+            run.deferred.waited, run.deferred.has_due = waits, not waits
+        slow = 3.0 if waits else 1.0
+        names.append(run.iterate({"interleaved": 2.0, "aiao": slow, "afab": 2.5}))
+        if names[-1] == "aiao":
+            run.deferred.waited, run.deferred.has_due = waits, not waits
+    return names
+
+
+def test_a_choice_that_lost_to_clipping_is_tried_again_and_then_goes_on(monkeypatch: Any):
+    run = Run(monkeypatch, defers=True)
+    names = clipping(run, [True] * (9 + FIRST_REST + 1))
+    assert names[9:] == ["interleaved"] * FIRST_REST + ["aiao"]  # one waits, and that is enough
+    assert clipping(run, [True] * 2 * FIRST_REST) == ["interleaved"] * 2 * FIRST_REST
+    assert clipping(run, [False] * 50) == ["aiao"] * 50
+
+
+def test_a_choice_that_won_gives_way_once_most_steps_wait(monkeypatch: Any):
+    run = Run(monkeypatch, defers=True)
+    assert clipping(run, [False] * 40)[9:] == ["aiao"] * 31
+    half = WINDOW // 2
+    assert clipping(run, [True, False] * half) == ["aiao"] * 2 * half  # as many as not: it stays
+    names = clipping(run, [True] * 10)
+    assert names[0] == "aiao"
+    assert names[-1] == "interleaved"
+
+
+def test_an_iteration_behind_an_evaluation_does_not_count_where_steps_were_due(monkeypatch: Any):
+    run = Run(monkeypatch, defers=True)
+    seconds = {"interleaved": 2.0, "aiao": 3.0, "afab": 4.0}
+    run.iterations(5, seconds)
+    run.deferred.has_due = False  # its steps were taken before the evaluation
+    assert run.iterate(0.5) == "aiao"
+    assert run.iterate(0.5) == "aiao"
+    run.deferred.has_due = True
+    assert run.iterations(4, seconds) == ["aiao", "afab", "afab", "interleaved"]
+
+
+def test_plans_are_lowered_as_chosen():
+    plans = Plans(replace(AUTO, auto_defers=True))
+    some = choice("aiao", 4, defers=True)
+    assert plans.training(4).programs != lower(some.order, Options()).programs
+    plans.choose(4, some)
+    assert plans.training(4) == lower(some.order, Options(deferred_stages=range(4)))
+    assert plans.order(2) == build("interleaved", num_ranks=2, num_segments=2, num_microbatches=2)
+    plans.choose(4, None)
+    assert plans.order(4) == build("interleaved", num_ranks=2, num_segments=2, num_microbatches=4)
