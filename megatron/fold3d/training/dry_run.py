@@ -191,6 +191,7 @@ def _candidate(args: Namespace) -> Candidate:
             fp32=not (args.bf16 or args.fp16),
             context_parallel=args.context_parallel_size,
             expert_parallel=args.expert_model_parallel_size,
+            order="tp-pp-dp" if args.use_tp_pp_dp_mapping else "tp-dp-pp",
         ),
         num_ranks=config.num_ranks,
         num_segments=config.num_segments,

@@ -363,6 +363,7 @@ SHAPES = {
         # what their makers published
         _llama("llama3-8b", 32, 4096, 32, 14336, seq_length=8192, vocab_size=128_256),
         _llama("llama3-70b", 80, 8192, 64, 28672, seq_length=8192, vocab_size=128_256),
+        _llama("llama3-405b", 126, 16384, 128, 53248, seq_length=8192, vocab_size=128_256),
         _llama("mistral-7b", 32, 4096, 32, 14336, seq_length=8192, vocab_size=32_000,
                rotary_base=10_000),
         _llama("mixtral-8x7b", 32, 4096, 32, 14336, seq_length=8192, vocab_size=32_000,

@@ -133,6 +133,7 @@ def _timeline(
 
     execution = Execution(
         nic_of_rank=estimate.nic_of_rank,
+        routes=estimate.routes,
         preemptive=candidate.preemptive,
         pause_share=PAUSE_SHARE,
         in_order=True,

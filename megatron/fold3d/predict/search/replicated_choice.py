@@ -12,6 +12,7 @@ from megatron.fold3d.policy.replicated_segments import Segments, stages_of
 from megatron.fold3d.predict.search.auto_order import costs_from_times
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.routes import NO_SWITCHES, Routes
 from megatron.fold3d.predict.simulator.simulate import simulate
 
 
@@ -39,6 +40,7 @@ class SimulatedIteration:
         delayed: segments whose weight gradients follow all backwards, unless the order has them.
         costs: of a distributed optimizer: reduce-scatters, and all-gathers.
         nic_of_rank: as in `Execution`.
+        routes: as in `Execution`.
     """
 
     def __init__(
@@ -47,10 +49,15 @@ class SimulatedIteration:
         delayed: Segments,
         costs: Costs,
         nic_of_rank: tuple[int, ...] | None = None,
+        routes: Routes = NO_SWITCHES,
     ) -> None:
         self._order, self._delayed, self._costs = order, delayed, costs
         self._execution = Execution(
-            flush=True, in_order=True, preemptive=False, nic_of_rank=nic_of_rank
+            flush=True,
+            in_order=True,
+            preemptive=False,
+            nic_of_rank=nic_of_rank,
+            routes=routes,
         )
 
     @classmethod
