@@ -173,9 +173,9 @@ def _node(row: str) -> Cluster:
 NODES = {node.name: node for node in map(_node, _NODES.strip().splitlines()[1:])}
 """One node of each kind; `cluster` makes clusters of them."""
 
-# Meta, "The Llama 3 Herd of Models" (2024), Sec. 3.3: 400 Gb/s for each GPU; pods of 384 nodes,
-# with a seventh of their bandwidth between pods; 2 TB/s to storage; 419 unexpected interruptions in 54
-# days of 16,384 GPUs. It does not say how long a restart takes: 10 minutes are assumed.
+# Meta, "The Llama 3 Herd of Models" (2024), Sec. 3.3: 400 Gb/s for each GPU; pods of 384 nodes
+# with a seventh of their bandwidth between them; 2 TB/s to storage; 419 unexpected interruptions in
+# 54 days of 16,384 GPUs. It does not say how long a restart takes: 10 minutes are assumed.
 NODES["llama3-h100"] = replace(
     NODES["h100"],
     name="llama3-h100",

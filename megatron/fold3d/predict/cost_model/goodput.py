@@ -69,7 +69,7 @@ def daly_interval_s(failures_s: float, checkpoint_s: float) -> float:
 
 
 def progress(failures_s: float, checkpoint_s: float, restart_s: float, interval_s: float) -> float:
-    """Return tau / (M e^(R/M) (e^((tau + delta)/M) - 1)), the share of the time that is progress."""
+    """Return tau / (M e^(R/M) (e^((tau + delta)/M) - 1)), the share of time that is progress."""
     try:
         spent_s = failures_s * exp(restart_s / failures_s)
         spent_s *= expm1((interval_s + checkpoint_s) / failures_s)

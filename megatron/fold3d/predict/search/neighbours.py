@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Set
 from dataclasses import replace
 
+from megatron.fold3d.policy.replicated_segments import units
 from megatron.fold3d.predict.cost_model.sizes import Order
 from megatron.fold3d.predict.search.candidates import Assumption, Candidate
 
@@ -10,9 +11,20 @@ SHARES = (0.6, 0.7, 0.8, 0.9, 1.0)  # of every segment, where auto has one for e
 
 
 def neighbours(
-    candidate: Candidate, num_layers: int, assumed: Set[Assumption] = frozenset()
+    candidate: Candidate,
+    num_layers: int,
+    assumed: Set[Assumption] = frozenset(),
+    *,
+    tied: bool = True,
 ) -> Iterator[Candidate]:
-    """Yield candidates that differ from a good one in one choice."""
+    """Yield candidates that differ from a good one in one choice.
+
+    Args:
+        candidate: the good one.
+        num_layers: of the model.
+        assumed: features that are tried although no GPU has timed them.
+        tied: whether the model's first and last layer share word embeddings.
+    """
     yield from _with_other_groups(candidate)
     yield from _with_a_lighter_end(candidate, num_layers)
     shared_alike = candidate.backward_share == "auto" and not candidate.setup.distributed_optimizer
@@ -22,6 +34,7 @@ def neighbours(
     yield from _with_other_forwards_ahead(candidate)
     yield from recomputed_and_paired(candidate, assumed)
     yield from _in_another_order(candidate)
+    yield from _with_replicated_segments(candidate, tied=tied)
     if "delay-weight-grads" in assumed and candidate.shards == "off":
         yield from _with_placed_weight_grads(candidate)
         yield from _with_delayed_weight_grads(candidate)
@@ -79,6 +92,19 @@ def _in_another_order(candidate: Candidate) -> Iterator[Candidate]:
     if candidate.num_ranks > 1 and setup.data_parallel > 1:
         order: Order = "tp-pp-dp" if setup.order == "tp-dp-pp" else "tp-dp-pp"
         yield replace(candidate, setup=replace(setup, order=order))
+
+
+def _with_replicated_segments(candidate: Candidate, *, tied: bool) -> Iterator[Candidate]:
+    """One segment that every replica steps in full, those that are tied, or all."""
+    setup, ranks = candidate.setup, candidate.num_ranks
+    sharded = setup.distributed_optimizer and setup.data_parallel > 1 and candidate.shards == "off"
+    alone = candidate.backward_share is None and not (candidate.preemptive or candidate.offload)
+    if candidate.is_stock or not (sharded and alone):
+        return
+    choices = units(candidate.num_segments, tied=tied and ranks > 1)
+    every = tuple(range(candidate.num_segments))
+    for segments in dict.fromkeys((*choices, every)):
+        yield replace(candidate, replicated=segments)
 
 
 def _with_placed_weight_grads(candidate: Candidate) -> Iterator[Candidate]:

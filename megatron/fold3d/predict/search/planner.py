@@ -9,7 +9,11 @@ Our schedules and stock Megatron are searched side by side, so the answer can be
 nothing. Training runs every candidate as it was simulated.
 """
 
+import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 
@@ -18,11 +22,17 @@ from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
+from megatron.fold3d.predict.cost_model.placement import routes
 from megatron.fold3d.predict.cost_model.recompute_by_stage import (
     estimate_with_counts,
     fewest_recomputed,
 )
-from megatron.fold3d.predict.search.bounds import Bounded, bounded, earlier_s
+from megatron.fold3d.predict.search.bounds import (
+    Bounded,
+    bounded,
+    earlier_s,
+    least_sharded_bytes,
+)
 from megatron.fold3d.predict.search.candidate_timeline import (
     order_of,
     timeline_of,
@@ -38,9 +48,12 @@ from megatron.fold3d.predict.search.candidates import (
 )
 from megatron.fold3d.predict.search.infeasible import nothing_divides, nothing_fits
 from megatron.fold3d.predict.search.neighbours import neighbours, recomputed_and_paired
+from megatron.fold3d.predict.search.replicated_choice import estimate_with_replicated
 from megatron.fold3d.predict.search.search_result import WORTHWHILE, JudgedCandidate, Search
 
 USABLE_MEMORY = 0.85  # the rest is CUDA's, NCCL's and what the allocator cannot use
+_MANY_GPUS = 1024  # from here on, a simulation takes longer than to hand it to another process
+_AT_ONCE = 2
 _COUNTED = 6  # how many of those that recompute all layers are tried with fewer
 _IMPROVED = 3  # how many of the best candidates have their neighbours tried
 
@@ -71,9 +84,31 @@ def search(
     """
     if global_batch_size < 1:
         raise ValueError(f"found global_batch_size={global_batch_size}; it is at least one")
-    judge = _Judge(shape, cluster, progress)
+    with _processes(cluster) as pool:
+        return _search(
+            _Judge(shape, cluster, progress, pool),
+            shape,
+            cluster,
+            global_batch_size,
+            top,
+            given,
+            assumed,
+        )
+
+
+def _search(
+    judge: "_Judge",
+    shape: ModelShape,
+    cluster: Cluster,
+    global_batch_size: int,
+    top: int,
+    given: Given,
+    assumed: Set[Assumption],
+) -> Search:
     everything = [
-        judge.bounded(c) for c in candidates(shape, cluster, global_batch_size, given, assumed)
+        judge.bounded(c)
+        for c in candidates(shape, cluster, global_batch_size, given, assumed)
+        if judge.can_place(c)
     ]
     if not everything:
         raise ValueError(nothing_divides(shape, cluster, global_batch_size, given))
@@ -92,14 +127,15 @@ def search(
                 global_batch_size,
                 given,
                 found=[b for b in everything if b.host_bytes <= judge.host_limit_bytes],
-                bounds_on=lambda other: _Judge(shape, other, progress).bounded,
+                bounds_on=judge.bounds_on,
                 usable=USABLE_MEMORY,
             )
         )
     others = dict.fromkeys(
         other
         for choice in (*best[:_IMPROVED], *stock)
-        for other in neighbours(choice.candidate, shape.num_layers, assumed)
+        for other in neighbours(choice.candidate, shape.num_layers, assumed, tied=not shape.untied)
+        if judge.can_place(other)
     )
     if "recompute-layers" in assumed:
         for counted in judge.recomputing_less(fitting):
@@ -121,6 +157,13 @@ def search(
     )
 
 
+def _processes(cluster: Cluster) -> AbstractContextManager[Executor | None]:
+    """Return processes that simulate beside each other, where simulations are long enough."""
+    if cluster.num_gpus < _MANY_GPUS or len(os.sched_getaffinity(0)) == 1:
+        return nullcontext()
+    return ProcessPoolExecutor(_AT_ONCE)
+
+
 class _Judge:
     """Bounds and simulates candidates of one model on one cluster, each of them once."""
 
@@ -129,11 +172,13 @@ class _Judge:
         shape: ModelShape,
         cluster: Cluster,
         progress: Callable[[int, int], None],
+        pool: Executor | None = None,
     ) -> None:
+        self._pool, self._at_once = pool, _AT_ONCE if pool else 1
         self.limit_bytes = cluster.gpu_memory_bytes * USABLE_MEMORY
         self.host_limit_bytes = cluster.host_memory_bytes * USABLE_MEMORY / cluster.gpus_per_node
         self.num_left = 0
-        self._shape = shape
+        self._shape, self._cluster = shape, cluster
         self._estimate = lru_cache(None)(
             lambda setup, ranks, segments, layers: estimate(
                 shape, cluster, setup, num_ranks=ranks, num_segments=segments, layers=layers
@@ -143,6 +188,10 @@ class _Judge:
         self._judged: dict[Candidate, JudgedCandidate] = {}
         self._undisturbed_s: dict[Candidate, float] = {}
 
+    def bounds_on(self, cluster: Cluster) -> Callable[[Candidate], Bounded]:
+        """Return what bounds candidates of the model on another cluster."""
+        return _Judge(self._shape, cluster, self._progress).bounded
+
     @property
     def num_simulated(self) -> int:
         return len(self._judged)
@@ -151,7 +200,17 @@ class _Judge:
         """Return the costs of a candidate."""
         c = candidate
         known = self._estimate(c.setup, c.num_ranks, c.num_segments, c.layers)
-        return estimate_with_counts(known, self._shape, c.setup, c.recompute_layers)
+        known = estimate_with_counts(known, self._shape, c.setup, c.recompute_layers)
+        split = c.layers or c.num_ranks * c.num_segments
+        return estimate_with_replicated(known, self._shape, c.setup, split, c.replicated)
+
+    def can_place(self, candidate: Candidate) -> bool:
+        """Return True if nodes of a pipeline rank have equal ways through the switches."""
+        try:
+            routes(self._cluster, candidate.setup, candidate.num_ranks)
+        except ValueError:
+            return False
+        return True
 
     def bounded(self, candidate: Candidate) -> Bounded:
         """Return a candidate's bounds, without a simulation."""
@@ -197,16 +256,29 @@ class _Judge:
     def best(self, among: Iterable[Bounded], top: int) -> tuple[JudgedCandidate, ...]:
         """Simulate in the order of the bounds until none can be among the best any more."""
         found: list[JudgedCandidate] = []
-        for item in sorted(among, key=lambda b: b.bound_s):
-            if len(found) == top and item.bound_s >= found[-1].iteration_s:
-                break
-            choice = self._judged.get(item.candidate)
-            if choice is None:
-                if len(found) == top and self.at_least_s(item) >= found[-1].iteration_s:
-                    continue
-                choice = self._simulate(item)
+        started: deque[Callable[[], JudgedCandidate]] = deque()
+
+        def is_slower(seconds: float) -> bool:
+            return len(found) == top and seconds >= found[-1].iteration_s
+
+        def end_one() -> None:
+            choice = started.popleft()()
             if self.fits(choice):  # a slow copy stream frees memory late
-                found = sorted([*found, choice], key=lambda choice: choice.iteration_s)[:top]
+                found.append(choice)
+                found.sort(key=lambda choice: choice.iteration_s)
+                del found[top:]
+
+        for item in sorted(among, key=lambda b: b.bound_s):
+            if is_slower(item.bound_s):
+                break
+            if item.candidate in self._judged or not (
+                len(found) == top and is_slower(self.at_least_s(item))
+            ):
+                started.append(self._start(item))
+            if len(started) == self._at_once:
+                end_one()
+        while started:
+            end_one()
         return tuple(found)
 
     def undelayed(self, candidate: Candidate) -> JudgedCandidate | None:
@@ -224,21 +296,34 @@ class _Judge:
         return next(iter(self.best(whole, 1)), None)
 
     def _simulate(self, item: Bounded) -> JudgedCandidate:
-        timeline = timeline_of(item.candidate, item.estimate, memory_bytes=self.limit_bytes)
-        peak, on_host = item.device_bytes, 0.0
-        candidate = item.candidate
-        splits = candidate.delayed_weight_grads or candidate.places_weight_grads
-        recomputes = candidate.recompute_early or candidate.recompute_layers
-        if candidate.offload or splits or recomputes:
-            ranks = memory(timeline, item.estimate.footprint)
-            peak = max(rank.device.peak_bytes for rank in ranks)
-            on_host = max(rank.host.peak_bytes for rank in ranks)
-        choice = JudgedCandidate(
-            item.candidate, timeline.period_s, peak, mean(exposure(timeline)), on_host
-        )
-        self._judged[item.candidate] = choice
+        return self._noted(_simulated(item, self.limit_bytes))
+
+    def _start(self, item: Bounded) -> Callable[[], JudgedCandidate]:
+        """Begin to simulate a candidate, unless it was; return what waits for it."""
+        if (known := self._judged.get(item.candidate)) is not None:
+            return lambda: known
+        if self._pool is None:
+            return lambda: self._simulate(item)
+        future = self._pool.submit(_simulated, item, self.limit_bytes)
+        return lambda: self._noted(future.result())
+
+    def _noted(self, choice: JudgedCandidate) -> JudgedCandidate:
+        self._judged[choice.candidate] = choice
         self._progress(self.num_simulated, self.num_left)
         return choice
+
+
+def _simulated(item: Bounded, memory_bytes: float) -> JudgedCandidate:
+    candidate = item.candidate
+    timeline = timeline_of(candidate, item.estimate, memory_bytes=memory_bytes)
+    peak, on_host = item.device_bytes, 0.0
+    splits = candidate.delayed_weight_grads or candidate.places_weight_grads
+    recomputes = candidate.recompute_early or candidate.recompute_layers
+    if candidate.offload or splits or recomputes:
+        ranks = memory(timeline, item.estimate.footprint)
+        peak = max(rank.device.peak_bytes for rank in ranks)
+        on_host = max(rank.host.peak_bytes for rank in ranks)
+    return JudgedCandidate(candidate, timeline.period_s, peak, mean(exposure(timeline)), on_host)
 
 
 def _plainest_first(best: tuple[JudgedCandidate, ...]) -> tuple[JudgedCandidate, ...]:
@@ -292,6 +377,8 @@ def _that_shards_make_fit(all_: Sequence[Bounded], judge: "_Judge") -> Iterator[
         sharded = c.setup.distributed_optimizer and c.setup.num_replicas > 1
         freed = c.schedule == "aiao" and c.num_segments > 2 and not c.offload
         if not (sharded and freed) or c.backward_share is not None or judge.fits(item):
+            continue
+        if least_sharded_bytes(item) > judge.limit_bytes:
             continue
         for shards in ("weights", "gradients"):
             if judge.fits(bounded := judge.bounded(replace(c, shards=shards))):

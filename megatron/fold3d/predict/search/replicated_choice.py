@@ -9,6 +9,9 @@ from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.policy.measured_times import MeasuredTimes
 from megatron.fold3d.policy.replicated_segments import Segments, stages_of
+from megatron.fold3d.predict.cost_model.estimate import Estimate
+from megatron.fold3d.predict.cost_model.model_shape import ModelShape, Split
+from megatron.fold3d.predict.cost_model.sizes import Setup, replicated_bytes
 from megatron.fold3d.predict.search.auto_order import costs_from_times
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
@@ -30,6 +33,32 @@ def with_replicated(costs: Costs, stages: Container[int]) -> Costs:
             0.0 if stage in stages else s for stage, s in enumerate(costs.param_gather_s)
         ),
     )
+
+
+def estimate_with_replicated(
+    known: Estimate,
+    shape: ModelShape,
+    setup: Setup,
+    split: Split,
+    segments: Segments,
+) -> Estimate:
+    """Return the costs and the memory of a pipeline some of whose segments are replicated.
+
+    Args:
+        known: of the pipeline without.
+        shape: the model.
+        setup: how it is trained, with the distributed optimizer.
+        split: the model's stages, as in `estimate`.
+        segments: that every replica steps in full.
+    """
+    if not segments:
+        return known
+    static = known.footprint.static_bytes
+    stages = stages_of(segments, len(static))
+    more = replicated_bytes(shape, setup, len(static), split, stages)
+    static = tuple(map(sum, zip(static, more, strict=True)))
+    footprint = replace(known.footprint, static_bytes=static)
+    return replace(known, costs=with_replicated(known.costs, stages), footprint=footprint)
 
 
 class SimulatedIteration:
