@@ -11,20 +11,9 @@ SHARES = (0.6, 0.7, 0.8, 0.9, 1.0)  # of every segment, where auto has one for e
 
 
 def neighbours(
-    candidate: Candidate,
-    num_layers: int,
-    assumed: Set[Assumption] = frozenset(),
-    *,
-    tied: bool = True,
+    candidate: Candidate, num_layers: int, assumed: Set[Assumption] = frozenset()
 ) -> Iterator[Candidate]:
-    """Yield candidates that differ from a good one in one choice.
-
-    Args:
-        candidate: the good one.
-        num_layers: of the model.
-        assumed: features that are tried although no GPU has timed them.
-        tied: whether the model's first and last layer share word embeddings.
-    """
+    """Yield candidates that differ from a good one in one choice."""
     yield from _with_other_groups(candidate)
     yield from _with_a_lighter_end(candidate, num_layers)
     shared_alike = candidate.backward_share == "auto" and not candidate.setup.distributed_optimizer
@@ -34,7 +23,6 @@ def neighbours(
     yield from _with_other_forwards_ahead(candidate)
     yield from recomputed_and_paired(candidate, assumed)
     yield from _in_another_order(candidate)
-    yield from _with_replicated_segments(candidate, tied=tied)
     if "delay-weight-grads" in assumed and candidate.shards == "off":
         yield from _with_placed_weight_grads(candidate)
         yield from _with_delayed_weight_grads(candidate)
@@ -94,8 +82,13 @@ def _in_another_order(candidate: Candidate) -> Iterator[Candidate]:
         yield replace(candidate, setup=replace(setup, order=order))
 
 
-def _with_replicated_segments(candidate: Candidate, *, tied: bool) -> Iterator[Candidate]:
-    """One segment that every replica steps in full, those that are tied, or all."""
+def with_replicated_segments(candidate: Candidate, *, tied: bool) -> Iterator[Candidate]:
+    """Yield a candidate with one segment that every replica steps in full, or with all of them.
+
+    Args:
+        candidate: nothing is yielded for one that cannot have them.
+        tied: whether the model's ends share word embeddings, so that both are replicated or none.
+    """
     setup, ranks = candidate.setup, candidate.num_ranks
     sharded = setup.distributed_optimizer and setup.data_parallel > 1 and candidate.shards == "off"
     alone = candidate.backward_share is None and not (candidate.preemptive or candidate.offload)

@@ -16,6 +16,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
+from multiprocessing import get_context
 
 from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.observe.memory_curve import memory
@@ -47,7 +48,11 @@ from megatron.fold3d.predict.search.candidates import (
     candidates,
 )
 from megatron.fold3d.predict.search.infeasible import nothing_divides, nothing_fits
-from megatron.fold3d.predict.search.neighbours import neighbours, recomputed_and_paired
+from megatron.fold3d.predict.search.neighbours import (
+    neighbours,
+    recomputed_and_paired,
+    with_replicated_segments,
+)
 from megatron.fold3d.predict.search.replicated_choice import estimate_with_replicated
 from megatron.fold3d.predict.search.search_result import WORTHWHILE, JudgedCandidate, Search
 
@@ -134,9 +139,10 @@ def _search(
     others = dict.fromkeys(
         other
         for choice in (*best[:_IMPROVED], *stock)
-        for other in neighbours(choice.candidate, shape.num_layers, assumed, tied=not shape.untied)
+        for other in neighbours(choice.candidate, shape.num_layers, assumed)
         if judge.can_place(other)
     )
+    others |= dict.fromkeys(_that_replicate(best[:_IMPROVED], tied=not shape.untied))
     if "recompute-layers" in assumed:
         for counted in judge.recomputing_less(fitting):
             others |= dict.fromkeys((counted, *recomputed_and_paired(counted, assumed)))
@@ -161,7 +167,7 @@ def _processes(cluster: Cluster) -> AbstractContextManager[Executor | None]:
     """Return processes that simulate beside each other, where simulations are long enough."""
     if cluster.num_gpus < _MANY_GPUS or len(os.sched_getaffinity(0)) == 1:
         return nullcontext()
-    return ProcessPoolExecutor(_AT_ONCE)
+    return ProcessPoolExecutor(_AT_ONCE, get_context("forkserver"))
 
 
 class _Judge:
@@ -384,6 +390,19 @@ def _that_shards_make_fit(all_: Sequence[Bounded], judge: "_Judge") -> Iterator[
             if judge.fits(bounded := judge.bounded(replace(c, shards=shards))):
                 yield bounded
                 break
+
+
+def _that_replicate(best: Iterable[JudgedCandidate], *, tied: bool) -> Iterator[Candidate]:
+    """Yield the best choice that can replicate segments with some of them.
+
+    They only move DP.sync from the forward to the backward: where it is hidden, nothing is gained.
+    """
+    for choice in best:
+        exposed = choice.exposed.share(choice.exposed.grad_sync_s) >= WORTHWHILE
+        found = list(with_replicated_segments(choice.candidate, tied=tied)) if exposed else []
+        if found:
+            yield from found
+            return
 
 
 def _quickest_of_each(among: Iterable[Bounded]) -> list[Bounded]:
