@@ -1,8 +1,9 @@
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 from megatron.fold3d.commands.training_flags import training_flags
+from megatron.fold3d.observe.exposure import Exposure
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup, replicated_bytes
@@ -10,7 +11,8 @@ from megatron.fold3d.predict.search import planner
 from megatron.fold3d.predict.search.bounds import least_sharded_bytes
 from megatron.fold3d.predict.search.candidates import Candidate, Given, candidates
 from megatron.fold3d.predict.search.neighbours import with_replicated_segments
-from megatron.fold3d.predict.search.planner import _Judge, search
+from megatron.fold3d.predict.search.planner import _Judge, _plainest_first, search
+from megatron.fold3d.predict.search.search_result import JudgedCandidate
 from megatron.fold3d.predict.simulator.routes import NO_SWITCHES
 
 SMALL = model_shape("12-1024-16-512")
@@ -108,3 +110,14 @@ def test_processes_beside_each_other_find_what_one_finds(monkeypatch):
     together = search(SMALL, SLOW, global_batch_size=32, given=given, top=3)
     assert [c.iteration_s for c in together.best] == [c.iteration_s for c in alone.best]
     assert together.best_stock == alone.best_stock
+
+
+def test_nothing_is_replicated_for_less_than_one_percent():
+    def judged(candidate: Candidate, iteration_s: float) -> JudgedCandidate:
+        nothing = Exposure(*(0.0,) * len(fields(Exposure)))
+        return JudgedCandidate(candidate, iteration_s, 0.0, nothing)
+
+    plain, replicated = judged(AIAO, 1.005), judged(replace(AIAO, replicated=(1,)), 1.0)
+    assert _plainest_first((replicated, plain)) == (plain, replicated)
+    slower = judged(AIAO, 1.02)
+    assert _plainest_first((replicated, slower)) == (replicated, slower)

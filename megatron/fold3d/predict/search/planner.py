@@ -336,7 +336,7 @@ def _plainest_first(best: tuple[JudgedCandidate, ...]) -> tuple[JudgedCandidate,
     """Put a plainer variant of the best choice first if it is at most 1% slower.
 
     `auto` is plainer than a given share: training measures better than a simulation predicts.
-    Delaying nothing is plainer than holding memory for delayed weight gradients to gain under 1%.
+    Delaying or replicating nothing is plainer than holding memory for it to gain under 1%.
     """
     first = best[0]
     delayed = first.candidate.delayed_weight_grads
@@ -344,6 +344,7 @@ def _plainest_first(best: tuple[JudgedCandidate, ...]) -> tuple[JudgedCandidate,
         replace(first.candidate, forwards_ahead=None),
         replace(first.candidate, delayed_weight_grads=(), places_weight_grads=False),
         replace(first.candidate, delayed_weight_grads=delayed[-1:]),
+        replace(first.candidate, replicated=()),
         replace(first.candidate, backward_share="auto"),
     ):
         for choice in best[1:]:
