@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.fold3d.commands.doctor import cluster_toml
+from megatron.fold3d.commands.doctor import cluster_toml, order_of_ranks
 from megatron.fold3d.commands.installation import installation
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.runtime.measure.link_speeds import pairs
@@ -184,3 +184,17 @@ def test_a_gpu_that_torch_has_no_kernels_for_is_named(capability, built_for, ver
 )
 def test_settings_of_launches_are_judged(setting, verdict):
     assert connections(setting).verdict == verdict
+
+
+def test_the_order_of_ranks_is_a_note_where_links_inside_a_node_are_faster():
+    def link(source: int, target: int, bytes_per_s: float) -> dict[str, float]:
+        return {"source": source, "target": target, "bytes_per_s": bytes_per_s}
+
+    inside, between = [link(0, 1, 3e9), link(2, 3, 3e9)], [link(0, 2, 1e9), link(1, 3, 1e9)]
+    found = order_of_ranks([*inside, *between], 2)
+    assert found is not None
+    assert (found.what, found.verdict) == ("order of ranks", "note")
+    assert "3.0 times as fast" in found.found
+    assert "--use-tp-pp-dp-mapping" in found.found
+    assert order_of_ranks(inside, 2) is None
+    assert order_of_ranks([*inside, link(0, 2, 2.9e9)], 2) is None

@@ -510,3 +510,67 @@ def test_what_auto_chooses_or_has_no_use_for_is_refused(fold3d, more: str, messa
     assert code == 2
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+ON_A_CLUSTER = (
+    "simulate --schedule aiao --pp 4 --segments 2 --microbatches 4 --model gpt3-14b --tp 2"
+)
+
+
+def test_pipeline_ranks_are_neighbours_with_megatrons_flag(fold3d):
+    order = f"{ON_A_CLUSTER} --cluster a100x64-100g --json"
+    default, mapped = (
+        json.loads(fold3d(order + flag)[1]) for flag in ("", " --use-tp-pp-dp-mapping")
+    )
+    assert mapped["exposure"]["p2p_s"] < default["exposure"]["p2p_s"]  # inside the node
+    assert mapped["exposure"]["grad_sync_s"] >= default["exposure"]["grad_sync_s"]
+
+
+def test_failures_leave_a_part_of_the_time(fold3d):
+    line = f"{ON_A_CLUSTER} --cluster llama3-h100x64"
+    _, out, _ = fold3d(line)
+    found = json.loads(fold3d(f"{line} --json")[1])
+    assert "a failure every 792 h, a checkpoint of 0.10" in out
+    assert found["goodput"]["failures_s"] == pytest.approx(54 * 86_400 * 16_384 / 419 / 64)
+    rarely = json.loads(fold3d(f"{line} --json --checkpoint-interval-s 100000")[1])
+    assert rarely["goodput"]["share"] < found["goodput"]["share"]
+    assert rarely["period_s"] == found["period_s"]
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ("--cluster h100x64 --checkpoint-interval-s 60", "nothing fails here; give --model"),
+        ("--cluster llama3-h100x64 --checkpoint-interval-s 0", "give seconds above zero"),
+        (
+            "--cluster h100x64 --straggler-sigma -1",
+            "found straggler_sigma=-1.0; it is zero or more",
+        ),
+    ],
+)
+def test_intervals_and_stragglers_that_cannot_be_are_refused(fold3d, more, reason):
+    code, out, err = fold3d(f"{ON_A_CLUSTER} {more}")
+    assert (code, out) == (2, "")
+    assert reason in err
+
+
+def test_stragglers_take_time(fold3d):
+    seconds = [
+        json.loads(fold3d(f"{ON_A_CLUSTER} --cluster h100x64 --json {more}")[1])["period_s"]
+        for more in ("", "--straggler-sigma 0.02")
+    ]
+    assert 1.01 < seconds[1] / seconds[0] < 1.048  # of 64 GPUs the slowest is 2.37 deviations late
+
+
+def test_ranks_whose_nodes_differ_are_refused(fold3d, tmp_path):
+    (tmp_path / "pods.toml").write_text(
+        "num_nodes = 6\ngpus_per_node = 8\ngpu_flops_per_s = 1e15\ngpu_memory_bytes = 8e10\n"
+        "nic_bytes_per_s = 5e10\nintra_bytes_per_s = 4.5e11\nhost_copy_bytes_per_s = 2e11\n"
+        "host_memory_bytes = 2e12\nswitch_nodes = [2]\noversubscription = [4]\n"
+    )
+    code, _, err = fold3d(
+        "simulate --schedule 1f1b --pp 2 --microbatches 4 --model gpt3-14b --tp 8 "
+        f"--cluster {tmp_path / 'pods.toml'}"
+    )
+    assert code == 2
+    assert "through different switches; give sizes whose pipeline ranks fill switches evenly" in err

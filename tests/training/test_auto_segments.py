@@ -107,6 +107,7 @@ def test_measurements_are_kept_for_what_they_are_of(
     kept.write(MEASURED)
     assert MeasurementCache(parse(f"{flags} --lr 0.1")).read() == MEASURED
     assert MeasurementCache(parse(f"{flags} --hidden-size 512")).read() is None
+    assert MeasurementCache(parse(f"{flags} --use-tp-pp-dp-mapping")).read() is None
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert MeasurementCache(parse(flags)).read() is None
     kept.path.write_text("{}")

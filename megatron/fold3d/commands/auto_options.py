@@ -87,6 +87,7 @@ def _search(source: Source, order: Plan, group_size: int | None) -> ChoiceSearch
         fits=lambda choice, plan: hardware is None or _fits(hardware, choice, plan),
         held=HeldSizes.counted if hardware is None else hardware.held_sizes,
         nic_of_rank=source.nic_of_rank,
+        routes=source.routes,
     )
 
 

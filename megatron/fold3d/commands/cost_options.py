@@ -26,6 +26,7 @@ from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.search.order_choice import held_sizes
 from megatron.fold3d.predict.search.planner import USABLE_MEMORY
 from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.routes import NO_SWITCHES, Routes
 
 
 def add_cost_options(parser: ArgumentParser) -> None:
@@ -79,6 +80,7 @@ class Source:
     costs: Costs
     nic_of_rank: tuple[int, ...] | None = None
     hardware: Hardware | None = None
+    routes: Routes = NO_SWITCHES
     gradient_bytes: tuple[float, ...] = ()
     """Of each stage, where a model has any."""
 
@@ -156,6 +158,7 @@ def _from_model(args: Namespace, plan: Plan) -> Source:
         sequence_parallel=tp > 1,
         distributed_optimizer=bool(args.distributed_optimizer),
         recompute=args.recompute or "none",
+        order="tp-pp-dp" if args.use_tp_pp_dp_mapping else "tp-dp-pp",
         fp32=bool(args.fp32),
     )
     if shape.num_layers % plan.num_stages:
@@ -164,7 +167,7 @@ def _from_model(args: Namespace, plan: Plan) -> Source:
         shape, cluster, setup, num_ranks=plan.num_ranks, num_segments=plan.num_segments
     )
     hardware = Hardware(shape, cluster, setup, known.footprint)
-    return Source(known.costs, known.nic_of_rank, hardware, known.gradient_bytes)
+    return Source(known.costs, known.nic_of_rank, hardware, known.routes, known.gradient_bytes)
 
 
 def _uneven(shape: ModelShape, plan: Plan) -> str:

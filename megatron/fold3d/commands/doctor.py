@@ -35,6 +35,7 @@ exit code: 0 ready, 1 something has to be fixed"""
 _PROBE = (sys.executable, "-m", "megatron.fold3d.training.installation_facts")
 _PROBE_S = 600.0
 _NEEDED = ("torch", "megatron-core", "namespace")  # without these there is nothing to probe
+_WORTH_AN_ORDER = 1.5  # how much faster links inside a node are, for the order of ranks to matter
 _SLOW_LINK = 4.0  # times as slow as the median link
 
 
@@ -60,6 +61,9 @@ def run(args: Namespace) -> int:
     if not any(f.verdict == "bad" and f.what in _NEEDED for f in findings):
         probed, links, machine = _probe(measures=file is not None)
         findings += probed
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if (order := order_of_ranks(links, here)) is not None:
+            findings.append(order)
     if file is not None and machine and os.environ["RANK"] == "0":
         file.write_text(cluster_toml(file.stem, machine, links), encoding="utf-8")
         findings.append(Finding("cluster", "ok", f"measured, and written to {file}"))
@@ -97,17 +101,9 @@ def cluster_toml(name: str, machine: Mapping[str, Any], links: Sequence[Mapping[
         links: between ranks, measured one at a time.
     """
     per_node = machine["gpus_per_node"]
-
-    def usual(between_nodes: bool, what: str) -> float | None:
-        found = [
-            float(link[what])
-            for link in links
-            if (link["source"] // per_node != link["target"] // per_node) == between_nodes
-        ]
-        return median(found) if found else None
-
-    inside, between = usual(False, "bytes_per_s"), usual(True, "bytes_per_s")
-    latency_s = usual(True, "latency_s") or usual(False, "latency_s")
+    inside, between = (_usual(links, per_node, each, "bytes_per_s") for each in (False, True))
+    latency_s = _usual(links, per_node, True, "latency_s")
+    latency_s = latency_s or _usual(links, per_node, False, "latency_s")
     fields = {
         "num_nodes": machine["num_nodes"],
         "gpus_per_node": per_node,
@@ -132,6 +128,36 @@ def cluster_toml(name: str, machine: Mapping[str, Any], links: Sequence[Mapping[
         notes.append("There is one rank per node: intra_bytes_per_s is the rate between nodes.")
     lines = [*(f"# {note}" for note in notes), f"name = {json.dumps(name)}"]
     return "\n".join([*lines, *(f"{field} = {value}" for field, value in fields.items()), ""])
+
+
+def order_of_ranks(links: Sequence[Mapping[str, Any]], per_node: int) -> Finding | None:
+    """Tell what the order of ranks decides; None where all links are about as fast.
+
+    Args:
+        links: between ranks, measured one at a time.
+        per_node: ranks of a node.
+    """
+    inside, between = (_usual(links, per_node, each, "bytes_per_s") for each in (False, True))
+    if inside is None or between is None or inside < _WORTH_AN_ORDER * between:
+        return None
+    found = (
+        f"links inside a node are {inside / between:.1f} times as fast as between nodes: DP.sync "
+        "has them first, PP.sync with --use-tp-pp-dp-mapping"
+    )
+    fix = "`fold3d search --cluster FILE` tries both orders; write FILE with --write-cluster"
+    return Finding("order of ranks", "note", found, fix)
+
+
+def _usual(
+    links: Sequence[Mapping[str, Any]], per_node: int, between_nodes: bool, what: str
+) -> float | None:
+    """Return the median of links inside nodes, or of those between them."""
+    found = [
+        float(link[what])
+        for link in links
+        if (link["source"] // per_node != link["target"] // per_node) == between_nodes
+    ]
+    return median(found) if found else None
 
 
 def _probe(*, measures: bool) -> tuple[list[Finding], list[dict[str, Any]], dict[str, Any]]:

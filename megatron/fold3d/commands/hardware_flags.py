@@ -57,3 +57,10 @@ def add_hardware_flags(
         help="what an iteration was measured to cost beside its forwards, backwards and network "
         "(default: the cluster's, 0 for those that have a name)",
     )
+    parser.add_argument(
+        "--straggler-sigma",
+        type=float,
+        metavar="X",
+        help="standard deviation of GPUs' times for the same computation, as a part of their mean "
+        "(default: the cluster's, 0 for those that have a name)",
+    )

@@ -36,7 +36,7 @@ def named_hardware(args: Namespace, shape: ModelShape | None = None) -> tuple[Mo
             raise ValueError(f"--layer-forward-s {layer_s}: give seconds above zero")
         flops_per_s = shape.layer_flops(0) / layer_s / found.compute_efficiency
         found = replace(found, gpu_flops_per_s=flops_per_s)
-    for overhead in ("task_overhead_s", "iteration_overhead_s"):
-        if (seconds := getattr(args, overhead)) is not None:
-            found = replace(found, **{overhead: seconds})
+    for name in ("task_overhead_s", "iteration_overhead_s", "straggler_sigma"):
+        if (value := getattr(args, name)) is not None:
+            found = replace(found, **{name: value})
     return shape, found

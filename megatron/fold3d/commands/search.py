@@ -8,6 +8,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megatron.fold3d.commands.console import OK, Progress, write
+from megatron.fold3d.commands.goodput_options import (
+    add_checkpoint_option,
+    goodput_lines,
+    goodput_of,
+)
 from megatron.fold3d.commands.hardware_options import add_hardware_options, named_hardware
 from megatron.fold3d.commands.megatron_flags import Described, from_flags, from_script
 from megatron.fold3d.commands.training_flags import check_trains, training_flags
@@ -99,6 +104,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="also try what no GPU has timed, separated by commas: "
         f"{', '.join(get_args(Assumption))}",
     )
+    add_checkpoint_option(parser)
     given = parser.add_argument_group("what is not to be chosen")
     for flag, what in (
         ("--tp", "tensor-parallel size"),
@@ -152,10 +158,13 @@ def run(args: Namespace) -> int:
             progress=progress,
         )
     answer, notes = _Answer(found), described.notes if described else ()
+    left = goodput_of(args, (shape, cluster, answer.best.candidate.setup))
     if args.json:
-        write(json.dumps(_as_json(answer, shape, cluster) | {"notes": notes}) + "\n")
+        rows = _as_json(answer, shape, cluster)
+        write(json.dumps(rows | {"notes": notes, "goodput": left and asdict(left)}) + "\n")
     elif not args.emit:
-        write("\n".join((*notes, *_lines(answer, shape, cluster))) + "\n")
+        lines = *_lines(answer, shape, cluster), *goodput_lines(left, answer.best.iteration_s)
+        write("\n".join((*notes, *lines)) + "\n")
     else:
         write(f"{answer.flags(shape, cluster)}\n")
     return OK
@@ -301,6 +310,7 @@ def _as_json(answer: _Answer, shape: ModelShape, cluster: Cluster) -> dict[str, 
             "micro_batch_size": setup.microbatch_size,
             "group_size": c.group_size,
             "backward_share": c.backward_share,
+            "replicate_optimizer": c.replicated,
             "delayed_weight_grads": c.delayed_weight_grads,
             "places_weight_grads": c.places_weight_grads,
             "forwards_ahead": c.forwards_ahead,

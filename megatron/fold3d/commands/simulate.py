@@ -3,7 +3,7 @@
 import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
@@ -11,6 +11,11 @@ from typing import Any
 from megatron.fold3d.commands import auto_options, exposure_table
 from megatron.fold3d.commands.console import OK, REJECTED, complain, write
 from megatron.fold3d.commands.cost_options import Hardware, Source, add_cost_options, costs_of
+from megatron.fold3d.commands.goodput_options import (
+    add_checkpoint_option,
+    goodput_lines,
+    goodput_of,
+)
 from megatron.fold3d.commands.order_options import chosen_order
 from megatron.fold3d.commands.plan_source import in_words, plan_from, sizes
 from megatron.fold3d.commands.schedule_options import (
@@ -162,6 +167,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "the fewest that fit the GPUs' memory",
     )
     add_cost_options(parser)
+    add_checkpoint_option(parser)
 
 
 def run(args: Namespace) -> int:
@@ -241,10 +247,14 @@ def run(args: Namespace) -> int:
     bound_s = lower_bound_s(plan, source.costs, source.nic_of_rank)
     source = _with_shards(source, plan)
     peaks = source.hardware.peaks(timeline) if source.hardware else []
+    known = source.hardware
+    left = goodput_of(args, (known.shape, known.cluster, known.setup) if known else None)
     if args.json:
-        write(json.dumps(_as_json(name, plan, timeline, peaks, bound_s)) + "\n")
+        found = _as_json(name, plan, timeline, peaks, bound_s)
+        write(json.dumps(found | {"goodput": left and asdict(left)}) + "\n")
     else:
-        write("\n".join(_lines(name, plan, timeline, peaks, bound_s)) + "\n")
+        lines = _lines(name, plan, timeline, peaks, bound_s)
+        write("\n".join((*lines, *goodput_lines(left, timeline.period_s))) + "\n")
     return OK if source.hardware is None else _judge_memory(source.hardware, timeline, peaks)
 
 
@@ -274,7 +284,7 @@ def _replicated(
         return tuple(given)
 
     hardware = source.hardware
-    iteration = SimulatedIteration(order, (), source.costs, source.nic_of_rank)
+    iteration = SimulatedIteration(order, (), source.costs, source.nic_of_rank, source.routes)
     peaks = hardware.peaks(iteration.timeline(()))
 
     def fits(segments: tuple[int, ...]) -> bool:
@@ -403,7 +413,9 @@ def _slice_shares(args: Namespace, plan: Plan, source: Source) -> tuple[float, .
     """Return the share of each stage's slices behind the backwards."""
     share = args.backward_share
     if share == AUTO:  # slices hold up nothing, so they are chosen as if nothing could
-        execution = Execution(nic_of_rank=source.nic_of_rank, flush=False, in_order=True)
+        execution = Execution(
+            nic_of_rank=source.nic_of_rank, routes=source.routes, flush=False, in_order=True
+        )
         return auto_shares(plan, source.costs, execution)
     return (1.0 if share is None else share,) * plan.num_stages
 
@@ -464,6 +476,7 @@ def _timeline(args: Namespace, plan: Plan, source: Source, *, deferred: bool) ->
     execution = Execution(
         device=_device(args, plan, source),
         nic_of_rank=source.nic_of_rank,
+        routes=source.routes,
         preemptive=args.preemptive_comm,
         pause_share=PAUSE_SHARE,
         grad_sync_order="edf" if args.grad_sync == "deferred" else "fifo",

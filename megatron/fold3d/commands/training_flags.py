@@ -78,6 +78,8 @@ def _schedule(candidate: Candidate) -> Iterator[str]:
         yield "--use-distributed-optimizer --overlap-param-gather"
     if candidate.shards != "off":
         yield f"--shard-segments {candidate.shards}"
+    if candidate.replicated:
+        yield f"--replicate-optimizer {candidate.replicated_segments}"
     if candidate.backward_share is not None:
         yield f"--backward-share {candidate.backward_share}"
     if candidate.delayed_weight_grads:

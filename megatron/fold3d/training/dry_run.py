@@ -203,6 +203,7 @@ def _candidate(args: Namespace) -> Candidate:
             fp32=not (args.bf16 or args.fp16),
             context_parallel=args.context_parallel_size,
             expert_parallel=args.expert_model_parallel_size,
+            order="tp-pp-dp" if args.use_tp_pp_dp_mapping else "tp-dp-pp",
         ),
         num_ranks=config.num_ranks,
         num_segments=config.num_segments,
@@ -250,6 +251,7 @@ def _tried(args: Namespace, known: Estimate, candidate: Candidate) -> tuple[Pred
         fits=fits,
         held=lambda plan: held_sizes(known.footprint, plan, memory_bytes),
         nic_of_rank=known.nic_of_rank,
+        routes=known.routes,
     )
     return search.stock, *search.to_try()
 

@@ -97,6 +97,16 @@ def test_a_cluster_from_a_file(tmp_path):
     assert (from_json.name, from_json.num_gpus) == ("mine", 8)
 
 
+def test_a_cluster_file_has_levels_of_switches(tmp_path):
+    levels = {"switch_nodes": [2, 8], "oversubscription": [1, 3.5]}
+    (tmp_path / "mine.toml").write_text(
+        "\n".join(f"{k} = {v}" for k, v in {**FIELDS, **levels}.items())
+    )
+    found = cluster(str(tmp_path / "mine.toml"))
+    assert (found.switch_nodes, found.oversubscription) == ((2, 8), (1, 3.5))
+    assert hash(found) == hash(found)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -104,6 +114,13 @@ def test_a_cluster_from_a_file(tmp_path):
         ({"colour": "red"}, "unknown fields colour; known are"),
         ({"nic_efficiency": 1.5}, "found nic_efficiency=1.5; an efficiency is in"),
         ({"num_nodes": 0}, "found num_nodes=0; it is above zero"),
+        ({"switch_nodes": 4}, "found switch_nodes=4; it is a list of whole numbers from 1 on"),
+        ({"switch_nodes": [4]}, "found 1 switch_nodes and 0 oversubscription; each level"),
+        (
+            {"switch_nodes": [4, 6], "oversubscription": [1, 2]},
+            r"found switch_nodes=\[4, 6\]; each is a multiple of the one before",
+        ),
+        ({"oversubscription": [0.5]}, r"found oversubscription=\[0.5\]; it is a list of numbers"),
     ],
 )
 def test_a_bad_cluster_file_is_refused(tmp_path, change, message):

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.network import Flow, Network
+from megatron.fold3d.predict.simulator.routes import Use
 
 pairs = st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(lambda pair: pair[0] != pair[1])
 
@@ -87,3 +88,29 @@ def test_what_is_needed_first_goes_alone(whole: bool, ends: list[float]):
         clock.at(0.5 * tag, later, flow)
     clock.run(between=network.update_rates)
     assert [when for _, when in sorted(ended)] == ends
+
+
+def test_collectives_take_what_messages_leave_of_links_between_switches():
+    clock = SimulatedClock()
+    network = Network(clock, 4, (1.5,), preemptive=True)
+    shared = (Use(0, 1),)
+    flows = [network.message(0, 1, 1.0, lambda _: None, None, shared)]
+    flows += [network.collective(nic, 1.0, lambda _: None, None, shared) for nic in (2, 3)]
+    for flow in flows:
+        network.start_flow(flow)
+    network.update_rates()
+    assert [flow.rate for flow in flows] == [1.0, 0.25, 0.25]
+
+
+def test_a_flow_that_stands_for_several_takes_its_part_of_a_link_for_each():
+    clock = SimulatedClock()
+    network = Network(clock, 4, (2.0,), preemptive=False)
+    many = network.message(0, 1, 1.0, lambda _: None, None, (Use(0, 3),))
+    one = network.message(2, 3, 1.0, lambda _: None, None, (Use(0, 1),))
+    for flow in (many, one):
+        network.start_flow(flow)
+    network.update_rates()
+    assert (many.rate, one.rate) == (0.5, 0.5)
+    network.stop_flow(one)
+    network.update_rates()
+    assert many.rate == pytest.approx(2 / 3)

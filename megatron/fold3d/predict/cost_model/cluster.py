@@ -2,9 +2,16 @@
 
 import re
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
-from megatron.fold3d.observe.fields import check_names, check_numbers, from_file, is_file_name
+from megatron.fold3d.observe.fields import (
+    check_names,
+    check_numbers,
+    from_file,
+    is_file_name,
+    is_number,
+)
 
 GIGA = 1e9
 _MOST_GPUS = 1_000_000
@@ -36,6 +43,18 @@ class Cluster:
     """A message up to this size does not block its sender: TCP's buffers hold it."""
     iteration_overhead_s: float = 0.0
     """Overhead of an iteration beside its actions: the optimizer's step, data, logs."""
+    switch_nodes: tuple[int, ...] = ()
+    """Nodes below a switch, for each level of switches from the lowest; neighbours share one."""
+    oversubscription: tuple[float, ...] = ()
+    """Of each level: the bandwidth from below a switch, in multiples of that to the level above."""
+    straggler_sigma: float = 0.0
+    """Standard deviation of GPUs' times for the same computation, as a part of their mean."""
+    gpu_mtbf_s: float = 0.0
+    """Mean time between failures, of a GPU with its share of all else; 0 is never."""
+    restart_s: float = 0.0
+    """From a failure until the job trains again, at its last checkpoint."""
+    storage_bytes_per_s: float = 0.0
+    """At which the whole job writes a checkpoint; needed with failures."""
     has_bf16: bool = True
     """Otherwise its GPUs train in fp16."""
     is_blackwell: bool = False
@@ -46,7 +65,8 @@ class Cluster:
             self,
             may_be_zero=(
                 *("nic_latency_s", "send_buffer_bytes"),
-                *("task_overhead_s", "iteration_overhead_s"),
+                *("task_overhead_s", "iteration_overhead_s", "straggler_sigma"),
+                *("gpu_mtbf_s", "restart_s", "storage_bytes_per_s"),
             ),
         )
         check_names(self)
@@ -58,6 +78,34 @@ class Cluster:
         for name in ("has_bf16", "is_blackwell"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"found {name}={value!r}; it is true or false")
+
+        self._check_switches()
+        if self.gpu_mtbf_s and not self.storage_bytes_per_s:
+            raise ValueError(
+                f"found gpu_mtbf_s={self.gpu_mtbf_s} without storage_bytes_per_s; how often a job "
+                "writes checkpoints depends on how long one takes; give both"
+            )
+
+    def _check_switches(self) -> None:
+        for name, whole in (("switch_nodes", True), ("oversubscription", False)):
+            values = getattr(self, name)
+            if not isinstance(values, tuple | list) or not all(
+                is_number(n) and n >= 1 and (not whole or isinstance(n, int)) for n in values
+            ):
+                rule = "whole numbers" if whole else "numbers"
+                raise ValueError(f"found {name}={values!r}; it is a list of {rule} from 1 on")
+            object.__setattr__(self, name, tuple(values))  # files hold lists
+        if len(self.switch_nodes) != len(self.oversubscription):
+            raise ValueError(
+                f"found {len(self.switch_nodes)} switch_nodes and {len(self.oversubscription)} "
+                "oversubscription; each level of switches has one of both"
+            )
+        for below, above in pairwise(self.switch_nodes):
+            if above % below or above == below:
+                raise ValueError(
+                    f"found switch_nodes={list(self.switch_nodes)}; each is a multiple of the one "
+                    "before, since a switch has whole switches below it"
+                )
 
     @property
     def num_gpus(self) -> int:
@@ -124,6 +172,19 @@ def _node(row: str) -> Cluster:
 
 NODES = {node.name: node for node in map(_node, _NODES.strip().splitlines()[1:])}
 """One node of each kind; `cluster` makes clusters of them."""
+
+# Meta, "The Llama 3 Herd of Models" (2024), Sec. 3.3: 400 Gb/s for each GPU; pods of 384 nodes
+# with a seventh of their bandwidth between them; 2 TB/s to storage; 419 unexpected interruptions in
+# 54 days of 16,384 GPUs. It does not say how long a restart takes: 10 minutes are assumed.
+NODES["llama3-h100"] = replace(
+    NODES["h100"],
+    name="llama3-h100",
+    switch_nodes=(384,),
+    oversubscription=(7.0,),
+    gpu_mtbf_s=54 * 86_400 * 16_384 / 419,
+    restart_s=600.0,
+    storage_bytes_per_s=2e12,
+)
 
 # scripts/bench/compare.py's host, with one rank. A layer of the model `testbed` takes 6 ms forward
 # there (`--layer-forward-s` gives another time); `testbedx4-0.1g` is for 100 Mb/s. Headers take 2%

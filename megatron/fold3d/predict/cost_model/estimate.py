@@ -5,7 +5,8 @@ pipeline ranks. With ``--use-tp-pp-dp-mapping`` pipeline ranks come before data-
 that PP.sync stays inside nodes rather than DP.sync.
 
 All replicas of a pipeline do the same at the same time, so only one is simulated, and its messages
-and collectives carry what its whole node sends.
+and collectives carry what its whole node sends. `placement` adds what switches between nodes hold
+up, and `stragglers` makes the simulated pipeline the one that has the slowest GPU.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from math import prod
 from megatron.fold3d.observe.memory_curve import Footprint
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape, Split
+from megatron.fold3d.predict.cost_model.placement import gpus_together, routes
 from megatron.fold3d.predict.cost_model.ring_times import (
     all_gather_s,
     all_reduce_s,
@@ -34,8 +36,10 @@ from megatron.fold3d.predict.cost_model.sizes import (
     static_bytes,
     working_bytes,
 )
+from megatron.fold3d.predict.cost_model.stragglers import slowdowns
 from megatron.fold3d.predict.cost_model.transformer import tensor_parallel_elements
 from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.routes import NO_SWITCHES, Routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,8 @@ class Estimate:
     """Of each stage, on one GPU."""
     cuda_connections: int | None = None
     """Hardware queues that the streams of a GPU share; None is one for each."""
+    routes: Routes = NO_SWITCHES
+    """Links between switches that are scarcer than NICs."""
 
 
 def estimate(
@@ -86,7 +92,7 @@ def estimate(
     num_stages = num_ranks * num_segments
     split: Split = layers or num_stages
     forward_s = _forward_s(shape, cluster, setup, split)
-    together = _gpus_together(setup)
+    together = gpus_together(setup)
     per_node = min(cluster.gpus_per_node, together)  # GPUs of one pipeline rank in one node
     sent = message_bytes(shape, setup)
     saved = saved_bytes(shape, setup, split)
@@ -95,16 +101,27 @@ def estimate(
     exchange_s = _exchange_s(shape, cluster, setup, split)
     copy_bytes_per_s = cluster.host_copy_bytes_per_s / cluster.gpus_per_node
     overhead_s, passes = cluster.task_overhead_s, _backward_passes(shape, setup)
+    slower = slowdowns(cluster, setup, num_ranks, shape.stage_flops(split))
+    late_s = tuple(
+        (factor - 1) * s
+        for factor, s in zip(slower, _compute_s(shape, cluster, setup, split), strict=True)
+    )
     costs = Costs(
         forward_s=tuple(
-            s + each.forward_s + overhead_s for s, each in zip(forward_s, exchange_s, strict=True)
+            s + each.forward_s + overhead_s + more_s
+            for s, each, more_s in zip(forward_s, exchange_s, late_s, strict=True)
         ),
         backward_s=tuple(
-            passes * s + each.backward_s + overhead_s
-            for s, each in zip(forward_s, exchange_s, strict=True)
+            passes * s + each.backward_s + overhead_s + passes * more_s
+            for s, each, more_s in zip(forward_s, exchange_s, late_s, strict=True)
         ),
-        weight_s=_weight_s(shape, cluster, setup, split),
-        recompute_s=tuple(forward_s) if setup.recompute == "full" else (),
+        weight_s=tuple(
+            factor * s
+            for factor, s in zip(slower, _weight_s(shape, cluster, setup, split), strict=True)
+        ),
+        recompute_s=tuple(s + more_s for s, more_s in zip(forward_s, late_s, strict=True))
+        if setup.recompute == "full"
+        else (),
         tp_sync_s=_tp_sync_s(shape, cluster, setup, split),
         tp_collectives=tuple(2 * len(layers) for layers in shape.stage_layers(split)),
         split_s=overhead_s,
@@ -141,6 +158,7 @@ def estimate(
         tuple(size + of_experts for size, of_experts in zip(gradients, experts, strict=True)),
         # Megatron demands one with tensor parallelism; CUDA's default is enough for our streams.
         1 if _needs_one_queue(setup) and not cluster.is_blackwell else None,
+        routes(cluster, setup, num_ranks),
     )
 
 
@@ -170,10 +188,23 @@ def _forward_s(
     shape: ModelShape, cluster: Cluster, setup: Setup, split: Split
 ) -> tuple[float, ...]:
     """One micro-batch's forward of each stage: its FLOPs, and TP.sync, which nothing hides."""
-    rate, tp_sync_s = _flops_per_s(cluster, setup), _tp_sync_s(shape, cluster, setup, split)
     return tuple(
-        setup.microbatch_size * flops / rate / setup.context_parallel + sync_s
-        for flops, sync_s in zip(shape.stage_flops(split), tp_sync_s, strict=True)
+        s + sync_s
+        for s, sync_s in zip(
+            _compute_s(shape, cluster, setup, split),
+            _tp_sync_s(shape, cluster, setup, split),
+            strict=True,
+        )
+    )
+
+
+def _compute_s(
+    shape: ModelShape, cluster: Cluster, setup: Setup, split: Split
+) -> tuple[float, ...]:
+    rate = _flops_per_s(cluster, setup)
+    return tuple(
+        setup.microbatch_size * flops / rate / setup.context_parallel
+        for flops in shape.stage_flops(split)
     )
 
 
@@ -275,12 +306,6 @@ def _reduced_in_iteration_s(
         shared_bytes = shape.embedding_parameters / setup.tensor_parallel * GRADIENT_BYTES
         seconds[0] = seconds[-1] = _grad_sync_s(cluster, setup, num_ranks, shared_bytes)
     return tuple(seconds)
-
-
-def _gpus_together(setup: Setup) -> int:
-    """GPUs of one pipeline rank that are neighbours, before those of the next rank."""
-    together = setup.num_replicas if setup.order == "tp-dp-pp" else setup.context_parallel
-    return setup.tensor_parallel * together
 
 
 def _replicas_span(setup: Setup, num_ranks: int) -> int:

@@ -8,6 +8,7 @@ the last one the head.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -269,29 +270,22 @@ class ModelShape:
 
     def stage_flops(self, split: Split) -> tuple[int, ...]:
         """Return, per stage, the FLOPs of one sequence's forward."""
-        stages = [sum(map(self.layer_flops, layers)) for layers in self.stage_layers(split)]
-        stages[-1] += self.head_flops
-        return tuple(stages)
+        return _stage_flops(self, split)
 
     def stage_parameters(self, split: Split) -> tuple[int, ...]:
         """Return, per stage, the parameters whose gradients it syncs."""
-        stages = [sum(map(self.layer_parameters, layers)) for layers in self.stage_layers(split)]
-        stages[0] += self.embedding_parameters + self.position_parameters
-        if len(stages) > 1 or self.untied:  # if tied to the first stage's, a copy of its own
-            stages[-1] += self.embedding_parameters
-        return tuple(stages)
+        return _stage_parameters(self, split)
 
     def stage_expert_parameters(self, split: Split) -> tuple[int, ...]:
         """Return, per stage, those of `stage_parameters` that expert parallelism divides."""
-        return tuple(
-            sum(
-                count * size
-                for layer in layers
-                if self.num_experts_in(layer)
-                for count, size in self._feed_forwards(layer)[:1]
-            )
-            for layers in self.stage_layers(split)
-        )
+        return _stage_expert_parameters(self, split)
+
+    def expert_parameters(self, layer: int) -> int:
+        """Return those of `layer_parameters` that expert parallelism divides."""
+        if not self.num_experts_in(layer):
+            return 0
+        count, size = self._feed_forwards(layer)[0]
+        return count * size
 
     def stage_layers(self, split: Split) -> tuple[range, ...]:
         """Return the layers of each stage.
@@ -319,6 +313,30 @@ class ModelShape:
 
     def _has_cross_attention(self, layer: int) -> bool:
         return layer >= self.num_layers - self.num_decoder_layers
+
+
+# A search asks for few splits of one model, and for each of them again and again.
+
+
+@lru_cache(maxsize=1024)
+def _stage_flops(shape: ModelShape, split: Split) -> tuple[int, ...]:
+    stages = [sum(map(shape.layer_flops, layers)) for layers in shape.stage_layers(split)]
+    stages[-1] += shape.head_flops
+    return tuple(stages)
+
+
+@lru_cache(maxsize=1024)
+def _stage_parameters(shape: ModelShape, split: Split) -> tuple[int, ...]:
+    stages = [sum(map(shape.layer_parameters, layers)) for layers in shape.stage_layers(split)]
+    stages[0] += shape.embedding_parameters + shape.position_parameters
+    if len(stages) > 1 or shape.untied:  # if tied to the first stage's, a copy of its own
+        stages[-1] += shape.embedding_parameters
+    return tuple(stages)
+
+
+@lru_cache(maxsize=1024)
+def _stage_expert_parameters(shape: ModelShape, split: Split) -> tuple[int, ...]:
+    return tuple(sum(map(shape.expert_parameters, layers)) for layers in shape.stage_layers(split))
 
 
 def _shape(
@@ -363,6 +381,7 @@ SHAPES = {
         # what their makers published
         _llama("llama3-8b", 32, 4096, 32, 14336, seq_length=8192, vocab_size=128_256),
         _llama("llama3-70b", 80, 8192, 64, 28672, seq_length=8192, vocab_size=128_256),
+        _llama("llama3-405b", 126, 16384, 128, 53248, seq_length=8192, vocab_size=128_256),
         _llama("mistral-7b", 32, 4096, 32, 14336, seq_length=8192, vocab_size=32_000,
                rotary_base=10_000),
         _llama("mixtral-8x7b", 32, 4096, 32, 14336, seq_length=8192, vocab_size=32_000,

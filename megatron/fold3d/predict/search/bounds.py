@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from megatron.fold3d.plan.ir import Op
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.sharded_footprint import aiao_change
+from megatron.fold3d.predict.cost_model.sizes import GRADIENT_BYTES
 from megatron.fold3d.predict.search.candidate_timeline import launches_in_backward
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.simulator.costs import Costs
@@ -35,6 +36,20 @@ def bounded(candidate: Candidate, estimate: Estimate) -> Bounded:
         _device_bytes(candidate, estimate),
         _most_copied(candidate, estimate.footprint.saved_bytes) if candidate.offload else 0.0,
     )
+
+
+def least_sharded_bytes(item: Bounded) -> float:
+    """Return bytes that the fullest GPU needs at least, whatever of its segments is in shards.
+
+    At the optimizer's step all is whole. Before it, shards free no more than all parameters and
+    gradients of a rank.
+    """
+    c, footprint = item.candidate, item.estimate.footprint
+    of_rank = (
+        sum(item.estimate.gradient_bytes[rank :: c.num_ranks]) for rank in range(c.num_ranks)
+    )
+    freed = max(of_rank) * (1 + c.setup.element_bytes / GRADIENT_BYTES)
+    return max(*footprint.static_bytes, item.device_bytes - freed)
 
 
 def _bound_s(candidate: Candidate, estimate: Estimate) -> float:

@@ -23,6 +23,7 @@ from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.policy.replicated_segments import stages_of
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.launches import launches
 from megatron.fold3d.predict.search.candidates import Candidate
@@ -53,6 +54,7 @@ def plan_of(
         gathers_params=candidate.setup.distributed_optimizer,
         shards_params=candidate.shards != "off",
         shards_grads=candidate.shards == "gradients",
+        replicated_stages=stages_of(candidate.replicated, candidate.num_ranks),
         offload=OffloadChoice() if candidate.offload else None,
         transfers=False,
         grad_sync="overlap" if deferred else _grad_sync(candidate),
@@ -133,6 +135,7 @@ def _timeline(
 
     execution = Execution(
         nic_of_rank=estimate.nic_of_rank,
+        routes=estimate.routes,
         preemptive=candidate.preemptive,
         pause_share=PAUSE_SHARE,
         in_order=True,
@@ -158,7 +161,13 @@ def without_grad_sync(candidate: Candidate) -> Candidate:
     """Return the candidate that stands for all that differ only in DP.sync and host copies."""
     setup = replace(candidate.setup, distributed_optimizer=False)
     return replace(
-        candidate, setup=setup, backward_share=None, shards="off", offload=False, preemptive=False
+        candidate,
+        setup=setup,
+        backward_share=None,
+        shards="off",
+        replicated=(),
+        offload=False,
+        preemptive=False,
     )
 
 

@@ -57,6 +57,8 @@ class Candidate:
     """Per rank behind; None is the schedule's own."""
     shards: Shards = "off"
     """What replicas keep in shards between its uses, with the distributed optimizer."""
+    replicated: tuple[int, ...] = ()
+    """The segments that every replica steps in full, with the distributed optimizer."""
     places_weight_grads: bool = False
     """Whether the weight gradients of all segments go where ranks would wait."""
     recompute_layers: tuple[int, ...] = ()
@@ -73,9 +75,11 @@ class Candidate:
         order = "breadth-first" if one_group else self.schedule
         delayed = "+W" + self.delayed_segments if self.delayed_weight_grads else ""
         ahead = f"+F{self.forwards_ahead}" if self.forwards_ahead else ""
+        whole = "+O" + self.replicated_segments if self.replicated else ""
         sharded = "" if self.shards == "off" else f"+{self.shards}"
         ours = (
             sharded
+            + whole
             + "+offload" * self.offload
             + ahead
             + delayed
@@ -90,6 +94,11 @@ class Candidate:
     def delayed_segments(self) -> str:
         """The segments whose weight gradients are delayed, as the flag has them."""
         return ",".join(map(str, self.delayed_weight_grads))
+
+    @property
+    def replicated_segments(self) -> str:
+        """The segments that are stepped in full, as the flag has them."""
+        return ",".join(map(str, self.replicated))
 
     def most_activations(self, rank: int) -> int:
         """Return how many (segment, micro-batch) activations a rank's device holds at most."""

@@ -28,6 +28,7 @@ from megatron.fold3d.predict.search.replicated_choice import with_replicated
 from megatron.fold3d.predict.search.simulated_shares import auto_shares
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.routes import NO_SWITCHES, Routes
 from megatron.fold3d.predict.simulator.simulate import simulate
 from megatron.fold3d.predict.simulator.steady import steady_state
 
@@ -97,6 +98,7 @@ class ChoiceSearch:
         held: what ranks may hold when weight gradients are placed; None is no more than the
             fullest rank does without.
         nic_of_rank: as in `Execution`.
+        routes: as in `Execution`.
         budget_s: how long the search may take; the order of stock is simulated in any case.
     """
 
@@ -109,6 +111,7 @@ class ChoiceSearch:
     fits: Fits = lambda choice, plan: True
     held: Callable[[Plan], HeldSizes] = HeldSizes.counted
     nic_of_rank: tuple[int, ...] | None = None
+    routes: Routes = NO_SWITCHES
     budget_s: float = BUDGET_S
 
     @classmethod
@@ -203,6 +206,7 @@ class ChoiceSearch:
         plan, costs = self._plan(choice), self.costs
         execution = Execution(
             nic_of_rank=self.nic_of_rank,
+            routes=self.routes,
             flush=not choice.defers,
             in_order=True,
             preemptive=False,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Set
 from dataclasses import replace
 
+from megatron.fold3d.policy.replicated_segments import units
 from megatron.fold3d.predict.cost_model.sizes import Order
 from megatron.fold3d.predict.search.candidates import Assumption, Candidate
 
@@ -79,6 +80,24 @@ def _in_another_order(candidate: Candidate) -> Iterator[Candidate]:
     if candidate.num_ranks > 1 and setup.data_parallel > 1:
         order: Order = "tp-pp-dp" if setup.order == "tp-dp-pp" else "tp-dp-pp"
         yield replace(candidate, setup=replace(setup, order=order))
+
+
+def with_replicated_segments(candidate: Candidate, *, tied: bool) -> Iterator[Candidate]:
+    """Yield a candidate with one segment that every replica steps in full, or with all of them.
+
+    Args:
+        candidate: nothing is yielded for one that cannot have them.
+        tied: whether the model's ends share word embeddings, so that both are replicated or none.
+    """
+    setup, ranks = candidate.setup, candidate.num_ranks
+    sharded = setup.distributed_optimizer and setup.data_parallel > 1 and candidate.shards == "off"
+    alone = candidate.backward_share is None and not (candidate.preemptive or candidate.offload)
+    if candidate.is_stock or not (sharded and alone):
+        return
+    choices = units(candidate.num_segments, tied=tied and ranks > 1)
+    every = tuple(range(candidate.num_segments))
+    for segments in dict.fromkeys((*choices, every)):
+        yield replace(candidate, replicated=segments)
 
 
 def _with_placed_weight_grads(candidate: Candidate) -> Iterator[Candidate]:

@@ -9,20 +9,31 @@ Our schedules and stock Megatron are searched side by side, so the answer can be
 nothing. Training runs every candidate as it was simulated.
 """
 
+import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
+from multiprocessing import get_context
 
 from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
+from megatron.fold3d.predict.cost_model.placement import routes
 from megatron.fold3d.predict.cost_model.recompute_by_stage import (
     estimate_with_counts,
     fewest_recomputed,
 )
-from megatron.fold3d.predict.search.bounds import Bounded, bounded, earlier_s
+from megatron.fold3d.predict.search.bounds import (
+    Bounded,
+    bounded,
+    earlier_s,
+    least_sharded_bytes,
+)
 from megatron.fold3d.predict.search.candidate_timeline import (
     order_of,
     timeline_of,
@@ -37,10 +48,17 @@ from megatron.fold3d.predict.search.candidates import (
     candidates,
 )
 from megatron.fold3d.predict.search.infeasible import nothing_divides, nothing_fits
-from megatron.fold3d.predict.search.neighbours import neighbours, recomputed_and_paired
+from megatron.fold3d.predict.search.neighbours import (
+    neighbours,
+    recomputed_and_paired,
+    with_replicated_segments,
+)
+from megatron.fold3d.predict.search.replicated_choice import estimate_with_replicated
 from megatron.fold3d.predict.search.search_result import WORTHWHILE, JudgedCandidate, Search
 
 USABLE_MEMORY = 0.85  # the rest is CUDA's, NCCL's and what the allocator cannot use
+_MANY_GPUS = 1024  # from here on, a simulation takes longer than to hand it to another process
+_AT_ONCE = 2
 _COUNTED = 6  # how many of those that recompute all layers are tried with fewer
 _IMPROVED = 3  # how many of the best candidates have their neighbours tried
 
@@ -71,9 +89,31 @@ def search(
     """
     if global_batch_size < 1:
         raise ValueError(f"found global_batch_size={global_batch_size}; it is at least one")
-    judge = _Judge(shape, cluster, progress)
+    with _processes(cluster) as pool:
+        return _search(
+            _Judge(shape, cluster, progress, pool),
+            shape,
+            cluster,
+            global_batch_size,
+            top,
+            given,
+            assumed,
+        )
+
+
+def _search(
+    judge: "_Judge",
+    shape: ModelShape,
+    cluster: Cluster,
+    global_batch_size: int,
+    top: int,
+    given: Given,
+    assumed: Set[Assumption],
+) -> Search:
     everything = [
-        judge.bounded(c) for c in candidates(shape, cluster, global_batch_size, given, assumed)
+        judge.bounded(c)
+        for c in candidates(shape, cluster, global_batch_size, given, assumed)
+        if judge.can_place(c)
     ]
     if not everything:
         raise ValueError(nothing_divides(shape, cluster, global_batch_size, given))
@@ -92,7 +132,7 @@ def search(
                 global_batch_size,
                 given,
                 found=[b for b in everything if b.host_bytes <= judge.host_limit_bytes],
-                bounds_on=lambda other: _Judge(shape, other, progress).bounded,
+                bounds_on=judge.bounds_on,
                 usable=USABLE_MEMORY,
             )
         )
@@ -100,7 +140,9 @@ def search(
         other
         for choice in (*best[:_IMPROVED], *stock)
         for other in neighbours(choice.candidate, shape.num_layers, assumed)
+        if judge.can_place(other)
     )
+    others |= dict.fromkeys(_that_replicate(best[:_IMPROVED], tied=not shape.untied))
     if "recompute-layers" in assumed:
         for counted in judge.recomputing_less(fitting):
             others |= dict.fromkeys((counted, *recomputed_and_paired(counted, assumed)))
@@ -121,6 +163,13 @@ def search(
     )
 
 
+def _processes(cluster: Cluster) -> AbstractContextManager[Executor | None]:
+    """Return processes that simulate beside each other, where simulations are long enough."""
+    if cluster.num_gpus < _MANY_GPUS or len(os.sched_getaffinity(0)) == 1:
+        return nullcontext()
+    return ProcessPoolExecutor(_AT_ONCE, get_context("forkserver"))
+
+
 class _Judge:
     """Bounds and simulates candidates of one model on one cluster, each of them once."""
 
@@ -129,11 +178,13 @@ class _Judge:
         shape: ModelShape,
         cluster: Cluster,
         progress: Callable[[int, int], None],
+        pool: Executor | None = None,
     ) -> None:
+        self._pool, self._at_once = pool, _AT_ONCE if pool else 1
         self.limit_bytes = cluster.gpu_memory_bytes * USABLE_MEMORY
         self.host_limit_bytes = cluster.host_memory_bytes * USABLE_MEMORY / cluster.gpus_per_node
         self.num_left = 0
-        self._shape = shape
+        self._shape, self._cluster = shape, cluster
         self._estimate = lru_cache(None)(
             lambda setup, ranks, segments, layers: estimate(
                 shape, cluster, setup, num_ranks=ranks, num_segments=segments, layers=layers
@@ -143,6 +194,10 @@ class _Judge:
         self._judged: dict[Candidate, JudgedCandidate] = {}
         self._undisturbed_s: dict[Candidate, float] = {}
 
+    def bounds_on(self, cluster: Cluster) -> Callable[[Candidate], Bounded]:
+        """Return what bounds candidates of the model on another cluster."""
+        return _Judge(self._shape, cluster, self._progress).bounded
+
     @property
     def num_simulated(self) -> int:
         return len(self._judged)
@@ -151,7 +206,17 @@ class _Judge:
         """Return the costs of a candidate."""
         c = candidate
         known = self._estimate(c.setup, c.num_ranks, c.num_segments, c.layers)
-        return estimate_with_counts(known, self._shape, c.setup, c.recompute_layers)
+        known = estimate_with_counts(known, self._shape, c.setup, c.recompute_layers)
+        split = c.layers or c.num_ranks * c.num_segments
+        return estimate_with_replicated(known, self._shape, c.setup, split, c.replicated)
+
+    def can_place(self, candidate: Candidate) -> bool:
+        """Return True if nodes of a pipeline rank have equal ways through the switches."""
+        try:
+            routes(self._cluster, candidate.setup, candidate.num_ranks)
+        except ValueError:
+            return False
+        return True
 
     def bounded(self, candidate: Candidate) -> Bounded:
         """Return a candidate's bounds, without a simulation."""
@@ -197,16 +262,29 @@ class _Judge:
     def best(self, among: Iterable[Bounded], top: int) -> tuple[JudgedCandidate, ...]:
         """Simulate in the order of the bounds until none can be among the best any more."""
         found: list[JudgedCandidate] = []
-        for item in sorted(among, key=lambda b: b.bound_s):
-            if len(found) == top and item.bound_s >= found[-1].iteration_s:
-                break
-            choice = self._judged.get(item.candidate)
-            if choice is None:
-                if len(found) == top and self.at_least_s(item) >= found[-1].iteration_s:
-                    continue
-                choice = self._simulate(item)
+        started: deque[Callable[[], JudgedCandidate]] = deque()
+
+        def is_slower(seconds: float) -> bool:
+            return len(found) == top and seconds >= found[-1].iteration_s
+
+        def end_one() -> None:
+            choice = started.popleft()()
             if self.fits(choice):  # a slow copy stream frees memory late
-                found = sorted([*found, choice], key=lambda choice: choice.iteration_s)[:top]
+                found.append(choice)
+                found.sort(key=lambda choice: choice.iteration_s)
+                del found[top:]
+
+        for item in sorted(among, key=lambda b: b.bound_s):
+            if is_slower(item.bound_s):
+                break
+            if item.candidate in self._judged or not (
+                len(found) == top and is_slower(self.at_least_s(item))
+            ):
+                started.append(self._start(item))
+            if len(started) == self._at_once:
+                end_one()
+        while started:
+            end_one()
         return tuple(found)
 
     def undelayed(self, candidate: Candidate) -> JudgedCandidate | None:
@@ -224,28 +302,41 @@ class _Judge:
         return next(iter(self.best(whole, 1)), None)
 
     def _simulate(self, item: Bounded) -> JudgedCandidate:
-        timeline = timeline_of(item.candidate, item.estimate, memory_bytes=self.limit_bytes)
-        peak, on_host = item.device_bytes, 0.0
-        candidate = item.candidate
-        splits = candidate.delayed_weight_grads or candidate.places_weight_grads
-        recomputes = candidate.recompute_early or candidate.recompute_layers
-        if candidate.offload or splits or recomputes:
-            ranks = memory(timeline, item.estimate.footprint)
-            peak = max(rank.device.peak_bytes for rank in ranks)
-            on_host = max(rank.host.peak_bytes for rank in ranks)
-        choice = JudgedCandidate(
-            item.candidate, timeline.period_s, peak, mean(exposure(timeline)), on_host
-        )
-        self._judged[item.candidate] = choice
+        return self._noted(_simulated(item, self.limit_bytes))
+
+    def _start(self, item: Bounded) -> Callable[[], JudgedCandidate]:
+        """Begin to simulate a candidate, unless it was; return what waits for it."""
+        if (known := self._judged.get(item.candidate)) is not None:
+            return lambda: known
+        if self._pool is None:
+            return lambda: self._simulate(item)
+        future = self._pool.submit(_simulated, item, self.limit_bytes)
+        return lambda: self._noted(future.result())
+
+    def _noted(self, choice: JudgedCandidate) -> JudgedCandidate:
+        self._judged[choice.candidate] = choice
         self._progress(self.num_simulated, self.num_left)
         return choice
+
+
+def _simulated(item: Bounded, memory_bytes: float) -> JudgedCandidate:
+    candidate = item.candidate
+    timeline = timeline_of(candidate, item.estimate, memory_bytes=memory_bytes)
+    peak, on_host = item.device_bytes, 0.0
+    splits = candidate.delayed_weight_grads or candidate.places_weight_grads
+    recomputes = candidate.recompute_early or candidate.recompute_layers
+    if candidate.offload or splits or recomputes:
+        ranks = memory(timeline, item.estimate.footprint)
+        peak = max(rank.device.peak_bytes for rank in ranks)
+        on_host = max(rank.host.peak_bytes for rank in ranks)
+    return JudgedCandidate(candidate, timeline.period_s, peak, mean(exposure(timeline)), on_host)
 
 
 def _plainest_first(best: tuple[JudgedCandidate, ...]) -> tuple[JudgedCandidate, ...]:
     """Put a plainer variant of the best choice first if it is at most 1% slower.
 
     `auto` is plainer than a given share: training measures better than a simulation predicts.
-    Delaying nothing is plainer than holding memory for delayed weight gradients to gain under 1%.
+    Delaying or replicating nothing is plainer than holding memory for it to gain under 1%.
     """
     first = best[0]
     delayed = first.candidate.delayed_weight_grads
@@ -253,6 +344,7 @@ def _plainest_first(best: tuple[JudgedCandidate, ...]) -> tuple[JudgedCandidate,
         replace(first.candidate, forwards_ahead=None),
         replace(first.candidate, delayed_weight_grads=(), places_weight_grads=False),
         replace(first.candidate, delayed_weight_grads=delayed[-1:]),
+        replace(first.candidate, replicated=()),
         replace(first.candidate, backward_share="auto"),
     ):
         for choice in best[1:]:
@@ -293,10 +385,25 @@ def _that_shards_make_fit(all_: Sequence[Bounded], judge: "_Judge") -> Iterator[
         freed = c.schedule == "aiao" and c.num_segments > 2 and not c.offload
         if not (sharded and freed) or c.backward_share is not None or judge.fits(item):
             continue
+        if least_sharded_bytes(item) > judge.limit_bytes:
+            continue
         for shards in ("weights", "gradients"):
             if judge.fits(bounded := judge.bounded(replace(c, shards=shards))):
                 yield bounded
                 break
+
+
+def _that_replicate(best: Iterable[JudgedCandidate], *, tied: bool) -> Iterator[Candidate]:
+    """Yield the best choice that can replicate segments with some of them.
+
+    They only move DP.sync from the forward to the backward: where it is hidden, nothing is gained.
+    """
+    for choice in best:
+        exposed = choice.exposed.share(choice.exposed.grad_sync_s) >= WORTHWHILE
+        found = list(with_replicated_segments(choice.candidate, tied=tied)) if exposed else []
+        if found:
+            yield from found
+            return
 
 
 def _quickest_of_each(among: Iterable[Bounded]) -> list[Bounded]:

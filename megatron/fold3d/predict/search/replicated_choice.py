@@ -9,9 +9,13 @@ from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.policy.measured_times import MeasuredTimes
 from megatron.fold3d.policy.replicated_segments import Segments, stages_of
+from megatron.fold3d.predict.cost_model.estimate import Estimate
+from megatron.fold3d.predict.cost_model.model_shape import ModelShape, Split
+from megatron.fold3d.predict.cost_model.sizes import Setup, replicated_bytes
 from megatron.fold3d.predict.search.auto_order import costs_from_times
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.routes import NO_SWITCHES, Routes
 from megatron.fold3d.predict.simulator.simulate import simulate
 
 
@@ -31,6 +35,32 @@ def with_replicated(costs: Costs, stages: Container[int]) -> Costs:
     )
 
 
+def estimate_with_replicated(
+    known: Estimate,
+    shape: ModelShape,
+    setup: Setup,
+    split: Split,
+    segments: Segments,
+) -> Estimate:
+    """Return the costs and the memory of a pipeline some of whose segments are replicated.
+
+    Args:
+        known: of the pipeline without.
+        shape: the model.
+        setup: how it is trained, with the distributed optimizer.
+        split: the model's stages, as in `estimate`.
+        segments: that every replica steps in full.
+    """
+    if not segments:
+        return known
+    static = known.footprint.static_bytes
+    stages = stages_of(segments, len(static))
+    more = replicated_bytes(shape, setup, len(static), split, stages)
+    static = tuple(map(sum, zip(static, more, strict=True)))
+    footprint = replace(known.footprint, static_bytes=static)
+    return replace(known, costs=with_replicated(known.costs, stages), footprint=footprint)
+
+
 class SimulatedIteration:
     """Iterations of an order that wait for all gradients, by what is replicated.
 
@@ -39,6 +69,7 @@ class SimulatedIteration:
         delayed: segments whose weight gradients follow all backwards, unless the order has them.
         costs: of a distributed optimizer: reduce-scatters, and all-gathers.
         nic_of_rank: as in `Execution`.
+        routes: as in `Execution`.
     """
 
     def __init__(
@@ -47,10 +78,15 @@ class SimulatedIteration:
         delayed: Segments,
         costs: Costs,
         nic_of_rank: tuple[int, ...] | None = None,
+        routes: Routes = NO_SWITCHES,
     ) -> None:
         self._order, self._delayed, self._costs = order, delayed, costs
         self._execution = Execution(
-            flush=True, in_order=True, preemptive=False, nic_of_rank=nic_of_rank
+            flush=True,
+            in_order=True,
+            preemptive=False,
+            nic_of_rank=nic_of_rank,
+            routes=routes,
         )
 
     @classmethod

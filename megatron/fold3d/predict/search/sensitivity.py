@@ -9,6 +9,7 @@ from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.recompute_by_stage import estimate_with_counts
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate
+from megatron.fold3d.predict.search.replicated_choice import estimate_with_replicated
 
 
 def gains_if_off_by_half(
@@ -35,6 +36,8 @@ def gains_if_off_by_half(
             layers=candidate.layers,
         )
         known = estimate_with_counts(known, shape, candidate.setup, candidate.recompute_layers)
+        split = candidate.layers or candidate.num_ranks * candidate.num_segments
+        known = estimate_with_replicated(known, shape, candidate.setup, split, candidate.replicated)
         return timeline_of(candidate, known, waits_for_sends=waits).period_s
 
     ours_s = seconds(ours, cluster)

@@ -97,6 +97,7 @@ class DeviceRun:
     ) -> None:
         self.steps, self.costs, self.device = steps, costs, device
         self.iterations, self.flush = iterations, execution.flush
+        self.routes = execution.routes
         self.nics = execution.nic_of_rank or tuple(range(len(steps.programs)))
         self.clock = SimulatedClock()
         first_local = 1 + max(self.nics)  # of one more pair of links per rank: DP.sync in the node
@@ -106,6 +107,7 @@ class DeviceRun:
         self.network = Network(
             self.clock,
             first_local + len(self.nics),
+            execution.routes.capacities,
             preemptive=execution.preemptive,
             pause_share=execution.pause_share,
         )
@@ -204,7 +206,8 @@ class DeviceRun:
             if queue.computes:
                 self._wait(rank, action, iteration, held_s)
             nic = self.sync_nics[rank.number]
-            self.network.start_flow(self.network.collective(nic, seconds, self._synced, work))
+            uses = self.routes.collective(rank.number)
+            self.network.start_flow(self.network.collective(nic, seconds, self._synced, work, uses))
         else:
             self.clock.at(now_s + seconds, self._end, work)
 
@@ -265,8 +268,10 @@ class DeviceRun:
             self.clock.at(now_s + costs.p2p_latency_s, self._flow, message)
 
     def _flow(self, message: _Message) -> None:
-        source, target = self.nics[message.sender.number], self.nics[message.receiver.number]
-        flow = self.network.message(source, target, self.costs.p2p_s, self._arrive, message)
+        sender, receiver, *_ = message
+        source, target = self.nics[sender.number], self.nics[receiver.number]
+        uses, work_s = self.routes.message(sender.number, receiver.number), self.costs.p2p_s
+        flow = self.network.message(source, target, work_s, self._arrive, message, uses)
         self.network.start_flow(flow)
 
     def _arrive(self, message: _Message) -> None:

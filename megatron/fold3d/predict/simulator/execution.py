@@ -6,6 +6,7 @@ from typing import Literal
 
 from megatron.fold3d.plan.device_queues import MOST_OUTSTANDING
 from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.predict.simulator.routes import NO_SWITCHES, Routes
 
 GradSyncOrder = Literal["fifo", "edf"]
 
@@ -34,6 +35,8 @@ class Execution:
 
     nic_of_rank: tuple[int, ...] | None = None
     """The NIC that each rank uses; None gives every rank its own."""
+    routes: Routes = NO_SWITCHES
+    """The links between switches that messages and DP.sync take."""
     grad_sync_order: GradSyncOrder = "fifo"
     """With "edf" (earliest deadline first), DP.sync that is needed earlier overtakes the others."""
     preemptive: bool = True

@@ -5,15 +5,17 @@ budget, messages that fill a link would starve DP.sync.
 
 Work is counted in seconds at the full rate of a NIC, so every capacity is one. A NIC is full
 duplex, two links: a message uses the sender's outgoing and the receiver's incoming one, a
-collective both links of its own NIC.
+collective both links of its own NIC. Links between switches may be above them (`Routes`): a flow
+that stands for several equal ones takes the work of all of these there.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 from typing import Any
 
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.pause_budget import PauseBudget
+from megatron.fold3d.predict.simulator.routes import Use
 
 
 class Flow:
@@ -21,13 +23,19 @@ class Flow:
 
     __slots__ = (
         *("background", "done", "ends_s", "is_collective", "links"),
-        *("rate", "remaining_s", "since_s", "tag"),
+        *("rate", "remaining_s", "since_s", "tag", "weights"),
     )
 
     def __init__(
-        self, links: tuple[int, int], work_s: float, done: Callable[[Any], None], tag: Any
+        self,
+        links: tuple[int, ...],
+        work_s: float,
+        done: Callable[[Any], None],
+        tag: Any,
+        weights: tuple[int, ...] = (1, 1),
     ) -> None:
-        self.links = links
+        self.links = links  # out of a NIC and into one, then those between switches
+        self.weights = weights  # of each link, how many equal flows are on it
         self.remaining_s = work_s
         self.done = done
         self.tag = tag
@@ -44,6 +52,7 @@ class Network:
     Args:
         clock: the run's.
         num_nics: NICs, numbered from zero.
+        above: capacities of the links between switches, in NICs.
         preemptive: messages take all the bandwidth they can use and collectives share the rest;
             without it they share fairly.
         pause_share: the part of the time for which messages may keep collectives off a NIC; when
@@ -56,6 +65,7 @@ class Network:
         self,
         clock: SimulatedClock,
         num_nics: int,
+        above: Sequence[float] = (),
         *,
         preemptive: bool,
         pause_share: float = 1.0,
@@ -64,7 +74,9 @@ class Network:
     ) -> None:
         # Dicts as ordered sets: equal runs visit equal flows in equal order.
         self._clock = clock
-        self._flows: list[dict[Flow, None]] = [{} for _ in range(2 * num_nics)]
+        self._of_nics = 2 * num_nics  # links, of all
+        self._capacity = (*(1.0,) * self._of_nics, *above) if above else ()
+        self._flows: list[dict[Flow, None]] = [{} for _ in range(self._of_nics + len(above))]
         self._background: list[dict[Flow, None]] = [{} for _ in range(num_nics)]
         self._preemptive = preemptive
         self._needed_s, self._whole = needed_s, whole
@@ -75,16 +87,44 @@ class Network:
         self._touched: dict[int, None] = {}
 
     def message(
-        self, source: int, target: int, work_s: float, done: Callable[[Any], None], tag: Any
+        self,
+        source: int,
+        target: int,
+        work_s: float,
+        done: Callable[[Any], None],
+        tag: Any,
+        uses: Sequence[Use] = (),
     ) -> Flow:
-        """Make the flow of a message from NIC to NIC."""
-        return Flow((2 * source, 2 * target + 1), work_s, done, tag)
+        """Make the flow of a message from NIC to NIC, and through links between switches."""
+        return self._flow(2 * source, 2 * target + 1, work_s, done, tag, uses)
 
-    def collective(self, nic: int, work_s: float, done: Callable[[Any], None], tag: Any) -> Flow:
+    def collective(
+        self,
+        nic: int,
+        work_s: float,
+        done: Callable[[Any], None],
+        tag: Any,
+        uses: Sequence[Use] = (),
+    ) -> Flow:
         """Make the flow of a collective, which sends and receives through one NIC."""
-        flow = Flow((2 * nic, 2 * nic + 1), work_s, done, tag)
+        flow = self._flow(2 * nic, 2 * nic + 1, work_s, done, tag, uses)
         flow.is_collective = True
         return flow
+
+    def _flow(
+        self,
+        out: int,
+        into: int,
+        work_s: float,
+        done: Callable[[Any], None],
+        tag: Any,
+        uses: Sequence[Use],
+    ) -> Flow:
+        if not uses:
+            return Flow((out, into), work_s, done, tag)
+        above = (self._of_nics + use.link for use in uses)
+        weights = (1, 1, *(use.flows for use in uses))
+        return Flow((out, into, *above), work_s, done, tag, weights)
 
     def start_flow(self, flow: Flow) -> None:
         """Add a flow; `update_rates` will give it its rate."""
@@ -109,12 +149,14 @@ class Network:
         touched, on_link = self._touched, self._flows
         while touched:
             link, _ = touched.popitem()
-            nics[link >> 1] = None
+            if link < self._of_nics:
+                nics[link >> 1] = None
             flows = on_link[link]
             if len(flows) == 1:
                 (flow,) = flows
-                out, into = flow.links
-                if len(on_link[out]) == 1 and len(on_link[into]) == 1:  # alone, as most are
+                out, into = flow.links[:2]
+                alone = len(on_link[out]) == 1 and len(on_link[into]) == 1  # as most are
+                if alone and len(flow.links) == 2:
                     nics[out >> 1] = nics[into >> 1] = None
                     self._set_rate(flow, 1.0)
                     continue
@@ -122,14 +164,18 @@ class Network:
                 links, flows = self._component(link)
                 for other in links:
                     touched.pop(other, None)
-                    nics[other >> 1] = None
+                    if other < self._of_nics:
+                        nics[other >> 1] = None
                 for flow, rate in self._shares(links, flows):
                     self._set_rate(flow, rate)
+        if self._capacity:
+            self._share_what_is_left()
         for nic in nics:
             if background := self._background[nic]:
                 used = max(sum(flow.rate for flow in self._flows[2 * nic + i]) for i in (0, 1))
-                for flow in background:
-                    self._set_rate(flow, max(0.0, 1.0 - used) / len(background))
+                if not self._capacity:
+                    for flow in background:
+                        self._set_rate(flow, max(0.0, 1.0 - used) / len(background))
                 if self._budgets:
                     self._budgets[nic].pause(paused=used > 0)
             elif self._budgets:
@@ -138,9 +184,23 @@ class Network:
     def _shares(
         self, links: Iterable[int], flows: dict[Flow, None]
     ) -> Iterable[tuple[Flow, float]]:
+        if self._capacity:
+            return _weighted_max_min(flows, {link: self._capacity[link] for link in links})
         if self._needed_s is None:
             return _max_min(links, flows, self._flows)
         return list(_by_need(links, flows, self._needed_s, whole=self._whole))
+
+    def _share_what_is_left(self) -> None:
+        """Give collectives that yield to messages what these leave of all links."""
+        yielding = dict.fromkeys(flow for flows in self._background for flow in flows)
+        if not yielding:
+            return
+        free = list(self._capacity)
+        for flow in dict.fromkeys(flow for flows in self._flows for flow in flows):
+            for link, weight in zip(flow.links, flow.weights, strict=True):
+                free[link] = max(0.0, free[link] - weight * flow.rate)
+        for flow, rate in _weighted_max_min(yielding, dict(enumerate(free))):
+            self._set_rate(flow, rate)
 
     def _make_equal(self, nic: int, equal: bool) -> None:
         """Let the collectives of a NIC share it with messages, or yield to them again."""
@@ -156,8 +216,7 @@ class Network:
     def _of(self, flow: Flow) -> tuple[dict[Flow, None], ...]:
         if flow.background:
             return (self._background[flow.links[0] >> 1],)
-        out, into = flow.links
-        return self._flows[out], self._flows[into]
+        return tuple([self._flows[link] for link in flow.links])
 
     def _touch(self, flow: Flow) -> None:
         for link in flow.links:
@@ -213,6 +272,30 @@ def _max_min(
                         for link in flow.links:
                             free[link] = max(0.0, free[link] - rate)
                             count[link] -= 1
+
+
+def _weighted_max_min(
+    flows: dict[Flow, None], free: dict[int, float]
+) -> Iterator[tuple[Flow, float]]:
+    """Yield max-min fair rates where links differ, and flows stand for several equal ones.
+
+    Args:
+        flows: emptied as they are yielded.
+        free: of each link of theirs, what may be used.
+    """
+    count: dict[int, int] = {}
+    for flow in flows:
+        for link, weight in zip(flow.links, flow.weights, strict=True):
+            count[link] = count.get(link, 0) + weight
+    while flows:
+        rate = min(free[link] / n for link, n in count.items() if n)
+        full = {link for link, n in count.items() if n and free[link] / n == rate}
+        for flow in [flow for flow in flows if not full.isdisjoint(flow.links)]:
+            yield flow, rate
+            del flows[flow]
+            for link, weight in zip(flow.links, flow.weights, strict=True):
+                free[link] = max(0.0, free[link] - weight * rate)
+                count[link] -= weight
 
 
 def _by_need(

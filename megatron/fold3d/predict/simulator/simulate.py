@@ -63,6 +63,8 @@ def simulate(
         raise PlanError(
             f"found {len(nics)} NICs; the plan has {plan.num_ranks} ranks, one for each"
         )
+    if execution.routes.capacities and execution.needed_s is not None:
+        raise PlanError("messages go by need on NICs alone; simulate them without switches")
     device = execution.device
     if device is not None and plan.num_ranks > 1 and not plan.has_p2p:
         plan = add_p2p(plan, receives_late=device.connections == 1)
@@ -124,6 +126,7 @@ class _Run:
         self.network = Network(
             self.clock,
             local_nics.stop,
+            execution.routes.capacities,
             preemptive=execution.preemptive,
             pause_share=execution.pause_share,
             needed_s=None if execution.needed_s is None else self._needed_s,
@@ -137,8 +140,9 @@ class _Run:
 
     def _rank(self, number: int, program: list[Step], nic: int) -> _Rank:
         spans: list[Span] = []
+        uses = self.execution.routes.collective(number)
         queue, in_iteration_queue = (
-            SyncQueue(self.clock, self.network, nic, order, spans.append, self.come_true)
+            SyncQueue(self.clock, self.network, nic, uses, order, spans.append, self.come_true)
             for order in (self.execution.grad_sync_order, "fifo")
         )
         return _Rank(number, program, spans, queue, in_iteration_queue)
@@ -273,7 +277,10 @@ class _Run:
     def _put_on_network(self, message: _Message) -> None:
         source, target = self.nics[message.sender.number], self.nics[message.receiver.number]
         work_s = self.costs.p2p_s
-        self.network.start_flow(self.network.message(source, target, work_s, self._arrive, message))
+        uses = self.execution.routes.message(message.sender.number, message.receiver.number)
+        self.network.start_flow(
+            self.network.message(source, target, work_s, self._arrive, message, uses)
+        )
 
     def _needed_s(self, message: _Message) -> float:
         stage, op, microbatch = message.action

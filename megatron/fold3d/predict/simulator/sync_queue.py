@@ -1,7 +1,7 @@
 """The DP.sync of one rank: a queue that puts one task at a time on the network."""
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megatron.fold3d.observe.timeline import Lane, Span
@@ -9,6 +9,7 @@ from megatron.fold3d.plan.ir import Action
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.execution import GradSyncOrder
 from megatron.fold3d.predict.simulator.network import Flow, Network
+from megatron.fold3d.predict.simulator.routes import Use
 
 
 class _Task(NamedTuple):
@@ -34,11 +35,13 @@ class SyncQueue:
         clock: SimulatedClock,
         network: Network,
         nic: int,
+        uses: Sequence[Use],
         order: GradSyncOrder,
         write: Callable[[Span], None],
         done: Callable[[int], None],
     ) -> None:
         self._clock, self._network, self._nic = clock, network, nic
+        self._uses = uses
         self._earliest_first = order == "edf"
         self._write, self._done = write, done
         self._waiting: list[_Task] = []
@@ -50,7 +53,7 @@ class SyncQueue:
         """Put a task into the queue; ``done(fact)`` follows when it has gone through."""
         self._started += 1
         key = (iteration, action.stage) if self._earliest_first else (0, 0)
-        flow = self._network.collective(self._nic, work_s, self._end, None)
+        flow = self._network.collective(self._nic, work_s, self._end, None, self._uses)
         heapq.heappush(self._waiting, _Task(key, self._started, action, iteration, fact, flow))
         if self._active is not None and key < self._active.key:
             self._network.stop_flow(self._active.flow)

@@ -1,0 +1,182 @@
+"""Which node holds which part of a model, and so which links between switches its traffic takes.
+
+Placement is Megatron's, see `estimate`. Nodes are numbered as the ranks are, and a switch has
+neighbours below it. DP.sync is a ring over a rank's replicas in the order of their numbers.
+
+The nodes of a pipeline rank are simulated as one. That is exact where they are alike: the message
+of each goes through the same number of switches, each with the same load.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from megatron.fold3d.predict.cost_model.cluster import Cluster
+from megatron.fold3d.predict.cost_model.sizes import Setup
+from megatron.fold3d.predict.simulator.routes import NO_SWITCHES, Routes, Use
+
+_Flow = tuple[int, int]  # sending and receiving rank; the same one twice is the rank's DP.sync
+
+
+class _Link(NamedTuple):
+    """One direction of what leads from a switch to the level above."""
+
+    level: int
+    direction: Literal["up", "down"]
+    switch: int
+
+
+class _Kind(NamedTuple):
+    """All links of a level and a direction that carry the same."""
+
+    level: int
+    direction: Literal["up", "down"]
+    load: frozenset[tuple[_Flow, int]]
+
+
+def routes(cluster: Cluster, setup: Setup, num_ranks: int) -> Routes:
+    """Return the links between switches that the traffic of a pipeline takes.
+
+    Links that are never scarcer than NICs are left out.
+
+    Args:
+        cluster: whose switches count.
+        setup: how the model is split, apart from its pipeline.
+        num_ranks: of the pipeline.
+
+    Raises:
+        ValueError: nodes of one pipeline rank are not alike.
+    """
+    if not any(capacity < nodes for capacity, nodes in _levels(cluster)):
+        return NO_SWITCHES
+    nodes = _nodes(cluster.gpus_per_node, setup, num_ranks)
+    levels = tuple(_levels(cluster))
+    try:
+        return _routes(nodes, levels, tuple(_nic_of_rank(cluster, setup, num_ranks)))
+    except ValueError as error:
+        raise ValueError(
+            f"tp {setup.tensor_parallel} x pp {num_ranks} x dp {setup.data_parallel} in the order "
+            f"{setup.order} on {cluster.name} with switches of "
+            f"{', '.join(map(str, cluster.switch_nodes))} nodes: {error}; give sizes whose "
+            "pipeline ranks fill switches evenly"
+        ) from None
+
+
+def _levels(cluster: Cluster) -> Iterator[tuple[float, int]]:
+    """Yield, for each level, what a switch's links upward carry in NICs, and the nodes below."""
+    scarcer = 1.0
+    for nodes, ratio in zip(cluster.switch_nodes, cluster.oversubscription, strict=True):
+        scarcer *= ratio
+        yield nodes / scarcer, nodes
+
+
+def _nic_of_rank(cluster: Cluster, setup: Setup, num_ranks: int) -> Iterator[int]:
+    per_node = max(1, cluster.gpus_per_node // gpus_together(setup))
+    return (rank // per_node for rank in range(num_ranks))
+
+
+def gpus_together(setup: Setup) -> int:
+    """Return the GPUs of one pipeline rank that are neighbours, before those of the next rank."""
+    together = setup.num_replicas if setup.order == "tp-dp-pp" else setup.context_parallel
+    return setup.tensor_parallel * together
+
+
+def _nodes(gpus_per_node: int, setup: Setup, num_ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the node of each replica, for each pipeline rank."""
+    together = gpus_together(setup)
+    inside, outside = together // setup.tensor_parallel, setup.num_replicas
+    if setup.order == "tp-pp-dp":
+        outside //= inside
+    else:
+        outside = 1
+    return tuple(
+        tuple(
+            ((group * num_ranks + rank) * together + i * setup.tensor_parallel) // gpus_per_node
+            for group in range(outside)
+            for i in range(inside)
+        )
+        for rank in range(num_ranks)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _routes(
+    nodes: tuple[tuple[int, ...], ...],
+    levels: tuple[tuple[float, int], ...],
+    nic_of_rank: tuple[int, ...],
+) -> Routes:
+    num_ranks = len(nodes)
+    neighbours = dict.fromkeys(
+        pair
+        for rank in range(num_ranks)
+        for pair in (((rank, (rank + 1) % num_ranks)), ((rank + 1) % num_ranks, rank))
+        if num_ranks > 1
+    )
+    ways = {flow: _ways(nodes[flow[0]], nodes[flow[1]], levels) for flow in neighbours}
+    rings = {rank: _ring(nodes[rank], levels) for rank in range(num_ranks)}
+    loads: defaultdict[_Link, Counter[_Flow]] = defaultdict(Counter)
+    for flow, its in ways.items():
+        for way in its:
+            for link in way:
+                loads[link][flow] += 1
+    for rank, ring in rings.items():
+        for link in ring:
+            loads[link][rank, rank] += 1
+    kinds = {
+        link: _Kind(link.level, link.direction, frozenset(load.items()))
+        for link, load in loads.items()
+    }
+    scarce: dict[_Kind, int] = {}
+    for kind in kinds.values():
+        if kind not in scarce and _is_scarce(kind, levels, nic_of_rank):
+            scarce[kind] = len(scarce)
+
+    def uses(flow: _Flow, way: Sequence[_Link]) -> tuple[Use, ...]:
+        on_way = dict.fromkeys(kinds[link] for link in way)
+        return tuple(Use(scarce[k], dict(k.load)[flow]) for k in on_way if k in scarce)
+
+    of_message = {}
+    for flow, its in ways.items():
+        found = dict.fromkeys(tuple(kinds[link] for link in way) for way in its)
+        if len({tuple(k for k in way if k in scarce) for way in found}) > 1:
+            raise ValueError(
+                f"nodes of pipeline rank {flow[0]} reach rank {flow[1]} through different switches"
+            )
+        if used := uses(flow, its[0]):
+            of_message[flow] = used
+    of_collective = {rank: used for rank, way in rings.items() if (used := uses((rank, rank), way))}
+    return Routes(tuple(levels[kind.level][0] for kind in scarce), of_message, of_collective)
+
+
+def _ways(
+    senders: Sequence[int], receivers: Sequence[int], levels: Sequence[tuple[float, int]]
+) -> list[tuple[_Link, ...]]:
+    """Return the links from each sending node to the one that it sends to."""
+    pairs = dict.fromkeys(zip(senders, receivers, strict=True))
+    return [tuple(_way(*pair, levels)) for pair in pairs]
+
+
+def _ring(nodes: Sequence[int], levels: Sequence[tuple[float, int]]) -> list[_Link]:
+    """Return the links that a ring over nodes takes, some of them several times."""
+    ring = [node for i, node in enumerate(nodes) if i == 0 or node != nodes[i - 1]]
+    return [link for pair in pairwise([*ring, ring[0]]) for link in _way(*pair, levels)]
+
+
+def _way(source: int, target: int, levels: Sequence[tuple[float, int]]) -> Iterator[_Link]:
+    for level, (_, below) in enumerate(levels):
+        if source // below != target // below:
+            yield _Link(level, "up", source // below)
+            yield _Link(level, "down", target // below)
+
+
+def _is_scarce(
+    kind: _Kind, levels: Sequence[tuple[float, int]], nic_of_rank: Sequence[int]
+) -> bool:
+    """True if the NICs behind a link may send or receive more than it carries."""
+    of_nic: dict[int, int] = {}
+    for (sender, receiver), count in kind.load:
+        nic = nic_of_rank[sender if kind.direction == "up" else receiver]
+        of_nic[nic] = max(of_nic.get(nic, 0), count)
+    return sum(of_nic.values()) > levels[kind.level][0]

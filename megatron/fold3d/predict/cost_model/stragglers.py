@@ -1,0 +1,54 @@
+"""GPUs of one kind differ in speed, and a group that works in step is as slow as its slowest.
+
+The times of GPUs for the same computation are taken as normally distributed and lasting. The ranks
+of a tensor-parallel group wait for each other in every layer, so a group is as slow as the slowest
+of its GPUs. DP.sync makes all pipelines wait for the slowest one: the one with the slowest of all
+GPUs, which is assumed to be where most is computed.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from statistics import NormalDist
+
+from megatron.fold3d.predict.cost_model.cluster import Cluster
+from megatron.fold3d.predict.cost_model.sizes import Setup
+
+_NORMAL = NormalDist()
+_WIDEST = 8.0  # deviations; beyond, nothing is left of a normal distribution
+_STEPS = 4000
+
+
+def slowdowns(
+    cluster: Cluster, setup: Setup, num_ranks: int, stage_flops: Sequence[float]
+) -> tuple[float, ...]:
+    """Return, for each stage, the factor by which the slowest pipeline computes it more slowly.
+
+    Args:
+        cluster: whose `straggler_sigma` says how much GPUs differ.
+        setup: how the model is split, apart from its pipeline.
+        num_ranks: of the pipeline.
+        stage_flops: what each stage computes.
+    """
+    sigma = cluster.straggler_sigma
+    if not sigma:
+        return (1.0,) * len(stage_flops)
+    in_step = setup.tensor_parallel * setup.context_parallel
+    usual, slowest = (1 + sigma * slowest_of(n) for n in (in_step, cluster.num_gpus))
+    work = [sum(stage_flops[rank::num_ranks]) for rank in range(num_ranks)]
+    most = work.index(max(work))
+    return tuple(
+        slowest if stage % num_ranks == most else usual for stage in range(len(stage_flops))
+    )
+
+
+@lru_cache
+def slowest_of(n: int) -> float:
+    """Return the mean of the largest of ``n`` numbers of the standard normal distribution.
+
+    It is the integral over x of 1 - F(x)^n above zero and of -F(x)^n below, by the midpoint rule.
+    """
+    width = _WIDEST / _STEPS
+    middles = [(i + 0.5) * width for i in range(_STEPS)]
+    above = sum(1 - _NORMAL.cdf(x) ** n for x in middles)
+    below = sum(_NORMAL.cdf(-x) ** n for x in middles)
+    return (above - below) * width
