@@ -10,6 +10,7 @@ def patches() -> tuple[Patch, ...]:
         compiler,
         data_loader,
         device_queries,
+        experts,
         initialize,
         layer_norm,
         optimizer_state,
@@ -27,6 +28,7 @@ def patches() -> tuple[Patch, ...]:
         initialize.patch(),
         data_loader.patch(),
         layer_norm.patch(),
-        attention.patch(),
+        *attention.patches(),
+        experts.patch(),
         *optimizer_state.patches(),
     )
