@@ -94,6 +94,7 @@ def test_megatron_parses_the_flags(parser):
         8,
     )
     assert (args.swiglu, args.add_bias_linear, args.normalization) == (True, False, "RMSNorm")
+    assert (args.hidden_dropout, args.attention_dropout) == (0, 0)
 
 
 def test_megatron_parses_the_flags_of_latent_attention_and_of_experts_in_groups(parser):

@@ -46,10 +46,12 @@ _SIZES = {
     "num_local_experts": "--num-experts",
     "num_experts_per_tok": "--moe-router-topk",
     "router_aux_loss_coef": "--moe-aux-loss-coeff",
-    "attention_dropout": "--attention-dropout",
 }
 _READ = frozenset(
-    ("num_key_value_heads", "head_dim", "rope_theta", "rope_parameters", "rope_scaling")
+    (
+        *("num_key_value_heads", "head_dim", "rope_theta", "rope_parameters", "rope_scaling"),
+        "attention_dropout",
+    )
 )
 _ATTENTION = frozenset(("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"))
 _COMMON = (
@@ -153,7 +155,8 @@ def _flags(config: Mapping[str, Any]) -> Iterator[str]:
     for name, flag in _SIZES.items():
         if config.get(name) is not None and not (latent and name in _EXPERTS):
             yield f"{flag} {config[name]}"
-    yield "--hidden-dropout 0"
+    # Megatron's defaults are others.
+    yield f"--hidden-dropout 0 --attention-dropout {config.get('attention_dropout') or 0}"
     yield f"--max-position-embeddings {config.get('max_position_embeddings', 2048)}"
     if latent:
         yield from deepseek_flags(config)
