@@ -20,7 +20,7 @@ from packaging.version import Version
 
 logger = logging.getLogger(__name__)
 
-MEGATRON = SpecifierSet(">=0.19.2,<0.20")
+MEGATRON = SpecifierSet(">=0.19.0,<0.20")
 
 _ABSENT: Any = object()
 _patched: set[tuple[int, str]] = set()  # (id of the owner, name) of each symbol patched now

@@ -25,6 +25,11 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("megatron/fold3d/runtime", "megatron/fold3d/training", "fold3d_patches")
 _INSIDE = "--inside"  # this file calls itself with the version on its path
+_ACCEPT = """\
+from fold3d_patches import registry
+from packaging.specifiers import SpecifierSet
+registry.MEGATRON = SpecifierSet("=={}", prereleases=True)
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,9 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"no megatron/core/package_info.py in {folder}", file=sys.stderr)
             return 2
         print(f"megatron-core {version}", flush=True)
-        found = _with(folder, __file__, _INSIDE)
+        # Every Python process reads it first, ranks of tests too.
+        Path(temporary, "sitecustomize.py").write_text(_ACCEPT.format(version), encoding="utf-8")
+        folders = (Path(temporary), folder)
+        found = _with(folders, __file__, _INSIDE)
         if found == 0 and not args.patches_only:
-            found = _with(folder, __file__, _INSIDE, "tests/patches")
+            found = _with(folders, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/patches")
         return found
 
 
@@ -67,8 +75,8 @@ def _version(folder: Path) -> str | None:
     return ".".join(parts[name] for name in ("MAJOR", "MINOR", "PATCH")) + parts["PRE_RELEASE"]
 
 
-def _with(folder: Path, *command: str) -> int:
-    path = os.pathsep.join((str(folder), str(ROOT)))
+def _with(folders: Sequence[Path], *command: str) -> int:
+    path = os.pathsep.join(map(str, (*folders, ROOT)))
     return subprocess.run(
         [sys.executable, "-W", "ignore", *command],
         cwd=ROOT,
@@ -78,17 +86,8 @@ def _with(folder: Path, *command: str) -> int:
     ).returncode
 
 
-def inside(tests: Sequence[str]) -> int:
-    """Look at the version that this interpreter imports, or run tests with it."""
-    from packaging.specifiers import SpecifierSet
-
-    from fold3d_patches import registry
-
-    registry.MEGATRON = SpecifierSet(">=0", prereleases=True)
-    if tests:
-        import pytest
-
-        return int(pytest.main(["-q", "-p", "no:cacheprovider", *tests]))
+def inside() -> int:
+    """Look at the version that this interpreter imports."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     lacking = [*_of_modules(), *_of_patches()]
@@ -100,17 +99,27 @@ def _of_modules() -> Iterator[str]:
     for package in PACKAGES:
         for file in sorted((ROOT / package).rglob("*.py")):
             name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-            try:
-                import_module(name)
-            except Exception as error:  # noqa: BLE001  (whatever it is, this version lacks it)
-                yield f"  {name}: {type(error).__name__}: {_first_line(error)}"
+            yield from _of_import(name)
+
+
+def _of_import(name: str) -> Iterator[str]:
+    """Import a module; a name that it looks for in vain gets a stand-in, and is told."""
+    try:
+        import_module(name)
+    except ImportError as error:
+        yield f"  {name}: {_first_line(error)}"
+        if error.name in sys.modules and error.name_from is not None:
+            setattr(sys.modules[error.name], error.name_from, None)
+            yield from _of_import(name)
+    except Exception as error:  # noqa: BLE001  (whatever it is, this version lacks it)
+        yield f"  {name}: {type(error).__name__}: {_first_line(error)}"
 
 
 def _of_patches() -> Iterator[str]:
     from fold3d_patches.registry import apply
-    from tests.patches.test_upstream import PATCHES
 
-    for patch in PATCHES:
+    yield from _of_import("tests.patches.test_upstream")
+    for patch in getattr(sys.modules.get("tests.patches.test_upstream"), "PATCHES", ()):
         try:
             apply([patch]).close()
         except Exception as error:  # noqa: BLE001
@@ -123,5 +132,5 @@ def _first_line(error: Exception) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [_INSIDE]:
-        sys.exit(inside(sys.argv[2:]))
+        sys.exit(inside())
     sys.exit(main())

@@ -11,6 +11,7 @@ def patches() -> tuple[Patch, ...]:
         compiler,
         data_loader,
         device_queries,
+        experts,
         initialize,
         layer_norm,
         optimizer_state,
@@ -29,6 +30,7 @@ def patches() -> tuple[Patch, ...]:
         all_gather.patch(),
         data_loader.patch(),
         layer_norm.patch(),
-        attention.patch(),
+        *attention.patches(),
+        experts.patch(),
         *optimizer_state.patches(),
     )

@@ -14,6 +14,7 @@ FLAGS = (
     "--no-gradient-accumulation-fusion",
     "--no-persist-layer-norm",
     "--no-rope-fusion",
+    "--cp-comm-type=all_gather",
 )
 
 
@@ -27,10 +28,17 @@ def check(args: Namespace) -> None:
         "--transformer-impl transformer_engine: its kernels are for GPUs; drop it": (
             args.transformer_impl == "transformer_engine"
         ),
-        f"--context-parallel-size {args.context_parallel_size}: its attention is Transformer "
-        "Engine's; drop it": args.context_parallel_size > 1,
-        f"--expert-model-parallel-size {args.expert_model_parallel_size}: tokens are counted on "
-        "the GPU before they are sent; drop it": args.expert_model_parallel_size > 1,
+        f"--cp-comm-type {' '.join(args.cp_comm_type)}: attention that passes keys on is "
+        "Transformer Engine's, here they are gathered; drop it": (
+            args.context_parallel_size > 1 and set(args.cp_comm_type) != {"all_gather"}
+        ),
+        "--moe-token-dispatcher-type alltoall with experts that tensor-parallel ranks share: gloo "
+        "gathers equal numbers of tokens alone; add --expert-tensor-parallel-size 1": (
+            args.num_experts
+            and args.moe_token_dispatcher_type == "alltoall"
+            and args.expert_model_parallel_size > 1
+            and (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) > 1
+        ),
         "--profile: records what CUDA does; add --use-pytorch-profiler": (
             args.profile and not args.use_pytorch_profiler
         ),

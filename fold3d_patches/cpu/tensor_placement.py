@@ -3,7 +3,8 @@
 Why: Megatron allocates with ``device="cuda"``, moves batches and modules with ``.cuda()``, and
     asks ``tensor.type()`` for ``torch.cuda.FloatTensor`` when it clips and when it sorts
     parameters by precision.
-Change: "cuda" means the CPU, ``.cuda()`` changes nothing, and a type is spelled as on a GPU.
+Change: "cuda" means the CPU, ``.cuda()`` changes nothing, a type is spelled as on a GPU, and no
+    tensor is page-locked, which would raise without a driver.
 Remove when: Megatron allocates on the accelerator that torch names, and compares dtypes.
 """
 
@@ -35,6 +36,7 @@ def _on_cpu(upstream: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
         if "device" in kwargs:
             kwargs["device"] = cpu_if_cuda(kwargs["device"])
+        kwargs.pop("pin_memory", None)
         return upstream(*args, **kwargs)
 
     _register_builtin(factory, _find_builtin(upstream))  # what a script that calls it compiles to

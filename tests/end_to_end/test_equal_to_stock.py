@@ -49,6 +49,7 @@ class Row:
     m: int = 4
     tp: int = 1
     dp: int = 1
+    cp: int = 1
     flags: str = ""
     ours: str = "--schedule aiao"
     stock: str = ""
@@ -56,18 +57,22 @@ class Row:
 
     def __str__(self) -> str:
         sizes = {"pp": self.pp, "segments": self.segments, "m": self.m}
-        sizes |= {name: n for name, n in (("tp", self.tp), ("dp", self.dp)) if n > 1}
+        sizes |= {
+            name: n for name, n in (("tp", self.tp), ("dp", self.dp), ("cp", self.cp)) if n > 1
+        }
         texts = [self.ours.removeprefix("--schedule "), self.name]
         texts += [f"{name}={n}" for name, n in sizes.items()]
         return ", ".join(filter(None, texts))
 
     @property
     def num_ranks(self) -> int:
-        return self.pp * self.tp * self.dp
+        return self.pp * self.tp * self.dp * self.cp
 
     def command(self, scheduled: str) -> tuple[str, ...]:
         parallel = {"pipeline": self.pp, "tensor": self.tp}
         flags = [f"--{kind}-model-parallel-size {size}" for kind, size in parallel.items()]
+        if self.cp > 1:
+            flags.append(f"--context-parallel-size {self.cp}")
         if "--pipeline-model-parallel-layout" not in self.flags:
             flags.append(f"--segments {self.segments}")
         if "--step-batch-size-schedule" not in self.flags:
@@ -102,6 +107,7 @@ EXPERTS = (
     "--num-experts 2 --moe-aux-loss-coeff 0.01 --moe-router-topk 1 --moe-router-pre-softmax "
     "--disable-bias-linear"
 )
+EP = "--expert-model-parallel-size 2"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 PAIRS = "--overlap-tensor-parallel"
 AFAB_TAIL = "--schedule aiao --aiao-last-segment afab"
@@ -489,6 +495,21 @@ ROWS = (
         tp=2,
         flags=f"{FULL} uniform --distribute-saved-activations",
     ),
+    # Context parallelism; its ranks share the reductions of gradients.
+    Row(
+        name="grouped queries, gradients in buckets",
+        segments=2,
+        cp=2,
+        flags="--group-query-attention --num-query-groups 2 --position-embedding-type rope "
+        f"--overlap-grad-reduce {BUCKETS}",
+    ),
+    Row(
+        name="experts of two context-parallel ranks",
+        segments=2,
+        cp=2,
+        flags=f"{EXPERTS} --moe-token-dispatcher-type alltoall {EP} --calculate-per-token-loss "
+        f"--bf16 {SELECTIVE}",
+    ),
     # Memory and precision.
     Row(name="selective recompute", segments=2, flags=SELECTIVE),
     Row(  # with biases stock's recomputation of an MLP recurses without end
@@ -542,6 +563,12 @@ ROWS = (
         segments=2,
         dp=2,
         flags=f"{EXPERTS} --moe-token-dispatcher-type alltoall",
+    ),
+    Row(
+        name="experts of two ranks, all overlapped",
+        segments=2,
+        dp=2,
+        flags=f"{EXPERTS} --moe-token-dispatcher-type alltoall {EP} {OVERLAP}",
     ),
     Row(
         name="whole experts, recomputed, on tensor-parallel ranks",

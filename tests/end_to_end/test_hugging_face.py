@@ -27,11 +27,50 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 40.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 4096,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+}
 FAMILIES = {
     "llama": {"rope_parameters": LLAMA3_ROPE},
     "mistral": {"sliding_window": None, "head_dim": 16},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 8},
+    "deepseek_v2": {
+        **LATENT,
+        "first_k_dense_replace": 0,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 1,
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 1.5,
+    },
+    "deepseek_v3": {
+        **LATENT,
+        "rope_parameters": YARN,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "num_mtp_layers": 0,
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
 }
 REST = (
@@ -69,10 +108,11 @@ def _difference(family: str, number: int) -> str:
     from megatron.fold3d.training import launch
 
     torch.manual_seed(number)
-    config = AutoConfig.for_model(family, **TINY, **FAMILIES[family])
+    config = AutoConfig.for_model(family, **(TINY | FAMILIES[family]))
     theirs = AutoModelForCausalLM.from_config(config).eval()
-    for parameter in theirs.parameters():  # norms and biases are ones and zeros otherwise
-        torch.nn.init.normal_(parameter, std=0.2)
+    for name, tensor in theirs.state_dict().items():  # norms and biases are ones and zeros
+        if name.endswith(("weight", "bias", "proj")):
+            torch.nn.init.normal_(tensor, std=0.2)
     tokens = torch.randint(0, TINY["vocab_size"], (1, 16))
 
     sys.argv = ["script", *megatron_flags(config.to_dict()), *REST.split()]
@@ -102,7 +142,6 @@ def _difference(family: str, number: int) -> str:
 
 def _as_megatrons(state: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, Any]:
     """Name and arrange weights as Megatron's GPT does."""
-    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
     found = {
         "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
         "decoder.final_layernorm.weight": state["model.norm.weight"],
@@ -114,27 +153,63 @@ def _as_megatrons(state: dict[str, torch.Tensor], config: dict[str, Any]) -> dic
         found[f"{b}.input_layernorm.weight"] = state[f"{a}.input_layernorm.weight"]
         found[f"{b}.pre_mlp_layernorm.weight"] = state[f"{a}.post_attention_layernorm.weight"]
         found[f"{b}.self_attention.linear_proj.weight"] = state[f"{a}.self_attn.o_proj.weight"]
-        for kind in ("weight", "bias"):  # the heads of a group stand together
-            if f"{a}.self_attn.q_proj.{kind}" in state:
-                parts = (
-                    state[f"{a}.self_attn.{name}_proj.{kind}"].unflatten(0, (groups, -1))
-                    for name in "qkv"
+        found |= _attention(state, f"{a}.self_attn", f"{b}.self_attention", config)
+        found |= _gated(state, f"{a}.mlp", f"{b}.mlp")
+        found |= _gated(state, f"{a}.mlp.shared_experts", f"{b}.mlp.shared_experts")
+        if f"{a}.mlp.gate.weight" in state:
+            found |= _experts(state, f"{a}.mlp", f"{b}.mlp")
+    return found
+
+
+def _attention(
+    state: dict[str, torch.Tensor], theirs: str, ours: str, config: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    if "kv_lora_rank" in config:
+        names = {
+            "q_a_proj": "linear_q_down_proj",
+            "q_a_layernorm": "q_layernorm",
+            "q_b_proj": "linear_q_up_proj",
+            "kv_a_proj_with_mqa": "linear_kv_down_proj",
+            "kv_a_layernorm": "kv_layernorm",
+            "kv_b_proj": "linear_kv_up_proj",
+        }
+        return {f"{ours}.{b}.weight": state[f"{theirs}.{a}.weight"] for a, b in names.items()}
+    found = {}
+    for kind in ("weight", "bias"):  # the heads of a group stand together
+        if f"{theirs}.q_proj.{kind}" in state:
+            parts = (
+                state[f"{theirs}.{name}_proj.{kind}"].unflatten(
+                    0, (config["num_key_value_heads"], -1)
                 )
-                joined = torch.cat([*parts], dim=1).flatten(0, 1)
-                found[f"{b}.self_attention.linear_qkv.{kind}"] = joined
-        for name in "qk":
-            if f"{a}.self_attn.{name}_norm.weight" in state:
-                norm = state[f"{a}.self_attn.{name}_norm.weight"]
-                found[f"{b}.self_attention.{name}_layernorm.weight"] = norm
-        if f"{a}.mlp.gate_proj.weight" in state:
-            gate, up = (state[f"{a}.mlp.{name}_proj.weight"] for name in ("gate", "up"))
-            found[f"{b}.mlp.linear_fc1.weight"] = torch.cat([gate, up])
-            found[f"{b}.mlp.linear_fc2.weight"] = state[f"{a}.mlp.down_proj.weight"]
-            continue
-        found[f"{b}.mlp.router.weight"] = state[f"{a}.mlp.gate.weight"]
-        for expert in range(config["num_local_experts"]):
-            of_expert = f"{b}.mlp.experts.local_experts.{expert}"
-            found[f"{of_expert}.linear_fc1.weight"] = state[f"{a}.mlp.experts.gate_up_proj"][expert]
-            found[f"{of_expert}.linear_fc2.weight"] = state[f"{a}.mlp.experts.down_proj"][expert]
-    assert heads % groups == 0
+                for name in "qkv"
+            )
+            found[f"{ours}.linear_qkv.{kind}"] = torch.cat([*parts], dim=1).flatten(0, 1)
+    for name in "qk":
+        if f"{theirs}.{name}_norm.weight" in state:
+            found[f"{ours}.{name}_layernorm.weight"] = state[f"{theirs}.{name}_norm.weight"]
+    return found
+
+
+def _gated(state: dict[str, torch.Tensor], theirs: str, ours: str) -> dict[str, torch.Tensor]:
+    """The weights of a gated layer; none if there is no such layer."""
+    if f"{theirs}.gate_proj.weight" not in state:
+        return {}
+    gate, up = (state[f"{theirs}.{name}_proj.weight"] for name in ("gate", "up"))
+    return {
+        f"{ours}.linear_fc1.weight": torch.cat([gate, up]),
+        f"{ours}.linear_fc2.weight": state[f"{theirs}.down_proj.weight"],
+    }
+
+
+def _experts(state: dict[str, torch.Tensor], theirs: str, ours: str) -> dict[str, torch.Tensor]:
+    found = {f"{ours}.router.weight": state[f"{theirs}.gate.weight"]}
+    if f"{theirs}.gate.e_score_correction_bias" in state:
+        found[f"{ours}.router.expert_bias"] = state[f"{theirs}.gate.e_score_correction_bias"]
+    of_both = zip(
+        state[f"{theirs}.experts.gate_up_proj"], state[f"{theirs}.experts.down_proj"], strict=True
+    )
+    for expert, (gate_and_up, down) in enumerate(of_both):
+        of_expert = f"{ours}.experts.local_experts.{expert}"
+        found[f"{of_expert}.linear_fc1.weight"] = gate_and_up
+        found[f"{of_expert}.linear_fc2.weight"] = down
     return found

@@ -32,7 +32,7 @@ ONE_GROUP_OF_4 = ONE_GROUP.format(m=4)
 
 
 def test_a_script_with_the_two_lines_of_the_page_trains_what_it_trained(tmp_path: Path) -> None:
-    script = _changed("Two lines", tmp_path)
+    script = changed("Two lines", tmp_path)
     ours = _train(script, f"{FLAGS} --schedule aiao --segments 2")
     untouched = FLAGS.replace(DEVICE, "") + " --num-virtual-stages-per-pipeline-rank 2"
     stock = run_distributed(_train_on_cpu, 2, str(SCRIPT), untouched.split())
@@ -42,7 +42,7 @@ def test_a_script_with_the_two_lines_of_the_page_trains_what_it_trained(tmp_path
 
 
 def test_a_script_that_parses_by_itself_takes_the_patches_later(tmp_path: Path) -> None:
-    script = _changed("A script that parses by itself", tmp_path)
+    script = changed("A script that parses by itself", tmp_path)
     untouched = FLAGS.replace(DEVICE, "") + " --num-virtual-stages-per-pipeline-rank 2"
     ours = run_distributed(
         _train_on_cpu, 2, str(script), [*untouched.split(), "--schedule", "breadth-first"]
@@ -58,11 +58,15 @@ def test_a_script_that_parses_by_itself_takes_the_patches_later(tmp_path: Path) 
     ("heading", "flags", "reason"),
     [
         ("Two lines", "--schedule aio", "invalid choice: 'aio'"),
-        ("Two lines", "--schedule aiao --segments auto", "--segments auto: .*give --segments N"),
         (
             "A script that parses by itself",
             "--schedule aiao --segments 2",
             "--segments 2: .*--num-virtual-stages-per-pipeline-rank 2",
+        ),
+        (
+            "A script that parses by itself",
+            "--schedule aiao --segments auto",
+            "--segments auto: .*or parse with fold3d.parse_args",
         ),
     ],
 )
@@ -71,14 +75,14 @@ def test_a_mistake_ends_a_script_in_one_message(
 ) -> None:
     later = heading != "Two lines"
     argv = (FLAGS.replace(DEVICE, "") if later else FLAGS).split() + flags.split()
-    script = str(_changed(heading, tmp_path))
+    script = str(changed(heading, tmp_path))
     codes, said = zip(*run_distributed(_refusal, 2, script, argv, later), strict=True)
     assert codes == (2, 2)
     assert re.fullmatch(rf"own_script.py: error: .*{reason}.*\n", said[0]), said[0]
     assert json.loads(Path(f"{script}0").read_text())["message"]["message"] + "\n" == said[0]
 
 
-def _changed(heading: str, folder: Path) -> Path:
+def changed(heading: str, folder: Path) -> Path:
     """Apply the change that the page shows under a heading; returns the script that results."""
     (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.M | re.S)
     (diff,) = re.findall(r"^```diff\n(.*?)^```$", section, re.M | re.S)
@@ -95,11 +99,11 @@ def _changed(heading: str, folder: Path) -> Path:
 
 
 def _train(script: Path, flags: str) -> list[Record]:
-    records: list[Record] = run_distributed(_run_recorded, 2, str(script), flags.split())
+    records: list[Record] = run_distributed(run_recorded, 2, str(script), flags.split())
     return records
 
 
-def _run_recorded(script: str, argv: Sequence[str]) -> Record:
+def run_recorded(script: str, argv: Sequence[str]) -> Record:
     sys.argv = [script, *argv]
     return recorded(lambda: runpy.run_path(script, run_name="__main__"))
 
@@ -112,7 +116,7 @@ def _train_on_cpu(script: str, argv: Sequence[str]) -> Record:
 
     installs = "fold3d.install" in Path(script).read_text()
     with apply([*cpu.patches(), *(() if installs else (compile_helpers.patch(),))]):
-        return _run_recorded(script, [*OF_CPU, *argv])
+        return run_recorded(script, [*OF_CPU, *argv])
 
 
 def _refusal(script: str, argv: Sequence[str], later: bool) -> tuple[int, str]:
@@ -121,7 +125,7 @@ def _refusal(script: str, argv: Sequence[str], later: bool) -> tuple[int, str]:
 
     launch.PATIENCE_S = 0.0
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"{script}{os.environ['RANK']}"
-    run = _train_on_cpu if later else _run_recorded
+    run = _train_on_cpu if later else run_recorded
     with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as left:
         run(script, argv)
     assert isinstance(left.value.code, int)

@@ -18,6 +18,13 @@ def test_iterations_are_read_with_their_loss_and_norm():
     ]
 
 
+def test_the_loss_of_a_script_of_ones_own_is_read():
+    named = LOG.replace("| lm loss: 4.864507E+00", "| focal loss: 4.5E+00 | z loss: 1.0E+00")
+    assert [row.loss for row in parse(named)] == [4.5, None]
+    beside = LOG.replace("| lm loss:", "| mtp_1 loss: 9.0E+00 | lm loss:")
+    assert [row.loss for row in parse(beside)] == [4.864507, None]
+
+
 def test_a_line_that_is_still_being_written_is_left_out():
     for end in range(len(LOG)):
         assert parse(LOG[:end]) == parse(LOG)[: LOG[:end].count(" |\n")]

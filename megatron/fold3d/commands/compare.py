@@ -122,7 +122,10 @@ def _lines(runs: Sequence[Run], ratio: Ratio | None, warmup: int) -> Iterator[st
         yield from _loss_lines(runs)
     else:
         logless = " and ".join(run.name for run in runs if not run.iterations)
-        yield f"no log of {logless}: speed and losses are not compared"
+        yield (
+            f"no log of {logless}: speed and losses are not compared; write what a run prints to a "
+            ".log file in its folder"
+        )
     yield ""
     yield from _time_lines(runs, width)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fold3d.commands.console import OK, write
+from megatron.fold3d.commands.deepseek_flags import FIELDS, V2, V3, deepseek_flags, yarn_flags
 from megatron.fold3d.observe.fields import parse_json, read_text
 
 DESCRIPTION = """\
@@ -45,10 +46,12 @@ _SIZES = {
     "num_local_experts": "--num-experts",
     "num_experts_per_tok": "--moe-router-topk",
     "router_aux_loss_coef": "--moe-aux-loss-coeff",
-    "attention_dropout": "--attention-dropout",
 }
 _READ = frozenset(
-    ("num_key_value_heads", "head_dim", "rope_theta", "rope_parameters", "rope_scaling")
+    (
+        *("num_key_value_heads", "head_dim", "rope_theta", "rope_parameters", "rope_scaling"),
+        "attention_dropout",
+    )
 )
 _ATTENTION = frozenset(("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"))
 _COMMON = (
@@ -69,7 +72,9 @@ _FAMILIES: Mapping[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "qwen2": (_COMMON | _ATTENTION, ("--add-qkv-bias",)),
     "qwen3": (_COMMON | _ATTENTION, ("--qk-layernorm",)),
     "mixtral": (_COMMON | _EXPERTS | {"sliding_window"}, ()),
+    **dict.fromkeys((V2, V3), (_COMMON | FIELDS, ())),
 }
+_LATENT = (V2, V3)
 _ALWAYS = ("--swiglu", "--normalization RMSNorm", "--position-embedding-type rope")
 _MUST_BE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "hidden_act": (lambda value: value == "silu", "silu, which --swiglu computes"),
@@ -146,11 +151,23 @@ def megatron_flags(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _flags(config: Mapping[str, Any]) -> Iterator[str]:
+    latent = config["model_type"] in _LATENT
     for name, flag in _SIZES.items():
-        if config.get(name) is not None:
+        if config.get(name) is not None and not (latent and name in _EXPERTS):
             yield f"{flag} {config[name]}"
-    yield "--hidden-dropout 0"
+    # Megatron's defaults are others.
+    yield f"--hidden-dropout 0 --attention-dropout {config.get('attention_dropout') or 0}"
     yield f"--max-position-embeddings {config.get('max_position_embeddings', 2048)}"
+    if latent:
+        yield from deepseek_flags(config)
+    else:
+        yield from _heads(config)
+    if not config.get("tie_word_embeddings", False):
+        yield "--untie-embeddings-and-output-weights"
+    yield from _rotary(config, latent)
+
+
+def _heads(config: Mapping[str, Any]) -> Iterator[str]:
     heads = config["num_attention_heads"]
     if (groups := config.get("num_key_value_heads") or heads) != heads:
         yield f"--group-query-attention --num-query-groups {groups}"
@@ -158,12 +175,9 @@ def _flags(config: Mapping[str, Any]) -> Iterator[str]:
         "hidden_size"
     ]:
         yield f"--kv-channels {size}"
-    if not config.get("tie_word_embeddings", False):
-        yield "--untie-embeddings-and-output-weights"
-    yield from _rotary(config)
 
 
-def _rotary(config: Mapping[str, Any]) -> Iterator[str]:
+def _rotary(config: Mapping[str, Any], latent: bool) -> Iterator[str]:
     """Yield the base of rotary embeddings, and how they are stretched."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     base = rope.pop("rope_theta", config.get("rope_theta") or 10_000)
@@ -171,11 +185,15 @@ def _rotary(config: Mapping[str, Any]) -> Iterator[str]:
         raise ValueError(f"found rope_theta={base}; --rotary-base is a whole number")
     yield f"--rotary-base {int(base)}"
     kind = rope.pop("rope_type", rope.pop("type", "default"))
+    if latent and (kind == "yarn" if rope else kind == "default"):
+        yield from yarn_flags(rope)
+        return
     if kind == "default" and not rope:
         return
     factor = rope.pop("factor", None)
     if kind != "llama3" or factor is None or rope != _LLAMA3:
         raise ValueError(
-            f"found rope_type={kind!r} with {rope}; Megatron has default, and llama3 with {_LLAMA3}"
+            f"found rope_type={kind!r} with {rope}; Megatron has default, and "
+            + ("yarn" if latent else f"llama3 with {_LLAMA3}")
         )
     yield f"--use-rope-scaling --rope-scaling-factor {factor}"

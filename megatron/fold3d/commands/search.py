@@ -200,15 +200,17 @@ def _assumptions(text: str) -> frozenset[str]:
 
 def _lines(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str]:
     found, stock = answer.found, answer.found.best_stock
+    rows = [*found.best, *([stock] if stock and stock not in found.best else ())]
+    width = max([19, *(len(row.candidate.name) for row in rows)])
     yield (
-        f"{'schedule':<19} {'dp':>4} {'pp':>3} {'tp':>3} {'seg':>3} {'mbs':>3} {'group':>5} "
+        f"{'schedule':<{width}} {'dp':>4} {'pp':>3} {'tp':>3} {'seg':>3} {'mbs':>3} {'group':>5} "
         f"{'share':>5} {'optimizer':<11} {'recompute':<9} {'iteration':>9} {'memory':>9} "
         f"{'bubble':>6} {'DP.sync':>7} {'PP.sync':>7}  limited by"
     )
-    yield from map(_line, found.best)
+    yield from (_line(row, width) for row in found.best)
     if stock and stock not in found.best:
         yield "best of stock Megatron:"
-        yield _line(stock)
+        yield _line(stock, width)
     yield f"{found.considered} considered, {found.too_large} too large for memory"
     if any(choice.candidate.offload for choice in found.best):
         yield "+offload: no GPU has timed it; rows have it where no recomputation makes AIAO fit"
@@ -276,17 +278,19 @@ def _assumptions_of(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Ite
         yield f"  {gain:>6.1%}  if {assumption}"
 
 
-def _line(choice: JudgedCandidate) -> str:
+def _line(choice: JudgedCandidate, width: int) -> str:
     candidate, spent = choice.candidate, choice.exposed
     setup, share = candidate.setup, candidate.backward_share
     shares = (spent.share(s) for s in (spent.bubble_s, spent.grad_sync_s, spent.p2p_s))
     recompute = "by stage" if candidate.recompute_layers else setup.recompute
+    time_s = choice.iteration_s
+    time = f"{time_s:.3f}s" if time_s >= 0.1 else f"{1e3 * time_s:.3f}ms"
     return (
-        f"{candidate.name:<19} {setup.data_parallel:>4} {candidate.num_ranks:>3} "
+        f"{candidate.name:<{width}} {setup.data_parallel:>4} {candidate.num_ranks:>3} "
         f"{setup.tensor_parallel:>3} {candidate.num_segments:>3} {setup.microbatch_size:>3} "
         f"{candidate.group_size or '-':>5} {'-' if share is None else share:>5} "
         f"{'distributed' if setup.distributed_optimizer else 'whole':<11} "
-        f"{recompute:<9} {choice.iteration_s:>8.3f}s {choice.device_bytes / 2**30:>5.1f} GiB "
+        f"{recompute:<9} {time:>9} {choice.device_bytes / 2**30:>5.1f} GiB "
         "{:>6.1%} {:>7.1%} {:>7.1%}".format(*shares)
         + f"  {choice.limit}"
     )

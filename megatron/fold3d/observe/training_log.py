@@ -9,7 +9,8 @@ from statistics import median, quantiles
 _ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|(.*)")
 _FIELDS = {
     "elapsed_ms": re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)"),
-    "loss": re.compile(r"lm loss: (\S+)"),
+    # Megatron's, or where a script has a loss of its own the first that is named so.
+    "loss": re.compile(r"(?:.*\| lm loss|.*?\|[^|:]* loss): (\S+)"),
     "grad_norm": re.compile(r"grad norm: (\S+)"),
     "batch_size": re.compile(r"global batch size: +(\d+)"),
     "tflops": re.compile(r"throughput per GPU \(TFLOP/s/GPU\): ([\d.]+)"),

@@ -4,13 +4,15 @@ Megatron reads its flag for virtual stages before there is a process group, so t
 through torchrun's store. Measurements are kept for later runs of the same shape.
 """
 
+import json
 import os
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from megatron.fold3d.config.layer_split import num_layers
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
@@ -19,14 +21,18 @@ from megatron.fold3d.training.measure_worker import meeting_point
 from megatron.fold3d.training.measurement_cache import MeasurementCache
 
 PATIENCE_S = 600.0
+_PLAIN = (str, int, float, bool)
 
 
-def choose_segments(args: Namespace, argv: Sequence[str]) -> tuple[int, str]:
+def choose_segments(
+    args: Namespace, argv: Sequence[str], defaults: Mapping[str, Any]
+) -> tuple[int, str]:
     """Return the number of segments, the same on every rank, and on the first rank the reason.
 
     Args:
         args: Megatron's namespace, as parsed.
-        argv: the flags it was parsed from.
+        argv: the flags it was parsed from; a script's own may be among them.
+        defaults: values of flags that are not given, by their attributes' names.
 
     Raises:
         ValueError: there is no torchrun, or what is to be trained cannot be measured.
@@ -39,7 +45,7 @@ def choose_segments(args: Namespace, argv: Sequence[str]) -> tuple[int, str]:
     store = meeting_point("segments")
     if os.environ["RANK"] != "0":
         if store.get("measure") == b"1":
-            measure(argv)
+            measure(argv, defaults)
         return int(store.get("segments")), ""
     kept = MeasurementCache(args)
     measured = kept.read()
@@ -47,7 +53,7 @@ def choose_segments(args: Namespace, argv: Sequence[str]) -> tuple[int, str]:
     source = f"measured earlier, in {kept.path}"
     if measured is None:
         measured, source = (
-            HardwareProfile.from_json(measure(argv)),
+            HardwareProfile.from_json(measure(argv, defaults)),
             f"measured now, kept in {kept.path}",
         )
         kept.write(measured)
@@ -57,8 +63,12 @@ def choose_segments(args: Namespace, argv: Sequence[str]) -> tuple[int, str]:
     return choice.num_segments, f"{choice}; {source}"
 
 
-def measure(argv: Sequence[str]) -> str:
+def measure(argv: Sequence[str], defaults: Mapping[str, Any]) -> str:
     """Run this rank's measuring process; returns, on the first rank, what it has measured.
+
+    Args:
+        argv: flags of Megatron and of ours; others are left unread.
+        defaults: values of flags that are not given; those alone that JSON has a form for.
 
     Raises:
         ValueError: it failed.
@@ -67,7 +77,9 @@ def measure(argv: Sequence[str]) -> str:
     with TemporaryDirectory(prefix="fold3d-") as folder:
         found = Path(folder) / "measured.json"
         module = "megatron.fold3d.training.measure_worker"
-        command = [sys.executable, "-m", module, str(found), *argv, "--segments", "1"]
+        plain = {name: value for name, value in defaults.items() if isinstance(value, _PLAIN)}
+        before = [sys.executable, "-m", module, str(found), json.dumps(plain)]
+        command = [*before, *argv, "--segments", "1"]
         try:
             job = subprocess.run(
                 command,

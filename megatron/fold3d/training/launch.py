@@ -132,17 +132,14 @@ def prepare(
         target.set_world_size(args)
     _check(args, [] if builds_own_model else [*data_problems(args, may_mock=family == "gpt")])
     if args.segments == AUTO:
-        if builds_own_model:
-            raise ValueError(
-                "--segments auto: it measures a layer of pretrain_gpt.py's model, and this script "
-                "may build another; give --segments N"
-            )
         if target is not None:
             raise ValueError(
                 "--segments auto with --check: it measures the hardware that trains; give "
                 "--segments N, `fold3d search` tells which"
             )
-        args = _with_chosen_segments(args)
+        sys.argv += ["--segments", _chosen_segments(args, defaults, builds_own_model)]
+        args = parse_args(add_all, ignore_unknown_args)
+        Fold3DConfig.from_args(args)
     patched.enter_context(fold3d_patches.install_platform(device))
     if target is not None and lacks_gpu:
         patched.enter_context(fold3d_patches.install_absent_gpu(target.is_blackwell))
@@ -235,19 +232,19 @@ def refuse(error: Exception) -> int:
     return 2
 
 
-def _with_chosen_segments(args: Namespace) -> Namespace:
-    """Return the namespace of the same command with a number for ``--segments auto``."""
-    from megatron.training.arguments import parse_args
-
+def _chosen_segments(args: Namespace, defaults: Mapping[str, Any], builds_own_model: bool) -> str:
+    """Return the number for ``--segments auto``, and print on the first rank why."""
     from megatron.fold3d.training.choose_segments import choose_segments
 
-    num_segments, reason = choose_segments(args, sys.argv[1:])
+    num_segments, reason = choose_segments(args, sys.argv[1:], defaults)
     if reason:
         sys.stderr.write(f"{_script()}: --segments auto: {reason}\n")
-    sys.argv += ["--segments", str(num_segments)]
-    args = parse_args(partial(_add_arguments, None))
-    Fold3DConfig.from_args(args)
-    return args
+    if reason and builds_own_model:
+        sys.stderr.write(
+            f"{_script()}: --segments auto: measured is a layer of the GPT that Megatron's flags "
+            "describe; if this script's layers take other times, try other --segments N too\n"
+        )
+    return str(num_segments)
 
 
 def _num_microbatches(args: Namespace) -> int:

@@ -1,11 +1,13 @@
 """Measure a run's hardware, in one process per rank that is not the rank's own.
 
-``python -m megatron.fold3d.training.measure_worker FILE ...``, with Megatron's flags. These
-processes make the job's process groups, compute a layer of its model, send its messages, and are
-gone: the job itself has not yet made a group, drawn a random number or taken a byte of the GPU's
-memory.
+``python -m megatron.fold3d.training.measure_worker FILE DEFAULTS ...``, with Megatron's flags, and
+perhaps a script's own among them; the defaults are an object in JSON, of attributes that no flag
+sets. These processes make the job's process groups, compute a layer of its model, send its
+messages, and are gone: the job itself has not yet made a group, drawn a random number or taken a
+byte of the GPU's memory.
 """
 
+import json
 import logging
 import os
 import sys
@@ -43,11 +45,11 @@ _CHANGED = {
 def main(argv: Sequence[str]) -> int:
     """Measure, and write what was found to the file that is named first, on rank 0."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    file, *flags = argv
+    file, defaults, *flags = argv
     sys.argv[1:] = flags  # where Megatron reads them
     logging.disable(logging.INFO)
     with ExitStack() as patched:
-        args = _start_megatron(patched)
+        args = _start_megatron(patched, json.loads(defaults))
         measured = _measure(args, torch.device(args.device))
         if dist.get_rank() == 0:
             Path(file).write_text(measured.to_json(), encoding="utf-8")
@@ -66,7 +68,7 @@ def meeting_point(name: str) -> Any:
     )
 
 
-def _start_megatron(patched: ExitStack) -> Namespace:
+def _start_megatron(patched: ExitStack, defaults: dict[str, Any]) -> Namespace:
     """Validate the flags and make the process groups, as a run does before it builds its model."""
     from megatron.training.arguments import parse_args, validate_args
     from megatron.training.global_vars import set_global_variables
@@ -74,7 +76,9 @@ def _start_megatron(patched: ExitStack) -> Namespace:
 
     import fold3d_patches
 
-    args: Namespace = parse_args(add_arguments)
+    args: Namespace = parse_args(add_arguments, ignore_unknown_args=True)
+    not_given = {name: defaults[name] for name in defaults if getattr(args, name, None) is None}
+    vars(args).update(not_given)
     vars(args).update(_CHANGED, num_layers=args.pipeline_model_parallel_size)
     patched.enter_context(fold3d_patches.install_platform(args.device))
     validate_args(args, megatron_defaults(args))

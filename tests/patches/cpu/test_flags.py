@@ -29,8 +29,6 @@ def test_a_users_flag_wins(parse) -> None:
     "words",
     [
         ("--transformer-impl", "transformer_engine"),
-        ("--context-parallel-size", "2"),
-        ("--expert-model-parallel-size", "2"),
         ("--profile",),
         ("--record-memory-history",),
         ("--distributed-backend", "nccl"),
@@ -52,6 +50,12 @@ def test_the_profiler_of_torch_runs_on_a_cpu(parse) -> None:
     [
         ("--multi-latent-attention --qk-layernorm", "--q-lora-rank 8"),
         ("--num-experts 2", "--disable-bias-linear"),
+        ("--context-parallel-size 2 --cp-comm-type p2p", "--cp-comm-type all_gather"),
+        (
+            "--num-experts 4 --disable-bias-linear --tensor-model-parallel-size 2 "
+            "--moe-token-dispatcher-type alltoall --expert-model-parallel-size 2",
+            "--expert-tensor-parallel-size 1",
+        ),
     ],
 )
 def test_what_the_layers_for_cpus_lack_is_refused_with_its_fix(parse, words: str, fix: str) -> None:

@@ -15,7 +15,7 @@ DEVICES = ("cuda", "cuda:1", torch.device("cuda"), torch.device("cuda", 1), 0)
 @pytest.mark.parametrize("name", FACTORIES)
 def test_a_factory_allocates_on_the_cpu(name: str, device: object) -> None:
     first = torch.ones(2) if name.endswith("_like") else [1.0] if name == "tensor" else 1
-    made = getattr(torch, name)(first, device=device, dtype=torch.float64)
+    made = getattr(torch, name)(first, device=device, dtype=torch.float64, pin_memory=True)
     assert (made.device.type, made.dtype) == ("cpu", torch.float64)
 
 

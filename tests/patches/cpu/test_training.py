@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,13 +82,41 @@ def test_the_distributed_optimizer_resumes_bit_for_bit(
         assert after.optimizer == before.optimizer
 
 
-def test_sequence_parallelism_trains_what_tensor_parallelism_trains() -> None:
-    flags = f"{DROPOUT} --hidden-dropout 0 --attention-dropout 0"
-    plain, sequence = (
-        run_distributed(trained, 2, f"{flags} {more}")[0].iterations
-        for more in ("", "--sequence-parallel")
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+ROPE = "--position-embedding-type rope --group-query-attention --num-query-groups 2"
+EXPERTS = "--num-experts 4 --moe-token-dispatcher-type alltoall --disable-bias-linear"
+
+
+@pytest.mark.parametrize(
+    ("flags", "more"),
+    [
+        ("--tensor-model-parallel-size 2", "--sequence-parallel"),
+        (f"{ROPE} --micro-batch-size 2", "--context-parallel-size 2"),
+    ],
+    ids=["sequence", "context"],
+)
+def test_ranks_that_share_sequences_train_what_whole_sequences_train(flags: str, more: str) -> None:
+    plain, shared = (
+        run_distributed(trained, 2, f"{NO_DROPOUT} --train-iters 2 {flags} {line}")[0].iterations
+        for line in ("", more)
     )
-    for values, others in zip(plain, sequence, strict=True):
-        numbers = [[float.fromhex(value) for value in row.values()] for row in (values, others)]
-        # Not bit for bit: sums over the sequence are made of one part per rank.
-        assert numbers[0] == pytest.approx(numbers[1], rel=1e-5)
+    assert numbers(shared) == near(plain)
+
+
+def test_ranks_that_share_experts_train_what_whole_layers_train(tmp_path: Path) -> None:
+    flags = f"{NO_DROPOUT} {EXPERTS}"  # from one checkpoint: each initializes experts in its way
+    run_distributed(trained, 2, f"{flags} --train-iters 1 --save {tmp_path} --save-interval 1")
+    whole, shared = (
+        run_distributed(trained, 2, f"{flags} --load {tmp_path} --finetune --train-iters 2 {more}")
+        for more in ("", "--expert-model-parallel-size 2")
+    )
+    assert numbers(shared[0].iterations) == near(whole[0].iterations)
+
+
+def numbers(iterations: Sequence[dict[str, str]]) -> list[dict[str, float]]:
+    return [{name: float.fromhex(text) for name, text in row.items()} for row in iterations]
+
+
+def near(iterations: Sequence[dict[str, str]]) -> list[Any]:
+    """Not bit for bit: sums are made of one part per rank."""
+    return [pytest.approx(row, rel=1e-5) for row in numbers(iterations)]
