@@ -140,6 +140,7 @@ def _install(
     # The outermost first: what is off is not here, and is not imported.
     features, patches = _joined(
         _preemption(config, communicator),
+        _hierarchical_sync(config),
         _transfers(config, communicator, recorder),
         _pairs(config, recorder),
         _recorded_actions(recorder),
@@ -194,6 +195,15 @@ def _preemption(config: "Fold3DConfig", communicator: "PreemptiveCommunicator | 
     from megatron.fold3d.runtime.preemption.preemption import Preemption
 
     return (Preemption(communicator, _timeout(config), config.dp_traffic_class),), ()
+
+
+def _hierarchical_sync(config: "Fold3DConfig") -> "Part":
+    if not config.hierarchical_dp_sync:
+        return (), ()
+
+    from megatron.fold3d.runtime.grad_sync.hierarchical_sync import HierarchicalSync
+
+    return (HierarchicalSync(_timeout(config), config.dp_traffic_class),), ()
 
 
 def _transfers(
@@ -301,6 +311,7 @@ def _grad_sync(
         auto=_auto_shares(config),
         recorder=recorder,
         traffic_class=config.dp_traffic_class,
+        **_connects(config),
     )
     return (make_feature(deferred),), (
         checkpoint_and_decide_exit.patch(deferred),
@@ -309,6 +320,16 @@ def _grad_sync(
         scale_gradients.patch(deferred),
         zero_grad_buffer.patch(deferred),
     )
+
+
+def _connects(config: "Fold3DConfig") -> dict[str, Any]:
+    """Return what makes the process groups of deferred reductions, if they are not plain ones."""
+    if not config.hierarchical_dp_sync:
+        return {}
+
+    from megatron.fold3d.runtime.grad_sync.hierarchical_sync import connect_with_nodes
+
+    return {"connect": connect_with_nodes}
 
 
 def _replicated_steps(config: "Fold3DConfig", plans: "Plans") -> "Part":
