@@ -10,7 +10,7 @@ FILE = ("costs",)
 MODEL = (
     *("model", "cluster", "tp", "dp", "micro_batch_size", "recompute"),
     *("distributed_optimizer", "fp32", "layer_forward_s", "task_overhead_s"),
-    "iteration_overhead_s",
+    *("iteration_overhead_s", "hierarchical_dp_sync"),
 )
 
 
@@ -52,6 +52,12 @@ def add_cost_flags(parser: ArgumentParser, *, models: str = ONE_OF, nodes: str =
     model.add_argument("--micro-batch-size", type=int, metavar="N", help="sequences (default: 1)")
     model.add_argument("--recompute", choices=("none", "selective", "full"), help="(default: none)")
     model.add_argument("--distributed-optimizer", action="store_true", default=None)
+    model.add_argument(
+        "--hierarchical-dp-sync",
+        action="store_true",
+        default=None,
+        help="sum gradients inside nodes first, where replicas share nodes",
+    )
     model.add_argument("--fp32", action="store_true", default=None, help="instead of 16 bits")
 
 

@@ -14,6 +14,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron.fold3d.commands.console import counted
+from megatron.fold3d.commands.hierarchical_gain import hierarchical_gain
 from megatron.fold3d.commands.megatron_flags import shape_of
 from megatron.fold3d.commands.plan_source import in_words
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
@@ -121,6 +122,7 @@ class _Expected:
     peaks: tuple[float, ...]
     exposed: str
     notes: tuple[str, ...]
+    gains: tuple[str, ...]
 
     @classmethod
     def of(cls, args: Namespace, plan: Plan | None, target: Target) -> "_Expected":
@@ -141,6 +143,11 @@ class _Expected:
             tuple(rank.device.peak_bytes for rank in memory(timeline, known.footprint)),
             ", ".join(f"{name} {row.share(seconds):.0%}" for name, seconds in parts.items()),
             tuple(_left_out(args)),
+            tuple(
+                hierarchical_gain(candidate, shape, target.cluster, _layers(args))
+                if target.cluster
+                else ()
+            ),
         )
 
     def lines(self, target: Target) -> Iterator[str]:
@@ -167,6 +174,7 @@ class _Expected:
                     f"  little is left of {limit / _GIB:.0f} GiB for CUDA, NCCL and the allocator"
                 )
             yield f"iteration: {self.iteration_s:.3f} s on {known.name}, predicted: {self.exposed}"
+            yield from self.gains
         if self.notes:
             yield f"not in these estimates: {', '.join(self.notes)}"
 
@@ -191,6 +199,8 @@ def _candidate(args: Namespace) -> Candidate:
             fp32=not (args.bf16 or args.fp16),
             context_parallel=args.context_parallel_size,
             expert_parallel=args.expert_model_parallel_size,
+            hierarchical_sync=config.hierarchical_dp_sync,
+            order="tp-pp-dp" if args.use_tp_pp_dp_mapping else "tp-dp-pp",
         ),
         num_ranks=config.num_ranks,
         num_segments=config.num_segments,
