@@ -6,7 +6,7 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ FLAGS = (
     "--eval-interval 100 --transformer-impl local --pipeline-model-parallel-size 2 --mock-data "
     "--schedule aiao --overlap-grad-reduce"
 )
+MANY_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
 def test_the_plan_the_memory_and_the_time_are_told_without_a_gpu() -> None:
@@ -41,6 +42,18 @@ def test_the_plan_the_memory_and_the_time_are_told_without_a_gpu() -> None:
     )
     assert re.fullmatch(predicted, lines[3])
     assert len(lines) == 4
+
+
+def test_it_is_told_whether_sums_inside_nodes_pay() -> None:
+    argv = "--segments 2 --hierarchical-dp-sync auto --check a100-80gx32-100g"
+    ((code, out, err),) = run_distributed(_run, 1, None, f"{FLAGS} {argv}".split(), MANY_QUEUES)
+    assert code == 0, err
+    last = out.splitlines()[-1]
+    assert re.fullmatch(
+        r"--hierarchical-dp-sync auto: DP.sync of the largest stage takes \d+\.\d ms in place of "
+        r"\d+\.\d ms: it pays",
+        last,
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,9 +89,13 @@ def test_a_script_of_ones_own_ends_where_it_would_begin(tmp_path: Path) -> None:
     assert out.splitlines()[-1].startswith("no prediction of time; --check CLUSTER")
 
 
-def _run(script: str | None, argv: Sequence[str]) -> tuple[int, str, str]:
+def _run(
+    script: str | None, argv: Sequence[str], environment: Mapping[str, str] = {}
+) -> tuple[int, str, str]:
     """Run a script as on a login node; returns its exit code, stdout and stderr."""
     import pretrain_gpt
+
+    os.environ.update(environment)
 
     for name in OF_A_JOB:
         os.environ.pop(name, None)
