@@ -30,7 +30,7 @@ _OPTIMIZER = "--use-distributed-optimizer --overlap-param-gather"
 
 def variants(segments: int) -> Iterator[Variant]:
     """Yield one ring, what sums inside nodes first, and the distributed optimizer."""
-    aiao = f"--schedule aiao --segments {segments} --overlap-grad-reduce"
+    aiao = f"--schedule aiao --segments {segments} --bf16 --overlap-grad-reduce"
     for name, flags in {
         "ring": "",
         "nodes": _INSIDE,
