@@ -6,6 +6,7 @@ from fold3d_patches.registry import Patch
 def patches() -> tuple[Patch, ...]:
     """Everything that ``--device cpu`` replaces."""
     from fold3d_patches.cpu import (
+        all_gather,
         attention,
         compiler,
         data_loader,
@@ -25,6 +26,7 @@ def patches() -> tuple[Patch, ...]:
         *tensor_placement.patches(),
         *compiler.patches(),
         initialize.patch(),
+        all_gather.patch(),
         data_loader.patch(),
         layer_norm.patch(),
         attention.patch(),
