@@ -145,7 +145,7 @@ def _pass_on(group: dist.ProcessGroup, leaving: torch.Tensor, arriving: torch.Te
 _RINGS: dict[str, Ring] = {
     "reduce_scatter_single": reduce_scatter,
     "reduce_scatter_single_coalesced": reduce_scatter,
-    "all_gather_single": all_gather,  # coalesced ones too: a patch for CPUs gathers one by one
+    "all_gather_single": all_gather,  # and coalesced ones, which `--device cpu` starts one by one
 }
 
 
