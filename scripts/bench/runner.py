@@ -32,6 +32,7 @@ class Bench:
     real_time: bool
     timeout_s: float
     logs: Path
+    ranks_per_host: int = 1
 
     def run(self, variant: Variant, number: int) -> Run:
         """Run a variant once; round 0 is the one without shaped links."""
@@ -40,7 +41,8 @@ class Bench:
         shutil.rmtree(logs, ignore_errors=True)
         argv = [*self.rank_flags, "--", *self.job.flags(), *variant.flags]
         clock = _CpuClock()
-        with Testbed(self.job.world_size, link) as testbed:
+        hosts = self.job.world_size // self.ranks_per_host
+        with Testbed(hosts, link, self.ranks_per_host) as testbed:
             ranks = testbed.fork(partial(_train, argv), logs)
             timed = (self.warmup, self.job.num_iterations)
             meter = _Meter(testbed, ranks, timed, self.real_time)

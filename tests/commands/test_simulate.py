@@ -574,3 +574,16 @@ def test_ranks_whose_nodes_differ_are_refused(fold3d, tmp_path):
     )
     assert code == 2
     assert "through different switches; give sizes whose pipeline ranks fill switches evenly" in err
+
+
+def test_sums_inside_nodes_take_less_of_a_slow_network(fold3d):
+    line = (
+        "simulate --schedule aiao --pp 2 --segments 2 --microbatches 2 --model 24-2048-16 "
+        "--cluster a100x32-25g --json"
+    )
+    code, out, _ = fold3d(f"{line} --hierarchical-dp-sync")
+    assert code == 0
+    assert json.loads(out)["period_s"] < 0.75 * json.loads(fold3d(line)[1])["period_s"]
+    code, _, err = fold3d(f"{line} --hierarchical-dp-sync --distributed-optimizer")
+    assert code == 2
+    assert "--hierarchical-dp-sync with --distributed-optimizer: a rank's shard" in err

@@ -6,7 +6,7 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ FLAGS = (
     "--schedule aiao --overlap-grad-reduce"
 )
 SPLITS = "--no-gradient-accumulation-fusion"
+MANY_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
 def test_the_plan_the_memory_and_the_time_are_told_without_a_gpu() -> None:
@@ -54,6 +55,18 @@ def test_what_auto_would_try_is_told_without_a_gpu() -> None:
     assert lines[at + 1].startswith("  stock's order  --schedule interleaved  ")
     assert re.fullmatch(
         r"  tries +--schedule .* --delay-weight-grads auto .* s  \d\.\d\d x", lines[at + 2]
+    )
+
+
+def test_it_is_told_whether_sums_inside_nodes_pay() -> None:
+    argv = "--segments 2 --hierarchical-dp-sync auto --check a100-80gx32-100g"
+    ((code, out, err),) = run_distributed(_run, 1, None, f"{FLAGS} {argv}".split(), MANY_QUEUES)
+    assert code == 0, err
+    last = out.splitlines()[-1]
+    assert re.fullmatch(
+        r"--hierarchical-dp-sync auto: DP.sync of the largest stage takes \d+\.\d ms in place of "
+        r"\d+\.\d ms: it pays",
+        last,
     )
 
 
@@ -90,9 +103,13 @@ def test_a_script_of_ones_own_ends_where_it_would_begin(tmp_path: Path) -> None:
     assert out.splitlines()[-1].startswith("no prediction of time; --check CLUSTER")
 
 
-def _run(script: str | None, argv: Sequence[str]) -> tuple[int, str, str]:
+def _run(
+    script: str | None, argv: Sequence[str], environment: Mapping[str, str] = {}
+) -> tuple[int, str, str]:
     """Run a script as on a login node; returns its exit code, stdout and stderr."""
     import pretrain_gpt
+
+    os.environ.update(environment)
 
     for name in OF_A_JOB:
         os.environ.pop(name, None)

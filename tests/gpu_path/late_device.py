@@ -177,7 +177,16 @@ class Stream:
         return event
 
     def wait_event(self, event: "Event") -> None:
-        if event.item is not None:
+        if event.item is None:
+            return
+        device = self._device
+        if (
+            self is device.compute
+            and threading.get_ident() == device.host
+            and not device.runs_ahead
+        ):
+            event.item.wait()  # the host's operators run at once: it must not go on
+        else:
             self.launch(None, [event.item])
 
     def wait_stream(self, stream: "Stream") -> None:

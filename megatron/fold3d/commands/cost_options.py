@@ -151,6 +151,11 @@ def _from_model(args: Namespace, plan: Plan) -> Source:
         )
     shape, cluster = named_hardware(args)
     tp = 1 if args.tp is None else args.tp
+    if args.hierarchical_dp_sync and args.distributed_optimizer:
+        raise ValueError(
+            "--hierarchical-dp-sync with --distributed-optimizer: a rank's shard is not the part "
+            "that it sums inside its node; drop one of the two"
+        )
     setup = Setup(
         tensor_parallel=tp,
         data_parallel=_data_parallel(args.dp, tp, plan.num_ranks, cluster),
@@ -160,6 +165,7 @@ def _from_model(args: Namespace, plan: Plan) -> Source:
         recompute=args.recompute or "none",
         order="tp-pp-dp" if args.use_tp_pp_dp_mapping else "tp-dp-pp",
         fp32=bool(args.fp32),
+        hierarchical_sync=bool(args.hierarchical_dp_sync),
     )
     if shape.num_layers % plan.num_stages:
         raise ValueError(_uneven(shape, plan))

@@ -14,6 +14,7 @@ from megatron.fold3d.commands.goodput_options import (
     goodput_of,
 )
 from megatron.fold3d.commands.hardware_options import add_hardware_options, named_hardware
+from megatron.fold3d.commands.hierarchical_gain import hierarchical_gain
 from megatron.fold3d.commands.megatron_flags import Described, from_flags, from_script
 from megatron.fold3d.commands.training_flags import check_trains, training_flags
 from megatron.fold3d.predict.cost_model.cluster import Cluster
@@ -221,6 +222,8 @@ def _lines(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str
             "no GPU has timed it"
         )
     yield from _bought(found)
+    if answer.ours is not None:
+        yield from hierarchical_gain(answer.ours.candidate, shape, cluster)
     yield from _assumptions_of(answer, shape, cluster)
     if answer.best.candidate.is_stock:
         yield "AIAO gains nothing here, use these stock flags:"
@@ -319,6 +322,7 @@ def _as_json(answer: _Answer, shape: ModelShape, cluster: Cluster) -> dict[str, 
             "places_weight_grads": c.places_weight_grads,
             "forwards_ahead": c.forwards_ahead,
             "distributed_optimizer": setup.distributed_optimizer,
+            "hierarchical_dp_sync": setup.hierarchical_sync,
             "layers": c.layers or None,
             "recompute": setup.recompute,
             "recompute_layers": c.recompute_layers or None,

@@ -76,6 +76,8 @@ def _schedule(candidate: Candidate) -> Iterator[str]:
         yield "--overlap-grad-reduce"
     if candidate.setup.distributed_optimizer:
         yield "--use-distributed-optimizer --overlap-param-gather"
+    if candidate.setup.hierarchical_sync:
+        yield "--hierarchical-dp-sync auto"
     if candidate.shards != "off":
         yield f"--shard-segments {candidate.shards}"
     if candidate.replicated:

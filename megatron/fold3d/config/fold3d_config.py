@@ -53,6 +53,8 @@ class Fold3DConfig:
         microbatch_flops: of the model's forward and backward, for the trace; 0 if unknown.
         cuts_every_segment: whether every segment's gradients are reduced in buckets.
         slices_dp_sync: whether the plan starts DP.sync in slices, one before each computation.
+        hierarchical_dp_sync: whether gradients are summed inside nodes first, where replicas share
+            them.
         receives_late: whether receives are posted where they hold up nothing in a hardware queue
             that all streams share.
         gathers_params: whether the plan gathers parameters that are updated in shards.
@@ -112,6 +114,7 @@ class Fold3DConfig:
     offload_everything: bool = False
     cuts_every_segment: bool = False
     slices_dp_sync: bool = False
+    hierarchical_dp_sync: bool = False
     receives_late: bool = False
     gathers_params: bool = False
     shards_params: bool = False

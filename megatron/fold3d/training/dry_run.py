@@ -15,6 +15,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron.fold3d.commands.auto_options import lines as lines_of_auto
 from megatron.fold3d.commands.console import counted
+from megatron.fold3d.commands.hierarchical_gain import hierarchical_gain
 from megatron.fold3d.commands.megatron_flags import shape_of
 from megatron.fold3d.commands.plan_source import in_words
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
@@ -126,6 +127,7 @@ class _Expected:
     peaks: tuple[float, ...]
     exposed: str
     notes: tuple[str, ...]
+    gains: tuple[str, ...]
     auto: tuple[Predicted, ...] = ()
     """With --schedule auto: stock's order, and what it would try."""
 
@@ -148,6 +150,11 @@ class _Expected:
             tuple(rank.device.peak_bytes for rank in memory(timeline, known.footprint)),
             ", ".join(f"{name} {row.share(seconds):.0%}" for name, seconds in parts.items()),
             tuple(_left_out(args)),
+            tuple(
+                hierarchical_gain(candidate, shape, target.cluster, _layers(args))
+                if target.cluster
+                else ()
+            ),
             _tried(args, known, candidate) if target.cluster and args.schedule == "auto" else (),
         )
 
@@ -179,6 +186,7 @@ class _Expected:
             stock, *tried = self.auto
             yield "--schedule auto measures, and is then predicted to try:"
             yield from (f"  {line}" for line in lines_of_auto(stock, tried))
+            yield from self.gains
         if self.notes:
             yield f"not in these estimates: {', '.join(self.notes)}"
 
@@ -203,6 +211,7 @@ def _candidate(args: Namespace) -> Candidate:
             fp32=not (args.bf16 or args.fp16),
             context_parallel=args.context_parallel_size,
             expert_parallel=args.expert_model_parallel_size,
+            hierarchical_sync=config.hierarchical_dp_sync,
             order="tp-pp-dp" if args.use_tp_pp_dp_mapping else "tp-dp-pp",
         ),
         num_ranks=config.num_ranks,

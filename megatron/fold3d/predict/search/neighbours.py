@@ -79,7 +79,9 @@ def _in_another_order(candidate: Candidate) -> Iterator[Candidate]:
     setup = candidate.setup
     if candidate.num_ranks > 1 and setup.data_parallel > 1:
         order: Order = "tp-pp-dp" if setup.order == "tp-dp-pp" else "tp-dp-pp"
-        yield replace(candidate, setup=replace(setup, order=order))
+        # Which replicas share nodes is then another question.
+        placed = replace(setup, order=order, hierarchical_sync=False)
+        yield replace(candidate, setup=placed)
 
 
 def with_replicated_segments(candidate: Candidate, *, tied: bool) -> Iterator[Candidate]:

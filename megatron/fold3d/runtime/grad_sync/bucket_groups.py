@@ -1,6 +1,6 @@
 """The bucket groups of model chunks, and our own process groups over the same ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from typing import Any
@@ -11,6 +11,10 @@ import torch.distributed as dist
 from megatron.fold3d.runtime.transfers import nccl
 
 Ranks = tuple[int, ...]
+Connect = Callable[
+    [list[Ranks], torch.device, timedelta, int | None], dict[Ranks, dist.ProcessGroup]
+]
+"""Makes process groups, as `connect`."""
 
 
 def bucket_groups(*chunks: Any) -> Iterator[Any]:

@@ -44,7 +44,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
 
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
+    Connect,
     bucket_groups,
+    connect,
     everyones_groups,
     group_of,
     is_sharded,
@@ -87,6 +89,7 @@ class DeferredSync:
         recorder: of a trace.
         traffic_class: marks the packets of reductions.
         is_planned: True if the plan starts slices, and nothing else but a wait.
+        connect: makes the process groups of reductions.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class DeferredSync:
         recorder: Recorder | None = None,
         traffic_class: int | None = None,
         is_planned: bool = False,
+        connect: Connect = connect,
     ) -> None:
         self._backward_share = backward_share
         self._bounded = bounded
@@ -114,6 +118,7 @@ class DeferredSync:
             recorder=recorder,
             traffic_class=traffic_class,
             is_planned=is_planned,
+            connect=connect,
         )
 
         # Known with the first iteration.

@@ -1,0 +1,248 @@
+"""A process group whose all-reduce sums inside nodes first, and then across them.
+
+Three collectives in place of one, for ranks on several nodes with as many ranks each:
+
+    inside    reduce-scatter   each rank of a node has the node's sum of one part of the tensor
+    across    all-reduce       of these parts, each among the ranks that have the same one
+    inside    all-gather       each rank has all parts
+
+A node sends 2 (n - 1)/n of a tensor's bytes to others, with n nodes of g ranks, where a ring over
+all ranks sends 2 (n g - 1)/(n g) of them.
+
+Keeps one invariant: all ranks start the same collectives of a group in the same order, that of the
+calls, though the second and the third start later. For this the reduce-scatters and the all-gathers
+have a group each.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.fold3d.runtime.device import runs_behind, streams_of
+
+Works = list[Any]
+Steps = Iterator[Works]
+"""Starts the next of the three collectives when it is advanced, and yields its works."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Levels:
+    """The groups that a rank sums in; nothing else uses them.
+
+    Attributes:
+        scattering: the ranks of its node, for reduce-scatters.
+        across: one rank of each node, with the same place in it.
+        gathering: the ranks of its node, for all-gathers.
+    """
+
+    scattering: dist.ProcessGroup
+    across: dist.ProcessGroup
+    gathering: dist.ProcessGroup
+
+
+class HierarchicalGroup(dist.ProcessGroup):
+    """Ranks on several nodes, with an all-reduce in three steps.
+
+    It has only what Megatron's buckets and our slices call without the distributed optimizer:
+    ``allreduce`` and ``allreduce_coalesced``.
+
+    Tensors are the caller's: contiguous, of any shape and dtype, and complete on the stream that is
+    current at the call, after which nothing may write them. Each method returns a task that acts as
+    `dist.Work`; results are valid on the stream that is current in its ``wait``.
+
+    Args:
+        ranks: global ranks, sorted; on every node equally many.
+        levels: the groups to sum in.
+        device: of the tensors.
+    """
+
+    def __init__(self, ranks: Sequence[int], levels: Levels, device: torch.device) -> None:
+        super().__init__(ranks.index(dist.get_rank()), len(ranks))  # type: ignore[call-arg]
+        self.levels = levels
+        # torch's own functions look a group up by its object.
+        known = dist.distributed_c10d._world
+        known.pg_map[self] = known.pg_map[levels.across]
+        known.pg_group_ranks[self] = {rank: place for place, rank in enumerate(ranks)}
+        self._run: Callable[[Steps], Any]
+        if runs_behind(device):
+            streams = streams_of(device)
+            self._run = _Streams(streams, [streams.Stream(device) for _ in range(3)]).run
+        else:
+            self._run = _Threads(f"sums over ranks {[*ranks]}").run
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], options: Any = None) -> Any:  # type: ignore[override]
+        """Start an in-place all-reduce of tensors."""
+        op = options.reduceOp if options is not None else dist.ReduceOp.SUM
+        return self._run(_steps(self.levels, [tensor.view(-1) for tensor in tensors], op))
+
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], options: Any = None) -> Any:
+        """Start to all-reduce several tensors, as one task."""
+        return self.allreduce(tensors, options)
+
+
+def _steps(levels: Levels, tensors: Sequence[torch.Tensor], op: Any) -> Steps:
+    """Yield the works of each of the three collectives, as it is started.
+
+    What is left of a tensor that the ranks of a node do not divide, fewer elements than there are
+    ranks, is summed by all of them: the same terms in the same order, so all have the same bits.
+    """
+    rank, size = levels.scattering.rank(), levels.scattering.size()
+    wholes = [tensor[: tensor.numel() // size * size] for tensor in tensors]
+    tails = [tensor[tensor.numel() // size * size :] for tensor in tensors]
+    wholes, tails = ([part for part in parts if part.numel()] for parts in (wholes, tails))
+    shards = [whole.chunk(size)[rank] for whole in wholes]
+
+    def all_reduced(parts: Sequence[torch.Tensor], group: dist.ProcessGroup) -> Works:
+        return [dist.all_reduce(part, op, group=group, async_op=True) for part in parts]
+
+    yield [
+        dist.reduce_scatter_tensor(shard, whole, op, group=levels.scattering, async_op=True)
+        for shard, whole in zip(shards, wholes, strict=True)
+    ] + all_reduced(tails, levels.scattering)
+    yield all_reduced([*shards, *tails], levels.across)
+    yield [
+        dist.all_gather_into_tensor(whole, shard, group=levels.gathering, async_op=True)
+        for shard, whole in zip(shards, wholes, strict=True)
+    ]
+
+
+class _Streams:
+    """Runs the steps on a device whose work is over later than its call returns.
+
+    Each step has a stream, so that one tensor's sum across nodes and the next one's inside them
+    overlap. The host waits for nothing. **No GPU has run this.**
+    """
+
+    def __init__(self, streams: Any, of_steps: Sequence[Any]) -> None:
+        self._streams, self._of_steps = streams, of_steps
+
+    def run(self, steps: Steps) -> "_StreamedSum":
+        """Launch all steps."""
+        self._of_steps[0].wait_stream(self._streams.current_stream())
+        works: Works = []
+        for stream in self._of_steps:
+            with self._streams.stream(stream):
+                for work in works:
+                    work.wait()
+                works = next(steps) or works
+        with self._streams.stream(self._of_steps[-1]):
+            for work in works:
+                work.wait()
+            done = self._streams.Event()
+            done.record()
+        return _StreamedSum(self._streams, done, works)
+
+
+@dataclass(frozen=True, slots=True)
+class _StreamedSum:
+    """A sum that is launched; ``done`` is passed when it is over."""
+
+    streams: Any
+    done: Any
+    works: Works
+
+    def wait(self, _timeout: timedelta | None = None) -> bool:
+        """Let the current stream wait."""
+        self.streams.current_stream().wait_event(self.done)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is over."""
+        return bool(self.done.query())
+
+    def get_future(self) -> Any:
+        """Return a future that completes with the last step, if the backend has futures."""
+        return torch.futures.collect_all([work.get_future() for work in self.works])
+
+
+class _Threads:
+    """Runs the steps where a wait blocks the host: the second and the third in a thread each."""
+
+    def __init__(self, name: str) -> None:
+        self._across, self._gathering = (_Line(f"{step}, {name}") for step in ("across", "gather"))
+
+    def run(self, steps: Steps) -> "_ThreadedSum":
+        """Start the first step, and the others behind those of the sums before."""
+        made = _ThreadedSum(steps)
+
+        def cross() -> None:
+            made.advance()
+            self._gathering.put(finish)
+
+        def finish() -> None:
+            made.advance()
+            made.end()
+
+        self._across.put(cross)
+        return made
+
+
+class _ThreadedSum:
+    """A sum under way; its first step is started by the thread that makes it."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._works = next(steps)
+        self._over = threading.Event()
+        self._future: torch.futures.Future[None] = torch.futures.Future()
+        self._error: BaseException | None = None
+
+    def advance(self) -> None:
+        """Wait for the step that runs, start the next one and wait for that, unless one failed."""
+        if self._error is not None:
+            return
+        try:
+            for work in self._works:
+                work.wait()
+            self._works = next(self._steps)
+            for work in self._works:
+                work.wait()
+        except Exception as error:  # noqa: BLE001  # raised by `wait`
+            self._error = error
+
+    def end(self) -> None:
+        """Release who waits."""
+        self._works.clear()
+        self._over.set()
+        self._future.set_result(None)
+
+    def wait(self, _timeout: timedelta | None = None) -> bool:
+        """Block until the sum is there; its steps end with their groups' timeout.
+
+        Raises:
+            RuntimeError: a step failed.
+        """
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is over, well or not."""
+        return self._over.is_set()
+
+    def get_future(self) -> "torch.futures.Future[None]":
+        """Return what is complete when the sum is over, well or not."""
+        return self._future
+
+
+class _Line:
+    """A thread that makes calls one after the other; it ends with the process."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._loop, name=name, daemon=True).start()
+
+    def put(self, call: Callable[[], None]) -> None:
+        """Make a call after all that were put here before."""
+        self._calls.put(call)
+
+    def _loop(self) -> None:
+        while True:
+            self._calls.get()()

@@ -1,0 +1,137 @@
+"""``--hierarchical-dp-sync``: DP.sync that sums inside nodes first, where replicas share nodes.
+
+Keeps one invariant: which groups of ranks sum in this way, and in which groups they do it, follows
+from what all ranks have told each other; so all make the same process groups in the same order.
+"""
+
+import logging
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import log_single_rank
+
+from megatron.fold3d.runtime.feature import Feature, Iteration
+from megatron.fold3d.runtime.grad_sync.bucket_groups import (
+    Ranks,
+    bucket_groups,
+    connect,
+    everyones_groups,
+    group_of,
+    ranks_of,
+    set_group,
+)
+from megatron.fold3d.runtime.grad_sync.hierarchical_group import HierarchicalGroup, Levels
+
+logger = logging.getLogger(__name__)
+
+
+class HierarchicalSync(Feature):
+    """Leads the reductions of Megatron's buckets through sums inside nodes.
+
+    Args:
+        timeout: of a collective.
+        traffic_class: marks the packets of DP.sync.
+    """
+
+    def __init__(self, timeout: timedelta, traffic_class: int | None) -> None:
+        self._timeout = timeout
+        self._traffic_class = traffic_class
+        self._is_connected = False
+
+    def prepare(self, iteration: Iteration) -> None:
+        """Make the process groups in the first training iteration, before anything runs in it."""
+        if self._is_connected or not iteration.trains:
+            return
+        self._is_connected = True
+        buckets = list(bucket_groups(*iteration.chunks))
+        groups = everyones_groups({ranks_of(group_of(bucket_group)) for bucket_group in buckets})
+        made = _connect_nodes(
+            _nodes_of_groups(groups), iteration.device, self._timeout, self._traffic_class
+        )
+        for bucket_group in buckets:
+            if (ranks := ranks_of(group_of(bucket_group))) in made:
+                set_group(bucket_group, made[ranks])
+        log_single_rank(logger, logging.INFO, "--hierarchical-dp-sync auto: %s", _found(made))
+
+
+def connect_with_nodes(
+    groups: list[Ranks],
+    device: torch.device,
+    timeout: timedelta,
+    traffic_class: int | None = None,
+) -> dict[Ranks, dist.ProcessGroup]:
+    """Make a process group over each group of ranks, as `connect`, and sum inside nodes if it can.
+
+    All ranks of the job call this together, with the same ``groups``.
+    """
+    nodes = _nodes_of_groups(groups)
+    plain = [ranks for ranks in groups if not nodes[ranks]]
+    made = connect(plain, device, timeout, traffic_class)
+    return made | _connect_nodes(nodes, device, timeout, traffic_class)
+
+
+def _connect_nodes(
+    nodes_of_groups: Mapping[Ranks, list[Ranks]],
+    device: torch.device,
+    timeout: timedelta,
+    traffic_class: int | None,
+) -> dict[Ranks, dist.ProcessGroup]:
+    """Make a `HierarchicalGroup` over each group that has nodes; return those this rank is in."""
+    made: dict[Ranks, dist.ProcessGroup] = {}
+    for ranks, nodes in nodes_of_groups.items():
+        if not nodes:
+            continue
+        lines = [*zip(*nodes, strict=True)]  # across nodes
+        # One call for each, or groups of the same ranks would be one.
+        levels = [connect(part, device, timeout, traffic_class) for part in (nodes, lines, nodes)]
+        if dist.get_rank() in ranks:
+            scattering, across, gathering = (group for its in levels for group in its.values())
+            made[ranks] = HierarchicalGroup(
+                ranks, Levels(scattering=scattering, across=across, gathering=gathering), device
+            )
+    return made
+
+
+def _nodes_of_groups(groups: Sequence[Ranks]) -> dict[Ranks, list[Ranks]]:
+    """Return `shared_nodes` of each group; all ranks of the job call this together.
+
+    A node is called after its first rank, by torchrun's numbers; without these, after its host.
+    """
+    local_rank = os.environ.get("LOCAL_RANK")
+    own = socket.gethostname() if local_rank is None else str(dist.get_rank() - int(local_rank))
+    names = [""] * dist.get_world_size()
+    dist.all_gather_object(names, own)
+    return {ranks: shared_nodes(ranks, names) for ranks in groups}
+
+
+def shared_nodes(ranks: Ranks, node_of_ranks: Sequence[str]) -> list[Ranks]:
+    """Return the ranks of a group by node, or nothing where sums inside nodes gain nothing.
+
+    That is where all are on one node, where none shares its node with another, and where nodes have
+    different numbers of them: their parts of a sum would not fit together.
+
+    Args:
+        ranks: of the group.
+        node_of_ranks: the node of each rank of the job.
+    """
+    nodes: dict[str, list[int]] = {}
+    for rank in ranks:
+        nodes.setdefault(node_of_ranks[rank], []).append(rank)
+    sizes = {len(its) for its in nodes.values()}
+    fits = len(nodes) > 1 and len(sizes) == 1 and sizes != {1}
+    return [tuple(its) for its in nodes.values()] if fits else []
+
+
+def _found(made: Mapping[Ranks, dist.ProcessGroup]) -> str:
+    """Say what this rank's groups do."""
+    if not made:
+        return (
+            "off, for replicas do not share nodes and span several, or nodes have different "
+            "numbers of them"
+        )
+    several = (f"{len(ranks)} replicas inside nodes first" for ranks in made)
+    return f"sums {' and '.join(several)}"
