@@ -182,11 +182,11 @@ class _Expected:
                     f"  little is left of {limit / _GIB:.0f} GiB for CUDA, NCCL and the allocator"
                 )
             yield f"iteration: {self.iteration_s:.3f} s on {known.name}, predicted: {self.exposed}"
+            yield from self.gains
         if self.auto:
             stock, *tried = self.auto
             yield "--schedule auto measures, and is then predicted to try:"
             yield from (f"  {line}" for line in lines_of_auto(stock, tried))
-            yield from self.gains
         if self.notes:
             yield f"not in these estimates: {', '.join(self.notes)}"
 
