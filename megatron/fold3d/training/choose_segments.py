@@ -15,14 +15,15 @@ from tempfile import TemporaryDirectory
 from megatron.fold3d.config.layer_split import num_layers
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
 from megatron.fold3d.training.auto_segments import SegmentChoice, choose
+from megatron.fold3d.training.layer_memory import room_for_layers
 from megatron.fold3d.training.measure_worker import meeting_point
 from megatron.fold3d.training.measurement_cache import MeasurementCache
 
 PATIENCE_S = 600.0
 
 
-def choose_segments(args: Namespace, argv: Sequence[str]) -> tuple[int, str]:
-    """Return the number of segments, the same on every rank, and on the first rank the reason.
+def choose_segments(args: Namespace, argv: Sequence[str]) -> tuple[list[str], str]:
+    """Return the flags of the choice, the same on every rank, and on the first rank the reason.
 
     Args:
         args: Megatron's namespace, as parsed.
@@ -40,7 +41,7 @@ def choose_segments(args: Namespace, argv: Sequence[str]) -> tuple[int, str]:
     if os.environ["RANK"] != "0":
         if store.get("measure") == b"1":
             measure(argv)
-        return int(store.get("segments")), ""
+        return store.get("segments").decode().split(), ""
     kept = MeasurementCache(args)
     measured = kept.read()
     store.set("measure", str(int(measured is None)))
@@ -51,10 +52,10 @@ def choose_segments(args: Namespace, argv: Sequence[str]) -> tuple[int, str]:
             f"measured now, kept in {kept.path}",
         )
         kept.write(measured)
-    choice = choose(args, measured, _num_microbatches(args))
+    choice = choose(args, measured, _num_microbatches(args), room_for_layers(args))
     _write_costs(args, measured, choice, kept.path)
-    store.set("segments", str(choice.num_segments))
-    return choice.num_segments, f"{choice}; {source}"
+    store.set("segments", " ".join(choice.flags))
+    return choice.flags, f"{choice}; {source}"
 
 
 def measure(argv: Sequence[str]) -> str:
@@ -95,7 +96,8 @@ def _write_costs(
 ) -> None:
     """Leave a file for ``fold3d simulate --costs``."""
     num_ranks: int = args.pipeline_model_parallel_size
-    costs = measured.costs(num_layers(args), num_ranks, choice.num_segments)
+    stages = num_ranks * choice.num_segments
+    costs = measured.costs(choice.layers or (num_layers(args) / stages,) * stages)
     file = path.with_name(f"{path.stem}-costs-of-{choice.num_segments}-segments.json")
     file.write_text(costs.to_json(), encoding="utf-8")
 

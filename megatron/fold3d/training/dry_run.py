@@ -22,10 +22,10 @@ from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.plan.ir import COMPUTE_OPS, Op, Plan
 from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster, cluster
 from megatron.fold3d.predict.cost_model.estimate import estimate
-from megatron.fold3d.predict.cost_model.sizes import Recompute, Setup
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.planner import USABLE_MEMORY
+from megatron.fold3d.training.trained_setup import setup_of
 
 _GIB = 2**30
 
@@ -181,17 +181,7 @@ def _candidate(args: Namespace) -> Candidate:
     return Candidate(
         schedule=schedule,
         is_stock=is_stock,
-        setup=Setup(
-            tensor_parallel=args.tensor_model_parallel_size,
-            data_parallel=args.data_parallel_size,
-            microbatch_size=args.micro_batch_size,
-            sequence_parallel=args.sequence_parallel,
-            distributed_optimizer=args.use_distributed_optimizer,
-            recompute=args.recompute_granularity or _without_recomputation(args),
-            fp32=not (args.bf16 or args.fp16),
-            context_parallel=args.context_parallel_size,
-            expert_parallel=args.expert_model_parallel_size,
-        ),
+        setup=setup_of(args, args.data_parallel_size),
         num_ranks=config.num_ranks,
         num_segments=config.num_segments,
         num_microbatches=num_microbatches,
@@ -202,11 +192,6 @@ def _candidate(args: Namespace) -> Candidate:
         forwards_ahead=config.forwards_ahead,
         places_weight_grads=config.auto_weight_grads,
     )
-
-
-def _without_recomputation(args: Namespace) -> Recompute:
-    """Fused attention keeps no scores and computes them again, as selective recomputation."""
-    return "selective" if args.transformer_impl == "transformer_engine" else "none"
 
 
 def _order(args: Namespace, plan: Plan | None) -> Plan | None:

@@ -236,15 +236,15 @@ def refuse(error: Exception) -> int:
 
 
 def _with_chosen_segments(args: Namespace) -> Namespace:
-    """Return the namespace of the same command with a number for ``--segments auto``."""
+    """Return the namespace of the same command with what ``--segments auto`` has chosen."""
     from megatron.training.arguments import parse_args
 
     from megatron.fold3d.training.choose_segments import choose_segments
 
-    num_segments, reason = choose_segments(args, sys.argv[1:])
+    flags, reason = choose_segments(args, sys.argv[1:])
     if reason:
         sys.stderr.write(f"{_script()}: --segments auto: {reason}\n")
-    sys.argv += ["--segments", str(num_segments)]
+    sys.argv += flags
     args = parse_args(partial(_add_arguments, None))
     Fold3DConfig.from_args(args)
     return args

@@ -1,0 +1,49 @@
+"""Simulate the iterations among which `policy.partition` chooses the layers of stages."""
+
+from collections.abc import Callable
+
+from megatron.fold3d.policy.partition import Layers, RankTimes
+from megatron.fold3d.predict.simulator.costs import Costs
+
+
+def rank_times(
+    costs_of: Callable[[Layers], Costs], start: Layers, num_ranks: int, num_microbatches: int
+) -> RankTimes | None:
+    """Return what each rank computes at least, if all layers are alike.
+
+    Recomputation is left out: a layout decides how much of it memory asks for.
+
+    Args:
+        costs_of: a layout.
+        start: a layout.
+        num_ranks: of the pipeline.
+        num_microbatches: per iteration.
+    """
+    source = max(range(len(start)), key=lambda stage: start[stage])
+    target = (source + 1) % len(start)
+    if len(start) == 1 or start[source] == 1:
+        return None  # there is nothing to move
+    moved = list(start)
+    moved[source] -= 1
+    moved[target] += 1
+    work_s, moved_s = (_work_s(costs_of(layers)) for layers in (start, tuple(moved)))
+    layer_s = work_s[source] - moved_s[source]
+    return RankTimes(
+        layer_s=layer_s,
+        rank_s=tuple(
+            sum(work_s[rank::num_ranks]) - layer_s * sum(start[rank::num_ranks])
+            for rank in range(num_ranks)
+        ),
+        num_microbatches=num_microbatches,
+    )
+
+
+def _work_s(costs: Costs) -> list[float]:
+    """Return the seconds of one micro-batch in each stage, without recomputation."""
+    recompute_s = costs.recompute_s or (0.0,) * len(costs.forward_s)
+    return [
+        forward_s + backward_s - again_s
+        for forward_s, backward_s, again_s in zip(
+            costs.forward_s, costs.backward_s, recompute_s, strict=True
+        )
+    ]
