@@ -69,9 +69,10 @@ def with_chosen_layers(
             start,
             plan.num_ranks,
             plan.num_microbatches,
+            may_keep_layers=args.recompute_layers is not None,
         )
-    found_layers = best_partition(
+    best = best_partition(
         start, iteration_s=iteration_s, times=times, most_simulated=_MOST_SIMULATED
     )
-    how = "none is better" if found_layers.is_exact else f"best of {found_layers.simulated} tried"
-    return given(found_layers.layers), how
+    how = "none is better" if best.is_exact else f"best of {best.simulated} tried"
+    return given(best.layers), how

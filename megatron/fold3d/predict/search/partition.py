@@ -7,26 +7,36 @@ from megatron.fold3d.predict.simulator.costs import Costs
 
 
 def rank_times(
-    costs_of: Callable[[Layers], Costs], start: Layers, num_ranks: int, num_microbatches: int
+    costs_of: Callable[[Layers], Costs],
+    start: Layers,
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    may_keep_layers: bool = False,
 ) -> RankTimes | None:
-    """Return what each rank computes at least, if all layers are alike.
-
-    Recomputation is left out: a layout decides how much of it memory asks for.
+    """Return what each rank computes at least, where all layers are alike.
 
     Args:
         costs_of: a layout.
         start: a layout.
         num_ranks: of the pipeline.
         num_microbatches: per iteration.
+        may_keep_layers: whether a layout decides how many layers are recomputed. Then that is left
+            out.
+
+    Returns:
+        None if there is no layer to move.
     """
     source = max(range(len(start)), key=lambda stage: start[stage])
     target = (source + 1) % len(start)
     if len(start) == 1 or start[source] == 1:
-        return None  # there is nothing to move
+        return None
     moved = list(start)
     moved[source] -= 1
     moved[target] += 1
-    work_s, moved_s = (_work_s(costs_of(layers)) for layers in (start, tuple(moved)))
+    work_s, moved_s = (
+        _work_s(costs_of(layers), may_keep_layers) for layers in (start, tuple(moved))
+    )
     layer_s = work_s[source] - moved_s[source]
     return RankTimes(
         layer_s=layer_s,
@@ -38,12 +48,15 @@ def rank_times(
     )
 
 
-def _work_s(costs: Costs) -> list[float]:
-    """Return the seconds of one micro-batch in each stage, without recomputation."""
-    recompute_s = costs.recompute_s or (0.0,) * len(costs.forward_s)
+def _work_s(costs: Costs, may_keep_layers: bool) -> list[float]:
+    """Return the seconds of one micro-batch in each stage."""
+    recompute_s = costs.recompute_s if may_keep_layers else ()
     return [
         forward_s + backward_s - again_s
         for forward_s, backward_s, again_s in zip(
-            costs.forward_s, costs.backward_s, recompute_s, strict=True
+            costs.forward_s,
+            costs.backward_s,
+            recompute_s or (0.0,) * len(costs.forward_s),
+            strict=True,
         )
     ]

@@ -204,6 +204,7 @@ class _Judge:
                 start,
                 c.num_ranks,
                 c.num_microbatches,
+                may_keep_layers=bool(c.recompute_layers),
             )
         if c.overlap_tensor_parallel:  # the half of a pair takes less than a micro-batch alone
             times = None
