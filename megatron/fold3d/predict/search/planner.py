@@ -46,7 +46,7 @@ from megatron.fold3d.predict.search.search_result import WORTHWHILE, JudgedCandi
 USABLE_MEMORY = 0.85  # the rest is CUDA's, NCCL's and what the allocator cannot use
 _COUNTED = 6  # how many of those that recompute all layers are tried with fewer
 _IMPROVED = 3  # how many of the best candidates have their neighbours tried
-_MOST_PARTITIONS = 40  # layouts that the best of ours and of stock are simulated with
+_MOST_PARTITIONS = 12  # layouts that the best of ours and of stock are simulated with
 
 
 def search(
@@ -114,9 +114,10 @@ def search(
     fitting += filter(judge.fits, better)
     stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
     ours = judge.best([b for b in fitting if not b.candidate.is_stock], 1)
+    in_pipelines = [b for b in fitting if b.candidate.is_stock and b.candidate.num_ranks > 1]
     balanced = [
         judge.bounded(other)
-        for choice in dict.fromkeys((*ours, *stock))
+        for choice in dict.fromkeys((*ours, *stock, *judge.best(in_pipelines, 1)))
         for other in judge.partitioned(choice)
         if other not in known
     ]
