@@ -40,7 +40,7 @@ from megatron.fold3d.predict.search.candidates import (
 )
 from megatron.fold3d.predict.search.infeasible import nothing_divides, nothing_fits
 from megatron.fold3d.predict.search.neighbours import neighbours, recomputed_and_paired
-from megatron.fold3d.predict.search.partition import rank_times
+from megatron.fold3d.predict.search.rank_work import rank_times
 from megatron.fold3d.predict.search.search_result import WORTHWHILE, JudgedCandidate, Search
 
 USABLE_MEMORY = 0.85  # the rest is CUDA's, NCCL's and what the allocator cannot use

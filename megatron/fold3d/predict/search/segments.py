@@ -10,7 +10,7 @@ from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.policy.num_segments import Segments, by_iteration_time
 from megatron.fold3d.policy.partition import Layers, Partition, best_partition
 from megatron.fold3d.predict.cost_model.layers import layers_of_stages
-from megatron.fold3d.predict.search.partition import rank_times
+from megatron.fold3d.predict.search.rank_work import rank_times
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
 from megatron.fold3d.predict.simulator.simulate import simulate

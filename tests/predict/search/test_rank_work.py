@@ -9,7 +9,7 @@ import pytest
 from megatron.fold3d.policy.partition import best_partition
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
 from megatron.fold3d.predict.cost_model.layers import layers_of_stages
-from megatron.fold3d.predict.search.partition import rank_times
+from megatron.fold3d.predict.search.rank_work import rank_times
 from megatron.fold3d.predict.search.segments import Pipeline
 
 MERAK = json.loads((Path(__file__).parents[2] / "data" / "merak_tables.json").read_text())

@@ -1,4 +1,4 @@
-"""Simulate the iterations among which `policy.partition` chooses the layers of stages."""
+"""What each rank computes at least, by which `policy.partition` looks at few layouts."""
 
 from collections.abc import Callable
 
