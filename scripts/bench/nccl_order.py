@@ -145,8 +145,7 @@ def _pass_on(group: dist.ProcessGroup, leaving: torch.Tensor, arriving: torch.Te
 _RINGS: dict[str, Ring] = {
     "reduce_scatter_single": reduce_scatter,
     "reduce_scatter_single_coalesced": reduce_scatter,
-    "all_gather_single": all_gather,
-    "all_gather_single_coalesced": all_gather,
+    "all_gather_single": all_gather,  # and coalesced ones, which `--device cpu` starts one by one
 }
 
 
