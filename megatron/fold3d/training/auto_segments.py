@@ -22,8 +22,8 @@ from megatron.fold3d.policy.partition import Layers
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
 from megatron.fold3d.predict.search.candidates import MOST_SEGMENTS
 from megatron.fold3d.predict.search.segments import (
-    Pipeline,
     SegmentLayers,
+    SimulatedRun,
     by_simulation,
     with_layers,
 )
@@ -85,7 +85,7 @@ def choose(
     num_ranks: int = args.pipeline_model_parallel_size
     rank_layers = layers / num_ranks
     layer_s = measured.layer_forward_s + measured.layer_backward_s
-    pipeline = Pipeline(
+    pipeline = SimulatedRun(
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
         schedule=args.schedule,

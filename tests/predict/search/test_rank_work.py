@@ -10,7 +10,7 @@ from megatron.fold3d.policy.partition import best_partition
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
 from megatron.fold3d.predict.cost_model.layers import layers_of_stages
 from megatron.fold3d.predict.search.rank_work import rank_times
-from megatron.fold3d.predict.search.segments import Pipeline
+from megatron.fold3d.predict.search.segments import SimulatedRun
 
 MERAK = json.loads((Path(__file__).parents[2] / "data" / "merak_tables.json").read_text())
 HEAD = 50304 / (12 * 1536)  # in layers of GPT-1.4B: its matrix beside the 12 h^2 of a layer
@@ -35,7 +35,7 @@ def profile(head: float, embedding: float = 0.0, again: float = 1.0) -> Hardware
     )
 
 
-def partition(measured: HardwareProfile, num_layers: int, segments: int, pipeline: Pipeline):
+def partition(measured: HardwareProfile, num_layers: int, segments: int, pipeline: SimulatedRun):
     start = layers_of_stages(num_layers, pipeline.num_ranks, segments)
     return best_partition(
         start,
@@ -48,7 +48,7 @@ def partition(measured: HardwareProfile, num_layers: int, segments: int, pipelin
 @pytest.mark.parametrize("num_microbatches", [32, 64])
 def test_meraks_stages_of_gpt2_are_those_with_the_shortest_iteration(num_microbatches: int):
     # Of its 98 parts the embedding is the first and the head the last; a layer is two.
-    pipeline = Pipeline(num_ranks=4, num_microbatches=num_microbatches, schedule="1f1b")
+    pipeline = SimulatedRun(num_ranks=4, num_microbatches=num_microbatches, schedule="1f1b")
     found = partition(profile(HEAD), 48, 1, pipeline)
     assert found.is_exact
     parts = [2 * count for count in found.layers]
@@ -64,7 +64,7 @@ def test_meraks_stages_of_gpt2_are_those_with_the_shortest_iteration(num_microba
 def test_no_other_layout_has_a_shorter_simulated_iteration(
     schedule: str, ranks: int, segments: int, num_layers: int
 ):
-    pipeline = Pipeline(num_ranks=ranks, num_microbatches=4, schedule=schedule, deferred=False)
+    pipeline = SimulatedRun(num_ranks=ranks, num_microbatches=4, schedule=schedule, deferred=False)
     measured = profile(head=1.7, embedding=0.4)
     found = partition(measured, num_layers, segments, pipeline)
     stages = ranks * segments

@@ -23,7 +23,7 @@ _MOST_FORWARDS = 20_000  # of all that are simulated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
+class SimulatedRun:
     """The iterations that are compared.
 
     Attributes:
@@ -70,7 +70,7 @@ class SegmentLayers:
 
 
 def by_simulation(
-    options: Iterable[int], costs: Callable[[int], Costs], pipeline: Pipeline
+    options: Iterable[int], costs: Callable[[int], Costs], pipeline: SimulatedRun
 ) -> Segments:
     """Return the number of segments with the shortest steady iteration.
 
@@ -88,7 +88,7 @@ def with_layers(
     options: Iterable[int],
     num_layers: int,
     costs: Callable[[Layers], Costs],
-    pipeline: Pipeline,
+    pipeline: SimulatedRun,
     fits: Callable[[Timeline, Layers, Layers], bool] = lambda *_: True,
 ) -> SegmentLayers:
     """Return the number of segments and the layers of stages with the shortest steady iteration.
