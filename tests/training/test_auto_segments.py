@@ -8,6 +8,8 @@ import pytest
 from megatron.fold3d.config.all_flags import megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
+from megatron.fold3d.predict.search.segments import SimulatedRun
+from megatron.fold3d.training import layer_memory
 from megatron.fold3d.training.auto_segments import choose
 from megatron.fold3d.training.measurement_cache import MeasurementCache
 
@@ -101,6 +103,24 @@ def test_a_heavy_head_moves_layers_off_the_last_rank(parse: Parse):
 def test_layers_stay_even_where_others_are_not_known_to_run(parse: Parse, flags: str, has_room):
     choice = choose(parse(f"--schedule aiao {flags}"), HEAVY_HEAD, 4, has_room)
     assert choice.layers == ()
+
+
+def test_a_gpu_has_room_for_what_fits_and_for_what_even_layers_take(
+    parse: Parse, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    args = parse("--schedule aiao --vocab-size 1000 --max-position-embeddings 32")
+    run = SimulatedRun(num_ranks=2, num_microbatches=4)
+    even, uneven = (4, 4, 4, 4), (1, 1, 13, 1)
+    timeline = run.timeline(2, ALONE.costs(even))
+    for gpu_bytes, has_room in ((1, False), (2**40, True)):
+        monkeypatch.setattr(layer_memory, "device_bytes", lambda _, n=gpu_bytes: n)
+        room = layer_memory.room_for_layers(args)
+        assert room is not None
+        assert room(timeline, even, even)
+        assert room(timeline, uneven, even) is has_room
+    args.vocab_size = None
+    assert layer_memory.room_for_layers(args) is None
 
 
 def test_layers_stay_even_for_less_than_one_percent(parse: Parse):
