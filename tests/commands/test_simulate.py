@@ -587,3 +587,51 @@ def test_sums_inside_nodes_take_less_of_a_slow_network(fold3d):
     code, _, err = fold3d(f"{line} --hierarchical-dp-sync --distributed-optimizer")
     assert code == 2
     assert "--hierarchical-dp-sync with --distributed-optimizer: a rank's shard" in err
+
+
+SPLIT = (
+    "simulate --schedule 1f1b --pp 4 --microbatches 32 --model 48-1536-16 --cluster rtx3090x4 "
+    "--recompute full"
+)
+
+
+def test_chosen_layers_are_those_that_can_be_given(fold3d):
+    even = json.loads(fold3d(f"{SPLIT} --json")[1])
+    code, out, _ = fold3d(f"{SPLIT} --layers auto --json")
+    chosen = json.loads(out)
+    assert code == 0
+    assert chosen["period_s"] < 0.99 * even["period_s"]
+    layers = chosen["layers"]
+    assert layers == [13, 13, 12, 10]
+    assert "L'  none is better\n" in fold3d(f"{SPLIT} --layers auto")[1]
+    line = f"{SPLIT} --layers {','.join(map(str, layers))}"
+    assert json.loads(fold3d(f"{line} --json")[1]) == chosen
+    flag = "|".join(f"t*{n}" for n in layers)
+    assert f"--pipeline-model-parallel-layout 'E{flag}L'" in fold3d(line)[1]
+
+
+def test_layers_and_what_they_recompute_are_chosen_together(fold3d):
+    split = SPLIT.replace("48-1536-16", "48-2560-16")
+    code, out, _ = fold3d(f"{split} --layers auto --recompute-layers auto --json")
+    assert code == 0
+    result = json.loads(out)
+    assert "--recompute-layers" in result["name"]
+    even = json.loads(fold3d(f"{split} --recompute-layers auto --json")[1])
+    assert result["period_s"] <= even["period_s"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("simulate --schedule 1f1b --pp 2 --microbatches 2 --layers 2,1", "give --model and"),
+        (f"{SPLIT} --layers 24,24", "needs as many numbers"),
+        (f"{SPLIT} --layers 24,23,1,0", "each at least one"),
+        (f"{SPLIT} --layers even", "'even' is neither a list of numbers of layers such as"),
+        (f"{SPLIT} --layers auto --recompute-layers 1,1,1,1", "that is for layers that are known"),
+        (f"{SPLIT} --layers auto --forwards-ahead auto", "that is for layers that are known"),
+    ],
+)
+def test_layers_that_cannot_be_are_refused(fold3d, line: str, message: str):
+    code, _, err = fold3d(line)
+    assert code == 2
+    assert message in err

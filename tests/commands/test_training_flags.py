@@ -2,7 +2,7 @@ import shlex
 
 import pytest
 
-from megatron.fold3d.commands.training_flags import _layout, training_flags
+from megatron.fold3d.commands.training_flags import layout_of, training_flags
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
@@ -71,6 +71,6 @@ def test_layers_are_spelled_as_megatron_reads_them():
         PipelineParallelLayerLayout,
     )
 
-    (spelled,) = shlex.split(_layout((6, 5, 5, 4)))
+    spelled = layout_of((6, 5, 5, 4))
     found = PipelineParallelLayerLayout.from_str(spelled, pipeline_model_parallel_size=2)
     assert [[len(s) for s in rank] for rank in found.layout] == [[7, 5], [5, 5]]

@@ -8,6 +8,8 @@ import pytest
 from megatron.fold3d.config.all_flags import megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
+from megatron.fold3d.predict.search.segments import SimulatedRun
+from megatron.fold3d.training import layer_memory
 from megatron.fold3d.training.auto_segments import choose
 from megatron.fold3d.training.measurement_cache import MeasurementCache
 
@@ -18,6 +20,8 @@ MEASURED = HardwareProfile(
     layer_backward_s=0.012,
     head_forward_s=0.001,
     head_backward_s=0.002,
+    embedding_forward_s=0.0005,
+    embedding_backward_s=0.0,
     message_s=0.001,
     message_latency_s=0.0001,
     grad_sync_s_per_byte=4e-8,
@@ -48,8 +52,8 @@ def only_problem(args: Namespace) -> str:
 
 
 def test_measured_costs_add_the_embedding_and_the_head_to_the_end_stages():
-    costs = MEASURED.costs(num_layers=16, num_ranks=2, num_segments=2)
-    assert costs.forward_s == pytest.approx((0.024, 0.024, 0.024, 0.025))
+    costs = MEASURED.costs((4, 4, 4, 4))
+    assert costs.forward_s == pytest.approx((0.0245, 0.024, 0.024, 0.025))
     assert costs.backward_s == pytest.approx((0.048, 0.048, 0.048, 0.05))
     assert costs.grad_sync_s == pytest.approx((0.521, 0.481, 0.481, 0.521))
     assert (costs.p2p_s, costs.p2p_latency_s) == (0.001, 0.0001)
@@ -65,6 +69,71 @@ def test_slow_gradients_ask_for_segments_and_slow_messages_against_them(parse: P
     assert f"the paper's rule says {choice.rule.num_segments}" in str(choice)
     slow = replace(MEASURED, message_s=0.1, grad_sync_s_per_byte=0.0)
     assert choose(args, slow, num_microbatches=8).num_segments == 1
+
+
+ALONE = replace(MEASURED, grad_sync_s_per_byte=0.0, grad_sync_latency_s=0.0)
+HEAVY_HEAD = replace(ALONE, head_forward_s=0.012, head_backward_s=0.024)  # two layers
+PLENTY = lambda *_: True  # noqa: E731
+
+
+def test_a_heavy_head_moves_layers_off_the_last_rank(parse: Parse):
+    args = parse("--schedule aiao --backward-share 0.5")
+    choice = choose(args, HEAVY_HEAD, 4, PLENTY)
+    *_, last = choice.layers
+    of_rank = [sum(choice.layers[rank::2]) for rank in range(2)]
+    assert of_rank == [9, 7]
+    assert last < max(choice.layers)
+    stages = 2 * choice.num_segments
+    assert choice.flags[0::2] == ["--segments", "--pipeline-model-parallel-layout"]
+    assert choice.flags[3].count("|") == stages - 1
+    assert "layers " in str(choice)
+    typed = parse(f"--schedule aiao {' '.join(choice.flags)}")
+    assert Fold3DConfig.from_args(typed).num_segments == choice.num_segments
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_room"),
+    [
+        ("", None),
+        ("", lambda _timeline, layers, even: layers == even),
+        ("--decoder-last-pipeline-num-layers 6 --decoder-first-pipeline-num-layers 10", PLENTY),
+        ("--num-experts 2", PLENTY),
+    ],
+)
+def test_layers_stay_even_where_others_are_not_known_to_run(parse: Parse, flags: str, has_room):
+    choice = choose(parse(f"--schedule aiao {flags}"), HEAVY_HEAD, 4, has_room)
+    assert choice.layers == ()
+
+
+def test_a_gpu_has_room_for_what_fits_and_for_what_even_layers_take(
+    parse: Parse, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    args = parse("--schedule aiao --vocab-size 1000 --max-position-embeddings 32")
+    run = SimulatedRun(num_ranks=2, num_microbatches=4)
+    even, uneven = (4, 4, 4, 4), (1, 1, 13, 1)
+    timeline = run.timeline(2, ALONE.costs(even))
+    for gpu_bytes, has_room in ((1, False), (2**40, True)):
+        monkeypatch.setattr(layer_memory, "device_bytes", lambda _, n=gpu_bytes: n)
+        room = layer_memory.room_for_layers(args)
+        assert room is not None
+        assert room(timeline, even, even)
+        assert room(timeline, uneven, even) is has_room
+    args.vocab_size = None
+    assert layer_memory.room_for_layers(args) is None
+
+
+def test_layers_stay_even_for_less_than_one_percent(parse: Parse):
+    light = replace(ALONE, head_forward_s=0.0, head_backward_s=1e-5, embedding_forward_s=0.0)
+    assert choose(parse("--schedule aiao"), light, 4, PLENTY).layers == ()
+
+
+def test_layers_that_do_not_divide_are_split_by_a_layout(parse: Parse):
+    args = parse("--schedule aiao --num-layers 17")
+    assert Fold3DConfig.from_args(args).num_segments == 1
+    choice = choose(args, ALONE, 4, PLENTY)
+    assert sum(choice.layers) == 17
+    assert choice.rule is None
 
 
 def test_auto_segments_sets_no_virtual_stages_before_it_has_chosen(parse: Parse):
@@ -90,8 +159,10 @@ def test_flags_that_auto_segments_excludes_are_refused(parse: Parse, flags: str,
 
 def test_layers_that_cannot_be_split_are_refused(parse: Parse):
     with pytest.raises(ValueError, match="17 layers on 2 ranks: each holds as many"):
-        Fold3DConfig.from_args(parse("--schedule aiao --num-layers 17"))
+        Fold3DConfig.from_args(parse("--schedule aiao --num-layers 17 --num-experts 2"))
     args = parse("--schedule aiao --num-layers 17")
+    with pytest.raises(ValueError, match="auto: 17 layers on 2 ranks"):
+        choose(args, MEASURED, num_microbatches=8)
     args.num_layers = None
     assert only_problem(args).startswith("--segments auto without --num-layers")
 

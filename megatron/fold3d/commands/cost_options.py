@@ -21,6 +21,7 @@ from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.launches import launches
+from megatron.fold3d.predict.cost_model.layers import layers_of_stages
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.search.order_choice import held_sizes
@@ -42,6 +43,8 @@ class Hardware:
     cluster: Cluster
     setup: Setup
     footprint: Footprint
+    layers: tuple[int, ...]
+    """Of each stage."""
 
     @property
     def usable_bytes(self) -> float:
@@ -67,6 +70,7 @@ class Hardware:
                 setup,
                 num_ranks=ranks,
                 num_segments=stages // ranks,
+                layers=self.layers,
             )
             if max(_peaks(timeline, known.footprint)) <= self.usable_bytes:
                 return f"--recompute {recompute} fits"
@@ -167,13 +171,33 @@ def _from_model(args: Namespace, plan: Plan) -> Source:
         fp32=bool(args.fp32),
         hierarchical_sync=bool(args.hierarchical_dp_sync),
     )
-    if shape.num_layers % plan.num_stages:
-        raise ValueError(_uneven(shape, plan))
+    layers = _layers(args, shape, plan)
     known = estimate(
-        shape, cluster, setup, num_ranks=plan.num_ranks, num_segments=plan.num_segments
+        shape,
+        cluster,
+        setup,
+        num_ranks=plan.num_ranks,
+        num_segments=plan.num_segments,
+        layers=layers,
     )
-    hardware = Hardware(shape, cluster, setup, known.footprint)
+    hardware = Hardware(shape, cluster, setup, known.footprint, layers)
     return Source(known.costs, known.nic_of_rank, hardware, known.routes, known.gradient_bytes)
+
+
+def _layers(args: Namespace, shape: ModelShape, plan: Plan) -> tuple[int, ...]:
+    """Return the layers of each stage: those given, or else as even as possible."""
+    given = getattr(args, "layers", None)  # `fold3d plan` has no such option
+    if isinstance(given, tuple):
+        if len(given) != plan.num_stages or sum(given) != shape.num_layers or 0 in given:
+            raise ValueError(
+                f"--layers {','.join(map(str, given))}: a plan of {plan.num_stages} stages needs "
+                f"as many numbers, each at least one; together they are the {shape.num_layers} "
+                f"layers of {shape.name}; give such"
+            )
+        return given
+    if shape.num_layers % plan.num_stages and (given is None or shape.num_layers < plan.num_stages):
+        raise ValueError(_uneven(shape, plan))
+    return layers_of_stages(shape.num_layers, plan.num_ranks, plan.num_segments)
 
 
 def _uneven(shape: ModelShape, plan: Plan) -> str:

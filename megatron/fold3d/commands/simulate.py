@@ -4,6 +4,8 @@ import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from math import inf
+from operator import gt
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
@@ -16,6 +18,7 @@ from megatron.fold3d.commands.goodput_options import (
     goodput_lines,
     goodput_of,
 )
+from megatron.fold3d.commands.layer_options import layers_or_auto, with_chosen_layers
 from megatron.fold3d.commands.order_options import chosen_order
 from megatron.fold3d.commands.plan_source import in_words, plan_from, sizes
 from megatron.fold3d.commands.schedule_options import (
@@ -24,6 +27,7 @@ from megatron.fold3d.commands.schedule_options import (
     compute_plan,
     spelled,
 )
+from megatron.fold3d.commands.training_flags import layout_of
 from megatron.fold3d.config.backward_share_flags import AUTO, share_or_auto
 from megatron.fold3d.config.recompute_flags import counts_or_auto
 from megatron.fold3d.config.weight_grad_flags import segments_or_auto
@@ -75,6 +79,9 @@ examples:
       --html playground.html
   fold3d simulate --schedule aiao --pp 4 --segments 2 --microbatches 16 --model gpt3-18b \\
       --cluster a100x128-200g --tp 8 --micro-batch-size 4 --recompute full
+
+  fold3d simulate --schedule 1f1b --pp 4 --microbatches 32 --model 48-1536-16 \\
+      --cluster rtx3090x4 --layers auto
 
   fold3d simulate --schedule aiao --pp 1 --segments 4 --microbatches 8 --forward-s 0.02 \\
       --backward-s 0.06 --grad-sync-s 0.64 --cuda-connections 1 --grad-sync-launches 7
@@ -166,6 +173,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="with --recompute full of a model, recompute so many layers of each stage; auto is "
         "the fewest that fit the GPUs' memory",
     )
+    parser.add_argument(
+        "--layers",
+        type=layers_or_auto,
+        metavar="N,N",
+        help="of a model, so many layers in each stage (default: equally many); auto is what makes "
+        "the iteration shortest and fits the GPUs' memory",
+    )
     add_cost_options(parser)
     add_checkpoint_option(parser)
 
@@ -199,9 +213,11 @@ def run(args: Namespace) -> int:
             "--overlap-tensor-parallel: there is no tensor-parallel collective in the costs: give "
             "--tp-sync-s, or --tp 2 or more with a model, or tp_sync_s in --costs"
         )
-    counts: tuple[int, ...] | None = None
-    if args.recompute_layers is not None:
-        source, counts = _with_counts(args, source, compute)
+    if args.layers is not None and source.hardware is None:
+        raise ValueError(
+            f"--layers {spelled(args.layers)}: it is for the layers of a model; give --model and "
+            "--cluster"
+        )
     options = Options(
         gathers_params=source.gathers_params,
         overlap_tensor_parallel=bool(args.overlap_tensor_parallel),
@@ -213,17 +229,32 @@ def run(args: Namespace) -> int:
 
     sliced = _is_sliced(args, source)
 
-    def simulated(order: Plan) -> tuple[Plan, Timeline]:
+    def simulated(order: Plan, source: Source) -> tuple[Plan, Timeline]:
         plan = lower(order, options)
         if sliced:
             plan = lower(order, replace(options, slice_shares=_slice_shares(args, plan, source)))
         return plan, _timeline(args, plan, source, deferred=grad_sync == "deferred")
 
-    def judged(order: Plan) -> tuple[bool, float]:
-        _, timeline = simulated(order)
-        hardware = source.hardware
+    def judged_with(order: Plan, source: Source) -> tuple[bool, float]:
+        plan, timeline = simulated(order, source)
+        hardware = _with_shards(source, plan).hardware
         fits = hardware is None or max(hardware.peaks(timeline)) <= hardware.usable_bytes
         return fits, timeline.period_s
+
+    def judged_split(its: Namespace) -> tuple[bool, float]:
+        try:
+            return judged_with(compute, _with_counts(its, costs_of(its, compute), compute)[0])
+        except ValueError:  # not even with all layers recomputed
+            return False, inf
+
+    how = ""
+    if args.layers == AUTO:
+        args, how = with_chosen_layers(args, compute, source, judged_split)
+        source = costs_of(args, compute)
+    source, counts = _with_counts(args, source, compute)
+
+    def judged(order: Plan) -> tuple[bool, float]:
+        return judged_with(order, source)
 
     if asks_to_choose(args):
         name, compute = chosen_order(args, source, judged)
@@ -232,9 +263,11 @@ def run(args: Namespace) -> int:
         name += f" --replicate-optimizer {spelled(segments) or 'none'}"
         options = replace(options, replicated_stages=stages_of(segments, compute.num_ranks))
         source = _with_replicated(source, compute, segments)
-    plan, timeline = simulated(compute)
+    plan, timeline = simulated(compute, source)
     if counts is not None:
         name += f" --recompute-layers {spelled(counts)}"
+    if args.layers is not None:
+        name += f" --layers {spelled(args.layers)}"
     if args.svg:
         args.svg.write_text(
             draw(timeline, title=name, caption=caption_of(plan, timeline)), encoding="utf-8"
@@ -250,11 +283,12 @@ def run(args: Namespace) -> int:
     known = source.hardware
     left = goodput_of(args, (known.shape, known.cluster, known.setup) if known else None)
     if args.json:
-        found = _as_json(name, plan, timeline, peaks, bound_s)
+        found = _as_json(name, plan, timeline, peaks, bound_s) | {"layers": args.layers}
         write(json.dumps(found | {"goodput": left and asdict(left)}) + "\n")
     else:
-        lines = _lines(name, plan, timeline, peaks, bound_s)
-        write("\n".join((*lines, *goodput_lines(left, timeline.period_s))) + "\n")
+        head, *rest = _lines(name, plan, timeline, peaks, bound_s)
+        rest += goodput_lines(left, timeline.period_s)
+        write("\n".join((head, *_layout_lines(args.layers, how), *rest)) + "\n")
     return OK if source.hardware is None else _judge_memory(source.hardware, timeline, peaks)
 
 
@@ -313,14 +347,18 @@ def _more_bytes(hardware: Hardware, order: Plan, segments: tuple[int, ...]) -> l
         hardware.shape,
         hardware.setup,
         order.num_ranks,
-        order.num_stages,
+        hardware.layers,
         stages_of(segments, order.num_ranks),
     )
 
 
-def _with_counts(args: Namespace, source: Source, plan: Plan) -> tuple[Source, tuple[int, ...]]:
-    """Return costs with a number of recomputed layers for each stage, and the numbers."""
+def _with_counts(
+    args: Namespace, source: Source, plan: Plan
+) -> tuple[Source, tuple[int, ...] | None]:
+    """Return costs with a number of recomputed layers for each stage, and the numbers if asked."""
     hardware, given = source.hardware, args.recompute_layers
+    if given is None:
+        return source, None
     found = given if given == AUTO else ",".join(map(str, given))
     if hardware is None or hardware.setup.recompute != "full":
         raise ValueError(
@@ -333,18 +371,19 @@ def _with_counts(args: Namespace, source: Source, plan: Plan) -> tuple[Source, t
             "--recompute-layers auto with --forwards-ahead auto: how many forwards run ahead "
             "decides what fits; give a number for one of the two"
         )
+    layers = hardware.layers
     if given == AUTO:
-        counts = fewest_recomputed(plan, shape, setup, footprint, hardware.usable_bytes)
+        counts = fewest_recomputed(plan, shape, setup, footprint, hardware.usable_bytes, layers)
     else:
         counts = given
-        layers = shape.num_layers // plan.num_stages
-        if len(counts) != plan.num_stages or max(counts) > layers:
+        if len(counts) != plan.num_stages or any(map(gt, counts, layers)):
             raise ValueError(
                 f"--recompute-layers {found}: a plan of {plan.num_stages} stages needs as many "
-                f"numbers, and each stage has {layers} layers; give such"
+                f"numbers, and stages have {','.join(map(str, layers))} layers; give such"
             )
-    hardware = replace(hardware, footprint=footprint_with_counts(footprint, shape, setup, counts))
-    costs = costs_with_counts(source.costs, shape, counts)
+    footprint = footprint_with_counts(footprint, shape, setup, counts, layers)
+    hardware = replace(hardware, footprint=footprint)
+    costs = costs_with_counts(source.costs, shape, counts, layers)
     return replace(source, costs=costs, hardware=hardware), counts
 
 
@@ -520,6 +559,13 @@ def _lines(
     if grid := _grid(timeline):
         yield ""
         yield grid
+
+
+def _layout_lines(layers: tuple[int, ...] | None, how: str) -> Iterator[str]:
+    """Yield the flag of training for layers that were given or chosen, and how they were."""
+    if layers is not None:
+        chosen = f"  {how}" if how else ""
+        yield f"layout            --pipeline-model-parallel-layout '{layout_of(layers)}'{chosen}"
 
 
 def _table(row: Exposure) -> Iterator[str]:

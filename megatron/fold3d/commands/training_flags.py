@@ -60,7 +60,7 @@ def _split(candidate: Candidate) -> Iterator[str]:
 def _schedule(candidate: Candidate) -> Iterator[str]:
     """Yield the schedule, and what overlaps with it."""
     if candidate.layers:
-        yield f"--pipeline-model-parallel-layout {_layout(candidate.layers)}"
+        yield f"--pipeline-model-parallel-layout {quote(layout_of(candidate.layers))}"
     if not candidate.is_stock:
         yield f"--schedule {candidate.schedule}"
         if not candidate.layers:
@@ -103,8 +103,8 @@ def _schedule(candidate: Candidate) -> Iterator[str]:
         yield "--offload-activations on"
 
 
-def _layout(layers: Sequence[int]) -> str:
-    """Spell the layers of each stage as Megatron does: ``Et*2|t*3|t*2L``, for a shell."""
+def layout_of(layers: Sequence[int]) -> str:
+    """Spell the layers of each stage as Megatron does: ``Et*2|t*3|t*2L``."""
     stages = [f"t*{count}" for count in layers]
     stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}L"
-    return quote("|".join(stages))
+    return "|".join(stages)

@@ -33,6 +33,21 @@ def fitting_segments(args: Namespace) -> tuple[int, ...]:
     return tuple(n for n in range(1, most + 1) if most % n == 0)
 
 
+def may_be_uneven(args: Namespace) -> bool:
+    """Return whether stages may hold any numbers of layers: all are alike, and no flag has a say.
+
+    With virtual stages Megatron takes such numbers from ``--pipeline-model-parallel-layout`` alone,
+    which excludes all other flags for the split. What is offloaded is predicted for even ones.
+    """
+    return not (
+        _an_end_is_given(args)
+        or args.mtp_num_layers
+        or args.num_experts
+        or args.heterogeneous_layers_config_path
+        or args.offload_activations != "off"
+    )
+
+
 def uneven_ranks(args: Namespace) -> str:
     """Return the message (found, rule, fix) for layers that are too few, or do not divide."""
     ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
@@ -48,3 +63,13 @@ def uneven_ranks(args: Namespace) -> str:
 def _ranks_of_the_rest(args: Namespace) -> int:
     ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
     return int(args.pipeline_model_parallel_size - sum(layers is not None for layers in ends))
+
+
+def _an_end_is_given(args: Namespace) -> bool:
+    """Return whether a flag tells how many layers the first or the last rank holds."""
+    ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
+    accounts = (
+        args.account_for_embedding_in_pipeline_split,
+        args.account_for_loss_in_pipeline_split,
+    )
+    return ends != (None, None) or any(accounts)

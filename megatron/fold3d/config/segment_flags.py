@@ -8,6 +8,7 @@ from megatron.fold3d.config.argument_group import ArgumentGroup
 from megatron.fold3d.config.layer_split import (
     fitting_segments,
     layers_per_rank,
+    may_be_uneven,
     num_layers,
     uneven_ranks,
 )
@@ -34,7 +35,8 @@ def add_segment_flags(group: ArgumentGroup) -> None:
         type=segments_or_auto,
         metavar="N",
         help="Model chunks per pipeline rank: sets Megatron's virtual stages. auto chooses from "
-        "what the hardware is measured to do when the run starts.",
+        "what the hardware is measured to do when the run starts, and how many layers each "
+        "holds.",
     )
 
 
@@ -66,8 +68,12 @@ def _auto_problems(args: Namespace, schedule: str, virtual_stages: str | None) -
             "--segments auto without --num-layers: the checkpoint would tell too late; "
             "give --num-layers"
         )
-    elif not fitting_segments(args):
+    elif not (fitting_segments(args) or _has_layer_for_each_rank(args)):
         yield uneven_ranks(args)
+
+
+def _has_layer_for_each_rank(args: Namespace) -> bool:
+    return may_be_uneven(args) and num_layers(args) >= args.pipeline_model_parallel_size
 
 
 def virtual_stage_flag(args: Namespace) -> str | None:

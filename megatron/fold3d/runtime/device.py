@@ -113,6 +113,13 @@ def numa_node(device: torch.device) -> int | None:
     return number if number >= 0 else None
 
 
+def device_bytes(device: torch.device) -> int | None:
+    """Return the bytes of a GPU's memory; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 def free_device_bytes(device: torch.device) -> int | None:
     """Return the bytes of a GPU that tensors have never used so far; None on a CPU.
 

@@ -1,64 +1,117 @@
 """The choice of ``--segments auto``: the simulator's, reported beside that of the paper's rule.
 
-Keeps one invariant: the choice is a number that the user could have given. Nothing of the chooser
-is left when training begins.
+Keeps one invariant: the choice is one that the user could have given. Nothing of the chooser is
+left when training begins.
 """
 
+import shlex
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron.fold3d.config.layer_split import fitting_segments, num_layers
+from megatron.fold3d.commands.training_flags import layout_of
+from megatron.fold3d.config.layer_split import (
+    fitting_segments,
+    may_be_uneven,
+    num_layers,
+    uneven_ranks,
+)
+from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.policy.num_segments import Segments, by_rule
+from megatron.fold3d.policy.partition import Layers
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
-from megatron.fold3d.predict.search.segments import by_simulation
+from megatron.fold3d.predict.search.candidates import MOST_SEGMENTS
+from megatron.fold3d.predict.search.segments import (
+    SegmentLayers,
+    SimulatedRun,
+    by_simulation,
+    with_layers,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentChoice:
-    """The chosen number of segments: what the paper's rule and the simulator say."""
+    """The chosen number of segments: what the paper's rule and the simulator say.
 
-    rule: Segments
+    Attributes:
+        rule: the paper's, if it has one: it knows equally many layers only.
+        simulation: the simulator's.
+        layers: of each stage, where they are not equally many.
+    """
+
+    rule: Segments | None
     simulation: Segments
+    layers: Layers = ()
 
     @property
     def num_segments(self) -> int:
         """The simulator's: it knows the schedule, and what else is on the links."""
         return self.simulation.num_segments
 
+    @property
+    def flags(self) -> list[str]:
+        """What the user could have given."""
+        flags = ["--segments", str(self.num_segments)]
+        if self.layers:
+            flags += ["--pipeline-model-parallel-layout", layout_of(self.layers)]
+        return flags
+
     def __str__(self) -> str:
-        return (
-            f"--segments {self.num_segments}; {self.simulation.reason}; the paper's rule says "
-            f"{self.rule.num_segments}: {self.rule.reason}"
-        )
+        chosen = f"{shlex.join(self.flags)}; {self.simulation.reason}"
+        if self.rule is None:
+            return chosen
+        return f"{chosen}; the paper's rule says {self.rule.num_segments}: {self.rule.reason}"
 
 
-def choose(args: Namespace, measured: HardwareProfile, num_microbatches: int) -> SegmentChoice:
-    """Return the number of segments that is expected to train fastest.
+def choose(
+    args: Namespace,
+    measured: HardwareProfile,
+    num_microbatches: int,
+    fits: Callable[[Timeline, Layers, Layers], bool] | None = None,
+) -> SegmentChoice:
+    """Return the number of segments, and the layers of stages, expected to train fastest.
 
     Args:
         args: Megatron's namespace, as parsed.
         measured: on the run's hardware.
         num_microbatches: per iteration.
+        fits: whether memory has room for layers that are not even, as in `with_layers`; if it is
+            not known, they are even.
+
+    Raises:
+        ValueError: they cannot be even, and whether other layers fit is not known.
     """
     options, layers = fitting_segments(args), num_layers(args)
     num_ranks: int = args.pipeline_model_parallel_size
     rank_layers = layers / num_ranks
     layer_s = measured.layer_forward_s + measured.layer_backward_s
-    return SegmentChoice(
-        rule=by_rule(
+    pipeline = SimulatedRun(
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        schedule="aiao" if args.schedule == "auto" else args.schedule,
+        deferred=args.backward_share is not None,
+        preemptive=False,
+    )
+    if fits is None or not may_be_uneven(args):
+        if not options:
+            raise ValueError(f"--segments auto: {uneven_ranks(args)}")
+        found = SegmentLayers(
+            segments=by_simulation(
+                options,
+                lambda n: measured.costs((layers / (num_ranks * n),) * (num_ranks * n)),
+                pipeline,
+            )
+        )
+    else:
+        others = range(1, min(MOST_SEGMENTS, layers // num_ranks) + 1)
+        found = with_layers({*options, *others}, layers, measured.costs, pipeline, fits)
+    rule = None
+    if options:
+        rule = by_rule(
             options,
             compute_s=num_microbatches * rank_layers * layer_s,
             message_s=measured.message_s,
             grad_sync_s=measured.grad_sync_s(rank_layers * measured.layer_gradient_bytes),
             num_microbatches=num_microbatches,
-        ),
-        simulation=by_simulation(
-            options,
-            lambda segments: measured.costs(layers, num_ranks, segments),
-            num_ranks=num_ranks,
-            num_microbatches=num_microbatches,
-            schedule="aiao" if args.schedule == "auto" else args.schedule,
-            deferred=args.backward_share is not None,
-            preemptive=False,
-        ),
-    )
+        )
+    return SegmentChoice(rule=rule, simulation=found.segments, layers=found.layers)

@@ -17,6 +17,7 @@ from typing import Any
 from megatron.fold3d.config.layer_split import num_layers
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
 from megatron.fold3d.training.auto_segments import SegmentChoice, choose
+from megatron.fold3d.training.layer_memory import room_for_layers
 from megatron.fold3d.training.measure_worker import meeting_point
 from megatron.fold3d.training.measurement_cache import MeasurementCache
 
@@ -25,14 +26,15 @@ _PLAIN = (str, int, float, bool)
 
 
 def choose_segments(
-    args: Namespace, argv: Sequence[str], defaults: Mapping[str, Any]
-) -> tuple[int, str]:
-    """Return the number of segments, the same on every rank, and on the first rank the reason.
+    args: Namespace, argv: Sequence[str], defaults: Mapping[str, Any], *, may_be_uneven: bool
+) -> tuple[list[str], str]:
+    """Return the flags of the choice, the same on every rank, and on the first rank the reason.
 
     Args:
         args: Megatron's namespace, as parsed.
         argv: the flags it was parsed from; a script's own may be among them.
         defaults: values of flags that are not given, by their attributes' names.
+        may_be_uneven: whether stages may get unequal numbers of layers.
 
     Raises:
         ValueError: there is no torchrun, or what is to be trained cannot be measured.
@@ -46,7 +48,7 @@ def choose_segments(
     if os.environ["RANK"] != "0":
         if store.get("measure") == b"1":
             measure(argv, defaults)
-        return int(store.get("segments")), ""
+        return store.get("segments").decode().split(), ""
     kept = MeasurementCache(args)
     measured = kept.read()
     store.set("measure", str(int(measured is None)))
@@ -57,10 +59,11 @@ def choose_segments(
             f"measured now, kept in {kept.path}",
         )
         kept.write(measured)
-    choice = choose(args, measured, _num_microbatches(args))
+    room = room_for_layers(args) if may_be_uneven else None
+    choice = choose(args, measured, _num_microbatches(args), room)
     _write_costs(args, measured, choice, kept.path)
-    store.set("segments", str(choice.num_segments))
-    return choice.num_segments, f"{choice}; {source}"
+    store.set("segments", " ".join(choice.flags))
+    return choice.flags, f"{choice}; {source}"
 
 
 def measure(argv: Sequence[str], defaults: Mapping[str, Any]) -> str:
@@ -107,7 +110,8 @@ def _write_costs(
 ) -> None:
     """Leave a file for ``fold3d simulate --costs``."""
     num_ranks: int = args.pipeline_model_parallel_size
-    costs = measured.costs(num_layers(args), num_ranks, choice.num_segments)
+    stages = num_ranks * choice.num_segments
+    costs = measured.costs(choice.layers or (num_layers(args) / stages,) * stages)
     file = path.with_name(f"{path.stem}-costs-of-{choice.num_segments}-segments.json")
     file.write_text(costs.to_json(), encoding="utf-8")
 

@@ -25,12 +25,13 @@ from megatron.fold3d.plan.ir import COMPUTE_OPS, Op, Plan
 from megatron.fold3d.policy.run_choice import RunChoice, stock_schedule
 from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster, cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
-from megatron.fold3d.predict.cost_model.sizes import Recompute, Setup, replicated_bytes
+from megatron.fold3d.predict.cost_model.sizes import replicated_bytes
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.choice_search import ChoiceSearch, Predicted, Scope
 from megatron.fold3d.predict.search.order_choice import held_sizes
 from megatron.fold3d.predict.search.planner import USABLE_MEMORY
+from megatron.fold3d.training.trained_setup import setup_of
 
 _GIB = 2**30
 
@@ -201,19 +202,7 @@ def _candidate(args: Namespace) -> Candidate:
     return Candidate(
         schedule=schedule,
         is_stock=is_stock,
-        setup=Setup(
-            tensor_parallel=args.tensor_model_parallel_size,
-            data_parallel=args.data_parallel_size,
-            microbatch_size=args.micro_batch_size,
-            sequence_parallel=args.sequence_parallel,
-            distributed_optimizer=args.use_distributed_optimizer,
-            recompute=args.recompute_granularity or _without_recomputation(args),
-            fp32=not (args.bf16 or args.fp16),
-            context_parallel=args.context_parallel_size,
-            expert_parallel=args.expert_model_parallel_size,
-            hierarchical_sync=config.hierarchical_dp_sync,
-            order="tp-pp-dp" if args.use_tp_pp_dp_mapping else "tp-dp-pp",
-        ),
+        setup=setup_of(args, args.data_parallel_size),
         num_ranks=config.num_ranks,
         num_segments=config.num_segments,
         num_microbatches=num_microbatches,
@@ -263,11 +252,6 @@ def _tried(args: Namespace, known: Estimate, candidate: Candidate) -> tuple[Pred
         routes=known.routes,
     )
     return search.stock, *search.to_try()
-
-
-def _without_recomputation(args: Namespace) -> Recompute:
-    """Fused attention keeps no scores and computes them again, as selective recomputation."""
-    return "selective" if args.transformer_impl == "transformer_engine" else "none"
 
 
 def _order(args: Namespace, plan: Plan | None) -> Plan | None:

@@ -137,9 +137,8 @@ def prepare(
                 "--segments auto with --check: it measures the hardware that trains; give "
                 "--segments N, `fold3d search` tells which"
             )
-        sys.argv += ["--segments", _chosen_segments(args, defaults, builds_own_model)]
-        args = parse_args(add_all, ignore_unknown_args)
-        Fold3DConfig.from_args(args)
+        parse = partial(parse_args, add_all, ignore_unknown_args)
+        args = _with_chosen_segments(args, parse, defaults, builds_own_model)
     patched.enter_context(fold3d_patches.install_platform(device))
     if target is not None and lacks_gpu:
         patched.enter_context(fold3d_patches.install_absent_gpu(target.is_blackwell))
@@ -232,11 +231,18 @@ def refuse(error: Exception) -> int:
     return 2
 
 
-def _chosen_segments(args: Namespace, defaults: Mapping[str, Any], builds_own_model: bool) -> str:
-    """Return the number for ``--segments auto``, and print on the first rank why."""
+def _with_chosen_segments(
+    args: Namespace,
+    parse: Callable[[], Namespace],
+    defaults: Mapping[str, Any],
+    builds_own_model: bool,
+) -> Namespace:
+    """Return the namespace of the same command with what ``--segments auto`` has chosen."""
     from megatron.fold3d.training.choose_segments import choose_segments
 
-    num_segments, reason = choose_segments(args, sys.argv[1:], defaults)
+    flags, reason = choose_segments(
+        args, sys.argv[1:], defaults, may_be_uneven=not builds_own_model
+    )
     if reason:
         sys.stderr.write(f"{_script()}: --segments auto: {reason}\n")
     if reason and builds_own_model:
@@ -244,7 +250,10 @@ def _chosen_segments(args: Namespace, defaults: Mapping[str, Any], builds_own_mo
             f"{_script()}: --segments auto: measured is a layer of the GPT that Megatron's flags "
             "describe; if this script's layers take other times, try other --segments N too\n"
         )
-    return str(num_segments)
+    sys.argv += flags
+    args = parse()
+    Fold3DConfig.from_args(args)
+    return args
 
 
 def _num_microbatches(args: Namespace) -> int:

@@ -104,25 +104,22 @@ def _measure(args: Namespace, device: torch.device) -> HardwareProfile:
         cp_group=groups.cp,
     )
     builder = GPTModelBuilder(built)
-    layer, last = (
-        builder.build_model(groups, pre_process=False, post_process=with_head).to(device, dtype)
-        for with_head in (False, True)
+    layer, first, last = (
+        builder.build_model(groups, pre_process=is_first, post_process=is_last).to(device, dtype)
+        for is_first, is_last in ((False, False), (True, False), (False, True))
     )
-    labels = torch.zeros(
-        (args.micro_batch_size, args.seq_length // args.context_parallel_size),
-        dtype=torch.long,
-        device=device,
-    )
+    positions = torch.arange(args.seq_length // args.context_parallel_size, device=device)
+    tokens = (positions % args.padded_vocab_size).repeat(args.micro_batch_size, 1)
     found = [
         *_forward_and_backward(layer, shape, dtype, device),
-        *_forward_and_backward(last, shape, dtype, device, labels=labels),
+        *_forward_and_backward(first, shape, dtype, device, tokens=tokens),
+        *_forward_and_backward(last, shape, dtype, device, labels=tokens),
         *profiler.message(groups.pp, shape, dtype, device),
         *profiler.grad_sync(groups.dp_cp, device),
         1 / profiler.host_copy_bytes_per_s(device),
     ]
-    layer_forward_s, layer_backward_s, last_forward_s, last_backward_s, *others = profiler.slowest(
-        found, device
-    )
+    layer_forward_s, layer_backward_s, *others = profiler.slowest(found, device)
+    first_forward_s, first_backward_s, last_forward_s, last_backward_s, *others = others
     message_s, latency_s, per_synced_byte_s, sync_latency_s, per_copied_byte_s = others
     element_bytes = 4 if args.accumulate_allreduce_grads_in_fp32 else dtype.itemsize
     layer_bytes, last_bytes = (
@@ -133,6 +130,8 @@ def _measure(args: Namespace, device: torch.device) -> HardwareProfile:
         layer_backward_s=layer_backward_s,
         head_forward_s=max(0.0, last_forward_s - layer_forward_s),
         head_backward_s=max(0.0, last_backward_s - layer_backward_s),
+        embedding_forward_s=max(0.0, first_forward_s - layer_forward_s),
+        embedding_backward_s=max(0.0, first_backward_s - layer_backward_s),
         message_s=message_s,
         message_latency_s=latency_s,
         grad_sync_s_per_byte=per_synced_byte_s,
@@ -144,16 +143,31 @@ def _measure(args: Namespace, device: torch.device) -> HardwareProfile:
 
 
 def _forward_and_backward(
-    model: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, **inputs: Any
+    model: Any,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    tokens: torch.Tensor | None = None,
+    labels: torch.Tensor | None = None,
 ) -> tuple[float, float]:
-    """Return the seconds of one micro-batch's forward, and of its backward."""
+    """Return the seconds of one micro-batch's forward, and of its backward.
+
+    Args:
+        model: a layer, with the embedding or the head if it is to have them.
+        shape: of its hidden states.
+        dtype: of these.
+        device: of the model.
+        tokens: of the micro-batch, sequences by positions, for the embedding.
+        labels: likewise, for the head.
+    """
     for parameter in model.parameters():
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # fusions add here
     hidden = torch.zeros(tuple(shape), dtype=dtype, device=device, requires_grad=True)
 
     def forward() -> torch.Tensor:
         model.set_input_tensor(hidden)
-        output: torch.Tensor = model(None, None, None, **inputs)
+        output: torch.Tensor = model(tokens, tokens, None, labels=labels)
         return output
 
     def both() -> None:

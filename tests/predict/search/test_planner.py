@@ -168,6 +168,19 @@ def test_layers_that_cannot_be_even_are_uneven():
     assert all(sum(choice.candidate.layers) == 13 for choice in found.best)
 
 
+def test_the_best_rows_have_the_layers_that_make_them_fastest():
+    given = Given(num_ranks=4, num_segments=1, tensor_parallel=1, microbatch_size=1)
+    found = search(SMALL, SLOW, global_batch_size=64, top=1, given=given)
+    assert found.best_stock is not None
+    judge = _Judge(SMALL, SLOW, WITHOUT_PROGRESS)
+    for choice in (found.best[0], found.best_stock):
+        layers = choice.candidate.layers
+        assert sum(layers) == 12
+        assert layers[-1] < max(layers)  # the head is on the last stage
+        even = judge.bounded(replace(choice.candidate, layers=()))
+        assert choice.iteration_s < judge.best([even], 1)[0].iteration_s
+
+
 def test_on_a_fast_node_stock_is_as_good():
     found = search(model_shape("24-2048-16"), cluster("h100x8"), global_batch_size=64)
     assert found.best_stock is not None

@@ -154,7 +154,7 @@ def estimate(
     nic_of_rank = tuple(rank // ranks_per_node for rank in range(num_ranks))
     return Estimate(
         costs,
-        _footprint(shape, setup, num_ranks, split),
+        footprint_of(shape, setup, num_ranks, split),
         nic_of_rank,
         tuple(size + of_experts for size, of_experts in zip(gradients, experts, strict=True)),
         # Megatron demands one with tensor parallelism; CUDA's default is enough for our streams.
@@ -167,7 +167,15 @@ def _needs_one_queue(setup: Setup) -> bool:
     return setup.tensor_parallel > 1 or setup.context_parallel > 1
 
 
-def _footprint(shape: ModelShape, setup: Setup, num_ranks: int, split: Split) -> Footprint:
+def footprint_of(shape: ModelShape, setup: Setup, num_ranks: int, split: Split) -> Footprint:
+    """Return the bytes that ranks, and micro-batches of stages, hold.
+
+    Args:
+        shape: the model.
+        setup: how it is trained.
+        num_ranks: of a pipeline.
+        split: the layers of each stage, or the number of stages with equally many.
+    """
     saved = saved_bytes(shape, setup, split)
     return Footprint(
         static_bytes=tuple(static_bytes(shape, setup, num_ranks, split)),

@@ -1,10 +1,11 @@
 """Measurements of a run's own hardware, and the costs of any split of the model on it.
 
-One layer, and one transfer of each kind, are measured once. Stages are made of layers, so the costs
-for every number of segments follow.
+One layer, the embedding, the head and one transfer of each kind are measured once. Stages are made
+of layers, so the costs for every number of segments and every split of the layers follow.
 """
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Self
 
@@ -22,6 +23,9 @@ class HardwareProfile:
     head_forward_s: float
     """What the last stage computes beside its layers, up to the loss."""
     head_backward_s: float
+    embedding_forward_s: float
+    """What the first stage computes beside its layers."""
+    embedding_backward_s: float
     message_s: float
     """One micro-batch from a rank to the next, beside its latency, all ranks sending at once."""
     message_latency_s: float
@@ -40,34 +44,36 @@ class HardwareProfile:
             if not isinstance(value, int | float) or not value >= 0:
                 raise ValueError(f"found {field.name}={value!r}; it is a number from 0 on")
 
-    def costs(self, num_layers: int, num_ranks: int, num_segments: int) -> Costs:
-        """Return the costs of the stages of a model with equal numbers of layers per stage."""
-        stages = num_ranks * num_segments
-        layers, middle = num_layers / stages, (0.0,) * (stages - 1)
+    def costs(self, layers: Sequence[float]) -> Costs:
+        """Return the costs of the stages of a model.
+
+        Args:
+            layers: of each stage.
+        """
+        ends = [0.0] * len(layers)
+        forward_s, backward_s, gradient_bytes = [*ends], [*ends], [*ends]
+        forward_s[0] += self.embedding_forward_s
+        forward_s[-1] += self.head_forward_s
+        backward_s[0] += self.embedding_backward_s
+        backward_s[-1] += self.head_backward_s
+        gradient_bytes[0] = gradient_bytes[-1] = self.head_gradient_bytes
+
+        def of_stages(layer: float, beside: Sequence[float]) -> Iterator[float]:
+            return (count * layer + more for count, more in zip(layers, beside, strict=True))
+
         return Costs(
-            forward_s=tuple(
-                layers * self.layer_forward_s + s for s in (*middle, self.head_forward_s)
-            ),
-            backward_s=tuple(
-                layers * self.layer_backward_s + s for s in (*middle, self.head_backward_s)
-            ),
+            forward_s=tuple(of_stages(self.layer_forward_s, forward_s)),
+            backward_s=tuple(of_stages(self.layer_backward_s, backward_s)),
             p2p_s=self.message_s,
             p2p_latency_s=self.message_latency_s,
             grad_sync_s=tuple(
-                self.grad_sync_s(layers * self.layer_gradient_bytes + ends)
-                for ends in self._ends(stages)
+                map(self.grad_sync_s, of_stages(self.layer_gradient_bytes, gradient_bytes))
             ),
         )
 
     def grad_sync_s(self, num_bytes: float) -> float:
         """Return how long DP.sync of so many bytes takes."""
         return self.grad_sync_latency_s + num_bytes * self.grad_sync_s_per_byte
-
-    def _ends(self, stages: int) -> list[float]:
-        """Bytes of gradients beside those of layers."""
-        ends = [0.0] * stages
-        ends[0] = ends[-1] = self.head_gradient_bytes
-        return ends
 
     def to_json(self) -> str:
         """One key per field; the inverse is `from_json`."""

@@ -20,21 +20,27 @@ from megatron.fold3d.predict.simulator.costs import Costs
 
 
 def fewest_recomputed(
-    plan: Plan, shape: ModelShape, setup: Setup, footprint: Footprint, usable_bytes: float
+    plan: Plan,
+    shape: ModelShape,
+    setup: Setup,
+    footprint: Footprint,
+    usable_bytes: float,
+    split: Sequence[int] = (),
 ) -> tuple[int, ...]:
     """Return how many layers of each stage are recomputed at least, so that every rank fits.
 
     Args:
         plan: what runs.
-        shape: the model, its layers split evenly.
+        shape: the model.
         setup: how it is trained, with full recomputation.
         footprint: of it.
         usable_bytes: of a GPU.
+        split: layers of each stage; if empty, all have equally many.
 
     Raises:
         ValueError: a rank does not fit with all layers recomputed.
     """
-    layers = [len(of_stage) for of_stage in shape.stage_layers(plan.num_stages)]
+    layers = [len(of_stage) for of_stage in shape.stage_layers(split or plan.num_stages)]
     counts = list(layers)
     for rank, program in enumerate(plan.programs):
         stages = range(rank, plan.num_stages, plan.num_ranks)
@@ -98,21 +104,30 @@ def _with_early(
 
 
 def estimate_with_counts(
-    known: Estimate, shape: ModelShape, setup: Setup, counts: Sequence[int]
+    known: Estimate,
+    shape: ModelShape,
+    setup: Setup,
+    counts: Sequence[int],
+    split: Sequence[int] = (),
 ) -> Estimate:
-    """Return an estimate for stages that recompute ``counts`` layers; without numbers as it is."""
+    """Return an estimate for stages that recompute ``counts`` layers; without numbers as it is.
+
+    Here and below ``split`` is the layers of each stage; if empty, all have equally many.
+    """
     if not counts:
         return known
     return replace(
         known,
-        costs=costs_with_counts(known.costs, shape, counts),
-        footprint=footprint_with_counts(known.footprint, shape, setup, counts),
+        costs=costs_with_counts(known.costs, shape, counts, split),
+        footprint=footprint_with_counts(known.footprint, shape, setup, counts, split),
     )
 
 
-def costs_with_counts(costs: Costs, shape: ModelShape, counts: Sequence[int]) -> Costs:
+def costs_with_counts(
+    costs: Costs, shape: ModelShape, counts: Sequence[int], split: Sequence[int] = ()
+) -> Costs:
     """Return the costs of full recomputation for stages that recompute ``counts`` layers."""
-    layers = [len(of_stage) for of_stage in shape.stage_layers(len(counts))]
+    layers = [len(of_stage) for of_stage in shape.stage_layers(split or len(counts))]
     rows = zip(costs.backward_s, costs.recompute_s, counts, layers, strict=True)
     shares = [(b, r, n / all_layers) for b, r, n, all_layers in rows]
     return replace(
@@ -123,10 +138,14 @@ def costs_with_counts(costs: Costs, shape: ModelShape, counts: Sequence[int]) ->
 
 
 def footprint_with_counts(
-    footprint: Footprint, shape: ModelShape, setup: Setup, counts: Sequence[int]
+    footprint: Footprint,
+    shape: ModelShape,
+    setup: Setup,
+    counts: Sequence[int],
+    split: Sequence[int] = (),
 ) -> Footprint:
     """Return the bytes of full recomputation for stages that recompute ``counts`` layers."""
-    layers = [len(of_stage) for of_stage in shape.stage_layers(len(counts))]
+    layers = [len(of_stage) for of_stage in shape.stage_layers(split or len(counts))]
     extra = layer_bytes(shape, setup, "none") - layer_bytes(shape, setup, "full")
     kept = [all_layers - n for all_layers, n in zip(layers, counts, strict=True)]
     rows = list(zip(counts, layers, strict=True))

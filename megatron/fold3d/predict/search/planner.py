@@ -3,7 +3,7 @@
 1. The costs alone give a candidate's memory, and a lower bound on the time of its iteration.
 2. The candidates that fit are simulated in the order of their bounds, until no bound is below the
    best times found. A short simulation without DP.sync tightens a bound first.
-3. Variations of the best ones follow.
+3. Variations of the best ones follow, and other layers of their stages.
 
 Our schedules and stock Megatron are searched side by side, so the answer can be that AIAO gains
 nothing. Training runs every candidate as it was simulated.
@@ -16,10 +16,12 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
+from math import inf
 from multiprocessing import get_context
 
 from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.observe.memory_curve import memory
+from megatron.fold3d.policy.partition import Layers, best_partition
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
@@ -53,6 +55,7 @@ from megatron.fold3d.predict.search.neighbours import (
     recomputed_and_paired,
     with_replicated_segments,
 )
+from megatron.fold3d.predict.search.rank_work import rank_times
 from megatron.fold3d.predict.search.replicated_choice import estimate_with_replicated
 from megatron.fold3d.predict.search.search_result import WORTHWHILE, JudgedCandidate, Search
 
@@ -61,6 +64,7 @@ _MANY_GPUS = 1024  # from here on, a simulation takes longer than to hand it to 
 _AT_ONCE = 2
 _COUNTED = 6  # how many of those that recompute all layers are tried with fewer
 _IMPROVED = 3  # how many of the best candidates have their neighbours tried
+_MOST_PARTITIONS = 12  # layouts that the best of ours and of stock are simulated with
 
 
 def search(
@@ -151,6 +155,17 @@ def _search(
     judge.num_left += len(better)
     fitting += filter(judge.fits, better)
     stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
+    ours = judge.best([b for b in fitting if not b.candidate.is_stock], 1)
+    in_pipelines = [b for b in fitting if b.candidate.is_stock and b.candidate.num_ranks > 1]
+    balanced = [
+        judge.bounded(other)
+        for choice in dict.fromkeys((*ours, *stock, *judge.best(in_pipelines, 1)))
+        for other in judge.partitioned(choice)
+        if other not in known
+    ]
+    better += balanced
+    fitting += balanced
+    stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
     best = _plainest_first(judge.best(fitting, top))
     return Search(
         best=best,
@@ -206,7 +221,7 @@ class _Judge:
         """Return the costs of a candidate."""
         c = candidate
         known = self._estimate(c.setup, c.num_ranks, c.num_segments, c.layers)
-        known = estimate_with_counts(known, self._shape, c.setup, c.recompute_layers)
+        known = estimate_with_counts(known, self._shape, c.setup, c.recompute_layers, c.layers)
         split = c.layers or c.num_ranks * c.num_segments
         return estimate_with_replicated(known, self._shape, c.setup, split, c.replicated)
 
@@ -225,20 +240,65 @@ class _Judge:
             item = replace(item, device_bytes=min(item.device_bytes, self.limit_bytes))
         return item
 
+    def partitioned(self, choice: JudgedCandidate) -> Iterator[Candidate]:
+        """Yield a candidate with the layers of stages that make it fastest, if not its own."""
+        c = choice.candidate
+        stages = c.num_ranks * c.num_segments
+        if c.num_ranks == 1 or self._shape.num_layers < stages:
+            return
+        start = c.layers or (self._shape.num_layers // stages,) * stages
+
+        def with_layers(layers: Layers) -> Candidate:
+            even = replace(c, layers=layers if len(set(layers)) > 1 else ())
+            return self._refitted(even) if c.recompute_layers else even
+
+        def iteration_s(layers: Layers) -> float:
+            try:
+                item = self.bounded(with_layers(layers))
+            except ValueError:  # not even with all layers recomputed
+                return inf
+            judged = self._judged.get(item.candidate)
+            if judged is None and self.fits(item):
+                judged = self._simulate(item)
+            return judged.iteration_s if judged is not None and self.fits(judged) else inf
+
+        times = None
+        if len({*map(self._shape.layer_flops, range(self._shape.num_layers))}) == 1:
+            alike = replace(c, recompute_layers=())
+            times = rank_times(
+                lambda layers: self.estimate(replace(alike, layers=layers)).costs,
+                start,
+                c.num_ranks,
+                c.num_microbatches,
+                may_keep_layers=bool(c.recompute_layers),
+            )
+        if c.overlap_tensor_parallel:  # the half of a pair takes less than a micro-batch alone
+            times = None
+        found = best_partition(
+            start, iteration_s=iteration_s, times=times, most_simulated=_MOST_PARTITIONS
+        )
+        if found.layers != start:
+            yield with_layers(found.layers)
+
+    def _refitted(self, candidate: Candidate) -> Candidate:
+        """Return a candidate that recomputes as few layers as fit with its own split."""
+        c = replace(candidate, recompute_layers=())
+        footprint = self.estimate(c).footprint
+        counts = fewest_recomputed(
+            order_of(c), self._shape, c.setup, footprint, self.limit_bytes, c.layers
+        )
+        return replace(c, recompute_layers=counts)
+
     def recomputing_less(self, among: Sequence[Bounded]) -> Iterator[Candidate]:
         """Yield the most promising candidates that recompute all layers, with as few as fit."""
         every_layer = (
             item
             for item in among
             if item.candidate.setup.recompute == "full"
-            and not (item.candidate.is_stock or item.candidate.offload or item.candidate.layers)
+            and not (item.candidate.is_stock or item.candidate.offload)
         )
         for item in sorted(every_layer, key=lambda item: item.bound_s)[:_COUNTED]:
-            c = item.candidate
-            counts = fewest_recomputed(
-                order_of(c), self._shape, c.setup, item.estimate.footprint, self.limit_bytes
-            )
-            yield replace(c, recompute_layers=counts)
+            yield self._refitted(item.candidate)
 
     def fits(self, known: Bounded | JudgedCandidate) -> bool:
         """Return True if the GPU's memory, and its share of the host's, are enough."""

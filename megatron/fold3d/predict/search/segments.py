@@ -1,51 +1,146 @@
-"""Simulate the iterations among which `policy.num_segments` chooses."""
+"""Simulate the iterations among which `policy.num_segments` and `policy.partition` choose."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import inf
 
+from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.policy.num_segments import Segments, by_iteration_time
+from megatron.fold3d.policy.partition import Layers, Partition, best_partition
+from megatron.fold3d.predict.cost_model.layers import layers_of_stages
+from megatron.fold3d.predict.search.rank_work import rank_times
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.simulate import simulate
 from megatron.fold3d.predict.simulator.steady import TOLERANCE, steady_state
 
+WORTH_UNEVEN = 0.01  # measured times are not better than that
+# Layouts simulated for a number of segments: fewer where an iteration has more computations.
+_MOST_SIMULATED, _FEWEST_SIMULATED = 40, 4
+_MOST_FORWARDS = 20_000  # of all that are simulated
 
-def by_simulation(
-    options: Iterable[int],
-    costs: Callable[[int], Costs],
-    *,
-    num_ranks: int,
-    num_microbatches: int,
-    schedule: str = "aiao",
-    deferred: bool = True,
-    preemptive: bool = True,
-) -> Segments:
-    """Return the number of segments with the shortest steady iteration.
 
-    Args:
-        options: numbers of segments that divide the layers; of equals, the lowest is taken.
-        costs: of the stages, for each number of segments.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRun:
+    """The iterations that are compared.
+
+    Attributes:
         num_ranks: of the pipeline.
         num_microbatches: per iteration.
         schedule: that orders the computations.
         deferred: whether DP.sync may reach into the next iteration.
         preemptive: whether PP.sync goes before DP.sync on a link.
     """
-    execution = Execution(
-        grad_sync_order="edf" if deferred else "fifo",
-        preemptive=preemptive,
-        flush=not deferred,
-        in_order=True,
-    )
-    periods: dict[int, float] = {}
-    for segments in sorted(options):
+
+    num_ranks: int
+    num_microbatches: int
+    schedule: str = "aiao"
+    deferred: bool = True
+    preemptive: bool = True
+
+    def timeline(self, num_segments: int, costs: Costs) -> Timeline:
+        """Return iterations until they are steady."""
         order = build(
-            schedule,
-            num_ranks=num_ranks,
-            num_segments=segments,
-            num_microbatches=num_microbatches,
+            self.schedule,
+            num_ranks=self.num_ranks,
+            num_segments=num_segments,
+            num_microbatches=self.num_microbatches,
         )
-        stages = range(order.num_stages if deferred else 0)
+        stages = range(order.num_stages if self.deferred else 0)
         plan = lower(order, Options(transfers=False, deferred_stages=stages))
-        periods[segments] = steady_state(plan, costs(segments), execution).period_s
-    return by_iteration_time(periods, TOLERANCE)
+        execution = Execution(
+            grad_sync_order="edf" if self.deferred else "fifo",
+            preemptive=self.preemptive,
+            flush=not self.deferred,
+            in_order=True,
+        )
+        if not self.deferred:  # all are alike
+            return simulate(plan, costs, execution)
+        return steady_state(plan, costs, execution)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentLayers:
+    """A number of segments, and the layers of each stage; without any all have equally many."""
+
+    segments: Segments
+    layers: Layers = ()
+
+
+def by_simulation(
+    options: Iterable[int], costs: Callable[[int], Costs], pipeline: SimulatedRun
+) -> Segments:
+    """Return the number of segments with the shortest steady iteration.
+
+    Args:
+        options: numbers of segments that divide the layers; of equals, the lowest is taken.
+        costs: of the stages, for each number of segments.
+        pipeline: what is simulated.
+    """
+    return by_iteration_time(
+        {n: pipeline.timeline(n, costs(n)).period_s for n in sorted(options)}, TOLERANCE
+    )
+
+
+def with_layers(
+    options: Iterable[int],
+    num_layers: int,
+    costs: Callable[[Layers], Costs],
+    pipeline: SimulatedRun,
+    fits: Callable[[Timeline, Layers, Layers], bool] = lambda *_: True,
+) -> SegmentLayers:
+    """Return the number of segments and the layers of stages with the shortest steady iteration.
+
+    Layers are uneven only where that gains 1%, or where no number of segments divides them.
+
+    Args:
+        options: numbers of segments.
+        num_layers: of the model; as many as there are stages, at least.
+        costs: of the stages, from their layers.
+        pipeline: what is simulated.
+        fits: whether memory has room, from iterations of the same order, the layers, and those
+            that are as even as possible.
+    """
+    ranks = pipeline.num_ranks
+    most_even = {n: layers_of_stages(num_layers, ranks, n) for n in sorted(options)}
+    timelines = {n: pipeline.timeline(n, costs(layers)) for n, layers in most_even.items()}
+    iterations_s = {n: timeline.period_s for n, timeline in timelines.items()}
+    even = [n for n, layers in most_even.items() if len(set(layers)) == 1]
+    chosen = None
+    if even:
+        chosen = by_iteration_time({n: iterations_s[n] for n in even}, TOLERANCE)
+
+    def partition(num_segments: int) -> Partition:
+        start, timeline = most_even[num_segments], timelines[num_segments]
+
+        def iteration_s(layers: Layers) -> float:
+            if layers == start:
+                return timeline.period_s
+            if not fits(timeline, layers, start):  # what is held when depends on the order alone
+                return inf
+            return pipeline.timeline(num_segments, costs(layers)).period_s
+
+        most = _MOST_FORWARDS // (len(start) * pipeline.num_microbatches)
+        return best_partition(
+            start,
+            iteration_s=iteration_s,
+            times=rank_times(costs, start, ranks, pipeline.num_microbatches),
+            most_simulated=max(_FEWEST_SIMULATED, min(most, _MOST_SIMULATED)),
+        )
+
+    found = {n: partition(n) for n in most_even}
+    best = min(found, key=lambda n: found[n].iteration_s)
+    layout = found[best]
+    if chosen is not None:
+        least_s = iterations_s[chosen.num_segments]
+        if not layout.iteration_s <= least_s * (1 - WORTH_UNEVEN):
+            return SegmentLayers(segments=chosen)
+    if len(set(layout.layers)) == 1:
+        return SegmentLayers(segments=by_iteration_time({best: layout.iteration_s}, 0.0))
+    how = "none is better" if layout.is_exact else f"the best of {layout.simulated} that were tried"
+    reason = f"layers {','.join(map(str, layout.layers))} take {layout.iteration_s:.3g} s, {how}"
+    if chosen is not None:
+        reason += f"; even ones: {chosen.reason}"
+    return SegmentLayers(segments=Segments(num_segments=best, reason=reason), layers=layout.layers)

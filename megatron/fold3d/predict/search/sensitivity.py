@@ -35,7 +35,9 @@ def gains_if_off_by_half(
             num_segments=candidate.num_segments,
             layers=candidate.layers,
         )
-        known = estimate_with_counts(known, shape, candidate.setup, candidate.recompute_layers)
+        known = estimate_with_counts(
+            known, shape, candidate.setup, candidate.recompute_layers, candidate.layers
+        )
         split = candidate.layers or candidate.num_ranks * candidate.num_segments
         known = estimate_with_replicated(known, shape, candidate.setup, split, candidate.replicated)
         return timeline_of(candidate, known, waits_for_sends=waits).period_s

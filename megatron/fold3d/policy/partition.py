@@ -1,0 +1,223 @@
+"""How many layers each stage holds: stage boundaries from the times of whole iterations.
+
+The first stage has the embedding and the last the head, so equally many layers are not equally
+much work (Merak Sec. 4). From the better of two layouts, one as even as possible and one in which
+ranks compute equally long, one layer moves from a stage to another, where that is most promising,
+until no such move helps. All layouts that could still be better follow, where they are few: no rank
+computes its own layers of all micro-batches in less than the best iteration. Then the result is
+exact.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import inf
+
+Layers = tuple[int, ...]
+"""Of each stage; stage s is segment s // ranks on rank s % ranks."""
+
+MOST_COMPARED = 2000
+"""Layouts up to which all that could be better are looked at."""
+_ALIKE = 1e-9  # relative; two sums of the same times in another order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimes:
+    """What each rank computes at least, in seconds of one micro-batch.
+
+    Attributes:
+        layer_s: one layer's forward and backward, the same for all layers.
+        rank_s: forward and backward of what a rank has beside its layers: embedding, head.
+        num_microbatches: per iteration.
+    """
+
+    layer_s: float
+    rank_s: tuple[float, ...]
+    num_microbatches: int
+
+    def iteration_s(self, layers: Layers) -> float:
+        """Return seconds that no iteration with these layers is shorter than."""
+        ranks = len(self.rank_s)
+        return self.num_microbatches * max(
+            own_s + self.layer_s * sum(layers[rank::ranks])
+            for rank, own_s in enumerate(self.rank_s)
+        )
+
+    def most_layers(self, rank: int, iteration_s: float) -> float:
+        """Return how many layers a rank can compute in an iteration."""
+        if not self.layer_s:
+            return inf
+        return (iteration_s / self.num_microbatches - self.rank_s[rank]) / self.layer_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """The layers of each stage, and how they were found.
+
+    Attributes:
+        layers: of each stage.
+        iteration_s: an iteration with them.
+        is_exact: whether every layout that fits was looked at or cannot be better.
+        simulated: layouts whose iteration was asked for.
+    """
+
+    layers: Layers
+    iteration_s: float
+    is_exact: bool
+    simulated: int
+
+
+def best_partition(
+    start: Layers,
+    *,
+    iteration_s: Callable[[Layers], float],
+    times: RankTimes | None,
+    most_simulated: int,
+) -> Partition:
+    """Return the layout with the shortest iteration that was found.
+
+    Every stage keeps one layer at least. Of equals it is the one that was found first, ``start`` if
+    it is among them.
+
+    Args:
+        start: a layout, as even as possible say.
+        iteration_s: of a layout; infinite if it does not fit into memory.
+        times: of the ranks; None if layers differ, and then nothing is exact.
+        most_simulated: layouts to ask the iteration of.
+    """
+    search = _Search(iteration_s, times, most_simulated)
+    search.look_at(start)
+    if times is not None and most_simulated > 1:
+        search.look_at(_balanced(start, times))
+    while search.moves_one_layer():
+        pass
+    return search.found(is_exact=times is not None and search.looks_at_all(start, times))
+
+
+class _Search:
+    """The best layout so far, and what is known of the others."""
+
+    def __init__(
+        self,
+        iteration_s: Callable[[Layers], float],
+        times: RankTimes | None,
+        most_simulated: int,
+    ) -> None:
+        self._iteration_s, self._times, self._left = iteration_s, times, most_simulated
+        self._known: dict[Layers, float] = {}
+        self._best: Layers = ()
+        self._best_s = inf
+
+    def found(self, *, is_exact: bool) -> Partition:
+        return Partition(
+            layers=self._best,
+            iteration_s=self._best_s,
+            is_exact=is_exact,
+            simulated=len(self._known),
+        )
+
+    def look_at(self, layers: Layers) -> None:
+        if layers in self._known:
+            return
+        self._left -= 1
+        seconds = self._known[layers] = self._iteration_s(layers)
+        if not self._best or seconds < self._best_s * (1 - _ALIKE):
+            self._best, self._best_s = layers, seconds
+
+    def moves_one_layer(self) -> bool:
+        """Take the most promising move of one layer that helps; tell whether there is one."""
+        before = self._best
+        if self._left > 0:
+            self._look_at_those_that_could_be_better(list(_moves(before)), only_one=True)
+        return self._best != before
+
+    def looks_at_all(self, start: Layers, times: RankTimes) -> bool:
+        """Look at all layouts that could be better; tell whether these were not too many."""
+        if self._best_s == inf:
+            return False
+        most = [
+            times.most_layers(rank, self._best_s * (1 + _ALIKE))
+            for rank in range(len(times.rank_s))
+        ]
+        layouts = _layouts(sum(start), len(start), most)
+        promising = list(islice(layouts, MOST_COMPARED + 1))
+        return len(promising) <= MOST_COMPARED and self._look_at_those_that_could_be_better(
+            promising
+        )
+
+    def _look_at_those_that_could_be_better(
+        self, layouts: list[Layers], *, only_one: bool = False
+    ) -> bool:
+        """Look at layouts in the order of their bounds; tell whether there was time for all.
+
+        Args:
+            layouts: to look at.
+            only_one: ends with the first one that is better.
+        """
+        before = self._best
+        for layers in sorted(layouts, key=self._bound_s):
+            if self._bound_s(layers) >= self._best_s * (1 - _ALIKE):
+                return True  # as all that follow
+            if layers not in self._known and self._left <= 0:
+                return False
+            self.look_at(layers)
+            if only_one and self._best != before:
+                return True
+        return True
+
+    def _bound_s(self, layers: Layers) -> float:
+        return 0.0 if self._times is None else self._times.iteration_s(layers)
+
+
+def _balanced(start: Layers, times: RankTimes) -> Layers:
+    """Return as many layers in which the slowest rank computes as short as possible.
+
+    A rank's stages have equally many, but for one more in the first of them.
+    """
+    ranks = len(times.rank_s)
+    segments = len(start) // ranks
+    of_rank = [segments] * ranks  # each stage has a layer
+    for _ in range(sum(start) - len(start)):
+        idlest = min(range(ranks), key=lambda r: times.rank_s[r] + times.layer_s * of_rank[r])
+        of_rank[idlest] += 1
+    return tuple(
+        of_rank[rank] // segments + (segment < of_rank[rank] % segments)
+        for segment in range(segments)
+        for rank in range(ranks)
+    )
+
+
+def _moves(layers: Layers) -> Iterator[Layers]:
+    """Yield the layouts that differ by one layer, moved from one stage to another."""
+    for source, count in enumerate(layers):
+        for target in range(len(layers) if count > 1 else 0):
+            if source != target:
+                moved = list(layers)
+                moved[source] -= 1
+                moved[target] += 1
+                yield tuple(moved)
+
+
+def _layouts(
+    num_layers: int, num_stages: int, most: Sequence[float], begun: Layers = ()
+) -> Iterator[Layers]:
+    """Yield all layouts of stages with a layer at least, and ranks with at most so many.
+
+    Args:
+        num_layers: that are left for the stages which follow.
+        num_stages: that follow.
+        most: layers that each rank has room for beside those of ``begun``.
+        begun: layers of the stages before.
+    """
+    if not num_stages:
+        if not num_layers:
+            yield begun
+        return
+    if num_layers > sum(most):
+        return
+    rank = len(begun) % len(most)
+    for count in range(1, num_layers - num_stages + 2):
+        if count > most[rank]:
+            return
+        left = [*most[:rank], most[rank] - count, *most[rank + 1 :]]
+        yield from _layouts(num_layers - count, num_stages - 1, left, (*begun, count))

@@ -1,0 +1,78 @@
+"""The layers of stages, simulated."""
+
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from megatron.fold3d.policy.partition import best_partition
+from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
+from megatron.fold3d.predict.cost_model.layers import layers_of_stages
+from megatron.fold3d.predict.search.rank_work import rank_times
+from megatron.fold3d.predict.search.segments import SimulatedRun
+
+MERAK = json.loads((Path(__file__).parents[2] / "data" / "merak_tables.json").read_text())
+HEAD = 50304 / (12 * 1536)  # in layers of GPT-1.4B: its matrix beside the 12 h^2 of a layer
+
+
+def profile(head: float, embedding: float = 0.0, again: float = 1.0) -> HardwareProfile:
+    """Seconds in forwards of a layer; a backward of layers is twice that and a recomputation."""
+    return HardwareProfile(
+        layer_forward_s=1.0,
+        layer_backward_s=2.0 + again,
+        head_forward_s=head,
+        head_backward_s=2 * head,
+        embedding_forward_s=embedding,
+        embedding_backward_s=embedding,
+        message_s=0.0,
+        message_latency_s=0.0,
+        grad_sync_s_per_byte=0.0,
+        grad_sync_latency_s=0.0,
+        layer_gradient_bytes=0.0,
+        head_gradient_bytes=0.0,
+        host_copy_bytes_per_s=1.0,
+    )
+
+
+def partition(measured: HardwareProfile, num_layers: int, segments: int, pipeline: SimulatedRun):
+    start = layers_of_stages(num_layers, pipeline.num_ranks, segments)
+    return best_partition(
+        start,
+        iteration_s=lambda layers: pipeline.timeline(segments, measured.costs(layers)).period_s,
+        times=rank_times(measured.costs, start, pipeline.num_ranks, pipeline.num_microbatches),
+        most_simulated=300,
+    )
+
+
+@pytest.mark.parametrize("num_microbatches", [32, 64])
+def test_meraks_stages_of_gpt2_are_those_with_the_shortest_iteration(num_microbatches: int):
+    # Of its 98 parts the embedding is the first and the head the last; a layer is two.
+    pipeline = SimulatedRun(num_ranks=4, num_microbatches=num_microbatches, schedule="1f1b")
+    found = partition(profile(HEAD), 48, 1, pipeline)
+    assert found.is_exact
+    parts = [2 * count for count in found.layers]
+    parts[0] += 1
+    parts[-1] += 1
+    assert parts == MERAK["partition_example"]["autopipe_4_stages"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "segments", "num_layers"),
+    [("1f1b", 3, 1, 9), ("1f1b", 4, 1, 9), ("aiao", 2, 2, 9), ("interleaved", 2, 2, 8)],
+)
+def test_no_other_layout_has_a_shorter_simulated_iteration(
+    schedule: str, ranks: int, segments: int, num_layers: int
+):
+    pipeline = SimulatedRun(num_ranks=ranks, num_microbatches=4, schedule=schedule, deferred=False)
+    measured = profile(head=1.7, embedding=0.4)
+    found = partition(measured, num_layers, segments, pipeline)
+    stages = ranks * segments
+    counts = product(range(1, num_layers - stages + 2), repeat=stages)
+    least_s = min(
+        pipeline.timeline(segments, measured.costs(layers)).period_s
+        for layers in counts
+        if sum(layers) == num_layers
+    )
+    assert found.is_exact
+    assert found.iteration_s == pytest.approx(least_s)
