@@ -65,6 +65,7 @@ _AT_ONCE = 2
 _COUNTED = 6  # how many of those that recompute all layers are tried with fewer
 _IMPROVED = 3  # how many of the best candidates have their neighbours tried
 _MOST_PARTITIONS = 12  # layouts that the best of ours and of stock are simulated with
+_MOST_FORWARDS = 60_000  # of all these layouts; longer iterations are tried with fewer of them
 
 
 def search(
@@ -247,6 +248,9 @@ class _Judge:
         if c.num_ranks == 1 or self._shape.num_layers < stages:
             return
         start = c.layers or (self._shape.num_layers // stages,) * stages
+        most = min(_MOST_PARTITIONS, _MOST_FORWARDS // (stages * c.num_microbatches))
+        if most < 2:
+            return
 
         def with_layers(layers: Layers) -> Candidate:
             even = replace(c, layers=layers if len(set(layers)) > 1 else ())
@@ -274,9 +278,7 @@ class _Judge:
             )
         if c.overlap_tensor_parallel:  # the half of a pair takes less than a micro-batch alone
             times = None
-        found = best_partition(
-            start, iteration_s=iteration_s, times=times, most_simulated=_MOST_PARTITIONS
-        )
+        found = best_partition(start, iteration_s=iteration_s, times=times, most_simulated=most)
         if found.layers != start:
             yield with_layers(found.layers)
 
