@@ -93,7 +93,10 @@ def synchronize(device: torch.device) -> None:
 
 
 def pinned_bytes(count: int, device: torch.device) -> torch.Tensor:
-    """Return ``count`` bytes of host memory as a ``uint8`` tensor, pinned for a GPU."""
+    """Return host memory as ``[count]`` of ``uint8``, page-locked for a GPU; the caller owns it.
+
+    Its content is undefined.
+    """
     return torch.empty(count, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 

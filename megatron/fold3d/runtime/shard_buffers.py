@@ -12,14 +12,21 @@ Data = Literal["param_data", "grad_data"]
 
 
 def sharded_buffers(chunk: Any, data: Data) -> Iterator[torch.Tensor]:
-    """Yield the flat buffers of a chunk that replicas share; those of experts may have none."""
+    """Yield the flat buffers of a chunk that replicas share; those of experts may have none.
+
+    Each is ``[num_elements]``, padded so that the replicas divide it: parameters in the dtype of
+    the model, gradients in the one that DDP reduces in. Megatron's DDP owns them.
+    """
     for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
         if buffer.data_parallel_world_size > 1:
             yield getattr(buffer, data)
 
 
 def own_shards(chunk: Any, data: Data) -> Iterator[torch.Tensor]:
-    """Yield a 1-D view per bucket: what this replica's optimizer updates, or updates with."""
+    """Yield a view per bucket: what this replica's optimizer updates, or updates with.
+
+    Each is ``[num_elements / num_replicas]``, a contiguous part of a buffer that DDP owns.
+    """
     for bucket_group in bucket_groups(chunk):
         size = bucket_group.intra_distributed_optimizer_instance_size
         rank = bucket_group.intra_distributed_optimizer_instance_rank
@@ -28,10 +35,16 @@ def own_shards(chunk: Any, data: Data) -> Iterator[torch.Tensor]:
 
 
 def free(buffer: torch.Tensor) -> None:
-    """Free the storage of a buffer, which its views keep referring to."""
+    """Free the storage of a buffer of `sharded_buffers`, which its views keep referring to.
+
+    The current stream must have waited for what other streams do with it.
+    """
     buffer.untyped_storage().resize_(0)
 
 
 def allocate(buffer: torch.Tensor) -> None:
-    """Allocate the freed storage of a buffer, flat and contiguous; its content is undefined."""
+    """Allocate the freed storage of a buffer of `sharded_buffers`.
+
+    Its content is undefined; the buffer and its views may be written on the current stream.
+    """
     buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())

@@ -22,7 +22,11 @@ class Piece(Protocol):
 
     @property
     def views(self) -> tuple[torch.Tensor, ...]:
-        """The 1-D views of the gradient buffer that it consists of."""
+        """The views of the gradient buffer that it consists of.
+
+        Each is ``[num_elements of the view]``, contiguous, in the dtype in which DDP reduces. DDP
+        owns the memory.
+        """
 
     @property
     def num_elements(self) -> int:
@@ -33,7 +37,11 @@ class Piece(Protocol):
         """The size of the views in bytes."""
 
     def reduce(self) -> dist.Work:
-        """Start to reduce it, asynchronously, and return the work."""
+        """Start to reduce it in place, asynchronously, and return the work.
+
+        The views must be complete on the current stream. The result is valid on the stream that is
+        current when the caller waits for the work.
+        """
 
     def cut(self, size: int) -> tuple[Self, Self]:
         """Split into the first ``size`` elements and the remaining ones; both stay views."""
@@ -93,7 +101,8 @@ class ShardedSlice:
     """The same part of every replica's shard of a bucket, which a reduce-scatter sums.
 
     Attributes:
-        data: the bucket's whole gradient buffer, 1-D: one shard per rank of the group.
+        data: the bucket's whole gradient buffer, ``[size * shard]`` in the dtype in which DDP
+            reduces: one shard per rank of the group. DDP owns it.
         begin: where the part begins in each shard.
         end: where it ends.
         op: the reduce op.

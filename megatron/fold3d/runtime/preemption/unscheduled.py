@@ -42,11 +42,11 @@ class Unscheduled:
     """
 
     def send(self, group: dist.ProcessGroup, tensor: torch.Tensor, *rest: Any) -> DirectTask:
-        """Start to send."""
+        """Start to send ``tensor``, contiguous and of any shape."""
         return _transfer(group.send, tensor, *rest)
 
     def receive(self, group: dist.ProcessGroup, tensor: torch.Tensor, *rest: Any) -> DirectTask:
-        """Start to receive."""
+        """Start to receive into ``tensor``, contiguous and of the sent shape."""
         return _transfer(group.recv, tensor, *rest)
 
     def all_reduce(
@@ -58,7 +58,7 @@ class Unscheduled:
         _lane: int,
         name: str,
     ) -> DirectTask:
-        """Start an all-reduce of every slice."""
+        """Start an in-place all-reduce of every slice, ``[n]``."""
         options = dist.AllreduceOptions()
         options.reduceOp = op
         return DirectTask([group.allreduce([part], options) for part in slices], name)
@@ -72,7 +72,10 @@ class Unscheduled:
         _lane: int,
         name: str,
     ) -> DirectTask:
-        """Start a reduce-scatter of every slice: a piece of our shard and of every rank's."""
+        """Start a reduce-scatter of every slice: a piece of our shard and of every rank's.
+
+        All pieces of a slice are ``[n]``; ours gets the result.
+        """
         options = dist.ReduceScatterOptions()
         options.reduceOp = op
         works = [group.reduce_scatter([ours], [parts], options) for ours, parts in slices]
@@ -86,7 +89,10 @@ class Unscheduled:
         _lane: int,
         name: str,
     ) -> DirectTask:
-        """Start an all-gather of every slice: a piece of our shard and of every rank's."""
+        """Start an all-gather of every slice: a piece of our shard and of every rank's.
+
+        All pieces of a slice are ``[n]``; every rank's get the result.
+        """
         return DirectTask([group.allgather([parts], [ours]) for ours, parts in slices], name)
 
     def announce(self, _peer: int, _direction: int, _eta_s: float) -> None:

@@ -20,6 +20,10 @@ class PairedGroup(dist.ProcessGroup):
     These are the collectives of tensor-parallel layers: all-reduce, all-gather and reduce-scatter
     of one tensor. What else Megatron asks of the group is passed on.
 
+    Tensors are the caller's: contiguous, of any dtype, and complete on the stream that is current
+    at the call. The caller keeps them alive and unwritten until it has waited. Each of the three
+    returns a work; results are valid on the stream that is current in its ``wait``.
+
     Args:
         group: does the work.
         hand_over: lets the other micro-batch run.
@@ -43,20 +47,26 @@ class PairedGroup(dist.ProcessGroup):
         known.pg_names[self] = known.pg_names[group]
 
     def allreduce(self, tensors: Sequence[torch.Tensor], options: Any = None) -> Any:  # type: ignore[override]
-        """Start an in-place all-reduce."""
+        """Start an in-place all-reduce of one tensor, of any shape."""
         return self._start(self.group.allreduce, tensors, options or dist.AllreduceOptions())
 
     def all_gather_single(
         self, whole: torch.Tensor, share: torch.Tensor, options: Any = None
     ) -> Any:
-        """Start to all-gather every rank's ``share`` into ``whole``."""
+        """Start to all-gather every rank's ``share`` into ``whole``.
+
+        ``share`` is ``[n, ...]``, and ``whole`` ``[size * n, ...]`` in the order of ranks.
+        """
         options = options or AllgatherOptions()
         return self._start(self.group.all_gather_single, whole, share, options)
 
     def reduce_scatter_single(
         self, share: torch.Tensor, whole: torch.Tensor, options: Any = None
     ) -> Any:
-        """Start to reduce-scatter ``whole``; ``share`` gets this rank's part of the result."""
+        """Start to reduce-scatter ``whole``; ``share`` gets this rank's part of the result.
+
+        ``share`` is ``[n, ...]``, and ``whole`` ``[size * n, ...]`` in the order of ranks.
+        """
         options = options or dist.ReduceScatterOptions()
         return self._start(self.group.reduce_scatter_single, share, whole, options)
 

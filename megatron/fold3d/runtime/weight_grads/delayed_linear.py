@@ -143,7 +143,10 @@ class DelayedWeightGrads(Feature):
         )
 
     def concerns(self, weight: torch.Tensor) -> bool:
-        """Return True if this parameter's gradient is delayed and grad mode is on."""
+        """Return True if this parameter's gradient is delayed and grad mode is on.
+
+        ``weight`` is the model's parameter, ``[output, hidden]``; it is compared, never read.
+        """
         return torch.is_grad_enabled() and weight in self._weights
 
     def linear(

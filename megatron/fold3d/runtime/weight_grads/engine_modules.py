@@ -103,6 +103,7 @@ class EngineWeightGrads(Feature):
     def puts_off(self, parameter: torch.Tensor, hook: Hook) -> bool:
         """Return True if DDP's hook of this parameter is to run with its weight gradient.
 
+        ``parameter`` is the model's: a weight, ``[output, hidden]``, or a bias, ``[output]``.
         A gradient that autograd has accumulated for a weight is none then: a dummy, with fused
         accumulation, or memory that the matmul has not written yet. For a bias it may be one.
         """
