@@ -1,43 +1,28 @@
 """Options of Megatron that ``--backward-share`` cannot be combined with; see `share_problems`."""
 
+from megatron.fold3d.config.optimizer_refusals import STEP_REFUSALS
 from megatron.fold3d.config.refusals import Refusal
 
 _AFTER = "it changes gradients that are reduced, and some are reduced in the next iteration"
 _READS = "it reads parameters between iterations, when some of their steps are still due"
 _GRADS = "it reads gradients between iterations, when some are still on their way"
-_STEP = "segments are stepped one by one, and it steps in another way"
 _DROP = "drop it, or drop --backward-share"
 
 REFUSALS = (
     Refusal(
         "--optimizer",
         "optimizer",
-        _STEP,
+        "segments are stepped one by one, and it steps in another way",
         "use --optimizer adam or sgd",
         found=lambda args: args.optimizer not in ("adam", "sgd"),
     ),
-    Refusal(
-        "--num-distributed-optimizer-instances",
-        "num_distributed_optimizer_instances",
-        "a segment is reduced and gathered in one group of ranks",
-        _DROP,
-        found=lambda args: args.num_distributed_optimizer_instances > 1,
-    ),
-    Refusal(
-        "--overlap-param-gather-with-optimizer-step",
-        "overlap_param_gather_with_optimizer_step",
-        _STEP,
-        _DROP,
-    ),
-    Refusal("--use-precision-aware-optimizer", "use_precision_aware_optimizer", _STEP, _DROP),
-    Refusal("--fp8-param-gather", "fp8_param_gather", _STEP, _DROP),
+    *STEP_REFUSALS,
     Refusal(
         "--ddp-reduce-scatter-with-fp32-accumulation",
         "ddp_reduce_scatter_with_fp32_accumulation",
         "it reduces in a way of its own, whole buckets at a time",
         _DROP,
     ),
-    Refusal("--optimizer-cpu-offload", "optimizer_cpu_offload", _STEP, _DROP),
     Refusal("--mtp-num-layers", "mtp_num_layers", _AFTER, _DROP),
     Refusal(
         "--ddp-param-name-patterns-for-fp32-local-accumulation",

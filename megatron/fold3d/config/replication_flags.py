@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from megatron.fold3d.config.argument_group import ArgumentGroup
 from megatron.fold3d.config.backward_share_flags import AUTO
+from megatron.fold3d.config.optimizer_refusals import STEP_REFUSALS
 from megatron.fold3d.config.refusals import Refusal, refused
 from megatron.fold3d.config.weight_grad_flags import segments_or_auto
 
@@ -95,7 +96,6 @@ def _halves_embeddings(args: Namespace, num_segments: int) -> bool:
     return ties_embeddings(args) and len(ends.intersection(given_segments(args))) == 1 < len(ends)
 
 
-_STEP = "it keeps or steps an optimizer's shards in a way of its own"
 _DROP = "drop one of the two"
 
 REFUSALS = (
@@ -106,23 +106,7 @@ REFUSALS = (
         "use --optimizer adam",
         found=lambda args: args.optimizer != "adam",
     ),
-    Refusal(
-        "--num-distributed-optimizer-instances",
-        "num_distributed_optimizer_instances",
-        "an instance reduces among its own replicas first",
-        _DROP,
-        found=lambda args: args.num_distributed_optimizer_instances > 1,
-    ),
-    Refusal(
-        "--overlap-param-gather-with-optimizer-step",
-        "overlap_param_gather_with_optimizer_step",
-        _STEP,
-        _DROP,
-    ),
-    Refusal("--use-precision-aware-optimizer", "use_precision_aware_optimizer", _STEP, _DROP),
-    Refusal("--optimizer-cpu-offload", "optimizer_cpu_offload", _STEP, _DROP),
-    Refusal("--fp8-param-gather", "fp8_param_gather", _STEP, _DROP),
-    Refusal("--fp4-param-gather", "fp4_param_gather", _STEP, _DROP),
+    *STEP_REFUSALS,
     Refusal(
         "--ddp-reduce-scatter-with-fp32-accumulation",
         "ddp_reduce_scatter_with_fp32_accumulation",

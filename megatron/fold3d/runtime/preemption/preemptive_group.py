@@ -83,7 +83,7 @@ class PreemptiveGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], options: Any = None
     ) -> Any:
-        """Start to reduce-scatter several tensors, as one task: pairs of `reduce_scatter_single`."""
+        """Start to reduce-scatter several tensors as one task; pairs of `reduce_scatter_single`."""
         return self._scheduler.reduce_scatter(
             self.scheduled,
             self._sharded_slices(outputs, wholes),
@@ -102,7 +102,7 @@ class PreemptiveGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, wholes: Sequence[torch.Tensor], shares: Sequence[torch.Tensor], _options: Any = None
     ) -> Any:
-        """Start to all-gather several tensors, as one task: pairs of `all_gather_single`."""
+        """Start to all-gather several tensors as one task; pairs of `all_gather_single`."""
         return self._scheduler.all_gather(
             self.scheduled,
             self._sharded_slices(shares, wholes),

@@ -1,0 +1,135 @@
+"""The options that say when DP.sync runs and on which queues; simulates a plan with them."""
+
+from argparse import Namespace
+from dataclasses import replace
+
+from megatron.fold3d.commands.cost_options import Source
+from megatron.fold3d.config.backward_share_flags import AUTO
+from megatron.fold3d.observe.timeline import Timeline
+from megatron.fold3d.plan.ir import Op, Plan
+from megatron.fold3d.predict.search.candidate_timeline import PAUSE_SHARE
+from megatron.fold3d.predict.search.simulated_shares import auto_shares, gathered_when_reduced
+from megatron.fold3d.predict.simulator.execution import Device, Execution
+from megatron.fold3d.predict.simulator.simulate import simulate
+from megatron.fold3d.predict.simulator.steady import steady_state
+
+_MOST_LAUNCHES = 10_000
+
+
+def grad_sync_of(args: Namespace) -> str | None:
+    """Return where DP.sync goes, or None if the options do not say.
+
+    Raises:
+        ValueError: they say it twice, or give no share.
+    """
+    share = args.backward_share
+    if share is None:
+        return str(args.grad_sync) if args.grad_sync else None
+    if share != AUTO and not 0 <= share <= 1:
+        raise ValueError(f"--backward-share {share}: it is a share of DP.sync, from 0 to 1")
+    if args.grad_sync is not None:
+        raise ValueError(
+            f"--backward-share {share} with --grad-sync {args.grad_sync}: a share has its own "
+            "order; drop one"
+        )
+    return "deferred"
+
+
+def is_sliced(args: Namespace, source: Source) -> bool:
+    """Tell whether DP.sync is cut into slices: if asked to, or where training would."""
+    if args.dp_slices or args.grad_sync_launches is not None or source.hardware is None:
+        return bool(args.dp_slices)
+    return args.cuda_connections == 1 and args.backward_share is not None
+
+
+def slice_shares_of(args: Namespace, plan: Plan, source: Source) -> tuple[float, ...]:
+    """Return the share of each stage's slices behind the backwards."""
+    share = args.backward_share
+    if share == AUTO:  # slices hold up nothing, so they are chosen as if nothing could
+        execution = Execution(
+            nic_of_rank=source.nic_of_rank, routes=source.routes, flush=False, in_order=True
+        )
+        return auto_shares(plan, source.costs, execution)
+    return (1.0 if share is None else share,) * plan.num_stages
+
+
+def check_device_options(args: Namespace, grad_sync: str | None) -> None:
+    """Refuse options that GPUs with shared queues do not support.
+
+    Raises:
+        ValueError: found, rule and fix.
+    """
+    connections, launches = args.cuda_connections, args.grad_sync_launches
+    if args.dp_slices and launches is not None:
+        raise ValueError(
+            f"--dp-slices with --grad-sync-launches {launches}: a slice is one collective; drop one"
+        )
+    if args.dp_slices and grad_sync is not None and args.backward_share is None:
+        raise ValueError(
+            f"--dp-slices with --grad-sync {grad_sync}: slices follow each other in the plan's "
+            "order; drop one, or give --backward-share"
+        )
+    if launches is not None and connections is None:
+        raise ValueError(
+            f"--grad-sync-launches {launches} without --cuda-connections: where every stream has a "
+            "queue a launch holds up nothing; give --cuda-connections 1, or drop it"
+        )
+    if connections is None:
+        return
+    if launches is not None and not 1 <= launches <= _MOST_LAUNCHES:
+        raise ValueError(
+            f"--grad-sync-launches {launches}: a model chunk's DP.sync is at least one collective "
+            f"and {_MOST_LAUNCHES} at most"
+        )
+    if grad_sync == "deferred" and args.backward_share is None:
+        raise ValueError(
+            f"--grad-sync deferred with --cuda-connections {connections}: NCCL runs DP.sync in the "
+            "order of its launch, not the most urgent first; give --backward-share"
+        )
+    if args.preemptive_comm and connections == 1:
+        raise ValueError(
+            "--preemptive-comm with --cuda-connections 1: in one queue nothing overtakes what was "
+            "launched before; give 8 or 32, or drop --preemptive-comm"
+        )
+
+
+def _device(args: Namespace, plan: Plan, source: Source) -> Device | None:
+    """Return the GPUs that run the plan, if they share queues."""
+    if args.cuda_connections is None:
+        return None
+    if args.grad_sync_launches is not None:
+        launches = (args.grad_sync_launches,) * plan.num_stages
+    else:
+        deferred = args.backward_share is not None
+        launches = source.launches(deferred=deferred, connections=args.cuda_connections)
+    return Device(
+        connections=args.cuda_connections,
+        launches=launches,
+        in_backward=args.grad_sync != "serial",
+    )
+
+
+def simulated_timeline(args: Namespace, plan: Plan, source: Source, *, deferred: bool) -> Timeline:
+    """Return the timeline of a lowered plan; ``deferred`` is DP.sync that reaches the next one."""
+    execution = Execution(
+        device=_device(args, plan, source),
+        nic_of_rank=source.nic_of_rank,
+        routes=source.routes,
+        preemptive=args.preemptive_comm,
+        pause_share=PAUSE_SHARE,
+        grad_sync_order="edf" if args.grad_sync == "deferred" else "fifo",
+        flush=not deferred,
+        in_order=True,
+        overlap_tensor_parallel=bool(args.overlap_tensor_parallel),
+    )
+    if (share := args.backward_share) is not None and not plan.has(Op.REDUCE_SLICE):
+        shares = (
+            auto_shares(plan, source.costs, execution)
+            if share == AUTO
+            else (share,) * plan.num_stages
+        )
+        execution = replace(execution, backward_share=shares)
+        plan = gathered_when_reduced(plan, source.costs, shares)
+    if args.iterations is None and deferred:
+        return steady_state(plan, source.costs, execution)
+    return simulate(plan, source.costs, execution, iterations=args.iterations or 1)

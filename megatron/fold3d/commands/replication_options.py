@@ -1,0 +1,85 @@
+"""``--replicate-optimizer``: the segments stepped in full, given or chosen by simulation."""
+
+from argparse import Namespace
+from dataclasses import replace
+
+from megatron.fold3d.commands.cost_options import Hardware, Source
+from megatron.fold3d.commands.schedule_options import spelled
+from megatron.fold3d.config.backward_share_flags import AUTO
+from megatron.fold3d.plan.ir import Op, Plan
+from megatron.fold3d.policy.replicated_segments import choose_replicated, stages_of, units
+from megatron.fold3d.predict.cost_model.sizes import replicated_bytes
+from megatron.fold3d.predict.search.replicated_choice import (
+    SimulatedIteration,
+    with_replicated,
+)
+
+
+def chosen_segments(
+    args: Namespace, source: Source, order: Plan, grad_sync: str | None
+) -> tuple[int, ...]:
+    """Return the segments whose optimizer steps every replica takes in full.
+
+    Args:
+        args: of the command.
+        source: costs and memory of a model that is updated in shards.
+        order: what runs.
+        grad_sync: where DP.sync goes, if the options say so.
+
+    Raises:
+        ValueError: the flag cannot be simulated with another option.
+    """
+    given = args.replicate_optimizer
+    found = f"--replicate-optimizer {given if given == AUTO else spelled(given)}"
+    if source.hardware is None or not source.gathers_params:
+        raise ValueError(
+            f"{found}: it chooses which segments are updated in shards; give --model, --cluster "
+            "and --distributed-optimizer"
+        )
+    if grad_sync is not None or args.cuda_connections is not None or order.has(Op.GATHER_PARAM):
+        raise ValueError(
+            f"{found}: it is simulated where an iteration waits for all gradients, with a queue "
+            "for each stream; drop --grad-sync, --backward-share, --cuda-connections and gathers "
+            "of a plan's own"
+        )
+    if given != AUTO:
+        if unknown := [segment for segment in given if segment >= order.num_segments]:
+            raise ValueError(
+                f"{found}: there is no segment {unknown[0]}, a rank holds {order.num_segments}; "
+                f"give some of 0 to {order.num_segments - 1}"
+            )
+        return tuple(given)
+
+    hardware = source.hardware
+    iteration = SimulatedIteration(order, (), source.costs, source.nic_of_rank, source.routes)
+    peaks = hardware.peaks(iteration.timeline(()))
+
+    def fits(segments: tuple[int, ...]) -> bool:
+        more = _more_bytes(hardware, order, segments)
+        return max(map(sum, zip(peaks, more, strict=True))) <= hardware.usable_bytes
+
+    tied = order.num_ranks > 1 and not hardware.shape.untied
+    return choose_replicated(units(order.num_segments, tied=tied), iteration.seconds, fits)[0]
+
+
+def replicated_source(source: Source, order: Plan, segments: tuple[int, ...]) -> Source:
+    """Return the costs and the memory of a model some of whose segments are replicated."""
+    assert source.hardware is not None
+    footprint = source.hardware.footprint
+    more = zip(footprint.static_bytes, _more_bytes(source.hardware, order, segments), strict=True)
+    footprint = replace(footprint, static_bytes=tuple(map(sum, more)))
+    return replace(
+        source,
+        costs=with_replicated(source.costs, stages_of(segments, order.num_ranks)),
+        hardware=replace(source.hardware, footprint=footprint),
+    )
+
+
+def _more_bytes(hardware: Hardware, order: Plan, segments: tuple[int, ...]) -> list[float]:
+    return replicated_bytes(
+        hardware.shape,
+        hardware.setup,
+        order.num_ranks,
+        hardware.layers,
+        stages_of(segments, order.num_ranks),
+    )

@@ -1,0 +1,30 @@
+"""Options of Megatron that step an optimizer, or gather what it has stepped, in another way.
+
+``--backward-share`` and ``--replicate-optimizer`` step segment by segment, and both refuse these
+beside rows of their own.
+"""
+
+from megatron.fold3d.config.refusals import Refusal
+
+_STEP = "it steps the optimizer in a way of its own, and segments are stepped one by one"
+_DROP = "drop one of the two"
+
+STEP_REFUSALS = (
+    Refusal(
+        "--num-distributed-optimizer-instances",
+        "num_distributed_optimizer_instances",
+        "a segment is reduced and gathered in one group of ranks, and an instance has its own",
+        _DROP,
+        found=lambda args: args.num_distributed_optimizer_instances > 1,
+    ),
+    Refusal(
+        "--overlap-param-gather-with-optimizer-step",
+        "overlap_param_gather_with_optimizer_step",
+        _STEP,
+        _DROP,
+    ),
+    Refusal("--use-precision-aware-optimizer", "use_precision_aware_optimizer", _STEP, _DROP),
+    Refusal("--optimizer-cpu-offload", "optimizer_cpu_offload", _STEP, _DROP),
+    Refusal("--fp8-param-gather", "fp8_param_gather", _STEP, _DROP),
+    Refusal("--fp4-param-gather", "fp4_param_gather", _STEP, _DROP),
+)
