@@ -1,6 +1,6 @@
 """Check what Megatron 0.19.2 cannot save, or saves and cannot load again.
 
-It finds out when it saves or resumes: after what a run has computed until then.
+Megatron itself finds out when it saves or resumes, and what the run has computed is lost.
 """
 
 from argparse import Namespace

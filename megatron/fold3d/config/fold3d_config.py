@@ -1,6 +1,6 @@
 """The frozen configuration of a run: what our flags and Megatron's say, once they are checked.
 
-`config/all_flags.py` makes it. Who only runs a configuration loads no flags.
+`config/all_flags.py` makes it. Code that only runs a configuration need not load the flags.
 """
 
 from argparse import Namespace

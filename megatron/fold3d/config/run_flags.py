@@ -1,7 +1,7 @@
 """Check what a training run needs before Megatron does.
 
-Megatron looks for these only when it uses them: after it has made process groups, a model and data,
-and with a traceback on every rank.
+Megatron itself checks these only when it uses them: after it has made process groups, a model and
+data, and with a traceback on every rank.
 """
 
 import math

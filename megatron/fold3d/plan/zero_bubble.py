@@ -1,6 +1,7 @@
 """The schedules of Zero Bubble (Qi et al., ICLR 2024): 1F1B with split backwards.
 
-Their places for weight gradients are those for equal times; `place_weight_grads` has any others.
+They place weight gradients as if all computations took equally long; `place_weight_grads` goes by
+given times.
 """
 
 from collections.abc import Iterator

@@ -3,9 +3,8 @@
 The first stage has the embedding and the last the head, so equally many layers are not equally
 much work (Merak Sec. 4). From the better of two layouts, one as even as possible and one in which
 ranks compute equally long, one layer moves from a stage to another, where that is most promising,
-until no such move helps. All layouts that could still be better follow, where they are few: no rank
-computes its own layers of all micro-batches in less than the best iteration. Then the result is
-exact.
+until no such move helps. An iteration is at least as long as any rank computes. If only few layouts
+have a shorter such bound than the best iteration, they are all tried, and the result is exact.
 """
 
 from collections.abc import Callable, Iterator, Sequence

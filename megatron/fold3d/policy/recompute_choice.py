@@ -2,10 +2,11 @@
 
 A layer that is kept holds all its activations from its forward to its backward; one that is
 recomputed holds its input alone. A stage that holds few micro-batches at a time can keep its
-layers, one that holds many cannot: in AIAO's last segment few are held, where no number for a whole
-rank would see it. Each kept layer saves the same time, one recomputation per micro-batch. So the
-best choice of a rank is the largest sum of kept layers that its memory has room for. Ranks do not
-share memory and choose for themselves (Merak Sec. 5.2, extended from ranks to segments).
+layers, one that holds many cannot. AIAO's last segment holds few and the others hold many, so one
+number for a whole rank would not do. Each kept layer saves the same time, one recomputation per
+micro-batch. So the best choice of a rank is the largest sum of kept layers that its memory has room
+for. Ranks do not share memory and choose for themselves (Merak Sec. 5.2, extended from ranks to
+segments).
 """
 
 from collections import Counter

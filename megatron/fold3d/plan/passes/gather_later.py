@@ -1,9 +1,9 @@
-"""The pass that lets a reduce-scatter end behind forwards, before what it leads to is gathered.
+"""The pass that lets a stage's reduce-scatter overlap the next iteration's first forwards.
 
 With a distributed optimizer and DP.sync that reaches into the next iteration, a stage's gradients
 may still be on their way when `add_param_gather` would gather its parameters, one segment ahead of
-its first forward. Then ``WAIT_GRAD``, with the optimizer's step, and the gather come some forwards
-later:
+its first forward. This pass moves ``WAIT_GRAD``, with the optimizer's step, and the gather some
+forwards later:
 
     before  rank 0  ... 2WAIT_GRAD 2GATHER_PARAM 0WAIT_PARAM 0F0 0F1 2WAIT_PARAM 2F0 2F1 ...
     after   rank 0  ... 0WAIT_PARAM 0F0 2WAIT_GRAD 2GATHER_PARAM 0F1 2WAIT_PARAM 2F0 2F1 ...

@@ -1,6 +1,6 @@
 """The pass that splits backwards in two and delays their weight gradients.
 
-Those of segment 0, when all backwards of the rank are through:
+Here those of segment 0 are computed once the rank has run all its backwards:
 
     before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
     after   rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1 0W0 0W1

@@ -24,7 +24,7 @@ is needed first.
     compute                         step 0   .. 0F ..  step 1 .. 0F .. │ 1F
 
 An iteration after one that waited for all gradients starts all of its DP.sync with its backwards:
-most likely it will wait as well, and what is kept back then costs time.
+most likely it will wait as well, and gradients that are left for later would only cost time.
 
 Keeps one invariant: from the start of its reduction until its step, nobody else reads a chunk's
 gradients, adds to them or zeroes them, and nobody reads its parameters. What Megatron changes or

@@ -1,4 +1,4 @@
-"""An iteration's optimizer step, taken for some parameters at a time, as they are reduced.
+"""An iteration's optimizer step, taken for a part of the parameters as soon as it is reduced.
 
 Keeps one invariant: whenever a parameter is stepped, the step is that of its own iteration.
 Learning rate, weight decay, step count and loss scale are those at the time when Megatron asked

@@ -4,8 +4,9 @@ The plan says when a slice starts and where it ends, in thousandths of the stage
 of it lies side by side is one collective: where all streams of a GPU share one hardware queue, two
 in a row would stop computation.
 
-Keeps one invariant: an action starts what its stage has before the action's end and has not started
-yet. So gradients travel once, even if a wait has started all that was left of them.
+Keeps one invariant: an action starts those gradients of its stage that lie before the action's end
+and were not started yet. So gradients travel once, even if a wait has started all that was left of
+them.
 """
 
 from collections.abc import Callable, Collection, Container, Sequence

@@ -1,4 +1,4 @@
-"""A model chunk's gradients, cut into what is reduced together.
+"""A model chunk's gradients, cut into slices; one collective reduces each.
 
 Keeps one invariant: the cut depends on the sizes of parameters, the share and the size of a slice
 alone, so every replica of a chunk cuts it alike.

@@ -1,4 +1,4 @@
-"""How much memory the host still has, and how to allocate some that copies are fast with."""
+"""How much memory the host still has, and how to allocate page-locked memory for fast copies."""
 
 import fcntl
 import mmap

@@ -1,8 +1,8 @@
 """TCP connections between ranks for control messages, made once when all ranks are there.
 
 Keeps two invariants: a rank listens as long as its process lives, so a refused connection means
-that it has died; and whoever connects without the token that the rank gave to its job is turned
-away, however many there are and however long they say nothing.
+that it has died; and a connection without the token that the rank gave to its job is closed,
+however many there are and however long they stay silent.
 """
 
 import hmac

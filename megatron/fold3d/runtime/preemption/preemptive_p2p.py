@@ -1,4 +1,4 @@
-"""``--preemptive-comm``: transfers that DP.sync makes way for."""
+"""``--preemptive-comm``: transfers that go before DP.sync."""
 
 from time import monotonic
 from typing import Any

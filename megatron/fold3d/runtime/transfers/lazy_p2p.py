@@ -1,6 +1,6 @@
 """``--lazy-inter-segment``: transfers between two segments go from host memory to host memory.
 
-All others go where they went without the flag.
+All other transfers are those of a run without the flag.
 """
 
 from collections.abc import Callable, Sequence
