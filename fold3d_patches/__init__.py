@@ -1,4 +1,4 @@
-"""Binds fold3d to Megatron: the ordered lists of patches, and nothing else."""
+"""Binds fold3d to Megatron: the features of the executor and the patches of what is on in a run."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

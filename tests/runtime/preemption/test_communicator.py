@@ -159,7 +159,7 @@ def unplug() -> None:
 
 
 def stall() -> None:
-    time.sleep(8)
+    time.sleep(6)
 
 
 @BUILT
