@@ -41,7 +41,7 @@ def is_public(name: str) -> bool:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_docstrings_of_public_functions_tell_the_shapes_of_tensors(path: Path):
+def test_docstrings_of_public_functions_tell_the_shapes_of_tensors(path: Path) -> None:
     silent = [
         name
         for name, function, of_class in functions(ast.parse(path.read_text()))
