@@ -432,6 +432,7 @@ REPLICATED = (
 )
 
 
+@pytest.mark.search
 def test_replicated_segments_shorten_an_iteration_that_waits_for_all_gradients(fold3d):
     def found(more: str) -> dict[str, Any]:
         code, out, err = fold3d(f"{REPLICATED} {more} --json")
@@ -468,6 +469,7 @@ def test_what_replicated_segments_cannot_be_simulated_with_is_refused(
 AUTO = "simulate --schedule auto --pp 2 --segments 4 --microbatches 4"
 
 
+@pytest.mark.search
 def test_what_auto_would_try_is_told_with_what_is_expected(fold3d):
     code, out, err = fold3d(f"{AUTO} --grad-sync-s 6 --p2p-s 0.4")
     assert (code, err) == (0, "")
@@ -483,6 +485,7 @@ def test_what_auto_would_try_is_told_with_what_is_expected(fold3d):
         assert one["flags"] in line
 
 
+@pytest.mark.search
 def test_auto_replicates_segments_of_a_distributed_optimizer(fold3d):
     line = REPLICATED.replace("--schedule aiao", "--schedule auto")
     _, out, _ = fold3d(f"{line} --json")
@@ -595,6 +598,7 @@ SPLIT = (
 )
 
 
+@pytest.mark.search
 def test_chosen_layers_are_those_that_can_be_given(fold3d):
     even = json.loads(fold3d(f"{SPLIT} --json")[1])
     code, out, _ = fold3d(f"{SPLIT} --layers auto --json")
@@ -610,6 +614,7 @@ def test_chosen_layers_are_those_that_can_be_given(fold3d):
     assert f"--pipeline-model-parallel-layout 'E{flag}L'" in fold3d(line)[1]
 
 
+@pytest.mark.search
 def test_layers_and_what_they_recompute_are_chosen_together(fold3d):
     split = SPLIT.replace("48-1536-16", "48-2560-16")
     code, out, _ = fold3d(f"{split} --layers auto --recompute-layers auto --json")
