@@ -118,6 +118,22 @@ ROWS = (
         stock=ONE_GROUP,
     ),
     Row(
+        name="steps that reach into the next iteration",
+        dp=2,
+        segments=4,
+        m=3,
+        flags=f"{OVERLAP} --bf16 --clip-grad 1000",
+        ours=f"{GRADIENTS} --backward-share 0.5",
+        stock=ONE_GROUP,
+    ),
+    Row(
+        name="steps of which some wait for all gradients, ramp-up",
+        dp=2,
+        segments=4,
+        flags=f"{OVERLAP} {MORE_AND_MORE}",
+        ours=f"{GRADIENTS} --backward-share 1",
+    ),
+    Row(
         name="preemptive",
         dp=2,
         segments=4,

@@ -3,7 +3,8 @@
 A forward's saved activations are held from its start to the end of its backward. Offloaded ones are
 on both sides while they are copied, and on the host in between. The tensors that delayed weight
 gradients are computed from stay until these are done. What is recomputed early is held from the
-start of its recomputation to the end of its backward.
+start of its recomputation to the end of its backward. Gradients that the iteration before has left
+may be freed before a stage's first forward, until its first backward.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,8 @@ class Footprint:
     """Per stage: what a backward keeps for its delayed weight gradients."""
     recomputed_bytes: tuple[float, ...] = ()
     """Per stage: what early recomputation holds for the backward, of all layers."""
+    freed_bytes: tuple[float, ...] = ()
+    """Per stage: which of its rank's static bytes it lacks from its forwards to its backwards."""
     step_bytes: tuple[float, ...] = ()
     """Per rank: what it holds in place of its static bytes when computation has ended, if more."""
 
@@ -58,7 +61,12 @@ def memory(timeline: Timeline, footprint: Footprint) -> tuple[Memory, ...]:
     return tuple(
         Memory(
             _curve(
-                static, chain(_device_changes(spans, footprint), _at_step(spans, step - static))
+                static,
+                chain(
+                    _device_changes(spans, footprint),
+                    _between_uses(spans, footprint.freed_bytes),
+                    _at_step(spans, step - static),
+                ),
             ),
             _curve(0.0, _host_changes(spans, footprint.saved_bytes)),
         )
@@ -100,6 +108,15 @@ def _device_changes(spans: Sequence[Span], footprint: Footprint) -> Iterator[_Ch
                 yield end_s, -working[action.stage]
         elif action.op is Op.WEIGHT:
             yield end_s, -delayed.get(action.stage, 0.0)
+
+
+def _between_uses(spans: Sequence[Span], freed_bytes: Sequence[float]) -> Iterator[_Change]:
+    for op, sign in ((Op.FORWARD, -1), (Op.BACKWARD, 1)) if freed_bytes else ():
+        starts: dict[int, float] = {}
+        for lane, start_s, _, action, _ in spans:
+            if lane is Lane.COMPUTE and action is not None and action.op is op:
+                starts[action.stage] = min(start_s, starts.get(action.stage, start_s))
+        yield from ((start_s, sign * freed_bytes[stage]) for stage, start_s in starts.items())
 
 
 def _at_step(spans: Sequence[Span], more_bytes: float) -> Iterator[_Change]:
