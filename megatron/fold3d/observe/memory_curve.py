@@ -111,12 +111,21 @@ def _device_changes(spans: Sequence[Span], footprint: Footprint) -> Iterator[_Ch
 
 
 def _between_uses(spans: Sequence[Span], freed_bytes: Sequence[float]) -> Iterator[_Change]:
-    for op, sign in ((Op.FORWARD, -1), (Op.BACKWARD, 1)) if freed_bytes else ():
-        starts: dict[int, float] = {}
-        for lane, start_s, _, action, _ in spans:
-            if lane is Lane.COMPUTE and action is not None and action.op is op:
-                starts[action.stage] = min(start_s, starts.get(action.stage, start_s))
-        yield from ((start_s, sign * freed_bytes[stage]) for stage, start_s in starts.items())
+    freed = set()
+    for lane, start_s, _, action, _ in sorted(spans, key=_start_s) if freed_bytes else ():
+        if action is None or lane is not Lane.COMPUTE:
+            continue
+        stage, op, microbatch = action
+        if op is Op.FORWARD and microbatch == 0:
+            freed.add(stage)
+            yield start_s, -freed_bytes[stage]
+        elif op is Op.BACKWARD and stage in freed:
+            freed.remove(stage)
+            yield start_s, freed_bytes[stage]
+
+
+def _start_s(span: Span) -> float:
+    return span.start_s
 
 
 def _at_step(spans: Sequence[Span], more_bytes: float) -> Iterator[_Change]:

@@ -97,6 +97,8 @@ def peak_resident(
             parameters[stage] = parameter_bytes[stage]
         elif op in FREE_OPS:
             parameters[stage] = parameter_bytes[stage] / replicas
+        elif op is Op.WAIT_GRAD and stage in deferred:  # and the optimizer's step, in whole buffers
+            parameters[stage] = parameter_bytes[stage]
         elif op is Op.BACKWARD:
             if gradients[stage]:
                 continue

@@ -83,7 +83,7 @@ def test_gradients_that_are_freed_early_are_found(text: str, found: str):
         (Options(shards_params=True), 4 + 0.6875),
         # Gradients of two stages as well, with shards of five: 2 / 8 * 4 + 5 / 8 * 4 / 8.
         (BOTH, 0.6875 + 1.3125),
-        # Gradients of the iteration before beside parameters of the first stage.
+        # All gradients of the iteration before, and one stage's parameters, for its step.
         (replace(BOTH, deferred_stages=range(8)), 4 + (1 / 8 + 7 / 8 / 8) * 2),
     ],
 )

@@ -38,7 +38,11 @@ def sharded_footprint(
         static_bytes=tuple(
             static
             + _saving(
-                _without_frees(program, late), gradient_bytes[rank :: plan.num_ranks], rank, plan, setup
+                _without_frees(program, late),
+                gradient_bytes[rank :: plan.num_ranks],
+                rank,
+                plan,
+                setup,
             )
             for rank, (static, program) in enumerate(
                 zip(footprint.static_bytes, plan.programs, strict=True)
