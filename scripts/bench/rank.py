@@ -13,7 +13,7 @@ from contextlib import ExitStack
 
 import pretrain_gpt
 from fold3d_patches import registry
-from scripts.bench import fused_adam, layer_pacing, nccl_order, resident, same_weights
+from scripts.bench import fsdp2, fused_adam, layer_pacing, nccl_order, resident, same_weights
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--resident", action="store_true", help="say what the rank has held")
     args = parser.parse_args(argv[:split])
 
-    patches = [same_weights.patch(), fused_adam.patch()]
+    patches = [same_weights.patch(), fused_adam.patch(), fsdp2.patch()]
     if args.forward_ms or args.backward_ms:
         pace_s = [(ms or 0.0) / 1e3 for ms in (args.forward_ms, args.backward_ms)]
         patches += layer_pacing.patches(*pace_s)

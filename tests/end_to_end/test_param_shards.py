@@ -145,7 +145,7 @@ ROWS = (
 )
 
 
-SAVED = Row(dp=2, segments=3, m=2, flags=f"{OVERLAP} --bf16 --num-layers 6")
+SAVED = Row(dp=2, segments=3, m=2, flags=f"{OVERLAP} --bf16 --num-layers 6 --async-save")
 
 
 def train_poisoned(argv: Sequence[str]) -> Record:
