@@ -26,14 +26,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--resident", action="store_true", help="say what the rank has held")
     args = parser.parse_args(argv[:split])
 
-    patches = [same_weights.patch(), fused_adam.patch(), fsdp2.patch()]
+    patches = [same_weights.patch(), fused_adam.patch()]
     if args.forward_ms or args.backward_ms:
         pace_s = [(ms or 0.0) / 1e3 for ms in (args.forward_ms, args.backward_ms)]
         patches += layer_pacing.patches(*pace_s)
     if args.nccl_order:
         patches += nccl_order.patches()
-    with registry.apply(patches), ExitStack() as ends:
-        found = ends.enter_context(resident.counted()) if args.resident else None
+    with ExitStack() as ends:
+        found = None
+        if args.resident:
+            found = ends.enter_context(resident.counted())
+            patches += fsdp2.patches(found)
+        ends.enter_context(registry.apply(patches))
         code = pretrain_gpt.main(list(argv[split + 1 :]))
         if found is not None:
             (parameters, gradients), (all_parameters, all_gradients) = found.most, found.whole
