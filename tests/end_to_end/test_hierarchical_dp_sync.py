@@ -26,11 +26,34 @@ ROWS = (
     Row(pp=1, dp=4, m=2, flags=FLAGS, ours=f"{AIAO} --dp-slices on"),
     Row(pp=1, dp=4, m=2, flags=FLAGS, ours=f"{AIAO} --backward-share 0.5 --dp-slice-bytes 8001"),
 )
+SHARDED = "--use-distributed-optimizer --overlap-param-gather"
+SHARDED_ROWS = (
+    Row(pp=1, dp=4, m=2, flags=f"{FLAGS} {SHARDED}", ours=AIAO),
+    Row(
+        pp=1,
+        dp=4,
+        m=2,
+        flags=f"{FLAGS} {SHARDED}",
+        ours=f"{AIAO} --backward-share 0.5 --shard-segments gradients",
+    ),
+)
 
 
 @pytest.fixture(scope="module")
 def stock() -> list[Record]:
     return run_distributed(train_by_hand, 4, ROWS[0].command("--schedule stock"))
+
+
+@pytest.fixture(scope="module")
+def sharded_stock() -> list[Record]:
+    return run_distributed(train_by_hand, 4, SHARDED_ROWS[0].command("--schedule stock"))
+
+
+@pytest.mark.parametrize("row", SHARDED_ROWS, ids=str)
+def test_shards_of_a_distributed_optimizer_are_summed_and_gathered_as_well(
+    row: Row, sharded_stock: list[Record]
+) -> None:
+    test_two_nodes_of_two_replicas_train_as_stock_that_adds_inside_nodes_first(row, sharded_stock)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -53,11 +76,13 @@ def train_by_hand(argv: Sequence[str]) -> Record:
     """Train with gradients that are gathered and then added."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
+    from megatron.fold3d.runtime.grad_sync.bucket_groups import group_of, set_group
+
     start = _ParamAndGradBucketGroup.start_grad_sync
 
     def start_by_hand(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(self.data_parallel_group, ByHand):
-            self.data_parallel_group = ByHand(self.data_parallel_group)
+        if not isinstance(group := group_of(self), ByHand):
+            set_group(self, ByHand(group))
         start(self, *args, **kwargs)
 
     _ParamAndGradBucketGroup.start_grad_sync = start_by_hand
@@ -83,6 +108,33 @@ class ByHand(dist.ProcessGroup):
         return self  # done, and so its own work
 
     allreduce_coalesced = allreduce
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, whole: torch.Tensor, options: Any = None
+    ) -> "ByHand":
+        self.allreduce([whole])
+        output.copy_(whole.chunk(4)[self.rank()])
+        return self
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], options: Any = None
+    ) -> "ByHand":
+        for output, whole in zip(outputs, wholes, strict=True):
+            self.reduce_scatter_single(output, whole)
+        return self
+
+    def all_gather_single(
+        self, whole: torch.Tensor, shard: torch.Tensor, options: Any = None
+    ) -> "ByHand":
+        dist.all_gather([*whole.chunk(4)], shard.clone(), group=self.group)
+        return self
+
+    def all_gather_single_coalesced(
+        self, wholes: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], options: Any = None
+    ) -> "ByHand":
+        for whole, shard in zip(wholes, shards, strict=True):
+            self.all_gather_single(whole, shard)
+        return self
 
     def wait(self) -> bool:
         return True
