@@ -6,6 +6,7 @@ rank has all ranks' gradients sent to it, adds those of each node, and then the 
 
 import os
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -21,49 +22,36 @@ pytestmark = pytest.mark.gloo
 AIAO = "--schedule aiao --hierarchical-dp-sync auto"
 # No step is clipped, but each might be: a bound on the norm decides whether it may be late.
 FLAGS = f"--overlap-grad-reduce --clip-grad 100 {BUCKETS}"
+SHARDED = f"{FLAGS} --use-distributed-optimizer --overlap-param-gather"
 ROWS = (
     Row(pp=1, dp=4, m=2, flags=FLAGS, ours=AIAO),
     Row(pp=1, dp=4, m=2, flags=FLAGS, ours=f"{AIAO} --dp-slices on"),
     Row(pp=1, dp=4, m=2, flags=FLAGS, ours=f"{AIAO} --backward-share 0.5 --dp-slice-bytes 8001"),
-)
-SHARDED = "--use-distributed-optimizer --overlap-param-gather"
-SHARDED_ROWS = (
-    Row(pp=1, dp=4, m=2, flags=f"{FLAGS} {SHARDED}", ours=AIAO),
+    Row(pp=1, dp=4, m=2, flags=SHARDED, ours=AIAO),
     Row(
         pp=1,
         dp=4,
         m=2,
-        flags=f"{FLAGS} {SHARDED}",
+        flags=SHARDED,
         ours=f"{AIAO} --backward-share 0.5 --shard-segments gradients",
     ),
 )
 
 
-@pytest.fixture(scope="module")
-def stock() -> list[Record]:
-    return run_distributed(train_by_hand, 4, ROWS[0].command("--schedule stock"))
-
-
-@pytest.fixture(scope="module")
-def sharded_stock() -> list[Record]:
-    return run_distributed(train_by_hand, 4, SHARDED_ROWS[0].command("--schedule stock"))
-
-
-@pytest.mark.parametrize("row", SHARDED_ROWS, ids=str)
-def test_shards_of_a_distributed_optimizer_are_summed_and_gathered_as_well(
-    row: Row, sharded_stock: list[Record]
-) -> None:
-    test_two_nodes_of_two_replicas_train_as_stock_that_adds_inside_nodes_first(row, sharded_stock)
+@cache
+def stock(flags: str) -> list[Record]:
+    row = next(row for row in ROWS if row.flags == flags)
+    return run_distributed(train_by_hand, 4, row.command("--schedule stock"))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_two_nodes_of_two_replicas_train_as_stock_that_adds_inside_nodes_first(
-    row: Row, stock: list[Record]
-) -> None:
+def test_two_nodes_of_two_replicas_train_as_stock_that_adds_inside_nodes_first(row: Row) -> None:
     ours = run_distributed(train_on_two_nodes, 4, row.command(row.ours))
     norms_are_late = "--backward-share" in row.ours
     assert [
-        line for line in differences(ours, stock) if not (norms_are_late and "grad norm" in line)
+        line
+        for line in differences(ours, stock(row.flags))
+        if not (norms_are_late and "grad norm" in line)
     ] == []
 
 

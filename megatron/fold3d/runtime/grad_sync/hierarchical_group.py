@@ -93,7 +93,7 @@ class HierarchicalGroup(dist.ProcessGroup):
         """Start to all-reduce several tensors, as one task."""
         return self.allreduce(tensors, options)
 
-    def reduce_scatter_single(  # type: ignore[override]
+    def reduce_scatter_single(
         self, output: torch.Tensor, whole: torch.Tensor, options: Any = None
     ) -> Any:
         """Start to reduce-scatter a tensor, whose other shards may be overwritten."""
@@ -106,7 +106,7 @@ class HierarchicalGroup(dist.ProcessGroup):
         op = options.reduceOp if options is not None else dist.ReduceOp.SUM
         return self._run(_scatter_steps(self.levels, _flat(outputs), _flat(wholes), op))
 
-    def all_gather_single(  # type: ignore[override]
+    def all_gather_single(
         self, whole: torch.Tensor, shard: torch.Tensor, options: Any = None
     ) -> Any:
         """Start to gather a tensor from its shards."""
