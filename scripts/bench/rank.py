@@ -13,7 +13,7 @@ from contextlib import ExitStack
 
 import pretrain_gpt
 from fold3d_patches import registry
-from scripts.bench import fused_adam, layer_pacing, nccl_order, resident, same_weights
+from scripts.bench import fsdp2, fused_adam, layer_pacing, nccl_order, resident, same_weights
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,8 +32,12 @@ def main(argv: Sequence[str]) -> int:
         patches += layer_pacing.patches(*pace_s)
     if args.nccl_order:
         patches += nccl_order.patches()
-    with registry.apply(patches), ExitStack() as ends:
-        found = ends.enter_context(resident.counted()) if args.resident else None
+    with ExitStack() as ends:
+        found = None
+        if args.resident:
+            found = ends.enter_context(resident.counted())
+            patches += fsdp2.patches(found)
+        ends.enter_context(registry.apply(patches))
         code = pretrain_gpt.main(list(argv[split + 1 :]))
         if found is not None:
             (parameters, gradients), (all_parameters, all_gradients) = found.most, found.whole

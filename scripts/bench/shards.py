@@ -1,12 +1,13 @@
-"""Compare parameters and gradients in shards with the distributed optimizer alone.
+"""Compare parameters and gradients in shards with the distributed optimizer alone, and FSDP2.
 
     sudo .venv/bin/python -m scripts.bench.shards
     sudo .venv/bin/python -m scripts.bench.shards --rate 400mbit --segments 4
 
 Two pipeline ranks with two replicas each train on a testbed, under AIAO, with layers paced by sleep
-and collectives of NCCL's order and volumes. The variants run in turn. The table has the median
-iteration, the bytes of an iteration on the busiest link, and the most bytes of parameters and of
-gradients that a rank holds in an iteration, its optimizer step aside, relative to all of them.
+and collectives of NCCL's order and volumes. With torch's FSDP2 the same ranks are all replicas of
+the whole model, with the same batch. The variants run in turn. The table has the median iteration,
+the bytes of an iteration on the busiest link, and the most MB of parameters and of gradients that
+a rank holds in an iteration, its optimizer step aside; each also relative to the first row.
 """
 
 import argparse
@@ -28,42 +29,44 @@ MODES = ("off", "weights", "gradients")
 
 
 def variants(segments: int) -> Iterator[Variant]:
-    """Yield the distributed optimizer alone, then what it is compared with."""
+    """Yield the distributed optimizer alone, then what is compared with it."""
     for mode in MODES:
         flags = f"--schedule aiao --segments {segments} --bf16 --overlap-grad-reduce"
         optimizer = "--use-distributed-optimizer --overlap-param-gather"
         words = f"{flags} {optimizer} --shard-segments {mode}".split()
         yield Variant(f"shards-{mode}", tuple(words))
+    fsdp2 = "--pipeline-model-parallel-size 1 --bf16 --use-torch-fsdp2 --ckpt-format torch_dist"
+    yield Variant("fsdp2", tuple(fsdp2.split()))
 
 
-def resident(logs: Path) -> tuple[float, float]:
-    """Return the largest part of its parameters, and of its gradients, that a rank has held.
+def resident(logs: Path) -> tuple[int, int]:
+    """Return the most bytes of parameters, and of gradients, that a rank has held.
 
     Raises:
         ValueError: a rank has not said so.
     """
-    shares = []
+    held = []
     for log in sorted(logs.iterdir()):
         if (match := _RESIDENT.search(log.read_text(errors="replace"))) is None:
             raise ValueError(f"{log} has no line of what was resident; did the rank end early?")
-        parameters, all_parameters, gradients, all_gradients = map(int, match.groups())
-        shares.append((parameters / all_parameters, gradients / all_gradients))
-    parameters_share, gradients_share = (max(share) for share in zip(*shares, strict=True))
-    return parameters_share, gradients_share
+        held.append((int(match[1]), int(match[3])))
+    parameters, gradients = map(max, zip(*held, strict=True))
+    return parameters, gradients
 
 
 def row(run: Run, first: Run, logs: Path) -> str:
     """Return a line of the table; ``first`` is the run without shards."""
     iteration_ms, first_ms = (median(r.times_ms) for r in (run, first))
-    parameters, gradients = resident(logs / f"{run.variant.name}-round{run.round}")
+    held, held_by_first = (
+        resident(logs / f"{r.variant.name}-round{r.round}") for r in (run, first)
+    )
     cells = (
         run.variant.name,
         f"{iteration_ms:.0f}",
         f"{iteration_ms / first_ms:.3f}",
         f"{run.link_bytes / 1e6:.1f}",
         f"{run.link_bytes / max(1.0, first.link_bytes):.2f}",
-        f"{parameters:.0%}",
-        f"{gradients:.0%}",
+        *(f"{now / 1e6:.1f} ({now / f:.0%})" for now, f in zip(held, held_by_first, strict=True)),
     )
     return f"| {' | '.join(cells)} |"
 
@@ -74,6 +77,7 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rate", default="200mbit", help="of each link (200mbit)")
+    parser.add_argument("--dp", type=int, default=2, help="replicas of a pipeline (2)")
     parser.add_argument("--segments", type=int, default=8, help="per rank (8)")
     parser.add_argument("--layers", type=int, default=16, help="(16)")
     parser.add_argument("--microbatches", type=int, default=8, help="(8)")
@@ -88,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         job = Job(
             num_ranks=2,
-            data_parallel=2,
+            data_parallel=args.dp,
             num_microbatches=args.microbatches,
             num_layers=args.layers,
             hidden_size=args.hidden,

@@ -15,7 +15,14 @@ def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
 
 
 @pytest.mark.parametrize(
-    "more", ["", "--backward-share 0.5", "--dp-slices on", "--delay-weight-grads 0"]
+    "more",
+    [
+        "",
+        "--backward-share 0.5",
+        "--dp-slices on",
+        "--delay-weight-grads 0",
+        "--use-distributed-optimizer --overlap-param-gather",
+    ],
 )
 def test_sums_inside_nodes_are_taken_with_all_that_reduces_by_segment(
     parser: ArgumentParser, more: str
@@ -31,12 +38,6 @@ def test_sums_inside_nodes_are_taken_with_all_that_reduces_by_segment(
             f"{ON} --schedule stock --device cpu",
             "--hierarchical-dp-sync auto with --schedule stock: only our executor leads reductions "
             "through nodes; drop it, or give --schedule aiao",
-        ),
-        (
-            f"{AIAO} --use-distributed-optimizer",
-            "--use-distributed-optimizer with --hierarchical-dp-sync auto: a rank's shard is not "
-            "the part that it sums inside its node: gradients would have to be put into another "
-            "order, in a second buffer, and parameters back; drop one of the two",
         ),
         (
             f"{AIAO} --preemptive-comm",

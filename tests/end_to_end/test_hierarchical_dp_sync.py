@@ -6,6 +6,7 @@ rank has all ranks' gradients sent to it, adds those of each node, and then the 
 
 import os
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -21,26 +22,36 @@ pytestmark = pytest.mark.gloo
 AIAO = "--schedule aiao --hierarchical-dp-sync auto"
 # No step is clipped, but each might be: a bound on the norm decides whether it may be late.
 FLAGS = f"--overlap-grad-reduce --clip-grad 100 {BUCKETS}"
+SHARDED = f"{FLAGS} --use-distributed-optimizer --overlap-param-gather"
 ROWS = (
     Row(pp=1, dp=4, m=2, flags=FLAGS, ours=AIAO),
     Row(pp=1, dp=4, m=2, flags=FLAGS, ours=f"{AIAO} --dp-slices on"),
     Row(pp=1, dp=4, m=2, flags=FLAGS, ours=f"{AIAO} --backward-share 0.5 --dp-slice-bytes 8001"),
+    Row(pp=1, dp=4, m=2, flags=SHARDED, ours=AIAO),
+    Row(
+        pp=1,
+        dp=4,
+        m=2,
+        flags=SHARDED,
+        ours=f"{AIAO} --backward-share 0.5 --shard-segments gradients",
+    ),
 )
 
 
-@pytest.fixture(scope="module")
-def stock() -> list[Record]:
-    return run_distributed(train_by_hand, 4, ROWS[0].command("--schedule stock"))
+@cache
+def stock(flags: str) -> list[Record]:
+    row = next(row for row in ROWS if row.flags == flags)
+    return run_distributed(train_by_hand, 4, row.command("--schedule stock"))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_two_nodes_of_two_replicas_train_as_stock_that_adds_inside_nodes_first(
-    row: Row, stock: list[Record]
-) -> None:
+def test_two_nodes_of_two_replicas_train_as_stock_that_adds_inside_nodes_first(row: Row) -> None:
     ours = run_distributed(train_on_two_nodes, 4, row.command(row.ours))
     norms_are_late = "--backward-share" in row.ours
     assert [
-        line for line in differences(ours, stock) if not (norms_are_late and "grad norm" in line)
+        line
+        for line in differences(ours, stock(row.flags))
+        if not (norms_are_late and "grad norm" in line)
     ] == []
 
 
@@ -53,11 +64,13 @@ def train_by_hand(argv: Sequence[str]) -> Record:
     """Train with gradients that are gathered and then added."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
+    from megatron.fold3d.runtime.grad_sync.bucket_groups import group_of, set_group
+
     start = _ParamAndGradBucketGroup.start_grad_sync
 
     def start_by_hand(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(self.data_parallel_group, ByHand):
-            self.data_parallel_group = ByHand(self.data_parallel_group)
+        if not isinstance(group := group_of(self), ByHand):
+            set_group(self, ByHand(group))
         start(self, *args, **kwargs)
 
     _ParamAndGradBucketGroup.start_grad_sync = start_by_hand
@@ -83,6 +96,33 @@ class ByHand(dist.ProcessGroup):
         return self  # done, and so its own work
 
     allreduce_coalesced = allreduce
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, whole: torch.Tensor, options: Any = None
+    ) -> "ByHand":
+        self.allreduce([whole])
+        output.copy_(whole.chunk(4)[self.rank()])
+        return self
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], options: Any = None
+    ) -> "ByHand":
+        for output, whole in zip(outputs, wholes, strict=True):
+            self.reduce_scatter_single(output, whole)
+        return self
+
+    def all_gather_single(
+        self, whole: torch.Tensor, shard: torch.Tensor, options: Any = None
+    ) -> "ByHand":
+        dist.all_gather([*whole.chunk(4)], shard.clone(), group=self.group)
+        return self
+
+    def all_gather_single_coalesced(
+        self, wholes: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], options: Any = None
+    ) -> "ByHand":
+        for whole, shard in zip(wholes, shards, strict=True):
+            self.all_gather_single(whole, shard)
+        return self
 
     def wait(self) -> bool:
         return True

@@ -155,11 +155,6 @@ def _from_model(args: Namespace, plan: Plan) -> Source:
         )
     shape, cluster = named_hardware(args)
     tp = 1 if args.tp is None else args.tp
-    if args.hierarchical_dp_sync and args.distributed_optimizer:
-        raise ValueError(
-            "--hierarchical-dp-sync with --distributed-optimizer: a rank's shard is not the part "
-            "that it sums inside its node; drop one of the two"
-        )
     setup = Setup(
         tensor_parallel=tp,
         data_parallel=_data_parallel(args.dp, tp, plan.num_ranks, cluster),

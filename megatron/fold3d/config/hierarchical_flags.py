@@ -12,13 +12,6 @@ _DROP = "drop one of the two"
 
 REFUSALS = (
     Refusal(
-        "--use-distributed-optimizer",
-        "use_distributed_optimizer",
-        "a rank's shard is not the part that it sums inside its node: gradients would have to be "
-        "put into another order, in a second buffer, and parameters back",
-        _DROP,
-    ),
-    Refusal(
         "--preemptive-comm",
         "preemptive_comm",
         "its scheduler starts slices in one group of ranks, and these are three",

@@ -70,13 +70,6 @@ REFUSALS = (
 
 GRADIENT_REFUSALS = (
     Refusal(
-        "--backward-share",
-        "backward_share",
-        "gradients that travel in the next iteration stay whole until then",
-        "give --shard-segments weights",
-        found=lambda args: args.backward_share is not None,
-    ),
-    Refusal(
         "--dp-slices",
         "dp_slices",
         "a segment's gradients are freed before later computations start slices of them",

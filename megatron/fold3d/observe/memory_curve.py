@@ -3,7 +3,8 @@
 A forward's saved activations are held from its start to the end of its backward. Offloaded ones are
 on both sides while they are copied, and on the host in between. The tensors that delayed weight
 gradients are computed from stay until these are done. What is recomputed early is held from the
-start of its recomputation to the end of its backward.
+start of its recomputation to the end of its backward. Gradients that the iteration before has left
+may be freed before a stage's first forward, until its first backward.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,8 @@ class Footprint:
     """Per stage: what a backward keeps for its delayed weight gradients."""
     recomputed_bytes: tuple[float, ...] = ()
     """Per stage: what early recomputation holds for the backward, of all layers."""
+    freed_bytes: tuple[float, ...] = ()
+    """Per stage: which of its rank's static bytes it lacks from its forwards to its backwards."""
     step_bytes: tuple[float, ...] = ()
     """Per rank: what it holds in place of its static bytes when computation has ended, if more."""
 
@@ -58,7 +61,12 @@ def memory(timeline: Timeline, footprint: Footprint) -> tuple[Memory, ...]:
     return tuple(
         Memory(
             _curve(
-                static, chain(_device_changes(spans, footprint), _at_step(spans, step - static))
+                static,
+                chain(
+                    _device_changes(spans, footprint),
+                    _between_uses(spans, footprint.freed_bytes),
+                    _at_step(spans, step - static),
+                ),
             ),
             _curve(0.0, _host_changes(spans, footprint.saved_bytes)),
         )
@@ -100,6 +108,24 @@ def _device_changes(spans: Sequence[Span], footprint: Footprint) -> Iterator[_Ch
                 yield end_s, -working[action.stage]
         elif action.op is Op.WEIGHT:
             yield end_s, -delayed.get(action.stage, 0.0)
+
+
+def _between_uses(spans: Sequence[Span], freed_bytes: Sequence[float]) -> Iterator[_Change]:
+    freed = set()
+    for lane, start_s, _, action, _ in sorted(spans, key=_start_s) if freed_bytes else ():
+        if action is None or lane is not Lane.COMPUTE:
+            continue
+        stage, op, microbatch = action
+        if op is Op.FORWARD and microbatch == 0:
+            freed.add(stage)
+            yield start_s, -freed_bytes[stage]
+        elif op is Op.BACKWARD and stage in freed:
+            freed.remove(stage)
+            yield start_s, freed_bytes[stage]
+
+
+def _start_s(span: Span) -> float:
+    return span.start_s
 
 
 def _at_step(spans: Sequence[Span], more_bytes: float) -> Iterator[_Change]:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from megatron.fold3d.plan.ir import FREE_OPS, GATHER_OPS, Op, Plan, Program
+from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 
 
 def peak_recomputed(plan: Plan) -> tuple[int, ...]:
@@ -48,16 +49,17 @@ def peak_gathered(plan: Plan) -> tuple[int, ...]:
 def peak_whole_grads(plan: Plan) -> tuple[int, ...]:
     """Return, per rank, the most stages whose gradients are whole on the device at once.
 
-    They are whole from the stage's first backward until they are freed; in a plan that frees none,
-    always. `finalize_model_grads` and the optimizer's step, between two iterations, do not count.
+    They are whole from the stage's first backward until they are freed, maybe in the next
+    iteration; in a plan that frees none, always. `finalize_model_grads` and the optimizer's step,
+    between two iterations, do not count.
     """
     peaks = []
     for program in plan.programs:
         if not any(op is Op.FREE_GRAD for _, op, _ in program):
             peaks.append(plan.num_segments)
             continue
-        whole: set[int] = set()
-        peak = 0
+        whole = set(deferred_stages(program))
+        peak = len(whole)
         for stage, op, _ in program:
             if op is Op.BACKWARD:
                 whole.add(stage)
@@ -85,19 +87,24 @@ def peak_resident(
     ops = {op for _, op, _ in program}
     shared = replicas if ops & FREE_OPS else 1
     parameters = {stage: size / shared for stage, size in parameter_bytes.items()}
-    gradients = dict.fromkeys(gradient_bytes, 0.0) if Op.FREE_GRAD in ops else {**gradient_bytes}
+    deferred = deferred_stages(program)
+    gradients = {**gradient_bytes}
+    if Op.FREE_GRAD in ops:
+        gradients |= dict.fromkeys(gradient_bytes.keys() - deferred, 0.0)
     peak = sum(parameters.values()) + sum(gradients.values())
     for stage, op, _ in program:
         if op in GATHER_OPS:
             parameters[stage] = parameter_bytes[stage]
         elif op in FREE_OPS:
             parameters[stage] = parameter_bytes[stage] / replicas
+        elif op is Op.WAIT_GRAD and stage in deferred:  # and the optimizer's step, in whole buffers
+            parameters[stage] = parameter_bytes[stage]
         elif op is Op.BACKWARD:
             if gradients[stage]:
                 continue
             gradients[stage] = gradient_bytes[stage]
         elif op is Op.FREE_GRAD:
-            gradients[stage] = gradient_bytes[stage] / replicas
+            gradients[stage] = 0.0 if stage in deferred else gradient_bytes[stage] / replicas
         else:
             continue
         peak = max(peak, sum(parameters.values()) + sum(gradients.values()))

@@ -6,7 +6,7 @@ A plan that ends under these rules ends under any looser ones, whatever the timi
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from itertools import count, pairwise
 
 from megatron.fold3d.plan.ir import (
@@ -48,8 +48,6 @@ def verify(plan: Plan) -> None:
 
         check_weight_grads(plan)
     _check_slices(plan)
-    if plan.has(Op.FREE_GRAD):
-        _check_freed_grads(plan)
     if plan.num_ranks > 1 and not plan.has_p2p:
         plan = add_p2p(plan)
     _check_channels(plan)
@@ -112,16 +110,6 @@ def _check_slices(plan: Plan) -> None:
                 else:
                     continue
                 raise error_at(plan, _cell(plan, later), text)
-
-
-def _check_freed_grads(plan: Plan) -> None:
-    """Check that gradients are reduced in the iteration in which they are freed."""
-    for program in plan.programs:
-        deferred = deferred_stages(program)
-        for action in program:
-            if action.op is Op.FREE_GRAD and action.stage in deferred:
-                text = f"{action} frees gradients that travel in the next iteration"
-                raise error_at(plan, _cell(plan, action), text)
 
 
 def _check_channels(plan: Plan) -> None:
@@ -237,6 +225,8 @@ class _Needs:
                 self.others[stage, again, m] = [(stage, Op.RELOAD, m)]
         for program in plan.programs if ops & FREE_OPS else ():
             self._add_frees(program)
+        for program in plan.programs if Op.FREE_GRAD in ops else ():
+            self._add_freed_grads(program, deferred)
 
     def _add_frees(self, program: Program) -> None:
         """Let parameters be freed behind the last computation that reads them, and read whole."""
@@ -250,6 +240,14 @@ class _Needs:
                 if stage in stages:
                     again = (stage, Op.WAIT_PARAM_B, None)
                     self.others.setdefault(action, []).append(again)
+
+    def _add_freed_grads(self, program: Program, deferred: Container[int]) -> None:
+        """Let gradients of the iteration before be freed before this one's are added up there."""
+        freed = {a.stage for a in program if a.op is Op.FREE_GRAD and a.stage in deferred}
+        for action in program:
+            if action.op is Op.BACKWARD and action.stage in freed:
+                free = (action.stage, Op.FREE_GRAD, None)
+                self.others.setdefault(action, []).append(free)
 
     def first_unmet(self, action: Action) -> _Need | None:
         """Return something that the action needs and that has not happened yet."""

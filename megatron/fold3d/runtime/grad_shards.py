@@ -11,6 +11,13 @@ keeps a copy of that shard and frees the storage of DDP's gradient buffer, which
                                              ───2────┘
     whole           none      3       2, 3    1, 2    0, 1          all: each replica its shard
 
+With ``--backward-share`` a segment's gradients are whole until they are reduced and stepped with in
+the next iteration, right before its forwards. None of them is kept then:
+
+    compute         0F 0F │ 1F 1F │ 2F 2F │ 2B 2B │ 1B 1B │ 0B 0B
+    reduce-scatter  ──1───┘   ──2─┘                 ───2──── ──1─── ──0──
+    whole           1, 2    2       none    2       1, 2    all
+
 Keeps one invariant: from Megatron's ``finalize_model_grads`` to the next iteration every buffer is
 allocated and holds this replica's shard, as a reduce-scatter leaves it there. What Megatron sums
 over pipeline or tensor-parallel ranks it sums element by element, and these ranks have equal
@@ -23,6 +30,7 @@ from typing import Any
 import torch
 
 from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
 from megatron.fold3d.runtime.shard_buffers import allocate, free, own_shards, sharded_buffers
 
@@ -38,17 +46,23 @@ class GradShards(Feature):
         self._kept: dict[int, list[torch.Tensor]] = {}
 
     def prepare(self, iteration: Iteration) -> None:
-        """Before a training iteration, free all gradients; Megatron has zeroed them."""
+        """Before a training iteration, free the gradients that Megatron has zeroed.
+
+        Those of a deferred segment may still be on their way to the step of the last iteration.
+        """
         if iteration.trains:
             self._chunks = iteration.chunks
+            late = self._deferred_segments(iteration)
             for segment in range(len(self._chunks)):
-                self._free(segment, [])
+                if segment not in late:
+                    self._free(segment, [])
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return the handlers that allocate and free gradients, in training."""
         if not iteration.trains:
             return {}
         run_backward = inner[Op.BACKWARD]
+        late = self._deferred_segments(iteration)
 
         def backward(action: Action) -> None:
             segment = iteration.segment(action)
@@ -60,8 +74,8 @@ class GradShards(Feature):
 
         def free(action: Action) -> None:
             segment = iteration.segment(action)
-            shards = own_shards(self._chunks[segment], "grad_data")
-            self._free(segment, [shard.clone() for shard in shards])
+            needed = () if segment in late else own_shards(self._chunks[segment], "grad_data")
+            self._free(segment, [shard.clone() for shard in needed])
 
         return {Op.BACKWARD: backward, Op.FREE_GRAD: free}
 
@@ -73,6 +87,12 @@ class GradShards(Feature):
                 allocate(buffer)
             for own, shard in zip(own_shards(chunk, "grad_data"), shards, strict=True):
                 own.copy_(shard)
+
+    @staticmethod
+    def _deferred_segments(iteration: Iteration) -> frozenset[int]:
+        """Return the segments whose gradients are freed behind the step that used them."""
+        num_ranks = iteration.plan.num_ranks
+        return frozenset(stage // num_ranks for stage in deferred_stages(iteration.program))
 
     def _free(self, segment: int, shards: list[torch.Tensor]) -> None:
         self._kept[segment] = shards

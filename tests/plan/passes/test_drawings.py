@@ -68,6 +68,10 @@ def drawings(module: ModuleType) -> list[tuple[list[str], list[str]]]:
         (param_gather, 0, ONE, param_gather.add_param_gather),
         (shard_params, 0, THREE, shard_params.shard_params),
         (shard_grads, 0, grad_sync.add_grad_sync(THREE), shard_grads.shard_grads),
+        (
+            *(shard_grads, 1, grad_sync.defer_grad_sync(grad_sync.add_grad_sync(ONE), range(4))),
+            shard_grads.shard_grads,
+        ),
         (recompute, 0, AFAB, lambda plan: recompute.recompute_early(plan, range(2))),
         (
             *(sliced_grad_sync, 0, grad_sync.add_grad_sync(AIAO)),

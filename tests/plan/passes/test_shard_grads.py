@@ -1,5 +1,7 @@
 """Gradients that are whole only until they are reduced."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.fold3d.plan.compile import Options, compile_plan, lower
@@ -39,9 +41,19 @@ def test_delayed_weight_gradients_are_reduced_before_they_are_freed():
     assert peak_whole_grads(plan) == (3, 3)
 
 
-def test_stages_whose_reduction_reaches_into_the_next_iteration_are_left_alone():
-    plan = lower(aiao(2, 4), Options(shards_grads=True, deferred_stages=range(8)))
-    assert not plan.has(Op.FREE_GRAD)
+def test_gradients_that_are_reduced_in_the_next_iteration_are_freed_before_its_forwards():
+    options = replace(BOTH, deferred_stages=range(8), forwards_before_gather={2: 1, 3: 1})
+    plan = compile_plan(aiao(2, 4), options)
+    assert peak_whole_grads(plan) == (4, 4)
+    for program in plan.programs:
+        actions = [(stage, op) for stage, op, _ in program]
+        for stage in {stage for stage, _ in actions}:
+            free = actions.index((stage, Op.FREE_GRAD))
+            assert actions[free - 1 : free + 2 : 2] == [
+                (stage, Op.WAIT_GRAD),
+                (stage, Op.GATHER_PARAM),
+            ]
+            assert free < actions.index((stage, Op.FORWARD))
 
 
 def test_a_plan_that_frees_already_is_left_as_it_is():
@@ -54,7 +66,8 @@ def test_a_plan_that_frees_already_is_left_as_it_is():
     [
         ("0F0 0B0 0REDUCE_GRAD 0FREE_GRAD 0WAIT_GRAD", "waits at 0FREE_GRAD for 0WAIT_GRAD"),
         ("0F0 0REDUCE_GRAD 0WAIT_GRAD 0FREE_GRAD 0B0", "waits at 0REDUCE_GRAD for 0B0"),
-        ("0WAIT_GRAD 0F0 0B0 0REDUCE_GRAD 0FREE_GRAD", "travel in the next iteration"),
+        ("0WAIT_GRAD 0F0 0B0 0REDUCE_GRAD 0FREE_GRAD", "waits at 0B0 for 0FREE_GRAD"),
+        ("0FREE_GRAD 0WAIT_GRAD 0F0 0B0 0REDUCE_GRAD", "waits at 0FREE_GRAD for 0WAIT_GRAD"),
     ],
 )
 def test_gradients_that_are_freed_early_are_found(text: str, found: str):
@@ -70,6 +83,8 @@ def test_gradients_that_are_freed_early_are_found(text: str, found: str):
         (Options(shards_params=True), 4 + 0.6875),
         # Gradients of two stages as well, with shards of five: 2 / 8 * 4 + 5 / 8 * 4 / 8.
         (BOTH, 0.6875 + 1.3125),
+        # All gradients of the iteration before, and one stage's parameters, for its step.
+        (replace(BOTH, deferred_stages=range(8)), 4 + (1 / 8 + 7 / 8 / 8) * 2),
     ],
 )
 def test_bytes_per_parameter_of_eight_segments_and_eight_replicas(

@@ -217,6 +217,12 @@ def test_sums_inside_nodes_send_each_node_the_sum_of_the_others_once():
     )
     assert on.footprint == off.footprint
 
+    sharded = replace(setup, distributed_optimizer=True)
+    assert ring_and_hierarchical_s(node, sharded, 1, gradients) == (ring_s / 2, hierarchical_s / 2)
+    costs = estimate(shape, node, sharded, num_ranks=1, num_segments=1).costs
+    assert costs.grad_sync_s[0] == pytest.approx(on.costs.grad_sync_s[0] / 2)
+    assert costs.param_gather_s[0] == pytest.approx(costs.grad_sync_s[0] / 2)  # of 16 bits
+
 
 @pytest.mark.parametrize(
     ("setup", "num_ranks", "per_node"),

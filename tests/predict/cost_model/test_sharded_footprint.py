@@ -54,3 +54,16 @@ def test_the_step_holds_all_that_is_whole_and_no_activations():
     assert memory(timeline, at_step)[0].device.peak_bytes == 4 + 4
     at_step = replace(footprint, step_bytes=(9.0,))
     assert memory(timeline, at_step)[0].device.peak_bytes == 9
+
+
+# All of 8 bytes of gradients, or those of one stage of two beside all activations.
+@pytest.mark.parametrize(
+    ("saved", "peak"), [(0.0, 2 + 8 + 0.0), (1.0, 2 + 8 + 2.0), (3.0, 2 + 4 + 12.0)]
+)
+def test_gradients_of_the_iteration_before_are_gone_when_activations_are_held(saved, peak):
+    order = build("aiao", num_ranks=1, num_segments=2, num_microbatches=2, last_segment="afab")
+    plan = lower(order, Options(shards_grads=True, deferred_stages=range(2)))
+    timeline = simulate(plan, Costs.uniform(2, forward_s=1, backward_s=2), iterations=2)
+    whole = Footprint(static_bytes=(10.0,), saved_bytes=(saved,) * 2)
+    found = sharded_footprint(whole, plan, (4.0, 4.0), SETUP)
+    assert memory(timeline, found)[0].device.peak_bytes == peak

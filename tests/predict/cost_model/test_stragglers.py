@@ -1,13 +1,19 @@
 from dataclasses import replace
 from math import pi, sqrt
+from random import Random
+from statistics import mean
 
 import pytest
 
+from megatron.fold3d.plan.compile import lower
+from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.cluster import NODES
 from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.cost_model.stragglers import slowdowns, slowest_of
+from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.simulate import simulate
 
 POD = replace(NODES["h100"], num_nodes=4, straggler_sigma=0.02)
 
@@ -39,3 +45,28 @@ def test_a_slow_gpu_computes_longer_and_sends_as_fast_as_others():
         assert unlike.backward_s[stage] == pytest.approx(3 * (computed_s + sync_s))
         assert unlike.weight_s[stage] == pytest.approx(factor * alike.weight_s[stage])
     assert (unlike.p2p_s, unlike.grad_sync_s) == (alike.p2p_s, alike.grad_sync_s)
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "work"),
+    [(2, (1.0, 1.0, 1.0, 1.2)), (8, (1.0, 1.0, 1.0, 1.0))],  # the last rank has the head, or not
+)
+def test_pipelines_of_random_gpus_take_as_long_as_the_model_says(tensor_parallel, work):
+    num_ranks, setup = len(work), Setup(tensor_parallel=tensor_parallel, data_parallel=4)
+    plan = lower(build("1f1b", num_ranks=num_ranks, num_segments=1, num_microbatches=8))
+    gpus, draw = num_ranks * 4 * tensor_parallel, Random(1)
+    pod = replace(POD, num_nodes=gpus // 8)
+
+    def iteration_s(factors):
+        forward_s = tuple(f * w for f, w in zip(factors, work, strict=True))
+        costs = Costs(forward_s=forward_s, backward_s=tuple(2 * s for s in forward_s))
+        return simulate(plan, costs).period_s
+
+    def group():
+        return max(draw.gauss(1, pod.straggler_sigma) for _ in range(tensor_parallel))
+
+    # Each sample is as slow as the slowest of its four pipelines of tensor-parallel groups.
+    sampled_s = mean(max(iteration_s([group() for _ in work]) for _ in range(4)) for _ in range(30))
+    modelled_s = iteration_s(slowdowns(pod, setup, num_ranks, work))
+    assert iteration_s([1.0] * num_ranks) < 0.98 * sampled_s
+    assert modelled_s == pytest.approx(sampled_s, rel=0.01)

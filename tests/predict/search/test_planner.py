@@ -61,7 +61,8 @@ def test_sums_inside_nodes_are_tried_beside_what_runs_without_and_only_where_the
     unlike = {replace(c, setup=replace(c.setup, hierarchical_sync=False)) for c in summing}
     assert unlike <= found
     assert {(c.setup.tensor_parallel, c.setup.distributed_optimizer) for c in summing} == {
-        (1, False)
+        (1, False),
+        (1, True),
     }
     assert not any(c.is_stock for c in summing)
     assert {c.setup.data_parallel for c in summing} == {16}  # fewer share one node

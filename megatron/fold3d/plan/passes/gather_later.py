@@ -16,10 +16,11 @@ from megatron.fold3d.plan.ir import Action, Op, Plan, Program
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 
 _READS = frozenset({Op.WAIT_PARAM, Op.FORWARD})
+_MOVED = (Op.WAIT_GRAD, Op.FREE_GRAD, Op.GATHER_PARAM)  # in this order
 
 
 def gather_later(plan: Plan, forwards: Mapping[int, int]) -> Plan:
-    """Move the gathers of deferred stages, each with its ``WAIT_GRAD``, behind some forwards.
+    """Move the gathers of deferred stages behind some forwards, with what leads to them.
 
     Args:
         plan: with gathers, and with DP.sync that reaches into the next iteration.
@@ -35,7 +36,9 @@ def _gathering_later(program: Program, forwards: Mapping[int, int]) -> Program:
     before = {stage: earlier for earlier, stage in pairwise(stages)}
     gathered = {stage for stage, op, _ in program if op is Op.GATHER_PARAM}
     moved = [s for s in before if forwards.get(s) and s in deferred & gathered]
-    moving = {Action(s, op) for s in moved for op in (Op.WAIT_GRAD, Op.GATHER_PARAM)}
+    actions = set(program)
+    moving = {s: [a for op in _MOVED if (a := Action(s, op)) in actions] for s in moved}
+    all_moving = frozenset().union(*moving.values())
 
     def lower() -> Iterator[Action]:
         left = {s: forwards[s] for s in moved}  # forwards that come first
@@ -46,11 +49,10 @@ def _gathering_later(program: Program, forwards: Mapping[int, int]) -> Program:
             for s, count in list(left.items()):
                 if s == reads or (before[s] == runs and not count):
                     del left[s]
-                    yield Action(s, Op.WAIT_GRAD)
-                    yield Action(s, Op.GATHER_PARAM)
+                    yield from moving[s]
                 elif before[s] == runs:
                     left[s] -= 1
-            if action not in moving:
+            if action not in all_moving:
                 yield action
 
     return tuple(lower())

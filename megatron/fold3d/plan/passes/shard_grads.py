@@ -8,6 +8,13 @@ travels behind a whole stage's backwards:
                     4WAIT_GRAD 2WAIT_GRAD 0WAIT_GRAD
     after   rank 0  0F0 2F0 4F0 4B0 4REDUCE_GRAD 2B0 2REDUCE_GRAD
                     4WAIT_GRAD 4FREE_GRAD 0B0 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD
+
+DP.sync that reaches into the next iteration needs whole gradients until it ends there. The step
+follows at once, so no shard has to be kept:
+
+    before  rank 0  0WAIT_GRAD 0F0 2WAIT_GRAD 2F0 2B0 2REDUCE_GRAD 0B0 0REDUCE_GRAD
+    after   rank 0  0WAIT_GRAD 0FREE_GRAD 0F0 2WAIT_GRAD 2FREE_GRAD 2F0
+                    2B0 2REDUCE_GRAD 0B0 0REDUCE_GRAD
 """
 
 from collections import defaultdict
@@ -25,8 +32,10 @@ def shard_grads(plan: Plan) -> Plan:
     begins no backward late enough behind the reduction, such as the last two, is freed by nobody:
     the iteration ends there.
 
-    A plan that frees gradients already is left as it is, and so are stages whose DP.sync reaches
-    into the next iteration.
+    A stage whose DP.sync reaches into the next iteration is freed behind its wait there. Its rank
+    then holds no gradients when its forwards end, and all when its backwards end.
+
+    A plan that frees gradients already is left as it is.
     """
     if plan.has(Op.FREE_GRAD):
         return plan
@@ -56,5 +65,7 @@ def _sharded(program: Program) -> Program:
                 yield Action(stage, Op.FREE_GRAD)
             if action not in moved:
                 yield action
+            if action.op is Op.WAIT_GRAD and action.stage in deferred:
+                yield Action(action.stage, Op.FREE_GRAD)
 
     return tuple(lower())

@@ -292,10 +292,10 @@ def _grad_sync_s(cluster: Cluster, setup: Setup, num_ranks: int, num_bytes: floa
 def ring_and_hierarchical_s(
     cluster: Cluster, setup: Setup, num_ranks: int, num_bytes: float
 ) -> tuple[float, float] | None:
-    """Return how long an all-reduce of gradients takes in one ring, and inside nodes first.
+    """Return how long DP.sync of gradients takes in one ring, and inside nodes first.
 
-    The second counts the three steps one after the other. None if replicas do not share nodes, or
-    share one.
+    An all-reduce, or with the distributed optimizer a reduce-scatter, which takes half as long. The
+    second counts its steps one after the other. None if replicas do not share nodes, or share one.
 
     Args:
         cluster: of the run.
@@ -306,12 +306,14 @@ def ring_and_hierarchical_s(
     here = _replicas_per_node(cluster, setup, num_ranks)
     if here == 1 or here == setup.num_replicas:
         return None
-    ring_s = all_reduce_s(setup.num_replicas, num_bytes, _bandwidths(cluster, setup, num_ranks)[1])
+    share = 0.5 if setup.distributed_optimizer else 1.0
+    bandwidth = _bandwidths(cluster, setup, num_ranks)[1]
+    ring_s = share * all_reduce_s(setup.num_replicas, num_bytes, bandwidth)
     # Every GPU of this pipeline rank in the node has a ring of its own.
     inter = cluster.goodput_bytes_per_s / min(cluster.gpus_per_node, setup.tensor_parallel * here)
     nodes = setup.num_replicas // here
     intra = cluster.intra_bytes_per_s
-    return ring_s, hierarchical_all_reduce_s(here, nodes, num_bytes, intra, inter)
+    return ring_s, share * hierarchical_all_reduce_s(here, nodes, num_bytes, intra, inter)
 
 
 def _replicas_per_node(cluster: Cluster, setup: Setup, num_ranks: int) -> int:
@@ -345,10 +347,13 @@ def _param_gather_s(
         return 0.0
     smaller = setup.element_bytes / GRADIENT_BYTES
     d, e = setup.num_replicas, setup.num_expert_replicas
-    dense, experts = gradient_bytes * smaller / d, of_experts * smaller / e
-    return all_gather_s(d, dense, _bandwidths(cluster, setup, num_ranks)[1]) + all_gather_s(
-        e, experts, _expert_bandwidth(cluster, setup, num_ranks)
-    )
+    dense, experts = gradient_bytes * smaller, of_experts * smaller / e
+    dense_s = all_gather_s(d, dense / d, _bandwidths(cluster, setup, num_ranks)[1])
+    if setup.hierarchical_sync and (
+        times := ring_and_hierarchical_s(cluster, setup, num_ranks, dense)
+    ):
+        dense_s = times[1]  # what a reduce-scatter of as many bytes takes
+    return dense_s + all_gather_s(e, experts, _expert_bandwidth(cluster, setup, num_ranks))
 
 
 def _reduced_in_iteration_s(

@@ -5,14 +5,16 @@ buffers are whole again, for the optimizer's step.
 """
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
 from megatron.fold3d.observe.memory_curve import Footprint
 from megatron.fold3d.plan.compile import Options, lower
-from megatron.fold3d.plan.ir import Plan, Program
+from megatron.fold3d.plan.ir import Op, Plan, Program
 from megatron.fold3d.plan.other_peaks import peak_resident
+from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.sizes import GRADIENT_BYTES, Setup
 
@@ -30,13 +32,24 @@ def sharded_footprint(
         gradient_bytes: of each stage, on one GPU.
         setup: how the model is trained.
     """
+    late = frozenset().union(*map(_freed_late, plan.programs))
     return replace(
         footprint,
         static_bytes=tuple(
-            static + _saving(program, gradient_bytes[rank :: plan.num_ranks], rank, plan, setup)
+            static
+            + _saving(
+                _without_frees(program, late),
+                gradient_bytes[rank :: plan.num_ranks],
+                rank,
+                plan,
+                setup,
+            )
             for rank, (static, program) in enumerate(
                 zip(footprint.static_bytes, plan.programs, strict=True)
             )
+        ),
+        freed_bytes=tuple(
+            size if stage in late else 0.0 for stage, size in enumerate(gradient_bytes)
         ),
         step_bytes=footprint.static_bytes,
     )
@@ -54,6 +67,16 @@ def aiao_change(gradient_bytes: Sequence[float], setup: Setup, shards: Shards) -
         return 0.0
     plan = _of_one_rank(len(gradient_bytes), shards)
     return _saving(plan.programs[0], gradient_bytes, 0, plan, setup)
+
+
+def _freed_late(program: Program) -> frozenset[int]:
+    """Return the stages that free what the iteration before has reduced, before their forwards."""
+    freed = {stage for stage, op, _ in program if op is Op.FREE_GRAD}
+    return deferred_stages(program) & freed
+
+
+def _without_frees(program: Program, late: AbstractSet[int]) -> Program:
+    return tuple(a for a in program if a.op is not Op.FREE_GRAD or a.stage not in late)
 
 
 def _saving(

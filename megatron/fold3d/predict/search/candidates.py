@@ -245,7 +245,7 @@ def _of_segments(
 def can_sum_inside_nodes(candidate: Candidate, cluster: Cluster) -> bool:
     """True if replicas share nodes, and training takes ``--hierarchical-dp-sync``."""
     setup = candidate.setup
-    taken = not (candidate.is_stock or candidate.preemptive or setup.distributed_optimizer)
+    taken = not (candidate.is_stock or candidate.preemptive)
     queues = cluster.is_blackwell or setup.tensor_parallel == setup.context_parallel == 1
     return bool(
         taken and queues and ring_and_hierarchical_s(cluster, setup, candidate.num_ranks, 1.0)

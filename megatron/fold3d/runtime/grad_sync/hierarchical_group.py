@@ -1,4 +1,4 @@
-"""A process group whose all-reduce sums inside nodes first, and then across them.
+"""A process group whose sums are made inside nodes first, and then across them.
 
 Three collectives in place of one, for ranks on several nodes with as many ranks each:
 
@@ -8,6 +8,14 @@ Three collectives in place of one, for ranks on several nodes with as many ranks
 
 A node sends 2 (n - 1)/n of a tensor's bytes to others, with n nodes of g ranks, where a ring over
 all ranks sends 2 (n g - 1)/(n g) of them.
+
+The distributed optimizer's shards are contiguous: rank j g + i, the i-th of node j, owns shard
+j g + i. So for each node j the shards j g to j g + g - 1 are one block:
+
+    inside    n reduce-scatters   rank i has the node's sums of shards i, g + i, 2 g + i, ...
+    across    reduce-scatter      of these, copied together, a g-th of the tensor; each its own
+
+An all-gather goes the same way back. Both send half of what an all-reduce does.
 
 Keeps one invariant: all ranks start the same collectives of a group in the same order, that of the
 calls, though the second and the third start later. For this the reduce-scatters and the all-gathers
@@ -49,8 +57,8 @@ class Levels:
 class HierarchicalGroup(dist.ProcessGroup):
     """Ranks on several nodes, with an all-reduce in three steps.
 
-    It has only what Megatron's buckets and our slices call without the distributed optimizer:
-    ``allreduce`` and ``allreduce_coalesced``.
+    It has only what Megatron's buckets and our slices call: ``allreduce``,
+    ``reduce_scatter_single`` and ``all_gather_single``, each also coalesced.
 
     Tensors are the caller's: contiguous, of any shape and dtype, and complete on the stream that is
     current at the call, after which nothing may write them. Each method returns a task that acts as
@@ -85,6 +93,41 @@ class HierarchicalGroup(dist.ProcessGroup):
         """Start to all-reduce several tensors, as one task."""
         return self.allreduce(tensors, options)
 
+    def reduce_scatter_single(
+        self, output: torch.Tensor, whole: torch.Tensor, options: Any = None
+    ) -> Any:
+        """Start to reduce-scatter a tensor, whose other shards may be overwritten."""
+        return self.reduce_scatter_single_coalesced([output], [whole], options)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], options: Any = None
+    ) -> Any:
+        """Start to reduce-scatter several tensors, as one task."""
+        op = options.reduceOp if options is not None else dist.ReduceOp.SUM
+        return self._run(_scatter_steps(self.levels, _flat(outputs), _flat(wholes), op))
+
+    def all_gather_single(
+        self, whole: torch.Tensor, shard: torch.Tensor, options: Any = None
+    ) -> Any:
+        """Start to gather a tensor from its shards."""
+        return self.all_gather_single_coalesced([whole], [shard], options)
+
+    def all_gather_single_coalesced(
+        self, wholes: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], _: Any = None
+    ) -> Any:
+        """Start to gather several tensors, as one task."""
+        return self._run(_gather_steps(self.levels, _flat(wholes), _flat(shards)))
+
+    # What torch called them before 2.13.
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.view(-1) for tensor in tensors]
+
 
 def _steps(levels: Levels, tensors: Sequence[torch.Tensor], op: Any) -> Steps:
     """Yield the works of each of the three collectives, as it is started.
@@ -112,6 +155,51 @@ def _steps(levels: Levels, tensors: Sequence[torch.Tensor], op: Any) -> Steps:
     ]
 
 
+def _blocks(levels: Levels, whole: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return for each node the block of its ranks' shards, and this rank's place in it."""
+    rank, size = levels.scattering.rank(), levels.scattering.size()
+    return [(block, block.chunk(size)[rank]) for block in whole.chunk(levels.across.size())]
+
+
+def _scatter_steps(
+    levels: Levels, outputs: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], op: Any
+) -> Steps:
+    """Yield the works of a reduce-scatter inside, and of one across; the third step has none."""
+    blocks = [_blocks(levels, whole) for whole in wholes]
+    yield [
+        dist.reduce_scatter_tensor(part, block, op, group=levels.scattering, async_op=True)
+        for of_whole in blocks
+        for block, part in of_whole
+    ]
+    together = [torch.cat([part for _, part in of_whole]) for of_whole in blocks]
+    yield [
+        dist.reduce_scatter_tensor(output, parts, op, group=levels.across, async_op=True)
+        for output, parts in zip(outputs, together, strict=True)
+    ]
+    yield []
+
+
+def _gather_steps(
+    levels: Levels, wholes: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
+) -> Steps:
+    """Yield no work, so that sums across that came before go first; then across, then inside."""
+    yield []
+    together = [shard.new_empty(levels.across.size() * shard.numel()) for shard in shards]
+    yield [
+        dist.all_gather_into_tensor(parts, shard, group=levels.across, async_op=True)
+        for parts, shard in zip(together, shards, strict=True)
+    ]
+    blocks = [_blocks(levels, whole) for whole in wholes]
+    for of_whole, parts in zip(blocks, together, strict=True):
+        for (_, part), arrived in zip(of_whole, parts.chunk(len(of_whole)), strict=True):
+            part.copy_(arrived)
+    yield [
+        dist.all_gather_into_tensor(block, part, group=levels.gathering, async_op=True)
+        for of_whole in blocks
+        for block, part in of_whole
+    ]
+
+
 class _Streams:
     """Runs the steps on a device whose work is over later than its call returns.
 
@@ -124,9 +212,11 @@ class _Streams:
 
     def run(self, steps: Steps) -> "_StreamedSum":
         """Launch all steps."""
-        self._of_steps[0].wait_stream(self._streams.current_stream())
         works: Works = []
+        before = self._streams.current_stream()
         for stream in self._of_steps:
+            stream.wait_stream(before)
+            before = stream
             with self._streams.stream(stream):
                 for work in works:
                     work.wait()

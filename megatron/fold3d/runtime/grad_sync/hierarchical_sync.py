@@ -112,7 +112,7 @@ def shared_nodes(ranks: Ranks, node_of_ranks: Sequence[str]) -> list[Ranks]:
     """Return the ranks of a group by node, or nothing where sums inside nodes gain nothing.
 
     That is where all are on one node, where none shares its node with another, and where nodes have
-    different numbers of them: their parts of a sum would not fit together.
+    different numbers of them, or not one after the other: parts of a sum would not fit together.
 
     Args:
         ranks: of the group.
@@ -123,7 +123,8 @@ def shared_nodes(ranks: Ranks, node_of_ranks: Sequence[str]) -> list[Ranks]:
         nodes.setdefault(node_of_ranks[rank], []).append(rank)
     sizes = {len(its) for its in nodes.values()}
     fits = len(nodes) > 1 and len(sizes) == 1 and sizes != {1}
-    return [tuple(its) for its in nodes.values()] if fits else []
+    in_order = [rank for its in nodes.values() for rank in its] == [*ranks]
+    return [tuple(its) for its in nodes.values()] if fits and in_order else []
 
 
 def _found(made: Mapping[Ranks, dist.ProcessGroup]) -> str:
