@@ -97,6 +97,8 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
             "found 'luck'; it is one of preemptive-comm, offload, delay-weight-grads",
         ),
         (f"{SEARCH} --model t5 --cluster a100x64 --emit", "t5: Megatron-core runs no encoder"),
+        ("--verson", "COMMAND; did you mean --version?"),
+        ("trace pyproject.toml", "pyproject.toml: a file; give a folder that --trace wrote"),
     ],
 )
 def test_a_mistake_in_the_command_line_exits_with_2(fold3d, line: str, message: str):

@@ -56,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _suggest(asked, words)
             else:
                 commands.add_parser(name, help=summary)
+        if asked is parser:  # no command: an option that is nearly --help or --version
+            _suggest(parser, words)
         args, unknown = parser.parse_known_args(words)
         if unknown:  # with the usage of the command that was asked for
             asked.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -103,3 +105,7 @@ def _add_command(commands: Any, name: str, summary: str) -> argparse.ArgumentPar
     command.set_defaults(run=module.run)
     module.add_arguments(command)
     return command
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

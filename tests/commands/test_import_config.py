@@ -141,6 +141,8 @@ def test_a_deepseek_that_megatron_would_build_otherwise_is_refused(change, messa
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "found rope_type='yarn'"),
         ({"model_type": "mistral", "sliding_window": 4096}, "found sliding_window=4096; it has to"),
+        ({"model_type": "qwen2", "use_mrope": True}, "found use_mrope=True; it has to be false"),
+        ({"model_type": None}, "found no model_type; it is one of deepseek_v2, deepseek_v3"),
     ],
 )
 def test_what_megatron_would_build_otherwise_is_refused(fold3d, tmp_path: Path, change, message):
@@ -150,3 +152,18 @@ def test_what_megatron_would_build_otherwise_is_refused(fold3d, tmp_path: Path, 
     assert (code, printed) == (2, "")
     assert f"fold3d import: {file}: {message}" in said
     assert said.count("\n") == 1
+
+
+def test_what_qwen_writes_and_does_not_use_is_no_obstacle():
+    unused = {"use_mrope": False, "use_sliding_window": False, "sliding_window": 131_072}
+    qwen = LLAMA | {"model_type": "qwen2"}
+    assert megatron_flags(qwen | unused) == megatron_flags(qwen)
+
+
+def test_a_file_that_is_no_json_is_named_once(fold3d, tmp_path: Path):
+    file = tmp_path / "config.json"
+    file.write_text("hello")
+    assert f"{file}: not JSON: Expecting value" in fold3d(f"import {shlex.quote(str(file))}")[2]
+    file.write_bytes(b"\xff")
+    said = fold3d(f"import {shlex.quote(str(file))}")[2]
+    assert said == f"fold3d import: {file}: not text in UTF-8\n"

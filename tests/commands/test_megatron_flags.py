@@ -44,7 +44,7 @@ def test_a_script_is_read_with_its_variables(tmp_path: Path):
     assert found.notes == (
         f"read from {file}: 32 layers of 4096, 32 heads (8 of keys and values), gated "
         "feed-forward layers of 14336, sequences of 8192, a vocabulary of 128256: 8.0 billion "
-        "parameters, 128 sequences per iteration, 16 bits",
+        "parameters, 128 sequences per iteration, bf16",
     )
 
 

@@ -51,6 +51,15 @@ def test_what_no_gpu_has_timed_is_tried_on_request(fold3d):
     assert not any(row["preemptive_comm"] or row["offload"] for row in usual["rows"])
 
 
+def test_the_type_of_the_users_own_flags_is_kept(fold3d):
+    line = (
+        "search --cluster a100x4-25g --emit --from-flags '--num-layers 12 --hidden-size 1024 "
+        "--num-attention-heads 16 --seq-length 512 --global-batch-size 16 {}'"
+    )
+    assert " --fp16 --accumulate-allreduce-grads-in-fp32 " in fold3d(line.format("--fp16"))[1]
+    assert " --bf16 " in fold3d(line.format("--bf16"))[1]
+
+
 def test_gpus_without_bf16_are_told_to_train_in_fp16(fold3d):
     line = "search --model 12-1024-16-512 --global-batch-size 16 --emit --cluster"
     assert "--bf16" in fold3d(f"{line} a100x8")[1]

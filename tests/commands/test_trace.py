@@ -138,7 +138,7 @@ def test_a_folder_without_traces_says_how_to_make_them(fold3d, tmp_path: Path):
 def test_a_trace_folder_that_does_not_exist_is_refused(fold3d, tmp_path: Path):
     code, _, err = fold3d(f"trace {tmp_path}/nowhere")
     assert code == 2
-    assert f"{tmp_path}/nowhere: there is no such folder; give one that --trace wrote" in err
+    assert f"{tmp_path}/nowhere: there is no such folder; give a folder that --trace wrote" in err
 
 
 def _cut_off(text: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.config.run_flags import run_problems
+from megatron.fold3d.config.run_flags import data_problems, run_problems
 from megatron.fold3d.training import launch
 
 RUN = {
@@ -231,3 +231,20 @@ def test_every_reason_is_given_at_once(
         "--bf16 with --fp16",
         "1 rank with --pipeline-model-parallel-size 2",
     ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ("", True),
+        ("--data-path 1.0 /nowhere/corpus", True),
+        ("--mock-data", False),
+        ("--data-args-path FILE", False),
+        ("--valid-data-path s3://corpus", False),
+    ],
+)
+def test_data_are_looked_for_before_megatron_prints_its_flags(
+    parser: ArgumentParser, flags: str, refused: bool
+) -> None:
+    problems = [*data_problems(parser.parse_args(flags.split()), may_mock=True)]
+    assert [p.startswith("no data") for p in problems] == [True] * refused

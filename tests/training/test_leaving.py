@@ -1,10 +1,14 @@
 """How ranks leave: exit codes, and the one word that names the first failure."""
 
+import json
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
 
 import pytest
 
@@ -48,6 +52,9 @@ def test_a_script_that_does_not_leave_through_us_tells_its_failure_alike(tmp_pat
     cause = "rank 1: pipeline rank 1 was at 2B1: RuntimeError: out of memory"
     assert last == f"pretrain_gpt.py: error: the first to fail was {cause}"
     assert f"the first to fail was {cause}" in (tmp_path / "errors0").read_text()
+    assert said[1].startswith("closed after RuntimeError\n")  # what was open, before it is told
+    recorded = json.loads((tmp_path / "errors1").read_text())["message"]["extraInfo"]
+    assert "RuntimeError: out of memory" in recorded["py_callstack"]  # torchrun prints it last
     assert "out of memory" in (tmp_path / "errors1").read_text()
 
 
@@ -133,13 +140,28 @@ def _leave(main: Callable[[Sequence[str]], int], said: Path, by_hook: bool = Fal
             sys.stderr = said.open("w")
             sys.excepthook = sys.__excepthook__
             if by_hook:
-                leaving.tell_failures()
-                main(())
+                _leave_by_hook(main)
             leaving.run(main, ())
-        except RuntimeError:  # as an interpreter whose script failed
-            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-            sys.stderr.flush()
-            os._exit(1)
         finally:
             os._exit(99)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _leave_by_hook(main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """End as an interpreter does whose script failed: nothing is being handled any more."""
+
+    def close(kind: type[BaseException] | None, *_: object) -> None:
+        sys.stderr.write(f"closed after {kind and kind.__name__}\n")
+
+    opened = ExitStack()
+    opened.push(close)
+    leaving.tell_failures(opened)
+    failed: tuple[type[BaseException], BaseException, TracebackType | None] | None = None
+    try:
+        main(())
+    except RuntimeError as error:
+        failed = (type(error), error, error.__traceback__)
+    assert failed is not None
+    sys.excepthook(*failed)
+    sys.stderr.flush()
+    os._exit(1)

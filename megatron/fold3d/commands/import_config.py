@@ -69,7 +69,7 @@ _EXPERTS = frozenset(
 _FAMILIES: Mapping[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "llama": (_COMMON | {"mlp_bias"}, ()),
     "mistral": (_COMMON | {"sliding_window"}, ()),
-    "qwen2": (_COMMON | _ATTENTION, ("--add-qkv-bias",)),
+    "qwen2": (_COMMON | _ATTENTION | {"use_mrope"}, ("--add-qkv-bias",)),
     "qwen3": (_COMMON | _ATTENTION, ("--qk-layernorm",)),
     "mixtral": (_COMMON | _EXPERTS | {"sliding_window"}, ()),
     **dict.fromkeys((V2, V3), (_COMMON | FIELDS, ())),
@@ -81,6 +81,7 @@ _MUST_BE: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "attention_bias": (lambda value: not value, "false: Megatron has one flag for all biases"),
     "mlp_bias": (lambda value: not value, "false: Megatron has one flag for all biases"),
     "use_sliding_window": (lambda value: not value, "false: attention sees the whole sequence"),
+    "use_mrope": (lambda value: not value, "false: positions are those of text"),
     "layer_types": (
         lambda value: not value or set(value) == {"full_attention"},
         "full_attention for every layer",
@@ -105,11 +106,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the flags; returns the exit code."""
+    text = read_text(args.config)
     try:
-        found = parse_json(read_text(args.config))
+        found = parse_json(text)
         if not isinstance(found, dict):
             raise ValueError(f"holds a {type(found).__name__}; a configuration is an object")
         flags = megatron_flags(found)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{args.config}: not JSON: {error}; give a model's config.json") from None
     except ValueError as error:
         raise ValueError(f"{args.config}: {error}") from None
     write((json.dumps(flags) if args.json else shlex.join(flags)) + "\n")
@@ -127,9 +131,8 @@ def megatron_flags(config: Mapping[str, Any]) -> tuple[str, ...]:
     """
     family = str(config.get("model_type"))
     if family not in _FAMILIES:
-        raise ValueError(
-            f"found model_type={family!r}; it is one of {', '.join(sorted(_FAMILIES))}"
-        )
+        found = f"model_type={family!r}" if family != "None" else "no model_type"
+        raise ValueError(f"found {found}; it is one of {', '.join(sorted(_FAMILIES))}")
     fields, switches = _FAMILIES[family]
     if unknown := sorted(config.keys() - fields - _NO_MATTER):
         raise ValueError(

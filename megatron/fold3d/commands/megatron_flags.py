@@ -70,6 +70,7 @@ class Described:
         shape: the model.
         global_batch_size: sequences per iteration.
         fp32: whether neither 16-bit type is asked for.
+        fp16: whether it is fp16.
         context_parallel: ranks that share a sequence, which the search does not choose.
         expert_parallel: ranks that share the experts of a layer, likewise.
         notes: what was read, and what is assumed; one line each.
@@ -78,6 +79,7 @@ class Described:
     shape: ModelShape
     global_batch_size: int
     fp32: bool
+    fp16: bool
     context_parallel: int
     expert_parallel: int
     notes: tuple[str, ...]
@@ -161,7 +163,8 @@ def _described(words: Sequence[str], source: str) -> Described:
         )
     _check_modelled(flags, source)
     shape, assumed = _shape(flags, source)
-    precision = "32 bits" if (fp32 := not {"bf16", "fp16"} & flags.keys()) else "16 bits"
+    fp16 = "fp16" in flags
+    precision = "fp16" if fp16 else "bf16" if "bf16" in flags else "32 bits"
     if any(name.startswith(("fp8-", "fp4-")) for name in flags):
         assumed.append("fp8 and fp4 compute as fast as 16 bits")
     kept = [n for n in ("tensor-model-parallel-size", "pipeline-model-parallel-size") if n in flags]
@@ -183,7 +186,8 @@ def _described(words: Sequence[str], source: str) -> Described:
     return Described(
         shape=shape,
         global_batch_size=batch,
-        fp32=fp32,
+        fp32=precision == "32 bits",
+        fp16=fp16,
         context_parallel=shared["context-parallel-size"],
         expert_parallel=shared["expert-model-parallel-size"],
         notes=tuple(notes),

@@ -49,9 +49,10 @@ host_copy_bytes_per_s and host_memory_bytes."""
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The search's findings, and the one to take."""
+    """The search's findings, and the one to take; ``fp16`` if the user's flags ask for it."""
 
     found: Found
+    fp16: bool
 
     @property
     def ours(self) -> JudgedCandidate | None:
@@ -74,7 +75,7 @@ class _Answer:
     def flags(self, shape: ModelShape, cluster: Cluster) -> str | None:
         """Return the best one's flags, if there is a training script that takes them."""
         try:
-            return training_flags(shape, cluster, self.best.candidate)
+            return training_flags(shape, cluster, self.best.candidate, fp16=self.fp16)
         except ValueError:
             return None
 
@@ -158,7 +159,8 @@ def run(args: Namespace) -> int:
             assumed=args.assume,
             progress=progress,
         )
-    answer, notes = _Answer(found), described.notes if described else ()
+    answer = _Answer(found, fp16=described is not None and described.fp16)
+    notes = described.notes if described else ()
     left = goodput_of(args, (shape, cluster, answer.best.candidate.setup))
     if args.json:
         rows = _as_json(answer, shape, cluster)
@@ -232,7 +234,7 @@ def _lines(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str
     else:
         yield f"{answer.gain:.1%} faster than the best of stock Megatron, with these flags:"
     try:
-        yield training_flags(shape, cluster, answer.best.candidate)
+        yield training_flags(shape, cluster, answer.best.candidate, fp16=answer.fp16)
     except ValueError as error:
         yield f"({error})"
 

@@ -21,14 +21,20 @@ def check_trains(shape: ModelShape) -> None:
         raise ValueError(f"{shape.name}: Megatron-core runs no encoder-decoder in a pipeline")
 
 
-def training_flags(shape: ModelShape, cluster: Cluster, candidate: Candidate) -> str:
+def training_flags(
+    shape: ModelShape, cluster: Cluster, candidate: Candidate, *, fp16: bool = False
+) -> str:
     """Return the flags for the model, the split and the schedule.
+
+    Args:
+        fp16: the 16-bit type, where the cluster has bf16 too.
 
     Raises:
         ValueError: ``pretrain_gpt.py`` does not train such a model.
     """
     check_trains(shape)
-    precision = () if candidate.setup.fp32 else ("--bf16",) if cluster.has_bf16 else _FP16
+    sixteen_bits = _FP16 if fp16 or not cluster.has_bf16 else ("--bf16",)
+    precision = () if candidate.setup.fp32 else sixteen_bits
     flags = [*map(quote, shape_flags(shape)), *precision, *_split(candidate), *_schedule(candidate)]
     return " ".join(flags)
 

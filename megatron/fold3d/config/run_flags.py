@@ -161,7 +161,7 @@ def _data(args: Namespace) -> Iterator[str]:
 
 
 def data_problems(args: Namespace, *, may_mock: bool) -> Iterator[str]:
-    """Yield one message for all files that ``--data-path`` names and this node has not.
+    """Yield one message where no flag names data, or ``--data-path`` those that this node lacks.
 
     Args:
         args: Megatron's namespace, as parsed.
@@ -171,7 +171,11 @@ def data_problems(args: Namespace, *, may_mock: bool) -> Iterator[str]:
     missing = [
         p for p in prefixes if not all(Path(f"{p}.{end}").is_file() for end in ("bin", "idx"))
     ]
-    if missing:
+    others = (
+        *(args.mock_data, args.data_args_path, args.per_split_data_args_path),
+        *(args.train_data_path, args.valid_data_path, args.test_data_path),
+    )
+    if missing or not (args.data_path or any(others)):
         yield no_data(missing, may_mock=may_mock)
 
 

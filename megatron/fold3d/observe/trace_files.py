@@ -165,7 +165,8 @@ def read_ranks(folder: Path) -> tuple[RankTrace, ...]:
         ValueError: there is none, a file is not one, or they are not of one job.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder}: there is no such folder; give one that --trace wrote")
+        found = "a file" if folder.is_file() else "there is no such folder"
+        raise ValueError(f"{folder}: {found}; give a folder that --trace wrote")
     paths = sorted(folder.glob("rank-*.json"))
     if not paths:
         raise ValueError(f"{folder} holds no rank-*.json; train with --trace {folder}")

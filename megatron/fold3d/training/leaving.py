@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -58,10 +58,13 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> NoReturn:
     _end(code)
 
 
-def tell_failures() -> None:
+def tell_failures(opened: ExitStack) -> None:
     """Tell as `run` does what ends a script that does not call it.
 
     The script's own ``sys.excepthook`` still prints its tracebacks. Ctrl-C is left to it.
+
+    Args:
+        opened: what the run has opened. A failure closes it before it is told.
     """
     upstream = sys.excepthook
 
@@ -69,8 +72,14 @@ def tell_failures() -> None:
         sys.excepthook = upstream
         if isinstance(error, KeyboardInterrupt):
             upstream(kind, error, trace)
-        else:
-            _tell(error)
+            return
+        try:
+            with opened:
+                raise error
+        except BaseException as last:  # noqa: BLE001  (it ends here)
+            if last is error:
+                error.__traceback__ = trace  # without this function
+            _tell(last)  # torchrun's error file gets the traceback of what is being handled
 
     sys.excepthook = hook
 

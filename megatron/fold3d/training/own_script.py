@@ -62,8 +62,9 @@ def parse_args(
             sys.exit(launch.refuse(ValueError(f"{error}; rename the script's own flag")))
         except launch.MISTAKES as error:
             sys.exit(launch.refuse(error))
-        atexit.register(patched.pop_all().close)
-    leaving.tell_failures()
+        stack = patched.pop_all()
+    atexit.register(stack.close)
+    leaving.tell_failures(stack)
     return args
 
 
@@ -89,7 +90,7 @@ def install(args: Namespace) -> ExitStack:
             sys.exit(launch.refuse(error))
         stack = patched.pop_all()
     atexit.register(stack.close)
-    leaving.tell_failures()
+    leaving.tell_failures(stack)
     return stack
 
 

@@ -98,7 +98,7 @@ def test_pipelines_drawn_together_share_a_time_axis_and_keep_their_shades():
     alone = next(float(b.get("width", 0)) for b in boxes(draw(long), "backward"))
     pipelines = [Pipeline("a", "", short), Pipeline("b", "", long)]
     svg = draw_together(pipelines, title="both", until_s=2 * last_s)
-    widths = {float(b.get("width", 0)) for b in boxes(svg, "backward")} - {16.0, 8.0}
+    widths = {float(b.get("width", 0)) for b in boxes(svg, "backward")} - {16.1, 8.1}
     assert [min(widths), max(widths)] == pytest.approx([alone / 2] * 2, abs=0.5)
     texts = [text.text for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
     assert texts.count("rank 0") == 2
@@ -116,9 +116,24 @@ def test_the_legend_says_what_ranks_wait_for(sends: bool, syncs: bool):
     costs = Costs.uniform(2, p2p_s=1.0, grad_sync_s=3.0)
     waits = frozenset({Op.FORWARD}) if sends else frozenset()
     svg = draw(simulate(plan, costs, Execution(sends_waited_for=waits)))
-    named = {(False, True): "DP.sync", (True, False): "sends", (True, True): "DP.sync and sends"}
-    found = re.findall(">waits for ([^<]*)<", svg)
-    assert found == [named[sends, syncs]] if sends or syncs else found == []
+    named = [what for what, shown in (("DP.sync", syncs), ("sends", sends)) if shown]
+    assert re.findall(">waits for ([^<]*)<", svg) == named
+
+
+def test_waiting_is_an_outline_inside_its_time():
+    plan = serial_grad_sync(build("1f1b", num_ranks=2, num_segments=1, num_microbatches=2))
+    svg = draw(simulate(plan, Costs.uniform(2, grad_sync_s=3.0)))
+    rects = ElementTree.fromstring(svg).iter(f"{SVG}rect")
+    *waits, legend = (rect for rect in rects if rect.get("class") == "waits-sync")
+    *syncs, _ = boxes(svg, "sync")
+    assert ".waits-sync,.waits-p2p{fill:none" in svg
+    assert legend.get("width") == "14.60"
+    for wait, sync in zip(waits, syncs, strict=True):  # in the row above its DP.sync
+        (left, right), (first, last) = (
+            (float(b.get("x", 0)), float(b.get("x", 0)) + float(b.get("width", 0)))
+            for b in (wait, sync)
+        )
+        assert first < left < right < last
 
 
 def test_an_empty_timeline_can_be_drawn():

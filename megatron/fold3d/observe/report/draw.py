@@ -1,8 +1,8 @@
 """Draw a timeline as a pipeline diagram (paper Fig. 4): one self-contained SVG.
 
 A row per rank shows forwards and backwards as boxes with their micro-batch, in a hue per direction
-and a shade per segment. DP.sync and copies are in thin lanes below. Where the background shows, the
-rank is idle.
+and a shade per segment. DP.sync and copies are in thin lanes below. Waits for DP.sync or sends are
+outlines in the color of what is waited for. Where the background shows, the rank is idle.
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -34,6 +34,7 @@ _NAMES = {
     "sync": "DP.sync",
     "copy": "host copy",
 }
+_WAITS = {"waits-sync": "DP.sync", "waits-p2p": "sends"}
 _THIN_LANES = (Lane.GRAD_SYNC, Lane.COPY)
 _MAX_TOOLTIPS = 1500
 _CHAR = 0.6  # width of a character over the font size
@@ -92,7 +93,7 @@ def _document(title: str, caption: str, diagrams: Sequence["_Diagram"], rows: It
         *_headings(title, caption),
         *rows,
         *last.axis(),
-        *_legend(last.bottom + 48, kinds, lanes, sorted(waits_for), most),
+        *_legend(last.bottom + 48, kinds, lanes, waits_for, most),
         "</svg>\n",
     )
     return "".join(parts)
@@ -150,8 +151,7 @@ class _Diagram:
         self.timeline, self.top, self.until_s, self.scope = timeline, top, until_s, scope
         drawn = [span for spans in timeline.ranks for span in spans if span.lane is not Lane.P2P]
         self.lanes = {span.lane for span in drawn}
-        waits = [s.action for s in drawn if s.lane is Lane.WAIT and s.action]
-        self.waits_for = {"sends" if action.op in SEND_OPS else "DP.sync" for action in waits}
+        self.waits_for = {_awaited(s.action) for s in drawn if s.lane is Lane.WAIT and s.action}
         self.kinds = {_KINDS[s.action.op] for s in drawn if s.action and s.action.op in _KINDS}
         self.segments = timeline.num_segments
         numbers = (s.action.microbatch for s in drawn if s.action and _names_microbatch(s.action))
@@ -189,7 +189,7 @@ class _Diagram:
         for time_s in self._ticks():
             label = f"{time_s / self.unit_s:.{decimals}f}"
             yield text(self.x(time_s), y, 12, label, "soft", anchor="middle")
-        yield text(_LEFT - 12, y, 12, f"time [{self.unit}]", "soft", anchor="end")
+        yield text(_LEFT - 16, y, 12, f"time [{self.unit}]", "soft", anchor="end")
 
     def x(self, time_s: float) -> float:
         return _LEFT + time_s * self.per_s
@@ -235,8 +235,7 @@ class _Diagram:
     def _lane(self, spans: Iterable[Span], top: float, height: float, size: float) -> Iterator[str]:
         for box in self._merged(map(self._box, spans)):
             x, width = self.x(box.start_s), (box.end_s - box.start_s) * self.per_s
-            inset = 0.45 if width > 4 else 0.0
-            yield rect(x + inset, top, width - 2 * inset, height, box.css, box.tooltip)
+            yield _filled_or_outlined(x, top, width, height, box.css, box.tooltip)
             label = box.label if height > size and box.label else ""
             # 9 and 10 alike: numbers that end in the middle of a row look like an end of the work.
             if label and max(len(label), self.digits) * size * _CHAR + 3 < width:
@@ -245,7 +244,8 @@ class _Diagram:
 
     def _box(self, span: Span) -> _Box:
         if span.action is None or span.lane is Lane.WAIT or span.lane is Lane.OPTIMIZER:
-            css = "update" if span.lane is Lane.OPTIMIZER else "wait" if span.action else "row"
+            awaited = _awaited(span.action) if span.lane is Lane.WAIT and span.action else ""
+            css = "update" if span.lane is Lane.OPTIMIZER else awaited or "row"
             return _Box(span.start_s, span.end_s, css, "", self._tooltip(span), True)
         stage, op, microbatch = span.action
         kind, segment = _KINDS[op], stage // self.timeline.num_ranks
@@ -295,7 +295,7 @@ def _legend(
     y: float,
     kinds: Container[str],
     lanes: Container[Lane],
-    waits_for: Sequence[str],
+    waits_for: Container[str],
     shown: _Diagram,
 ) -> Iterator[str]:
     entries: list[tuple[list[str], str]] = []
@@ -303,8 +303,7 @@ def _legend(
         if kind in kinds:
             shades = [css_class(kind, segment) for segment in range(shown.segments)]
             entries.append((shades, _NAMES.get(kind, kind)))
-    if waits_for:
-        entries.append((["wait"], f"waits for {' and '.join(waits_for)}"))
+    entries += [([css], f"waits for {what}") for css, what in _WAITS.items() if css in waits_for]
     if Lane.OPTIMIZER in lanes:
         entries.append((["update"], "optimizer"))
     entries.append((["row"], "bubble"))
@@ -313,7 +312,7 @@ def _legend(
     for shades, name in entries:
         width = 17 if len(shades) < 4 else 9
         for css in shades:
-            yield rect(x, y, width - 1, 14, css)
+            yield _filled_or_outlined(x, y, width, 14, css)
             x += width
         yield text(x + 6, y + 11.5, 12.5, name)
         x += 6 + len(name) * 12.5 * 0.5 + 26
@@ -332,6 +331,22 @@ def _tick_step(end_s: float) -> float:
     """A round number of seconds that gives six to fifteen ticks."""
     power = 10.0 ** floor(log10(end_s / 6))
     return next(power * k for k in (5, 2, 1) if end_s / (power * k) >= 6 or k == 1)
+
+
+def _awaited(action: Action) -> str:
+    """The CSS class of waiting at an action, by what is waited for."""
+    return "waits-p2p" if action.op in SEND_OPS else "waits-sync"
+
+
+def _filled_or_outlined(
+    x: float, y: float, width: float, height: float, css: str, tooltip: str = ""
+) -> str:
+    """Return a box; waiting is an outline, which lies inside the box."""
+    if css in _WAITS:
+        inset = min(0.75 + 0.45, width / 2)
+        return rect(x + inset, y + 0.75, width - 2 * inset, height - 1.5, css, tooltip)
+    inset = 0.45 if width > 4 else 0.0
+    return rect(x + inset, y, width - 2 * inset, height, css, tooltip)
 
 
 def _names_microbatch(action: Action) -> bool:

@@ -22,11 +22,12 @@ _LIGHTEST = 0.80
 STYLE = """
 .page{fill:#fff}.row{fill:#e9edf2}.thin{fill:#f4f6f8}.line{stroke:#cfd5de}
 .ink{fill:#1b2330}.soft{fill:#566173}.end{stroke:#566173}
-.wait{fill:#dfd0f5}.update{fill:#939dab}
+.update{fill:#939dab}.waits-sync,.waits-p2p{fill:none;stroke-width:1.5}
+.waits-sync{stroke:#6a38b2}.waits-p2p{stroke:#c72e69}
 @media (prefers-color-scheme:dark){
 .page{fill:#11161e}.row{fill:#27303d}.thin{fill:#1a212b}.line{stroke:#343e4d}
 .ink{fill:#eef2f7}.soft{fill:#a6b1c1}.end{stroke:#a6b1c1}
-.wait{fill:#4a3868}.update{fill:#7d899a}}
+.update{fill:#7d899a}.waits-sync{stroke:#b794ee}.waits-p2p{stroke:#f088b0}}
 text{font-family:Inter,"Segoe UI",Helvetica,Arial,"DejaVu Sans",sans-serif}
 .n{text-anchor:middle;pointer-events:none}.on-light{fill:#14202f}.on-dark{fill:#fff}
 """

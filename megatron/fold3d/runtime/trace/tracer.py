@@ -68,11 +68,11 @@ class Tracer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         self.recorder.close()
         if len(self._recorded) > self._written and not self._given_up:
             self._write()
-        if not self._recorded:
+        if not self._recorded and failed is None:
             logger.warning(
                 "--trace %s: nothing is recorded; the run had none of the iterations %s",
                 self._folder,

@@ -53,7 +53,7 @@ class Painter {
   readColors() {
     const style = getComputedStyle(document.documentElement);
     this.color = {};
-    for (const name of ["ink", "soft", "line", "grid", "row", "thin", "card", "path", "accent", "wait", "update"]) {
+    for (const name of ["ink", "soft", "line", "grid", "row", "thin", "card", "path", "accent", "wait", "update", "waits-sync", "waits-p2p"]) {
       this.color[name] = style.getPropertyValue(`--${name}`).trim();
     }
     this.font = getComputedStyle(document.body).fontFamily;
@@ -143,7 +143,7 @@ class Painter {
 
   /** Waiting is no work: an outline in the color of what is waited for. */
   outline(c, left, top, width, height, meaning) {
-    const color = meaning.kind === "idle" ? this.color.line : this.model.palette[meaning.waited].at(-1);
+    const color = meaning.kind === "idle" ? this.color.line : this.color[`waits-${meaning.waited}`];
     const alpha = c.globalAlpha;
     c.beginPath();
     c.roundRect(left + 1, top + 0.75, Math.max(1, width - 2), height - 1.5, Math.min(3, width / 4, height / 4));

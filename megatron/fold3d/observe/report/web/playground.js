@@ -129,7 +129,7 @@ class Playground {
   redraw() {
     const longest = Math.max(...[...this.results.values()].map((result) => result.period));
     const style = getComputedStyle(document.documentElement);
-    const color = Object.fromEntries(["ink", "soft", "row", "thin", "grid", "update"].map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+    const color = Object.fromEntries(["ink", "soft", "row", "thin", "grid", "update", "waits-sync", "waits-p2p"].map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
     const font = getComputedStyle(document.body).fontFamily;
     for (const [name, card] of this.cards) card.draw(this.results.get(name), longest, color, font);
   }
@@ -142,8 +142,10 @@ class Playground {
     const item = (kind, text) => `<li>${palette[kind].map((c) => `<i style="background:${c}"></i>`).join("")}${text}</li>`;
     const items = [item("forward", "forward"), item("backward", "backward")];
     if (fixed || shown.some((name) => name.startsWith("zb"))) items.push(item("weight", "weight gradients"));
-    if (fixed || sync) items.push(item("sync", "DP.sync"), `<li><i class="waits" style="border-color:${palette.sync.at(-1)}"></i>waits for DP.sync</li>`);
+    const waits = (kind, text) => `<li><i class="waits" style="border-color:var(--waits-${kind})"></i>${text}</li>`;
+    if (fixed || sync) items.push(item("sync", "DP.sync"), waits("sync", "waits for DP.sync"));
     if (fixed || transfer) items.push(item("p2p", "PP.sync: transfers to a rank"));
+    if (this.data.fixed?.ranks.flat().some((span) => /^wait .*SEND/.test(wordOf(span)))) items.push(waits("p2p", "waits until its transfer has arrived"));
     items.push('<li><i style="background:var(--row)"></i>bubble</li>');
     if (most > 1) items.push('<li class="soft">lighter to darker: first to last segment</li>');
     byId("legend").innerHTML = items.join("");
@@ -196,7 +198,7 @@ class Card {
     this.boxes = [];
     // 9 and 10 are written alike: numbers that end in the middle of a row look like an end of the work.
     this.digits = Math.max(1, ...ranks.flatMap((spans) => spans.map((span) => /\d*$/.exec(span.lane === "compute" ? wordOf(span) : "")[0].length)));
-    this.update = color.update;
+    this.color = color;
     c.textBaseline = "middle";
     const unit = this.page.data.forward_us || 1;
     for (const tick of ticks({ from: 0, to: longest * unit }, width - PLAY_LEFT)) {
@@ -209,6 +211,7 @@ class Card {
       c.fillText(this.page.data.forward_us ? spell(tick, longest * unit) : +tick.toPrecision(6), at, height - 6);
     }
     c.textAlign = "start";
+    if (!this.page.data.forward_us) c.fillText("forwards", 0, height - 6);
     ranks.forEach((spans, rank) => {
       const top = rank * pitch;
       c.font = `600 ${Math.min(12.5, main + 1)}px ${font}`;
@@ -240,12 +243,12 @@ class Card {
     const { span, left, width, top, height } = box;
     const word = wordOf(span), meaning = parse(word, numRanks);
     this.boxes.push({ ...box, word, meaning });
-    const shades = this.palette[meaning.waited ?? meaning.kind] ?? [this.update], fill = shades[Math.min(meaning.segment, shades.length - 1)];
+    const shades = this.palette[meaning.kind] ?? [this.color.update], fill = shades[Math.min(meaning.segment, shades.length - 1)];
     const inset = width > 4 ? 0.5 : 0, round = Math.min(3, width / 4, height / 4);
     c.beginPath();
     if (meaning.kind === "wait") {
       c.roundRect(left + 1, top + 0.75, Math.max(1, width - 2), height - 1.5, round);
-      c.strokeStyle = shades.at(-1);
+      c.strokeStyle = this.color[`waits-${meaning.waited}`];
       c.lineWidth = 1.5;
       c.stroke();
       c.lineWidth = 1;

@@ -55,7 +55,7 @@ class View {
     const items = entries.filter(([kind]) => used.has(kind)).map(([kind, text]) => item(this.model.palette[kind], text));
     const waits = new Map([...this.model.meanings.values()].filter((meaning) => meaning.kind === "wait").map((meaning) => [meaning.waited, meaning]));
     for (const [kind, name] of [["sync", "waits for DP.sync"], ["p2p", "waits for a transfer"]]) {
-      if (waits.has(kind)) items.push(`<li><i class="waits" style="border-color:${this.model.palette[kind].at(-1)}"></i>${name}</li>`);
+      if (waits.has(kind)) items.push(`<li><i class="waits" style="border-color:var(--waits-${kind})"></i>${name}</li>`);
     }
     if (used.has("update")) items.push(item(["var(--update)"], "optimizer"));
     items.push(item(["var(--row)"], "bubble"));
@@ -197,8 +197,8 @@ class View {
       if (!most(name)) continue;
       const title = cell("th", of(name).beside ? `${name}, under way` : name);
       const swatch = document.createElement("i");
-      const { kind, waited } = of(name).meaning, shades = this.model.palette[waited ?? kind];
-      swatch.style.cssText = waited ? `border:1.5px solid ${shades.at(-1)}` : `background:${shades?.at(-1) ?? `var(--${kind})`}`;
+      const { kind, waited } = of(name).meaning, shades = this.model.palette[kind];
+      swatch.style.cssText = waited ? `border:1.5px solid var(--waits-${waited})` : `background:${shades?.at(-1) ?? `var(--${kind})`}`;
       title.prepend(swatch);
       title.scope = "row";
       body.append(row(title, ...columns.flatMap((column) => {
