@@ -15,6 +15,8 @@ from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.many_microbatches import extended, measures
 from megatron.fold3d.predict.search.planner import _Judge
 
+pytestmark = pytest.mark.search
+
 SMALL = model_shape("12-1024-16-512")
 ONE_QUEUE = Setup(data_parallel=2, tensor_parallel=2, sequence_parallel=True)
 REPLICAS = Setup(data_parallel=4)
@@ -37,7 +39,7 @@ CASES = {
     "breadth-first": replace(INTERLEAVED, group_size=130),
     "aiao": AIAO,
     "aiao, odd number": replace(AIAO, num_microbatches=131),
-    "aiao, more forwards ahead": replace(AIAO, forwards_ahead=3),
+    "aiao, more forwards ahead": replace(AIAO, num_microbatches=150, forwards_ahead=3),
     "aiao, replicas": replace(AIAO, setup=REPLICAS),
     "aiao, DP.sync in both directions": replace(AIAO, setup=REPLICAS, backward_share="auto"),
     "aiao, distributed optimizer": replace(AIAO, setup=SHARDED),
@@ -95,7 +97,7 @@ def test_no_line_is_drawn_where_a_rank_uses_up_its_lead_first():
 
 
 def test_no_line_is_drawn_from_few_micro_batches_or_where_something_may_be_full():
-    few = replace(AIAO, num_microbatches=89)  # one less than three times 8 + 10 + 12
+    few = replace(AIAO, num_microbatches=106)  # less than three times 10 + 12 + 14
     for candidate in (few, replace(AIAO, offload=True), replace(AIAO, places_weight_grads=True)):
         numbers, simulated = simulations(estimate := on("a100x{}", candidate))
         assert extended(candidate, estimate, simulated) is None

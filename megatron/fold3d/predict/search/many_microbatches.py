@@ -14,7 +14,7 @@ only if all of this holds, and else all micro-batches are simulated:
 
 from collections.abc import Callable
 from dataclasses import astuple, replace
-from math import lcm
+from math import ceil, lcm
 
 from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.observe.timeline import Lane, Timeline
@@ -23,9 +23,9 @@ from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.search.bounds import least_iteration_s
 from megatron.fold3d.predict.search.candidates import Candidate
 
-_FEWEST_GROUPS = 4  # of the shortest of the three; ramps take about two
 _LEAST_SAVED = 3  # times as many micro-batches as the three together, or little is gained
 _ALIKE = 1e-10  # relative: sums of the same seconds in another order
+_LEAST_S = 1e-12  # of a group; without any computation nothing is ever hidden
 _FAR = 1 << 20  # groups; from here on the bottleneck alone says how long they take
 
 
@@ -44,22 +44,18 @@ def extended(
         estimate: its costs, which do not depend on the number of micro-batches.
         simulated: simulates the candidate with another number of them.
     """
+    numbers = _numbers(candidate, estimate)
+    if _has_a_limit(candidate) or candidate.num_microbatches < _LEAST_SAVED * sum(numbers):
+        return None
     group = _group(candidate)
     group_s = _bottleneck_s(candidate, estimate, group)
-    if _has_a_limit(candidate) or not group_s:
-        return None
-    fewest = _fewest_groups(candidate, estimate, group_s) * group
-    fewest += candidate.num_microbatches % group
-    numbers = (fewest, fewest + group, fewest + 2 * group)
-    if candidate.num_microbatches < _LEAST_SAVED * sum(numbers):
-        return None
     timelines = [simulated(with_microbatches(candidate, number)) for number in numbers]
     first, second, third = map(measures, timelines)
     near_s = _ALIKE * third[0]
     bends = any(abs(a + c - 2 * b) > near_s for a, b, c in zip(first, second, third, strict=True))
     if bends or third[0] - second[0] < group_s - near_s:
         return None
-    if not _keeps_pace(timelines[-1], numbers[-1] // 2, group, near_s):
+    if not _keeps_pace(timelines[-1], (numbers[-1] - group) // 2, group, near_s):
         return None
     groups = (candidate.num_microbatches - numbers[-1]) / group
     return tuple(c + groups * (c - a) / 2 for a, c in zip(first, third, strict=True))
@@ -77,18 +73,29 @@ def _group(candidate: Candidate) -> int:
 
     Those that take turns do so in twos: halves of a pair, ranks that share a link.
     """
-    size = candidate.group_size or 1
-    of_all = size == candidate.num_microbatches
-    return lcm(2, candidate.num_ranks, 1 if of_all else size)
+    return lcm(2, candidate.group_size or candidate.num_ranks) if _has_groups(candidate) else 2
 
 
-def _fewest_groups(candidate: Candidate, estimate: Estimate, group_s: float) -> int:
-    costs, ranks = estimate.costs, candidate.num_ranks
+def _has_groups(candidate: Candidate) -> bool:
+    """Return True if segments take turns, and not each of them once for all micro-batches."""
+    interleaved = candidate.schedule == "interleaved"
+    return interleaved and candidate.group_size != candidate.num_microbatches
+
+
+def _numbers(candidate: Candidate, estimate: Estimate) -> tuple[int, int, int]:
+    """Return numbers of micro-batches that leave a group in the middle, beside ramps and DP.sync."""
+    costs, ranks, group = estimate.costs, candidate.num_ranks, _group(candidate)
+    ramps = 2 * group
+    if not _has_groups(candidate):
+        ramps = 2 * ranks * (candidate.forwards_ahead or 2)
     synced_s = max(
         sum(costs.grad_sync_s[rank::ranks]) + sum(costs.param_gather_s[rank::ranks])
         for rank in range(ranks)
     )
-    return max(_FEWEST_GROUPS, 1 + int(2 * synced_s / group_s))
+    hidden = 2 * synced_s / max(_bottleneck_s(candidate, estimate, group), _LEAST_S)
+    groups = 1 + ceil(max(ramps / group, hidden))
+    fewest = groups * group + candidate.num_microbatches % group
+    return fewest, fewest + group, fewest + 2 * group
 
 
 def _bottleneck_s(candidate: Candidate, estimate: Estimate, group: int) -> float:

@@ -260,15 +260,23 @@ class _Judge:
             even = replace(c, layers=layers if len(set(layers)) > 1 else ())
             return self._refitted(even) if c.recompute_layers else even
 
+        best_s = inf
+
         def iteration_s(layers: Layers) -> float:
+            """Return the seconds of a layout or, of one that is not the best, a bound on them."""
+            nonlocal best_s
             try:
                 item = self.bounded(with_layers(layers))
             except ValueError:  # not even with all layers recomputed
                 return inf
             judged = self._judged.get(item.candidate)
             if judged is None and self.fits(item):
+                if (least_s := self.at_least_s(item)) >= best_s:
+                    return least_s
                 judged = self._simulate(item)
-            return judged.iteration_s if judged is not None and self.fits(judged) else inf
+            seconds = judged.iteration_s if judged is not None and self.fits(judged) else inf
+            best_s = min(best_s, seconds)
+            return seconds
 
         times = None
         if len({*map(self._shape.layer_flops, range(self._shape.num_layers))}) == 1:
