@@ -44,10 +44,9 @@ def extended(
         estimate: its costs, which do not depend on the number of micro-batches.
         simulated: simulates the candidate with another number of them.
     """
-    numbers = _numbers(candidate, estimate)
-    if _has_a_limit(candidate) or candidate.num_microbatches < _LEAST_SAVED * sum(numbers):
+    if not may_be_extended(candidate, estimate):
         return None
-    group = _group(candidate)
+    numbers, group = _numbers(candidate, estimate), _group(candidate)
     group_s = _bottleneck_s(candidate, estimate, group)
     timelines = [simulated(with_microbatches(candidate, number)) for number in numbers]
     first, second, third = map(measures, timelines)
@@ -59,6 +58,12 @@ def extended(
         return None
     groups = (candidate.num_microbatches - numbers[-1]) / group
     return tuple(c + groups * (c - a) / 2 for a, c in zip(first, third, strict=True))
+
+
+def may_be_extended(candidate: Candidate, estimate: Estimate) -> bool:
+    """Return True if three iterations are far shorter than the candidate's, and may tell all."""
+    few = candidate.num_microbatches < _LEAST_SAVED * sum(_numbers(candidate, estimate))
+    return not few and not _has_a_limit(candidate)
 
 
 def with_microbatches(candidate: Candidate, number: int) -> Candidate:
@@ -83,7 +88,7 @@ def _has_groups(candidate: Candidate) -> bool:
 
 
 def _numbers(candidate: Candidate, estimate: Estimate) -> tuple[int, int, int]:
-    """Return numbers of micro-batches that leave a group in the middle, beside ramps and DP.sync."""
+    """Return three that leave a group in the middle, beside the ramps and behind DP.sync."""
     costs, ranks, group = estimate.costs, candidate.num_ranks, _group(candidate)
     ramps = 2 * group
     if not _has_groups(candidate):

@@ -53,7 +53,11 @@ from megatron.fold3d.predict.search.candidates import (
     candidates,
 )
 from megatron.fold3d.predict.search.infeasible import nothing_divides, nothing_fits
-from megatron.fold3d.predict.search.many_microbatches import extended, measures
+from megatron.fold3d.predict.search.many_microbatches import (
+    extended,
+    may_be_extended,
+    measures,
+)
 from megatron.fold3d.predict.search.neighbours import (
     neighbours,
     recomputed_and_paired,
@@ -69,7 +73,7 @@ _AT_ONCE = 2
 _COUNTED = 6  # how many of those that recompute all layers are tried with fewer
 _IMPROVED = 3  # how many of the best candidates have their neighbours tried
 _MOST_PARTITIONS = 12  # layouts that the best of ours and of stock are simulated with
-_MOST_FORWARDS = 60_000  # of all these layouts; longer iterations are tried with fewer of them
+_MOST_FORWARDS = 60_000  # of all these layouts, and of an iteration with other groups
 
 
 def search(
@@ -150,6 +154,7 @@ def _search(
         for choice in (*best[:_IMPROVED], *stock)
         for other in neighbours(choice.candidate, shape.num_layers, assumed)
         if judge.can_place(other)
+        and (other.group_size == choice.candidate.group_size or judge.has_time_for(other))
     )
     others |= dict.fromkeys(_that_replicate(best[:_IMPROVED], tied=not shape.untied))
     if "recompute-layers" in assumed:
@@ -237,6 +242,12 @@ class _Judge:
         except ValueError:
             return False
         return True
+
+    def has_time_for(self, candidate: Candidate) -> bool:
+        """Return False if an iteration is among the longest, and all of it has to be simulated."""
+        c = candidate
+        forwards = c.num_ranks * c.num_segments * c.num_microbatches
+        return forwards <= _MOST_FORWARDS or may_be_extended(c, self.estimate(c))
 
     def bounded(self, candidate: Candidate) -> Bounded:
         """Return a candidate's bounds, without a simulation."""
