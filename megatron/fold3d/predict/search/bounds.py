@@ -32,7 +32,7 @@ def bounded(candidate: Candidate, estimate: Estimate) -> Bounded:
     return Bounded(
         candidate,
         estimate,
-        _bound_s(candidate, estimate),
+        least_iteration_s(candidate, estimate),
         _device_bytes(candidate, estimate),
         _most_copied(candidate, estimate.footprint.saved_bytes) if candidate.offload else 0.0,
     )
@@ -52,7 +52,7 @@ def least_sharded_bytes(item: Bounded) -> float:
     return max(*footprint.static_bytes, item.device_bytes - freed)
 
 
-def _bound_s(candidate: Candidate, estimate: Estimate) -> float:
+def least_iteration_s(candidate: Candidate, estimate: Estimate) -> float:
     """Bound the iteration from below by what each rank must do.
 
     The first micro-batch comes to a rank through those before it and the last one goes back through

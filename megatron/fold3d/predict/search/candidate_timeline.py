@@ -171,8 +171,8 @@ def without_grad_sync(candidate: Candidate) -> Candidate:
     )
 
 
-def undisturbed_s(candidate: Candidate, estimate: Estimate) -> float:
-    """Return the seconds of an iteration without DP.sync, host copies and contention on links.
+def undisturbed(candidate: Candidate, estimate: Estimate) -> Timeline:
+    """Return an iteration without DP.sync, host copies and contention on links.
 
     Orders are fixed, so whatever a candidate adds to this can only make a rank wait longer. Without
     flows on a network it takes a fraction of the time to simulate.
@@ -191,7 +191,7 @@ def undisturbed_s(candidate: Candidate, estimate: Estimate) -> float:
     plan = delay_weight_grads(order_of(candidate), candidate.delayed_weight_grads)
     if candidate.overlap_tensor_parallel and plan.num_ranks > 1:
         plan = pair_microbatches(add_p2p(plan))
-    return simulate(plan, alone, execution).period_s
+    return simulate(plan, alone, execution)
 
 
 def launches_in_backward(candidate: Candidate, estimate: Estimate) -> bool:

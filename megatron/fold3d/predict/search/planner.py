@@ -10,17 +10,20 @@ nothing. Training runs every candidate as it was simulated.
 """
 
 import os
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
+from heapq import heappop, heappush
 from math import inf
 from multiprocessing import get_context
 
-from megatron.fold3d.observe.exposure import exposure, mean
+from megatron.fold3d.observe.exposure import Exposure, exposure, mean
 from megatron.fold3d.observe.memory_curve import memory
+from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.policy.partition import Layers, best_partition
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
@@ -39,7 +42,7 @@ from megatron.fold3d.predict.search.bounds import (
 from megatron.fold3d.predict.search.candidate_timeline import (
     order_of,
     timeline_of,
-    undisturbed_s,
+    undisturbed,
     without_grad_sync,
 )
 from megatron.fold3d.predict.search.candidates import (
@@ -50,6 +53,11 @@ from megatron.fold3d.predict.search.candidates import (
     candidates,
 )
 from megatron.fold3d.predict.search.infeasible import nothing_divides, nothing_fits
+from megatron.fold3d.predict.search.many_microbatches import (
+    extended,
+    may_be_extended,
+    measures,
+)
 from megatron.fold3d.predict.search.neighbours import (
     neighbours,
     recomputed_and_paired,
@@ -65,7 +73,7 @@ _AT_ONCE = 2
 _COUNTED = 6  # how many of those that recompute all layers are tried with fewer
 _IMPROVED = 3  # how many of the best candidates have their neighbours tried
 _MOST_PARTITIONS = 12  # layouts that the best of ours and of stock are simulated with
-_MOST_FORWARDS = 60_000  # of all these layouts; longer iterations are tried with fewer of them
+_MOST_FORWARDS = 60_000  # of all these layouts, and of an iteration with other groups
 
 
 def search(
@@ -146,6 +154,7 @@ def _search(
         for choice in (*best[:_IMPROVED], *stock)
         for other in neighbours(choice.candidate, shape.num_layers, assumed)
         if judge.can_place(other)
+        and (other.group_size == choice.candidate.group_size or judge.has_time_for(other))
     )
     others |= dict.fromkeys(_that_replicate(best[:_IMPROVED], tied=not shape.untied))
     if "recompute-layers" in assumed:
@@ -234,6 +243,12 @@ class _Judge:
             return False
         return True
 
+    def has_time_for(self, candidate: Candidate) -> bool:
+        """Return False if an iteration is among the longest, and all of it has to be simulated."""
+        c = candidate
+        forwards = c.num_ranks * c.num_segments * c.num_microbatches
+        return forwards <= _MOST_FORWARDS or may_be_extended(c, self.estimate(c))
+
     def bounded(self, candidate: Candidate) -> Bounded:
         """Return a candidate's bounds, without a simulation."""
         item = bounded(candidate, self.estimate(candidate))
@@ -256,15 +271,23 @@ class _Judge:
             even = replace(c, layers=layers if len(set(layers)) > 1 else ())
             return self._refitted(even) if c.recompute_layers else even
 
+        best_s = inf
+
         def iteration_s(layers: Layers) -> float:
+            """Return the seconds of a layout or, of one that is not the best, a bound on them."""
+            nonlocal best_s
             try:
                 item = self.bounded(with_layers(layers))
             except ValueError:  # not even with all layers recomputed
                 return inf
             judged = self._judged.get(item.candidate)
             if judged is None and self.fits(item):
+                if (least_s := self.at_least_s(item)) >= best_s:
+                    return least_s
                 judged = self._simulate(item)
-            return judged.iteration_s if judged is not None and self.fits(judged) else inf
+            seconds = judged.iteration_s if judged is not None and self.fits(judged) else inf
+            best_s = min(best_s, seconds)
+            return seconds
 
         times = None
         if len({*map(self._shape.layer_flops, range(self._shape.num_layers))}) == 1:
@@ -316,38 +339,42 @@ class _Judge:
             return item.bound_s
         alone = without_grad_sync(item.candidate)
         if alone not in self._undisturbed_s:
-            self._undisturbed_s[alone] = undisturbed_s(alone, item.estimate)
+            self._undisturbed_s[alone] = _undisturbed_s(alone, item.estimate)
         sync_s = 0.0 if alone.delayed_weight_grads else item.estimate.costs.grad_sync_s[0]
         inside_s = earlier_s(item.candidate, item.estimate)
         return self._undisturbed_s[alone] + max(0.0, sync_s - inside_s)
 
     def best(self, among: Iterable[Bounded], top: int) -> tuple[JudgedCandidate, ...]:
-        """Simulate in the order of the bounds until none can be among the best any more."""
-        found: list[JudgedCandidate] = []
-        started: deque[Callable[[], JudgedCandidate]] = deque()
+        """Simulate in the order of the bounds until none can be among the best any more.
 
-        def is_slower(seconds: float) -> bool:
-            return len(found) == top and seconds >= found[-1].iteration_s
+        A bound is tightened before its candidate is simulated, and then waits for its turn again.
+        """
+        found: list[tuple[float, int, JudgedCandidate]] = []  # of equals, by the bound at first
+        started: deque[tuple[int, Callable[[], JudgedCandidate]]] = deque()
 
         def end_one() -> None:
-            choice = started.popleft()()
+            place, judged = started.popleft()
+            choice = judged()
             if self.fits(choice):  # a slow copy stream frees memory late
-                found.append(choice)
-                found.sort(key=lambda choice: choice.iteration_s)
+                insort(found, (choice.iteration_s, place, choice))
                 del found[top:]
 
-        for item in sorted(among, key=lambda b: b.bound_s):
-            if is_slower(item.bound_s):
+        items = sorted(among, key=lambda b: b.bound_s)
+        waiting = [(item.bound_s, place, False) for place, item in enumerate(items)]
+        while waiting:
+            seconds, place, is_tight = heappop(waiting)
+            item = items[place]
+            if len(found) == top and seconds >= found[-1][0]:
                 break
-            if item.candidate in self._judged or not (
-                len(found) == top and is_slower(self.at_least_s(item))
-            ):
-                started.append(self._start(item))
-            if len(started) == self._at_once:
-                end_one()
+            if is_tight or item.candidate in self._judged:
+                started.append((place, self._start(item)))
+                if len(started) == self._at_once:
+                    end_one()
+            else:
+                heappush(waiting, (max(seconds, self.at_least_s(item)), place, True))
         while started:
             end_one()
-        return tuple(found)
+        return tuple(choice for *_, choice in found)
 
     def undelayed(self, candidate: Candidate) -> JudgedCandidate | None:
         """Return a candidate without the delayed weight gradients that it has."""
@@ -381,17 +408,44 @@ class _Judge:
         return choice
 
 
+def _undisturbed_s(candidate: Candidate, estimate: Estimate) -> float:
+    """Return what an iteration takes without what `undisturbed` leaves out."""
+
+    def simulated(candidate: Candidate) -> Timeline:
+        return undisturbed(candidate, estimate)
+
+    line = extended(candidate, estimate, simulated)
+    return simulated(candidate).period_s if line is None else line[0]
+
+
+def _needs_memory_curve(candidate: Candidate) -> bool:
+    """Return True if the most that a GPU holds is only known from what happens when."""
+    c = candidate
+    splits = c.delayed_weight_grads or c.places_weight_grads
+    return bool(c.offload or splits or c.recompute_early or c.recompute_layers)
+
+
 def _simulated(item: Bounded, memory_bytes: float) -> JudgedCandidate:
+    """Judge a candidate; of very many micro-batches, from iterations with fewer."""
+
+    def simulated(candidate: Candidate) -> Timeline:
+        return timeline_of(candidate, item.estimate, memory_bytes=memory_bytes)
+
     candidate = item.candidate
-    timeline = timeline_of(candidate, item.estimate, memory_bytes=memory_bytes)
-    peak, on_host = item.device_bytes, 0.0
-    splits = candidate.delayed_weight_grads or candidate.places_weight_grads
-    recomputes = candidate.recompute_early or candidate.recompute_layers
-    if candidate.offload or splits or recomputes:
-        ranks = memory(timeline, item.estimate.footprint)
-        peak = max(rank.device.peak_bytes for rank in ranks)
-        on_host = max(rank.host.peak_bytes for rank in ranks)
-    return JudgedCandidate(candidate, timeline.period_s, peak, mean(exposure(timeline)), on_host)
+    if not _needs_memory_curve(candidate):
+        line = extended(candidate, item.estimate, simulated)
+        iteration_s, *exposed = measures(simulated(candidate)) if line is None else line
+        rows = dict(zip(Exposure.__dataclass_fields__, exposed, strict=True))
+        return JudgedCandidate(candidate, iteration_s, item.device_bytes, Exposure(**rows))
+    timeline = simulated(candidate)
+    ranks = memory(timeline, item.estimate.footprint)
+    return JudgedCandidate(
+        candidate,
+        timeline.period_s,
+        max(rank.device.peak_bytes for rank in ranks),
+        mean(exposure(timeline)),
+        max(rank.host.peak_bytes for rank in ranks),
+    )
 
 
 def _plainest_first(best: tuple[JudgedCandidate, ...]) -> tuple[JudgedCandidate, ...]:

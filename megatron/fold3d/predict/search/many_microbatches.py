@@ -1,0 +1,137 @@
+"""An iteration with thousands of micro-batches, from three iterations with fewer.
+
+Between its ramps a schedule repeats itself: each group of micro-batches adds equally much to
+whatever is measured. Then the rest is a straight line, and need not be simulated. The line is drawn
+only if all of this holds, and else all micro-batches are simulated:
+
+- Three iterations, a group apart, lie on one line in everything that is asked for.
+- In the middle of each segment's forwards, and of its backwards, all ranks keep the same pace. If a
+  rank fell behind the one before it, the iteration would bend where the lead is used up.
+- The line is as steep as the bottleneck's own work on a group. A flatter one bends where that work
+  is no longer hidden, by DP.sync say.
+- Even the shortest of the three takes twice as long as a rank's DP.sync and all-gathers.
+"""
+
+from collections.abc import Callable
+from dataclasses import astuple, replace
+from math import ceil, lcm
+
+from megatron.fold3d.observe.exposure import exposure, mean
+from megatron.fold3d.observe.timeline import Lane, Timeline
+from megatron.fold3d.plan.ir import Op
+from megatron.fold3d.predict.cost_model.estimate import Estimate
+from megatron.fold3d.predict.search.bounds import least_iteration_s
+from megatron.fold3d.predict.search.candidates import Candidate
+
+_LEAST_SAVED = 3  # times as many micro-batches as the three together, or little is gained
+_ALIKE = 1e-10  # relative: sums of the same seconds in another order
+_LEAST_S = 1e-12  # of a group; without any computation nothing is ever hidden
+_FAR = 1 << 20  # groups; from here on the bottleneck alone says how long they take
+
+
+def measures(timeline: Timeline) -> tuple[float, ...]:
+    """Return what a candidate is judged by: its iteration, and where the time of it goes."""
+    return timeline.period_s, *astuple(mean(exposure(timeline)))
+
+
+def extended(
+    candidate: Candidate, estimate: Estimate, simulated: Callable[[Candidate], Timeline]
+) -> tuple[float, ...] | None:
+    """Return the `measures` of a candidate, or None if only all of its micro-batches can tell.
+
+    Args:
+        candidate: any; one with few micro-batches is not worth it.
+        estimate: its costs, which do not depend on the number of micro-batches.
+        simulated: simulates the candidate with another number of them.
+    """
+    if not may_be_extended(candidate, estimate):
+        return None
+    numbers, group = _numbers(candidate, estimate), _group(candidate)
+    group_s = _bottleneck_s(candidate, estimate, group)
+    timelines = [simulated(with_microbatches(candidate, number)) for number in numbers]
+    first, second, third = map(measures, timelines)
+    near_s = _ALIKE * third[0]
+    bends = any(abs(a + c - 2 * b) > near_s for a, b, c in zip(first, second, third, strict=True))
+    if bends or third[0] - second[0] < group_s - near_s:
+        return None
+    if not _keeps_pace(timelines[-1], (numbers[-1] - group) // 2, group, near_s):
+        return None
+    groups = (candidate.num_microbatches - numbers[-1]) / group
+    return tuple(c + groups * (c - a) / 2 for a, c in zip(first, third, strict=True))
+
+
+def may_be_extended(candidate: Candidate, estimate: Estimate) -> bool:
+    """Return True if three iterations are far shorter than the candidate's, and may tell all."""
+    few = candidate.num_microbatches < _LEAST_SAVED * sum(_numbers(candidate, estimate))
+    return not few and not _has_a_limit(candidate)
+
+
+def with_microbatches(candidate: Candidate, number: int) -> Candidate:
+    """Return the candidate with another number of micro-batches; one group of all stays one."""
+    of_all = candidate.group_size == candidate.num_microbatches
+    size = number if of_all else candidate.group_size
+    return replace(candidate, num_microbatches=number, group_size=size)
+
+
+def _group(candidate: Candidate) -> int:
+    """Return after how many micro-batches the schedule repeats itself, as an even number.
+
+    Those that take turns do so in twos: halves of a pair, ranks that share a link.
+    """
+    return lcm(2, candidate.group_size or candidate.num_ranks) if _has_groups(candidate) else 2
+
+
+def _has_groups(candidate: Candidate) -> bool:
+    """Return True if segments take turns, and not each of them once for all micro-batches."""
+    interleaved = candidate.schedule == "interleaved"
+    return interleaved and candidate.group_size != candidate.num_microbatches
+
+
+def _numbers(candidate: Candidate, estimate: Estimate) -> tuple[int, int, int]:
+    """Return three that leave a group in the middle, beside the ramps and behind DP.sync."""
+    costs, ranks, group = estimate.costs, candidate.num_ranks, _group(candidate)
+    ramps = 2 * group
+    if not _has_groups(candidate):
+        ramps = 2 * ranks * (candidate.forwards_ahead or 2)
+    synced_s = max(
+        sum(costs.grad_sync_s[rank::ranks]) + sum(costs.param_gather_s[rank::ranks])
+        for rank in range(ranks)
+    )
+    hidden = 2 * synced_s / max(_bottleneck_s(candidate, estimate, group), _LEAST_S)
+    groups = 1 + ceil(max(ramps / group, hidden))
+    fewest = groups * group + candidate.num_microbatches % group
+    return fewest, fewest + group, fewest + 2 * group
+
+
+def _bottleneck_s(candidate: Candidate, estimate: Estimate, group: int) -> float:
+    """Return what a group takes at least, whatever else an iteration has."""
+    far, further = (with_microbatches(candidate, n * group) for n in (_FAR, 2 * _FAR))
+    more_s = least_iteration_s(further, estimate) - least_iteration_s(far, estimate)
+    return more_s / _FAR
+
+
+def _keeps_pace(timeline: Timeline, microbatch: int, group: int, near_s: float) -> bool:
+    """Return True if a group takes all ranks equally long, from a micro-batch in the middle on."""
+    last = max((span.iteration for spans in timeline.ranks for span in spans), default=0)
+    paces: dict[tuple[int, Op], list[float]] = {}
+    for spans in timeline.ranks:
+        start_s = {
+            span.action: span.start_s
+            for span in spans
+            if span.lane is Lane.COMPUTE and span.action and span.iteration == last
+        }
+        for action, begun_s in start_s.items():
+            next_ = action._replace(microbatch=microbatch + group)
+            if action.microbatch == microbatch and next_ in start_s:
+                key = action.stage // timeline.num_ranks, action.op
+                paces.setdefault(key, []).append(start_s[next_] - begun_s)
+    return all(max(of_ranks) - min(of_ranks) <= near_s for of_ranks in paces.values())
+
+
+def _has_a_limit(candidate: Candidate) -> bool:
+    """Return True if something may be full from some number of micro-batches on.
+
+    That is memory, for gradients that wait and copies that lag, or the time for which transfers
+    may pause DP.sync.
+    """
+    return candidate.places_weight_grads or candidate.offload or candidate.preemptive

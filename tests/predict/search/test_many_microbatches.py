@@ -1,0 +1,104 @@
+"""What is drawn as a line is what a simulation of all micro-batches gives."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from megatron.fold3d.observe.timeline import Timeline
+from megatron.fold3d.predict.cost_model.cluster import cluster
+from megatron.fold3d.predict.cost_model.estimate import Estimate
+from megatron.fold3d.predict.cost_model.model_shape import model_shape
+from megatron.fold3d.predict.cost_model.sizes import Setup
+from megatron.fold3d.predict.search.candidate_timeline import timeline_of
+from megatron.fold3d.predict.search.candidates import Candidate
+from megatron.fold3d.predict.search.many_microbatches import extended, measures
+from megatron.fold3d.predict.search.planner import _Judge
+
+pytestmark = pytest.mark.search
+
+SMALL = model_shape("12-1024-16-512")
+ONE_QUEUE = Setup(data_parallel=2, tensor_parallel=2, sequence_parallel=True)
+REPLICAS = Setup(data_parallel=4)
+SHARDED = Setup(data_parallel=4, distributed_optimizer=True)
+AIAO = Candidate(
+    schedule="aiao",
+    is_stock=False,
+    setup=Setup(),
+    num_ranks=2,
+    num_segments=3,
+    num_microbatches=130,
+)
+STOCK = replace(AIAO, schedule="1f1b", is_stock=True, num_segments=1)
+INTERLEAVED = replace(AIAO, schedule="interleaved", is_stock=True, group_size=2)
+CASES = {
+    "1f1b": STOCK,
+    "1f1b, odd number": replace(STOCK, num_microbatches=131),
+    "1f1b, deeper": replace(STOCK, num_ranks=4, num_microbatches=240),
+    "interleaved": INTERLEAVED,
+    "breadth-first": replace(INTERLEAVED, group_size=130),
+    "aiao": AIAO,
+    "aiao, odd number": replace(AIAO, num_microbatches=131),
+    "aiao, more forwards ahead": replace(AIAO, num_microbatches=150, forwards_ahead=3),
+    "aiao, replicas": replace(AIAO, setup=REPLICAS),
+    "aiao, DP.sync in both directions": replace(AIAO, setup=REPLICAS, backward_share="auto"),
+    "aiao, distributed optimizer": replace(AIAO, setup=SHARDED),
+    "aiao, shards": replace(AIAO, setup=SHARDED, shards="weights"),
+    "1f1b, one hardware queue": replace(STOCK, setup=ONE_QUEUE),
+    "interleaved, one hardware queue": replace(INTERLEAVED, setup=ONE_QUEUE),
+    "aiao, one hardware queue": replace(AIAO, setup=ONE_QUEUE),
+    "aiao, pairs": replace(AIAO, setup=ONE_QUEUE, overlap_tensor_parallel=True),
+}
+
+
+def on(name: str, candidate: Candidate) -> Estimate:
+    setup, ranks = candidate.setup, candidate.num_ranks
+    gpus = setup.data_parallel * setup.tensor_parallel * ranks
+    judge = _Judge(SMALL, cluster(name.format(gpus)), lambda done, all_: None)
+    return judge.estimate(candidate)
+
+
+def simulations(
+    estimate: Estimate,
+) -> tuple[list[int], Callable[[Candidate], Timeline]]:
+    """Return what simulates, and the numbers of micro-batches that it was asked for."""
+    numbers: list[int] = []
+
+    def simulated(candidate: Candidate) -> Timeline:
+        numbers.append(candidate.num_microbatches)
+        return timeline_of(candidate, estimate)
+
+    return numbers, simulated
+
+
+def is_on_the_line(candidate: Candidate, network: str) -> bool:
+    """Tell whether a line is drawn; if so, it ends where the simulation does."""
+    estimate = on(network, candidate)
+    numbers, simulated = simulations(estimate)
+    line = extended(candidate, estimate, simulated)
+    if line is None:
+        return False
+    assert 3 * sum(numbers) <= candidate.num_microbatches
+    whole = measures(timeline_of(candidate, estimate))
+    assert line == pytest.approx(whole, rel=1e-9, abs=1e-9 * whole[0])
+    return True
+
+
+@pytest.mark.parametrize("network", ["a100x{}-400g", "a100x{}-5g"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_line_ends_where_the_simulation_does(name, network):
+    assert is_on_the_line(CASES[name], network)
+
+
+def test_no_line_is_drawn_where_a_rank_uses_up_its_lead_first():
+    # The first rank begins its second segment while the second one is still at its first.
+    uneven = replace(AIAO, num_segments=2, layers=(2, 4, 5, 1))
+    assert not is_on_the_line(uneven, "a100x{}-400g")
+
+
+def test_no_line_is_drawn_from_few_micro_batches_or_where_something_may_be_full():
+    few = replace(AIAO, num_microbatches=106)  # less than three times 10 + 12 + 14
+    for candidate in (few, replace(AIAO, offload=True), replace(AIAO, places_weight_grads=True)):
+        numbers, simulated = simulations(estimate := on("a100x{}", candidate))
+        assert extended(candidate, estimate, simulated) is None
+        assert numbers == []
