@@ -204,7 +204,7 @@ class Grid:
         warmup = _CHOOSES_ITS_ORDER if "auto" in variant.flags else 2
         return self._of(
             cell.job(warmup + self._args.iterations),
-            Link(cell.rate_bit_s),
+            Link(cell.rate_bit_s, queue_ms=cell.transfer * cell.stage_ms),
             cell.layer_ms,
             warmup,
         )
