@@ -11,9 +11,13 @@ was interrupted goes on; ``--table`` only prints what is there.
         --only 'pp=4 x dp=1, m=8, 40%' 'pp=4 x dp=1, m=16, 40%'
 
 measures cells of `scripts.bench.pipeline_cells` instead: deeper pipelines and slow transfers.
+
+``--slow-down N`` makes layers last N times as long and links N times as slow. The job keeps its
+shape, and what ranks on a few cores cost beside it weighs an Nth.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +26,7 @@ from statistics import median
 
 from scripts.bench import compare, pipeline_cells, summary, variants
 from scripts.bench.kept_runs import KeptRuns, problems
-from scripts.bench.pipeline_cells import Cell
+from scripts.bench.pipeline_cells import Cell, slower_than
 from scripts.bench.runner import Bench, preload
 from scripts.bench.summary import Row, Run
 from scripts.bench.testbed import Link, TestbedError, end_on_signals, parse_rate, refuse
@@ -43,12 +47,24 @@ class Layout:
     recompute: bool
     rates: tuple[str, ...]
     hidden_size: int = 256
+    slow_down: float = 1.0
 
     @property
     def name(self) -> str:
         """As the table has it."""
         recompute = ", recompute" if self.recompute else ""
-        return f"pp={self.num_ranks} x dp={self.data_parallel}{recompute}"
+        slower = slower_than(self.slow_down)
+        return f"{slower}pp={self.num_ranks} x dp={self.data_parallel}{recompute}"
+
+    @property
+    def layer_ms(self) -> tuple[float, float]:
+        """What a layer's forward and backward are paced to."""
+        return _FORWARD_MS * self.slow_down, _BACKWARD_MS * self.slow_down
+
+    def rate_bit_s(self, rate: str) -> float | None:
+        """Return what a link of that rate has here."""
+        rate_bit_s = parse_rate(rate)
+        return None if rate_bit_s is None else rate_bit_s / self.slow_down
 
     def job(self, num_iterations: int = 0) -> Job:
         """The job of the other benchmarks, with clipping as most people have it."""
@@ -179,8 +195,8 @@ class Grid:
         warmup = max(found, default=_WARM_UP)
         return self._of(
             layout.job(warmup + self._args.iterations),
-            Link(parse_rate(rate)),
-            (_FORWARD_MS, _BACKWARD_MS),
+            Link(layout.rate_bit_s(rate)),
+            layout.layer_ms,
             warmup,
         )
 
@@ -188,7 +204,7 @@ class Grid:
         warmup = _CHOOSES_ITS_ORDER if "auto" in variant.flags else 2
         return self._of(
             cell.job(warmup + self._args.iterations),
-            Link(cell.rate_bit_s),
+            Link(cell.rate_bit_s, queue_ms=cell.transfer * cell.stage_ms),
             cell.layer_ms,
             warmup,
         )
@@ -205,7 +221,7 @@ class Grid:
             ),
             warmup=warmup,
             real_time=self._args.real_time,
-            timeout_s=300.0 * max(1, job.world_size / 4),
+            timeout_s=300.0 * max(1, job.world_size / 4) * max(1, self._args.slow_down),
             logs=self._args.logs,
         )
 
@@ -222,7 +238,7 @@ def table(grid: Grid, layouts: Sequence[Layout]) -> str:
     lines = [f"| {' | '.join(titles)} |", "|---|---" + "|--:" * (len(titles) - 2) + "|"]
     for layout in layouts:
         for rate in layout.rates:
-            found = summary.rows(grid.runs(layout, rate), parse_rate(rate))
+            found = summary.rows(grid.runs(layout, rate), layout.rate_bit_s(rate))
             if cells := _cells(found):
                 lines.append(f"| {layout.name} | {rate} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -294,6 +310,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--list", action="store_true", help="list the cells and end")
     parser.add_argument("--rounds", type=int, default=3, help="(3)")
     parser.add_argument("--iterations", type=int, default=4, help="of each run that are timed (4)")
+    parser.add_argument(
+        "--slow-down", type=float, default=1.0, metavar="N", help="of layers and links (1)"
+    )
     parser.add_argument("--real-time", action="store_true", help="as for compare.py")
     parser.add_argument("--table", action="store_true", help="measure nothing")
     parser.add_argument("--logs", type=Path, default=Path("out/grid"), help="(out/grid)")
@@ -301,13 +320,19 @@ def main(argv: Sequence[str]) -> int:
         "--skip", nargs="+", default=[], metavar="TEXT", help="variants that end so"
     )
     args = parser.parse_args(argv)
+    if not 1 <= args.slow_down < math.inf:
+        parser.error(f"--slow-down {args.slow_down:g}: it is 1 or more")
     end_on_signals()
     layouts: list[Layout] = []
     cells: list[Cell] = []
     if args.pipeline_bound:
-        cells = [c for c in pipeline_cells.CELLS if any(text in c.name for text in args.only)]
+        chosen_cells = (c for c in pipeline_cells.CELLS if any(t in c.name for t in args.only))
+        cells = [replace(cell, slow_down=args.slow_down) for cell in chosen_cells]
     else:
-        layouts = [replace(layout, rates=wanted(layout, args.only)) for layout in LAYOUTS]
+        layouts = [
+            replace(layout, rates=wanted(layout, args.only), slow_down=args.slow_down)
+            for layout in LAYOUTS
+        ]
     names = [f"{layout.name}, {rate}" for layout in layouts for rate in layout.rates]
     names += [cell.name for cell in cells]
     if not names:

@@ -27,6 +27,11 @@ AHEAD = Variant("1f1b-ahead", ("--schedule", "1f1b", "--forwards-ahead", "auto",
 PLACED = Variant("1f1b-placed", (*AHEAD.flags, "--delay-weight-grads", "auto"))
 
 
+def slower_than(slow_down: float) -> str:
+    """Return what the name of a cell begins with; runs that are kept go by it."""
+    return "" if slow_down == 1 else f"{slow_down:g} times slower: "
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     """A job and its links. ``transfer`` is what a message takes of a stage's computation."""
@@ -36,19 +41,21 @@ class Cell:
     num_microbatches: int
     transfer: float
     recompute: bool
+    slow_down: float = 1.0
 
     @property
     def name(self) -> str:
         """As the table has it."""
         recompute = ", recompute" if self.recompute else ""
         sizes = f"pp={self.num_ranks} x dp={self.data_parallel}{recompute}"
-        return f"{sizes}, m={self.num_microbatches}, {self.transfer:.0%}"
+        slower = slower_than(self.slow_down)
+        return f"{slower}{sizes}, m={self.num_microbatches}, {self.transfer:.0%}"
 
     @property
     def layer_ms(self) -> tuple[float, float]:
         """What a layer's forward and backward are paced to: more ranks share the same cores."""
-        crowd = self.num_ranks * self.data_parallel / 4
-        return _FORWARD_MS * crowd, _BACKWARD_MS * crowd
+        slower = self.num_ranks * self.data_parallel / 4 * self.slow_down
+        return _FORWARD_MS * slower, _BACKWARD_MS * slower
 
     @property
     def stage_ms(self) -> float:

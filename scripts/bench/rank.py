@@ -13,7 +13,15 @@ from contextlib import ExitStack
 
 import pretrain_gpt
 from fold3d_patches import registry
-from scripts.bench import fsdp2, fused_adam, layer_pacing, nccl_order, resident, same_weights
+from scripts.bench import (
+    fsdp2,
+    fused_adam,
+    held,
+    layer_pacing,
+    nccl_order,
+    resident,
+    same_weights,
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,6 +32,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--backward-ms", type=float, help="pace the backward of each layer")
     parser.add_argument("--nccl-order", action="store_true", help="collectives as NCCL runs them")
     parser.add_argument("--resident", action="store_true", help="say what the rank has held")
+    parser.add_argument("--held", action="store_true", help="say what activations it has held")
     args = parser.parse_args(argv[:split])
 
     patches = [same_weights.patch(), fused_adam.patch()]
@@ -38,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
             found = ends.enter_context(resident.counted())
             patches += fsdp2.patches(found)
         ends.enter_context(registry.apply(patches))
+        activations = ends.enter_context(held.counted()) if args.held else None
         code = pretrain_gpt.main(list(argv[split + 1 :]))
         if found is not None:
             (parameters, gradients), (all_parameters, all_gradients) = found.most, found.whole
@@ -45,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
                 f"resident parameters {parameters} of {all_parameters}, "
                 f"gradients {gradients} of {all_gradients}"
             )
+        if activations is not None:
+            print(activations)
         return code
 
 

@@ -54,12 +54,16 @@ class TestbedError(RuntimeError):
 class Link:
     """One host's link, in each direction: bits per second, and the time a packet is under way.
 
-    With ``marked_first``, packets that are marked for low delay go before all others.
+    With ``marked_first``, packets that are marked for low delay go before all others. Packets that
+    would wait for longer than ``queue_ms`` are lost. Where two long messages share a link, a short
+    queue costs both TCP connections up to a third of it; a longer one stands for a network whose
+    senders are held back and lose nothing.
     """
 
     rate_bit_s: float | None = None
     delay_ms: float = 0.0
     marked_first: bool = False
+    queue_ms: float = 2.0
 
     def __post_init__(self) -> None:
         if self.rate_bit_s is not None and self.rate_bit_s < 1e5:
@@ -80,7 +84,7 @@ class Link:
         burst = max(32 * 1024, int(rate_bit_s / 8 * 1.3e-3))
         if not self.marked_first:
             rate = f"rate {rate_bit_s:.0f}bit burst {burst}b"
-            yield f"qdisc add {on} {parent} handle 2: tbf {rate} latency 2ms"
+            yield f"qdisc add {on} {parent} handle 2: tbf {rate} latency {self.queue_ms:g}ms"
             return
         queue = f"bfifo limit {burst + rate_bit_s / 8 * 2e-3:.0f}b"
         bursts = f"burst {_SMALL_BURST_BYTES}b cburst {_SMALL_BURST_BYTES}b"

@@ -2,11 +2,13 @@
 
 import json
 from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 
 from scripts.bench import grid
 from scripts.bench.grid import Grid, Layout
+from scripts.bench.variants import DEFAULT
 
 LAYOUT = Layout(num_ranks=2, data_parallel=2, recompute=False, rates=("100mbit",))
 MS = {
@@ -78,6 +80,21 @@ def test_cells_are_chosen_by_layout_and_rate():
     assert grid.wanted(layout, [""]) == layout.rates
     assert grid.wanted(layout, ["dp=2, recompute, 100mbit"]) == ("100mbit",)
     assert grid.wanted(layout, ["dp=2, 100mbit"]) == ()
+
+
+def test_a_layout_that_is_slowed_down_has_slower_layers_and_links_and_a_key_of_its_own():
+    slower = replace(LAYOUT, slow_down=2)
+    assert slower.layer_ms == (2 * LAYOUT.layer_ms[0], 2 * LAYOUT.layer_ms[1])
+    assert slower.rate_bit_s("100mbit") == 5e7
+    assert slower.rate_bit_s("unshaped") is None
+    key = grid._key(slower, "100mbit", DEFAULT, 1)
+    assert key == "2 times slower: pp=2 x dp=2, 100mbit, stock-default, round 1"
+
+
+def test_no_layout_is_sped_up(capsys):
+    with pytest.raises(SystemExit):
+        grid.main(["--slow-down", "0.5"])
+    assert "--slow-down 0.5: it is 1 or more" in capsys.readouterr().err
 
 
 def test_a_cell_that_is_not_there_is_refused(capsys):

@@ -1,5 +1,6 @@
 """The pipeline-bound cells of the grid, and their table from runs that nobody had to make."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,13 @@ def test_a_transfer_takes_its_share_of_a_stages_computation():
         num_ranks=8, data_parallel=2, num_microbatches=8, transfer=0.4, recompute=True
     )
     assert recomputed.stage_ms == 4 * 4 * (9 + 9 + 18)  # four times as many ranks share the cores
+
+
+def test_a_cell_that_is_slowed_down_keeps_its_shape_and_has_runs_of_its_own():
+    slower = replace(CELL, slow_down=3)
+    assert slower.rate_bit_s == pytest.approx(CELL.rate_bit_s / 3)
+    assert slower.bound_ms == pytest.approx(3 * CELL.bound_ms)
+    assert slower.name == f"3 times slower: {CELL.name}"
 
 
 def test_the_bound_counts_the_way_in_and_out():

@@ -131,6 +131,11 @@ def test_delay_comes_before_the_shaping():
     assert list(Link().qdiscs("eth0")) == []
 
 
+def test_a_longer_queue_loses_fewer_packets():
+    (line,) = Link(2e8, queue_ms=43.2).qdiscs("eth0")
+    assert line.endswith("burst 32768b latency 43.2ms")
+
+
 def test_marked_packets_have_a_class_that_goes_first():
     lines = list(Link(2e8, marked_first=True).qdiscs("eth0"))
     first, second = (line.partition(" rate ")[0] for line in lines if "2:9 classid" in line)

@@ -1,11 +1,15 @@
 """Weight gradients apart from their backward, in one layer of Megatron's."""
 
+import weakref
 from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from megatron.fold3d.plan.ir import Action
+from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGrads, Parallel
 from tests.distributed import run_distributed
 
 pytestmark = pytest.mark.gloo
@@ -24,6 +28,26 @@ def test_delayed_weight_gradients_are_computed_on_request_and_equal_one_backward
     assert not in_evaluation
 
 
+def test_operands_are_freed_with_their_weight_gradients() -> None:
+    delayed, weight = DelayedWeightGrads(), torch.nn.Parameter(torch.ones(2, 3))
+    x: torch.Tensor | None = torch.ones(4, 1, 3)
+    freed = weakref.ref(x)
+
+    def run_backward(_: Action) -> None:
+        parallel = Parallel(allreduce_dgrad=False, sequence_parallel=False, tp_group=None)
+        delayed._keep(weight, None, parallel, x, torch.ones(4, 1, 2))
+
+    program = tuple(map(Action.from_str, ("0F0", "0B0", "0W0")))
+    iteration: Any = SimpleNamespace(program=program)
+    handlers = delayed.handlers(iteration, {Op.BACKWARD: run_backward})
+    handlers[Op.BACKWARD](program[1])
+    x = None
+    assert freed() is not None
+    handlers[Op.WEIGHT](program[2])
+    assert freed() is None
+    assert weight.grad is not None
+
+
 def train() -> tuple[Digests, Digests, Digests, bool]:
     """Run two micro-batches through a layer, whole and split."""
     from megatron.core import parallel_state
@@ -34,7 +58,6 @@ def train() -> tuple[Digests, Digests, Digests, bool]:
 
     import fold3d_patches
     from fold3d_patches.schedule import linear
-    from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGrads
 
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel()

@@ -5,7 +5,6 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from math import ceil
 
 from megatron.fold3d.observe.memory_curve import Footprint
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
@@ -85,13 +84,14 @@ def choose_order(
 def worth_trying(costs: Costs, num_ranks: int, num_microbatches: int) -> range:
     """Return the numbers of forwards ahead that may take the least time.
 
-    More than hide the transfers can still help while the pipeline fills, on a link that is shared.
+    More than hide the transfers can still help while the pipeline fills, on a link that is shared:
+    up to two more. With all micro-batches but one, the last rank but one runs all forwards first.
     """
     forward_s, backward_s = max(
         zip(costs.forward_s[-num_ranks:], costs.backward_s[-num_ranks:], strict=True), key=sum
     )
-    most = forwards_that_hide(forward_s, backward_s, costs.p2p_latency_s + costs.p2p_s) + 1
-    return range(1, 1 + max(1, min(most, ceil(num_microbatches / max(1, num_ranks - 1)))))
+    most = forwards_that_hide(forward_s, backward_s, costs.p2p_latency_s + costs.p2p_s) + 2
+    return range(1, 1 + max(1, min(most, num_microbatches - 1)))
 
 
 def stage_times(costs: Costs) -> StageTimes:

@@ -117,6 +117,7 @@ class DelayedWeightGrads(Feature):
             if action.stage in stages:
                 self.begin_backward(action)
             run_backward(action)
+            self._now = []  # or operands would outlive their `compute`
 
         return {Op.BACKWARD: backward, Op.WEIGHT: self.compute}
 
