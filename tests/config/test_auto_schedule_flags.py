@@ -40,8 +40,17 @@ def test_flags_say_what_may_be_chosen(
     assert found.schedule == "auto"
     assert not found.keeps_forwards
     assert config(parser, f"{line} --hidden-dropout 0.1").keeps_forwards
+    assert config(parser, f"{line} --deterministic-mode").keeps_sums
     named = config(parser, f"{line} --schedule interleaved")
     assert not any((named.auto_defers, named.auto_delays, named.auto_replicates))
+
+
+def test_sums_of_more_than_two_replicas_are_cut_unless_results_have_to_be_stocks(
+    parser: ArgumentParser,
+):
+    free, exact = config(parser, REDUCE), config(parser, f"{REDUCE} --deterministic-mode")
+    assert [free.may_cut_sums(replicas) for replicas in (1, 2, 4)] == [False, True, True]
+    assert [exact.may_cut_sums(replicas) for replicas in (1, 2, 4)] == [False, True, False]
 
 
 def test_stocks_groups_are_accepted(parser: ArgumentParser):

@@ -55,6 +55,31 @@ def test_losses_norms_and_parameters_are_those_of_stock(row: Row, tried: tuple[T
         assert chosen.startswith("schedule from now on, as --schedule auto chose: --schedule aiao")
 
 
+def test_sums_of_four_replicas_may_be_rounded_otherwise_and_that_is_told() -> None:
+    # As in test_backward_share: SGD does not blow up what another order of additions changes.
+    row = Row(
+        ours=AUTO,
+        flags="--train-iters 9 --optimizer sgd",
+        pp=1,
+        segments=1,
+        dp=4,
+    )
+    tried: tuple[Tried, ...] = (("1f1b", True, (), ()),)
+    runs = run_distributed(train_and_choose, 4, row.command(row.ours), tried)
+    for (mine, told), theirs in zip(runs, _stock(4, row.command("--schedule stock")), strict=True):
+        losses, expected = (
+            [float.fromhex(row["lm loss"]) for row in run.record.iterations]
+            for run in (mine, theirs)
+        )
+        assert losses == pytest.approx(expected, rel=1e-6)  # fp32 keeps seven digits
+        if told:
+            assert "adds up the gradients of 4 replicas in another order" in told[1]
+            assert told[2].endswith(
+                "iterations took --schedule 1f1b: 0.3 s, --schedule 1f1b "
+                "--backward-share auto: 0.1 s"
+            )
+
+
 def train_and_choose(argv: Sequence[str], tried: Sequence[Tried]) -> tuple[Heard, list[str]]:
     """Train; some choices are predicted, and the first is measured to be the fastest.
 
@@ -80,7 +105,8 @@ def train_and_choose(argv: Sequence[str], tried: Sequence[Tried]) -> tuple[Heard
 
     def compare(self: Any, trial: Any, iteration: Any) -> None:
         assert all(trial.times_s)
-        trial.waited, trial.measured_s = [False] * 3, [0.3, 0.1, 0.2]
+        number = len(trial.choices)
+        trial.waited, trial.measured_s = [False] * number, [0.3, 0.1, 0.2][:number]
 
     told: list[str] = []
 

@@ -13,6 +13,7 @@ from typing import Any, get_args
 from megatron.fold3d.config.auto_schedule_flags import (
     auto_schedule_problems,
     keeps_forwards,
+    keeps_sums,
     may_defer,
     may_delay,
     may_replicate,
@@ -220,6 +221,7 @@ def read_config(args: Namespace) -> Fold3DConfig:
         auto_delays=may_delay(args, schedule, segments),
         auto_replicates=may_replicate(args, schedule, segments),
         keeps_forwards=schedule == "auto" and keeps_forwards(args),
+        keeps_sums=schedule == "auto" and keeps_sums(args),
         preemptive_comm=args.preemptive_comm,
         pp_traffic_class=args.pp_traffic_class,
         dp_traffic_class=args.dp_traffic_class,

@@ -81,5 +81,10 @@ def keeps_forwards(args: Namespace) -> bool:
     return any(getattr(args, name, None) for name in _DRAWS)
 
 
+def keeps_sums(args: Namespace) -> bool:
+    """Tell whether results may not even differ by the rounding of sums."""
+    return bool(getattr(args, "deterministic_mode", False))
+
+
 def _with(args: Namespace, **values: object) -> Namespace:
     return Namespace(**{**vars(args), **values})

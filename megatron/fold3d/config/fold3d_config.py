@@ -66,6 +66,7 @@ class Fold3DConfig:
         auto_delays: whether it may compute weight gradients apart from their backwards.
         auto_replicates: whether it may let every replica step some segments in full.
         keeps_forwards: whether it has to keep stock's order of forwards, as with dropout.
+        keeps_sums: whether it has to keep stock's sums over replicas bit for bit.
         shards_grads: whether a replica keeps its shard alone of a segment's reduced gradients.
         preemptive_comm: whether transfers between pipeline ranks go before DP.sync.
         pp_traffic_class: marks PP.sync's packets.
@@ -125,6 +126,7 @@ class Fold3DConfig:
     auto_delays: bool = False
     auto_replicates: bool = False
     keeps_forwards: bool = False
+    keeps_sums: bool = False
     shards_grads: bool = False
     preemptive_comm: bool = False
     pp_traffic_class: int | None = None
@@ -144,6 +146,13 @@ class Fold3DConfig:
             for segment in self.replicated_segments
             for rank in range(self.num_ranks)
         )
+
+    def may_cut_sums(self, num_replicas: int) -> bool:
+        """Return True if ``auto`` may reduce gradients in other parts than stock does.
+
+        Sums of two are the same in any order, those of more replicas up to rounding.
+        """
+        return num_replicas == 2 or (num_replicas > 2 and not self.keeps_sums)
 
     @classmethod
     def from_args(cls, args: Namespace) -> "Fold3DConfig":

@@ -37,6 +37,11 @@ class RunChoice:
         return self.shares is not None
 
     @property
+    def cuts_sums(self) -> bool:
+        """Whether gradients are reduced in other parts, or by other collectives, than in stock."""
+        return self.defers or bool(self.replicated)
+
+    @property
     def replicated_stages(self) -> tuple[int, ...]:
         """The stages of the segments that every replica steps in full."""
         return stages_of(self.replicated, self.order.num_ranks)

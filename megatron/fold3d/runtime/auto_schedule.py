@@ -202,7 +202,8 @@ class AutoSchedule(MeasuredTimesFeature):
         """Let the first rank predict what is worth trying, and tell the others."""
         config, plan = self._config, iteration.plan
         room, sizes = replication_room(iteration)
-        has_two = _num_replicas(iteration) == 2  # in sums of two, order does not matter
+        replicas = _num_replicas(iteration)
+        cuts = config.may_cut_sums(replicas)
         found: list[Any] = [None]
         if dist.get_rank() == 0:
             search = self._search(
@@ -211,9 +212,9 @@ class AutoSchedule(MeasuredTimesFeature):
                 num_segments=plan.num_segments,
                 num_microbatches=plan.num_microbatches,
                 group_size=config.microbatch_group_size,
-                defers=config.auto_defers and has_two,
+                defers=config.auto_defers and cuts,
                 delays=config.auto_delays,
-                replicates=config.auto_replicates and has_two,
+                replicates=config.auto_replicates and cuts,
                 gathers=config.gathers_params,
                 tied=config.ties_embeddings,
                 keeps_forwards=config.keeps_forwards,
@@ -223,6 +224,13 @@ class AutoSchedule(MeasuredTimesFeature):
             )
             predicted = [search.stock, *search.to_try()]
             _tell_of_trial(predicted)
+            if replicas > 2 and any(one.choice.cuts_sums for one in predicted):
+                logger.info(
+                    "--schedule auto tries what adds up the gradients of %s replicas in another "
+                    "order: results may differ from stock's by rounding. --deterministic-mode "
+                    "keeps stock's order",
+                    replicas,
+                )
             found = [[one.choice for one in predicted]]
         dist.broadcast_object_list(found, src=0)
         self._trials[self._size] = _Trial(found[0])

@@ -217,7 +217,8 @@ def _candidate(args: Namespace) -> Candidate:
 
 def _tried(args: Namespace, known: Estimate, candidate: Candidate) -> tuple[Predicted, ...]:
     """Return what ``--schedule auto`` is predicted to try, behind stock's order."""
-    config, two = Fold3DConfig.from_args(args), args.data_parallel_size == 2
+    config = Fold3DConfig.from_args(args)
+    cuts = config.may_cut_sums(args.data_parallel_size)
     memory_bytes = USABLE_MEMORY * cluster(args.check).gpu_memory_bytes
 
     def fits(choice: RunChoice, plan: Plan) -> bool:
@@ -238,9 +239,9 @@ def _tried(args: Namespace, known: Estimate, candidate: Candidate) -> tuple[Pred
         num_microbatches=candidate.num_microbatches,
         costs=known.costs,
         scope=Scope(
-            defers=config.auto_defers and two,
+            defers=config.auto_defers and cuts,
             delays=config.auto_delays,
-            replicates=config.auto_replicates and two,
+            replicates=config.auto_replicates and cuts,
             gathers=config.gathers_params,
             tied=config.ties_embeddings,
             keeps_forwards=config.keeps_forwards,
