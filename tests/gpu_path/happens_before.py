@@ -104,7 +104,7 @@ class HappensBefore:
             _join(self._host, clock)
 
     def taken(self, storage: int) -> None:
-        """Note that memory was allocated: what was there before is over, or freeing it has shown."""
+        """Note an allocation: what used this memory before is over, or freeing it was a race."""
         with self._lock:
             self._allocations[storage] = _Allocation()
 
