@@ -22,6 +22,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from tests.gpu_path.happens_before import Bytes, Clock, HappensBefore, caller
+
 HANG_S = 30.0
 IDLE_S = 0.1  # the longest that an item lies there because nobody waits for it
 _ALIGNMENT = 64  # as torch's own allocator: kernels may depend on it
@@ -63,6 +65,7 @@ class Item:
     ) -> None:
         self._label = label
         self._run, self._waits, self._delay_s = run, waits, delay_s
+        self.clock: Clock = {}
         self._over, self._asked_for = threading.Event(), threading.Event()
         if not is_lazy:
             self._asked_for.set()
@@ -130,6 +133,8 @@ class Stream:
 
     def __init__(self, device: "LateDevice", name: str) -> None:
         self._device, self._name = device, name
+        self.number = device.order.new_stream(name)
+        self.launched = 0
         self._worker = Worker(name)
         self._queue = device.hardware_queue()
         device.streams.append(self)
@@ -148,7 +153,11 @@ class Stream:
             previous = () if self.last is None else (self.last,)
             delay_s = self._device.delay_s(self) if run else 0.0
             is_lazy = bool(delay_s) and self._device.delays.always is not None
-            item = Item(run, (*previous, *after), delay_s, is_lazy=is_lazy, label=self._name)
+            waits = (*previous, *after)
+            item = Item(run, waits, delay_s, is_lazy=is_lazy, label=self._name)
+            self.launched += 1
+            clocks = [other.clock for other in waits]
+            item.clock = self._device.order.launched(self.number, self.launched, clocks)
             self.last = item
             self._queue.add(functools.partial(self._start, item))
         return item
@@ -185,7 +194,7 @@ class Stream:
             and threading.get_ident() == device.host
             and not device.runs_ahead
         ):
-            event.item.wait()  # the host's operators run at once: it must not go on
+            device.host_waits(event.item)  # the host's operators run at once: it must not go on
         else:
             self.launch(None, [event.item])
 
@@ -195,7 +204,7 @@ class Stream:
     def synchronize(self) -> None:
         self._device.flush()
         if self.last is not None:
-            self.last.wait()
+            self._device.host_waits(self.last)
 
 
 class Event:
@@ -212,11 +221,15 @@ class Event:
         self.item, self._recorded_s = stream.last, time.perf_counter()
 
     def query(self) -> bool:
-        return self.item is None or self.item.is_over
+        if self.item is None:
+            return True
+        if self.item.is_over:
+            self._device.order.host_waited(self.item.clock)
+        return self.item.is_over
 
     def synchronize(self) -> None:
         if self.item is not None:
-            self.item.wait()
+            self._device.host_waits(self.item)
 
     def elapsed_time(self, end: "Event") -> float:
         return (end._moment_s - self._moment_s) * 1e3
@@ -239,6 +252,7 @@ class LateDevice:
         self._random = random.Random(delays.seed)
         self.delays = delays
         self.launching = threading.RLock()
+        self.order = HappensBefore(self.launching)
         self._queues = [Worker(f"hardware queue {i}") for i in range(num_queues)]
         self.streams: list[Stream] = []
         self._batch: list[Run] = []
@@ -282,10 +296,24 @@ class LateDevice:
         """True where this thread's operators are queued, so that waiting must be queued too."""
         return self.is_queued and threading.get_ident() == self.host
 
-    def queue_operator(self, run: Run) -> None:
+    def host_waits(self, item: Item) -> None:
+        """Block the host until an item is over."""
+        item.wait()
+        self.order.host_waited(item.clock)
+
+    def queue_operator(
+        self,
+        run: Run,
+        what: str = "",
+        *,
+        reads: Sequence[torch.Tensor] = (),
+        writes: Sequence[torch.Tensor | Bytes] = (),
+    ) -> None:
         """Add an operator to the batch that the next launch closes."""
         with self.launching:
             self._batch.append(run)
+            self._operator_uses(reads, False, what)
+            self._operator_uses(writes, True, what)
             if len(self._batch) >= _BATCH:
                 self.flush()
 
@@ -294,6 +322,49 @@ class LateDevice:
             batch, self._batch = self._batch, []
             if batch:
                 self.compute.launch_behind_batch(lambda: _call_each(batch))
+
+    def _operator_uses(
+        self, tensors: Sequence[torch.Tensor | Bytes], writes: bool, what: str
+    ) -> None:
+        if tensors:
+            stream = self.compute
+            before = stream.last.clock if stream.last else None
+            self.order.used(
+                self._bytes(tensors), writes, stream.number, stream.launched + 1, before, what
+            )
+
+    def item_uses(
+        self,
+        stream: Stream,
+        item: Item,
+        what: str,
+        *,
+        reads: Sequence[torch.Tensor] = (),
+        writes: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Note what an item does with memory, right behind its launch."""
+        index, what = item.clock[stream.number], f"{what}{caller()}"
+        for tensors, is_write in ((reads, False), (writes, True)):
+            used = self._bytes(tensors)
+            self.order.used(used, is_write, stream.number, index, item.clock, what)
+
+    def host_writes(self, tensor: torch.Tensor, what: str) -> None:
+        """Note that the host writes memory now."""
+        for used in self._bytes([tensor]):
+            self.order.host_uses(used, what)
+
+    def _bytes(self, tensors: Sequence[torch.Tensor | Bytes]) -> list[Bytes]:
+        found = []
+        for tensor in tensors:
+            if isinstance(tensor, Bytes):
+                found.append(tensor)
+                continue
+            used = Bytes.of(tensor)
+            if used.end:
+                if not self.memory.owns(used.storage):
+                    self.order.forget_if_freed(tensor)
+                found.append(used)
+        return found
 
     def synchronize_compute(self) -> None:
         self.compute.synchronize()
@@ -311,7 +382,8 @@ class LateDevice:
             for target, source in pairs:
                 target().copy_(source())
 
-        stream.launch(run)
+        item = stream.launch(run)
+        self.item_uses(stream, item, "copy", reads=sources, writes=targets)
 
 
 def _call_each(runs: list[Run]) -> None:
@@ -338,9 +410,14 @@ class Memory:
         handed = whole[:]
         address = whole.ctypes.data
         self._alive[address] = whole
+        self._device.order.taken(address)
         weakref.finalize(handed, self._free, address).atexit = False
         storage = torch.from_numpy(handed).untyped_storage()
         return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), tuple(stride))
+
+    def owns(self, address: int) -> bool:
+        """Return True if memory at this address was taken here and is not free."""
+        return address in self._alive
 
     def empty_storage(self, address: int) -> bool:
         """Do what ``storage.resize_(0)`` does to memory of ours; False if it is not."""
@@ -375,6 +452,7 @@ class Memory:
             whole.fill(0xFF)
 
         if self._device.is_queued:
-            self._device.queue_operator(poison)
+            used = Bytes(whole.ctypes.data, 0, whole.nbytes)
+            self._device.queue_operator(poison, f"freed memory{caller()}", writes=(used,))
         else:
             poison()

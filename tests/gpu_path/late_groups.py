@@ -26,6 +26,8 @@ _COLLECTIVES = (
     *("reduce_scatter_tensor_coalesced", "_reduce_scatter_base"),
     *("alltoall", "alltoall_base", "all_to_all_single"),
 )
+# Of these the first argument is read; of the others the first is written, and those behind it read.
+_IN_PLACE = ("send", "allreduce", "allreduce_coalesced", "broadcast", "reduce")
 
 
 class LateWork(dist.Work):
@@ -43,7 +45,7 @@ class LateWork(dist.Work):
         if self._device.runs_ahead:
             self._device.current_stream().launch(self._deliver, [self._item])
         else:
-            self._item.wait()
+            self._device.host_waits(self._item)
             self._deliver()
         return True
 
@@ -51,6 +53,8 @@ class LateWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
+        if self._item.is_over:
+            self._device.order.host_waited(self._item.clock)
         return self._item.is_over
 
     def is_success(self) -> bool:
@@ -139,12 +143,15 @@ class LateGroup(dist.ProcessGroup):
             for find, result in zip(outputs, results, strict=True):
                 find().copy_(result)
 
+        read = _tensors(args[0] if name in _IN_PLACE else [a for a in args[1:] if _tensors(a)])
         if self._on_host:
             item = stream.launch(run)
+            device.item_uses(stream, item, name, reads=read, writes=targets)
             return HostWork(device, item, deliver)
         after = device.current_stream()
         device.flush()
         item = stream.launch(run, [after.last] if after.last else ())
+        device.item_uses(stream, item, name, reads=read, writes=targets)
         return LateWork(device, item, deliver)
 
 
@@ -152,7 +159,7 @@ class HostWork(LateWork):
     """A work of host memory: to wait is to block the host."""
 
     def wait(self, timeout: Any = None) -> bool:
-        self._item.wait()
+        self._device.host_waits(self._item)
         if not self._is_delivered:
             self._is_delivered = True
             self._deliver()

@@ -20,6 +20,7 @@ from megatron.fold3d.runtime.offload import copies, host_slots
 from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool, Slot
 from megatron.fold3d.runtime.transfers import host_link, lazy_p2p
 from tests.end_to_end.training import Record, train
+from tests.gpu_path.happens_before import caller
 from tests.gpu_path.late_device import Delays, LateDevice
 from tests.gpu_path.late_groups import LateGroup
 from tests.gpu_path.mutations import Mutation, mutate
@@ -61,7 +62,7 @@ def lateness(late: Late) -> Iterator[LateDevice]:
             kind = fold3d_device.DeviceKind(runs_behind=True, streams=device)
             patch.setitem(fold3d_device.KINDS, "cpu", kind)
             patch.setattr(copies, "batched_copy", device.copy)
-            patch.setattr(host_link, "PinnedPool", functools.partial(_LinkPool, late.delays))
+            patch.setattr(host_link, "PinnedPool", functools.partial(_LinkPool, device))
             patch.setattr(host_slots, "PinnedPool", functools.partial(_OffloadPool, device))
             _queue_operators(patch, device)
             _empty_storages(patch, device)
@@ -69,6 +70,7 @@ def lateness(late: Late) -> Iterator[LateDevice]:
                 for module in (all_flags, bucket_flags, dp_slice_flags):
                     patch.setattr(module, "has_one_queue", lambda _: True)
         yield device
+        device.order.check()
 
 
 def _make_groups_late(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
@@ -127,17 +129,21 @@ class _OffloadPool(PinnedPool):
         self._late_device = late_device
 
     def give_back(self, slot: Slot) -> None:
-        self._late_device.queue_operator(functools.partial(_poison, slot))
+        given_back = f"host memory given back{caller()}"
+        self._late_device.queue_operator(
+            functools.partial(_poison, slot), given_back, writes=(slot.memory,)
+        )
         super().give_back(slot)
 
 
 class _LinkPool(PinnedPool):
     """Host memory that the network reads and writes: NaN for as long as it is free."""
 
-    def __init__(self, delays: Delays, device: torch.device) -> None:
+    def __init__(self, late_device: LateDevice, device: torch.device) -> None:
         super().__init__(device)
+        self._late_device = late_device
         self._lock = threading.RLock()
-        if delays.always is not None:
+        if late_device.delays.always is not None:
             threading.Thread(target=self._poison_free, daemon=True).start()
 
     def take(self, num_bytes: int) -> Slot:
@@ -146,6 +152,7 @@ class _LinkPool(PinnedPool):
 
     def give_back(self, slot: Slot) -> None:
         with self._lock:
+            self._late_device.host_writes(slot.memory, f"given back{caller()}")
             _poison(slot)
             super().give_back(slot)
 

@@ -75,6 +75,7 @@ class QueuedOperators(TorchDispatchMode):
                 args, kwargs = tree_unflatten(held, spec)
                 func(*args, **kwargs)
 
+            written = _written(func, spec, held)
         else:
             results = [self._device.memory.take(*shape) for shape in kind.shapes]
             targets = [result.detach() for result in results]
@@ -85,7 +86,10 @@ class QueuedOperators(TorchDispatchMode):
                 for target, result in zip(targets, computed, strict=True):
                     target.copy_(result)
 
-        self._device.queue_operator(run)
+            written = targets
+        name = func.overloadpacket.__name__
+        read = [a for a in held if isinstance(a, torch.Tensor)]
+        self._device.queue_operator(run, name, reads=read, writes=written)
         return results
 
     def _now(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -120,6 +124,18 @@ class QueuedOperators(TorchDispatchMode):
                 mine.copy_(theirs)
             return tree_unflatten(ours, spec)
         return result
+
+
+def _written(func: Any, spec: Any, flat: list[Any]) -> list[torch.Tensor]:
+    """Return the arguments that an operator changes."""
+    args, kwargs = tree_unflatten(flat, spec)
+    written = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            found, _ = tree_flatten(value)
+            written += [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+    return written
 
 
 class _InPlace:
