@@ -95,8 +95,9 @@ LAYOUTS = (
 )
 _FORWARD_MS, _BACKWARD_MS = 12, 24  # of a layer: four ranks on two cores keep this pace
 _WARM_UP = 3  # iterations that are not timed
-# The same for flags that are `auto`: shares hold from the 6th, replicated segments from the 8th.
-_MEASURES_ITSELF = {"-auto-": 7, "-replicate": 8}
+# The same for flags that are `auto`: shares hold from the 6th, replicated segments from the 8th,
+# and what --schedule auto chose from the 10th.
+_MEASURES_ITSELF = {"-auto-": 7, "-replicate": 8, "chosen-": 10}
 _CHOOSES_ITS_ORDER = 4  # and for orders that are chosen by measured times, in the 3rd
 
 
@@ -125,6 +126,11 @@ def chosen(job: Job) -> list[Variant]:
         whole = (*distributed.flags, "--replicate-optimizer", "auto")
         ours.append(Variant(f"{distributed.name}-replicate", whole))
         ours.append(Variant(f"{distributed.name}-delay-replicate", (*whole, *middle)))
+        group = ("--microbatch-group-size-per-virtual-pipeline-stage", str(job.num_microbatches))
+        for run, ending in ((order, ""), (distributed, "-do")):
+            chooses = ("--schedule", "auto", *run.flags[2:], *group)
+            ours.append(Variant(f"chosen-s{most}{ending}", chooses))
+            ours.append(Variant(f"chosen-s{most}{ending}-auto-unclipped", (*chooses, *_UNCLIPPED)))
     return [DEFAULT, *(by_name[name] for name in stock), *ours]
 
 
@@ -234,7 +240,9 @@ def table(grid: Grid, layouts: Sequence[Layout]) -> str:
     """Spell all cells as Markdown, a line each."""
     titles = ["layout", "link", "exposed", "stock default", "strongest stock"]
     titles += ["ours, no clip", "bound proves", "and delays", "clips sometimes", "clips"]
-    titles += ["clips, replicates", "and delays", "x default", "x strongest", "of the bound"]
+    titles += ["clips, replicates", "and delays"]
+    titles += [f"auto chooses{what}" for what in ("", ", no clip", ", -do", ", -do, no clip")]
+    titles += ["x default", "x strongest", "of the bound"]
     lines = [f"| {' | '.join(titles)} |", "|---|---" + "|--:" * (len(titles) - 2) + "|"]
     for layout in layouts:
         for rate in layout.rates:
@@ -244,7 +252,10 @@ def table(grid: Grid, layouts: Sequence[Layout]) -> str:
     return "\n".join(lines)
 
 
-_ENDINGS = ("noclip", "bound", "auto-delay", "sometimes", "", "do-replicate", "delay-replicate")
+_ENDINGS = (
+    *("noclip", "bound", "auto-delay", "sometimes", "", "do-replicate", "delay-replicate"),
+    *("chosen-s8", "chosen-s8-auto-unclipped", "chosen-s8-do", "chosen-s8-do-auto-unclipped"),
+)
 
 
 def _cells(found: Sequence[Row]) -> list[str]:
@@ -277,7 +288,8 @@ def _ours(found: Sequence[Row], ending: str) -> Row | None:
 
 
 def _is_plain(variant: Variant) -> bool:
-    return "-auto-" not in variant.name and not variant.name.endswith("-replicate")
+    itself = variant.name.endswith("-replicate") or variant.name.startswith("chosen-")
+    return "-auto-" not in variant.name and not itself
 
 
 def _ratios(other: Row, ours: Sequence[Row | None]) -> Iterator[str]:

@@ -21,6 +21,7 @@ MS = {
     "aiao-s8-auto-noclip": 120.0,
     "aiao-s8-auto-sometimes": 140.0,
     "aiao-s8-do-replicate": 135.0,
+    "chosen-s8": 128.0,
 }
 
 
@@ -48,9 +49,10 @@ def test_a_line_has_the_exposure_of_the_default_and_the_ratios_of_ours(tmp_path)
     assert cells[:3] == ["pp=2 x dp=2", "100mbit", "50%"]
     assert cells[3:5] == ["200", "150 (v8-n8-do)"]
     assert cells[5:12] == ["120", "130", "125", "140", "148", "135", "-"]
-    assert cells[12] == "1.67 / 1.54 / 1.60 / 1.43 / 1.35 / 1.48"
-    assert cells[13] == "1.25 / 1.15 / 1.20 / 1.07 / 1.01 / 1.11"
-    assert cells[14] == "1.20 / 1.30 / 1.25 / 1.40 / 1.48 / 1.35"
+    assert cells[12:16] == ["128", "-", "-", "-"]
+    assert cells[16] == "1.67 / 1.54 / 1.60 / 1.43 / 1.35 / 1.48 / 1.56"
+    assert cells[17] == "1.25 / 1.15 / 1.20 / 1.07 / 1.01 / 1.11 / 1.17"
+    assert cells[18] == "1.20 / 1.30 / 1.25 / 1.40 / 1.48 / 1.35 / 1.28"
 
 
 def test_a_loss_that_differs_and_a_run_that_failed_are_said(tmp_path):
