@@ -135,7 +135,7 @@ class _Search:
         if self._best_s == inf:
             return False
         most = [
-            times.most_layers(rank, self._best_s * (1 + _ALIKE))
+            int(min(sum(start), times.most_layers(rank, self._best_s * (1 + _ALIKE))))
             for rank in range(len(times.rank_s))
         ]
         layouts = _layouts(sum(start), len(start), most)
@@ -198,7 +198,7 @@ def _moves(layers: Layers) -> Iterator[Layers]:
 
 
 def _layouts(
-    num_layers: int, num_stages: int, most: Sequence[float], begun: Layers = ()
+    num_layers: int, num_stages: int, most: Sequence[int], begun: Layers = ()
 ) -> Iterator[Layers]:
     """Yield all layouts of stages with a layer at least, and ranks with at most so many.
 
@@ -212,7 +212,8 @@ def _layouts(
         if not num_layers:
             yield begun
         return
-    if num_layers > sum(most):
+    ranks = {stage % len(most) for stage in range(len(begun), len(begun) + num_stages)}
+    if num_layers > sum(most[rank] for rank in ranks):  # of ranks that have a stage left
         return
     rank = len(begun) % len(most)
     for count in range(1, num_layers - num_stages + 2):

@@ -10,9 +10,10 @@ from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup
+from megatron.fold3d.predict.search import planner
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate
-from megatron.fold3d.predict.search.many_microbatches import extended, measures
+from megatron.fold3d.predict.search.many_microbatches import extended, may_be_extended, measures
 from megatron.fold3d.predict.search.planner import _Judge
 
 pytestmark = pytest.mark.search
@@ -98,7 +99,27 @@ def test_no_line_is_drawn_where_a_rank_uses_up_its_lead_first():
 
 def test_no_line_is_drawn_from_few_micro_batches_or_where_something_may_be_full():
     few = replace(AIAO, num_microbatches=106)  # less than three times 10 + 12 + 14
-    for candidate in (few, replace(AIAO, offload=True), replace(AIAO, places_weight_grads=True)):
+    for candidate in (few, replace(AIAO, places_weight_grads=True)):
         numbers, simulated = simulations(estimate := on("a100x{}", candidate))
         assert extended(candidate, estimate, simulated) is None
         assert numbers == []
+
+
+@pytest.mark.parametrize("slower", [0.1, 10.0])
+def test_memory_is_on_the_line_if_copies_keep_up(slower, monkeypatch):
+    candidate = replace(AIAO, setup=Setup(recompute="full"), offload=True)
+    item = _Judge(SMALL, cluster("a100x2"), lambda done, all_: None).bounded(candidate)
+    costs = item.estimate.costs
+    costs = replace(
+        costs,
+        offload_s=tuple(slower * seconds for seconds in costs.forward_s),
+        reload_s=tuple(slower * seconds for seconds in costs.forward_s),
+    )
+    item = replace(item, estimate=replace(item.estimate, costs=costs))
+    assert may_be_extended(candidate, item.estimate) == (slower < 1)
+    judged = planner._simulated(item, 2**40)
+    monkeypatch.setattr(planner, "extended", lambda *_: None)
+    whole = planner._simulated(item, 2**40)
+    assert judged.iteration_s == pytest.approx(whole.iteration_s, rel=1e-9)
+    assert judged.device_bytes == pytest.approx(whole.device_bytes, rel=1e-9)
+    assert judged.host_bytes == pytest.approx(whole.host_bytes, rel=1e-9)

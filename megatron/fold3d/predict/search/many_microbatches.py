@@ -35,14 +35,18 @@ def measures(timeline: Timeline) -> tuple[float, ...]:
 
 
 def extended(
-    candidate: Candidate, estimate: Estimate, simulated: Callable[[Candidate], Timeline]
+    candidate: Candidate,
+    estimate: Estimate,
+    simulated: Callable[[Candidate], Timeline],
+    measures: Callable[[Timeline], tuple[float, ...]] = measures,
 ) -> tuple[float, ...] | None:
-    """Return the `measures` of a candidate, or None if only all of its micro-batches can tell.
+    """Return the measures of a candidate, or None if only all of its micro-batches can tell.
 
     Args:
         candidate: any; one with few micro-batches is not worth it.
         estimate: its costs, which do not depend on the number of micro-batches.
         simulated: simulates the candidate with another number of them.
+        measures: of an iteration, its seconds first.
     """
     if not may_be_extended(candidate, estimate):
         return None
@@ -51,7 +55,10 @@ def extended(
     timelines = [simulated(with_microbatches(candidate, number)) for number in numbers]
     first, second, third = map(measures, timelines)
     near_s = _ALIKE * third[0]
-    bends = any(abs(a + c - 2 * b) > near_s for a, b, c in zip(first, second, third, strict=True))
+    bends = any(
+        abs(a + c - 2 * b) > max(near_s, _ALIKE * c)
+        for a, b, c in zip(first, second, third, strict=True)
+    )
     if bends or third[0] - second[0] < group_s - near_s:
         return None
     if not _keeps_pace(timelines[-1], (numbers[-1] - group) // 2, group, near_s):
@@ -63,7 +70,7 @@ def extended(
 def may_be_extended(candidate: Candidate, estimate: Estimate) -> bool:
     """Return True if three iterations are far shorter than the candidate's, and may tell all."""
     few = candidate.num_microbatches < _LEAST_SAVED * sum(_numbers(candidate, estimate))
-    return not few and not _has_a_limit(candidate)
+    return not few and not _has_a_limit(candidate, estimate)
 
 
 def with_microbatches(candidate: Candidate, number: int) -> Candidate:
@@ -128,10 +135,21 @@ def _keeps_pace(timeline: Timeline, microbatch: int, group: int, near_s: float) 
     return all(max(of_ranks) - min(of_ranks) <= near_s for of_ranks in paces.values())
 
 
-def _has_a_limit(candidate: Candidate) -> bool:
+def _has_a_limit(candidate: Candidate, estimate: Estimate) -> bool:
     """Return True if something may be full from some number of micro-batches on.
 
     That is memory, for gradients that wait and copies that lag, or the time for which transfers
     may pause DP.sync.
     """
-    return candidate.places_weight_grads or candidate.offload or candidate.preemptive
+    copies_lag = candidate.offload and not _copies_keep_up(estimate)
+    return candidate.places_weight_grads or copies_lag or candidate.preemptive
+
+
+def _copies_keep_up(estimate: Estimate) -> bool:
+    """Return True if no copy to the host or back takes longer than what is computed meanwhile."""
+    costs = estimate.costs
+    pairs = (
+        *zip(costs.offload_s, costs.forward_s, strict=True),
+        *zip(costs.reload_s, costs.backward_s, strict=True),
+    )
+    return all(copy_s <= compute_s for copy_s, compute_s in pairs)

@@ -21,7 +21,7 @@ from heapq import heappop, heappush
 from math import inf
 from multiprocessing import get_context
 
-from megatron.fold3d.observe.exposure import Exposure, exposure, mean
+from megatron.fold3d.observe.exposure import Exposure
 from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.policy.partition import Layers, best_partition
@@ -71,6 +71,7 @@ USABLE_MEMORY = 0.85  # the rest is CUDA's, NCCL's and what the allocator cannot
 _MANY_GPUS = 1024  # from here on, a simulation takes longer than to hand it to another process
 _AT_ONCE = 2
 _COUNTED = 6  # how many of those that recompute all layers are tried with fewer
+_LISTED = 1.2  # times as long as the fastest: nobody chooses what is slower
 _IMPROVED = 3  # how many of the best candidates have their neighbours tried
 _MOST_PARTITIONS = 12  # layouts that the best of ours and of stock are simulated with
 _MOST_FORWARDS = 60_000  # of all these layouts, and of an iteration with other groups
@@ -165,11 +166,12 @@ def _search(
     judge.num_left += len(better)
     fitting += filter(judge.fits, better)
     stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
-    ours = judge.best([b for b in fitting if not b.candidate.is_stock], 1)
+    limit_s = _LISTED * min(choice.iteration_s for choice in (*best, *stock))
+    ours = judge.best([b for b in fitting if not b.candidate.is_stock], 1, limit_s)
     in_pipelines = [b for b in fitting if b.candidate.is_stock and b.candidate.num_ranks > 1]
     balanced = [
         judge.bounded(other)
-        for choice in dict.fromkeys((*ours, *stock, *judge.best(in_pipelines, 1)))
+        for choice in dict.fromkeys((*ours, *stock, *judge.best(in_pipelines, 1, limit_s)))
         for other in judge.partitioned(choice)
         if other not in known
     ]
@@ -344,9 +346,13 @@ class _Judge:
         inside_s = earlier_s(item.candidate, item.estimate)
         return self._undisturbed_s[alone] + max(0.0, sync_s - inside_s)
 
-    def best(self, among: Iterable[Bounded], top: int) -> tuple[JudgedCandidate, ...]:
+    def best(
+        self, among: Iterable[Bounded], top: int, limit_s: float = inf
+    ) -> tuple[JudgedCandidate, ...]:
         """Simulate in the order of the bounds until none can be among the best any more.
 
+        What takes `_LISTED` times as long as the fastest, or longer than ``limit_s``, is not among
+        the best, however few these are.
         A bound is tightened before its candidate is simulated, and then waits for its turn again.
         """
         found: list[tuple[float, int, JudgedCandidate]] = []  # of equals, by the bound at first
@@ -359,12 +365,17 @@ class _Judge:
                 insort(found, (choice.iteration_s, place, choice))
                 del found[top:]
 
+        def most_s() -> float:
+            return min(limit_s, _LISTED * found[0][0]) if found else limit_s
+
         items = sorted(among, key=lambda b: b.bound_s)
         waiting = [(item.bound_s, place, False) for place, item in enumerate(items)]
         while waiting:
             seconds, place, is_tight = heappop(waiting)
             item = items[place]
             if len(found) == top and seconds >= found[-1][0]:
+                break
+            if seconds > most_s():
                 break
             if is_tight or item.candidate in self._judged:
                 started.append((place, self._start(item)))
@@ -374,7 +385,7 @@ class _Judge:
                 heappush(waiting, (max(seconds, self.at_least_s(item)), place, True))
         while started:
             end_one()
-        return tuple(choice for *_, choice in found)
+        return tuple(choice for seconds, _, choice in found if seconds <= most_s())
 
     def undelayed(self, candidate: Candidate) -> JudgedCandidate | None:
         """Return a candidate without the delayed weight gradients that it has."""
@@ -427,25 +438,29 @@ def _needs_memory_curve(candidate: Candidate) -> bool:
 
 def _simulated(item: Bounded, memory_bytes: float) -> JudgedCandidate:
     """Judge a candidate; of very many micro-batches, from iterations with fewer."""
+    candidate = item.candidate
+    has_curve = _needs_memory_curve(candidate)
 
     def simulated(candidate: Candidate) -> Timeline:
         return timeline_of(candidate, item.estimate, memory_bytes=memory_bytes)
 
-    candidate = item.candidate
-    if not _needs_memory_curve(candidate):
-        line = extended(candidate, item.estimate, simulated)
-        iteration_s, *exposed = measures(simulated(candidate)) if line is None else line
-        rows = dict(zip(Exposure.__dataclass_fields__, exposed, strict=True))
-        return JudgedCandidate(candidate, iteration_s, item.device_bytes, Exposure(**rows))
-    timeline = simulated(candidate)
-    ranks = memory(timeline, item.estimate.footprint)
-    return JudgedCandidate(
-        candidate,
-        timeline.period_s,
-        max(rank.device.peak_bytes for rank in ranks),
-        mean(exposure(timeline)),
-        max(rank.host.peak_bytes for rank in ranks),
-    )
+    def measured(timeline: Timeline) -> tuple[float, ...]:
+        """Return the iteration, bytes on the device and on the host, and the exposure."""
+        iteration_s, *exposed = measures(timeline)
+        device_bytes, host_bytes = item.device_bytes, 0.0
+        if has_curve:
+            ranks = memory(timeline, item.estimate.footprint)
+            device_bytes = max(rank.device.peak_bytes for rank in ranks)
+            host_bytes = max(rank.host.peak_bytes for rank in ranks)
+        return iteration_s, device_bytes, host_bytes, *exposed
+
+    line = None
+    if candidate.offload or not has_curve:  # what else has a curve may bend where memory is full
+        line = extended(candidate, item.estimate, simulated, measured)
+    found = measured(simulated(candidate)) if line is None else line
+    iteration_s, device_bytes, host_bytes, *exposed = found
+    rows = dict(zip(Exposure.__dataclass_fields__, exposed, strict=True))
+    return JudgedCandidate(candidate, iteration_s, device_bytes, Exposure(**rows), host_bytes)
 
 
 def _plainest_first(best: tuple[JudgedCandidate, ...]) -> tuple[JudgedCandidate, ...]:
