@@ -278,7 +278,8 @@ def test_bytes_are_those_that_the_plan_predicts(
     order = build("aiao", num_ranks=2, num_segments=4, num_microbatches=2)
     options = Options(shards_params=True, shards_grads=mode == "gradients")
     plan = compile_plan(order, replace(options, deferred_stages=range(8 if deferred else 0)))
-    late = "--backward-share 1 --clip-grad 0" if deferred else ""
+    # The optimizer's state is made in the first step, and so in the second iteration.
+    late = "--backward-share 1 --clip-grad 0 --train-iters 4" if deferred else ""
     traced = f"--trace {tmp_path} --trace-iterations 2"
     argv = row.command(f"--schedule aiao --shard-segments {mode} {traced} {late}")
     for number, found in enumerate(run_distributed(count, row.num_ranks, argv)):
@@ -288,13 +289,14 @@ def test_bytes_are_those_that_the_plan_predicts(
         gradients = dict(zip(stages, found.gradients, strict=True))
         predicted = peak_resident(plan.programs[rank], parameters, gradients, replicas=2)
         whole = sum(found.parameters) + sum(found.gradients)
-        assert found.resident == [predicted] * 3
+        assert found.resident == [predicted] * (4 if deferred else 3)
         assert predicted <= most_resident * whole
         size_of = dict.fromkeys(GATHER_OPS, parameters) | {Op.REDUCE_GRAD: gradients}
         sent = sum(size_of[op][s] for s, op, _ in plan.programs[rank] if op in size_of)
         if not deferred:  # those are not DDP's; behind the third, evaluation gathers as well
             assert found.sent[1] == sent <= 1.34 * whole
-        assert found.alive[2] == found.alive[1]
+        grown = found.alive[-1] - found.alive[-2]
+        assert grown == 0 or (deferred and grown < 0)  # its second step lets go of some scratch
     for file in tmp_path.iterdir():
         trace = RankTrace.from_json(file.read_text())
         events = {e.name for e in trace.iterations[0].events if e.kind == "param_gather"}
