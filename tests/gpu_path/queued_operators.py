@@ -114,7 +114,7 @@ class QueuedOperators(TorchDispatchMode):
             self._kinds[key] = _InPlace(first) if plain else "now"
         elif not results or not all(isinstance(r, torch.Tensor) for r in results):
             self._kinds[key] = "now"
-        elif any(_address(r) in inputs for r in results if r.numel()):
+        elif func.is_view or any(_address(r) in inputs for r in results if r.numel()):
             self._kinds[key] = "view"
         else:
             shapes = [(tuple(r.shape), r.stride(), r.dtype) for r in results]
