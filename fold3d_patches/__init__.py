@@ -68,8 +68,8 @@ def install_schedule(
     """Make Megatron train under the schedule of ``config``; closing the stack restores it.
 
     Args:
-        config: of the run.
-        num_microbatches: of an iteration.
+        config: the configuration of the run.
+        num_microbatches: micro-batches per iteration.
         ranks_here: the pipeline ranks of this node's processes.
 
     Raises:

@@ -19,7 +19,7 @@ def add_cost_flags(parser: ArgumentParser, *, models: str = ONE_OF, nodes: str =
     """Add the options of all three sources; at most one source is given.
 
     Args:
-        parser: of the command.
+        parser: the command's parser.
         models: the names of models, for the help.
         nodes: the names of nodes, for the help.
     """

@@ -25,8 +25,8 @@ def goodput_of(args: Namespace, known: tuple[ModelShape, Cluster, Setup] | None)
     """Return what failures leave of a job's time; None if none are known.
 
     Args:
-        args: of the command.
-        known: what is trained, on what, and how.
+        args: the command's arguments.
+        known: the model, the cluster and the setup.
 
     Raises:
         ValueError: an interval is given that cannot be, or without a cluster that fails.

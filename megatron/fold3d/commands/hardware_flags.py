@@ -16,7 +16,7 @@ def add_hardware_flags(
     """Add ``--model``, ``--cluster``, and what was measured of them.
 
     Args:
-        parser: of the command.
+        parser: the command's parser.
         required: whether a run needs them.
         model_required: whether it needs the model, if that differs.
         models: the names of models, for the help.

@@ -17,10 +17,10 @@ def hierarchical_gain(
     """Yield a line on sums inside nodes, where they are asked for or would pay.
 
     Args:
-        candidate: what runs.
+        candidate: the candidate that runs.
         shape: the model.
-        cluster: that it runs on.
-        layers: of each stage; if empty, those of the candidate.
+        cluster: the cluster that it runs on.
+        layers: layers of each stage; if empty, those of the candidate.
     """
     setup = candidate.setup
     split = layers or candidate.layers or candidate.num_ranks * candidate.num_segments

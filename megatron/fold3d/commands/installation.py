@@ -26,8 +26,8 @@ class Finding:
     Attributes:
         what: a word or two.
         verdict: ``bad`` keeps training from working, a ``note`` may surprise.
-        found: what is there.
-        fix: what to do about it; empty where there is nothing to do.
+        found: the facts, in words.
+        fix: the way to mend it; empty if nothing is wrong.
     """
 
     what: str

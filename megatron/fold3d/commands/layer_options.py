@@ -34,7 +34,7 @@ def with_chosen_layers(
 
     Args:
         args: the options.
-        plan: what runs.
+        plan: the plan that runs.
         source: costs of layers as even as possible.
         judge: tells whether a run with such options fits, and the seconds of its iteration.
 

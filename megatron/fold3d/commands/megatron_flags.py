@@ -73,7 +73,7 @@ class Described:
         fp16: whether it is fp16.
         context_parallel: ranks that share a sequence, which the search does not choose.
         expert_parallel: ranks that share the experts of a layer, likewise.
-        notes: what was read, and what is assumed; one line each.
+        notes: the flags that were read, and the values that are assumed; one line each.
     """
 
     shape: ModelShape

@@ -28,9 +28,9 @@ def chosen_order(args: Namespace, source: Source, judge: Judge | None = None) ->
     """Return the name and the plan of the order that takes least time.
 
     Args:
-        args: of the command.
-        source: of the costs.
-        judge: of an order; by default an iteration is simulated with the costs alone.
+        args: the command's arguments.
+        source: the source of the costs.
+        judge: judges an order; by default an iteration is simulated with the costs alone.
 
     Raises:
         PlanError: no order can run, or memory has no room for any.

@@ -34,12 +34,12 @@ def playground_page(
     """Return the page.
 
     Args:
-        args: of the command.
-        name: of what was simulated.
-        plan: that was simulated.
-        timeline: of it. It is shown as it is, unless the page simulates just that.
-        costs: whose means the sliders begin with.
-        where: DP.sync goes: serial, overlap or deferred.
+        args: the command's arguments.
+        name: the name of the simulated plan.
+        plan: the simulated plan.
+        timeline: its timeline. It is shown as it is, unless the page simulates just that.
+        costs: the costs whose means the sliders begin with.
+        where: where DP.sync goes: serial, overlap or deferred.
 
     Raises:
         ValueError: the plan is too large for a page.

@@ -21,9 +21,9 @@ def chosen_segments(
     """Return the segments whose optimizer steps every replica takes in full.
 
     Args:
-        args: of the command.
+        args: the command's arguments.
         source: costs and memory of a model that is updated in shards.
-        order: what runs.
+        order: the order that runs.
         grad_sync: where DP.sync goes, if the options say so.
 
     Raises:

@@ -90,7 +90,7 @@ def compute_plan(args: Namespace, forwards_ahead: int | None = None) -> Plan:
     """Return the plan of ``args.schedule``, without transfers and gradient sync.
 
     Args:
-        args: of the command.
+        args: the command's arguments.
         forwards_ahead: in place of an option that says auto, as all weight gradients then stay in
             their backwards.
 

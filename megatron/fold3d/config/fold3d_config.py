@@ -36,7 +36,7 @@ class Fold3DConfig:
         forwards_ahead: forwards that 1F1B runs ahead per rank behind; None is the schedule's own.
         auto_ahead: whether measured times choose ``forwards_ahead``.
         auto_weight_grads: whether measured times say where weight gradients go, if apart at all.
-        most_activations: of a rank, with ``auto_weight_grads``; None is as many as without it.
+        most_activations: the limit of a rank with ``auto_weight_grads``; None adds nothing.
         recompute_early: the stages that recompute before their gradients arrive.
         recompute_layers: how many layers each stage recomputes; None is Megatron's one number.
         auto_recompute_layers: whether measured bytes choose these numbers.
@@ -50,7 +50,7 @@ class Fold3DConfig:
         trace: the folder that a trace is written to.
         trace_iterations: the iterations that are recorded; None is two after warm-up.
         records_tp_sync: whether a trace has tensor-parallel collectives.
-        microbatch_flops: of the model's forward and backward, for the trace; 0 if unknown.
+        microbatch_flops: FLOPs of the model's forward and backward, for the trace; 0 if unknown.
         cuts_every_segment: whether every segment's gradients are reduced in buckets.
         slices_dp_sync: whether the plan starts DP.sync in slices, one before each computation.
         hierarchical_dp_sync: whether gradients are summed inside nodes first, where replicas share
@@ -71,7 +71,7 @@ class Fold3DConfig:
         preemptive_comm: whether transfers between pipeline ranks go before DP.sync.
         pp_traffic_class: marks PP.sync's packets.
         dp_traffic_class: marks DP.sync's packets.
-        device: what Megatron trains on.
+        device: the device that Megatron trains on.
         offload_activations: whether saved activations go to host memory.
         lazy_inter_segment: whether transfers between segments wait in host memory.
         offload_everything: whether all large saved tensors are offloaded, not only those that

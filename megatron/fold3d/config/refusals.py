@@ -19,11 +19,11 @@ class Refusal:
 
     Attributes:
         flag: as the user spells it.
-        attribute: what the flag sets in Megatron's namespace.
+        attribute: the attribute that the flag sets in Megatron's namespace.
         rule: why it cannot work.
-        fix: what to do instead.
+        fix: the way out, such as another flag.
         found: whether a namespace asks for it; by default, whether the attribute is set.
-        schedules: with which schedules it cannot work.
+        schedules: the schedules with which it cannot work.
     """
 
     flag: str

@@ -46,7 +46,7 @@ def replication_problems(args: Namespace, schedule: str, num_segments: int) -> I
     Args:
         args: Megatron's namespace.
         schedule: the schedule that will run.
-        num_segments: of a rank; 0 if not known yet.
+        num_segments: segments per rank; 0 if not known yet.
     """
     if not args.replicate_optimizer:
         return

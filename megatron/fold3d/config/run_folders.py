@@ -39,8 +39,8 @@ def unwritable(flag: str, path: Path, holds: str) -> Iterator[str]:
 
     Args:
         flag: the flag that gives the path.
-        path: of the folder.
-        holds: what is written there, in words.
+        path: the path of the folder.
+        holds: the contents of the folder, in words.
     """
     there = next(part for part in (path, *path.absolute().parents) if part.exists())
     if not there.is_dir():

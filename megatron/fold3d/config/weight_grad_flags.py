@@ -65,7 +65,7 @@ def weight_grad_problems(args: Namespace, schedule: str, num_segments: int) -> I
     Args:
         args: Megatron's namespace.
         schedule: the schedule that will run.
-        num_segments: of a rank; 0 if not known yet.
+        num_segments: segments per rank; 0 if not known yet.
     """
     auto = args.delay_weight_grads == AUTO
     named = AUTO if auto else ",".join(map(str, args.delay_weight_grads))

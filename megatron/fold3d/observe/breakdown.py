@@ -29,7 +29,7 @@ class Breakdown:
         device_bytes: the most that any GPU held; None where there is none.
         host_bytes: the most that any process held.
         flops_per_gpu_s: the model's FLOPs over time and GPUs; None where they are not known.
-        utilisation: of the GPU's peak.
+        utilisation: the share of the GPU's peak FLOP/s.
         offloaded_bytes: the most that any process copied to the host in an iteration; None without
             offload.
         tp_sync_s: seconds of an iteration in which tensor-parallel collectives are under way, the

@@ -18,7 +18,7 @@ from megatron.fold3d.observe.training_log import LoggedIteration, parse
 
 _LOGS = ("*.log", "*.out", "*.txt")
 _RESAMPLES = 2000
-_MOST_TIMES = 500  # that are resampled; the last ones of longer runs
+_MOST_TIMES = 500  # iterations to resample, the last ones of a longer run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +26,9 @@ class Run:
     """One training run.
 
     Attributes:
-        name: what to call it.
+        name: the name to print.
         iterations: lines of its log, each iteration once, in order.
-        timeline: of its traced iterations, if there are any.
+        timeline: the timeline of its traced iterations, if there are any.
     """
 
     name: str
@@ -133,7 +133,7 @@ class LossAgreement:
 
     Attributes:
         common: iterations that have a loss in both.
-        equal: of these, how many are equal in every digit that was logged.
+        equal: how many of these are equal in every digit that was logged.
         first_difference: the first that is not.
         largest: the largest relative difference.
     """

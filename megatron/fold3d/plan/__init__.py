@@ -1,1 +1,1 @@
-"""WHAT happens: schedules, lowering passes and the verifier. Standard library only."""
+"""Plans as data: schedules, lowering passes and the verifier. Standard library only."""

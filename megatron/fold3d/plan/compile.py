@@ -1,7 +1,7 @@
 """The recipe: from an order of computation and options to the plan that runs.
 
 Executor, simulator, planner and commands all call `lower`, so that the plan that is simulated is
-the plan that runs. A pass that nothing asks for is not imported. The passes run in this order:
+the plan that runs. Only the passes that the options need are imported. They run in this order:
 
 order ──> delay_weight_grads ──> recompute_early ──> add_param_gather or shard_params
 ──> add_offload ──> add_p2p ──> pair_microbatches ──> DP.sync ──> gather_later or slice_grad_sync
@@ -27,42 +27,42 @@ GradSync = Literal["overlap", "serial", "aligned"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The passes' options: what they add to an order of computation.
+    """The options of the passes.
 
-    An order that has some of it already, from a plan file for example, keeps what it has.
+    If an order already has the actions of a pass, from a plan file for example, it keeps them.
     """
 
     delay_weight_grads: tuple[int, ...] = ()
-    """Segments whose weight gradients are computed when all backwards of a rank are through."""
+    """Segments whose weight gradients are computed after all backwards of a rank."""
     recompute_early: Container[int] = ()
     """Stages that recompute before their gradients arrive."""
     gathers_params: bool = False
     """True if a distributed optimizer's parameters are gathered by actions of the plan."""
     replicated_stages: Container[int] = ()
-    """Stages that every replica updates in full, beside a distributed optimizer's others."""
+    """Stages that every replica updates in full, although the optimizer is distributed."""
     shards_params: bool = False
     """True if a stage's parameters are whole only while it computes; actions gather them then."""
     shards_grads: bool = False
-    """True if each replica keeps its shard alone of a stage's gradients, once they are reduced."""
+    """True if each replica keeps only its shard of a stage's gradients once they are reduced."""
     offload: "OffloadChoice | None" = None
-    """Which saved activations leave for host memory, and how early they come back."""
+    """Which saved activations are offloaded to host memory, and how early they are reloaded."""
     overlap_tensor_parallel: bool = False
     """Whether neighbouring micro-batches are computed in pairs: see `in_pairs`."""
     transfers: bool = True
     """False leaves out the transfers: the simulator sends a result when its computation ends."""
     grad_sync: GradSync = "overlap"
-    """Where DP.sync starts: behind the backwards that are left, or as stock Megatron starts it."""
+    """Where DP.sync starts: behind each stage's last backward, or as stock Megatron starts it."""
     deferred_stages: Container[int] = ()
     """Stages whose DP.sync may reach into the next iteration (paper Algorithm 2)."""
     forwards_before_gather: Mapping[int, int] = field(default_factory=dict)
-    """By deferred stage, how many forwards of the stage before come before its gather."""
+    """By deferred stage, how many forwards of the rank's stage before precede its all-gather."""
     slice_shares: tuple[float, ...] = ()
-    """Cuts DP.sync into slices: of each stage, the share behind the backwards, if it is deferred.
+    """If not empty, DP.sync is cut into slices. For each stage: the share behind the backwards.
 
-    Empty leaves DP.sync of a stage in one action.
+    The share is only used if the stage's DP.sync is deferred.
     """
     receives_late: bool = False
-    """Whether receives are posted where they hold up nothing in a hardware queue that is shared."""
+    """Whether receives are posted late, so that they block nothing in a shared hardware queue."""
 
 
 def compile_plan(order: Plan, options: Options) -> Plan:
@@ -77,11 +77,11 @@ def compile_plan(order: Plan, options: Options) -> Plan:
 
 
 def lower(order: Plan, options: Options | None = None) -> Plan:
-    """Return the plan that runs: the order with all that the passes add to it.
+    """Return the plan that runs: the order with the actions that the passes add.
 
     Args:
-        order: of computation, with or without any of the other actions.
-        options: by default the transfers, and DP.sync behind the backwards that are left.
+        order: the order of computation, with or without any of the other actions.
+        options: the default adds transfers, and DP.sync behind each stage's last backward.
 
     Raises:
         PlanError: the order cannot run, or an option does not fit it.
@@ -140,5 +140,5 @@ def _with_grad_sync(plan: Plan, where: GradSync) -> Plan:
 
 
 def forward_only(plan: Plan) -> Plan:
-    """Return the forwards of a plan: what evaluation runs."""
+    """Return the forwards of a plan, which evaluation runs."""
     return plan.select({Op.FORWARD})

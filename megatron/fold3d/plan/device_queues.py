@@ -1,34 +1,35 @@
 """How a GPU runs a plan: streams, hardware queues, and whether the plan still ends.
 
-Keeps one invariant: these rules are the only ones, and the simulator follows the same ones. They
-come from reading the sources of CUDA, NCCL, torch, Megatron and FOLD3D. **No GPU has run them.**
+Keeps one invariant: the simulator follows these rules, and no others. They come from the CUDA
+manual and from the sources of NCCL, torch, Megatron and FOLD3D. **No GPU has confirmed them.**
 
 1. The host issues a program's actions in their order and does not wait for the device. (CUDA
    launches are asynchronous; `runtime/executor.py` runs a program from front to back.)
-2. An action becomes an item of a stream, and the items of a stream run one after the other.
-   Computations have one stream. Sends and receives of each direction have one each: `P2P` gives
-   the directions groups of their own, and `ProcessGroupNCCL` gives each pair of ranks in a group a
-   communicator and a stream. DP.sync has one, copies to the host and to the device one each.
-3. An item of communication, or a copy, begins when the computations that were issued before it
-   are over. (`ProcessGroupNCCL` makes its stream wait for an event of the current stream; `Copies`
-   does the same.)
+2. Each action is an item of a stream, and the items of a stream run one after the other. All
+   computations share one stream. Sends and receives of each direction have a stream each: `P2P`
+   makes a process group per direction, and `ProcessGroupNCCL` gives each pair of ranks in a group a
+   communicator and a stream. DP.sync has one stream, copies to the host and to the device one each.
+3. An item of communication, or a copy, begins when the computations issued before it have ended.
+   (`ProcessGroupNCCL` makes its stream wait for an event of the current stream; `Copies` does the
+   same.)
 4. Streams share ``CUDA_DEVICE_MAX_CONNECTIONS`` hardware queues. A queue starts items in the order
-   of issue: one that waits, for its stream or an event, holds up everything behind it, whatever
-   its stream. (CUDA C Programming Guide. Megatron demands 1 for tensor or context parallelism on
-   GPUs before Blackwell; CUDA's default is 8.) CUDA does not say which streams share a queue: here
-   they are assigned round-robin, in the order of their first use. A plan that ends with one queue
-   ends with any number, since more queues hold up less.
-5. A transfer ends once both of its sides have begun, a reduction once all replicas have. Replicas,
-   and the ranks of a tensor-parallel group, run the same programs in the same order, so one of them
-   stands for all.
-6. A computation waits for the tensors that it reads, WAIT_GRAD for the reduction that was started
-   last, both on the compute stream. (``work.wait()`` of NCCL makes the current stream wait.)
+   of issue. An item that waits, for its stream or an event, blocks all items behind it, of any
+   stream. (CUDA C Programming Guide. Megatron demands 1 for tensor or context parallelism on GPUs
+   before Blackwell; CUDA's default is 8.) CUDA does not say which streams share a queue: here they
+   are assigned round-robin, in the order of their first use. A plan that ends with one queue ends
+   with any number, since more queues block less.
+5. A transfer ends once both of its sides have begun, a reduction once all replicas have begun it.
+   Replicas, and the ranks of a tensor-parallel group, run the same programs in the same order, so
+   one rank represents all.
+6. A computation waits for the tensors that it reads; WAIT_GRAD waits for the reduction started
+   last. Both wait on the compute stream. (``work.wait()`` of NCCL makes the current stream wait.)
 7. The compute stream waits for a send when `UNFINISHED_SENDS` others have followed it, and for all
    of them at the end of an iteration. (`runtime/transfers/p2p.py`.)
 8. The host waits while `MOST_OUTSTANDING` of the NCCL operations that it has issued are unfinished:
    NCCL's proxy has 2048 slots, and a collective takes 16 to 32 of them. (nccl#2353 reports a hang.)
-9. With tensor parallelism, collectives on a stream of their own cut a computation into parts. Each
-   waits for the part before it, and the part behind waits for it. Inside a node they need no proxy.
+9. With tensor parallelism, collectives on a separate stream cut a computation into parts. Each
+   collective waits for the part before it, and the next part waits for the collective. Inside a
+   node they need no proxy.
 """
 
 from collections import defaultdict, deque
@@ -108,18 +109,17 @@ def send_waits(program: Program) -> dict[int, list[Action]]:
 
 @gc_paused()
 def verify_on_device(plan: Plan, connections: int, *, tensor_parallel: bool = False) -> None:
-    """Return if the plan comes to an end on GPUs with this many hardware queues.
+    """Check that the plan cannot deadlock on GPUs with this many hardware queues.
 
-    What `verify` refuses is not checked again.
+    The plan must have passed `verify`, whose checks are not repeated.
 
     Args:
-        plan: one without transfers is judged with those that `add_p2p` gives it for this many
-            queues.
+        plan: if it has no transfers, those are checked that `add_p2p` adds for this many queues.
         connections: hardware queues, ``CUDA_DEVICE_MAX_CONNECTIONS``.
         tensor_parallel: whether collectives cut the computations.
 
     Raises:
-        PlanError: what every stopped rank waits for, above the part of the plan where it stopped.
+        PlanError: ranks block each other; the message shows each rank's action, and marks it.
     """
     if connections < 1:
         raise PlanError(f"found {connections} hardware queues; CUDA has from 1 to 32")
@@ -131,8 +131,8 @@ def verify_on_device(plan: Plan, connections: int, *, tensor_parallel: bool = Fa
 class _Play:
     """The items of all ranks over several iterations, and which of them have begun.
 
-    Items are numbered, a rank's in the order of issue. An item that has begun ends; only a transfer
-    needs both of its sides to begin.
+    Items are numbered, those of a rank in the order of issue. An item that has begun always ends,
+    except for a transfer, which also needs its other side to begin.
     """
 
     def __init__(self, plan: Plan, connections: int, *, tensor_parallel: bool) -> None:
@@ -174,7 +174,7 @@ class _Play:
             self.queues.append([queue for queue in queues if queue])
 
     def _lay_out(self, program: Program, sides: dict[tuple[int, Action], int]) -> None:
-        """Add a rank's items, with what each of them waits for."""
+        """Add a rank's items, with the items that each of them waits for."""
         on_stream: dict[Stream, int] = {}  # the last item
         of_action: dict[tuple[int, Op, int | None], int] = {}  # the last item
         waits_for_sends = send_waits(program)
@@ -206,7 +206,7 @@ class _Play:
                     add(index, send, Stream.COMPUTE, of_action[send])
 
     def run(self) -> None:
-        """Begin everything that can begin; raise if something never can."""
+        """Begin every item that can begin; raise an error if some item never can."""
         moved = True
         while moved:
             moved = False
@@ -217,7 +217,7 @@ class _Play:
             raise self._deadlock()
 
     def _advance(self, rank: int) -> bool:
-        """Issue what the host may, begin what the queues may; return whether anything began."""
+        """Issue all items that the host can issue; begin all that can begin, if any did."""
         self._issue(rank)
         moved = False
         for queue in self.queues[rank]:

@@ -1,8 +1,8 @@
 """Plan files: read what `fold3d plan` wrote, or a user wrote by hand.
 
-There are three forms, told apart by their content: text, a CSV table, which may be one of
-``torch.distributed.pipelining``, and the JSON of `fold3d plan --json`. Of the JSON only
-``programs`` is read; the rest follows from it.
+There are three forms, distinguished by their content: text, a CSV table, which may be one of
+``torch.distributed.pipelining``, and the JSON of `fold3d plan --json`. Only ``programs`` of the
+JSON is read; the rest follows from it.
 """
 
 import json
@@ -11,15 +11,15 @@ from pathlib import Path
 from megatron.fold3d.plan.ir import Plan, PlanError
 
 MOST_BYTES = 1 << 30
-"""Of a file that is read whole: no plan, trace or table of costs is as long."""
+"""The size limit of files that are read into memory; no plan, trace or cost table comes near."""
 
 
 def read_file(path: Path) -> bytes:
-    """Return what is in a file that a user named.
+    """Return the content of a file that a user named.
 
     Raises:
-        ValueError: it is too long; the message begins with its path.
-        OSError: it cannot be read.
+        ValueError: the file is too long; the message begins with its path.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:  # some have no size before they are read
         content = file.read(MOST_BYTES + 1)
@@ -33,8 +33,8 @@ def read_plan(path: Path) -> Plan:
 
     Raises:
         PlanError: the file holds no plan; the message begins with its path.
-        ValueError: it is too long for one.
-        OSError: it cannot be read.
+        ValueError: the file is too long.
+        OSError: the file cannot be read.
     """
     try:
         return parse_plan(read_file(path))
@@ -43,10 +43,10 @@ def read_plan(path: Path) -> Plan:
 
 
 def parse_plan(content: bytes) -> Plan:
-    """Return the plan that a file's content spells.
+    """Return the plan in a file's content.
 
     Raises:
-        PlanError: it spells none.
+        PlanError: the content is not a plan.
     """
     try:
         text = content.decode("utf-8-sig")  # spreadsheets put a byte order mark first

@@ -5,8 +5,8 @@ The executor, the verifier, the simulator and the plots all read this one type, 
 has an order of its own.
 
 Text form, one word per action: ``2F0`` is stage 2's forward of micro-batch 0, ``2SEND_F0`` sends
-what it computed, ``2REDUCE_GRAD`` concerns the whole stage. ``2REDUCE_GRAD.250`` ends at 250
-thousandths of the stage's gradients. ``str`` and ``from_str`` are inverse.
+its output, ``2REDUCE_GRAD`` reduces the gradients of the whole stage. ``2REDUCE_GRAD.250`` is a
+slice that ends at 250 thousandths of these gradients. ``str`` and ``from_str`` are inverse.
 """
 
 import csv
@@ -60,7 +60,7 @@ SHARD_OPS = HOST_OPS | {Op.GATHER_PARAM_B, Op.WAIT_PARAM_B}
 STAGE_OPS = SHARD_OPS | {Op.REDUCE_GRAD, Op.WAIT_GRAD, Op.GATHER_PARAM, Op.WAIT_PARAM}
 """Ops of a whole stage; every other op but REDUCE_SLICE belongs to one micro-batch."""
 WHOLE = 1000
-"""A stage's gradients, in the unit of REDUCE_SLICE."""
+"""All gradients of a stage, in the unit of REDUCE_SLICE: thousandths."""
 
 _OPS = "|".join(map(re.escape, sorted(Op, key=len, reverse=True)))
 _ACTION = re.compile(rf"([0-9]{{1,9}})({_OPS})([0-9]{{0,9}})")
@@ -70,7 +70,7 @@ _ACTION = re.compile(rf"([0-9]{{1,9}})({_OPS})([0-9]{{0,9}})")
 def gc_paused() -> Iterator[None]:
     """Pause the garbage collector: a plan is a million tuples without a reference cycle.
 
-    Walking them again and again while they are made would double the time.
+    Without the pause, the collector scans them again and again, which doubles the time.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -106,7 +106,7 @@ class Action(NamedTuple):
         """Read one action; the inverse of ``str``.
 
         Raises:
-            PlanError: the word is no action.
+            PlanError: the word is not an action.
         """
         match = _ACTION.fullmatch(text)
         if match is not None:
@@ -190,7 +190,7 @@ class Plan:
         """Read `to_text`; empty lines and lines that begin with ``#`` are skipped.
 
         Raises:
-            PlanError: a word is no action, or the sizes do not fit together.
+            PlanError: a word is not an action, or the sizes are inconsistent.
         """
         return cls._from_rows(line.split() for line in _content(text))
 
@@ -205,7 +205,7 @@ class Plan:
         """Read `to_csv`, or a table with empty cells where a rank is idle.
 
         Raises:
-            PlanError: as `from_text`, or the text is no table.
+            PlanError: as in `from_text`, or the text is not a CSV table.
         """
         try:
             return cls._from_rows(csv.reader(_content(text)))

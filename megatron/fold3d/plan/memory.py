@@ -9,9 +9,9 @@ from megatron.fold3d.plan.passes.weight_grads import split_stages
 def peak_activations(plan: Plan, *, depth: int = 1) -> tuple[int, ...]:
     """Return, per rank, the most (segment, micro-batch) activations on the device at once.
 
-    Paper eqs. 6-7 multiply this count by the bytes of one. An offloaded activation leaves the
-    device when the rank's next ``depth`` computations are over, and is back from its RELOAD on: see
-    `add_offload`. One whose weight gradients are delayed stays until these are computed.
+    Paper eqs. 6-7 multiply this count by the bytes of one activation. An offloaded activation
+    leaves the device after the rank's next ``depth`` computations, and is back from its RELOAD on:
+    see `add_offload`. An activation stays until its weight gradients, if delayed, are computed.
     """
     peaks = []
     for program in plan.programs:

@@ -1,4 +1,4 @@
-"""What else a plan holds at once: on the host, recomputed early, whole parameters and gradients."""
+"""Further peaks of a plan's memory: host memory, early recomputation, parameters, gradients."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -8,9 +8,9 @@ from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 
 
 def peak_recomputed(plan: Plan) -> tuple[int, ...]:
-    """Return, per rank, the most (segment, micro-batch) recomputed and not used yet, at once.
+    """Return, per rank, the most (segment, micro-batch) that are recomputed early at once.
 
-    Each holds what a forward without recomputation keeps, from its `R` until its backward.
+    From its `R` until its backward, each holds as much as a forward without recomputation.
     """
     peaks = []
     for program in plan.programs:
@@ -29,8 +29,8 @@ def peak_recomputed(plan: Plan) -> tuple[int, ...]:
 def peak_gathered(plan: Plan) -> tuple[int, ...]:
     """Return, per rank, the most stages whose parameters are whole on the device at once.
 
-    They are whole from the start of their all-gather until they are freed; in a plan that frees
-    none, always. The optimizer's step, between two iterations, is not counted.
+    They are whole from the start of their all-gather until they are freed, or always if the plan
+    frees none. The optimizer's step, between two iterations, is not counted.
     """
     peaks = []
     for program in plan.programs:
@@ -49,9 +49,9 @@ def peak_gathered(plan: Plan) -> tuple[int, ...]:
 def peak_whole_grads(plan: Plan) -> tuple[int, ...]:
     """Return, per rank, the most stages whose gradients are whole on the device at once.
 
-    They are whole from the stage's first backward until they are freed, maybe in the next
-    iteration; in a plan that frees none, always. `finalize_model_grads` and the optimizer's step,
-    between two iterations, do not count.
+    They are whole from the stage's first backward until they are freed, possibly in the next
+    iteration, or always if the plan frees none. `finalize_model_grads` and the optimizer's step,
+    between two iterations, are not counted.
     """
     peaks = []
     for program in plan.programs:
@@ -79,10 +79,10 @@ def peak_resident(
     """Return the most bytes of parameters and gradients that a rank holds at once in an iteration.
 
     Args:
-        program: of the rank, with DP.sync.
-        parameter_bytes: of each of its stages, whole.
-        gradient_bytes: likewise.
-        replicas: among which a stage is sharded.
+        program: the program of the rank, with DP.sync.
+        parameter_bytes: bytes of each of its stages' parameters, whole.
+        gradient_bytes: bytes of each of its stages' gradients, whole.
+        replicas: the number of replicas that a stage is sharded over.
     """
     ops = {op for _, op, _ in program}
     shared = replicas if ops & FREE_OPS else 1

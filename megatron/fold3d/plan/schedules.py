@@ -1,8 +1,8 @@
 """Schedules: the order in which each rank computes, one generator per schedule.
 
-A generator yields the computations of one rank and nothing else; `passes` add transfers, gradient
-sync and offload. Every schedule runs forwards, backwards and weight gradients in the order of
-micro-batches, so gradients are summed in the same order whichever schedule runs.
+A generator yields only the computations of one rank; `passes` add transfers, gradient sync and
+offload. Every schedule runs forwards, backwards and weight gradients in the order of micro-batches,
+so all schedules sum gradients in the same order.
 
     p = num_ranks, v = num_segments, m = num_microbatches; rank 0 of p=2, v=2, m=3:
 
@@ -37,8 +37,8 @@ def one_f_one_b(
 ) -> Iterator[Action]:
     """Yield 1F1B on one segment: rank r runs ``p - 1 - r`` forwards ahead (Megatron Sec. 2.2).
 
-    That hides no transfer. With ``forwards_ahead`` n it runs ``n (p - 1 - r)`` ahead, which does:
-    see `policy.forwards_ahead`.
+    This order exposes every transfer. With ``forwards_ahead`` n, rank r runs ``n (p - 1 - r)``
+    forwards ahead, which can hide transfers: see `policy.forwards_ahead`.
     """
     yield from _one_f_one_b([rank], num_microbatches, forwards_ahead * (num_ranks - 1 - rank))
 
@@ -49,10 +49,10 @@ def shifted_critical_path(rank: int, num_ranks: int, num_microbatches: int) -> I
         1F1B  F0 F1 B0 F2 B1 F3 B2 F4 B3 ...
         here  F0 F1 F2 B0 B1 F3 B2 F4 B3 ...
 
-    The third forward takes the time in which this rank waits for its first gradient; from the
-    second backward on it is 1F1B, so no micro-batch waits for a longer way round. All other ranks
-    run 1F1B, and so does this one with fewer than three micro-batches. It is faster than 1F1B where
-    the last rank does not recompute and the others recompute early, see `recompute_early`.
+    The third forward runs while this rank waits for its first gradient. From the second backward on
+    the order is 1F1B's, so no micro-batch is delayed. All other ranks run 1F1B, and so does this
+    one with fewer than three micro-batches. The schedule is faster than 1F1B if the last rank does
+    not recompute and the others recompute early, see `recompute_early`.
     """
     ahead = num_ranks - 1 - rank
     program = list(_one_f_one_b([rank], num_microbatches, ahead))
@@ -73,11 +73,12 @@ def interleaved(
 
     Groups of ``group_size`` micro-batches (Megatron's
     ``--microbatch-group-size-per-virtual-pipeline-stage``) pass through all segments before the
-    next group starts: p is Megatron's default, m is breadth-first. With one segment it is 1F1B
-    with twice the forwards ahead, which stock Megatron has no name for. Any number of
+    next group starts: p is Megatron's default, m is breadth-first. With one segment this is 1F1B
+    with twice the forwards ahead, for which stock Megatron has no name. Any number of
     micro-batches runs, including those that Megatron refuses: see `_groups`. ``forwards_ahead``
-    is Megatron's 2, or more for slower links: see `policy.forwards_ahead`. Of several groups a rank
-    runs two ahead at most: the tensors for more come back from the last rank too late.
+    is Megatron's 2, or more for slower links: see `policy.forwards_ahead`. If there are several
+    groups, a rank runs at most two ahead, since its inputs for more come from the last rank too
+    late.
     """
     stages = _stages(rank, num_ranks, num_segments)
     groups = _groups(num_microbatches, group_size, num_ranks)
@@ -108,8 +109,8 @@ def aiao(
     """Yield all-in-all-out: all micro-batches pass one segment before the next (Sec. III-B).
 
     ``last_segment="afab"`` is Algorithm 1 as printed. ``"1f1b"`` runs each micro-batch's backward
-    of the last segment as soon as it can. That takes the same time and holds at most
-    ``2 (p - 1 - r) + 1`` of the last segment's activations instead of m; on the last rank, one
+    of the last segment as soon as it can. It takes the same time, but a rank holds at most
+    ``2 (p - 1 - r) + 1`` of the last segment's activations instead of m, and the last rank only one
     micro-batch's logits. Slower links need ``forwards_ahead`` above 2, see `policy.forwards_ahead`.
     """
     *stages, last = _stages(rank, num_ranks, num_segments)
@@ -127,7 +128,7 @@ SPLIT_SCHEDULES = frozenset({"zb-h1", "zb-h2"})
 """Schedules that split weight gradients from backwards."""
 ONE_SEGMENT_SCHEDULES = frozenset({"1f1b", "shifted-critical-path"}) | SPLIT_SCHEDULES
 FORWARDS_AHEAD: Mapping[str, int] = {"1f1b": 1, "aiao": 2, "interleaved": 2}
-"""Default ``forwards_ahead`` of the schedules for which `build` takes it."""
+"""Default ``forwards_ahead``, by schedule; `build` refuses the option for other schedules."""
 
 
 @gc_paused()
@@ -202,10 +203,10 @@ def build(
 def check_forwards_ahead(
     forwards_ahead: int | Literal["auto"], schedule: str, last_segment: LastSegment | None
 ) -> None:
-    """Return if a schedule can run this far ahead.
+    """Check that a schedule can run this far ahead.
 
     Raises:
-        PlanError: the number is below one, or the schedule does not read it.
+        PlanError: the number is below one, or the schedule has no such option.
     """
     found = f"--forwards-ahead {forwards_ahead}"
     if schedule not in FORWARDS_AHEAD:
@@ -233,8 +234,8 @@ def _groups(num_microbatches: int, group_size: int, num_ranks: int) -> list[rang
     """Cut the micro-batches into groups of ``group_size``; the remainder is a smaller group.
 
     A remainder below p is spread over the other groups instead. A micro-batch enters a rank's next
-    segment only after it has passed all ranks, so in a group below p ranks would wait for one
-    another, some of them for ever.
+    segment only after it has passed all ranks, so with a group smaller than p, ranks would wait for
+    one another and could deadlock.
     """
     num_groups, rest = divmod(num_microbatches, group_size)
     if rest >= num_ranks:
@@ -261,7 +262,7 @@ def _one_f_one_b(stages: Sequence[int], num_microbatches: int, ahead: int) -> It
 def _alternate(
     forwards: Sequence[Action], backwards: Sequence[Action], ahead: int
 ) -> Iterator[Action]:
-    """Yield ``ahead`` forwards, then one forward and one backward in turn, then what is left."""
+    """Yield ``ahead`` forwards, then forwards and backwards in turn, then the other backwards."""
     ahead = min(ahead, len(forwards))
     steady = zip(forwards[ahead:], backwards, strict=False)
     return chain(forwards[:ahead], chain.from_iterable(steady), backwards[len(forwards) - ahead :])

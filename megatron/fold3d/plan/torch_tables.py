@@ -20,16 +20,16 @@ _STARTED = re.compile(r"(\d+)REDUCE_GRAD")
 
 
 def is_torchs(table: str) -> bool:
-    """Return True if a CSV table of actions has words of torch's, or leaves out waits as torch."""
+    """Return True if a CSV table has torch's words for actions, or omits waits as torch does."""
     starts_alone = "REDUCE_GRAD" in table and "WAIT_GRAD" not in table
     return starts_alone or _ONLY_TORCHS.search(table) is not None
 
 
 def in_our_words(table: str) -> str:
-    """Return a CSV table of torch's as one of ours.
+    """Translate torch's CSV table of actions into ours.
 
     Raises:
-        csv.Error: it is no table.
+        csv.Error: the text is not a CSV table.
     """
     rows = [[*_cells(row)] for row in csv.reader(table.splitlines())]
     cut = (found for row in rows for word in row if (found := _SPLIT.fullmatch(word)))

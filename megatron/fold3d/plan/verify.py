@@ -1,8 +1,8 @@
 """Prove that a plan can run, or show the action that stops it.
 
 `verify` runs the plan under the strictest rules for transfers: a send blocks its rank until the
-matching receive is posted, and two neighbours have one ordered channel per direction.
-A plan that ends under these rules ends under any looser ones, whatever the timing.
+matching receive is posted, and two neighbours have one ordered channel per direction. A plan that
+completes under these rules completes under any looser ones, with any timing.
 """
 
 from collections import Counter, defaultdict
@@ -35,12 +35,12 @@ _CHANNELS = ((Op.SEND_F, Op.RECV_F, 1), (Op.SEND_B, Op.RECV_B, -1))
 
 @gc_paused()
 def verify(plan: Plan) -> None:
-    """Return if the plan runs every micro-batch once, in order, and comes to an end.
+    """Check that the plan runs every micro-batch once, in order, and cannot deadlock.
 
-    A plan without transfers is judged with those that `add_p2p` gives it.
+    If a plan has no transfers, those that `add_p2p` adds are checked.
 
     Raises:
-        PlanError: what is wrong, above the part of the plan where it is, with the action marked.
+        PlanError: the plan is wrong; the message shows its grid with the wrong action marked.
     """
     _check_actions(plan)
     if plan.has(Op.WEIGHT):
@@ -113,7 +113,7 @@ def _check_slices(plan: Plan) -> None:
 
 
 def _check_channels(plan: Plan) -> None:
-    """Check that between two ranks, in each direction, what is sent first is received first."""
+    """Check that two ranks receive in the order in which they send, in each direction."""
     for rank, program in enumerate(plan.programs):
         for send_op, receive_op, step in _CHANNELS:
             to = (rank + step) % plan.num_ranks
@@ -137,7 +137,7 @@ def _check_channels(plan: Plan) -> None:
 
 
 def _check_progress(plan: Plan) -> None:
-    """Check for deadlocks: some order of the whole plan puts each action after all it needs."""
+    """Check for deadlocks: the whole plan has an order in which each action follows its needs."""
     needs = _Needs(plan)
     position = [0] * plan.num_ranks
     blocked: dict[_Need, list[int]] = defaultdict(list)
@@ -160,9 +160,9 @@ def _check_progress(plan: Plan) -> None:
 
 
 class _Needs:
-    """The actions of any rank that must come before an action, and those that have run.
+    """The actions of any rank that must precede an action, and the actions that have run.
 
-    Needs are plain tuples: they equal the actions that they name and are four times faster to make.
+    Needs are plain tuples: they compare equal to actions and are four times faster to make.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -229,7 +229,7 @@ class _Needs:
             self._add_freed_grads(program, deferred)
 
     def _add_frees(self, program: Program) -> None:
-        """Let parameters be freed behind the last computation that reads them, and read whole."""
+        """Require that parameters are whole when read, and freed only after their last use."""
         stages = [action.stage for action in program if action.op is Op.GATHER_PARAM_B]
         for action in program:
             stage, op, _ = action
@@ -242,7 +242,7 @@ class _Needs:
                     self.others.setdefault(action, []).append(again)
 
     def _add_freed_grads(self, program: Program, deferred: Container[int]) -> None:
-        """Let gradients of the iteration before be freed before this one's are added up there."""
+        """Require that the last iteration's gradients are freed before new ones are added there."""
         freed = {a.stage for a in program if a.op is Op.FREE_GRAD and a.stage in deferred}
         for action in program:
             if action.op is Op.BACKWARD and action.stage in freed:
@@ -250,7 +250,7 @@ class _Needs:
                 self.others.setdefault(action, []).append(free)
 
     def first_unmet(self, action: Action) -> _Need | None:
-        """Return something that the action needs and that has not happened yet."""
+        """Return the first need of an action that is not met yet, if there is one."""
         stage, op, microbatch = action
         for step, needed in self.rules[op]:
             need = (stage + step, needed, microbatch)
@@ -262,7 +262,7 @@ class _Needs:
 
 
 def _deadlock(plan: Plan, position: list[int], blocked: Mapping[_Need, list[int]]) -> PlanError:
-    """Name what every stopped rank waits for, starting with what no rank will ever do."""
+    """Name the action that each stopped rank waits for; actions that no rank has come first."""
     waits = {rank: Action(*need) for need, ranks in blocked.items() for rank in ranks}
     for rank, need in waits.items():
         if need not in plan.programs[need.stage % plan.num_ranks]:
@@ -283,7 +283,7 @@ def _cell(plan: Plan, action: Action) -> dict[int, int]:
 
 
 def error_at(plan: Plan, marked: Mapping[int, int], text: str) -> PlanError:
-    """Put the grid under the message: a window of each rank's program, marked cells in > <."""
+    """Add the grid below the message: a window of each rank's program, with marks as > <."""
     first, last = min(marked), max(marked)
     lines = [text]
     for rank in range(max(0, first - 1), min(plan.num_ranks, last + 2))[:_ROWS]:

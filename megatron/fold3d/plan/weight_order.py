@@ -1,4 +1,4 @@
-"""The part of the verifier that is about weight gradients; plans without any do not load it."""
+"""The verifier's checks of delayed weight gradients; plans without any do not load this module."""
 
 from collections import defaultdict, deque
 
@@ -7,7 +7,7 @@ from megatron.fold3d.plan.verify import error_at
 
 
 def check_weight_grads(plan: Plan) -> None:
-    """Check that weight gradients follow the backwards that leave what they are computed from.
+    """Check that weight gradients follow the backwards that keep their operands.
 
     Raises:
         PlanError: some do not; the plan is printed with the first one marked.

@@ -1,1 +1,1 @@
-"""FROM MEASUREMENTS TO SETTINGS: functions that runtime and planner share. No torch."""
+"""Settings from measurements: functions that runtime and planner share. No torch."""

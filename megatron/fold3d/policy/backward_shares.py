@@ -1,9 +1,9 @@
 """How much of each segment's DP.sync fits behind the backward: the r of paper Algorithm 2.
 
-The next forward needs the lowest segment first, and the lowest segment's backward ends last. So the
+The next forward needs the lowest segment first, but the lowest segment's backward ends last. So the
 network always reduces the lowest segment whose gradients are ready: earliest deadline first. A
-segment's share is the part that is reduced when the last backward ends. The order of the bytes
-within that time makes no difference: none of them is needed before.
+segment's share is the part that has been reduced when the last backward ends. The order of bytes
+within that time makes no difference, since the forward needs none of them earlier.
 """
 
 from bisect import insort
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import inf
 
-FIRST_SHARE = 0.5  # of every segment, until something is measured
+FIRST_SHARE = 0.5  # the share of every segment until times have been measured
 
 
 def backward_shares(ready_s: Sequence[float], sync_s: Sequence[float]) -> tuple[float, ...]:
@@ -22,7 +22,7 @@ def backward_shares(ready_s: Sequence[float], sync_s: Sequence[float]) -> tuple[
         sync_s: how long each segment's DP.sync takes on an otherwise idle network.
 
     Returns:
-        A number from 0 to 1 for each segment; 0 for the one that ends last and has no time left.
+        A number from 0 to 1 for each segment; 0 for the segment whose backward ends last.
     """
     left_s = list(sync_s)
     waiting: list[int] = []
@@ -39,21 +39,21 @@ def backward_shares(ready_s: Sequence[float], sync_s: Sequence[float]) -> tuple[
 
 
 def forwards_before_gather(rest: float, gathered: float, num_microbatches: int) -> int:
-    """Return how many forwards of the segment before a segment's reduce-scatter ends behind.
+    """Return how many forwards of the segment before should overlap a segment's reduce-scatter.
 
-    Behind these forwards the network carries what is left of the reduce-scatter, then the
-    all-gather: each gets its part of them.
+    The forwards of the segment before overlap first the rest of the reduce-scatter, then the
+    all-gather. They are divided in proportion to the two.
 
     Args:
-        rest: what is left of the reduce-scatter, in the unit of ``gathered``.
+        rest: the remaining part of the reduce-scatter, in the unit of ``gathered``.
         gathered: the all-gather, in bytes or in seconds.
-        num_microbatches: of a segment.
+        num_microbatches: micro-batches of a segment.
     """
     return round(num_microbatches * rest / (rest + gathered)) if rest else 0
 
 
 def busy_s(spans: Iterable[tuple[float, float]]) -> float:
-    """Return how long at least one of the (start, end) ``spans`` lasts."""
+    """Return the total time covered by at least one of the (start, end) ``spans``."""
     total_s, until_s = 0.0, -inf
     for start_s, end_s in sorted(spans):
         total_s += max(0.0, end_s - max(start_s, until_s))

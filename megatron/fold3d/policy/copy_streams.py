@@ -1,7 +1,7 @@
-"""When copies between a device and its host's memory run: one stream for each direction.
+"""When copies between a device and host memory run: one stream for each direction.
 
-The choice of what to offload (`offload_choice`) and the simulator ask this one model. Where streams
-share hardware queues, `megatron.fold3d.plan.device_queues` adds its own rules.
+`offload_choice` and the simulator both use this model. If streams share hardware queues, the rules
+of `megatron.fold3d.plan.device_queues` apply as well.
 """
 
 from megatron.fold3d.plan.ir import Action, Op
@@ -10,7 +10,7 @@ _Key = tuple[int, int | None]  # stage, micro-batch
 
 
 class CopyStreams:
-    """The two copy streams of a rank. All times are seconds from any one origin.
+    """The two copy streams of a rank. All times are seconds from one arbitrary origin.
 
     compute     F0        F1        F2        ...  B1        B0
     to host        [OFFLOAD0 ][OFFLOAD1 ]

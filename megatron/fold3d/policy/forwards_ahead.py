@@ -8,15 +8,15 @@ _ROUNDING = 1e-9  # a transfer that takes exactly half of a period fits
 def forwards_that_hide(forward_s: float, backward_s: float, transfer_s: float) -> int:
     """Return how many forwards a rank must run ahead, per rank behind it, to wait for no transfer.
 
-    A rank in its steady state has one slot for a forward, and one for a backward, in each period
-    ``forward_s + backward_s``. From a forward here, through the next rank, and back to the same
-    micro-batch's backward takes at least a period and two transfers. The backward then waits for
-    its slot, so the round trip takes a whole number of periods, and in each of them this rank
-    starts another forward.
+    A rank in steady state runs one forward and one backward in each period
+    ``forward_s + backward_s``. A micro-batch's round trip, from its forward here through the next
+    rank to its backward here, takes at least a period and two transfers. The backward then waits
+    for its slot, so the round trip takes a whole number of periods. In each of these periods this
+    rank starts another forward.
 
     Args:
-        forward_s: of one micro-batch in one stage, on the slowest rank.
-        backward_s: likewise.
+        forward_s: time of one micro-batch's forward in one stage, on the slowest rank.
+        backward_s: time of its backward.
         transfer_s: one transfer, including its wait for others on the link.
     """
     period_s = forward_s + backward_s

@@ -1,4 +1,4 @@
-"""What a run has measured of its computations, its links and its memory, the same on all ranks."""
+"""A run's measurements of its computations, links and memory; equal on all ranks."""
 
 from dataclasses import dataclass
 
@@ -7,19 +7,19 @@ from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTimes:
-    """Seconds of one micro-batch in each stage, of a transfer, and of DP.sync; bytes if known."""
+    """Seconds of one micro-batch in each stage, of a transfer and of DP.sync; bytes, if known."""
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
-    """Without what the plan has apart: recomputation and weight gradients."""
+    """Without recomputation and weight gradients that have their own actions in the plan."""
     recompute_s: tuple[float, ...]
     weight_s: tuple[float, ...]
     transfer_s: float
-    """One message, while every rank sends one to the next."""
+    """One message, measured while every rank sends one to the next."""
     grad_sync_s: tuple[float, ...]
     """DP.sync of a stage's gradients."""
     held: HeldSizes | None = None
-    """Bytes; None where the device does not tell, as on a CPU."""
+    """Bytes; None if the device does not report its memory, as on a CPU."""
 
     def __str__(self) -> str:
         named = {

@@ -1,7 +1,7 @@
 """The number of segments, by the paper's rule or from the times of whole iterations.
 
-More segments hide more of DP.sync and shrink the bubble. Each segment also sends every micro-batch
-through all ranks once more, and adds its overhead once more.
+More segments hide more of DP.sync and shrink the bubble. But each segment also sends every
+micro-batch through all ranks once more, and adds overhead.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """A number of segments and why."""
+    """A number of segments and the reason for it."""
 
     num_segments: int
     reason: str
@@ -24,7 +24,7 @@ def by_rule(
     grad_sync_s: float,
     num_microbatches: int,
 ) -> Segments:
-    """Return the paper's choice (Sec. IV): raise ns as long as what overlaps fits behind compute.
+    """Return the paper's choice (Sec. IV): raise ns while compute hides overlapped communication.
 
     Args:
         options: numbers of segments that divide the layers.
@@ -38,7 +38,7 @@ def by_rule(
 
 
 def by_iteration_time(iteration_s: Mapping[int, float], tolerance: float) -> Segments:
-    """Return the number of segments with the shortest iteration, and the fewest of equals.
+    """Return the number of segments with the shortest iteration; among equals, the fewest.
 
     Args:
         iteration_s: one iteration, by number of segments.

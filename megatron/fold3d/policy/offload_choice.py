@@ -1,6 +1,6 @@
 """Which activations a rank offloads and how early it reloads them, chosen from measured times.
 
-Each rank chooses for itself: its copies to and from the host concern no other rank.
+Each rank chooses for itself, since its copies to and from the host do not affect other ranks.
 """
 
 import logging
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 CAUTION = 0.9
 """Usable part of spare memory; the rest is for fragmentation, other processes and variation."""
-_HIDDEN = 0.01  # of compute time; a shorter wait for copies counts as none
+_HIDDEN = 0.01  # waits for copies below this share of compute time count as none
 _MOST_DEPTH = 8
 
 
@@ -25,7 +25,7 @@ class OffloadTimes:
     """An iteration's measurements: times in seconds, sizes in bytes.
 
     Attributes:
-        activation_bytes: of one (segment, micro-batch), the largest.
+        activation_bytes: the bytes of the largest activation, that of one (segment, micro-batch).
         held: the most of them on the device at once.
         spare_bytes: device memory that was never used; None where the device has none of its own.
         forward_s: one forward.
@@ -57,12 +57,13 @@ def offloaded(program: Program, choice: OffloadChoice) -> Program:
 
 
 def choose_offload(program: Program, measured: OffloadTimes, *, sparing: bool) -> OffloadChoice:
-    """Return what to offload, and the fewest computations that hide its copies.
+    """Return how many activations to offload, and the smallest depth that hides their copies.
 
     Args:
         program: the computations of a rank.
-        measured: on this rank.
-        sparing: offload no more than memory needs and computations hide; otherwise offload all.
+        measured: the times and bytes that this rank has measured.
+        sparing: offload no more than memory requires, and only as much as computations hide;
+            otherwise offload all.
     """
     most_held = measured.most_held
     if most_held is None:
@@ -75,7 +76,8 @@ def waits_s(program: Program, measured: OffloadTimes, depth: int) -> float:
     """Return how long a rank's computations wait for copies, in seconds.
 
     A copy is issued when the computations before it have ended. A computation waits for the reload
-    that it reads, and the one ``depth`` computations behind an OFFLOAD waits for the freed memory.
+    of the activations that it reads. The computation ``depth`` positions after an OFFLOAD waits for
+    that copy, which frees memory.
     """
     streams = CopyStreams()
     now_s = computed_s = 0.0
@@ -100,7 +102,7 @@ def waits_s(program: Program, measured: OffloadTimes, depth: int) -> float:
 
 
 def _all(program: Program, measured: OffloadTimes, most_held: int) -> OffloadChoice:
-    """Offload everything, with as much depth as memory allows and the copies gain from."""
+    """Offload everything, at the smallest depth that memory allows and that hides nearly the most."""
     waits: dict[int, float] = {}
     for depth in range(1, _MOST_DEPTH + 1):
         if depth > 1 and _peak(program, OffloadChoice(None, depth)) > most_held:
@@ -111,7 +113,7 @@ def _all(program: Program, measured: OffloadTimes, most_held: int) -> OffloadCho
 
 
 def _spare(program: Program, measured: OffloadTimes, most_held: int) -> OffloadChoice:
-    """Offload as few as memory needs, at the depth that hides their copies or comes nearest."""
+    """Offload no more than memory requires, at the smallest depth that hides the copies."""
     too_many: dict[OffloadChoice, int] = {}
     for depth in range(1, _MOST_DEPTH + 1):
         needed = _fewest(program, depth, most_held)
@@ -131,7 +133,7 @@ def _spare(program: Program, measured: OffloadTimes, most_held: int) -> OffloadC
 def _fewest(program: Program, depth: int, most_held: int) -> int:
     """Return the fewest to offload so that at most ``most_held`` activations are on the device.
 
-    That is all of them if even this leaves more.
+    If even offloading all leaves more on the device, return all.
     """
     low, high = 0, sum(action.op is Op.FORWARD for action in program)
     while low < high:
@@ -144,7 +146,7 @@ def _fewest(program: Program, depth: int, most_held: int) -> int:
 
 
 def _most_hidden(program: Program, measured: OffloadTimes, depth: int, needed: int) -> int:
-    """Return how many can be offloaded, at most ``needed``, without a computation that waits."""
+    """Return how many can be offloaded, up to ``needed``, so that no computation waits."""
     enough_s = _HIDDEN * _computed_s(program, measured)
 
     def is_hidden(at_most: int) -> bool:

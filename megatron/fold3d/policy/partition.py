@@ -1,10 +1,11 @@
 """How many layers each stage holds: stage boundaries from the times of whole iterations.
 
-The first stage has the embedding and the last the head, so equally many layers are not equally
-much work (Merak Sec. 4). From the better of two layouts, one as even as possible and one in which
-ranks compute equally long, one layer moves from a stage to another, where that is most promising,
-until no such move helps. An iteration is at least as long as any rank computes. If only few layouts
-have a shorter such bound than the best iteration, they are all tried, and the result is exact.
+The first stage has the embedding and the last the head, so equal numbers of layers are not equal
+work (Merak Sec. 4). The search starts from the better of two layouts: one with layers as even as
+possible, one in which ranks compute equally long. It moves one layer at a time from a stage to
+another, the most promising move first, until no move helps. A rank's computation is a lower bound
+of the iteration. If only few layouts have a bound below the best iteration, the search tries them
+all, and the result is exact.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,20 +14,20 @@ from itertools import islice
 from math import inf
 
 Layers = tuple[int, ...]
-"""Of each stage; stage s is segment s // ranks on rank s % ranks."""
+"""The number of layers of each stage; stage s is segment s // ranks on rank s % ranks."""
 
 MOST_COMPARED = 2000
-"""Layouts up to which all that could be better are looked at."""
+"""If at most this many layouts could be better, the search tries them all."""
 _ALIKE = 1e-9  # relative; two sums of the same times in another order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
-    """What each rank computes at least, in seconds of one micro-batch.
+    """Lower bounds of each rank's computation, in seconds of one micro-batch.
 
     Attributes:
         layer_s: one layer's forward and backward, the same for all layers.
-        rank_s: forward and backward of what a rank has beside its layers: embedding, head.
+        rank_s: forward and backward of a rank's other modules: embedding, head.
         num_microbatches: per iteration.
     """
 
@@ -35,7 +36,7 @@ class RankTimes:
     num_microbatches: int
 
     def iteration_s(self, layers: Layers) -> float:
-        """Return seconds that no iteration with these layers is shorter than."""
+        """Return a lower bound of the iteration with these layers, in seconds."""
         ranks = len(self.rank_s)
         return self.num_microbatches * max(
             own_s + self.layer_s * sum(layers[rank::ranks])
@@ -54,10 +55,10 @@ class Partition:
     """The layers of each stage, and how they were found.
 
     Attributes:
-        layers: of each stage.
-        iteration_s: an iteration with them.
-        is_exact: whether every layout that fits was looked at or cannot be better.
-        simulated: layouts whose iteration was asked for.
+        layers: the number of layers of each stage.
+        iteration_s: the time of an iteration with them.
+        is_exact: whether every layout that fits was tried or cannot be better.
+        simulated: the number of layouts whose iteration was simulated.
     """
 
     layers: Layers
@@ -75,14 +76,14 @@ def best_partition(
 ) -> Partition:
     """Return the layout with the shortest iteration that was found.
 
-    Every stage keeps one layer at least. Of equals it is the one that was found first, ``start`` if
-    it is among them.
+    Every stage keeps at least one layer. Among equals the first one found wins, so ``start`` does
+    if it is one of them.
 
     Args:
-        start: a layout, as even as possible say.
-        iteration_s: of a layout; infinite if it does not fit into memory.
-        times: of the ranks; None if layers differ, and then nothing is exact.
-        most_simulated: layouts to ask the iteration of.
+        start: the first layout to try, such as one as even as possible.
+        iteration_s: returns a layout's iteration time; infinite if it does not fit into memory.
+        times: the times of the ranks; None if layers differ, and then no layout is proved best.
+        most_simulated: the most layouts to simulate.
     """
     search = _Search(iteration_s, times, most_simulated)
     search.look_at(start)
@@ -94,7 +95,7 @@ def best_partition(
 
 
 class _Search:
-    """The best layout so far, and what is known of the others."""
+    """The best layout so far, and the times of all that were tried."""
 
     def __init__(
         self,
@@ -124,14 +125,14 @@ class _Search:
             self._best, self._best_s = layers, seconds
 
     def moves_one_layer(self) -> bool:
-        """Take the most promising move of one layer that helps; tell whether there is one."""
+        """Make the most promising move of one layer that helps; return whether there was one."""
         before = self._best
         if self._left > 0:
             self._look_at_those_that_could_be_better(list(_moves(before)), only_one=True)
         return self._best != before
 
     def looks_at_all(self, start: Layers, times: RankTimes) -> bool:
-        """Look at all layouts that could be better; tell whether these were not too many."""
+        """Try all layouts that could be better; return False if there are too many of them."""
         if self._best_s == inf:
             return False
         most = [
@@ -147,11 +148,11 @@ class _Search:
     def _look_at_those_that_could_be_better(
         self, layouts: list[Layers], *, only_one: bool = False
     ) -> bool:
-        """Look at layouts in the order of their bounds; tell whether there was time for all.
+        """Try layouts in the order of their bounds; return whether the budget allowed all.
 
         Args:
-            layouts: to look at.
-            only_one: ends with the first one that is better.
+            layouts: the layouts to try.
+            only_one: whether to stop at the first one that is better.
         """
         before = self._best
         for layers in sorted(layouts, key=self._bound_s):
@@ -169,9 +170,9 @@ class _Search:
 
 
 def _balanced(start: Layers, times: RankTimes) -> Layers:
-    """Return as many layers in which the slowest rank computes as short as possible.
+    """Return a layout of the same number of layers that minimizes the slowest rank's computation.
 
-    A rank's stages have equally many, but for one more in the first of them.
+    A rank's stages have equal numbers of layers, except that the first ones may have one more.
     """
     ranks = len(times.rank_s)
     segments = len(start) // ranks
@@ -200,12 +201,12 @@ def _moves(layers: Layers) -> Iterator[Layers]:
 def _layouts(
     num_layers: int, num_stages: int, most: Sequence[int], begun: Layers = ()
 ) -> Iterator[Layers]:
-    """Yield all layouts of stages with a layer at least, and ranks with at most so many.
+    """Yield all layouts in which each stage has at least one layer and no rank more than ``most``.
 
     Args:
-        num_layers: that are left for the stages which follow.
-        num_stages: that follow.
-        most: layers that each rank has room for beside those of ``begun``.
+        num_layers: layers that are left for the following stages.
+        num_stages: the number of following stages.
+        most: layers that each rank has room for in addition to those of ``begun``.
         begun: layers of the stages before.
     """
     if not num_stages:
@@ -213,7 +214,7 @@ def _layouts(
             yield begun
         return
     ranks = {stage % len(most) for stage in range(len(begun), len(begun) + num_stages)}
-    if num_layers > sum(most[rank] for rank in ranks):  # of ranks that have a stage left
+    if num_layers > sum(most[rank] for rank in ranks):  # ranks that have a stage left
         return
     rank = len(begun) % len(most)
     for count in range(1, num_layers - num_stages + 2):

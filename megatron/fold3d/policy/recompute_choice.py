@@ -1,12 +1,11 @@
 """How many layers each stage keeps instead of recomputing them, so that the most are kept.
 
-A layer that is kept holds all its activations from its forward to its backward; one that is
-recomputed holds its input alone. A stage that holds few micro-batches at a time can keep its
-layers, one that holds many cannot. AIAO's last segment holds few and the others hold many, so one
-number for a whole rank would not do. Each kept layer saves the same time, one recomputation per
-micro-batch. So the best choice of a rank is the largest sum of kept layers that its memory has room
-for. Ranks do not share memory and choose for themselves (Merak Sec. 5.2, extended from ranks to
-segments).
+A kept layer holds all its activations from its forward to its backward; a recomputed layer holds
+only its input. A stage that holds few micro-batches at a time can keep its layers; one that holds
+many cannot. AIAO's last segment holds few and the others hold many, so one number for a whole rank
+is not enough. Each kept layer saves the same time, one recomputation per micro-batch. So a rank's
+best choice is the largest total of kept layers that its memory has room for. Ranks do not share
+memory and choose for themselves (Merak Sec. 5.2, extended from ranks to segments).
 """
 
 from collections import Counter
@@ -19,15 +18,15 @@ from megatron.fold3d.plan.passes.weight_grads import split_stages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBytes:
-    """What a rank's memory is taken by, in bytes.
+    """The parts of a rank's memory, in bytes.
 
     Attributes:
-        static: parameters, gradients and the optimizer's state, and all else that is always there.
-        working: what the running computation needs for itself, the layer that it recomputes say.
+        static: parameters, gradients, the optimizer's state and everything else that stays.
+        working: bytes that the running computation needs, such as for the layer that it recomputes.
         kept: one layer's activations of one micro-batch, if it is not recomputed.
-        recomputed: what is held of them if it is: its input.
-        limit: what all of these may take together.
-        beside: what a micro-batch of a stage holds whatever is recomputed: logits, say.
+        recomputed: the bytes that stay of such layers if they are recomputed: their inputs.
+        limit: the limit of all of these together.
+        beside: the bytes of a stage's micro-batch outside of layers, such as logits.
     """
 
     static: float
@@ -40,12 +39,12 @@ class LayerBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBytes:
-    """What one micro-batch's forward of a stage leaves for its backward, in bytes.
+    """The bytes that one micro-batch's forward of a stage keeps for its backward.
 
     Attributes:
-        layers: that the stage has.
-        recomputed: if all of them are recomputed.
-        kept: what each layer that is not recomputed adds.
+        layers: the number of layers of the stage.
+        recomputed: the bytes if all layers are recomputed.
+        kept: the bytes that each layer adds if it is not recomputed.
     """
 
     layers: int
@@ -59,7 +58,7 @@ class CountsChoice:
 
     Attributes:
         recomputed: layers by stage.
-        peak_bytes: of saved activations at the worst moment, those of recomputation included.
+        peak_bytes: bytes of saved activations at the peak, those of recomputation included.
     """
 
     recomputed: Mapping[int, int]
@@ -68,13 +67,13 @@ class CountsChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Moment:
-    """A backward or an early recomputation, when a rank holds the most.
+    """A backward or an early recomputation at which a rank's memory may peak.
 
     Attributes:
-        held: micro-batches by stage, all of them.
-        whole: those of them whose layers are all there again, by stage.
-        recomputing: the stage whose backward recomputes one layer after the other. Its last layers
-            are done by then, so this takes more than was held only if the stage keeps no layer.
+        held: by stage, the number of micro-batches held.
+        whole: by stage, how many of these have recomputed all their layers already.
+        recomputing: the stage whose backward recomputes layer by layer. The backward of the kept
+            layers, the last ones, has ended by then, so memory grows only if it keeps no layer.
     """
 
     held: tuple[tuple[int, int], ...]
@@ -86,9 +85,9 @@ def fewest_counts(program: Program, stages: Mapping[int, StageBytes], limit: flo
     """Return the fewest layers of each stage that have to be recomputed.
 
     Args:
-        program: of the rank; its backwards are whole.
-        stages: of the rank, as measured.
-        limit: bytes that saved activations may take.
+        program: the program of the rank; its backwards are whole.
+        stages: the stages of the rank, as measured.
+        limit: the most bytes that saved activations may take.
 
     Raises:
         ValueError: they take more even if all layers are recomputed.
@@ -121,7 +120,7 @@ def peak_if_all_recomputed(program: Program, stages: Mapping[int, StageBytes]) -
 
 
 def _worst_moments(program: Program) -> list[_Moment]:
-    """Return the moments of a program at which most is held; none that another one covers."""
+    """Return the moments at which memory may peak, without those that another one dominates."""
     held: Counter[int] = Counter()
     whole: Counter[int] = Counter()
     early = set[tuple[int, int | None]]()
@@ -162,7 +161,7 @@ def _peak(
 
 
 def _bytes(moment: _Moment, stages: Mapping[int, StageBytes], kept: Mapping[int, int]) -> float:
-    """Return what a moment takes; without a number of ``kept`` layers what it takes whatever."""
+    """Return the bytes of a moment; with an empty ``kept``, those that no choice can avoid."""
     whole = dict(moment.whole)
     layers = sum(count * stages[stage].layers for stage, count in whole.items())
     layers += sum(
@@ -181,7 +180,7 @@ def _of_a_kept_layer(stages: Mapping[int, StageBytes]) -> float:
 def most_live(program: Program) -> tuple[Mapping[int, int], ...]:
     """Return how many micro-batches of each stage a rank holds at once, at its worst moments.
 
-    A moment at which no stage holds more than at another one is left out.
+    A moment is left out if no stage holds more at it than at another moment.
     """
     split = split_stages(program)
     now: Counter[int] = Counter()
@@ -201,15 +200,15 @@ def kept_layers(
 ) -> dict[int, int]:
     """Return how many layers each stage keeps: the most in total that fit.
 
-    Of several such choices it is the one that uses the least memory at its worst moment.
+    Among several such choices, take the one with the lowest peak memory.
 
     Args:
-        live: of the rank's program: see `most_live`.
-        layers: of each stage of the rank.
-        sizes: of the rank.
+        live: what the rank's program holds: see `most_live`.
+        layers: the number of layers of each stage of the rank.
+        sizes: the bytes of the rank's layers.
 
     Raises:
-        ValueError: not even a rank that keeps none fits.
+        ValueError: the rank does not fit even if it keeps none.
     """
     rooms = [_room(moment, layers, sizes) for moment in live]
     worst = min(rooms, default=0.0)
@@ -262,13 +261,13 @@ def _covers(a: Mapping[int, int], b: Mapping[int, int]) -> bool:
 class _Search:
     """Branch and bound over the stages of a rank, those that hold the fewest micro-batches first.
 
-    With one worst moment the first branch is the best already.
+    If there is only one moment, the first branch is already the best.
 
     Args:
-        live: micro-batches by stage, of each moment.
-        layers: of each stage.
-        room: of each moment, in layers of one micro-batch.
-        recomputing: of each moment the stage that takes one layer more if it keeps none.
+        live: micro-batches by stage, at each moment.
+        layers: the number of layers of each stage.
+        room: the room at each moment, in layers of one micro-batch.
+        recomputing: the stage that takes one layer more at each moment if it keeps none.
     """
 
     def __init__(
@@ -317,7 +316,7 @@ class _Search:
         return min(self._layers[stage], *fits, self._layers[stage])
 
     def _bound(self, index: int, room: Sequence[int]) -> int:
-        """Return the most that the stages from ``index`` on could keep, each moment by itself."""
+        """Return an upper bound of what the stages from ``index`` on can keep."""
         return min(
             (
                 self._greedy(self._stages[index:], r, moment)

@@ -1,27 +1,27 @@
-"""Which segments' optimizer steps every replica takes in full, beside a distributed optimizer.
+"""Which segments every replica steps in full, although the optimizer is distributed.
 
 A replicated segment's gradients are all-reduced, which takes as long as a reduce-scatter and an
 all-gather of them, and its parameters are not gathered. So its bytes move from the next forward to
-the backward. They shrink the iteration where the all-gathers are longer than the forwards, and the
-reduce-scatters shorter than the backwards.
+the backward. This shortens the iteration if the all-gathers take longer than the forwards, and the
+reduce-scatters less time than the backwards.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import chain
 
-SMALLEST_GAIN = 0.002  # of an iteration, by a segment in the mean: below, memory is worth more
+SMALLEST_GAIN = 0.002  # mean gain per segment, relative to an iteration; memory is worth more
 
 Segments = tuple[int, ...]
 Chosen = frozenset[Segments]
 
 
 def units(num_segments: int, *, tied: bool) -> tuple[Segments, ...]:
-    """Return the segments that can be chosen alone, and those that are chosen together.
+    """Return the units of the choice: single segments, and segments that must go together.
 
     Args:
-        num_segments: of a rank.
-        tied: whether the first and the last segment add up gradients of the same parameters.
+        num_segments: segments per rank.
+        tied: whether the first and the last segment share parameters, and so go together.
     """
     ends = {0, num_segments - 1} if tied else set()
     single = tuple((s,) for s in range(num_segments) if s not in ends)
@@ -38,15 +38,15 @@ def choose_replicated(
     seconds: Callable[[Segments], float],
     fits: Callable[[Segments], bool] = lambda _: True,
 ) -> tuple[Segments, float]:
-    """Return the segments to replicate and the iteration that is expected, in seconds.
+    """Return the segments to replicate, and the predicted seconds of an iteration.
 
-    Begins once with none and once with all of them. Then adds or removes what shortens the
-    iteration most, as long as anything does, and exchanges one for another where nothing else does.
+    The search begins once with none and once with all of them. It adds or removes the unit that
+    shortens the iteration most, until none does. Then it tries to exchange one unit for another.
 
     Args:
-        choices: what may be replicated, of `units`.
-        seconds: an iteration in which some segments are replicated.
-        fits: whether memory has room for them.
+        choices: the candidates, from `units`.
+        seconds: returns the time of an iteration in which some segments are replicated.
+        fits: whether memory has room for some replicated segments.
     """
     known = cache(seconds)
     every = frozenset(choices)

@@ -1,7 +1,7 @@
-"""What ``--schedule auto`` chooses between: ways to run one model that compute the same sums.
+"""The choices of ``--schedule auto``: ways to run one model that compute the same sums.
 
-The model chunks, the optimizer and the cuts of gradients are made before training, so all choices
-share them. They differ in when something is computed, sent or stepped.
+Model chunks, optimizer and gradient buckets are made before training, so all choices share them.
+Choices differ in when something is computed, sent or stepped.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron.fold3d.plan.ir import Action, Op, Plan
 from megatron.fold3d.policy.replicated_segments import Segments, stages_of
 
-LEAST_GAIN = 0.002  # of stock's iteration: what is predicted to gain less is not tried
+LEAST_GAIN = 0.002  # relative to stock's iteration: a smaller predicted gain is not tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,8 +17,8 @@ class RunChoice:
     """One way to run the iterations of some number of micro-batches.
 
     Attributes:
-        name: of the order, as flags.
-        order: of computation, with the weight gradients that it places.
+        name: the name of the order, as flags.
+        order: the order of computation, with the weight gradients that it places.
         shares: by stage, the share of DP.sync behind the backwards, if the rest reaches into the
             next iteration; None ends DP.sync with the iteration.
         delayed: segments whose weight gradients follow all backwards.
@@ -38,7 +38,7 @@ class RunChoice:
 
     @property
     def cuts_sums(self) -> bool:
-        """Whether gradients are reduced in other parts, or by other collectives, than in stock."""
+        """Whether gradients are reduced in other slices, or by other collectives, than stock's."""
         return self.defers or bool(self.replicated)
 
     @property
@@ -61,14 +61,14 @@ class RunChoice:
 
 
 def stock_schedule(num_segments: int) -> str:
-    """Return the schedule in whose order stock Megatron runs these model chunks."""
+    """Return the name of stock Megatron's schedule for this number of model chunks."""
     return "interleaved" if num_segments > 1 else "1f1b"
 
 
 def split_in_place(order: Plan) -> Plan:
     """Return the order with each backward's weight gradients right behind it.
 
-    It takes as long as the order with whole backwards, and tells what either half takes.
+    It takes as long as the order with whole backwards, and allows each half to be timed.
     """
     return Plan(
         tuple(

@@ -1,1 +1,1 @@
-"""DOING it: plans run over Megatron's model chunks and process groups."""
+"""Runs plans over Megatron's model chunks and process groups."""

@@ -1,4 +1,4 @@
-"""``--schedule auto``: try what is predicted to be fastest, and go on with what was.
+"""``--schedule auto``: try the choices with the best predictions, and keep the fastest.
 
     iteration  1       2         3          4      5        6      7      8        9      10
                starts  measured  predicted  timed  changes  timed  timed  changes  timed  judged
@@ -6,13 +6,13 @@
     runs       stock's order ───────────────────── first to try ──────── second to try ── fastest
 
 An iteration is timed from its first action to the end of its optimizer step, so evaluations and
-checkpoints are not. One whose step is skipped, or that is run again, does not count, and its place
-is taken by the next. Each number of micro-batches has a choice of its own.
+checkpoints are not counted. If an iteration's step is skipped, or the iteration is run again, it
+does not count and the next one takes its place. Each number of micro-batches has its own choice.
 
-What a step that may be clipped costs where DP.sync reaches into the next iteration depends on how
-often that happens, and in a young model it happens all the time. So where such a choice lost to
-steps that waited for all gradients, it is tried again later; where it won, and most steps begin to
-wait, the fastest of the others goes on.
+If DP.sync reaches into the next iteration, a step that may be clipped has to wait for all gradients
+and gains nothing. Early in training this happens in nearly every step, later it may become rare.
+So if such a choice lost because its steps had to wait, it is tried again later. If it won, and more
+than half of its steps begin to wait, the run changes to the fastest of the other choices.
 
 Keeps one invariant: all ranks choose in the same iteration, from the same numbers.
 """
@@ -57,41 +57,41 @@ _AGAIN = 3  # iterations for which it is
 
 
 class Expected(Protocol):
-    """A prediction: `predict.search.choice_search.Predicted`."""
+    """A choice with its predicted time, as `predict.search.choice_search.Predicted` has them."""
 
     @property
     def choice(self) -> RunChoice:
-        """What is predicted."""
+        """The choice."""
 
     @property
     def seconds(self) -> float:
-        """What one of its iterations takes."""
+        """The predicted time of an iteration."""
 
 
 class Chooser(Protocol):
-    """What predicts: `predict.search.choice_search.ChoiceSearch`, which is of another room."""
+    """Makes predictions; `predict.search.choice_search.ChoiceSearch`, not importable from here."""
 
     @property
     def stock(self) -> Expected:
-        """Stock's order."""
+        """The prediction for stock's order."""
 
     def to_try(self) -> Sequence[Expected]:
-        """Return what is worth trying, at most two, the faster first."""
+        """Return the choices worth trying, at most two, the faster one first."""
 
 
 class _Trial:
-    """What is tried with one number of micro-batches; the same on all ranks but for `times_s`.
+    """The choices for one number of micro-batches; equal on all ranks except for `times_s`.
 
     Attributes:
-        choices: stock's order, then what is worth trying.
-        times_s: of the iterations of each that count, on this rank.
-        measured_s: of each, once they are compared, the fastest iteration of the slowest rank.
-        waited: of each, whether its last step waited for all gradients.
-        chosen: which goes on; None until they are compared.
-        steps: of the choice that goes on, whether the latest ones waited for all gradients.
-        rest: iterations until a choice that lost to such steps is tried again; 0 is never.
-        next_rest: the one after that.
-        again: iterations that are left of trying it again.
+        choices: stock's order, then the choices to try.
+        times_s: by choice, the times of its iterations that count, on this rank.
+        measured_s: by choice, the fastest iteration of the slowest rank, once they are compared.
+        waited: by choice, whether its last step waited for all gradients.
+        chosen: the index of the choice that won; None until they are compared.
+        steps: whether each of the latest steps of the winner waited for all gradients.
+        rest: iterations until a choice that lost because steps waited is tried again; 0 is never.
+        next_rest: the next value of ``rest``.
+        again: iterations left of trying it again.
     """
 
     def __init__(self, choices: Sequence[RunChoice]) -> None:
@@ -107,34 +107,34 @@ class _Trial:
 
     @property
     def deferring(self) -> int | None:
-        """The choice whose DP.sync may reach into the next iteration."""
+        """The index of the choice whose DP.sync may reach into the next iteration, if any."""
         return next((i for i, choice in enumerate(self.choices) if choice.defers), None)
 
     def fastest(self, *, defers: bool = True) -> int:
-        """Return the fastest choice; of equally fast ones, the first.
+        """Return the index of the fastest choice; if several are equally fast, the first.
 
         Args:
-            defers: whether it may be the one whose DP.sync reaches into the next iteration.
+            defers: whether DP.sync of the choice may reach into the next iteration.
         """
         fitting = [i for i, choice in enumerate(self.choices) if defers or not choice.defers]
         return min(fitting, key=self.measured_s.__getitem__)
 
     def go_on_without_deferring(self) -> None:
-        """Go on with the fastest of the others, and try again later."""
+        """Change to the fastest choice that does not defer DP.sync; try the other again later."""
         self.chosen, self.again = self.fastest(defers=False), 0
         self.steps.clear()
         self.rest, self.next_rest = self.next_rest, 2 * self.next_rest
 
 
 class AutoSchedule(MeasuredTimesFeature):
-    """Chooses how a run's iterations are run.
+    """Chooses the order and the options of a run's iterations.
 
     Args:
-        config: of the run.
-        plans: of the run.
+        config: the configuration of the run.
+        plans: the plans of the run.
         search: makes the prediction from measured times; see `ChoiceSearch.measured`.
-        deferred: has the steps that reach into the next iteration, if any may.
-        replicated: takes the steps of segments that are replicated, if any may be.
+        deferred: takes the steps that reach into the next iteration, if the run may have any.
+        replicated: takes the steps of replicated segments, if the run may have any.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class AutoSchedule(MeasuredTimesFeature):
         self._repeats = 0
 
     def revise_plan(self, plan: Plan, rank: int) -> Plan:
-        """Judge what was tried; return the plan of the choice that runs now."""
+        """Take account of the iteration before; return the plan of the choice that runs now."""
         if self._latest is not None:
             self._count(self._latest)
             self._latest = None
@@ -175,7 +175,7 @@ class AutoSchedule(MeasuredTimesFeature):
         return self._plans.training(size)
 
     def prepare(self, iteration: Iteration) -> None:
-        """Predict, in the third training iteration; start the clock where it is needed."""
+        """Predict in the third training iteration; start the clock if the iteration is timed."""
         if iteration.trains:
             self._apply(self._plans.choice(iteration.plan.num_microbatches), iteration)
         super().prepare(iteration)
@@ -199,7 +199,7 @@ class AutoSchedule(MeasuredTimesFeature):
             self._took_s = time.perf_counter() - self._began_s
 
     def decide(self, times: MeasuredTimes, iteration: Iteration) -> None:
-        """Let the first rank predict what is worth trying, and tell the others."""
+        """Let the first rank predict which choices are worth trying, and broadcast them."""
         config, plan = self._config, iteration.plan
         room, sizes = replication_room(iteration)
         replicas = _num_replicas(iteration)
@@ -236,7 +236,7 @@ class AutoSchedule(MeasuredTimesFeature):
         self._trials[self._size] = _Trial(found[0])
 
     def _begin(self, size: int) -> None:
-        """Begin to count iterations of another size."""
+        """Begin to count iterations with another number of micro-batches."""
         trial = self._trials.get(self._size)
         if trial is not None and trial.chosen is None:
             del self._trials[self._size]  # it would have to begin anew
@@ -246,7 +246,7 @@ class AutoSchedule(MeasuredTimesFeature):
         self._bytes.clear()
 
     def _now(self, plan: Plan) -> RunChoice | None:
-        """Return what the iteration that begins runs; None is stock's order."""
+        """Return the choice for the iteration that begins; None is stock's order."""
         trial, number = self._trials.get(self._size), self._iterations + 1
         if trial is None:
             if number == MEASURED and self._config.auto_delays:
@@ -258,7 +258,7 @@ class AutoSchedule(MeasuredTimesFeature):
         return trial.choices[_RUN.get(number, 0) if trial.chosen is None else trial.chosen]
 
     def _apply(self, choice: RunChoice | None, iteration: Iteration) -> None:
-        """Tell the features that take the optimizer's steps what runs from now on."""
+        """Pass the choice on to the features that take optimizer steps."""
         if choice is self._applied:
             return
         self._applied = choice
@@ -268,7 +268,7 @@ class AutoSchedule(MeasuredTimesFeature):
             self._deferred.set_shares(choice.shares[iteration.rank :: iteration.plan.num_ranks])
 
     def _count(self, iteration: Iteration) -> None:
-        """Take account of an iteration that is over."""
+        """Take account of an iteration that has ended."""
         trial = self._trials.get(self._size)
         if trial is None:
             return
@@ -288,7 +288,7 @@ class AutoSchedule(MeasuredTimesFeature):
                 trial.times_s[_some(trial.deferring)].clear()
 
     def _count_trial(self, trial: _Trial, iteration: Iteration) -> None:
-        """Note the time of an iteration; compare, if it is the last."""
+        """Note the time of an iteration; if it was the last to be timed, compare the choices."""
         number = self._iterations
         if (index := _TIMED.get(number)) is not None:
             self._note_time(trial, index, accept=self._repeats >= _MOST_REPEATS)
@@ -325,14 +325,14 @@ class AutoSchedule(MeasuredTimesFeature):
             self._tell(trial, f"steps do not wait; iterations took {trial.measured_s[index]:.4g} s")
 
     def _note_time(self, trial: _Trial, index: int, *, accept: bool) -> None:
-        """Note what the latest iteration took, if its step was taken and it was a steady one."""
+        """Note the time of the latest iteration, if its step was taken and it was steady."""
         defers = trial.choices[index].defers
         if self._took_s is not None and (accept or self._is_steady or not defers):
             trial.times_s[index].append(self._took_s)
             trial.waited[index] |= defers and self._waited()
 
     def _compare(self, trial: _Trial, iteration: Iteration) -> None:
-        """Find what was measured on the slowest rank."""
+        """Compare the choices by their times on the slowest rank."""
         mine = [
             min(times, default=known)
             for times, known in zip(trial.times_s, trial.measured_s, strict=True)
@@ -370,7 +370,7 @@ def _tell_of_trial(predicted: Sequence[Expected]) -> None:
 
 
 def _num_replicas(iteration: Iteration) -> int:
-    """Return over how many replicas gradients are reduced at most, on any rank."""
+    """Return the largest number of replicas that reduce gradients together, on any rank."""
     sizes = [group_of(group).size() for group in bucket_groups(*iteration.chunks)]
     found = torch.tensor([max(sizes, default=1)], device=iteration.device)
     dist.all_reduce(found, dist.ReduceOp.MAX)

@@ -34,8 +34,9 @@ class Computations:
     def forward(self, action: Action) -> None:
         """Run one micro-batch's forward of a model chunk.
 
-        Takes its input from ``inputs`` and leaves its output in ``outputs``, if other stages have
-        them. In training both are in ``saved`` until the backward. `Iteration` says their shapes.
+        Takes the input from ``inputs``, unless this is the first stage, and puts the output into
+        ``outputs``, unless it is the last. In training both are in ``saved`` until the backward.
+        `Iteration` documents their shapes.
         """
         this = self.iteration
         stage, _, microbatch = action
@@ -68,8 +69,8 @@ class Computations:
     def backward(self, action: Action) -> None:
         """Run one micro-batch's backward of a model chunk.
 
-        Takes the output's gradient from ``output_grads`` and leaves the input's in ``input_grads``,
-        if other stages have them.
+        Takes the output's gradient from ``output_grads``, unless this is the last stage, and puts
+        the input's gradient into ``input_grads``, unless it is the first.
         """
         this = self.iteration
         key = action.stage, action.microbatch

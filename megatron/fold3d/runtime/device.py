@@ -1,8 +1,8 @@
-"""What differs between a GPU and a CPU as a device; the one file that names ``torch.cuda``.
+"""The differences between a GPU and a CPU as devices; the only file that uses ``torch.cuda``.
 
-All streams and events come from `streams_of`: tests put a device of their own into `KINDS`.
+All streams and events come from `streams_of`. Tests add a device of their own to `KINDS`.
 
-Keeps one invariant: nothing but `synchronize` makes the host wait for the device.
+Keeps one invariant: only `synchronize` makes the host wait for the device.
 """
 
 import platform
@@ -21,11 +21,11 @@ Mark = Any
 
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
-    """How devices of one type run what is issued to them.
+    """How devices of one type run the work that is issued to them.
 
     Attributes:
-        runs_behind: whether work is over later than its call returns, as on a GPU.
-        streams: what has ``Stream``, ``Event``, ``current_stream`` and ``stream``.
+        runs_behind: whether a call returns before its work is done, as on a GPU.
+        streams: the module that has ``Stream``, ``Event``, ``current_stream`` and ``stream``.
     """
 
     runs_behind: bool
@@ -37,12 +37,12 @@ KINDS = {"cpu": DeviceKind(False, torch.cpu), "cuda": DeviceKind(True, torch.cud
 
 
 def streams_of(device: torch.device) -> Any:
-    """Return what makes a device's streams and events: ``torch.cuda``, or ``torch.cpu``."""
+    """Return the module that makes a device's streams and events: ``torch.cuda``, ``torch.cpu``."""
     return KINDS[device.type].streams
 
 
 def runs_behind(device: torch.device) -> bool:
-    """Return whether the device's work is over later than the call that issues it returns."""
+    """Return whether calls that issue work to the device return before the work is done."""
     return KINDS[device.type].runs_behind
 
 
@@ -87,7 +87,7 @@ def on_current_stream(device: torch.device) -> AbstractContextManager[None]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that was issued to it."""
+    """Wait until the device has done all work that was issued to it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -1,4 +1,4 @@
-"""Recomputation ahead of a backward: what `RECOMPUTE` actions do.
+"""Recomputation ahead of a backward: the implementation of `RECOMPUTE` actions.
 
 With full recomputation a forward saves only the inputs of its units, each of one or a few layers. A
 unit's backward first runs its forward again. For micro-batches with a `RECOMPUTE` action this
@@ -35,7 +35,7 @@ class EarlyRecompute(Feature):
         self.begin_iteration(iteration.program)
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
-        """Return the handler of RECOMPUTE, and a wrapper that notes the units of forwards."""
+        """Return the handler of RECOMPUTE, and a wrapper that records the units of forwards."""
         run_forward = inner[Op.FORWARD]
 
         def forward(action: Action) -> None:

@@ -4,8 +4,8 @@
 ``backward_step``: loss scaling, recomputation, precision and models stay Megatron's. A plan decides
 when something is computed, never what.
 
-Each action runs through its op's handler in the iteration's table, whatever features are on.
-`Feature` says how they fill the table.
+The executor looks up each action's op in a table of handlers. Features fill this table; see
+`Feature`.
 """
 
 import logging
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class Executor:
     """The function that ``get_forward_backward_func`` returns: each call runs one iteration.
 
-    It lives as long as the job; when it closes, so do its features.
+    It lives as long as the job and closes its features at the end.
 
     Args:
         plans: the plans to run, by number of micro-batches.
@@ -111,7 +111,7 @@ class Executor:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close the features; add to an error outside of any action where this rank was."""
+        """Close the features; an error outside of any action gets a note of the rank's place."""
         ends = ExitStack()
         ends.push(self._explain)
         for feature in self._features:
@@ -184,7 +184,7 @@ def _closing(feature: Feature) -> Callable[..., None]:
 
 
 def _refuse(config: Any) -> None:
-    """Refuse options without a flag, which only code that builds the configuration can set."""
+    """Refuse options that have no flag: only code that builds the configuration can set them."""
     if config.variable_seq_lengths:
         raise ValueError(
             "variable_seq_lengths: transfers are posted before a shape could arrive; "

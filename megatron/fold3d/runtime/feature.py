@@ -1,7 +1,7 @@
-"""`Feature`: what a capability adds to the executor; `Iteration`: what it takes part in.
+"""`Feature` extends the executor by one capability; `Iteration` is the state that features share.
 
-The executor keeps a table of handlers by op, made anew for each iteration. Features fill it, from
-the innermost outwards: each receives the table so far, and returns handlers of its own ops and
+The executor makes a new table of handlers by op for each iteration. Features fill it, from the
+innermost outwards: each receives the table so far, and returns handlers for its own ops and
 wrappers around the handlers of others. A feature that is off is not in the list.
 
         features  [preemption, transfers, pairs, trace, grad sync, weight grads, offload]
@@ -40,21 +40,21 @@ class Iteration:
     """One call of the executor: its plan, the model, and the tensors between computations.
 
     Attributes:
-        rank: in the pipeline.
-        plan: of all ranks.
+        rank: this rank's position in the pipeline.
+        plan: the programs of all ranks.
         chunks: this rank's model chunks, by segment.
-        config: Megatron's, of the model.
+        config: Megatron's configuration of the model.
         groups: Megatron's process groups.
-        pp_group: the pipeline's.
-        trains: False for an evaluation, which has forwards alone.
-        shapes: of what a rank receives, by op: ``[seq, batch, hidden]``.
-        force_all_reduce: Megatron's, for ``finalize_model_grads``.
-        ends: closes when the iteration ends, also after an error.
+        pp_group: the pipeline's process group.
+        trains: False for an evaluation, which has forwards only.
+        shapes: the shapes of received tensors, by op: ``[seq, batch, hidden]``.
+        force_all_reduce: Megatron's argument of that name, for ``finalize_model_grads``.
+        ends: exit callbacks, which run when the iteration ends, also after an error.
         saved: input and output of each forward whose backward has not run.
-        inputs: received and not used yet.
-        outputs: computed and not sent yet.
-        output_grads: received and not used yet.
-        input_grads: computed and not sent yet.
+        inputs: stage inputs that were received and not used yet.
+        outputs: stage outputs that were computed and not sent yet.
+        output_grads: gradients of outputs that were received and not used yet.
+        input_grads: gradients of inputs that were computed and not sent yet.
         num_tokens: the number of tokens over which Megatron averages the loss, 0-d int32.
         reports: the loss function's reports, one per micro-batch.
 
@@ -105,8 +105,8 @@ class Feature:
     """One capability of the executor. A subclass overrides the methods it needs.
 
     Attributes:
-        preparing: what an error in `prepare` says the rank was at.
-        draining: what an error in `drain` says the rank was at.
+        preparing: names the place in errors that `prepare` raises.
+        draining: names the place in errors that `drain` raises.
     """
 
     preparing = "the beginning of an iteration"
@@ -129,13 +129,13 @@ class Feature:
         return {}
 
     def drain(self, iteration: Iteration) -> None:
-        """Finish what the program has left in flight; innermost features first."""
+        """Finish the work that the program has left in flight; innermost features first."""
 
     def close(self, error: BaseException | None) -> None:
         """End the run, after an ``error`` or without; innermost features first."""
 
 
 def note_place(error: BaseException, rank: int, place: object) -> None:
-    """Add to an error where its pipeline rank was: an action, say; the first place noted stays."""
+    """Add the pipeline rank's place, such as an action, to an error that has no such note yet."""
     if not any(note.startswith(_WAS_AT) for note in getattr(error, "__notes__", ())):
         error.add_note(f"{_WAS_AT} {rank} was at {place}")

@@ -1,8 +1,8 @@
 """``--shard-segments gradients``: a segment's gradients are whole only until they are reduced.
 
 With a distributed optimizer a replica steps with its shard of the reduced gradients. This feature
-keeps a copy of that shard and frees the storage of DDP's gradient buffer, which parameters'
-``main_grad`` are views of; before a segment's first backward it is allocated again, with zeros.
+keeps a copy of that shard and frees the storage of DDP's gradient buffer, of which the parameters'
+``main_grad`` are views. Before a segment's first backward it allocates the storage again, zeroed.
 
     segments 0, 1, 2 and 3 of a rank; a reduce-scatter is drawn from its start to its wait
 
@@ -11,17 +11,17 @@ keeps a copy of that shard and frees the storage of DDP's gradient buffer, which
                                              ───2────┘
     whole           none      3       2, 3    1, 2    0, 1          all: each replica its shard
 
-With ``--backward-share`` a segment's gradients are whole until they are reduced and stepped with in
-the next iteration, right before its forwards. None of them is kept then:
+With ``--backward-share`` a segment's gradients stay whole until the next iteration. Right before
+its forwards they are reduced and its step is taken; then no copy of a shard is kept:
 
     compute         0F 0F │ 1F 1F │ 2F 2F │ 2B 2B │ 1B 1B │ 0B 0B
     reduce-scatter  ──1───┘   ──2─┘                 ───2──── ──1─── ──0──
     whole           1, 2    2       none    2       1, 2    all
 
 Keeps one invariant: from Megatron's ``finalize_model_grads`` to the next iteration every buffer is
-allocated and holds this replica's shard, as a reduce-scatter leaves it there. What Megatron sums
-over pipeline or tensor-parallel ranks it sums element by element, and these ranks have equal
-shards: the shards' sums are right, and nobody reads the rest.
+allocated and holds this replica's shard, where a reduce-scatter leaves it. Megatron sums some
+gradients over pipeline or tensor-parallel ranks, element by element. These ranks own the same shard
+of the buffer, so the sums in the shard are right. The rest of the buffer is never read.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ from megatron.fold3d.runtime.shard_buffers import allocate, free, own_shards, sh
 
 
 class GradShards(Feature):
-    """The gradients of one rank's model chunks: in shards, or not there at all, between uses."""
+    """The gradients of one rank's model chunks; between uses only shards of them, or nothing."""
 
     draining = "the return of its gradient shards to Megatron's buffers"
 
@@ -48,7 +48,7 @@ class GradShards(Feature):
     def prepare(self, iteration: Iteration) -> None:
         """Before a training iteration, free the gradients that Megatron has zeroed.
 
-        Those of a deferred segment may still be on their way to the step of the last iteration.
+        A deferred segment's gradients may still be needed by the last iteration's step.
         """
         if iteration.trains:
             self._chunks = iteration.chunks
@@ -80,7 +80,7 @@ class GradShards(Feature):
         return {Op.BACKWARD: backward, Op.FREE_GRAD: free}
 
     def drain(self, iteration: Iteration) -> None:
-        """Give ``finalize_model_grads`` and the optimizer whole buffers, with their shards."""
+        """Allocate whole buffers, with this replica's shards, for ``finalize_model_grads``."""
         for segment in list(self._kept):
             chunk, shards = self._chunks[segment], self._kept.pop(segment)
             for buffer in sharded_buffers(chunk, "grad_data"):
@@ -90,7 +90,7 @@ class GradShards(Feature):
 
     @staticmethod
     def _deferred_segments(iteration: Iteration) -> frozenset[int]:
-        """Return the segments whose gradients are freed behind the step that used them."""
+        """Return the segments whose gradients are freed after their step, in the next iteration."""
         num_ranks = iteration.plan.num_ranks
         return frozenset(stage // num_ranks for stage in deferred_stages(iteration.program))
 

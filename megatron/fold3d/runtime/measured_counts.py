@@ -1,9 +1,9 @@
 """``--recompute-layers auto``: each rank recomputes as few layers as its memory allows.
 
-The first three forwards of each stage show what a micro-batch leaves for its backward: the first
-warms up, the second recomputes all layers, the third all but one. Ranks then exchange what they
-have found, and every rank computes all choices from it. The next iteration runs with them, and the
-one after it logs what they really took.
+The first three forwards of each stage are measured, to see how many bytes a micro-batch keeps for
+its backward. The first forward warms up, the second recomputes all layers, the third all but one.
+Ranks then exchange these numbers, and every rank computes the choices of all ranks from them. The
+next iteration runs with the choices; the one after it logs the memory that they really took.
 
 Keeps one invariant: all replicas recompute the same layers, since recomputation has collectives.
 """
@@ -40,12 +40,12 @@ _ALL, _ALL_BUT_ONE = 1, 2  # forwards of a stage, counted from 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """What a pipeline rank has measured, or all replicas of it.
+    """The measurements of a pipeline rank, or of all its replicas.
 
     Attributes:
-        rank: of the pipeline.
+        rank: the pipeline rank.
         stages: its own.
-        spare_bytes: of the device, never used so far; None on a CPU.
+        spare_bytes: device memory that was never used so far; None on a CPU.
         peak_bytes: the most that tensors have taken on the device; 0 on a CPU.
     """
 
@@ -59,7 +59,7 @@ class MeasuredCounts(Feature):
     """Measures what layers take, and then sets the number that each model chunk recomputes.
 
     Args:
-        limit_bytes: what saved activations may take on a rank; None is what the GPU has left.
+        limit_bytes: the limit of a rank's saved activations; None is what the GPU has left.
     """
 
     preparing = "the choice of layers to recompute"
@@ -127,7 +127,7 @@ class MeasuredCounts(Feature):
             recompute_first(block, count)
 
     def _measure(self, iteration: Iteration, run: Handler, action: Action) -> None:
-        """Run a forward; note the bytes that it leaves, if it is one of those that show them."""
+        """Run a forward; note the bytes that it saves, if it is one of those that are measured."""
         stage = action.stage
         number, layers = self._forwards[stage], self._layers(stage)
         self._forwards[stage] += 1
@@ -145,7 +145,7 @@ class MeasuredCounts(Feature):
         self._recompute(stage, layers)
 
     def _agree(self, iteration: Iteration) -> None:
-        """Find, for each pipeline rank, the most bytes and the least memory of its replicas."""
+        """Agree, for each pipeline rank, on its replicas' largest sizes and least free memory."""
         mine = _Found(
             rank=iteration.rank,
             stages={

@@ -1,8 +1,7 @@
 """``--forwards-ahead auto`` and ``--delay-weight-grads auto``: an order from measured times.
 
 The second training iteration is timed on the device's own clock. Before the third, ranks time a
-transfer and DP.sync, exchange what they have found, and choose the order that runs from the fourth
-on.
+transfer and DP.sync, exchange all times, and choose the order that runs from the fourth on.
 
 Keeps one invariant: all ranks choose in the same iteration, from the same numbers.
 """
@@ -41,14 +40,14 @@ _SYNC_BYTES = 4 << 20
 
 @dataclass(slots=True)
 class _Found:
-    """What one rank has measured, by stage.
+    """The measurements of one rank, by stage.
 
     Attributes:
-        rank: of its pipeline.
-        times_s: of each stage's ops, the median over micro-batches.
-        saved_bytes: that a forward leaves, and None on a CPU.
-        delayed_bytes: that a backward leaves.
-        free_bytes: that were never used.
+        rank: the pipeline rank.
+        times_s: the time of each stage's ops, the median over micro-batches.
+        saved_bytes: the bytes that a stage's forward leaves; None on a CPU.
+        delayed_bytes: the bytes that a stage's backward leaves.
+        free_bytes: the bytes of the device that were never used.
     """
 
     rank: int
@@ -61,7 +60,7 @@ class _Found:
 
 
 class MeasuredTimesFeature(Feature):
-    """Measures one rank; a subclass decides something once, by the times of all ranks."""
+    """Measures one rank's times; a subclass makes one decision from the times of all ranks."""
 
     preparing = "the measurement of its links"
 
@@ -71,11 +70,11 @@ class MeasuredTimesFeature(Feature):
         self._bytes: defaultdict[tuple[int, Op], list[int]] = defaultdict(list)
 
     def decide(self, times: MeasuredTimes, iteration: Iteration) -> None:
-        """Decide, on all ranks together and from the same times."""
+        """Make the decision; all ranks call this together, with the same times."""
         raise NotImplementedError
 
     def prepare(self, iteration: Iteration) -> None:
-        """Decide, at the beginning of the third training iteration."""
+        """Call `decide` at the beginning of the third training iteration."""
         if not iteration.trains:
             return
         self._iterations += 1
@@ -137,17 +136,18 @@ class MeasuredOrder(MeasuredTimesFeature):
     """Measures one rank, and changes the order of its plans once.
 
     Args:
-        plans: whose order changes.
-        arranged: from times, and what takes a description of each choice, to what makes orders.
+        plans: the plans whose order changes.
+        arranged: returns a function that makes orders, from times and a function that takes the
+            description of each choice.
     """
 
     @classmethod
     def of(cls, config: Fold3DConfig, plans: Plans, auto_order: Any) -> Self:
-        """Arrange plans as if all times were equal until they are known.
+        """Return the feature; until times are known, plans are made as if all were equal.
 
         Args:
-            config: of the run.
-            plans: of the run.
+            config: the configuration of the run.
+            plans: the plans of the run.
             auto_order: `predict.search.auto_order.AutoOrder`, which this room may not import.
         """
         auto = auto_order(
@@ -231,7 +231,7 @@ def _grad_sync_s(iteration: Iteration) -> list[float]:
 
 
 def _agreed(mine: _Found, iteration: Iteration) -> MeasuredTimes:
-    """Return the times of the slowest replica of each stage, and the least memory of any."""
+    """Return the slowest replica's times of each stage, and the least free memory of any rank."""
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     plan = iteration.plan
@@ -257,7 +257,7 @@ def _agreed(mine: _Found, iteration: Iteration) -> MeasuredTimes:
 
 
 def _held(everyones: list[_Found], iteration: Iteration) -> HeldSizes | None:
-    """Return what each rank may hold: as much as in the measured order, and what is free."""
+    """Return the bytes each rank may hold: those that it held when measured, plus free memory."""
     if any(found.free_bytes is None for found in everyones):
         return None
     plan, stages = iteration.plan, range(iteration.plan.num_stages)

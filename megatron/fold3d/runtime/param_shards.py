@@ -1,9 +1,9 @@
 """``--shard-segments weights``: a segment's parameters are whole only while it computes.
 
-Each replica holds a shard of a segment's parameters. Megatron's DDP gathers them into the buffer
-that they are views of; this feature frees the storage of that buffer behind the segment's last use
-and allocates it again before the next all-gather. Views, gradient buffers and the optimizer keep
-referring to the same storage object.
+Each replica holds a shard of a segment's parameters. The parameters are views of a buffer, into
+which Megatron's DDP gathers them. This feature frees the buffer's storage after the segment's last
+use, and allocates it again before the next all-gather. Views, gradient buffers and the optimizer
+keep referring to the same storage object.
 
     segments 0, 1 and 2 of a rank; an all-gather is drawn from its start to its wait
 
@@ -14,9 +14,9 @@ referring to the same storage object.
 With ``--backward-share`` a segment's step may be taken right before its all-gather, in a buffer
 that is allocated for it.
 
-Keeps one invariant: between the iterations every buffer is allocated and holds at least this
-replica's shard, as Megatron leaves it behind a step with ``--overlap-param-gather``. So whatever
-Megatron does there, such as to evaluate or to save, gathers and reads what it would without us.
+Keeps one invariant: between iterations every buffer is allocated and holds at least this replica's
+shard, as after Megatron's own step with ``--overlap-param-gather``. So evaluation, checkpoints and
+everything else that Megatron does between iterations work as without this feature.
 """
 
 from collections.abc import Sequence
@@ -114,7 +114,7 @@ class ParamShards(Feature):
             bucket_group.start_param_sync()
 
     def _forget(self, segment: int) -> None:
-        """Let a segment be gathered although DDP has gathered it, for an evaluation, say."""
+        """Mark a segment as not gathered, even if DDP has gathered it, say for an evaluation."""
         for bucket_group in bucket_groups(self._chunks[segment]):
             bucket_group.param_gather_dispatched = False
 

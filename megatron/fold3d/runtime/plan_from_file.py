@@ -10,10 +10,10 @@ from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 
 
 def read_order(config: Fold3DConfig, path: Path, num_microbatches: int) -> Plan:
-    """Return the plan in a file, which has to be one for this run.
+    """Return the plan in a file, after checking that it fits this run.
 
     Raises:
-        PlanError: it is for other sizes, or has actions of a feature that is off.
+        PlanError: the plan is for other sizes, or has actions of a feature that is off.
     """
     plan = parse_plan(read_file(path))
     found = plan.num_ranks, plan.num_segments, plan.num_microbatches

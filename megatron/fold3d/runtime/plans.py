@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 Arrange = Callable[[Callable[[int | None], Plan]], Plan]
-"""From what makes an order for a number of forwards ahead to the order that runs."""
+"""Takes a function from the number of forwards ahead to an order; returns the order that runs."""
 
 
 class Plans:
@@ -41,17 +41,17 @@ class Plans:
         self._choices: dict[int, RunChoice] = {}
 
     def arrange(self, arrange: "Arrange") -> None:
-        """Let a function make the orders of all plans from now on."""
+        """From now on let ``arrange`` make the orders of all plans."""
         self._arrange = arrange
         self._made.clear()
 
     def replicate(self, stages: tuple[int, ...]) -> None:
-        """From now on let plans gather as if every replica stepped these stages in full."""
+        """From now on leave out the all-gathers of these stages, which every replica steps."""
         self._replicated_stages = stages
         self._made.clear()
 
     def choose(self, num_microbatches: int, choice: "RunChoice | None") -> None:
-        """Let iterations of this size run as chosen from now on; None is as configured."""
+        """Set the choice for iterations of this size; None goes back to the configuration."""
         self._choices.pop(num_microbatches, None)
         if choice is not None:
             self._choices[num_microbatches] = choice
@@ -62,7 +62,7 @@ class Plans:
         return self._choices.get(num_microbatches)
 
     def order(self, num_microbatches: int) -> Plan:
-        """Return the order of a training iteration: its computations alone.
+        """Return the order of a training iteration: its computations only.
 
         Raises:
             PlanError: as `training`.
@@ -73,7 +73,7 @@ class Plans:
         """Return the plan of a training iteration.
 
         Args:
-            num_microbatches: of the iteration.
+            num_microbatches: the number of the iteration.
             offloaded: which activations of each rank are offloaded; by default all.
 
         Raises:
@@ -108,7 +108,7 @@ class Plans:
         return self._made[key]
 
     def _options(self, order: Plan, offloaded: "OffloadChoice | None") -> Options:
-        """Return the passes' options for an order; an order without backwards has none."""
+        """Return the passes' options for an order; one without backwards needs transfers only."""
         config = self._config
         if not order.has(Op.BACKWARD):
             return Options(receives_late=config.receives_late)

@@ -1,7 +1,7 @@
-"""``--recompute-layers``: every stage recomputes as many layers as it is told.
+"""``--recompute-layers``: a number of recomputed layers for each stage.
 
-Megatron reads the number from the configuration of a model chunk's transformer block in each
-forward. So each block gets a copy of its configuration with a number of its own.
+In each forward, Megatron reads this number from the configuration of a model chunk's transformer
+block. So each block gets a copy of the configuration with its own number.
 """
 
 import copy
@@ -16,7 +16,7 @@ class RecomputeCounts(Feature):
     """Sets the number of layers that each model chunk recomputes, in the first iteration.
 
     Args:
-        counts: by stage, counted over all ranks.
+        counts: the number of each stage, for the stages of all ranks.
     """
 
     def __init__(self, counts: Sequence[int]) -> None:
@@ -27,7 +27,7 @@ class RecomputeCounts(Feature):
         """Give each transformer block its number.
 
         Raises:
-            ValueError: a stage has fewer layers than it is to recompute.
+            ValueError: a stage has fewer layers than it should recompute.
         """
         if self._is_set:
             return

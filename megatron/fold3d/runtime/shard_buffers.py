@@ -1,4 +1,4 @@
-"""Megatron's flat buffers of parameters and gradients, of which each replica owns a shard."""
+"""Megatron's flat buffers of parameters and gradients; each replica owns a shard of a buffer."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -12,10 +12,10 @@ Data = Literal["param_data", "grad_data"]
 
 
 def sharded_buffers(chunk: Any, data: Data) -> Iterator[torch.Tensor]:
-    """Yield the flat buffers of a chunk that replicas share; those of experts may have none.
+    """Yield the flat buffers of a chunk that are sharded over replicas.
 
-    Each is ``[num_elements]``, padded so that the replicas divide it: parameters in the dtype of
-    the model, gradients in the one that DDP reduces in. Megatron's DDP owns them.
+    Each is ``[num_elements]``, padded to a multiple of the number of replicas. Parameters have the
+    model's dtype, gradients the one in which DDP reduces. Megatron's DDP owns the buffers.
     """
     for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
         if buffer.data_parallel_world_size > 1:
@@ -23,7 +23,7 @@ def sharded_buffers(chunk: Any, data: Data) -> Iterator[torch.Tensor]:
 
 
 def own_shards(chunk: Any, data: Data) -> Iterator[torch.Tensor]:
-    """Yield a view per bucket: what this replica's optimizer updates, or updates with.
+    """Yield one view per bucket: the shard of it that belongs to this replica's optimizer.
 
     Each is ``[num_elements / num_replicas]``, a contiguous part of a buffer that DDP owns.
     """
@@ -35,9 +35,9 @@ def own_shards(chunk: Any, data: Data) -> Iterator[torch.Tensor]:
 
 
 def free(buffer: torch.Tensor) -> None:
-    """Free the storage of a buffer of `sharded_buffers`, which its views keep referring to.
+    """Free the storage of a buffer of `sharded_buffers`; its views keep the storage object.
 
-    The current stream must have waited for what other streams do with it.
+    The current stream must have waited for all work of other streams on the buffer.
     """
     buffer.untyped_storage().resize_(0)
 

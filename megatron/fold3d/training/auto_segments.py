@@ -36,7 +36,7 @@ class SegmentChoice:
     Attributes:
         rule: the paper's, if it has one: it knows equally many layers only.
         simulation: the simulator's.
-        layers: of each stage, where they are not equally many.
+        layers: the number of layers of each stage, where the numbers differ.
     """
 
     rule: Segments | None
@@ -73,7 +73,7 @@ def choose(
 
     Args:
         args: Megatron's namespace, as parsed.
-        measured: on the run's hardware.
+        measured: the times that were measured on the run's hardware.
         num_microbatches: per iteration.
         fits: whether memory has room for layers that are not even, as in `with_layers`; if it is
             not known, they are even.

@@ -21,7 +21,7 @@ from megatron.training import get_args
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
-NUM_TOKEN_TYPES = 2  # of the first and of the second segment of text
+NUM_TOKEN_TYPES = 2  # for the first and the second segment of text
 
 
 class BertModelConfig(GPTModelConfig):  # type: ignore[misc]  # Megatron has no types

@@ -91,7 +91,7 @@ def report(args: Namespace, plan: Plan | None) -> Iterator[str]:
 
     Args:
         args: Megatron's namespace, validated.
-        plan: of an iteration; None for stock Megatron's schedule.
+        plan: the plan of an iteration; None for stock Megatron's schedule.
 
     Raises:
         ValueError: the model does not fit into the cluster's GPUs.

@@ -90,8 +90,8 @@ def architectures(
 
     Args:
         gpus: the compute capability of each kind.
-        built_for: what ``torch.cuda.get_arch_list`` says, such as ``sm_80``.
-        build: of torch, in words.
+        built_for: the list of ``torch.cuda.get_arch_list``, with names such as ``sm_80``.
+        build: the build of torch, in words.
     """
     numbers = (re.match(r"sm_(\d+)", name) for name in built_for)
     known = [divmod(int(number[1]), 10) for number in numbers if number]

@@ -87,7 +87,7 @@ def prepare(
     Args:
         argv: the user's words.
         patched: takes what undoes the patches.
-        family: of the models that the calling script trains.
+        family: the model family that the calling script trains.
         extra_args_provider: adds the script's own flags, as in Megatron's parser.
         args_defaults: values of flags that are not given, by their attributes' names.
         ignore_unknown_args: leaves flags that nobody has added to the script.

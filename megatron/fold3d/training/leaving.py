@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 _PR_SET_PDEATHSIG = 1
-_PATIENCE_S = 1.0  # in which all ranks that fail for one reason have said so
+_PATIENCE_S = 1.0  # time for all ranks that fail for one reason to say so
 _STORE_S = 3.0
 # Error messages of a rank whose neighbour is gone, or has failed.
 _OF_ANOTHER = re.compile(
@@ -64,7 +64,7 @@ def tell_failures(opened: ExitStack) -> None:
     The script's own ``sys.excepthook`` still prints its tracebacks. Ctrl-C is left to it.
 
     Args:
-        opened: what the run has opened. A failure closes it before it is told.
+        opened: the contexts of the run. After a failure they close before the error is reported.
     """
     upstream = sys.excepthook
 

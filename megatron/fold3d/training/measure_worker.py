@@ -155,11 +155,11 @@ def _forward_and_backward(
 
     Args:
         model: a layer, with the embedding or the head if it is to have them.
-        shape: of its hidden states.
-        dtype: of these.
-        device: of the model.
-        tokens: of the micro-batch, sequences by positions, for the embedding.
-        labels: likewise, for the head.
+        shape: the shape of its hidden states.
+        dtype: the dtype of its hidden states.
+        device: the device of the model.
+        tokens: the tokens of the micro-batch, sequences by positions, for the embedding.
+        labels: the labels of the micro-batch, for the head.
     """
     for parameter in model.parameters():
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # fusions add here

@@ -86,7 +86,7 @@ def check_run(args: Namespace, foreign: tuple[str, ...], trains: str) -> None:
         args: Megatron's namespace.
         foreign: options for another model or other data; to ignore them would be to train
             something else.
-        trains: what the script trains, in words.
+        trains: the models that the script trains, in words.
 
     Raises:
         ValueError: what was asked for, why it cannot be, and what can.

@@ -45,7 +45,7 @@ def draw(timeline: Timeline, *, title: str = "", caption: str = "") -> str:
 
     Args:
         timeline: simulated or measured.
-        title: in bold, above the diagram.
+        title: the title, in bold above the diagram.
         caption: a line below the title; `caption_of` makes one.
     """
     diagram = _Diagram(timeline, top=26.0 + 30 * bool(title) + 24 * bool(caption))
@@ -139,7 +139,7 @@ class _Diagram:
     """The coordinates of one diagram.
 
     Args:
-        timeline: what it shows.
+        timeline: the timeline to draw.
         top: where its first rank is.
         until_s: where the time axis ends; by default with the timeline.
         scope: the CSS class of its shades, where there are other diagrams.

@@ -22,7 +22,7 @@ SCHEDULES = (
 MOST_FORWARDS = 20_000
 """Forwards of a plan that a browser simulates while a slider moves."""
 _SCRIPTS = ("model.js", "canvas.js", "schedules.js", "simulator.js", "playground.js")
-_MOST_SEGMENTS = 6  # of the slider
+_MOST_SEGMENTS = 6  # the slider's maximum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

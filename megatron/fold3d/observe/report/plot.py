@@ -9,7 +9,7 @@ from megatron.fold3d.observe.report.svg import WIDTH, opening, text
 
 HEIGHT = 436
 _TOP, _BOTTOM, _LEFT, _RIGHT = 108, 56, 66, 22
-_MOST_POINTS = 1500  # of a line; a screen shows no more
+_MOST_POINTS = 1500  # per line; a screen shows no more
 _COLORS = (color("forward", 0, 1), color("backward", 0, 1), color("sync", 0, 1))
 
 Points = Sequence[tuple[float, float]]

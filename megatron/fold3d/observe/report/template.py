@@ -20,8 +20,8 @@ def one_file(
 
     Args:
         template: the name of a file in `web`, as styles and scripts are.
-        parts: by name, as HTML.
-        data: what the scripts read.
+        parts: HTML, by the name of its place.
+        data: the data that the scripts read.
         styles: go into ``{{style}}``, in this order.
         scripts: go into ``{{script}}``, in this order.
     """

@@ -1,1 +1,1 @@
-"""Passes from plan to plan, a file each: each adds one kind of action and moves nothing else."""
+"""Passes from plan to plan, one per file; each adds one kind of action and moves no others."""

@@ -1,9 +1,8 @@
 """The pass that lets a stage's reduce-scatter overlap the next iteration's first forwards.
 
-With a distributed optimizer and DP.sync that reaches into the next iteration, a stage's gradients
-may still be on their way when `add_param_gather` would gather its parameters, one segment ahead of
-its first forward. This pass moves ``WAIT_GRAD``, with the optimizer's step, and the gather some
-forwards later:
+`add_param_gather` gathers a stage's parameters one segment ahead of its first forward. If DP.sync
+reaches into the next iteration, the stage's reduce-scatter may still be running then. This pass
+moves ``WAIT_GRAD``, with the optimizer's step, and the all-gather some forwards later:
 
     before  rank 0  ... 2WAIT_GRAD 2GATHER_PARAM 0WAIT_PARAM 0F0 0F1 2WAIT_PARAM 2F0 2F1 ...
     after   rank 0  ... 0WAIT_PARAM 0F0 2WAIT_GRAD 2GATHER_PARAM 0F1 2WAIT_PARAM 2F0 2F1 ...
@@ -20,12 +19,12 @@ _MOVED = (Op.WAIT_GRAD, Op.FREE_GRAD, Op.GATHER_PARAM)  # in this order
 
 
 def gather_later(plan: Plan, forwards: Mapping[int, int]) -> Plan:
-    """Move the gathers of deferred stages behind some forwards, with what leads to them.
+    """Move the all-gathers of deferred stages, with their WAIT_GRAD, behind some forwards.
 
     Args:
-        plan: with gathers, and with DP.sync that reaches into the next iteration.
-        forwards: by stage, how many forwards of the stage before on its rank come first. A stage
-            that is not named, or is the first of its rank, keeps its place.
+        plan: a plan with all-gathers, and with DP.sync that reaches into the next iteration.
+        forwards: by stage, how many forwards of the rank's stage before come first. All-gathers of
+            stages that are not named, and of the rank's first stage, keep their place.
     """
     return Plan(tuple(_gathering_later(program, forwards) for program in plan.programs))
 

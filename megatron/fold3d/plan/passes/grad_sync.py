@@ -1,6 +1,6 @@
 """The passes that add DP.sync: within an iteration, and reaching into the next one.
 
-A stage's reduction starts with its last backward. It is waited for at the end of the iteration:
+A stage's reduction starts at its last backward; the wait for it is at the end of the iteration:
 
     before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
     after   rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD
@@ -10,7 +10,7 @@ A stage's reduction starts with its last backward. It is waited for at the end o
     before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD
     after   rank 0  0WAIT_GRAD 0F0 0F1 2WAIT_GRAD 2F0 2F1 2B0 2B1 2REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD
 
-or, in a plan that gathers parameters, before that: what is gathered has to be updated.
+or, in a plan that gathers parameters, before their all-gather, since the step comes first.
 """
 
 from collections.abc import Container, Iterator
@@ -34,9 +34,8 @@ def add_grad_sync(plan: Plan) -> Plan:
 def defer_grad_sync(plan: Plan, stages: Container[int]) -> Plan:
     """Let DP.sync of ``stages`` reach into the next iteration: paper Algorithm 2, the free split.
 
-    Their ``WAIT_GRAD`` stands right before their ``GATHER_PARAM`` or, without one, before their
-    first forward, behind its receive. It ends what ``REDUCE_GRAD`` of the iteration before has
-    started.
+    ``WAIT_GRAD`` is moved to right before the stage's ``GATHER_PARAM`` or, without one, its first
+    forward, behind the forward's receive. It waits for ``REDUCE_GRAD`` of the iteration before.
     """
     return Plan(tuple(_with_deferred_wait(program, stages) for program in plan.programs))
 
@@ -54,7 +53,7 @@ def deferred_stages(program: Program) -> frozenset[int]:
 
 
 def carried_over(program: Program) -> frozenset[Action]:
-    """Return what starts DP.sync of the iteration before: it stands before a deferred WAIT_GRAD."""
+    """Return the actions before a deferred WAIT_GRAD: they start the last iteration's DP.sync."""
     found: set[Action] = set()
     starts: dict[int, list[Action]] = {}
     deferred = deferred_stages(program)
@@ -67,9 +66,9 @@ def carried_over(program: Program) -> frozenset[Action]:
 
 
 def slices_of(program: Program) -> dict[int, list[Action]]:
-    """Return, by stage, what starts its DP.sync, in the order in which it runs.
+    """Return, by stage, the actions that start its DP.sync, in the order in which they run.
 
-    A stage without slices has its REDUCE_GRAD only. That of a valid plan is always the last one.
+    A stage without slices has only its REDUCE_GRAD, which is always the last one in a valid plan.
     """
     late = carried_over(program)
     here: dict[int, list[Action]] = {}

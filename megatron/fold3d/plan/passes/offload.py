@@ -1,7 +1,7 @@
-"""The pass that sends saved activations to host memory and back.
+"""The pass that copies saved activations to host memory and back.
 
-Each leaves when its forward has ended and comes back while the backward before its own runs. What
-is needed again too soon stays:
+An activation's offload starts when its forward has ended; its reload runs during the backward
+before its own. Activations that are needed again too soon stay on the device:
 
     before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
     after   rank 0  0F0 0OFFLOAD0 0F1 0OFFLOAD1 2F0 2F1 2B0 0RELOAD0 2B1 0RELOAD1 0B0 0B1
@@ -18,11 +18,11 @@ _Key = tuple[int, int | None]  # stage, micro-batch
 
 @dataclass(frozen=True, slots=True)
 class OffloadChoice:
-    """The activations that leave and how early, as `add_offload` takes them.
+    """How many activations are offloaded and how early: the options of `add_offload`.
 
     Attributes:
-        at_most: how many activations; None is all.
-        depth: computations that each has to leave, and as many to come back.
+        at_most: the number of activations; None is all.
+        depth: the number of computations that an offload, or a reload, may overlap.
     """
 
     at_most: int | None = None
@@ -30,16 +30,16 @@ class OffloadChoice:
 
 
 def add_offload(plan: Plan, *, depth: int = 1, at_most: int | None = None) -> Plan:
-    """Add the saved activations' way to host memory and back (paper Sec. IV, offloader).
+    """Add OFFLOAD and RELOAD of saved activations (paper Sec. IV, offloader).
 
-    A micro-batch leaves while the rank's next ``depth`` computations run and comes back while the
-    ``depth`` before its own backward do. One that could not stay away for the time between stays.
-    No other rank notices: ranks may offload differently.
+    An offload runs during the rank's next ``depth`` computations, a reload during the ``depth``
+    computations before the backward. Activations without enough computations between forward and
+    backward stay on the device. Ranks need not offload alike: other ranks are not affected.
 
     Args:
-        plan: with or without transfers; an output is sent before its stage's activations leave.
-        depth: more where a copy takes longer than one computation.
-        at_most: how many of a rank leave; first of all those that are away for longest.
+        plan: with or without transfers; an output is sent before its activations are offloaded.
+        depth: more than 1 if a copy takes longer than one computation.
+        at_most: the most activations of a rank to offload; those with the longest wait come first.
     """
     return Plan(tuple(_with_offload(program, depth, at_most) for program in plan.programs))
 
@@ -84,7 +84,7 @@ def _first_uses(compute: Sequence[Action]) -> dict[_Key, int]:
 def _travels(
     compute: Sequence[Action], used: Mapping[_Key, int], depth: int, at_most: int | None
 ) -> set[_Key]:
-    """Choose the (stage, micro-batch) activations that leave the device."""
+    """Choose the (stage, micro-batch) activations to offload."""
     forwards = {(a.stage, a.microbatch): i for i, a in enumerate(compute) if a.op is Op.FORWARD}
     alike: dict[int, list[_Key]] = defaultdict(list)  # by how long they wait
     for key, index in used.items():

@@ -1,8 +1,8 @@
 """Pairs: two micro-batches that a rank computes together, each during the other's collectives.
 
-A pair is two neighbours, the first of them even, whose forwards, backwards or early recomputations
-of one stage stand side by side. It needs no op of its own. `in_pairs` makes an order of pairs out
-of any order, and `pair_microbatches` moves the transfers out of the middle of each:
+A pair is two adjacent actions with the same op (forward, backward or early recomputation), the same
+stage and neighbouring micro-batches, the first of them even. It needs no op of its own. `in_pairs`
+makes an order of pairs from any order, and `pair_microbatches` moves transfers out of pairs:
 
     order      rank 0  0F0 0F1 0B0 0B1               of 2 pairs
     in pairs   rank 0  0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3
@@ -20,16 +20,16 @@ PAIRED_OPS = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD})
 
 
 def num_pairs(num_microbatches: int) -> int:
-    """Return the number of pairs; of an odd number of micro-batches the last one stays alone."""
+    """Return the number of pairs; the last one has one micro-batch if their number is odd."""
     return (num_microbatches + 1) // 2
 
 
 def in_pairs(order: Plan, num_microbatches: int) -> Plan:
-    """Return an order in which each computation of ``order`` is that of two micro-batches.
+    """Return an order in which each computation of ``order`` becomes those of two micro-batches.
 
     Args:
-        order: of computation, for ``num_pairs(num_microbatches)`` micro-batches.
-        num_microbatches: of the order that is returned.
+        order: an order of computation for ``num_pairs(num_microbatches)`` micro-batches.
+        num_microbatches: micro-batches of the order that is returned.
     """
 
     def expanded(program: Program) -> Iterator[Action]:
@@ -42,10 +42,10 @@ def in_pairs(order: Plan, num_microbatches: int) -> Plan:
 
 
 def pair_microbatches(plan: Plan) -> Plan:
-    """Move transfers out of pairs: receives are posted before both, results are sent behind both.
+    """Move transfers out of pairs: receives are posted before both, results are sent after both.
 
-    Neighbours with anything else between them stay as they are. Verify the plan that is returned:
-    an order whose pairs wait for one another deadlocks.
+    If there are other actions between two micro-batches, they do not become a pair. The returned
+    plan must be verified: it deadlocks if two pairs wait for each other.
     """
     return Plan(tuple(tuple(_with_pairs(program)) for program in plan.programs))
 
@@ -54,10 +54,10 @@ def pairs(program: Program, *, hooks_reduce: bool = False) -> frozenset[Action]:
     """Return the first action of each pair in a program.
 
     Args:
-        program: of one rank.
+        program: the program of one rank.
         hooks_reduce: whether DDP's hooks start to reduce gradients inside a stage's last backward.
             They count the gradients of one micro-batch, so this backward and the one before it are
-            no pair.
+            not a pair.
     """
     last = {action.stage: action for action in program if action.op is Op.BACKWARD}
     alone = frozenset(last.values()) if hooks_reduce else frozenset()
@@ -69,10 +69,10 @@ def pairs(program: Program, *, hooks_reduce: bool = False) -> frozenset[Action]:
 
 
 def check_pairs(plan: Plan) -> None:
-    """Return if a plan has a pair.
+    """Check that a plan has at least one pair.
 
     Raises:
-        PlanError: it has none.
+        PlanError: the plan has none.
     """
     if not any(map(pairs, plan.programs)):
         raise PlanError(
@@ -83,7 +83,7 @@ def check_pairs(plan: Plan) -> None:
 
 
 def second_of(first: Action) -> Action | None:
-    """Return the action that would be a pair with ``first``, if ``first`` may begin one."""
+    """Return the action that forms a pair with ``first``, if ``first`` can begin a pair."""
     stage, op, microbatch = first
     if op not in PAIRED_OPS or microbatch is None or microbatch % 2:
         return None

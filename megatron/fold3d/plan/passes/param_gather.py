@@ -6,8 +6,8 @@ stage's gather starts one segment ahead of its first forward:
     before  rank 0  0F0 2F0 2B0 0B0
     after   rank 0  0GATHER_PARAM 2GATHER_PARAM 0WAIT_PARAM 0F0 2WAIT_PARAM 2F0 2B0 0B0
 
-A replicated stage is updated on every replica, so nothing travels when it is gathered: it comes
-first. The others then start in its place, one segment earlier for each:
+A replicated stage is updated on every replica, so its all-gather is empty and comes first. Each
+replicated stage lets the other all-gathers start one segment earlier:
 
     stage 0 replicated  0GATHER_PARAM 2GATHER_PARAM 4GATHER_PARAM 0WAIT_PARAM 0F0 2WAIT_PARAM 2F0 ..
 """
@@ -20,12 +20,12 @@ from megatron.fold3d.plan.ir import Action, Op, Plan, Program
 def add_param_gather(plan: Plan, replicated: Container[int] = ()) -> Plan:
     """Let each rank gather its stages in the order in which it needs them.
 
-    The first stage's gather is the program's first action; each further one starts before the
-    first forward of the stage before, so that it travels behind that stage's forwards and the link
-    need never be idle. A plan that gathers already is left as it is.
+    The first stage's all-gather is the program's first action. Each further one starts before the
+    first forward of the stage before, so that it overlaps that stage's forwards and the link need
+    not be idle. A plan that already has all-gathers is returned unchanged.
 
     Args:
-        plan: without gathers.
+        plan: the plan, usually without all-gathers.
         replicated: stages that every replica updates in full.
     """
     if plan.has(Op.GATHER_PARAM):

@@ -1,6 +1,6 @@
 """The pass that splits every backward in two and puts weight gradients where a rank would wait.
 
-All computations of one length, transfers of none, at most three activations on a rank:
+If all computations take equally long, transfers no time, and a rank holds three activations:
 
     before  rank 0  0F0 0F1 0F2 0B0 0F3 0B1 0F4 0B2 0B3 0B4
             rank 1  1F0 1F1 1B0 1F2 1B1 1F3 1B2 1F4 1B3 1B4
@@ -40,7 +40,7 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldSizes:
-    """What the micro-batches of each stage hold, and how much a rank may hold, in one unit."""
+    """The memory that a micro-batch of each stage holds and the limit of each rank, in any unit."""
 
     saved: tuple[float, ...]
     """By stage, from a forward until its backward."""
@@ -55,7 +55,7 @@ class HeldSizes:
 
         Args:
             plan: the order of computation.
-            most: on any rank; None is what the fullest rank holds without delayed weight gradients.
+            most: the limit of any rank; None is the fullest rank's peak with whole backwards.
         """
         if most is None:
             most = max(peak_activations(plan.select({Op.FORWARD, Op.BACKWARD})))
@@ -91,23 +91,23 @@ def place_weight_grads(
 ) -> Plan:
     """Compute weight gradients where a rank would wait, or where its memory is full.
 
-    The pass plays the order with ``times``. A rank that waits for a tensor computes the oldest
-    weight gradients that fit until it arrives. A rank that may not hold another micro-batch
-    computes the oldest before its next forward. What is left follows the last backward.
+    The pass simulates the order with ``times``. While a rank waits for a tensor, it computes the
+    oldest weight gradients that fit into the gap. A rank whose memory is full computes the oldest
+    weight gradients before its next forward. The remaining ones follow the last backward.
 
     With equal times 1F1B becomes ZB-H1, and with twice the forwards ahead ZB-H2 (Qi et al., 2024).
 
     Args:
-        plan: of forwards and backwards alone.
-        times: of its stages.
+        plan: a plan of forwards and backwards only.
+        times: the times of its stages.
         held: sizes, and the most that a rank holds; by default `HeldSizes.counted`.
         at_end: segments whose weight gradients follow the last backward, unless memory is full:
             the first segment's DP.sync overlaps them.
         overrun: the part of a weight gradient's time that may exceed the gap it is put into.
 
     Raises:
-        PlanError: even without delayed weight gradients a rank would hold more than it may, or the
-            order cannot run.
+        PlanError: a rank would exceed its limit even without delayed weight gradients, or the order
+            cannot run.
     """
     return _Play(plan, times, held or HeldSizes.counted(plan), at_end, overrun).placed()
 
@@ -129,7 +129,7 @@ class _Rank:
 
 
 class _Play:
-    """All ranks at one simulated time; a decision is due whenever one is free or a tensor comes."""
+    """Simulates all ranks; a rank decides when its computation ends and when a tensor arrives."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class _Play:
         return sorted(rank.last, key=lambda action: action.stage)  # stable: by micro-batch
 
     def _decide(self, number: int, now_s: float) -> None:
-        """Begin a rank's next computation, or find out when it can."""
+        """Begin a rank's next computation, or note when it can begin."""
         rank = self.ranks[number]
         if rank.position == len(rank.program):
             return
@@ -192,10 +192,10 @@ class _Play:
             heapq.heappush(self.due, (arrives_s, number))
 
     def _has_room(self, rank: _Rank, number: int, action: Action) -> bool:
-        """Whether a rank may hold what a computation adds.
+        """Whether a computation keeps a rank within its memory limit.
 
         Raises:
-            PlanError: it may not, and no weight gradients are left that would make room.
+            PlanError: it does not, and no weight gradients are left that would free memory.
         """
         stage, op, _ = action
         adds = self.held.saved[stage]
@@ -214,7 +214,7 @@ class _Play:
         )
 
     def _arrives_s(self, action: Action) -> float | None:
-        """Return when what a computation reads is there, or None if nobody computes it yet."""
+        """Return when a computation's input arrives, or None if its computation has not begun."""
         stage, op, _ = action
         if (op is Op.FORWARD and stage == 0) or (
             op is Op.BACKWARD and stage == self.plan.num_stages - 1
@@ -223,7 +223,7 @@ class _Play:
         return self.arrives_s.get(action)
 
     def _sender_takes_s(self, action: Action) -> float:
-        """Return the least time until a tensor arrives whose computation has not begun."""
+        """Return a lower bound of the time until an input arrives that is not computed yet."""
         stage, op, _ = action
         source = stage - 1 if op is Op.FORWARD else stage + 1
         return self.seconds[op][source] + self.times.transfer_s
@@ -260,6 +260,6 @@ class _Play:
 
 
 def placements(plan: Plan) -> list[tuple[range, float]]:
-    """Return the ``at_end`` and ``overrun`` that are worth trying on a plan, the plainest first."""
+    """Return the ``at_end`` and ``overrun`` worth trying on a plan, the simplest first."""
     kept = [range(first, plan.num_segments) for first in range(plan.num_segments, 0, -1)]
     return [(at_end, overrun) for at_end in kept for overrun in (0.0, 0.5, 1.0)]

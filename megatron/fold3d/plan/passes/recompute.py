@@ -1,6 +1,6 @@
-"""The pass that takes recomputation out of the backward and puts it in front.
+"""The pass that moves recomputation out of the backward, to right before it.
 
-A rank then recomputes while it still waits for the gradient (Merak Sec. 5.1). All stages:
+A rank then recomputes while it still waits for the gradient (Merak Sec. 5.1). With all stages:
 
     before  rank 0  0F0 0F1 0B0 0B1
             rank 1  1F0 1F1 1B0 1B1
@@ -15,22 +15,22 @@ from megatron.fold3d.plan.ir import Action, Op, Plan, Program
 
 
 def recompute_early(plan: Plan, stages: Container[int], *, in_pairs: bool = False) -> Plan:
-    """Recompute each micro-batch of ``stages`` right before its backward, as an action of its own.
+    """Recompute each micro-batch of ``stages`` right before its backward, as a separate action.
 
-    What `RECOMPUTE` makes is held until the backward has used it: of one micro-batch, since nothing
-    else is computed in between, or of the two of a pair.
+    The recomputed activations are held until the backward has used them. At most one micro-batch
+    has some at a time, or the two of a pair, since nothing else is computed in between.
 
     Args:
         plan: with or without transfers; a receive between the two computations stays there.
-        stages: whose forward keeps the inputs of its layers alone (full recomputation).
-        in_pairs: whether the second of two neighbouring backwards, whose first is even, is
-            recomputed right behind the first: ``0R0 0R1 0B0 0B1``.
+        stages: the stages with full recomputation, whose forwards keep only the layers' inputs.
+        in_pairs: whether both micro-batches of a pair are recomputed before both backwards:
+            ``0R0 0R1 0B0 0B1``.
     """
     return Plan(tuple(_with_recompute(program, stages, in_pairs) for program in plan.programs))
 
 
 def recomputed(program: Program) -> frozenset[tuple[int, int | None]]:
-    """Return the stages and micro-batches that are recomputed by an action of their own."""
+    """Return the (stage, micro-batch) pairs that have a RECOMPUTE action."""
     return frozenset((stage, m) for stage, op, m in program if op is Op.RECOMPUTE)
 
 

@@ -1,15 +1,15 @@
 """The pass that keeps a stage's gradients whole only while they are computed and reduced.
 
-With a distributed optimizer a replica steps with its shard of the reduced gradients. So once a
-stage's reduce-scatter is over, the rest can be freed. It is waited for one stage late, so that it
-travels behind a whole stage's backwards:
+With a distributed optimizer a replica steps with its shard of the reduced gradients. So when a
+stage's reduce-scatter has ended, the rest of its gradients can be freed. The wait comes one stage
+later, so that the reduce-scatter overlaps all backwards of that stage:
 
     before  rank 0  0F0 2F0 4F0 4B0 4REDUCE_GRAD 2B0 2REDUCE_GRAD 0B0 0REDUCE_GRAD
                     4WAIT_GRAD 2WAIT_GRAD 0WAIT_GRAD
     after   rank 0  0F0 2F0 4F0 4B0 4REDUCE_GRAD 2B0 2REDUCE_GRAD
                     4WAIT_GRAD 4FREE_GRAD 0B0 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD
 
-DP.sync that reaches into the next iteration needs whole gradients until it ends there. The step
+If DP.sync reaches into the next iteration, it needs whole gradients until it ends there. The step
 follows at once, so no shard has to be kept:
 
     before  rank 0  0WAIT_GRAD 0F0 2WAIT_GRAD 2F0 2B0 2REDUCE_GRAD 0B0 0REDUCE_GRAD
@@ -28,14 +28,14 @@ def shard_grads(plan: Plan) -> Plan:
     """Wait for each stage's DP.sync, and free its gradients, one stage behind its backwards.
 
     A rank holds at most two stages' gradients whole in an order such as AIAO's, where a stage's
-    backwards follow one another: the one that computes, and the one that is reduced. A stage that
-    begins no backward late enough behind the reduction, such as the last two, is freed by nobody:
-    the iteration ends there.
+    backwards follow one another: the one that computes, and the one that is reduced. The gradients
+    of the last two stages are not freed, because no other stage's backwards follow and the
+    iteration ends.
 
-    A stage whose DP.sync reaches into the next iteration is freed behind its wait there. Its rank
-    then holds no gradients when its forwards end, and all when its backwards end.
+    If a stage's DP.sync reaches into the next iteration, its gradients are freed after the wait
+    there. The rank then holds no gradients when its forwards end, and all when its backwards end.
 
-    A plan that frees gradients already is left as it is.
+    A plan that already frees gradients is returned unchanged.
     """
     if plan.has(Op.FREE_GRAD):
         return plan

@@ -1,8 +1,8 @@
 """The pass that keeps a stage's parameters whole only while the stage computes.
 
-The replicas of a stage hold a shard of its parameters each. All micro-batches pass a stage before
-the next one, so two all-gathers per iteration are enough: one for its forwards, one for its
-backwards (AxoNN's depth dimension, gathered once per segment in place of once per micro-batch).
+Each replica of a stage holds a shard of its parameters. All micro-batches pass a stage before the
+next one, so two all-gathers per iteration are enough: one for the forwards, one for the backwards
+(AxoNN's depth dimension, gathered once per segment instead of once per micro-batch).
 
     before  rank 0  0F0 2F0 4F0 4B0 2B0 0B0
     after   rank 0  0GATHER_PARAM 2GATHER_PARAM 0WAIT_PARAM 0F0 0FREE_PARAM
@@ -22,14 +22,14 @@ _READS_IN_BACKWARD = frozenset({Op.BACKWARD, Op.RECOMPUTE})
 
 
 def shard_params(plan: Plan) -> Plan:
-    """Free each stage's parameters behind its last use, and gather them one stage ahead.
+    """Free each stage's parameters after their last use, and gather them one stage ahead.
 
     A rank holds at most two stages whole in an order such as AIAO's, where a stage's forwards
-    follow one another: the one that computes, and the next one. Parameters stay whole between a
-    stage's last forward and its first backward if no other stage's are gathered in between: to free
-    them would not lower that peak. Weight gradients (`WEIGHT`) do not read parameters.
+    follow one another: the one that computes, and the next one. If no other stage's parameters are
+    gathered between a stage's last forward and its first backward, its parameters stay whole, since
+    freeing them would not lower the peak. Weight gradients (`WEIGHT`) do not read parameters.
 
-    A plan that frees parameters already is left as it is.
+    A plan that already frees parameters is returned unchanged.
     """
     if any(plan.has(op) for op in FREE_OPS):
         return plan

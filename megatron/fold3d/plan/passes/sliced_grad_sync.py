@@ -1,15 +1,15 @@
-"""The pass that cuts DP.sync into slices, each of which has a computation to hide behind.
+"""The pass that cuts DP.sync into slices, each of which overlaps a computation.
 
-Where all streams of a GPU share one hardware queue, collectives that are launched in a row stop
-computation until all but the last are over. So one slice is launched before each computation, and
-all slices between two computations are one:
+If all streams of a GPU share one hardware queue, collectives that are launched in a row block
+computation until all but the last have ended. So one slice is launched before each computation, and
+slices between the same two computations are one collective:
 
     before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD
     after   rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2REDUCE_GRAD.500 0B0 2REDUCE_GRAD 0B1 0REDUCE_GRAD
                     2WAIT_GRAD 0WAIT_GRAD
 
-Where DP.sync reaches into the next iteration, a share of it, here one half, stands behind the
-backwards. The rest stands behind the next iteration's forwards, in the order in which they need it:
+If DP.sync reaches into the next iteration, a share of it, here one half, overlaps the backwards.
+The rest overlaps the next iteration's forwards, in the order in which they need it:
 
     before  rank 0  0WAIT_GRAD 0F0 0F1 2WAIT_GRAD 2F0 2F1 2B0 2B1 2REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD
     after   rank 0  0WAIT_GRAD 2REDUCE_GRAD.750 0F0 2REDUCE_GRAD 0F1 2WAIT_GRAD 2F0 2F1 2B0 2B1
@@ -25,18 +25,18 @@ from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 
 MOST_SLICES = 100
-"""Of a stage, behind its backward or behind the next forward; a slice should outlast its launch."""
+"""The most slices of a stage, in each iteration; a slice should take longer than its launch."""
 
 
 def slice_grad_sync(plan: Plan, shares: Sequence[float]) -> Plan:
     """Cut DP.sync into slices, one before each computation that may hide it.
 
-    A slice is as large as the computation behind it is long, relative to the others.
+    The size of a slice is proportional to the time of the computation that follows it.
 
     Args:
-        plan: with DP.sync.
-        shares: of each stage, the part of its DP.sync that is launched before the next stage's
-            begins; only used of stages whose DP.sync reaches into the next iteration.
+        plan: a plan with DP.sync.
+        shares: for each stage, the part of its DP.sync that is launched before the next stage's
+            begins; used only if the stage's DP.sync reaches into the next iteration.
     """
     return Plan(tuple(_sliced(program, shares) for program in plan.programs))
 
@@ -68,14 +68,14 @@ def _sliced(program: Program, shares: Sequence[float]) -> Program:
 
 
 def _window_of_rest(program: Program, stage: int) -> range:
-    """Return the indices between the WAIT_GRAD of a deferred stage and that of the one before."""
+    """Return the indices from the WAIT_GRAD of the stage before to that of a deferred stage."""
     waits = [i for i, action in enumerate(program) if action.op is Op.WAIT_GRAD]
     own = next(i for i in waits if program[i].stage == stage)
     return range(max((i for i in waits if i < own), default=own), own)
 
 
 def _weights(program: Program) -> dict[int, int]:
-    """Return how long each computation is, relative to a forward, by its index."""
+    """Return, by index, the time of each computation relative to a forward."""
     split = split_stages(program)
     return {
         index: 1 + (op is Op.BACKWARD and stage not in split)

@@ -39,7 +39,7 @@ def aligned_grad_sync(plan: Plan) -> Plan:
 
 
 def _late(program: Program, num_backwards: int) -> Program:
-    """Move every REDUCE_GRAD behind so many more backwards."""
+    """Move every REDUCE_GRAD behind ``num_backwards`` more backwards."""
     late: list[Action] = []
     due: list[tuple[int, Action]] = []  # after which number of backwards, in order
     done = 0

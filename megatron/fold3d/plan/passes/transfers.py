@@ -7,9 +7,9 @@ A result is sent when its computation ends. Its receive is posted one computatio
     after   rank 0  0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1
             rank 1  1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1
 
-Where one hardware queue holds all streams of a GPU, a receive that waits for the one before it
-stops computation. There a transfer has a round of its own, and its receive is posted behind the
-computation of the round in which it is sent:
+If all streams of a GPU share one hardware queue, a receive that waits for the one before it blocks
+computation. With ``receives_late`` a transfer takes a round of its own, and its receive is posted
+behind the computation of the round in which it is sent:
 
     before  rank 0  0F0 0F1 0B0 0B1
             rank 1  1F0 1F1 1B0 1B1
@@ -24,18 +24,17 @@ from megatron.fold3d.plan.ir import COMPUTE_OPS, P2P_OPS, Action, Op, Plan, Plan
 def add_p2p(plan: Plan, *, receives_late: bool = False) -> Plan:
     """Add the transfers between stages: paper Algorithm 2, ``PPComm``.
 
-    The pass plays the plan in rounds, one computation per rank and round. A computation is
-    followed by the send of its result; the matching receive is posted before the computation
-    that its rank last started by then, so that it is open while the result is still being
-    computed. Sends and receives appear in one order that all ranks can follow even if each send
-    blocks until its receive is posted: no plan that this pass returns can deadlock. Whatever else
-    stands behind a computation stays there, behind its send.
+    The pass runs the plan in rounds, one computation per rank and round. The send of a result
+    follows its computation. The receiving rank posts the receive before the computation that it
+    runs in the same round, so that the receive is open while the result is being computed. All
+    ranks can follow this order even if each send blocks until its receive is posted, so the plan
+    cannot deadlock. Other actions behind a computation stay there, behind its send.
 
     Args:
-        plan: of computations; transfers that it has already are made anew.
-        receives_late: whether a transfer is given a round of its own: its receive is posted behind
-            the computation that runs in the same round as the one that is sent, and read a round
-            later. Of one round, a rank posts its receives before its sends.
+        plan: the computations; transfers that the plan already has are replaced.
+        receives_late: whether a transfer takes a round of its own: the receive is posted behind the
+            receiver's computation of the sender's round, and its tensor is read a round later. In
+            each round a rank posts its receives before its sends.
 
     Raises:
         PlanError: the compute order itself cannot run.
@@ -48,7 +47,7 @@ def add_p2p(plan: Plan, *, receives_late: bool = False) -> Plan:
     position = [0] * num_ranks
 
     def take_over(rank: int) -> None:
-        """Copy what stands before the rank's next computation."""
+        """Copy the actions before the rank's next computation."""
         program, index = programs[rank], position[rank]
         while index < len(program) and program[index].op not in COMPUTE_OPS:
             lowered[rank].append(program[index])
@@ -118,7 +117,7 @@ class _Results:
         self._mark(action, self.forward, self.backward)
 
     def arrive(self, action: Action) -> None:
-        """Note that a result has reached the rank that reads it."""
+        """Note that a result has arrived at the rank that reads it."""
         self._mark(action, self.forward_sent, self.backward_sent)
 
     def _mark(self, action: Action, forward: bytearray, backward: bytearray) -> None:
@@ -128,7 +127,7 @@ class _Results:
             done[stage * self.num_microbatches + (microbatch or 0)] = True
 
     def allow(self, action: Action) -> int:
-        """True if what the action reads is there."""
+        """True if the action's input has been computed and has arrived."""
         stage, op, microbatch = action
         here = stage * self.num_microbatches + (microbatch or 0)
         if op is Op.FORWARD:

@@ -1,6 +1,6 @@
 """The pass that splits backwards in two and delays their weight gradients.
 
-Here those of segment 0 are computed once the rank has run all its backwards:
+Here the weight gradients of segment 0 are computed after all backwards of the rank:
 
     before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
     after   rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1 0W0 0W1
@@ -12,15 +12,15 @@ from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, Program
 
 
 def delay_weight_grads(plan: Plan, segments: Sequence[int]) -> Plan:
-    """Compute the weight gradients of some segments when all backwards of a rank are through.
+    """Compute the weight gradients of some segments after all backwards of a rank.
 
-    The next forward needs the first segment's gradients first, and its backward is the last to
-    end: its DP.sync has nothing to hide behind but these weight gradients, which no other
-    computation waits for. The split of a backward in two is that of Zero Bubble (Qi et al., 2023).
+    The next forward needs the first segment's gradients first, but its backward ends last. Only
+    delayed weight gradients, for which no computation waits, can overlap its DP.sync. Zero Bubble
+    (Qi et al., 2023) splits backwards in the same way.
 
     Args:
-        plan: without DP.sync; what else stands behind the last backward stays in front.
-        segments: whose `BACKWARD` becomes one of activations alone, with a `WEIGHT` to follow.
+        plan: without DP.sync; other actions behind the last backward stay before the `WEIGHT`s.
+        segments: those whose `BACKWARD` computes the input gradient alone; a `WEIGHT` follows.
 
     Raises:
         PlanError: a segment is not one of the plan's.

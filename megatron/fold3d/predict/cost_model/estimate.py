@@ -73,9 +73,9 @@ def estimate(
         shape: the model.
         cluster: all of its GPUs are used.
         setup: how it is trained.
-        num_ranks: of a pipeline.
+        num_ranks: ranks of a pipeline.
         num_segments: model chunks per rank.
-        layers: of each stage; if empty, all have equally many.
+        layers: layers of each stage; if empty, all have equally many.
 
     Raises:
         ValueError: the model cannot be split like this, or the GPUs are not those of the cluster.
@@ -173,7 +173,7 @@ def footprint_of(shape: ModelShape, setup: Setup, num_ranks: int, split: Split) 
     Args:
         shape: the model.
         setup: how it is trained.
-        num_ranks: of a pipeline.
+        num_ranks: ranks of a pipeline.
         split: the layers of each stage, or the number of stages with equally many.
     """
     saved = saved_bytes(shape, setup, split)
@@ -298,10 +298,10 @@ def ring_and_hierarchical_s(
     second counts its steps one after the other. None if replicas do not share nodes, or share one.
 
     Args:
-        cluster: of the run.
-        setup: of the run.
-        num_ranks: of a pipeline.
-        num_bytes: of a stage's gradients on one GPU, other than those of experts.
+        cluster: the cluster of the run.
+        setup: the setup of the run.
+        num_ranks: ranks of a pipeline.
+        num_bytes: bytes of a stage's gradients on one GPU, other than those of experts.
     """
     here = _replicas_per_node(cluster, setup, num_ranks)
     if here == 1 or here == setup.num_replicas:

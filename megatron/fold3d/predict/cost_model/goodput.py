@@ -38,7 +38,7 @@ def goodput(
         shape: the model.
         cluster: all of its GPUs are used.
         setup: how it is trained; its precision says how large a checkpoint is.
-        interval_s: of training between two checkpoints; None is Daly's.
+        interval_s: time of training between two checkpoints; None is Daly's interval.
     """
     if not cluster.gpu_mtbf_s:
         return None

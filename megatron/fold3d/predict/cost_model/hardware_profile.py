@@ -48,7 +48,7 @@ class HardwareProfile:
         """Return the costs of the stages of a model.
 
         Args:
-            layers: of each stage.
+            layers: layers of each stage.
         """
         ends = [0.0] * len(layers)
         forward_s, backward_s, gradient_bytes = [*ends], [*ends], [*ends]

@@ -22,7 +22,7 @@ def launches(
     """Return the number of launches of each stage.
 
     Args:
-        gradient_bytes: of each stage, on one GPU.
+        gradient_bytes: bytes of each stage's gradients on one GPU.
         setup: how the model is trained.
         deferred: whether DP.sync reaches into the next iteration, which cuts each bucket in slices.
         connections: hardware queues that the streams of a GPU share.

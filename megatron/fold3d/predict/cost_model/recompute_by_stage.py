@@ -30,11 +30,11 @@ def fewest_recomputed(
     """Return how many layers of each stage are recomputed at least, so that every rank fits.
 
     Args:
-        plan: what runs.
+        plan: the plan that runs.
         shape: the model.
         setup: how it is trained, with full recomputation.
-        footprint: of it.
-        usable_bytes: of a GPU.
+        footprint: the memory that the setup takes.
+        usable_bytes: usable memory of a GPU.
         split: layers of each stage; if empty, all have equally many.
 
     Raises:

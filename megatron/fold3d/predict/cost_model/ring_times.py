@@ -38,8 +38,8 @@ def hierarchical_all_reduce_s(
 
     Args:
         per_node: GPUs of the group on each node.
-        num_nodes: that it spans.
-        buffer_bytes: of the whole buffer.
+        num_nodes: nodes that the group spans.
+        buffer_bytes: bytes of the whole buffer.
         intra_bytes_per_s: bandwidth between two GPUs of a node.
         inter_bytes_per_s: bandwidth that each GPU's ring across nodes has.
     """
@@ -61,7 +61,7 @@ def group_bandwidths(
     inside, and at most one for each of its GPUs.
 
     Args:
-        sizes: of the groups, innermost first.
+        sizes: sizes of the groups, innermost first.
         gpus_per_node: GPUs that share the links between nodes.
         intra_bytes_per_s: bandwidth between two GPUs of a node.
         inter_bytes_per_s: bandwidth between two nodes.

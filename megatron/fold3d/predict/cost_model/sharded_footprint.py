@@ -27,9 +27,9 @@ def sharded_footprint(
     """Return the footprint of a plan that frees parameters, and maybe gradients.
 
     Args:
-        footprint: with whole parameters and gradients.
-        plan: with DP.sync.
-        gradient_bytes: of each stage, on one GPU.
+        footprint: the footprint with whole parameters and gradients.
+        plan: a plan with DP.sync.
+        gradient_bytes: bytes of each stage's gradients on one GPU.
         setup: how the model is trained.
     """
     late = frozenset().union(*map(_freed_late, plan.programs))
@@ -59,9 +59,9 @@ def aiao_change(gradient_bytes: Sequence[float], setup: Setup, shards: Shards) -
     """Return by how many bytes a rank's static ones change while AIAO holds activations.
 
     Args:
-        gradient_bytes: of each of the rank's stages, on one GPU.
+        gradient_bytes: bytes of the gradients of each of the rank's stages, on one GPU.
         setup: how the model is trained.
-        shards: what is kept in shards.
+        shards: whether weights, or gradients too, are kept in shards.
     """
     if shards == "off":
         return 0.0

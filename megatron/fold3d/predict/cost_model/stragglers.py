@@ -24,10 +24,10 @@ def slowdowns(
     """Return, for each stage, the factor by which the slowest pipeline computes it more slowly.
 
     Args:
-        cluster: whose `straggler_sigma` says how much GPUs differ.
+        cluster: the cluster; its `straggler_sigma` says how much GPUs differ.
         setup: how the model is split, apart from its pipeline.
-        num_ranks: of the pipeline.
-        stage_flops: what each stage computes.
+        num_ranks: pipeline ranks.
+        stage_flops: the FLOPs of each stage.
     """
     sigma = cluster.straggler_sigma
     if not sigma:

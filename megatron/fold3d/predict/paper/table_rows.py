@@ -30,7 +30,7 @@ from megatron.fold3d.predict.simulator.execution import Execution
 from megatron.fold3d.predict.simulator.simulate import simulate
 
 MEGATRON_SEGMENTS = 2  # explains the published bubble of each Megatron row
-ITERATIONS = 4  # of a schedule that defers DP.sync, until it is steady
+ITERATIONS = 4  # until a schedule that defers DP.sync is steady
 
 
 @dataclass(frozen=True, slots=True)

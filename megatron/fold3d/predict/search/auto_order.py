@@ -35,7 +35,7 @@ class AutoOrder:
         forwards_ahead: how many the user gave; used unless ``auto_ahead``.
         auto_ahead: whether their number is chosen.
         auto_weight_grads: whether backwards are split, if that helps.
-        most_activations: that a rank may hold; None is what it holds without delayed ones.
+        most_activations: the most that a rank may hold; None is what it holds if none are delayed.
         delay_weight_grads: the segments whose weight gradients follow all backwards.
         recompute_early: the stages that recompute before their gradients arrive.
         defers: whether DP.sync may reach into the next iteration.

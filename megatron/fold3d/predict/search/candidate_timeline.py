@@ -43,8 +43,8 @@ def plan_of(
     """Return the plan, with DP.sync where the candidate has it.
 
     Args:
-        candidate: what is planned.
-        order: in place of its schedule's.
+        candidate: the candidate to plan.
+        order: an order of computation that replaces its schedule's.
         slice_shares: as in `Options`.
     """
     deferred = candidate.backward_share is not None
@@ -76,13 +76,13 @@ def timeline_of(
     """Return the simulated iterations of a candidate; the last one is steady.
 
     Args:
-        candidate: what is simulated.
+        candidate: the candidate to simulate.
         estimate: its costs.
-        memory_bytes: of a GPU, which weight gradients that wait may fill; None is as much as the
+        memory_bytes: a GPU's memory, which delayed weight gradients may fill; None is what the
             fullest rank holds without them.
         waits_for_sends: whether stock Megatron waits for its transfers.
         connections: runs the same plan on GPUs with another number of hardware queues.
-        order: in place of its schedule's.
+        order: an order of computation that replaces its schedule's.
     """
     orders = _placed(candidate, estimate, memory_bytes) if order is None else [order]
     timelines = (

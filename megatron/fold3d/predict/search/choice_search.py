@@ -63,8 +63,8 @@ class Predicted:
     """A choice, and what its iterations are expected to take.
 
     Attributes:
-        choice: what runs.
-        seconds: of an iteration. Steps are taken to be neither clipped nor skipped.
+        choice: the choice.
+        seconds: the time of an iteration whose step is neither clipped nor skipped.
     """
 
     choice: RunChoice
@@ -88,12 +88,12 @@ class ChoiceSearch:
     """The choices of a run with given costs.
 
     Args:
-        num_ranks: of the pipeline.
+        num_ranks: pipeline ranks.
         num_segments: model chunks per rank.
-        num_microbatches: of an iteration.
-        costs: of the stages; with ``scope.gathers``, of reduce-scatters and all-gathers.
-        scope: what may be chosen.
-        group_size: of stock's interleaved order; None is one micro-batch per rank.
+        num_microbatches: micro-batches per iteration.
+        costs: costs of the stages; with ``scope.gathers``, of reduce-scatters and all-gathers.
+        scope: the features that may be chosen.
+        group_size: the group size of stock's interleaved order; None is the number of ranks.
         fits: tells what memory has room for.
         held: what ranks may hold when weight gradients are placed; None is no more than the
             fullest rank does without.
@@ -131,15 +131,15 @@ class ChoiceSearch:
         """Return the search of a run that has measured ``times``; DP.sync is of all-reduces.
 
         Args:
-            times: of the run.
+            times: the measured times of the run.
             num_ranks: as above.
             num_segments: as above.
             num_microbatches: as above.
             group_size: as above.
             parameter_share: bytes of the parameters, as a share of those of their gradients.
             room: bytes that every rank has free.
-            sizes: of what a rank takes more for each segment that is replicated, in bytes.
-            scope: what may be chosen: the fields of `Scope`.
+            sizes: the bytes that a rank takes more for each segment that is replicated.
+            scope: the features that may be chosen, as fields of `Scope`.
         """
         chosen = Scope(**scope)
         costs, held = costs_from_times(times), times.held

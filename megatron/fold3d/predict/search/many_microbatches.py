@@ -46,7 +46,7 @@ def extended(
         candidate: any; one with few micro-batches is not worth it.
         estimate: its costs, which do not depend on the number of micro-batches.
         simulated: simulates the candidate with another number of them.
-        measures: of an iteration, its seconds first.
+        measures: returns the measures of an iteration, its seconds first.
     """
     if not may_be_extended(candidate, estimate):
         return None

@@ -7,7 +7,7 @@ from megatron.fold3d.policy.replicated_segments import units
 from megatron.fold3d.predict.cost_model.sizes import Order
 from megatron.fold3d.predict.search.candidates import Assumption, Candidate
 
-SHARES = (0.6, 0.7, 0.8, 0.9, 1.0)  # of every segment, where auto has one for each
+SHARES = (0.6, 0.7, 0.8, 0.9, 1.0)  # one share for all segments; auto has one for each
 
 
 def neighbours(

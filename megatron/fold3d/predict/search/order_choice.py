@@ -18,7 +18,7 @@ from megatron.fold3d.plan.passes.place_weight_grads import (
 from megatron.fold3d.policy.forwards_ahead import forwards_that_hide
 from megatron.fold3d.predict.simulator.costs import Costs
 
-_DIGITS = 9  # of seconds: equal times are equal
+_DIGITS = 9  # times that differ by less than a nanosecond count as equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +55,13 @@ def choose_order(
 
     Args:
         build: the order for a number of forwards ahead.
-        costs: of its stages.
-        judge: of an order.
+        costs: the costs of its stages.
+        judge: returns whether an order fits into memory, and its time.
         forwards_ahead: the numbers to try.
         places_weight_grads: whether to try to split backwards in two.
         sizes: what micro-batches hold, and what ranks may hold, in a given order; a rank never
             holds more because of its weight gradients.
-        then: what else is done to an order.
+        then: a further change to each order.
 
     Raises:
         PlanError: no order can run.

@@ -19,7 +19,7 @@ def rank_times(
     Args:
         costs_of: a layout.
         start: a layout.
-        num_ranks: of the pipeline.
+        num_ranks: pipeline ranks.
         num_microbatches: per iteration.
         may_keep_layers: whether a layout decides how many layers are recomputed. Then that is left
             out.

@@ -45,11 +45,11 @@ def estimate_with_replicated(
     """Return the costs and the memory of a pipeline some of whose segments are replicated.
 
     Args:
-        known: of the pipeline without.
+        known: the estimate of the pipeline without replicated segments.
         shape: the model.
         setup: how it is trained, with the distributed optimizer.
         split: the model's stages, as in `estimate`.
-        segments: that every replica steps in full.
+        segments: the segments that every replica steps in full.
     """
     if not segments:
         return known
@@ -65,9 +65,9 @@ class SimulatedIteration:
     """Iterations of an order that wait for all gradients, by what is replicated.
 
     Args:
-        order: of computation.
+        order: the order of computation.
         delayed: segments whose weight gradients follow all backwards, unless the order has them.
-        costs: of a distributed optimizer: reduce-scatters, and all-gathers.
+        costs: the costs with a distributed optimizer: reduce-scatters and all-gathers.
         nic_of_rank: as in `Execution`.
         routes: as in `Execution`.
     """
@@ -96,9 +96,9 @@ class SimulatedIteration:
         """Return iterations with a run's own times.
 
         Args:
-            order: of computation.
+            order: the order of computation.
             delayed: as above.
-            times: of the run; DP.sync is that of all-reduces.
+            times: the measured times of the run; their DP.sync is all-reduces.
             parameter_share: bytes of the parameters, as a share of those of their gradients.
         """
         halves = tuple(s / 2 for s in times.grad_sync_s)

@@ -27,9 +27,9 @@ class SimulatedRun:
     """The iterations that are compared.
 
     Attributes:
-        num_ranks: of the pipeline.
+        num_ranks: pipeline ranks.
         num_microbatches: per iteration.
-        schedule: that orders the computations.
+        schedule: the schedule.
         deferred: whether DP.sync may reach into the next iteration.
         preemptive: whether PP.sync goes before DP.sync on a link.
     """
@@ -76,8 +76,8 @@ def by_simulation(
 
     Args:
         options: numbers of segments that divide the layers; of equals, the lowest is taken.
-        costs: of the stages, for each number of segments.
-        pipeline: what is simulated.
+        costs: returns the costs of the stages, for each number of segments.
+        pipeline: the pipeline to simulate.
     """
     return by_iteration_time(
         {n: pipeline.timeline(n, costs(n)).period_s for n in sorted(options)}, TOLERANCE
@@ -97,9 +97,9 @@ def with_layers(
 
     Args:
         options: numbers of segments.
-        num_layers: of the model; as many as there are stages, at least.
-        costs: of the stages, from their layers.
-        pipeline: what is simulated.
+        num_layers: layers of the model, at least as many as there are stages.
+        costs: returns the costs of the stages, from their layers.
+        pipeline: the pipeline to simulate.
         fits: whether memory has room, from iterations of the same order, the layers, and those
             that are as even as possible.
     """

@@ -21,7 +21,7 @@ def gains_if_off_by_half(
 
     Args:
         shape: the model.
-        cluster: whose efficiencies are assumed.
+        cluster: the cluster, with the efficiencies that are assumed.
         ours: the fastest of ours.
         stock: the fastest of stock Megatron.
     """

@@ -27,8 +27,8 @@ def auto_shares(plan: Plan, costs: Costs, execution: Execution) -> tuple[float, 
     """Return the share of each stage's DP.sync that fits behind the backwards of its rank.
 
     Args:
-        plan: whose DP.sync is deferred.
-        costs: of its stages.
+        plan: a plan whose DP.sync is deferred.
+        costs: the costs of its stages.
         execution: how the plan is run; its ``backward_share`` is ignored.
     """
     stages, ranks = plan.num_stages, plan.num_ranks

@@ -57,8 +57,8 @@ class Items:
     """Makes the items of all ranks.
 
     Args:
-        steps: of the plan, with its transfers.
-        device: what runs them.
+        steps: the steps of the plan, with its transfers.
+        device: the device that runs them.
         grad_sync_s: seconds of each stage's whole DP.sync.
         sends_waited_for: as in `Execution`.
 

@@ -85,10 +85,10 @@ class DeviceRun:
     """All GPUs, and what they share.
 
     Args:
-        steps: of a plan with its transfers.
-        costs: of its stages.
+        steps: the steps of a plan with its transfers.
+        costs: the costs of its stages.
         execution: how it is run.
-        device: what runs it.
+        device: the device that runs it.
         iterations: how many times.
     """
 

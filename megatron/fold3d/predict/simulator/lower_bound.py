@@ -21,8 +21,8 @@ def lower_bound_s(
     where the iteration ends.
 
     Args:
-        plan: whose sizes count, not its order.
-        costs: of its stages.
+        plan: a plan of the same sizes; its order does not matter.
+        costs: the costs of its stages.
         nic_of_rank: as in `Execution`.
         splits: whether orders count that compute weight gradients apart from their backwards.
     """

@@ -281,7 +281,7 @@ def _weighted_max_min(
 
     Args:
         flows: emptied as they are yielded.
-        free: of each link of theirs, what may be used.
+        free: the free capacity of each of their links.
     """
     count: dict[int, int] = {}
     for flow in flows:

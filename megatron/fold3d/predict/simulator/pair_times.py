@@ -25,8 +25,8 @@ def paired_s(costs: Costs, stage: int, op: Op, *, early: bool = False) -> float:
     """Return the seconds of a computation of a stage as one of a pair: half of both.
 
     Args:
-        costs: of the stages.
-        stage: whose computation it is.
+        costs: the costs of the stages.
+        stage: the stage of the computation.
         op: `FORWARD`, `BACKWARD` or `RECOMPUTE`.
         early: whether an action of its own recomputes ahead of the backward.
     """

@@ -16,7 +16,7 @@ class PauseBudget:
     Args:
         clock: the run's.
         nic: its number.
-        share: of a window that may be spent in pauses.
+        share: the part of a window that may be spent in pauses.
         on_change: called with the NIC and with whether its budget is spent, whenever that changes.
     """
 

@@ -50,7 +50,7 @@ def simulate(
 
     Args:
         plan: with or without transfers and DP.sync.
-        costs: of the plan's stages.
+        costs: the costs of the plan's stages.
         execution: how the plan is run.
         iterations: how many; work deferred into the next one shows from the second on.
 

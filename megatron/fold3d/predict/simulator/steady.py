@@ -17,8 +17,8 @@ def steady_state(plan: Plan, costs: Costs, execution: Execution = PLAIN) -> Time
     settles, because its DP.sync takes turns, is cut off after `MOST` iterations.
 
     Args:
-        plan: with DP.sync, or there is nothing to wait for.
-        costs: of the plan's stages.
+        plan: a plan with DP.sync; without it every iteration is steady.
+        costs: the costs of the plan's stages.
         execution: how the plan is run.
     """
     iterations = FEWEST

@@ -46,8 +46,8 @@ class Steps:
     """The programs of a plan as steps.
 
     Args:
-        plan: what is simulated.
-        costs: of its stages.
+        plan: the plan to simulate.
+        costs: the costs of its stages.
         backward_share: per stage, the part of DP.sync that its REDUCE_GRAD starts. The rest of all
             stages follows the last action, in the order of the next forward. In a plan that
             gathers parameters only the first stage's does; another one's follows the gather of the

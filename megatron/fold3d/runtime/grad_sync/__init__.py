@@ -1,1 +1,1 @@
-"""DP.sync: gradients on the way between replicas, within an iteration and across two."""
+"""DP.sync: gradient reductions and parameter all-gathers, within an iteration and across two."""

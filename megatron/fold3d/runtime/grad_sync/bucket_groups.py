@@ -14,7 +14,7 @@ Ranks = tuple[int, ...]
 Connect = Callable[
     [list[Ranks], torch.device, timedelta, int | None], dict[Ranks, dist.ProcessGroup]
 ]
-"""Makes process groups, as `connect`."""
+"""Makes process groups; `connect` is one such function."""
 
 
 def bucket_groups(*chunks: Any) -> Iterator[Any]:

@@ -19,8 +19,8 @@ class GradSync(Feature):
     """Gradient reduction and parameter all-gather of one rank's model chunks.
 
     DDP's hooks are disabled from the start of an iteration, as in Megatron's ``no_sync``. `release`
-    enables those of a segment right before its last backward, and `reduce` starts what they did
-    not.
+    enables a segment's hooks right before its last backward. `reduce` then starts the reductions
+    that the hooks did not start.
     """
 
     draining = "the last sums of gradients, behind its program"
@@ -84,7 +84,7 @@ class GradSync(Feature):
         self._quiet[segment].close()
 
     def reduce(self, segment: int) -> None:
-        """Start to reduce a segment's complete gradients, as far as hooks have not."""
+        """Start the reductions of a segment's complete gradients that hooks have not started."""
         self._quiet[segment].close()
         if self._no_sync is not None:
             for bucket_group in bucket_groups(self._chunks[segment]):
@@ -92,7 +92,7 @@ class GradSync(Feature):
         self.start_reduction(segment)
 
     def start_reduction(self, segment: int) -> None:
-        """Start the bucket groups that hooks did not; in the first iteration hooks only count."""
+        """Start the bucket groups that hooks did not start; in iteration 1 hooks only count."""
         chunk = self._chunks[segment]
         if self._no_sync is not None:
             for bucket_group in bucket_groups(chunk):
@@ -106,10 +106,10 @@ class GradSync(Feature):
             chunk.finish_grad_sync(force_all_reduce=chunk.force_all_reduce)
 
     def gather(self, segment: int) -> None:
-        """Start to gather the segment's updated parameters, those of its first layers first.
+        """Start the all-gathers of the segment's updated parameters, first layers first.
 
-        DDP's hooks wait in the forward, each layer for its own buckets, and gather what is not
-        under way.
+        In the forward, DDP's hook of each layer waits for the layer's buckets. If an all-gather has
+        not been started, the hook starts it.
         """
         if self._gathers:
             for bucket_group in first_layer_first(self._chunks[segment]):
@@ -146,10 +146,10 @@ def _reduced_when_finished(bucket_group: Any) -> bool:
 
 
 def _forget_partial_counts(bucket_group: Any) -> None:
-    """Keep DDP in its counting phase if some parameter gets no gradient and its hook never runs.
+    """Keep DDP in its counting phase if a parameter gets no gradient, so its hook never runs.
 
-    From the second iteration on, DDP would wait for that hook. Multi-token prediction is such a
-    case: it leaves the last stage's output layer unused where embeddings are tied.
+    From the second iteration on, DDP would wait for that hook. This happens with multi-token
+    prediction and tied embeddings, which leave the last stage's output layer unused.
     """
     counts = bucket_group.per_param_grad_ready_counts
     if bucket_group.is_first_batch and len(counts) < len(bucket_group.params):

@@ -17,7 +17,7 @@ class DeferredGradSync(GradSync):
 
     Args:
         deferred: owns reductions and optimizer steps across iterations.
-        places_gathers: whether all-gathers of parameters may be moved in the plan.
+        places_gathers: whether `revise_plan` may move all-gathers of parameters.
     """
 
     preparing = "WAIT_GRAD before evaluation"
@@ -31,7 +31,7 @@ class DeferredGradSync(GradSync):
         self._plan_gathers = False
 
     def revise_plan(self, plan: Plan, rank: int) -> Plan:
-        """Return the plan with this rank's all-gathers where their reduce-scatters have ended."""
+        """Move this rank's all-gathers to where their reduce-scatters should have ended."""
         if not self._places_gathers:
             return plan
         forwards = self._deferred.forwards_before_gathers(plan.num_microbatches)
@@ -46,7 +46,7 @@ class DeferredGradSync(GradSync):
         return self._revised[key][1]
 
     def prepare(self, iteration: Iteration) -> None:
-        """Begin an iteration; if it is an evaluation or defers nothing, take steps that are due."""
+        """Begin an iteration; take all due steps if it is an evaluation or defers nothing."""
         stages = deferred_stages(iteration.program)
         if iteration.trains and stages:
             self._deferred.prepare(iteration.chunks, iteration.groups)
@@ -62,14 +62,14 @@ class DeferredGradSync(GradSync):
             super().release(segment)
 
     def start_reduction(self, segment: int) -> None:
-        """Start to reduce a segment: its backward share if it is deferred, else all of it."""
+        """Start a segment's reductions: the backward share if it is deferred, else all of them."""
         if segment in self._deferred_segments:
             self._deferred.start_grad_sync(self._chunks[segment])
         else:
             super().start_reduction(segment)
 
     def wait(self, segment: int) -> None:
-        """Wait for a segment's reduction; if it is deferred, for that of the last iteration."""
+        """Wait for a segment's reduction; a deferred segment's is that of the iteration before."""
         if segment not in self._deferred_segments:
             super().wait(segment)
             return
@@ -80,9 +80,9 @@ class DeferredGradSync(GradSync):
         self._hush(segment)  # zeroing the gradients resets DDP's state and re-enables its hooks
 
     def gather(self, segment: int) -> None:
-        """Start to gather the segment's parameters; if it is deferred, then the next one's DP.sync.
+        """Start to gather a segment's parameters; behind a deferred one, start the next's DP.sync.
 
-        In the first iteration there is nothing to gather: every replica has read all parameters.
+        In the first iteration there is nothing to gather: every replica has loaded all parameters.
         """
         if segment not in self._deferred_segments:
             super().gather(segment)
@@ -90,7 +90,7 @@ class DeferredGradSync(GradSync):
             self._deferred.gather(self._chunks[segment])
 
     def drain(self, iteration: Iteration) -> None:
-        """Start what the next forward needs first, then call ``finalize_model_grads``."""
+        """Start the reductions that the next forward needs first; call ``finalize_model_grads``."""
         if iteration.trains and self._deferred_segments:
             self._deferred.finish_backward()
         super().drain(iteration)

@@ -1,7 +1,7 @@
 """When a rank's deferred DP.sync runs: its backward share at once, the rest in the forward's order.
 
-Optimizer steps are not known here: `DeferredSync` says when an iteration begins and when its
-backwards are done, and waits for chunks.
+This module knows nothing of optimizer steps. `DeferredSync` tells it when an iteration begins and
+when the backwards are done, and waits for each chunk's reduction.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -74,10 +74,10 @@ class DeferredReductions:
         """Make the process groups; all ranks of the job call this together.
 
         Args:
-            chunks: of this rank.
+            chunks: the model chunks of this rank.
             reduced_in_iteration: parameters whose gradients are reduced when the iteration ends.
-            rank_groups: the ranks of every group that reduces together, of the whole job.
-            groups: Megatron's.
+            rank_groups: the ranks of each reduction's process group, for the whole job.
+            groups: Megatron's process groups.
         """
         device = next(chunks[0].parameters()).device
         ours = self._connect(rank_groups, device, self._timeout, self._traffic_class)
@@ -113,10 +113,10 @@ class DeferredReductions:
         self._reductions.start_until(chunk, share)
 
     def update_shares(self, *, whole: bool) -> None:
-        """Begin an iteration with the shares that were last set or measured.
+        """Begin an iteration with the latest shares that were set or measured.
 
         Args:
-            whole: start all of DP.sync with the backward in this iteration, whatever the shares.
+            whole: ignore the shares in this iteration; start all of DP.sync with the backward.
         """
         if self._auto is not None and (shares := self._auto.begin_iteration()):
             self.set_shares(shares)
@@ -154,7 +154,7 @@ class DeferredReductions:
                 self._reductions.start_rest_of(following)
 
     def forwards_before_gathers(self, num_microbatches: int) -> tuple[int, ...]:
-        """Return by segment how many forwards of the segment before its remaining slices take."""
+        """Return, by segment, how many forwards of the one before its remaining slices overlap."""
         return tuple(
             forwards_before_gather(rest, gathered, num_microbatches)
             for rest, gathered in zip(self._rest_bytes, self._parameter_bytes, strict=True)
@@ -175,7 +175,7 @@ class DeferredReductions:
             chunk.scale_gradients(factor)
 
     def defer_scaling(self, chunk: Any, factor: Any) -> bool:
-        """Scale a chunk's gradients once reduced; return False if none of them is in flight."""
+        """Scale a chunk's gradients once they are reduced; return False if none is in flight."""
         if self._reductions.is_running(chunk):
             self._scaling[chunk] = factor
             return True
@@ -183,14 +183,14 @@ class DeferredReductions:
 
     @property
     def scaling(self) -> Any:
-        """Return the factor that deferred gradients are still to be scaled by, else 1.
+        """Return the factor by which deferred gradients still have to be scaled, or 1.
 
-        It is the same for the whole model.
+        All chunks have the same factor.
         """
         return next(iter(self._scaling.values()), 1.0)
 
     def count_deferred(self, *, is_late: bool) -> None:
-        """Count in the trace the share of the gradients that was reduced in the next iteration."""
+        """Record in the trace which share of the gradients was reduced in the next iteration."""
         if self._recorder is not None and self._num_bytes:
             num_bytes = sum(self._rest_bytes) if is_late else 0
             self._recorder.count("deferred_grad_sync_share", num_bytes / self._num_bytes)

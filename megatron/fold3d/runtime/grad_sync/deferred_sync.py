@@ -1,11 +1,13 @@
 """DP.sync that reaches into the next iteration: the paper's free split (Algorithm 2).
 
 A part of each model chunk's gradients is reduced as soon as its last backward is done. The rest
-follows in the order in which the next forward needs the chunks: the first chunk's when all
-backwards are done, the others' when the next iteration begins. In between, Megatron runs small
-blocking collectives, such as those of norms and losses, which would share the links with them.
-Right before its first forward a chunk waits for its gradients and takes the optimizer step of their
-iteration. `DeferredReductions` does the reductions; this module does the steps.
+follows in the order in which the next forward needs the chunks. The first chunk's rest starts when
+all backwards are done; that of the others starts when the next iteration begins. They do not start
+earlier, because Megatron runs small blocking collectives between two iterations, for norms and
+losses, and these would share the links with them.
+
+Right before a chunk's first forward, this rank waits for the chunk's gradients and takes the
+optimizer step of their iteration. `DeferredReductions` does the reductions; this module the steps.
 
     segments 0 and 1 of a rank; a is the backward share of a segment's DP.sync, b the rest
 
@@ -15,21 +17,21 @@ iteration. `DeferredReductions` does the reductions; this module does the steps.
                                                 └── 1b ─────────────┘
                iteration i                      │ iteration i + 1
 
-With the distributed optimizer a reduction is a reduce-scatter, a step is that of this rank's
-shards, and the chunk's parameters are gathered behind it. What a chunk still has to reduce starts
-behind the all-gather of the chunk before, in the same process group: the network carries first what
-is needed first.
+With the distributed optimizer each reduction is a reduce-scatter, each step updates this rank's
+shards, and an all-gather of the chunk's parameters follows. The rest of a chunk's reduce-scatters
+starts behind the all-gather of the chunk before, in the same process group. So the network carries
+data in the order in which the forward needs it.
 
     DP.sync            ── 0a ── 0b ─┬─ gather 0 ── 1b ─┬─ gather 1 ── 2b ─
     compute                         step 0   .. 0F ..  step 1 .. 0F .. │ 1F
 
-An iteration after one that waited for all gradients starts all of its DP.sync with its backwards:
-most likely it will wait as well, and gradients that are left for later would only cost time.
+If an iteration had to wait for all gradients, the next one starts all of its DP.sync with its
+backwards. It will most likely have to wait as well, and then deferring gradients only costs time.
 
-Keeps one invariant: from the start of its reduction until its step, nobody else reads a chunk's
-gradients, adds to them or zeroes them, and nobody reads its parameters. What Megatron changes or
-reads when the iteration ends is reduced by then: `reduced_in_iteration`, or all gradients where
-only their values decide whether there is a step.
+Keeps one invariant: from the start of a chunk's reduction until its step, no other code reads the
+chunk's gradients, adds to them or zeroes them, or reads its parameters. Gradients that Megatron
+changes or reads at the end of the iteration are reduced by then. These are `reduced_in_iteration`,
+or all gradients if the step depends on their values.
 """
 
 import logging
@@ -65,7 +67,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Outcome = tuple[bool, float | None, int | None]
-"""What Megatron's optimizer returns: update successful, gradient norm, zeros in the gradients."""
+"""The result of Megatron's ``step``: update successful, gradient norm, zeros in the gradients."""
 
 Report = Callable[[float], None]
 """Called on all ranks with the norm of an iteration's gradients, once all of them are reduced."""
@@ -74,21 +76,21 @@ Report = Callable[[float], None]
 class DeferredSync:
     """Reductions and optimizer steps of one rank's model chunks, over all iterations.
 
-    A chunk's step becomes *due* when Megatron asks for the optimizer step. If Megatron runs an
-    iteration again, which it decides before that, the reduction is dropped.
+    A chunk's step becomes *due* when Megatron asks for the optimizer step. Megatron may run an
+    iteration again, which it decides before that; its reductions are then dropped.
 
     Args:
         backward_share: the part of every segment's DP.sync that starts with its backward.
-        slice_bytes: the largest slice that is reduced at once; a slice in flight delays whatever
-            is needed sooner.
+        slice_bytes: the largest slice that is reduced at once. More urgent communication waits
+            for the slice in flight.
         bounded: whether steps may be clipped or skipped. A step is then deferred only if a bound
             on the gradient norm rules both out.
-        timeout: of a reduction.
+        timeout: the timeout of a reduction.
         communicator: starts the slices; without one they start at once.
         auto: measures some iterations and from then on decides the share of each segment.
-        recorder: of a trace.
-        traffic_class: marks the packets of reductions.
-        is_planned: True if the plan starts slices, and nothing else but a wait.
+        recorder: the recorder of the trace, if there is one.
+        traffic_class: the traffic class that marks the packets of reductions.
+        is_planned: True if slices are started by the plan's actions, or by a wait, only.
         connect: makes the process groups of reductions.
     """
 
@@ -192,9 +194,10 @@ class DeferredSync:
         self._reductions.finish_backward()
 
     def finish_step(self, chunk: Any) -> bool:
-        """If a chunk's step is due, wait for its gradients, step with them and zero them.
+        """If a chunk's step is due, wait for its gradients, take the step and zero them.
 
-        Return whether it was due.
+        Returns:
+            Whether the step was due.
         """
         if chunk not in self._due:
             return False
@@ -206,18 +209,18 @@ class DeferredSync:
         return True
 
     def gather(self, chunk: Any) -> None:
-        """Start to gather a stepped chunk's parameters, then what the next one has to reduce.
+        """Start to gather a stepped chunk's parameters, then the rest of the next one's reductions.
 
-        There is nothing to gather without the distributed optimizer.
+        Without the distributed optimizer there is nothing to gather.
         """
         if self._is_sharded:
             self._reductions.gather(chunk)
             self._reductions.start_next(chunk)
 
     def forwards_before_gathers(self, num_microbatches: int) -> tuple[int, ...]:
-        """Return by segment how many forwards of the segment before hide its remaining slices.
+        """Return, by segment, how many forwards of the one before its remaining slices overlap.
 
-        Its parameters are gathered behind the others.
+        The other forwards of the segment before overlap the segment's all-gather.
         """
         if not self._due:
             return (0,) * len(self._chunks)
@@ -234,11 +237,11 @@ class DeferredSync:
     ) -> Outcome:
         """Step the chunks whose gradients are reduced; the steps of the others become due.
 
-        `finish_step` takes those later, with the settings of this iteration. Where the result could
-        differ from Megatron's ``whole_step``, wait for all gradients and call that instead.
+        `finish_step` takes the due steps later, with the settings of this iteration. If the result
+        could differ from Megatron's, wait for all gradients and call ``whole_step`` instead.
 
         Args:
-            optimizer: Megatron's.
+            optimizer: Megatron's optimizer.
             iteration: the number of the iteration that this step belongs to.
             whole_step: Megatron's own step, of all parameters at once.
             report: is called with the gradient norm if the returned outcome lacks it.
@@ -297,8 +300,8 @@ class DeferredSync:
     def close(self, error: BaseException | None) -> None:
         """Drain at the end of a run.
 
-        Do nothing after an error, when other ranks may be gone, nor if this rank leaves within an
-        iteration, which the others continue.
+        Do nothing after an error, since other ranks may be gone. Do nothing either if this rank
+        leaves within an iteration, since the others continue it.
         """
         if not self._chunks or self._in_iteration or error is not None:
             return

@@ -1,10 +1,10 @@
-"""A process group whose sums are made inside nodes first, and then across them.
+"""A process group that sums inside each node first, and then across nodes.
 
-Three collectives in place of one, for ranks on several nodes with as many ranks each:
+Three collectives replace one all-reduce. All nodes have the same number of ranks in the group:
 
-    inside    reduce-scatter   each rank of a node has the node's sum of one part of the tensor
-    across    all-reduce       of these parts, each among the ranks that have the same one
-    inside    all-gather       each rank has all parts
+    inside    reduce-scatter   each rank of a node gets the node's sum of one part of the tensor
+    across    all-reduce       ranks that hold the same part, one on each node, sum it
+    inside    all-gather       each rank gets all parts
 
 A node sends 2 (n - 1)/n of a tensor's bytes to others, with n nodes of g ranks, where a ring over
 all ranks sends 2 (n g - 1)/(n g) of them.
@@ -13,13 +13,13 @@ The distributed optimizer's shards are contiguous: rank j g + i, the i-th of nod
 j g + i. So for each node j the shards j g to j g + g - 1 are one block:
 
     inside    n reduce-scatters   rank i has the node's sums of shards i, g + i, 2 g + i, ...
-    across    reduce-scatter      of these, copied together, a g-th of the tensor; each its own
+    across    reduce-scatter      of these shards, copied side by side; each rank gets its own
 
-An all-gather goes the same way back. Both send half of what an all-reduce does.
+An all-gather runs the two steps in reverse. Each sends half the bytes of an all-reduce.
 
-Keeps one invariant: all ranks start the same collectives of a group in the same order, that of the
-calls, though the second and the third start later. For this the reduce-scatters and the all-gathers
-have a group each.
+Keeps one invariant: within a group, all ranks start the same collectives in the order of the calls,
+even though the second and the third collective of a call start later. For this reason the
+reduce-scatters inside nodes and the all-gathers inside nodes have a process group each.
 """
 
 import queue
@@ -41,12 +41,12 @@ Steps = Iterator[Works]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Levels:
-    """The groups that a rank sums in; nothing else uses them.
+    """The process groups of a rank's three collectives; nothing else uses them.
 
     Attributes:
-        scattering: the ranks of its node, for reduce-scatters.
-        across: one rank of each node, with the same place in it.
-        gathering: the ranks of its node, for all-gathers.
+        scattering: the ranks of this rank's node, for reduce-scatters.
+        across: one rank of each node: those with this rank's index in their node.
+        gathering: the ranks of this rank's node, for all-gathers.
     """
 
     scattering: dist.ProcessGroup
@@ -55,19 +55,19 @@ class Levels:
 
 
 class HierarchicalGroup(dist.ProcessGroup):
-    """Ranks on several nodes, with an all-reduce in three steps.
+    """A process group over ranks of several nodes, whose all-reduce takes three steps.
 
-    It has only what Megatron's buckets and our slices call: ``allreduce``,
-    ``reduce_scatter_single`` and ``all_gather_single``, each also coalesced.
+    It implements only the methods that Megatron's buckets and our slices call: ``allreduce``,
+    ``reduce_scatter_single`` and ``all_gather_single``, and the coalesced form of each.
 
     Tensors are the caller's: contiguous, of any shape and dtype, and complete on the stream that is
     current at the call, after which nothing may write them. Each method returns a task that acts as
     `dist.Work`; results are valid on the stream that is current in its ``wait``.
 
     Args:
-        ranks: global ranks, sorted; on every node equally many.
-        levels: the groups to sum in.
-        device: of the tensors.
+        ranks: global ranks, sorted; every node has the same number of them.
+        levels: the process groups of the three steps.
+        device: the device of the tensors.
     """
 
     def __init__(self, ranks: Sequence[int], levels: Levels, device: torch.device) -> None:
@@ -130,10 +130,11 @@ def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _steps(levels: Levels, tensors: Sequence[torch.Tensor], op: Any) -> Steps:
-    """Yield the works of each of the three collectives, as it is started.
+    """Start the three collectives one by one; yield the works of each.
 
-    What is left of a tensor that the ranks of a node do not divide, fewer elements than there are
-    ranks, is summed by all of them: the same terms in the same order, so all have the same bits.
+    If the number of ranks of a node does not divide the tensor, the remaining elements, fewer than
+    there are ranks, are summed by all ranks. All add the same terms in the same order, so the
+    results have the same bits.
     """
     rank, size = levels.scattering.rank(), levels.scattering.size()
     wholes = [tensor[: tensor.numel() // size * size] for tensor in tensors]
@@ -182,7 +183,7 @@ def _scatter_steps(
 def _gather_steps(
     levels: Levels, wholes: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
 ) -> Steps:
-    """Yield no work, so that sums across that came before go first; then across, then inside."""
+    """Yield no work first, so that earlier sums across nodes go first; then across, then inside."""
     yield []
     together = [shard.new_empty(levels.across.size() * shard.numel()) for shard in shards]
     yield [
@@ -201,10 +202,10 @@ def _gather_steps(
 
 
 class _Streams:
-    """Runs the steps on a device whose work is over later than its call returns.
+    """Runs the steps on a device that works asynchronously.
 
-    Each step has a stream, so that one tensor's sum across nodes and the next one's inside them
-    overlap. The host waits for nothing. **No GPU has run this.**
+    Each step has a stream of its own, so that one tensor's sum across nodes overlaps the next one's
+    sum inside nodes. The host never blocks. **No GPU has run this.**
     """
 
     def __init__(self, streams: Any, of_steps: Sequence[Any]) -> None:
@@ -231,14 +232,14 @@ class _Streams:
 
 @dataclass(frozen=True, slots=True)
 class _StreamedSum:
-    """A sum that is launched; ``done`` is passed when it is over."""
+    """A sum that has been launched; the device passes the event ``done`` when it is complete."""
 
     streams: Any
     done: Any
     works: Works
 
     def wait(self, _timeout: timedelta | None = None) -> bool:
-        """Let the current stream wait."""
+        """Make the current stream wait for the sum."""
         self.streams.current_stream().wait_event(self.done)
         return True
 
@@ -252,13 +253,13 @@ class _StreamedSum:
 
 
 class _Threads:
-    """Runs the steps where a wait blocks the host: the second and the third in a thread each."""
+    """Runs the steps where a wait blocks the host: the second and third step have a thread each."""
 
     def __init__(self, name: str) -> None:
         self._across, self._gathering = (_Line(f"{step}, {name}") for step in ("across", "gather"))
 
     def run(self, steps: Steps) -> "_ThreadedSum":
-        """Start the first step, and the others behind those of the sums before."""
+        """Start the first step; queue each other step behind the same step of earlier sums."""
         made = _ThreadedSum(steps)
 
         def cross() -> None:
@@ -274,7 +275,7 @@ class _Threads:
 
 
 class _ThreadedSum:
-    """A sum under way; its first step is started by the thread that makes it."""
+    """A sum in flight; the constructor starts its first step."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -284,7 +285,7 @@ class _ThreadedSum:
         self._error: BaseException | None = None
 
     def advance(self) -> None:
-        """Wait for the step that runs, start the next one and wait for that, unless one failed."""
+        """Wait for the running step, start the next one and wait for it, unless a step failed."""
         if self._error is not None:
             return
         try:
@@ -297,13 +298,13 @@ class _ThreadedSum:
             self._error = error
 
     def end(self) -> None:
-        """Release who waits."""
+        """Mark the sum as ended, which wakes up threads that wait for it."""
         self._works.clear()
         self._over.set()
         self._future.set_result(None)
 
     def wait(self, _timeout: timedelta | None = None) -> bool:
-        """Block until the sum is there; its steps end with their groups' timeout.
+        """Block until the sum is complete; each step is subject to its group's timeout.
 
         Raises:
             RuntimeError: a step failed.
@@ -314,23 +315,23 @@ class _ThreadedSum:
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether the sum has ended, with a result or an error."""
         return self._over.is_set()
 
     def get_future(self) -> "torch.futures.Future[None]":
-        """Return what is complete when the sum is over, well or not."""
+        """Return a future that completes when the sum has ended, with a result or an error."""
         return self._future
 
 
 class _Line:
-    """A thread that makes calls one after the other; it ends with the process."""
+    """A daemon thread that runs calls one after the other."""
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._loop, name=name, daemon=True).start()
 
     def put(self, call: Callable[[], None]) -> None:
-        """Make a call after all that were put here before."""
+        """Queue a call behind all earlier ones."""
         self._calls.put(call)
 
     def _loop(self) -> None:

@@ -1,7 +1,7 @@
 """``--hierarchical-dp-sync``: DP.sync that sums inside nodes first, where replicas share nodes.
 
-Keeps one invariant: which groups of ranks sum in this way, and in which groups they do it, follows
-from what all ranks have told each other; so all make the same process groups in the same order.
+Keeps one invariant: all ranks exchange the names of their nodes and decide from these alone which
+groups sum in this way. So all ranks make the same process groups in the same order.
 """
 
 import logging
@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 
 class HierarchicalSync(Feature):
-    """Leads the reductions of Megatron's buckets through sums inside nodes.
+    """Replaces the process groups of Megatron's buckets by groups that sum inside nodes first.
 
     Args:
-        timeout: of a collective.
-        traffic_class: marks the packets of DP.sync.
+        timeout: the timeout of a collective.
+        traffic_class: the traffic class that marks the packets of DP.sync.
     """
 
     def __init__(self, timeout: timedelta, traffic_class: int | None) -> None:
@@ -43,7 +43,7 @@ class HierarchicalSync(Feature):
         self._is_connected = False
 
     def prepare(self, iteration: Iteration) -> None:
-        """Make the process groups in the first training iteration, before anything runs in it."""
+        """Make the process groups at the start of the first training iteration."""
         if self._is_connected or not iteration.trains:
             return
         self._is_connected = True
@@ -64,9 +64,9 @@ def connect_with_nodes(
     timeout: timedelta,
     traffic_class: int | None = None,
 ) -> dict[Ranks, dist.ProcessGroup]:
-    """Make a process group over each group of ranks, as `connect`, and sum inside nodes if it can.
+    """Make a process group over each group of ranks, hierarchical wherever nodes allow it.
 
-    All ranks of the job call this together, with the same ``groups``.
+    All ranks of the job call this together, with the same ``groups``, as they do for `connect`.
     """
     nodes = _nodes_of_groups(groups)
     plain = [ranks for ranks in groups if not nodes[ranks]]
@@ -80,7 +80,7 @@ def _connect_nodes(
     timeout: timedelta,
     traffic_class: int | None,
 ) -> dict[Ranks, dist.ProcessGroup]:
-    """Make a `HierarchicalGroup` over each group that has nodes; return those this rank is in."""
+    """Make a `HierarchicalGroup` over each group with nodes; return those this rank is in."""
     made: dict[Ranks, dist.ProcessGroup] = {}
     for ranks, nodes in nodes_of_groups.items():
         if not nodes:
@@ -99,7 +99,7 @@ def _connect_nodes(
 def _nodes_of_groups(groups: Sequence[Ranks]) -> dict[Ranks, list[Ranks]]:
     """Return `shared_nodes` of each group; all ranks of the job call this together.
 
-    A node is called after its first rank, by torchrun's numbers; without these, after its host.
+    A node is named after its first rank, from torchrun's variables, or else after its host name.
     """
     local_rank = os.environ.get("LOCAL_RANK")
     own = socket.gethostname() if local_rank is None else str(dist.get_rank() - int(local_rank))
@@ -109,13 +109,14 @@ def _nodes_of_groups(groups: Sequence[Ranks]) -> dict[Ranks, list[Ranks]]:
 
 
 def shared_nodes(ranks: Ranks, node_of_ranks: Sequence[str]) -> list[Ranks]:
-    """Return the ranks of a group by node, or nothing where sums inside nodes gain nothing.
+    """Return the ranks of a group by node, or an empty list if it cannot gain from its nodes.
 
-    That is where all are on one node, where none shares its node with another, and where nodes have
-    different numbers of them, or not one after the other: parts of a sum would not fit together.
+    There is no gain if all ranks are on one node, or if no two share a node. The parts of a sum
+    would not fit together if nodes had different numbers of ranks, or ranks that are not
+    consecutive in the group.
 
     Args:
-        ranks: of the group.
+        ranks: the global ranks of the group.
         node_of_ranks: the node of each rank of the job.
     """
     nodes: dict[str, list[int]] = {}
@@ -128,7 +129,7 @@ def shared_nodes(ranks: Ranks, node_of_ranks: Sequence[str]) -> list[Ranks]:
 
 
 def _found(made: Mapping[Ranks, dist.ProcessGroup]) -> str:
-    """Say what this rank's groups do."""
+    """Describe this rank's hierarchical groups, for the log."""
     if not made:
         return (
             "off, for replicas do not share nodes and span several, or nodes have different "

@@ -1,7 +1,7 @@
-"""``--replicate-optimizer auto``: segments from measured times, kept if iterations get shorter.
+"""``--replicate-optimizer auto``: chooses segments by measured times, and keeps what is faster.
 
     iteration  1       2         3          4          5    6     7
-               starts  measured  predicted  exchanges  timed      the faster of both goes on
+               starts  measured  predicted  exchanges  timed      the faster of both is kept
     replicated -       -         -          the segments that are predicted best
 
 Keeps one invariant: all ranks choose in the same iteration, from the same numbers.
@@ -37,10 +37,10 @@ _FREE_SHARE = 0.9  # of a device's memory that was never used
 
 
 class Prediction(Protocol):
-    """What iterations take: `predict.search.replicated_choice.SimulatedIteration`."""
+    """Predicts iteration times, as `predict.search.replicated_choice.SimulatedIteration` does."""
 
     def seconds(self, replicated: Segments) -> float:
-        """Return an iteration in which some segments are replicated, in s."""
+        """Return the seconds of an iteration in which these segments are replicated."""
 
 
 Predict = Callable[[Plan, Segments, MeasuredTimes, float], Prediction]
@@ -50,9 +50,9 @@ class MeasuredReplication(MeasuredTimesFeature):
     """Chooses the segments that `ReplicatedSteps` steps in full.
 
     Args:
-        plans: of the run.
+        plans: the plans of the run.
         replicated: takes those steps.
-        predict: makes a prediction, which this room may not import.
+        predict: makes a `Prediction`. It is passed in, since this room may not import `predict`.
         delayed: segments whose weight gradients follow all backwards.
         tied: whether the first and the last segment share their embeddings.
     """
@@ -74,7 +74,7 @@ class MeasuredReplication(MeasuredTimesFeature):
         self._times_s: dict[int, tuple[int, float]] = {}
 
     def prepare(self, iteration: Iteration) -> None:
-        """Choose segments at the third training iteration, and judge them at the seventh."""
+        """Choose segments before the third training iteration; keep or drop them before the 7th."""
         if not iteration.trains:
             self._began = None  # what follows includes the evaluation
             return
@@ -87,14 +87,14 @@ class MeasuredReplication(MeasuredTimesFeature):
             self._start_clock(iteration)
 
     def drain(self, iteration: Iteration) -> None:
-        """Let the next iteration run with what was chosen in this one."""
+        """Apply this iteration's choice, from the next iteration on."""
         if iteration.trains and self._iterations in (DECIDED, _JUDGED):
             self._replicated.choose(self._candidate)
             ranks = iteration.plan.num_ranks
             self._plans.replicate(stages_of(self._candidate, ranks))
 
     def decide(self, times: MeasuredTimes, iteration: Iteration) -> None:
-        """Choose the segments that are predicted best, as far as memory has room."""
+        """Choose the segments with the shortest predicted iteration for which there is memory."""
         order = self._plans.order(iteration.plan.num_microbatches)
         prediction = self._predict(order, self._delayed, times, parameter_share(iteration))
         room, sizes = replication_room(iteration)
@@ -128,7 +128,7 @@ class MeasuredReplication(MeasuredTimesFeature):
             self._began = self._iterations, size, time.perf_counter()
 
     def _judge(self, iteration: Iteration) -> None:
-        """Keep the candidate unless iterations of the same size were shorter without it."""
+        """Keep the candidate unless iterations with as many micro-batches were faster without."""
         sizes = {size for size, _ in self._times_s.values()}
         without, with_them = (
             [self._times_s[i][1] for i in some if i in self._times_s] for some in (_WITHOUT, _WITH)
@@ -156,7 +156,7 @@ class MeasuredReplication(MeasuredTimesFeature):
 
 
 def parameter_share(iteration: Iteration) -> float:
-    """Return the bytes of parameters as a share of those of their gradients."""
+    """Return the ratio of the bytes of parameters to the bytes of their gradients."""
     parameters: list[Any] = [
         p for chunk in iteration.chunks for p in chunk.parameters() if p.requires_grad
     ]
@@ -166,7 +166,7 @@ def parameter_share(iteration: Iteration) -> float:
 
 
 def replication_room(iteration: Iteration) -> tuple[float, Sequence[float]]:
-    """Return the bytes that every rank has free, and those of each segment's other shards."""
+    """Return the free bytes of the fullest rank, and the bytes of each segment's other shards."""
     others = 1 - 1 / iteration.groups.dp_cp.size()
     sizes = [
         sum(p.numel() * (8 if p.dtype == torch.float32 else 12) for p in chunk.parameters())

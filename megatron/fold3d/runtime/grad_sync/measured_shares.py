@@ -1,9 +1,9 @@
 """``--backward-share auto``: shares of DP.sync from measured times.
 
-Every few iterations one is measured on the device's own clock: when each segment's gradients are
-complete, and how long the network takes per byte while it overlaps the backward. If these times
-have changed, the shares are decided anew two iterations later. By then the last slice of the
-measured iteration has been waited for.
+Every few iterations, one iteration is measured on the device's own clock: when each segment's
+gradients are complete, and how long the network takes per byte while it overlaps the backward. If
+these times have changed, the shares are decided anew two iterations later. By then all slices of
+the measured iteration have completed.
 
 Keeps one invariant: all replicas of a stage decide in the same iteration, from the same numbers.
 """
@@ -30,7 +30,7 @@ DRIFT = 0.1  # change of a time, relative to the longest, above which shares are
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """An iteration's times by segment, each of the slowest replica."""
+    """An iteration's times by segment; each is the slowest replica's."""
 
     ready_s: tuple[float, ...]
     """When a segment's gradients are complete, relative to the last segment's: zero or less."""
@@ -62,7 +62,7 @@ class _Transfer:
 
 @dataclass(slots=True)
 class _Measured:
-    """An iteration that is being measured, or whose times are not read yet."""
+    """An iteration that is being measured, or whose times have not been read yet."""
 
     iteration: int
     ready: dict[int, Mark] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class AutoShares:
         self._device, self._clock = device, Clock(device)
 
     def begin_iteration(self) -> tuple[float, ...] | None:
-        """Begin an iteration; return the shares from now on, or None if they stay."""
+        """Begin an iteration; return new shares, or None if they stay as they are."""
         self._iteration += 1
         self._now, shares = None, None
         if self._last is not None and self._iteration == self._last.iteration + 2:
@@ -129,7 +129,7 @@ class AutoShares:
             self._now.segment_bytes[segment] = num_bytes
 
     def open_transfer(self, num_bytes: int) -> Callable[[], None]:
-        """Note that a reduction starts; the caller calls the returned function when it is done."""
+        """Note that a reduction starts; call the returned function when it is done."""
         if self._now is None:
             return no_end
         transfer = _Transfer(num_bytes, self._clock.mark())

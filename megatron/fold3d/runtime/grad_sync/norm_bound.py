@@ -1,9 +1,9 @@
 """An upper bound on the global gradient norm, known before the gradients are reduced.
 
-The norm of a sum is at most the sum of the norms. So the norm of reduced gradients is at most the
-sum of the norms that the replicas have before they reduce. One small all-reduce adds these up for
-all gradients at once. If the result rules out that Megatron clips, skips or overflows, no step has
-to wait for the reduced gradients.
+The norm of a sum is at most the sum of the norms. So the norm of the reduced gradients is at most
+the sum of the replicas' norms before the reduction. One small all-reduce adds these up for all
+gradients at once. If the bound shows that Megatron will neither clip nor skip the step, and that
+no gradient overflows, the step need not wait for the reduced gradients.
 
 Keeps one invariant: every rank gets the same numbers, and so takes the same decision.
 """
@@ -39,7 +39,7 @@ _MEGATRONS_EPSILON = 1e-6  # clip_grad_by_total_norm_fp32 divides by the norm an
 
 
 def is_conditional(config: Any) -> bool:
-    """Return True if Megatron's optimizer, configured so, clips or skips depending on the norm."""
+    """Return True if the norm decides, with this config, whether a step is clipped or skipped."""
     return bool(config.clip_grad > 0 or math.isfinite(config.grad_norm_skip_threshold))
 
 
@@ -68,9 +68,9 @@ class Bound:
 class NormBound:
     """The gradient norms of one iteration, collected as they become known.
 
-    Each group of ranks that reduces together has one slot per segment, for gradients that are not
-    reduced yet, and one more slot for gradients that are. The latter holds a squared norm: each
-    rank adds the square of what it alone has.
+    Each process group of reductions has one slot per segment, for gradients that are not reduced
+    yet, and one more slot for gradients that are. The last slot holds a squared norm, to which each
+    rank adds the square of the norm of the gradients that it counts.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class NormBound:
             by_ranks[ranks_of(part.group)].extend(part.views)
         for ranks, data in by_ranks.items():
             slot = self._first_slot[ranks] + segment
-            rounding = (1 + torch.finfo(data[0].dtype).eps) ** len(ranks)  # of the sum
+            rounding = (1 + torch.finfo(data[0].dtype).eps) ** len(ranks)  # the rounding of the sum
             self._norms[slot] = _norm(data) * rounding
             if self._in_fp16:
                 self._peaks[slot] = _peak(data) * rounding
@@ -112,11 +112,11 @@ class NormBound:
     ) -> None:
         """Record the norms of reduced gradients.
 
-        These are all gradients of ``stepped`` chunks, and of ``deferred`` chunks those of
-        ``reduced_in_iteration``, which are still to be multiplied by ``scaling``. All replicas hold
-        the same values, so only the first rank of each group records them; with the distributed
-        optimizer each records its own shard. A parameter that Megatron's norm counts once is
-        counted once here too.
+        These are all gradients of ``stepped`` chunks, and the gradients of ``reduced_in_iteration``
+        in ``deferred`` chunks, which are still to be multiplied by ``scaling``. All replicas hold
+        the same values, so only the first rank of each group records them. With the distributed
+        optimizer each rank records its own shard. If Megatron's norm counts a parameter that
+        several ranks hold only once, it is counted once here too.
 
         ``scaling`` is a number or a 0-d tensor on the device, valid on the current stream.
         """
@@ -141,9 +141,9 @@ class NormBound:
     def total(self, loss_scale: float, scaling: torch.Tensor | float = 1.0) -> Bound:
         """Return the bound over all ranks, and clear the slots.
 
-        All ranks of the job call this together. The unreduced gradients are still to be multiplied
-        by ``scaling`` (as in `add_reduced`), so their norms are multiplied by it here. The host
-        waits for the result.
+        All ranks of the job call this together. Unreduced gradients are still to be multiplied by
+        ``scaling``, as in `add_reduced`, so this multiplies their norms by it. The host blocks
+        until the result is there.
         """
         dist.all_reduce(self._slots, group=self._world)
         norms = self._norms.view(-1, self._reduced_slot + 1)
@@ -165,7 +165,7 @@ def _peak(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _counted_on_this_rank(bucket_group: Any, bucket: Any, parameter: Any) -> Iterator[torch.Tensor]:
-    """Yield the reduced gradients of a parameter which this rank, of all replicas, counts."""
+    """Yield the part of a parameter's reduced gradient that this replica counts, and no other."""
     group = group_of(bucket_group)
     if not is_sharded(bucket_group):
         if group.rank() == 0:
@@ -181,7 +181,7 @@ def _counted_on_this_rank(bucket_group: Any, bucket: Any, parameter: Any) -> Ite
 def _is_counted_here(parameter: torch.nn.Parameter) -> bool:
     """True if Megatron's norm may count this rank's copy of the parameter."""
     if not getattr(parameter, "allreduce", True):
-        return True  # of an expert: which ranks have copies is not always to be seen from here
+        return True  # an expert's: its attributes do not always tell which ranks have copies
     return bool(
         param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
     )

@@ -1,18 +1,18 @@
 """The other replicas' shards of a distributed optimizer, stepped on this rank as well.
 
-Megatron's distributed optimizer steps one shard of each bucket per replica. Inside `widened` the
-shards of the other replicas stand in its lists behind its own, so that Megatron itself unscales,
-clips and steps them, and writes the parameters:
+Megatron's distributed optimizer steps one shard of each bucket per replica. Inside `widened`, the
+shards of the other replicas are appended to its lists. So Megatron itself unscales, clips and steps
+them, and writes the parameters:
 
     a bucket on replica 1 of 2      shard 0            shard 1
     Megatron's lists                                   its parameters and moments
     inside `widened`                copies of them     its parameters and moments
 
-The gradients of the whole bucket have to be reduced. As every replica then computes the same bits,
-there is nothing to gather.
+The gradients of the whole bucket must have been all-reduced. Every replica then computes the same
+bits, so no all-gather is needed.
 
-Keeps one invariant: outside of `widened` the optimizer is as Megatron made it, so checkpoints are
-those of the distributed optimizer.
+Keeps one invariant: outside of `widened` the optimizer is as Megatron made it, so its checkpoints
+do not change.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -27,19 +27,19 @@ from megatron.core.optimizer.optimizer import copy_optimizer_param_metadata
 from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 
 Key = tuple[int, int, int]
-"""Buffer of the optimizer, bucket of the buffer, parameter of the buffer: each a position."""
+"""Indices of a parameter: the buffer in the optimizer, then bucket and parameter in the buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What one replica tells of its shards: what lies in a bucket follows, as tensors.
+    """The metadata that a replica sends of its shards; the tensors are gathered by bucket.
 
     Attributes:
-        groups: by parameter, the number of its group in the optimizer.
-        scalars: by parameter, the optimizer's state that is no tensor of the shard's size, with
-            whether it is kept on the device.
-        tensors: the dtypes of the state that is, by name.
-        steps: by group, how many steps a fused optimizer has counted.
+        groups: by parameter, the index of its group in the optimizer.
+        scalars: by parameter, the optimizer state other than tensors of the shard's size; each
+            value with whether it is on the device.
+        tensors: by name, the dtypes of the state that has the shard's size.
+        steps: by group, the step count of a fused optimizer.
     """
 
     groups: dict[Key, int]
@@ -53,10 +53,10 @@ class _Shard:
     """A part of a parameter that one replica's optimizer steps.
 
     Attributes:
-        key: of the parameter.
-        parameter: all of it.
-        ranges: Megatron's, of the part in the parameter, in the bucket and in the replica's shard.
-        rank: the replica.
+        key: the parameter's key.
+        parameter: the whole parameter.
+        ranges: Megatron's ranges of the part: in the parameter, the bucket and the replica's shard.
+        rank: the replica that owns it.
     """
 
     key: Key
@@ -67,15 +67,16 @@ class _Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Copy:
-    """What stands in Megatron's lists for a shard of another replica.
+    """The entry in Megatron's lists for a shard of another replica.
 
     Attributes:
         of: the shard.
-        group: the number of its group.
-        name: a tensor that stands for the parameter, which Megatron's maps have one shard of.
+        group: the index of its group.
+        name: a tensor that replaces the parameter as a key of Megatron's maps, which hold one shard
+            per parameter.
         model: 1-D view of the parameter.
-        stepped: what the optimizer steps: ``model``, or fp32 in place of 16 bits.
-        state: of the optimizer; it is here while it is not there.
+        stepped: the tensor that the optimizer steps: ``model``, or its fp32 copy for 16 bits.
+        state: the optimizer's state of the shard, kept here outside of `widened`.
     """
 
     of: _Shard
@@ -87,9 +88,9 @@ class _Copy:
 
 
 class OtherShards:
-    """All shards that other replicas own of one optimizer's parameters in some model chunks.
+    """The other replicas' shards of one optimizer's parameters in some model chunks.
 
-    All replicas make it together, between two steps, when each has whole parameters.
+    All replicas construct it together, between two steps, when all parameters are whole.
 
     Args:
         part: Megatron's ``DistributedOptimizer``.
@@ -175,7 +176,7 @@ class OtherShards:
         copy.stepped.grad = None
 
     def _shards(self, index: int, number: int) -> Iterator[_Shard]:
-        """Yield the shards of one bucket, of all replicas."""
+        """Yield all replicas' shards of one bucket."""
         buffer = self._part.buffers[index]
         bucket = buffer.buckets[number]
         size = bucket.grad_data.numel() // self._size
@@ -238,7 +239,7 @@ class OtherShards:
     def _fill(
         self, bucket: tuple[int, int], shards: Sequence[_Shard], dtypes: Mapping[str, torch.dtype]
     ) -> None:
-        """Gather what the owners of one bucket's shards have, one kind of state at a time."""
+        """Gather the state of one bucket's shards from their owners, one kind at a time."""
         here = self._part.buffers[bucket[0]].buckets[bucket[1]]
         size = here.grad_data.numel() // self._size
         mine = [s for s in shards if s.key[:2] == bucket and s.rank == self._rank]
@@ -271,7 +272,7 @@ class OtherShards:
 
 
 def _stepped_by_parameter(part: Any) -> dict[Any, torch.Tensor]:
-    """Return what the optimizer steps of each parameter on this rank."""
+    """Return, by parameter, the tensor that the optimizer steps on this rank."""
     return {
         parameter: stepped
         for parameters, shards in (

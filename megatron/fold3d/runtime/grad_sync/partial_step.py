@@ -1,8 +1,8 @@
-"""An iteration's optimizer step, taken for a part of the parameters as soon as it is reduced.
+"""An iteration's optimizer step, taken part by part as the gradients are reduced.
 
-Keeps one invariant: whenever a parameter is stepped, the step is that of its own iteration.
-Learning rate, weight decay, step count and loss scale are those at the time when Megatron asked
-for the step.
+Keeps one invariant: a parameter is stepped with the settings of the gradients' iteration, however
+late. Learning rate, weight decay, step count and loss scale are those at the time when Megatron
+asked for the step.
 """
 
 import math
@@ -67,8 +67,8 @@ class PartialStep:
         """Step ``parameters`` with the reduced gradients in their ``main_grad``.
 
         DDP owns these gradients, which must be complete on the current stream. The updated
-        parameters are valid there. With the distributed optimizer they are the shards of this
-        rank, and nothing is gathered.
+        parameters are valid there. With the distributed optimizer only this rank's shards are
+        updated, and nothing is gathered.
         """
         with (
             self._narrowed_to(parameters),
@@ -123,7 +123,7 @@ class PartialStep:
 
     @contextmanager
     def _with_its_scale(self) -> Iterator[None]:
-        """Unscale by the iteration's loss scale, and check for inf and NaN on this rank only."""
+        """Use the iteration's loss scale inside the block; check inf and NaN on this rank only."""
         now = [(p.grad_scaler, p.get_grad_stats_parallel_group()) for p in self._scaled]
         try:
             for part, scaler in zip(self._scaled, self._scalers, strict=True):
@@ -135,7 +135,7 @@ class PartialStep:
 
     @contextmanager
     def _without_gathering(self) -> Iterator[None]:
-        """Keep a DistributedOptimizer from gathering all parameters, also those not stepped."""
+        """Keep a DistributedOptimizer from gathering all parameters, inside the block."""
         parts = [p for p in self._optimizer.chained_optimizers if hasattr(p, "shard_fp32_groups")]
         for part in parts:
             part._defer_param_sync = True

@@ -1,12 +1,12 @@
 """DP.sync in the slices of the plan, within an iteration or reaching into the next one.
 
-The plan says when a slice starts and where it ends, in thousandths of the stage's gradients. What
-of it lies side by side is one collective: where all streams of a GPU share one hardware queue, two
-in a row would stop computation.
+The plan says when a slice starts and where it ends, in thousandths of the stage's gradients. The
+contiguous gradients of a slice are one collective: where all streams of a GPU share one hardware
+queue, two collectives in a row would block computation.
 
-Keeps one invariant: an action starts those gradients of its stage that lie before the action's end
-and were not started yet. So gradients travel once, even if a wait has started all that was left of
-them.
+Keeps one invariant: an action starts to reduce the gradients of its stage that lie before the
+action's end and have not been started. So each gradient is reduced once, even if a wait has already
+started the rest.
 """
 
 from collections.abc import Callable, Collection, Container, Sequence
@@ -24,16 +24,16 @@ from megatron.fold3d.runtime.grad_sync.reductions import Reductions
 from megatron.fold3d.runtime.trace.recorder import Recorder, no_end
 
 UNCUT = 1 << 60
-"""Bytes that no bucket has: the plan's slices are not cut again."""
+"""More bytes than any bucket has, so that the plan's slices are not cut again."""
 
 
 class SlicedGradSync(GradSync):
-    """Gradient sync of one rank in the plan's slices; DDP's hooks start nothing of such segments.
+    """Gradient sync of one rank in the plan's slices; DDP's hooks start none of these.
 
-    Slices travel in Megatron's own process groups, as its buckets do.
+    Slices are reduced in Megatron's own process groups, as its buckets are.
 
     Args:
-        recorder: of a trace.
+        recorder: the recorder of the trace, if there is one.
     """
 
     def __init__(self, recorder: Recorder | None = None) -> None:
@@ -143,8 +143,8 @@ def _of_slices(
     Args:
         sync: starts slices.
         iteration: the one that is about to run.
-        make_ready: prepares a segment's gradients; it starts those of other segments.
-        segments: whose gradients the plan slices.
+        make_ready: prepares the gradients of a sliced segment; starts those of any other segment.
+        segments: the segments whose gradients the plan slices.
     """
     late = carried_over(iteration.program)
     ready: set[int] = set()  # segments

@@ -1,7 +1,7 @@
-"""The parameters whose gradients Megatron changes once they are reduced over the replicas.
+"""The parameters whose gradients Megatron changes after they are reduced over the replicas.
 
-``finalize_model_grads`` sums some of them over pipeline or tensor-parallel ranks at the end of the
-iteration. These have to be reduced by then, whatever becomes of the rest of their model chunk.
+``finalize_model_grads`` sums some gradients over pipeline or tensor-parallel ranks at the end of
+the iteration. They have to be reduced by then, even if the rest of their model chunk is deferred.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ def reduced_in_iteration(
 def _copies_of_word_embeddings(
     chunk: Any, embedding_group: dist.ProcessGroup | None
 ) -> Iterator[torch.nn.Parameter]:
-    """Yield what ``_allreduce_word_embedding_grads`` of Megatron 0.19.2 all-reduces."""
+    """Yield the parameters that Megatron 0.19.2's ``_allreduce_word_embedding_grads`` reduces."""
     if embedding_group is None or embedding_group.size() == 1:
         return
     model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
@@ -38,7 +38,7 @@ def _copies_of_word_embeddings(
 def _summed_over_tensor_parallel(
     chunk: Any, tensor_parallel_group: dist.ProcessGroup
 ) -> Iterator[torch.nn.Parameter]:
-    """Yield what ``_allreduce_non_tensor_model_parallel_grads`` of Megatron 0.19.2 all-reduces."""
+    """Yield those that Megatron 0.19.2's ``_allreduce_non_tensor_model_parallel_grads`` reduces."""
     if tensor_parallel_group.size() == 1:
         return
     config = get_model_config(chunk)

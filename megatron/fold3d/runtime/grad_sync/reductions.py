@@ -1,11 +1,11 @@
-"""The reductions of model chunks' gradients, in slices that may be started at two moments.
+"""The reductions of model chunks' gradients, in slices that may start at different times.
 
-All-reduces or, with the distributed optimizer, reduce-scatters; and the all-gathers of parameters
-that follow those, in the same process groups, so that they stand in no queue but their own.
+Reductions are all-reduces or, with the distributed optimizer, reduce-scatters. The all-gathers of
+parameters that follow reduce-scatters run in the same process groups.
 
 Keeps one invariant: every replica of a chunk starts the same slices in the same order, in process
-groups that nothing else uses: Megatron's own collectives, such as the mean of the losses, would
-stand in the queue behind them.
+groups that nothing else uses. In Megatron's own groups, its small collectives, such as the mean of
+the losses, would queue behind the slices.
 """
 
 from collections import defaultdict
@@ -102,7 +102,7 @@ class Reductions:
     def start_until(self, chunk: Any, share: float) -> None:
         """Start a chunk's slices up to ``share`` of all, if its reduction is in flight.
 
-        What was cut only where buckets end is then one collective per bucket.
+        If slices were cut only where buckets end, this starts one collective per bucket.
         """
         begun = self._begun.get(chunk, 0.0)
         if chunk in self._running and share > begun:
@@ -131,10 +131,10 @@ class Reductions:
             self.start_rest_of(chunk)
 
     def gather(self, chunk: Any) -> None:
-        """Start to gather a chunk's parameters, those of its first layers first, in our groups.
+        """Start to gather a chunk's parameters, first layers first, in our process groups.
 
-        What is gathered or under way is left alone. DDP's hooks wait in the forward. Without
-        ``--overlap-param-gather`` this waits itself.
+        Buckets whose all-gather has started or ended are skipped. DDP's hooks wait for the others
+        in the forward. Without ``--overlap-param-gather`` there are no hooks, so this waits.
         """
         for bucket_group in first_layer_first(chunk):
             if not bucket_group.param_gather_dispatched:
@@ -171,7 +171,7 @@ class Reductions:
         return works
 
     def _keep(self, bucket_group: Any) -> None:
-        """Reduce in Megatron's own process group, where no slice is queued."""
+        """Reduce `reduced_in_iteration` in Megatron's own process group, where no slice queues."""
         if is_sharded(bucket_group):
             self._keep_sharded(bucket_group)
             return
@@ -196,7 +196,7 @@ class Reductions:
             ]
 
     def _pieces(self, bucket_group: Any, bucket: Any) -> Iterator[Piece]:
-        """Yield what our own process group reduces of a bucket, and Megatron's does not."""
+        """Yield the pieces of a bucket that our own process group reduces."""
         ours = self._groups[ranks_of(group_of(bucket_group))]
         if not is_sharded(bucket_group):
             for data in slices(bucket, self._reduced_in_iteration, self._slice_bytes):

@@ -1,8 +1,8 @@
 """``--replicate-optimizer``: gradient sync of segments that every replica steps in full.
 
-Their gradients are all-reduced behind the backward, and nothing is gathered for their forward.
-Bytes move from the forward, which is often too short for the all-gathers of all segments, to the
-backward. That needs no gradient norm beforehand, so it holds in a step that is clipped as well.
+Their gradients are all-reduced during the backward, and their forward needs no all-gather. So bytes
+move from the forward, which is often too short for the all-gathers of all segments, to the
+backward. This does not depend on the gradient norm, so it also works in a step that is clipped.
 
     segment 1 is replicated
 
@@ -26,10 +26,10 @@ _MEGATRONS = "megatron.core.distributed.param_and_grad_buffer"
 
 
 class ReplicatedSteps(GradSync):
-    """Gradient sync of one rank, of whose segments some are stepped in full by every replica.
+    """Gradient sync of one rank, if every replica steps some of its segments in full.
 
     Args:
-        segments: which; `choose` may change it.
+        segments: the segments that every replica steps; `choose` may change them.
     """
 
     def __init__(self, segments: Collection[int]) -> None:
@@ -79,5 +79,5 @@ class ReplicatedSteps(GradSync):
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Drop the line that Megatron logs of every all-reduce of a distributed optimizer's bucket."""
+    """Drop the line that Megatron logs for each all-reduce with the distributed optimizer."""
     return "because force_all_reduce=True" not in record.getMessage()

@@ -1,7 +1,7 @@
 """A model chunk's gradients, cut into slices; one collective reduces each.
 
-Keeps one invariant: the cut depends on the sizes of parameters, the share and the size of a slice
-alone, so every replica of a chunk cuts it alike.
+Keeps one invariant: the cut depends only on the sizes of parameters, the share and the size of a
+slice, so all replicas of a chunk make the same slices.
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -137,8 +137,8 @@ class ShardedSlice:
     def reduce(self) -> dist.Work:
         """Start an asynchronous reduce-scatter into the own shard, and return its work.
 
-        What is summed has to lie side by side: the views of a slice that is not a whole bucket are
-        copied, and the copy lives until the reduction has ended.
+        The input of a reduce-scatter has to be contiguous. If a slice is not a whole bucket, its
+        views are copied; the copy lives until the reduction has ended.
         """
         work: dist.Work | None = dist.reduce_scatter_tensor(
             self.views[self.rank], self._together(), self.op, group=self.group, async_op=True
@@ -147,7 +147,7 @@ class ShardedSlice:
         return work
 
     def cut(self, size: int) -> tuple["ShardedSlice", "ShardedSlice"]:
-        """Split each shard's part alike, so that the first ones have ``size`` elements at most."""
+        """Split every shard at the same offset; the first parts have at most ``size`` elements."""
         middle = self.begin + min(size // self.size, self.end - self.begin)
         return self._of(self.begin, middle), self._of(middle, self.end)
 
@@ -189,9 +189,9 @@ def slices(
 def in_iteration_offsets(
     bucket: Any, reduced_in_iteration: Container[torch.nn.Parameter], num_shards: int
 ) -> list[tuple[int, int]]:
-    """Return the sorted ``(begin, end)`` parts of a shard that hold `in_iteration_ranges` in any.
+    """Return the sorted ``(begin, end)`` parts of a shard with `in_iteration_ranges` of any shard.
 
-    A reduce-scatter sums the same part of every shard.
+    A reduce-scatter sums the same part of every shard, so a part counts if any shard needs it.
     """
     size = bucket.grad_data.numel() // num_shards
     parts = sorted(
@@ -203,7 +203,7 @@ def in_iteration_offsets(
 
 
 def outside(ranges: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
-    """Yield the ``(begin, end)`` parts of ``size`` elements that are in none of sorted ranges."""
+    """Yield the ``(begin, end)`` parts of ``size`` elements outside of all sorted ranges."""
     edges = [0, *chain.from_iterable(ranges), size]
     for begin, end in zip(edges[::2], edges[1::2], strict=True):
         if begin < end:
@@ -224,7 +224,7 @@ def divide(whole: Sequence[Piece], share: float) -> tuple[list[Piece], list[Piec
 
 
 def _merged(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield sorted ranges with those that overlap or touch as one."""
+    """Yield sorted ranges, with those merged that overlap or touch."""
     begun: tuple[int, int] | None = None
     for begin, end in ranges:
         if begun is not None and begin <= begun[1]:

@@ -1,1 +1,1 @@
-"""Measurements of a run's own hardware."""
+"""Measurements of the hardware that a run uses."""

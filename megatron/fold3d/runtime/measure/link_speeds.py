@@ -1,7 +1,7 @@
 """Measure the links of a job: latency and bandwidth between pairs of ranks, one pair at a time.
 
-All ranks call `measure` together. While one pair is measured the others wait, so each number is
-that of an otherwise idle network.
+All ranks call `measure` together. While one pair is measured the others wait, so the network is
+otherwise idle.
 """
 
 import time
@@ -66,8 +66,8 @@ def _measure(source: int, target: int, device: torch.device) -> Link:
 def _there_and_back(there: torch.Tensor, back: torch.Tensor, source: int, target: int) -> float:
     """Return the seconds of a round trip, until the host can read the answer.
 
-    ``there`` is sent and ``back`` answered, each by one rank and received into by the other:
-    contiguous, of any shape, and on the device.
+    ``source`` sends ``there`` and ``target`` answers with ``back``. Both are contiguous, of any
+    shape and on the device; on the other rank each is the receive buffer.
     """
     start_s = time.perf_counter()
     if dist.get_rank() == source:

@@ -1,7 +1,7 @@
-"""Measure how many seconds the parts of a run take on its own hardware.
+"""Measure how long the parts of a run take on its own hardware.
 
-All ranks of the job measure at the same time, since they will also compute and send at the same
-time, and the slowest counts. All ranks call the functions in the same order.
+All ranks of the job measure at the same time, because they will also compute and send at the same
+time. The slowest rank counts. All ranks call the functions in the same order.
 """
 
 import time
@@ -89,7 +89,7 @@ def host_copy_bytes_per_s(device: torch.device) -> float:
 
 
 def layer_flops_per_s(device: torch.device) -> float:
-    """Return the FLOP/s of a transformer layer's forward, as large as such layers are."""
+    """Return the FLOP/s of a transformer layer's forward, for a layer of typical size."""
     on_gpu = device.type == "cuda"
     hidden, tokens = (4096, 2048) if on_gpu else (256, 256)
     dtype = torch.bfloat16 if on_gpu else torch.float32

@@ -1,4 +1,4 @@
-"""The bytes that autograd holds for backwards, counted where a device does not count its memory.
+"""The bytes that autograd holds for backwards, for devices that do not count their memory.
 
 Keeps one invariant: a tensor is unpacked as it was packed, so no result changes.
 """
@@ -11,14 +11,14 @@ import torch
 
 
 class SavedBytes:
-    """Counts storages that autograd keeps, each once, however many views of it are saved.
+    """Counts the storages that autograd keeps; a storage with several saved views counts once.
 
     Args:
-        modules: whose parameters and buffers do not count.
+        modules: the modules whose parameters and buffers do not count.
 
     Attributes:
-        now: the bytes held now, of what `hooks` has seen.
-        peak: the most so far.
+        now: the bytes held now, of the tensors that `hooks` has seen.
+        peak: the most bytes held so far.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
@@ -32,7 +32,7 @@ class SavedBytes:
         )
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return a context in which what autograd saves is counted until it is freed."""
+        """Return a context; the tensors that autograd saves in it count until they are freed."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | _Held":

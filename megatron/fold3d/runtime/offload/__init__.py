@@ -1,1 +1,1 @@
-"""Saved activations on the way to host memory and back."""
+"""Offloading: copies saved activations to host memory and back."""

@@ -1,8 +1,8 @@
 """Copies between a device and host memory that overlap compute, on one stream per direction.
 
-Keeps one order: a copy begins when the work issued to the compute stream before it has run, and
-work issued after `wait` begins only when the copy is done. So memory that compute has waited for
-may be freed or overwritten by what follows, on either side, without further events.
+Keeps one order: a copy begins when all work issued earlier to the compute stream has run, and work
+issued after `wait` begins only when the copy is done. So once the compute stream has waited for a
+copy, later work may free or overwrite its memory on either side without further events.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ Watch = Callable[[], Callable[[], None]]
 
 
 def idle() -> Callable[[], None]:
-    """Watch nothing."""
+    """Observe nothing: the default ``watch``."""
     return lambda: None
 
 
@@ -77,14 +77,14 @@ class Copies:
             sources: as many tensors in host memory, complete once ``after`` has passed.
             watch: as in `to_host`.
             after: the event of another copy, which this one waits for.
-            ready: an event of the compute stream; only the work issued before it goes first.
+            ready: an event of the compute stream; the copy waits only for work issued before it.
         """
         if after is not None:
             self._streams[1].wait_event(after)
         return self._copy(self._streams[1], targets, sources, watch, ready)
 
     def now(self) -> Any:
-        """Return an event after the work issued to the current stream so far, for ``ready``."""
+        """Record an event on the current stream, for ``ready``."""
         event = self._backend.Event()
         event.record()
         return event

@@ -1,4 +1,4 @@
-"""How long an iteration's computations and copies take, on a device's own clock."""
+"""Times of an iteration's computations and copies."""
 
 from collections.abc import Callable
 from statistics import fmean

@@ -21,7 +21,7 @@ _FIX = "use fewer micro-batches, more recomputation, or --offload-activations of
 
 
 class _Files(NamedTuple):
-    """The files in which one version of control groups states a group's limit and usage."""
+    """The files that hold a group's memory limit and usage, for one version of control groups."""
 
     folder: str
     limit: str
@@ -74,9 +74,9 @@ def check_node(plan: Plan, bytes_of_stage: int, ranks: Sequence[int]) -> None:
     """Check that a node has memory for the activations that a plan offloads there.
 
     Args:
-        plan: of all pipeline ranks.
-        bytes_of_stage: the least that one micro-batch's forward of a stage saves.
-        ranks: the pipeline ranks on this node, each once per process that has it.
+        plan: the plan of all pipeline ranks.
+        bytes_of_stage: lower limit of the bytes that one micro-batch's forward of a stage saves.
+        ranks: the pipeline ranks of the processes on this node.
 
     Raises:
         HostMemoryError: the node has less.
@@ -101,7 +101,7 @@ def check(num_bytes: int, purpose: str, available: int | None = None) -> None:
 
 
 def available_bytes() -> int:
-    """Return the bytes this process may still take, by the machine and by its control groups."""
+    """Return the bytes that this process can still take: by the machine and its control groups."""
     return min(_of_machine(), *_of_control_groups())
 
 
@@ -113,7 +113,7 @@ def _of_machine() -> int:
 
 
 def _of_control_groups() -> Iterator[int]:
-    """Yield the bytes that each control group of this process leaves, of either version."""
+    """Yield the bytes left in each control group of this process, of either version."""
     yield 1 << 62
     for line in _OWN_GROUPS.read_text().splitlines():
         number, controllers, path = line.split(":", 2)
@@ -124,7 +124,7 @@ def _of_control_groups() -> Iterator[int]:
 
 
 def _of_group(path: str, files: _Files) -> Iterator[int]:
-    """Yield what a group and its parents leave; a container may see only the outermost."""
+    """Yield the bytes left in a group and in its parents; a container may see only the root."""
     root = _CGROUPS / files.folder
     group = root / path.lstrip("/")
     for folder in (group, *group.parents):

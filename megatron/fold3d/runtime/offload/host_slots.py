@@ -1,6 +1,6 @@
 """Slots of host memory for one rank's activations: as many and as large as its program needs.
 
-A stage's first micro-batch shows how much the stage saves; all its slots are taken then.
+The first micro-batch of a stage shows how much the stage saves; all its slots are allocated then.
 """
 
 import logging
@@ -22,9 +22,9 @@ class HostSlots:
     """The host memory that receives offloaded activations.
 
     Args:
-        device: copies to this memory and from it.
-        sparing: take no more than the host has room for; otherwise too little room is an error.
-        saved_bytes: what one micro-batch's forward of a stage saves, as estimated before it runs.
+        device: the device that copies to this memory and from it.
+        sparing: take no more than the host has free; otherwise too little memory is an error.
+        saved_bytes: estimated bytes that one micro-batch's forward of a stage saves.
         num_local: the number of ranks on this node, which share its memory.
 
     Attributes:
@@ -70,7 +70,7 @@ class HostSlots:
             self._reserve()
 
     def has_room(self, num_bytes: int) -> bool:
-        """Return True if a slot is free, or if all activations must leave and the pool may grow."""
+        """Return True if a slot is free, or if the pool may grow: not with ``sparing``."""
         return not self._sparing or self.pool.has_free(num_bytes)
 
     def fit_choice(self, computations: Program, choice: OffloadChoice) -> OffloadChoice:

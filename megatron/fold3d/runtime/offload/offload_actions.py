@@ -1,4 +1,4 @@
-"""``--offload-activations``: OFFLOAD and RELOAD actions, and what they do to computations."""
+"""``--offload-activations``: handlers of OFFLOAD and RELOAD, and wrappers of computations."""
 
 from megatron.fold3d.plan.ir import Action, Op, Plan
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
@@ -8,12 +8,12 @@ from megatron.fold3d.runtime.trace.recorder import Recorder
 
 
 class Offload(Feature):
-    """The offloader as a feature of the executor; an evaluation saves nothing.
+    """The offloader as a feature of the executor; inactive in evaluations, which save nothing.
 
     Args:
         offloader: moves the activations.
-        plans: of the run; the offloaded activations may change from iteration to iteration.
-        recorder: of a trace.
+        plans: the plans of the run, whose offloads may change from iteration to iteration.
+        recorder: the recorder of the trace.
     """
 
     def __init__(
@@ -24,14 +24,14 @@ class Offload(Feature):
         self._recorder = recorder
 
     def revise_plan(self, plan: Plan, rank: int) -> Plan:
-        """Return the plan with this rank's choice of offloads, unless the user's plan fixes it."""
+        """Return the plan with this rank's choice of offloads, unless the user's plan has some."""
         if self._plans.fixes_offload:
             return plan
         choice = self._offloader.choice(plan.programs[rank])
         return self._plans.training(plan.num_microbatches, choice)
 
     def prepare(self, iteration: Iteration) -> None:
-        """Take the host memory that the program needs."""
+        """Allocate the host memory that the program needs."""
         if iteration.trains:
             self._offloader.begin_iteration(
                 iteration.program, iteration.chunks, iteration.hidden_bytes, self._recorder

@@ -24,11 +24,11 @@ class PinnedMemory:
         tensor: the memory as a ``uint8`` tensor ``[num_bytes]``.
 
     Args:
-        num_bytes: the size; what is taken is rounded up to whole pages.
-        numa_node: the node to take it from; None leaves that to the system.
+        num_bytes: the size; the allocation is rounded up to whole pages.
+        numa_node: the NUMA node to allocate on; None leaves that to the system.
 
     Raises:
-        OSError: the host has no such memory, or the driver does not lock it.
+        OSError: the host has too little memory, or the driver refuses to lock it.
     """
 
     def __init__(self, num_bytes: int, numa_node: int | None = None) -> None:

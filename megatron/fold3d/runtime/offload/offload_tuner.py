@@ -1,4 +1,4 @@
-"""Chooses which of a rank's activations are offloaded, and how early; an iteration is measured."""
+"""Chooses which of a rank's activations are offloaded, and how early, from a measured iteration."""
 
 import logging
 from collections.abc import Callable
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class OffloadTuner:
-    """One rank's choices of what to offload, over all iterations.
+    """Chooses one rank's offloads, in all iterations.
 
     Args:
         device: the device whose clock and memory are measured.
@@ -40,7 +40,7 @@ class OffloadTuner:
         return self._measured is None
 
     def clear_times(self) -> None:
-        """Begin an iteration and drop the times of the last one."""
+        """Begin an iteration; drop the times of the one before."""
         self._num_iterations += 1
         self._meter.clear()
 
@@ -52,7 +52,7 @@ class OffloadTuner:
         """Return which of a program's activations to offload, and when.
 
         Args:
-            program: of this rank.
+            program: the program of this rank.
             peak: the most activations that the previous iteration held on the device.
         """
         if self._measured is None and self._num_iterations > 1:

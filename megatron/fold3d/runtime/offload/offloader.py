@@ -1,8 +1,9 @@
-"""Saved activations in host memory while no computation needs them (paper Sec. IV, offloader).
+"""Keeps saved activations in host memory while no computation needs them (paper Sec. IV).
 
-The plan says when: a micro-batch's activations leave at its OFFLOAD, while the next computation
-runs, and come back at its RELOAD, some computations before its backward. `OffloadTuner` chooses how
-many leave and how many computations a copy may overlap; `HostSlots` finds the host memory.
+The plan says when: OFFLOAD starts to copy a micro-batch's activations to the host, during the next
+computation; RELOAD starts to copy them back, some computations before their backward.
+`OffloadTuner` chooses how many are offloaded and how many computations a copy may overlap;
+`HostSlots` provides the host memory.
 
     compute        0F0 ──┐   0F1    ┌── 0F2   ...   0B1 ──┐   0B2    ┌── 0B0
                          │          │                     │          │
@@ -11,8 +12,8 @@ many leave and how many computations a copy may overlap; `HostSlots` finds the h
     to the device                                         └── copy ──┘
                                                           RELOAD0    its slot is free
 
-With depth 1, as here, a copy overlaps one computation: it starts when the previous one ends, and
-the next one waits for it. Nothing else waits, neither the host nor another rank.
+With depth 1, as here, a copy overlaps one computation: it starts when the computation before ends,
+and the computation after waits for it. Neither the host nor another rank waits.
 """
 
 import logging
@@ -43,22 +44,22 @@ _Key = tuple[int, int | None]  # stage, micro-batch
 
 
 class Offloader:
-    """Moves what forwards save between the device and a pool of host memory.
+    """Moves the tensors that forwards save between the device and a pool of host memory.
 
     Args:
-        device: where the model is.
+        device: the device of the model.
         everything: offload every large tensor that a forward saves; otherwise only the inputs of
             recomputation, which `checkpoint` marks.
-        sparing: offload no more than needed, once two iterations have shown how much that is, and
-            never more than the host has room for.
-        saved_bytes: what one micro-batch's forward of a stage saves, as estimated before it runs.
+        sparing: offload no more than the device's memory requires, as measured in the first two
+            iterations, and no more than the host has room for.
+        saved_bytes: estimated bytes that one micro-batch's forward of a stage saves.
         num_local: the number of ranks on this node, which share its memory.
         copies: the copy engine; by default one of its own.
 
     Attributes:
         pool: the host memory.
         copies: the copy engine.
-        held: activations on the device now, offloaded or not, as `peak_activations` counts them.
+        held: activations on the device now, offloaded or not, counted as in `peak_activations`.
         peak: the largest `held` of this iteration.
         num_reloads: activations reloaded so far.
         depth: computations that an offload may overlap, from the next iteration on.
@@ -130,9 +131,9 @@ class Offloader:
         """Prepare for an iteration.
 
         Args:
-            program: of this rank.
-            modules: their parameters and buffers stay on the device.
-            hidden_bytes: of one hidden state; tensors that are much smaller stay on the device.
+            program: the program of this rank.
+            modules: the model chunks; their parameters and buffers stay on the device.
+            hidden_bytes: the bytes of a hidden state; much smaller tensors stay on the device.
             recorder: records copies.
 
         Raises:
@@ -157,9 +158,9 @@ class Offloader:
 
     @contextmanager
     def saving(self, forward: Action) -> Iterator[None]:
-        """Collect what the forward inside saves, if the plan offloads it.
+        """Collect the tensors that the forward inside saves, if the plan offloads them.
 
-        The stage's first micro-batch is always collected: it shows the size of the slots that a
+        The stage's first micro-batch is always collected: it shows the size of the slots, which a
         later iteration with more micro-batches may need.
         """
         self._hold()
@@ -194,11 +195,11 @@ class Offloader:
 
         Args:
             action: the OFFLOAD.
-            held: the stage's input, ``[seq, batch, hidden]``, which the schedule owns and keeps
-                only for its gradient; its storage is emptied too. None in the first stage.
+            held: the stage's input, ``[seq, batch, hidden]``. The schedule owns it and needs only
+                its gradient from now on; its storage is emptied too. None in the first stage.
 
         Raises:
-            HostMemoryError: the host has no memory left for it.
+            HostMemoryError: the host has too little memory.
         """
         away = self._away[action.stage, action.microbatch]
         sources = away.saved.flat()
@@ -294,7 +295,7 @@ class Offloader:
 
 
 def _layout(sources: Sequence[torch.Tensor]) -> tuple[Sequence[int], int]:
-    """Return where flat tensors begin in their slot, and the slot's bytes, which are never 0."""
+    """Return the offsets of flat tensors in their slot, and the slot's bytes, which are never 0."""
     *begins, end = offsets([source.numel() for source in sources])
     return begins, max(end, ALIGNMENT)
 

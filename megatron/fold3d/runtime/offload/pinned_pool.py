@@ -1,8 +1,8 @@
 """Slots of pinned host memory, allocated once and reused in every iteration.
 
-Memory is allocated in a few large pieces, before an iteration if its need is known, and cut into
-slots. Slots of one size are reused first in, first out: the order in which AIAO's micro-batches
-leave and return.
+Memory is allocated in a few large pieces and cut into slots, before an iteration if its need is
+known. Slots of one size are reused first in, first out, since AIAO offloads and reloads
+micro-batches in that order.
 """
 
 import logging
@@ -16,13 +16,13 @@ from megatron.fold3d.runtime.offload import host_memory
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 512
-"""In bytes: what a device's own allocator aligns to, so that kernels get what they expect."""
+"""Alignment in bytes, that of a device's own allocator, which kernels may rely on."""
 
 
 class Slot:
     """A part of the pool; `memory` is ``[num_bytes]`` of ``uint8``, a view that the pool owns.
 
-    Whoever has taken the slot may write it, once no copy reads or writes it any more.
+    The code that has taken the slot may write it once no copy reads or writes it any more.
     """
 
     __slots__ = ("memory",)
@@ -58,7 +58,7 @@ class PinnedPool:
             The number of slots that were not made because of ``most_bytes``.
 
         Raises:
-            HostMemoryError: the host has less memory than that takes.
+            HostMemoryError: the host has less memory than the slots take.
         """
         new: dict[int, int] = {}
         left, num_lacking = most_bytes, 0
@@ -94,7 +94,7 @@ class PinnedPool:
         return slot
 
     def give_back(self, slot: Slot) -> None:
-        """Take a slot back; nothing may read or write it any more."""
+        """Return a slot to the pool; nothing may read or write it any more."""
         size = slot.memory.numel()
         self._in_use_bytes -= size
         self._free[size].append(slot)

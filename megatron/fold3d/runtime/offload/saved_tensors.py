@@ -1,4 +1,4 @@
-"""What autograd saves in one forward, in a form that can be offloaded and reloaded.
+"""The tensors that autograd saves in one forward, in a form that can be offloaded and reloaded.
 
 Autograd passes each tensor that it saves to a pack hook and gets it back from an unpack hook in the
 backward. We keep the *storages* of these tensors, each once: a storage is a tensor's memory, and
@@ -35,7 +35,7 @@ class SavedTensors:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def flat(self) -> list[torch.Tensor]:
-        """Return all storages that can leave, each as ``[num_bytes]`` of ``uint8``.
+        """Return all storages that can be offloaded, each as ``[num_bytes]`` of ``uint8``.
 
         These tensors share the storages' memory, which autograd owns until `leave`.
         """
@@ -43,7 +43,7 @@ class SavedTensors:
         return [part.flat() for part in self._moved]
 
     def leave(self, held: torch.Tensor | None) -> None:
-        """Drop the storages, once they have been copied and compute has waited for that.
+        """Drop the storages; they must have been copied, and compute must have waited for that.
 
         Args:
             held: the stage's input, ``[seq, batch, hidden]``, which the schedule keeps only for
@@ -131,7 +131,7 @@ def _unpack(saved: torch.Tensor | _View) -> torch.Tensor:
 
 
 def offsets(sizes: Sequence[int]) -> list[int]:
-    """Return the aligned begin of each of these sizes, laid end to end, and last the end."""
+    """Return the aligned offset of each part, laid end to end in this order, and last the end."""
     begins = [0]
     for size in sizes:
         begins.append(begins[-1] + aligned(size))

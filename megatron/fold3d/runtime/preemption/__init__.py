@@ -1,1 +1,1 @@
-"""PP.sync before DP.sync: one thread that starts a rank's communication."""
+"""Pipeline transfers preempt DP.sync: one thread starts all communication of a rank."""

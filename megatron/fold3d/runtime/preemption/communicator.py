@@ -1,7 +1,7 @@
-"""PP.sync before DP.sync: paper Algorithm 2, on any backend of torch.distributed.
+"""Transfers that preempt DP.sync: paper Algorithm 2, on any backend of torch.distributed.
 
-Keeps one invariant: one thread starts all transfers and gradient reductions of a rank, and those of
-one process group in the order of the calls.
+Keeps one invariant: one thread starts all transfers and gradient reductions of a rank. Those of one
+process group start in the order of the calls.
 """
 
 import atexit
@@ -34,8 +34,8 @@ class PreemptiveCommunicator:
     Without the extension nothing is preempted: see `Unscheduled`.
 
     Args:
-        slice_bytes: the size of a slice; an upper limit if `fit_slices` may choose.
-        timeout: of a transfer or a slice.
+        slice_bytes: the size of a slice, or the largest one that `fit_slices` may choose.
+        timeout: the timeout of a transfer or a slice.
         slices_in_flight: the number of slices in flight per group.
         pause_share: the largest share of the time for which slices may be held back.
         fits_slices: whether `fit_slices` may choose a smaller size.
@@ -80,8 +80,9 @@ class PreemptiveCommunicator:
     def connect(self, neighbours: Collection[int]) -> None:
         """Start the scheduler's thread and connect to the neighbours of this rank.
 
-        All ranks of the job call this together. Failures are passed on from neighbour to neighbour.
-        The previous and next global rank are always neighbours, so failures reach every rank.
+        All ranks of the job call this together. Ranks report failures to their neighbours, which
+        pass them on. The previous and next global rank are always neighbours, so a failure reaches
+        every rank.
         """
         if self._scheduler is not None:
             return
@@ -134,7 +135,7 @@ class PreemptiveCommunicator:
             logger.warning("rank %s: %s", dist.get_rank(), warning)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Stop when nothing is in flight; after an ``error``, tell all ranks and stop at once."""
+        """Stop when nothing is in flight; after an ``error``, notify all ranks and stop at once."""
         atexit.unregister(self.close)
         if self._scheduler is None:
             return

@@ -1,8 +1,8 @@
 """TCP connections between ranks for control messages, made once when all ranks are there.
 
-Keeps two invariants: a rank listens as long as its process lives, so a refused connection means
-that it has died; and a connection without the token that the rank gave to its job is closed,
-however many there are and however long they stay silent.
+Keeps two invariants. A rank listens as long as its process lives, so a refused connection means
+that it has died. A rank accepts only connections that show its token, which it gives to the ranks
+of its job; all others are closed, however many they are and even if they send nothing.
 """
 
 import hmac
@@ -92,11 +92,11 @@ def accept(
 
 
 class _Door:
-    """Callers of a listening socket; those that nobody has asked for are gone when it closes.
+    """The callers of a listening socket; closing it closes those that were not expected.
 
     Attributes:
-        ranks: that are let in.
-        known: those of them that have been.
+        ranks: the ranks that may connect.
+        known: those of them that have connected.
     """
 
     def __init__(self, listener: socket.socket, token: bytes, ranks: Collection[int]) -> None:
@@ -118,7 +118,7 @@ class _Door:
         self._selector.close()
 
     def wait(self, timeout_s: float) -> None:
-        """Hear whoever says something within a time."""
+        """Read from callers for at most ``timeout_s``."""
         now_s = time.monotonic()
         for caller in [caller for caller, until_s in self._until_s.items() if until_s < now_s]:
             self._forget(caller).close()
@@ -155,7 +155,7 @@ class _Door:
             self.known[rank] = caller
 
     def _rank(self, said: bytes) -> int | None:
-        """Return the rank that says this, if it is one that is waited for."""
+        """Return the rank that sent this greeting, or None if it is not one that may connect."""
         if len(said) < _HELLO.size:
             return None
         token, rank = _HELLO.unpack(said)
@@ -169,7 +169,7 @@ class _Door:
 
 
 def _own_address() -> str:
-    """Return this host's address for the other ranks: the one it reaches ``MASTER_ADDR`` from."""
+    """Return the address from which this host reaches ``MASTER_ADDR``, for the other ranks."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
         way.connect((os.environ["MASTER_ADDR"], 1))
         address: str = way.getsockname()[0]

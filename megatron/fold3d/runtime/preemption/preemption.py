@@ -11,9 +11,9 @@ class Preemption(Feature):
     """Connects, routes and closes the communicator; outlives all features that communicate.
 
     Args:
-        communicator: used by transfers and gradient sync.
-        timeout: of a collective.
-        traffic_class: marks the packets of DP.sync.
+        communicator: the communicator that transfers and gradient sync use.
+        timeout: the timeout of a collective.
+        traffic_class: the traffic class that marks the packets of DP.sync.
     """
 
     def __init__(
@@ -40,5 +40,5 @@ class Preemption(Feature):
         self._communicator.check()
 
     def close(self, error: BaseException | None) -> None:
-        """Let communication in flight finish; after an error, tell all ranks instead."""
+        """Let communication in flight finish; after an error, notify all ranks instead."""
         self._communicator.close(error)

@@ -1,7 +1,7 @@
-"""A process group whose communication is started by a scheduler, behind the usual interface.
+"""A process group with torch's usual interface, whose communication a scheduler starts.
 
-Keeps one invariant: a tensor is cut into the same slices on every rank, from its size alone, and
-they start in the order of the calls.
+Keeps one invariant: the size of a tensor alone decides how it is cut, so every rank makes the same
+slices, and they start in the order of the calls.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ _lanes = count()
 class PreemptiveGroup(dist.ProcessGroup):
     """The ranks of ``group``, with transfers that preempt collectives between their slices.
 
-    It has only what Megatron's buckets and our pipeline call: ``allreduce``,
+    It implements only the methods that Megatron's buckets and our pipeline call: ``allreduce``,
     ``reduce_scatter_single`` and ``all_gather_single`` (each also coalesced), ``send`` and
-    ``recv``. ``direction`` tells apart two groups whose transfers have the same two ends.
+    ``recv``. ``direction`` distinguishes two groups whose transfers connect the same two ranks.
     ``scheduled`` is the group that does the work.
 
     Tensors are the caller's: contiguous, of any dtype, and complete on the stream that is current
@@ -142,7 +142,7 @@ class PreemptiveGroup(dist.ProcessGroup):
         )
 
     def announce(self, peer: int, eta_s: float) -> None:
-        """Announce the next send to ``peer`` in ``eta_s`` seconds, so that DP.sync makes way."""
+        """Announce a send to ``peer`` in ``eta_s`` seconds, so that DP.sync pauses for it."""
         self._scheduler.announce(self._ranks[peer], self._direction, eta_s)
 
     def _name(self, collective: str) -> str:

@@ -1,4 +1,4 @@
-"""``--preemptive-comm``: transfers that go before DP.sync."""
+"""``--preemptive-comm``: transfers that preempt DP.sync."""
 
 from time import monotonic
 from typing import Any
@@ -15,10 +15,10 @@ class PreemptiveP2P(P2P):
     """A `P2P` whose transfers the communicator's scheduler starts, before any slice of DP.sync.
 
     Args:
-        communicator: connected; its neighbours include those of the pipeline.
-        pp_group: the pipeline's.
+        communicator: a connected communicator; its neighbours include those of the pipeline.
+        pp_group: the pipeline's process group.
         device: the compute device.
-        options: of `P2P`.
+        options: the other arguments of `P2P`.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class PreemptiveP2P(P2P):
 
 
 class AnnouncedP2P(PreemptiveP2P):
-    """A `PreemptiveP2P` that says how soon a transfer will start, so that the link is free then.
+    """A `PreemptiveP2P` that announces when a transfer will start, so that the link is free then.
 
-    On a GPU nothing can be announced: the host runs ahead of the device and does not know when it
-    computes.
+    On a GPU nothing can be announced: the host runs ahead of the device and does not know when the
+    computation before a send begins.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -49,7 +49,7 @@ class AnnouncedP2P(PreemptiveP2P):
         self._computing_s: dict[tuple[int, Op], float] = {}  # from an announcement to its send
 
     def announce(self, action: Action) -> None:
-        """Announce the send ``action``; the previous micro-batch tells how soon it will start."""
+        """Announce the send ``action``, with the delay that the previous micro-batch had."""
         self._announced[action] = monotonic()
         if (eta_s := self._computing_s.get((action.stage, action.op))) is not None:
             self._groups[action.op].announce(self._peers[action.op], eta_s)

@@ -1,7 +1,7 @@
 """Routes the collectives of DDP's buckets through the communicator, in process groups of its own.
 
-Keeps one invariant: nobody else issues a collective on these groups, so on every replica their
-collectives run in the order of the buckets.
+Keeps one invariant: nothing else uses these groups, so on every replica their collectives run in
+the order of the buckets.
 """
 
 from collections.abc import Iterator, Sequence

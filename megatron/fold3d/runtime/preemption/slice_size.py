@@ -1,6 +1,6 @@
-"""How many bytes of gradients are reduced at once where transfers go first.
+"""The size of DP.sync's slices with ``--preemptive-comm``, from measurements.
 
-Keeps one invariant: every rank of the job gets the same size, so all cut alike.
+Keeps one invariant: every rank of the job gets the same size, so all make the same slices.
 """
 
 import logging

@@ -1,6 +1,6 @@
-"""The scheduler's interface without its extension: every call starts at once, nothing is queued.
+"""The scheduler's interface without the extension: every call starts at once, nothing is queued.
 
-Keeps one invariant: what is computed is the same, slice by slice; only the timing differs.
+Keeps one invariant: the results are the same, slice by slice; only the timing differs.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ class DirectTask:
             raise
 
     def is_completed(self) -> bool:
-        """True if all works are completed, as far as the backend tells."""
+        """True if all works report that they are completed."""
         return all(work.is_completed() for work in self._works)
 
     def get_future(self) -> Any:
@@ -38,7 +38,7 @@ class DirectTask:
 class Unscheduled:
     """The methods of `_scheduler.Scheduler`, run on the calling thread.
 
-    Shapes, owners and streams of tensors are those of its stub.
+    Its stub documents the shapes, owners and streams of tensors.
     """
 
     def send(self, group: dist.ProcessGroup, tensor: torch.Tensor, *rest: Any) -> DirectTask:

@@ -1,7 +1,7 @@
-"""Two threads of which one runs: a baton that they hand to each other.
+"""Two threads that take turns: only the one that holds the baton runs.
 
-Keeps one invariant: at any moment one of the two threads runs, and what Megatron keeps per process
-is what the running one has left there.
+Keeps one invariant: one of the two threads runs at any moment, and the state that Megatron keeps
+per process is the running thread's.
 """
 
 import threading
@@ -36,15 +36,15 @@ class Baton:
     def run(
         self, first: Callable[[], None], second: Callable[[], None], device: torch.device
     ) -> None:
-        """Run ``first`` and ``second``; where one hands the baton over, the other goes on.
+        """Run ``first`` and ``second``; when one hands the baton over, the other continues.
 
-        ``first`` begins, and each part of it between two hand-overs runs before the same part of
-        ``second``. Backwards run wholly on the thread that starts them.
+        ``first`` begins. Each part of it between two hand-overs runs before the same part of
+        ``second``. A backward runs entirely on the thread that starts it.
 
         Args:
             first: runs on the calling thread.
             second: runs on the other thread.
-            device: of both; they share the caller's stream.
+            device: the device of both; they share the caller's stream.
 
         Raises:
             Exception: the one that ``first`` or ``second`` raised; the other has ended by then.

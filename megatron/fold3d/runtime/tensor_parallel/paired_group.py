@@ -1,7 +1,7 @@
 """A process group whose collectives hand the baton over while they run.
 
-Keeps one invariant: a collective starts when it is called, so all ranks of the group start theirs
-in one order; only the wait for it lets the other micro-batch run.
+Keeps one invariant: a collective starts when it is called, so all ranks of the group start their
+collectives in the same order. Only waiting for a collective lets the other micro-batch run.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ class PairedGroup(dist.ProcessGroup):
     """The ranks of ``group``, with collectives whose `wait` first calls ``hand_over``.
 
     These are the collectives of tensor-parallel layers: all-reduce, all-gather and reduce-scatter
-    of one tensor. What else Megatron asks of the group is passed on.
+    of one tensor. All other calls are passed on to ``group``.
 
     Tensors are the caller's: contiguous, of any dtype, and complete on the stream that is current
     at the call. The caller keeps them alive and unwritten until it has waited. Each of the three
@@ -71,15 +71,15 @@ class PairedGroup(dist.ProcessGroup):
         return self._start(self.group.reduce_scatter_single, share, whole, options)
 
     def broadcast(self, *tensors_and_options: Any) -> Any:
-        """Start a broadcast, which hands nothing over."""
+        """Start a broadcast, without a hand-over."""
         return self.group.broadcast(*tensors_and_options)
 
     def allgather(self, *tensors_and_options: Any) -> Any:
-        """Start an all-gather into a list, which hands nothing over."""
+        """Start an all-gather into a list, without a hand-over."""
         return self.group.allgather(*tensors_and_options)
 
     def barrier(self, *options: Any) -> Any:
-        """Start a barrier, which hands nothing over."""
+        """Start a barrier, without a hand-over."""
         return self.group.barrier(*options)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
@@ -102,7 +102,7 @@ class PairedGroup(dist.ProcessGroup):
 
 
 class _PairedWork:
-    """A collective under way: the other micro-batch runs before the first wait for it."""
+    """A collective in flight; its first `wait` lets the other micro-batch run."""
 
     def __init__(
         self, work: Any, hand_over: Callable[[], None], end: Callable[[], None] = no_end
@@ -123,5 +123,5 @@ class _PairedWork:
         return done
 
     def is_completed(self) -> bool:
-        """Whether the collective is over."""
+        """Whether the collective is complete."""
         return bool(self._work.is_completed())

@@ -1,7 +1,7 @@
 """``--overlap-tensor-parallel``: pairs of micro-batches as a feature of the executor.
 
-The first action of a pair waits for the second, and then both run. Nothing is between them in the
-program, and what reads the first one's result stands behind the second.
+The handler of a pair's first action does nothing; that of the second runs both. In the program the
+two are adjacent, so every action that needs the first one's result follows the second.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ class PairedMicrobatches(Feature):
     """Runs the pairs of a program with a baton.
 
     Args:
-        baton: is handed over by the tensor-parallel process group.
+        baton: the baton that the tensor-parallel process group hands over.
         hooks_reduce: whether DDP's hooks reduce gradients inside a stage's last backward.
     """
 

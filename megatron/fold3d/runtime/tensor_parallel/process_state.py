@@ -1,7 +1,7 @@
-"""What Megatron keeps once per process, and what two micro-batches at a time need twice.
+"""The state that Megatron keeps once per process, of which two micro-batches need a copy each.
 
-Keeps one invariant: whatever a forward or a backward leaves here between two of its collectives, it
-finds again after them.
+Keeps one invariant: the other micro-batch, which runs during a collective of a forward or backward,
+does not change this state for it.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ class ProcessState:
         memory_buffer: into which activations are gathered under sequence parallelism.
         is_checkpointing: whether a checkpointed function is running, or running again.
         random_name: the name of the random state that is in the generator.
-        random_states: of the generators, and of those that are not in a generator.
+        random_states: the states of the generators, and the named states that are in no generator.
     """
 
     memory_buffer: GlobalMemoryBuffer

@@ -1,1 +1,1 @@
-"""What a rank records of its iterations."""
+"""Records a rank's iterations in trace files."""

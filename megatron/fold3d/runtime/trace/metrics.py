@@ -16,7 +16,8 @@ class Metrics:
     """Writes a recorded iteration to whichever writers this rank has.
 
     Args:
-        tensorboard: returns the TensorBoard writer, or None; Megatron makes it after our patches.
+        tensorboard: returns the TensorBoard writer or None. It is a function, since Megatron makes
+            the writer after our patches are applied.
         wandb: returns the initialized W&B module, or None.
     """
 

@@ -53,12 +53,12 @@ class RecordedActions(Feature):
 
 
 class RecordedP2P:
-    """`Transfers` of which it records when they begin, and when receives are taken.
+    """`Transfers` that are recorded: when each begins, and when a received tensor is taken.
 
     Args:
-        recorder: of this rank.
+        recorder: the recorder of this rank.
         connect: makes the transfers; all ranks of the job call it together.
-        pp_group: the pipeline's.
+        pp_group: the pipeline's process group.
         device: the compute device.
     """
 
@@ -71,7 +71,7 @@ class RecordedP2P:
     ) -> None:
         self._transfers = connect(pp_group, device)
         self._recorder = recorder
-        self._ends: dict[Action, Callable[[], None]] = {}  # of receives that were posted
+        self._ends: dict[Action, Callable[[], None]] = {}  # by posted receive
         self.begin_iteration = self._transfers.begin_iteration
         self.announce = self._transfers.announce
         self.drain = self._transfers.drain
@@ -95,7 +95,7 @@ class RecordedP2P:
     def send(self, action: Action, tensor: torch.Tensor) -> None:
         """Start to send, as `Transfers.send` says.
 
-        The event has no length, since the end of a send is not observed.
+        The event has no duration, since the end of a send is not observed.
         """
         self._recorder.open_span(action, "p2p")()
         self._transfers.send(action, tensor)

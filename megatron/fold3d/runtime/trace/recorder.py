@@ -1,7 +1,7 @@
 """When each action of an iteration begins and ends on this rank's device, with no barrier added.
 
-Keeps one invariant: while an iteration runs, nothing waits for the device and nothing is read from
-it. Times are read once the device has passed them, when a later iteration begins.
+Keeps one invariant: recording never waits for the device, and reads nothing from it while an
+iteration runs. Times are read when a later iteration begins, once the device has passed them.
 """
 
 import time
@@ -77,7 +77,7 @@ class Recorder:
 
     @contextmanager
     def iteration(self, number: int) -> Iterator[None]:
-        """Record what happens in this block, if iteration ``number`` is wanted."""
+        """Record the events inside this block, if iteration ``number`` is wanted."""
         self.flush()
         if not self._wants(number):
             yield
@@ -119,9 +119,9 @@ class Recorder:
         """Record a collective from its launch until it is done, without waiting for it.
 
         Args:
-            name: of the event.
-            kind: of the event.
-            launch: starts it and returns its works in flight, or none if it is done.
+            name: the name of the event.
+            kind: the kind of the event.
+            launch: starts it and returns its works in flight, or an empty list if it is done.
 
         Returns:
             A function to call once the collective has been waited for: it ends the event if the
@@ -184,9 +184,9 @@ def never(device: torch.device) -> Recorder:
 def when_done(works: Sequence[dist.Work], end: Callable[[], None]) -> bool:
     """Call ``end`` when collectives are done, without waiting for them.
 
-    Return False if their works have no futures, as those of gloo's reduce-scatter. Over NCCL
-    ``end`` is called at once, on a stream that waits for the collectives: a mark that it makes is
-    passed when they are done.
+    Return False if their works have no futures, such as those of gloo's reduce-scatter. Over NCCL
+    ``end`` is called at once, on a stream that waits for the collectives. So the device passes a
+    mark that ``end`` makes when they are done.
     """
     try:
         futures = [work.get_future() for work in works]

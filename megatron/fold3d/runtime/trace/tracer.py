@@ -30,8 +30,8 @@ class Tracer:
     """Records the iterations that the user asked for, or two after warm-up.
 
     Args:
-        config: of the run; it names the folder and the iterations.
-        plans: of the schedule; stock's has none.
+        config: the configuration of the run; it names the folder and the iterations.
+        plans: the plans of the schedule; None for stock's.
         metrics: receives every iteration, on the rank that has writers.
     """
 

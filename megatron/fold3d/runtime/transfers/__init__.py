@@ -1,1 +1,1 @@
-"""PP.sync: activations and their gradients on the way between pipeline ranks."""
+"""PP.sync: transfers of activations and their gradients between pipeline ranks."""

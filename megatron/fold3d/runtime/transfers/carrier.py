@@ -1,4 +1,4 @@
-"""The interface of what carries transfers, so that one carrier may stand around another."""
+"""The interface of all implementations of transfers, some of which wrap another."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,15 +11,15 @@ from megatron.fold3d.plan.ir import Action, Program
 class Transfers(Protocol):
     """The transfers of one pipeline rank, as `PipelineTransfers` calls them.
 
-    A transferred tensor is contiguous where it is received, ``[seq, batch, hidden]`` with seq split
-    by context and sequence parallelism, and in the configuration's ``pipeline_dtype``.
+    A received tensor is contiguous, ``[seq, batch, hidden]`` with seq split by context and sequence
+    parallelism, and in the configuration's ``pipeline_dtype``.
     """
 
     def begin_iteration(self, program: Program, num_bytes: int) -> None:
         """Prepare for an iteration whose transfers take ``num_bytes`` each.
 
         Raises:
-            HostMemoryError: the host has less memory than tensors that wait there need.
+            HostMemoryError: the host has too little memory for tensors that wait there.
         """
 
     def post(self, action: Action, shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -32,7 +32,7 @@ class Transfers(Protocol):
         """
 
     def announce(self, action: Action) -> None:
-        """Announce that the computation of what ``action`` (SEND_F or SEND_B) will send begins."""
+        """Announce that the computation before ``action`` (SEND_F or SEND_B) begins."""
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
         """Start to send ``tensor``, on the device; the caller may reassign ``tensor.data`` at once.

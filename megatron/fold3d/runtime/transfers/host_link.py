@@ -1,8 +1,8 @@
 """Transfers from one segment to the next, from host memory to host memory (paper Sec. IV).
 
-The last rank's outputs wait on rank 0 until all forwards of rank 0's current segment are done: up
-to m - p + 1 tensors, which would fill a GPU. Here they wait in host memory and are copied to the
-device when they are used. Gradients travel the same way in the other direction.
+The last rank's outputs wait on rank 0 until all forwards of rank 0's current segment are done. This
+can be m - p + 1 tensors, which would fill a GPU. Here they wait in host memory and are copied to
+the device when they are used. Gradients take the same route in the other direction.
 """
 
 import queue
@@ -29,19 +29,19 @@ _COPIES = 2  # slots whose copy to the device may not be over yet
 
 
 class HostLink:
-    """The link from the last rank of a pipeline to its first, as one of the two sees it.
+    """One end of the link from the last rank of a pipeline to its first.
 
-    A thread of its own waits for copies to end and then sends. The calling thread must not wait: it
-    runs ahead of the GPU, and the work it would wait for may depend on what it has yet to send.
-    Another thread waits for the tensor that is used next and copies it to the device, beside the
-    computation of the one before: so one tensor more than compute uses is there.
+    A separate thread waits for copies to the host and then sends. The calling thread must not wait:
+    it runs ahead of the GPU, and the work that it would wait for may depend on sends that it has
+    not issued yet. Another thread waits for the tensor that is used next and copies it to the
+    device during the computation before. So the device holds one tensor more than compute uses.
 
     Args:
-        groups: over gloo, by op; only the thread sends, and only the caller receives.
+        groups: gloo groups by op; only the sending thread sends, and only the caller receives.
         peers: the rank in the group, by op.
         device: the compute device.
         timeout: for one transfer.
-        num_ranks: of the pipeline.
+        num_ranks: the number of pipeline ranks.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class HostLink:
     def carries(self, action: Action) -> bool:
         """Return True if a transfer is between two segments: from last rank to first, or back.
 
-        Of computations, return True if this link carries what they receive.
+        For a computation, return True if this link carries its input.
         """
         stage, op, _ = action
         return (stage + (op in _AT_THE_END)) % self._num_ranks == 0
@@ -101,8 +101,8 @@ class HostLink:
     def take(self, action: Action) -> torch.Tensor:
         """Return the tensor of a posted receive, on the device; the caller owns it.
 
-        It has the shape and dtype of `post`. The host waits for the receive, and the current
-        stream, on which the tensor is valid, for the copy to the device.
+        It has the shape and dtype of `post`, and is valid on the current stream. The host waits for
+        the receive; the current stream waits for the copy to the device.
         """
         fetched = self._fetched.pop(action, None) or self._fetch(action)
         copied = fetched.copied.result(self._timeout_s)
@@ -114,7 +114,7 @@ class HostLink:
         return fetched.tensor
 
     def announce(self, action: Action) -> None:
-        """Do nothing: over the host link no DP.sync makes way for a transfer."""
+        """Do nothing: transfers over the host link do not preempt DP.sync."""
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
         """Start to send ``tensor``, on the device; the caller may reassign ``tensor.data`` at once.

@@ -16,12 +16,12 @@ from megatron.fold3d.runtime.transfers.p2p import make_groups
 
 
 class LazyP2P:
-    """`Transfers` of which a `HostLink` carries those between two segments.
+    """`Transfers` that use a `HostLink` between two segments, and other transfers within one.
 
     Args:
         connect: makes the transfers within a segment; all ranks of the job call it together.
-        timeout: of one transfer over the host link.
-        pp_group: the pipeline's.
+        timeout: the timeout of one transfer over the host link.
+        pp_group: the pipeline's process group.
         device: the compute device.
     """
 

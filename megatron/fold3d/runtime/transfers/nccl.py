@@ -1,6 +1,6 @@
 """Options of NCCL's process groups: the priority of their packets and kernels.
 
-Keeps one invariant: over another backend there are none. **No GPU has run this.**
+Keeps one invariant: other backends get no options. **No GPU has run this.**
 """
 
 from datetime import timedelta
@@ -15,9 +15,9 @@ def options(
     """Return the ``pg_options`` of a group, or None for the backend's defaults.
 
     Args:
-        backend: of the group.
-        timeout: of the group.
-        traffic_class: marks its packets: InfiniBand's service level, RoCE's traffic class.
+        backend: the backend of the group.
+        timeout: the timeout of the group.
+        traffic_class: the mark of its packets: InfiniBand's service level or RoCE's traffic class.
         first: whether its kernels run on a high-priority stream.
     """
     if backend != "nccl" or (traffic_class is None and not first):
@@ -28,7 +28,7 @@ def options(
 
 
 def marked(made: Any, traffic_class: int | None) -> Any:
-    """Set the traffic class of NCCL's options, if there is one, and return them."""
+    """Set the traffic class of NCCL's options, unless it is None; return the options."""
     if traffic_class is not None:
         made.config.traffic_class = traffic_class
     return made

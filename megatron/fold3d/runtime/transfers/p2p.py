@@ -1,7 +1,7 @@
 """Transfers between pipeline neighbours: receives are posted early, and sends are asynchronous.
 
-Keeps one invariant: the storage of a tensor that is being sent, or received into, stays alive
-until its transfer is done, whatever the schedule does to the tensor meanwhile.
+Keeps one invariant: the storage of a tensor stays alive until its transfer is done, even if the
+schedule frees or reassigns the tensor meanwhile.
 """
 
 from collections import deque
@@ -80,7 +80,7 @@ class P2P:
         return tensor
 
     def announce(self, action: Action) -> None:
-        """Do nothing: no DP.sync makes way for a transfer."""
+        """Do nothing: these transfers do not preempt DP.sync."""
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
         """Start to send ``tensor``, on the device; the caller may reassign ``tensor.data`` at once.
@@ -133,8 +133,9 @@ class P2P:
 def _refuse_bound_group() -> None:
     """Refuse a default group that is bound to a device.
 
-    NCCL then makes one communicator per group and none per pair of ranks: a receive that is posted
-    early would stand in one stream with the send that its own sender waits for.
+    NCCL then makes one communicator per group instead of one per pair of ranks. A receive that is
+    posted early would block a send on the same stream, and the sender of the received tensor may
+    wait for that send.
     """
     if (device := dist.GroupMember.WORLD and dist.GroupMember.WORLD.bound_device_id) is not None:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""SEND and RECV actions, and the computations that wait for received tensors.
+"""Handlers of SEND and RECV, and wrappers of the computations that need received tensors.
 
 A RECV only posts its receive; the computation that needs the tensor waits for it. A pipeline of one
-rank has neither and runs without this feature.
+rank has no transfers and runs without this feature.
 """
 
 from collections.abc import Callable

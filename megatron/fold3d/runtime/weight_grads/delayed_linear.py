@@ -1,9 +1,9 @@
-"""Weight gradients that are computed separately from the backward: what `WEIGHT` actions do.
+"""Weight gradients that are computed separately from the backward, in `WEIGHT` actions.
 
-A linear layer's backward has two matmuls. One multiplies the output gradient with the weight; the
-stage before waits for the result. The other multiplies it with the input; only DP.sync waits for
-that. In stages whose weight gradients are delayed, the backward runs the first matmul and keeps
-the operands of the second.
+A linear layer's backward has two matmuls. The first multiplies the output gradient with the weight
+and gives the input gradient, for which the stage before waits. The second multiplies it with the
+input and gives the weight gradient, for which only DP.sync waits. In stages with delayed weight
+gradients, the backward runs the first matmul and keeps the operands of the second.
 
     stage 0                ┌── 0B0        ┌── 0B1
                            │ SEND_B       │ SEND_B
@@ -37,7 +37,7 @@ from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
 
 
 class Parallel(NamedTuple):
-    """The distribution of a linear layer's input over tensor-parallel ranks.
+    """How a linear layer's input is distributed over tensor-parallel ranks.
 
     Attributes:
         allreduce_dgrad: whether the input gradient is all-reduced over ``tp_group``.
@@ -80,7 +80,7 @@ class _Kept(NamedTuple):
         bias: ``[output]``, the model's parameter.
         parallel: how ``input`` is distributed over tensor-parallel ranks.
         input: ``[seq, batch, hidden]``, or this rank's shard of seq; kept alive by this tuple.
-        output_grad: ``[seq, batch, output]``, in the dtype of the input; likewise.
+        output_grad: ``[seq, batch, output]``, in the dtype of the input; also kept alive by it.
     """
 
     weight: torch.Tensor

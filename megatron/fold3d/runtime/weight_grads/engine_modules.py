@@ -1,10 +1,10 @@
-"""Weight gradients of Transformer Engine's modules, apart from their backwards: its own split.
+"""Delayed weight gradients of Transformer Engine's modules, through its own ``wgrad_store``.
 
-A module of Transformer Engine whose ``wgrad_store`` is enabled computes in its backward what the
-stage before waits for, and stores the operands of the weight gradient with the matmul to run on
-them. Its ``backward_dw`` takes the oldest from the store and runs it. With fused accumulation the
-matmul adds to ``main_grad``; otherwise it leaves the gradient in ``grad``. Megatron uses this for
-expert parallelism alone (``--delay-wgrad-compute``), in all layers of a model.
+If a module's ``wgrad_store`` is enabled, its backward computes only the input gradient. It stores
+the operands of the weight gradient, together with the matmul to run on them. ``backward_dw`` takes
+the oldest entry of the store and runs it. With fused accumulation the matmul adds to ``main_grad``;
+otherwise it puts the gradient into ``grad``. Megatron uses this for expert parallelism only
+(``--delay-wgrad-compute``), in all layers of a model.
 
     backward of 1B0, 1B1     store  [x0, dy0], [x1, dy1]     DDP's hooks are put off
     1W0                      backward_dw takes  [x0, dy0]    and DDP's hooks run
@@ -47,7 +47,7 @@ class EngineWeightGrads(Feature):
         """Delay the gradients of the stages that have WEIGHT actions.
 
         Raises:
-            PlanError: a stage's are not in the order of its backwards.
+            PlanError: the WEIGHT actions of a stage are not in the order of its backwards.
         """
         check_oldest_first(iteration.plan)
         stages, num_ranks = split_stages(iteration.program), iteration.plan.num_ranks
@@ -69,8 +69,8 @@ class EngineWeightGrads(Feature):
     def choose(self, chunks: Mapping[int, torch.nn.Module]) -> None:
         """Delay the gradients of Transformer Engine's modules in the layers of ``chunks``.
 
-        Modules outside of transformer layers stay as they are, and so do norms and all that is not
-        Transformer Engine's, a router for example.
+        Modules outside of transformer layers do not change, nor do norms and modules that are not
+        Transformer Engine's, such as a router.
 
         Args:
             chunks: the model chunk of each stage whose weight gradients are delayed.
@@ -90,7 +90,7 @@ class EngineWeightGrads(Feature):
 
     @contextmanager
     def storing(self, stage: int) -> Iterator[None]:
-        """Note which modules of a stage store operands: those of one backward."""
+        """Note which modules of a stage store operands in the backward inside the block."""
         before = [_num_stored(module) for module in self.modules[stage]]
         self._in_backward = True
         try:
@@ -104,8 +104,8 @@ class EngineWeightGrads(Feature):
         """Return True if DDP's hook of this parameter is to run with its weight gradient.
 
         ``parameter`` is the model's: a weight, ``[output, hidden]``, or a bias, ``[output]``.
-        A gradient that autograd has accumulated for a weight is none then: a dummy, with fused
-        accumulation, or memory that the matmul has not written yet. For a bias it may be one.
+        Until then a weight's gradient from autograd is not valid: it is a dummy, with fused
+        accumulation, or memory that the matmul has not written yet. A bias's may be valid.
         """
         if not self._in_backward or parameter not in self._parameters:
             return False
@@ -122,8 +122,8 @@ class EngineWeightGrads(Feature):
     def compute(self, action: Action) -> None:
         """Compute one stage's oldest weight gradients; DDP's hooks then accumulate them.
 
-        They are on the current stream, in the dtype of the parameter, or fused into its
-        ``main_grad``.
+        They are computed on the current stream, in the dtype of the parameter, or added to its
+        ``main_grad`` if accumulation is fused.
         """
         for module in self._stored[action.stage].popleft():
             put_off = {p for p in module.parameters(recurse=False) if p in self._put_off}
@@ -158,8 +158,8 @@ def _num_stored(module: Any) -> int:
 def _compute_delayed(module: Any, put_off: set[torch.nn.Parameter]) -> None:
     """Call ``backward_dw`` of Transformer Engine.
 
-    Megatron's override does nothing without its own flag. Transformer Engine expects that a bias
-    whose gradient came with the backward still has it, and then leaves it alone.
+    Megatron's override does nothing without its own flag. If a bias's gradient was computed in the
+    backward, Transformer Engine expects it to be still there, and does not change it.
     """
     already = [p for p in module.parameters(recurse=False) if p.grad is None and p not in put_off]
     for parameter in already:
