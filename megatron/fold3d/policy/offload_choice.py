@@ -102,7 +102,7 @@ def waits_s(program: Program, measured: OffloadTimes, depth: int) -> float:
 
 
 def _all(program: Program, measured: OffloadTimes, most_held: int) -> OffloadChoice:
-    """Offload everything, at the smallest depth that memory allows and that hides nearly the most."""
+    """Offload everything, at the smallest depth that hides nearly as much as memory allows."""
     waits: dict[int, float] = {}
     for depth in range(1, _MOST_DEPTH + 1):
         if depth > 1 and _peak(program, OffloadChoice(None, depth)) > most_held:
@@ -124,7 +124,7 @@ def _spare(program: Program, measured: OffloadTimes, most_held: int) -> OffloadC
     best = min(too_many, key=lambda choice: (too_many[choice], choice.depth))
     logger.warning(
         "--offload-activations auto: the device has memory for %d activations; with the copies "
-        "that compute hides, of %d, it holds up to %d; give on to move all of them",
+        "that compute hides, of %d, it holds up to %d; --offload-activations on moves all of them",
         *(most_held, best.at_most, most_held + too_many[best]),
     )
     return best

@@ -1,7 +1,7 @@
 """Costs: how long each action of a plan takes on its own.
 
-They may be analytic or measured. The simulator adds what sharing costs - links, waiting, order -
-so that is never part of a cost.
+They may be analytic or measured. A cost never includes shared links or waiting: the simulator adds
+these.
 """
 
 import json
@@ -23,17 +23,17 @@ class Costs:
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     weight_s: tuple[float, ...] = ()
-    """Of ``backward_s``, the weight gradients: what a plan's W takes, and its B then takes less."""
+    """The part of ``backward_s`` for weight gradients: the time of a W, if the plan has any."""
     recompute_s: tuple[float, ...] = ()
-    """Of ``backward_s``, recomputation: what a plan's R takes, and its B then takes less."""
+    """The part of ``backward_s`` for recomputation: the time of an R, if the plan has any."""
     tp_sync_s: tuple[float, ...] = ()
-    """Of ``forward_s``, tensor-parallel collectives. A ``backward_s`` has as much of them, and once
-    more where it recomputes; half a pair of micro-batches hides them as far as it can."""
+    """The part of ``forward_s`` for tensor-parallel collectives. A ``backward_s`` has as much, or
+    twice as much if it recomputes. In a pair, each micro-batch's computation hides the other's."""
     tp_collectives: tuple[int, ...] = ()
-    """How many collectives ``tp_sync_s`` is: what a pair cannot hide is at its ends, a part of one.
-    Zero, or none given, leaves the ends out."""
+    """The number of collectives in ``tp_sync_s``. At its ends, a pair cannot hide a part of one;
+    zero, or an empty tuple, ignores the ends."""
     split_s: float = 0.0
-    """Overhead of a W for being a task of its own, on top of its ``weight_s``."""
+    """Overhead of a W as a separate action, in addition to its ``weight_s``."""
     p2p_s: float = 0.0
     """One message at the full rate of a NIC."""
     p2p_latency_s: float = 0.0
@@ -41,18 +41,18 @@ class Costs:
     p2p_local_s: float = 0.0
     """One message between two ranks behind the same NIC; it does not use the NIC."""
     sends_are_buffered: bool = False
-    """Whether a sender that waits for its send waits only until a buffer has taken the message."""
+    """Whether a sender that waits for its send waits only until the message is buffered."""
     grad_sync_s: tuple[float, ...] = ()
     """DP.sync of a stage's gradients at the full rate of the rank's NIC."""
     reduced_in_iteration_s: tuple[float, ...] = ()
     """The part of ``grad_sync_s`` that ends within its iteration even if the rest is deferred."""
     grad_sync_local: bool = False
-    """Whether DP.sync stays inside the node and leaves the NIC to the messages."""
+    """Whether DP.sync stays inside the node, so that messages have the NIC to themselves."""
     param_gather_s: tuple[float, ...] = ()
     optimizer_s: tuple[float, ...] = ()
     """Update of a stage's parameters, after its WAIT_GRAD."""
     offload_s: tuple[float, ...] = ()
-    """One micro-batch's saved activations of a stage to the host, on the copy stream."""
+    """The copy of one micro-batch's saved activations of a stage to the host."""
     reload_s: tuple[float, ...] = ()
 
     @classmethod
@@ -70,7 +70,7 @@ class Costs:
     ) -> Self:
         """Return the same costs for every stage; the defaults are the units of the usual diagrams.
 
-        Half of a backward, without its recomputation, is weight gradients: they take as many
+        Half of a backward, without its recomputation, is weight gradients, which take as many
         multiplications as a forward.
         """
         return cls(
@@ -85,7 +85,7 @@ class Costs:
         )
 
     def check(self, plan: Plan) -> None:
-        """Return if the costs are of this plan's stages.
+        """Check that the costs are for this plan's stages.
 
         Raises:
             PlanError: a tuple has the wrong length, or a number is negative.
@@ -129,13 +129,13 @@ class Costs:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read `to_json`; fields that are not there have their defaults.
+        """Read `to_json`; missing fields get their defaults.
 
-        A key of an older file is read as the field that has its meaning now.
+        Keys of older files are read as the fields that replaced them.
 
         Raises:
-            ValueError: the text is not JSON, a key is unknown or there under its old and its new
-                name, or one that is needed is missing.
+            ValueError: the text is not JSON, a key is unknown, a key appears under its old and its
+                new name, or a required key is missing.
         """
         known = {field.name for field in fields(cls)}
         try:

@@ -1,7 +1,7 @@
-"""A rank's program as the items that the host issues to a GPU; the rules are `device_queues`'s.
+"""A rank's program as the items that the host issues to a GPU, by the rules of `device_queues`.
 
-As in the runtime, DP.sync is cut into the collectives that it is launched as, and a backward is cut
-where DDP's hooks launch them inside it.
+As in the runtime, DP.sync is a number of collectives. If DDP's hooks launch them inside a backward,
+the backward is cut into parts there.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ from megatron.fold3d.predict.simulator.steps import NO_FACT, Step, Steps
 
 
 class Kind(IntEnum):
-    """The kind of an item: what it does when it begins."""
+    """The kind of an item, which decides what happens when it begins."""
 
     COMPUTE = 0
     WAIT = 1  # does nothing or, if it has seconds, is the optimizer's step
@@ -46,11 +46,11 @@ class Item(NamedTuple):
     action: Action
     seconds: float
     after: int
-    """How many earlier items of the compute stream must be over before it begins."""
+    """How many earlier items of the compute stream must have ended before it begins."""
     needs: tuple[tuple[int, int, int], ...] = ()
-    """``(fact, each, own)``: iteration i needs a fact to have come true i * each + own times."""
+    """``(fact, each, own)``: in iteration i, a fact must have come true i * each + own times."""
     fact: int = NO_FACT
-    """What comes true when it is over."""
+    """The fact that comes true when it ends."""
 
 
 class Items:

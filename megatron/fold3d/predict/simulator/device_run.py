@@ -1,11 +1,11 @@
 """A run on GPUs whose streams share hardware queues.
 
-The rules are those of `megatron.fold3d.plan.device_queues`, with times; issuing takes none. A
-transfer flows when both of its sides have begun. What tensor parallelism adds to a computation is
-part of its seconds.
+The rules are those of `megatron.fold3d.plan.device_queues`, with times; issuing takes no time. A
+transfer flows when both of its sides have begun. The seconds of a computation include its
+tensor-parallel collectives.
 
-When a collective or a transfer at the head of its queue keeps a rank from computing, the rank's
-wait counts as a wait for it; for a transfer, from the moment it flows.
+If a collective or a transfer at the head of a queue keeps a rank from computing, the rank's wait is
+attributed to it; for a transfer, from the moment when it flows.
 """
 
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ class _Message(NamedTuple):
 
 
 class DeviceRun:
-    """All GPUs, and what they share.
+    """All GPUs, with the network and the events that they share.
 
     Args:
         steps: the steps of a plan with its transfers.
@@ -138,12 +138,12 @@ class DeviceRun:
         return Timeline.of(rank.spans for rank in self.ranks)
 
     def _head(self, rank: _Rank) -> Action | None:
-        """Return an action that a rank has not begun although no event is left."""
+        """Return an action that a rank cannot begin, when no event is left."""
         heads = (q.items[q.position] for q in rank.queues if q.iteration < self.iterations)
         return next((item.action for item in heads), None)
 
     def _advance(self, rank: _Rank) -> None:
-        """Begin whatever can."""
+        """Begin all of a rank's items that can begin."""
         times_true, busy, per_iteration = self.times_true, rank.busy, rank.per_iteration
         moved = True
         while moved:

@@ -1,6 +1,6 @@
-"""Seconds that no order of computation beats: the ways in and out of the pipeline, and its links.
+"""A lower bound of the iteration over all orders of computation, from compute and links.
 
-DP.sync is left out: what it costs depends on how far it reaches into the next iteration.
+The bound ignores DP.sync, whose cost depends on how far it reaches into the next iteration.
 """
 
 from collections.abc import Sequence
@@ -12,19 +12,19 @@ from megatron.fold3d.predict.simulator.costs import Costs
 def lower_bound_s(
     plan: Plan, costs: Costs, nic_of_rank: Sequence[int] | None = None, *, splits: bool = True
 ) -> float:
-    """Return seconds that no iteration with these stages and micro-batches is shorter than.
+    """Return a lower bound of iterations with these stages and micro-batches, in seconds.
 
-    The first micro-batch comes to a rank through the stages before it. From then on the rank
-    computes all of its work. Its last input gradient goes back through the same stages; weight
-    gradients of its own may be computed meanwhile. A NIC sends the results of all micro-batches,
-    forwards' onward and backwards' back, from the first that leaves until the last has come to
-    where the iteration ends.
+    By computation: the first micro-batch reaches a rank through the stages before it; then the rank
+    computes all of its work; then its last input gradient returns through the same stages, during
+    which the rank may compute weight gradients. By links: a NIC sends the results of all
+    micro-batches, in both directions; before the first and after the last of these sends, other
+    ranks have work to do as well.
 
     Args:
         plan: a plan of the same sizes; its order does not matter.
         costs: the costs of its stages.
         nic_of_rank: as in `Execution`.
-        splits: whether orders count that compute weight gradients apart from their backwards.
+        splits: whether to include orders with weight gradients split from their backwards.
     """
     ranks, stages = plan.num_ranks, range(plan.num_stages)
     microbatches = plan.num_microbatches

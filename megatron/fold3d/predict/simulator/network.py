@@ -1,12 +1,12 @@
-"""Links that flows share: fluid, max-min fair or by need, PP.sync before DP.sync.
+"""A fluid model of links that flows share: max-min fair, by urgency, or PP.sync before DP.sync.
 
-PP.sync may go first always, or up to a pause budget like the preemptive communicator's. Without a
-budget, messages that fill a link would starve DP.sync.
+PP.sync may have priority always, or within a pause budget as in the preemptive communicator.
+Without a budget, messages that fill a link would starve DP.sync.
 
-Work is counted in seconds at the full rate of a NIC, so every capacity is one. A NIC is full
-duplex, two links: a message uses the sender's outgoing and the receiver's incoming one, a
-collective both links of its own NIC. Links between switches may be above them (`Routes`): a flow
-that stands for several equal ones takes the work of all of these there.
+Work is counted in seconds at the full rate of a NIC, so a NIC's capacity is one. A NIC is full
+duplex and has two links: a message uses the sender's outgoing and the receiver's incoming one, a
+collective both links of its own NIC. There may be links between switches (`Routes`): if a flow
+represents several equal ones, it uses their combined share of these links.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -57,8 +57,9 @@ class Network:
             without it they share fairly.
         pause_share: the part of the time for which messages may keep collectives off a NIC; when
             it is spent, they share fairly.
-        needed_s: of a message's tag, when it is needed: of those that share a link the first goes
-            alone, and makes way for no other if ``whole``. Without it they share fairly.
+        needed_s: returns the time at which a message is needed, from its tag. Among messages that
+            share a link, the most urgent one goes alone, and is never interrupted if ``whole``.
+            Without this function they share fairly.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class Network:
         return list(_by_need(links, flows, self._needed_s, whole=self._whole))
 
     def _share_what_is_left(self) -> None:
-        """Give collectives that yield to messages what these leave of all links."""
+        """Give collectives that yield to messages the bandwidth that messages leave."""
         yielding = dict.fromkeys(flow for flows in self._background for flow in flows)
         if not yielding:
             return
@@ -223,7 +224,7 @@ class Network:
             self._touched[link] = None
 
     def _component(self, link: int) -> tuple[dict[int, None], dict[Flow, None]]:
-        """Everything that shares with this link, directly or through others."""
+        """Return the links and flows that share with this link, directly or through others."""
         links: dict[int, None] = {link: None}
         flows: dict[Flow, None] = {}
         queue = [link]
@@ -257,7 +258,7 @@ class Network:
 def _max_min(
     links: Iterable[int], flows: dict[Flow, None], on_link: list[dict[Flow, None]]
 ) -> Iterator[tuple[Flow, float]]:
-    """Yield max-min fair rates: the fullest links' flows get equal shares, then the next ones'."""
+    """Yield max-min fair rates: first for flows of the fullest links, which get equal shares."""
     free = dict.fromkeys(links, 1.0)
     count = {link: len(on_link[link]) for link in links}
     while flows:
@@ -277,7 +278,7 @@ def _max_min(
 def _weighted_max_min(
     flows: dict[Flow, None], free: dict[int, float]
 ) -> Iterator[tuple[Flow, float]]:
-    """Yield max-min fair rates where links differ, and flows stand for several equal ones.
+    """Yield max-min fair rates for links of different capacity and flows with weights.
 
     Args:
         flows: emptied as they are yielded.
@@ -305,7 +306,7 @@ def _by_need(
     *,
     whole: bool,
 ) -> Iterator[tuple[Flow, float]]:
-    """Yield rates: what is needed first takes all that its links have; collectives come last."""
+    """Yield rates: the most urgent flow takes all of its links; collectives come last."""
 
     def place(flow: Flow) -> tuple[bool, bool, float]:
         has_begun = whole and flow.rate > 0

@@ -1,8 +1,9 @@
-"""What a pair takes: Merak's pipeline of computation and tensor-parallel collectives (Sec. 5.3).
+"""The time of a pair: Merak's pipeline of computation and tensor-parallel collectives (Sec. 5.3).
 
-A micro-batch with n collectives is n parts of computation and n collectives in turn. One computes
-its part while the other's collective is under way, so n of both take the longer of the two, twice.
-Before the first and behind the last, a half of a part or of a collective has nothing beside it.
+A micro-batch with n collectives alternates between n parts of computation and n collectives. One
+micro-batch computes a part while the other's collective runs, so the pair takes twice the longer of
+computation and collectives. At the beginning and at the end, half of a part or of a collective
+overlaps nothing.
 """
 
 from megatron.fold3d.plan.ir import Op
@@ -15,20 +16,20 @@ def pair_s(compute_s: float, sync_s: float, collectives: int = 0) -> float:
     Args:
         compute_s: computation of one of them, without its collectives.
         sync_s: its collectives.
-        collectives: how many these are; zero leaves the ends out.
+        collectives: the number of them; zero ignores the ends of the pair.
     """
     ends_s = min(compute_s, sync_s) / collectives if collectives else 0.0
     return 2 * max(compute_s, sync_s) + ends_s
 
 
 def paired_s(costs: Costs, stage: int, op: Op, *, early: bool = False) -> float:
-    """Return the seconds of a computation of a stage as one of a pair: half of both.
+    """Return the seconds of a stage's computation in a pair: half of the pair's time.
 
     Args:
         costs: the costs of the stages.
         stage: the stage of the computation.
         op: `FORWARD`, `BACKWARD` or `RECOMPUTE`.
-        early: whether an action of its own recomputes ahead of the backward.
+        early: whether a separate action recomputes ahead of the backward.
     """
     recompute_s = costs.recompute_s[stage] if costs.recompute_s else 0.0
     whole_s = {

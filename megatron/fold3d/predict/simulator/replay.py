@@ -1,7 +1,7 @@
 """Simulate a measured run: its own order with its own costs, without the machine's noise.
 
-Where the two differ, the simulator leaves out something that the machine does. The costs are what
-actions took by themselves; the simulator works out how long they wait for each other.
+The costs are the times that actions took by themselves; the simulator adds how long they wait for
+each other. If simulation and measurement differ, the machine does something that is not simulated.
 """
 
 from collections import defaultdict
@@ -37,10 +37,12 @@ def observed_plan(measured: Timeline) -> Plan:
 
 
 def checked_size(plan: Plan) -> Plan:
-    """Return a plan of a trace, whose largest numbers decide what its simulation takes.
+    """Return a trace's plan, after checking that its numbers match its number of actions.
+
+    Without this check, one wrong number in a file could make the simulation endless.
 
     Raises:
-        PlanError: it has fewer actions than its stages have micro-batches.
+        PlanError: the plan has fewer actions than its stages have micro-batches.
     """
     num_actions, needed = sum(map(len, plan.programs)), plan.num_stages * plan.num_microbatches
     if num_actions < needed:
@@ -52,19 +54,19 @@ def checked_size(plan: Plan) -> Plan:
 
 
 def as_synced(plan: Plan, measured: Timeline) -> Plan:
-    """Return a plan with all DP.sync at its end, if none was seen behind computation."""
+    """Return a plan with all DP.sync at its end, if none was seen to overlap computation."""
     if _overlaps(measured):
         return plan
     return lower(plan.select(COMPUTE_OPS), Options(transfers=False, grad_sync="serial"))
 
 
 def observed_costs(measured: Timeline, plan: Plan) -> Costs:
-    """Return what the actions of a plan took in a measured run.
+    """Return the costs of a plan's actions, from a measured run.
 
-    The cost of a computation is its median; weight gradients that were split from their backward
-    count as a part of it. The cost of a message, and of a stage's DP.sync, is the shortest time:
-    longer ones shared the link, or arrived before their reader needed them. The time of messages
-    that passed during DP.sync is subtracted from it, since the simulator sends them beside it.
+    The cost of a computation is its median; a backward includes the weight gradients that were
+    split from it. The cost of a message, and of a stage's DP.sync, is its shortest time: longer
+    ones shared the link, or arrived before they were needed. The time of messages during DP.sync is
+    subtracted from it, since the simulator sends them at the same time.
 
     Raises:
         PlanError: a stage of the plan was not recorded.
@@ -112,8 +114,8 @@ def replay(
 
     Args:
         plan: the plan that was run.
-        costs: the costs that it had.
-        iterations: how many were measured.
+        costs: its measured costs.
+        iterations: the number of measured iterations.
         sends_waited_for: as in `Execution`, for a plan that ends its DP.sync with the iteration.
     """
     execution = Execution(preemptive=False, in_order=True)
@@ -178,7 +180,7 @@ def _copies(measured: Timeline, op: Op, stages: range) -> tuple[float, ...]:
 
 
 def _grad_sync(measured: Timeline, p2p_s: float) -> Mapping[tuple[int, Op], list[float]]:
-    """Link time of each stage's DP.sync in each iteration; the first to end went first."""
+    """Return the link time of each stage's DP.sync per iteration; the first to end went first."""
     totals: dict[tuple[int, Op], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for spans in measured.ranks:
         syncs = queued(span for span in spans if span.lane is Lane.GRAD_SYNC)
@@ -191,9 +193,9 @@ def _grad_sync(measured: Timeline, p2p_s: float) -> Mapping[tuple[int, Op], list
 
 
 def _own_share(spans: Sequence[Span], syncs: Sequence[Span], p2p_s: float) -> float:
-    """Return DP.sync's part of a link during ``spans``; arriving messages have the rest.
+    """Return DP.sync's part of a link during ``spans``; arriving messages take the rest.
 
-    It is at least half, as long as the link is shared fairly. No two of ``syncs`` overlap.
+    DP.sync has at least half of a link that is shared fairly. No two of ``syncs`` overlap.
     """
     sync_s = sum(sync.duration_s for sync in syncs)
     messages_s = 0.0

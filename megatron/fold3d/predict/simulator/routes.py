@@ -1,9 +1,8 @@
 """Links between switches, and which of them each flow of a simulation takes.
 
-A simulated rank stands for all nodes that hold the same part of the model. They are alike: what one
-of them sends through a switch, the others send through that one or through another that carries
-the same. So a link here stands for all links with the same load, and a use of it says how many
-equal flows there are on one of them.
+A simulated rank represents all nodes that hold the same part of the model. These nodes send the
+same amounts through the same switches, or through other switches with the same load. So a link here
+represents all links with the same load, and a `Use` says how many equal flows are on one of them.
 """
 
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import NamedTuple
 
 
 class Use(NamedTuple):
-    """A link on the way of a flow."""
+    """A link that a flow takes."""
 
     link: int
     flows: int
@@ -21,14 +20,14 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """What flows use beside NICs. Without any link, nothing is scarcer than a NIC."""
+    """The links that flows use in addition to NICs; none if no link is scarcer than a NIC."""
 
     capacities: tuple[float, ...] = ()
-    """Of each link in one direction, in NICs of a node."""
+    """Bandwidth of each link in one direction, relative to the NICs of a node."""
     of_message: Mapping[tuple[int, int], tuple[Use, ...]] = field(default_factory=dict)
-    """By sending and receiving rank of the pipeline."""
+    """The links of messages, by sending and receiving pipeline rank."""
     of_collective: Mapping[int, tuple[Use, ...]] = field(default_factory=dict)
-    """Of a rank's DP.sync."""
+    """The links of each rank's DP.sync."""
 
     def message(self, sender: int, receiver: int) -> tuple[Use, ...]:
         """Return the links of a message from rank to rank."""

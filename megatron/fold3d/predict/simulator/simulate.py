@@ -1,14 +1,14 @@
 """Simulate a plan: an event-driven run that yields the timeline of a cluster.
 
 Each rank runs its program strictly in order, one computation at a time. A message leaves at its
-SEND or, in a plan without transfers, when its computation ends. It waits for the latency and then
-flows through the NICs of both ranks; the computation that reads it waits for it. A RECV does
-nothing here: `add_p2p` posts none of them late.
+SEND or, in a plan without transfers, when its computation ends. After its latency it flows through
+the NICs of both ranks; the computation that reads it waits for it. A RECV does nothing here, since
+`add_p2p` always posts receives in time.
 
-REDUCE_GRAD puts a stage's DP.sync into its rank's queue, which sends one at a time. So does each
-REDUCE_SLICE. WAIT_GRAD waits for the stage's DP.sync that was started last, in this iteration or
-the previous one. The part of a deferred DP.sync that is reduced in its iteration has a queue
-of its own. OFFLOAD and RELOAD run on `policy.copy_streams`.
+REDUCE_GRAD, or a REDUCE_SLICE, puts DP.sync into its rank's queue, which sends one at a time.
+WAIT_GRAD waits for the stage's DP.sync that was started last, in this iteration or the one before.
+The part of a deferred DP.sync that is reduced in its iteration has a queue of its own. OFFLOAD and
+RELOAD run on `policy.copy_streams`.
 
 With a `Device`, the plan runs by the rules of GPUs instead: see `DeviceRun`.
 """
@@ -52,10 +52,10 @@ def simulate(
         plan: with or without transfers and DP.sync.
         costs: the costs of the plan's stages.
         execution: how the plan is run.
-        iterations: how many; work deferred into the next one shows from the second on.
+        iterations: the number of iterations; deferred work has an effect from the second on.
 
     Raises:
-        PlanError: the costs are of another plan, or a rank waits for something that never comes.
+        PlanError: the costs are for another plan, or a rank waits for something that never happens.
     """
     costs.check(plan)
     nics = execution.nic_of_rank
@@ -91,16 +91,16 @@ class _Rank:
     iteration: int = 0
     position: int = 0
     since_s: float = 0.0
-    """When it reached its current step."""
+    """The time at which it reached its current step."""
     awaits: int = NO_FACT
     """The fact that it waits for there."""
     awaits_arrival: "_Message | None" = None
-    """The message it sent and waits for, until it has arrived."""
+    """The message that it has sent and whose arrival it waits for."""
     copies: CopyStreams = field(default_factory=CopyStreams)
 
 
 class _Message(NamedTuple):
-    """A result on its way; ``action`` is its RECV."""
+    """A message in flight; ``action`` is its RECV."""
 
     sender: _Rank
     receiver: _Rank
@@ -110,7 +110,7 @@ class _Message(NamedTuple):
 
 
 class _Run:
-    """All ranks, what they share, and what has come true so far."""
+    """All ranks, the network that they share, and the facts that have come true."""
 
     def __init__(self, steps: Steps, costs: Costs, execution: Execution, iterations: int) -> None:
         self.steps, self.costs, self.execution = steps, costs, execution
@@ -158,7 +158,7 @@ class _Run:
         return Timeline.of(rank.spans for rank in self.ranks)
 
     def advance(self, rank: _Rank) -> None:
-        """Run a rank's program up to where it computes, waits or has ended."""
+        """Run a rank's program until it computes, waits or ends."""
         program, times_true = rank.program, self.times_true
         while rank.iteration < self.iterations:
             if rank.position == len(program):
@@ -198,7 +198,7 @@ class _Run:
                 return
 
     def come_true(self, fact: int) -> None:
-        """Note a fact, and let its rank go on if it waits for it."""
+        """Note a fact; if its rank waits for it, let the rank continue."""
         self.times_true[fact] += 1
         rank = self.ranks[self.steps.rank_of(fact)]
         if rank.awaits == fact:
@@ -243,7 +243,7 @@ class _Run:
             self.advance(rank)
 
     def _send(self, sender: _Rank, step: Step) -> None:
-        """Let the result of a computation leave for the rank that reads it."""
+        """Send the result of a computation to the rank that reads it."""
         receiver = self.ranks[self.steps.rank_of(step.fact)]
         if receiver is sender:
             self.come_true(step.fact)
@@ -263,7 +263,7 @@ class _Run:
             self._flow(message)
 
     def _flow(self, message: _Message) -> None:
-        """Let a message go as soon as those before it in its channel have arrived."""
+        """Start a message once the earlier ones of its channel have arrived."""
         if self.execution.in_order:
             channel = self._channel(message)
             channel.append(message)

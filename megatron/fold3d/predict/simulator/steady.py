@@ -11,10 +11,10 @@ FEWEST, MOST = 3, 24
 
 
 def steady_state(plan: Plan, costs: Costs, execution: Execution = PLAIN) -> Timeline:
-    """Simulate until the period has settled; the last iteration is a steady one.
+    """Simulate until iterations take equally long, so that the last one is steady.
 
-    Work deferred into the next iteration makes the first ones differ. A schedule that never
-    settles, because its DP.sync takes turns, is cut off after `MOST` iterations.
+    With work deferred into the next iteration, the first iterations differ. If they alternate
+    without end, the simulation stops after `MOST` iterations.
 
     Args:
         plan: a plan with DP.sync; without it every iteration is steady.

@@ -1,7 +1,7 @@
-"""A plan as the simulator runs it: durations looked up, names replaced by numbers.
+"""A plan in the form that the simulator runs: with durations, and numbers instead of names.
 
-A *fact* is something that a rank may wait for: a message has arrived, a stage's gradients are
-reduced. It has a number, and it comes true once per iteration.
+A *fact* is something that a rank may wait for, such as that a message has arrived or that a stage's
+gradients are reduced. It has a number, and it comes true once per iteration.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,13 +48,13 @@ class Steps:
     Args:
         plan: the plan to simulate.
         costs: the costs of its stages.
-        backward_share: per stage, the part of DP.sync that its REDUCE_GRAD starts. The rest of all
-            stages follows the last action, in the order of the next forward. In a plan that
-            gathers parameters only the first stage's does; another one's follows the gather of the
-            stage before it on its rank, in the first iteration too, as if one had come before. If
-            empty, a REDUCE_GRAD starts all of it. A plan with slices has its own shares.
+        backward_share: by stage, the part of DP.sync that its REDUCE_GRAD starts. The rest of all
+            stages follows the last action, in the order of the next forward. If the plan gathers
+            parameters, this holds for the rank's first stage only; the rest of another stage
+            follows the all-gather of the stage before, from the first iteration on. If empty,
+            REDUCE_GRAD starts all of DP.sync. A plan with slices has its own shares.
 
-        pairs_overlap: whether neighbours run in pairs: a pair begins when both inputs are there.
+        pairs_overlap: whether neighbours run in pairs, which begin when both inputs are there.
 
     Attributes:
         programs: one list of steps per rank.
@@ -106,7 +106,7 @@ class Steps:
             self.programs = [list(map(self._step, program)) for program in plan.programs]
 
     def is_reduced_in_iteration(self, fact: int) -> bool:
-        """Return True if a fact is of the part of DP.sync that is reduced in its iteration."""
+        """Return True if a fact is about the part of DP.sync that is reduced in its iteration."""
         return fact >= self._fact(Fact.REDUCED_IN_ITERATION, 0)
 
     def rank_of(self, fact: int) -> int:
@@ -153,7 +153,7 @@ class Steps:
     def _split(
         self, program: Program, backward_share: Sequence[float], in_iteration_s: Sequence[float]
     ) -> Iterator[Step]:
-        """Cut each DP.sync into what is reduced in the iteration, what starts at once, the rest."""
+        """Cut each DP.sync: reduced in the iteration, started at once, and the deferred rest."""
         reduced = sorted(action.stage for action in program if action.op is Op.REDUCE_GRAD)
         late_s = {
             stage: self._step(Action(stage, Op.REDUCE_GRAD)).seconds - in_iteration_s[stage]
@@ -186,7 +186,7 @@ class Steps:
             yield Step(action, 0.0, (), self._fact(Fact.REDUCED_IN_ITERATION, action.stage))
 
     def _sliced(self, program: Program, in_iteration_s: Sequence[float]) -> Iterator[Step]:
-        """Give each slice its part of DP.sync, and start what is reduced in the iteration first."""
+        """Give each slice its part of DP.sync; the part reduced in the iteration starts first."""
         deferred, grad_sync_s = deferred_stages(program), self._seconds[Op.REDUCE_GRAD]
         part_s: dict[Action, float] = {}
         first: set[Action] = set()
@@ -212,7 +212,7 @@ class Steps:
             yield Step(Action(stage, Op.WAIT_GRAD), 0.0, (), fact)
 
     def _message(self, stage: int, op: Op, microbatch: int | None) -> int:
-        """The fact that the result of a computation has reached the stage that reads it."""
+        """Return the fact that a computation's result has arrived at the stage that reads it."""
         if op is Op.FORWARD and stage + 1 < self._stages:
             return self._fact(Fact.FORWARD_INPUT, stage + 1, microbatch)
         if op is Op.BACKWARD and stage > 0:
@@ -233,7 +233,7 @@ class Steps:
 
 
 def _backward_s(plan: Plan, costs: Costs) -> tuple[float, ...]:
-    """Seconds of a stage's backward, without weight gradients where the plan splits them off."""
+    """Return the seconds of each stage's backward, without weight gradients if they are split."""
     if not costs.weight_s:
         return costs.backward_s
     split = frozenset().union(*map(split_stages, plan.programs))

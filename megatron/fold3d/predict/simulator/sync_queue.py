@@ -13,7 +13,7 @@ from megatron.fold3d.predict.simulator.routes import Use
 
 
 class _Task(NamedTuple):
-    """DP.sync of one stage; tasks compare by who goes first."""
+    """DP.sync of one stage; tasks are ordered by priority."""
 
     key: tuple[int, int]
     number: int
@@ -24,10 +24,10 @@ class _Task(NamedTuple):
 
 
 class SyncQueue:
-    """Tasks in the order of their start or, with "edf", of the forward that needs them.
+    """A queue of tasks, in the order of their start or, with "edf", of their deadlines.
 
-    With "edf" a task that is needed earlier interrupts the one under way. Of two segments the lower
-    one is needed first, and an earlier iteration's task before a later one's.
+    With "edf" a task that is needed earlier interrupts the active one. An earlier iteration's task
+    comes before a later one's; within an iteration the lower segment comes first.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class SyncQueue:
         self._started = 0
 
     def enqueue_sync(self, action: Action, iteration: int, work_s: float, fact: int) -> None:
-        """Put a task into the queue; ``done(fact)`` follows when it has gone through."""
+        """Put a task into the queue, which calls ``done(fact)`` when the task ends."""
         self._started += 1
         key = (iteration, action.stage) if self._earliest_first else (0, 0)
         flow = self._network.collective(self._nic, work_s, self._end, None, self._uses)
@@ -72,7 +72,7 @@ class SyncQueue:
         self._done(task.fact)
 
     def _leave(self) -> _Task:
-        """Take the active task off the network and record when it was there."""
+        """Take the active task off the network and record its time there."""
         task, self._active = self._active, None
         assert task is not None
         if (now_s := self._clock.now_s) > self._since_s:
