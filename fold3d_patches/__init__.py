@@ -1,4 +1,4 @@
-"""Binds fold3d to Megatron: the features of the executor and the patches of what is on in a run."""
+"""Binds fold3d to Megatron: chooses a run's features and patches from its configuration."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def install_platform(device: str) -> ExitStack:
-    """Patch what Megatron needs before it validates its flags; closing the stack restores it.
+    """Install the patches that Megatron's validation of flags needs; closing the stack undoes them.
 
     Raises:
         PatchError: the installed Megatron is not the one the patches were written for.
@@ -74,10 +74,10 @@ def install_schedule(
 
     Raises:
         PatchError: as above.
-        PlanError: the schedule cannot run ``num_microbatches``, the user's plan is for others, or
-            pairs of micro-batches are asked for and there is none, or its weight gradients are in
-            an order that Transformer Engine cannot compute.
-        HostMemoryError: this node has not the memory for what ``config`` offloads to it.
+        PlanError: the schedule cannot run ``num_microbatches``; the user's plan has other sizes;
+            pairs of micro-batches are requested but there is none; or weight gradients are in an
+            order that Transformer Engine cannot compute.
+        HostMemoryError: this node has too little memory for the offloaded activations.
     """
     plans, measured = _checked_plans(config, num_microbatches)
     if config.offload_activations == "on" and plans.latest is not None:
@@ -316,7 +316,7 @@ def _deferred_sync(
     auto: "AutoShares | None",
     recorder: "Recorder | None",
 ) -> "tuple[DeferredSync, Patch, Sequence[Patch]]":
-    """Return what takes steps that reach into the next iteration, and its patches.
+    """Return the feature whose steps reach into the next iteration, and its patches.
 
     The patch of the optimizer's step comes first.
     """
@@ -350,7 +350,7 @@ def _deferred_sync(
 
 
 def _auto_schedule(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None") -> "Part":
-    """Return what chooses how a run is run, and gradient sync that does whatever it chooses."""
+    """Return the feature that chooses, and a gradient sync that can run each of its choices."""
     from fold3d_patches.schedule import noted_step
     from megatron.fold3d.policy.backward_shares import FIRST_SHARE
     from megatron.fold3d.predict.search.choice_search import ChoiceSearch
@@ -383,7 +383,7 @@ def _auto_schedule(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder |
 
 
 def _connects(config: "Fold3DConfig") -> dict[str, Any]:
-    """Return what makes the process groups of deferred reductions, if they are not plain ones."""
+    """Return the function that makes process groups of deferred reductions, if not the default."""
     if not config.hierarchical_dp_sync:
         return {}
 

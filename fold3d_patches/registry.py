@@ -1,6 +1,6 @@
 """Replace upstream symbols, all of them or none, and restore them.
 
-The one invariant: when `apply` raises, and when its stack closes, every symbol is what it was.
+Keeps one invariant: after `apply` raises, and after its stack closes, every symbol is restored.
 """
 
 import inspect

@@ -4,8 +4,8 @@ Why: Megatron decorates its fusions with ``torch.compile`` at import. On a CPU t
     of C++ compilation per rank, and nothing needs it. The warm-up calls them with random tensors;
     on a CPU these come from the generator that draws the weights, which would then depend on the
     micro-batch size, the sequence length and sequence parallelism.
-Change: what is decorated runs as it is written, as under ``torch.compiler.set_stance``; nothing
-    is warmed up.
+Change: decorated functions run uncompiled, as under ``torch.compiler.set_stance``; nothing is
+    warmed up.
 Remove when: Megatron decides about ``jit_fuser`` per run and not at import.
 """
 

@@ -38,10 +38,10 @@ def _nothing() -> None:
 
 
 def absent_gpu(is_blackwell: bool) -> tuple[Patch, ...]:
-    """What validation asks about a GPU that this node lacks and the job's nodes have.
+    """Return the answers that validation needs about the job's GPUs, which this node lacks.
 
     Args:
-        is_blackwell: whether it is of that generation; otherwise it is a Hopper.
+        is_blackwell: whether the GPUs are Blackwell; otherwise they are Hopper.
     """
     major = 10 if is_blackwell else 9
     return (

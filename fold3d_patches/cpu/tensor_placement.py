@@ -1,4 +1,4 @@
-"""Patch what places a tensor on the GPU.
+"""Patch the functions that place a tensor on the GPU.
 
 Why: Megatron allocates with ``device="cuda"``, moves batches and modules with ``.cuda()``, and
     asks ``tensor.type()`` for ``torch.cuda.FloatTensor`` when it clips and when it sorts

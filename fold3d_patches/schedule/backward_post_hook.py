@@ -1,6 +1,6 @@
 """Patch ``megatron.core.distributed.DistributedDataParallel._make_backward_post_hook``.
 
-Why: DDP adds a gradient to its buffer when the backward has computed it, and ends if there is none.
+Why: DDP adds a gradient to its buffer when the backward has computed it, and fails without one.
     In a split backward of Transformer Engine's modules the weight gradients come later.
 Change: for those weights the hook runs after ``backward_dw``, as with ``--delay-wgrad-compute``.
 Remove when: ``--delay-wgrad-compute`` works under any schedule, and for some of a rank's chunks.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def patch(delayed: "EngineWeightGrads") -> Patch:
-    """Return the patch of what DDP calls when a parameter's gradient is there."""
+    """Return the patch of the function that DDP calls when a parameter's gradient is ready."""
 
     def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
         def _make_backward_post_hook(self: Any, param: "torch.nn.Parameter") -> Any:

@@ -1,9 +1,9 @@
 """Patch ``megatron.core.tensor_parallel.random.checkpoint``.
 
-Why: what recomputation starts from stays on the device until its backward, and nothing says which
-    of all saved tensors it is; and recomputation itself waits for that backward.
-Change: while it is saved, the offloader looks on (paper Sec. IV, offloader); what a plan recomputes
-    early is noted.
+Why: the inputs of recomputation stay on the device until their backward, and nothing identifies
+    them among all saved tensors. And recomputation itself waits for that backward.
+Change: the offloader collects the tensors saved inside ``checkpoint`` (paper Sec. IV, offloader).
+    Functions that the plan recomputes early are recorded.
 Remove when: Megatron offloads the inputs of recomputation, and recomputes ahead of a backward,
     under any pipeline schedule.
 """

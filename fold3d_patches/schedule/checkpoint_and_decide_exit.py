@@ -2,7 +2,7 @@
 
 Why: when training ends, some optimizer steps may still be due, and Megatron closes its writers
     before our patches are undone.
-Change: behind the last iteration they are taken, so that the norm of its gradients is written.
+Change: after the last iteration these steps are taken, so that its gradient norm is written.
 Remove when: Megatron calls a hook at the end of training.
 """
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def patch(deferred: "DeferredSync") -> Patch:
-    """Return the patch of the end of an iteration; all ranks decide alike."""
+    """Return the patch of the end of an iteration; all ranks take the same decision."""
 
     def make(upstream: Callable[..., bool]) -> Callable[..., bool]:
         from megatron.training import get_args

@@ -1,8 +1,8 @@
 """Patch ``megatron.core.tensor_parallel.layers.linear_with_grad_accumulation_and_async_allreduce``.
 
-Why: the backward of a linear layer computes the gradient of its weight at once, and a plan may want
-    it later, to hide DP.sync behind it.
-Change: for the weights whose gradients are delayed the backward keeps what they are computed from.
+Why: the backward of a linear layer computes the gradient of its weight at once, but a plan may
+    compute it later, to overlap DP.sync.
+Change: for weights with delayed gradients the backward keeps the operands of these gradients.
 `DelayedWeightGrads.linear` gives shapes, owners and streams of the tensors.
 Remove when: Megatron's ``--delay-wgrad-compute`` works under any schedule, for its own layers too.
 """

@@ -1,10 +1,10 @@
 """Patch ``megatron.core.optimizer.optimizer.ChainedOptimizer.step``.
 
-Why: iterations are compared that end with an optimizer step, and Megatron may skip a step, or run
-    an iteration again before it.
-Change: the end of each step is noted, and whether it was taken. Where another patch replaces the
-    step, this one stands around it.
-Remove when: Megatron calls a hook behind the optimizer step.
+Why: ``--schedule auto`` compares the times of iterations that end with an optimizer step, but
+    Megatron may skip a step, or run an iteration again before it.
+Change: the end of each step is noted, and whether it was taken. If another patch replaces the step,
+    this one wraps it.
+Remove when: Megatron calls a hook after the optimizer step.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ def patch(auto: "AutoSchedule", inner: Patch | None = None) -> Patch:
     """Return the patch of the optimizer step at the end of an iteration.
 
     Args:
-        auto: is told of each step.
-        inner: another patch of the same function, which this one stands around.
+        auto: the feature that notes each step.
+        inner: another patch of the same function, which this one wraps.
     """
 
     def make(upstream: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,12 +1,11 @@
 """Patch ``megatron.core.optimizer.optimizer.ChainedOptimizer.step``.
 
 Why: ``train_step`` steps all parameters at the end of an iteration; a model chunk whose gradients
-    are still on their way can only be stepped later.
+    are still being reduced can only be stepped later.
 Change: chunks whose DP.sync reaches into the next iteration are stepped before their next forward,
     with the learning rate and weight decay of this one (paper Algorithm 2). The norm of the
-    gradients is unknown yet: when it is known, it is logged and written to TensorBoard and W&B
-    with its iteration, where Megatron would. A step that may have to be clipped or skipped stays
-    Megatron's own.
+    gradients is not known yet. Once known, it is logged and written to TensorBoard and W&B with its
+    iteration, as in Megatron. A step that may have to be clipped or skipped stays Megatron's own.
 Remove when: Megatron's optimizer steps model chunks one by one.
 """
 

@@ -1,7 +1,7 @@
 """Patch ``megatron.core.optimizer.optimizer.ChainedOptimizer.step``.
 
-Why: with the distributed optimizer each replica steps its own shards alone.
-Change: of some segments each replica steps all shards, so that nothing has to be gathered.
+Why: with the distributed optimizer each replica steps only its own shards.
+Change: each replica steps all shards of some segments, so that they need no all-gather.
 Remove when: Megatron lets each model chunk choose whether its optimizer is sharded.
 """
 

@@ -1,7 +1,7 @@
 """Patch ``megatron.training.checkpointing.save_checkpoint``.
 
 Why: at the end of an iteration some optimizer steps may still be due.
-Change: they are taken before parameters and optimizer are written.
+Change: these steps are taken before parameters and optimizer are written.
 Remove when: Megatron calls a hook before it reads parameters.
 """
 

@@ -2,7 +2,7 @@
 
 Why: with ``--calculate-per-token-loss``, ``finalize_model_grads`` divides all gradients by the
     number of tokens at the end of an iteration.
-Change: gradients that are still being reduced are divided once they are there.
+Change: gradients that are still being reduced are divided afterwards.
 Remove when: Megatron's optimizer divides by the number of tokens when it steps.
 """
 

@@ -1,9 +1,9 @@
 """Patch ``megatron.core.parallel_state.initialize_model_parallel``.
 
-Why: tensor-parallel layers wait for their collectives at once, and nothing computes meanwhile; and
-    nothing tells how long these take.
-Change: the tensor-parallel group is wrapped, before a module keeps it: where a layer waits, the
-    other micro-batch of a pair runs, if there are pairs. A trace gets each collective.
+Why: tensor-parallel layers wait for their collectives at once, so nothing overlaps them, and no
+    trace has their times.
+Change: the tensor-parallel group is wrapped before any module stores it. With pairs, the other
+    micro-batch runs while a layer waits. A trace gets each collective.
 Remove when: Megatron runs two micro-batches at a time under any pipeline schedule.
 """
 

@@ -1,7 +1,7 @@
 """Patch ``megatron.core.distributed.DistributedDataParallel.zero_grad_buffer``.
 
 Why: ``train_step`` zeroes all gradients before the first forward of an iteration.
-Change: gradients that are still to be stepped with are zeroed right after that step.
+Change: gradients whose step is still due are zeroed right after that step.
 Remove when: ``train_step`` leaves it to the schedule when gradients are zeroed.
 """
 

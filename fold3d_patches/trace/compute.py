@@ -1,6 +1,6 @@
 """Patch ``megatron.core.pipeline_parallel.schedules.forward_step`` and ``backward_step``.
 
-Why: stock's schedules hold no plan; what they compute is seen where they compute it.
+Why: stock's schedules have no plan, so their computations must be recorded where they run.
 Change: a trace gets each forward and backward under the name that a plan would give it.
 Remove when: Megatron's schedules call hooks around their computations.
 """

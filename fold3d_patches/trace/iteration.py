@@ -1,6 +1,6 @@
 """Patch ``megatron.training.training.train_step``.
 
-Why: where an iteration begins and ends, and its number, is known to the training loop alone.
+Why: only the training loop knows where an iteration begins and ends, and its number.
 Change: a trace begins and ends with it.
 Remove when: Megatron calls hooks around an iteration.
 """

@@ -1,7 +1,7 @@
 """Patch ``ChainedOptimizer.prepare_grads`` and ``step_with_ready_grads``.
 
-Why: within Megatron's ``step``, updating parameters and waiting for other ranks take turns.
-Change: a trace gets the first alone; the second is what is left.
+Why: Megatron's ``step`` alternates between updating parameters and waiting for other ranks.
+Change: a trace gets the updates only; the rest of the step is waiting.
 Remove when: Megatron's optimizer calls hooks around its update.
 """
 

@@ -1,6 +1,6 @@
-"""Pipeline plans for Megatron-core: what happens, how long it takes, and doing it.
+"""Pipeline plans for Megatron-core: making, simulating and running them.
 
-Importing this package loads nothing: `plan` needs the standard library alone, `runtime` torch.
+Importing this package loads nothing else: `plan` needs only the standard library, `runtime` torch.
 """
 
 

@@ -2,8 +2,8 @@
 
 Exit codes: 0 is yes, 1 is no (a plan that cannot run), 2 is a mistake in the command line or a
 file that cannot be read. A user's mistake ends in one message on stderr and never in a traceback.
-Only the module of the sub-command that was asked for is loaded: `fold3d plan` starts as fast as
-if there were no simulator.
+Only the module of the requested sub-command is loaded, so that `fold3d plan` does not load the
+simulator.
 """
 
 import argparse

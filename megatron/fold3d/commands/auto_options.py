@@ -1,4 +1,4 @@
-"""``fold3d simulate --schedule auto``: what training would try, and what is expected of it."""
+"""``fold3d simulate --schedule auto``: the choices that training would try, with predictions."""
 
 import json
 from argparse import Namespace

@@ -1,4 +1,4 @@
-"""What commands say: results on stdout, so that they pipe well, and all else on stderr."""
+"""Output of commands: results on stdout, so that they can be piped, everything else on stderr."""
 
 import os
 import sys

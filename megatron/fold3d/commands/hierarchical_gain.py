@@ -1,4 +1,4 @@
-"""What ``--hierarchical-dp-sync`` would gain, in one line for whoever chooses flags."""
+"""The predicted gain of ``--hierarchical-dp-sync``, in one line."""
 
 from collections.abc import Iterator
 

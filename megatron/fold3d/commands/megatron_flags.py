@@ -1,7 +1,8 @@
 """A user's own Megatron flags, from a command line or a shell script, as the planner's model.
 
-Nothing is run: flags are read as words, variables of a script where it sets them itself. What a
-flag says and the planner does not model is refused; what it does not need is left unread.
+Nothing is run: flags are read as words, and variables are replaced if the script sets them itself.
+A flag that changes the model in a way that the planner does not model is refused; flags that do
+not matter to it are ignored.
 """
 
 import re

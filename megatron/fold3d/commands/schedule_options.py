@@ -91,8 +91,8 @@ def compute_plan(args: Namespace, forwards_ahead: int | None = None) -> Plan:
 
     Args:
         args: the command's arguments.
-        forwards_ahead: in place of an option that says auto, as all weight gradients then stay in
-            their backwards.
+        forwards_ahead: replaces ``--forwards-ahead auto``; all weight gradients then stay in their
+            backwards.
 
     Raises:
         PlanError: no such plan can run, or an option has no reader.

@@ -1,1 +1,1 @@
-"""OUR FLAGS: the arguments of each feature, their rules, and one frozen configuration."""
+"""Our flags: the arguments of each feature, their rules, and one frozen configuration."""

@@ -1,8 +1,8 @@
 """Our flags: added to Megatron's parser, and read back into a `Fold3DConfig`.
 
-Each feature's file holds its flags, what they mean, and what they cannot be combined with; this
-file puts them together. Nothing in this room imports torch or Megatron, touches a device or makes a
-process group: a run that cannot work ends here, within milliseconds, with every reason at once.
+Each feature's file has its flags, their meaning and the options that they exclude; this file
+combines them. Nothing in this room imports torch or Megatron, touches a device or makes a process
+group. So a run that cannot work ends here, within milliseconds, and gets all reasons at once.
 """
 
 import math
@@ -139,7 +139,7 @@ def megatron_defaults(args: Namespace) -> dict[str, Any]:
 
 
 def read_config(args: Namespace) -> Fold3DConfig:
-    """Read Megatron's namespace, as parsed or as validated, and refuse what cannot work.
+    """Read Megatron's namespace, as parsed or as validated, and refuse options that cannot work.
 
     Raises:
         ValueError: one line for each rule that is broken.

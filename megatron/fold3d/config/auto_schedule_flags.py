@@ -52,7 +52,7 @@ def auto_schedule_problems(args: Namespace, schedule: str) -> Iterator[str]:
 def may_defer(args: Namespace, schedule: str) -> bool:
     """Tell whether DP.sync may reach into the next iteration.
 
-    With the distributed optimizer that gains nothing; with one hardware queue it takes slices,
+    With the distributed optimizer this gains nothing. With one hardware queue it would need slices,
     which the plan would have to place.
     """
     return (

@@ -1,4 +1,4 @@
-"""``--backward-share``: the flag, and what it cannot be combined with.
+"""``--backward-share``: the flag, and the options that it excludes.
 
 With it, optimizer steps reach into the next iteration. That is exact as long as nothing needs all
 gradients before the first step, and nothing reads parameters or gradients between iterations.
@@ -55,9 +55,9 @@ def first_share(args: Namespace) -> float | None:
 def measures_shares(args: Namespace) -> bool:
     """Tell whether shares follow from measured times.
 
-    With the distributed optimizer ``auto`` is 1 and nothing is measured: all-gathers fill the next
-    forward, and what is left of the reduce-scatters for it would make it longer. It is measured if
-    weight gradients are delayed, since their reduce-scatters then end behind the first segment's.
+    With the distributed optimizer ``auto`` is 1 and nothing is measured: all-gathers already fill
+    the next forward, and deferred reduce-scatters would prolong it. Shares are measured only if
+    weight gradients are delayed, since their reduce-scatters then end after the first segment's.
     """
     is_sharded = args.use_distributed_optimizer and not args.delay_weight_grads
     return args.backward_share == AUTO and not is_sharded

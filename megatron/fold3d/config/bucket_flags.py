@@ -23,10 +23,10 @@ def has_one_queue(args: Namespace) -> bool:
 def cuts_every_segment(args: Namespace) -> bool:
     """Return True if every rank cuts the segments of this run at ``--ddp-bucket-size``.
 
-    They are not cut where one hardware queue would let buckets hold up computation. The distributed
-    optimizer keeps stock's buckets, since they decide its shards. A checkpoint of its default
-    format loads only into the same buckets. The fully reshardable format of 0.19.2 writes wrong
-    values where there is padding between two buckets. And norms are summed shard by shard, so a
+    With one hardware queue they are not cut, because buckets would block computation. The
+    distributed optimizer keeps stock's buckets, since they decide its shards. A checkpoint of its
+    default format loads only into the same buckets. The fully reshardable format of 0.19.2 writes
+    wrong values if there is padding between two buckets. And norms are summed shard by shard, so a
     clipped update would differ from stock's in the last digit.
     """
     return bool(args.overlap_grad_reduce) and gradient_cut.cuts_every_segment(

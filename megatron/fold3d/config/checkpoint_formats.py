@@ -1,6 +1,6 @@
-"""Check what Megatron 0.19.2 cannot save, or saves and cannot load again.
+"""Refuse options whose state Megatron 0.19.2 cannot save, or cannot load after saving.
 
-Megatron itself finds out when it saves or resumes, and what the run has computed is lost.
+Megatron itself fails only when it saves or resumes, and then the run's work is lost.
 """
 
 from argparse import Namespace

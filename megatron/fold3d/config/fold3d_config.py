@@ -1,4 +1,4 @@
-"""The frozen configuration of a run: what our flags and Megatron's say, once they are checked.
+"""The frozen configuration of a run, from our flags and Megatron's, once they are checked.
 
 `config/all_flags.py` makes it. Code that only runs a configuration need not load the flags.
 """
@@ -148,18 +148,18 @@ class Fold3DConfig:
         )
 
     def may_cut_sums(self, num_replicas: int) -> bool:
-        """Return True if ``auto`` may reduce gradients in other parts than stock does.
+        """Return True if ``auto`` may cut gradients into other slices than stock.
 
-        Sums of two are the same in any order, those of more replicas up to rounding.
+        Sums over two replicas are the same in any order; over more, they are equal up to rounding.
         """
         return num_replicas == 2 or (num_replicas > 2 and not self.keeps_sums)
 
     @classmethod
     def from_args(cls, args: Namespace) -> "Fold3DConfig":
-        """Read Megatron's namespace, as parsed or as validated, and refuse what cannot work.
+        """Read Megatron's namespace, as parsed or as validated; refuse options that cannot work.
 
-        Validation may add options of its own, from a checkpoint for example: reading the
-        namespace again afterwards refuses those too.
+        Validation may add options, from a checkpoint for example. Reading the namespace again
+        afterwards checks those too.
 
         Raises:
             ValueError: one line for each rule that is broken.

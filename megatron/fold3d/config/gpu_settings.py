@@ -1,7 +1,7 @@
-"""What a run on GPUs needs beside its flags: kernels, libraries and settings of CUDA.
+"""Requirements of a run on GPUs other than flags: kernels, libraries and settings of CUDA.
 
-Keeps one invariant: nothing here imports torch or touches a GPU, so that a run which would block,
-hang or end in its first iteration ends before it begins.
+Keeps one invariant: nothing here imports torch or touches a GPU. So a run that would hang or fail
+in its first iteration is refused before it begins.
 """
 
 import os
@@ -22,10 +22,10 @@ TOO_FEW_CONNECTIONS = (
 
 
 def default_flags() -> tuple[str, ...]:
-    """Return flags for what this installation lacks; the user's own words win over them.
+    """Return flags that make up for missing kernels; the user's own flags override them.
 
-    Megatron fuses the accumulation of gradients by default, in its output layer with a kernel of
-    NVIDIA's apex, and ends without it.
+    By default Megatron fuses the accumulation of gradients. Its output layer does so with a kernel
+    of NVIDIA's apex, and fails without it.
     """
     has_kernel = find_spec(FUSION_KERNEL) is not None
     return () if has_kernel else ("--no-gradient-accumulation-fusion",)
@@ -39,7 +39,7 @@ def connection_problems() -> Iterator[str]:
 
 
 def gpu_problems(args: Namespace, schedule: str) -> Iterator[str]:
-    """Yield one message (found, rule, fix) per thing without which a run on GPUs would not end."""
+    """Yield one message (found, rule, fix) per setting with which a run on GPUs would fail."""
     if args.device != "cuda" or schedule == "stock":
         return
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":

@@ -1,4 +1,4 @@
-"""``--hierarchical-dp-sync``: the flag, and what it cannot be combined with."""
+"""``--hierarchical-dp-sync``: the flag, and the options that it excludes."""
 
 import os
 from argparse import Namespace

@@ -34,10 +34,10 @@ def fitting_segments(args: Namespace) -> tuple[int, ...]:
 
 
 def may_be_uneven(args: Namespace) -> bool:
-    """Return whether stages may hold any numbers of layers: all are alike, and no flag has a say.
+    """Return whether stages may hold any numbers of layers: all are alike, and no flag sets them.
 
-    With virtual stages Megatron takes such numbers from ``--pipeline-model-parallel-layout`` alone,
-    which excludes all other flags for the split. What is offloaded is predicted for even ones.
+    With virtual stages Megatron takes such numbers only from ``--pipeline-model-parallel-layout``,
+    which excludes all other flags for the split. Predictions for offloading assume even layers.
     """
     return not (
         _an_end_is_given(args)

@@ -1,4 +1,4 @@
-"""Settings of NCCL and CUDA that would hang a run, or undo what a flag asks for."""
+"""Settings of NCCL and CUDA that would hang a run, or contradict a flag."""
 
 import os
 from argparse import Namespace

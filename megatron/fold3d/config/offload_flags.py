@@ -1,4 +1,4 @@
-"""``--offload-activations`` and ``--lazy-inter-segment``, and what they cannot be combined with."""
+"""``--offload-activations`` and ``--lazy-inter-segment``, and the options that they exclude."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -28,11 +28,10 @@ def add_offload_flags(group: ArgumentGroup) -> None:
 
 
 def offloads_everything(args: Namespace) -> bool:
-    """Return True for all large saved tensors, False for the inputs of recomputation alone.
+    """Return True to offload all large saved tensors, False for the inputs of recomputation only.
 
     Autograd's saved-tensor hooks return a weight without the attributes that Megatron's fused
-    weight-gradient kernel looks for. With that kernel the hooks therefore skip weights, and so most
-    of a forward.
+    weight-gradient kernel needs. So with that kernel the hooks cannot cover most of a forward.
     """
     return args.offload_activations == "on" and not args.gradient_accumulation_fusion
 

@@ -1,7 +1,7 @@
-"""Options of Megatron that step an optimizer, or gather what it has stepped, in another way.
+"""Options of Megatron that change how the optimizer steps or how parameters are gathered.
 
-``--backward-share`` and ``--replicate-optimizer`` step segment by segment, and both refuse these
-beside rows of their own.
+``--backward-share`` and ``--replicate-optimizer`` step segment by segment. Both refuse these
+options, and each has further rows of its own.
 """
 
 from megatron.fold3d.config.refusals import Refusal

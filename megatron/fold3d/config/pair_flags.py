@@ -1,4 +1,4 @@
-"""``--overlap-tensor-parallel``: what pairs of micro-batches cannot run with."""
+"""``--overlap-tensor-parallel``: the options that pairs of micro-batches exclude."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ def pair_problems(args: Namespace, schedule: str) -> Iterator[str]:
 
 
 def _never_run(args: Namespace) -> Iterator[str]:
-    """Refuse what has process-wide state or collectives of its own, and was never run in pairs."""
+    """Refuse options with process-wide state or further collectives, untested with pairs."""
     for flag, value, is_there in (
         ("--transformer-impl", args.transformer_impl, args.transformer_impl != "local"),
         ("--num-experts", args.num_experts, args.num_experts),

@@ -1,4 +1,4 @@
-"""``--preemptive-comm``: the flag, and what it cannot be combined with."""
+"""``--preemptive-comm``: the flag, and the options that it excludes."""
 
 from argparse import Namespace
 from collections.abc import Iterator

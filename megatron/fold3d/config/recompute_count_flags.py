@@ -1,4 +1,4 @@
-"""``--recompute-layers``: what numbers of recomputed layers cannot be combined with."""
+"""``--recompute-layers``: the options that it excludes."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -63,29 +63,29 @@ def recompute_count_problems(
 
 
 def _limit_problems(args: Namespace) -> Iterator[str]:
-    """Look for a limit that nothing reads, or that is none, and for `auto` without any."""
+    """Refuse a limit without `auto` or below one byte, and `auto` on a CPU without a limit."""
     limit, auto = args.activation_memory_bytes, args.recompute_layers == AUTO
     if limit is not None and not auto:
         yield (
-            f"{_LIMIT} {limit} without {_FLAG} auto: only its choice goes by it; drop it, or add "
+            f"{_LIMIT} {limit} without {_FLAG} auto: only auto uses the limit; drop it, or add "
             f"{_FLAG} auto"
         )
     elif limit is not None and limit < 1:
         yield f"{_LIMIT} {limit}: saved activations take some bytes; give at least 1"
     elif limit is None and auto and args.device == "cpu":
         yield (
-            f"{_FLAG} auto with --device cpu: a CPU has no memory of its own that would be short; "
+            f"{_FLAG} auto with --device cpu: a CPU has no device memory to measure; "
             f"give {_LIMIT} N"
         )
 
 
 def _not_measured(args: Namespace, schedule: str, found: str) -> Iterator[str]:
-    """Refuse `auto` where the bytes of one layer do not tell those of all."""
+    """Refuse `auto` if its measurement of one layer does not give the bytes of all."""
     for flag, is_there, why in (
         (
             f"--num-experts {args.num_experts}",
             args.num_experts,
-            "a layer of experts takes other bytes in each micro-batch",
+            "the bytes of a layer with experts change with each micro-batch",
         ),
         (
             "--heterogeneous-layers-config-path",
@@ -95,27 +95,27 @@ def _not_measured(args: Namespace, schedule: str, found: str) -> Iterator[str]:
         (
             f"--mtp-num-layers {args.mtp_num_layers}",
             args.mtp_num_layers,
-            "its layers are none of a stage's, and one of these is measured",
+            "its layers are not measured",
         ),
         (
             "--overlap-tensor-parallel",
             args.overlap_tensor_parallel,
-            "the bytes of two micro-batches at a time are not told apart",
+            "the bytes of two concurrent micro-batches cannot be measured separately",
         ),
         (
             "--delay-weight-grads",
             args.delay_weight_grads,
-            "what weight gradients wait for is not measured",
+            "the operands of delayed weight gradients are not measured",
         ),
         (
             f"--schedule {schedule}",
             schedule in SPLIT_SCHEDULES,
-            "what weight gradients wait for is not measured",
+            "the operands of delayed weight gradients are not measured",
         ),
         (
             "--forwards-ahead auto",
             args.forwards_ahead == AUTO,
-            "each would choose by the memory that the other leaves",
+            "each would depend on the memory that the other leaves",
         ),
     ):
         if is_there:
@@ -123,7 +123,7 @@ def _not_measured(args: Namespace, schedule: str, found: str) -> Iterator[str]:
 
 
 def _too_many(args: Namespace, found: str, num_ranks: int, num_segments: int) -> Iterator[str]:
-    """Look for a stage with fewer layers than it is to recompute, where all have equally many."""
+    """Refuse numbers above the layers of a stage, if all stages have equally many."""
     ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
     if args.pipeline_model_parallel_layout is not None or ends != (None, None):
         return  # the executor looks when it has the model

@@ -1,6 +1,6 @@
 """``--recompute-early``, ``--recompute-layers`` and ``--activation-memory-bytes``.
 
-What the first cannot be combined with is here; `recompute_count_flags` has the others.
+The options that the first flag excludes are here; `recompute_count_flags` has the others'.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""``--replicate-optimizer``: the flag, and what it cannot be combined with."""
+"""``--replicate-optimizer``: the flag, and the options that it excludes."""
 
 from argparse import Namespace
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""Check what a training run needs before Megatron does.
+"""Check the requirements of a training run before Megatron does.
 
-Megatron itself checks these only when it uses them: after it has made process groups, a model and
-data, and with a traceback on every rank.
+Megatron itself checks these options only when it uses them: after it has made process groups, a
+model and data, and with a traceback on every rank.
 """
 
 import math
@@ -27,7 +27,7 @@ _FROM_VOCABULARY = ("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPiece
 
 
 def run_problems(args: Namespace) -> Iterator[str]:
-    """Yield one message (found, rule, fix) for each thing that a run lacks or would soon fail on.
+    """Yield one message (found, rule, fix) per missing requirement or option that would fail.
 
     Args:
         args: Megatron's namespace, as parsed.

@@ -1,6 +1,6 @@
 """Check the folders that a run reads checkpoints from and writes to.
 
-No folder is made here, and only this node's view of the file system is checked.
+The checks make no folder, and see only this node's view of the file system.
 """
 
 import os

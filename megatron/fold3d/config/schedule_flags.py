@@ -1,4 +1,4 @@
-"""The flags that name the order of computation, and what they cannot be combined with."""
+"""The flags that name the order of computation, and the options that they exclude."""
 
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator

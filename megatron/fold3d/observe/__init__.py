@@ -1,1 +1,1 @@
-"""WHAT RAN: traces and timelines of measured runs, and what they say. No torch."""
+"""Traces and timelines of measured runs, and their analysis. No torch."""

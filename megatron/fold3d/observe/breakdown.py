@@ -15,7 +15,7 @@ COLUMNS = {
     "p2p_s": "PP.sync",
     "copy_s": "copies",
 }
-"""The fields of `Exposure` and what to call them."""
+"""The fields of `Exposure` and their titles."""
 _NOT_IN_THE_PAPER = ("optimizer_s", "copy_s")
 
 
@@ -34,8 +34,8 @@ class Breakdown:
             offload.
         tp_sync_s: seconds of an iteration in which tensor-parallel collectives are under way, the
             mean over ranks; they are inside computations. None where they were not recorded.
-        deferred_share: of the gradients, what was reduced behind the next iteration's forward, as
-            a mean; None where nothing is deferred.
+        deferred_share: the mean share of the gradients that was reduced during the next
+            iteration's forward; None where nothing is deferred.
     """
 
     iteration: Exposure
@@ -60,9 +60,9 @@ def exposure_of_ranks(timeline: Timeline) -> tuple[Exposure, ...]:
 
 
 def tp_sync_s(timeline: Timeline) -> float | None:
-    """Return how long TP.sync was under way in an iteration; None where there is no such lane.
+    """Return the seconds of TP.sync in an iteration; None if there is no such lane.
 
-    That is the mean over ranks and iterations. Collectives that overlap each other count once.
+    This is the mean over ranks and iterations. Collectives that overlap each other count once.
     """
     spans = [timeline.lane(rank, Lane.TP_SYNC) for rank in range(timeline.num_ranks)]
     if not any(spans):

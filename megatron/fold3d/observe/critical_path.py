@@ -1,10 +1,10 @@
 """The critical path: the chain of work and transfers that made a timeline as long as it is.
 
-It is found from the end backwards. A computation was held up by the last to end of three: the
-previous action on its rank, its message, and its reload. A message was held up by the computation
-that it is the result of, and a wait for DP.sync by that DP.sync. The steps follow each other
-without a gap, so their durations add up to the makespan; a step that nothing held up includes its
-idle time.
+The search runs from the end backwards. The cause of a computation is whichever ended last: the
+previous action on its rank, its message, or its reload. The cause of a message is the computation
+that produced it; the cause of a wait for DP.sync is that DP.sync. The steps follow each other
+without a gap, so their durations add up to the makespan. A step without a cause includes the idle
+time before it.
 """
 
 from bisect import bisect_right
@@ -30,7 +30,7 @@ _SYNC_OF = {
 
 
 class PathStep(NamedTuple):
-    """A stretch of the path: from ``start_s`` on, the path waited only for this span to end."""
+    """A part of the path: from ``start_s`` on, only the end of this span delayed the path."""
 
     rank: int
     span: Span
@@ -38,7 +38,7 @@ class PathStep(NamedTuple):
 
     @property
     def idle_s(self) -> float:
-        """The time before the span's begin in which nothing held it up."""
+        """The idle time before the span, which has no cause."""
         return max(0.0, self.span.start_s - self.start_s)
 
     @property
@@ -63,7 +63,7 @@ def path_seconds(steps: Iterable[PathStep]) -> dict[str, float]:
 
 
 def _is_found(message: Span, before: Span, span: Span) -> bool:
-    """True if a message was there, or as good as there, when the rank came to need it."""
+    """True if a message had arrived, or nearly arrived, when the rank needed it."""
     idle_s = span.start_s - before.end_s
     return message.start_s < before.end_s and idle_s <= _SLACK * span.duration_s
 

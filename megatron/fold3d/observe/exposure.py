@@ -1,8 +1,8 @@
 """Where an iteration's time goes: the columns of the paper's Table II, for any timeline.
 
 Every second of a rank between the ends of two iterations is counted once, so a row's columns add
-up to the iteration. While a rank idles because its message is under way, PP.sync is exposed. While
-the message has not even left, that is bubble, whatever held up the sender.
+up to the iteration. If a rank idles while its message is in flight, PP.sync is exposed. If the
+message has not been sent yet, the idle time is bubble, no matter what delayed the sender.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from megatron.fold3d.plan.ir import P2P_OPS, Action, Op
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exposure:
-    """Seconds of one rank in one iteration, by what took them."""
+    """Seconds of one rank in one iteration, by cause."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -101,7 +101,7 @@ def _count_gap(
     arrivals: dict[Action, Span],
     reloads: dict[Action, Span],
 ) -> None:
-    """Split the time before a computation among its message, its reload and the bubble."""
+    """Divide the time before a computation into its message, its reload and the bubble."""
     bubble_s, until_s = span.start_s - free_s, span.start_s
     if span.action is not None and (read := message_to(span.action)) is not None:
         message = arrivals.get(read)

@@ -20,8 +20,8 @@ def read_text(path: Path) -> str:
     """Return the text in a file that a user named.
 
     Raises:
-        ValueError: it is no text, or too long; the message begins with its path.
-        OSError: it cannot be read.
+        ValueError: the file is not text, or too long; the message begins with its path.
+        OSError: the file cannot be read.
     """
     try:
         return read_file(path).decode("utf-8")
@@ -30,10 +30,10 @@ def read_text(path: Path) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Return what a text holds.
+    """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON.
+        ValueError: the text is not JSON.
     """
     try:
         return json.loads(text)
@@ -52,12 +52,12 @@ def from_file[T](path: Path, kind: type[T], what: str) -> T:
     """Return an object of a data class from a file; its ``name`` is the file's unless it has one.
 
     Args:
-        path: one ``field = value`` per line of TOML, or one JSON object.
+        path: a TOML file with one ``field = value`` per line, or a JSON file with one object.
         kind: the data class.
-        what: it is called in messages.
+        what: the name for such an object in messages.
 
     Raises:
-        ValueError: the file cannot be read, or what it holds is not what the class takes.
+        ValueError: the file cannot be read, or its fields are not those of the class.
     """
     try:
         found = (_parse_toml if path.suffix == ".toml" else parse_json)(read_text(path))
@@ -86,7 +86,7 @@ def from_file[T](path: Path, kind: type[T], what: str) -> T:
 
 
 def check_numbers(of: Any, *, may_be_zero: Iterable[str] = ()) -> None:
-    """Return if every field of a data class whose type is a number holds a valid one.
+    """Check that every numeric field of a data class holds a valid number.
 
     Args:
         of: the object; ``int`` fields must hold whole numbers, and all numbers be above zero.
@@ -102,7 +102,7 @@ def check_numbers(of: Any, *, may_be_zero: Iterable[str] = ()) -> None:
 
 
 def check_names(of: Any) -> None:
-    """Return if every field of a data class whose type is text holds text.
+    """Check that every text field of a data class holds text.
 
     Raises:
         ValueError: one is not.

@@ -1,10 +1,10 @@
-"""Memory over time: what each rank of a timeline holds, on the device and on the host.
+"""Memory over time: the bytes that each rank of a timeline holds, on the device and on the host.
 
 A forward's saved activations are held from its start to the end of its backward. Offloaded ones are
-on both sides while they are copied, and on the host in between. The tensors that delayed weight
-gradients are computed from stay until these are done. What is recomputed early is held from the
-start of its recomputation to the end of its backward. Gradients that the iteration before has left
-may be freed before a stage's first forward, until its first backward.
+on both sides while they are copied, and on the host in between. The operands of delayed weight
+gradients are held until these are computed. Early recomputed activations are held from the start of
+their recomputation to the end of their backward. A stage's gradients may be freed before its first
+forward, until its first backward.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,9 +30,9 @@ class Footprint:
     recomputed_bytes: tuple[float, ...] = ()
     """Per stage: what early recomputation holds for the backward, of all layers."""
     freed_bytes: tuple[float, ...] = ()
-    """Per stage: which of its rank's static bytes it lacks from its forwards to its backwards."""
+    """Per stage: static bytes of its rank that are freed from its forwards to its backwards."""
     step_bytes: tuple[float, ...] = ()
-    """Per rank: what it holds in place of its static bytes when computation has ended, if more."""
+    """Per rank: bytes after all computation that replace its static bytes, if they are more."""
 
 
 @dataclass(frozen=True, slots=True)

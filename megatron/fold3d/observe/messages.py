@@ -1,4 +1,4 @@
-"""Messages between stages: a RECV names one, and a computation stands at each of its ends."""
+"""Messages between stages: each is named by its RECV, and joins two computations."""
 
 from megatron.fold3d.plan.ir import Action, Op
 
@@ -33,7 +33,7 @@ def reader_of(message: Action) -> Action:
 
 
 def source_of(message: Action) -> Action:
-    """Return the computation that a message is the result of: 1RECV_F0 is of 0F0."""
+    """Return the computation whose result a message carries: 1RECV_F0 carries that of 0F0."""
     stage, op, microbatch = message
     return Action(stage - 1 if op is Op.RECV_F else stage + 1, _COMPUTED[op], microbatch)
 

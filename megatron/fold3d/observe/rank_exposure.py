@@ -1,7 +1,7 @@
-"""Where the time of one rank went, as far as it knows by itself.
+"""Where the time of one rank went, from its own measurements alone.
 
-One rank cannot tell waits for messages under way from waits for messages that had not been sent
-yet; a trace of all ranks can.
+One rank cannot distinguish waits for messages in flight from waits for messages that have not been
+sent yet; a trace of all ranks can.
 """
 
 from megatron.fold3d.observe.timeline import Lane
@@ -13,7 +13,7 @@ from megatron.fold3d.plan.ir import Op
 def rank_exposure(row: IterationTrace) -> dict[str, float]:
     """Return where a rank's iteration went.
 
-    ``copies_s`` run beside the rest; all others add up to ``total_s``.
+    ``copies_s`` overlaps the rest; all other values add up to ``total_s``.
     """
     seconds = dict.fromkeys(
         ("forward_s", "backward_s", "optimizer_s", "exposed_grad_sync_s", "copies_s"), 0.0

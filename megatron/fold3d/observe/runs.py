@@ -1,6 +1,6 @@
 """Training runs and how two of them compare: speed, losses, and where the time went.
 
-A run is what it left behind: Megatron's log, our traces, or both in one folder.
+A run is read from Megatron's log, our traces, or both in one folder.
 """
 
 import glob
@@ -69,12 +69,12 @@ class Ratio:
 def read_run(path: Path, name: str) -> Run:
     """Return the run recorded in a log file, or in a folder with logs and traces.
 
-    Logs of a folder without any are looked for beside it: those of its name, or all of the parent
-    of a folder ``trace``.
+    If a folder has no logs, the logs beside it count: those of its name or, for a folder ``trace``,
+    all in its parent.
 
     Raises:
-        ValueError: it records no run.
-        OSError: it cannot be read.
+        ValueError: the path has no record of a run.
+        OSError: the path cannot be read.
     """
     files = [path]
     if path.is_dir():
@@ -159,5 +159,5 @@ def compare_losses(first: Run, second: Run) -> LossAgreement:
 
 
 def time_to_loss(run: Run, loss: float) -> float | None:
-    """Return after how many seconds a run first was at a loss; None if it never was."""
+    """Return after how many seconds a run first reached a loss; None if it never did."""
     return next((time_s for time_s, found in run.loss_over_time() if found <= loss), None)

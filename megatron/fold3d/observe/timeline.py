@@ -1,8 +1,8 @@
 """Timelines: what each rank did and when, simulated or measured.
 
-One type for both, so a measured run can be drawn beside its simulation and compared with it
-number by number. A span names the action of the plan it belongs to; the lanes of one rank run
-side by side.
+Both have one type, so a measured run can be drawn beside its simulation and compared with it
+number by number. A span names the action of the plan to which it belongs; the lanes of one rank run
+concurrently.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ BUSY_LANES = frozenset({Lane.COMPUTE, Lane.OPTIMIZER, Lane.WAIT})
 
 
 class Span(NamedTuple):
-    """One stretch of one lane; an action that was interrupted has several."""
+    """One interval of one lane; an action that was interrupted has several."""
 
     lane: Lane
     start_s: float
@@ -96,7 +96,7 @@ class Timeline:
         return tuple(ends[i] for i in sorted(ends))
 
     def between(self, start_s: float, end_s: float) -> Self:
-        """Return what happened in a window, cut at its borders; its start becomes zero."""
+        """Return the part of the timeline in a window, whose start becomes zero."""
 
         def cut(span: Span) -> Span:
             first, last = max(span.start_s, start_s), min(span.end_s, end_s)

@@ -1,6 +1,6 @@
 """Traces: the files that ``--trace DIR`` writes, one JSON file per rank.
 
-A file holds what its rank knows by itself, on its own clock. `trace_timeline` combines the ranks.
+A file has only its own rank's events, on that rank's clock. `trace_timeline` combines the ranks.
 """
 
 import json
@@ -69,7 +69,7 @@ class IterationTrace:
     """Numbers that were counted during the iteration, by name."""
 
     def check(self) -> None:
-        """Return if every number in it is valid; see `RankTrace.check`."""
+        """Check that every number in it is valid; see `RankTrace.check`."""
         check_numbers(self, may_be_zero=("iteration", "start_s", "end_s", "host_memory_bytes"))
         others = (self.gpu_memory_bytes or 0, *self.counts.values())
         if wrong := [number for number in others if not is_number(number)]:
@@ -140,7 +140,7 @@ class RankTrace:
         return trace
 
     def check(self) -> None:
-        """Return if `to_json` could have written this, so that readers need not check again.
+        """Check that `to_json` could have written this, so that readers need not check again.
 
         Raises:
             ValueError: a value is not a number, or out of its range.
@@ -187,7 +187,7 @@ def read_ranks(folder: Path) -> tuple[RankTrace, ...]:
 
 
 def _another_job(first: RankTrace, other: RankTrace) -> str:
-    """Return why two ranks cannot be of one job; empty if they may be."""
+    """Return why two ranks cannot belong to one job; empty if they can."""
     for name in ("schedule", "num_ranks", "num_segments", "num_microbatches"):
         ours, theirs = getattr(first, name), getattr(other, name)
         if ours != theirs:

@@ -1,7 +1,7 @@
 """The timeline of a traced run, from the traces of its ranks.
 
-A rank does not know how long a message to it was under way: that takes the clocks of two ranks.
-This module combines them, so that a measured run and a simulated one have the same type.
+A rank alone cannot know how long a message took, since this needs the clocks of two ranks. This
+module combines the ranks, so that a measured run and a simulated one have the same type.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,9 +35,9 @@ def read_trace(folder: Path) -> Timeline:
 
 @gc_paused()
 def to_timeline(ranks: Sequence[RankTrace]) -> Timeline:
-    """Return what the ranks of one pipeline did in the iterations that all of them recorded.
+    """Return the timeline of one pipeline over the iterations that all of its ranks recorded.
 
-    Zero is the start of the first of these. They are numbered from zero, as in a simulation.
+    Time zero is the start of the first one. Iterations are numbered from zero, as in a simulation.
 
     Raises:
         ValueError: there is no such iteration.
@@ -73,7 +73,7 @@ def to_timeline(ranks: Sequence[RankTrace]) -> Timeline:
 
 
 def spans_of(row: IterationTrace) -> list[Span]:
-    """Return the spans of an iteration that its rank knows by itself: all but its messages."""
+    """Return the spans of an iteration that need only one rank's clock: all but messages."""
     return list(_Clocked(row, 0, 0.0).spans())
 
 
@@ -86,7 +86,7 @@ class _Clocked:
     start_s: float
 
     def spans(self) -> Iterator[Span]:
-        """Yield what the rank did by itself; what lies within something else interrupts it."""
+        """Yield the rank's own spans; a span inside another one interrupts it."""
         events = sorted(_halved(self.row.events), key=lambda event: (event.start_s, -event.end_s))
         # A wait for a message is a gap: the message's own span says why.
         shown = [(e, _action(e.name)) for e in events if e.kind != "p2p"]
@@ -111,9 +111,9 @@ class _Clocked:
         }
 
     def found_inputs(self) -> Mapping[Action, float]:
-        """Return when the rank became free for each computation whose message was there already.
+        """Return, for each computation whose message had already arrived, when the rank was free.
 
-        How long before, nobody knows.
+        The time of the arrival itself is unknown.
         """
         waits = {e.name: e.end_s - e.start_s for e in self.row.events if e.kind == "wait"}
         busy = [e for e in self.row.events if LANES[e.kind] in BUSY_LANES]
@@ -137,7 +137,7 @@ class _Message:
     departure_s: float
     arrival_s: float
     found_s: float
-    """When the receiver became free and found it there; infinite if it had to wait for it."""
+    """When the receiver was free and the message was there; infinite if the receiver waited."""
     iteration: int
 
     def span(self, offsets_s: Sequence[float]) -> Span:
@@ -179,7 +179,7 @@ def _messages(clocks: Sequence[Sequence[_Clocked]], receiver: int) -> Iterator[_
 
 
 def _offsets(messages: Sequence[Sequence[_Message]]) -> list[float]:
-    """Return what to add to each rank's clock so that no message arrives before it has left.
+    """Return each rank's clock offset, with which no message arrives before it has left.
 
     Clocks of one machine agree; those of several machines agree to about a millisecond. Each rank's
     clock is moved by as little as its messages with the previous rank demand.
@@ -195,7 +195,7 @@ def _offsets(messages: Sequence[Sequence[_Message]]) -> list[float]:
 
 
 def _pieces(event: Event, busy: Sequence[Event], position: int) -> Iterator[tuple[float, float]]:
-    """Yield the parts of an event in which nothing else runs: ``busy[position:]`` interrupts it."""
+    """Yield the parts of an event that no event of ``busy[position:]`` interrupts."""
     at_s = event.start_s
     while position < len(busy) and busy[position].start_s < event.end_s:
         if busy[position].start_s > at_s:
@@ -209,7 +209,7 @@ def _pieces(event: Event, busy: Sequence[Event], position: int) -> Iterator[tupl
 def _halved(events: Sequence[Event]) -> Iterator[Event]:
     """Give each of two micro-batches that ran as a pair one half of their time.
 
-    Who of them computed at which moment was not recorded, and only one did at a time.
+    Only one computes at a time, but a trace does not record which one.
     """
     computed = {_action(event.name): event for event in events if event.kind == "compute"}
     halves = {}

@@ -1,4 +1,4 @@
-"""What Megatron's training log says about each iteration."""
+"""Reads the iterations in Megatron's training log."""
 
 import re
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _FIELDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedIteration:
-    """One line of the log, with None for what it does not say.
+    """One line of the log, with None for values that it lacks.
 
     Loss and gradient norm are missing where Megatron skipped the update, TFLOP/s per GPU without
     ``--log-throughput``. With ``--log-interval`` N, a line is the mean of N iterations.

@@ -1,1 +1,1 @@
-"""TRAINING: launcher, recipes, measuring; the only room that imports megatron.training."""
+"""Launcher, recipes and measuring; the only room that imports megatron.training."""

@@ -1,7 +1,7 @@
 """The choice of ``--segments auto``: the simulator's, reported beside that of the paper's rule.
 
-Keeps one invariant: the choice is one that the user could have given. Nothing of the chooser is
-left when training begins.
+Keeps one invariant: the user could have given the chosen flags. The choice has no other effect on
+training.
 """
 
 import shlex
@@ -50,7 +50,7 @@ class SegmentChoice:
 
     @property
     def flags(self) -> list[str]:
-        """What the user could have given."""
+        """The flags that a user would give for this choice."""
         flags = ["--segments", str(self.num_segments)]
         if self.layers:
             flags += ["--pipeline-model-parallel-layout", layout_of(self.layers)]

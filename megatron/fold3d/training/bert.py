@@ -90,7 +90,7 @@ def loss_func(
 def forward_step(
     data_iterator: Iterator[dict[str, Any]] | None, model: torch.nn.Module
 ) -> tuple[Any, Callable[..., Any]]:
-    """One micro-batch through one model chunk, and what makes a loss of the last chunk's output."""
+    """Run one micro-batch through one model chunk; return its output and its loss function."""
     timer = get_timers()("batch-generator", log_level=2)
     timer.start()
     batch = get_batch(data_iterator)
@@ -131,10 +131,10 @@ build_datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank
 
 
 def check(args: Namespace) -> None:
-    """Refuse what would not be a BERT on documents, and what is not there.
+    """Refuse options that this BERT does not support, and data that do not exist.
 
     Raises:
-        ValueError: what was asked for, why it cannot be, and what can.
+        ValueError: one message in the form found, rule, fix.
     """
     check_run(args, NOT_BERT, "a BERT on documents")
     if args.context_parallel_size > 1:

@@ -1,7 +1,7 @@
 """Megatron-core's BERT, in the form that ``megatron.training`` builds its own models from.
 
-The wheel has the model, and a builder for GPT alone. A BERT's options are the same flags, so its
-configuration is a GPT's; only what is built from it differs.
+The wheel has the model, but a builder only for GPT. A BERT has the same flags and the same
+configuration as a GPT; only its builder differs.
 """
 
 from typing import Any, ClassVar

@@ -1,7 +1,7 @@
-"""Compare the checkpoint that a run goes on from with its flags, before there is a process group.
+"""Compare the checkpoint that a run loads with its flags, before there is a process group.
 
-Megatron finds a difference when tensors do not fit: with a traceback on every rank, and not of the
-flag.
+Megatron finds a difference only when tensors do not fit: with a traceback on every rank that does
+not name the flag.
 """
 
 from argparse import Namespace
@@ -42,7 +42,7 @@ _FLAGS = {
 
 
 def check_checkpoint(args: Namespace) -> None:
-    """Return if the run can go on from what ``--load`` names, or has nothing to go on from.
+    """Check that the run fits the checkpoint of ``--load``, if there is one.
 
     Args:
         args: Megatron's namespace, validated.

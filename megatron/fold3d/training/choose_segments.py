@@ -37,7 +37,7 @@ def choose_segments(
         may_be_uneven: whether stages may get unequal numbers of layers.
 
     Raises:
-        ValueError: there is no torchrun, or what is to be trained cannot be measured.
+        ValueError: torchrun did not start the run, or the model cannot be measured.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise ValueError(
@@ -70,8 +70,8 @@ def measure(argv: Sequence[str], defaults: Mapping[str, Any]) -> str:
     """Run this rank's measuring process; returns, on the first rank, what it has measured.
 
     Args:
-        argv: flags of Megatron and of ours; others are left unread.
-        defaults: values of flags that are not given; those alone that JSON has a form for.
+        argv: flags of Megatron and of ours; others are ignored.
+        defaults: values of flags that are not given; only those that JSON can represent.
 
     Raises:
         ValueError: it failed.

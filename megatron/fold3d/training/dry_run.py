@@ -1,7 +1,7 @@
-"""``--check``: what a run is, holds and takes, said where no GPU is and nothing is built.
+"""``--check``: describes a run with its memory and time, without a GPU and without building it.
 
-Refusals are those of a run that trains, from the same functions; this file adds the estimates of
-the planner. They never stop a check, but for a model that is larger than its GPUs.
+The same functions refuse options here and in training; this file adds the planner's estimates. If
+an estimate is not possible, the check still succeeds; it fails if the model exceeds its GPUs.
 """
 
 import os
@@ -38,7 +38,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a run is checked for.
+    """The cluster that a run is checked for.
 
     Attributes:
         cluster: the GPUs that it will have; None if they are not known.
@@ -58,13 +58,13 @@ class Target:
 
     @property
     def is_blackwell(self) -> bool:
-        """Whether its GPUs are of that generation; unknown ones are not."""
+        """Whether its GPUs are Blackwell or later; unknown ones count as older."""
         return self.cluster is not None and self.cluster.is_blackwell
 
     def set_world_size(self, args: Namespace) -> None:
-        """Give the namespace, and all that reads the environment, the ranks of the job.
+        """Set the number of ranks in the namespace and in the environment.
 
-        They are torchrun's, or the cluster's, or as many as one replica of the model takes.
+        It is torchrun's, or the cluster's, or the number that one replica of the model takes.
 
         Raises:
             ValueError: torchrun and the cluster differ.
@@ -87,7 +87,7 @@ class Target:
 
 
 def report(args: Namespace, plan: Plan | None) -> Iterator[str]:
-    """Yield what a run that can begin is, and what the planner expects of it, in lines.
+    """Yield lines that describe a run that can begin, with the planner's estimates.
 
     Args:
         args: Megatron's namespace, validated.
@@ -291,7 +291,7 @@ def _layers(args: Namespace) -> tuple[int, ...]:
 
 
 def _left_out(args: Namespace) -> Iterator[str]:
-    """Yield flags that change memory or time, and that the estimates do not know."""
+    """Yield flags that change memory or time, and that the estimates ignore."""
     full = args.recompute_granularity == "full"
     flags = {
         "--recompute-num-layers": full and args.recompute_num_layers != 1,

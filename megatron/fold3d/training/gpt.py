@@ -168,9 +168,9 @@ def config(args: Namespace) -> Any:
 
 
 def check(args: Namespace) -> None:
-    """Refuse what would not be a GPT on plain documents, and what is not there.
+    """Refuse options that this GPT does not support, and data that do not exist.
 
     Raises:
-        ValueError: what was asked for, why it cannot be, and what can.
+        ValueError: one message in the form found, rule, fix.
     """
     check_run(args, NOT_PLAIN_GPT, "a GPT on plain documents")

@@ -1,8 +1,8 @@
-"""Print what only torch and Megatron know about an installation, as JSON for ``fold3d doctor``.
+"""Print facts about an installation that need torch and Megatron, as JSON for ``fold3d doctor``.
 
-It runs in a process of its own, since a torch that does not fit its machine may crash at import.
-Under torchrun every rank runs one. They find each other as the ranks of a training job do, and the
-first reports for all.
+It runs in a separate process, since a torch that does not fit its machine may crash at import.
+Under torchrun every rank starts one. These processes connect like the ranks of a training job, and
+the first one reports for all.
 """
 
 import json

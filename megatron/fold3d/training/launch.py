@@ -1,8 +1,8 @@
 """From a command line to a patched Megatron whose flags are valid, and to training with it.
 
-Keeps one invariant: a mistake of the user's ends as one message and exit code 2, before any
-process group exists; whatever goes wrong later keeps its traceback. Megatron, which takes seconds
-to import, is imported only where our own flags are right.
+Keeps one invariant: a user's mistake ends the run with one message and exit code 2, before any
+process group exists. Later errors keep their traceback. Megatron, which takes seconds to import, is
+imported only if our own flags are right.
 """
 
 import io
@@ -85,8 +85,8 @@ def prepare(
     """Check the flags and patch Megatron until ``patched`` closes; returns Megatron's namespace.
 
     Args:
-        argv: the user's words.
-        patched: takes what undoes the patches.
+        argv: the command line.
+        patched: the stack that receives the patches' exit callbacks.
         family: the model family that the calling script trains.
         extra_args_provider: adds the script's own flags, as in Megatron's parser.
         args_defaults: values of flags that are not given, by their attributes' names.
@@ -94,7 +94,7 @@ def prepare(
         builds_own_model: whether the script's model is not known to be Megatron's.
 
     Raises:
-        MISTAKES: about what the user gave; hand them to `refuse`.
+        MISTAKES: the user's input is wrong; pass the error to `refuse`.
     """
     ours = _add_arguments(None, ArgumentParser(add_help=False, allow_abbrev=False))
     own = ours.parse_known_args(argv)[0]
@@ -156,7 +156,7 @@ def install(args: Namespace, patched: ExitStack) -> None:
     """Patch the schedule of validated flags into Megatron until ``patched`` closes.
 
     Raises:
-        MISTAKES: about what the user gave; hand them to `refuse`.
+        MISTAKES: the user's input is wrong; pass the error to `refuse`.
     """
     config = Fold3DConfig.from_args(args)
     if config.trace is not None:
@@ -175,7 +175,7 @@ def tell_checked(args: Namespace) -> int:
         args: Megatron's namespace, validated.
 
     Raises:
-        MISTAKES: it cannot; hand them to `refuse`.
+        MISTAKES: the run cannot begin; pass the error to `refuse`.
     """
     from megatron.fold3d.training.dry_run import report
 
@@ -197,7 +197,7 @@ def _target(own: Namespace) -> "Target | None":
 
 
 def _check(args: Namespace, more: Sequence[str]) -> None:
-    """Refuse what the parsed flags ask for and cannot get, and what else was found.
+    """Refuse parsed flags that cannot work, together with the problems in ``more``.
 
     Raises:
         ValueError: one line for each rule that is broken.
@@ -212,10 +212,11 @@ def _check(args: Namespace, more: Sequence[str]) -> None:
 
 
 def refuse(error: Exception) -> int:
-    """Print on one rank of each node what is wrong; returns the exit code.
+    """Print an error on one rank of each node; returns the exit code.
 
-    The launcher ends all ranks when the printing rank ends. A rank that is still there later has
-    found what that one has not: Megatron checks some things on the last rank only.
+    The launcher ends all ranks when the printing rank ends. A rank that still runs after that has
+    found an error that the printing rank has not, and prints it: Megatron checks some options only
+    on the last rank.
     """
     if not _speaks():
         time.sleep(PATIENCE_S)

@@ -20,7 +20,7 @@ Room = Callable[[Timeline, Layers, Layers], bool]
 
 
 def room_for_layers(args: Namespace) -> Room | None:
-    """Return what tells whether memory has room for layers, from formulas before anything runs.
+    """Return a function that tells whether layers fit into memory, from formulas.
 
     A layout has room if its fullest rank holds no more than it would with layers as even as
     possible, or no more than is usable of a GPU. A CPU has room for all.

@@ -1,14 +1,14 @@
 """How the process of a rank ends, in one order whichever way it leaves.
 
-1. What the run has opened (threads, sockets, traces) is closed by the ``with`` that opened it, last
-   opened first, before anything comes here.
-2. A failure is told: see `_tell`.
-3. Threads that are no daemons and exit functions run, as when an interpreter ends.
-4. The process ends with its exit code, and the kernel takes back process groups and pinned memory.
-   The interpreter is not taken apart: threads of process groups and of hosts' links still run, and
-   one that asks for the lock of an interpreter that is going away ends the process by SIGABRT.
+1. The ``with`` statements of the run close its threads, sockets and traces, in reverse order,
+   before this module is reached.
+2. A failure is reported: see `_tell`.
+3. Non-daemon threads are joined and exit functions run, as when an interpreter ends.
+4. The process ends with its exit code, and the kernel releases process groups and pinned memory.
+   The interpreter is not finalized: threads of process groups and of host links still run, and if
+   one requests the interpreter's lock during finalization, the process ends by SIGABRT.
 
-A signal that nobody handles ends a process where it stands; the kernel closes what it has.
+An unhandled signal ends the process at once; the kernel closes what it has open.
 """
 
 import atexit
@@ -59,7 +59,7 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> NoReturn:
 
 
 def tell_failures(opened: ExitStack) -> None:
-    """Tell as `run` does what ends a script that does not call it.
+    """Report failures as `run` does, for a script that does not call `run`.
 
     The script's own ``sys.excepthook`` still prints its tracebacks. Ctrl-C is left to it.
 
@@ -85,10 +85,10 @@ def tell_failures(opened: ExitStack) -> None:
 
 
 def end_with_parent() -> None:
-    """Have the kernel end this process when its parent ends: nothing else would.
+    """Have the kernel end this process when its parent ends.
 
-    The processes that write checkpoints, and the servers of their queues, would live on. They write
-    nothing that counts: a checkpoint is complete when the rank itself says so.
+    Otherwise the processes that write checkpoints, and the servers of their queues, would live on.
+    Ending them loses nothing: a checkpoint is complete only when the rank itself says so.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     parent = multiprocessing.parent_process()
@@ -131,12 +131,12 @@ def _exit_code(left: SystemExit) -> int:
 
 
 def _tell(error: BaseException) -> None:
-    """Print an error, and have the failure that came first named last, by one rank.
+    """Print an error; the last line of the job, by one rank, names the first failure.
 
-    A rank that fails because another did says so in one line; its traceback is in torchrun's error
-    file. It prints the traceback only if no rank has reported before it, as when the other was
-    killed. It then waits, so that the launcher, which ends all ranks with the first, sees the other
-    rank end first.
+    A rank that fails because of another rank says so in one line; its traceback is in torchrun's
+    error file. It prints the traceback only if no rank has reported before it, for example because
+    the other was killed. It then waits, so that the launcher, which ends all ranks with the first,
+    sees the other rank end first.
     """
     from torch.distributed.elastic.multiprocessing import errors
 
@@ -172,8 +172,8 @@ class _Report:
     Attributes:
         rank: the rank that reports.
         text: names the rank that failed, which may be another, where it was, and why.
-        names_cause: whether the text names what no other rank has caused.
-        is_cause: whether that is this rank.
+        names_cause: whether the text names the original failure.
+        is_cause: whether this rank is the one that failed first.
     """
 
     rank: int

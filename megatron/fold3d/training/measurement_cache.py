@@ -1,7 +1,7 @@
 """Measurements kept between runs: one file per shape of a run and kind of hardware.
 
-A file names its shape and hardware, and serves only runs of exactly those. To measure again, delete
-it.
+A file records its shape and hardware, and is used only for runs with exactly these. To measure
+again, delete it.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
-"""What a Megatron script of the user's calls, by the names in `megatron.fold3d`.
+"""The functions that a user's Megatron script calls, under their names in `megatron.fold3d`.
 
-Keeps one invariant: nothing is patched until one of these is called, and then until the process
-ends, or until the stack that it returned is closed. A mistake of the user's ends as in our own
-scripts: one message, exit code 2.
+Keeps one invariant: nothing is patched before one of these functions is called. The patches stay
+until the process ends, or until the returned stack is closed. A user's mistake ends the script as
+it does ours: with one message and exit code 2.
 """
 
 import atexit
@@ -28,15 +28,15 @@ def parse_args(
 ) -> Namespace:
     """Parse ``sys.argv`` as Megatron's ``parse_and_validate_args``, and patch Megatron.
 
-    Call it once, where the script called ``parse_and_validate_args``. The patches are those that
-    the flags ask for; without ``--schedule`` Megatron trains as ever. They stay until the process
-    ends. A mistake in the flags is printed in one message. Of a failure later, the rank that
-    failed first is named last.
+    Call it once, where the script called ``parse_and_validate_args``. The flags decide which
+    patches are installed; without ``--schedule`` Megatron is unchanged. They stay until the process
+    ends. A mistake in the flags is printed in one message. After a later failure, the last line
+    names the rank that failed first.
 
     Args:
         extra_args_provider: adds the script's own flags to the parser and returns it.
         args_defaults: values of flags that are not given, by their attributes' names.
-        ignore_unknown_args: leave flags that nobody has added to the script.
+        ignore_unknown_args: whether to ignore unknown flags, so that the script can read them.
 
     Returns:
         Megatron's namespace, validated and set as its global arguments, with the flags of
@@ -69,14 +69,14 @@ def parse_args(
 
 
 def install(args: Namespace) -> ExitStack:
-    """Patch Megatron as flags say that Megatron has parsed with `add_arguments` and validated.
+    """Patch Megatron for flags that it has parsed with `add_arguments` and validated.
 
-    For scripts that cannot leave parsing to `parse_args`. What has to be known before validation
-    is refused: ``--device cpu``, ``--check``, ``--model-preset``, and ``--segments`` unless
-    Megatron's own flag says the same.
+    This is for scripts that cannot use `parse_args`. Flags that have to be known before validation
+    are refused: ``--device cpu``, ``--check``, ``--model-preset``, and ``--segments`` unless
+    Megatron's own flag has the same value.
 
     Returns:
-        A stack that takes the patches off when it closes, at the latest when the process ends.
+        A stack that removes the patches when it closes, at the latest when the process ends.
 
     Raises:
         SystemExit: the flags cannot work; the exit code is 2.
@@ -95,10 +95,10 @@ def install(args: Namespace) -> ExitStack:
 
 
 def _check_parsed_elsewhere(args: Namespace) -> None:
-    """Refuse what has to be known before Megatron validates its flags.
+    """Refuse flags that have to be known before Megatron validates its flags.
 
     Raises:
-        ValueError: what was found, why it comes too late, and what to do.
+        ValueError: one message in the form found, rule, fix.
     """
     fix = "or parse with fold3d.parse_args"
     if not hasattr(args, "schedule"):

@@ -1,4 +1,4 @@
-"""What training a GPT and a BERT have in common: options of their data, and checks."""
+"""The common parts of training a GPT and a BERT: options of their data, and checks."""
 
 import functools
 from argparse import Namespace
@@ -89,7 +89,7 @@ def check_run(args: Namespace, foreign: tuple[str, ...], trains: str) -> None:
         trains: the models that the script trains, in words.
 
     Raises:
-        ValueError: what was asked for, why it cannot be, and what can.
+        ValueError: one message in the form found, rule, fix.
     """
     if found := ["--" + name.replace("_", "-") for name in foreign if getattr(args, name)]:
         raise ValueError(f"{', '.join(found)}: this script trains {trains}")

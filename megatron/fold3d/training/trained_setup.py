@@ -6,7 +6,7 @@ from megatron.fold3d.predict.cost_model.sizes import Recompute, Setup
 
 
 def setup_of(args: Namespace, data_parallel: int) -> Setup:
-    """Return the setup that flags stand for.
+    """Return the setup that the flags describe.
 
     Args:
         args: Megatron's namespace.
