@@ -106,7 +106,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--model-preset",
         metavar="NAME",
         help="Build a model of the paper, such as gpt3-18b, or any layers-hidden-heads[-sequence]: "
-        "stands for the flags of its shape, and those that are given win over it.",
+        "stands for the flags of its shape; flags that are given override it.",
     )
     group.add_argument(
         "--device",

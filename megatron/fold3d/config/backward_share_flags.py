@@ -24,10 +24,10 @@ def add_share_flags(group: ArgumentGroup) -> None:
         metavar="X",
         help="Let DP.sync reach into the next iteration: the share X, from 0 to 1, of a segment's "
         "gradients is reduced behind its backward, the rest behind the next forward. auto measures "
-        "what fits behind it; with the distributed optimizer it is 1, unless weight gradients are "
-        "delayed. An iteration after one that had to wait for all gradients, to clip "
-        "them for example, reduces all of them behind its backward. Not given, an iteration ends "
-        "when all gradients are reduced.",
+        "how much fits; with the distributed optimizer it is 1, unless weight gradients are "
+        "delayed. If an iteration had to wait for all gradients, to clip them for example, the "
+        "next one reduces all behind its backward. By default, an iteration ends when all "
+        "gradients are reduced.",
     )
 
 

@@ -5,14 +5,14 @@ from megatron.fold3d.config.refusals import Refusal
 
 _AFTER = "it changes gradients that are reduced, and some are reduced in the next iteration"
 _READS = "it reads parameters between iterations, when some of their steps are still due"
-_GRADS = "it reads gradients between iterations, when some are still on their way"
+_GRADS = "it reads gradients between iterations, when some are not reduced yet"
 _DROP = "drop it, or drop --backward-share"
 
 REFUSALS = (
     Refusal(
         "--optimizer",
         "optimizer",
-        "segments are stepped one by one, and it steps in another way",
+        "segments are stepped one by one, which this optimizer does not support",
         "use --optimizer adam or sgd",
         found=lambda args: args.optimizer not in ("adam", "sgd"),
     ),
@@ -20,7 +20,7 @@ REFUSALS = (
     Refusal(
         "--ddp-reduce-scatter-with-fp32-accumulation",
         "ddp_reduce_scatter_with_fp32_accumulation",
-        "it reduces in a way of its own, whole buckets at a time",
+        "it has its own reduction, of whole buckets",
         _DROP,
     ),
     Refusal("--mtp-num-layers", "mtp_num_layers", _AFTER, _DROP),
@@ -44,7 +44,7 @@ REFUSALS = (
     Refusal(
         "--timing-log-level",
         "timing_log_level",
-        "its barriers would stand in steps that ranks take at different times",
+        "its barriers are inside optimizer steps, which ranks take at different times",
         "give --timing-log-level 0",
     ),
 )

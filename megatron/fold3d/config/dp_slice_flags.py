@@ -21,9 +21,9 @@ def add_dp_slice_flags(group: ArgumentGroup) -> None:
         "--dp-slices",
         choices=("auto", "on", "off"),
         default="auto",
-        help="Start DP.sync in slices, one before each computation that may hide it. auto does so "
+        help="Start DP.sync in slices, one before each computation that can hide it. auto does so "
         "with --backward-share where CUDA_DEVICE_MAX_CONNECTIONS=1: collectives that are launched "
-        "in a row would stop computation there.",
+        "in a row would block computation there.",
     )
 
 

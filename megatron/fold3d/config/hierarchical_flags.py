@@ -26,7 +26,7 @@ def add_hierarchical_flags(group: ArgumentGroup) -> None:
         "--hierarchical-dp-sync",
         choices=("off", "auto"),
         default="off",
-        help="auto: where the replicas of a model chunk share nodes and span several, sum their "
+        help="auto: if the replicas of a model chunk share nodes and span several, sum their "
         "gradients inside each node first, then across nodes, in parts. A node then sends fewer "
         "bytes to others, and sums differ from Megatron's in the order of additions (default: "
         "off).",

@@ -15,15 +15,15 @@ def add_offload_flags(group: ArgumentGroup) -> None:
         "--offload-activations",
         choices=get_args(Offload),
         default="off",
-        help="Keep saved activations in host memory while no computation wants them: on moves all "
-        "large ones, auto what recomputation starts from, and no more of it than the GPU's memory "
+        help="Keep saved activations in host memory until their backward needs them: on moves all "
+        "large ones, auto the inputs of recomputation, and no more of them than the GPU's memory "
         "needs and its copy engine hides (default: off).",
     )
     group.add_argument(
         "--lazy-inter-segment",
         action="store_true",
-        help="Send what goes from the last pipeline rank to the first through host memory, where "
-        "it waits until it is used.",
+        help="Send tensors from the last pipeline rank to the first through host memory, where "
+        "they wait until they are used.",
     )
 
 

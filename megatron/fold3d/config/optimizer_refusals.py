@@ -6,7 +6,7 @@ options, and each has further rows of its own.
 
 from megatron.fold3d.config.refusals import Refusal
 
-_STEP = "it steps the optimizer in a way of its own, and segments are stepped one by one"
+_STEP = "it changes the optimizer step, and segments are stepped one by one"
 _DROP = "drop one of the two"
 
 STEP_REFUSALS = (

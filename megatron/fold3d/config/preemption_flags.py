@@ -12,8 +12,8 @@ def add_preemption_flags(group: ArgumentGroup) -> None:
     group.add_argument(
         "--preemptive-comm",
         action="store_true",
-        help="Let PP.sync go before DP.sync: gradients are reduced in slices, which wait while a "
-        "transfer between pipeline ranks is under way.",
+        help="Let PP.sync preempt DP.sync: gradients are reduced in slices, and none starts while "
+        "a transfer between pipeline ranks is in flight.",
     )
     group.add_argument(
         "--dp-slice-bytes",
@@ -21,7 +21,7 @@ def add_preemption_flags(group: ArgumentGroup) -> None:
         metavar="N",
         help="With --backward-share or --preemptive-comm, reduce N bytes of gradients at once, so "
         "that what is needed sooner waits no longer than these take (default: 8388608, on CPUs "
-        "524288; preemption measures what costs DP.sync little and takes less of it if it can).",
+        "524288; preemption measures, and takes less if that costs DP.sync little).",
     )
 
 

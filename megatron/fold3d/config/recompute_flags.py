@@ -20,7 +20,7 @@ def add_recompute_flags(group: ArgumentGroup) -> None:
         type=stage_list,
         metavar="N,N",
         help="With full recomputation, recompute these stages, counted over all ranks from 0, or "
-        "all, while the gradient is on its way; each then holds one micro-batch's activations of "
+        "all, while they wait for the gradient; each then holds one micro-batch's activations of "
         "all its layers.",
     )
     group.add_argument(
@@ -35,7 +35,7 @@ def add_recompute_flags(group: ArgumentGroup) -> None:
         "--activation-memory-bytes",
         type=int,
         metavar="N",
-        help="With --recompute-layers auto, what saved activations may take on each rank "
+        help="With --recompute-layers auto, the memory for saved activations on each rank "
         "(default: what the GPU has left).",
     )
 

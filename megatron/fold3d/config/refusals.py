@@ -102,7 +102,7 @@ _GTP = "gathers of weights are chained in the order in which the first iteration
 _ONE_SIZE = "a plan is for one number of micro-batches"
 
 REFUSALS = (
-    # The order of an iteration, frozen.
+    # Options that fix the order of an iteration.
     Refusal(
         "--cuda-graph-impl",
         "cuda_graph_impl",
@@ -115,7 +115,7 @@ REFUSALS = (
     Refusal(
         "--fine-grained-activation-offloading",
         "fine_grained_activation_offloading",
-        "what is copied when is learnt from the order of stock's first iteration",
+        "it learns from the order of stock's first iteration when to copy which tensor",
         "use --recompute-granularity selective",
     ),
     Refusal(
@@ -144,7 +144,7 @@ REFUSALS = (
             "expert_tensor_parallel_num_weight_shards", "expert_tensor_parallel_size"
         ),
     ),
-    # Another schedule, or another loop around it.
+    # Options that replace the schedule, or the loop around it.
     Refusal("--overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm", _COMBINED),
     Refusal("--delay-wgrad-compute", "delay_wgrad_compute", _COMBINED),
     Refusal(
@@ -153,7 +153,7 @@ REFUSALS = (
     Refusal(
         "--defer-embedding-wgrad-compute",
         "defer_embedding_wgrad_compute",
-        "stock's schedules end with a step that computes what was deferred, a plan does not",
+        "stock's schedules compute the deferred gradients at their end, a plan does not",
         "drop it",
     ),
     Refusal(
@@ -165,7 +165,7 @@ REFUSALS = (
     Refusal(
         "--perform-rl-step",
         "perform_rl_step",
-        "generation and training share an iteration, a plan is of training alone",
+        "generation and training share an iteration, a plan has only training",
     ),
     Refusal(
         "--inprocess-restart",
@@ -174,13 +174,13 @@ REFUSALS = (
         "start the job again from its last checkpoint, with --save and --load, as a requeued "
         "SLURM job does",
     ),
-    # Gradients, parameters and transfers that are not where a plan expects them.
+    # Options that change gradients, parameters or transfers in a way that plans do not expect.
     Refusal("--use-megatron-fsdp", "use_megatron_fsdp", _FSDP, "use --use-distributed-optimizer"),
     Refusal("--use-torch-fsdp2", "use_torch_fsdp2", _FSDP, "use --use-distributed-optimizer"),
     Refusal(
         "--optimizer",
         "optimizer",
-        "beside --use-distributed-optimizer it shards whole layers, and a plan cuts other buckets",
+        "with --use-distributed-optimizer it shards whole layers, but a plan cuts other buckets",
         "drop --use-distributed-optimizer, or use --schedule stock",
         found=_shards_layers,
     ),
@@ -200,13 +200,13 @@ REFUSALS = (
     Refusal(
         "--use-ring-exchange-p2p",
         "use_ring_exchange_p2p",
-        "a ring exchange blocks, and a plan's transfers run beside compute",
+        "a ring exchange blocks, but a plan's transfers overlap compute",
         "drop it",
     ),
     Refusal(
         "--no-overlap-p2p-communication",
         "overlap_p2p_comm",
-        "a plan's transfers run beside compute",
+        "a plan's transfers overlap compute",
         "drop it",
         found=_blocking_p2p,
     ),
@@ -217,14 +217,14 @@ REFUSALS = (
         "drop it",
         found=lambda args: args.pipeline_model_parallel_comm_backend == "ucc",
     ),
-    # What does nothing, and says nothing of it.
+    # Options that would have no effect, without a warning.
     Refusal(
         "--freeze-all-layers",
         "freeze_all_layers",
-        "only models of a provider function are frozen, and ours is built from a configuration",
+        "it freezes only models from a provider function, and ours is built from a configuration",
         "drop it",
     ),
-    # What only some schedules read.
+    # Options that only some schedules read.
     Refusal(
         "--microbatch-group-size-per-virtual-pipeline-stage",
         "microbatch_group_size_per_vp_stage",

@@ -21,7 +21,7 @@ def add_replication_flags(group: ArgumentGroup) -> None:
         default=(),
         help="With the distributed optimizer: let every replica step these segments, counted from "
         "0, in full. Their gradients are all-reduced behind the backward, and their parameters are "
-        "not gathered in front of the forward. It takes the memory of their whole optimizer "
+        "not gathered for the forward. It takes the memory of their whole optimizer "
         "state, and gains where forwards are too short for their all-gathers, in steps that are "
         "clipped too. auto tries what measured times predict to be best, and keeps it if "
         "iterations got shorter.",

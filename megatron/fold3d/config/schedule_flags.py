@@ -19,7 +19,7 @@ def add_schedule_flags(group: ArgumentGroup) -> None:
         help="Pipeline schedule; stock, the default, is the one Megatron picks. auto begins in its "
         "order, measures, and tries what is predicted to be faster for a few iterations: the "
         "schedule, --backward-share, --delay-weight-grads and --replicate-optimizer, as far as "
-        "memory has room and sums stay the same. The fastest goes on, which may be stock's order.",
+        "memory has room and sums stay the same. The fastest is kept, which may be stock's order.",
     )
     group.add_argument(
         "--plan-file",
@@ -45,7 +45,7 @@ def add_schedule_flags(group: ArgumentGroup) -> None:
         "--overlap-tensor-parallel",
         action="store_true",
         help="Run neighbouring micro-batches in pairs: one computes while a tensor-parallel "
-        "collective of the other is under way. A schedule then counts pairs, so it has the bubble "
+        "collective of the other is in flight. A schedule then counts pairs, so it has the bubble "
         "and holds the activations of micro-batches twice as large.",
     )
 

@@ -34,9 +34,9 @@ def add_segment_flags(group: ArgumentGroup) -> None:
         "--segments",
         type=segments_or_auto,
         metavar="N",
-        help="Model chunks per pipeline rank: sets Megatron's virtual stages. auto chooses from "
-        "what the hardware is measured to do when the run starts, and how many layers each "
-        "holds.",
+        help="Model chunks per pipeline rank: sets Megatron's virtual stages. auto measures "
+        "the hardware when the run starts, and chooses this number and the layers of each "
+        "stage.",
     )
 
 

@@ -23,7 +23,7 @@ def add_weight_grad_flags(group: ArgumentGroup) -> None:
         default=(),
         help="Compute the weight gradients of these segments, counted from 0, when all backwards "
         "are through: the DP.sync of the segment that is needed first is hidden behind them. auto "
-        "puts those of all segments where ranks would wait, by measured times.",
+        "computes those of all segments where ranks would wait, by measured times.",
     )
     group.add_argument(
         "--most-activations",

@@ -5,8 +5,8 @@ pipeline ranks. With ``--use-tp-pp-dp-mapping`` pipeline ranks come before data-
 that PP.sync stays inside nodes rather than DP.sync.
 
 All replicas of a pipeline do the same at the same time, so only one is simulated, and its messages
-and collectives carry what its whole node sends. `placement` adds what switches between nodes hold
-up, and `stragglers` makes the simulated pipeline the one that has the slowest GPU.
+and collectives carry the traffic of its whole node. `placement` adds the links between switches,
+and `stragglers` makes the simulated pipeline the one with the slowest GPU.
 """
 
 from collections.abc import Sequence
@@ -241,7 +241,7 @@ def _weight_s(shape: ModelShape, cluster: Cluster, setup: Setup, split: Split) -
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """What ranks that share sequences or experts send within a stage; nothing hides it here."""
+    """Exposed traffic within a stage, among ranks that share sequences or experts."""
 
     forward_s: float
     backward_s: float

@@ -16,14 +16,14 @@ from megatron.fold3d.predict.cost_model.sizes import Setup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """What is left of a job's time."""
+    """The share of a job's time that is progress, and the quantities behind it."""
 
     share: float
-    """Of the time, what is progress."""
+    """The share of the time that is progress."""
     failures_s: float
     """Mean time between failures of the whole job."""
     checkpoint_s: float
-    """Training stands still for so long while a checkpoint is written."""
+    """Time for which training stops while a checkpoint is written."""
     interval_s: float
     """Training between two checkpoints."""
     restart_s: float

@@ -1,4 +1,4 @@
-"""Which node holds which part of a model, and so which links between switches its traffic takes.
+"""Which node holds which part of a model, and which links between switches its traffic takes.
 
 Placement is Megatron's, see `estimate`. Nodes are numbered as the ranks are, and a switch has
 neighbours below it. DP.sync is a ring over a rank's replicas in the order of their numbers.
@@ -21,7 +21,7 @@ _Flow = tuple[int, int]  # sending and receiving rank; the same one twice is the
 
 
 class _Link(NamedTuple):
-    """One direction of what leads from a switch to the level above."""
+    """One direction of the link from a switch to the level above."""
 
     level: int
     direction: Literal["up", "down"]

@@ -1,6 +1,6 @@
 """Bytes of parameters and gradients that are whole only while their stage needs them.
 
-While activations are held a rank has the most that `peak_resident` counts. When they are gone all
+While activations are held, a rank holds at most the bytes of `peak_resident`. Afterwards all
 buffers are whole again, for the optimizer's step.
 """
 
@@ -56,7 +56,7 @@ def sharded_footprint(
 
 
 def aiao_change(gradient_bytes: Sequence[float], setup: Setup, shards: Shards) -> float:
-    """Return by how many bytes a rank's static ones change while AIAO holds activations.
+    """Return the change of a rank's static bytes while AIAO holds activations.
 
     Args:
         gradient_bytes: bytes of the gradients of each of the rank's stages, on one GPU.

@@ -1,9 +1,9 @@
 """GPUs of one kind differ in speed, and a group that works in step is as slow as its slowest.
 
-The times of GPUs for the same computation are taken as normally distributed and lasting. The ranks
-of a tensor-parallel group wait for each other in every layer, so a group is as slow as the slowest
-of its GPUs. DP.sync makes all pipelines wait for the slowest one: the one with the slowest of all
-GPUs, which is assumed to be where most is computed.
+The model assumes that GPUs' times for the same computation are normally distributed and do not
+change. The ranks of a tensor-parallel group wait for each other in every layer, so a group is as
+slow as its slowest GPU. DP.sync makes all pipelines wait for the slowest one, which has the slowest
+of all GPUs. This GPU is assumed to be in the stage with the most computation.
 """
 
 from collections.abc import Sequence

@@ -29,12 +29,12 @@ Build = Callable[[int | None], Plan]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoOrder:
-    """What of the order is left to measured times.
+    """The parts of the order that measured times choose.
 
     Attributes:
-        forwards_ahead: how many the user gave; used unless ``auto_ahead``.
-        auto_ahead: whether their number is chosen.
-        auto_weight_grads: whether backwards are split, if that helps.
+        forwards_ahead: the user's number of forwards ahead; used unless ``auto_ahead``.
+        auto_ahead: whether this number is chosen.
+        auto_weight_grads: whether backwards may be split.
         most_activations: the most that a rank may hold; None is what it holds if none are delayed.
         delay_weight_grads: the segments whose weight gradients follow all backwards.
         recompute_early: the stages that recompute before their gradients arrive.
@@ -50,10 +50,10 @@ class AutoOrder:
     defers: bool = False
 
     def before_measuring(self, build: Build) -> Plan:
-        """Return the order until times are known: as if all computations took equally long.
+        """Return the order until times are known, as if all computations took equally long.
 
         Raises:
-            PlanError: a rank would hold more than it may.
+            PlanError: a rank would exceed its memory limit.
         """
         order = build(self.forwards_ahead)
         if not self.auto_weight_grads:
@@ -63,7 +63,7 @@ class AutoOrder:
         return place_weight_grads(order, times, HeldSizes.counted(order, self.most_activations))
 
     def choose(self, times: MeasuredTimes, build: Build) -> OrderChoice:
-        """Return the order that takes the least time, as far as memory has room."""
+        """Return the fastest order that fits into memory."""
         order = build(self.forwards_ahead)
         costs = costs_from_times(times)
         numbers: Sequence[int | None] = (self.forwards_ahead,)
@@ -81,7 +81,7 @@ class AutoOrder:
     def arranged(
         self, times: MeasuredTimes, tell: Callable[[str], None]
     ) -> Callable[[Build], Plan]:
-        """Return what makes the orders for these times, and tells of each choice."""
+        """Return a function that makes the orders for these times and reports each choice."""
 
         def arrange(build: Build) -> Plan:
             choice = self.choose(times, build)

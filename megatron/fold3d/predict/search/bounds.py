@@ -39,10 +39,10 @@ def bounded(candidate: Candidate, estimate: Estimate) -> Bounded:
 
 
 def least_sharded_bytes(item: Bounded) -> float:
-    """Return bytes that the fullest GPU needs at least, whatever of its segments is in shards.
+    """Return a lower bound of the fullest GPU's bytes, for any choice of ``--shard-segments``.
 
-    At the optimizer's step all is whole. Before it, shards free no more than all parameters and
-    gradients of a rank.
+    At the optimizer's step all buffers are whole. Before it, shards free no more than all
+    parameters and gradients of a rank.
     """
     c, footprint = item.candidate, item.estimate.footprint
     of_rank = (
@@ -55,11 +55,10 @@ def least_sharded_bytes(item: Bounded) -> float:
 def least_iteration_s(candidate: Candidate, estimate: Estimate) -> float:
     """Bound the iteration from below by what each rank must do.
 
-    The first micro-batch comes to a rank through those before it and the last one goes back through
-    them, the rank computes all of its work in between, and the first segment's DP.sync follows; it
-    may do so beside weight gradients that are delayed.
-    DP.sync that ends with the iteration can begin after the last segment's last backward only, or
-    with that backward where it is launched inside.
+    The first micro-batch reaches a rank through the ranks before it, and the last one returns
+    through them. In between the rank computes all of its work. The first segment's DP.sync follows;
+    it may overlap delayed weight gradients. DP.sync that ends with the iteration can begin only
+    after the last segment's last backward, or during that backward if it is launched inside.
     """
     if candidate.overlap_tensor_parallel:
         estimate = replace(estimate, costs=_in_pairs(candidate, estimate.costs))
@@ -90,7 +89,7 @@ def least_iteration_s(candidate: Candidate, estimate: Estimate) -> float:
 
 
 def _in_pairs(candidate: Candidate, costs: Costs) -> Costs:
-    """Return costs of which no micro-batch of a pair, and none that is alone, takes less."""
+    """Return lower bounds of the costs of micro-batches, in a pair or alone."""
     stages, early = range(len(costs.forward_s)), candidate.recompute_early
     recompute_s = tuple(paired_s(costs, stage, Op.RECOMPUTE) for stage in stages)
     backward_s = (
@@ -113,7 +112,7 @@ def earlier_s(candidate: Candidate, estimate: Estimate) -> float:
 
 
 def _there_and_back(candidate: Candidate, estimate: Estimate, rank: int) -> tuple[float, float]:
-    """The first segment's forwards, and its backwards, on the ranks before this one."""
+    """Return the seconds of the first segment's forwards, and backwards, on the ranks before."""
     costs = estimate.costs
     hops_s = rank * min(_message_s(estimate), costs.p2p_s, costs.p2p_local_s)
     backward_s = sum(costs.backward_s[:rank])
@@ -125,7 +124,7 @@ def _there_and_back(candidate: Candidate, estimate: Estimate, rank: int) -> tupl
 
 
 def _work_s(candidate: Candidate, estimate: Estimate, rank: int) -> float:
-    """A rank's computation, and in stock the waits for its messages."""
+    """Return a rank's computation and, for stock, its waits for messages, in seconds."""
     costs, stages = estimate.costs, range(rank, len(estimate.costs.forward_s), candidate.num_ranks)
     work_s = sum(costs.forward_s[stage] + costs.backward_s[stage] for stage in stages)
     if candidate.is_stock and not costs.sends_are_buffered and candidate.num_ranks > 1:
@@ -152,7 +151,7 @@ def _message_s(estimate: Estimate) -> float:
 
 
 def _messages_s(candidate: Candidate, estimate: Estimate) -> float:
-    """Seconds of sends on the busiest NIC: forwards' results onward, backwards' results back."""
+    """Return the seconds of sends on the busiest NIC, in both directions of the pipeline."""
     nics, sent = estimate.nic_of_rank, [0] * (1 + max(estimate.nic_of_rank))
     for stage in range(1, len(estimate.costs.forward_s)):
         source, target = (nics[s % candidate.num_ranks] for s in (stage - 1, stage))
@@ -163,7 +162,7 @@ def _messages_s(candidate: Candidate, estimate: Estimate) -> float:
 
 
 def _hiding_s(candidate: Candidate, costs: Costs, rank: int) -> float:
-    """What a rank computes after the last segment's last backward: the backwards of one group."""
+    """Return a rank's computation after the last segment's last backward: one group's backwards."""
     *others, _ = costs.backward_s[rank :: candidate.num_ranks]
     return _together(candidate) * sum(others)
 

@@ -1,9 +1,9 @@
 """Simulate a candidate's plan as stock Megatron, or our runtime, would run it.
 
-Stock Megatron waits for transfers before it goes on (`sends_stock_waits_for`). With one hardware
-queue it posts receives where ours does with one or with several, whichever is faster. It starts a
-chunk's DP.sync on all ranks at once, so on rank r it starts r backwards late, and it always ends
-with the iteration.
+Stock Megatron waits for some transfers (`sends_stock_waits_for`). With one hardware queue, it is
+simulated with our early or our late receives, whichever is faster. It starts a chunk's DP.sync on
+all ranks at the same time, so on rank r it starts r backwards late. Its DP.sync always ends with
+the iteration.
 """
 
 from collections.abc import Iterator
@@ -92,9 +92,9 @@ def timeline_of(
 
 
 def _placed(candidate: Candidate, estimate: Estimate, memory_bytes: float | None) -> Iterator[Plan]:
-    """Yield the candidate's order, or it with weight gradients in several places.
+    """Yield the candidate's order, or variants with weight gradients in different places.
 
-    Where memory has room for none of these, backwards stay whole.
+    If none of the variants fits into memory, backwards stay whole.
     """
     order = order_of(candidate)
     if not candidate.places_weight_grads:
@@ -158,7 +158,7 @@ def _timeline(
 
 
 def without_grad_sync(candidate: Candidate) -> Candidate:
-    """Return the candidate that stands for all that differ only in DP.sync and host copies."""
+    """Return the candidate that represents all that differ only in DP.sync and host copies."""
     setup = replace(candidate.setup, distributed_optimizer=False)
     return replace(
         candidate,
@@ -174,8 +174,8 @@ def without_grad_sync(candidate: Candidate) -> Candidate:
 def undisturbed(candidate: Candidate, estimate: Estimate) -> Timeline:
     """Return an iteration without DP.sync, host copies and contention on links.
 
-    Orders are fixed, so whatever a candidate adds to this can only make a rank wait longer. Without
-    flows on a network it takes a fraction of the time to simulate.
+    This is a lower bound: with a fixed order, everything that a candidate adds can only make ranks
+    wait longer. Without flows on a network it takes a fraction of the time to simulate.
     """
     costs = estimate.costs
     message_s = costs.p2p_s
@@ -195,7 +195,7 @@ def undisturbed(candidate: Candidate, estimate: Estimate) -> Timeline:
 
 
 def launches_in_backward(candidate: Candidate, estimate: Estimate) -> bool:
-    """True if DP.sync of a stage begins inside its last backward, as far as it is modelled."""
+    """True if DP.sync of a stage is simulated as starting inside its last backward."""
     ends_with_iteration = candidate.backward_share is None
     return estimate.cuda_connections is not None and ends_with_iteration and not candidate.is_stock
 

@@ -1,4 +1,4 @@
-"""What the planner chooses from: every way to split a model that can run on a cluster at all."""
+"""The planner's candidates: every split of a model that can run on a cluster."""
 
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
@@ -58,7 +58,7 @@ class Candidate:
     forwards_ahead: int | None = None
     """Per rank behind; None is the schedule's own."""
     shards: Shards = "off"
-    """What replicas keep in shards between its uses, with the distributed optimizer."""
+    """What replicas keep in shards between uses, with the distributed optimizer."""
     replicated: tuple[int, ...] = ()
     """The segments that every replica steps in full, with the distributed optimizer."""
     places_weight_grads: bool = False
@@ -149,10 +149,10 @@ def candidates(
     given: Given = FREE,
     assumed: Set[Assumption] = frozenset(),
 ) -> Iterator[Candidate]:
-    """Yield the candidates that divide the GPUs, the heads and the batch, whatever their memory.
+    """Yield the candidates that divide the GPUs, the heads and the batch, without checking memory.
 
-    Micro-batch groups are the smallest and the largest only, and layers are uneven only where they
-    cannot be even: `neighbours` has what is in between.
+    Micro-batch groups are only the smallest and the largest, and layers are uneven only if they
+    cannot be even: `neighbours` yields the values in between.
     """
     microbatch_sizes = _choices(MICROBATCH_SIZES, given.microbatch_size)
     recomputes = _choices(RECOMPUTES, given.recompute)
@@ -206,8 +206,8 @@ def _of_segments(
 ) -> Iterator[Candidate]:
     """Every schedule with this number of segments, without and with the distributed optimizer.
 
-    With it none has a share alone: all-gathers fill the forwards, and what is kept back for them
-    would only make them longer. `neighbours` has it together with delayed weight gradients.
+    With it, no candidate has only a backward share: all-gathers already fill the forwards, and
+    deferred gradients would prolong them. `neighbours` adds shares with delayed weight gradients.
     """
     ranks, microbatches = stock.num_ranks, stock.num_microbatches
     if shape.num_layers < ranks * segments:

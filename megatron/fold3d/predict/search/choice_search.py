@@ -1,8 +1,8 @@
-"""``--schedule auto``: which ways to run a model are worth trying, by simulated iterations.
+"""``--schedule auto``: which choices are worth trying, by simulated iterations.
 
-Stock's order comes first. Then come the other orders, DP.sync that reaches into the next iteration,
-weight gradients apart from their backwards, and segments that every replica steps in full: each
-step starts from the best so far, so the search may end at any time.
+The search begins with stock's order. It then tries other orders, DP.sync that reaches into the next
+iteration, delayed weight gradients, and segments that every replica steps in full. Each step starts
+from the best choice so far, so the search may stop at any time.
 """
 
 import time
@@ -39,7 +39,7 @@ _MOST_DELAYED = 3  # segments: each holds memory, and the first two bring nearly
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """What a run may choose, beside the order.
+    """The features that a run may choose, in addition to the order.
 
     Attributes:
         defers: whether DP.sync may reach into the next iteration.
@@ -60,7 +60,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """A choice, and what its iterations are expected to take.
+    """A choice, and the predicted time of its iterations.
 
     Attributes:
         choice: the choice.
@@ -72,7 +72,7 @@ class Predicted:
 
     @property
     def price(self) -> float:
-        """The seconds, and a little for each segment that takes memory."""
+        """The seconds, plus a small penalty for each segment that takes memory."""
         choice = self.choice
         num_segments = len(choice.delayed) + len(choice.replicated)
         num_segments += choice.order.num_segments if choice.order.has(Op.WEIGHT) else 0
@@ -173,12 +173,12 @@ class ChoiceSearch:
         return Predicted(choice=choice, seconds=self.seconds(choice))
 
     def to_try(self) -> list[Predicted]:
-        """Return what is worth trying beside stock's order, at most two, the faster first.
+        """Return at most two choices worth trying, besides stock's order; the faster one first.
 
-        They are the fastest choice whose DP.sync ends with the iteration, and the fastest of the
-        others, whose gain depends on how often steps are clipped. Where there are none of those,
-        they are the fastest of all, and the fastest that is an order and nothing else, if that is
-        another one.
+        One is the fastest choice whose DP.sync ends with the iteration. The other is the fastest
+        whose DP.sync does not, and whose gain depends on how often steps are clipped. If there is
+        no such choice, the second is the fastest that changes nothing but the order, if it differs
+        from the first.
         """
         gaining = [
             one for one in self._found() if one.price < self.stock.seconds * (1 - LEAST_GAIN)
@@ -308,7 +308,7 @@ class ChoiceSearch:
         return found
 
     def _may_run(self, choice: RunChoice, others: Sequence[RunChoice]) -> bool:
-        """Tell whether an order is unlike the others, and draws random numbers as stock's does."""
+        """Tell whether an order is new, and keeps the order of random numbers if it has to."""
         if self.scope.keeps_forwards:
             ours, stocks = (one.order.select({Op.FORWARD}) for one in (choice, others[0]))
             if ours != stocks:

@@ -1,4 +1,4 @@
-"""Say why a search has found nothing, and what comes nearest to what was asked for."""
+"""Explains why a search has found nothing, with the nearest sizes that would work."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace

@@ -1,14 +1,14 @@
-"""An iteration with thousands of micro-batches, from three iterations with fewer.
+"""Extrapolates an iteration with thousands of micro-batches from three iterations with fewer.
 
-Between its ramps a schedule repeats itself: each group of micro-batches adds equally much to
-whatever is measured. Then the rest is a straight line, and need not be simulated. The line is drawn
-only if all of this holds, and else all micro-batches are simulated:
+Between its ramps a schedule repeats itself: each group of micro-batches adds the same amount to
+each measure. So measures grow linearly with the number of groups, and the rest need not be
+simulated. Extrapolation requires all of the following; otherwise all micro-batches are simulated:
 
-- Three iterations, a group apart, lie on one line in everything that is asked for.
+- Three iterations, a group apart, lie on one line in all measures.
 - In the middle of each segment's forwards, and of its backwards, all ranks keep the same pace. If a
-  rank fell behind the one before it, the iteration would bend where the lead is used up.
-- The line is as steep as the bottleneck's own work on a group. A flatter one bends where that work
-  is no longer hidden, by DP.sync say.
+  rank fell behind the one before it, the slope would change once the lead is used up.
+- The slope equals the bottleneck's own work on a group. A smaller slope would change once that work
+  is no longer hidden, for example by DP.sync.
 - Even the shortest of the three takes twice as long as a rank's DP.sync and all-gathers.
 """
 
@@ -30,7 +30,7 @@ _FAR = 1 << 20  # groups; from here on the bottleneck alone says how long they t
 
 
 def measures(timeline: Timeline) -> tuple[float, ...]:
-    """Return what a candidate is judged by: its iteration, and where the time of it goes."""
+    """Return the measures of a candidate: the time of its iteration, and its parts."""
     return timeline.period_s, *astuple(mean(exposure(timeline)))
 
 
@@ -68,7 +68,7 @@ def extended(
 
 
 def may_be_extended(candidate: Candidate, estimate: Estimate) -> bool:
-    """Return True if three iterations are far shorter than the candidate's, and may tell all."""
+    """Return True if extrapolation from three iterations may be exact and saves time."""
     few = candidate.num_microbatches < _LEAST_SAVED * sum(_numbers(candidate, estimate))
     return not few and not _has_a_limit(candidate, estimate)
 
@@ -83,7 +83,7 @@ def with_microbatches(candidate: Candidate, number: int) -> Candidate:
 def _group(candidate: Candidate) -> int:
     """Return after how many micro-batches the schedule repeats itself, as an even number.
 
-    Those that take turns do so in twos: halves of a pair, ranks that share a link.
+    It is even because pairs, and ranks that share a link, alternate with a period of two.
     """
     return lcm(2, candidate.group_size or candidate.num_ranks) if _has_groups(candidate) else 2
 
@@ -95,7 +95,7 @@ def _has_groups(candidate: Candidate) -> bool:
 
 
 def _numbers(candidate: Candidate, estimate: Estimate) -> tuple[int, int, int]:
-    """Return three that leave a group in the middle, beside the ramps and behind DP.sync."""
+    """Return three numbers with at least one group between the ramps, and longer than DP.sync."""
     costs, ranks, group = estimate.costs, candidate.num_ranks, _group(candidate)
     ramps = 2 * group
     if not _has_groups(candidate):
@@ -111,7 +111,7 @@ def _numbers(candidate: Candidate, estimate: Estimate) -> tuple[int, int, int]:
 
 
 def _bottleneck_s(candidate: Candidate, estimate: Estimate, group: int) -> float:
-    """Return what a group takes at least, whatever else an iteration has."""
+    """Return a lower bound of the time of a group."""
     far, further = (with_microbatches(candidate, n * group) for n in (_FAR, 2 * _FAR))
     more_s = least_iteration_s(further, estimate) - least_iteration_s(far, estimate)
     return more_s / _FAR
@@ -136,10 +136,10 @@ def _keeps_pace(timeline: Timeline, microbatch: int, group: int, near_s: float) 
 
 
 def _has_a_limit(candidate: Candidate, estimate: Estimate) -> bool:
-    """Return True if something may be full from some number of micro-batches on.
+    """Return True if a limit may be reached at some number of micro-batches.
 
-    That is memory, for gradients that wait and copies that lag, or the time for which transfers
-    may pause DP.sync.
+    The limit is memory, for delayed weight gradients and late copies, or the time for which
+    transfers may pause DP.sync.
     """
     copies_lag = candidate.offload and not _copies_keep_up(estimate)
     return candidate.places_weight_grads or copies_lag or candidate.preemptive

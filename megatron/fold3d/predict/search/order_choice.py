@@ -27,7 +27,7 @@ class OrderChoice:
 
     plan: Plan
     seconds: float
-    """Of an iteration, as judged."""
+    """The time of an iteration, as judged."""
     forwards_ahead: int | None = None
     """None if the schedule has none to choose."""
     splits: bool = False
@@ -50,8 +50,8 @@ def choose_order(
 ) -> OrderChoice:
     """Return the order of computation that takes the least time among those that fit.
 
-    If none fits, it is the fastest. Of equally fast ones it is the one with the fewest forwards
-    ahead, and with whole backwards.
+    If none fits, return the fastest. Among equally fast ones, prefer the fewest forwards ahead, and
+    whole backwards.
 
     Args:
         build: the order for a number of forwards ahead.
@@ -84,8 +84,9 @@ def choose_order(
 def worth_trying(costs: Costs, num_ranks: int, num_microbatches: int) -> range:
     """Return the numbers of forwards ahead that may take the least time.
 
-    More than hide the transfers can still help while the pipeline fills, on a link that is shared:
-    up to two more. With all micro-batches but one, the last rank but one runs all forwards first.
+    The largest is two more than are needed to hide the transfers: on a shared link these can still
+    help while the pipeline fills. It is below the number of micro-batches, with which the last rank
+    but one already runs all forwards first.
     """
     forward_s, backward_s = max(
         zip(costs.forward_s[-num_ranks:], costs.backward_s[-num_ranks:], strict=True), key=sum
@@ -95,10 +96,10 @@ def worth_trying(costs: Costs, num_ranks: int, num_microbatches: int) -> range:
 
 
 def stage_times(costs: Costs) -> StageTimes:
-    """Return what the placement of weight gradients needs to know.
+    """Return the times that the placement of weight gradients needs.
 
     Raises:
-        PlanError: the costs do not tell weight gradients from the rest of a backward.
+        PlanError: the costs have no separate time for weight gradients.
     """
     if not any(costs.weight_s):
         raise PlanError(

@@ -1,4 +1,4 @@
-"""What each rank computes at least, by which `policy.partition` looks at few layouts."""
+"""Lower bounds of each rank's computation, with which `policy.partition` skips layouts."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ def rank_times(
     *,
     may_keep_layers: bool = False,
 ) -> RankTimes | None:
-    """Return what each rank computes at least, where all layers are alike.
+    """Return lower bounds of each rank's computation, if all layers are alike.
 
     Args:
         costs_of: a layout.

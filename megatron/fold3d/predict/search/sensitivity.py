@@ -1,4 +1,4 @@
-"""What a predicted gain rests on: how it changes when an assumption is off by half."""
+"""The sensitivity of a predicted gain: how it changes if an assumption is off by half."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,9 +1,9 @@
 """The shares that ``--backward-share auto`` would choose, from a simulation.
 
 They are chosen as in training: from the times at which gradients are ready in an iteration with
-`FIRST_SHARE`, and from how long the network is busy with them behind the backward. With the
-distributed optimizer nothing is measured and all is reduced behind the backward, unless weight
-gradients are delayed.
+`FIRST_SHARE`, and from the time that the network needs for them during the backward. With the
+distributed optimizer nothing is measured, and everything is reduced during the backward, unless
+weight gradients are delayed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -84,8 +84,8 @@ def _slower(
     """The factor by which messages slow DP.sync down before the last backward ends.
 
     DP.sync that ends later counts only if none ended before. The part that is reduced in the
-    iteration counts as well. What a forward is kept waiting by does not: it is left from an
-    iteration before.
+    iteration counts as well. DP.sync that delays a forward does not count, because it belongs to
+    the iteration before.
     """
     last_s = max(ready_s.values())
     of_stage: dict[int, list[Span]] = {}
