@@ -86,24 +86,7 @@ class Items:
 
     def of(self, program: Sequence[Step]) -> list[Item]:
         """Return the items of one iteration of a rank, in the order of issue."""
-        items: list[Item] = []
-        computed = 0
-        begun: Counter[int] = Counter()  # collectives, by their fact
-        waits: list[tuple[int, Step, int]] = []  # for them: index, step, how many had begun
-
-        def launch(step: Step, count: int) -> None:
-            in_iteration = self._steps.is_reduced_in_iteration(step.fact)
-            stream = Stream.IN_ITERATION if in_iteration else Stream.DP_SYNC
-            seconds, fact = step.seconds / count, step.fact
-            items.append(Item(Kind.COLLECTIVE, stream, step.action, seconds, computed, (), fact))
-            begun[fact] += 1
-
-        def wait_for(send: Action, fact: int) -> None:
-            nonlocal computed
-            needs = ((fact, 1, 1),)
-            items.append(Item(Kind.WAIT, Stream.COMPUTE, send, 0.0, computed, needs))
-            computed += 1
-
+        issued = _Issued(self._steps)
         inside = self._launched_inside(program)
         launched = {step.action for step in inside.values()}
         ours = not self._sends_waited_for
@@ -111,57 +94,45 @@ class Items:
         sends: dict[Action, int] = {}  # their facts
         offloaded: dict[tuple[int, int | None], int] = {}  # facts as well
         for index, step in enumerate(program):
-            action, seconds, facts, fact = step
-            stage, op, microbatch = action
-            if op in HOST_OPS:  # the host's work alone
+            stage, op, microbatch = action = step.action
+            if op in HOST_OPS:  # they issue nothing to the device
                 continue
-            stream = STREAM_OF[op]
             if op in COMPUTE_OPS:
-                needs = tuple([(needed, 1, 1) for needed in facts])
-                if action not in inside:
-                    items.append(Item(Kind.COMPUTE, stream, action, seconds, computed, needs, fact))
-                    computed += 1
-                else:
-                    reduction, count = inside[action], self._launches(inside[action])
-                    for part in range(count):
-                        own = fact if part + 1 == count else NO_FACT
-                        part_s = seconds / count
-                        items.append(
-                            Item(Kind.COMPUTE, stream, action, part_s, computed, needs, own)
-                        )
-                        computed += 1
-                        launch(reduction, count)
+                self._issue_computation(issued, step, inside.get(action))
             elif op in SEND_OPS:
-                sends[action] = fact
-                items.append(Item(Kind.TRANSFER, stream, action, 0.0, computed, (), fact))
+                sends[action] = step.fact
+                issued.transfer(action, step.fact)
                 if not ours and source_of(message_from(action)).op in self._sends_waited_for:
-                    wait_for(action, fact)
+                    issued.wait_for_send(action, step.fact)
             elif op in RECV_OPS:
-                fact = self._steps.arrival(action)
-                items.append(Item(Kind.TRANSFER, stream, action, 0.0, computed, (), fact))
+                issued.transfer(action, self._steps.arrival(action))
             elif op is Op.WAIT_GRAD or op in PARAM_WAIT_OPS:
-                waits.append((len(items), step, begun[fact]))
-                items.append(Item(Kind.WAIT, stream, action, seconds, computed))
-                computed += 1
+                issued.wait_for_sync(step)
             elif op is Op.REDUCE_GRAD or op is Op.REDUCE_SLICE or op in GATHER_OPS:
                 if action not in launched:
                     count = self._launches(step)
                     for _ in range(count):
-                        launch(step, count)
+                        issued.launch(step, count)
+            elif op is Op.OFFLOAD:
+                offloaded[stage, microbatch] = self.num_facts
+                issued.copy(step, (), self.num_facts)
+                self.num_facts += 1
             else:
-                needs = ()
-                if op is Op.OFFLOAD:
-                    offloaded[stage, microbatch] = fact = self.num_facts
-                    self.num_facts += 1
-                elif (left := offloaded.get((stage, microbatch))) is not None:
-                    needs = ((left, 1, 1),)
-                items.append(Item(Kind.COPY, stream, action, seconds, computed, needs, fact))
+                left = offloaded.get((stage, microbatch))
+                issued.copy(step, () if left is None else ((left, 1, 1),), step.fact)
             for send in waited_for.get(index, ()):
-                wait_for(send, sends[send])
-        for index, step, count in waits:
-            needs = ((step.fact, begun[step.fact], count),)
-            items[index] = items[index]._replace(needs=needs)
-        return items
+                issued.wait_for_send(send, sends[send])
+        return issued.all_items()
+
+    def _issue_computation(self, issued: "_Issued", step: Step, reduction: Step | None) -> None:
+        """Issue a computation; hooks cut it into parts and launch ``reduction`` behind these."""
+        if reduction is None:
+            issued.compute(step, step.seconds, step.fact)
+            return
+        count = self._launches(reduction)
+        for part in range(count):
+            issued.compute(step, step.seconds / count, step.fact if part + 1 == count else NO_FACT)
+            issued.launch(reduction, count)
 
     def _launched_inside(self, program: Sequence[Step]) -> dict[Action, Step]:
         """Return the reductions that DDP's hooks launch, by the backward in which they do so."""
@@ -188,3 +159,66 @@ class Items:
         if step.action.op in GATHER_OPS or not whole_s:
             return self._device.launches[stage]
         return max(1, ceil(self._device.launches[stage] * step.seconds / whole_s - 1e-9))
+
+
+class _Issued:
+    """The items of a rank's iteration, collected in the order of issue."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._items: list[Item] = []
+        self._computed = 0  # items of the compute stream so far
+        self._begun: Counter[int] = Counter()  # collectives so far, by their fact
+        self._waits: list[tuple[int, int, int]] = []  # index of the item, fact, collectives so far
+
+    def compute(self, step: Step, seconds: float, fact: int) -> None:
+        """Issue a computation, or a part of one."""
+        needs = tuple([(needed, 1, 1) for needed in step.needs])
+        stream = STREAM_OF[step.action.op]
+        self._add(Kind.COMPUTE, stream, step.action, seconds, needs, fact)
+        self._computed += 1
+
+    def transfer(self, action: Action, fact: int) -> None:
+        """Issue one side of a transfer."""
+        self._add(Kind.TRANSFER, STREAM_OF[action.op], action, 0.0, (), fact)
+
+    def copy(self, step: Step, needs: tuple[tuple[int, int, int], ...], fact: int) -> None:
+        """Issue a copy to the host or back."""
+        stream = STREAM_OF[step.action.op]
+        self._add(Kind.COPY, stream, step.action, step.seconds, needs, fact)
+
+    def launch(self, step: Step, count: int) -> None:
+        """Issue one of the ``count`` collectives of a step's DP.sync."""
+        in_iteration = self._steps.is_reduced_in_iteration(step.fact)
+        stream = Stream.IN_ITERATION if in_iteration else Stream.DP_SYNC
+        self._add(Kind.COLLECTIVE, stream, step.action, step.seconds / count, (), step.fact)
+        self._begun[step.fact] += 1
+
+    def wait_for_send(self, send: Action, fact: int) -> None:
+        """Make the compute stream wait for a send."""
+        self._add(Kind.WAIT, Stream.COMPUTE, send, 0.0, ((fact, 1, 1),))
+        self._computed += 1
+
+    def wait_for_sync(self, step: Step) -> None:
+        """Make the compute stream wait for the collectives of a fact that began before."""
+        self._waits.append((len(self._items), step.fact, self._begun[step.fact]))
+        self._add(Kind.WAIT, STREAM_OF[step.action.op], step.action, step.seconds)
+        self._computed += 1
+
+    def all_items(self) -> list[Item]:
+        """Return the items; how many collectives a wait needs is only known at the end."""
+        for index, fact, count in self._waits:
+            needs = ((fact, self._begun[fact], count),)
+            self._items[index] = self._items[index]._replace(needs=needs)
+        return self._items
+
+    def _add(
+        self,
+        kind: Kind,
+        stream: Stream,
+        action: Action,
+        seconds: float,
+        needs: tuple[tuple[int, int, int], ...] = (),
+        fact: int = NO_FACT,
+    ) -> None:
+        self._items.append(Item(kind, stream, action, seconds, self._computed, needs, fact))
