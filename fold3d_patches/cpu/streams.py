@@ -42,7 +42,7 @@ class HostStream(torch.cpu.Stream):
         return (0, 0)
 
     def record_event(self, event: HostEvent | None = None) -> HostEvent:  # type: ignore[override]
-        """Return an event that is over."""
+        """Return an event that has passed."""
         event = event or HostEvent()
         event.record(self)
         return event

@@ -49,7 +49,7 @@ def add_size_options(parser: ArgumentParser, *, required: bool) -> None:
         "--recompute-early",
         type=stage_list,
         metavar="N,N",
-        help="recompute these stages, or all, while the gradient is on its way (R)",
+        help="recompute these stages, or all, while they wait for the gradient (R)",
     )
     parser.add_argument(
         "--shard-segments",

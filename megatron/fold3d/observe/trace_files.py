@@ -206,7 +206,7 @@ def pipeline(ranks: Sequence[RankTrace], number: int = 0) -> tuple[RankTrace, ..
     Raises:
         ValueError: a rank of it is missing, or there are not so many pipelines.
     """
-    # One position more than there are ranks: nobody looks for as many as a file may claim.
+    # Look for one position more than there are ranks, not for as many as a file may claim.
     positions = range(min(ranks[0].num_ranks, len(ranks) + 1))
     at = [_at(ranks, position) for position in positions]
     counts = [len(found) for found in at]

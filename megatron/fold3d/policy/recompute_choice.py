@@ -198,7 +198,7 @@ def most_live(program: Program) -> tuple[Mapping[int, int], ...]:
 def kept_layers(
     live: Sequence[Mapping[int, int]], layers: Mapping[int, int], sizes: LayerBytes
 ) -> dict[int, int]:
-    """Return how many layers each stage keeps: the most in total that fit.
+    """Return how many layers each stage keeps, with the largest total that fits.
 
     Among several such choices, take the one with the lowest peak memory.
 

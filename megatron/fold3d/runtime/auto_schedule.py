@@ -190,7 +190,7 @@ class AutoSchedule(MeasuredTimesFeature):
             self._began_s = time.perf_counter()
 
     def note_step(self, *, taken: bool) -> None:
-        """Note that the iteration's optimizer step is over, and whether Megatron took it."""
+        """Note the end of the iteration's optimizer step, and whether Megatron took it."""
         if not taken or self._latest is None:
             return
         self._took_s = 0.0

@@ -85,7 +85,7 @@ class Plans:
     def evaluation(self, num_microbatches: int) -> Plan:
         """Return a plan of forwards only.
 
-        Its order is the interleaved one, whatever schedule trains. A group of p micro-batches
+        Its order is the interleaved one, for every training schedule. A group of p micro-batches
         passes all segments before the next group, so rank 0 buffers as few of the last rank's
         outputs as possible.
         """

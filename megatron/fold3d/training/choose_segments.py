@@ -117,7 +117,7 @@ def _write_costs(
 
 
 def _num_microbatches(args: Namespace) -> int:
-    """Micro-batches of an iteration, once ramp-up is over; Megatron counts them later."""
+    """Return the micro-batches of an iteration after ramp-up; Megatron counts them later."""
     model_parallel = (
         args.tensor_model_parallel_size
         * args.pipeline_model_parallel_size

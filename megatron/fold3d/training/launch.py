@@ -90,7 +90,7 @@ def prepare(
         family: the model family that the calling script trains.
         extra_args_provider: adds the script's own flags, as in Megatron's parser.
         args_defaults: values of flags that are not given, by their attributes' names.
-        ignore_unknown_args: leaves flags that nobody has added to the script.
+        ignore_unknown_args: whether to ignore unknown flags, which the script may read.
         builds_own_model: whether the script's model is not known to be Megatron's.
 
     Raises:
@@ -258,7 +258,7 @@ def _with_chosen_segments(
 
 
 def _num_microbatches(args: Namespace) -> int:
-    """Micro-batches of an iteration, once ramp-up is over."""
+    """Return the micro-batches of an iteration after ramp-up."""
     return int(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
 
 

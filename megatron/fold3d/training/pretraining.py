@@ -39,7 +39,7 @@ SPIKE = 10.0
 
 
 def dataset_options(args: Namespace) -> dict[str, Any]:
-    """Return what Megatron's dataset configurations ask for, whatever the model."""
+    """Return the options of Megatron's dataset configurations that all models share."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     return {
         "random_seed": args.seed,

@@ -52,7 +52,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fixed:
-    """A simulated plan that is shown as it is, whatever the sliders say."""
+    """A simulated plan that is shown as it is; sliders do not change it."""
 
     name: str
     timeline: Timeline

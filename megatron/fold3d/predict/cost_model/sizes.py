@@ -144,7 +144,7 @@ def replicated_bytes(
 def saved_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
     """Return, per stage, what one micro-batch's forward keeps for its backward.
 
-    The last stage of a model keeps its logits as well, whatever is recomputed.
+    The last stage of a model always keeps its logits as well, even with full recomputation.
     """
     saved = [
         sum(layer_bytes(shape, setup, setup.recompute, layer) for layer in layers)

@@ -238,7 +238,7 @@ class ChoiceSearch:
             name += f" --microbatch-group-size-per-virtual-pipeline-stage {self.group_size}"
         yield RunChoice(name=name, order=self._order(schedule, self.group_size))
         if self.num_ranks == 1:
-            return  # nobody to wait for: the order changes nothing
+            return  # one rank waits for no other: the order changes nothing
         if self.num_segments > 1:
             for schedule in ("aiao", "breadth-first"):
                 yield RunChoice(name=f"--schedule {schedule}", order=self._order(schedule))

@@ -61,7 +61,7 @@ class DeferredReductions:
         # Of the iteration that runs.
         self._shares: Sequence[float] = ()
         self._next_shares: Sequence[float] = ()
-        self._scaling: dict[Any, Any] = {}  # of chunks whose gradients are still on their way
+        self._scaling: dict[Any, Any] = {}  # by chunk still being reduced
         self._rest_bytes: Sequence[int] = ()  # by segment, when the last backward ended
 
     def connect_groups(

@@ -244,7 +244,7 @@ class _StreamedSum:
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is over."""
+        """Whether the sum is complete."""
         return bool(self.done.query())
 
     def get_future(self) -> Any:

@@ -56,7 +56,7 @@ class ReplicatedSteps(GradSync):
             chunk.force_all_reduce = True  # Megatron resets it behind each iteration
             if self._whole is None or segment in self._whole:
                 for bucket_group in bucket_groups(chunk):
-                    bucket_group.param_gather_dispatched = True  # so that nobody starts it
+                    bucket_group.param_gather_dispatched = True  # so that no hook starts it
 
     @contextmanager
     def widened(self, optimizer: Any) -> Iterator[None]:
