@@ -1,5 +1,6 @@
 """What a run lacks, or cannot have, is said before anything is built: one line each."""
 
+import re
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import pytest
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.run_flags import data_problems, run_problems
+from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.training import launch
 
 RUN = {
@@ -49,6 +51,7 @@ def test_a_good_command_line_has_no_problem(problems: Problems) -> None:
     assert problems("--skip-train", without="--lr") == []
     assert problems("--lr-warmup-iters 10 --lr-decay-iters 20") == []
     assert problems("--split 9,1", without="--mock-data") == []
+    assert problems("--hidden-size 30 --kv-channels 8") == []
     assert problems("--micro-batch-size 0 --global-batch-size 4") == []  # `size_problems` says it
 
 
@@ -100,6 +103,7 @@ def test_a_tokenizer_needs_its_vocabulary(problems: Problems, tokenizer: str, pr
     [
         ("--bf16 --fp16", "--bf16 with --fp16: parameters have one precision; drop one of the two"),
         ("--group-query-attention --num-query-groups 3", "3 with --num-attention-heads 4: groups"),
+        ("--hidden-size 30", "--hidden-size 30 with --num-attention-heads 4: heads are equally"),
         ("--optimizer lion", "--optimizer lion: it is in the package emerging-optimizers"),
         ("--wandb-project a", "--wandb-project a without --wandb-exp-name: a run has a name"),
         ("--rerun-mode report_stats", "--rerun-mode report_stats: Megatron 0.19.2 has no mode"),
@@ -231,6 +235,30 @@ def test_every_reason_is_given_at_once(
         "--bf16 with --fp16",
         "1 rank with --pipeline-model-parallel-size 2",
     ]
+
+
+@pytest.mark.parametrize(
+    ("plan", "problem"),
+    [
+        ("0F0 0Q0", "rank 0: '0Q0' is not an action"),
+        ("0F0 0B0", "found 1 ranks, 1 segments, 1 micro-batches, this run has 2 ranks, 1 segments"),
+        ("0F0 0F1 0B0 0B1\n1B0 1F0 1F1 1B1", "no rank can go on: rank 0 at 0B0"),
+        ("0F0 0F1 0B0 0B1 0W0 0W1\n1F0 1B0 1F1 1B1", "found W in the plan"),
+    ],
+)
+def test_a_plan_file_is_verified_before_megatron_prints_its_flags(
+    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plan: str, problem: str
+) -> None:
+    path = tmp_path / "my.plan"
+    path.write_text(plan)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    words = [word for pair in RUN.items() for word in pair if word]
+    flags = f"--plan-file {path} --pipeline-model-parallel-size 2 --global-batch-size 8"
+    args = parser.parse_args([*words, "--device", "cpu", *flags.split()])
+    args.world_size = 4
+    with pytest.raises(PlanError, match=re.escape(f"{path}: ")) as raised:
+        launch._check(args, [])
+    assert problem in str(raised.value)
 
 
 @pytest.mark.parametrize(

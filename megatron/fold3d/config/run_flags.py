@@ -104,6 +104,12 @@ def _clashes(args: Namespace) -> Iterator[str]:
             f"--num-query-groups {groups} with --num-attention-heads {heads}: groups are equally "
             f"large; give a number that divides {heads}"
         )
+    width = args.hidden_size
+    if args.kv_channels is None and None not in (width, heads) and width % heads:
+        yield (
+            f"--hidden-size {width} with --num-attention-heads {heads}: heads are equally wide; "
+            f"give a --hidden-size that {heads} divides, or --kv-channels, the width of a head"
+        )
     if args.optimizer not in ("adam", "sgd") and find_spec("emerging_optimizers") is None:
         yield (
             f"--optimizer {args.optimizer}: it is in the package emerging-optimizers, which is "

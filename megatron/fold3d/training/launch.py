@@ -209,6 +209,8 @@ def _check(args: Namespace, more: Sequence[str]) -> None:
         problems = [str(error), *problems]
     if problems:
         raise ValueError("\n".join(problems))
+    if args.plan_file is not None and not args.use_checkpoint_args:  # it may bring the sizes
+        fold3d_patches.check_schedule(Fold3DConfig.from_args(args), _num_microbatches(args))
 
 
 def refuse(error: Exception) -> int:
@@ -257,8 +259,17 @@ def _with_chosen_segments(
 
 
 def _num_microbatches(args: Namespace) -> int:
-    """Micro-batches of an iteration, once ramp-up is over."""
-    return int(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
+    """Micro-batches of an iteration, once ramp-up is over; of flags as parsed or as validated."""
+    if args.global_batch_size is None:  # validation makes it one micro-batch per replica
+        return 1
+    of_one_model = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    return int(
+        args.global_batch_size // (args.micro_batch_size * (args.world_size // of_one_model))
+    )
 
 
 def _microbatch_flops(args: Namespace) -> float:
