@@ -21,12 +21,14 @@ RUN = {
     "--max-position-embeddings": "16",
     "--micro-batch-size": "2",
     "--lr": "1e-3",
+    "--eval-interval": "100",
     "--train-iters": "10",
     "--tokenizer-type": "NullTokenizer",
     "--vocab-size": "63",
     "--mock-data": "",
 }
 SIZES = ["--num-layers", "--hidden-size", "--num-attention-heads"]
+OTHERS = ["--train-iters", "--eval-interval", "--tokenizer-type"]
 LENGTHS = ["--seq-length", "--max-position-embeddings"]
 
 Problems = Callable[..., list[str]]
@@ -55,9 +57,7 @@ def test_a_good_command_line_has_no_problem(problems: Problems) -> None:
     assert problems("--micro-batch-size 0 --global-batch-size 4") == []  # `size_problems` says it
 
 
-@pytest.mark.parametrize(
-    "flag", [*SIZES, *LENGTHS, "--micro-batch-size", "--lr", "--train-iters", "--tokenizer-type"]
-)
+@pytest.mark.parametrize("flag", [*SIZES, *LENGTHS, "--micro-batch-size", "--lr", *OTHERS])
 def test_what_a_run_needs_is_asked_for(problems: Problems, flag: str) -> None:
     (problem,) = problems(without=flag)
     assert problem.startswith(f"{flag} is missing: ")
@@ -235,6 +235,22 @@ def test_every_reason_is_given_at_once(
         "--bf16 with --fp16",
         "1 rank with --pipeline-model-parallel-size 2",
     ]
+
+
+def test_what_megatron_prints_waits_until_a_run_can_begin(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(ValueError, match="no"), launch.held_log():
+        print("flags")
+        raise ValueError("no")
+    assert capsys.readouterr().out == ""
+    with pytest.raises(SystemExit), launch.held_log():  # --help
+        print("flags")
+        raise SystemExit
+    assert capsys.readouterr().out == "flags\n"
+    with launch.held_log():
+        print("flags")
+    assert capsys.readouterr().out == "flags\n"
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,11 @@ def _missing(args: Namespace) -> Iterator[str]:
         yield "--micro-batch-size is missing: the sequences of a micro-batch; give 1, say"
     if args.lr is None and not args.skip_train:
         yield "--lr is missing: the highest learning rate; give --lr 1e-4, say"
+    if args.eval_interval is None:
+        yield (
+            "--eval-interval is missing: Megatron counts evaluations with it even where "
+            "--eval-iters is 0; give the number of iterations between two, say 1000"
+        )
     config, encoded = (f"heterogeneous_layers_config_{n}" for n in ("path", "encoded_json"))
     brings = (config, encoded, "use_checkpoint_args", "hybrid_layer_pattern")
     if any(getattr(args, name) for name in brings):

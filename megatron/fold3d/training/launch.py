@@ -16,8 +16,8 @@ import time
 import traceback
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -54,22 +54,41 @@ def train(argv: Sequence[str], family: Literal["gpt", "bert"]) -> int:
     """Train a model of the family as the flags say; returns the exit code."""
     with ExitStack() as patched:
         try:
-            args = prepare(argv, patched, family)
+            with held_log():
+                args = prepare(argv, patched, family)
 
-            from megatron.core.enums import ModelType
-            from megatron.training import pretrain
-            from megatron.training.argument_utils import pretrain_cfg_container_from_args
+                from megatron.core.enums import ModelType
+                from megatron.training import pretrain
+                from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-            model = import_module(f"megatron.fold3d.training.{family}")
-            model.check(args)
-            check_checkpoint(args)
-            config = pretrain_cfg_container_from_args(args, model.config(args))
+                model = import_module(f"megatron.fold3d.training.{family}")
+                model.check(args)
+                check_checkpoint(args)
+                config = pretrain_cfg_container_from_args(args, model.config(args))
             if args.check is not None:
                 return tell_checked(args)
         except MISTAKES as error:
             return refuse(error)
         pretrain(config, model.build_datasets, ModelType.encoder_or_decoder, model.forward_step)
     return 0
+
+
+@contextmanager
+def held_log() -> Iterator[None]:
+    """Hold back what Megatron prints until a run can begin; a mistake is then all that is printed.
+
+    Before it trains, Megatron prints 850 lines of flags.
+    """
+    held, can_begin = io.StringIO(), True
+    try:
+        with redirect_stdout(held):
+            yield
+    except MISTAKES:
+        can_begin = False
+        raise
+    finally:
+        if can_begin:
+            sys.stdout.write(held.getvalue())
 
 
 def prepare(
