@@ -126,7 +126,7 @@ def _fail_with(
     waits: bool = False,
     by_hook: bool = False,
 ) -> int:
-    """End a process as above, once all that fail are about to, and one has if this one ``waits``."""
+    """End a process as above once all that fail are about to, or if it ``waits``, one has."""
     rank = int(os.environ["RANK"])
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"errors{rank}")
 
