@@ -104,6 +104,9 @@ def test_a_tokenizer_needs_its_vocabulary(problems: Problems, tokenizer: str, pr
     [
         ("--bf16 --fp16", "--bf16 with --fp16: parameters have one precision; drop one of the two"),
         ("--group-query-attention --num-query-groups 3", "3 with --num-attention-heads 4: groups"),
+        ("--hidden-dropout 2", "--hidden-dropout 2.0: it is a probability"),
+        ("--swiglu --squared-relu", "--swiglu with --squared-relu: an MLP has one activation"),
+        ("--seq-length 32", "--seq-length 32 with --max-position-embeddings 16: it is the longest"),
         ("--hidden-size 30", "--hidden-size 30 with --num-attention-heads 4: heads are equally"),
         ("--optimizer lion", "--optimizer lion: it is in the package emerging-optimizers"),
         ("--wandb-project a", "--wandb-project a without --wandb-exp-name: a run has a name"),
@@ -292,3 +295,15 @@ def test_data_are_looked_for_before_megatron_prints_its_flags(
 ) -> None:
     problems = [*data_problems(parser.parse_args(flags.split()), may_mock=True)]
     assert [p.startswith("no data") for p in problems] == [True] * refused
+
+
+def test_a_file_that_is_no_index_is_named(parser: ArgumentParser, tmp_path: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import _INDEX_HEADER
+
+    for end, content in (("bin", b""), ("idx", b"no index")):
+        (tmp_path / f"a.{end}").write_bytes(content)
+    args = parser.parse_args(["--data-path", str(tmp_path / "a")])
+    (problem,) = data_problems(args, may_mock=True)
+    assert problem.startswith(f"--data-path {tmp_path}/a: {tmp_path}/a.idx does not begin as")
+    (tmp_path / "a.idx").write_bytes(_INDEX_HEADER)
+    assert not [*data_problems(args, may_mock=True)]

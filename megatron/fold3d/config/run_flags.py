@@ -23,6 +23,7 @@ _SIZES = {
     "max_position_embeddings": "the longest sequence; give as much as --seq-length, at least",
 }
 _FROM_FILE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+_INDEX_HEADER = b"MMIDIDX\x00\x00"
 _FROM_VOCABULARY = ("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
 
 
@@ -109,6 +110,17 @@ def _clashes(args: Namespace) -> Iterator[str]:
             f"--num-query-groups {groups} with --num-attention-heads {heads}: groups are equally "
             f"large; give a number that divides {heads}"
         )
+    for name in ("hidden_dropout", "attention_dropout"):
+        if not 0 <= (share := getattr(args, name)) <= 1:
+            yield f"--{name.replace('_', '-')} {share}: it is a probability; give 0 to 1"
+    if args.swiglu and args.squared_relu:
+        yield "--swiglu with --squared-relu: an MLP has one activation; drop one of the two"
+    length, positions = args.seq_length, args.max_position_embeddings
+    if None not in (length, positions) and length > positions:
+        yield (
+            f"--seq-length {length} with --max-position-embeddings {positions}: it is the longest "
+            f"sequence; give --max-position-embeddings {length}"
+        )
     width = args.hidden_size
     if args.kv_channels is None and None not in (width, heads) and width % heads:
         yield (
@@ -188,6 +200,14 @@ def data_problems(args: Namespace, *, may_mock: bool) -> Iterator[str]:
     )
     if missing or not (args.data_path or any(others)):
         yield no_data(missing, may_mock=may_mock)
+        return
+    for prefix in prefixes:
+        with Path(f"{prefix}.idx").open("rb") as index:
+            if index.read(len(_INDEX_HEADER)) != _INDEX_HEADER:
+                yield (
+                    f"--data-path {prefix}: {prefix}.idx does not begin as an index of Megatron's; "
+                    "make it anew with scripts/prepare_data.py"
+                )
 
 
 def no_data(missing: Sequence[str], *, may_mock: bool) -> str:
