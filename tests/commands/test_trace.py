@@ -39,6 +39,18 @@ def test_a_trace_becomes_table_ii_a_page_and_a_perfetto_file(fold3d, folder: Pat
     assert json.loads((folder / "perfetto.json").read_text())["traceEvents"]
 
 
+def test_the_page_names_the_context_parallel_rank_where_there_are_several(fold3d, folder: Path):
+    page = folder / "timeline.html"
+    fold3d(f"trace {folder}")
+    assert "context-parallel" not in page.read_text()
+    for number in range(2):
+        row = json.loads((folder / f"rank-{number:05}.json").read_text())
+        row |= {"rank": number + 2, "cp_rank": 1}
+        (folder / f"rank-{number + 2:05}.json").write_text(json.dumps(row))
+    fold3d(f"trace {folder} --pipeline 1")
+    assert "replica 0, tensor-parallel rank 0, context-parallel rank 1;" in page.read_text()
+
+
 def test_a_model_and_a_peak_give_throughput_and_utilisation(fold3d, folder: Path):
     line = f"trace {folder} --model 12-1024-16-512 --micro-batch-size 4 --peak-tflops 312"
     _, out, _ = fold3d(line)

@@ -1,5 +1,7 @@
 """What a run lacks, or cannot have, is said before anything is built: one line each."""
 
+import contextlib
+import re
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
@@ -9,6 +11,7 @@ import pytest
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.run_flags import data_problems, run_problems
+from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.training import launch
 
 RUN = {
@@ -19,12 +22,14 @@ RUN = {
     "--max-position-embeddings": "16",
     "--micro-batch-size": "2",
     "--lr": "1e-3",
+    "--eval-interval": "100",
     "--train-iters": "10",
     "--tokenizer-type": "NullTokenizer",
     "--vocab-size": "63",
     "--mock-data": "",
 }
 SIZES = ["--num-layers", "--hidden-size", "--num-attention-heads"]
+OTHERS = ["--train-iters", "--eval-interval", "--tokenizer-type"]
 LENGTHS = ["--seq-length", "--max-position-embeddings"]
 
 Problems = Callable[..., list[str]]
@@ -49,12 +54,11 @@ def test_a_good_command_line_has_no_problem(problems: Problems) -> None:
     assert problems("--skip-train", without="--lr") == []
     assert problems("--lr-warmup-iters 10 --lr-decay-iters 20") == []
     assert problems("--split 9,1", without="--mock-data") == []
+    assert problems("--hidden-size 30 --kv-channels 8") == []
     assert problems("--micro-batch-size 0 --global-batch-size 4") == []  # `size_problems` says it
 
 
-@pytest.mark.parametrize(
-    "flag", [*SIZES, *LENGTHS, "--micro-batch-size", "--lr", "--train-iters", "--tokenizer-type"]
-)
+@pytest.mark.parametrize("flag", [*SIZES, *LENGTHS, "--micro-batch-size", "--lr", *OTHERS])
 def test_what_a_run_needs_is_asked_for(problems: Problems, flag: str) -> None:
     (problem,) = problems(without=flag)
     assert problem.startswith(f"{flag} is missing: ")
@@ -100,6 +104,10 @@ def test_a_tokenizer_needs_its_vocabulary(problems: Problems, tokenizer: str, pr
     [
         ("--bf16 --fp16", "--bf16 with --fp16: parameters have one precision; drop one of the two"),
         ("--group-query-attention --num-query-groups 3", "3 with --num-attention-heads 4: groups"),
+        ("--hidden-dropout 2", "--hidden-dropout 2.0: it is a probability"),
+        ("--swiglu --squared-relu", "--swiglu with --squared-relu: an MLP has one activation"),
+        ("--seq-length 32", "--seq-length 32 with --max-position-embeddings 16: it is the longest"),
+        ("--hidden-size 30", "--hidden-size 30 with --num-attention-heads 4: heads are equally"),
         ("--optimizer lion", "--optimizer lion: it is in the package emerging-optimizers"),
         ("--wandb-project a", "--wandb-project a without --wandb-exp-name: a run has a name"),
         ("--rerun-mode report_stats", "--rerun-mode report_stats: Megatron 0.19.2 has no mode"),
@@ -234,6 +242,45 @@ def test_every_reason_is_given_at_once(
 
 
 @pytest.mark.parametrize(
+    ("ending", "printed"),
+    [(None, "flags\n"), (SystemExit(0), "flags\n"), (ValueError("--lr is missing"), "")],
+)
+def test_what_megatron_prints_waits_until_a_run_can_begin(
+    capsys: pytest.CaptureFixture[str], ending: BaseException | None, printed: str
+) -> None:
+    with contextlib.suppress(SystemExit, ValueError), launch.held_log():
+        sys.stdout.write("flags\n")
+        assert capsys.readouterr().out == ""
+        if ending is not None:
+            raise ending
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize(
+    ("plan", "problem"),
+    [
+        ("0F0 0Q0", "rank 0: '0Q0' is not an action"),
+        ("0F0 0B0", "found 1 ranks, 1 segments, 1 micro-batches, this run has 2 ranks, 1 segments"),
+        ("0F0 0F1 0B0 0B1\n1B0 1F0 1F1 1B1", "no rank can go on: rank 0 at 0B0"),
+        ("0F0 0F1 0B0 0B1 0W0 0W1\n1F0 1B0 1F1 1B1", "found W in the plan"),
+    ],
+)
+def test_a_plan_file_is_verified_before_megatron_prints_its_flags(
+    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plan: str, problem: str
+) -> None:
+    path = tmp_path / "my.plan"
+    path.write_text(plan)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    words = [word for pair in RUN.items() for word in pair if word]
+    flags = f"--plan-file {path} --pipeline-model-parallel-size 2 --global-batch-size 8"
+    args = parser.parse_args([*words, "--device", "cpu", *flags.split()])
+    args.world_size = 4
+    with pytest.raises(PlanError, match=re.escape(f"{path}: ")) as raised:
+        launch._check(args, [])
+    assert problem in str(raised.value)
+
+
+@pytest.mark.parametrize(
     ("flags", "refused"),
     [
         ("", True),
@@ -248,3 +295,15 @@ def test_data_are_looked_for_before_megatron_prints_its_flags(
 ) -> None:
     problems = [*data_problems(parser.parse_args(flags.split()), may_mock=True)]
     assert [p.startswith("no data") for p in problems] == [True] * refused
+
+
+def test_a_file_that_is_no_index_is_named(parser: ArgumentParser, tmp_path: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import _INDEX_HEADER
+
+    for end, content in (("bin", b""), ("idx", b"no index")):
+        (tmp_path / f"a.{end}").write_bytes(content)
+    args = parser.parse_args(["--data-path", str(tmp_path / "a")])
+    (problem,) = data_problems(args, may_mock=True)
+    assert problem.startswith(f"--data-path {tmp_path}/a: {tmp_path}/a.idx does not begin as")
+    (tmp_path / "a.idx").write_bytes(_INDEX_HEADER)
+    assert not [*data_problems(args, may_mock=True)]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -86,7 +86,7 @@ def _fail_to_save(folder: Path, failed: int) -> int:
 
     cause = (OSError("no space left"), None)
     failures = {failed: cause} if os.environ["RANK"] == "0" else {}
-    return _fail_with(folder, CheckpointException("write", failures))
+    return _fail_with(folder, CheckpointException("write", failures), num_failing=3)
 
 
 def test_the_silent_rank_is_named_where_a_preemptible_transfer_does_not_end(tmp_path: Path) -> None:
@@ -113,23 +113,42 @@ def _exit(ends: str, said: Path) -> int:
 def _fail(folder: Path, reasons: dict[int, str], by_hook: bool = False) -> int:
     """End a process of this rank with an error, those of the cause first, or by a signal."""
     rank = int(os.environ["RANK"])
-    return _fail_with(folder, RuntimeError(reasons[rank]) if rank in reasons else None, by_hook)
+    error = RuntimeError(reasons[rank]) if rank in reasons else None
+    waits = reasons.get(rank) == GONE and set(reasons.values()) != {GONE}
+    return _fail_with(folder, error, num_failing=len(reasons), waits=waits, by_hook=by_hook)
 
 
-def _fail_with(folder: Path, error: BaseException | None, by_hook: bool = False) -> int:
+def _fail_with(
+    folder: Path,
+    error: BaseException | None,
+    *,
+    num_failing: int,
+    waits: bool = False,
+    by_hook: bool = False,
+) -> int:
+    """End a process as above once all that fail are about to, or if it ``waits``, one has."""
     rank = int(os.environ["RANK"])
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"errors{rank}")
 
     def main(_: Sequence[str]) -> int:
         if error is None:
             os.kill(os.getpid(), 9)
-        if str(error) == GONE:
-            time.sleep(0.5)
+        store = leaving._store()
+        _wait_for(store, "about to fail", num_failing, counts=1)
+        if waits:
+            _wait_for(store, "failures", 1)
         error.add_note(f"fold3d: pipeline rank {rank} was at 2B1")
         raise error
 
     sys.argv[0] = "pretrain_gpt.py"
     return _leave(main, folder / f"said{rank}", by_hook)
+
+
+def _wait_for(store: Any, name: str, number: int, counts: int = 0) -> None:
+    """Wait until ranks have counted as far as a number."""
+    store.add(name, counts)
+    while store.add(name, 0) < number:
+        time.sleep(0.01)
 
 
 def _leave(main: Callable[[Sequence[str]], int], said: Path, by_hook: bool = False) -> int:

@@ -210,7 +210,7 @@ def _lines(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str
         f"{'share':>5} {'optimizer':<11} {'recompute':<9} {'iteration':>9} {'memory':>9} "
         f"{'bubble':>6} {'DP.sync':>7} {'PP.sync':>7}  limited by"
     )
-    yield from (_line(row, width) for row in found.best)
+    yield from dict.fromkeys(_line(row, width) for row in found.best)
     if stock and stock not in found.best:
         yield "best of stock Megatron:"
         yield _line(stock, width)

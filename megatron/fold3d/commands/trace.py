@@ -199,6 +199,8 @@ def _caption(chosen: Sequence[RankTrace], ranks: Sequence[RankTrace]) -> str:
         counted = f"{rest[0]} to {rest[-1]}" if len(rest) > 1 else f"{rest[0]}"
         which = f"Iterations {first} to {rest[-1]} (the times are of {counted})"
     place = f"replica {chosen[0].dp_rank}, tensor-parallel rank {chosen[0].tp_rank}"
+    if any(rank.cp_rank for rank in ranks):
+        place += f", context-parallel rank {chosen[0].cp_rank}"
     return (
         f"{which} of the pipeline of {place}; {len(ranks)} ranks in all. "
         "Simulated: the same order, with what its actions took."

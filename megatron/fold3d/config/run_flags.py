@@ -23,6 +23,7 @@ _SIZES = {
     "max_position_embeddings": "the longest sequence; give as much as --seq-length, at least",
 }
 _FROM_FILE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+_INDEX_HEADER = b"MMIDIDX\x00\x00"
 _FROM_VOCABULARY = ("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
 
 
@@ -50,6 +51,11 @@ def _missing(args: Namespace) -> Iterator[str]:
         yield "--micro-batch-size is missing: the sequences of a micro-batch; give 1, say"
     if args.lr is None and not args.skip_train:
         yield "--lr is missing: the highest learning rate; give --lr 1e-4, say"
+    if args.eval_interval is None:
+        yield (
+            "--eval-interval is missing: Megatron counts evaluations with it even where "
+            "--eval-iters is 0; give the number of iterations between two, say 1000"
+        )
     config, encoded = (f"heterogeneous_layers_config_{n}" for n in ("path", "encoded_json"))
     brings = (config, encoded, "use_checkpoint_args", "hybrid_layer_pattern")
     if any(getattr(args, name) for name in brings):
@@ -103,6 +109,23 @@ def _clashes(args: Namespace) -> Iterator[str]:
         yield (
             f"--num-query-groups {groups} with --num-attention-heads {heads}: groups are equally "
             f"large; give a number that divides {heads}"
+        )
+    for name in ("hidden_dropout", "attention_dropout"):
+        if not 0 <= (share := getattr(args, name)) <= 1:
+            yield f"--{name.replace('_', '-')} {share}: it is a probability; give 0 to 1"
+    if args.swiglu and args.squared_relu:
+        yield "--swiglu with --squared-relu: an MLP has one activation; drop one of the two"
+    length, positions = args.seq_length, args.max_position_embeddings
+    if None not in (length, positions) and length > positions:
+        yield (
+            f"--seq-length {length} with --max-position-embeddings {positions}: it is the longest "
+            f"sequence; give --max-position-embeddings {length}"
+        )
+    width = args.hidden_size
+    if args.kv_channels is None and None not in (width, heads) and width % heads:
+        yield (
+            f"--hidden-size {width} with --num-attention-heads {heads}: heads are equally wide; "
+            f"give a --hidden-size that {heads} divides, or --kv-channels, the width of a head"
         )
     if args.optimizer not in ("adam", "sgd") and find_spec("emerging_optimizers") is None:
         yield (
@@ -177,6 +200,14 @@ def data_problems(args: Namespace, *, may_mock: bool) -> Iterator[str]:
     )
     if missing or not (args.data_path or any(others)):
         yield no_data(missing, may_mock=may_mock)
+        return
+    for prefix in prefixes:
+        with Path(f"{prefix}.idx").open("rb") as index:
+            if index.read(len(_INDEX_HEADER)) != _INDEX_HEADER:
+                yield (
+                    f"--data-path {prefix}: {prefix}.idx does not begin as an index of Megatron's; "
+                    "make it anew with scripts/prepare_data.py"
+                )
 
 
 def no_data(missing: Sequence[str], *, may_mock: bool) -> str:

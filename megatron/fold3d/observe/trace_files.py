@@ -83,7 +83,7 @@ class IterationTrace:
                 raise ValueError(f"found an event of kind {event.kind!r}; known are {known}")
 
 
-_MAY_BE_ZERO = ("rank", "pp_rank", "dp_rank", "tp_rank", "microbatch_flops")
+_MAY_BE_ZERO = ("rank", "pp_rank", "dp_rank", "tp_rank", "cp_rank", "microbatch_flops")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +104,7 @@ class RankTrace:
     microbatch_flops: float = 0.0
     """Of the model's forward and backward of one micro-batch, without recomputation; 0 if the
     planner does not know the model."""
+    cp_rank: int = 0
 
     @property
     def file_name(self) -> str:

@@ -16,8 +16,8 @@ import time
 import traceback
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -54,22 +54,41 @@ def train(argv: Sequence[str], family: Literal["gpt", "bert"]) -> int:
     """Train a model of the family as the flags say; returns the exit code."""
     with ExitStack() as patched:
         try:
-            args = prepare(argv, patched, family)
+            with held_log():
+                args = prepare(argv, patched, family)
 
-            from megatron.core.enums import ModelType
-            from megatron.training import pretrain
-            from megatron.training.argument_utils import pretrain_cfg_container_from_args
+                from megatron.core.enums import ModelType
+                from megatron.training import pretrain
+                from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-            model = import_module(f"megatron.fold3d.training.{family}")
-            model.check(args)
-            check_checkpoint(args)
-            config = pretrain_cfg_container_from_args(args, model.config(args))
+                model = import_module(f"megatron.fold3d.training.{family}")
+                model.check(args)
+                check_checkpoint(args)
+                config = pretrain_cfg_container_from_args(args, model.config(args))
             if args.check is not None:
                 return tell_checked(args)
         except MISTAKES as error:
             return refuse(error)
         pretrain(config, model.build_datasets, ModelType.encoder_or_decoder, model.forward_step)
     return 0
+
+
+@contextmanager
+def held_log() -> Iterator[None]:
+    """Hold back what Megatron prints until a run can begin; a mistake is then all that is printed.
+
+    Before it trains, Megatron prints 850 lines of flags.
+    """
+    held, can_begin = io.StringIO(), True
+    try:
+        with redirect_stdout(held):
+            yield
+    except MISTAKES:
+        can_begin = False
+        raise
+    finally:
+        if can_begin:
+            sys.stdout.write(held.getvalue())
 
 
 def prepare(
@@ -209,6 +228,8 @@ def _check(args: Namespace, more: Sequence[str]) -> None:
         problems = [str(error), *problems]
     if problems:
         raise ValueError("\n".join(problems))
+    if args.plan_file is not None and not args.use_checkpoint_args:  # it may bring the sizes
+        fold3d_patches.check_schedule(Fold3DConfig.from_args(args), _num_microbatches(args))
 
 
 def refuse(error: Exception) -> int:
@@ -258,8 +279,17 @@ def _with_chosen_segments(
 
 
 def _num_microbatches(args: Namespace) -> int:
-    """Return the micro-batches of an iteration after ramp-up."""
-    return int(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
+    """Return the micro-batches of an iteration after ramp-up, of parsed or validated flags."""
+    if args.global_batch_size is None:  # validation makes it one micro-batch per replica
+        return 1
+    of_one_model = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    return int(
+        args.global_batch_size // (args.micro_batch_size * (args.world_size // of_one_model))
+    )
 
 
 def _microbatch_flops(args: Namespace) -> float:

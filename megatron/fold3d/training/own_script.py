@@ -47,15 +47,16 @@ def parse_args(
     """
     with ExitStack() as patched:
         try:
-            args = launch.prepare(
-                sys.argv[1:],
-                patched,
-                "gpt",
-                extra_args_provider=extra_args_provider,
-                args_defaults=args_defaults,
-                ignore_unknown_args=ignore_unknown_args,
-                builds_own_model=True,
-            )
+            with launch.held_log():
+                args = launch.prepare(
+                    sys.argv[1:],
+                    patched,
+                    "gpt",
+                    extra_args_provider=extra_args_provider,
+                    args_defaults=args_defaults,
+                    ignore_unknown_args=ignore_unknown_args,
+                    builds_own_model=True,
+                )
             if args.check is not None:
                 sys.exit(launch.tell_checked(args))
         except ArgumentError as error:

@@ -103,11 +103,6 @@ def check_run(args: Namespace, foreign: tuple[str, ...], trains: str) -> None:
             f"--num-distributed-optimizer-instances {instances}: Megatron arranges their ranks "
             "with einops, which is not installed; run pip install einops, or drop the option"
         )
-    if args.eval_interval is None:
-        raise ValueError(
-            "--eval-interval is missing: Megatron counts evaluations with it even where "
-            "--eval-iters is 0; give the number of iterations between two, say 1000"
-        )
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     prefixes = [prefix for b in (blend, *(blend_per_split or ())) if b for prefix in b[0]]
     missing = [prefix for prefix in prefixes if not IndexedDataset.exists(prefix)]

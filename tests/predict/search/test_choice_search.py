@@ -52,12 +52,22 @@ def test_one_segment_runs_further_ahead_where_transfers_are_slow():
     [
         {"costs": Costs.uniform(8)},  # nothing is sent
         {"fits": lambda choice, plan: False},
-        {"budget_s": 0.0},
+        {"most_actions": 0},
         {"num_ranks": 1, "scope": Scope(), "costs": Costs.uniform(4, grad_sync_s=6.0)},
     ],
 )
 def test_where_nothing_is_faster_or_fits_stocks_order_stays(changed: dict[str, Any]):
     assert flags(search(**{"scope": Scope()} | changed)) == []
+
+
+def test_a_search_ends_after_as_many_actions_on_every_machine():
+    found = search()
+    once = sum(map(len, found.stock.choice.order.programs))
+    names = [str(one.choice) for one in found._found()]
+    for orders in (1, 2, 3):
+        few = replace(found, most_actions=orders * once)
+        assert [str(one.choice) for one in few._found()][:2] == names[:orders][:2]
+        assert len(few._found()) == orders
 
 
 def test_with_dropout_forwards_keep_stocks_order():

@@ -5,7 +5,6 @@ iteration, delayed weight gradients, and segments that every replica steps in fu
 from the best choice so far, so the search may stop at any time.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,8 +31,9 @@ from megatron.fold3d.predict.simulator.routes import NO_SWITCHES, Routes
 from megatron.fold3d.predict.simulator.simulate import simulate
 from megatron.fold3d.predict.simulator.steady import steady_state
 
-_STEADY = 10  # iterations, or about as many, until one that reaches into the next is steady
-BUDGET_S = 20.0  # of a search; the choices that are simulated by then are those to choose from
+MOST_ACTIONS = 600_000
+"""Of a search. At 30 us each these are 20 s; counted, so that slow machines find the same."""
+_STEADY = 4  # times an iteration, until one that reaches into the next is steady
 _MOST_DELAYED = 3  # segments: each holds memory, and the first two bring nearly all of the gain
 
 
@@ -99,7 +99,7 @@ class ChoiceSearch:
             fullest rank does without.
         nic_of_rank: as in `Execution`.
         routes: as in `Execution`.
-        budget_s: how long the search may take; the order of stock is simulated in any case.
+        most_actions: how many are simulated; the order of stock is simulated in any case.
     """
 
     num_ranks: int
@@ -112,7 +112,7 @@ class ChoiceSearch:
     held: Callable[[Plan], HeldSizes] = HeldSizes.counted
     nic_of_rank: tuple[int, ...] | None = None
     routes: Routes = NO_SWITCHES
-    budget_s: float = BUDGET_S
+    most_actions: int = MOST_ACTIONS
 
     @classmethod
     def measured(
@@ -263,17 +263,19 @@ class ChoiceSearch:
         )
 
     def _found(self) -> list[Predicted]:
-        """Return all choices that fit and were simulated in time."""
+        """Return all choices that fit, as far as they are simulated."""
         found: list[Predicted] = []
-        began_s = time.monotonic()
         stock = self.stock
-        once_s = time.monotonic() - began_s
+        once = sum(map(len, stock.choice.order.programs))
+        left = self.most_actions - once
 
         def tried(choice: RunChoice) -> float:
-            """Simulate a choice, if there is time and memory for it."""
-            needed_s = once_s * (_STEADY if choice.defers else 1)
-            if time.monotonic() + needed_s > began_s + self.budget_s:
+            """Simulate a choice, unless too much was simulated or memory has no room for it."""
+            nonlocal left
+            needed = once * (_STEADY if choice.defers else 1)
+            if needed > left:
                 return float("inf")
+            left -= needed
             try:
                 if not self.fits(choice, self._plan(choice)):
                     return float("inf")
@@ -290,7 +292,7 @@ class ChoiceSearch:
         found.append(stock)
         orders = [stock.choice]
         for order in self._orders():
-            if time.monotonic() + once_s > began_s + self.budget_s:
+            if once > left:
                 break
             if self._may_run(order, orders):
                 orders.append(order)

@@ -101,6 +101,7 @@ class Tracer:
             pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
             dp_rank=parallel_state.get_data_parallel_rank(),
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            cp_rank=parallel_state.get_context_parallel_rank(),
             num_ranks=self._config.num_ranks,
             num_segments=self._config.num_segments,
             num_microbatches=num_microbatches,
