@@ -27,7 +27,9 @@ def choice(schedule: str, m: int, *, defers: bool = False) -> RunChoice:
 class Run:
     """A run whose iterations take what a test says, of which rank 0 is played."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, defers: bool = False) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, defers: bool = False, rests: bool = False
+    ) -> None:
         self.now_s = 0.0
         self.deferred = SimpleNamespace(waited=False, has_due=True, set_shares=lambda shares: None)
         self.plans = Plans(AUTO)
@@ -39,7 +41,7 @@ class Run:
         )
         self.names: list[str] = []  # of what ran, iteration by iteration
         self.told: list[str] = []
-        self._defers = defers
+        self._defers, self._rests = defers, rests
         monkeypatch.setattr(auto_schedule, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
         monkeypatch.setattr(auto_schedule.dist, "all_reduce", lambda *_: None)
         monkeypatch.setattr(auto_schedule.dist, "get_rank", lambda: 0)
@@ -51,7 +53,9 @@ class Run:
     def _decide(self, _: Any, iteration: Any) -> None:
         m = iteration.plan.num_microbatches
         some = [choice("interleaved", m), choice("aiao", m, defers=self._defers), choice("afab", m)]
-        self.auto._trials[m] = _Trial(some)
+        if self._rests:
+            some.append(some.pop(1))
+        self.auto._trials[m] = _Trial(some, rests=self._rests)
 
     def iterate(
         self,
@@ -151,6 +155,15 @@ def test_a_choice_that_lost_to_clipping_is_tried_again_and_then_goes_on(monkeypa
     names = clipping(run, [True] * (9 + FIRST_REST + 1))
     assert names[9:] == ["interleaved"] * FIRST_REST + ["aiao"]  # one waits, and that is enough
     assert clipping(run, [True] * 2 * FIRST_REST) == ["interleaved"] * 2 * FIRST_REST
+    assert clipping(run, [False] * 50) == ["aiao"] * 50
+
+
+def test_a_choice_that_rests_is_not_tried_until_later(monkeypatch: Any):
+    run = Run(monkeypatch, defers=True, rests=True)
+    names = clipping(run, [True] * (7 + FIRST_REST + 1))
+    stock = "interleaved"
+    assert names == [stock] * 4 + ["afab"] * 3 + [stock] * FIRST_REST + ["aiao"]
+    assert clipping(run, [True] * 2 * FIRST_REST) == [stock] * 2 * FIRST_REST
     assert clipping(run, [False] * 50) == ["aiao"] * 50
 
 

@@ -11,8 +11,9 @@ does not count and the next one takes its place. Each number of micro-batches ha
 
 If DP.sync reaches into the next iteration, a step that may be clipped has to wait for all gradients
 and gains nothing. Early in training this happens in nearly every step, later it may become rare.
-So if such a choice lost because its steps had to wait, it is tried again later. If it won, and more
-than half of its steps begin to wait, the run changes to the fastest of the other choices.
+So if most steps in stock's order were clipped, such a choice is not tried at first. If it was not
+tried, or lost because its steps had to wait, it is tried later. If it won, and more than half of
+its steps begin to wait, the run changes to the fastest of the other choices.
 
 Keeps one invariant: all ranks choose in the same iteration, from the same numbers.
 """
@@ -84,6 +85,7 @@ class _Trial:
 
     Attributes:
         choices: stock's order, then the choices to try.
+        rests: whether the last choice defers DP.sync and is not tried before `rest` is over.
         times_s: by choice, the times of its iterations that count, on this rank.
         measured_s: by choice, the fastest iteration of the slowest rank, once they are compared.
         waited: by choice, whether its last step waited for all gradients.
@@ -94,8 +96,8 @@ class _Trial:
         again: iterations left of trying it again.
     """
 
-    def __init__(self, choices: Sequence[RunChoice]) -> None:
-        self.choices = choices
+    def __init__(self, choices: Sequence[RunChoice], *, rests: bool = False) -> None:
+        self.choices, self.rests = choices, rests
         self.times_s: list[list[float]] = [[] for _ in choices]
         self.measured_s = [inf] * len(choices)
         self.waited = [False] * len(choices)
@@ -104,6 +106,11 @@ class _Trial:
         self.rest = 0
         self.next_rest = FIRST_REST
         self.again = 0
+
+    @property
+    def last(self) -> int:
+        """The training iteration that ends the trial."""
+        return _LAST[len(self.choices) - 1 - self.rests]
 
     @property
     def deferring(self) -> int | None:
@@ -204,7 +211,9 @@ class AutoSchedule(MeasuredTimesFeature):
         room, sizes = replication_room(iteration)
         replicas = _num_replicas(iteration)
         cuts = config.may_cut_sums(replicas)
-        found: list[Any] = [None]
+        found: list[Any] = [None, False]
+        clipped = 0.0 if self._deferred is None else self._deferred.clipped
+        rests = clipped > 1 / 2
         if dist.get_rank() == 0:
             search = self._search(
                 times,
@@ -221,9 +230,13 @@ class AutoSchedule(MeasuredTimesFeature):
                 parameter_share=parameter_share(iteration),
                 room=room,
                 sizes=sizes,
+                clipped=0.0 if rests else clipped,
             )
             predicted = [search.stock, *search.to_try()]
-            _tell_of_trial(predicted)
+            if rests:
+                predicted.sort(key=lambda one: one.choice.defers)
+            rests = predicted[-1].choice.defers and rests
+            _tell_of_trial(predicted, rests=rests)
             if replicas > 2 and any(one.choice.cuts_sums for one in predicted):
                 logger.info(
                     "--schedule auto tries what adds up the gradients of %s replicas in another "
@@ -231,9 +244,9 @@ class AutoSchedule(MeasuredTimesFeature):
                     "keeps stock's order",
                     replicas,
                 )
-            found = [[one.choice for one in predicted]]
+            found = [[one.choice for one in predicted], rests]
         dist.broadcast_object_list(found, src=0)
-        self._trials[self._size] = _Trial(found[0])
+        self._trials[self._size] = _Trial(found[0], rests=found[1])
 
     def _begin(self, size: int) -> None:
         """Begin to count iterations with another number of micro-batches."""
@@ -298,15 +311,16 @@ class AutoSchedule(MeasuredTimesFeature):
                 return
         if number in _LAST:
             self._repeats = 0
-        if number == _LAST[len(trial.choices) - 1]:
+        if number == trial.last:
             self._compare(trial, iteration)
             trial.chosen = trial.fastest()
             why = ", ".join(
                 f"{choice}: {seconds:.4g} s"
                 for choice, seconds in zip(trial.choices, trial.measured_s, strict=True)
+                if seconds < inf
             )
             lost = trial.deferring
-            if lost not in (None, trial.chosen) and trial.waited[_some(lost)]:
+            if lost not in (None, trial.chosen) and (trial.rests or trial.waited[_some(lost)]):
                 trial.go_on_without_deferring()
             self._tell(trial, f"iterations took {why}")
 
@@ -350,7 +364,16 @@ class AutoSchedule(MeasuredTimesFeature):
             logger.info("schedule from now on, as --schedule auto chose: %s; %s", chosen, why)
 
 
-def _tell_of_trial(predicted: Sequence[Expected]) -> None:
+def _tell_of_trial(predicted: Sequence[Expected], *, rests: bool) -> None:
+    if rests:
+        *predicted, resting = predicted
+        logger.info(
+            "--schedule auto does not try before %s more iterations: %s, predicted %.4g s without "
+            "clipping; most steps so far were clipped",
+            FIRST_REST,
+            resting.choice,
+            resting.seconds,
+        )
     stock, *others = predicted
     if not others:
         logger.info(

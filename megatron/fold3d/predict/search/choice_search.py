@@ -64,7 +64,7 @@ class Predicted:
 
     Attributes:
         choice: the choice.
-        seconds: the time of an iteration whose step is neither clipped nor skipped.
+        seconds: the mean time of an iteration, over clipped steps and others; none is skipped.
     """
 
     choice: RunChoice
@@ -99,6 +99,7 @@ class ChoiceSearch:
             fullest rank does without.
         nic_of_rank: as in `Execution`.
         routes: as in `Execution`.
+        clipped: the share of steps that are clipped, and so wait for all gradients.
         most_actions: how many are simulated; the order of stock is simulated in any case.
     """
 
@@ -112,6 +113,7 @@ class ChoiceSearch:
     held: Callable[[Plan], HeldSizes] = HeldSizes.counted
     nic_of_rank: tuple[int, ...] | None = None
     routes: Routes = NO_SWITCHES
+    clipped: float = 0.0
     most_actions: int = MOST_ACTIONS
 
     @classmethod
@@ -126,6 +128,7 @@ class ChoiceSearch:
         parameter_share: float,
         room: float,
         sizes: Sequence[float],
+        clipped: float = 0.0,
         **scope: bool,
     ) -> Self:
         """Return the search of a run that has measured ``times``; DP.sync is of all-reduces.
@@ -139,6 +142,7 @@ class ChoiceSearch:
             parameter_share: bytes of the parameters, as a share of those of their gradients.
             room: bytes that every rank has free.
             sizes: the bytes that a rank takes more for each segment that is replicated.
+            clipped: as above.
             scope: the features that may be chosen, as fields of `Scope`.
         """
         chosen = Scope(**scope)
@@ -164,6 +168,7 @@ class ChoiceSearch:
             group_size=group_size,
             fits=fits,
             held=HeldSizes.counted if held is None else lambda _: held,
+            clipped=clipped,
         )
 
     @cached_property
@@ -218,7 +223,11 @@ class ChoiceSearch:
         choice = replace(choice, shares=auto_shares(plan, costs, execution))
         assert choice.shares is not None
         execution = replace(execution, backward_share=choice.shares)
-        return steady_state(plan, costs, execution).period_s, choice
+        seconds = steady_state(plan, costs, execution).period_s
+        if self.clipped:  # all of DP.sync starts with the backwards and ends with the iteration
+            waiting_s = self.seconds(replace(choice, shares=None))
+            seconds += self.clipped * (waiting_s - seconds)
+        return seconds, choice
 
     def _plan(self, choice: RunChoice) -> Plan:
         options = Options(

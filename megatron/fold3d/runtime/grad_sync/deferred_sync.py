@@ -140,6 +140,7 @@ class DeferredSync:
         self._was_late = not bounded  # a young model's gradients are large: expect to wait
         self._due: set[Any] = set()  # chunks
         self._num_late = self._num_whole = 0  # of all steps
+        self._num_normed = self._num_clipped = 0  # of those that deferred nothing
 
     def prepare(self, chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
         """Begin an iteration; all ranks of the job call this together."""
@@ -168,6 +169,14 @@ class DeferredSync:
         It is the same on all ranks.
         """
         return not self._was_late
+
+    @property
+    def clipped(self) -> float:
+        """The share of the steps that deferred nothing whose gradients were clipped.
+
+        It is the same on all ranks. Each of them would have waited for all gradients.
+        """
+        return self._num_clipped / max(1, self._num_normed)
 
     @property
     def has_due(self) -> bool:
@@ -250,8 +259,10 @@ class DeferredSync:
         self._report_norm()
         late = [chunk for chunk in self._chunks if self._reductions.is_running(chunk)]
         reduced = [chunk for chunk in self._chunks if chunk not in late]
-        if not late:
-            return whole_step()  # nothing was deferred
+        if not late:  # nothing was deferred
+            outcome = whole_step()
+            self._note_norm(optimizer.config.clip_grad, outcome)
+            return outcome
         if not self._may_be_late(optimizer, reduced, late):
             self._num_whole += 1
             self._was_late = False
@@ -324,6 +335,13 @@ class DeferredSync:
         self._norm_bound.add_reduced(reduced, late, self._reduced_in_iteration, scaling)
         self._bound = self._norm_bound.total(optimizer.get_loss_scale().item(), scaling)
         return self._bound.allows_late_steps(optimizer.config)
+
+    def _note_norm(self, clip_grad: float, outcome: Outcome) -> None:
+        """Count a step that deferred nothing, if it was taken and its norm is known."""
+        taken, norm, _ = outcome
+        if taken and norm is not None:
+            self._num_normed += 1
+            self._num_clipped += bool(0 < clip_grad < norm)
 
     def _connect(self, chunks: Sequence[Any], groups: ProcessGroupCollection) -> None:
         """Make the process groups."""
