@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 
+from megatron.fold3d.plan.compile import forward_only
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.passes import (
     grad_sync,
@@ -30,6 +31,7 @@ TRIANGLE = build("1f1b", num_ranks=3, num_segments=1, num_microbatches=5)
 EQUAL = (1.0,) * 3
 TIMES = place_weight_grads.StageTimes(forward_s=EQUAL, backward_s=EQUAL, weight_s=EQUAL)
 ONE = build("aiao", num_ranks=2, num_segments=2, num_microbatches=1)
+FORWARDS = forward_only(build("aiao", num_ranks=2, num_segments=2, num_microbatches=3))
 
 
 def drawings(module: ModuleType) -> list[tuple[list[str], list[str]]]:
@@ -53,7 +55,7 @@ def drawings(module: ModuleType) -> list[tuple[list[str], list[str]]]:
     ("module", "number", "before", "change"),
     [
         (transfers, 0, AFAB, transfers.add_p2p),
-        (transfers, 1, AFAB, lambda plan: transfers.add_p2p(plan, receives_late=True)),
+        (transfers, 1, FORWARDS, lambda plan: transfers.add_p2p(plan, receives_late=True)),
         (grad_sync, 0, AIAO, grad_sync.add_grad_sync),
         (
             *(grad_sync, 1, grad_sync.add_grad_sync(AIAO)),

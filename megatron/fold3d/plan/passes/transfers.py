@@ -8,13 +8,16 @@ A result is sent when its computation ends. Its receive is posted one computatio
             rank 1  1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1
 
 If all streams of a GPU share one hardware queue, a receive that waits for the one before it blocks
-computation. With ``receives_late`` a transfer takes a round of its own, and its receive is posted
-behind the computation of the round in which it is sent:
+computation. With ``receives_late`` a transfer takes a round of its own. Its receive is posted
+behind the computation of the round in which it is sent, unless the message before it has been read
+by then:
 
-    before  rank 0  0F0 0F1 0B0 0B1
-            rank 1  1F0 1F1 1B0 1B1
-    after   rank 0  0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0B1
-            rank 1  1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1
+    before  rank 0  0F0 0F1 0F2 2F0 2F1 2F2
+            rank 1  1F0 1F1 1F2 3F0 3F1 3F2
+    after   rank 0  0F0 0SEND_F0 0F1 0SEND_F1 2RECV_F0 0F2 0SEND_F2 2RECV_F1 2F0 2RECV_F2 2SEND_F0
+                    2F1 2SEND_F1 2F2 2SEND_F2
+            rank 1  1RECV_F0 1RECV_F1 1F0 1RECV_F2 1SEND_F0 1F1 1SEND_F1 3RECV_F0 1F2 1SEND_F2
+                    3RECV_F1 3F0 3RECV_F2 3F1 3F2
 """
 
 from megatron.fold3d.plan.ir import COMPUTE_OPS, P2P_OPS, Action, Op, Plan, PlanError, gc_paused
@@ -32,9 +35,11 @@ def add_p2p(plan: Plan, *, receives_late: bool = False) -> Plan:
 
     Args:
         plan: the computations; transfers that the plan already has are replaced.
-        receives_late: whether a transfer takes a round of its own: the receive is posted behind the
-            receiver's computation of the sender's round, and its tensor is read a round later. In
-            each round a rank posts its receives before its sends.
+        receives_late: whether a transfer takes a round of its own: it is read a round later. Its
+            receive is posted behind the computation that its rank started last, so that it does not
+            have to wait for the message before it. If that computation or an earlier one reads the
+            message before it, it cannot wait, and is posted before that computation. In each round
+            a rank posts its receives before its sends.
 
     Raises:
         PlanError: the compute order itself cannot run.
@@ -42,6 +47,7 @@ def add_p2p(plan: Plan, *, receives_late: bool = False) -> Plan:
     num_ranks, num_stages = plan.num_ranks, plan.num_stages
     programs = [[a for a in program if a.op not in P2P_OPS] for program in plan.programs]
     results = _Results(plan, arrive_late=receives_late)
+    reader: dict[tuple[int, Op], Action] = {}  # of a direction's last message, until it reads it
     lowered: list[list[Action]] = [[] for _ in programs]
     last_compute = [0] * num_ranks  # where in `lowered` each rank's last computation stands
     position = [0] * num_ranks
@@ -76,6 +82,8 @@ def add_p2p(plan: Plan, *, receives_late: bool = False) -> Plan:
             results.add(action)
             if receives_late:
                 on_the_way.append(action)
+                if reader.get(way := (rank, action.op)) == action:
+                    del reader[way]
         sends: list[tuple[int, Action]] = []
         for rank, (stage, op, microbatch) in ready:
             if op is Op.FORWARD and stage + 1 < num_stages:
@@ -87,7 +95,10 @@ def add_p2p(plan: Plan, *, receives_late: bool = False) -> Plan:
             to = peer % num_ranks
             if to != rank:  # one rank alone hands its tensors to itself
                 sends.append((rank, Action(stage, send, microbatch)))
+                is_unread = (to, op) in reader
                 if receives_late:
+                    reader[to, op] = Action(peer, op, microbatch)
+                if is_unread:
                     lowered[to].append(Action(peer, receive, microbatch))
                     continue
                 lowered[to].insert(last_compute[to], Action(peer, receive, microbatch))
