@@ -80,6 +80,19 @@ def test_sums_of_four_replicas_may_be_rounded_otherwise_and_that_is_told() -> No
             )
 
 
+def test_four_replicas_keep_stocks_sums_with_deterministic_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NCCL_ALGO", "Ring")  # Megatron demands it
+    flags = f"--train-iters 9 --deterministic-mode {OVERLAP}"
+    row = Row(ours=AUTO, flags=flags, pp=1, segments=1, dp=4, clip=2.2)
+    runs = run_distributed(train_and_choose, 4, row.command(row.ours), (("1f1b", False, (0,), ()),))
+    ours, told = zip(*runs, strict=True)
+    assert differences(*_comparable(ours, _stock(4, row.command("--schedule stock")))) == []
+    assert told[0][0].startswith("--schedule auto tries until iteration 7: --schedule 1f1b --delay")
+    assert "another order" not in " ".join(told[0])
+
+
 def train_and_choose(argv: Sequence[str], tried: Sequence[Tried]) -> tuple[Heard, list[str]]:
     """Train; some choices are predicted, and the first is measured to be the fastest.
 

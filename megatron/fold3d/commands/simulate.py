@@ -44,7 +44,7 @@ from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.ir import HOST_OPS, Op, Plan, PlanError
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.policy.replicated_segments import stages_of
-from megatron.fold3d.predict.simulator.lower_bound import lower_bound_s
+from megatron.fold3d.predict.simulator.lower_bound import bounds_of
 
 DESCRIPTION = """\
 Predict how long a plan takes and where its time goes: computation, bubble,
@@ -178,16 +178,16 @@ def run(args: Namespace) -> int:
 
         html = playground_page(args, name, plan, timeline, source.costs, grad_sync or "overlap")
         args.html.write_text(html, encoding="utf-8")
-    bound_s = lower_bound_s(plan, source.costs, source.nic_of_rank)
+    bounds = bounds_of(plan, source.costs, source.nic_of_rank)
     source = _with_shards(source, plan)
     peaks = source.hardware.peaks(timeline) if source.hardware else []
     known = source.hardware
     left = goodput_of(args, (known.shape, known.cluster, known.setup) if known else None)
     if args.json:
-        found = report_json(name, plan, timeline, peaks, bound_s) | {"layers": args.layers}
+        found = report_json(name, plan, timeline, peaks, bounds) | {"layers": args.layers}
         write(json.dumps(found | {"goodput": left and asdict(left)}) + "\n")
     else:
-        head, *rest = report_lines(name, plan, timeline, peaks, bound_s)
+        head, *rest = report_lines(name, plan, timeline, peaks, bounds)
         rest += goodput_lines(left, timeline.period_s)
         write("\n".join((head, *layout_lines(args.layers, how), *rest)) + "\n")
     return OK if source.hardware is None else judge_memory(source.hardware, timeline, peaks)

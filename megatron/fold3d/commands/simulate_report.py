@@ -14,10 +14,11 @@ from megatron.fold3d.observe.exposure import Exposure, exposure, mean
 from megatron.fold3d.observe.report.grid import to_text
 from megatron.fold3d.observe.timeline import Lane, Timeline
 from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.predict.simulator.lower_bound import Bounds
 
 
 def report_lines(
-    name: str, plan: Plan, timeline: Timeline, peaks: list[float], bound_s: float
+    name: str, plan: Plan, timeline: Timeline, peaks: list[float], bounds: Bounds
 ) -> Iterator[str]:
     """Yield the result for a terminal: times, memory, exposure, and the grid if it fits."""
     row, iterations = mean(exposure(timeline)), len(timeline.iteration_ends_s(0))
@@ -25,12 +26,7 @@ def report_lines(
     yield f"{name}: {in_words(plan.num_ranks, plan.num_segments, plan.num_microbatches)}"
     last = f" (the last of {iterations}; makespan {timeline.makespan_s:.6g} s)"
     yield f"iteration         {timeline.period_s:.6g} s{last * (iterations > 1)}"
-    yield (
-        f"lower bound       {bound_s:.6g} s  of any order, without DP.sync: "
-        f"{timeline.period_s / bound_s:.2f} x of it"
-        if bound_s
-        else "lower bound       0 s"
-    )
+    yield from _bound_lines(timeline.period_s, bounds)
     yield f"bubble            {row.bubble_ratio:.1%} of computation"
     yield f"peak activations  {counts}  per rank"
     if peaks:
@@ -40,6 +36,18 @@ def report_lines(
     if grid := _grid(timeline):
         yield ""
         yield grid
+
+
+def _bound_lines(period_s: float, bounds: Bounds) -> Iterator[str]:
+    """Yield the lower bounds, and how far the iteration is from the first."""
+    if not bounds.order_s:
+        yield "lower bound       0 s"
+        return
+    times = f"{period_s / bounds.order_s:.2f} x of it"
+    yield f"lower bound       {bounds.order_s:.6g} s  of any order, without DP.sync: {times}"
+    if bounds.sync_s is not None:
+        norm = f"{bounds.norm_s:.6g} s if steps wait for the norm"
+        yield f"with DP.sync      {bounds.sync_s:.6g} s, or {norm}"
 
 
 def layout_lines(layers: tuple[int, ...] | None, how: str) -> Iterator[str]:
@@ -70,7 +78,7 @@ def _grid(timeline: Timeline) -> str:
 
 
 def report_json(
-    name: str, plan: Plan, timeline: Timeline, peaks: list[float], bound_s: float
+    name: str, plan: Plan, timeline: Timeline, peaks: list[float], bounds: Bounds
 ) -> dict[str, Any]:
     """Return the result for ``--json``."""
     rows = exposure(timeline)
@@ -81,7 +89,9 @@ def report_json(
         "iterations": len(timeline.iteration_ends_s(0)),
         "makespan_s": timeline.makespan_s,
         "period_s": timeline.period_s,
-        "lower_bound_s": bound_s,
+        "lower_bound_s": bounds.order_s,
+        "lower_bound_with_sync_s": bounds.sync_s,
+        "lower_bound_with_norm_s": bounds.norm_s,
         "bubble_ratio": row.bubble_ratio,
         "exposure": row.to_dict(),
         "exposure_of_rank": [r.to_dict() for r in rows],

@@ -6,12 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.passes.place_weight_grads import place_weight_grads
 from megatron.fold3d.plan.schedules import FORWARDS_AHEAD, ONE_SEGMENT_SCHEDULES, build
 from megatron.fold3d.predict.search.order_choice import stage_times
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
-from megatron.fold3d.predict.simulator.lower_bound import lower_bound_s
+from megatron.fold3d.predict.simulator.lower_bound import (
+    bounds_of,
+    lower_bound_s,
+    lower_bound_with_sync_s,
+)
 from megatron.fold3d.predict.simulator.simulate import simulate
 
 
@@ -52,3 +57,43 @@ def test_the_bound_is_that_of_the_last_rank(microbatches: int):
     costs = Costs.uniform(4, p2p_s=0.5)  # F, B and W take 1 each; three hops of 0.5
     assert lower_bound_s(plan, costs) == 3 * 1.5 + microbatches * 3
     assert lower_bound_s(plan, costs, splits=False) == 3 * 1.5 + microbatches * 3 + 3 * 2.5
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_no_order_with_dp_sync_is_faster_than_the_bound(data: st.DataObject):
+    schedule = data.draw(st.sampled_from(("aiao", "1f1b", "interleaved", "afab")))
+    order = build(
+        schedule,
+        num_ranks=data.draw(st.integers(1, 3)),
+        num_segments=1 if schedule in ONE_SEGMENT_SCHEDULES else data.draw(st.integers(1, 3)),
+        num_microbatches=data.draw(st.integers(1, 6)),
+    )
+    some, stages = st.sampled_from((0.25, 1.0, 2.0)), range(order.num_stages)
+    costs = replace(
+        Costs.uniform(order.num_stages),
+        forward_s=tuple(data.draw(some) for _ in stages),
+        grad_sync_s=tuple(data.draw(st.sampled_from((0.5, 3.0, 9.0))) for _ in stages),
+        param_gather_s=tuple(data.draw(st.sampled_from((0.0, 2.0))) for _ in stages),
+    )
+    deferred = data.draw(st.booleans())
+    plan = lower(
+        order,
+        Options(gathers_params=True, deferred_stages=stages if deferred else ()),
+    )
+    # All ranks begin an iteration together, as behind a norm of all gradients.
+    execution = Execution(flush=not deferred, grad_sync_order="edf" if deferred else "fifo")
+    period_s = simulate(plan, costs, execution, iterations=4).period_s
+    assert lower_bound_with_sync_s(plan, costs, waits_for_norm=not deferred) <= period_s + 1e-9
+
+
+def test_a_step_that_waits_for_the_norm_hides_less():
+    plan = build("aiao", num_ranks=1, num_segments=4, num_microbatches=5)
+    costs = Costs.uniform(4, grad_sync_s=10.0)  # F takes 1, B 2: 60 s of computation
+    bounds = bounds_of(plan, costs)
+    assert bounds.order_s == 60
+    assert bounds.sync_s == 60  # 40 s of DP.sync, and 4 x (1 + 2) in which the link idles
+    assert bounds.norm_s == 4 * 5 + 4 * 2 + 40  # all forwards, one chunk's backwards, DP.sync
+    gathered = bounds_of(plan, replace(costs, grad_sync_s=(1.0,) * 4, param_gather_s=(10.0,) * 4))
+    assert gathered.sync_s == 60  # 44 + 12
+    assert gathered.norm_s == 40 + 4 * 1 + 4 * 5 * 2  # one chunk's forwards, and all backwards

@@ -1,12 +1,38 @@
 """A lower bound of the iteration over all orders of computation, from compute and links.
 
-The bound ignores DP.sync, whose cost depends on how far it reaches into the next iteration.
+`lower_bound_s` ignores DP.sync. `lower_bound_with_sync_s` includes it. Its cost depends on how far it
+may reach into the next iteration, which a step that waits for the norm limits.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.predict.simulator.costs import Costs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Seconds that no iteration of a plan's sizes is shorter than."""
+
+    order_s: float
+    """Whatever the order of computation, without DP.sync: `lower_bound_s`."""
+    sync_s: float | None
+    """With DP.sync, if no step waits for the gradients' norm; None if there is no DP.sync."""
+    norm_s: float | None
+    """With DP.sync, if every step waits for the norm, as one that clips does."""
+
+
+def bounds_of(plan: Plan, costs: Costs, nic_of_rank: Sequence[int] | None = None) -> Bounds:
+    """Return all lower bounds; arguments as of `lower_bound_s`."""
+    order_s = lower_bound_s(plan, costs, nic_of_rank)
+    if not any(costs.grad_sync_s):
+        return Bounds(order_s=order_s, sync_s=None, norm_s=None)
+    sync_s, norm_s = (
+        max(order_s, lower_bound_with_sync_s(plan, costs, waits_for_norm=waits))
+        for waits in (False, True)
+    )
+    return Bounds(order_s=order_s, sync_s=sync_s, norm_s=norm_s)
 
 
 def lower_bound_s(
@@ -61,4 +87,46 @@ def lower_bound_s(
         if num_sent:
             link_s = microbatches * num_sent * costs.p2p_s + costs.p2p_latency_s
             bound_s = max(bound_s, first_s + link_s + last_s)
+    return bound_s
+
+
+def lower_bound_with_sync_s(plan: Plan, costs: Costs, *, waits_for_norm: bool) -> float:
+    """Return seconds that no iteration of many is shorter than, DP.sync included.
+
+    A rank's first gradient is complete when all of its forwards have run, and all backwards of that
+    model chunk. Only then does DP.sync begin. DP.sync may reach into the next iteration until the
+    model chunk whose forwards begin last needs its parameters. In between, the link idles for the
+    forwards of one model chunk and the backwards of one.
+
+    If the step waits for the gradients' norm, all reductions have ended before it, and all gathers
+    follow it. So the reductions overlap nothing but backwards, and the gathers nothing but forwards
+    and the backwards behind them.
+
+    One micro-batch of a chunk counts as nothing, since gradients are reduced in buckets, and may be
+    complete before their chunk is.
+
+    Args:
+        plan: whose sizes count, not its order.
+        costs: of its stages. Which segments have a replicated optimizer is in them.
+        waits_for_norm: whether the step does, as one that clips.
+    """
+    ranks, microbatches = plan.num_ranks, plan.num_microbatches
+    none = (0.0,) * plan.num_stages
+    reduce_s, gather_s = (costs.grad_sync_s or none), (costs.param_gather_s or none)
+    bound_s = way_in_s = 0.0
+    for rank in range(ranks):
+        own = range(rank, plan.num_stages, ranks)
+        forwards_s = microbatches * sum(costs.forward_s[s] for s in own)
+        backwards_s = microbatches * sum(costs.backward_s[s] for s in own)
+        chunk_forwards_s = (microbatches - 1) * min(costs.forward_s[s] for s in own)
+        chunk_backwards_s = (microbatches - 1) * min(costs.backward_s[s] for s in own)
+        reductions_s, gathers_s = (sum(part[s] for s in own) for part in (reduce_s, gather_s))
+        bound_s = max(bound_s, chunk_forwards_s + chunk_backwards_s + reductions_s + gathers_s)
+        if waits_for_norm:
+            bound_s = max(
+                bound_s,
+                way_in_s + forwards_s + chunk_backwards_s + reductions_s,
+                gathers_s + chunk_forwards_s + backwards_s,
+            )
+        way_in_s += costs.forward_s[rank]
     return bound_s
