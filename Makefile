@@ -16,8 +16,8 @@ extension: venv  ## build the C++ scheduler of --preemptive-comm
 demo: venv  ## train a small GPT with stock Megatron and with AIAO, and compare the losses
 	@.venv/bin/python scripts/demo.py $(ARGS)
 
-quick: venv  ## run the tests that start no other process and search no cluster; about a minute
-	@.venv/bin/python -m pytest -q -m "not (gloo or processes or gpu or search)" $(ARGS)
+quick: venv  ## run the tests that take little time and start no other process; about a minute
+	@.venv/bin/python -m pytest -q -m "not (gloo or processes or gpu or search or slow)" $(ARGS)
 
 test: venv  ## run all tests: half an hour on two cores
 	@.venv/bin/python -m pytest $(ARGS)

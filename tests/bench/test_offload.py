@@ -6,6 +6,7 @@ import torch
 from scripts.bench.offload import WAYS, main
 
 
+@pytest.mark.slow
 def test_one_rank_is_run_in_every_way(capsys: pytest.CaptureFixture[str]):
     sizes = "--hidden-size 32 --heads 2 --seq-length 8 --micro-batches 4 --iterations 1"
     sizes += " --tensor-parallel 2 --sequence-parallel"

@@ -354,6 +354,7 @@ def test_what_shared_queues_cannot_do_is_refused(fold3d, line: str, message: str
     assert message in err
 
 
+@pytest.mark.slow
 def test_one_queue_costs_a_model_little_since_training_heeds_it(fold3d):
     line = (
         "simulate --schedule aiao --pp 4 --segments 5 --microbatches 16 --model gpt3-18b "

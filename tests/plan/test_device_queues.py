@@ -52,6 +52,7 @@ def options(draw: st.DrawFn) -> Options:
     )
 
 
+@pytest.mark.slow
 @given(orders(), options(), st.booleans(), st.sampled_from(CONNECTIONS))
 def test_every_plan_of_ours_ends_on_a_gpu(
     order: Plan, options: Options, tensor_parallel: bool, connections: int
@@ -59,6 +60,7 @@ def test_every_plan_of_ours_ends_on_a_gpu(
     verify_on_device(lower(order, options), connections, tensor_parallel=tensor_parallel)
 
 
+@pytest.mark.slow
 @given(orders(), st.booleans())
 def test_evaluation_and_plans_without_grad_sync_end_with_one_queue(order: Plan, tp: bool):
     verify_on_device(order, 1, tensor_parallel=tp)

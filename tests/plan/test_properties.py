@@ -113,6 +113,7 @@ def test_every_schedule_can_run(case: Case):
         verify(plan)
 
 
+@pytest.mark.slow
 @given(cases(), st.data())
 def test_ranks_may_offload_differently(case: Case, data: st.DataObject):
     plan = case.build()
@@ -244,6 +245,7 @@ def test_two_sends_of_one_channel_cannot_change_places(case: Case, pick: Random)
         verify(Plan(tuple(map(tuple, programs))))
 
 
+@pytest.mark.slow
 @given(
     st.one_of(cases(max_microbatches=4).map(Case.build), unplanned_orders()),
     st.randoms(use_true_random=False),

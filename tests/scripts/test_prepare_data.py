@@ -62,6 +62,7 @@ def written(prefix: Path) -> set[str]:
     return {path.name for path in prefix.parent.iterdir()} if prefix.parent.exists() else set()
 
 
+@pytest.mark.slow
 def test_byte_level_tokens_are_the_bytes_of_the_text(corpus: Path, prefix: Path):
     assert prepare(corpus, "--output-prefix", prefix) == 0
     assert [bytes(tokens).decode() for tokens in read(prefix)] == ["wörld", "a\nb\0"]
@@ -110,6 +111,7 @@ def test_max_bytes_cuts_the_last_document_at_a_character(corpus: Path, prefix: P
     assert [bytes(tokens) for tokens in read(prefix)] == [b"w"]
 
 
+@pytest.mark.slow
 def test_stdlib_is_the_same_text_every_time(prefix: Path):
     one, two = prefix.with_name("one"), prefix.with_name("two")
     for output in (one, two):

@@ -40,6 +40,7 @@ def test_a_seed_names_a_draw() -> None:
     assert draw("one", variants=2) != draw("two", variants=2)
 
 
+@pytest.mark.slow
 def test_what_is_drawn_is_legal() -> None:
     for number in range(20):
         for flags in draw(f"{number}", variants=2)[0]:

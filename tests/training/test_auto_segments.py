@@ -76,6 +76,7 @@ HEAVY_HEAD = replace(ALONE, head_forward_s=0.012, head_backward_s=0.024)  # two 
 PLENTY = lambda *_: True  # noqa: E731
 
 
+@pytest.mark.slow
 def test_a_heavy_head_moves_layers_off_the_last_rank(parse: Parse):
     args = parse("--schedule aiao --backward-share 0.5")
     choice = choose(args, HEAVY_HEAD, 4, PLENTY)
@@ -123,6 +124,7 @@ def test_a_gpu_has_room_for_what_fits_and_for_what_even_layers_take(
     assert layer_memory.room_for_layers(args) is None
 
 
+@pytest.mark.slow
 def test_layers_stay_even_for_less_than_one_percent(parse: Parse):
     light = replace(ALONE, head_forward_s=0.0, head_backward_s=1e-5, embedding_forward_s=0.0)
     assert choose(parse("--schedule aiao"), light, 4, PLENTY).layers == ()

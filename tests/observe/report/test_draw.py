@@ -87,6 +87,7 @@ def test_numbers_of_a_row_vanish_together():
     assert ">10</text>" in draw(aiao(microbatches=11)[1])
 
 
+@pytest.mark.slow
 def test_a_large_plan_stays_a_small_file():
     assert len(draw(aiao(ranks=16, segments=4, microbatches=128)[1])) < 1_000_000
 

@@ -30,6 +30,7 @@ def constants(tables):
     return fit(tables)
 
 
+@pytest.mark.slow
 def test_calibration_and_megatron_rows_are_within_5_percent_and_2_5_on_average(tables, constants):
     errors = {
         (row["cluster"], row["model"], row["system"]): error(row, predict(tables, row, constants))
@@ -41,6 +42,7 @@ def test_calibration_and_megatron_rows_are_within_5_percent_and_2_5_on_average(t
     assert fmean(map(abs, errors.values())) < 0.025, errors
 
 
+@pytest.mark.slow
 def test_only_the_calibration_rows_are_fitted(tables, constants):
     others = tuple(
         row if row["model"] == CALIBRATION else {**row, "dpsync_ms": 1.0, "ppsync_ms": 1.0}

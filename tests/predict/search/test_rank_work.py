@@ -45,6 +45,7 @@ def partition(measured: HardwareProfile, num_layers: int, segments: int, pipelin
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_microbatches", [32, 64])
 def test_meraks_stages_of_gpt2_are_those_with_the_shortest_iteration(num_microbatches: int):
     # Of its 98 parts the embedding is the first and the head the last; a layer is two.

@@ -46,6 +46,7 @@ def test_messages_that_fill_a_link_go_one_after_the_other_as_in_training():
     assert "2: 70 s" in found.reason  # 76.8 s if each had a share of the link
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward_share", [None, "auto"])
 def test_39b_gets_a_number_of_segments_within_2_percent_of_the_best(backward_share):
     # The paper's cluster, split and software overhead. Of all that divide 12 layers per rank, each

@@ -161,6 +161,7 @@ def runs(draw: st.DrawFn) -> tuple[Plan, Costs, Execution]:
     )
 
 
+@pytest.mark.slow
 @given(runs())
 def test_a_queue_for_each_stream_is_what_is_simulated_without_a_device(
     run: tuple[Plan, Costs, Execution],
@@ -176,6 +177,7 @@ def test_a_queue_for_each_stream_is_what_is_simulated_without_a_device(
     )
 
 
+@pytest.mark.slow
 @given(runs(), st.booleans())
 def test_one_queue_ends_and_its_times_add_up(run: tuple[Plan, Costs, Execution], stock: bool):
     plan, costs, execution = run

@@ -250,6 +250,7 @@ def test_a_backward_that_is_not_split_computes_its_weight_gradients():
     assert computed_s(timeline, Op.BACKWARD) == 2 * (3.0 + 5.0 - 2.0)
 
 
+@pytest.mark.slow
 def test_the_time_of_a_simulation_grows_with_the_number_of_actions():
     # The larger one is that of 3,072 GPUs: pp=64 of dp=6 and tp=8; replicas do the same, so one
     # is run. It has 16 times the actions: 4 times the ranks, 4 times the micro-batches. A step that

@@ -1,7 +1,7 @@
 """A lower bound of the iteration over all orders of computation, from compute and links.
 
-`lower_bound_s` ignores DP.sync. `lower_bound_with_sync_s` includes it. Its cost depends on how far it
-may reach into the next iteration, which a step that waits for the norm limits.
+`lower_bound_s` ignores DP.sync. `lower_bound_with_sync_s` includes it: its cost depends on how far
+it may reach into the next iteration, which a step that waits for the norm limits.
 """
 
 from collections.abc import Sequence
