@@ -4,6 +4,8 @@ import pytest
 
 from scripts.bench import compare, predict, variants
 
+pytestmark = pytest.mark.slow
+
 # docs/measurements.md, 2026-11-21: iteration, and the same on links that are not shaped; ms.
 MEASURED = {
     "stock-default": (2412, 1387),
