@@ -85,12 +85,31 @@ ROWS = (
         plan=FREED_EARLY,
     ),
     Row(
-        name="interleaved",
+        name="bf16, recomputed, delayed weight gradients",
+        dp=2,
+        segments=4,
+        m=3,
+        flags=f"{OVERLAP} --bf16 {BUCKETS} {SELECTIVE}",
+        ours=f"{AIAO} --delay-weight-grads 1,2",
+        stock=ONE_GROUP,
+    ),
+    Row(
+        name="sequence parallelism",
+        dp=2,
+        tp=2,
+        pp=1,
+        m=2,
+        flags=f"{OVERLAP} --bf16 --sequence-parallel",
+        ours="--plan-file PLAN --shard-segments weights",
+        plan=FREED_EARLY.removesuffix(" 0FREE_GRAD"),
+    ),
+    Row(
+        name="interleaved, offloaded",
         dp=2,
         segments=2,
         m=2,
         flags=OVERLAP,
-        ours="--schedule interleaved --shard-segments weights",
+        ours="--schedule interleaved --shard-segments weights --offload-activations on",
     ),
     Row(
         name="experts",
@@ -304,7 +323,7 @@ def test_bytes_are_those_that_the_plan_predicts(
         assert events == gathers
 
 
-@pytest.mark.parametrize(("saves", "resumes"), [(GRADIENTS, STOCK), (STOCK, GRADIENTS)])
+@pytest.mark.parametrize(("saves", "resumes"), [(GRADIENTS, STOCK), (STOCK, GRADIENTS), (AIAO, STOCK)])
 def test_checkpoints_are_those_of_stock(saves: str, resumes: str, tmp_path: Path) -> None:
     row = SAVED
     whole = run_distributed(train_poisoned, row.num_ranks, saving(row, saves, tmp_path))
