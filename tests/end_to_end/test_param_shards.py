@@ -323,7 +323,9 @@ def test_bytes_are_those_that_the_plan_predicts(
         assert events == gathers
 
 
-@pytest.mark.parametrize(("saves", "resumes"), [(GRADIENTS, STOCK), (STOCK, GRADIENTS), (AIAO, STOCK)])
+@pytest.mark.parametrize(
+    ("saves", "resumes"), [(GRADIENTS, STOCK), (STOCK, GRADIENTS), (AIAO, STOCK)]
+)
 def test_checkpoints_are_those_of_stock(saves: str, resumes: str, tmp_path: Path) -> None:
     row = SAVED
     whole = run_distributed(train_poisoned, row.num_ranks, saving(row, saves, tmp_path))
