@@ -17,7 +17,7 @@ demo: venv  ## train a small GPT with stock Megatron and with AIAO, and compare 
 	@.venv/bin/python scripts/demo.py $(ARGS)
 
 quick: venv  ## run the tests that take little time and start no other process; about a minute
-	@.venv/bin/python -m pytest -q -m "not (gloo or processes or gpu or search or slow)" $(ARGS)
+	@.venv/bin/python -m pytest -q -n 2 --dist loadfile -m "not (gloo or processes or gpu or search or slow)" $(ARGS)
 
 test: venv  ## run all tests: half an hour on two cores
 	@.venv/bin/python -m pytest $(ARGS)
