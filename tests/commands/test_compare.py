@@ -42,7 +42,7 @@ def test_the_ratio_is_of_throughputs_after_warmup(fold3d, runs: tuple[Path, Path
         "         ms per iteration (quartiles)  samples/s  TFLOP/s per GPU",
         "A stock              1515 (1500-1530)      10.55            100.5",
         "B aiao               1010 (1000-1020)      15.83            100.5",
-        "B is 1.500 times as fast as A; 1.485 to 1.515 by how iterations scatter",
+        "B is 1.500 times as fast as A, 95% CI 1.485-1.515 (bootstrap)",
         "",
         "loss: equal in every digit in 20 of 20 iterations",
         "loss 0.5 was reached after 39.27 s by A, 26.18 s by B",

@@ -27,8 +27,8 @@ def test_a_trace_becomes_table_ii_a_page_and_a_perfetto_file(fold3d, folder: Pat
         "simulated          96       192     16.37     48.17         5     357.5",
         "                26.9%     53.7%      4.6%     13.5%      1.4%    100.0%",
         "",
-        "GPU memory   3.0 GiB at most",
-        "host memory  2.0 GiB at most, of one process",
+        "GPU memory   3.0 GiB at peak, of the fullest GPU",
+        "host memory  2.0 GiB at peak, of the largest process",
         "",
         f"page      {folder / 'timeline.html'}",
         f"Perfetto  {folder / 'perfetto.json'}",
@@ -76,7 +76,7 @@ def test_counters_of_ranks_are_shown(fold3d, tmp_path: Path):
     counts = {"offloaded_bytes": 3 << 28, "deferred_grad_sync_share": 0.3}
     write_traces(tmp_path, counts=counts)
     _, out, _ = fold3d(f"trace {tmp_path}")
-    assert "offloaded    0.75 GiB at most, by one process in an iteration\n" in out
+    assert "offloaded    0.75 GiB per iteration, by the process that offloads most\n" in out
     assert "deferred     30.0% of the gradients, reduced behind the next forward\n" in out
     html = (tmp_path / "timeline.html").read_text()
     assert "<th>offloaded GiB</th><th>deferred</th>" in html

@@ -115,8 +115,8 @@ def _lines(runs: Sequence[Run], ratio: Ratio | None, warmup: int) -> Iterator[st
             spread = str(Spread.of([s * 1e3 for s in run.times_s(warmup)]))
             yield f"{run.name:<{width}}  {spread:>28}  {numbers[0]:>9}  {numbers[1]:>15}"
         yield (
-            f"B is {ratio.value:.3f} times as fast as A; "
-            f"{ratio.low:.3f} to {ratio.high:.3f} by how iterations scatter"
+            f"B is {ratio.value:.3f} times as fast as A, "
+            f"95% CI {ratio.low:.3f}-{ratio.high:.3f} (bootstrap)"
         )
         yield ""
         yield from _loss_lines(runs)

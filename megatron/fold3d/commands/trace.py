@@ -219,12 +219,12 @@ def _lines(title: str, views: Sequence[View]) -> Iterator[str]:
     measured = views[0].row
     yield ""
     if measured.device_bytes is not None:
-        yield f"GPU memory   {measured.device_bytes / 2**30:.1f} GiB at most"
+        yield f"GPU memory   {measured.device_bytes / 2**30:.1f} GiB at peak, of the fullest GPU"
     if measured.host_bytes is not None:
-        yield f"host memory  {measured.host_bytes / 2**30:.1f} GiB at most, of one process"
+        yield f"host memory  {measured.host_bytes / 2**30:.1f} GiB at peak, of the largest process"
     if measured.offloaded_bytes is not None:
         gib = measured.offloaded_bytes / 2**30
-        yield f"offloaded    {gib:.3g} GiB at most, by one process in an iteration"
+        yield f"offloaded    {gib:.3g} GiB per iteration, by the process that offloads most"
     if measured.tp_sync_s is not None:
         total_s = measured.iteration.total_s
         yield (
