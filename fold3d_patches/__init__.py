@@ -223,6 +223,10 @@ def _transfers(
         "traffic_class": config.pp_traffic_class,
     }
     connect: Callable[..., Transfers] = partial(P2P, **over_network)
+    if config.receives_late:
+        from megatron.fold3d.runtime.transfers.alternating_p2p import AlternatingP2P
+
+        connect = partial(AlternatingP2P, **over_network)
     if communicator is not None:
         import torch
 

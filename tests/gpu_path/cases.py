@@ -157,7 +157,8 @@ def _traced(mutation: Mutation | None) -> list[str]:
 
 
 def _reaching(mutation: Mutation) -> tuple[Case, Late]:
-    return _BY_FLAGS[mutation.flags], Late(delays=Delays(longest_s=0.02, always=mutation.late))
+    delays = Delays(longest_s=0.02, always=mutation.late)
+    return _BY_FLAGS[mutation.flags], Late(delays=delays, num_queues=mutation.num_queues)
 
 
 @functools.cache

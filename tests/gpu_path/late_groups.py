@@ -39,14 +39,13 @@ class LateWork(dist.Work):
         self._is_delivered = False
 
     def wait(self, timeout: Any = None) -> bool:
-        if self._is_delivered:
-            return True
+        deliver = (lambda: None) if self._is_delivered else self._deliver
         self._is_delivered = True
         if self._device.runs_ahead:
-            self._device.current_stream().launch(self._deliver, [self._item])
+            self._device.current_stream().launch(deliver, [self._item])
         else:
             self._device.host_waits(self._item)
-            self._deliver()
+            deliver()
         return True
 
     def synchronize(self) -> None:

@@ -23,6 +23,7 @@ class Mutation:
         flags: of a run that reaches it.
         more: other pieces of the same source, and what stands there instead.
         late: which streams must be late for it to show.
+        num_queues: hardware queues of the device.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Mutation:
     flags: str = ""
     more: tuple[tuple[str, str], ...] = ()
     late: Literal["compute", "others"] = "others"
+    num_queues: int = 64
 
     def __str__(self) -> str:
         return self.name
@@ -110,9 +112,17 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients travel in the other direction's group",
-        "transfers.p2p:P2P.__init__",
+        "transfers.p2p:P2P._connect",
         "Op.SEND_B: before[1],",
         "Op.SEND_B: before[0],",
+    ),
+    Mutation(
+        "a send starts ahead of the computation before it",
+        "transfers.alternating_p2p:AlternatingP2P._start_send",
+        "stream.wait_stream(self._streams.current_stream())",
+        "pass",
+        late="compute",
+        num_queues=1,
     ),
     # Copies to host memory and back.
     Mutation(

@@ -18,10 +18,10 @@ from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, bui
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.runtime.transfers import p2p
 
-# Rank 0 posts the receive of 1B1's result while rank 1 needs 0F1 to come to it.
+# Rank 0 posts the receive of 1B2's result while rank 1 needs 0F1 to come to it.
 EARLY_RECEIVE = """
-0F0 0SEND_F0 0RECV_B0 0RECV_B1 0F1 0SEND_F1 0B0 0B1
-1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1
+0F0 0SEND_F0 0RECV_B0 0RECV_B1 0RECV_B2 0F1 0SEND_F1 0F2 0SEND_F2 0B0 0B1 0B2
+1RECV_F0 1RECV_F1 1F0 1F1 1RECV_F2 1F2 1B0 1SEND_B0 1B1 1SEND_B1 1B2 1SEND_B2
 """
 
 
@@ -75,12 +75,12 @@ def test_a_receive_that_is_posted_too_early_blocks_what_it_waits_for():
     with pytest.raises(PlanError) as refused:
         verify_on_device(plan, 1)
     assert str(refused.value).splitlines() == [
-        "deadlock with one hardware queue: rank 0 is held up at 0RECV_B1 until 0RECV_B0 is over; "
+        "deadlock with one hardware queue: rank 0 is held up at 0RECV_B2 until 0RECV_B0 is over; "
         "rank 1 is held up at 1F1 until 1RECV_F1 is over",
-        "  rank  0 | 0F0          0SEND_F0     0RECV_B0    >0RECV_B1<    0F1          "
-        "0SEND_F1     0B0          0B1",
-        "  rank  1 | 1RECV_F0     1RECV_F1     1F0         >1F1<         1B0          "
-        "1SEND_B0     1B1          1SEND_B1",
+        "  rank  0 | 0F0          0SEND_F0     0RECV_B0     0RECV_B1    >0RECV_B2<    "
+        "0F1          0SEND_F1     0F2          0SEND_F2",
+        "  rank  1 | 1RECV_F0     1RECV_F1     1F0         >1F1<         1RECV_F2     "
+        "1F2          1B0          1SEND_B0",
     ]
 
 

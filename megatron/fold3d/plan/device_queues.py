@@ -8,7 +8,8 @@ manual and from the sources of NCCL, torch, Megatron and FOLD3D. **No GPU has co
 2. Each action is an item of a stream, and the items of a stream run one after the other. All
    computations share one stream. Sends and receives of each direction have a stream each: `P2P`
    makes a process group per direction, and `ProcessGroupNCCL` gives each pair of ranks in a group a
-   communicator and a stream. DP.sync has one stream, copies to the host and to the device one each.
+   communicator and a stream. With one queue, receives of even and odd micro-batches have a stream
+   each (`AlternatingP2P`). DP.sync has one stream, copies to the host and to the device one each.
 3. An item of communication, or a copy, begins when the computations issued before it have ended.
    (`ProcessGroupNCCL` makes its stream wait for an event of the current stream; `Copies` does the
    same.)
@@ -76,6 +77,9 @@ class Stream(IntEnum):
     TP_SYNC = 8
     IN_ITERATION = 9
     """The part of a deferred DP.sync that is reduced in its iteration, in Megatron's own group."""
+    RECV_F_ODD = 10
+    """With one queue, receives of odd micro-batches; RECV_F then has the even ones."""
+    RECV_B_ODD = 11
 
 
 STREAM_OF: Mapping[Op, Stream] = {
@@ -85,7 +89,15 @@ STREAM_OF: Mapping[Op, Stream] = {
     Op.OFFLOAD: Stream.TO_HOST,
     Op.RELOAD: Stream.TO_DEVICE,
 }
+_OF_ODD = {Op.RECV_F: Stream.RECV_F_ODD, Op.RECV_B: Stream.RECV_B_ODD}
 NCCL_OPS = P2P_OPS | GATHER_OPS | {Op.REDUCE_GRAD, Op.REDUCE_SLICE}
+
+
+def stream_of(action: Action, connections: int) -> Stream:
+    """Return the stream of an action on a GPU with this many hardware queues."""
+    if connections == 1 and action.op in _OF_ODD and action.microbatch and action.microbatch % 2:
+        return _OF_ODD[action.op]
+    return STREAM_OF[action.op]
 
 
 def queue_of(streams: Mapping[Stream, None], connections: int) -> dict[Stream, int]:
@@ -195,7 +207,7 @@ class _Play:
                 if op in HOST_OPS:  # the host's work alone
                     continue
                 read = [of_action.get((stage, *n)) for n in _reads(op, microbatch)]
-                item = add(index, action, STREAM_OF[op], *read)
+                item = add(index, action, stream_of(action, self.connections), *read)
                 of_action[action] = item
                 if self.tensor_parallel and (op is Op.FORWARD or op is Op.BACKWARD):
                     collective = add(index, action, Stream.TP_SYNC)

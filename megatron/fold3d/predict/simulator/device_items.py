@@ -11,7 +11,7 @@ from math import ceil
 from typing import NamedTuple
 
 from megatron.fold3d.observe.messages import message_from, source_of
-from megatron.fold3d.plan.device_queues import STREAM_OF, Stream, send_waits
+from megatron.fold3d.plan.device_queues import STREAM_OF, Stream, send_waits, stream_of
 from megatron.fold3d.plan.ir import (
     COMPUTE_OPS,
     GATHER_OPS,
@@ -101,11 +101,12 @@ class Items:
                 self._issue_computation(issued, step, inside.get(action))
             elif op in SEND_OPS:
                 sends[action] = step.fact
-                issued.transfer(action, step.fact)
+                issued.transfer(action, STREAM_OF[op], step.fact)
                 if not ours and source_of(message_from(action)).op in self._sends_waited_for:
                     issued.wait_for_send(action, step.fact)
             elif op in RECV_OPS:
-                issued.transfer(action, self._steps.arrival(action))
+                stream = stream_of(action, self._device.connections)
+                issued.transfer(action, stream, self._steps.arrival(action))
             elif op is Op.WAIT_GRAD or op in PARAM_WAIT_OPS:
                 issued.wait_for_sync(step)
             elif op is Op.REDUCE_GRAD or op is Op.REDUCE_SLICE or op in GATHER_OPS:
@@ -178,9 +179,9 @@ class _Issued:
         self._add(Kind.COMPUTE, stream, step.action, seconds, needs, fact)
         self._computed += 1
 
-    def transfer(self, action: Action, fact: int) -> None:
+    def transfer(self, action: Action, stream: Stream, fact: int) -> None:
         """Issue one side of a transfer."""
-        self._add(Kind.TRANSFER, STREAM_OF[action.op], action, 0.0, (), fact)
+        self._add(Kind.TRANSFER, stream, action, 0.0, (), fact)
 
     def copy(self, step: Step, needs: tuple[tuple[int, int, int], ...], fact: int) -> None:
         """Issue a copy to the host or back."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megatron.fold3d.observe.messages import message_from, send_of
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
-from megatron.fold3d.plan.device_queues import STREAM_OF, Stream, queue_of
+from megatron.fold3d.plan.device_queues import Stream, queue_of, stream_of
 from megatron.fold3d.plan.ir import SEND_OPS, Action, PlanError
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.costs import Costs
@@ -256,8 +256,8 @@ class DeviceRun:
             send, receive = item.action, message_from(item.action)
         else:
             send, receive = send_of(item.action), item.action
-        sender.flows_since_s[STREAM_OF[send.op]] = now_s
-        receiver.flows_since_s[STREAM_OF[receive.op]] = now_s
+        sender.flows_since_s[stream_of(send, self.device.connections)] = now_s
+        receiver.flows_since_s[stream_of(receive, self.device.connections)] = now_s
         message = _Message(sender, receiver, receive, send, item.fact, now_s, iteration)
         costs = self.costs
         if self.nics[sender.number] == self.nics[receiver.number] or not costs.p2p_s:
@@ -280,7 +280,7 @@ class DeviceRun:
             receiver.spans.append(Span(Lane.P2P, since_s, now_s, action, iteration))
         self.times_true[fact] += 1
         for rank, side in ((receiver, action), (sender, send)):
-            rank.busy[STREAM_OF[side.op]] = False
+            rank.busy[stream_of(side, self.device.connections)] = False
             rank.unfinished -= 1
         self._advance(receiver)
         self._advance(sender)

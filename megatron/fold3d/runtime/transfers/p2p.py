@@ -5,14 +5,14 @@ schedule frees or reassigns the tensor meanwhile.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron.fold3d.plan.ir import Action, Op, Program
+from megatron.fold3d.plan.ir import SEND_OPS, Action, Op, Program
 from megatron.fold3d.runtime.transfers import nccl
 
 _UNFINISHED_SENDS = 16  # more than a plan ever leaves behind unless the receiver is far behind
@@ -37,7 +37,6 @@ class P2P:
         traffic_class: int | None = None,
     ) -> None:
         _refuse_bound_group()
-        ranks = dist.get_process_group_ranks(pp_group)
         rank, num_ranks = pp_group.rank(), pp_group.size()
         self._device = device
         self._peers = {  # in the group
@@ -46,17 +45,9 @@ class P2P:
             Op.SEND_B: (rank - 1) % num_ranks,
             Op.RECV_B: (rank + 1) % num_ranks,
         }
-        links = make_groups(ranks, dist.get_backend(pp_group), timeout, traffic_class)
-        before, after = links[(rank - 1) % num_ranks % len(links)], links[rank % len(links)]
-        self._groups: dict[Op, Any] = {
-            Op.RECV_F: before[0],
-            Op.SEND_B: before[1],
-            Op.SEND_F: after[0],
-            Op.RECV_B: after[1],
-        }
+        self._groups = self._connect(pp_group, timeout, traffic_class)
         self._arriving: dict[Action, tuple[torch.Tensor, dist.Work]] = {}
         self._leaving: deque[tuple[torch.Tensor, dist.Work]] = deque()
-        self._meet(rank, num_ranks)
 
     def begin_iteration(self, program: Program, num_bytes: int) -> None:
         """Do nothing: receives allocate their tensors when they are posted."""
@@ -64,7 +55,7 @@ class P2P:
     def post(self, action: Action, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Start the receive ``action`` (RECV_F or RECV_B) of one tensor; `take` waits for it."""
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        peer, group = self._peers[action.op], self._groups[action.op]
+        group, peer = self._group(action), self._peers[action.op]
         work = dist.irecv(tensor, group=group, group_src=peer)
         assert work is not None  # this rank is in the group
         self._arriving[action] = tensor, work
@@ -88,9 +79,7 @@ class P2P:
         It must be valid on the current stream. Its storage is kept alive until the send is done.
         """
         alias = tensor.detach()
-        peer, group = self._peers[action.op], self._groups[action.op]
-        work = dist.isend(alias, group=group, group_dst=peer)
-        assert work is not None
+        work = self._start_send(action, alias)
         self._leaving.append((alias, work))
         while self._leaving and (len(self._leaving) > _UNFINISHED_SENDS or self._first_has_left):
             self._leaving[0][1].wait()  # its tensor is alive until then
@@ -107,27 +96,53 @@ class P2P:
     def _first_has_left(self) -> bool:
         return self._leaving[0][1].is_completed()  # gloo never says so before it is waited for
 
-    def _meet(self, rank: int, num_ranks: int) -> None:
+    def _group(self, action: Action) -> Any:
+        return self._groups[action.op]
+
+    def _start_send(self, action: Action, tensor: torch.Tensor) -> dist.Work:
+        group, peer = self._group(action), self._peers[action.op]
+        work = dist.isend(tensor, group=group, group_dst=peer)
+        assert work is not None
+        return work
+
+    def _connect(
+        self, pp_group: dist.ProcessGroup, timeout: timedelta, traffic_class: int | None
+    ) -> dict[Op, Any]:
+        """Make the groups of this rank's transfers, and connect their ranks; all ranks call it."""
+        rank, num_ranks = pp_group.rank(), pp_group.size()
+        ranks, backend = dist.get_process_group_ranks(pp_group), dist.get_backend(pp_group)
+        links = make_groups(ranks, backend, timeout, traffic_class)
+        before, after = links[(rank - 1) % num_ranks % len(links)], links[rank % len(links)]
+        groups = {
+            Op.RECV_F: before[0],
+            Op.SEND_B: before[1],
+            Op.SEND_F: after[0],
+            Op.RECV_B: after[1],
+        }
+        self._meet(groups, rank, num_ranks)
+        return groups
+
+    def _meet(self, groups: Mapping[Op, dist.ProcessGroup], rank: int, num_ranks: int) -> None:
         """Send one number over every link, one link after the other.
 
         NCCL connects two ranks at their first transfer and blocks both. Ranks that first contact
         their neighbours in different orders would deadlock.
         """
         token = torch.zeros(1, device=self._device)
+
+        def exchange(op: Op) -> None:
+            if op in SEND_OPS:
+                dist.send(token, group=groups[op], group_dst=self._peers[op])
+            else:
+                dist.recv(token, group=groups[op], group_src=self._peers[op])
+
         for link in range(num_ranks):  # from rank `link` to the next, and back
             if rank == link:
-                self._pass(token, Op.SEND_F)
-                self._pass(token, Op.RECV_B)
+                exchange(Op.SEND_F)
+                exchange(Op.RECV_B)
             if rank == (link + 1) % num_ranks:
-                self._pass(token, Op.RECV_F)
-                self._pass(token, Op.SEND_B)
-
-    def _pass(self, token: torch.Tensor, op: Op) -> None:
-        group, peer = self._groups[op], self._peers[op]
-        if op in (Op.SEND_F, Op.SEND_B):
-            dist.send(token, group=group, group_dst=peer)
-        else:
-            dist.recv(token, group=group, group_src=peer)
+                exchange(Op.RECV_F)
+                exchange(Op.SEND_B)
 
 
 def _refuse_bound_group() -> None:
