@@ -1,6 +1,7 @@
 """Train thousands of iterations and see whether memory, threads or open files of a rank grow.
 
 python -m tests.stress.growth --iterations 5000
+python -m tests.stress.growth --iterations 200 --ours "--schedule aiao --shard-segments weights ..."
 """
 
 import argparse
@@ -25,8 +26,10 @@ def main() -> int:
     """Return 1 if anything has grown."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--iterations", type=int, default=5000)
+    parser.add_argument("--ours", default=OURS, help="flags of the schedule (those of the soak)")
+    parser.add_argument("--ranks", type=int, default=NUM_RANKS)
     options = parser.parse_args()
-    ranks = run_distributed(watch, NUM_RANKS, options.iterations, timeout_s=36000)
+    ranks = run_distributed(watch, options.ranks, options.iterations, options.ours, timeout_s=36000)
     for rank, samples in enumerate(ranks):
         sizes = ", ".join(f"{size / 2**20:.1f}" for size, _, _ in samples)
         print(f"rank {rank}: MiB {sizes}; threads {samples[-1][1]}; open files {samples[-1][2]}")
@@ -35,7 +38,7 @@ def main() -> int:
     return int(bool(grown))
 
 
-def watch(iterations: int) -> list[Sample]:
+def watch(iterations: int, ours: str) -> list[Sample]:
     """Train on this rank; returns what it holds at equal distances."""
     from megatron.training import training
 
@@ -55,7 +58,7 @@ def watch(iterations: int) -> list[Sample]:
 
     training.train_step = counted
     length = f"--train-iters {iterations} --lr-decay-iters {2 * iterations}"
-    assert pretrain_gpt.main(shlex.split(f"{RUN} {length} {OURS}")) == 0
+    assert pretrain_gpt.main(shlex.split(f"{RUN} {length} {ours}")) == 0
     return samples
 
 
