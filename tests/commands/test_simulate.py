@@ -369,7 +369,7 @@ def test_one_queue_costs_a_model_little_since_training_heeds_it(fold3d):
     assert sliced_s == period_s("--cuda-connections 1 --backward-share 0.8 --dp-slices")
     # 134 slices of 8 MiB in a row
     in_a_row = "--cuda-connections 1 --backward-share 0.8 --grad-sync-launches 134"
-    assert period_s(in_a_row) > 2 * sliced_s
+    assert period_s(in_a_row) > 1.5 * sliced_s
 
 
 PAIRED = "simulate --schedule aiao --pp 2 --microbatches 4 --overlap-tensor-parallel"
@@ -609,7 +609,7 @@ def test_chosen_layers_are_those_that_can_be_given(fold3d):
     assert code == 0
     assert chosen["period_s"] < 0.99 * even["period_s"]
     layers = chosen["layers"]
-    assert layers == [13, 13, 12, 10]
+    assert layers == [13, 12, 12, 11]
     assert "L'  none is better\n" in fold3d(f"{SPLIT} --layers auto")[1]
     line = f"{SPLIT} --layers {','.join(map(str, layers))}"
     assert json.loads(fold3d(f"{line} --json")[1]) == chosen

@@ -87,15 +87,15 @@ def test_a_file_that_holds_no_plan_is_one_that_cannot_be_read(fold3d, path: str)
 def test_verify_plays_a_plan_on_gpus_with_few_queues(fold3d, tmp_path: Path):
     path = tmp_path / "plan.txt"
     path.write_text(
-        "0F0 0SEND_F0 0RECV_B0 0RECV_B1 0F1 0SEND_F1 0B0 0B1\n"
-        "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1\n"
+        "0F0 0SEND_F0 0RECV_B0 0RECV_B1 0RECV_B2 0F1 0SEND_F1 0F2 0SEND_F2 0B0 0B1 0B2\n"
+        "1RECV_F0 1RECV_F1 1F0 1F1 1RECV_F2 1F2 1B0 1SEND_B0 1B1 1SEND_B1 1B2 1SEND_B2\n"
     )
     for more in ("", "--cuda-connections 8", "--cuda-connections 32 --tensor-parallel"):
         assert fold3d(f"verify --plan-file {path} {more}")[0] == 0
     code, out, err = fold3d(f"verify --plan-file {path} --cuda-connections 1")
     assert (code, out) == (1, "")
-    assert err.startswith("deadlock with one hardware queue: rank 0 is held up at 0RECV_B1 until ")
-    assert ">0RECV_B1<" in err
+    assert err.startswith("deadlock with one hardware queue: rank 0 is held up at 0RECV_B2 until ")
+    assert ">0RECV_B2<" in err
     code, _, err = fold3d(f"verify --plan-file {path} --tensor-parallel")
     assert (code, err.count("\n")) == (2, 1)
     assert "give --cuda-connections 1" in err

@@ -25,11 +25,28 @@ def test_live_tensors_are_most_of_the_memory_that_the_paper_measured():
     assert 0.75 * 29.8e9 < peak < 29.8e9
 
 
-def test_a_recomputing_backward_takes_three_forwards():
-    found = estimate(model_shape("gpt3-39b"), A100, SETUP_39B, num_ranks=4, num_segments=2)
+def test_a_backward_recomputes_its_layers_but_not_the_head():
+    found = estimate(model_shape("gpt3-39b"), A100, SETUP_39B, num_ranks=4, num_segments=2).costs
     overhead_s = A100.task_overhead_s
-    for forward_s, backward_s in zip(found.costs.forward_s, found.costs.backward_s, strict=True):
-        assert backward_s - overhead_s == pytest.approx(3 * (forward_s - overhead_s))
+    for forward_s, backward_s, recompute_s in zip(
+        found.forward_s, found.backward_s, found.recompute_s, strict=True
+    ):
+        assert backward_s - overhead_s == pytest.approx(2 * (forward_s - overhead_s) + recompute_s)
+        assert recompute_s == pytest.approx(found.forward_s[0] - overhead_s)
+    assert found.forward_s[-1] > found.forward_s[0]
+
+
+def test_a_backward_that_recomputes_attention_scores_repeats_these_alone():
+    shape = model_shape("gpt3-39b")
+    scores, none = (
+        estimate(shape, A100, replace(SETUP_39B, recompute=r), num_ranks=4, num_segments=2).costs
+        for r in ("selective", "none")
+    )
+    assert scores.recompute_s == ()
+    again_s = 6 * shape.score_flops * SETUP_39B.microbatch_size
+    again_s /= A100.gpu_flops_per_s * A100.compute_efficiency * SETUP_39B.tensor_parallel
+    for more_s, less_s in zip(scores.backward_s, none.backward_s, strict=True):
+        assert more_s - less_s == pytest.approx(again_s)
 
 
 def test_weight_gradients_take_a_forward_without_its_attention_scores():

@@ -101,28 +101,29 @@ def estimate(
     experts = expert_gradient_bytes(shape, setup, split)
     exchange_s = _exchange_s(shape, cluster, setup, split)
     copy_bytes_per_s = cluster.host_copy_bytes_per_s / cluster.gpus_per_node
-    overhead_s, passes = cluster.task_overhead_s, _backward_passes(shape, setup)
+    overhead_s = cluster.task_overhead_s
     slower = slowdowns(cluster, setup, num_ranks, shape.stage_flops(split))
     late_s = tuple(
         (factor - 1) * s
         for factor, s in zip(slower, _compute_s(shape, cluster, setup, split), strict=True)
     )
+    again_s = _recompute_s(shape, cluster, setup, split, slower)
     costs = Costs(
         forward_s=tuple(
             s + each.forward_s + overhead_s + more_s
             for s, each, more_s in zip(forward_s, exchange_s, late_s, strict=True)
         ),
         backward_s=tuple(
-            passes * s + each.backward_s + overhead_s + passes * more_s
-            for s, each, more_s in zip(forward_s, exchange_s, late_s, strict=True)
+            2 * s + each.backward_s + overhead_s + 2 * more_s + recomputed_s
+            for s, each, more_s, recomputed_s in zip(
+                forward_s, exchange_s, late_s, again_s, strict=True
+            )
         ),
         weight_s=tuple(
             factor * s
             for factor, s in zip(slower, _weight_s(shape, cluster, setup, split), strict=True)
         ),
-        recompute_s=tuple(s + more_s for s, more_s in zip(forward_s, late_s, strict=True))
-        if setup.recompute == "full"
-        else (),
+        recompute_s=again_s if setup.recompute == "full" else (),
         tp_sync_s=_tp_sync_s(shape, cluster, setup, split),
         tp_collectives=tuple(2 * len(layers) for layers in shape.stage_layers(split)),
         split_s=overhead_s,
@@ -186,13 +187,6 @@ def footprint_of(shape: ModelShape, setup: Setup, num_ranks: int, split: Split) 
     )
 
 
-def _backward_passes(shape: ModelShape, setup: Setup) -> float:
-    """A backward's cost in forwards: two, plus recomputation of layers or attention scores."""
-    if setup.recompute == "selective":
-        return 2 + shape.score_flops / shape.layer_flops(0)
-    return 3 if setup.recompute == "full" else 2
-
-
 def _forward_s(
     shape: ModelShape, cluster: Cluster, setup: Setup, split: Split
 ) -> tuple[float, ...]:
@@ -230,6 +224,29 @@ def _tp_sync_s(
     )
     sync_s = elements / 2 * setup.element_bytes / bytes_per_s  # half of a layer's is in its forward
     return tuple(len(layers) * sync_s for layers in shape.stage_layers(split))
+
+
+def _recompute_s(
+    shape: ModelShape, cluster: Cluster, setup: Setup, split: Split, slower: Sequence[float]
+) -> tuple[float, ...]:
+    """What a backward of each stage recomputes: layers with TP.sync, or attention scores alone.
+
+    Embedding, head and loss are never recomputed.
+    """
+    rate = _flops_per_s(cluster, setup) * setup.context_parallel
+    of_layers = shape.stage_layers(split)
+    if setup.recompute == "none":
+        return (0.0,) * len(of_layers)
+    whole = setup.recompute == "full"
+    flops = (
+        sum(shape.layer_flops(n) - (0 if whole else shape.linear_flops(n)) for n in layers)
+        for layers in of_layers
+    )
+    sync_s = _tp_sync_s(shape, cluster, setup, split) if whole else (0.0,) * len(of_layers)
+    return tuple(
+        factor * setup.microbatch_size * each / rate + s
+        for factor, each, s in zip(slower, flops, sync_s, strict=True)
+    )
 
 
 def _weight_s(shape: ModelShape, cluster: Cluster, setup: Setup, split: Split) -> tuple[float, ...]:
