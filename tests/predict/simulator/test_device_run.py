@@ -71,7 +71,7 @@ def test_buckets_inside_a_backward_hold_up_the_other_rank_too():
     cut = Device(connections=1, launches=(7,) * 2 * SEGMENTS, in_backward=True)
     buckets = simulate(plan, costs, replace(flushed, device=cut)).period_s
     assert whole == pytest.approx(3760)
-    assert buckets == pytest.approx(6588.57, abs=0.01)
+    assert buckets == pytest.approx(6468.57, abs=0.01)
 
 
 def test_the_host_waits_where_nccl_has_no_room_for_more_slices():
@@ -107,13 +107,24 @@ def test_a_reduction_waits_behind_the_one_before_and_computation_behind_it():
 
 def test_a_receive_posted_too_early_is_a_deadlock_with_one_queue_only():
     plan = Plan.from_text(
-        "0F0 0SEND_F0 0RECV_B0 0RECV_B1 0F1 0SEND_F1 0B0 0B1\n"
-        "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1\n"
+        "0F0 0SEND_F0 0RECV_B0 0RECV_B1 0RECV_B2 0F1 0SEND_F1 0F2 0SEND_F2 0B0 0B1 0B2\n"
+        "1RECV_F0 1RECV_F1 1F0 1F1 1RECV_F2 1F2 1B0 1SEND_B0 1B1 1SEND_B1 1B2 1SEND_B2\n"
     )
     costs = Costs.uniform(2)
     simulate(plan, costs, Execution(device=Device(connections=8)))
-    with pytest.raises(PlanError, match="deadlock with 1 hardware queues: rank 0 at 0RECV_B1"):
+    with pytest.raises(PlanError, match="deadlock with 1 hardware queues: rank 0 at 0RECV_B2"):
         simulate(plan, costs, Execution(device=Device(connections=1)))
+
+
+@pytest.mark.parametrize("p2p_s", [2.0, 3.0, 4.0])  # a forward takes 1
+def test_messages_longer_than_a_forward_follow_each_other_with_one_queue(p2p_s: float):
+    # One receive is open while another is in flight: they are of an even and an odd micro-batch.
+    order = build("1f1b", num_ranks=8, num_segments=1, num_microbatches=32, forwards_ahead=3)
+    plan, costs = lower(order, Options(receives_late=True)), Costs.uniform(8, p2p_s=p2p_s)
+    one, many = (
+        simulate(plan, costs, Execution(device=Device(connections=n))).period_s for n in (1, 32)
+    )
+    assert one < 1.005 * many
 
 
 @st.composite
@@ -171,6 +182,10 @@ def test_a_queue_for_each_stream_is_what_is_simulated_without_a_device(
     usual = simulate(plan, costs, execution, iterations=3)
     device = Device(connections=32)
     queued = simulate(plan, costs, replace(execution, device=device), iterations=3)
+    if not execution.flush and costs.p2p_s and costs.grad_sync_s[0]:
+        # Messages that share their link with DP.sync delay ranks, which then post receives late.
+        assert queued.period_s > (1 - 1e-12) * usual.period_s
+        return
     assert queued.iteration_ends_s(0) == pytest.approx(usual.iteration_ends_s(0), rel=1e-12)
     assert [compute(queued, r) for r in range(plan.num_ranks)] == pytest.approx(
         [compute(usual, r) for r in range(plan.num_ranks)]
