@@ -93,9 +93,14 @@ _OF_ODD = {Op.RECV_F: Stream.RECV_F_ODD, Op.RECV_B: Stream.RECV_B_ODD}
 NCCL_OPS = P2P_OPS | GATHER_OPS | {Op.REDUCE_GRAD, Op.REDUCE_SLICE}
 
 
-def stream_of(action: Action, connections: int) -> Stream:
-    """Return the stream of an action on a GPU with this many hardware queues."""
-    if connections == 1 and action.op in _OF_ODD and action.microbatch and action.microbatch % 2:
+def stream_of(action: Action, *, alternates: bool) -> Stream:
+    """Return the stream of an action.
+
+    Args:
+        action: the action.
+        alternates: whether receives use two streams in turns, as ours do with one queue.
+    """
+    if alternates and action.op in _OF_ODD and action.microbatch and action.microbatch % 2:
         return _OF_ODD[action.op]
     return STREAM_OF[action.op]
 
@@ -207,7 +212,9 @@ class _Play:
                 if op in HOST_OPS:  # the host's work alone
                     continue
                 read = [of_action.get((stage, *n)) for n in _reads(op, microbatch)]
-                item = add(index, action, stream_of(action, self.connections), *read)
+                item = add(
+                    index, action, stream_of(action, alternates=self.connections == 1), *read
+                )
                 of_action[action] = item
                 if self.tensor_parallel and (op is Op.FORWARD or op is Op.BACKWARD):
                     collective = add(index, action, Stream.TP_SYNC)

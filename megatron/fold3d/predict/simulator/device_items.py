@@ -61,6 +61,7 @@ class Items:
         device: the device that runs them.
         grad_sync_s: seconds of each stage's whole DP.sync.
         sends_waited_for: as in `Execution`.
+        alternates: as for `stream_of`.
 
     Attributes:
         num_facts: facts are numbered below this.
@@ -72,10 +73,13 @@ class Items:
         device: Device,
         grad_sync_s: Sequence[float],
         sends_waited_for: Collection[Op],
+        *,
+        alternates: bool,
     ) -> None:
         self._steps, self._device = steps, device
         self._grad_sync_s = grad_sync_s
         self._sends_waited_for = sends_waited_for
+        self._alternates = alternates
         self.num_facts = steps.num_facts
         self._sliced = {
             step.action.stage
@@ -105,7 +109,7 @@ class Items:
                 if not ours and source_of(message_from(action)).op in self._sends_waited_for:
                     issued.wait_for_send(action, step.fact)
             elif op in RECV_OPS:
-                stream = stream_of(action, self._device.connections)
+                stream = stream_of(action, alternates=self._alternates)
                 issued.transfer(action, stream, self._steps.arrival(action))
             elif op is Op.WAIT_GRAD or op in PARAM_WAIT_OPS:
                 issued.wait_for_sync(step)

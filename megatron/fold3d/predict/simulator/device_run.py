@@ -112,7 +112,9 @@ class DeviceRun:
             pause_share=execution.pause_share,
         )
         waited_for = frozenset() if costs.sends_are_buffered else execution.sends_waited_for
-        items = Items(steps, device, costs.grad_sync_s, waited_for)
+        # Stock Megatron waits for its sends, and has one communicator for each direction.
+        self.alternates = device.connections == 1 and not execution.sends_waited_for
+        items = Items(steps, device, costs.grad_sync_s, waited_for, alternates=self.alternates)
         programs = list(map(items.of, steps.programs))
         self.times_true = [0] * items.num_facts
         self.begun: dict[int, _Rank] = {}  # transfers of which one side has begun, by their fact
@@ -256,8 +258,8 @@ class DeviceRun:
             send, receive = item.action, message_from(item.action)
         else:
             send, receive = send_of(item.action), item.action
-        sender.flows_since_s[stream_of(send, self.device.connections)] = now_s
-        receiver.flows_since_s[stream_of(receive, self.device.connections)] = now_s
+        sender.flows_since_s[stream_of(send, alternates=self.alternates)] = now_s
+        receiver.flows_since_s[stream_of(receive, alternates=self.alternates)] = now_s
         message = _Message(sender, receiver, receive, send, item.fact, now_s, iteration)
         costs = self.costs
         if self.nics[sender.number] == self.nics[receiver.number] or not costs.p2p_s:
@@ -280,7 +282,7 @@ class DeviceRun:
             receiver.spans.append(Span(Lane.P2P, since_s, now_s, action, iteration))
         self.times_true[fact] += 1
         for rank, side in ((receiver, action), (sender, send)):
-            rank.busy[stream_of(side, self.device.connections)] = False
+            rank.busy[stream_of(side, alternates=self.alternates)] = False
             rank.unfinished -= 1
         self._advance(receiver)
         self._advance(sender)
