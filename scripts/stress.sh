@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What finds more the longer it runs, one line each; {minutes} is what STRESS_MINUTES says.
+# What finds more the longer it runs, one line each; {minutes} is what STRESS_MINUTES says, {quarter}
+# a quarter of it in seconds.
 # The logs are in out/stress.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,6 +13,7 @@ checks=(
     "soak --folder $out/soak --seed $seed"
     "growth"
     "gpu_path --seconds {seconds}"
+    "one_queue --seconds {quarter} --seed $seed"
 )
 minutes=${STRESS_MINUTES:-60}
 mkdir -p "$out"
@@ -20,6 +22,7 @@ failed=()
 for check in "${checks[@]}"; do
     check=${check//\{minutes\}/$minutes}
     check=${check//\{seconds\}/$((minutes * 60))}
+    check=${check//\{quarter\}/$((minutes * 15))}
     echo "== $check"
     # shellcheck disable=SC2086  # the words of a line
     OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m tests.stress.$check || failed+=("${check%% *}")

@@ -7,6 +7,7 @@ import pytest
 
 from megatron.fold3d.config import gpu_settings
 from megatron.fold3d.config.gpu_settings import default_flags, gpu_problems
+from megatron.fold3d.training import launch
 
 AIAO = "--schedule aiao --pipeline-model-parallel-size 2"
 
@@ -31,6 +32,15 @@ def test_launches_that_block_are_refused_for_every_plan(
     assert message.startswith("CUDA_LAUNCH_BLOCKING=1: ")
     assert "; unset it, or use --schedule stock" in message
     assert problems(parser, f"{AIAO} --device cpu") == problems(parser, "", "stock") == []
+
+
+def test_training_asks_before_process_groups_exist(
+    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    args = parser.parse_args(AIAO.split())
+    with pytest.raises(ValueError, match="(?m)^CUDA_LAUNCH_BLOCKING=1: "):
+        launch._check(args, [])
 
 
 @pytest.mark.parametrize("flag", ["--offload-activations on", "--lazy-inter-segment"])

@@ -11,9 +11,10 @@ from megatron.fold3d.plan.device_queues import (
     UNFINISHED_SENDS,
     verify_on_device,
 )
-from megatron.fold3d.plan.ir import Plan, PlanError
+from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan, PlanError
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.passes.stock_grad_sync import aligned_grad_sync
+from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.runtime.transfers import p2p
@@ -103,6 +104,55 @@ def test_the_host_waits_when_nccl_has_no_room_left(posted: int):
 
 def test_the_last_sends_hold_up_computations_as_the_runtime_lets_them():
     assert p2p._UNFINISHED_SENDS == UNFINISHED_SENDS
+
+
+def _message(action: Action) -> Action | None:
+    """Return the receive of a send; None for other actions."""
+    stage, op, microbatch = action
+    if op is Op.SEND_F:
+        return Action(stage + 1, Op.RECV_F, microbatch)
+    return Action(stage - 1, Op.RECV_B, microbatch) if op is Op.SEND_B else None
+
+
+def _arrive_before(plan: Plan, rank: int, position: int) -> bool:
+    """Say whether all that a rank has posted arrives while its host stands at a computation."""
+    sent: set[Action | None] = set()
+    at, ends = [0] * plan.num_ranks, [*map(len, plan.programs)]
+    ends[rank] = position
+    moves = True
+    while moves:
+        moves = False
+        for number, program in enumerate(plan.programs):
+            while at[number] < ends[number]:
+                stage, op, microbatch = action = program[at[number]]
+                reads = Op.RECV_F if op is Op.FORWARD else Op.RECV_B
+                receive = Action(stage, reads, microbatch)
+                if op in COMPUTE_OPS and receive in program and receive not in sent:
+                    break
+                sent.add(_message(action))
+                at[number] += 1
+                moves = True
+    posted = {a for a in plan.programs[rank][:position] if a.op in (Op.RECV_F, Op.RECV_B)}
+    return at[rank] < position or posted <= sent
+
+
+@pytest.mark.parametrize("receives_late", [False, True])
+@pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_with_enough_microbatches_no_receive_of_aiao_depends_on_a_computation_behind_it(
+    pp: int, segments: int, receives_late: bool
+):
+    # A computation in which the allocator waits for the device would wait for such a receive.
+    for microbatches in (2 * pp - 3, 2 * pp - 2, 2 * pp + 1):
+        order = build("aiao", num_ranks=pp, num_segments=segments, num_microbatches=microbatches)
+        plan = add_p2p(order, receives_late=receives_late)
+        arrive = [
+            _arrive_before(plan, rank, position)
+            for rank, program in enumerate(plan.programs)
+            for position, action in enumerate(program)
+            if action.op in COMPUTE_OPS
+        ]
+        assert all(arrive) == (microbatches >= 2 * pp - 2)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "breadth-first"])

@@ -194,6 +194,22 @@ def test_a_step_that_the_gpu_script_lacks_is_refused(tmp_path: Path):
     assert "no step is called copys; there are machine doctor build extension" in done.stderr
 
 
+def test_every_stress_check_is_run_with_options_that_it_has(machine: Machine):
+    (machine.bin / "date").symlink_to(shutil.which("date"))
+    machine.command(str(machine.checkout / ".venv/bin/python"), 'echo "run: $*"; exit 1')
+    done = machine.run("stress.sh")
+    assert done.returncode == 1
+    runs = [line.split() for line in done.stdout.splitlines() if line.startswith("run: ")]
+    names = [module.removeprefix("tests.stress.") for *_, module in (run[:5] for run in runs)]
+    assert f"failed: {' '.join(names)}; seed " in done.stderr
+    assert "one_queue" in names
+    for name, run in zip(names, runs, strict=True):
+        source = (ROOT / f"tests/stress/{name}.py").read_text()
+        for option in run[5:]:
+            assert "{" not in option
+            assert not option.startswith("--") or f'"{option}"' in source
+
+
 def test_what_the_gpu_script_would_train_is_valid(parser: ArgumentParser, tmp_path: Path):
     environment = {**os.environ, "GPUS": "4", "IMPLEMENTATIONS": "local transformer_engine"}
     command = [ROOT / "scripts/gpu.sh", "--dry-run", tmp_path / "out", "python"]

@@ -1,7 +1,9 @@
 """Play every plan of ours on GPUs with one hardware queue, and list those that do not end.
 
-python -m tests.stress.one_queue --schedules aiao 1f1b
+    .venv/bin/python -m tests.stress.one_queue --schedules aiao 1f1b
+    .venv/bin/python -m tests.stress.one_queue --seconds 600 --seed 7
 
+With `--seconds` it plays as many as that allows, in random order.
 The plans are those of all schedules with up to 8 ranks, 4 segments and 16 micro-batches, each with
 what training adds to it there (`EXTRAS`). Every other one has tensor parallelism. The rules are
 those of `megatron.fold3d.plan.device_queues`.
@@ -9,9 +11,11 @@ those of `megatron.fold3d.plan.device_queues`.
 
 import argparse
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice, product
+from random import Random
 from typing import Any, NamedTuple
 
 from megatron.fold3d.plan.compile import Options, lower
@@ -116,15 +120,30 @@ def rejected(among: Iterator[Case]) -> Iterator[tuple[Case, str | None]]:
             yield case, None
 
 
+def until(ends: float, among: Sequence[Case]) -> Iterator[Case]:
+    """Yield at least one case, and no further one once `time.monotonic` has reached ``ends``."""
+    for case in among:
+        yield case
+        if time.monotonic() >= ends:
+            return
+
+
 def main() -> int:
     """Return 1 if a plan does not end."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
     parser.add_argument("--every", type=int, default=1, help="play one of so many")
+    parser.add_argument("--seconds", type=float, help="stop after that; all plans by default")
+    parser.add_argument("--seed", type=int, default=0, help="of the order, with --seconds")
     options = parser.parse_args()
+    among: Iterator[Case] = islice(cases(options.schedules), 0, None, options.every)
+    if options.seconds is not None:
+        shuffled = list(among)
+        Random(options.seed).shuffle(shuffled)
+        among = until(time.monotonic() + options.seconds, shuffled)
     played: Counter[str] = Counter()
     num_rejected = 0
-    for case, why in rejected(islice(cases(options.schedules), 0, None, options.every)):
+    for case, why in rejected(among):
         played[case.schedule] += 1
         if why is not None:
             num_rejected += 1
