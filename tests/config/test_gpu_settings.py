@@ -39,7 +39,7 @@ def test_training_asks_before_process_groups_exist(
 ) -> None:
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     args = parser.parse_args(AIAO.split())
-    with pytest.raises(ValueError, match="(?m)^CUDA_LAUNCH_BLOCKING=1: "):
+    with pytest.raises(ValueError, match=r"(?m)^CUDA_LAUNCH_BLOCKING=1: "):
         launch._check(args, [])
 
 

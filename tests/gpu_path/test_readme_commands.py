@@ -1,7 +1,10 @@
 """README's commands for GPUs, as far as they run without one: a small model on the late device."""
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
@@ -59,3 +62,21 @@ def test_readmes_commands_for_gpus_train_alike_on_the_late_device(
     assert not differences(late, run_distributed(train, 2, stock, timeout_s=150))
     assert main(["compare", str(tmp_path / "stock"), str(tmp_path / "aiao")]) == 0
     assert "aiao" in capsys.readouterr().out
+
+
+@pytest.mark.processes
+def test_readmes_command_for_gpus_passes_the_check_of_a_job() -> None:
+    _, ours = commands()
+    # Transformer Engine, which the README installs first, cannot be imported without a GPU.
+    words = f"{ours} --check --transformer-impl local --no-persist-layer-norm"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "pretrain_gpt.py", *shlex.split(words)],
+        cwd=README.parent,
+        env={**os.environ, "WORLD_SIZE": "2"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "can begin: 2 ranks, dp=1 pp=2\nplan: aiao, 2 ranks, 4 segments" in done.stdout

@@ -87,6 +87,16 @@ def test_flags_of_the_user_win(parser: ArgumentParser, checkout: Path):
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("page", ["README.md", "docs/slurm.md"])
+def test_the_pages_commands_ask_for_a_run(parser: ArgumentParser, checkout: Path, page: str):
+    text = (ROOT / page).read_text().replace("\\\n", " ")
+    (command,) = re.findall(rf"^sbatch {SCRIPTS}/(a100.sbatch gpt3.*)$", text, re.M)
+    script, *words = command.split()
+    args = parser.parse_args(_asked_for(checkout, script, words))
+    assert (args.train_iters, args.mock_data, args.schedule) == (50, True, "aiao")
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("offloads", [False, True])
 def test_what_is_offloaded_on_v100_is_not_split_over_ranks(checkout: Path, offloads: bool):
     flags = ["--offload-activations", "auto"] if offloads else []
