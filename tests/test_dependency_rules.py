@@ -166,6 +166,7 @@ def test_rooms_have_no_two_files_of_one_name():
     assert [paths for paths in homes.values() if len(paths) > 1] == []
 
 
+@pytest.mark.slow
 def test_no_two_classes_have_one_name():
     homes: dict[str, list[str]] = {}
     for path in chain(*((ROOT / root).rglob("*.py") for root in ("megatron", "fold3d_patches"))):

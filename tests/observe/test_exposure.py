@@ -37,6 +37,7 @@ def test_bubble_ratio_of_the_mean_is_the_known_one():
     assert row.bubble_ratio == pytest.approx(3 / 16)
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(["aiao", "interleaved", "afab"]),
     st.sampled_from([serial_grad_sync, deferred_grad_sync]),

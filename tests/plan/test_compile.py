@@ -53,6 +53,7 @@ def test_a_simulated_plan_is_the_plan_that_runs_without_its_transfers(schedule: 
         assert runs.select(frozenset(Op) - P2P_OPS) == simulated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_simulation_sends_where_the_plan_that_runs_sends(schedule: str):
     for options in every_option():

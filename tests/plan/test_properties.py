@@ -104,6 +104,7 @@ def recomputed(plan: Plan) -> Plan:
     return recompute_early(plan, range(1, plan.num_stages))
 
 
+@pytest.mark.slow
 @given(cases())
 def test_every_schedule_can_run(case: Case):
     plan = case.build()

@@ -92,6 +92,7 @@ def test_a_flood_of_silent_callers_keeps_no_rank_out(
     thread.join()
 
 
+@pytest.mark.slow
 def test_a_caller_that_says_nothing_is_turned_away_in_time(
     listener: socket.socket, callers: Callers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

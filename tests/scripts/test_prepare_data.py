@@ -68,6 +68,7 @@ def test_byte_level_tokens_are_the_bytes_of_the_text(corpus: Path, prefix: Path)
     assert [bytes(tokens).decode() for tokens in read(prefix)] == ["wörld", "a\nb\0"]
 
 
+@pytest.mark.slow
 def test_append_eod_ends_each_document_with_the_last_token(corpus: Path, prefix: Path):
     assert prepare(corpus, "--output-prefix", prefix, "--append-eod") == 0
     assert read(prefix) == [[*"wörld".encode(), EOD], [*b"a\nb\0", EOD]]

@@ -36,6 +36,7 @@ def plans(draw: st.DrawFn) -> tuple[Plan, Plan]:
     return whole, slice_grad_sync(whole, shares)
 
 
+@pytest.mark.slow
 @given(plans())
 def test_slices_replace_dp_sync_and_leave_the_rest_alone(both: tuple[Plan, Plan]):
     whole, sliced = both
@@ -49,6 +50,7 @@ def test_slices_replace_dp_sync_and_leave_the_rest_alone(both: tuple[Plan, Plan]
     assert sliced.select(others) == whole.select(others)
 
 
+@pytest.mark.slow
 @given(plans())
 def test_the_slices_of_a_stage_follow_its_gradients_and_precede_their_wait(
     both: tuple[Plan, Plan],

@@ -70,6 +70,7 @@ def test_a_search_ends_after_as_many_actions_on_every_machine():
         assert len(few._found()) == orders
 
 
+@pytest.mark.slow
 def test_with_dropout_forwards_keep_stocks_order():
     kept = search(scope=replace(ALL, keeps_forwards=True))
     stock = kept.stock.choice.order.select({Op.FORWARD})

@@ -20,6 +20,7 @@ from megatron.fold3d.predict.simulator.lower_bound import (
 from megatron.fold3d.predict.simulator.simulate import simulate
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_no_order_is_faster_than_the_bound(data: st.DataObject):
@@ -59,6 +60,7 @@ def test_the_bound_is_that_of_the_last_rank(microbatches: int):
     assert lower_bound_s(plan, costs, splits=False) == 3 * 1.5 + microbatches * 3 + 3 * 2.5
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_no_order_with_dp_sync_is_faster_than_the_bound(data: st.DataObject):

@@ -205,6 +205,7 @@ def test_costs_of_an_older_file_are_read_under_the_old_name_of_a_field_but_not_u
 sizes = st.tuples(st.integers(2, 4), st.integers(1, 3), st.integers(1, 5))
 
 
+@pytest.mark.slow
 @given(sizes, st.sampled_from(["afab", "aiao", "interleaved"]), st.sampled_from([0.0, 0.3, 1.7]))
 def test_explicit_transfers_change_nothing(sizes, schedule, p2p_s):
     ranks, segments, microbatches = sizes
@@ -215,6 +216,7 @@ def test_explicit_transfers_change_nothing(sizes, schedule, p2p_s):
     assert simulate(compute, costs) == simulate(add_p2p(compute), costs)
 
 
+@pytest.mark.slow
 @given(sizes, st.floats(0.0, 2.0), st.floats(0.0, 6.0))
 def test_no_rank_does_two_things_at_once_and_every_computation_runs(sizes, p2p_s, grad_sync_s):
     ranks, segments, microbatches = sizes
