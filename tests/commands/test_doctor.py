@@ -92,6 +92,19 @@ def test_the_apex_of_pypi_is_told_from_nvidias(tmp_path: Path, monkeypatch):
     assert found("apex").verdict == "ok"
 
 
+@pytest.mark.parametrize(
+    ("enabled", "tuning", "verdict"),
+    [("0", "1", "ok"), ("1", "0", "ok"), ("1", "1", "note"), ("1", "", "note")],
+)
+def test_tuned_multiplications_are_a_note_while_they_are_timed(
+    monkeypatch, enabled: str, tuning: str, verdict: str
+):
+    monkeypatch.setenv("PYTORCH_TUNABLEOP_ENABLED", enabled)
+    monkeypatch.setenv("PYTORCH_TUNABLEOP_TUNING", tuning)
+    tuned = found("matmul tuning")
+    assert (tuned.verdict, "TUNING=0" in tuned.fix) == (verdict, verdict == "note")
+
+
 def test_large_jobs_measure_a_ring_and_small_ones_every_pair():
     assert pairs(3) == [(0, 1), (0, 2), (1, 2)]
     assert pairs(10)[-1] == (9, 0)

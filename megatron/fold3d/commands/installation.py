@@ -43,6 +43,7 @@ def installation() -> Iterator[Finding]:
     yield _apex()
     yield _namespace()
     yield _shared_memory()
+    yield _matrix_multiplications()
     if settings := sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith("NCCL_")):
         yield Finding("NCCL settings", "note", ", ".join(settings))
 
@@ -131,3 +132,18 @@ def _shared_memory() -> Finding:
             "start the container with --shm-size=8g, or --ipc=host",
         )
     return Finding("shared memory", "ok", found)
+
+
+def _matrix_multiplications() -> Finding:
+    """Tell whether torch's TunableOp times the kernels of matrix multiplications."""
+    what = "matmul tuning"
+    if os.environ.get("PYTORCH_TUNABLEOP_ENABLED") != "1":
+        return Finding(what, "ok", "off; PYTORCH_TUNABLEOP_ENABLED=1 picks the fastest kernels")
+    if os.environ.get("PYTORCH_TUNABLEOP_TUNING") == "0":
+        return Finding(what, "ok", "TunableOp uses the kernels in its result files")
+    return Finding(
+        what,
+        "note",
+        "TunableOp times kernels, so two runs may differ in the last digits",
+        "tune in one run; set PYTORCH_TUNABLEOP_TUNING=0 in those that you compare",
+    )
