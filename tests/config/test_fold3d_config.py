@@ -244,10 +244,11 @@ def test_stages_of_a_layout_are_counted_as_megatron_counts_them(
 ) -> None:
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-    from megatron.fold3d.config.segment_flags import _num_stages
+    from megatron.fold3d.config.segment_flags import written_out
 
     layout = ",".join(f"({part})*{n}" if grouped else f"{part}*{n}" for part, n, grouped in parts)
-    assert _num_stages(layout) == PipelineParallelLayerLayout.get_num_stages_from_str(layout)
+    stages = PipelineParallelLayerLayout.get_num_stages_from_str(layout)
+    assert written_out(layout).count("|") + 1 == stages
 
 
 TWO_RANKS = "--pipeline-model-parallel-size 2"

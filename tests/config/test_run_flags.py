@@ -105,6 +105,11 @@ def test_a_tokenizer_needs_its_vocabulary(problems: Problems, tokenizer: str, pr
         ("--bf16 --fp16", "--bf16 with --fp16: parameters have one precision; drop one of the two"),
         ("--group-query-attention --num-query-groups 3", "3 with --num-attention-heads 4: groups"),
         ("--hidden-dropout 2", "--hidden-dropout 2.0: it is a probability"),
+        ("--recompute-granularity full", "--recompute-granularity full without --recompute-method"),
+        (
+            "--pipeline-model-parallel-layout E(t|)*2L --num-layers 8",
+            "--pipeline-model-parallel-layout E(t|)*2L with --num-layers 8: it has 2 layers",
+        ),
         ("--swiglu --squared-relu", "--swiglu with --squared-relu: an MLP has one activation"),
         ("--seq-length 32", "--seq-length 32 with --max-position-embeddings 16: it is the longest"),
         ("--hidden-size 30", "--hidden-size 30 with --num-attention-heads 4: heads are equally"),

@@ -15,6 +15,7 @@ from pathlib import Path
 from megatron.fold3d.config.checkpoint_formats import format_problems
 from megatron.fold3d.config.minimum_sizes import size_problems
 from megatron.fold3d.config.run_folders import folder_problems
+from megatron.fold3d.config.segment_flags import written_out
 
 # Attributes of Megatron's namespace; each is named as its flag is.
 _SIZES = {
@@ -141,6 +142,17 @@ def _clashes(args: Namespace) -> Iterator[str]:
         yield (
             f"--wandb-project {args.wandb_project}: the package wandb is not installed; "
             "run pip install wandb, or drop it"
+        )
+    layout, layers = args.pipeline_model_parallel_layout, args.num_layers
+    if layout and layers and (found := written_out(layout).count("t")) != layers:
+        yield (
+            f"--pipeline-model-parallel-layout {layout} with --num-layers {layers}: it has {found} "
+            "layers, each written as a t; give the same number"
+        )
+    if args.recompute_granularity == "full" and args.recompute_method is None:
+        yield (
+            "--recompute-granularity full without --recompute-method: it tells which layers are "
+            "recomputed together; give --recompute-method uniform --recompute-num-layers 1"
         )
     at_once = args.recompute_num_layers or 1
     if args.mtp_num_layers and args.recompute_method == "uniform" and at_once > 1:

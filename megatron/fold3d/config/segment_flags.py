@@ -96,21 +96,21 @@ def num_segments(args: Namespace) -> int:
         return 0
     num_ranks: int = args.pipeline_model_parallel_size
     if args.pipeline_model_parallel_layout is not None:
-        return _num_stages(args.pipeline_model_parallel_layout) // num_ranks
+        return (written_out(args.pipeline_model_parallel_layout).count("|") + 1) // num_ranks
     if args.num_layers_per_virtual_pipeline_stage is not None:
         return num_layers(args) // num_ranks // int(args.num_layers_per_virtual_pipeline_stage)
     chosen = 1 if args.segments == AUTO else args.segments
     return int(args.num_virtual_stages_per_pipeline_rank or chosen or 1)
 
 
-def _num_stages(layout: str) -> int:
-    """Count the stages of a layout such as ``E|(t|)*6L``: one more than it has bars."""
+def written_out(layout: str) -> str:
+    """Return a layout such as ``E|(t|)*2L`` without repeats: ``E|t|t|L``."""
     layout, repeated = layout.replace(",", ""), 1  # commas are for the reader
     while repeated:
         layout, repeated = _REPEATED.subn(
             lambda found: (found[1] or found[2]) * int(found[3]), layout
         )
-    return layout.count("|") + 1
+    return layout
 
 
 def segment_problems(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
