@@ -36,7 +36,15 @@ def test_it_is_off_unless_asked_for(parser: ArgumentParser):
             "--shard-segments weights without --use-distributed-optimizer and --overlap-param-gat",
         ),
         (f"{AIAO} --fp8-format hybrid", "--fp8-format hybrid with --shard-segments weights"),
+        (
+            f"{AIAO} --num-distributed-optimizer-instances 2",
+            "--num-distributed-optimizer-instances 2 with --shard-segments weights",
+        ),
         (f"{AIAO} --log-params-norm", "--log-params-norm with --shard-segments weights"),
+        (
+            f"{AIAO} --check-weight-hash-across-dp-replicas-interval 5",
+            "--check-weight-hash-across-dp-replicas-interval 5 with --shard-segments weights",
+        ),
         (f"{AIAO} --use-nccl-ub", "--use-nccl-ub with --shard-segments weights"),
     ],
 )
