@@ -48,7 +48,9 @@ CASES = {
     "1f1b, one hardware queue": replace(STOCK, setup=ONE_QUEUE),
     "interleaved, one hardware queue": replace(INTERLEAVED, setup=ONE_QUEUE),
     "aiao, one hardware queue": replace(AIAO, setup=ONE_QUEUE),
-    "aiao, pairs": replace(AIAO, setup=ONE_QUEUE, overlap_tensor_parallel=True),
+    "aiao, pairs": replace(
+        AIAO, setup=ONE_QUEUE, overlap_tensor_parallel=True, num_microbatches=202
+    ),
 }
 
 

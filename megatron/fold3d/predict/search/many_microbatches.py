@@ -83,9 +83,13 @@ def with_microbatches(candidate: Candidate, number: int) -> Candidate:
 def _group(candidate: Candidate) -> int:
     """Return after how many micro-batches the schedule repeats itself, as an even number.
 
-    It is even because pairs, and ranks that share a link, alternate with a period of two.
+    It is even because ranks that share a link, and receives with one hardware queue, alternate with
+    a period of two. Where pairs do, the period is two pairs.
     """
-    return lcm(2, candidate.group_size or candidate.num_ranks) if _has_groups(candidate) else 2
+    period = 4 if candidate.overlap_tensor_parallel else 2
+    if not _has_groups(candidate):
+        return period
+    return lcm(period, candidate.group_size or candidate.num_ranks)
 
 
 def _has_groups(candidate: Candidate) -> bool:
