@@ -68,7 +68,7 @@ def test_no_order_with_dp_sync_is_faster_than_the_bound(data: st.DataObject):
     order = build(
         schedule,
         num_ranks=data.draw(st.integers(1, 3)),
-        num_segments=1 if schedule in ONE_SEGMENT_SCHEDULES else data.draw(st.integers(1, 3)),
+        num_segments=1 if schedule in ONE_SEGMENT_SCHEDULES else data.draw(st.integers(1, 5)),
         num_microbatches=data.draw(st.integers(1, 6)),
     )
     some, stages = st.sampled_from((0.25, 1.0, 2.0)), range(order.num_stages)
@@ -77,6 +77,7 @@ def test_no_order_with_dp_sync_is_faster_than_the_bound(data: st.DataObject):
         forward_s=tuple(data.draw(some) for _ in stages),
         grad_sync_s=tuple(data.draw(st.sampled_from((0.5, 3.0, 9.0))) for _ in stages),
         param_gather_s=tuple(data.draw(st.sampled_from((0.0, 2.0))) for _ in stages),
+        p2p_s=data.draw(st.sampled_from((0.0, 0.2, 1.0, 3.0))),
     )
     deferred = data.draw(st.booleans())
     plan = lower(
@@ -99,3 +100,16 @@ def test_a_step_that_waits_for_the_norm_hides_less():
     gathered = bounds_of(plan, replace(costs, grad_sync_s=(1.0,) * 4, param_gather_s=(10.0,) * 4))
     assert gathered.sync_s == 60  # 44 + 12
     assert gathered.norm_s == 40 + 4 * 1 + 4 * 5 * 2  # one chunk's forwards, and all backwards
+
+
+def test_messages_share_the_link_with_dp_sync():
+    plan = build("aiao", num_ranks=2, num_segments=4, num_microbatches=5)
+    costs = Costs.uniform(8, grad_sync_s=20.0, p2p_s=0.5)  # F takes 1, B 2
+    free_s = lower_bound_with_sync_s(plan, replace(costs, p2p_s=0.0), waits_for_norm=False)
+    assert free_s == 4 * 20 + 4 * (1 + 2)
+    # A rank sends seven chunks' results, two forward and one backward while there is no DP.sync.
+    assert lower_bound_with_sync_s(plan, costs, waits_for_norm=False) == free_s + 4 * 5 * 0.5
+    slow = replace(costs, p2p_s=9.0)  # F, or B without W, takes 1 where there is no DP.sync
+    assert lower_bound_with_sync_s(plan, slow, waits_for_norm=False) == free_s + 4 * 5 * 1
+    in_one_node = lower_bound_with_sync_s(plan, costs, (0, 0), waits_for_norm=False)
+    assert in_one_node == free_s

@@ -29,7 +29,7 @@ def bounds_of(plan: Plan, costs: Costs, nic_of_rank: Sequence[int] | None = None
     if not any(costs.grad_sync_s):
         return Bounds(order_s=order_s, sync_s=None, norm_s=None)
     sync_s, norm_s = (
-        max(order_s, lower_bound_with_sync_s(plan, costs, waits_for_norm=waits))
+        max(order_s, lower_bound_with_sync_s(plan, costs, nic_of_rank, waits_for_norm=waits))
         for waits in (False, True)
     )
     return Bounds(order_s=order_s, sync_s=sync_s, norm_s=norm_s)
@@ -90,13 +90,16 @@ def lower_bound_s(
     return bound_s
 
 
-def lower_bound_with_sync_s(plan: Plan, costs: Costs, *, waits_for_norm: bool) -> float:
+def lower_bound_with_sync_s(
+    plan: Plan, costs: Costs, nic_of_rank: Sequence[int] | None = None, *, waits_for_norm: bool
+) -> float:
     """Return seconds that no iteration of many is shorter than, DP.sync included.
 
     A rank's first gradient is complete when all of its forwards have run, and all backwards of that
     model chunk. Only then does DP.sync begin. DP.sync may reach into the next iteration until the
-    model chunk whose forwards begin last needs its parameters. In between, the link idles for the
-    forwards of one model chunk and the backwards of one.
+    model chunk whose forwards begin last needs its parameters. In between, the link carries no
+    DP.sync for the forwards of one model chunk and the backwards of one. The messages of other
+    chunks share the link with DP.sync, or their computations prolong that time as well.
 
     If the step waits for the gradients' norm, all reductions have ended before it, and all gathers
     follow it. So the reductions overlap nothing but backwards, and the gathers nothing but forwards
@@ -108,6 +111,7 @@ def lower_bound_with_sync_s(plan: Plan, costs: Costs, *, waits_for_norm: bool) -
     Args:
         plan: whose sizes count, not its order.
         costs: of its stages. Which segments have a replicated optimizer is in them.
+        nic_of_rank: as in `Execution`.
         waits_for_norm: whether the step does, as one that clips.
     """
     ranks, microbatches = plan.num_ranks, plan.num_microbatches
@@ -121,12 +125,40 @@ def lower_bound_with_sync_s(plan: Plan, costs: Costs, *, waits_for_norm: bool) -
         chunk_forwards_s = (microbatches - 1) * min(costs.forward_s[s] for s in own)
         chunk_backwards_s = (microbatches - 1) * min(costs.backward_s[s] for s in own)
         reductions_s, gathers_s = (sum(part[s] for s in own) for part in (reduce_s, gather_s))
-        bound_s = max(bound_s, chunk_forwards_s + chunk_backwards_s + reductions_s + gathers_s)
+        sends_f_s, sends_b_s = _sends_beside_sync_s(plan, costs, nic_of_rank, rank)
+        alone_s = chunk_forwards_s + chunk_backwards_s
+        bound_s = max(bound_s, alone_s + reductions_s + gathers_s + sends_f_s + sends_b_s)
         if waits_for_norm:
             bound_s = max(
                 bound_s,
-                way_in_s + forwards_s + chunk_backwards_s + reductions_s,
-                gathers_s + chunk_forwards_s + backwards_s,
+                way_in_s + forwards_s + chunk_backwards_s + reductions_s + sends_b_s,
+                gathers_s + sends_f_s + chunk_forwards_s + backwards_s,
             )
         way_in_s += costs.forward_s[rank]
     return bound_s
+
+
+def _sends_beside_sync_s(
+    plan: Plan, costs: Costs, nic_of_rank: Sequence[int] | None, rank: int
+) -> tuple[float, float]:
+    """Return what a rank's sends, forward and backward, add to the time that its DP.sync takes.
+
+    A send of the chunk that begins last, or of the one before it, may leave while there is no
+    DP.sync, and so may the gradients of the chunk that is complete first. Any other send leaves
+    beside DP.sync, or another computation of the rank, the one that reads its answer or the one
+    that makes it, takes place where there is no DP.sync. It costs the shorter of the two times.
+    """
+    ranks, stages = plan.num_ranks, plan.num_stages
+    shared = nic_of_rank is not None and len(set(nic_of_rank)) < ranks
+    if ranks == 1 or shared or costs.grad_sync_local:
+        return 0.0, 0.0
+    own = range(rank, stages, ranks)
+    weight_s = costs.weight_s or (0.0,) * stages
+    forward_s = min(costs.forward_s[s] for s in own)
+    backward_s = min(costs.backward_s[s] - weight_s[s] for s in own)
+    chunks_f = max(0, sum(s + 1 < stages for s in own) - 2)
+    chunks_b = max(0, sum(s > 0 for s in own) - 1)
+    return (
+        plan.num_microbatches * chunks_f * min(costs.p2p_s, forward_s),
+        plan.num_microbatches * chunks_b * min(costs.p2p_s, backward_s),
+    )
