@@ -91,7 +91,8 @@ def _conditions(args: argparse.Namespace, runs: Sequence[Run]) -> str:
     return f"""\
 - {time.strftime("%Y-%m-%d")}, {_cpu_model()}, {os.cpu_count()} cores; \
 other processes kept {load} of them busy. Ranks are scheduled {priority}.
-- pp={args.pp} x dp={args.dp}, one rank per host, links of {args.rate} each way{delay}; \
+- pp={args.pp} x dp={args.dp}, one rank per host, links of {args.rate} each way{delay}, \
+with queues of {args.queue_ms:g} ms; \
 {args.layers} layers of hidden size {args.hidden}, sequence {args.seq_length}, \
 {args.microbatches} micro-batches of {args.micro_batch_size}, fp32, \
 clip-grad {args.clip_grad:g}, {recompute} recompute, {embeddings} embeddings.
@@ -128,6 +129,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     links = parser.add_argument_group("the testbed")
     links.add_argument("--rate", default="200mbit", help="of each link, or unshaped (200mbit)")
     links.add_argument("--delay-ms", type=float, default=0.0, help="one way, on each link (0)")
+    links.add_argument(
+        "--queue-ms", type=float, default=2.0, help="packets that would wait longer are lost (2)"
+    )
     links.add_argument("--forward-ms", type=float, default=6.0, help="of a paced layer (6)")
     links.add_argument("--backward-ms", type=float, default=12.0, help="of a paced layer (12)")
     links.add_argument("--no-pacing", action="store_true", help="layers as fast as the CPU is")
@@ -225,7 +229,7 @@ def _read(args: argparse.Namespace) -> tuple[Bench, list[Variant]]:
     rank_flags = [f"--forward-ms={args.forward_ms}", f"--backward-ms={args.backward_ms}"]
     bench = Bench(
         job=job,
-        link=Link(parse_rate(args.rate), args.delay_ms),
+        link=Link(parse_rate(args.rate), args.delay_ms, queue_ms=args.queue_ms),
         rank_flags=(*rank_flags, *(["--nccl-order"] if args.nccl_order else [])),
         warmup=args.warmup,
         real_time=args.real_time,

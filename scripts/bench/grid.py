@@ -29,7 +29,14 @@ from scripts.bench.kept_runs import KeptRuns, problems
 from scripts.bench.pipeline_cells import Cell, slower_than
 from scripts.bench.runner import Bench, preload
 from scripts.bench.summary import Row, Run
-from scripts.bench.testbed import Link, TestbedError, end_on_signals, parse_rate, refuse
+from scripts.bench.testbed import (
+    OFFLOAD_BYTES,
+    Link,
+    TestbedError,
+    end_on_signals,
+    parse_rate,
+    refuse,
+)
 from scripts.bench.variants import DEFAULT, Job, Variant
 
 _UNCLIPPED = ("--clip-grad", "0")
@@ -66,6 +73,13 @@ class Layout:
         rate_bit_s = parse_rate(rate)
         return None if rate_bit_s is None else rate_bit_s / self.slow_down
 
+    def link(self, rate: str) -> Link:
+        """Return the link of that rate."""
+        rate_bit_s = self.rate_bit_s(rate)
+        if rate_bit_s is None:
+            return Link()
+        return Link(rate_bit_s, queue_ms=_QUEUE_BYTES * 8e3 / rate_bit_s)
+
     def job(self, num_iterations: int = 0) -> Job:
         """The job of the other benchmarks, with clipping as most people have it."""
         return Job(
@@ -94,6 +108,7 @@ LAYOUTS = (
     Layout(**_FOUR, hidden_size=128, recompute=True, rates=("48mbit",)),
 )
 _FORWARD_MS, _BACKWARD_MS = 12, 24  # of a layer: four ranks on two cores keep this pace
+_QUEUE_BYTES = 8 * OFFLOAD_BYTES  # of a link: where it is shorter, messages beside DP.sync get lost
 _WARM_UP = 3  # iterations that are not timed
 # The same for flags that are `auto`: shares hold from the 6th, replicated segments from the 8th,
 # and what --schedule auto chose from the 10th.
@@ -201,7 +216,7 @@ class Grid:
         warmup = max(found, default=_WARM_UP)
         return self._of(
             layout.job(warmup + self._args.iterations),
-            Link(layout.rate_bit_s(rate)),
+            layout.link(rate),
             layout.layer_ms,
             warmup,
         )

@@ -1,10 +1,11 @@
-"""Patch ``megatron.core.transformer.transformer_layer.TransformerLayer.forward``, and our `W`.
+"""Patch ``TransformerLayer.forward`` and DDP's waits for parameters in megatron-core, and our `W`.
 
 Why: ranks that share a few CPU cores disturb each other, and iteration times scatter by 5-10 %.
 Change: the forward and the backward of a layer each last at least a given time; what the CPU does
     not need is slept. Tensors, gradients and traffic stay real. A layer that is recomputed lasts
     a forward more. Weight gradients that are delayed take as long as a forward, which multiplies
-    the same matrices, and their backward takes that much less.
+    the same matrices, and their backward takes that much less. What DDP's hooks wait for inside
+    a layer, the all-gather of its parameters, comes on top, as on a GPU.
 Remove when: every rank of the bench has an accelerator of its own.
 """
 
@@ -63,18 +64,28 @@ def _sleep_until(moment_s: float) -> None:
 def patches(forward_s: float, backward_s: float) -> tuple[Patch, ...]:
     """Make every layer last; the times are those of one micro-batch."""
     split: set[Any] = set()  # layers whose weight gradients are delayed
+    waited_s = 0.0  # for parameters, so far
 
     def pace_layer(upstream: Callable[..., Any]) -> Callable[..., Any]:
         def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            start_s, backward = time.perf_counter(), _Backward()
+            start_s, backward = time.perf_counter() - waited_s, _Backward()
             rest_s = backward_s - forward_s if self in split else backward_s
             x = _LayerInput.apply(hidden_states, backward, rest_s)  # type: ignore[no-untyped-call]
             output, *rest = upstream(self, x, *args, **kwargs)
             output = _LayerOutput.apply(output, backward)  # type: ignore[no-untyped-call]
-            _sleep_until(start_s + forward_s)
+            _sleep_until(start_s + waited_s + forward_s)
             return (output, *rest)
 
         return forward
+
+    def note_waits(upstream: Callable[..., None]) -> Callable[..., None]:
+        def finish(self: Any, *args: Any, **kwargs: Any) -> None:
+            nonlocal waited_s
+            start_s = time.perf_counter()
+            upstream(self, *args, **kwargs)
+            waited_s += time.perf_counter() - start_s
+
+        return finish
 
     def note_layers(upstream: Callable[..., None]) -> Callable[..., None]:
         def choose(self: Any, chunks: Any) -> None:
@@ -94,8 +105,10 @@ def patches(forward_s: float, backward_s: float) -> tuple[Patch, ...]:
 
     layer = "megatron.core.transformer.transformer_layer:TransformerLayer"
     weight_grads = "megatron.fold3d.runtime.weight_grads.delayed_linear:DelayedWeightGrads"
+    bucket_groups = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
     return (
         Patch(target=f"{layer}.forward", make=pace_layer),
+        Patch(target=f"{bucket_groups}.finish_param_sync", make=note_waits),
         Patch(target=f"{weight_grads}.choose", make=note_layers),
         Patch(target=f"{weight_grads}.compute", make=pace_weight_grads),
     )

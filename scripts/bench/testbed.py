@@ -38,7 +38,7 @@ _TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "setpriv"
 _DIES_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 _MTU_BYTES = 9000
 # Larger super-packets of segmentation offload would wait too long behind each other.
-_OFFLOAD_BYTES = 16384
+OFFLOAD_BYTES = 16384
 _SWITCH = -1  # its holder is the last one
 _SMALL_BURST_BYTES = 18 << 10  # of a link with two classes: one super-packet
 LOW_DELAY = 0x10  # type of service, of <netinet/ip.h>
@@ -236,7 +236,7 @@ class Testbed:
     def _build(self) -> None:
         for _ in range(self.num_hosts + 1):
             self._holders.append(_hold_namespace())
-        offload = f"gso_max_size {_OFFLOAD_BYTES} gro_max_size {_OFFLOAD_BYTES}"
+        offload = f"gso_max_size {OFFLOAD_BYTES} gro_max_size {OFFLOAD_BYTES}"
         self._ip(_SWITCH, "link add br0 type bridge stp_state 0 forward_delay 0", "link set br0 up")
         for host in range(self.num_hosts):
             self._ip(

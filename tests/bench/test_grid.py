@@ -93,6 +93,13 @@ def test_a_layout_that_is_slowed_down_has_slower_layers_and_links_and_a_key_of_i
     assert key == "2 times slower: pp=2 x dp=2, 100mbit, stock-default, round 1"
 
 
+def test_a_link_has_room_for_the_same_bytes_at_every_rate():
+    slower = replace(LAYOUT, slow_down=2)
+    assert LAYOUT.link("100mbit").queue_ms == pytest.approx(10.5, abs=0.1)
+    assert slower.link("100mbit").queue_ms == pytest.approx(21.0, abs=0.1)
+    assert LAYOUT.link("unshaped").rate_bit_s is None
+
+
 def test_no_layout_is_sped_up(capsys):
     with pytest.raises(SystemExit):
         grid.main(["--slow-down", "0.5"])
