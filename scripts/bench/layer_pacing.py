@@ -78,14 +78,19 @@ def patches(forward_s: float, backward_s: float) -> tuple[Patch, ...]:
 
         return forward
 
-    def note_waits(upstream: Callable[..., None]) -> Callable[..., None]:
-        def finish(self: Any, *args: Any, **kwargs: Any) -> None:
-            nonlocal waited_s
-            start_s = time.perf_counter()
-            upstream(self, *args, **kwargs)
-            waited_s += time.perf_counter() - start_s
+    def note_waits(upstream: Callable[..., Callable[..., None]]) -> Callable[..., Any]:
+        def make_hook(self: Any) -> Callable[..., None]:
+            hook = upstream(self)
 
-        return finish
+            def timed(*args: Any) -> None:
+                nonlocal waited_s
+                start_s = time.perf_counter()
+                hook(*args)
+                waited_s += time.perf_counter() - start_s
+
+            return timed
+
+        return make_hook
 
     def note_layers(upstream: Callable[..., None]) -> Callable[..., None]:
         def choose(self: Any, chunks: Any) -> None:
@@ -105,10 +110,10 @@ def patches(forward_s: float, backward_s: float) -> tuple[Patch, ...]:
 
     layer = "megatron.core.transformer.transformer_layer:TransformerLayer"
     weight_grads = "megatron.fold3d.runtime.weight_grads.delayed_linear:DelayedWeightGrads"
-    bucket_groups = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
+    ddp = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
     return (
         Patch(target=f"{layer}.forward", make=pace_layer),
-        Patch(target=f"{bucket_groups}.finish_param_sync", make=note_waits),
+        Patch(target=f"{ddp}._make_forward_pre_hook", make=note_waits),
         Patch(target=f"{weight_grads}.choose", make=note_layers),
         Patch(target=f"{weight_grads}.compute", make=pace_weight_grads),
     )
