@@ -195,6 +195,15 @@ def test_on_the_papers_cluster_aiao_is_chosen():
     assert found.best[0].iteration_s * (1 + WORTHWHILE) < found.best_stock.iteration_s
 
 
+def test_the_best_is_found_even_if_only_one_is_listed():
+    given = Given(tensor_parallel=8, num_ranks=4)
+    network = cluster("a100x128-100g")
+    found = search(model_shape("gpt3-18b"), network, global_batch_size=256, top=1, given=given)
+    assert found.best_stock is not None
+    assert len(found.best) == 1
+    assert found.best[0].iteration_s * (1 + WORTHWHILE) < found.best_stock.iteration_s
+
+
 def test_39b_gets_the_papers_split_if_each_stream_has_a_queue():
     given = Given(microbatch_size=4)  # the paper's, as is the split (Table II)
     found = search(

@@ -136,7 +136,8 @@ def _search(
     everything += [*_that_shards_make_fit(everything, judge)]
     fitting = _quickest_of_each(filter(judge.fits, everything))
     judge.num_left = len(fitting)
-    best = judge.best(fitting, top)
+    kept = max(top, _IMPROVED)  # so that the answer is the same for every `top`
+    best = judge.best(fitting, kept)
     stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
     if not best:
         raise ValueError(
@@ -178,9 +179,9 @@ def _search(
     better += balanced
     fitting += balanced
     stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
-    best = _plainest_first(judge.best(fitting, top))
+    best = _plainest_first(judge.best(fitting, kept))
     return Search(
-        best=best,
+        best=best[:top],
         best_stock=stock[0] if stock else None,
         considered=len(everything) + len(better),
         too_large=sum(not judge.fits(b) for b in everything),
