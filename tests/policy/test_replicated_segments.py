@@ -32,3 +32,15 @@ def test_segments_that_share_parameters_are_chosen_together():
     assert units(4, tied=True) == ((1,), (2,), (0, 3))
     assert units(1, tied=True) == ((0,),)
     assert stages_of((0, 2), 3) == (0, 1, 2, 6, 7, 8)
+
+
+def test_the_search_begins_where_it_is_told():
+    # Two segments gain together and lose alone, so that the search from none ends at once.
+    known = {(): 10.0, (0, 1): 9.0, (0, 1, 2): 8.0}
+    choices = units(4, tied=False)
+
+    def from_there(begin: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
+        return choose_replicated(choices, lambda some: known.get(some, 11.0), begins=(begin,))
+
+    assert from_there(()) == ((), 10.0)
+    assert from_there((0, 1)) == ((0, 1, 2), 8.0)

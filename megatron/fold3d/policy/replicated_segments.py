@@ -37,19 +37,24 @@ def choose_replicated(
     choices: Sequence[Segments],
     seconds: Callable[[Segments], float],
     fits: Callable[[Segments], bool] = lambda _: True,
+    *,
+    begins: Sequence[Segments] | None = None,
 ) -> tuple[Segments, float]:
     """Return the segments to replicate, and the predicted seconds of an iteration.
 
-    The search begins once with none and once with all of them. It adds or removes the unit that
-    shortens the iteration most, until none does. Then it tries to exchange one unit for another.
+    The search adds or removes the unit that shortens the iteration most, until none does. Then it
+    tries to exchange one unit for another.
 
     Args:
         choices: the candidates, from `units`.
         seconds: returns the time of an iteration in which some segments are replicated.
         fits: whether memory has room for some replicated segments.
+        begins: where the search begins, once each; by default with none and with all segments.
     """
     known = cache(seconds)
     every = frozenset(choices)
+    if begins is None:
+        begins = (), tuple(chain.from_iterable(choices))
 
     def spelled(some: Chosen) -> Segments:
         return tuple(sorted(chain.from_iterable(some)))
@@ -77,6 +82,7 @@ def choose_replicated(
             some = better
         return some
 
-    starts = [some for some in (frozenset[Segments](), every) if not some or fits(spelled(some))]
-    best = spelled(min(map(descended, starts), key=price))
+    starts = [frozenset(unit for unit in choices if {*unit} <= {*begin}) for begin in begins]
+    fitting = [some for some in starts if not some or fits(spelled(some))]
+    best = spelled(min(map(descended, fitting), key=price))
     return best, known(best)

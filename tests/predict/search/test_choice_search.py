@@ -129,3 +129,20 @@ def test_a_clipped_step_takes_what_it_takes_without_a_rest_for_the_next_iteratio
     assert half.seconds(best) == pytest.approx((free_s + waiting_s) / 2, rel=1e-12)
     assert half.seconds(replace(best, shares=None)) == waiting_s
     assert replace(found, clipped=1.0).seconds(best) == pytest.approx(waiting_s, rel=1e-12)
+
+
+def test_the_first_segment_is_replicated_if_weight_gradients_can_hide_its_all_reduce():
+    # Links are fast: only the first segment's DP.sync is exposed, half of it at either end.
+    costs = replace(
+        Costs.uniform(8, grad_sync_s=2.0), param_gather_s=(2.0,) * 8, weight_s=(1.0,) * 8
+    )
+    scope = Scope(replicates=True, delays=True, gathers=True)
+    found = search(costs=costs, scope=scope)
+    first = replace(found.stock.choice, replicated=(0,))
+    delayed = replace(found.stock.choice, delayed=(1,))
+    assert found.seconds(first) == found.stock.seconds <= found.seconds(delayed)
+    best, *_ = found.to_try()
+    assert 0 in best.choice.replicated
+    assert best.choice.delayed
+    assert best.seconds <= found.seconds(replace(first, delayed=(1,))) < found.stock.seconds
+    assert flags(replace(found, scope=replace(scope, delays=False))) == []

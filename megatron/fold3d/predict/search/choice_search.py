@@ -311,12 +311,18 @@ class ChoiceSearch:
                 tried(replace(order, shares=(0.0,) * order.order.num_stages))
         if self.scope.replicates and (plain := best(defers=False)):
             self._replicate(plain, tried)
+            if self.scope.delays:
+                self._replicate_and_delay(plain, tried)
         if self.scope.delays:
             for defers in (False, True):
                 if start := best(defers=defers):
                     self._delay(start, tried)
                     self._place(start, tried)
         return found
+
+    @property
+    def _units(self) -> tuple[Segments, ...]:
+        return units(self.num_segments, tied=self.scope.tied)
 
     def _may_run(self, choice: RunChoice, others: Sequence[RunChoice]) -> bool:
         """Tell whether an order is new, and keeps the order of random numbers if it has to."""
@@ -326,26 +332,43 @@ class ChoiceSearch:
                 return False
         return all(choice.order != other.order for other in others)
 
-    def _replicate(self, start: RunChoice, tried: Callable[[RunChoice], float]) -> None:
+    def _replicate(
+        self,
+        start: RunChoice,
+        tried: Callable[[RunChoice], float],
+        begins: Sequence[Segments] | None = None,
+    ) -> None:
         """Try the segments that every replica steps in full."""
-        choices = units(self.num_segments, tied=self.scope.tied)
 
         def seconds(segments: Segments) -> float:
             return tried(replace(start, replicated=segments))
 
-        choose_replicated(choices, seconds)
+        choose_replicated(self._units, seconds, begins=begins)
 
-    def _delay(self, start: RunChoice, tried: Callable[[RunChoice], float]) -> None:
-        """Delay the weight gradients of one segment more, as long as that shortens iterations."""
+    def _replicate_and_delay(self, start: RunChoice, tried: Callable[[RunChoice], float]) -> None:
+        """Replicate the first segment, delay weight gradients, and then replicate others.
+
+        The first segment's DP.sync is exposed at both ends of an iteration. If the segment is
+        replicated, nothing is gathered at the beginning, and weight gradients can overlap its
+        all-reduce at the end. Either alone gains nothing.
+        """
+        first = next(unit for unit in self._units if 0 in unit)
+        start = self._delay(replace(start, replicated=first), tried)
+        if start.delayed:
+            self._replicate(start, tried, begins=(first,))
+
+    def _delay(self, start: RunChoice, tried: Callable[[RunChoice], float]) -> RunChoice:
+        """Delay weight gradients of one segment more while that shortens iterations; return it."""
         best_s = self.seconds(start)
         for _ in range(_MOST_DELAYED):
             left = [s for s in range(1, self.num_segments) if s not in start.delayed]
             more = [replace(start, delayed=tuple(sorted((*start.delayed, s)))) for s in left]
             times_s = list(map(tried, more))
             if not times_s or min(times_s) >= best_s * (1 - LEAST_GAIN):
-                return
+                break
             best_s = min(times_s)
             start = more[times_s.index(best_s)]
+        return start
 
     def _place(self, start: RunChoice, tried: Callable[[RunChoice], float]) -> None:
         """Try weight gradients in the gaps of the order."""
