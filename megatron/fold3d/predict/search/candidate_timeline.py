@@ -144,9 +144,11 @@ def _timeline(
         device=_device(candidate, estimate, connections),
         overlap_tensor_parallel=candidate.overlap_tensor_parallel,
     )
-    if share is None:
-        return simulated(plan, _stepping_last(costs, candidate.num_ranks))
     sliced = is_sliced(candidate, estimate)
+    if share is None:
+        if sliced:
+            plan = plan_of(candidate, order, (1.0,) * plan.num_stages)
+        return simulated(plan, _stepping_last(costs, candidate.num_ranks))
     shares = (share,) * plan.num_stages if share != "auto" else ()
     if not shares:  # slices hold up nothing, so they are chosen as if nothing could
         shares = auto_shares(plan, costs, replace(execution, device=None) if sliced else execution)
@@ -168,6 +170,7 @@ def without_grad_sync(candidate: Candidate) -> Candidate:
         replicated=(),
         offload=False,
         preemptive=False,
+        sliced=False,
     )
 
 
@@ -197,14 +200,16 @@ def undisturbed(candidate: Candidate, estimate: Estimate) -> Timeline:
 def launches_in_backward(candidate: Candidate, estimate: Estimate) -> bool:
     """True if DP.sync of a stage is simulated as starting inside its last backward."""
     ends_with_iteration = candidate.backward_share is None
-    return estimate.cuda_connections is not None and ends_with_iteration and not candidate.is_stock
+    whole = ends_with_iteration and not candidate.sliced
+    return estimate.cuda_connections is not None and whole and not candidate.is_stock
 
 
 def is_sliced(candidate: Candidate, estimate: Estimate) -> bool:
-    """Whether training starts DP.sync in the plan's slices, as ``--dp-slices auto`` does."""
+    """Whether training starts DP.sync in the plan's slices, by ``--dp-slices auto`` or ``on``."""
     if candidate.preemptive:
         return False
-    return estimate.cuda_connections == 1 and candidate.backward_share is not None
+    by_default = estimate.cuda_connections == 1 and candidate.backward_share is not None
+    return candidate.sliced or by_default
 
 
 def _device(candidate: Candidate, estimate: Estimate, connections: int | None) -> Device | None:
