@@ -69,7 +69,7 @@ def _as_json(one: Predicted) -> dict[str, object]:
 
 def _search(source: Source, order: Plan, group_size: int | None) -> ChoiceSearch:
     hardware = source.hardware
-    has_two = hardware is None or hardware.setup.data_parallel == 2
+    has_replicas = hardware is None or hardware.setup.data_parallel > 1
     gathers = source.gathers_params
     return ChoiceSearch(
         num_ranks=order.num_ranks,
@@ -77,9 +77,14 @@ def _search(source: Source, order: Plan, group_size: int | None) -> ChoiceSearch
         num_microbatches=order.num_microbatches,
         costs=source.costs,
         scope=Scope(
-            defers=has_two and not gathers and any(source.costs.grad_sync_s),
+            defers=(
+                has_replicas
+                and not gathers
+                and source.cuda_connections != 1
+                and any(source.costs.grad_sync_s)
+            ),
             delays=any(source.costs.weight_s),
-            replicates=has_two and gathers,
+            replicates=has_replicas and gathers,
             gathers=gathers,
             tied=hardware is not None and order.num_ranks > 1 and not hardware.shape.untied,
         ),

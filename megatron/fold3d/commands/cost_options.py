@@ -87,6 +87,8 @@ class Source:
     routes: Routes = NO_SWITCHES
     gradient_bytes: tuple[float, ...] = ()
     """Of each stage, where a model has any."""
+    cuda_connections: int | None = None
+    """Hardware queues that the streams of a GPU share in training; None is one for each."""
 
     def launches(self, *, deferred: bool, connections: int) -> tuple[int, ...]:
         """Return the collectives that each stage's DP.sync is launched as; one without a model."""
@@ -176,7 +178,14 @@ def _from_model(args: Namespace, plan: Plan) -> Source:
         layers=layers,
     )
     hardware = Hardware(shape, cluster, setup, known.footprint, layers)
-    return Source(known.costs, known.nic_of_rank, hardware, known.routes, known.gradient_bytes)
+    return Source(
+        known.costs,
+        known.nic_of_rank,
+        hardware,
+        known.routes,
+        known.gradient_bytes,
+        known.cuda_connections,
+    )
 
 
 def _layers(args: Namespace, shape: ModelShape, plan: Plan) -> tuple[int, ...]:
