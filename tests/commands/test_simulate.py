@@ -497,6 +497,23 @@ def test_auto_replicates_segments_of_a_distributed_optimizer(fold3d):
     assert first["seconds"] == pytest.approx(json.loads(chosen)["period_s"])
 
 
+@pytest.mark.search
+def test_auto_tries_with_more_replicas_what_it_tries_with_two(fold3d):
+    line = REPLICATED.replace("--schedule aiao", "--schedule auto").replace("x4-", "x8-")
+    _, out, _ = fold3d(f"{line} --json")
+    assert any("--replicate-optimizer" in one["flags"] for one in json.loads(out)["tries"])
+
+
+@pytest.mark.search
+@pytest.mark.parametrize(("tp", "defers"), [(1, True), (2, False)])
+def test_auto_defers_no_dp_sync_where_one_queue_holds_all_streams(fold3d, tp: int, defers: bool):
+    line = "simulate --schedule auto --pp 2 --segments 3 --microbatches 16 --micro-batch-size 4"
+    job = f"--model 12-1024-16-512 --cluster a100x16-50g --tp {tp}"
+    _, out, _ = fold3d(f"{line} {job} --json")
+    tried = json.loads(out)["tries"]
+    assert any("--backward-share" in one["flags"] for one in tried) == defers
+
+
 def test_where_nothing_waits_auto_tries_nothing(fold3d):
     _, out, _ = fold3d("simulate --schedule auto --pp 1 --microbatches 4")
     assert out.splitlines()[-1] == "nothing that fits is predicted to be faster"
