@@ -18,6 +18,8 @@ class MeasuredTimes:
     """One message, measured while every rank sends one to the next."""
     grad_sync_s: tuple[float, ...]
     """DP.sync of a stage's gradients."""
+    rings_are_buffered: bool = False
+    """Whether a message slows DP.sync down in its own direction alone."""
     held: HeldSizes | None = None
     """Bytes; None if the device does not report its memory, as on a CPU."""
 

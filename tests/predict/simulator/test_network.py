@@ -9,17 +9,20 @@ from megatron.fold3d.predict.simulator.routes import Use
 pairs = st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(lambda pair: pair[0] != pair[1])
 
 
-def started(clock, messages, collectives=(), *, preemptive=True, work_s=1.0, **by_need):
-    network = Network(clock, 4, preemptive=preemptive, **by_need)
+def started(clock, messages, collectives=(), *, preemptive=True, work_s=1.0, **more):
+    network = Network(clock, 4, preemptive=preemptive, **more)
     ended = []
 
     def done(tag):
         ended.append((tag, clock.now_s))
 
     flows = [network.message(*pair, work_s, done, i) for i, pair in enumerate(messages)]
-    flows += [network.collective(nic, work_s, done, f"sync {nic}") for nic in collectives]
     for flow in flows:
         network.start_flow(flow)
+    for nic in collectives:
+        collective = network.collective(nic, work_s, done, f"sync {nic}")
+        flows += collective.flows
+        network.start_collective(collective)
     network.update_rates()
     return network, flows, ended
 
@@ -51,13 +54,50 @@ def test_collectives_take_what_messages_leave(messages, collectives):
         assert flow.rate == pytest.approx(1 - used)
 
 
-@given(st.lists(pairs, max_size=8), st.sets(st.integers(0, 3)), st.booleans())
-def test_every_flow_ends_and_none_is_faster_than_its_link(messages, collectives, preemptive):
+@given(st.lists(pairs, max_size=8), st.sets(st.integers(0, 3)), st.booleans(), st.booleans())
+def test_every_flow_ends_and_none_is_faster_than_its_link(
+    messages, collectives, preemptive, buffered
+):
     clock = SimulatedClock()
-    network, flows, ended = started(clock, messages, collectives, preemptive=preemptive)
+    network, _, ended = started(
+        clock, messages, collectives, preemptive=preemptive, rings_are_buffered=buffered
+    )
     clock.run(between=network.update_rates)
-    assert len(ended) == len(flows)
+    assert len(ended) == len(messages) + len(collectives)
     assert all(time_s >= 1 - 1e-9 for _, time_s in ended)
+
+
+@pytest.mark.parametrize("preemptive", [False, True])
+@pytest.mark.parametrize(("buffered", "end_s"), [(False, 6.0), (True, 5.0)])
+def test_messages_slow_a_buffered_ring_down_in_their_own_direction(
+    buffered: bool, end_s: float, preemptive: bool
+):
+    """A message out of the ring's NIC, and when it has arrived, one into it."""
+    clock = SimulatedClock()
+    network, _, ended = started(clock, [(0, 1)], preemptive=preemptive, rings_are_buffered=buffered)
+
+    def done(tag):
+        ended.append((tag, clock.now_s))
+
+    network.start_collective(network.collective(0, 4.0, done, "sync"))
+    answer = network.message(1, 0, 1.0, done, "answer")
+    clock.at(2.0, network.start_flow, answer)
+    clock.run(between=network.update_rates)
+    # Each shares its link with the ring for two seconds, or has it alone for one.
+    arrive_s = (1.0, 3.0) if preemptive else (2.0, 4.0)
+    assert ended == [(0, arrive_s[0]), ("answer", arrive_s[1]), ("sync", end_s)]
+
+
+def test_a_buffered_ring_that_was_stopped_goes_on_with_what_is_left_of_each_direction():
+    clock = SimulatedClock()
+    network, _, ended = started(clock, [(0, 1)], preemptive=False, rings_are_buffered=True)
+    ring = network.collective(0, 2.0, lambda tag: ended.append((tag, clock.now_s)), "sync")
+    network.start_collective(ring)
+    clock.at(2.5, lambda _: network.stop_collective(ring), None)
+    clock.at(4.0, lambda _: network.start_collective(ring), None)
+    clock.run(between=network.update_rates)
+    # At 2.5 s all has arrived, and half a second of what leaves is left.
+    assert ended == [(0, 2.0), ("sync", 4.5)]
 
 
 def test_the_share_of_a_flow_that_ends_goes_to_the_others():
@@ -95,7 +135,8 @@ def test_collectives_take_what_messages_leave_of_links_between_switches():
     network = Network(clock, 4, (1.5,), preemptive=True)
     shared = (Use(0, 1),)
     flows = [network.message(0, 1, 1.0, lambda _: None, None, shared)]
-    flows += [network.collective(nic, 1.0, lambda _: None, None, shared) for nic in (2, 3)]
+    for nic in (2, 3):
+        flows += network.collective(nic, 1.0, lambda _: None, None, shared).flows
     for flow in flows:
         network.start_flow(flow)
     network.update_rates()

@@ -12,6 +12,7 @@ from megatron.fold3d.observe.fields import (
     is_file_name,
     is_number,
 )
+from megatron.fold3d.policy.ring_buffers import RING_BUFFER_BYTES
 
 GIGA = 1e9
 _MOST_GPUS = 1_000_000
@@ -41,6 +42,8 @@ class Cluster:
 
     send_buffer_bytes: float = 0.0
     """A message up to this size does not block its sender: TCP's buffers hold it."""
+    ring_buffer_bytes: float = RING_BUFFER_BYTES["nccl"]
+    """A message up to this size slows a ring down in its own direction alone."""
     iteration_overhead_s: float = 0.0
     """Overhead of an iteration beside its actions: the optimizer's step, data, logs."""
     switch_nodes: tuple[int, ...] = ()
@@ -64,7 +67,7 @@ class Cluster:
         check_numbers(
             self,
             may_be_zero=(
-                *("nic_latency_s", "send_buffer_bytes"),
+                *("nic_latency_s", "send_buffer_bytes", "ring_buffer_bytes"),
                 *("task_overhead_s", "iteration_overhead_s", "straggler_sigma"),
                 *("gpu_mtbf_s", "restart_s", "storage_bytes_per_s"),
             ),
@@ -201,6 +204,7 @@ NODES["testbed"] = Cluster(
     nic_efficiency=0.98,
     nic_latency_s=100e-6,
     send_buffer_bytes=128 * 1024,
+    ring_buffer_bytes=RING_BUFFER_BYTES["gloo"],
     host_copy_bytes_per_s=GIGA,
     host_memory_bytes=16 * GIGA,
 )

@@ -131,6 +131,7 @@ def estimate(
         p2p_latency_s=cluster.nic_latency_s,
         p2p_local_s=sent / cluster.intra_bytes_per_s,
         sends_are_buffered=sent <= cluster.send_buffer_bytes,
+        rings_are_buffered=sent <= cluster.ring_buffer_bytes,
         grad_sync_s=tuple(
             _grad_sync_s(cluster, setup, num_ranks, size)
             + _expert_sync_s(cluster, setup, num_ranks, of_experts)

@@ -137,5 +137,6 @@ def costs_from_times(times: MeasuredTimes) -> Costs:
         weight_s=times.weight_s,
         recompute_s=times.recompute_s,
         p2p_s=times.transfer_s,
+        rings_are_buffered=times.rings_are_buffered,
         grad_sync_s=times.grad_sync_s,
     )

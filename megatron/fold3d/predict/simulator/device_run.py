@@ -110,6 +110,7 @@ class DeviceRun:
             execution.routes.capacities,
             preemptive=execution.preemptive,
             pause_share=execution.pause_share,
+            rings_are_buffered=costs.rings_are_buffered,
         )
         waited_for = frozenset() if costs.sends_are_buffered else execution.sends_waited_for
         # Stock Megatron waits for its sends, and has one communicator for each direction.
@@ -209,7 +210,9 @@ class DeviceRun:
                 self._wait(rank, action, iteration, held_s)
             nic = self.sync_nics[rank.number]
             uses = self.routes.collective(rank.number)
-            self.network.start_flow(self.network.collective(nic, seconds, self._synced, work, uses))
+            self.network.start_collective(
+                self.network.collective(nic, seconds, self._synced, work, uses)
+            )
         else:
             self.clock.at(now_s + seconds, self._end, work)
 

@@ -5,8 +5,10 @@ Without a budget, messages that fill a link would starve DP.sync.
 
 Work is counted in seconds at the full rate of a NIC, so a NIC's capacity is one. A NIC is full
 duplex and has two links: a message uses the sender's outgoing and the receiver's incoming one, a
-collective both links of its own NIC. There may be links between switches (`Routes`): if a flow
-represents several equal ones, it uses their combined share of these links.
+collective both links of its own NIC. A collective sends as fast as it receives, unless its rings
+are buffered: then each direction has a rate of its own, and the slower one decides. There may be
+links between switches (`Routes`): if a flow represents several equal ones, it uses their combined
+share of these links.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,6 +48,40 @@ class Flow:
         self.ends_s = inf  # if nothing changes on its links
 
 
+class Collective:
+    """A collective of one NIC: a flow through both of its links, or one through each.
+
+    Args:
+        done: called with ``tag`` when all of its flows have ended.
+        tag: of whoever started it.
+    """
+
+    __slots__ = ("_done", "_left", "_tag")
+
+    def __init__(self, done: Callable[[Any], None], tag: Any) -> None:
+        self._done, self._tag = done, tag
+        self._left: list[Flow] = []
+
+    @property
+    def flows(self) -> tuple[Flow, ...]:
+        """The flows that have not ended."""
+        return tuple(self._left)
+
+    def add_flow(
+        self, links: tuple[int, ...], work_s: float, weights: tuple[int, ...] = (1, 1)
+    ) -> None:
+        """Add a flow through some of its links."""
+        flow = Flow(links, work_s, self._end, None, weights)
+        flow.is_collective = True
+        flow.tag = flow
+        self._left.append(flow)
+
+    def _end(self, flow: Flow) -> None:
+        self._left.remove(flow)
+        if not self._left:
+            self._done(self._tag)
+
+
 class Network:
     """The NICs and what flows through them.
 
@@ -60,6 +96,8 @@ class Network:
         needed_s: returns the time at which a message is needed, from its tag. Among messages that
             share a link, the most urgent one goes alone, and is never interrupted if ``whole``.
             Without this function they share fairly.
+        rings_are_buffered: whether a collective sends and receives at rates of their own. It does
+            not if messages go by need, or if it flows through links between switches.
     """
 
     def __init__(
@@ -72,6 +110,7 @@ class Network:
         pause_share: float = 1.0,
         needed_s: Callable[[Any], float] | None = None,
         whole: bool = False,
+        rings_are_buffered: bool = False,
     ) -> None:
         # Dicts as ordered sets: equal runs visit equal flows in equal order.
         self._clock = clock
@@ -81,6 +120,7 @@ class Network:
         self._background: list[dict[Flow, None]] = [{} for _ in range(num_nics)]
         self._preemptive = preemptive
         self._needed_s, self._whole = needed_s, whole
+        self._apart = rings_are_buffered and needed_s is None
         self._budgets = [
             PauseBudget(clock, nic, pause_share, self._make_equal)
             for nic in range(num_nics if preemptive and pause_share < 1 else 0)
@@ -97,7 +137,8 @@ class Network:
         uses: Sequence[Use] = (),
     ) -> Flow:
         """Make the flow of a message from NIC to NIC, and through links between switches."""
-        return self._flow(2 * source, 2 * target + 1, work_s, done, tag, uses)
+        links, weights = self._way(2 * source, 2 * target + 1, uses)
+        return Flow(links, work_s, done, tag, weights)
 
     def collective(
         self,
@@ -106,26 +147,34 @@ class Network:
         done: Callable[[Any], None],
         tag: Any,
         uses: Sequence[Use] = (),
-    ) -> Flow:
-        """Make the flow of a collective, which sends and receives through one NIC."""
-        flow = self._flow(2 * nic, 2 * nic + 1, work_s, done, tag, uses)
-        flow.is_collective = True
-        return flow
+    ) -> Collective:
+        """Make a collective, which sends and receives through one NIC."""
+        made = Collective(done, tag)
+        out, into = 2 * nic, 2 * nic + 1
+        if self._apart and not uses:
+            made.add_flow((out,), work_s, (1,))
+            made.add_flow((into,), work_s, (1,))
+        else:
+            links, weights = self._way(out, into, uses)
+            made.add_flow(links, work_s, weights)
+        return made
 
-    def _flow(
-        self,
-        out: int,
-        into: int,
-        work_s: float,
-        done: Callable[[Any], None],
-        tag: Any,
-        uses: Sequence[Use],
-    ) -> Flow:
-        if not uses:
-            return Flow((out, into), work_s, done, tag)
+    def _way(
+        self, out: int, into: int, uses: Sequence[Use]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the links out of a NIC, into one and between, and the flows on each of them."""
         above = (self._of_nics + use.link for use in uses)
-        weights = (1, 1, *(use.flows for use in uses))
-        return Flow((out, into, *above), work_s, done, tag, weights)
+        return (out, into, *above), (1, 1, *(use.flows for use in uses))
+
+    def start_collective(self, collective: Collective) -> None:
+        """Add what is left of a collective."""
+        for flow in collective.flows:
+            self.start_flow(flow)
+
+    def stop_collective(self, collective: Collective) -> None:
+        """Remove a collective; it keeps the rest of its work."""
+        for flow in collective.flows:
+            self.stop_flow(flow)
 
     def start_flow(self, flow: Flow) -> None:
         """Add a flow; `update_rates` will give it its rate."""
@@ -155,10 +204,10 @@ class Network:
             flows = on_link[link]
             if len(flows) == 1:
                 (flow,) = flows
-                out, into = flow.links[:2]
-                alone = len(on_link[out]) == 1 and len(on_link[into]) == 1  # as most are
-                if alone and len(flow.links) == 2:
-                    nics[out >> 1] = nics[into >> 1] = None
+                ways = flow.links
+                alone = len(on_link[ways[0]]) == 1 and len(on_link[ways[-1]]) == 1  # as most are
+                if alone and len(ways) <= 2:
+                    nics[ways[0] >> 1] = nics[ways[-1] >> 1] = None
                     self._set_rate(flow, 1.0)
                     continue
             if flows:
@@ -173,12 +222,18 @@ class Network:
             self._share_what_is_left()
         for nic in nics:
             if background := self._background[nic]:
-                used = max(sum(flow.rate for flow in self._flows[2 * nic + i]) for i in (0, 1))
+                links = (2 * nic, 2 * nic + 1)
+                used = {link: sum(flow.rate for flow in self._flows[link]) for link in links}
                 if not self._capacity:
+                    shares = {
+                        link: max(0.0, 1.0 - used[link]) / sum(link in f.links for f in background)
+                        for link in links
+                        if any(link in flow.links for flow in background)
+                    }
                     for flow in background:
-                        self._set_rate(flow, max(0.0, 1.0 - used) / len(background))
+                        self._set_rate(flow, min(shares[link] for link in flow.links))
                 if self._budgets:
-                    self._budgets[nic].pause(paused=used > 0)
+                    self._budgets[nic].pause(paused=max(used.values()) > 0)
             elif self._budgets:
                 self._budgets[nic].pause(paused=False)
 
@@ -205,7 +260,7 @@ class Network:
 
     def _make_equal(self, nic: int, equal: bool) -> None:
         """Let the collectives of a NIC share it with messages, or yield to them again."""
-        of_nic = [*self._background[nic], *self._flows[2 * nic]]
+        of_nic = [*self._background[nic], *self._flows[2 * nic], *self._flows[2 * nic + 1]]
         for flow in dict.fromkeys(flow for flow in of_nic if flow.is_collective):
             for flows in self._of(flow):
                 del flows[flow]

@@ -131,6 +131,7 @@ class _Run:
             pause_share=execution.pause_share,
             needed_s=None if execution.needed_s is None else self._needed_s,
             whole=execution.whole_messages,
+            rings_are_buffered=costs.rings_are_buffered,
         )
         self.times_true = [0] * steps.num_facts
         self.times_begun = [0] * steps.num_facts  # of DP.sync: it may end iterations later

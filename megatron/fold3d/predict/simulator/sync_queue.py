@@ -8,7 +8,7 @@ from megatron.fold3d.observe.timeline import Lane, Span
 from megatron.fold3d.plan.ir import Action
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.execution import GradSyncOrder
-from megatron.fold3d.predict.simulator.network import Flow, Network
+from megatron.fold3d.predict.simulator.network import Collective, Network
 from megatron.fold3d.predict.simulator.routes import Use
 
 
@@ -20,7 +20,7 @@ class _Task(NamedTuple):
     action: Action
     iteration: int
     fact: int
-    flow: Flow
+    collective: Collective
 
 
 class SyncQueue:
@@ -53,10 +53,11 @@ class SyncQueue:
         """Put a task into the queue, which calls ``done(fact)`` when the task ends."""
         self._started += 1
         key = (iteration, action.stage) if self._earliest_first else (0, 0)
-        flow = self._network.collective(self._nic, work_s, self._end, None, self._uses)
-        heapq.heappush(self._waiting, _Task(key, self._started, action, iteration, fact, flow))
+        collective = self._network.collective(self._nic, work_s, self._end, None, self._uses)
+        task = _Task(key, self._started, action, iteration, fact, collective)
+        heapq.heappush(self._waiting, task)
         if self._active is not None and key < self._active.key:
-            self._network.stop_flow(self._active.flow)
+            self._network.stop_collective(self._active.collective)
             heapq.heappush(self._waiting, self._leave())
         self._next()
 
@@ -64,7 +65,7 @@ class SyncQueue:
         if self._active is None and self._waiting:
             self._active = heapq.heappop(self._waiting)
             self._since_s = self._clock.now_s
-            self._network.start_flow(self._active.flow)
+            self._network.start_collective(self._active.collective)
 
     def _end(self, _: None) -> None:
         task = self._leave()
