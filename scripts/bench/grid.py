@@ -20,11 +20,11 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from scripts.bench import compare, pipeline_cells, summary, variants
+from scripts.bench import compare, pipeline_cells, predict, summary, variants
 from scripts.bench.kept_runs import KeptRuns, problems
 from scripts.bench.pipeline_cells import Cell, slower_than
 from scripts.bench.runner import Bench, preload
@@ -311,6 +311,37 @@ def _ratios(other: Row, ours: Sequence[Row | None]) -> Iterator[str]:
     return (f"{other.spread.median_ms / row.spread.median_ms:.2f}" for row in ours if row)
 
 
+def predictions(grid: Grid, layouts: Sequence[Layout]) -> str:
+    """Spell what `scripts.bench.predict` says of the cells, beside what was measured there."""
+    found: list[predict.Row] = []
+    for layout in layouts:
+        job = layout.job()
+        forward_ms, backward_ms = layout.layer_ms
+        for rate in layout.rates:
+            arguments = {
+                "pp": job.num_ranks,
+                "dp": job.data_parallel,
+                "layers": job.num_layers,
+                "hidden": job.hidden_size,
+                "seq_length": job.seq_length,
+                "micro_batch_size": job.micro_batch_size,
+                "microbatches": job.num_microbatches,
+                "recompute": job.recompute,
+                "untied": job.untied,
+                "forward_ms": forward_ms,
+                "backward_ms": backward_ms,
+                "rate": f"{(layout.rate_bit_s(rate) or 0) / 1e6}mbit",
+                "delay_ms": 0,
+            }
+            report = {
+                "arguments": {name: str(value) for name, value in arguments.items()},
+                "rows": [asdict(row) for row in summary.rows(grid.runs(layout, rate), None)],
+            }
+            rows = predict.rows(report) if report["rows"] else []
+            found += (replace(row, name=f"{rate}, {row.name}") for row in rows)
+    return predict.table(found)
+
+
 def _problems(grid: Grid, layouts: Sequence[Layout]) -> Iterator[str]:
     """Yield the runs that failed, and those whose losses are not those of the same clipping."""
     for layout in layouts:
@@ -342,6 +373,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--real-time", action="store_true", help="as for compare.py")
     parser.add_argument("--table", action="store_true", help="measure nothing")
+    parser.add_argument(
+        "--predictions", action="store_true", help="measure nothing; what the simulator says"
+    )
     parser.add_argument("--logs", type=Path, default=Path("out/grid"), help="(out/grid)")
     parser.add_argument(
         "--skip", nargs="+", default=[], metavar="TEXT", help="variants that end so"
@@ -362,6 +396,8 @@ def main(argv: Sequence[str]) -> int:
         ]
     names = [f"{layout.name}, {rate}" for layout in layouts for rate in layout.rates]
     names += [cell.name for cell in cells]
+    if args.predictions and args.pipeline_bound:
+        parser.error("--predictions with --pipeline-bound: its cells have bounds instead")
     if not names:
         parser.error(f"--only {' '.join(args.only)}: no cell has that in its name")
     if args.list:
@@ -369,7 +405,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     grid = Grid(args)
     try:
-        if not args.table:
+        if not (args.table or args.predictions):
             preload()
             for layout in layouts:
                 grid.measure(layout)
@@ -377,6 +413,9 @@ def main(argv: Sequence[str]) -> int:
                 grid.measure_cell(cell)
     except (TestbedError, ValueError) as error:
         return refuse("grid.py", error)
+    if args.predictions:
+        sys.stdout.write(predictions(grid, layouts) + "\n")
+        return 0
     by_cell = [(cell, grid.runs_of_cell(cell)) for cell in cells]
     text = pipeline_cells.table(by_cell) if cells else table(grid, layouts)
     sys.stdout.write(text + "\n")

@@ -7,5 +7,4 @@ then cost DP.sync the longer of both times, and otherwise their sum.
 """
 
 RING_BUFFER_BYTES = {"nccl": 4 << 20, "gloo": 1 << 30}
-"""By torch's name of the backend. NCCL's is ``NCCL_BUFFSIZE``, of one channel; gloo receives into the
-tensor itself."""
+"""By torch's name of the backend: ``NCCL_BUFFSIZE``, of one channel; gloo receives into tensors."""
