@@ -82,7 +82,11 @@ def test_no_order_with_dp_sync_is_faster_than_the_bound(data: st.DataObject):
     deferred = data.draw(st.booleans())
     plan = lower(
         order,
-        Options(gathers_params=True, deferred_stages=stages if deferred else ()),
+        Options(
+            delay_weight_grads=tuple(data.draw(st.sets(st.integers(0, order.num_segments - 1)))),
+            gathers_params=True,
+            deferred_stages=stages if deferred else (),
+        ),
     )
     # All ranks begin an iteration together, as behind a norm of all gradients.
     execution = Execution(flush=not deferred, grad_sync_order="edf" if deferred else "fifo")
@@ -100,6 +104,23 @@ def test_a_step_that_waits_for_the_norm_hides_less():
     gathered = bounds_of(plan, replace(costs, grad_sync_s=(1.0,) * 4, param_gather_s=(10.0,) * 4))
     assert gathered.sync_s == 60  # 44 + 12
     assert gathered.norm_s == 40 + 4 * 1 + 4 * 5 * 2  # one chunk's forwards, and all backwards
+
+
+@pytest.mark.parametrize(
+    ("reduce_s", "exposed_s"),
+    [
+        (9.0, 9 - 2),  # what weight gradients overlap, they add: they take 5 s
+        (4.0, 4 - 2 - 3 * (5 - 4)),  # nothing is left
+        (2.0, 0),
+    ],
+)
+def test_a_step_that_waits_for_the_norm_exposes_the_first_chunks_dp_sync(reduce_s, exposed_s):
+    plan = build("aiao", num_ranks=2, num_segments=4, num_microbatches=5)
+    costs = replace(  # F and W take 1, B with W 2
+        Costs.uniform(8, grad_sync_s=reduce_s), param_gather_s=(5.0,) * 8
+    )
+    found_s = lower_bound_with_sync_s(plan, costs, waits_for_norm=True)
+    assert found_s == 5 + 4 * 5 * 3 + max(0, exposed_s)
 
 
 def test_messages_share_the_link_with_dp_sync():

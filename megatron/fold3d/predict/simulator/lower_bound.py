@@ -103,10 +103,13 @@ def lower_bound_with_sync_s(
 
     If the step waits for the gradients' norm, all reductions have ended before it, and all gathers
     follow it. So the reductions overlap nothing but backwards, and the gathers nothing but forwards
-    and the backwards behind them.
+    and the backwards behind them. A rank computes nothing until the parameters of its first chunk
+    are gathered. What it has not computed when the last backward of that chunk begins are weight
+    gradients, which alone overlap the chunk's reduction, and are reduced themselves.
 
     One micro-batch of a chunk counts as nothing, since gradients are reduced in buckets, and may be
-    complete before their chunk is.
+    complete before their chunk is. Parameters are gathered chunk by chunk, but for the first chunk
+    of the first rank, which Megatron cuts into buckets.
 
     Args:
         plan: whose sizes count, not its order.
@@ -133,9 +136,30 @@ def lower_bound_with_sync_s(
                 bound_s,
                 way_in_s + forwards_s + chunk_backwards_s + reductions_s + sends_b_s,
                 gathers_s + sends_f_s + chunk_forwards_s + backwards_s,
+                max(way_in_s, gather_s[rank] if rank else 0.0)
+                + forwards_s
+                + backwards_s
+                + _exposed_s(plan, costs, rank),
             )
         way_in_s += costs.forward_s[rank]
     return bound_s
+
+
+def _exposed_s(plan: Plan, costs: Costs, rank: int) -> float:
+    """Return what no computation overlaps of the reduction of a rank's first chunk.
+
+    Weight gradients of other chunks may follow that chunk's last backward. If to reduce them takes
+    longer than to compute them, they overlap as much as they add.
+    """
+    reduce_s, weight_s = costs.grad_sync_s, costs.weight_s or (0.0,) * plan.num_stages
+    others_s = {
+        s: plan.num_microbatches * weight_s[s]
+        for s in range(rank + plan.num_ranks, plan.num_stages, plan.num_ranks)
+        if weight_s[s]
+    }
+    hides = max((1 - reduce_s[s] / computed_s for s, computed_s in others_s.items()), default=0.0)
+    exposed_s = reduce_s[rank] - costs.backward_s[rank]
+    return max(0.0, exposed_s - max(0.0, hides) * sum(others_s.values()))
 
 
 def _sends_beside_sync_s(
