@@ -22,7 +22,6 @@ from megatron.fold3d.predict.search.candidates import Candidate
         ("aiao", {}),
         ("aiao", {"distributed_optimizer": True}),
         ("aiao", {"backward_share": 0.7}),
-        ("aiao", {"sliced": True}),
         ("aiao", {"offload": True, "preemptive": True}),
         ("aiao", {"backward_share": 0.7, "delayed_weight_grads": (1,)}),
     ],
@@ -61,7 +60,6 @@ def test_pretrain_gpt_accepts_every_flag_that_is_emitted(
     assert config.backward_share == options.get("backward_share")
     assert config.delay_weight_grads == candidate.delayed_weight_grads
     assert config.preemptive_comm == candidate.preemptive
-    assert config.slices_dp_sync == candidate.sliced
     assert config.offload_activations == ("on" if candidate.offload else "off")
     assert args.microbatch_group_size_per_vp_stage == (
         8 if options.get("group_size") == 8 else None

@@ -90,8 +90,6 @@ def _schedule(candidate: Candidate) -> Iterator[str]:
         yield f"--replicate-optimizer {candidate.replicated_segments}"
     if candidate.backward_share is not None:
         yield f"--backward-share {candidate.backward_share}"
-    if candidate.sliced:
-        yield "--dp-slices on"
     if candidate.delayed_weight_grads:
         yield f"--delay-weight-grads {candidate.delayed_segments}"
     if candidate.forwards_ahead is not None:

@@ -4,8 +4,6 @@ from dataclasses import replace
 import pytest
 
 from megatron.fold3d.commands.training_flags import training_flags
-from megatron.fold3d.observe.timeline import Lane
-from megatron.fold3d.plan.ir import Op
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.predict.cost_model.cluster import cluster
@@ -20,7 +18,6 @@ from megatron.fold3d.predict.search.planner import (
     USABLE_MEMORY,
     _Judge,
     _that_shards_make_fit,
-    _that_slice,
     search,
 )
 from megatron.fold3d.predict.search.search_result import WORTHWHILE
@@ -275,42 +272,6 @@ def test_one_queue_costs_a_few_percent_of_many(share: str | None, is_sharded: bo
     known = estimate(model_shape("gpt3-18b"), A100, candidate.setup, num_ranks=4, num_segments=5)
     one_s, many_s = (timeline_of(candidate, known, connections=n).period_s for n in (1, 32))
     assert many_s <= one_s < 1.06 * many_s
-
-
-def test_slices_are_tried_where_one_queue_holds_all_streams_and_training_takes_them():
-    given = Given(tensor_parallel=2, num_ranks=2, num_segments=3, microbatch_size=1)
-    hosts = cluster("a100x16-25g")
-    sharded = Candidate(
-        schedule="aiao",
-        is_stock=False,
-        setup=Setup(
-            tensor_parallel=2,
-            data_parallel=4,
-            microbatch_size=1,
-            sequence_parallel=True,
-            distributed_optimizer=True,
-        ),
-        num_ranks=2,
-        num_segments=3,
-        num_microbatches=8,
-    )
-    judge = _Judge(SMALL, hosts, WITHOUT_PROGRESS)
-    (sliced,) = _that_slice([judge._simulate(judge.bounded(sharded))], judge)
-    assert sliced == replace(sharded, sliced=True)
-    assert plan_of(sliced, slice_shares=(1.0,) * 6).has(Op.REDUCE_SLICE)
-    assert training_flags(SMALL, hosts, sliced).endswith(" --dp-slices on")
-    collectives, slices = (
-        len(timeline_of(c, judge.estimate(c)).lane(0, Lane.GRAD_SYNC)) for c in (sharded, sliced)
-    )
-    assert slices > 2 * collectives
-    found = search(SMALL, hosts, global_batch_size=32, given=given)
-    assert any(choice.candidate.sliced for choice in found.best)
-
-    blackwell = replace(hosts, is_blackwell=True)
-    free = _Judge(SMALL, blackwell, WITHOUT_PROGRESS)
-    assert not list(_that_slice([free._simulate(free.bounded(sharded))], free))
-    found = search(SMALL, blackwell, global_batch_size=32, given=given)
-    assert not any(choice.candidate.sliced for choice in found.best)
 
 
 def test_progress_is_reported():

@@ -144,11 +144,9 @@ def _timeline(
         device=_device(candidate, estimate, connections),
         overlap_tensor_parallel=candidate.overlap_tensor_parallel,
     )
-    sliced = is_sliced(candidate, estimate)
     if share is None:
-        if sliced:
-            plan = plan_of(candidate, order, (1.0,) * plan.num_stages)
         return simulated(plan, _stepping_last(costs, candidate.num_ranks))
+    sliced = is_sliced(candidate, estimate)
     shares = (share,) * plan.num_stages if share != "auto" else ()
     if not shares:  # slices hold up nothing, so they are chosen as if nothing could
         shares = auto_shares(plan, costs, replace(execution, device=None) if sliced else execution)
@@ -170,7 +168,6 @@ def without_grad_sync(candidate: Candidate) -> Candidate:
         replicated=(),
         offload=False,
         preemptive=False,
-        sliced=False,
     )
 
 
@@ -200,16 +197,14 @@ def undisturbed(candidate: Candidate, estimate: Estimate) -> Timeline:
 def launches_in_backward(candidate: Candidate, estimate: Estimate) -> bool:
     """True if DP.sync of a stage is simulated as starting inside its last backward."""
     ends_with_iteration = candidate.backward_share is None
-    whole = ends_with_iteration and not candidate.sliced
-    return estimate.cuda_connections is not None and whole and not candidate.is_stock
+    return estimate.cuda_connections is not None and ends_with_iteration and not candidate.is_stock
 
 
 def is_sliced(candidate: Candidate, estimate: Estimate) -> bool:
-    """Whether training starts DP.sync in the plan's slices, by ``--dp-slices auto`` or ``on``."""
+    """Whether training starts DP.sync in the plan's slices, as ``--dp-slices auto`` does."""
     if candidate.preemptive:
         return False
-    by_default = estimate.cuda_connections == 1 and candidate.backward_share is not None
-    return candidate.sliced or by_default
+    return estimate.cuda_connections == 1 and candidate.backward_share is not None
 
 
 def _device(candidate: Candidate, estimate: Estimate, connections: int | None) -> Device | None:

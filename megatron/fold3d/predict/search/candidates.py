@@ -69,8 +69,6 @@ class Candidate:
     """Whether all stages recompute before their gradients arrive."""
     overlap_tensor_parallel: bool = False
     """Whether micro-batches run in pairs, each during the other's collectives."""
-    sliced: bool = False
-    """Whether the plan starts DP.sync in slices, also where training's default would not."""
 
     @property
     def name(self) -> str:
@@ -90,7 +88,6 @@ class Candidate:
             + "+Wauto" * self.places_weight_grads
             + "+R" * self.recompute_early
             + "+pairs" * self.overlap_tensor_parallel
-            + "+slices" * self.sliced
             + "+nodes" * self.setup.hierarchical_sync
         )
         placed = "" if self.setup.order == "tp-dp-pp" else f" {self.setup.order}"

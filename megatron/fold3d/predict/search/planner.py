@@ -159,7 +159,6 @@ def _search(
         and (other.group_size == choice.candidate.group_size or judge.has_time_for(other))
     )
     others |= dict.fromkeys(_that_replicate(best[:_IMPROVED], tied=not shape.untied))
-    others |= dict.fromkeys(_that_slice(best[:_IMPROVED], judge))
     if "recompute-layers" in assumed:
         for counted in judge.recomputing_less(fitting):
             others |= dict.fromkeys((counted, *recomputed_and_paired(counted, assumed)))
@@ -537,22 +536,6 @@ def _that_replicate(best: Iterable[JudgedCandidate], *, tied: bool) -> Iterator[
         if found:
             yield from found
             return
-
-
-def _that_slice(best: Iterable[JudgedCandidate], judge: "_Judge") -> Iterator[Candidate]:
-    """Yield the best choices with slices of DP.sync, where one hardware queue holds all streams.
-
-    There a reduction that waits for another one blocks computation, and slices do not.
-    """
-    for choice in best:
-        c, setup = choice.candidate, choice.candidate.setup
-        ends_here = setup.num_replicas > 1 and c.backward_share is None
-        # What training refuses beside slices.
-        alone = not (c.preemptive or c.replicated or c.overlap_tensor_parallel)
-        alone = alone and not setup.hierarchical_sync and c.shards != "gradients"
-        one_queue = judge.estimate(c).cuda_connections == 1
-        if one_queue and ends_here and alone and not c.is_stock:
-            yield replace(c, sliced=True)
 
 
 def _quickest_of_each(among: Iterable[Bounded]) -> list[Bounded]:
