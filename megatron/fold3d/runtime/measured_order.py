@@ -21,7 +21,7 @@ from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op
 from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
 from megatron.fold3d.policy.measured_times import MeasuredTimes
-from megatron.fold3d.policy.ring_buffers import RING_BUFFER_BYTES
+from megatron.fold3d.policy.ring_buffers import rings_are_buffered
 from megatron.fold3d.runtime.device import (
     Clock,
     Mark,
@@ -253,13 +253,11 @@ def _agreed(mine: _Found, iteration: Iteration) -> MeasuredTimes:
         grad_sync_s=tuple(
             max(found.grad_sync_s.get(stage, 0.0) for found in everyones) for stage in stages
         ),
-        rings_are_buffered=iteration.hidden_bytes <= _ring_buffer_bytes(iteration),
+        rings_are_buffered=rings_are_buffered(
+            iteration.hidden_bytes, dist.get_backend(iteration.groups.dp_cp)
+        ),
         held=_held(everyones, iteration),
     )
-
-
-def _ring_buffer_bytes(iteration: Iteration) -> int:
-    return RING_BUFFER_BYTES.get(dist.get_backend(iteration.groups.dp_cp), 0)
 
 
 def _held(everyones: list[_Found], iteration: Iteration) -> HeldSizes | None:

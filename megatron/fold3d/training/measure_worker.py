@@ -9,6 +9,7 @@ byte of the GPU's memory.
 
 import json
 import logging
+import math
 import os
 import sys
 import threading
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.config.all_flags import add_arguments, megatron_defaults
+from megatron.fold3d.policy.ring_buffers import rings_are_buffered
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
 from megatron.fold3d.runtime.measure import profiler
 
@@ -139,6 +141,9 @@ def _measure(args: Namespace, device: torch.device) -> HardwareProfile:
         layer_gradient_bytes=layer_bytes,
         head_gradient_bytes=last_bytes - layer_bytes,
         host_copy_bytes_per_s=1 / per_copied_byte_s,
+        rings_are_buffered=rings_are_buffered(
+            math.prod(shape) * dtype.itemsize, dist.get_backend(groups.dp_cp)
+        ),
     )
 
 

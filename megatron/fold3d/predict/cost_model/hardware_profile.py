@@ -37,6 +37,8 @@ class HardwareProfile:
     """Of the last stage, and of the first, whose word embeddings are as large."""
     host_copy_bytes_per_s: float
     """From the device to pinned memory of the host."""
+    rings_are_buffered: bool = False
+    """Whether a message slows DP.sync down in its own direction alone."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -66,6 +68,7 @@ class HardwareProfile:
             backward_s=tuple(of_stages(self.layer_backward_s, backward_s)),
             p2p_s=self.message_s,
             p2p_latency_s=self.message_latency_s,
+            rings_are_buffered=self.rings_are_buffered,
             grad_sync_s=tuple(
                 map(self.grad_sync_s, of_stages(self.layer_gradient_bytes, gradient_bytes))
             ),

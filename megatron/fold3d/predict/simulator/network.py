@@ -222,16 +222,13 @@ class Network:
             self._share_what_is_left()
         for nic in nics:
             if background := self._background[nic]:
-                links = (2 * nic, 2 * nic + 1)
-                used = {link: sum(flow.rate for flow in self._flows[link]) for link in links}
+                both = (2 * nic, 2 * nic + 1)
+                used = {link: sum(flow.rate for flow in self._flows[link]) for link in both}
                 if not self._capacity:
-                    shares = {
-                        link: max(0.0, 1.0 - used[link]) / sum(link in f.links for f in background)
-                        for link in links
-                        if any(link in flow.links for flow in background)
-                    }
+                    count = {link: sum(link in flow.links for flow in background) for link in both}
                     for flow in background:
-                        self._set_rate(flow, min(shares[link] for link in flow.links))
+                        shares = [max(0.0, 1.0 - used[link]) / count[link] for link in flow.links]
+                        self._set_rate(flow, min(shares))
                 if self._budgets:
                     self._budgets[nic].pause(paused=max(used.values()) > 0)
             elif self._budgets:
