@@ -47,8 +47,7 @@ class Costs:
     reduced_in_iteration_s: tuple[float, ...] = ()
     """The part of ``grad_sync_s`` that ends within its iteration even if the rest is deferred."""
     rings_are_buffered: bool = False
-    """Whether a ring's send may be ahead of its receive, and the other way round, by more than a
-    message delays either. If so, messages in one direction slow DP.sync down in that one alone."""
+    """Whether a message slows DP.sync down in its own direction alone: see `policy.ring_buffers`."""
     grad_sync_local: bool = False
     """Whether DP.sync stays inside the node, so that messages have the NIC to themselves."""
     param_gather_s: tuple[float, ...] = ()
