@@ -47,7 +47,7 @@ class Costs:
     reduced_in_iteration_s: tuple[float, ...] = ()
     """The part of ``grad_sync_s`` that ends within its iteration even if the rest is deferred."""
     rings_are_buffered: bool = False
-    """Whether a message slows DP.sync down in its own direction alone: see `policy.ring_buffers`."""
+    """Whether a message slows DP.sync down in its direction alone: see `policy.ring_buffers`."""
     grad_sync_local: bool = False
     """Whether DP.sync stays inside the node, so that messages have the NIC to themselves."""
     param_gather_s: tuple[float, ...] = ()
