@@ -3,6 +3,7 @@
 import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from statistics import fmean
@@ -179,7 +180,10 @@ def _simulated(timeline: Timeline, chosen: Sequence[RankTrace], costs: Path | No
             plan = as_synced(plan, timeline)
     else:
         plan = observed_plan(timeline)
-    known = observed_costs(timeline, plan) if costs is None else costs_from(costs, plan)
+    if costs is None:  # a trace does not know whether messages fit into the buffers of rings
+        known = replace(observed_costs(timeline, plan), rings_are_buffered=True)
+    else:
+        known = costs_from(costs, plan)
     is_stock = chosen[0].schedule == "stock"
     waited_for = sends_stock_waits_for(plan.num_segments) if is_stock else frozenset()
     iterations = len(timeline.iteration_ends_s(0))
