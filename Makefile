@@ -19,8 +19,8 @@ demo: venv  ## train a small GPT with stock Megatron and with AIAO, and compare 
 quick: venv  ## run the tests that take little time and start no other process; about a minute
 	@.venv/bin/python -m pytest -q -n 2 --dist loadfile -m "not (gloo or processes or gpu or search or slow)" $(ARGS)
 
-test: venv  ## run all tests, two at a time: a quarter to half an hour on two cores
-	@.venv/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
+test: venv  ## run all tests: half an hour on two cores
+	@.venv/bin/python -m pytest $(ARGS)
 
 stress: venv  ## fuzz against stock for STRESS_MINUTES, soak with faults and restarts
 	@scripts/stress.sh
