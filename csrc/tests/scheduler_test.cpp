@@ -328,8 +328,9 @@ void a_scheduler_may_be_dropped_on_any_thread() {
 // between ranks is lost, doubled or late; the order in every lane must be the same on all ranks,
 // which the network checks, and all must end.
 void ring(int num_ranks, int num_steps, double lost) {
-  Network network(num_ranks, 1e-4, static_cast<unsigned>(num_ranks));
+  // The network's thread reads it until the network is gone.
   std::vector<std::weak_ptr<Scheduler>> weak(static_cast<std::size_t>(num_ranks));
+  Network network(num_ranks, 1e-4, static_cast<unsigned>(num_ranks));
   Ranks ranks;
   for (int rank = 0; rank < num_ranks; ++rank) {
     Policy policy;
@@ -388,8 +389,8 @@ void rings_end_when_half_of_the_messages_are_lost() {
 }
 
 void a_failure_reaches_ranks_that_are_no_neighbours() {
+  std::vector<std::weak_ptr<Scheduler>> weak(6);  // longer than the network, as above
   Network network(6, 1e-4, 1);
-  std::vector<std::weak_ptr<Scheduler>> weak(6);
   Ranks ranks;
   for (int rank = 0; rank < 6; ++rank) {
     Policy policy;
