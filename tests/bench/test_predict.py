@@ -1,7 +1,8 @@
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
+from megatron.fold3d.predict.cost_model.cluster import NODES
 from scripts.bench import compare, predict, variants
 
 pytestmark = pytest.mark.slow
@@ -12,21 +13,53 @@ VARIANTS = ("stock-default", "stock-v8-n8", "stock-v8-n8-do", "aiao-s8-do", "aia
 MEASURED = {
     "50mbit": (9462, 6580, 6159, 6184, 5471),
     "62.5mbit": (8642, 5716, 5625, 5636, 5370),
+    "87.5mbit": (7673, 5213, 5252, 5232, 5193),
     "175mbit": (6486, 5040, 5036, 5036, 5054),
 }
 PACES = ("--forward-ms", "24", "--backward-ms", "48")
 
 
-def report(*flags: str, rate: str = "50mbit", alone_ms: float = 5332) -> dict:
+# On links that lose messages, 2026-11-21: iteration, and the same on links that are not shaped; ms.
+# There DP.sync took as long as that of rings without buffers.
+LOSSY = {
+    "stock-default": (2412, 1387),
+    "stock-v8-n8": (1699, 1291),
+    "stock-v8-n8-do": (1611, 1284),
+    "aiao-s8": (1705, 1289),
+    "aiao-s8-share60": (1506, 1288),
+    "aiao-s8-share70": (1464, 1292),
+}
+
+# Tied embeddings, layers of 12 and 24 ms, links of 100 Mb/s; one run of each.
+SLOWER = ("--rate", "100mbit", "--forward-ms", "12", "--backward-ms", "24")
+LOSSY_SLOWER = {
+    "stock-default": (4813, 2590),
+    "stock-v8-n8-do": (3198, 2590),
+    "aiao-s8-do": (3256, 2590),
+    "aiao-s8-share70": (2894, 2590),
+}
+
+
+@pytest.fixture
+def without_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(NODES, "testbed", replace(NODES["testbed"], ring_buffer_bytes=0))
+
+
+def report(*flags: str, rate: str = "50mbit") -> dict:
     """What `compare --json` writes, as far as it is read."""
-    args = compare.parse_arguments(["--clip-grad", "0", "--rate", rate, *PACES, *flags])
+    measured = {name: (ms, 5332) for name, ms in zip(VARIANTS, MEASURED[rate], strict=True)}
+    return report_of(measured, "--rate", rate, *PACES, *flags)
+
+
+def report_of(measured: dict[str, tuple[int, int]], *flags: str) -> dict:
+    args = compare.parse_arguments(["--clip-grad", "0", *flags])
     _, every = compare._read(args)
     flags_of = {variant.name: asdict(variant) for variant in every}
     return {
         "arguments": {key: str(value) for key, value in vars(args).items()},
         "rows": [
             {"variant": flags_of[name], "spread": {"median_ms": ms}, "compute_ms": alone_ms}
-            for name, ms in zip(VARIANTS, MEASURED[rate], strict=True)
+            for name, (ms, alone_ms) in measured.items()
         ],
     }
 
@@ -37,6 +70,23 @@ def test_what_was_measured_on_the_testbed_is_predicted_within_2_percent(rate: st
     assert tuple(row.name for row in found) == VARIANTS
     for row in found:
         assert abs(row.error) < 0.02, row
+
+
+@pytest.mark.usefixtures("without_buffers")
+def test_what_was_measured_on_lossy_links_is_predicted_within_5_percent():
+    found = predict.rows(report_of(LOSSY, "--untied"))
+    assert [row.name for row in found] == list(LOSSY)
+    for row in found:
+        assert abs(row.error) < 0.05, row
+
+
+@pytest.mark.usefixtures("without_buffers")
+def test_a_slower_testbed_is_predicted_within_5_percent_and_in_order():
+    found = predict.rows(report_of(LOSSY_SLOWER, *SLOWER))
+    for row in found:
+        assert abs(row.error) < 0.05, row
+    default, stock, distributed, share = (row.predicted_ms for row in found)
+    assert share < min(stock, distributed) < default
 
 
 def test_where_dp_sync_is_long_variants_are_predicted_in_order():
