@@ -100,6 +100,8 @@ def _check_fold3d(
     # A page's commands read what others wrote.
     folder = tmp_path_factory.getbasetemp() / command.page
     folder.mkdir(exist_ok=True)
+    if not (folder / "scripts").exists():  # commands run from a checkout
+        (folder / "scripts").symlink_to(ROOT / "scripts")
     if words[1] in ("trace", "compare"):
         for run in (word for word in words[2:] if "-" not in word and not Path(word).suffix):
             write_traces(folder / run)  # as training would have
