@@ -147,6 +147,7 @@ def _install(
         _recorded_actions(recorder),
         _param_shards(config),
         (measured, ()),
+        _alternating_sync(config),
         _grad_sync(config, plans, communicator, recorder),
         _grad_shards(config),
         _weight_grads(config),
@@ -267,6 +268,19 @@ def _recorded_actions(recorder: "Recorder | None") -> "Part":
     from megatron.fold3d.runtime.trace.recorded_actions import RecordedActions
 
     return (RecordedActions(recorder),), ()
+
+
+def _alternating_sync(config: "Fold3DConfig") -> "Part":
+    """Let reductions use two communicators in turns, if all streams of a GPU share one queue."""
+    has_one_queue, is_deferred = config.receives_late, config.backward_share is not None
+    overlaps = config.overlap_grad_reduce and config.num_segments > 1 and not is_deferred
+    if not (has_one_queue and overlaps):
+        return (), ()
+
+    from megatron.fold3d.runtime.grad_sync.alternating_sync import AlternatingSync
+
+    feature = AlternatingSync(_timeout(config), config.dp_traffic_class, **_connects(config))
+    return (feature,), ()
 
 
 def _grad_sync(

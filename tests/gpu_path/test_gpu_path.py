@@ -1,14 +1,22 @@
 """What runs on a GPU, run on CPU tensors by a device that is as late as a GPU may be."""
 
 import os
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import param_and_grad_buffer
 
+from megatron.fold3d.runtime.feature import Iteration
+from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups
+from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
 from tests.distributed import run_distributed
 from tests.end_to_end.training import Record, differences, train
-from tests.gpu_path.cases import CASES, LATER, UNTIED, Case, found_by, wrong
+from tests.gpu_path.cases import CASES, LATER, UNTIED, ZERO, Case, found_by, wrong
 from tests.gpu_path.late_training import Late, train_late
 from tests.gpu_path.mutations import MUTATIONS, Mutation, mutate
 
@@ -49,6 +57,63 @@ def test_late_streams_sum_inside_nodes_as_prompt_threads_do() -> None:
         for delays in (None, Late(num_queues=MANY))
     )
     assert differences(late, prompt) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "ours"),
+    [(ZERO, "--schedule aiao"), ("--overlap-grad-reduce", "--schedule aiao --dp-slices on")],
+    ids=("distributed optimizer", "slices"),
+)
+def test_with_one_queue_odd_segments_are_reduced_in_another_group(flags: str, ours: str) -> None:
+    case = Case(name="in turns", flags=f"{flags} {UNTIED}", ours=ours, dp=2)
+    found = run_distributed(_train_with_one_queue, case.num_ranks, case.command(ours))
+    stock = run_distributed(train, case.num_ranks, case.command("--schedule stock"))
+    assert differences([record for record, _ in found], stock) == []
+    for _, used in found:
+        (even,), (odd,) = used["reduce", 0], used["reduce", 1]
+        assert even != odd
+        if flags == ZERO:
+            assert used["gather", 0] == used["gather", 1] == {even}
+
+
+def _train_with_one_queue(argv: Sequence[str]) -> tuple[Record, dict[tuple[str, int], set[int]]]:
+    """Train; also return the groups of reductions and all-gathers of even and odd segments."""
+    used: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
+    buckets: list[tuple[int, int, int]] = []  # whether its segment is odd, its begin, its end
+    prepare = GradSync.prepare
+
+    def prepare_and_look(self: GradSync, iteration: Iteration) -> None:
+        prepare(self, iteration)
+        buckets[:] = [
+            (segment % 2, memory.data_ptr(), memory.data_ptr() + memory.nbytes)
+            for segment, chunk in enumerate(iteration.chunks)
+            for bucket_group in bucket_groups(chunk)
+            for bucket in bucket_group.buckets
+            for memory in (bucket.grad_data, bucket.param_data)
+            if memory is not None
+        ]
+
+    def noting(kind: str, start: Callable[..., Any]) -> Callable[..., Any]:
+        def note(target: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+            for is_odd, begin, end in buckets:
+                if begin <= target.data_ptr() < end:
+                    used[kind, is_odd].add(id(group))
+            return start(target, *args, group=group, **kwargs)
+
+        return note
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GradSync, "prepare", prepare_and_look)
+        for kind, function, megatrons in (
+            ("reduce", "all_reduce", None),
+            ("reduce", "reduce_scatter_tensor", "dist_reduce_scatter_func"),
+            ("gather", "all_gather_into_tensor", "dist_all_gather_func"),
+        ):
+            spy = noting(kind, getattr(dist, function))
+            patch.setattr(dist, function, spy)
+            if megatrons is not None:  # Megatron looked it up when it was imported
+                patch.setattr(param_and_grad_buffer, megatrons, spy)
+        return train_late(argv, Late(num_queues=ONE_QUEUE)), dict(used)
 
 
 def _train_on_two_nodes(argv: Sequence[str], late: Late | None) -> Record:

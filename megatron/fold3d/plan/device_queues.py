@@ -8,8 +8,9 @@ manual and from the sources of NCCL, torch, Megatron and FOLD3D. **No GPU has co
 2. Each action is an item of a stream, and the items of a stream run one after the other. All
    computations share one stream. Sends and receives of each direction have a stream each: `P2P`
    makes a process group per direction, and `ProcessGroupNCCL` gives each pair of ranks in a group a
-   communicator and a stream. With one queue, receives of even and odd micro-batches have a stream
-   each (`AlternatingP2P`). DP.sync has one stream, copies to the host and to the device one each.
+   communicator and a stream. DP.sync has one stream, copies to the host and to the device one each.
+   With one queue, receives of odd micro-batches have a stream of their own (`AlternatingP2P`), and
+   reductions of odd segments have one too (`AlternatingSync`), unless they are deferred.
 3. An item of communication, or a copy, begins when the computations issued before it have ended.
    (`ProcessGroupNCCL` makes its stream wait for an event of the current stream; `Copies` does the
    same.)
@@ -34,7 +35,7 @@ manual and from the sources of NCCL, torch, Megatron and FOLD3D. **No GPU has co
 """
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from enum import IntEnum
 
 from megatron.fold3d.plan.ir import (
@@ -51,6 +52,7 @@ from megatron.fold3d.plan.ir import (
     Program,
     gc_paused,
 )
+from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.verify import error_at
 
@@ -80,6 +82,8 @@ class Stream(IntEnum):
     RECV_F_ODD = 10
     """With one queue, receives of odd micro-batches; RECV_F then has the even ones."""
     RECV_B_ODD = 11
+    DP_SYNC_ODD = 12
+    """With one queue, reductions of odd segments; DP_SYNC then has the others and all-gathers."""
 
 
 STREAM_OF: Mapping[Op, Stream] = {
@@ -90,19 +94,33 @@ STREAM_OF: Mapping[Op, Stream] = {
     Op.RELOAD: Stream.TO_DEVICE,
 }
 _OF_ODD = {Op.RECV_F: Stream.RECV_F_ODD, Op.RECV_B: Stream.RECV_B_ODD}
-NCCL_OPS = P2P_OPS | GATHER_OPS | {Op.REDUCE_GRAD, Op.REDUCE_SLICE}
+_REDUCE_OPS = frozenset({Op.REDUCE_GRAD, Op.REDUCE_SLICE})
+NCCL_OPS = P2P_OPS | GATHER_OPS | _REDUCE_OPS
 
 
-def stream_of(action: Action, *, alternates: bool) -> Stream:
+def stream_of(action: Action, *, alternates: bool, apart: Container[int] = ()) -> Stream:
     """Return the stream of an action.
 
     Args:
         action: the action.
         alternates: whether receives use two streams in turns, as ours do with one queue.
+        apart: the stages of `reduced_apart`, if reductions use two streams as well.
     """
     if alternates and action.op in _OF_ODD and action.microbatch and action.microbatch % 2:
         return _OF_ODD[action.op]
+    if action.op in _REDUCE_OPS and action.stage in apart:
+        return Stream.DP_SYNC_ODD
     return STREAM_OF[action.op]
+
+
+def reduced_apart(program: Program, num_ranks: int) -> frozenset[int]:
+    """Return the stages whose reductions have a stream of their own with one queue.
+
+    They are those of odd segments. Deferred reductions have process groups of their own, and one
+    stream: the plan starts them in slices, of which none runs when the next is launched.
+    """
+    odd = {stage for stage, op, _ in program if op is Op.REDUCE_GRAD and stage // num_ranks % 2}
+    return frozenset(odd - deferred_stages(program))
 
 
 def queue_of(streams: Mapping[Stream, None], connections: int) -> dict[Stream, int]:
@@ -195,6 +213,8 @@ class _Play:
         on_stream: dict[Stream, int] = {}  # the last item
         of_action: dict[tuple[int, Op, int | None], int] = {}  # the last item
         waits_for_sends = send_waits(program)
+        alternates = self.connections == 1
+        apart = reduced_apart(program, self.plan.num_ranks) if alternates else ()
 
         def add(index: int, action: Action, stream: Stream, *after: int | None) -> int:
             item = len(self.actions)
@@ -212,9 +232,8 @@ class _Play:
                 if op in HOST_OPS:  # the host's work alone
                     continue
                 read = [of_action.get((stage, *n)) for n in _reads(op, microbatch)]
-                item = add(
-                    index, action, stream_of(action, alternates=self.connections == 1), *read
-                )
+                stream = stream_of(action, alternates=alternates, apart=apart)
+                item = add(index, action, stream, *read)
                 of_action[action] = item
                 if self.tensor_parallel and (op is Op.FORWARD or op is Op.BACKWARD):
                     collective = add(index, action, Stream.TP_SYNC)

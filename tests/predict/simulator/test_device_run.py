@@ -83,8 +83,9 @@ def test_the_host_waits_where_nccl_has_no_room_for_more_slices():
     assert period(DEFERRED, few, share=0.5) == pytest.approx(period(DEFERRED, free, share=0.5))
 
 
-def test_a_reduction_waits_behind_the_one_before_and_computation_behind_it():
-    # 2REDUCE_GRAD is over at 13, 0REDUCE_GRAD can only then begin, and what follows it as well.
+def test_a_reduction_waits_behind_the_one_before_in_its_stream_and_computation_behind_it():
+    # Segments 2 and 0 are even: 0REDUCE_GRAD begins when 2REDUCE_GRAD is over, and what follows it
+    # as well. 1REDUCE_GRAD has a stream of its own, and shares the link.
     plan = Plan.from_text("0F0 1F0 2F0 2B0 2REDUCE_GRAD 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD\n")
     costs = Costs.uniform(3, grad_sync_s=8.0)
     timeline = simulate(plan, costs, Execution(device=Device(connections=1)))
@@ -93,16 +94,27 @@ def test_a_reduction_waits_behind_the_one_before_and_computation_behind_it():
         for span in timeline.ranks[0]
         if span.lane in (Lane.GRAD_SYNC, Lane.WAIT)
     ] == [
-        (Lane.GRAD_SYNC, 5, 13, "2REDUCE_GRAD"),
-        (Lane.WAIT, 7, 13, "1REDUCE_GRAD"),
-        (Lane.GRAD_SYNC, 13, 21, "1REDUCE_GRAD"),
-        (Lane.WAIT, 15, 21, "0REDUCE_GRAD"),
-        (Lane.GRAD_SYNC, 21, 29, "0REDUCE_GRAD"),
+        (Lane.GRAD_SYNC, 5, 19, "2REDUCE_GRAD"),
+        (Lane.GRAD_SYNC, 7, 23, "1REDUCE_GRAD"),
+        (Lane.WAIT, 9, 19, "0REDUCE_GRAD"),
+        (Lane.GRAD_SYNC, 19, 29, "0REDUCE_GRAD"),
     ]
     (row,) = exposure(timeline)
-    assert row.grad_sync_s == 12
+    assert row.grad_sync_s == 10
     many = simulate(plan, costs, Execution(device=Device(connections=8)))
     assert many.makespan_s == 9
+
+
+def test_stock_has_one_stream_for_all_of_its_reductions():
+    plan = Plan.from_text("0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD\n")
+    costs = Costs.uniform(2, grad_sync_s=8.0)
+    one = Device(connections=1)
+    ours, stock = (
+        simulate(plan, costs, Execution(device=one, sends_waited_for=waits))
+        for waits in (frozenset(), sends_stock_waits_for(num_segments=2))
+    )
+    assert exposure(ours)[0].grad_sync_s == 0
+    assert exposure(stock)[0].grad_sync_s == 6
 
 
 def test_a_receive_posted_too_early_is_a_deadlock_with_one_queue_only():

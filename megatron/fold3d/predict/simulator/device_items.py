@@ -5,13 +5,19 @@ the backward is cut into parts there.
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from enum import IntEnum
 from math import ceil
 from typing import NamedTuple
 
 from megatron.fold3d.observe.messages import message_from, source_of
-from megatron.fold3d.plan.device_queues import STREAM_OF, Stream, send_waits, stream_of
+from megatron.fold3d.plan.device_queues import (
+    STREAM_OF,
+    Stream,
+    reduced_apart,
+    send_waits,
+    stream_of,
+)
 from megatron.fold3d.plan.ir import (
     COMPUTE_OPS,
     GATHER_OPS,
@@ -61,7 +67,7 @@ class Items:
         device: the device that runs them.
         grad_sync_s: seconds of each stage's whole DP.sync.
         sends_waited_for: as in `Execution`.
-        alternates: as for `stream_of`.
+        alternates: whether receives and reductions use two streams, as ours do with one queue.
 
     Attributes:
         num_facts: facts are numbered below this.
@@ -90,11 +96,13 @@ class Items:
 
     def of(self, program: Sequence[Step]) -> list[Item]:
         """Return the items of one iteration of a rank, in the order of issue."""
-        issued = _Issued(self._steps)
+        actions = tuple(step.action for step in program)
+        apart = reduced_apart(actions, self._steps.num_ranks) if self._alternates else ()
+        issued = _Issued(self._steps, apart)
         inside = self._launched_inside(program)
         launched = {step.action for step in inside.values()}
         ours = not self._sends_waited_for
-        waited_for = send_waits(tuple(step.action for step in program)) if ours else {}
+        waited_for = send_waits(actions) if ours else {}
         sends: dict[Action, int] = {}  # their facts
         offloaded: dict[tuple[int, int | None], int] = {}  # facts as well
         for index, step in enumerate(program):
@@ -169,8 +177,8 @@ class Items:
 class _Issued:
     """The items of a rank's iteration, collected in the order of issue."""
 
-    def __init__(self, steps: Steps) -> None:
-        self._steps = steps
+    def __init__(self, steps: Steps, apart: Container[int]) -> None:
+        self._steps, self._apart = steps, apart
         self._items: list[Item] = []
         self._computed = 0  # items of the compute stream so far
         self._begun: Counter[int] = Counter()  # collectives so far, by their fact
@@ -194,8 +202,9 @@ class _Issued:
 
     def launch(self, step: Step, count: int) -> None:
         """Issue one of the ``count`` collectives of a step's DP.sync."""
-        in_iteration = self._steps.is_reduced_in_iteration(step.fact)
-        stream = Stream.IN_ITERATION if in_iteration else Stream.DP_SYNC
+        stream = stream_of(step.action, alternates=False, apart=self._apart)
+        if self._steps.is_reduced_in_iteration(step.fact):
+            stream = Stream.IN_ITERATION
         self._add(Kind.COLLECTIVE, stream, step.action, step.seconds / count, (), step.fact)
         self._begun[step.fact] += 1
 

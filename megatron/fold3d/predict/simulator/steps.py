@@ -105,6 +105,11 @@ class Steps:
         else:
             self.programs = [list(map(self._step, program)) for program in plan.programs]
 
+    @property
+    def num_ranks(self) -> int:
+        """The number of pipeline ranks."""
+        return self._plan.num_ranks
+
     def is_reduced_in_iteration(self, fact: int) -> bool:
         """Return True if a fact is about the part of DP.sync that is reduced in its iteration."""
         return fact >= self._fact(Fact.REDUCED_IN_ITERATION, 0)

@@ -16,7 +16,6 @@ from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan
 from megatron.fold3d.plan.passes.grad_sync import carried_over, slices_of
 from megatron.fold3d.plan.passes.sliced_grad_sync import slice_grad_sync
 from megatron.fold3d.runtime.feature import Handler, Handlers, Iteration
-from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, group_of, ranks_of
 from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
 from megatron.fold3d.runtime.grad_sync.deferred_grad_sync import DeferredGradSync
 from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
@@ -30,7 +29,7 @@ UNCUT = 1 << 60
 class SlicedGradSync(GradSync):
     """Gradient sync of one rank in the plan's slices; DDP's hooks start none of these.
 
-    Slices are reduced in Megatron's own process groups, as its buckets are.
+    Slices are reduced in the process groups of their buckets.
 
     Args:
         recorder: the recorder of the trace, if there is one.
@@ -83,9 +82,7 @@ class SlicedGradSync(GradSync):
     def _connected(self) -> Reductions:
         if self._reductions is None:
             self._reductions = Reductions(UNCUT, self._observe, is_planned=True)
-            groups = map(group_of, bucket_groups(*self._chunks))
-            by_ranks = {ranks_of(group): group for group in groups}
-            self._reductions.connect(self._chunks, frozenset(), by_ranks)
+            self._reductions.connect(self._chunks, frozenset(), groups={})
         return self._reductions
 
     def _observe(self, chunk: Any, num_bytes: int) -> list[Callable[[], None]]:

@@ -71,7 +71,10 @@ class Reductions:
         reduced_in_iteration: AbstractSet[torch.nn.Parameter],
         groups: Mapping[Ranks, dist.ProcessGroup],
     ) -> None:
-        """Set the model chunks, the parameters to reduce in the iteration, and groups by ranks."""
+        """Set the model chunks, the parameters to reduce in the iteration, and groups by ranks.
+
+        Without a group over the same ranks, slices are reduced in that of the bucket.
+        """
         self._chunks, self._reduced_in_iteration, self._groups = (
             chunks,
             reduced_in_iteration,
@@ -196,8 +199,9 @@ class Reductions:
             ]
 
     def _pieces(self, bucket_group: Any, bucket: Any) -> Iterator[Piece]:
-        """Yield the pieces of a bucket that our own process group reduces."""
-        ours = self._groups[ranks_of(group_of(bucket_group))]
+        """Yield the pieces of a bucket, but for what is reduced in the iteration."""
+        megatrons = group_of(bucket_group)
+        ours = self._groups.get(ranks_of(megatrons), megatrons)
         if not is_sharded(bucket_group):
             for data in slices(bucket, self._reduced_in_iteration, self._slice_bytes):
                 yield Slice(data, _op(bucket_group), ours)

@@ -1,0 +1,91 @@
+"""DP.sync for GPUs whose streams share one hardware queue: two communicators in turns.
+
+In such a queue a reduction that waits for the one before it blocks computation. NCCL runs the
+collectives of a communicator in one stream, so with one communicator for even segments and one for
+odd segments, a reduction can be launched while the one before it still runs:
+
+    one communicator   compute  .. 3B │ 2B 2B │          │ 1B 1B │     3 is reduced for longer than
+                       DP.sync        └── 3 ─────────────┘── 2 ──      the backwards of 2 take
+    two communicators  compute  .. 3B │ 2B 2B │ 1B 1B │ ..
+                       DP.sync        └── 3 ────────────┘
+                                              └── 2 ────────────
+
+All-gathers stay in Megatron's own group. Two that share the link would both end late, and the
+forward needs the first of them first.
+
+**No GPU has run this.**
+"""
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
+from megatron.fold3d.runtime.grad_sync.bucket_groups import (
+    Connect,
+    Ranks,
+    bucket_groups,
+    connect,
+    everyones_groups,
+    group_of,
+    ranks_of,
+    set_group,
+)
+
+
+class AlternatingSync(Feature):
+    """Reduces odd segments in process groups of their own, over the ranks of Megatron's.
+
+    It sets them right before a segment's last backward, in which DDP's hooks may start to reduce.
+    By then the segment's all-gathers have ended. When the iteration ends, Megatron's groups are
+    back.
+
+    Args:
+        timeout: the timeout of a reduction.
+        traffic_class: the traffic class that marks the packets of DP.sync.
+        connect: makes the process groups.
+    """
+
+    def __init__(
+        self, timeout: timedelta, traffic_class: int | None, connect: Connect = connect
+    ) -> None:
+        self._timeout = timeout
+        self._traffic_class = traffic_class
+        self._connect = connect
+        self._groups: Mapping[Ranks, dist.ProcessGroup] | None = None
+
+    def prepare(self, iteration: Iteration) -> None:
+        """Make the process groups at the start of the first training iteration."""
+        if self._groups is None and iteration.trains:
+            groups = set(map(group_of, bucket_groups(*iteration.chunks[1::2])))
+            several = [r for r in everyones_groups(set(map(ranks_of, groups))) if len(r) > 1]
+            self._groups = self._connect(
+                several, iteration.device, self._timeout, self._traffic_class
+            )
+
+    def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
+        """Return the handler of `BACKWARD`, which sets a segment's groups before its last one."""
+        if not iteration.trains:
+            return {}
+        run_backward = inner[Op.BACKWARD]
+        last = {a.stage: a for a in iteration.program if a.op is Op.BACKWARD}
+        switching = frozenset(a for a in last.values() if iteration.segment(a) % 2)
+
+        def backward(action: Action) -> None:
+            if action in switching:
+                self._switch(iteration, iteration.chunks[iteration.segment(action)])
+            run_backward(action)
+
+        return {Op.BACKWARD: backward}
+
+    def _switch(self, iteration: Iteration, chunk: Any) -> None:
+        """Set our groups for the rest of the iteration."""
+        assert self._groups is not None
+        for bucket_group in bucket_groups(chunk):
+            megatrons = group_of(bucket_group)
+            if (ours := self._groups.get(ranks_of(megatrons))) is not None:
+                set_group(bucket_group, ours)
+                iteration.ends.callback(set_group, bucket_group, megatrons)
