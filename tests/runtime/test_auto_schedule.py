@@ -11,6 +11,7 @@ import torch
 from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.policy.run_choice import RunChoice
+from megatron.fold3d.predict.search.choice_search import Predicted
 from megatron.fold3d.runtime import auto_schedule
 from megatron.fold3d.runtime.auto_schedule import FIRST_REST, WINDOW, AutoSchedule, _Trial
 from megatron.fold3d.runtime.plans import Plans
@@ -197,3 +198,17 @@ def test_plans_are_lowered_as_chosen():
     assert plans.order(2) == build("interleaved", num_ranks=2, num_segments=2, num_microbatches=2)
     plans.choose(4, None)
     assert plans.order(4) == build("interleaved", num_ranks=2, num_segments=2, num_microbatches=4)
+
+
+@pytest.mark.parametrize(("sharded_s", "tells"), [(0.9, True), (0.99, False)])
+def test_the_distributed_optimizer_is_advised_where_it_gains(
+    sharded_s: float, tells: bool, caplog: pytest.LogCaptureFixture
+):
+    predicted = [
+        Predicted(choice=choice("interleaved", 4), seconds=1.0),
+        Predicted(choice=choice("aiao", 4, defers=True), seconds=0.5),  # its steps would wait
+    ]
+    sharded = Predicted(choice=choice("interleaved", 4), seconds=sharded_s)
+    with caplog.at_level("INFO"):
+        auto_schedule._advise(predicted, sharded)
+    assert ("--use-distributed-optimizer" in caplog.text) is tells

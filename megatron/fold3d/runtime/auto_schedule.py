@@ -21,6 +21,7 @@ Keeps one invariant: all ranks choose in the same iteration, from the same numbe
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -55,6 +56,7 @@ _MOST_REPEATS = 3  # of an iteration before which due steps were taken, as befor
 WINDOW = 20  # iterations, of which more than half have to wait before another choice goes on
 FIRST_REST = 50  # iterations until a choice that lost to clipping is tried again; then doubled
 _AGAIN = 3  # iterations for which it is
+_WORTH_TELLING = 0.98  # a prediction, of the run's own
 
 
 class Expected(Protocol):
@@ -215,16 +217,13 @@ class AutoSchedule(MeasuredTimesFeature):
         clipped = 0.0 if self._deferred is None else self._deferred.clipped
         rests = clipped > 1 / 2
         if dist.get_rank() == 0:
-            search = self._search(
+            search = partial(
+                self._search,
                 times,
                 num_ranks=plan.num_ranks,
                 num_segments=plan.num_segments,
                 num_microbatches=plan.num_microbatches,
                 group_size=config.microbatch_group_size,
-                defers=config.auto_defers and cuts,
-                delays=config.auto_delays,
-                replicates=config.auto_replicates and cuts,
-                gathers=config.gathers_params,
                 tied=config.ties_embeddings,
                 keeps_forwards=config.keeps_forwards,
                 parameter_share=parameter_share(iteration),
@@ -232,7 +231,16 @@ class AutoSchedule(MeasuredTimesFeature):
                 sizes=sizes,
                 clipped=0.0 if rests else clipped,
             )
-            predicted = [search.stock, *search.to_try()]
+            own = search(
+                defers=config.auto_defers and cuts,
+                delays=config.auto_delays,
+                replicates=config.auto_replicates and cuts,
+                gathers=config.gathers_params,
+            )
+            predicted = [own.stock, *own.to_try()]
+            if rests and not config.gathers_params and replicas > 1:
+                alike = search(defers=False, delays=False, replicates=False, gathers=True)
+                _advise(predicted, alike.stock)
             if rests:
                 predicted.sort(key=lambda one: one.choice.defers)
             rests = predicted[-1].choice.defers and rests
@@ -362,6 +370,24 @@ class AutoSchedule(MeasuredTimesFeature):
         if dist.get_rank() == 0:
             chosen = trial.choices[_some(trial.chosen)]
             logger.info("schedule from now on, as --schedule auto chose: %s; %s", chosen, why)
+
+
+def _advise(predicted: Sequence[Expected], sharded: Expected) -> None:
+    """Log that the distributed optimizer would be faster where most steps are clipped.
+
+    Args:
+        predicted: the choices of this run.
+        sharded: stock's order with the distributed optimizer.
+    """
+    own_s = min(one.seconds for one in predicted if not one.choice.defers)
+    if sharded.seconds < _WORTH_TELLING * own_s:
+        logger.info(
+            "most steps are clipped, so an all-reduce overlaps nothing but backwards: with "
+            "--use-distributed-optimizer --overlap-param-gather an iteration is predicted to take "
+            "%.4g s, without it at least %.4g s",
+            sharded.seconds,
+            own_s,
+        )
 
 
 def _tell_of_trial(predicted: Sequence[Expected], *, rests: bool) -> None:
