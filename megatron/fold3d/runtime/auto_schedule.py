@@ -238,10 +238,9 @@ class AutoSchedule(MeasuredTimesFeature):
                 gathers=config.gathers_params,
             )
             predicted = [own.stock, *own.to_try()]
-            if rests and not config.gathers_params and replicas > 1:
+            if rests:  # so the run has an all-reduce: nothing else defers
                 alike = search(defers=False, delays=False, replicates=False, gathers=True)
                 _advise(predicted, alike.stock)
-            if rests:
                 predicted.sort(key=lambda one: one.choice.defers)
             rests = predicted[-1].choice.defers and rests
             _tell_of_trial(predicted, rests=rests)

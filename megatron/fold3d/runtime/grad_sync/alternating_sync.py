@@ -22,6 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.fold3d.plan.device_queues import reduced_apart
 from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
@@ -29,7 +30,7 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     Ranks,
     bucket_groups,
     connect,
-    everyones_groups,
+    everyones_reducing_groups,
     group_of,
     ranks_of,
     set_group,
@@ -60,8 +61,8 @@ class AlternatingSync(Feature):
     def prepare(self, iteration: Iteration) -> None:
         """Make the process groups at the start of the first training iteration."""
         if self._groups is None and iteration.trains:
-            groups = set(map(group_of, bucket_groups(*iteration.chunks[1::2])))
-            several = [r for r in everyones_groups(set(map(ranks_of, groups))) if len(r) > 1]
+            odd = bucket_groups(*iteration.chunks[1::2])
+            several = [ranks for ranks in everyones_reducing_groups(odd) if len(ranks) > 1]
             self._groups = self._connect(
                 several, iteration.device, self._timeout, self._traffic_class
             )
@@ -71,11 +72,12 @@ class AlternatingSync(Feature):
         if not iteration.trains:
             return {}
         run_backward = inner[Op.BACKWARD]
-        last = {a.stage: a for a in iteration.program if a.op is Op.BACKWARD}
-        switching = frozenset(a for a in last.values() if iteration.segment(a) % 2)
+        apart = reduced_apart(iteration.program, iteration.plan.num_ranks)
+        backwards = (a for a in iteration.program if a.op is Op.BACKWARD)
+        last = {a.stage: a for a in backwards if a.stage in apart}
 
         def backward(action: Action) -> None:
-            if action in switching:
+            if action == last.get(action.stage):
                 self._switch(iteration, iteration.chunks[iteration.segment(action)])
             run_backward(action)
 

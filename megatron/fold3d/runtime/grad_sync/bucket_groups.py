@@ -1,6 +1,6 @@
 """The bucket groups of model chunks, and our own process groups over the same ranks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from typing import Any
@@ -66,6 +66,14 @@ def everyones_groups(ours: AbstractSet[Ranks]) -> list[Ranks]:
     of_rank: list[set[Ranks]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_rank, ours)
     return sorted(set().union(*of_rank))
+
+
+def everyones_reducing_groups(buckets: Iterable[Any]) -> list[Ranks]:
+    """Return `everyones_groups` of the process groups that reduce these bucket groups.
+
+    All ranks of the job call this together.
+    """
+    return everyones_groups({ranks_of(group_of(bucket_group)) for bucket_group in buckets})
 
 
 def connect(

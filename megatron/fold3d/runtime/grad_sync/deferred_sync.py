@@ -49,10 +49,8 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     Connect,
     bucket_groups,
     connect,
-    everyones_groups,
-    group_of,
+    everyones_reducing_groups,
     is_sharded,
-    ranks_of,
 )
 from megatron.fold3d.runtime.grad_sync.deferred_reductions import DeferredReductions
 from megatron.fold3d.runtime.grad_sync.norm_bound import Bound, NormBound, is_conditional
@@ -345,9 +343,7 @@ class DeferredSync:
 
     def _connect(self, chunks: Sequence[Any], groups: ProcessGroupCollection) -> None:
         """Make the process groups."""
-        rank_groups = everyones_groups(
-            {ranks_of(group_of(bucket_group)) for bucket_group in bucket_groups(*chunks)}
-        )
+        rank_groups = everyones_reducing_groups(bucket_groups(*chunks))
         self._is_sharded = any(map(is_sharded, bucket_groups(*chunks)))
         self._gathers_later = bool(chunks[0].ddp_config.overlap_param_gather)
         self._reduced_in_iteration = reduced_in_iteration(chunks, groups)

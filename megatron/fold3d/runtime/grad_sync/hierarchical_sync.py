@@ -19,7 +19,7 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     Ranks,
     bucket_groups,
     connect,
-    everyones_groups,
+    everyones_reducing_groups,
     group_of,
     ranks_of,
     set_group,
@@ -48,7 +48,7 @@ class HierarchicalSync(Feature):
             return
         self._is_connected = True
         buckets = list(bucket_groups(*iteration.chunks))
-        groups = everyones_groups({ranks_of(group_of(bucket_group)) for bucket_group in buckets})
+        groups = everyones_reducing_groups(buckets)
         made = _connect_nodes(
             _nodes_of_groups(groups), iteration.device, self._timeout, self._traffic_class
         )

@@ -14,7 +14,7 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     Ranks,
     bucket_groups,
     connect,
-    everyones_groups,
+    everyones_reducing_groups,
     group_of,
     ranks_of,
     set_group,
@@ -37,7 +37,7 @@ def route_buckets(
     if any(isinstance(group_of(bucket_group), PreemptiveGroup) for bucket_group in buckets):
         return
     device = next(chunks[0].parameters()).device
-    groups = everyones_groups({ranks_of(group_of(bucket_group)) for bucket_group in buckets})
+    groups = everyones_reducing_groups(buckets)
     made = connect(groups, device, timeout, traffic_class)
     ours = {ranks: communicator.group(group) for ranks, group in made.items()}
     for bucket_group in buckets:
