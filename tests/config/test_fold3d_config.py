@@ -142,6 +142,7 @@ def test_every_flag_reaches_the_configuration(parse: Parse, tmp_path: Path) -> N
         num_segments=2,
         aiao_last_segment="afab",
         device="cpu",
+        receives_ahead=3,
         microbatch_group_size=None,
         distributed_timeout_minutes=3,
         dp_slice_bytes=512 << 10,

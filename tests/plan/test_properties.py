@@ -133,9 +133,9 @@ def test_the_forwards_alone_can_run(case: Case):
     verify(add_p2p(forward_only(case.build())))
 
 
-@given(unplanned_orders(), st.booleans())
-def test_transfers_of_any_order_that_can_run_cannot_deadlock(plan: Plan, receives_late: bool):
-    verify(add_grad_sync(add_p2p(plan, receives_late=receives_late)))
+@given(unplanned_orders(), st.booleans(), st.integers(1, 4))
+def test_transfers_of_any_order_that_can_run_cannot_deadlock(plan: Plan, late: bool, ahead: int):
+    verify(add_grad_sync(add_p2p(plan, receives_late=late, receives_ahead=ahead)))
 
 
 @given(cases())

@@ -76,6 +76,7 @@ from megatron.fold3d.config.weight_grad_flags import (
     split_segments,
     weight_grad_problems,
 )
+from megatron.fold3d.plan.passes.transfers import RECEIVES_AHEAD
 
 # A slice has to take much longer than its launch, and much less than an activation's transfer.
 SLICE_BYTES: dict[Device, int] = {"cuda": 8 << 20, "cpu": 1 << 19}
@@ -211,6 +212,7 @@ def read_config(args: Namespace) -> Fold3DConfig:
         slices_dp_sync=slices_dp_sync(args),
         hierarchical_dp_sync=args.hierarchical_dp_sync != "off",
         receives_late=has_one_queue(args),
+        receives_ahead=RECEIVES_AHEAD if args.device == "cpu" else 1,
         gathers_params=args.overlap_param_gather and args.align_param_gather,
         shards_params=args.shard_segments != "off",
         shards_grads=args.shard_segments == "gradients",

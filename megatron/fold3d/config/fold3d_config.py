@@ -57,6 +57,7 @@ class Fold3DConfig:
             them.
         receives_late: whether receives are posted where they hold up nothing in a hardware queue
             that all streams share.
+        receives_ahead: how many computations ahead receives are posted that are not late.
         gathers_params: whether the plan gathers parameters that are updated in shards.
         shards_params: whether a segment's parameters are whole only while it computes.
         replicated_segments: those that every replica steps in full, beside others in shards.
@@ -117,6 +118,7 @@ class Fold3DConfig:
     slices_dp_sync: bool = False
     hierarchical_dp_sync: bool = False
     receives_late: bool = False
+    receives_ahead: int = 1
     gathers_params: bool = False
     shards_params: bool = False
     replicated_segments: tuple[int, ...] = ()

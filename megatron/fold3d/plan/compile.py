@@ -63,6 +63,8 @@ class Options:
     """
     receives_late: bool = False
     """Whether receives are posted late, so that they block nothing in a shared hardware queue."""
+    receives_ahead: int = 1
+    """How many computations ahead receives are posted that are not late."""
 
 
 def compile_plan(order: Plan, options: Options) -> Plan:
@@ -105,7 +107,11 @@ def lower(order: Plan, options: Options | None = None) -> Plan:
 
         plan = add_offload(plan, depth=options.offload.depth, at_most=options.offload.at_most)
     if options.transfers and plan.num_ranks > 1 and not plan.has_p2p:
-        plan = add_p2p(plan, receives_late=options.receives_late)
+        plan = add_p2p(
+            plan,
+            receives_late=options.receives_late,
+            receives_ahead=options.receives_ahead,
+        )
     if options.overlap_tensor_parallel:
         from megatron.fold3d.plan.passes.pairs import pair_microbatches
 

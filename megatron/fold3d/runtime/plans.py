@@ -111,7 +111,9 @@ class Plans:
         """Return the passes' options for an order; one without backwards needs transfers only."""
         config = self._config
         if not order.has(Op.BACKWARD):
-            return Options(receives_late=config.receives_late)
+            return Options(
+                receives_late=config.receives_late, receives_ahead=config.receives_ahead
+            )
         if config.offload_activations != "off" and offloaded is None:
             from megatron.fold3d.plan.passes.offload import OffloadChoice
 
@@ -124,6 +126,7 @@ class Plans:
                 replicated_stages=choice.replicated_stages,
                 deferred_stages=range(order.num_stages if choice.defers else 0),
                 receives_late=config.receives_late,
+                receives_ahead=config.receives_ahead,
             )
         return Options(
             delay_weight_grads=() if config.auto_weight_grads else config.delay_weight_grads,
@@ -137,6 +140,7 @@ class Plans:
             deferred_stages=config.deferred_stages,
             slice_shares=self._slice_shares(),
             receives_late=config.receives_late,
+            receives_ahead=config.receives_ahead,
         )
 
     def _slice_shares(self) -> tuple[float, ...]:

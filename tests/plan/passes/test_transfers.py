@@ -1,7 +1,7 @@
 import pytest
 
 from megatron.fold3d.plan.compile import forward_only, lower
-from megatron.fold3d.plan.ir import Op, Plan, PlanError
+from megatron.fold3d.plan.ir import COMPUTE_OPS, RECV_OPS, Action, Op, Plan, PlanError, Program
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
 from megatron.fold3d.plan.passes.offload import add_offload
@@ -24,6 +24,19 @@ def test_a_receive_is_posted_before_the_computation_that_precedes_its_use():
         "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0B0 0RECV_B1 0F2 0SEND_F2 0RECV_B2 0B1 0B2",
         "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2",
     ]
+
+
+def test_receives_further_ahead_stand_before_an_earlier_computation():
+    order = compute("aiao", 2, 2, 4)
+    one, three = (add_p2p(order, receives_ahead=count) for count in (1, 3))
+    verify(three)
+    for near, far in zip(one.programs, three.programs, strict=True):
+        assert _computations_before(far) == {
+            receive: max(0, count - 2) for receive, count in _computations_before(near).items()
+        }
+        sent = [a for a in near if a.op in RECV_OPS]
+        assert [a for a in far if a.op in RECV_OPS] == sent  # in the same order
+        assert [a for a in far if a.op not in RECV_OPS] == [a for a in near if a not in sent]
 
 
 def test_transfers_of_a_middle_rank():
@@ -169,3 +182,14 @@ def test_evaluation_runs_the_forwards():
         "0F0 0SEND_F0 0F1 0SEND_F1",
         "1RECV_F0 1RECV_F1 1F0 1F1",
     ]
+
+
+def _computations_before(program: Program) -> dict[Action, int]:
+    """Return how many computations stand before each receive."""
+    before: dict[Action, int] = {}
+    count = 0
+    for action in program:
+        if action.op in RECV_OPS:
+            before[action] = count
+        count += action.op in COMPUTE_OPS
+    return before

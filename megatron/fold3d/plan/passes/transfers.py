@@ -7,6 +7,10 @@ A result is sent when its computation ends. Its receive is posted one computatio
     after   rank 0  0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1
             rank 1  1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1
 
+A message does not leave before its receive is posted. Beside DP.sync it may be on its way for longer
+than a computation lasts, and each computation waits for the rest of that time. A receive that is
+posted further ahead, by ``receives_ahead`` computations, prevents this.
+
 If all streams of a GPU share one hardware queue, a receive that waits for the one before it blocks
 computation. With ``receives_late`` a transfer takes a round of its own. Its receive is posted
 behind the computation of the round in which it is sent, unless the message before it has been read
@@ -20,18 +24,24 @@ by then:
                     3RECV_F1 3F0 3RECV_F2 3F1 3F2
 """
 
+from collections import deque
+
 from megatron.fold3d.plan.ir import COMPUTE_OPS, P2P_OPS, Action, Op, Plan, PlanError, gc_paused
+
+RECEIVES_AHEAD = 3
+"""What runs use whose receives occupy no GPU; five were measured to gain no more."""
 
 
 @gc_paused()
-def add_p2p(plan: Plan, *, receives_late: bool = False) -> Plan:
+def add_p2p(plan: Plan, *, receives_late: bool = False, receives_ahead: int = 1) -> Plan:
     """Add the transfers between stages: paper Algorithm 2, ``PPComm``.
 
     The pass runs the plan in rounds, one computation per rank and round. The send of a result
     follows its computation. The receiving rank posts the receive before the computation that it
-    runs in the same round, so that the receive is open while the result is being computed. All
-    ranks can follow this order even if each send blocks until its receive is posted, so the plan
-    cannot deadlock. Other actions behind a computation stay there, behind its send.
+    runs in the same round, or before an earlier one, so that the receive is open while the result
+    is being computed. All ranks can follow this order even if each send blocks until its receive is
+    posted, so the plan cannot deadlock. Other actions behind a computation stay there, behind its
+    send.
 
     Args:
         plan: the computations; transfers that the plan already has are replaced.
@@ -40,6 +50,10 @@ def add_p2p(plan: Plan, *, receives_late: bool = False) -> Plan:
             have to wait for the message before it. If that computation or an earlier one reads the
             message before it, it cannot wait, and is posted before that computation. In each round
             a rank posts its receives before its sends.
+        receives_ahead: how many computations of its rank are between a receive and the end of the
+            round in which the message is sent, if there are so many. On a GPU only 1 is safe: what
+            a computation waits for, such as the allocator or the one hardware queue, may wait for a
+            receive that depends on that computation. It does not matter to receives that are late.
 
     Raises:
         PlanError: the compute order itself cannot run.
@@ -49,7 +63,8 @@ def add_p2p(plan: Plan, *, receives_late: bool = False) -> Plan:
     results = _Results(plan, arrive_late=receives_late)
     reader: dict[tuple[int, Op], Action] = {}  # of a direction's last message, until it reads it
     lowered: list[list[Action]] = [[] for _ in programs]
-    last_compute = [0] * num_ranks  # where in `lowered` each rank's last computation stands
+    kept = 1 if receives_late else receives_ahead
+    last = [deque([0] * kept, kept) for _ in programs]  # computations: where in `lowered` they are
     position = [0] * num_ranks
 
     def take_over(rank: int) -> None:
@@ -77,7 +92,7 @@ def add_p2p(plan: Plan, *, receives_late: bool = False) -> Plan:
         on_the_way = []
         for rank, action in ready:
             position[rank] += 1
-            last_compute[rank] = len(lowered[rank])
+            last[rank].append(len(lowered[rank]))
             lowered[rank].append(action)
             results.add(action)
             if receives_late:
@@ -101,8 +116,8 @@ def add_p2p(plan: Plan, *, receives_late: bool = False) -> Plan:
                 if is_unread:
                     lowered[to].append(Action(peer, receive, microbatch))
                     continue
-                lowered[to].insert(last_compute[to], Action(peer, receive, microbatch))
-                last_compute[to] += 1
+                lowered[to].insert(last[to][0], Action(peer, receive, microbatch))
+                last[to] = deque((at + 1 for at in last[to]), kept)
         for rank, action in sends:
             lowered[rank].append(action)
         for rank, _ in ready:
