@@ -148,6 +148,7 @@ def _install(
         _param_shards(config),
         (measured, ()),
         _alternating_sync(config),
+        _early_sync(config, recorder),
         _grad_sync(config, plans, communicator, recorder),
         _grad_shards(config),
         _weight_grads(config),
@@ -281,6 +282,16 @@ def _alternating_sync(config: "Fold3DConfig") -> "Part":
 
     feature = AlternatingSync(_timeout(config), config.dp_traffic_class, **_connects(config))
     return (feature,), ()
+
+
+def _early_sync(config: "Fold3DConfig", recorder: "Recorder | None") -> "Part":
+    """Let DP.sync start between weight gradients, where the plan says so."""
+    if not (config.overlap_grad_reduce and (config.delay_weight_grads or config.auto_delays)):
+        return (), ()
+
+    from megatron.fold3d.runtime.grad_sync.early_sync import EarlySync
+
+    return (EarlySync(recorder),), ()
 
 
 def _grad_sync(

@@ -235,6 +235,21 @@ ROWS = (
         flags=f"{OVERLAP} --bf16 --add-qkv-bias {FULL} uniform",
         ours="--schedule aiao --delay-weight-grads 1",
     ),
+    # DP.sync between weight gradients, which are computed parameter by parameter.
+    Row(
+        name="reduced between weight gradients, bf16, biases",
+        segments=2,
+        dp=2,
+        flags="--overlap-grad-reduce --bf16 --add-qkv-bias",
+        ours="--schedule aiao --delay-weight-grads 0",
+    ),
+    Row(
+        name="reduced between weight gradients, fp16, in buckets, loss per token",
+        segments=2,
+        dp=2,
+        flags=f"--overlap-grad-reduce {FP16} {BUCKETS} --calculate-per-token-loss",
+        ours="--schedule aiao --delay-weight-grads 0,1",
+    ),
     Row(
         name="no bias, selectively recomputed",
         tp=2,

@@ -18,6 +18,7 @@ from tests.end_to_end.test_equal_to_stock import (
     EXPERTS,
     ONE_GROUP,
     OVERLAP,
+    UNTIED,
     Row,
     _reference,
 )
@@ -38,6 +39,16 @@ ROWS = (
         m=3,
         flags=f"{OVERLAP} --bf16 {BUCKETS}",
         ours="--schedule aiao --replicate-optimizer 0,2,3 --delay-weight-grads 1",
+        stock=ONE_GROUP,
+    ),
+    Row(
+        name="reduced between weight gradients, sequence parallel, untied",
+        tp=2,
+        segments=2,
+        dp=2,
+        m=3,
+        flags=f"{OVERLAP} --bf16 --sequence-parallel {UNTIED}",
+        ours="--schedule aiao --replicate-optimizer 0 --delay-weight-grads 0",
         stock=ONE_GROUP,
     ),
     Row(

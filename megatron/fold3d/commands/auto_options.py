@@ -86,6 +86,7 @@ def _search(source: Source, order: Plan, group_size: int | None) -> ChoiceSearch
             delays=any(source.costs.weight_s),
             replicates=has_replicas and gathers,
             gathers=gathers,
+            reduces_early=source.cuda_connections != 1,
             tied=hardware is not None and order.num_ranks > 1 and not hardware.shape.untied,
         ),
         group_size=group_size,

@@ -24,7 +24,11 @@ from megatron.fold3d.config.backward_share_flags import (
     measures_shares,
     share_problems,
 )
-from megatron.fold3d.config.bucket_flags import cuts_every_segment, has_one_queue
+from megatron.fold3d.config.bucket_flags import (
+    cuts_every_segment,
+    has_one_queue,
+    reduces_early,
+)
 from megatron.fold3d.config.dp_slice_flags import (
     add_dp_slice_flags,
     dp_slice_problems,
@@ -211,6 +215,7 @@ def read_config(args: Namespace) -> Fold3DConfig:
         cuts_every_segment=cuts_every_segment(args),
         slices_dp_sync=slices_dp_sync(args),
         hierarchical_dp_sync=args.hierarchical_dp_sync != "off",
+        reduces_early=reduces_early(args),
         receives_late=has_one_queue(args),
         receives_ahead=RECEIVES_AHEAD if args.device == "cpu" else 1,
         gathers_params=args.overlap_param_gather and args.align_param_gather,

@@ -20,6 +20,25 @@ def has_one_queue(args: Namespace) -> bool:
     return bool(args.device == "cuda" and connections == "1")
 
 
+def reduces_early(args: Namespace) -> bool:
+    """Return True if DP.sync may start between delayed weight gradients, where it is an all-reduce.
+
+    With one hardware queue its slices would have to be placed where they block nothing. A slice of
+    an all-reduce over more than two replicas may be summed in another order than the whole.
+    """
+    plan_gathers = args.overlap_param_gather and args.align_param_gather
+    return bool(
+        args.overlap_grad_reduce
+        and not has_one_queue(args)
+        and not getattr(args, "deterministic_mode", False)
+        and args.num_distributed_optimizer_instances == 1
+        and args.shard_segments == "off"
+        and args.hierarchical_dp_sync == "off"
+        and not (args.preemptive_comm or args.overlap_tensor_parallel)
+        and (plan_gathers or not args.use_distributed_optimizer)
+    )
+
+
 def cuts_every_segment(args: Namespace) -> bool:
     """Return True if every rank cuts the segments of this run at ``--ddp-bucket-size``.
 

@@ -55,6 +55,8 @@ class Fold3DConfig:
         slices_dp_sync: whether the plan starts DP.sync in slices, one before each computation.
         hierarchical_dp_sync: whether gradients are summed inside nodes first, where replicas share
             them.
+        reduces_early: whether DP.sync may start between delayed weight gradients, where it is an
+            all-reduce.
         receives_late: whether receives are posted where they hold up nothing in a hardware queue
             that all streams share.
         receives_ahead: how many computations ahead receives are posted that are not late.
@@ -117,6 +119,7 @@ class Fold3DConfig:
     cuts_every_segment: bool = False
     slices_dp_sync: bool = False
     hierarchical_dp_sync: bool = False
+    reduces_early: bool = False
     receives_late: bool = False
     receives_ahead: int = 1
     gathers_params: bool = False

@@ -61,6 +61,8 @@ class Options:
 
     The share is only used if the stage's DP.sync is deferred.
     """
+    reduces_early: bool = False
+    """Whether DP.sync may start between delayed weight gradients, where it is an all-reduce."""
     receives_late: bool = False
     """Whether receives are posted late, so that they block nothing in a shared hardware queue."""
     receives_ahead: int = 1
@@ -127,6 +129,11 @@ def lower(order: Plan, options: Options | None = None) -> Plan:
         from megatron.fold3d.plan.passes.sliced_grad_sync import slice_grad_sync
 
         plan = slice_grad_sync(plan, options.slice_shares)
+    if options.reduces_early and plan.has(Op.WEIGHT) and not plan.has(Op.REDUCE_SLICE):
+        from megatron.fold3d.plan.passes.early_grad_sync import reduce_early
+
+        sharded = options.gathers_params or options.shards_params
+        plan = reduce_early(plan, options.replicated_stages if sharded else range(plan.num_stages))
     if options.shards_grads:
         from megatron.fold3d.plan.passes.shard_grads import shard_grads
 

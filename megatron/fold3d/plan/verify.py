@@ -6,12 +6,13 @@ completes under these rules completes under any looser ones, with any timing.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from itertools import count, pairwise
 
 from megatron.fold3d.plan.ir import (
     FREE_OPS,
     STAGE_OPS,
+    WHOLE,
     Action,
     Op,
     Plan,
@@ -19,6 +20,7 @@ from megatron.fold3d.plan.ir import (
     Program,
     gc_paused,
 )
+from megatron.fold3d.plan.passes.early_grad_sync import early_stages, num_needed
 from megatron.fold3d.plan.passes.grad_sync import carried_over, deferred_stages, slices_of
 from megatron.fold3d.plan.passes.recompute import recomputed
 from megatron.fold3d.plan.passes.transfers import add_p2p
@@ -211,9 +213,12 @@ class _Needs:
             self.others[stage, Op.GATHER_PARAM, None] = [(stage, Op.WAIT_GRAD, None)]
         for program in plan.programs if Op.REDUCE_SLICE in ops else ():
             begun = carried_over(program)  # what the iteration before has left
+            early = early_stages(program)
             for stage, slices in slices_of(program).items():
                 whole = self.others.pop((stage, Op.REDUCE_GRAD, None))
                 self.others |= dict.fromkeys((a for a in slices if a not in begun), whole)
+                if stage in early:
+                    self._add_early(program, stage, slices)
         for stage in stages if Op.WAIT_PARAM in ops else ():
             self.others[stage, Op.FORWARD, 0] = [(stage, Op.WAIT_PARAM, None)]
         for program in plan.programs if Op.RECOMPUTE in ops else ():
@@ -227,6 +232,15 @@ class _Needs:
             self._add_frees(program)
         for program in plan.programs if Op.FREE_GRAD in ops else ():
             self._add_freed_grads(program, deferred)
+
+    def _add_early(self, program: Program, stage: int, slices: Sequence[Action]) -> None:
+        """Require that a slice follows as much of the stage's weight gradients as it reduces."""
+        weights = [a for a in program if a.op is Op.WEIGHT and a.stage == stage]
+        self.others[weights[0]] = [a._replace(op=Op.BACKWARD) for a in weights]
+        for action in slices:
+            end = action.microbatch if action.op is Op.REDUCE_SLICE else WHOLE
+            assert end is not None
+            self.others[action] = [*weights[: num_needed(end, len(weights))]]
 
     def _add_frees(self, program: Program) -> None:
         """Require that parameters are whole when read, and freed only after their last use."""

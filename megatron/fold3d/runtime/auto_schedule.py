@@ -236,6 +236,7 @@ class AutoSchedule(MeasuredTimesFeature):
                 delays=config.auto_delays,
                 replicates=config.auto_replicates and cuts,
                 gathers=config.gathers_params,
+                reduces_early=config.reduces_early,
             )
             predicted = [own.stock, *own.to_try()]
             if rests:  # so the run has an all-reduce: nothing else defers

@@ -55,6 +55,8 @@ class Iteration:
         outputs: stage outputs that were computed and not sent yet.
         output_grads: gradients of outputs that were received and not used yet.
         input_grads: gradients of inputs that were computed and not sent yet.
+        unfinished: by stage, the parameters whose gradients are not complete yet, where weight
+            gradients are computed parameter by parameter.
         num_tokens: the number of tokens over which Megatron averages the loss, 0-d int32.
         reports: the loss function's reports, one per micro-batch.
 
@@ -84,6 +86,7 @@ class Iteration:
         self.outputs: dict[Key, torch.Tensor] = {}
         self.output_grads: dict[Key, torch.Tensor] = {}
         self.input_grads: dict[Key, torch.Tensor] = {}
+        self.unfinished: dict[int, set[torch.Tensor]] = {}
 
     @property
     def program(self) -> Program:

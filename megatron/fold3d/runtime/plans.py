@@ -111,9 +111,7 @@ class Plans:
         """Return the passes' options for an order; one without backwards needs transfers only."""
         config = self._config
         if not order.has(Op.BACKWARD):
-            return Options(
-                receives_late=config.receives_late, receives_ahead=config.receives_ahead
-            )
+            return Options(receives_late=config.receives_late, receives_ahead=config.receives_ahead)
         if config.offload_activations != "off" and offloaded is None:
             from megatron.fold3d.plan.passes.offload import OffloadChoice
 
@@ -125,6 +123,7 @@ class Plans:
                 gathers_params=config.gathers_params,
                 replicated_stages=choice.replicated_stages,
                 deferred_stages=range(order.num_stages if choice.defers else 0),
+                reduces_early=config.reduces_early,
                 receives_late=config.receives_late,
                 receives_ahead=config.receives_ahead,
             )
@@ -139,6 +138,7 @@ class Plans:
             offload=offloaded,
             deferred_stages=config.deferred_stages,
             slice_shares=self._slice_shares(),
+            reduces_early=config.reduces_early,
             receives_late=config.receives_late,
             receives_ahead=config.receives_ahead,
         )

@@ -243,6 +243,7 @@ def _tried(args: Namespace, known: Estimate, candidate: Candidate) -> tuple[Pred
             delays=config.auto_delays,
             replicates=config.auto_replicates and cuts,
             gathers=config.gathers_params,
+            reduces_early=config.reduces_early,
             tied=config.ties_embeddings,
             keeps_forwards=config.keeps_forwards,
         ),

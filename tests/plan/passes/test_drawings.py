@@ -9,6 +9,7 @@ import pytest
 from megatron.fold3d.plan.compile import forward_only
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.passes import (
+    early_grad_sync,
     grad_sync,
     offload,
     param_gather,
@@ -26,6 +27,9 @@ from megatron.fold3d.plan.schedules import build
 AFAB = build("afab", num_ranks=2, num_segments=1, num_microbatches=2)
 AIAO = build("aiao", num_ranks=2, num_segments=2, num_microbatches=2, last_segment="afab")
 THREE = build("aiao", num_ranks=2, num_segments=3, num_microbatches=1)
+DELAYED = weight_grads.delay_weight_grads(
+    build("afab", num_ranks=1, num_segments=1, num_microbatches=2), [0]
+)
 DEFERRED = grad_sync.defer_grad_sync(grad_sync.add_grad_sync(AIAO), range(4))
 TRIANGLE = build("1f1b", num_ranks=3, num_segments=1, num_microbatches=5)
 EQUAL = (1.0,) * 3
@@ -60,6 +64,10 @@ def drawings(module: ModuleType) -> list[tuple[list[str], list[str]]]:
         (
             *(grad_sync, 1, grad_sync.add_grad_sync(AIAO)),
             lambda plan: grad_sync.defer_grad_sync(plan, range(4)),
+        ),
+        (
+            *(early_grad_sync, 0, grad_sync.add_grad_sync(DELAYED)),
+            lambda plan: early_grad_sync.reduce_early(plan, range(1)),
         ),
         (weight_grads, 0, AIAO, lambda plan: weight_grads.delay_weight_grads(plan, [0])),
         (

@@ -14,8 +14,8 @@ from megatron.fold3d.runtime.grad_sync.slices import (
     Slice,
     divide,
     in_iteration_offsets,
-    in_iteration_ranges,
     outside,
+    ranges_of,
     slices,
 )
 from tests.distributed import run_distributed
@@ -40,7 +40,7 @@ def test_a_slice_holds_no_more_than_its_bytes(bucket: Any):
 
 
 def test_parameters_reduced_in_the_iteration_are_in_no_slice(bucket: Any):
-    assert in_iteration_ranges(bucket, {B}) == [(2, 5)]
+    assert ranges_of(bucket, {B}) == [(2, 5)]
     assert numbers(slices(bucket, {B}, 16)) == [[0, 1], [5, 6, 7, 8], [9]]
     assert numbers(slices(bucket, {A, C}, 16)) == [[2, 3, 4]]
     assert numbers(slices(bucket, {A, B, C}, 16)) == []

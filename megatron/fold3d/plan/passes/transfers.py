@@ -7,9 +7,9 @@ A result is sent when its computation ends. Its receive is posted one computatio
     after   rank 0  0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1
             rank 1  1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1
 
-A message does not leave before its receive is posted. Beside DP.sync it may be on its way for longer
-than a computation lasts, and each computation waits for the rest of that time. A receive that is
-posted further ahead, by ``receives_ahead`` computations, prevents this.
+A message does not leave before its receive is posted. Beside DP.sync it may be on its way for
+longer than a computation lasts, and each computation waits for the rest of that time. A receive
+that is posted further ahead, by ``receives_ahead`` computations, prevents this.
 
 If all streams of a GPU share one hardware queue, a receive that waits for the one before it blocks
 computation. With ``receives_late`` a transfer takes a round of its own. Its receive is posted

@@ -46,6 +46,8 @@ class Scope:
         delays: whether weight gradients may be apart from their backwards.
         replicates: whether segments may be stepped by every replica in full.
         gathers: whether the plan gathers parameters that are updated in shards.
+        reduces_early: whether DP.sync may start between delayed weight gradients, where it is an
+            all-reduce.
         tied: whether the first and the last segment add up gradients of the same parameters.
         keeps_forwards: whether forwards have to keep stock's order, as with dropout.
     """
@@ -54,6 +56,7 @@ class Scope:
     delays: bool = False
     replicates: bool = False
     gathers: bool = False
+    reduces_early: bool = False
     tied: bool = False
     keeps_forwards: bool = False
 
@@ -236,6 +239,7 @@ class ChoiceSearch:
             replicated_stages=choice.replicated_stages,
             transfers=False,
             deferred_stages=range(choice.order.num_stages if choice.defers else 0),
+            reduces_early=self.scope.reduces_early,
         )
         return lower(choice.order, options)
 
@@ -361,7 +365,8 @@ class ChoiceSearch:
         """Delay weight gradients of one segment more while that shortens iterations; return it."""
         best_s = self.seconds(start)
         for _ in range(_MOST_DELAYED):
-            left = [s for s in range(1, self.num_segments) if s not in start.delayed]
+            first = 0 if self._reduces_early(0, start) else 1
+            left = [s for s in range(first, self.num_segments) if s not in start.delayed]
             more = [replace(start, delayed=tuple(sorted((*start.delayed, s)))) for s in left]
             times_s = list(map(tried, more))
             if not times_s or min(times_s) >= best_s * (1 - LEAST_GAIN):
@@ -369,6 +374,11 @@ class ChoiceSearch:
             best_s = min(times_s)
             start = more[times_s.index(best_s)]
         return start
+
+    def _reduces_early(self, segment: int, choice: RunChoice) -> bool:
+        """Tell whether a segment's DP.sync may start between its own weight gradients."""
+        is_whole = segment in choice.replicated or not self.scope.gathers
+        return self.scope.reduces_early and is_whole and not choice.defers
 
     def _place(self, start: RunChoice, tried: Callable[[RunChoice], float]) -> None:
         """Try weight gradients in the gaps of the order."""

@@ -96,7 +96,11 @@ class GradSync(Feature):
         chunk = self._chunks[segment]
         if self._no_sync is not None:
             for bucket_group in bucket_groups(chunk):
-                if not (_reduced_by_hooks(bucket_group) or _reduced_when_finished(bucket_group)):
+                if not (
+                    bucket_group.grad_reduce_finished  # by `EarlySync`
+                    or _reduced_by_hooks(bucket_group)
+                    or _reduced_when_finished(bucket_group)
+                ):
                     bucket_group.start_grad_sync(force_all_reduce=chunk.force_all_reduce)
 
     def wait(self, segment: int) -> None:

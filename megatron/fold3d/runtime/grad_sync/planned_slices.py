@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any
 
 from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan
+from megatron.fold3d.plan.passes.early_grad_sync import early_stages
 from megatron.fold3d.plan.passes.grad_sync import carried_over, slices_of
 from megatron.fold3d.plan.passes.sliced_grad_sync import slice_grad_sync
 from megatron.fold3d.runtime.feature import Handler, Handlers, Iteration
@@ -47,7 +48,10 @@ class SlicedGradSync(GradSync):
         self._iteration = iteration
         slices = slices_of(iteration.program)
         ranks = iteration.plan.num_ranks
-        self._sliced = {stage // ranks for stage, its in slices.items() if len(its) > 1}
+        early = early_stages(iteration.program)  # those are `EarlySync`'s
+        self._sliced = {
+            stage // ranks for stage, its in slices.items() if len(its) > 1 and stage not in early
+        }
         super().prepare(iteration)
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:

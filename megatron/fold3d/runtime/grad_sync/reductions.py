@@ -32,8 +32,9 @@ from megatron.fold3d.runtime.grad_sync.slices import (
     Slice,
     divide,
     in_iteration_offsets,
-    in_iteration_ranges,
     outside,
+    ranges_of,
+    reduce_op,
     slices,
 )
 from megatron.fold3d.runtime.trace.recorder import when_done
@@ -181,13 +182,13 @@ class Reductions:
         parts = [
             bucket.grad_data[begin:end]
             for bucket in bucket_group.buckets
-            for begin, end in in_iteration_ranges(bucket, self._reduced_in_iteration)
+            for begin, end in ranges_of(bucket, self._reduced_in_iteration)
         ]
         if parts:
             group = group_of(bucket_group)
             with _coalescing_manager(group, async_ops=True) as works:
                 for part in parts:
-                    dist.all_reduce(part, _op(bucket_group), group=group)
+                    dist.all_reduce(part, reduce_op(bucket_group), group=group)
             self._keeping.append(works)
 
     def _keep_sharded(self, bucket_group: Any) -> None:
@@ -204,7 +205,7 @@ class Reductions:
         ours = self._groups.get(ranks_of(megatrons), megatrons)
         if not is_sharded(bucket_group):
             for data in slices(bucket, self._reduced_in_iteration, self._slice_bytes):
-                yield Slice(data, _op(bucket_group), ours)
+                yield Slice(data, reduce_op(bucket_group), ours)
             return
         kept = in_iteration_offsets(bucket, self._reduced_in_iteration, ours.size())
         rest = outside(kept, bucket.grad_data.numel() // ours.size())
@@ -219,16 +220,11 @@ def _sharded_slices(
             data=bucket.grad_data,
             begin=begin,
             end=end,
-            op=_op(bucket_group),
+            op=reduce_op(bucket_group),
             group=group,
             rank=group.rank(),
             size=group.size(),
         )
-
-
-def _op(bucket_group: Any) -> Any:
-    average = bucket_group.ddp_config.average_in_collective
-    return dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
 
 
 def _made_ready(bucket_group: Any) -> Any:

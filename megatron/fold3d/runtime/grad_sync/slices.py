@@ -167,11 +167,15 @@ class ShardedSlice:
         return self.data if is_whole else torch.cat(self.views)
 
 
-def in_iteration_ranges(
-    bucket: Any, reduced_in_iteration: Container[torch.nn.Parameter]
-) -> list[tuple[int, int]]:
-    """Return the sorted ``(begin, end)`` ranges of ``reduced_in_iteration`` in a bucket."""
-    return sorted(bucket.param_to_index[p] for p in bucket.params if p in reduced_in_iteration)
+def reduce_op(bucket_group: Any) -> Any:
+    """Return the reduce op of DDP's collectives, sum or average."""
+    average = bucket_group.ddp_config.average_in_collective
+    return dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+
+
+def ranges_of(bucket: Any, parameters: Container[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return the sorted ``(begin, end)`` ranges of some parameters in a bucket."""
+    return sorted(bucket.param_to_index[p] for p in bucket.params if p in parameters)
 
 
 def slices(
@@ -182,21 +186,21 @@ def slices(
     The views are contiguous, in order and of the bucket's own buffer, which DDP owns.
     """
     data = bucket.grad_data
-    for begin, end in outside(in_iteration_ranges(bucket, reduced_in_iteration), data.numel()):
+    for begin, end in outside(ranges_of(bucket, reduced_in_iteration), data.numel()):
         yield from data[begin:end].split(slice_bytes // data.element_size())
 
 
 def in_iteration_offsets(
     bucket: Any, reduced_in_iteration: Container[torch.nn.Parameter], num_shards: int
 ) -> list[tuple[int, int]]:
-    """Return the sorted ``(begin, end)`` parts of a shard with `in_iteration_ranges` of any shard.
+    """Return the sorted ``(begin, end)`` parts of a shard with `ranges_of` of any shard.
 
     A reduce-scatter sums the same part of every shard, so a part counts if any shard needs it.
     """
     size = bucket.grad_data.numel() // num_shards
     parts = sorted(
         (max(begin - shard * size, 0), min(end - shard * size, size))
-        for begin, end in in_iteration_ranges(bucket, reduced_in_iteration)
+        for begin, end in ranges_of(bucket, reduced_in_iteration)
         for shard in range(begin // size, (end - 1) // size + 1)
     )
     return list(_merged(parts))

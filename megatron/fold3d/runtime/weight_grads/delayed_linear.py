@@ -16,7 +16,7 @@ Keeps one invariant: the operations, and the order in which a weight's gradients
 are those of Megatron's own backward, so that sums are equal bit for bit.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
+from megatron.fold3d.runtime.weight_grads.by_parameter import Turns, by_parameter
 
 
 class Parallel(NamedTuple):
@@ -102,12 +103,15 @@ class DelayedWeightGrads(Feature):
         self._weights: frozenset[torch.Tensor] = frozenset()
         self._kept: dict[tuple[int, int | None], list[_Kept]] = {}  # by stage and micro-batch
         self._now: list[_Kept] = []
+        self._turns = Turns(())
+        self._unfinished: dict[int, set[torch.Tensor]] = {}
 
     def prepare(self, iteration: Iteration) -> None:
         """Delay the gradients of the stages that have WEIGHT actions."""
         stages = split_stages(iteration.program)
         num_ranks = iteration.plan.num_ranks
         self.choose({stage: iteration.chunks[stage // num_ranks] for stage in stages})
+        self._turns, self._unfinished = Turns(iteration.program), iteration.unfinished
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return the handlers: a BACKWARD keeps operands, and WEIGHT computes the gradients."""
@@ -182,11 +186,33 @@ class DelayedWeightGrads(Feature):
 
         They are ``[output, hidden]`` and ``[output]``, in the dtype of the operands, and computed
         on the current stream. DDP adds them to its ``main_grad`` buffers.
+
+        In a stage whose DP.sync starts between these actions, they are those of some parameters
+        and all micro-batches instead.
         """
+        if action.stage not in self._turns.stages:
+            self._add(self._kept.pop((action.stage, action.microbatch)))
+            return
+        for kept, is_last in self._turns.next(action.stage, partial(self._parts, action.stage)):
+            self._add([kept])  # alone: autograd would first add up what one call has for a weight
+            if is_last:
+                self._unfinished[action.stage] -= {kept.weight, kept.bias}
+
+    def _parts(self, stage: int, count: int) -> list[list[tuple[_Kept, bool]]]:
+        """Divide the operands kept for a stage; tell of each whether it is its weight's last."""
+        kept = [
+            one
+            for key in [key for key in self._kept if key[0] == stage]
+            for one in self._kept.pop(key)
+        ]
+        parameters = chain.from_iterable((one.weight, one.bias) for one in kept)
+        self._unfinished[stage] = {p for p in parameters if p is not None}
+        return by_parameter(kept, lambda one: one.weight, lambda one: one.weight.numel(), count)
+
+    def _add(self, of_weights: Iterable[_Kept]) -> None:
+        """Compute and accumulate the gradients of some weights, each of them once."""
         params, grads = [], []
-        for weight, bias, parallel, x, output_grad in self._kept.pop(
-            (action.stage, action.microbatch)
-        ):
+        for weight, bias, parallel, x, output_grad in of_weights:
             output_grad, x = prepare_input_tensors_for_wgrad_compute(output_grad, parallel.whole(x))
             params.append(weight)
             grads.append(output_grad.t().matmul(x))

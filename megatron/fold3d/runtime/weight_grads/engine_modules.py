@@ -14,8 +14,10 @@ not split its backwards, so that sums are equal bit for bit.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.plan.weight_order import check_oldest_first
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
+from megatron.fold3d.runtime.weight_grads.by_parameter import Turns, by_parameter
 
 Hook = Callable[[], None]
 
@@ -42,6 +45,8 @@ class EngineWeightGrads(Feature):
         self._stored: dict[int, deque[list[Any]]] = defaultdict(deque)  # by stage, the oldest first
         self._in_backward = False
         self._put_off: dict[torch.Tensor, tuple[Hook, torch.Tensor | None]] = {}
+        self._turns = Turns(())
+        self._unfinished: dict[int, set[torch.Tensor]] = {}
 
     def prepare(self, iteration: Iteration) -> None:
         """Delay the gradients of the stages that have WEIGHT actions.
@@ -52,6 +57,7 @@ class EngineWeightGrads(Feature):
         check_oldest_first(iteration.plan)
         stages, num_ranks = split_stages(iteration.program), iteration.plan.num_ranks
         self.choose({stage: iteration.chunks[stage // num_ranks] for stage in stages})
+        self._turns, self._unfinished = Turns(iteration.program), iteration.unfinished
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return the handlers: a BACKWARD stores operands, and WEIGHT computes the gradients."""
@@ -123,9 +129,26 @@ class EngineWeightGrads(Feature):
         """Compute one stage's oldest weight gradients; DDP's hooks then accumulate them.
 
         They are computed on the current stream, in the dtype of the parameter, or added to its
-        ``main_grad`` if accumulation is fused.
+        ``main_grad`` if accumulation is fused. In a stage whose DP.sync starts between these
+        actions, they are those of some modules and all micro-batches instead.
         """
-        for module in self._stored[action.stage].popleft():
+        if action.stage not in self._turns.stages:
+            self._add(self._stored[action.stage].popleft())
+            return
+        for module, is_last in self._turns.next(action.stage, partial(self._parts, action.stage)):
+            self._add([module])
+            if is_last:
+                self._unfinished[action.stage].difference_update(module.parameters(recurse=False))
+
+    def _parts(self, stage: int, count: int) -> list[list[tuple[Any, bool]]]:
+        """Divide the stored work of a stage; tell of each item whether it is its module's last."""
+        work = list(chain.from_iterable(self._stored.pop(stage)))
+        self._unfinished[stage] = {p for m in work for p in m.parameters(recurse=False)}
+        return by_parameter(work, lambda module: module, _num_parameters, count)
+
+    def _add(self, modules: Iterable[Any]) -> None:
+        """Compute the oldest weight gradients of some modules; DDP's hooks accumulate them."""
+        for module in modules:
             put_off = {p for p in module.parameters(recurse=False) if p in self._put_off}
             _compute_delayed(module, put_off)
             for parameter in put_off:
@@ -149,6 +172,10 @@ def _splittable(chunk: torch.nn.Module) -> Iterator[Any]:
 
 def _all(modules: Mapping[int, list[Any]]) -> Iterator[Any]:
     return (module for of_stage in modules.values() for module in of_stage)
+
+
+def _num_parameters(module: Any) -> int:
+    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
 
 
 def _num_stored(module: Any) -> int:

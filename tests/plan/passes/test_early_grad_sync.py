@@ -1,0 +1,77 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.fold3d.plan.compile import Options, compile_plan, lower
+from megatron.fold3d.plan.ir import Op, Plan, PlanError
+from megatron.fold3d.plan.passes.early_grad_sync import early_stages
+from megatron.fold3d.plan.passes.transfers import add_p2p
+from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.plan.verify import verify
+
+EARLY = """
+0F0 0F1 0B0 0B1 0W0 0REDUCE_GRAD.500 0W1 0REDUCE_GRAD 0WAIT_GRAD
+1F0 1F1 1B0 1B1 1REDUCE_GRAD 1WAIT_GRAD
+"""
+
+
+def early(plan: Plan) -> set[int]:
+    return set().union(*map(early_stages, plan.programs))
+
+
+@given(
+    st.sampled_from(("aiao", "interleaved", "breadth-first")),
+    st.integers(1, 4),
+    st.integers(2, 4),
+    st.integers(1, 9),
+    st.sets(st.integers(0, 3)),
+    st.booleans(),
+)
+def test_plans_with_early_slices_are_valid_and_differ_in_nothing_else(
+    schedule: str, pp: int, segments: int, microbatches: int, delayed: set[int], gathers: bool
+):
+    delayed = {segment for segment in delayed if segment < segments}
+    order = build(schedule, num_ranks=pp, num_segments=segments, num_microbatches=microbatches)
+    options = Options(
+        delay_weight_grads=tuple(sorted(delayed)),
+        gathers_params=gathers,
+        replicated_stages=range(pp),
+        reduces_early=True,
+    )
+    plan = compile_plan(order, options)
+    changed = {0} & delayed if gathers else delayed
+    expected = {s * pp + r for s in changed for r in range(pp)} if microbatches > 1 else set()
+    assert early(plan) == expected
+    assert plan.select(frozenset(Op) - {Op.REDUCE_SLICE}) == lower(
+        order,
+        Options(
+            delay_weight_grads=options.delay_weight_grads,
+            gathers_params=gathers,
+            replicated_stages=range(pp),
+        ),
+    )
+
+
+def test_a_stage_that_is_deferred_has_none():
+    order = build("aiao", num_ranks=2, num_segments=2, num_microbatches=3)
+    options = Options(delay_weight_grads=(0, 1), deferred_stages=range(2), reduces_early=True)
+    assert early(compile_plan(order, options)) == {2, 3}
+
+
+def test_weight_gradients_between_backwards_stay_apart():
+    order = build("zb-h1", num_ranks=2, num_segments=1, num_microbatches=4)
+    plan = compile_plan(order, Options(reduces_early=True))
+    assert not early(plan)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("0REDUCE_GRAD.500", "0REDUCE_GRAD.501", "0REDUCE_GRAD.501.*0W1"),
+        ("0B1 0W0", "0W0 0B1", "0W0.*0B1"),
+    ],
+)
+def test_a_slice_of_what_is_not_computed_is_refused(old: str, new: str, problem: str):
+    verify(add_p2p(Plan.from_text(EARLY)))
+    with pytest.raises(PlanError, match=problem):
+        verify(add_p2p(Plan.from_text(EARLY.replace(old, new))))

@@ -1,0 +1,47 @@
+from itertools import chain
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.fold3d.runtime.weight_grads.by_parameter import by_parameter
+
+LAYER = {"fc2": 4, "fc1": 4, "qkv": 3, "proj": 1}
+Item = tuple[str, int]
+
+
+def divided(sizes: dict[str, int], microbatches: int, parts: int) -> list[list[tuple[Item, bool]]]:
+    items = [(name, m) for m in range(microbatches) for name in sizes]
+    return by_parameter(items, lambda item: item[0], lambda item: sizes[item[0]], parts)
+
+
+def test_small_parameters_are_complete_first():
+    complete = [[name for (name, _), is_last in part if is_last] for part in divided(LAYER, 8, 8)]
+    assert complete == [["proj"], [], ["qkv"], [], [], ["fc2"], [], ["fc1"]]
+
+
+def test_modules_are_the_same_object_in_each_micro_batch():
+    module = object()
+    parts = by_parameter([module] * 3, lambda item: item, lambda _: 1, 3)
+    assert [is_last for part in parts for _, is_last in part] == [False, False, True]
+
+
+@given(
+    st.dictionaries(st.text(min_size=1), st.integers(1, 50), min_size=1),
+    st.integers(1, 8),
+    st.integers(1, 8),
+)
+def test_each_item_is_in_one_part_and_parts_take_equally_long(
+    sizes: dict[str, int], microbatches: int, num_parts: int
+):
+    parts = divided(sizes, microbatches, num_parts)
+    assert len(parts) == num_parts
+    items = [item for item, _ in chain.from_iterable(parts)]
+    for name in sizes:
+        assert [m for n, m in items if n == name] == [*range(microbatches)]
+    lasts = [item for item, is_last in chain.from_iterable(parts) if is_last]
+    assert sorted(lasts) == sorted((name, microbatches - 1) for name in sizes)
+    whole, done = sum(sizes.values()) * microbatches, 0
+    for number, part in enumerate(parts, 1):
+        done += sum(sizes[name] for (name, _), _ in part)
+        assert done * num_parts <= whole * number  # no part takes more than its share so far
+        assert whole * number < (done + max(sizes.values())) * num_parts or done == whole
