@@ -51,3 +51,22 @@ def test_a_plan_file_may_delay_weight_gradients_if_the_run_does(tmp_path: Path):
     assert Plans(replace(wanted, plan_file=whole)).training(1).to_text() == lowered
     with pytest.raises(PlanError, match="found W in the plan; give --delay-weight-grads"):
         Plans(replace(wanted, delay_weight_grads=())).training(1)
+
+
+def test_a_plan_file_may_reduce_between_weight_gradients_if_the_run_can(tmp_path: Path):
+    path = tmp_path / "plan"
+    text = "0F0 0F1 0B0 0B1 0W0 0REDUCE_GRAD.500 0W1 0REDUCE_GRAD 0WAIT_GRAD\n"
+    path.write_text(text)
+    wanted = replace(
+        CONFIG,
+        schedule="plan-file",
+        plan_file=path,
+        delay_weight_grads=(0,),
+        slices_dp_sync=True,
+        reduces_early=True,
+    )
+
+    assert Plans(wanted).training(2).to_text() == text
+    for changed in ({"reduces_early": False}, {"gathers_params": True}):
+        with pytest.raises(PlanError, match=r"stage 0's DP.sync between its weight gradients"):
+            Plans(replace(wanted, **changed)).training(2)

@@ -24,13 +24,15 @@ def reduces_early(args: Namespace) -> bool:
     """Return True if DP.sync may start between delayed weight gradients, where it is an all-reduce.
 
     With one hardware queue its slices would have to be placed where they block nothing. A slice of
-    an all-reduce over more than two replicas may be summed in another order than the whole.
+    an all-reduce over more than two replicas may be summed in another order than the whole. Where
+    gradients are copied back when Megatron's own buckets are reduced, there are no slices either.
     """
     plan_gathers = args.overlap_param_gather and args.align_param_gather
     return bool(
         args.overlap_grad_reduce
         and not has_one_queue(args)
         and not getattr(args, "deterministic_mode", False)
+        and not args.ddp_param_name_patterns_for_fp32_local_accumulation
         and args.num_distributed_optimizer_instances == 1
         and args.shard_segments == "off"
         and args.hierarchical_dp_sync == "off"

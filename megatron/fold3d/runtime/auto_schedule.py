@@ -245,7 +245,11 @@ class AutoSchedule(MeasuredTimesFeature):
                 predicted.sort(key=lambda one: one.choice.defers)
             rests = predicted[-1].choice.defers and rests
             _tell_of_trial(predicted, rests=rests)
-            if replicas > 2 and any(one.choice.cuts_sums for one in predicted):
+            cut = [
+                one.choice.cuts_sums or (config.reduces_early and one.choice.delayed)
+                for one in predicted
+            ]
+            if replicas > 2 and any(cut):
                 logger.info(
                     "--schedule auto tries what adds up the gradients of %s replicas in another "
                     "order: results may differ from stock's by rounding. --deterministic-mode "

@@ -6,6 +6,7 @@ from pathlib import Path
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.files import parse_plan, read_file
 from megatron.fold3d.plan.ir import FREE_OPS, Op, Plan, PlanError
+from megatron.fold3d.plan.passes.early_grad_sync import early_stages
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 
 
@@ -33,6 +34,16 @@ def read_order(config: Fold3DConfig, path: Path, num_microbatches: int) -> Plan:
         raise PlanError("found FREE_GRAD in the plan; give --shard-segments gradients")
     if plan.has(Op.REDUCE_SLICE) and not config.slices_dp_sync:
         raise PlanError("found slices of DP.sync in the plan; give --dp-slices on")
+    for stage in chain.from_iterable(map(early_stages, plan.programs)):
+        is_sharded = config.gathers_params and stage // plan.num_ranks not in (
+            config.replicated_segments
+        )
+        if is_sharded or not config.reduces_early:
+            raise PlanError(
+                f"found slices of stage {stage}'s DP.sync between its weight gradients; this run "
+                "can only start it behind them (docs/architecture.md, DP.sync between weight "
+                "gradients): move them there"
+            )
     if plan.has(Op.OFFLOAD) and config.offload_activations == "off":
         raise PlanError("found OFFLOAD in the plan; give --offload-activations on")
     for stage in chain.from_iterable(map(deferred_stages, plan.programs)):

@@ -146,3 +146,18 @@ def test_the_first_segment_is_replicated_if_weight_gradients_can_hide_its_all_re
     assert best.choice.delayed
     assert best.seconds <= found.seconds(replace(first, delayed=(1,))) < found.stock.seconds
     assert flags(replace(found, scope=replace(scope, delays=False))) == []
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_the_first_segment_is_delayed_where_its_dp_sync_starts_between_its_weight_gradients(
+    gathers: bool,
+):
+    costs = replace(Costs.uniform(8, grad_sync_s=4.0), weight_s=(1.0,) * 8)
+    if gathers:
+        costs = replace(costs, grad_sync_s=(2.0,) * 8, param_gather_s=(2.0,) * 8)
+    scope = Scope(delays=True, replicates=gathers, gathers=gathers, reduces_early=True)
+    best, *_ = search(costs=costs, scope=scope).to_try()
+    assert best.choice.delayed[0] == 0
+    assert best.choice.replicated[:1] == ((0,) if gathers else ())
+    later = search(costs=costs, scope=replace(scope, reduces_early=False))
+    assert best.seconds < min(one.seconds for one in (later.stock, *later.to_try()))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.fold3d.plan.ir import Action, Op, PlanError
+from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.plan.passes.early_grad_sync import early_stages
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, group_of, is_sharded
@@ -38,12 +38,7 @@ class EarlySync(Feature):
         self._recorder = recorder
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
-        """Return the handlers of DP.sync; they leave other stages to the ``inner`` ones.
-
-        Raises:
-            PlanError: the gradients of such a stage are reduce-scattered. A shard has parts of
-                nearly all parameters, so nothing of it would be complete early.
-        """
+        """Return the handlers of DP.sync; they leave other stages to the ``inner`` ones."""
         running = _begin(iteration)
         if not running:
             return {}
@@ -126,18 +121,15 @@ def _begin(iteration: Iteration) -> dict[int, _Running]:
     running: dict[int, _Running] = {}
     for stage in early_stages(iteration.program) if iteration.trains else ():
         chunk: Any = iteration.chunks[stage // iteration.plan.num_ranks]
-        if not chunk.force_all_reduce and any(map(is_sharded, bucket_groups(chunk))):
-            raise PlanError(
-                f"found slices of stage {stage}'s DP.sync between its weight gradients, and "
-                "reduce-scatters; only an all-reduce can start there: replicate the segment "
-                "(--replicate-optimizer), or move the slices behind the weight gradients"
-            )
+        sharded = any(map(is_sharded, bucket_groups(chunk)))
+        # A shard has parts of nearly all parameters, so nothing of it would be complete early.
+        assert chunk.force_all_reduce or not sharded, f"stage {stage} is reduce-scattered"
         running[stage] = _Running(chunk)
     return running
 
 
 def _unknown(action: Action) -> None:
-    raise PlanError(f"nothing in this run can run {action}")
+    raise AssertionError(f"nothing in this run can run {action}")
 
 
 def _reduce(bucket_group: Any, bucket: Any, part: Range) -> dist.Work:
