@@ -33,7 +33,10 @@ class Options:
     """
 
     delay_weight_grads: tuple[int, ...] = ()
-    """Segments whose weight gradients are computed after all backwards of a rank."""
+    """Segments whose weight gradients are computed after all backwards of a rank.
+
+    Those of `early_segments` are computed after the backwards of the segment.
+    """
     recompute_early: Container[int] = ()
     """Stages that recompute before their gradients arrive."""
     gathers_params: bool = False
@@ -68,6 +71,23 @@ class Options:
     receives_ahead: int = 1
     """How many computations ahead receives are posted that are not late."""
 
+    def may_reduce_early(self, stage: int) -> bool:
+        """Tell whether DP.sync of a stage may start between its weight gradients."""
+        sharded = self.gathers_params or self.shards_params
+        return (
+            self.reduces_early
+            and (not sharded or stage in self.replicated_stages)
+            and stage not in self.deferred_stages
+        )
+
+    def early_segments(self, num_ranks: int) -> tuple[int, ...]:
+        """Return the delayed segments whose DP.sync starts between their weight gradients."""
+        return tuple(
+            segment
+            for segment in self.delay_weight_grads
+            if all(self.may_reduce_early(segment * num_ranks + rank) for rank in range(num_ranks))
+        )
+
 
 def compile_plan(order: Plan, options: Options) -> Plan:
     """Return the plan that runs, verified.
@@ -93,7 +113,9 @@ def lower(order: Plan, options: Options | None = None) -> Plan:
     options = options or Options()
     plan = order
     if options.delay_weight_grads and not plan.has(Op.WEIGHT):
-        plan = delay_weight_grads(plan, options.delay_weight_grads)
+        plan = delay_weight_grads(
+            plan, options.delay_weight_grads, options.early_segments(plan.num_ranks)
+        )
     in_pairs = options.overlap_tensor_parallel
     plan = recompute_early(plan, options.recompute_early, in_pairs=in_pairs)
     if options.shards_params:
@@ -132,8 +154,8 @@ def lower(order: Plan, options: Options | None = None) -> Plan:
     if options.reduces_early and plan.has(Op.WEIGHT) and not plan.has(Op.REDUCE_SLICE):
         from megatron.fold3d.plan.passes.early_grad_sync import reduce_early
 
-        sharded = options.gathers_params or options.shards_params
-        plan = reduce_early(plan, options.replicated_stages if sharded else range(plan.num_stages))
+        early = filter(options.may_reduce_early, range(plan.num_stages))
+        plan = reduce_early(plan, frozenset(early))
     if options.shards_grads:
         from megatron.fold3d.plan.passes.shard_grads import shard_grads
 

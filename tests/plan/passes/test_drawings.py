@@ -70,6 +70,7 @@ def drawings(module: ModuleType) -> list[tuple[list[str], list[str]]]:
             lambda plan: early_grad_sync.reduce_early(plan, range(1)),
         ),
         (weight_grads, 0, AIAO, lambda plan: weight_grads.delay_weight_grads(plan, [0])),
+        (weight_grads, 1, AIAO, lambda plan: weight_grads.delay_weight_grads(plan, [1], [1])),
         (
             *(place_weight_grads, 0, TRIANGLE),
             lambda plan: place_weight_grads.place_weight_grads(plan, TIMES),

@@ -1,14 +1,17 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.fold3d.plan.compile import Options, compile_plan, lower
-from megatron.fold3d.plan.ir import Op, Plan, PlanError
+from megatron.fold3d.plan.ir import COMPUTE_OPS, Op, Plan, PlanError
 from megatron.fold3d.plan.passes.early_grad_sync import early_stages
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
 
+SPLIT = frozenset({Op.BACKWARD, Op.WEIGHT})
 EARLY = """
 0F0 0F1 0B0 0B1 0W0 0REDUCE_GRAD.500 0W1 0REDUCE_GRAD 0WAIT_GRAD
 1F0 1F1 1B0 1B1 1REDUCE_GRAD 1WAIT_GRAD
@@ -42,13 +45,24 @@ def test_plans_with_early_slices_are_valid_and_differ_in_nothing_else(
     changed = {0} & delayed if gathers else delayed
     expected = {s * pp + r for s in changed for r in range(pp)} if microbatches > 1 else set()
     assert early(plan) == expected
-    assert plan.select(frozenset(Op) - {Op.REDUCE_SLICE}) == lower(
-        order,
-        Options(
-            delay_weight_grads=options.delay_weight_grads,
-            gathers_params=gathers,
-            replicated_stages=range(pp),
-        ),
+    for program in plan.programs:
+        for stage in expected & {action.stage for action in program}:
+            own = [i for i, a in enumerate(program) if a.stage == stage and a.op in SPLIT]
+            between = {a.op for a in program[own[0] : own[-1]] if a.op in COMPUTE_OPS}
+            weights = [a for a in program[own[0] :] if a.op is Op.WEIGHT and a.stage == stage]
+            assert between <= {Op.FORWARD, *SPLIT}  # of the last segment, forwards too
+            assert [a.microbatch for a in weights] == [*range(microbatches)]
+    late = lower(order, replace(options, reduces_early=False))
+    kept = frozenset(Op) - {Op.REDUCE_SLICE, Op.WEIGHT, Op.REDUCE_GRAD, Op.WAIT_GRAD}
+    assert plan.select(kept & COMPUTE_OPS) == late.select(kept & COMPUTE_OPS)
+
+
+def test_weight_gradients_follow_the_backwards_of_their_segment():
+    order = build("aiao", num_ranks=1, num_segments=2, num_microbatches=2)
+    options = Options(delay_weight_grads=(0, 1), reduces_early=True)
+    assert compile_plan(order, options).to_text() == (
+        "0F0 0F1 1F0 1B0 1F1 1B1 1W0 1REDUCE_GRAD.500 1W1 1REDUCE_GRAD 0B0 0B1 "
+        "0W0 0REDUCE_GRAD.500 0W1 0REDUCE_GRAD 1WAIT_GRAD 0WAIT_GRAD\n"
     )
 
 

@@ -4,14 +4,22 @@ Here the weight gradients of segment 0 are computed after all backwards of the r
 
     before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
     after   rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1 0W0 0W1
+
+And here, with ``behind_own``, those of segment 1 are computed after the segment's own backwards:
+
+    before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+    after   rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2W0 2W1 0B0 0B1
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from itertools import chain
 
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, Program
 
 
-def delay_weight_grads(plan: Plan, segments: Sequence[int]) -> Plan:
+def delay_weight_grads(
+    plan: Plan, segments: Sequence[int], behind_own: Container[int] = ()
+) -> Plan:
     """Compute the weight gradients of some segments after all backwards of a rank.
 
     The next forward needs the first segment's gradients first, but its backward ends last. Only
@@ -21,6 +29,7 @@ def delay_weight_grads(plan: Plan, segments: Sequence[int]) -> Plan:
     Args:
         plan: without DP.sync; other actions behind the last backward stay before the `WEIGHT`s.
         segments: those whose `BACKWARD` computes the input gradient alone; a `WEIGHT` follows.
+        behind_own: those of them whose weight gradients follow the backwards of the segment.
 
     Raises:
         PlanError: a segment is not one of the plan's.
@@ -30,17 +39,29 @@ def delay_weight_grads(plan: Plan, segments: Sequence[int]) -> Plan:
             f"no segment {unknown[0]} whose weight gradients could be delayed; the plan has "
             f"segments 0 to {plan.num_segments - 1}"
         )
-    delayed = [
-        Action(segment * plan.num_ranks, Op.WEIGHT, microbatch)
-        for segment in sorted(segments)
-        for microbatch in range(plan.num_microbatches)
-    ]
     return Plan(
         tuple(
-            (*program, *(action._replace(stage=action.stage + rank) for action in delayed))
+            _delayed(program, plan.num_ranks, rank, segments, behind_own)
             for rank, program in enumerate(plan.programs)
         )
     )
+
+
+def _delayed(
+    program: Program, num_ranks: int, rank: int, segments: Sequence[int], own: Container[int]
+) -> Program:
+    stages = {segment * num_ranks + rank: segment in own for segment in sorted(segments)}
+    backwards = [a for a in program if a.op is Op.BACKWARD and a.stage in stages]
+    last = {action.stage: action for action in backwards}
+    weights: dict[int, list[Action]] = {stage: [] for stage in stages}
+    for action in sorted(backwards, key=lambda a: (a.stage, a.microbatch or 0)):
+        weights[action.stage].append(action._replace(op=Op.WEIGHT))
+    lowered: list[Action] = []
+    for action in program:
+        lowered.append(action)
+        if stages.get(action.stage) and action == last[action.stage]:
+            lowered += weights.pop(action.stage)
+    return (*lowered, *chain.from_iterable(weights.values()))
 
 
 def split_stages(program: Program) -> frozenset[int]:

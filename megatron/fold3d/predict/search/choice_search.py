@@ -68,16 +68,20 @@ class Predicted:
     Attributes:
         choice: the choice.
         seconds: the mean time of an iteration, over clipped steps and others; none is skipped.
+        num_early: how many delayed segments hold their operands at different times, since their
+            weight gradients follow their own backwards.
     """
 
     choice: RunChoice
     seconds: float
+    num_early: int = 0
 
     @property
     def price(self) -> float:
         """The seconds, plus a small penalty for each segment that takes memory."""
         choice = self.choice
         num_segments = len(choice.delayed) + len(choice.replicated)
+        num_segments -= max(0, self.num_early - 1)
         num_segments += choice.order.num_segments if choice.order.has(Op.WEIGHT) else 0
         return self.seconds * (1 + LEAST_GAIN * num_segments)
 
@@ -233,7 +237,10 @@ class ChoiceSearch:
         return seconds, choice
 
     def _plan(self, choice: RunChoice) -> Plan:
-        options = Options(
+        return lower(choice.order, self._options(choice))
+
+    def _options(self, choice: RunChoice) -> Options:
+        return Options(
             delay_weight_grads=choice.delayed,
             gathers_params=self.scope.gathers,
             replicated_stages=choice.replicated_stages,
@@ -241,7 +248,6 @@ class ChoiceSearch:
             deferred_stages=range(choice.order.num_stages if choice.defers else 0),
             reduces_early=self.scope.reduces_early,
         )
-        return lower(choice.order, options)
 
     def _orders(self) -> Iterator[RunChoice]:
         """Yield stock's order, then the others that these model chunks can run in."""
@@ -295,7 +301,8 @@ class ChoiceSearch:
                 seconds, choice = self._simulated(choice)
             except PlanError:
                 return float("inf")
-            found.append(Predicted(choice=choice, seconds=seconds))
+            early = self._options(choice).early_segments(self.num_ranks)
+            found.append(Predicted(choice=choice, seconds=seconds, num_early=len(early)))
             return seconds
 
         def best(*, defers: bool) -> RunChoice | None:
@@ -318,6 +325,8 @@ class ChoiceSearch:
             if self.scope.delays:
                 self._replicate_and_delay(plain, tried)
         if self.scope.delays:
+            if self.scope.reduces_early and (plain := best(defers=False)):
+                self._reduce_early(plain, tried)
             for defers in (False, True):
                 if start := best(defers=defers):
                     self._delay(start, tried)
@@ -360,6 +369,21 @@ class ChoiceSearch:
         start = self._delay(replace(start, replicated=first), tried)
         if start.delayed:
             self._replicate(start, tried, begins=(first,))
+
+    def _reduce_early(self, start: RunChoice, tried: Callable[[RunChoice], float]) -> None:
+        """Let DP.sync of some segments start between their weight gradients.
+
+        With the distributed optimizer every replica steps these segments in full.
+        """
+        gathers = self.scope.gathers
+        if gathers and not self.scope.replicates:
+            return
+
+        def seconds(segments: Segments) -> float:
+            replicated = segments if gathers else ()
+            return tried(replace(start, delayed=segments, replicated=replicated))
+
+        choose_replicated(self._units, seconds)
 
     def _delay(self, start: RunChoice, tried: Callable[[RunChoice], float]) -> RunChoice:
         """Delay weight gradients of one segment more while that shortens iterations; return it."""
