@@ -22,7 +22,9 @@ def add_weight_grad_flags(group: ArgumentGroup) -> None:
         metavar="N,N",
         default=(),
         help="Compute the weight gradients of these segments, counted from 0, when all backwards "
-        "are through: the DP.sync of the segment that is needed first is hidden behind them. auto "
+        "are through: the DP.sync of the segment that is needed first is hidden behind them. If "
+        "DP.sync is an all-reduce that ends with the iteration, compute them when the segment's "
+        "own backwards are through, parameter by parameter, and start DP.sync in between. auto "
         "computes those of all segments where ranks would wait, by measured times.",
     )
     group.add_argument(

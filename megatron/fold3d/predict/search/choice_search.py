@@ -419,4 +419,5 @@ class ChoiceSearch:
                 )
             except PlanError:
                 return  # memory has no room: for none of them
-            tried(replace(start, name=f"{start.name} --delay-weight-grads auto", order=order))
+            name = f"{start.name} --delay-weight-grads auto"
+            tried(replace(start, name=name, order=order, delayed=()))

@@ -174,7 +174,7 @@ def reduce_op(bucket_group: Any) -> Any:
 
 
 def ranges_of(bucket: Any, parameters: Container[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return the sorted ``(begin, end)`` ranges of some parameters in a bucket."""
+    """Return the sorted ``(begin, end)`` ranges of some parameters, of any shape, in a bucket."""
     return sorted(bucket.param_to_index[p] for p in bucket.params if p in parameters)
 
 
