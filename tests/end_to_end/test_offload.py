@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron.fold3d.plan.ir import Action
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
+from megatron.fold3d.plan.passes.transfers import RECEIVES_AHEAD
 from megatron.fold3d.plan.schedules import build
 from tests.distributed import RankError, run_distributed
 from tests.end_to_end.training import Record, differences, train
@@ -126,7 +127,9 @@ def test_losses_norms_and_parameters_are_those_of_stock(row: Row) -> None:
         assert counts.peak == row.peaks[rank // row.tp]
         assert (counts.sent_lazily > 0) == (LAZY in row.moves)
         # Beside the one that is needed next; else up to m - p + 1 of them wait on the device.
-        assert counts.arriving <= (2 if LAZY in row.moves else row.m)
+        # Without a GPU they are posted further ahead.
+        more = RECEIVES_AHEAD - 1
+        assert counts.arriving <= (2 if LAZY in row.moves else row.m) + more
         if row.moves == LAZY:
             continue
         assert counts.pool_bytes <= 1.05 * counts.high_water_bytes

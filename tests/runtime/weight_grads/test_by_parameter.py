@@ -1,9 +1,11 @@
+import weakref
 from itertools import chain
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fold3d.runtime.weight_grads.by_parameter import by_parameter
+from megatron.fold3d.plan.ir import Action
+from megatron.fold3d.runtime.weight_grads.by_parameter import Turns, by_parameter
 
 LAYER = {"fc2": 4, "fc1": 4, "qkv": 3, "proj": 1}
 Item = tuple[str, int]
@@ -23,6 +25,26 @@ def test_modules_are_the_same_object_in_each_micro_batch():
     module = object()
     parts = by_parameter([module] * 3, lambda item: item, lambda _: 1, 3)
     assert [is_last for part in parts for _, is_last in part] == [False, False, True]
+
+
+def test_a_part_is_free_once_it_is_handed_over():
+    class Operand:
+        pass
+
+    program = tuple(
+        map(Action.from_str, ["0B0", "0B1", "0W0", "0REDUCE_GRAD.500", "0W1", "0REDUCE_GRAD"])
+    )
+    turns = Turns(program)
+    assert turns.stages == {0}
+
+    def make(count: int) -> list[list[Operand]]:
+        return [[Operand()] for _ in range(count)]
+
+    first = weakref.ref(turns.next(0, make)[0])
+    assert first() is None
+    second = turns.next(0, make)
+    assert len(second) == 1
+    assert not turns._parts[0]
 
 
 @given(

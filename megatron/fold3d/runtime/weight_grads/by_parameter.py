@@ -7,7 +7,8 @@ Keeps one invariant: a parameter's gradients are added in the order of its micro
 is the same bit for bit.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from megatron.fold3d.plan.ir import Op, Program
@@ -50,18 +51,21 @@ def by_parameter[Item](
 
 
 class Turns:
-    """The parts of the stages of a program that compute weight gradients by parameter."""
+    """The parts of the stages of a program that compute weight gradients by parameter.
+
+    A part is handed over: what it needs is free when the caller has computed it.
+    """
 
     def __init__(self, program: Program) -> None:
         self.stages = early_stages(program)
-        self._num_left = {
+        self._num_weights = {
             stage: sum(a.op is Op.WEIGHT and a.stage == stage for a in program)
             for stage in self.stages
         }
-        self._parts: dict[int, Iterator[list[Any]]] = {}
+        self._parts: dict[int, deque[list[Any]]] = {}
 
     def next(self, stage: int, make: Callable[[int], Sequence[list[Any]]]) -> list[Any]:
         """Return what the next WEIGHT of a stage computes; ``make`` returns a number of parts."""
         if stage not in self._parts:
-            self._parts[stage] = iter(make(self._num_left[stage]))
-        return next(self._parts[stage])
+            self._parts[stage] = deque(make(self._num_weights[stage]))
+        return self._parts[stage].popleft()
