@@ -85,6 +85,8 @@ def test_no_order_with_dp_sync_is_faster_than_the_bound(data: st.DataObject):
         Options(
             delay_weight_grads=tuple(data.draw(st.sets(st.integers(0, order.num_segments - 1)))),
             gathers_params=True,
+            replicated_stages=stages,  # whose costs are as above, so that all may reduce early
+            reduces_early=data.draw(st.booleans()),
             deferred_stages=stages if deferred else (),
         ),
     )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.passes.early_grad_sync import early_stages
 from megatron.fold3d.predict.simulator.costs import Costs
 
 
@@ -107,6 +108,9 @@ def lower_bound_with_sync_s(
     are gathered. What it has not computed when the last backward of that chunk begins are weight
     gradients, which alone overlap the chunk's reduction, and are reduced themselves.
 
+    If the plan starts DP.sync between weight gradients, so may any order that the bound is for: no
+    weight gradient of a chunk then has to be computed before some of its gradients are complete.
+
     One micro-batch of a chunk counts as nothing, since gradients are reduced in buckets, and may be
     complete before their chunk is. Parameters are gathered chunk by chunk, but for the first chunk
     of the first rank, which Megatron cuts into buckets.
@@ -120,13 +124,14 @@ def lower_bound_with_sync_s(
     ranks, microbatches = plan.num_ranks, plan.num_microbatches
     none = (0.0,) * plan.num_stages
     reduce_s, gather_s = (costs.grad_sync_s or none), (costs.param_gather_s or none)
+    early_s = costs.weight_s or none if any(map(early_stages, plan.programs)) else none
     bound_s = way_in_s = 0.0
     for rank in range(ranks):
         own = range(rank, plan.num_stages, ranks)
         forwards_s = microbatches * sum(costs.forward_s[s] for s in own)
         backwards_s = microbatches * sum(costs.backward_s[s] for s in own)
         chunk_forwards_s = (microbatches - 1) * min(costs.forward_s[s] for s in own)
-        chunk_backwards_s = (microbatches - 1) * min(costs.backward_s[s] for s in own)
+        chunk_backwards_s = (microbatches - 1) * min(costs.backward_s[s] - early_s[s] for s in own)
         reductions_s, gathers_s = (sum(part[s] for s in own) for part in (reduce_s, gather_s))
         sends_f_s, sends_b_s = _sends_beside_sync_s(plan, costs, nic_of_rank, rank)
         alone_s = chunk_forwards_s + chunk_backwards_s
@@ -139,7 +144,7 @@ def lower_bound_with_sync_s(
                 max(way_in_s, gather_s[rank] if rank else 0.0)
                 + forwards_s
                 + backwards_s
-                + _exposed_s(plan, costs, rank),
+                + max(0.0, _exposed_s(plan, costs, rank) - microbatches * early_s[rank]),
             )
         way_in_s += costs.forward_s[rank]
     return bound_s
