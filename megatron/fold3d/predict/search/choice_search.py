@@ -389,7 +389,8 @@ class ChoiceSearch:
         """Delay weight gradients of one segment more while that shortens iterations; return it."""
         best_s = self.seconds(start)
         for _ in range(_MOST_DELAYED):
-            first = 0 if self._reduces_early(0, start) else 1
+            whole = self._options(replace(start, delayed=(0,)))
+            first = 0 if whole.early_segments(self.num_ranks) else 1
             left = [s for s in range(first, self.num_segments) if s not in start.delayed]
             more = [replace(start, delayed=tuple(sorted((*start.delayed, s)))) for s in left]
             times_s = list(map(tried, more))
@@ -398,11 +399,6 @@ class ChoiceSearch:
             best_s = min(times_s)
             start = more[times_s.index(best_s)]
         return start
-
-    def _reduces_early(self, segment: int, choice: RunChoice) -> bool:
-        """Tell whether a segment's DP.sync may start between its own weight gradients."""
-        is_whole = segment in choice.replicated or not self.scope.gathers
-        return self.scope.reduces_early and is_whole and not choice.defers
 
     def _place(self, start: RunChoice, tried: Callable[[RunChoice], float]) -> None:
         """Try weight gradients in the gaps of the order."""

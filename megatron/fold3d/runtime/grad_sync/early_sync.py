@@ -21,7 +21,7 @@ from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.plan.passes.early_grad_sync import early_stages
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, group_of, is_sharded
-from megatron.fold3d.runtime.grad_sync.slices import outside, ranges_of, reduce_op
+from megatron.fold3d.runtime.grad_sync.slices import Slice, outside, ranges_of, reduce_op
 from megatron.fold3d.runtime.trace.recorder import Recorder, when_done
 
 Range = tuple[int, int]
@@ -145,8 +145,4 @@ def _reduce(bucket_group: Any, bucket: Any, part: Range) -> dist.Work:
         )
     if bucket.gradient_scaling_factor != 1.0:
         data *= bucket.gradient_scaling_factor
-    work: dist.Work | None = dist.all_reduce(
-        data, reduce_op(bucket_group), group=group_of(bucket_group), async_op=True
-    )
-    assert work is not None
-    return work
+    return Slice(data, reduce_op(bucket_group), group_of(bucket_group)).reduce()
