@@ -63,6 +63,7 @@ def test_stocks_groups_are_accepted(parser: ArgumentParser):
     [
         ("--forwards-ahead 2", "--forwards-ahead 2 with --schedule auto: only 1f1b"),
         (f"{SPLITS} --delay-weight-grads 1,2", "--delay-weight-grads 1,2 with --schedule auto"),
+        ("--early-dp-sync 1", "--early-dp-sync 1 with --schedule auto: it chooses"),
         ("--backward-share auto", "--backward-share auto with --schedule auto: it chooses"),
         (f"{SPLITS} --offload-activations on", "--offload-activations on with --schedule auto"),
         ("--preemptive-comm", "--preemptive-comm with --schedule auto: never shown"),

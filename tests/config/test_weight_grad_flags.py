@@ -94,6 +94,42 @@ def test_transformer_engine_splits_fused_backwards_and_experts(parser: ArgumentP
         assert (found.delay_weight_grads, found.has_engine_modules) == ((1,), True)
 
 
+DEFERS = f"{AIAO} --overlap-grad-reduce --delay-weight-grads 1,2,3"
+
+
+def test_dp_sync_that_may_be_deferred_starts_early_where_it_is_asked_for(parser: ArgumentParser):
+    found = config(parser, f"{DEFERS} --backward-share auto --early-dp-sync 3,2")
+    assert (found.early_dp_sync, found.early_stages) == ((2, 3), (4, 5, 6, 7))
+    assert config(parser, DEFERS).early_stages == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (f"{DEFERS} --early-dp-sync 3", "3 without --backward-share"),
+        (f"{DEFERS} --backward-share 1 --early-dp-sync 0,3", "0,3 with --delay-weight-grads 1,2,3"),
+        (f"{AIAO} --backward-share 1 --early-dp-sync 3", "3 with --delay-weight-grads not given"),
+        (
+            f"{AIAO} --delay-weight-grads auto --backward-share 1 --early-dp-sync 3",
+            "3 with --delay-weight-grads auto",
+        ),
+        (
+            f"{DEFERS} --backward-share auto --early-dp-sync 3 --use-distributed-optimizer",
+            "3 with --use-distributed-optimizer",
+        ),
+        (
+            f"{DEFERS} --backward-share auto --early-dp-sync 3 --preemptive-comm",
+            "3 with --preemptive-comm: DP.sync",
+        ),
+    ],
+)
+def test_early_dp_sync_is_refused_with_a_fix_where_it_cannot_be(
+    parser: ArgumentParser, line: str, found: str
+):
+    with pytest.raises(ValueError, match=f"--early-dp-sync {found}.*; (drop|name)"):
+        config(parser, line)
+
+
 def test_an_old_transformer_engine_is_refused(
     parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch
 ):

@@ -88,6 +88,10 @@ PER_TOKEN = "--calculate-per-token-loss"
 
 RAMP_UP = "--step-batch-size-schedule '0:4 128:8'"  # thresholds count tokens
 
+EARLY = "--delay-weight-grads 1,2,3 --early-dp-sync 2,3"
+
+EARLY_ALL = "--delay-weight-grads 0,1 --early-dp-sync 0,1"
+
 ONE = "--schedule 1f1b --backward-share"
 
 ROWS = (
@@ -103,6 +107,13 @@ ROWS = (
     Row(ours="--schedule interleaved --backward-share 0.3", evaluation="--eval-iters 0"),
     Row(ours=f"{AIAO} 0.5 --forwards-ahead auto --delay-weight-grads auto"),
     Row(ours="--schedule 1f1b --backward-share 0.5", flags="", pp=1, segments=1),
+    # DP.sync that starts between weight gradients: all, a part and nothing of it in its share.
+    Row(ours=f"{AIAO} 1 {EARLY}", flags="--bf16", segments=4),
+    Row(ours=f"{AIAO} 0.3 {EARLY}", flags="--ddp-bucket-size 5000", clip=2.2, whole=4, segments=4),
+    Row(
+        ours=f"{AIAO} 0 {EARLY}", flags=f"{UNTIED} {FP16}", clip=2.2, whole=5, skipped=3, segments=4
+    ),
+    Row(ours=f"{AIAO} 0.5 {EARLY_ALL}", flags=f"{SP} {PER_TOKEN}", dp=1, clip=2.2, whole=3),
     # Clipping: some steps are clipped, some could be, some cannot.
     Row(ours=f"{AIAO} 0.5", flags="", clip=2.2, whole=3),
     Row(ours=f"{AIAO} 0.5 --dp-slices on", flags="", clip=2.2, whole=3),
@@ -238,7 +249,11 @@ def test_shares_may_change_from_one_iteration_to_the_next() -> None:
 
 @pytest.mark.parametrize(
     ("ours", "flags"),
-    [(f"{AIAO} auto", ""), (f"{AIAO} auto --delay-weight-grads 1", f"{SHARDED} --bf16")],
+    [
+        (f"{AIAO} auto", ""),
+        (f"{AIAO} auto --delay-weight-grads 1 --early-dp-sync 1", ""),
+        (f"{AIAO} auto --delay-weight-grads 1", f"{SHARDED} --bf16"),
+    ],
 )
 def test_shares_that_are_measured_anew_in_each_iteration_change_no_result(
     ours: str, flags: str

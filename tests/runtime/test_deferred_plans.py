@@ -70,3 +70,22 @@ def test_a_plan_file_may_reduce_between_weight_gradients_if_the_run_can(tmp_path
     for changed in ({"reduces_early": False}, {"gathers_params": True}):
         with pytest.raises(PlanError, match=r"stage 0's DP.sync between its weight gradients"):
             Plans(replace(wanted, **changed)).training(2)
+    path.write_text(f"0WAIT_GRAD {text.removesuffix(' 0WAIT_GRAD\n')}")
+    with pytest.raises(PlanError, match=r"stage 0's DP.sync between its weight gradients"):
+        Plans(replace(wanted, backward_share=0.5)).training(2)
+
+
+def test_a_deferring_run_reduces_early_where_it_is_asked_to():
+    some = replace(
+        CONFIG,
+        schedule="aiao",
+        num_segments=2,
+        backward_share=0.5,
+        delay_weight_grads=(0, 1),
+        early_dp_sync=(1,),
+        reduces_early=True,
+    )
+    assert Plans(some).training(2).to_text() == (
+        "0WAIT_GRAD 0F0 0F1 1WAIT_GRAD 1F0 1B0 1F1 1B1 1W0 1REDUCE_GRAD.500 1W1 1REDUCE_GRAD "
+        "0B0 0B1 0W0 0W1 0REDUCE_GRAD\n"
+    )

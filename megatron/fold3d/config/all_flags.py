@@ -77,6 +77,7 @@ from megatron.fold3d.config.trace_flags import (
 )
 from megatron.fold3d.config.weight_grad_flags import (
     add_weight_grad_flags,
+    early_sync_problems,
     split_segments,
     weight_grad_problems,
 )
@@ -169,6 +170,7 @@ def read_config(args: Namespace) -> Fold3DConfig:
         *hierarchical_problems(args, schedule),
         *offload_problems(args, schedule, segments),
         *weight_grad_problems(args, schedule, segments),
+        *early_sync_problems(args, schedule),
         *recompute_problems(args, schedule, args.pipeline_model_parallel_size * segments),
         *_pair_problems(args, schedule),
         *_recompute_count_problems(args, schedule, segments),
@@ -192,6 +194,7 @@ def read_config(args: Namespace) -> Fold3DConfig:
         dp_slice_bytes=args.dp_slice_bytes or SLICE_BYTES[args.device],
         auto_slices=args.dp_slice_bytes is None,
         delay_weight_grads=split_segments(args, schedule, segments),
+        early_dp_sync=args.early_dp_sync,
         has_engine_modules=args.transformer_impl == "transformer_engine",
         forwards_ahead=None if args.forwards_ahead == AUTO else args.forwards_ahead,
         auto_ahead=args.forwards_ahead == AUTO,

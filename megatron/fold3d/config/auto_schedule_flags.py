@@ -16,6 +16,7 @@ _UNSHOWN = "never shown to train what stock does"
 
 _UNFIT = {
     "delay_weight_grads": _CHOOSES,
+    "early_dp_sync": _CHOOSES,
     "backward_share": _CHOOSES,
     "replicate_optimizer": _CHOOSES,
     "recompute_early": _UNSHOWN,

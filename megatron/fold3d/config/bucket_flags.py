@@ -7,6 +7,7 @@ every segment and every rank, except where one hardware queue holds all streams 
 
 import os
 from argparse import Namespace
+from collections.abc import Iterator
 
 from megatron.fold3d.policy import gradient_cut
 
@@ -28,17 +29,27 @@ def reduces_early(args: Namespace) -> bool:
     gradients are copied back when Megatron's own buckets are reduced, there are no slices either.
     """
     plan_gathers = args.overlap_param_gather and args.align_param_gather
-    return bool(
-        args.overlap_grad_reduce
-        and not has_one_queue(args)
-        and not getattr(args, "deterministic_mode", False)
-        and not args.ddp_param_name_patterns_for_fp32_local_accumulation
-        and args.num_distributed_optimizer_instances == 1
-        and args.shard_segments == "off"
-        and args.hierarchical_dp_sync == "off"
-        and not (args.preemptive_comm or args.overlap_tensor_parallel)
-        and (plan_gathers or not args.use_distributed_optimizer)
-    )
+    may_gather = plan_gathers or not args.use_distributed_optimizer
+    return bool(args.overlap_grad_reduce and may_gather and not any(delays_dp_sync(args)))
+
+
+def delays_dp_sync(args: Namespace) -> Iterator[str]:
+    """Yield the settings, as they are spelled, with which no DP.sync starts early."""
+    settings = {
+        "CUDA_DEVICE_MAX_CONNECTIONS=1": has_one_queue(args),
+        "--deterministic-mode": getattr(args, "deterministic_mode", False),
+        "--ddp-param-name-patterns-for-fp32-local-accumulation": (
+            args.ddp_param_name_patterns_for_fp32_local_accumulation
+        ),
+        f"--num-distributed-optimizer-instances {args.num_distributed_optimizer_instances}": (
+            args.num_distributed_optimizer_instances != 1
+        ),
+        f"--shard-segments {args.shard_segments}": args.shard_segments != "off",
+        f"--hierarchical-dp-sync {args.hierarchical_dp_sync}": args.hierarchical_dp_sync != "off",
+        "--preemptive-comm": args.preemptive_comm,
+        "--overlap-tensor-parallel": args.overlap_tensor_parallel,
+    }
+    return (spelled for spelled, is_set in settings.items() if is_set)
 
 
 def cuts_every_segment(args: Namespace) -> bool:

@@ -32,6 +32,8 @@ class Fold3DConfig:
         auto_slices: whether preemption may choose smaller slices.
         delay_weight_grads: the segments whose weight gradients are split from their backwards;
             unless the order itself places them, they follow all backwards.
+        early_dp_sync: of these, the ones whose DP.sync starts between their weight gradients
+            although it may reach into the next iteration.
         has_engine_modules: whether the model's layers are Transformer Engine's.
         forwards_ahead: forwards that 1F1B runs ahead per rank behind; None is the schedule's own.
         auto_ahead: whether measured times choose ``forwards_ahead``.
@@ -97,6 +99,7 @@ class Fold3DConfig:
     dp_slice_bytes: int = 0
     auto_slices: bool = False
     delay_weight_grads: tuple[int, ...] = ()
+    early_dp_sync: tuple[int, ...] = ()
     has_engine_modules: bool = False
     forwards_ahead: int | None = None
     auto_ahead: bool = False
@@ -146,11 +149,16 @@ class Fold3DConfig:
     @property
     def replicated_stages(self) -> tuple[int, ...]:
         """The stages of the segments that every replica steps in full."""
-        return tuple(
-            segment * self.num_ranks + rank
-            for segment in self.replicated_segments
-            for rank in range(self.num_ranks)
-        )
+        return self._stages_of(self.replicated_segments)
+
+    @property
+    def early_stages(self) -> tuple[int, ...]:
+        """The stages whose DP.sync may start between weight gradients and still be deferred."""
+        return self._stages_of(self.early_dp_sync)
+
+    def _stages_of(self, segments: tuple[int, ...]) -> tuple[int, ...]:
+        ranks = range(self.num_ranks)
+        return tuple(segment * self.num_ranks + rank for segment in segments for rank in ranks)
 
     def may_cut_sums(self, num_replicas: int) -> bool:
         """Return True if ``auto`` may cut gradients into other slices than stock.

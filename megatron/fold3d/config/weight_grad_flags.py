@@ -9,13 +9,14 @@ from importlib import metadata
 
 from megatron.fold3d.config.argument_group import ArgumentGroup
 from megatron.fold3d.config.backward_share_flags import AUTO
+from megatron.fold3d.config.bucket_flags import delays_dp_sync
 from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES
 
 OLDEST_ENGINE = 2, 8  # as Megatron asks for with its own --delay-wgrad-compute
 
 
 def add_weight_grad_flags(group: ArgumentGroup) -> None:
-    """Add ``--delay-weight-grads``."""
+    """Add ``--delay-weight-grads`` and the flags that go with it."""
     group.add_argument(
         "--delay-weight-grads",
         type=segments_or_auto,
@@ -26,6 +27,16 @@ def add_weight_grad_flags(group: ArgumentGroup) -> None:
         "DP.sync is an all-reduce that ends with the iteration, compute them when the segment's "
         "own backwards are through, parameter by parameter, and start DP.sync in between. auto "
         "computes those of all segments where ranks would wait, by measured times.",
+    )
+    group.add_argument(
+        "--early-dp-sync",
+        type=segment_list,
+        metavar="N,N",
+        default=(),
+        help="With --backward-share: of the segments of --delay-weight-grads, those whose weight "
+        "gradients are computed when the segment's own backwards are through, parameter by "
+        "parameter, with DP.sync in between. The last segments gain: they are reduced while the "
+        "network has nothing else to do.",
     )
     group.add_argument(
         "--most-activations",
@@ -111,6 +122,37 @@ def weight_grad_problems(args: Namespace, schedule: str, num_segments: int) -> I
         yield (
             f"{found} with --offload-activations {args.offload_activations}: what weight gradients "
             "are computed from would come back for the backward and stay; drop one of the two"
+        )
+
+
+def early_sync_problems(args: Namespace, schedule: str) -> Iterator[str]:
+    """Yield one message (found, rule, fix) per setting ``--early-dp-sync`` cannot run with."""
+    if not args.early_dp_sync or schedule == AUTO:
+        return
+    found = f"--early-dp-sync {','.join(map(str, args.early_dp_sync))}"
+    if args.backward_share is None:
+        yield (
+            f"{found} without --backward-share: DP.sync then starts between delayed weight "
+            "gradients wherever it can; drop it, or give --backward-share"
+        )
+    elif schedule == "plan-file":
+        yield f"{found} with --plan-file: the plan says when DP.sync starts; drop one of the two"
+    elif args.use_distributed_optimizer:
+        yield (
+            f"{found} with --use-distributed-optimizer: a shard has parts of nearly all "
+            "parameters, so nothing of it is complete early; drop one of the two"
+        )
+    elif other := next(delays_dp_sync(args), None):
+        yield (
+            f"{found} with {other}: DP.sync then starts where that says, not as soon as gradients "
+            "are complete; drop one of the two"
+        )
+    delayed = args.delay_weight_grads
+    if delayed == AUTO or not {*args.early_dp_sync} <= {*delayed}:
+        yield (
+            f"{found} with --delay-weight-grads "
+            f"{AUTO if delayed == AUTO else ','.join(map(str, delayed)) or 'not given'}: the first "
+            "names some segments of the second; name them in both"
         )
 
 

@@ -66,6 +66,8 @@ class Options:
     """
     reduces_early: bool = False
     """Whether DP.sync may start between delayed weight gradients, where it is an all-reduce."""
+    early_dp_sync: Container[int] = ()
+    """Of the deferred stages, those whose DP.sync may start there; all others may."""
     receives_late: bool = False
     """Whether receives are posted late, so that they block nothing in a shared hardware queue."""
     receives_ahead: int = 1
@@ -77,7 +79,7 @@ class Options:
         return (
             self.reduces_early
             and (not sharded or stage in self.replicated_stages)
-            and stage not in self.deferred_stages
+            and (stage not in self.deferred_stages or stage in self.early_dp_sync)
         )
 
     def early_segments(self, num_ranks: int) -> tuple[int, ...]:

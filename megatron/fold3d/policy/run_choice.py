@@ -21,7 +21,9 @@ class RunChoice:
         order: the order of computation, with the weight gradients that it places.
         shares: by stage, the share of DP.sync behind the backwards, if the rest reaches into the
             next iteration; None ends DP.sync with the iteration.
-        delayed: segments whose weight gradients follow all backwards.
+        delayed: segments whose weight gradients are apart from their backwards.
+        early: of these, the ones whose DP.sync starts between their weight gradients although it
+            may reach into the next iteration.
         replicated: segments that every replica steps in full.
     """
 
@@ -29,6 +31,7 @@ class RunChoice:
     order: Plan
     shares: tuple[float, ...] | None = None
     delayed: Segments = ()
+    early: Segments = ()
     replicated: Segments = ()
 
     @property
@@ -42,6 +45,11 @@ class RunChoice:
         return self.defers or bool(self.replicated)
 
     @property
+    def early_stages(self) -> tuple[int, ...]:
+        """The stages of the segments whose DP.sync starts early and may still be deferred."""
+        return stages_of(self.early, self.order.num_ranks)
+
+    @property
     def replicated_stages(self) -> tuple[int, ...]:
         """The stages of the segments that every replica steps in full."""
         return stages_of(self.replicated, self.order.num_ranks)
@@ -53,6 +61,7 @@ class RunChoice:
             parts.append("--backward-share auto")
         for flag, some in (
             ("--delay-weight-grads", self.delayed),
+            ("--early-dp-sync", self.early),
             ("--replicate-optimizer", self.replicated),
         ):
             if some:

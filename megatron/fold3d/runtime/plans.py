@@ -124,6 +124,7 @@ class Plans:
                 replicated_stages=choice.replicated_stages,
                 deferred_stages=range(order.num_stages if choice.defers else 0),
                 reduces_early=config.reduces_early,
+                early_dp_sync=choice.early_stages,
                 receives_late=config.receives_late,
                 receives_ahead=config.receives_ahead,
             )
@@ -139,6 +140,7 @@ class Plans:
             deferred_stages=config.deferred_stages,
             slice_shares=self._slice_shares(),
             reduces_early=config.reduces_early,
+            early_dp_sync=config.early_stages,
             receives_late=config.receives_late,
             receives_ahead=config.receives_ahead,
         )

@@ -66,10 +66,17 @@ def test_weight_gradients_follow_the_backwards_of_their_segment():
     )
 
 
-def test_a_stage_that_is_deferred_has_none():
+def test_a_stage_that_is_deferred_has_some_only_if_they_are_asked_for():
     order = build("aiao", num_ranks=2, num_segments=2, num_microbatches=3)
     options = Options(delay_weight_grads=(0, 1), deferred_stages=range(2), reduces_early=True)
     assert early(compile_plan(order, options)) == {2, 3}
+    options = replace(options, deferred_stages=range(4), early_dp_sync=(2, 3))
+    plan = compile_plan(order, options)
+    assert early(plan) == {2, 3}
+    *_, last = plan.select({Op.WEIGHT, Op.REDUCE_SLICE, Op.REDUCE_GRAD}).to_text().splitlines()
+    assert last == (
+        "3W0 3REDUCE_GRAD.333 3W1 3REDUCE_GRAD.666 3W2 3REDUCE_GRAD 1W0 1W1 1W2 1REDUCE_GRAD"
+    )
 
 
 def test_weight_gradients_between_backwards_stay_apart():

@@ -148,6 +148,20 @@ def test_the_first_segment_is_replicated_if_weight_gradients_can_hide_its_all_re
     assert flags(replace(found, scope=replace(scope, delays=False))) == []
 
 
+def test_dp_sync_of_the_last_segments_starts_early_where_the_link_is_the_limit():
+    # Until their backwards have run, the link has nothing to do, and then it is never idle.
+    costs = replace(Costs.uniform(8, grad_sync_s=14.0), weight_s=(1.0,) * 8)
+    best, *_ = search(costs=costs, scope=replace(ALL, reduces_early=True)).to_try()
+    assert best.choice.early
+    assert best.choice.early == best.choice.delayed[-len(best.choice.early) :]
+    assert best.choice.early[-1] == 3
+    assert str(best.choice).endswith(f"--early-dp-sync {','.join(map(str, best.choice.early))}")
+    late, *_ = search(costs=costs).to_try()
+    assert best.seconds < late.seconds
+    # At least the weight gradients of one segment, but those of one parameter.
+    assert late.seconds - best.seconds <= 4.0
+
+
 @pytest.mark.parametrize("gathers", [False, True])
 def test_the_first_segment_is_delayed_where_its_dp_sync_starts_between_its_weight_gradients(
     gathers: bool,

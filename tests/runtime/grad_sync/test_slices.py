@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.fold3d.runtime.grad_sync.complete_parts import CompleteParts
 from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
 from megatron.fold3d.runtime.grad_sync.reductions import Reductions
 from megatron.fold3d.runtime.grad_sync.slices import (
@@ -23,11 +24,17 @@ from tests.distributed import run_distributed
 A, B, C = (torch.nn.Parameter(torch.zeros(1)) for _ in range(3))
 
 
+class Bucket(SimpleNamespace):
+    """Like Megatron's, equal to itself only."""
+
+    __hash__ = object.__hash__
+
+
 @pytest.fixture
 def bucket() -> Any:
     """Ten gradients: of A the first two, of B the next three, of C the last five."""
     ranges = {A: (0, 2), B: (2, 5), C: (5, 10)}
-    return SimpleNamespace(grad_data=torch.arange(10.0), params=[C, B, A], param_to_index=ranges)
+    return Bucket(grad_data=torch.arange(10.0), params=[C, B, A], param_to_index=ranges)
 
 
 def numbers(parts: Any) -> list[list[int]]:
@@ -44,6 +51,25 @@ def test_parameters_reduced_in_the_iteration_are_in_no_slice(bucket: Any):
     assert numbers(slices(bucket, {B}, 16)) == [[0, 1], [5, 6, 7, 8], [9]]
     assert numbers(slices(bucket, {A, C}, 16)) == [[2, 3, 4]]
     assert numbers(slices(bucket, {A, B, C}, 16)) == []
+
+
+def test_slices_of_a_part_begin_and_end_with_it(bucket: Any):
+    assert numbers(slices(bucket, (), 16, 1, 7)) == [[1, 2, 3, 4], [5, 6]]
+    assert numbers(slices(bucket, {B}, 16, 1, 7)) == [[1], [5, 6]]
+    assert numbers(slices(bucket, {B}, 16, 2, 5)) == []
+
+
+def test_each_gradient_is_scaled_and_handed_over_once(bucket: Any):
+    bucket.gradient_scaling_factor = 2.0
+    config = SimpleNamespace(check_for_nan_in_grad=False, check_for_large_grads=False)
+    group = SimpleNamespace(buckets=[bucket], ddp_config=config, grad_reduce_finished=False)
+    chunk = SimpleNamespace(bucket_groups=[group], expert_parallel_bucket_groups=[])
+    parts = CompleteParts(chunk)
+    assert numbers(part.data for part in parts.take({B})) == [[0, 2], [10, 12, 14, 16, 18]]
+    assert numbers(part.data for part in parts.take({B})) == []
+    assert numbers(part.data for part in parts.take()) == [[4, 6, 8]]
+    assert numbers(part.data for part in parts.take()) == []
+    assert group.grad_reduce_finished
 
 
 def test_a_slice_is_a_view_of_the_bucket(bucket: Any):

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Container
 
 from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program
-from megatron.fold3d.plan.passes.grad_sync import carried_over, deferred_stages
+from megatron.fold3d.plan.passes.grad_sync import carried_over
 
 
 def reduce_early(plan: Plan, stages: Container[int]) -> Plan:
@@ -23,7 +23,7 @@ def reduce_early(plan: Plan, stages: Container[int]) -> Plan:
 
     Args:
         plan: a plan with DP.sync.
-        stages: those that may be changed; others, and stages that are deferred, are not.
+        stages: those that may be changed.
     """
     return Plan(tuple(_with_slices(program, stages) for program in plan.programs))
 
@@ -33,7 +33,7 @@ def early_stages(program: Program) -> frozenset[int]:
 
     They are those in which a slice of DP.sync precedes a weight gradient of the same iteration.
     """
-    late, deferred = carried_over(program), deferred_stages(program)
+    late = carried_over(program)
     begun: set[int] = set()
     early: set[int] = set()
     for action in program:
@@ -42,7 +42,7 @@ def early_stages(program: Program) -> frozenset[int]:
             begun.add(stage)
         elif op is Op.WEIGHT and stage in begun:
             early.add(stage)
-    return frozenset(early - deferred)
+    return frozenset(early)
 
 
 def num_needed(end: int, num_weights: int) -> int:
@@ -52,7 +52,6 @@ def num_needed(end: int, num_weights: int) -> int:
 
 def _with_slices(program: Program, stages: Container[int]) -> Program:
     weights = Counter(stage for stage, op, _ in program if op is Op.WEIGHT)
-    deferred = deferred_stages(program)
     left = Counter(stage for stage, op, _ in program if op is Op.BACKWARD)
     done: Counter[int] = Counter()
     lowered: list[Action] = []
@@ -60,7 +59,7 @@ def _with_slices(program: Program, stages: Container[int]) -> Program:
         stage, op, _ = action
         lowered.append(action)
         left[stage] -= op is Op.BACKWARD
-        if op is not Op.WEIGHT or stage not in stages or stage in deferred:
+        if op is not Op.WEIGHT or stage not in stages:
             continue
         if left[stage]:  # not all backwards have run: the micro-batches stay apart
             weights[stage] = 0

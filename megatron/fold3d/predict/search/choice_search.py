@@ -247,6 +247,7 @@ class ChoiceSearch:
             transfers=False,
             deferred_stages=range(choice.order.num_stages if choice.defers else 0),
             reduces_early=self.scope.reduces_early,
+            early_dp_sync=choice.early_stages,
         )
 
     def _orders(self) -> Iterator[RunChoice]:
@@ -327,6 +328,8 @@ class ChoiceSearch:
         if self.scope.delays:
             if self.scope.reduces_early and (plain := best(defers=False)):
                 self._reduce_early(plain, tried)
+            if self.scope.reduces_early and (plain := best(defers=True)):
+                self._reduce_early_and_late(plain, tried)
             for defers in (False, True):
                 if start := best(defers=defers):
                     self._delay(start, tried)
@@ -384,6 +387,20 @@ class ChoiceSearch:
             return tried(replace(start, delayed=segments, replicated=replicated))
 
         choose_replicated(self._units, seconds)
+
+    def _reduce_early_and_late(self, start: RunChoice, tried: Callable[[RunChoice], float]) -> None:
+        """Let DP.sync start between weight gradients and reach into the next iteration.
+
+        No DP.sync is left for the last segments' backwards, which come first: the next ones are
+        tried with them, while that shortens iterations.
+        """
+        best_s = self.seconds(start)
+        for first in range(self.num_segments - 1, 0, -1):
+            last = tuple(range(first, self.num_segments))
+            seconds = tried(replace(start, delayed=last, early=last))
+            if seconds >= best_s * (1 - LEAST_GAIN):
+                break
+            best_s = seconds
 
     def _delay(self, start: RunChoice, tried: Callable[[RunChoice], float]) -> RunChoice:
         """Delay weight gradients of one segment more while that shortens iterations; return it."""

@@ -6,11 +6,12 @@ distributed optimizer nothing is measured, and everything is reduced during the 
 weight gradients are delayed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 from megatron.fold3d.observe.timeline import Lane, Span
 from megatron.fold3d.plan.ir import Op, Plan
+from megatron.fold3d.plan.passes.early_grad_sync import early_stages
 from megatron.fold3d.plan.passes.gather_later import gather_later
 from megatron.fold3d.policy.backward_shares import (
     FIRST_SHARE,
@@ -43,7 +44,7 @@ def auto_shares(plan: Plan, costs: Costs, execution: Execution) -> tuple[float, 
     at_once_s = [FIRST_SHARE * s + own_s for s, own_s in zip(late_s, in_iteration_s, strict=True)]
     for rank, spans in enumerate(first.ranks):
         own = range(rank, stages, ranks)
-        ready_s = _ready_s(spans)
+        ready_s = _ready_s(spans, early_stages(plan.programs[rank]))
         slower = _slower(spans, ready_s, at_once_s)
         shares[rank::ranks] = backward_shares(
             [ready_s[stage] for stage in own], [slower * late_s[stage] for stage in own]
@@ -69,13 +70,23 @@ def gathered_when_reduced(plan: Plan, costs: Costs, shares: Sequence[float]) -> 
     )
 
 
-def _ready_s(spans: Sequence[Span]) -> dict[int, float]:
-    """Return when each stage's last backward ended, in s."""
-    return {
-        span.action.stage: span.end_s
-        for span in spans
-        if span.lane is Lane.COMPUTE and span.action and span.action.op is not Op.FORWARD
-    }
+def _ready_s(spans: Sequence[Span], early: Container[int]) -> dict[int, float]:
+    """Return when each stage's last backward ended, in s.
+
+    Of an ``early`` stage, whose DP.sync starts between its weight gradients, the first of these.
+    """
+    ready_s: dict[int, float] = {}
+    begun: set[int] = set()
+    for span in spans:
+        if span.lane is not Lane.COMPUTE or span.action is None or span.action.op is Op.FORWARD:
+            continue
+        stage, op, _ = span.action
+        if op is Op.WEIGHT and stage in early:
+            if stage in begun:
+                continue
+            begun.add(stage)
+        ready_s[stage] = span.end_s
+    return ready_s
 
 
 def _slower(
@@ -92,7 +103,7 @@ def _slower(
     for span in spans:
         if span.lane is not Lane.GRAD_SYNC or span.action is None:
             continue
-        is_reduction = span.action.op is Op.REDUCE_GRAD
+        is_reduction = span.action.op in (Op.REDUCE_GRAD, Op.REDUCE_SLICE)
         if is_reduction and ready_s[span.action.stage] <= span.start_s < last_s:
             of_stage.setdefault(span.action.stage, []).append(span)
     ended = {s: its for s, its in of_stage.items() if all(span.end_s <= last_s for span in its)}

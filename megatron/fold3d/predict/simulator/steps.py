@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from megatron.fold3d.plan.ir import COMPUTE_OPS, WHOLE, Action, Op, Plan, Program
+from megatron.fold3d.plan.passes.early_grad_sync import early_stages
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages, slices_of
 from megatron.fold3d.plan.passes.pairs import pairs, second_of
 from megatron.fold3d.plan.passes.recompute import recomputed
@@ -52,7 +53,8 @@ class Steps:
             stages follows the last action, in the order of the next forward. If the plan gathers
             parameters, this holds for the rank's first stage only; the rest of another stage
             follows the all-gather of the stage before, from the first iteration on. If empty,
-            REDUCE_GRAD starts all of DP.sync. A plan with slices has its own shares.
+            REDUCE_GRAD starts all of DP.sync. A plan with slices has its own shares, but for
+            slices between weight gradients: those start what is complete of the backward share.
 
         pairs_overlap: whether neighbours run in pairs, which begin when both inputs are there.
 
@@ -93,7 +95,7 @@ class Steps:
         }
         self.num_facts = len(Fact) * self._stages * self._microbatches
         in_iteration_s = costs.reduced_in_iteration_s or (0.0,) * self._stages
-        if plan.has(Op.REDUCE_SLICE):
+        if plan.has(Op.REDUCE_SLICE) and not (backward_share and _all_early(plan)):
             self.programs = [
                 list(self._sliced(program, in_iteration_s)) for program in plan.programs
             ]
@@ -175,8 +177,15 @@ class Steps:
             return part(stage, 1 - backward_share[stage])
 
         in_iteration = []
+        begun = dict.fromkeys(reduced, 0.0)  # the share that has started early, by stage
         for action in program:
             stage = action.stage
+            if action.op is Op.REDUCE_SLICE:
+                assert action.microbatch is not None
+                end = min(action.microbatch / WHOLE, backward_share[stage])
+                yield part(stage, end - begun[stage])._replace(action=action)
+                begun[stage] = end
+                continue
             if action.op is not Op.REDUCE_GRAD:
                 yield self._step(action)
                 if action.op is Op.GATHER_PARAM and stage in follows:
@@ -185,7 +194,7 @@ class Steps:
             if part_s := in_iteration_s[stage]:
                 in_iteration.append(Action(stage, Op.WAIT_GRAD))
                 yield Step(action, part_s, (), self._fact(Fact.REDUCED_IN_ITERATION, stage))
-            yield part(stage, backward_share[stage])
+            yield part(stage, backward_share[stage] - begun[stage])
         yield from (rest(stage) for stage in reduced if stage not in follows.values())
         for action in in_iteration:
             yield Step(action, 0.0, (), self._fact(Fact.REDUCED_IN_ITERATION, action.stage))
@@ -235,6 +244,15 @@ class Steps:
         if self._reloads and (stage, Op.RELOAD, microbatch) in self._reloads:
             needs.append(self._fact(Fact.RELOADED, stage, microbatch))
         return tuple(needs)
+
+
+def _all_early(plan: Plan) -> bool:
+    """Return True if all slices of DP.sync start between weight gradients."""
+    return all(
+        {action.stage for action in program if action.op is Op.REDUCE_SLICE}
+        <= early_stages(program)
+        for program in plan.programs
+    )
 
 
 def _backward_s(plan: Plan, costs: Costs) -> tuple[float, ...]:

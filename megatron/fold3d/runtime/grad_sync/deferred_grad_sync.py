@@ -3,11 +3,12 @@
 `DeferredSync` handles these segments; `GradSync` handles the others, if there are any.
 """
 
-from megatron.fold3d.plan.ir import Op, Plan
+from megatron.fold3d.plan.ir import Action, Op, Plan
+from megatron.fold3d.plan.passes.early_grad_sync import early_stages
 from megatron.fold3d.plan.passes.gather_later import gather_later
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 from megatron.fold3d.plan.verify import verify
-from megatron.fold3d.runtime.feature import Iteration
+from megatron.fold3d.runtime.feature import Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
 from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
 
@@ -55,6 +56,18 @@ class DeferredGradSync(GradSync):
         self._deferred_segments = frozenset(s // iteration.plan.num_ranks for s in stages)
         self._plan_gathers = any(action.op is Op.GATHER_PARAM for action in iteration.program)
         super().prepare(iteration)
+
+    def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
+        """Return the handlers of DP.sync, with that of slices between weight gradients."""
+        table = super().handlers(iteration, inner)
+        if not early_stages(iteration.program):
+            return table
+
+        def start_early(action: Action) -> None:
+            chunk = self._chunks[iteration.segment(action)]
+            self._deferred.start_early(chunk, iteration.unfinished.get(action.stage, ()))
+
+        return {**table, Op.REDUCE_SLICE: start_early}
 
     def release(self, segment: int) -> None:
         """Let DDP's hooks reduce the gradients of a segment that is not deferred."""

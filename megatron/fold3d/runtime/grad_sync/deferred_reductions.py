@@ -124,16 +124,22 @@ class DeferredReductions:
         if whole:
             self._shares = [1.0] * len(self._chunks)
 
-    def cut_chunk(self, chunk: Any) -> Sequence[Piece]:
-        """Return a chunk's complete gradients as slices for `start_chunk`."""
-        slices = self._reductions.cut(chunk)
+    def cut_chunk(self, chunk: Any, unfinished: Collection[torch.Tensor] = ()) -> Sequence[Piece]:
+        """Return a chunk's complete gradients as slices for `start_chunk`.
+
+        Args:
+            chunk: the model chunk.
+            unfinished: parameters whose gradients are not complete. A later call returns those.
+        """
+        slices = self._reductions.cut(chunk, unfinished)
         if self._auto is not None:
             self._auto.ready(self._chunks.index(chunk), sum(part.num_bytes for part in slices))
         return slices
 
-    def start_chunk(self, chunk: Any, slices: Sequence[Piece]) -> None:
-        """Start to reduce the backward share of a chunk's slices."""
-        self._reductions.start_slices(chunk, slices, self._shares[self._chunks.index(chunk)])
+    def start_chunk(self, chunk: Any, slices: Sequence[Piece], *, are_last: bool) -> None:
+        """Start to reduce the backward share of a chunk, as far as its slices are complete."""
+        share = self._shares[self._chunks.index(chunk)]
+        self._reductions.start_slices(chunk, slices, share, are_last=are_last)
 
     def finish_backward(self) -> None:
         """Start the first chunk's remaining slices; wait for what is reduced in the iteration."""

@@ -35,7 +35,7 @@ or all gradients if the step depends on their values.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -186,11 +186,24 @@ class DeferredSync:
         self._reductions.start_until(chunk, share)
 
     def start_grad_sync(self, chunk: Any) -> None:
-        """Start to reduce the backward share of a chunk's complete gradients."""
-        slices = self._reductions.cut_chunk(chunk)
+        """Start to reduce the backward share of a chunk's gradients, all of which are complete."""
+        self._start(chunk, (), are_last=True)
+
+    def start_early(self, chunk: Any, unfinished: Collection[torch.Tensor]) -> None:
+        """Start to reduce what is complete of a chunk's backward share; `start_grad_sync` follows.
+
+        Args:
+            chunk: the model chunk.
+            unfinished: the parameters whose gradients are not complete.
+        """
+        self._start(chunk, unfinished, are_last=False)
+
+    def _start(self, chunk: Any, unfinished: Collection[torch.Tensor], *, are_last: bool) -> None:
+        slices = self._reductions.cut_chunk(chunk, unfinished)
         if self._norm_bound is not None:
-            self._norm_bound.add(self._chunks.index(chunk), slices)
-        self._reductions.start_chunk(chunk, slices)
+            more = self._reductions.is_running(chunk)
+            self._norm_bound.add(self._chunks.index(chunk), slices, more=more)
+        self._reductions.start_chunk(chunk, slices, are_last=are_last)
 
     def finish_backward(self) -> None:
         """Start the remaining slices of the first chunk, whose forward is next.

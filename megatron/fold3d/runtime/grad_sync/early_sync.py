@@ -1,17 +1,15 @@
 """DP.sync of parameters whose gradients are complete while others' are still computed.
 
+This is about DP.sync that ends with the iteration; `DeferredGradSync` starts the one that may not.
 In a stage whose weight gradients are computed parameter by parameter, a slice of DP.sync starts
 what is complete: all parts of DDP's buckets in which no unfinished parameter lies.
 
     compute    .. 0B0 0B1 │ 0W: a  │ 0W: b  │ 0W: c  │
     DP.sync               └─ norms ├─── a ──┼─── b ──┼─── c ──│
-
-Keeps one invariant: each gradient is scaled and reduced once, when it is complete.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,12 +17,12 @@ import torch.distributed as dist
 
 from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.plan.passes.early_grad_sync import early_stages
+from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, group_of, is_sharded
-from megatron.fold3d.runtime.grad_sync.slices import Slice, outside, ranges_of, reduce_op
+from megatron.fold3d.runtime.grad_sync.complete_parts import CompleteParts
+from megatron.fold3d.runtime.grad_sync.slices import Slice, reduce_op
 from megatron.fold3d.runtime.trace.recorder import Recorder, when_done
-
-Range = tuple[int, int]
 
 
 class EarlySync(Feature):
@@ -76,8 +74,7 @@ class EarlySync(Feature):
 class _Running:
     """The all-reduces of one chunk in an iteration."""
 
-    chunk: Any
-    started: dict[Any, list[Range]] = field(default_factory=dict)  # by bucket
+    parts: CompleteParts
     works: list[dist.Work] = field(default_factory=list)
     ends: list[Callable[[], None]] = field(default_factory=list)  # not observed
 
@@ -87,11 +84,14 @@ class _Running:
         observe: Callable[[], Callable[[], None]] | None,
     ) -> None:
         """Start to reduce what is complete and has not been started."""
-        parts = list(self._complete(unfinished))
+        parts = list(self.parts.take(unfinished))
         if not parts:
             return
         end = observe() if observe else None
-        works = [_reduce(bucket_group, bucket, part) for bucket_group, bucket, part in parts]
+        works = [
+            Slice(part.data, reduce_op(part.bucket_group), group_of(part.bucket_group)).reduce()
+            for part in parts
+        ]
         self.works += works
         if end is not None and not when_done(works, end):
             self.ends.append(end)
@@ -105,44 +105,20 @@ class _Running:
         self.works.clear()
         self.ends.clear()
 
-    def _complete(self, unfinished: Collection[torch.Tensor]) -> Iterator[tuple[Any, Any, Range]]:
-        for bucket_group in bucket_groups(self.chunk):
-            bucket_group.grad_reduce_finished = True  # DDP then neither starts it nor waits for it
-            for bucket in bucket_group.buckets:
-                begun = self.started.setdefault(bucket, [])
-                kept = sorted([*ranges_of(bucket, unfinished), *begun])
-                for part in list(outside(kept, bucket.grad_data.numel())):
-                    begun.append(part)
-                    yield bucket_group, bucket, part
-
 
 def _begin(iteration: Iteration) -> dict[int, _Running]:
     """Return what an iteration starts early, by stage."""
     running: dict[int, _Running] = {}
-    for stage in early_stages(iteration.program) if iteration.trains else ():
+    program = iteration.program
+    stages = early_stages(program) - deferred_stages(program) if iteration.trains else ()
+    for stage in stages:
         chunk: Any = iteration.chunks[stage // iteration.plan.num_ranks]
         sharded = any(map(is_sharded, bucket_groups(chunk)))
         # A shard has parts of nearly all parameters, so nothing of it would be complete early.
         assert chunk.force_all_reduce or not sharded, f"stage {stage} is reduce-scattered"
-        running[stage] = _Running(chunk)
+        running[stage] = _Running(CompleteParts(chunk))
     return running
 
 
 def _unknown(action: Action) -> None:
     raise AssertionError(f"nothing in this run can run {action}")
-
-
-def _reduce(bucket_group: Any, bucket: Any, part: Range) -> dist.Work:
-    """Check, scale and reduce a part of a bucket as Megatron does with whole buckets."""
-    data = bucket.grad_data[slice(*part)]
-    config = bucket_group.ddp_config
-    if config.check_for_nan_in_grad or config.check_for_large_grads:
-        alone = SimpleNamespace(buckets=[SimpleNamespace(grad_data=data)])
-        type(bucket_group).check_grads(
-            alone,
-            check_for_nan_or_inf=config.check_for_nan_in_grad,
-            check_for_large=config.check_for_large_grads,
-        )
-    if bucket.gradient_scaling_factor != 1.0:
-        data *= bucket.gradient_scaling_factor
-    return Slice(data, reduce_op(bucket_group), group_of(bucket_group)).reduce()

@@ -123,10 +123,12 @@ class AutoShares:
         return shares
 
     def ready(self, segment: int, num_bytes: int) -> None:
-        """Note that a segment's gradients are complete."""
+        """Note that gradients of a segment are complete; the first of them count as its time."""
         if self._now is not None:
-            self._now.ready[segment] = self._clock.mark()
-            self._now.segment_bytes[segment] = num_bytes
+            if segment not in self._now.ready:
+                self._now.ready[segment] = self._clock.mark()
+                self._now.segment_bytes[segment] = 0
+            self._now.segment_bytes[segment] += num_bytes
 
     def open_transfer(self, num_bytes: int) -> Callable[[], None]:
         """Note that a reduction starts; call the returned function when it is done."""

@@ -90,17 +90,25 @@ class NormBound:
         self._world = dist.new_group(timeout=timeout)  # its own, so that it stands in no queue
 
     @torch.no_grad()
-    def add(self, segment: int, parts: Iterable[Piece]) -> None:
-        """Record the norms of a segment's slices, which are about to be reduced."""
+    def add(self, segment: int, parts: Iterable[Piece], *, more: bool = False) -> None:
+        """Record the norms of a segment's slices, which are about to be reduced.
+
+        Args:
+            segment: the segment.
+            parts: its slices.
+            more: whether they come on top of slices that were recorded before.
+        """
         by_ranks: dict[Ranks, list[torch.Tensor]] = defaultdict(list)
         for part in parts:
             by_ranks[ranks_of(part.group)].extend(part.views)
         for ranks, data in by_ranks.items():
             slot = self._first_slot[ranks] + segment
             rounding = (1 + torch.finfo(data[0].dtype).eps) ** len(ranks)  # the rounding of the sum
-            self._norms[slot] = _norm(data) * rounding
+            norm = _norm(data) * rounding
+            self._norms[slot] = torch.hypot(self._norms[slot], norm) if more else norm
             if self._in_fp16:
-                self._peaks[slot] = _peak(data) * rounding
+                peak = (_peak(data) * rounding).double()
+                self._peaks[slot] = torch.maximum(self._peaks[slot], peak) if more else peak
 
     @torch.no_grad()
     def add_reduced(

@@ -9,7 +9,7 @@ the losses, would queue behind the slices.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -26,6 +26,7 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     ranks_of,
     set_group,
 )
+from megatron.fold3d.runtime.grad_sync.complete_parts import CompleteParts, Part
 from megatron.fold3d.runtime.grad_sync.slices import (
     Piece,
     ShardedSlice,
@@ -36,6 +37,7 @@ from megatron.fold3d.runtime.grad_sync.slices import (
     ranges_of,
     reduce_op,
     slices,
+    split_after,
 )
 from megatron.fold3d.runtime.trace.recorder import when_done
 
@@ -61,6 +63,8 @@ class Reductions:
         self._reduced_in_iteration: AbstractSet[torch.nn.Parameter] = frozenset()
         self._groups: Mapping[Ranks, dist.ProcessGroup] = {}
         self._keeping: list[Any] = []
+        self._parts: dict[Any, CompleteParts] = {}  # by chunk whose gradients become complete
+        self._left: dict[Any, int] = {}  # by chunk, gradients of its share that are not complete
         self._rest: dict[Any, list[Piece]] = {}
         self._begun: dict[Any, float] = {}  # the share that `start_until` has started
         self._running: dict[Any, list[dist.Work]] = {}
@@ -82,26 +86,45 @@ class Reductions:
             groups,
         )
 
-    def cut(self, chunk: Any) -> list[Piece]:
+    def cut(self, chunk: Any, unfinished: Collection[torch.Tensor] = ()) -> list[Piece]:
         """Prepare a chunk's complete gradients for reduction and return them as slices.
 
         The slices are views of DDP's gradient buffers. Scaling by DDP's factor has been applied.
-        """
-        return [
-            part
-            for bucket_group in bucket_groups(chunk)
-            for bucket in _made_ready(bucket_group).buckets
-            for part in self._pieces(bucket_group, bucket)
-        ]
 
-    def start_slices(self, chunk: Any, whole: Sequence[Piece], share: float) -> None:
-        """Start what is reduced in the iteration, then the first ``share`` of a chunk's slices."""
-        assert chunk not in self._running, "its gradients were not waited for"
-        for bucket_group in bucket_groups(chunk):
-            self._keep(bucket_group)
-        first, self._rest[chunk] = divide(whole, 0.0 if self.is_planned else share)
-        self._running[chunk] = self._reduce(chunk, first)
-        self._begun[chunk] = 0.0
+        Args:
+            chunk: the model chunk.
+            unfinished: parameters whose gradients are not complete. A later call returns those.
+        """
+        parts = self._parts.setdefault(chunk, CompleteParts(chunk))
+        return [piece for part in parts.take(unfinished) for piece in self._pieces(part)]
+
+    def start_slices(
+        self, chunk: Any, complete: Sequence[Piece], share: float, *, are_last: bool = True
+    ) -> None:
+        """Start a chunk's slices until the first ``share`` of all its gradients has been started.
+
+        Args:
+            chunk: the model chunk.
+            complete: its slices that are complete since the last call.
+            share: the same in all calls for an iteration.
+            are_last: whether the chunk's gradients are complete now. Then this first starts what
+                is reduced in the iteration.
+        """
+        if chunk not in self._left:
+            assert chunk not in self._running, "its gradients were not waited for"
+            whole = sum(piece.num_elements for piece in self._whole(chunk))
+            self._left[chunk] = 0 if self.is_planned else round(share * whole)
+            self._rest[chunk], self._running[chunk], self._begun[chunk] = [], [], 0.0
+        if are_last:
+            for bucket_group in bucket_groups(chunk):
+                self._keep(bucket_group)
+            self._parts.pop(chunk, None)
+        first, rest = split_after(complete, self._left[chunk])
+        self._left[chunk] -= sum(piece.num_elements for piece in first)
+        self._rest[chunk] += rest
+        self._running[chunk] += self._reduce(chunk, first)
+        if are_last:
+            del self._left[chunk]
 
     def start_until(self, chunk: Any, share: float) -> None:
         """Start a chunk's slices up to ``share`` of all, if its reduction is in flight.
@@ -199,16 +222,26 @@ class Reductions:
                 part.reduce() for part in _sharded_slices(bucket_group, bucket, group, kept)
             ]
 
-    def _pieces(self, bucket_group: Any, bucket: Any) -> Iterator[Piece]:
-        """Yield the pieces of a bucket, but for what is reduced in the iteration."""
+    def _whole(self, chunk: Any) -> Iterator[Piece]:
+        """Yield all pieces of a chunk, complete or not."""
+        for bucket_group in bucket_groups(chunk):
+            for bucket in bucket_group.buckets:
+                yield from self._pieces(Part(bucket_group, bucket, 0, bucket.grad_data.numel()))
+
+    def _pieces(self, part: Part) -> Iterator[Piece]:
+        """Yield the pieces of a part, but for what is reduced in the iteration."""
+        bucket_group, bucket = part.bucket_group, part.bucket
         megatrons = group_of(bucket_group)
         ours = self._groups.get(ranks_of(megatrons), megatrons)
+        kept = self._reduced_in_iteration
         if not is_sharded(bucket_group):
-            for data in slices(bucket, self._reduced_in_iteration, self._slice_bytes):
+            for data in slices(bucket, kept, self._slice_bytes, part.begin, part.end):
                 yield Slice(data, reduce_op(bucket_group), ours)
             return
-        kept = in_iteration_offsets(bucket, self._reduced_in_iteration, ours.size())
-        rest = outside(kept, bucket.grad_data.numel() // ours.size())
+        size = bucket.grad_data.numel()
+        assert (part.begin, part.end) == (0, size), "a part of a bucket is no part of all shards"
+        offsets = in_iteration_offsets(bucket, kept, ours.size())
+        rest = outside(offsets, size // ours.size())
         yield from _sharded_slices(bucket_group, bucket, ours, rest)
 
 
@@ -225,21 +258,3 @@ def _sharded_slices(
             rank=group.rank(),
             size=group.size(),
         )
-
-
-def _made_ready(bucket_group: Any) -> Any:
-    """Check and scale gradients as Megatron's ``start_grad_sync`` does; mark them as reduced.
-
-    ``finalize_model_grads`` then skips this bucket group.
-    """
-    config = bucket_group.ddp_config
-    if config.check_for_nan_in_grad or config.check_for_large_grads:
-        bucket_group.check_grads(
-            check_for_nan_or_inf=config.check_for_nan_in_grad,
-            check_for_large=config.check_for_large_grads,
-        )
-    for bucket in bucket_group.buckets:
-        if bucket.gradient_scaling_factor != 1.0:
-            bucket.grad_data *= bucket.gradient_scaling_factor
-    bucket_group.grad_reduce_finished = True
-    return bucket_group

@@ -1,9 +1,10 @@
 """A model chunk's gradients, cut into slices; one collective reduces each.
 
-Keeps one invariant: the cut depends only on the sizes of parameters, the share and the size of a
-slice, so all replicas of a chunk make the same slices.
+Keeps one invariant: the cut depends only on the plan, the sizes of parameters, the share and the
+size of a slice, so all replicas of a chunk make the same slices.
 """
 
+import sys
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -179,15 +180,22 @@ def ranges_of(bucket: Any, parameters: Container[torch.Tensor]) -> list[tuple[in
 
 
 def slices(
-    bucket: Any, reduced_in_iteration: Container[torch.nn.Parameter], slice_bytes: int
+    bucket: Any,
+    reduced_in_iteration: Container[torch.nn.Parameter],
+    slice_bytes: int,
+    first: int = 0,
+    last: int = sys.maxsize,
 ) -> Iterator[torch.Tensor]:
-    """Yield 1-D views of all other gradients of a bucket, each at most ``slice_bytes`` large.
+    """Yield 1-D views of a bucket's other gradients from offset ``first`` to ``last``.
 
-    The views are contiguous, in order and of the bucket's own buffer, which DDP owns.
+    The views are contiguous, in order, at most ``slice_bytes`` large, and of the bucket's own
+    buffer, which DDP owns.
     """
     data = bucket.grad_data
     for begin, end in outside(ranges_of(bucket, reduced_in_iteration), data.numel()):
-        yield from data[begin:end].split(slice_bytes // data.element_size())
+        here = data[max(begin, first) : min(end, last)]
+        if here.numel():
+            yield from here.split(slice_bytes // data.element_size())
 
 
 def in_iteration_offsets(
@@ -216,7 +224,11 @@ def outside(ranges: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int,
 
 def divide(whole: Sequence[Piece], share: float) -> tuple[list[Piece], list[Piece]]:
     """Split slices into the first ``share`` of their elements, counted together, and the rest."""
-    left = round(share * sum(part.num_elements for part in whole))
+    return split_after(whole, round(share * sum(part.num_elements for part in whole)))
+
+
+def split_after(whole: Sequence[Piece], left: int) -> tuple[list[Piece], list[Piece]]:
+    """Split slices into the first ``left`` elements, counted together, and the rest."""
     first: list[Piece] = []
     rest: list[Piece] = []
     for part in whole:
