@@ -436,7 +436,7 @@ def _replicated_steps(config: "Fold3DConfig", plans: "Plans") -> "Part":
     measured = MeasuredReplication(
         plans,
         replicated,
-        SimulatedIteration.measured,
+        partial(SimulatedIteration.measured, reduces_early=config.reduces_early),
         delayed=config.delay_weight_grads,
         tied=config.ties_embeddings,
     )

@@ -17,8 +17,9 @@ NAME = "auto"
 _UNFIT = (
     *("aiao_last_segment", "forwards_ahead", "recompute_early", "shard_segments"),
     *("overlap_tensor_parallel", "delay_weight_grads", "most_activations", "grad_sync"),
-    *("backward_share", "replicate_optimizer", "preemptive_comm", "cuda_connections"),
-    *("grad_sync_launches", "dp_slices", "iterations", "svg", "recompute_layers"),
+    *("backward_share", "early_dp_sync", "replicate_optimizer", "preemptive_comm"),
+    *("cuda_connections", "grad_sync_launches", "dp_slices", "iterations", "svg"),
+    "recompute_layers",
 )
 
 

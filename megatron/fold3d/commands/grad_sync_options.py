@@ -4,9 +4,12 @@ from argparse import Namespace
 from dataclasses import replace
 
 from megatron.fold3d.commands.cost_options import Source
+from megatron.fold3d.commands.schedule_options import spelled
 from megatron.fold3d.config.backward_share_flags import AUTO
 from megatron.fold3d.observe.timeline import Timeline
-from megatron.fold3d.plan.ir import Op, Plan
+from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.passes.early_grad_sync import all_early
+from megatron.fold3d.policy.replicated_segments import stages_of
 from megatron.fold3d.predict.search.candidate_timeline import PAUSE_SHARE
 from megatron.fold3d.predict.search.simulated_shares import auto_shares, gathered_when_reduced
 from megatron.fold3d.predict.simulator.execution import Device, Execution
@@ -33,6 +36,49 @@ def grad_sync_of(args: Namespace) -> str | None:
             "order; drop one"
         )
     return "deferred"
+
+
+def reduces_early(args: Namespace, source: Source, grad_sync: str | None) -> bool:
+    """Tell whether training would start DP.sync between delayed weight gradients."""
+    one_queue = 1 in (args.cuda_connections, source.cuda_connections)
+    waits = args.preemptive_comm or args.hierarchical_dp_sync or args.overlap_tensor_parallel
+    return not (
+        one_queue
+        or waits
+        or args.shard_segments is not None
+        or grad_sync == "serial"
+        or is_sliced(args, source)
+    )
+
+
+def early_stages_of(args: Namespace, num_ranks: int, *, may: bool) -> tuple[int, ...]:
+    """Return the stages of ``--early-dp-sync``; ``may`` tells whether DP.sync may start early.
+
+    Raises:
+        ValueError: found, rule and fix.
+    """
+    segments = args.early_dp_sync or ()
+    delayed = args.delay_weight_grads or ()
+    if not segments:
+        return ()
+    found = f"--early-dp-sync {spelled(segments)}"
+    if args.backward_share is None:
+        raise ValueError(
+            f"{found} without --backward-share: DP.sync then starts between delayed weight "
+            "gradients wherever it can; drop it, or give --backward-share"
+        )
+    if delayed == AUTO or not {*segments} <= {*delayed}:
+        raise ValueError(
+            f"{found} with --delay-weight-grads {spelled(delayed) or 'not given'}: the first names "
+            "some segments of the second; name them in both"
+        )
+    if not may:
+        raise ValueError(
+            f"{found}: it starts all-reduces as soon as gradients are complete; drop it, or what "
+            "starts them elsewhere: slices, one hardware queue, pairs, shards, --preemptive-comm "
+            "or --hierarchical-dp-sync"
+        )
+    return stages_of(segments, num_ranks)
 
 
 def is_sliced(args: Namespace, source: Source) -> bool:
@@ -122,7 +168,7 @@ def simulated_timeline(args: Namespace, plan: Plan, source: Source, *, deferred:
         in_order=True,
         overlap_tensor_parallel=bool(args.overlap_tensor_parallel),
     )
-    if (share := args.backward_share) is not None and not plan.has(Op.REDUCE_SLICE):
+    if (share := args.backward_share) is not None and all_early(plan):
         shares = (
             auto_shares(plan, source.costs, execution)
             if share == AUTO

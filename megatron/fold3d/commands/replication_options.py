@@ -16,7 +16,7 @@ from megatron.fold3d.predict.search.replicated_choice import (
 
 
 def chosen_segments(
-    args: Namespace, source: Source, order: Plan, grad_sync: str | None
+    args: Namespace, source: Source, order: Plan, grad_sync: str | None, *, reduces_early: bool
 ) -> tuple[int, ...]:
     """Return the segments whose optimizer steps every replica takes in full.
 
@@ -25,6 +25,7 @@ def chosen_segments(
         source: costs and memory of a model that is updated in shards.
         order: the order that runs.
         grad_sync: where DP.sync goes, if the options say so.
+        reduces_early: as in `Options`.
 
     Raises:
         ValueError: the flag cannot be simulated with another option.
@@ -51,7 +52,17 @@ def chosen_segments(
         return tuple(given)
 
     hardware = source.hardware
-    iteration = SimulatedIteration(order, (), source.costs, source.nic_of_rank, source.routes)
+    delayed = args.delay_weight_grads or ()
+    if reduces_early and delayed != AUTO:  # where they go depends on what is replicated
+        order = order.select(frozenset(Op) - {Op.WEIGHT})
+    iteration = SimulatedIteration(
+        order,
+        () if delayed == AUTO else delayed,
+        source.costs,
+        source.nic_of_rank,
+        source.routes,
+        reduces_early=reduces_early,
+    )
     peaks = hardware.peaks(iteration.timeline(()))
 
     def fits(segments: tuple[int, ...]) -> bool:

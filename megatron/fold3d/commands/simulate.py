@@ -15,8 +15,10 @@ from megatron.fold3d.commands.goodput_options import (
 )
 from megatron.fold3d.commands.grad_sync_options import (
     check_device_options,
+    early_stages_of,
     grad_sync_of,
     is_sliced,
+    reduces_early,
     simulated_timeline,
     slice_shares_of,
 )
@@ -119,17 +121,24 @@ def run(args: Namespace) -> int:
             f"--layers {spelled(args.layers)}: it is for the layers of a model; give --model and "
             "--cluster"
         )
+    early = reduces_early(args, source, grad_sync)
+    delayed = args.delay_weight_grads if early and args.delay_weight_grads != AUTO else None
     options = Options(
+        delay_weight_grads=delayed or (),
         gathers_params=source.gathers_params,
         overlap_tensor_parallel=bool(args.overlap_tensor_parallel),
         shards_grads=args.shard_segments == "gradients",
         transfers=bool(args.overlap_tensor_parallel),  # sends stand behind both of a pair
         grad_sync="serial" if grad_sync == "serial" else "overlap",
         deferred_stages=range(compute.num_stages if grad_sync == "deferred" else 0),
+        reduces_early=early,
+        early_dp_sync=early_stages_of(args, compute.num_ranks, may=early),
     )
     sliced = is_sliced(args, source)
 
     def simulated(order: Plan, source: Source) -> tuple[Plan, Timeline]:
+        if delayed:  # the passes put some of them behind the backwards of their segments
+            order = order.select(frozenset(Op) - {Op.WEIGHT})
         plan = lower(order, options)
         if sliced:
             plan = lower(order, replace(options, slice_shares=slice_shares_of(args, plan, source)))
@@ -160,7 +169,7 @@ def run(args: Namespace) -> int:
     if asks_to_choose(args):
         name, compute = chosen_order(args, source, judged)
     if args.replicate_optimizer is not None:
-        segments = chosen_segments(args, source, compute, grad_sync)
+        segments = chosen_segments(args, source, compute, grad_sync, reduces_early=early)
         name += f" --replicate-optimizer {spelled(segments) or 'none'}"
         options = replace(options, replicated_stages=stages_of(segments, compute.num_ranks))
         source = replicated_source(source, compute, segments)
@@ -220,7 +229,7 @@ def _plan(args: Namespace) -> tuple[str, Plan]:
     for name in (
         *("pp", "segments", "microbatches", "aiao_last_segment", "group_size"),
         *("delay_weight_grads", "forwards_ahead", "recompute_early", "most_activations"),
-        *("overlap_tensor_parallel", "shard_segments"),
+        *("overlap_tensor_parallel", "shard_segments", "early_dp_sync"),
     ):
         if (value := getattr(args, name)) is not None:
             flag = "--" + name.replace("_", "-")

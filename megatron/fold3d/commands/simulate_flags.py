@@ -8,7 +8,7 @@ from megatron.fold3d.commands.layer_options import layers_or_auto
 from megatron.fold3d.commands.schedule_options import add_size_options
 from megatron.fold3d.config.backward_share_flags import share_or_auto
 from megatron.fold3d.config.recompute_flags import counts_or_auto
-from megatron.fold3d.config.weight_grad_flags import segments_or_auto
+from megatron.fold3d.config.weight_grad_flags import segment_list, segments_or_auto
 from megatron.fold3d.plan.device_queues import CONNECTIONS
 from megatron.fold3d.plan.schedules import SCHEDULES
 
@@ -40,6 +40,13 @@ def add_simulate_flags(parser: ArgumentParser) -> None:
         help="DP.sync in order of issue, this share of it behind backwards and the rest behind the "
         "next iteration's forwards, as training's --backward-share has it; auto is what fits of "
         "each segment",
+    )
+    parser.add_argument(
+        "--early-dp-sync",
+        type=segment_list,
+        metavar="N,N",
+        help="with --backward-share: segments of --delay-weight-grads whose DP.sync starts between "
+        "their weight gradients",
     )
     parser.add_argument(
         "--replicate-optimizer",

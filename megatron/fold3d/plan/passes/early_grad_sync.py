@@ -45,6 +45,15 @@ def early_stages(program: Program) -> frozenset[int]:
     return frozenset(early)
 
 
+def all_early(plan: Plan) -> bool:
+    """Return True if slices of DP.sync stand between weight gradients only, if there are any."""
+    return all(
+        {action.stage for action in program if action.op is Op.REDUCE_SLICE}
+        <= early_stages(program)
+        for program in plan.programs
+    )
+
+
 def num_needed(end: int, num_weights: int) -> int:
     """Return how many of a stage's weight gradients come before a slice that ends at ``end``."""
     return -(-end * num_weights // WHOLE)

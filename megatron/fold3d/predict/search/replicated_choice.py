@@ -66,10 +66,11 @@ class SimulatedIteration:
 
     Args:
         order: the order of computation.
-        delayed: segments whose weight gradients follow all backwards, unless the order has them.
+        delayed: segments whose weight gradients are delayed, unless the order has them.
         costs: the costs with a distributed optimizer: reduce-scatters and all-gathers.
         nic_of_rank: as in `Execution`.
         routes: as in `Execution`.
+        reduces_early: as in `Options`.
     """
 
     def __init__(
@@ -79,8 +80,11 @@ class SimulatedIteration:
         costs: Costs,
         nic_of_rank: tuple[int, ...] | None = None,
         routes: Routes = NO_SWITCHES,
+        *,
+        reduces_early: bool = False,
     ) -> None:
         self._order, self._delayed, self._costs = order, delayed, costs
+        self._reduces_early = reduces_early
         self._execution = Execution(
             flush=True,
             in_order=True,
@@ -91,7 +95,13 @@ class SimulatedIteration:
 
     @classmethod
     def measured(
-        cls, order: Plan, delayed: Segments, times: MeasuredTimes, parameter_share: float
+        cls,
+        order: Plan,
+        delayed: Segments,
+        times: MeasuredTimes,
+        parameter_share: float,
+        *,
+        reduces_early: bool = False,
     ) -> Self:
         """Return iterations with a run's own times.
 
@@ -100,11 +110,12 @@ class SimulatedIteration:
             delayed: as above.
             times: the measured times of the run; their DP.sync is all-reduces.
             parameter_share: bytes of the parameters, as a share of those of their gradients.
+            reduces_early: as above.
         """
         halves = tuple(s / 2 for s in times.grad_sync_s)
         gathers = tuple(s * parameter_share for s in halves)
         costs = replace(costs_from_times(times), grad_sync_s=halves, param_gather_s=gathers)
-        return cls(order, delayed, costs)
+        return cls(order, delayed, costs, reduces_early=reduces_early)
 
     def seconds(self, replicated: Segments) -> float:
         """Return what an iteration takes that replicates some segments, in s."""
@@ -118,6 +129,7 @@ class SimulatedIteration:
             gathers_params=True,
             replicated_stages=stages,
             transfers=False,
+            reduces_early=self._reduces_early,
         )
         plan = lower(self._order, options)
         return simulate(plan, with_replicated(self._costs, stages), self._execution)

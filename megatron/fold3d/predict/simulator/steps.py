@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from megatron.fold3d.plan.ir import COMPUTE_OPS, WHOLE, Action, Op, Plan, Program
-from megatron.fold3d.plan.passes.early_grad_sync import early_stages
+from megatron.fold3d.plan.passes.early_grad_sync import all_early
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages, slices_of
 from megatron.fold3d.plan.passes.pairs import pairs, second_of
 from megatron.fold3d.plan.passes.recompute import recomputed
@@ -95,14 +95,14 @@ class Steps:
         }
         self.num_facts = len(Fact) * self._stages * self._microbatches
         in_iteration_s = costs.reduced_in_iteration_s or (0.0,) * self._stages
-        if plan.has(Op.REDUCE_SLICE) and not (backward_share and _all_early(plan)):
-            self.programs = [
-                list(self._sliced(program, in_iteration_s)) for program in plan.programs
-            ]
-        elif backward_share:
+        if backward_share and all_early(plan):
             self.programs = [
                 list(self._split(program, backward_share, in_iteration_s))
                 for program in plan.programs
+            ]
+        elif plan.has(Op.REDUCE_SLICE):
+            self.programs = [
+                list(self._sliced(program, in_iteration_s)) for program in plan.programs
             ]
         else:
             self.programs = [list(map(self._step, program)) for program in plan.programs]
@@ -244,15 +244,6 @@ class Steps:
         if self._reloads and (stage, Op.RELOAD, microbatch) in self._reloads:
             needs.append(self._fact(Fact.RELOADED, stage, microbatch))
         return tuple(needs)
-
-
-def _all_early(plan: Plan) -> bool:
-    """Return True if all slices of DP.sync start between weight gradients."""
-    return all(
-        {action.stage for action in program if action.op is Op.REDUCE_SLICE}
-        <= early_stages(program)
-        for program in plan.programs
-    )
 
 
 def _backward_s(plan: Plan, costs: Costs) -> tuple[float, ...]:

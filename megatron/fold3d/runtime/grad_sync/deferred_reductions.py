@@ -129,7 +129,8 @@ class DeferredReductions:
 
         Args:
             chunk: the model chunk.
-            unfinished: parameters whose gradients are not complete. A later call returns those.
+            unfinished: parameters, of any shape, whose gradients are not complete. A later call
+                returns those.
         """
         slices = self._reductions.cut(chunk, unfinished)
         if self._auto is not None:

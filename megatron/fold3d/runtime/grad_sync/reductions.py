@@ -93,7 +93,8 @@ class Reductions:
 
         Args:
             chunk: the model chunk.
-            unfinished: parameters whose gradients are not complete. A later call returns those.
+            unfinished: parameters, of any shape, whose gradients are not complete. A later call
+                returns those.
         """
         parts = self._parts.setdefault(chunk, CompleteParts(chunk))
         return [piece for part in parts.take(unfinished) for piece in self._pieces(part)]
