@@ -30,6 +30,8 @@ TO_HOST = "--offload-activations on --lazy-inter-segment"
 ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 TRACED = "--trace TRACE"
 UNTIED = "--untie-embeddings-and-output-weights"
+SHARDS = "--shard-segments gradients"
+EARLY = "--delay-weight-grads 0,1"
 LATER = "--overlap-grad-reduce --clip-grad 0"
 
 
@@ -90,12 +92,32 @@ CASES = (
         dp=2,
         queues_operators=False,
     ),
+    Case(
+        name="shards of parameters and gradients",
+        ours=f"--schedule aiao {SHARDS}",
+        flags=f"{ZERO} {UNTIED}",
+        dp=2,
+    ),
+    Case(
+        name="DP.sync between weight gradients", ours=f"--schedule aiao {EARLY}", flags=LATER, dp=2
+    ),
+    Case(
+        name="DP.sync between weight gradients, and deferred",
+        ours=f"--schedule aiao {EARLY} --backward-share 0.5 --early-dp-sync 0,1",
+        flags=LATER,
+        dp=2,
+    ),
+    Case(  # measures, tries and chooses until the tenth
+        name="auto", ours="--schedule auto", flags=f"{ZERO} {UNTIED}", dp=2, iterations=11
+    ),
 )
 _BY_FLAGS = {  # what reaches the mutations of these flags
     "": CASES[0],
     TO_HOST: CASES[1],
     "--backward-share 0.5": CASES[3],
     LATER: CASES[5],
+    SHARDS: CASES[7],
+    EARLY: CASES[8],
 }
 
 

@@ -398,6 +398,7 @@ class Memory:
     def __init__(self, device: LateDevice) -> None:
         self._device = device
         self._alive: dict[int, np.ndarray] = {}  # by address: all of its memory
+        self._emptied: set[int] = set()  # addresses of storages of others
 
     def take(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor filled with NaN (integers: with -1)."""
@@ -425,6 +426,23 @@ class Memory:
         if whole is not None:
             self._poison(whole)
         return whole is not None
+
+    def resize_storage(self, storage: torch.UntypedStorage, size: int) -> bool:
+        """Do what ``storage.resize_`` does to memory of others; False if nothing is queued.
+
+        Work that is queued may still use it, so it is not freed. It holds NaN until it is written
+        again.
+        """
+        address = storage.data_ptr()
+        if size == 0 and self._device.is_queued:
+            whole = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+            self._emptied.add(address)
+            self._poison(whole)
+            return True
+        if address in self._emptied:
+            self._emptied.remove(address)
+            return True
+        return False
 
     def borrow(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Return a function that finds the tensor's memory as it then is, without keeping it."""

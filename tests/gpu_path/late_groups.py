@@ -89,6 +89,30 @@ class LateGroup(dist.ProcessGroup):
                 tensor.detach().fill_(torch.nan if tensor.is_floating_point() else -1)
         return self._launch(self._link(peer), "recv", (list(tensors), peer, tag))
 
+    def batch(self, ops: Sequence[dist.P2POp]) -> dist.Work:
+        """Launch sends and receives as one operation, as NCCL does if they are coalesced."""
+        sends = [op for op in ops if op.op is dist.isend]
+        receives = [op for op in ops if op.op is dist.irecv]
+        for op in receives:
+            op.tensor.detach().fill_(torch.nan if op.tensor.is_floating_point() else -1)
+
+        def exchange(received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> None:
+            works = [
+                *(
+                    self._group.send([x], op.group_peer, op.tag)
+                    for x, op in zip(sent, sends, strict=True)
+                ),
+                *(
+                    self._group.recv([x], op.group_peer, op.tag)
+                    for x, op in zip(received, receives)
+                ),
+            ]
+            for work in works:
+                work.wait()
+
+        args = [op.tensor for op in receives], [op.tensor for op in sends]
+        return self._collective("batch", args, exchange)
+
     def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
         return self._group.barrier(*args, **kwargs)
 
@@ -104,14 +128,23 @@ class LateGroup(dist.ProcessGroup):
             self._links[peer] = Stream(self._late_device, f"link to {peer}")
         return self._links[peer]
 
-    def _collective(self, name: str, args: Sequence[Any]) -> dist.Work:
+    def _collective(
+        self, name: str, args: Sequence[Any], call: Callable[..., Any] | None = None
+    ) -> dist.Work:
         if self._collectives is None:
             self._collectives = Stream(self._late_device, "collectives")
-        return self._launch(self._collectives, name, args)
+        return self._launch(self._collectives, name, args, call=call)
 
     def _launch(
-        self, stream: Stream, name: str, args: Sequence[Any], *, writes: bool = True
+        self,
+        stream: Stream,
+        name: str,
+        args: Sequence[Any],
+        *,
+        writes: bool = True,
+        call: Callable[..., Any] | None = None,
     ) -> dist.Work:
+        """Launch the method ``name`` of the group, or ``call``."""
         device = self._late_device
         targets = _tensors(args[0]) if writes else []
         lent = {
@@ -133,7 +166,7 @@ class LateGroup(dist.ProcessGroup):
                     private[part.key] = part.find().clone(memory_format=torch.contiguous_format)
                 return private[part.key]
 
-            work = getattr(self._group, name)(*_read(shown, read))
+            work = (call or getattr(self._group, name))(*_read(shown, read))
             if work is not None:
                 work.wait()
             results.extend(private[key] for key in order)

@@ -90,6 +90,13 @@ def _make_groups_late(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
         finally:
             for_host.pop()
 
+    one_by_one = dist.batch_isend_irecv
+
+    def at_once(ops: list[dist.P2POp]) -> list[dist.Work]:
+        group = ops[0].group
+        return [group.batch(ops)] if isinstance(group, LateGroup) else one_by_one(ops)
+
+    patch.setattr(dist, "batch_isend_irecv", at_once)
     patch.setattr(c10d, "_new_process_group_helper", make_late)
     patch.setattr(lazy_p2p, "_host_link", host_link_late)
 
@@ -115,6 +122,8 @@ def _empty_storages(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
 
     def resize_(self: torch.UntypedStorage, size: int) -> Any:
         if size == 0 and device.memory.empty_storage(self.data_ptr()):
+            return self
+        if device.memory.resize_storage(self, size):
             return self
         return resize(self, size)
 

@@ -69,6 +69,8 @@ _TO_HOST = "--offload-activations on --lazy-inter-segment"
 _SHARE = "--backward-share 0.5"
 _TIED = "--overlap-grad-reduce --clip-grad 0"
 _TRACE = "--trace TRACE"
+_SHARDS = "--shard-segments gradients"
+_EARLY = "--delay-weight-grads 0,1"
 
 MUTATIONS = (
     # Transfers between pipeline ranks.
@@ -262,6 +264,28 @@ MUTATIONS = (
         "self._running[chunk] += self._reduce(chunk, self._rest.pop(chunk, ()))",
         "self._rest.pop(chunk, ())",
         _SHARE,
+    ),
+    Mutation(
+        "an iteration does not wait for DP.sync that started between weight gradients",
+        "grad_sync.early_sync:_Running.wait",
+        "        work.wait()\n",
+        "        pass\n",
+        _EARLY,
+    ),
+    # Shards.
+    Mutation(
+        "backwards do not wait for the second all-gather of their parameters",
+        "param_shards:ParamShards._wait",
+        "bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)",
+        "pass",
+        _SHARDS,
+    ),
+    Mutation(
+        "gradients are added to memory that was allocated again and not zeroed",
+        "grad_shards:GradShards.handlers",
+        "buffer.zero_()",
+        "pass",
+        _SHARDS,
     ),
     # Times.
     Mutation(

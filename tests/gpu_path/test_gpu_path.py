@@ -25,17 +25,24 @@ pytestmark = pytest.mark.gloo
 ONE_QUEUE, MANY = 1, 64
 
 
-# The others of these six pairs: tests/stress/gpu_path.py.
+# The other pairs: tests/stress/gpu_path.py.
 @pytest.mark.parametrize(
     ("case", "num_queues"),
-    [(CASES[0], ONE_QUEUE), (CASES[1], ONE_QUEUE), (CASES[1], MANY), (CASES[2], MANY)],
+    [
+        (CASES[0], ONE_QUEUE),
+        (CASES[1], ONE_QUEUE),
+        (CASES[1], MANY),
+        (CASES[2], MANY),
+        (CASES[7], ONE_QUEUE),
+        (CASES[10], ONE_QUEUE),
+    ],
     ids=str,
 )
 def test_late_streams_train_what_stock_trains(case: Case, num_queues: int, tmp_path: Path) -> None:
     assert wrong(case, Late(num_queues=num_queues), tmp_path) == []
 
 
-@pytest.mark.parametrize("case", CASES[3:], ids=str)
+@pytest.mark.parametrize("case", CASES[3:10], ids=str)
 def test_late_collectives_train_what_stock_trains(case: Case, tmp_path: Path) -> None:
     late = Late(num_queues=MANY, queues_operators=case.queues_operators)
     assert wrong(case, late, tmp_path) == []
