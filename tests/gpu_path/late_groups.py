@@ -97,17 +97,15 @@ class LateGroup(dist.ProcessGroup):
             op.tensor.detach().fill_(torch.nan if op.tensor.is_floating_point() else -1)
 
         def exchange(received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> None:
-            works = [
-                *(
-                    self._group.send([x], op.group_peer, op.tag)
-                    for x, op in zip(sent, sends, strict=True)
-                ),
-                *(
-                    self._group.recv([x], op.group_peer, op.tag)
-                    for x, op in zip(received, receives)
-                ),
+            started = [
+                start([tensor], op.group_peer, op.tag)
+                for start, ops, tensors in (
+                    (self._group.send, sends, sent),
+                    (self._group.recv, receives, received),
+                )
+                for op, tensor in zip(ops, tensors, strict=True)
             ]
-            for work in works:
+            for work in started:
                 work.wait()
 
         args = [op.tensor for op in receives], [op.tensor for op in sends]
