@@ -318,6 +318,33 @@ ROWS = (
         flags=f"--overlap-grad-reduce {BUCKETS} {SELECTIVE} {UNTIED}",
         ours=f"--schedule 1f1b {PAIRS}",
     ),
+    # Reductions to shards that start between weight gradients.
+    Row(
+        name="bf16, tied",
+        segments=4,
+        dp=2,
+        m=3,
+        flags=f"{OVERLAP} --bf16",
+        ours="--schedule aiao --delay-weight-grads 0,1,2,3 --early-dp-sync 0,1,2,3",
+        stock=ONE_GROUP,
+    ),
+    Row(
+        name="fp16, in buckets, loss per token, one of two",
+        segments=2,
+        dp=2,
+        flags=f"{OVERLAP} --fp16 --initial-loss-scale 64 {UNTIED} {BUCKETS} "
+        "--calculate-per-token-loss",
+        ours="--schedule aiao --delay-weight-grads 0,1 --early-dp-sync 0",
+    ),
+    Row(
+        name="sequence parallel, some replicated",
+        segments=2,
+        dp=2,
+        tp=2,
+        flags=f"{OVERLAP} {UNTIED} --sequence-parallel",
+        ours="--schedule interleaved --delay-weight-grads 0,1 --early-dp-sync 0 "
+        "--replicate-optimizer 1",
+    ),
     # Recomputation early, by numbers, and in pairs.
     Row(
         name="all of Merak, overlapped",

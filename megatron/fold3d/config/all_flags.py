@@ -26,6 +26,7 @@ from megatron.fold3d.config.backward_share_flags import (
 )
 from megatron.fold3d.config.bucket_flags import (
     cuts_every_segment,
+    gathers_by_plan,
     has_one_queue,
     reduces_early,
 )
@@ -221,7 +222,7 @@ def read_config(args: Namespace) -> Fold3DConfig:
         reduces_early=reduces_early(args),
         receives_late=has_one_queue(args),
         receives_ahead=RECEIVES_AHEAD if args.device == "cpu" else 1,
-        gathers_params=args.overlap_param_gather and args.align_param_gather,
+        gathers_params=gathers_by_plan(args),
         shards_params=args.shard_segments != "off",
         shards_grads=args.shard_segments == "gradients",
         replicated_segments=given_segments(args),

@@ -22,15 +22,19 @@ def has_one_queue(args: Namespace) -> bool:
 
 
 def reduces_early(args: Namespace) -> bool:
-    """Return True if DP.sync may start between delayed weight gradients, where it is an all-reduce.
+    """Return True if DP.sync may start between delayed weight gradients.
 
     With one hardware queue its slices would have to be placed where they block nothing. A slice of
     an all-reduce over more than two replicas may be summed in another order than the whole. Where
     gradients are copied back when Megatron's own buckets are reduced, there are no slices either.
     """
-    plan_gathers = args.overlap_param_gather and args.align_param_gather
-    may_gather = plan_gathers or not args.use_distributed_optimizer
+    may_gather = gathers_by_plan(args) or not args.use_distributed_optimizer
     return bool(args.overlap_grad_reduce and may_gather and not any(delays_dp_sync(args)))
+
+
+def gathers_by_plan(args: Namespace) -> bool:
+    """Return True if actions of the plan gather the parameters of a distributed optimizer."""
+    return bool(args.overlap_param_gather and args.align_param_gather)
 
 
 def delays_dp_sync(args: Namespace) -> Iterator[str]:
@@ -46,6 +50,9 @@ def delays_dp_sync(args: Namespace) -> Iterator[str]:
         ),
         f"--shard-segments {args.shard_segments}": args.shard_segments != "off",
         f"--hierarchical-dp-sync {args.hierarchical_dp_sync}": args.hierarchical_dp_sync != "off",
+        "--ddp-reduce-scatter-with-fp32-accumulation": (
+            args.ddp_reduce_scatter_with_fp32_accumulation
+        ),
         "--preemptive-comm": args.preemptive_comm,
         "--overlap-tensor-parallel": args.overlap_tensor_parallel,
     }

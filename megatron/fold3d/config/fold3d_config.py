@@ -33,7 +33,7 @@ class Fold3DConfig:
         delay_weight_grads: the segments whose weight gradients are split from their backwards;
             unless the order itself places them, they follow all backwards.
         early_dp_sync: of these, the ones whose DP.sync starts between their weight gradients
-            although it may reach into the next iteration.
+            although it may reach into the next iteration, or reduces to shards.
         has_engine_modules: whether the model's layers are Transformer Engine's.
         forwards_ahead: forwards that 1F1B runs ahead per rank behind; None is the schedule's own.
         auto_ahead: whether measured times choose ``forwards_ahead``.
@@ -57,8 +57,7 @@ class Fold3DConfig:
         slices_dp_sync: whether the plan starts DP.sync in slices, one before each computation.
         hierarchical_dp_sync: whether gradients are summed inside nodes first, where replicas share
             them.
-        reduces_early: whether DP.sync may start between delayed weight gradients, where it is an
-            all-reduce.
+        reduces_early: whether DP.sync may start between delayed weight gradients.
         receives_late: whether receives are posted where they hold up nothing in a hardware queue
             that all streams share.
         receives_ahead: how many computations ahead receives are posted that are not late.
@@ -153,7 +152,7 @@ class Fold3DConfig:
 
     @property
     def early_stages(self) -> tuple[int, ...]:
-        """The stages whose DP.sync may start between weight gradients and still be deferred."""
+        """The stages of ``early_dp_sync``."""
         return self._stages_of(self.early_dp_sync)
 
     def _stages_of(self, segments: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from importlib import metadata
 
 from megatron.fold3d.config.argument_group import ArgumentGroup
 from megatron.fold3d.config.backward_share_flags import AUTO
-from megatron.fold3d.config.bucket_flags import delays_dp_sync
+from megatron.fold3d.config.bucket_flags import delays_dp_sync, gathers_by_plan
 from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES
 
 OLDEST_ENGINE = 2, 8  # as Megatron asks for with its own --delay-wgrad-compute
@@ -33,10 +33,9 @@ def add_weight_grad_flags(group: ArgumentGroup) -> None:
         type=segment_list,
         metavar="N,N",
         default=(),
-        help="With --backward-share: of the segments of --delay-weight-grads, those whose weight "
-        "gradients are computed when the segment's own backwards are through, parameter by "
-        "parameter, with DP.sync in between. The last segments gain: they are reduced while the "
-        "network has nothing else to do.",
+        help="With --backward-share or the distributed optimizer: of the segments of "
+        "--delay-weight-grads, those whose weight gradients are computed when the segment's own "
+        "backwards are through, parameter by parameter, with DP.sync in between.",
     )
     group.add_argument(
         "--most-activations",
@@ -130,17 +129,22 @@ def early_sync_problems(args: Namespace, schedule: str) -> Iterator[str]:
     if not args.early_dp_sync or schedule == AUTO:
         return
     found = f"--early-dp-sync {','.join(map(str, args.early_dp_sync))}"
-    if args.backward_share is None:
+    if args.backward_share is None and not args.use_distributed_optimizer:
         yield (
-            f"{found} without --backward-share: DP.sync then starts between delayed weight "
-            "gradients wherever it can; drop it, or give --backward-share"
+            f"{found} without --backward-share or --use-distributed-optimizer: DP.sync then starts "
+            "between all delayed weight gradients; drop it, or give one of them"
         )
     elif schedule == "plan-file":
         yield f"{found} with --plan-file: the plan says when DP.sync starts; drop one of the two"
-    elif args.use_distributed_optimizer:
+    elif args.backward_share is not None and args.use_distributed_optimizer:
         yield (
-            f"{found} with --use-distributed-optimizer: a shard has parts of nearly all "
-            "parameters, so nothing of it is complete early; drop one of the two"
+            f"{found} with --backward-share and --use-distributed-optimizer: what is deferred is "
+            "cut shard by shard, not parameter by parameter; drop one of the three"
+        )
+    elif args.use_distributed_optimizer and not gathers_by_plan(args):
+        yield (
+            f"{found} with --use-distributed-optimizer: it needs a plan that gathers parameters; "
+            "add --overlap-param-gather, without --no-align-param-gather"
         )
     elif other := next(delays_dp_sync(args), None):
         yield (

@@ -65,9 +65,9 @@ class Options:
     The share is only used if the stage's DP.sync is deferred.
     """
     reduces_early: bool = False
-    """Whether DP.sync may start between delayed weight gradients, where it is an all-reduce."""
+    """Whether DP.sync may start between delayed weight gradients."""
     early_dp_sync: Container[int] = ()
-    """Of the deferred stages, those whose DP.sync may start there; all others may."""
+    """The stages whose DP.sync may start there although it is deferred, or reduces to shards."""
     receives_late: bool = False
     """Whether receives are posted late, so that they block nothing in a shared hardware queue."""
     receives_ahead: int = 1
@@ -76,11 +76,9 @@ class Options:
     def may_reduce_early(self, stage: int) -> bool:
         """Tell whether DP.sync of a stage may start between its weight gradients."""
         sharded = self.gathers_params or self.shards_params
-        return (
-            self.reduces_early
-            and (not sharded or stage in self.replicated_stages)
-            and (stage not in self.deferred_stages or stage in self.early_dp_sync)
-        )
+        is_whole = not sharded or stage in self.replicated_stages
+        may = (is_whole and stage not in self.deferred_stages) or stage in self.early_dp_sync
+        return self.reduces_early and may
 
     def early_segments(self, num_ranks: int) -> tuple[int, ...]:
         """Return the delayed segments whose DP.sync starts between their weight gradients."""

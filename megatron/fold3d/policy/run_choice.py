@@ -23,7 +23,7 @@ class RunChoice:
             next iteration; None ends DP.sync with the iteration.
         delayed: segments whose weight gradients are apart from their backwards.
         early: of these, the ones whose DP.sync starts between their weight gradients although it
-            may reach into the next iteration.
+            may reach into the next iteration, or reduces to shards.
         replicated: segments that every replica steps in full.
     """
 
@@ -46,7 +46,7 @@ class RunChoice:
 
     @property
     def early_stages(self) -> tuple[int, ...]:
-        """The stages of the segments whose DP.sync starts early and may still be deferred."""
+        """The stages of the segments of ``early``."""
         return stages_of(self.early, self.order.num_ranks)
 
     @property

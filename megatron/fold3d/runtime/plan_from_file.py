@@ -35,11 +35,8 @@ def read_order(config: Fold3DConfig, path: Path, num_microbatches: int) -> Plan:
     if plan.has(Op.REDUCE_SLICE) and not config.slices_dp_sync:
         raise PlanError("found slices of DP.sync in the plan; give --dp-slices on")
     for stage in chain.from_iterable(map(early_stages, plan.programs)):
-        is_sharded = config.gathers_params and stage // plan.num_ranks not in (
-            config.replicated_segments
-        )
         is_deferred = stage in config.deferred_stages  # its slices would be `planned_slices`'
-        if is_sharded or is_deferred or not config.reduces_early:
+        if is_deferred or not config.reduces_early:
             raise PlanError(
                 f"found slices of stage {stage}'s DP.sync between its weight gradients; this run "
                 "can only start it behind them (docs/architecture.md, DP.sync between weight "

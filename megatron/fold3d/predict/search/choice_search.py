@@ -328,6 +328,8 @@ class ChoiceSearch:
         if self.scope.delays:
             if self.scope.reduces_early and (plain := best(defers=False)):
                 self._reduce_early(plain, tried)
+            if self.scope.reduces_early and self.scope.gathers:
+                self._reduce_shards_early(orders[0], best(defers=False), tried)
             if self.scope.reduces_early and (plain := best(defers=True)):
                 self._reduce_early_and_late(plain, tried)
             for defers in (False, True):
@@ -387,6 +389,22 @@ class ChoiceSearch:
             return tried(replace(start, delayed=segments, replicated=replicated))
 
         choose_replicated(self._units, seconds)
+
+    def _reduce_shards_early(
+        self, plain: RunChoice, other: RunChoice | None, tried: Callable[[RunChoice], float]
+    ) -> None:
+        """Let reductions to shards start between weight gradients, of all segments or the first.
+
+        All segments together hold no more memory than one, since each computes its weight gradients
+        before the next one's backwards. Then try what to replicate beside them.
+        """
+        every = tuple(range(self.num_segments))
+        for start in (plain, other or plain):
+            for segments in (every, (0,)):
+                delayed = tuple(sorted({*start.delayed, *segments}))
+                tried(replace(start, delayed=delayed, early=segments))
+        if self.scope.replicates:
+            self._replicate(replace(plain, delayed=every, early=every), tried, begins=((),))
 
     def _reduce_early_and_late(self, start: RunChoice, tried: Callable[[RunChoice], float]) -> None:
         """Let DP.sync start between weight gradients and reach into the next iteration.

@@ -2,31 +2,32 @@
 
 This is about DP.sync that ends with the iteration; `DeferredGradSync` starts the one that may not.
 In a stage whose weight gradients are computed parameter by parameter, a slice of DP.sync starts
-what is complete: all parts of DDP's buckets in which no unfinished parameter lies.
+what is complete: all parts of DDP's buckets in which no unfinished parameter lies. They are
+all-reduced or, with the distributed optimizer, reduced to the owners of their shards.
 
     compute    .. 0B0 0B1 │ 0W: a  │ 0W: b  │ 0W: c  │
     DP.sync               └─ norms ├─── a ──┼─── b ──┼─── c ──│
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.plan.passes.early_grad_sync import early_stages
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
-from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, group_of, is_sharded
-from megatron.fold3d.runtime.grad_sync.complete_parts import CompleteParts
+from megatron.fold3d.runtime.grad_sync.bucket_groups import group_of, is_sharded
+from megatron.fold3d.runtime.grad_sync.complete_parts import CompleteParts, Part
+from megatron.fold3d.runtime.grad_sync.owned_slices import Transfer, reduce_to_owners
 from megatron.fold3d.runtime.grad_sync.slices import Slice, reduce_op
 from megatron.fold3d.runtime.trace.recorder import Recorder, when_done
 
 
 class EarlySync(Feature):
-    """Starts the all-reduces of such stages; their last REDUCE_GRAD starts what is left.
+    """Starts the reductions of such stages; their last REDUCE_GRAD starts what is left.
 
     Args:
         recorder: the recorder of the trace, if there is one.
@@ -72,10 +73,11 @@ class EarlySync(Feature):
 
 @dataclass(slots=True)
 class _Running:
-    """The all-reduces of one chunk in an iteration."""
+    """The reductions of one chunk in an iteration."""
 
+    chunk: Any
     parts: CompleteParts
-    works: list[dist.Work] = field(default_factory=list)
+    works: list[Transfer] = field(default_factory=list)
     ends: list[Callable[[], None]] = field(default_factory=list)  # not observed
 
     def start(
@@ -88,10 +90,7 @@ class _Running:
         if not parts:
             return
         end = observe() if observe else None
-        works = [
-            Slice(part.data, reduce_op(part.bucket_group), group_of(part.bucket_group)).reduce()
-            for part in parts
-        ]
+        works = [work for part in parts for work in _reduce(self.chunk, part)]
         self.works += works
         if end is not None and not when_done(works, end):
             self.ends.append(end)
@@ -113,12 +112,16 @@ def _begin(iteration: Iteration) -> dict[int, _Running]:
     stages = early_stages(program) - deferred_stages(program) if iteration.trains else ()
     for stage in stages:
         chunk: Any = iteration.chunks[stage // iteration.plan.num_ranks]
-        sharded = any(map(is_sharded, bucket_groups(chunk)))
-        # A shard has parts of nearly all parameters, so nothing of it would be complete early.
-        assert chunk.force_all_reduce or not sharded, f"stage {stage} is reduce-scattered"
-        running[stage] = _Running(CompleteParts(chunk))
+        running[stage] = _Running(chunk, CompleteParts(chunk))
     return running
 
 
 def _unknown(action: Action) -> None:
     raise AssertionError(f"nothing in this run can run {action}")
+
+
+def _reduce(chunk: Any, part: Part) -> Sequence[Transfer]:
+    bucket_group = part.bucket_group
+    if is_sharded(bucket_group) and not chunk.force_all_reduce:
+        return reduce_to_owners(part)
+    return [Slice(part.data, reduce_op(bucket_group), group_of(bucket_group)).reduce()]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -181,7 +182,14 @@ def never(device: torch.device) -> Recorder:
     return Recorder(device, lambda _: False, lambda _: None)
 
 
-def when_done(works: Sequence[dist.Work], end: Callable[[], None]) -> bool:
+class HasFuture(Protocol):
+    """What has been started, such as a `dist.Work`."""
+
+    def get_future(self) -> Any:
+        """Return a future that is done with it."""
+
+
+def when_done(works: Sequence[HasFuture], end: Callable[[], None]) -> bool:
     """Call ``end`` when collectives are done, without waiting for them.
 
     Return False if their works have no futures, such as those of gloo's reduce-scatter. Over NCCL
