@@ -101,12 +101,14 @@ def test_dp_sync_that_may_be_deferred_starts_early_where_it_is_asked_for(parser:
     found = config(parser, f"{DEFERS} --backward-share auto --early-dp-sync 3,2")
     assert (found.early_dp_sync, found.early_stages) == ((2, 3), (4, 5, 6, 7))
     assert config(parser, DEFERS).early_stages == ()
+    shards = f"{DEFERS} --use-distributed-optimizer --overlap-param-gather --early-dp-sync 1"
+    assert config(parser, shards).early_stages == (2, 3)
 
 
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        (f"{DEFERS} --early-dp-sync 3", "3 without --backward-share"),
+        (f"{DEFERS} --early-dp-sync 3", "3 without --backward-share or"),
         (f"{DEFERS} --backward-share 1 --early-dp-sync 0,3", "0,3 with --delay-weight-grads 1,2,3"),
         (f"{AIAO} --backward-share 1 --early-dp-sync 3", "3 with --delay-weight-grads not given"),
         (
@@ -115,7 +117,11 @@ def test_dp_sync_that_may_be_deferred_starts_early_where_it_is_asked_for(parser:
         ),
         (
             f"{DEFERS} --backward-share auto --early-dp-sync 3 --use-distributed-optimizer",
-            "3 with --use-distributed-optimizer",
+            "3 with --backward-share and --use-distributed-optimizer",
+        ),
+        (
+            f"{DEFERS} --early-dp-sync 3 --use-distributed-optimizer",
+            "3 with --use-distributed-optimizer: it needs a plan",
         ),
         (
             f"{DEFERS} --backward-share auto --early-dp-sync 3 --preemptive-comm",
@@ -126,7 +132,7 @@ def test_dp_sync_that_may_be_deferred_starts_early_where_it_is_asked_for(parser:
 def test_early_dp_sync_is_refused_with_a_fix_where_it_cannot_be(
     parser: ArgumentParser, line: str, found: str
 ):
-    with pytest.raises(ValueError, match=f"--early-dp-sync {found}.*; (drop|name)"):
+    with pytest.raises(ValueError, match=f"--early-dp-sync {found}.*; (drop|name|add)"):
         config(parser, line)
 
 

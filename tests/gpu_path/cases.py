@@ -110,6 +110,12 @@ CASES = (
     Case(  # measures, tries and chooses until the tenth
         name="auto", ours="--schedule auto", flags=f"{ZERO} {UNTIED}", dp=2, iterations=11
     ),
+    Case(
+        name="reductions to shards between weight gradients",
+        ours=f"--schedule aiao {EARLY} --early-dp-sync 0,1",
+        flags=f"{ZERO} {UNTIED}",
+        dp=2,
+    ),
 )
 _BY_FLAGS = {  # what reaches the mutations of these flags
     "": CASES[0],

@@ -51,7 +51,9 @@ def reduces_early(args: Namespace, source: Source, grad_sync: str | None) -> boo
     )
 
 
-def early_stages_of(args: Namespace, num_ranks: int, *, may: bool) -> tuple[int, ...]:
+def early_stages_of(
+    args: Namespace, source: Source, num_ranks: int, *, may: bool
+) -> tuple[int, ...]:
     """Return the stages of ``--early-dp-sync``; ``may`` tells whether DP.sync may start early.
 
     Raises:
@@ -62,10 +64,15 @@ def early_stages_of(args: Namespace, num_ranks: int, *, may: bool) -> tuple[int,
     if not segments:
         return ()
     found = f"--early-dp-sync {spelled(segments)}"
-    if args.backward_share is None:
+    if args.backward_share is None and not source.gathers_params:
         raise ValueError(
-            f"{found} without --backward-share: DP.sync then starts between delayed weight "
-            "gradients wherever it can; drop it, or give --backward-share"
+            f"{found} without --backward-share or --distributed-optimizer: DP.sync then starts "
+            "between all delayed weight gradients; drop it, or give one of them"
+        )
+    if args.backward_share is not None and source.gathers_params:
+        raise ValueError(
+            f"{found} with --backward-share and parameters that are gathered: what is deferred is "
+            "cut shard by shard, not parameter by parameter; drop one of the three"
         )
     if delayed == AUTO or not {*segments} <= {*delayed}:
         raise ValueError(
@@ -74,8 +81,8 @@ def early_stages_of(args: Namespace, num_ranks: int, *, may: bool) -> tuple[int,
         )
     if not may:
         raise ValueError(
-            f"{found}: it starts all-reduces as soon as gradients are complete; drop it, or what "
-            "starts them elsewhere: slices, one hardware queue, pairs, shards, --preemptive-comm "
+            f"{found}: it starts DP.sync as soon as gradients are complete; drop it, or what "
+            "starts it elsewhere: slices, one hardware queue, pairs, shards, --preemptive-comm "
             "or --hierarchical-dp-sync"
         )
     return stages_of(segments, num_ranks)

@@ -132,7 +132,7 @@ def run(args: Namespace) -> int:
         grad_sync="serial" if grad_sync == "serial" else "overlap",
         deferred_stages=range(compute.num_stages if grad_sync == "deferred" else 0),
         reduces_early=early,
-        early_dp_sync=early_stages_of(args, compute.num_ranks, may=early),
+        early_dp_sync=early_stages_of(args, source, compute.num_ranks, may=early),
     )
     sliced = is_sliced(args, source)
 

@@ -45,8 +45,8 @@ def add_simulate_flags(parser: ArgumentParser) -> None:
         "--early-dp-sync",
         type=segment_list,
         metavar="N,N",
-        help="with --backward-share: segments of --delay-weight-grads whose DP.sync starts between "
-        "their weight gradients",
+        help="with --backward-share or --distributed-optimizer: segments of --delay-weight-grads "
+        "whose DP.sync starts between their weight gradients",
     )
     parser.add_argument(
         "--replicate-optimizer",

@@ -79,6 +79,13 @@ def test_a_stage_that_is_deferred_has_some_only_if_they_are_asked_for():
     )
 
 
+def test_reductions_to_shards_start_early_where_it_is_asked_for():
+    order = build("aiao", num_ranks=2, num_segments=2, num_microbatches=3)
+    options = Options(delay_weight_grads=(0, 1), gathers_params=True, reduces_early=True)
+    assert early(compile_plan(order, options)) == set()
+    assert early(compile_plan(order, replace(options, early_dp_sync=(0, 1)))) == {0, 1}
+
+
 def test_weight_gradients_between_backwards_stay_apart():
     order = build("zb-h1", num_ranks=2, num_segments=1, num_microbatches=4)
     plan = compile_plan(order, Options(reduces_early=True))

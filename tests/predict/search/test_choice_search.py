@@ -162,6 +162,20 @@ def test_dp_sync_of_the_last_segments_starts_early_where_the_link_is_the_limit()
     assert late.seconds - best.seconds <= 4.0
 
 
+def test_reductions_to_shards_start_early_without_memory_for_replicas():
+    # In 16 bits gathers take as long as forwards: replicas gain nothing.
+    costs = replace(
+        Costs.uniform(8, grad_sync_s=7.0), param_gather_s=(3.5,) * 8, weight_s=(1.0,) * 8
+    )
+    scope = Scope(delays=True, gathers=True, reduces_early=True)
+    best, *_ = search(costs=costs, scope=scope).to_try()
+    assert (best.choice.delayed, best.choice.early) == ((0, 1, 2, 3), (0, 1, 2, 3))
+    late = search(costs=costs, scope=replace(scope, reduces_early=False))
+    others = (late.stock, *late.to_try())
+    assert not any(one.choice.delayed for one in others)
+    assert best.seconds < min(one.seconds for one in others) - 3.0
+
+
 @pytest.mark.parametrize("gathers", [False, True])
 def test_the_first_segment_is_delayed_where_its_dp_sync_starts_between_its_weight_gradients(
     gathers: bool,
