@@ -21,6 +21,13 @@ def test_small_parameters_are_complete_first():
     assert complete == [["proj"], [], ["qkv"], [], [], ["fc2"], [], ["fc1"]]
 
 
+def test_shards_are_complete_in_turns():
+    # Of two shards fc2 and a half of fc1 are the first, and the others the second.
+    shards = {"fc2": (4, 0), "fc1": (2, 2), "qkv": (0, 3), "proj": (0, 1)}
+    parts = by_parameter(LAYER, lambda name: name, LAYER.__getitem__, 12, shards.__getitem__)
+    assert [name for part in parts for name, _ in part] == ["proj", "fc2", "qkv", "fc1"]
+
+
 def test_modules_are_the_same_object_in_each_micro_batch():
     module = object()
     parts = by_parameter([module] * 3, lambda item: item, lambda _: 1, 3)

@@ -3,13 +3,13 @@
 This is about DP.sync that ends with the iteration; `DeferredGradSync` starts the one that may not.
 In a stage whose weight gradients are computed parameter by parameter, a slice of DP.sync starts
 what is complete: all parts of DDP's buckets in which no unfinished parameter lies. They are
-all-reduced or, with the distributed optimizer, reduced to the owners of their shards.
+all-reduced or, with the distributed optimizer, reduced to shards.
 
     compute    .. 0B0 0B1 │ 0W: a  │ 0W: b  │ 0W: c  │
     DP.sync               └─ norms ├─── a ──┼─── b ──┼─── c ──│
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import group_of, is_sharded
 from megatron.fold3d.runtime.grad_sync.complete_parts import CompleteParts, Part
-from megatron.fold3d.runtime.grad_sync.owned_slices import Transfer, reduce_to_owners
+from megatron.fold3d.runtime.grad_sync.shard_reductions import ShardReductions, Transfer
 from megatron.fold3d.runtime.grad_sync.slices import Slice, reduce_op
 from megatron.fold3d.runtime.trace.recorder import Recorder, when_done
 
@@ -48,13 +48,14 @@ class EarlySync(Feature):
         def start(action: Action) -> None:
             stage = action.stage
             if stage in running:
-                running[stage].start(iteration.unfinished.get(stage, ()), self._observer(stage))
+                unfinished = iteration.unfinished.get(stage, ())
+                running[stage].start(unfinished, self._observer(stage), are_last=False)
             else:
                 start_slice(action)
 
         def start_rest(action: Action) -> None:
             if action.stage in running:
-                running[action.stage].start((), self._observer(action.stage))
+                running[action.stage].start((), self._observer(action.stage), are_last=True)
             reduce(action)
 
         def wait_for(action: Action) -> None:
@@ -77,6 +78,7 @@ class _Running:
 
     chunk: Any
     parts: CompleteParts
+    shards: ShardReductions = field(default_factory=ShardReductions)
     works: list[Transfer] = field(default_factory=list)
     ends: list[Callable[[], None]] = field(default_factory=list)  # not observed
 
@@ -84,14 +86,18 @@ class _Running:
         self,
         unfinished: Collection[torch.Tensor],
         observe: Callable[[], Callable[[], None]] | None,
+        *,
+        are_last: bool,
     ) -> None:
         """Start to reduce what is complete and has not been started."""
-        parts = list(self.parts.take(unfinished))
-        if not parts:
-            return
-        end = observe() if observe else None
-        works = [work for part in parts for work in _reduce(self.chunk, part)]
+        parts: dict[bool, list[Part]] = {True: [], False: []}  # by whether they are sharded
+        for part in self.parts.take(unfinished):
+            sharded = is_sharded(part.bucket_group) and not self.chunk.force_all_reduce
+            parts[sharded].append(part)
+        works: list[Transfer] = [*map(_all_reduce, parts[False])]
+        works += self.shards.start(parts[True], are_last=are_last)
         self.works += works
+        end = observe() if observe and works else None
         if end is not None and not when_done(works, end):
             self.ends.append(end)
 
@@ -120,8 +126,5 @@ def _unknown(action: Action) -> None:
     raise AssertionError(f"nothing in this run can run {action}")
 
 
-def _reduce(chunk: Any, part: Part) -> Sequence[Transfer]:
-    bucket_group = part.bucket_group
-    if is_sharded(bucket_group) and not chunk.force_all_reduce:
-        return reduce_to_owners(part)
-    return [Slice(part.data, reduce_op(bucket_group), group_of(bucket_group)).reduce()]
+def _all_reduce(part: Part) -> Transfer:
+    return Slice(part.data, reduce_op(part.bucket_group), group_of(part.bucket_group)).reduce()

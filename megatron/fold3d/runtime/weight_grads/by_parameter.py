@@ -11,8 +11,11 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
+import torch
+
 from megatron.fold3d.plan.ir import Op, Program
 from megatron.fold3d.plan.passes.early_grad_sync import early_stages
+from megatron.fold3d.runtime.grad_sync.shard_reductions import spread
 
 
 def by_parameter[Item](
@@ -20,10 +23,12 @@ def by_parameter[Item](
     owner: Callable[[Item], Hashable],
     size: Callable[[Item], int],
     num_parts: int,
+    spread: Callable[[Item], Sequence[int]] = lambda _: (1,),
 ) -> list[list[tuple[Item, bool]]]:
     """Divide the work of all micro-batches into parts that take about equally long.
 
-    The smallest parameters come first, so that the first DP.sync starts early.
+    The smallest parameters come first, so that the first DP.sync starts early. Among shards that
+    are reduced together, the next parameter is one of the shard that has fewest gradients.
 
     Args:
         items: the work on one parameter, or on the parameters of one module, in one micro-batch;
@@ -31,6 +36,7 @@ def by_parameter[Item](
         owner: the parameter or the module of an item.
         size: what an item costs.
         num_parts: how many parts there are; some may be empty.
+        spread: how many gradients of an item's owner lie in each shard.
 
     Returns:
         The parts: their items, each with whether it is the last one of its owner.
@@ -38,7 +44,7 @@ def by_parameter[Item](
     of_owner: dict[Hashable, list[Item]] = {}
     for item in items:
         of_owner.setdefault(owner(item), []).append(item)
-    in_order = sorted(of_owner.values(), key=lambda its: size(its[0]))
+    in_order = _in_order([*of_owner.values()], size, spread)
     whole = sum(size(item) for its in in_order for item in its)
     parts: list[list[tuple[Item, bool]]] = [[] for _ in range(num_parts)]
     done = 0
@@ -50,19 +56,51 @@ def by_parameter[Item](
     return parts
 
 
+def _in_order[Item](
+    of_owners: Iterable[list[Item]],
+    size: Callable[[Item], int],
+    spread: Callable[[Item], Sequence[int]],
+) -> list[list[Item]]:
+    in_order: list[list[Item]] = []
+    left = [(size(its[0]), spread(its[0]), its) for its in of_owners]
+    complete = [0] * max((len(shards) for _, shards, _ in left), default=0)
+    while left:
+        behind = [shard for shard, number in enumerate(complete) if number == min(complete)]
+        best = min(left, key=lambda one: _rank_of(one[0], sum(one[1][shard] for shard in behind)))
+        left = [one for one in left if one is not best]
+        complete = [a + b for a, b in zip(complete, best[1], strict=True)]
+        in_order.append(best[2])
+    return in_order
+
+
+def _rank_of(size: int, num_there: int) -> tuple[bool, int, int]:
+    """Rank a parameter by its size and how many gradients the shards that are behind get."""
+    return num_there == 0, size, -num_there
+
+
 class Turns:
     """The parts of the stages of a program that compute weight gradients by parameter.
 
     A part is handed over: what it needs is free when the caller has computed it.
+
+    Args:
+        program: the program of this rank.
+        chunks: its model chunks, by segment.
+        num_ranks: pipeline ranks.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, chunks: Sequence[Any] = (), num_ranks: int = 1) -> None:
         self.stages = early_stages(program)
+        self._chunks, self._num_ranks = chunks, num_ranks
         self._num_weights = {
             stage: sum(a.op is Op.WEIGHT and a.stage == stage for a in program)
             for stage in self.stages
         }
         self._parts: dict[int, deque[list[Any]]] = {}
+
+    def spread(self, stage: int, parameters: Iterable[torch.Tensor]) -> Sequence[int]:
+        """Return how many gradients of some parameters, of any shape, lie in each shard."""
+        return spread(self._chunks[stage // self._num_ranks], frozenset(parameters))
 
     def next(self, stage: int, make: Callable[[int], Sequence[list[Any]]]) -> list[Any]:
         """Return what the next WEIGHT of a stage computes; ``make`` returns a number of parts."""

@@ -111,7 +111,8 @@ class DelayedWeightGrads(Feature):
         stages = split_stages(iteration.program)
         num_ranks = iteration.plan.num_ranks
         self.choose({stage: iteration.chunks[stage // num_ranks] for stage in stages})
-        self._turns, self._unfinished = Turns(iteration.program), iteration.unfinished
+        self._turns = Turns(iteration.program, iteration.chunks, num_ranks)
+        self._unfinished = iteration.unfinished
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return the handlers: a BACKWARD keeps operands, and WEIGHT computes the gradients."""
@@ -207,7 +208,13 @@ class DelayedWeightGrads(Feature):
         ]
         parameters = chain.from_iterable((one.weight, one.bias) for one in kept)
         self._unfinished[stage] = {p for p in parameters if p is not None}
-        return by_parameter(kept, lambda one: one.weight, lambda one: one.weight.numel(), count)
+        return by_parameter(
+            kept,
+            lambda one: one.weight,
+            lambda one: one.weight.numel(),
+            count,
+            lambda one: self._turns.spread(stage, (one.weight,)),
+        )
 
     def _add(self, of_weights: Iterable[_Kept]) -> None:
         """Compute and accumulate the gradients of some weights, each of them once."""

@@ -57,7 +57,8 @@ class EngineWeightGrads(Feature):
         check_oldest_first(iteration.plan)
         stages, num_ranks = split_stages(iteration.program), iteration.plan.num_ranks
         self.choose({stage: iteration.chunks[stage // num_ranks] for stage in stages})
-        self._turns, self._unfinished = Turns(iteration.program), iteration.unfinished
+        self._turns = Turns(iteration.program, iteration.chunks, num_ranks)
+        self._unfinished = iteration.unfinished
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return the handlers: a BACKWARD stores operands, and WEIGHT computes the gradients."""
@@ -144,7 +145,13 @@ class EngineWeightGrads(Feature):
         """Divide the stored work of a stage; tell of each item whether it is its module's last."""
         work = list(chain.from_iterable(self._stored.pop(stage)))
         self._unfinished[stage] = {p for m in work for p in m.parameters(recurse=False)}
-        return by_parameter(work, lambda module: module, _num_parameters, count)
+        return by_parameter(
+            work,
+            lambda module: module,
+            _num_parameters,
+            count,
+            lambda module: self._turns.spread(stage, module.parameters(recurse=False)),
+        )
 
     def _add(self, modules: Iterable[Any]) -> None:
         """Compute the oldest weight gradients of some modules; DDP's hooks accumulate them."""

@@ -1,0 +1,92 @@
+"""Parts of a bucket, reduced to shards as they become complete."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.fold3d.runtime.grad_sync import shard_reductions
+from megatron.fold3d.runtime.grad_sync.complete_parts import Part
+from megatron.fold3d.runtime.grad_sync.shard_reductions import ShardReductions, spread
+from tests.distributed import run_distributed
+
+# Of a bucket of 12 gradients and three replicas: within a shard, over two edges, up to the ends.
+PARTS = ((5, 7), (3, 5), (7, 12), (0, 3))
+
+
+class Bucket(SimpleNamespace):
+    """Like Megatron's, equal to itself only."""
+
+    __hash__ = object.__hash__
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("most_balanced", "started"),
+    [(4, [0, 0, 1, 1]), (2, [1, 2, 2, 1])],  # together; to one owner at a time
+)
+def test_all_parts_together_are_a_reduce_scatter(most_balanced: int, started: list[int]) -> None:
+    found = run_distributed(_reduce_parts, 3, most_balanced)
+    for rank, (numbers, own, expected) in enumerate(found):
+        assert numbers == started
+        assert own == expected, f"rank {rank}"
+
+
+def _reduce_parts(most_balanced: int) -> tuple[list[int], list[float], list[float]]:
+    """Return what each part started, the own shard then, and that of a reduce-scatter."""
+    shard_reductions.MOST_BALANCED = most_balanced
+    shard_reductions._SMALLEST = 1
+    dist.init_process_group("gloo")
+    group: Any = dist.group.WORLD
+    data = (torch.arange(12.0).exp() * (group.rank() + 1)).round()  # any order sums up the same
+    expected = torch.empty(4)
+    dist.reduce_scatter_tensor(expected, data.clone())
+    bucket_group = SimpleNamespace(
+        ddp_config=SimpleNamespace(average_in_collective=False, use_distributed_optimizer=True),
+        intra_distributed_optimizer_instance_group=group,
+    )
+    bucket, reductions = Bucket(grad_data=data), ShardReductions()
+    transfers = [
+        reductions.start([Part(bucket_group, bucket, *part)], are_last=part == PARTS[-1])
+        for part in PARTS
+    ]
+    for transfer in [one for some in transfers for one in some]:
+        transfer.wait()
+    own = data[4 * group.rank() : 4 * group.rank() + 4].tolist()
+    dist.destroy_process_group()
+    return [len(some) for some in transfers], own, expected.tolist()
+
+
+class Group:
+    """A process group of three."""
+
+    def size(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(
+    ("is_sharded", "force_all_reduce", "a_there", "b_there"),
+    [
+        (True, False, [2, 0, 0], [1, 4, 3]),
+        (True, True, [2], [8]),
+        (False, False, [2], [8]),
+    ],
+)
+def test_parameters_are_spread_over_shards(
+    is_sharded: bool, force_all_reduce: bool, a_there: list[int], b_there: list[int]
+):
+    a, b = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    ranges = {a: (1, 3), b: (3, 11)}
+    bucket = Bucket(grad_data=torch.zeros(12), params=[a, b], param_to_index=ranges)
+    group = Bucket(
+        buckets=[bucket],
+        ddp_config=SimpleNamespace(use_distributed_optimizer=is_sharded),
+        intra_distributed_optimizer_instance_group=Group(),
+        data_parallel_group=Group(),
+    )
+    chunk = SimpleNamespace(bucket_groups=[group], force_all_reduce=force_all_reduce)
+    assert spread(chunk, {a}) == a_there
+    assert spread(chunk, {b}) == b_there
+    assert spread(chunk, {a, b}) == [x + y for x, y in zip(a_there, b_there, strict=True)]
