@@ -23,7 +23,7 @@ from megatron.fold3d.runtime.grad_sync.complete_parts import Part
 from megatron.fold3d.runtime.grad_sync.slices import ranges_of, reduce_op
 
 MOST_BALANCED = 4  # replicas whose shards are reduced together
-_SMALLEST = 1 << 14  # gradients: the latency of less costs more than it gains
+_SMALLEST = 1 << 12  # gradients: the latency of less costs more than it gains
 
 
 class Transfer(Protocol):
@@ -85,11 +85,14 @@ class _Scatter:
         self, bucket_group: Any, bucket: Any, shards: Sequence[Sequence[torch.Tensor]]
     ) -> None:
         group = group_of(bucket_group)
-        self._own = shards[group.rank()]
         views = [data for shard in shards for data in shard]
         num_elements = sum(data.numel() for data in views)
-        is_whole = num_elements == bucket.grad_data.numel()
-        together = bucket.grad_data if is_whole else torch.cat(views)
+        if num_elements == bucket.grad_data.numel():  # then it is in the right order already
+            together = bucket.grad_data
+            shards = [[shard] for shard in together.chunk(group.size())]
+        else:
+            together = torch.cat(views)
+        self._own = shards[group.rank()]
         self._sums = together.new_empty(num_elements // group.size())
         work: dist.Work | None = dist.reduce_scatter_tensor(
             self._sums, together, reduce_op(bucket_group), group=group, async_op=True
