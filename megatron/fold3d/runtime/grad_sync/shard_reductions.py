@@ -93,6 +93,7 @@ class _Scatter:
         else:
             together = torch.cat(views)
         self._own = shards[group.rank()]
+        self._together = together  # kept while it is read
         self._sums = together.new_empty(num_elements // group.size())
         work: dist.Work | None = dist.reduce_scatter_tensor(
             self._sums, together, reduce_op(bucket_group), group=group, async_op=True
