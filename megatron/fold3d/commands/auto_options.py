@@ -95,6 +95,7 @@ def _search(source: Source, order: Plan, group_size: int | None) -> ChoiceSearch
         held=HeldSizes.counted if hardware is None else hardware.held_sizes,
         nic_of_rank=source.nic_of_rank,
         routes=source.routes,
+        shard_shares=() if hardware is None else hardware.shard_shares,
     )
 
 

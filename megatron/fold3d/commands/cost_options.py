@@ -18,6 +18,7 @@ from megatron.fold3d.observe.memory_curve import Footprint, memory
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
+from megatron.fold3d.policy.shard_order import started_shares
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.launches import launches
@@ -50,6 +51,11 @@ class Hardware:
     def usable_bytes(self) -> float:
         """The bytes of a GPU's memory that a run may hold: the planner's share of it."""
         return self.cluster.gpu_memory_bytes * USABLE_MEMORY
+
+    @property
+    def shard_shares(self) -> tuple[tuple[float, float], ...]:
+        """How reductions to shards start between weight gradients, as in `Execution`."""
+        return started_shares(min(self.layers), self.setup.num_replicas)
 
     def peaks(self, timeline: Timeline) -> list[float]:
         """Return the most bytes that each rank's GPU holds."""

@@ -174,6 +174,7 @@ def simulated_timeline(args: Namespace, plan: Plan, source: Source, *, deferred:
         flush=not deferred,
         in_order=True,
         overlap_tensor_parallel=bool(args.overlap_tensor_parallel),
+        shard_shares=() if source.hardware is None else source.hardware.shard_shares,
     )
     if (share := args.backward_share) is not None and all_early(plan):
         shares = (

@@ -27,11 +27,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.policy.measured_times import MeasuredTimes
 from megatron.fold3d.policy.run_choice import RunChoice, split_in_place
+from megatron.fold3d.policy.shard_order import started_shares
 from megatron.fold3d.runtime.device import synchronize
 from megatron.fold3d.runtime.feature import Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, group_of
@@ -230,6 +232,7 @@ class AutoSchedule(MeasuredTimesFeature):
                 room=room,
                 sizes=sizes,
                 clipped=0.0 if rests else clipped,
+                shard_shares=started_shares(_num_layers(iteration), replicas),
             )
             own = search(
                 defers=config.auto_defers and cuts,
@@ -428,6 +431,12 @@ def _num_replicas(iteration: Iteration) -> int:
     found = torch.tensor([max(sizes, default=1)], device=iteration.device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return int(found.item())
+
+
+def _num_layers(iteration: Iteration) -> int:
+    """Return the transformer layers of this rank's last model chunk."""
+    modules = iteration.chunks[-1].modules()
+    return sum(isinstance(module, TransformerLayer) for module in modules)
 
 
 def _some(index: int | None) -> int:

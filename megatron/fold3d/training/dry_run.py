@@ -23,6 +23,7 @@ from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.plan.ir import COMPUTE_OPS, Op, Plan
 from megatron.fold3d.policy.run_choice import RunChoice, stock_schedule
+from megatron.fold3d.policy.shard_order import started_shares
 from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster, cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
 from megatron.fold3d.predict.cost_model.sizes import replicated_bytes
@@ -252,6 +253,7 @@ def _tried(args: Namespace, known: Estimate, candidate: Candidate) -> tuple[Pred
         held=lambda plan: held_sizes(known.footprint, plan, memory_bytes),
         nic_of_rank=known.nic_of_rank,
         routes=known.routes,
+        shard_shares=started_shares(min(_layers(args)), candidate.setup.num_replicas),
     )
     return search.stock, *search.to_try()
 

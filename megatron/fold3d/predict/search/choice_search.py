@@ -107,6 +107,7 @@ class ChoiceSearch:
         nic_of_rank: as in `Execution`.
         routes: as in `Execution`.
         clipped: the share of steps that are clipped, and so wait for all gradients.
+        shard_shares: as in `Execution`.
         most_actions: how many are simulated; the order of stock is simulated in any case.
     """
 
@@ -121,6 +122,7 @@ class ChoiceSearch:
     nic_of_rank: tuple[int, ...] | None = None
     routes: Routes = NO_SWITCHES
     clipped: float = 0.0
+    shard_shares: tuple[tuple[float, float], ...] = ()
     most_actions: int = MOST_ACTIONS
 
     @classmethod
@@ -136,6 +138,7 @@ class ChoiceSearch:
         room: float,
         sizes: Sequence[float],
         clipped: float = 0.0,
+        shard_shares: tuple[tuple[float, float], ...] = (),
         **scope: bool,
     ) -> Self:
         """Return the search of a run that has measured ``times``; DP.sync is of all-reduces.
@@ -150,6 +153,7 @@ class ChoiceSearch:
             room: bytes that every rank has free.
             sizes: the bytes that a rank takes more for each segment that is replicated.
             clipped: as above.
+            shard_shares: as above.
             scope: the features that may be chosen, as fields of `Scope`.
         """
         chosen = Scope(**scope)
@@ -176,6 +180,7 @@ class ChoiceSearch:
             fits=fits,
             held=HeldSizes.counted if held is None else lambda _: held,
             clipped=clipped,
+            shard_shares=shard_shares,
         )
 
     @cached_property
@@ -222,6 +227,7 @@ class ChoiceSearch:
             flush=not choice.defers,
             in_order=True,
             preemptive=False,
+            shard_shares=self.shard_shares,
         )
         if not choice.defers:
             if choice.replicated:

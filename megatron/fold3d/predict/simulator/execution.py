@@ -68,6 +68,12 @@ class Execution:
 
     The rest follows the last action, for all stages. If empty, REDUCE_GRAD starts everything.
     """
+    shard_shares: tuple[tuple[float, float], ...] = ()
+    """Where reductions to shards start between weight gradients: `policy.shard_order`.
+
+    Pairs of a share of the work and the share of the reduction that has started then. If empty, the
+    two are equal.
+    """
     overlap_tensor_parallel: bool = False
     """Whether neighbouring micro-batches are computed in pairs: see `plan.passes.pairs`."""
     device: Device | None = None

@@ -72,6 +72,7 @@ def simulate(
         plan,
         costs,
         execution.backward_share,
+        shard_shares=execution.shard_shares,
         pairs_overlap=execution.overlap_tensor_parallel,
     )
     if device is not None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from megatron.fold3d.plan.ir import COMPUTE_OPS, WHOLE, Action, Op, Plan, Program
-from megatron.fold3d.plan.passes.early_grad_sync import all_early
+from megatron.fold3d.plan.passes.early_grad_sync import all_early, early_stages
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages, slices_of
 from megatron.fold3d.plan.passes.pairs import pairs, second_of
 from megatron.fold3d.plan.passes.recompute import recomputed
@@ -56,6 +56,7 @@ class Steps:
             REDUCE_GRAD starts all of DP.sync. A plan with slices has its own shares, but for
             slices between weight gradients: those start what is complete of the backward share.
 
+        shard_shares: as in `Execution`.
         pairs_overlap: whether neighbours run in pairs, which begin when both inputs are there.
 
     Attributes:
@@ -69,8 +70,10 @@ class Steps:
         costs: Costs,
         backward_share: Sequence[float] = (),
         *,
+        shard_shares: Sequence[tuple[float, float]] = (),
         pairs_overlap: bool = False,
     ) -> None:
+        self._shard_shares = shard_shares
         self._plan = plan
         self._microbatches, self._stages = plan.num_microbatches, plan.num_stages
         self._send_on_end = not plan.has_p2p
@@ -202,6 +205,7 @@ class Steps:
     def _sliced(self, program: Program, in_iteration_s: Sequence[float]) -> Iterator[Step]:
         """Give each slice its part of DP.sync; the part reduced in the iteration starts first."""
         deferred, grad_sync_s = deferred_stages(program), self._seconds[Op.REDUCE_GRAD]
+        gather_s, early = self._seconds[Op.GATHER_PARAM], early_stages(program)
         part_s: dict[Action, float] = {}
         first: set[Action] = set()
         for stage, slices in slices_of(program).items():
@@ -209,11 +213,13 @@ class Steps:
             if stage in deferred and in_iteration_s[stage]:
                 first.add(slices[0])
                 whole_s -= in_iteration_s[stage]
-            begin = 0
+            in_shards = stage in early and gather_s and gather_s[stage] > 0
+            begin = 0.0
             for action in slices:
-                end = action.microbatch if action.op is Op.REDUCE_SLICE else WHOLE
-                assert end is not None
-                part_s[action] = (end - begin) / WHOLE * whole_s
+                until = action.microbatch if action.op is Op.REDUCE_SLICE else WHOLE
+                assert until is not None
+                end = self._share_of_shards(until / WHOLE) if in_shards else until / WHOLE
+                part_s[action] = (end - begin) * whole_s
                 begin = end
         for action in program:
             step = self._step(action)
@@ -224,6 +230,13 @@ class Steps:
         for stage in sorted(action.stage for action in first):
             fact = self._fact(Fact.REDUCED_IN_ITERATION, stage)
             yield Step(Action(stage, Op.WAIT_GRAD), 0.0, (), fact)
+
+    def _share_of_shards(self, work: float) -> float:
+        """Return which share of a reduction to shards has started after a share of the work."""
+        if not self._shard_shares:
+            return work
+        done = [share for needed, share in self._shard_shares if needed <= work]
+        return done[-1] if done else 0.0
 
     def _message(self, stage: int, op: Op, microbatch: int | None) -> int:
         """Return the fact that a computation's result has arrived at the stage that reads it."""

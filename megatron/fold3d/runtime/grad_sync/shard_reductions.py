@@ -18,11 +18,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron.fold3d.policy.shard_order import MOST_BALANCED
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, group_of, is_sharded
 from megatron.fold3d.runtime.grad_sync.complete_parts import Part
 from megatron.fold3d.runtime.grad_sync.slices import ranges_of, reduce_op
 
-MOST_BALANCED = 4  # replicas whose shards are reduced together
 _SMALLEST = 1 << 12  # gradients: the latency of less costs more than it gains
 
 

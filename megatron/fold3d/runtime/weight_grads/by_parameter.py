@@ -15,6 +15,7 @@ import torch
 
 from megatron.fold3d.plan.ir import Op, Program
 from megatron.fold3d.plan.passes.early_grad_sync import early_stages
+from megatron.fold3d.policy.shard_order import in_turns
 from megatron.fold3d.runtime.grad_sync.shard_reductions import spread
 
 
@@ -44,38 +45,17 @@ def by_parameter[Item](
     of_owner: dict[Hashable, list[Item]] = {}
     for item in items:
         of_owner.setdefault(owner(item), []).append(item)
-    in_order = _in_order([*of_owner.values()], size, spread)
-    whole = sum(size(item) for its in in_order for item in its)
+    of_owners = list(of_owner.values())
+    order = in_turns([size(its[0]) for its in of_owners], [spread(its[0]) for its in of_owners])
+    whole = sum(size(item) for its in of_owners for item in its)
     parts: list[list[tuple[Item, bool]]] = [[] for _ in range(num_parts)]
     done = 0
-    for its in in_order:
+    for its in map(of_owners.__getitem__, order):
         for left, item in zip(reversed(range(len(its))), its, strict=True):
             done += size(item)
             part = parts[-(-done * num_parts // max(1, whole)) - 1]  # the one in which it ends
             part.append((item, left == 0))
     return parts
-
-
-def _in_order[Item](
-    of_owners: Iterable[list[Item]],
-    size: Callable[[Item], int],
-    spread: Callable[[Item], Sequence[int]],
-) -> list[list[Item]]:
-    in_order: list[list[Item]] = []
-    left = [(size(its[0]), spread(its[0]), its) for its in of_owners]
-    complete = [0] * max((len(shards) for _, shards, _ in left), default=0)
-    while left:
-        behind = [shard for shard, number in enumerate(complete) if number == min(complete)]
-        best = min(left, key=lambda one: _rank_of(one[0], sum(one[1][shard] for shard in behind)))
-        left = [one for one in left if one is not best]
-        complete = [a + b for a, b in zip(complete, best[1], strict=True)]
-        in_order.append(best[2])
-    return in_order
-
-
-def _rank_of(size: int, num_there: int) -> tuple[bool, int, int]:
-    """Rank a parameter by its size and how many gradients the shards that are behind get."""
-    return num_there == 0, size, -num_there
 
 
 class Turns:
