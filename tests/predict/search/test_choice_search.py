@@ -170,6 +170,10 @@ def test_reductions_to_shards_start_early_without_memory_for_replicas():
     scope = Scope(delays=True, gathers=True, reduces_early=True)
     best, *_ = search(costs=costs, scope=scope).to_try()
     assert (best.choice.delayed, best.choice.early) == ((0, 1, 2, 3), (0, 1, 2, 3))
+    replicas = replace(scope, replicates=True)
+    faster = replace(costs, param_gather_s=(14.0,) * 8)
+    both = [one.choice for one in search(costs=faster, scope=replicas).to_try()]
+    assert sorted(bool(choice.early) for choice in both) == [False, True]
     late = search(costs=costs, scope=replace(scope, reduces_early=False))
     others = (late.stock, *late.to_try())
     assert not any(one.choice.delayed for one in others)

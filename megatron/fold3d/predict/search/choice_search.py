@@ -193,17 +193,24 @@ class ChoiceSearch:
         """Return at most two choices worth trying, besides stock's order; the faster one first.
 
         One is the fastest choice whose DP.sync ends with the iteration. The other is the fastest
-        whose DP.sync does not, and whose gain depends on how often steps are clipped. If there is
-        no such choice, the second is the fastest that changes nothing but the order, if it differs
-        from the first.
+        whose DP.sync does not, and whose gain depends on how often steps are clipped. Where DP.sync
+        cannot be deferred, one starts reductions to shards between weight gradients and the other
+        does not: their predictions are close to each other, and rest on different assumptions. If
+        there is no such choice, the second is the fastest that changes nothing but the order, if it
+        differs from the first.
         """
         gaining = [
             one for one in self._found() if one.price < self.stock.seconds * (1 - LEAST_GAIN)
         ]
         gaining.sort(key=lambda one: one.price)
         kinds: dict[bool, Predicted] = {}
+        any_early = any(one.choice.early for one in gaining)
         for one in gaining:
-            kind = one.choice.defers if self.scope.defers else one.price > one.seconds
+            kind = one.price > one.seconds
+            if self.scope.defers:
+                kind = one.choice.defers
+            elif any_early:
+                kind = bool(one.choice.early)
             kinds.setdefault(kind, one)
         best = gaining[:1]
         if best and not self.scope.defers and best[0].price == best[0].seconds:
