@@ -120,6 +120,10 @@ def test_dp_sync_that_may_be_deferred_starts_early_where_it_is_asked_for(parser:
             "3 with --backward-share and --use-distributed-optimizer",
         ),
         (
+            f"{AIAO} --delay-weight-grads 3 --early-dp-sync 3 --use-distributed-optimizer",
+            "3 without --overlap-grad-reduce",
+        ),
+        (
             f"{DEFERS} --early-dp-sync 3 --use-distributed-optimizer",
             "3 with --use-distributed-optimizer: it needs a plan",
         ),

@@ -141,6 +141,11 @@ def early_sync_problems(args: Namespace, schedule: str) -> Iterator[str]:
             f"{found} with --backward-share and --use-distributed-optimizer: what is deferred is "
             "cut shard by shard, not parameter by parameter; drop one of the three"
         )
+    elif not args.overlap_grad_reduce:
+        yield (
+            f"{found} without --overlap-grad-reduce: Megatron then reduces all gradients at the "
+            "end of the iteration; add --overlap-grad-reduce"
+        )
     elif args.use_distributed_optimizer and not gathers_by_plan(args):
         yield (
             f"{found} with --use-distributed-optimizer: it needs a plan that gathers parameters; "
