@@ -301,6 +301,38 @@ def test_gradients_outside_the_backward_share_are_reduced_after_the_last_action(
     assert starts == [(10, "0F0"), (12, "1F0")]
 
 
+def test_an_early_slice_starts_what_the_backward_share_has_left_of_it():
+    plan = Plan.from_text("0WAIT_GRAD 0F0 0F1 0B0 0B1 0W0 0REDUCE_GRAD.500 0W1 0REDUCE_GRAD")
+    costs = Costs(forward_s=(1.0,), backward_s=(3.0,), weight_s=(1.0,), grad_sync_s=(4.0,))
+    for share, spans in (
+        (1.0, [(7.0, 9.0), (9.0, 11.0)]),
+        (0.75, [(7.0, 9.0), (9.0, 10.0), (10.0, 11.0)]),
+        (0.25, [(7.0, 8.0), (8.0, 11.0)]),
+        (0.0, [(8.0, 12.0)]),
+    ):
+        timeline = simulate(plan, costs, Execution(backward_share=(share,)))
+        found = [(s.start_s, s.end_s) for s in timeline.lane(0, Lane.GRAD_SYNC)]
+        assert found == spans, share
+
+
+def test_a_reduction_to_shards_starts_when_shards_are_complete():
+    plan = Plan.from_text(
+        "0GATHER_PARAM 0WAIT_PARAM 0F0 0F1 0B0 0B1 0W0 0REDUCE_GRAD.500 0W1 0REDUCE_GRAD 0WAIT_GRAD"
+    )
+    costs = Costs(
+        forward_s=(1.0,),
+        backward_s=(3.0,),
+        weight_s=(1.0,),
+        grad_sync_s=(4.0,),
+        param_gather_s=(1.0,),
+    )
+    shares = ((0.4, 0.25), (0.6, 0.5), (1.0, 1.0))
+    seconds = [simulate(plan, costs, Execution(shard_shares=s)).period_s for s in ((), shares)]
+    assert seconds == [8.0 + 4.0, 9.0 + 3.0]
+    replicated = replace(costs, param_gather_s=(0.0,))
+    assert simulate(plan, replicated, Execution(shard_shares=shares)).period_s == 7.0 + 4.0
+
+
 def test_a_gather_goes_before_what_the_next_stage_has_to_reduce():
     plan = Plan.from_text(
         "0WAIT_GRAD 0GATHER_PARAM 0WAIT_PARAM 0F0 1WAIT_GRAD 1GATHER_PARAM 1WAIT_PARAM 1F0 "
