@@ -436,7 +436,11 @@ def _replicated_steps(config: "Fold3DConfig", plans: "Plans") -> "Part":
     measured = MeasuredReplication(
         plans,
         replicated,
-        partial(SimulatedIteration.measured, reduces_early=config.reduces_early),
+        partial(
+            SimulatedIteration.measured,
+            reduces_early=config.reduces_early,
+            early=config.early_dp_sync,
+        ),
         delayed=config.delay_weight_grads,
         tied=config.ties_embeddings,
     )

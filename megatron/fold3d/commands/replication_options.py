@@ -62,6 +62,8 @@ def chosen_segments(
         source.nic_of_rank,
         source.routes,
         reduces_early=reduces_early,
+        early=args.early_dp_sync or (),
+        shard_shares=hardware.shard_shares,
     )
     peaks = hardware.peaks(iteration.timeline(()))
 

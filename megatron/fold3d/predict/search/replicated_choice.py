@@ -71,6 +71,8 @@ class SimulatedIteration:
         nic_of_rank: as in `Execution`.
         routes: as in `Execution`.
         reduces_early: as in `Options`.
+        early: the segments of ``--early-dp-sync``.
+        shard_shares: as in `Execution`.
     """
 
     def __init__(
@@ -82,15 +84,19 @@ class SimulatedIteration:
         routes: Routes = NO_SWITCHES,
         *,
         reduces_early: bool = False,
+        early: Segments = (),
+        shard_shares: tuple[tuple[float, float], ...] = (),
     ) -> None:
         self._order, self._delayed, self._costs = order, delayed, costs
         self._reduces_early = reduces_early
+        self._early = stages_of(early, order.num_ranks)
         self._execution = Execution(
             flush=True,
             in_order=True,
             preemptive=False,
             nic_of_rank=nic_of_rank,
             routes=routes,
+            shard_shares=shard_shares,
         )
 
     @classmethod
@@ -102,6 +108,7 @@ class SimulatedIteration:
         parameter_share: float,
         *,
         reduces_early: bool = False,
+        early: Segments = (),
     ) -> Self:
         """Return iterations with a run's own times.
 
@@ -111,11 +118,12 @@ class SimulatedIteration:
             times: the measured times of the run; their DP.sync is all-reduces.
             parameter_share: bytes of the parameters, as a share of those of their gradients.
             reduces_early: as above.
+            early: as above.
         """
         halves = tuple(s / 2 for s in times.grad_sync_s)
         gathers = tuple(s * parameter_share for s in halves)
         costs = replace(costs_from_times(times), grad_sync_s=halves, param_gather_s=gathers)
-        return cls(order, delayed, costs, reduces_early=reduces_early)
+        return cls(order, delayed, costs, reduces_early=reduces_early, early=early)
 
     def seconds(self, replicated: Segments) -> float:
         """Return what an iteration takes that replicates some segments, in s."""
@@ -130,6 +138,7 @@ class SimulatedIteration:
             replicated_stages=stages,
             transfers=False,
             reduces_early=self._reduces_early,
+            early_dp_sync=self._early,
         )
         plan = lower(self._order, options)
         return simulate(plan, with_replicated(self._costs, stages), self._execution)
