@@ -492,13 +492,19 @@ def test_auto_replicates_segments_of_a_distributed_optimizer(fold3d):
     line = REPLICATED.replace("--schedule aiao", "--schedule auto")
     _, out, _ = fold3d(f"{line} --json")
     _, chosen, _ = fold3d(f"{REPLICATED} --replicate-optimizer auto --json")
-    first, *_ = json.loads(out)["tries"]
-    # Their DP.sync starts between their weight gradients, which the other command does not do.
-    segments = first["flags"].rpartition(" ")[2]
-    assert first["flags"] == (
+    early, late = json.loads(out)["tries"]
+    assert "--early-dp-sync 0,1,2,3,4,5,6,7" in early["flags"]
+    # Their DP.sync starts between their weight gradients, which the other command is not asked for.
+    segments = late["flags"].rpartition(" ")[2]
+    assert late["flags"] == (
         f"--schedule aiao --delay-weight-grads {segments} --replicate-optimizer {segments}"
     )
-    assert first["seconds"] < 0.98 * json.loads(chosen)["period_s"]
+    assert early["seconds"] < late["seconds"] < 0.98 * json.loads(chosen)["period_s"]
+    # The same flags take the same time.
+    for one in (early, late):
+        flags = one["flags"].removeprefix("--schedule aiao")
+        _, again, _ = fold3d(f"{REPLICATED} {flags} --json")
+        assert json.loads(again)["period_s"] == pytest.approx(one["seconds"], rel=1e-9)
 
 
 @pytest.mark.search
