@@ -4,13 +4,20 @@ A reduce-scatter sums equally many gradients of every shard. So parameters shoul
 shards in turns: the next one is the smallest that is in the shard with the fewest gradients.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 
 MOST_BALANCED = 4  # replicas whose shards are reduced together; with more, each to its owner
 _LAYER = (4, 4, 3, 1)  # the sizes of a transformer layer's weights, the last one first
 
 Sizes = Sequence[Sequence[int]]
 """Of some parameters, in any order: how many gradients lie in each shard."""
+
+
+def in_shards(begin: int, end: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Yield ``(shard, begin, end)`` for what lies in each shard of ``size`` gradients."""
+    for shard in range(begin // size, -(-end // size)):
+        yield shard, max(begin, shard * size), min(end, (shard + 1) * size)
 
 
 def in_turns(sizes: Sequence[int], there: Sizes) -> list[int]:
@@ -47,12 +54,10 @@ def started_shares(num_layers: int, num_replicas: int) -> tuple[tuple[float, flo
         return ()
     sizes = [size * num_replicas for size in _LAYER * num_layers]
     whole = sum(sizes)
-    begins = [sum(sizes[:i]) for i in range(len(sizes))]
-    shard = whole // num_replicas
-    there = [
-        [max(0, min(b + s, (r + 1) * shard) - max(b, r * shard)) for r in range(num_replicas)]
-        for b, s in zip(begins, sizes, strict=True)
-    ]
+    there = [[0] * num_replicas for _ in sizes]
+    for i, (begin, end) in enumerate(pairwise(accumulate(sizes, initial=0))):
+        for shard, first, last in in_shards(begin, end, whole // num_replicas):
+            there[i][shard] = last - first
     complete, work, found = [0] * num_replicas, 0, list[tuple[float, float]]()
     for i in in_turns(sizes, there):
         work += sizes[i]

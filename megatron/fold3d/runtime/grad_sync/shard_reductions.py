@@ -18,22 +18,20 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron.fold3d.policy.shard_order import MOST_BALANCED
+from megatron.fold3d.policy.shard_order import MOST_BALANCED, in_shards
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, group_of, is_sharded
 from megatron.fold3d.runtime.grad_sync.complete_parts import Part
 from megatron.fold3d.runtime.grad_sync.slices import ranges_of, reduce_op
+from megatron.fold3d.runtime.trace.recorder import HasFuture
 
 _SMALLEST = 1 << 12  # gradients: the latency of less costs more than it gains
 
 
-class Transfer(Protocol):
-    """Communication that has been started."""
+class Transfer(HasFuture, Protocol):
+    """Communication that has been started, such as a `dist.Work`."""
 
     def wait(self) -> object:
         """Wait for its result, which is then valid on the current stream."""
-
-    def get_future(self) -> Any:
-        """Return a future that is done with the communication, as `dist.Work` does."""
 
 
 class ShardReductions:
@@ -128,8 +126,8 @@ def spread(chunk: Any, parameters: AbstractSet[torch.Tensor]) -> list[int]:
         for bucket in bucket_group.buckets:
             size = bucket.grad_data.numel() // num_shards
             for begin, end in ranges_of(bucket, parameters):
-                for shard in range(begin // size, -(-end // size)):
-                    counts[shard] += min(end, (shard + 1) * size) - max(begin, shard * size)
+                for shard, first, last in in_shards(begin, end, size):
+                    counts[shard] += last - first
     return counts
 
 
@@ -145,9 +143,8 @@ def _by_owner(part: Part, num_replicas: int) -> Iterator[tuple[int, torch.Tensor
     """Yield owners in the order of their shards, and views of what each owns of a part."""
     data: torch.Tensor = part.bucket.grad_data
     size = data.numel() // num_replicas
-    for owner in range(part.begin // size, -(-part.end // size)):
-        begin, end = owner * size, (owner + 1) * size
-        yield owner, data[max(begin, part.begin) : min(end, part.end)]
+    for owner, begin, end in in_shards(part.begin, part.end, size):
+        yield owner, data[begin:end]
 
 
 def _taken(waiting: list[torch.Tensor], size: int) -> list[torch.Tensor]:

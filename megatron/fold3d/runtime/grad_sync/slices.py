@@ -13,6 +13,8 @@ from typing import Any, Protocol, Self
 import torch
 import torch.distributed as dist
 
+from megatron.fold3d.policy.shard_order import in_shards
+
 
 class Piece(Protocol):
     """Gradients that are reduced together: a `Slice` or a `ShardedSlice`."""
@@ -207,9 +209,9 @@ def in_iteration_offsets(
     """
     size = bucket.grad_data.numel() // num_shards
     parts = sorted(
-        (max(begin - shard * size, 0), min(end - shard * size, size))
+        (first - shard * size, last - shard * size)
         for begin, end in ranges_of(bucket, reduced_in_iteration)
-        for shard in range(begin // size, (end - 1) // size + 1)
+        for shard, first, last in in_shards(begin, end, size)
     )
     return list(_merged(parts))
 
