@@ -8,7 +8,7 @@ order ──> delay_weight_grads ──> recompute_early ──> add_param_gathe
 ──> shard_grads ──> plan
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -67,7 +67,10 @@ class Options:
     reduces_early: bool = False
     """Whether DP.sync may start between delayed weight gradients."""
     early_dp_sync: Container[int] = ()
-    """The stages whose DP.sync may start there although it is deferred, or reduces to shards."""
+    """The stages whose DP.sync may start there although it is deferred, or reduces to shards.
+
+    Each rank's last one with weight gradients need not be named if it is not deferred.
+    """
     receives_late: bool = False
     """Whether receives are posted late, so that they block nothing in a shared hardware queue."""
     receives_ahead: int = 1
@@ -79,6 +82,16 @@ class Options:
         is_whole = not sharded or stage in self.replicated_stages
         may = (is_whole and stage not in self.deferred_stages) or stage in self.early_dp_sync
         return self.reduces_early and may
+
+    def last_reduced(self, plan: Plan) -> Iterator[int]:
+        """Yield the stage of each rank whose weight gradients come last, if it reduces to shards.
+
+        No computation follows that could overlap its DP.sync.
+        """
+        for program in plan.programs:
+            stages = [stage for stage, op, _ in program if op is Op.WEIGHT]
+            if stages and stages[-1] not in self.deferred_stages and not self.shards_params:
+                yield stages[-1]
 
     def early_segments(self, num_ranks: int) -> tuple[int, ...]:
         """Return the delayed segments whose DP.sync starts between their weight gradients."""
@@ -155,7 +168,7 @@ def lower(order: Plan, options: Options | None = None) -> Plan:
         from megatron.fold3d.plan.passes.early_grad_sync import reduce_early
 
         early = filter(options.may_reduce_early, range(plan.num_stages))
-        plan = reduce_early(plan, frozenset(early))
+        plan = reduce_early(plan, {*early, *options.last_reduced(plan)})
     if options.shards_grads:
         from megatron.fold3d.plan.passes.shard_grads import shard_grads
 

@@ -34,7 +34,6 @@ from megatron.fold3d.predict.simulator.steady import steady_state
 MOST_ACTIONS = 600_000
 """Of a search. At 30 us each these are 20 s; counted, so that slow machines find the same."""
 _STEADY = 4  # times an iteration, until one that reaches into the next is steady
-_MOST_DELAYED = 3  # segments: each holds memory, and the first two bring nearly all of the gain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -414,6 +413,8 @@ class ChoiceSearch:
         every = tuple(range(self.num_segments))
         for start in (plain, other or plain):
             for segments in (every, (0,)):
+                if set(segments) <= set(start.replicated):
+                    continue  # these are all-reduced
                 delayed = tuple(sorted({*start.delayed, *segments}))
                 tried(replace(start, delayed=delayed, early=segments))
         if self.scope.replicates:
@@ -436,7 +437,7 @@ class ChoiceSearch:
     def _delay(self, start: RunChoice, tried: Callable[[RunChoice], float]) -> RunChoice:
         """Delay weight gradients of one segment more while that shortens iterations; return it."""
         best_s = self.seconds(start)
-        for _ in range(_MOST_DELAYED):
+        while True:
             whole = self._options(replace(start, delayed=(0,)))
             first = 0 if whole.early_segments(self.num_ranks) else 1
             left = [s for s in range(first, self.num_segments) if s not in start.delayed]
