@@ -36,13 +36,18 @@ def test_bytes_move_from_the_forward_to_the_backward():
     assert choose_replicated(units(3, tied=False), iteration.seconds) == ((1,), 30.0)
 
 
-def test_reductions_to_shards_start_between_weight_gradients_if_they_are_asked_for():
+@pytest.mark.parametrize(
+    ("delayed", "early", "exposed_s"),
+    [
+        ((0,), (), 1.5),  # nothing follows it
+        ((0, 1), (), 3.0),  # the first one's ends with the last weight gradient
+        ((0, 1), (0,), 1.5),
+    ],
+)
+def test_reductions_to_shards_start_between_weight_gradients(delayed, early, exposed_s):
     costs = replace(SHARDED, weight_s=(1.5,) * 3)
-    seconds = [
-        SimulatedIteration(ORDER, (0,), costs, reduces_early=True, early=early).seconds(())
-        for early in ((), (0,))
-    ]
-    assert seconds == [9 + 2 + 18 + 3, 9 + 2 + 18 + 1.5]
+    iteration = SimulatedIteration(ORDER, delayed, costs, reduces_early=True, early=early)
+    assert iteration.seconds(()) == 9 + 2 + 18 + exposed_s
 
 
 def test_measured_all_reduces_are_halved_and_gathers_have_the_size_of_parameters():
