@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from scripts.bench import compare, pipeline_cells, predict, summary, variants
+from scripts.bench import bounds, compare, pipeline_cells, predict, summary, variants
 from scripts.bench.kept_runs import KeptRuns, problems
 from scripts.bench.pipeline_cells import Cell, slower_than
 from scripts.bench.runner import Bench, preload
@@ -315,31 +315,48 @@ def predictions(grid: Grid, layouts: Sequence[Layout]) -> str:
     """Spell what `scripts.bench.predict` says of the cells, beside what was measured there."""
     found: list[predict.Row] = []
     for layout in layouts:
-        job = layout.job()
-        forward_ms, backward_ms = layout.layer_ms
         for rate in layout.rates:
-            arguments = {
-                "pp": job.num_ranks,
-                "dp": job.data_parallel,
-                "layers": job.num_layers,
-                "hidden": job.hidden_size,
-                "seq_length": job.seq_length,
-                "micro_batch_size": job.micro_batch_size,
-                "microbatches": job.num_microbatches,
-                "recompute": job.recompute,
-                "untied": job.untied,
-                "forward_ms": forward_ms,
-                "backward_ms": backward_ms,
-                "rate": f"{(layout.rate_bit_s(rate) or 0) / 1e6}mbit",
-                "delay_ms": 0,
-            }
             report = {
-                "arguments": {name: str(value) for name, value in arguments.items()},
+                "arguments": _arguments(layout, rate),
                 "rows": [asdict(row) for row in summary.rows(grid.runs(layout, rate), None)],
             }
             rows = predict.rows(report) if report["rows"] else []
             found += (replace(row, name=f"{rate}, {row.name}") for row in rows)
     return predict.table(found)
+
+
+def _arguments(layout: Layout, rate: str) -> dict[str, str]:
+    """What `compare` would have been called with, for `predict.Job`."""
+    job = layout.job()
+    forward_ms, backward_ms = layout.layer_ms
+    arguments = {
+        "pp": job.num_ranks,
+        "dp": job.data_parallel,
+        "layers": job.num_layers,
+        "hidden": job.hidden_size,
+        "seq_length": job.seq_length,
+        "micro_batch_size": job.micro_batch_size,
+        "microbatches": job.num_microbatches,
+        "recompute": job.recompute,
+        "untied": job.untied,
+        "forward_ms": forward_ms,
+        "backward_ms": backward_ms,
+        "rate": f"{(layout.rate_bit_s(rate) or 0) / 1e6}mbit",
+        "delay_ms": 0,
+    }
+    return {name: str(value) for name, value in arguments.items()}
+
+
+def bounds_table(grid: Grid, layouts: Sequence[Layout]) -> str:
+    """Spell how much faster than the strongest stock any order can be, and how much ours is."""
+    lines = [f"| {' | '.join(bounds.TITLES)} |", "|---" + "|--:" * (len(bounds.TITLES) - 1) + "|"]
+    for layout in layouts:
+        counts = layout.job().segment_counts
+        for rate in layout.rates:
+            job = predict.Job.read(_arguments(layout, rate))
+            cells = bounds.cells(job, counts, grid.runs(layout, rate))
+            lines += [f"| {layout.name}, {rate} | {' | '.join(cells)} |"] if cells else []
+    return "\n".join(lines)
 
 
 def _problems(grid: Grid, layouts: Sequence[Layout]) -> Iterator[str]:
@@ -376,6 +393,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--predictions", action="store_true", help="measure nothing; what the simulator says"
     )
+    parser.add_argument(
+        "--bounds", action="store_true", help="measure nothing; what no order is faster than"
+    )
     parser.add_argument("--logs", type=Path, default=Path("out/grid"), help="(out/grid)")
     parser.add_argument(
         "--skip", nargs="+", default=[], metavar="TEXT", help="variants that end so"
@@ -396,8 +416,9 @@ def main(argv: Sequence[str]) -> int:
         ]
     names = [f"{layout.name}, {rate}" for layout in layouts for rate in layout.rates]
     names += [cell.name for cell in cells]
-    if args.predictions and args.pipeline_bound:
-        parser.error("--predictions with --pipeline-bound: its cells have bounds instead")
+    if args.pipeline_bound and (args.predictions or args.bounds):
+        flag = "--predictions" if args.predictions else "--bounds"
+        parser.error(f"{flag} with --pipeline-bound: its table has bounds")
     if not names:
         parser.error(f"--only {' '.join(args.only)}: no cell has that in its name")
     if args.list:
@@ -405,7 +426,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     grid = Grid(args)
     try:
-        if not (args.table or args.predictions):
+        if not (args.table or args.predictions or args.bounds):
             preload()
             for layout in layouts:
                 grid.measure(layout)
@@ -413,8 +434,9 @@ def main(argv: Sequence[str]) -> int:
                 grid.measure_cell(cell)
     except (TestbedError, ValueError) as error:
         return refuse("grid.py", error)
-    if args.predictions:
-        sys.stdout.write(predictions(grid, layouts) + "\n")
+    if args.predictions or args.bounds:
+        text = predictions(grid, layouts) if args.predictions else bounds_table(grid, layouts)
+        sys.stdout.write(text + "\n")
         return 0
     by_cell = [(cell, grid.runs_of_cell(cell)) for cell in cells]
     text = pipeline_cells.table(by_cell) if cells else table(grid, layouts)

@@ -101,6 +101,11 @@ class Job:
         """The same with an overhead per iteration."""
         return replace(self, hosts=replace(self.hosts, iteration_overhead_s=overhead_ms / 1e3))
 
+    def slower(self, factor: float) -> "Job":
+        """The same with computations that take ``factor`` times as long."""
+        flops_per_s = self.hosts.gpu_flops_per_s / factor
+        return replace(self, hosts=replace(self.hosts, gpu_flops_per_s=flops_per_s))
+
     def iteration_ms(self, flags: Sequence[str]) -> float:
         """Return a variant's iteration, simulated.
 

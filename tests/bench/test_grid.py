@@ -110,3 +110,17 @@ def test_a_cell_that_is_not_there_is_refused(capsys):
     with pytest.raises(SystemExit):
         grid.main(["--only", "nowhere"])
     assert "--only nowhere: no cell has that in its name" in capsys.readouterr().err
+
+
+def test_bounds_stand_beside_what_was_measured(tmp_path):
+    slow = {"iterations": [{"number": n, "elapsed_ms": 9000.0, "loss": 4.0 / n} for n in (1, 2, 3)]}
+    found = written(tmp_path, **dict.fromkeys(MS, slow))
+    *_, line = grid.bounds_table(found, [LAYOUT]).splitlines()
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[:2] == ["pp=2 x dp=2, 100mbit", "9000"]
+    free_ms, clipped_ms = float(cells[2]), float(cells[6])
+    # Eight layers per rank take 288 ms each, and the last rank begins one forward later.
+    assert 8 * 8 * 36 < free_ms <= clipped_ms < 9000
+    assert cells[3] == f"{9000 / free_ms:.2f}"
+    assert cells[4:6] == ["-", "-"]
+    assert cells[8:] == ["9000", "1.00"]

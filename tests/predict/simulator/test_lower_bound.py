@@ -101,11 +101,11 @@ def test_a_step_that_waits_for_the_norm_hides_less():
     costs = Costs.uniform(4, grad_sync_s=10.0)  # F takes 1, B 2: 60 s of computation
     bounds = bounds_of(plan, costs)
     assert bounds.order_s == 60
-    assert bounds.sync_s == 60  # 40 s of DP.sync, and 4 x (1 + 2) in which the link idles
+    assert bounds.sync_s == 60  # 40 s of DP.sync, and 5 x 1 + 4 x 2 in which the link idles
     assert bounds.norm_s == 4 * 5 + 4 * 2 + 40  # all forwards, one chunk's backwards, DP.sync
     gathered = bounds_of(plan, replace(costs, grad_sync_s=(1.0,) * 4, param_gather_s=(10.0,) * 4))
-    assert gathered.sync_s == 60  # 44 + 12
-    assert gathered.norm_s == 40 + 4 * 1 + 4 * 5 * 2  # one chunk's forwards, and all backwards
+    assert gathered.sync_s == 60  # 44 + 13
+    assert gathered.norm_s == 40 + 5 * 1 + 4 * 5 * 2  # one chunk's forwards, and all backwards
 
 
 @pytest.mark.parametrize(
@@ -126,13 +126,20 @@ def test_a_step_that_waits_for_the_norm_exposes_the_first_chunks_dp_sync(reduce_
 
 
 def test_messages_share_the_link_with_dp_sync():
+    plan = build("aiao", num_ranks=1, num_segments=4, num_microbatches=5)
+    one = Costs.uniform(4, grad_sync_s=20.0)  # F takes 1, B 2
+    assert lower_bound_with_sync_s(plan, one, waits_for_norm=False) == 4 * 20 + 5 * 1 + 4 * 2
     plan = build("aiao", num_ranks=2, num_segments=4, num_microbatches=5)
-    costs = Costs.uniform(8, grad_sync_s=20.0, p2p_s=0.5)  # F takes 1, B 2
-    free_s = lower_bound_with_sync_s(plan, replace(costs, p2p_s=0.0), waits_for_norm=False)
-    assert free_s == 4 * 20 + 4 * (1 + 2)
-    # A rank sends seven chunks' results, two forward and one backward while there is no DP.sync.
-    assert lower_bound_with_sync_s(plan, costs, waits_for_norm=False) == free_s + 4 * 5 * 0.5
-    slow = replace(costs, p2p_s=9.0)  # F, or B without W, takes 1 where there is no DP.sync
-    assert lower_bound_with_sync_s(plan, slow, waits_for_norm=False) == free_s + 4 * 5 * 1
+    costs = Costs.uniform(8, grad_sync_s=20.0, p2p_s=0.5)
+    # From the first rank to the second and back, which computes F and, without W, B.
+    link_idles_s = (1 + 0.5) + 5 * (1 + 1) + 0.5
+    # Results of 15 forwards and of 15 backwards leave beside DP.sync, or the second rank computes
+    # others meanwhile. That is free before its first input arrives and behind its last gradient.
+    sends_s = (15 - 1.5) * 0.5 + (15 - 0.5) * 0.5
+    found_s = lower_bound_with_sync_s(plan, costs, waits_for_norm=False)
+    assert found_s == 4 * 20 + link_idles_s + sends_s
+    slow = replace(costs, p2p_s=9.0)  # then the second rank computes all of them meanwhile
+    found_s = lower_bound_with_sync_s(plan, slow, waits_for_norm=False)
+    assert found_s == 4 * 20 + (1 + 9) + 5 * (1 + 1) + 9 + (15 - 10) + (15 - 9)
     in_one_node = lower_bound_with_sync_s(plan, costs, (0, 0), waits_for_norm=False)
-    assert in_one_node == free_s
+    assert in_one_node == 4 * 20 + 5 * 1 + 4 * 2

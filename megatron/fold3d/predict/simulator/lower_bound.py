@@ -4,7 +4,7 @@
 it may reach into the next iteration, which a step that waits for the norm limits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.fold3d.plan.ir import Plan
@@ -96,11 +96,11 @@ def lower_bound_with_sync_s(
 ) -> float:
     """Return seconds that no iteration of many is shorter than, DP.sync included.
 
-    A rank's first gradient is complete when all of its forwards have run, and all backwards of that
-    model chunk. Only then does DP.sync begin. DP.sync may reach into the next iteration until the
-    model chunk whose forwards begin last needs its parameters. In between, the link carries no
-    DP.sync for the forwards of one model chunk and the backwards of one. The messages of other
-    chunks share the link with DP.sync, or their computations prolong that time as well.
+    Once in an iteration a rank has nothing to reduce or gather: from the end of the last gather, or
+    of the last DP.sync that reaches into the iteration, until the first gradients are complete. In
+    that time a model chunk's forwards and backwards have to run, and each micro-batch has to return
+    from the last stage. The messages of other chunks share the link with DP.sync, or computations
+    that belong to them prolong that time as well.
 
     If the step waits for the gradients' norm, all reductions have ended before it, and all gathers
     follow it. So the reductions overlap nothing but backwards, and the gathers nothing but forwards
@@ -111,7 +111,7 @@ def lower_bound_with_sync_s(
     If the plan starts DP.sync between weight gradients, so may any order that the bound is for: no
     weight gradient of a chunk then has to be computed before some of its gradients are complete.
 
-    One micro-batch of a chunk counts as nothing, since gradients are reduced in buckets, and may be
+    A chunk's last backward counts as nothing, since gradients are reduced in buckets, and may be
     complete before their chunk is. Parameters are gathered chunk by chunk, but for the first chunk
     of the first rank, which Megatron cuts into buckets.
 
@@ -121,73 +121,153 @@ def lower_bound_with_sync_s(
         nic_of_rank: as in `Execution`.
         waits_for_norm: whether the step does, as one that clips.
     """
-    ranks, microbatches = plan.num_ranks, plan.num_microbatches
-    none = (0.0,) * plan.num_stages
-    reduce_s, gather_s = (costs.grad_sync_s or none), (costs.param_gather_s or none)
-    early_s = costs.weight_s or none if any(map(early_stages, plan.programs)) else none
-    bound_s = way_in_s = 0.0
-    for rank in range(ranks):
-        own = range(rank, plan.num_stages, ranks)
-        forwards_s = microbatches * sum(costs.forward_s[s] for s in own)
-        backwards_s = microbatches * sum(costs.backward_s[s] for s in own)
-        chunk_forwards_s = (microbatches - 1) * min(costs.forward_s[s] for s in own)
-        chunk_backwards_s = (microbatches - 1) * min(costs.backward_s[s] - early_s[s] for s in own)
-        reductions_s, gathers_s = (sum(part[s] for s in own) for part in (reduce_s, gather_s))
-        sends_f_s, sends_b_s = _sends_beside_sync_s(plan, costs, nic_of_rank, rank)
-        alone_s = chunk_forwards_s + chunk_backwards_s
-        bound_s = max(bound_s, alone_s + reductions_s + gathers_s + sends_f_s + sends_b_s)
+    ranks = [_Rank(plan, costs, nic_of_rank, number) for number in range(plan.num_ranks)]
+    bound_s = 0.0
+    for rank in ranks:
+        bound_s = max(bound_s, rank.reductions_s + rank.gathers_s + max(rank.idles_s()))
         if waits_for_norm:
             bound_s = max(
                 bound_s,
-                way_in_s + forwards_s + chunk_backwards_s + reductions_s + sends_b_s,
-                gathers_s + sends_f_s + chunk_forwards_s + backwards_s,
-                max(way_in_s, gather_s[rank] if rank else 0.0)
-                + forwards_s
-                + backwards_s
-                + max(0.0, _exposed_s(plan, costs, rank) - microbatches * early_s[rank]),
+                rank.reductions_s + max(rank.first_gradients_s(ranks[-1])),
+                rank.gathered_s() + rank.backwards_s + rank.exposed_s(),
+                rank.start_s + rank.forwards_s + rank.backwards_s + rank.exposed_s(),
             )
-        way_in_s += costs.forward_s[rank]
     return bound_s
 
 
-def _exposed_s(plan: Plan, costs: Costs, rank: int) -> float:
-    """Return what no computation overlaps of the reduction of a rank's first chunk.
+class _Rank:
+    """What is known of a rank whatever its order is; arguments as of `lower_bound_with_sync_s`."""
 
-    Weight gradients of other chunks may follow that chunk's last backward. If to reduce them takes
-    longer than to compute them, they overlap as much as they add.
-    """
-    reduce_s, weight_s = costs.grad_sync_s, costs.weight_s or (0.0,) * plan.num_stages
-    others_s = {
-        s: plan.num_microbatches * weight_s[s]
-        for s in range(rank + plan.num_ranks, plan.num_stages, plan.num_ranks)
-        if weight_s[s]
-    }
-    hides = max((1 - reduce_s[s] / computed_s for s, computed_s in others_s.items()), default=0.0)
-    exposed_s = reduce_s[rank] - costs.backward_s[rank]
-    return max(0.0, exposed_s - max(0.0, hides) * sum(others_s.values()))
+    def __init__(
+        self, plan: Plan, costs: Costs, nic_of_rank: Sequence[int] | None, number: int
+    ) -> None:
+        none = (0.0,) * plan.num_stages
+        self.number, self.num_ranks, self.num_stages = number, plan.num_ranks, plan.num_stages
+        self.microbatches, self.costs = plan.num_microbatches, costs
+        self.own = range(number, plan.num_stages, plan.num_ranks)
+        self.weight_s = costs.weight_s or none
+        self.early_s = self.weight_s if any(map(early_stages, plan.programs)) else none
+        self.input_s = [b - w for b, w in zip(costs.backward_s, self.weight_s, strict=True)]
+        self.reduce_s, self.gather_s = costs.grad_sync_s or none, costs.param_gather_s or none
+        self.reductions_s = sum(self.reduce_s[s] for s in self.own)
+        self.gathers_s = sum(self.gather_s[s] for s in self.own)
+        self.forwards_s = self.microbatches * sum(costs.forward_s[s] for s in self.own)
+        self.backwards_s = self.microbatches * sum(costs.backward_s[s] for s in self.own)
+        shared = nic_of_rank is not None and len(set(nic_of_rank)) < plan.num_ranks
+        apart = plan.num_ranks == 1 or shared or costs.grad_sync_local
+        self.send_s = 0.0 if apart else costs.p2p_s  # of the link that DP.sync uses
+        self.hop_s = 0.0 if shared else costs.p2p_s + costs.p2p_latency_s
+        self.start_s = max(sum(costs.forward_s[:number]), self.gather_s[number] if number else 0.0)
 
+    def _shortest_s(self, by_stage: Sequence[float]) -> float:
+        return min(by_stage[s] for s in self.own)
 
-def _sends_beside_sync_s(
-    plan: Plan, costs: Costs, nic_of_rank: Sequence[int] | None, rank: int
-) -> tuple[float, float]:
-    """Return what a rank's sends, forward and backward, add to the time that its DP.sync takes.
+    @property
+    def _last_stage(self) -> int:
+        """The rank's own stage that is closest to the end."""
+        return self.own[-1]
 
-    A send of the chunk that begins last, or of the one before it, may leave while there is no
-    DP.sync, and so may the gradients of the chunk that is complete first. Any other send leaves
-    beside DP.sync, or another computation of the rank, the one that reads its answer or the one
-    that makes it, takes place where there is no DP.sync. It costs the shorter of the two times.
-    """
-    ranks, stages = plan.num_ranks, plan.num_stages
-    shared = nic_of_rank is not None and len(set(nic_of_rank)) < ranks
-    if ranks == 1 or shared or costs.grad_sync_local:
-        return 0.0, 0.0
-    own = range(rank, stages, ranks)
-    weight_s = costs.weight_s or (0.0,) * stages
-    forward_s = min(costs.forward_s[s] for s in own)
-    backward_s = min(costs.backward_s[s] - weight_s[s] for s in own)
-    chunks_f = max(0, sum(s + 1 < stages for s in own) - 2)
-    chunks_b = max(0, sum(s > 0 for s in own) - 1)
-    return (
-        plan.num_microbatches * chunks_f * min(costs.p2p_s, forward_s),
-        plan.num_microbatches * chunks_b * min(costs.p2p_s, backward_s),
-    )
+    @property
+    def _way_out_s(self) -> float:
+        """The way of a micro-batch from that stage to the last one."""
+        stages = range(self._last_stage, self.num_stages - 1)
+        return sum(self.costs.forward_s[s] + self.hop_s for s in stages)
+
+    @property
+    def _way_back_s(self) -> float:
+        """The way of its gradient back, until that stage's backward begins."""
+        stages = range(self._last_stage + 1, self.num_stages)
+        return sum(self.input_s[s] for s in stages[:-1]) + len(stages) * self.hop_s
+
+    def idles_s(self) -> Iterator[float]:
+        """Yield times without DP.sync, with what messages add to them or to DP.sync."""
+        m, costs = self.microbatches, self.costs
+        in_buckets = self.number == 0 and len(self.own) == 1
+        forwards_s = (m - in_buckets) * self._shortest_s(costs.forward_s)
+        yield (
+            forwards_s
+            + self._first_backwards_s()
+            + self._sends_f_s(len(self.own))
+            + self._sends_b_s()
+        )
+        if self.number < self.num_ranks - 1 and not in_buckets:
+            last = self.num_stages - 1
+            yield (
+                self._way_out_s
+                + m * (costs.forward_s[last] + self.input_s[last])
+                + self._way_back_s
+                + self._beside_s(costs.forward_s, self._way_out_s)
+                + self._beside_s(self.input_s, self._way_back_s)
+            )
+
+    def first_gradients_s(self, last: "_Rank") -> Iterator[float]:
+        """Yield times from a step until gradients are reduced, with what messages add.
+
+        Args:
+            last: the last rank, from which all gradients come.
+        """
+        yield self.start_s + self.forwards_s + self._first_backwards_s() + self._sends_b_s()
+        if self.number < last.number:
+            yield (
+                last.start_s
+                + last.forwards_s
+                + self.microbatches * self.input_s[-1]
+                + self._way_back_s
+                + self._beside_s(self.input_s, self._way_back_s)
+            )
+
+    def gathered_s(self) -> float:
+        """Return the time until the forwards that follow the last gather have run."""
+        gathered = [chunk for chunk, s in enumerate(self.own) if self.gather_s[s]]
+        if not gathered:
+            return 0.0
+        forward_s = [self.costs.forward_s[s] for s in self.own]
+        forwards_s = self.microbatches * sum(forward_s[gathered[-1] :])
+        if gathered[-1] == self.number == 0:
+            forwards_s -= forward_s[0]  # cut into buckets
+        return self.gathers_s + forwards_s + self._sends_f_s(gathered[-1] + 1)
+
+    def exposed_s(self) -> float:
+        """Return what no computation overlaps of the reduction of the rank's first chunk.
+
+        Weight gradients of other chunks may follow that chunk's last backward. If to reduce them
+        takes longer than to compute them, they overlap as much as they add.
+        """
+        m, first, reduce_s = self.microbatches, self.number, self.reduce_s
+        others_s = {s: m * self.weight_s[s] for s in self.own[1:] if self.weight_s[s]}
+        hides = max((1 - reduce_s[s] / weight_s for s, weight_s in others_s.items()), default=0.0)
+        exposed_s = reduce_s[first] - self.costs.backward_s[first] - (m - 1) * self.early_s[first]
+        return max(0.0, exposed_s - max(0.0, hides) * sum(others_s.values()))
+
+    def _first_backwards_s(self) -> float:
+        return (self.microbatches - 1) * min(
+            self.costs.backward_s[s] - self.early_s[s] for s in self.own
+        )
+
+    def _sends_f_s(self, num_chunks: int) -> float:
+        """Return what results of the first chunks add to gathers, or to forwards behind them.
+
+        A result of the last of these chunks, or of the one before it, may leave while there is no
+        DP.sync. Any other leaves beside DP.sync, or a forward of the rank that depends on it takes
+        place where there is none. It costs the shorter of the two times.
+        """
+        num_chunks = min(num_chunks, sum(s + 1 < self.num_stages for s in self.own))
+        forward_s = self._shortest_s(self.costs.forward_s)
+        return self.microbatches * max(0, num_chunks - 2) * min(self.send_s, forward_s)
+
+    def _sends_b_s(self) -> float:
+        """Return the same of gradients; those of the chunk that is complete first are free."""
+        num_chunks = max(0, sum(s > 0 for s in self.own) - 1)
+        return self.microbatches * num_chunks * min(self.send_s, self._shortest_s(self.input_s))
+
+    def _beside_s(self, seconds: Sequence[float], free_s: float) -> float:
+        """Return what messages add where each micro-batch has to return from the last rank.
+
+        A message of another chunk than the last that leaves while there is no DP.sync prolongs that
+        time: the last rank computes something that depends on it, or on which it depends, as well.
+        That takes its ``seconds``, of which ``free_s`` together cost nothing.
+        """
+        number = self.microbatches * (len(self.own) - 1)
+        each_s = min(seconds[s] for s in range(self.num_ranks - 1, self.num_stages, self.num_ranks))
+        free = min(number, free_s / each_s) if each_s else number
+        return min(self.send_s * (number - free), max(0.0, number * each_s - free_s))

@@ -1,0 +1,106 @@
+"""What no order of a job's iteration is faster than, whichever optimizer it has.
+
+`fold3d simulate` prints the bound of one plan (`predict.simulator.lower_bound`). Here it is the
+least over an all-reduce and a distributed optimizer with any segments that every replica steps in
+full, and with DP.sync between weight gradients. Costs are those of `scripts.bench.predict`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, combinations
+from statistics import median
+
+from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.policy.replicated_segments import Segments, stages_of, units
+from megatron.fold3d.predict.cost_model.estimate import estimate
+from megatron.fold3d.predict.search.replicated_choice import with_replicated
+from megatron.fold3d.predict.simulator.lower_bound import Bounds, bounds_of
+from scripts.bench.predict import Job
+from scripts.bench.summary import Run
+from scripts.bench.variants import DEFAULT
+
+TITLES = (
+    *("cell", "strongest stock", "bound, no clip", "at most", "ours", "x"),
+    *("bound, clips", "at most", "ours", "x"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """The least time of an iteration, by whether its step waits for the gradients' norm."""
+
+    free_ms: float
+    clipped_ms: float
+
+
+def least(job: Job, num_segments: int) -> Least:
+    """Return what no order with these model chunks is faster than."""
+    found = list(_bounds(job, num_segments))
+    times_s = ((b.sync_s or b.order_s, b.norm_s or b.order_s) for b in found)
+    free_s, clipped_s = map(min, zip(*times_s, strict=True))
+    return Least(free_s * 1e3, clipped_s * 1e3)
+
+
+def cells(job: Job, segment_counts: Sequence[int], runs: Sequence[Run]) -> list[str]:
+    """Return what follows the first of `TITLES`, or nothing if too little was measured.
+
+    Computations take as long as in the default's iteration on links that are not shaped, so that
+    what the ranks need beside their paces counts. Ours is what ``--schedule auto`` took.
+
+    Args:
+        job: the cell's.
+        segment_counts: the numbers of model chunks per rank that it may have.
+        runs: its runs, those without shaped links included.
+    """
+    unshaped = [run for run in runs if run.variant == DEFAULT and not run.round and run.times_ms]
+    shaped = {run.variant: median(run.times_ms) for run in runs if run.round and run.times_ms}
+    stock_ms = min((ms for variant, ms in shaped.items() if variant.is_stock), default=0.0)
+    if not unshaped or not stock_ms:
+        return []
+    paced_ms = job.unshaped.iteration_ms(DEFAULT.flags)
+    job = job.slower(max(1.0, median(unshaped[0].times_ms) / paced_ms))
+    every = [least(job, count) for count in segment_counts]
+    found = [f"{stock_ms:.0f}"]
+    for ending, bound_ms in (
+        ("-auto-unclipped", min(one.free_ms for one in every)),
+        ("", min(one.clipped_ms for one in every)),
+    ):
+        name = f"chosen-s{segment_counts[-1]}"
+        names = {f"{name}{ending}", f"{name}-do{ending}"}
+        ours = [ms for variant, ms in shaped.items() if variant.name in names]
+        found += [f"{bound_ms:.0f}", f"{stock_ms / bound_ms:.2f}"]
+        found += [f"{min(ours):.0f}", f"{stock_ms / min(ours):.2f}"] if ours else ["-", "-"]
+    return found
+
+
+def _bounds(job: Job, num_segments: int) -> Iterator[Bounds]:
+    known = estimate(
+        job.shape,
+        job.hosts,
+        replace(job.setup, distributed_optimizer=True),
+        num_ranks=job.num_ranks,
+        num_segments=num_segments,
+    )
+    order = build(
+        "aiao",
+        num_ranks=job.num_ranks,
+        num_segments=num_segments,
+        num_microbatches=job.num_microbatches,
+    )
+    every = tuple(range(num_segments))
+    early = Options(
+        delay_weight_grads=every,
+        reduces_early=True,
+        early_dp_sync=stages_of(every, job.num_ranks),
+    )
+    plan = lower(order, early)
+    for segments in _sets(units(num_segments, tied=not job.shape.untied)):
+        costs = with_replicated(known.costs, stages_of(segments, job.num_ranks))
+        yield bounds_of(plan, costs, known.nic_of_rank)
+
+
+def _sets(choices: tuple[Segments, ...]) -> Iterator[Segments]:
+    for number in range(len(choices) + 1):
+        for some in combinations(choices, number):
+            yield tuple(chain.from_iterable(some))
