@@ -5,7 +5,7 @@ iteration, delayed weight gradients, and segments that every replica steps in fu
 from the best choice so far, so the search may stop at any time.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
@@ -414,10 +414,9 @@ class ChoiceSearch:
         every = tuple(range(self.num_segments))
         for start in (plain, other or plain):
             for segments in (every, (0,)):
-                if set(segments) <= set(start.replicated):
-                    continue  # these are all-reduced
                 delayed = tuple(sorted({*start.delayed, *segments}))
-                tried(replace(start, delayed=delayed, early=segments))
+                if early := self._to_shards(segments, start):
+                    tried(replace(start, delayed=delayed, early=early))
         start = replace(plain, delayed=every, early=every)
         if self.scope.replicates:
             start = self._replicate(start, tried, begins=((),))
@@ -430,12 +429,19 @@ class ChoiceSearch:
         """
         best_s = self.seconds(start)
         while left := [s for s in start.early if s not in start.replicated]:
-            fewer = [replace(start, early=tuple(e for e in start.early if e != s)) for s in left]
+            fewer = [
+                replace(start, early=self._to_shards({*start.early} - {s}, start)) for s in left
+            ]
             times_s = list(map(tried, fewer))
             if min(times_s) >= best_s * (1 - LEAST_GAIN):
                 break
             best_s = min(times_s)
             start = fewer[times_s.index(best_s)]
+
+    @staticmethod
+    def _to_shards(segments: Iterable[int], choice: RunChoice) -> Segments:
+        """Return those whose gradients are reduced to shards; others start early in any case."""
+        return tuple(sorted({*segments} - {*choice.replicated}))
 
     def _reduce_early_and_late(self, start: RunChoice, tried: Callable[[RunChoice], float]) -> None:
         """Let DP.sync start between weight gradients and reach into the next iteration.
