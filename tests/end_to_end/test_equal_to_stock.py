@@ -250,6 +250,15 @@ ROWS = (
         flags=f"--overlap-grad-reduce {FP16} {BUCKETS} --calculate-per-token-loss",
         ours="--schedule aiao --delay-weight-grads 0,1",
     ),
+    Row(  # what RMSNorm returns has strides with which not every matmul is folded
+        name="RMSNorm, swiglu, rope",
+        tp=2,
+        segments=2,
+        m=2,
+        flags="--normalization RMSNorm --swiglu --disable-bias-linear "
+        f"--position-embedding-type rope {UNTIED}",
+        ours="--schedule aiao --delay-weight-grads 0",
+    ),
     Row(
         name="no bias, selectively recomputed",
         tp=2,

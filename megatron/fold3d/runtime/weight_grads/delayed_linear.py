@@ -172,9 +172,8 @@ class DelayedWeightGrads(Feature):
         Returns:
             ``[seq, batch, output]``, with the whole seq; the caller owns it.
         """
-        constant_bias = None if bias is None else bias.detach()
         keep = partial(self._keep, weight, bias, parallel)
-        output: torch.Tensor = _Linear.apply(x, weight.detach(), constant_bias, parallel, keep)  # type: ignore[no-untyped-call]
+        output: torch.Tensor = _Linear.apply(x, (weight, bias), parallel, keep)  # type: ignore[no-untyped-call]
         return output
 
     def begin_backward(self, action: Action) -> None:
@@ -233,26 +232,29 @@ class DelayedWeightGrads(Feature):
 
 
 class _Linear(torch.autograd.Function):
-    """Megatron's linear layer without the gradients of its weight and bias."""
+    """Megatron's linear layer without the gradients of its weight and bias.
+
+    Autograd does not see these two in the tuple. They stay parameters: whether a matmul is folded
+    into one of matrices, and so how it rounds, depends on whether they require gradients.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        parameters: tuple[torch.Tensor, torch.Tensor | None],
         parallel: Parallel,
         keep: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.parallel, ctx.keep = parallel, keep
+        ctx.save_for_backward(x)
+        ctx.parameters, ctx.parallel, ctx.keep = parameters, parallel, keep
+        weight, bias = parameters
         output = torch.matmul(parallel.whole(x), weight.t())
         return output if bias is None else output + bias
 
     @staticmethod
-    def backward(
-        ctx: Any, output_grad: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None, None, None]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, output_grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (x,) = ctx.saved_tensors
+        weight, _ = ctx.parameters
         ctx.keep(x.detach(), output_grad)
-        return ctx.parallel.own(output_grad.matmul(weight)), None, None, None, None
+        return ctx.parallel.own(output_grad.matmul(weight)), None, None, None
