@@ -5,9 +5,9 @@ iteration, delayed weight gradients, and segments that every replica steps in fu
 from the best choice so far, so the search may stop at any time.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Self
 
 from megatron.fold3d.plan.compile import Options, lower
@@ -248,6 +248,10 @@ class ChoiceSearch:
             seconds += self.clipped * (waiting_s - seconds)
         return seconds, choice
 
+    def _predicted(self, choice: RunChoice, seconds: float) -> Predicted:
+        early = self._options(choice).early_segments(self.num_ranks)
+        return Predicted(choice=choice, seconds=seconds, num_early=len(early))
+
     def _plan(self, choice: RunChoice) -> Plan:
         return lower(choice.order, self._options(choice))
 
@@ -314,8 +318,7 @@ class ChoiceSearch:
                 seconds, choice = self._simulated(choice)
             except PlanError:
                 return float("inf")
-            early = self._options(choice).early_segments(self.num_ranks)
-            found.append(Predicted(choice=choice, seconds=seconds, num_early=len(early)))
+            found.append(self._predicted(choice, seconds))
             return seconds
 
         def best(*, defers: bool) -> RunChoice | None:
@@ -415,33 +418,64 @@ class ChoiceSearch:
         for start in (plain, other or plain):
             for segments in (every, (0,)):
                 delayed = tuple(sorted({*start.delayed, *segments}))
-                if early := self._to_shards(segments, start):
+                if early := self._to_shards(segments, start.replicated):
                     tried(replace(start, delayed=delayed, early=early))
         start = replace(plain, delayed=every, early=every)
         if self.scope.replicates:
             start = self._replicate(start, tried, begins=((),))
-        self._compute_last(start, tried)
+        self._improve(start, tried)
+        self._improve(plain, tried)
 
-    def _compute_last(self, start: RunChoice, tried: Callable[[RunChoice], float]) -> None:
-        """Compute some weight gradients behind all backwards instead of behind their own.
+    def _improve(self, start: RunChoice, tried: Callable[[RunChoice], float]) -> None:
+        """Change one segment at a time while that shortens iterations.
 
-        There they overlap what is left of the first segment's DP.sync.
+        Every replica steps it in full or its shard, and its weight gradients are computed in its
+        backwards, behind them, or behind all backwards. There they overlap what is left of the
+        first segment's DP.sync.
         """
-        best_s = self.seconds(start)
-        while left := [s for s in start.early if s not in start.replicated]:
-            fewer = [
-                replace(start, early=self._to_shards({*start.early} - {s}, start)) for s in left
-            ]
-            times_s = list(map(tried, fewer))
-            if min(times_s) >= best_s * (1 - LEAST_GAIN):
+
+        @cache
+        def price(replicated: Segments, early: Segments, last: Segments) -> float:
+            choice = replace(
+                start,
+                replicated=replicated,
+                delayed=tuple(sorted({*early, *last})),
+                early=self._to_shards(early, replicated),
+            )
+            return self._predicted(choice, tried(choice)).price
+
+        behind = {*start.early, *start.delayed} & {*start.early, *start.replicated}
+        best = start.replicated, tuple(sorted(behind)), tuple(sorted({*start.delayed} - behind))
+        while True:
+            nearest = min(self._nearby(*best), key=lambda parts: price(*parts))
+            if price(*nearest) >= price(*best):
                 break
-            best_s = min(times_s)
-            start = fewer[times_s.index(best_s)]
+            best = nearest
+
+    def _nearby(
+        self, replicated: Segments, early: Segments, last: Segments
+    ) -> Iterator[tuple[Segments, Segments, Segments]]:
+        """Yield what differs in one segment, or in those that go together."""
+
+        def toggled(segments: Segments, some: Segments) -> Segments:
+            return tuple(sorted({*segments} ^ {*some}))
+
+        def without(segments: Segments, some: Segments) -> Segments:
+            return tuple(s for s in segments if s not in some)
+
+        if self.scope.replicates:
+            for unit in self._units:
+                yield toggled(replicated, unit), early, without(last, unit)
+        for segment in range(self.num_segments):
+            one = (segment,)
+            yield replicated, toggled(early, one), without(last, one)
+            if segment not in replicated:  # what is replicated is never computed last
+                yield replicated, without(early, one), toggled(last, one)
 
     @staticmethod
-    def _to_shards(segments: Iterable[int], choice: RunChoice) -> Segments:
+    def _to_shards(segments: Segments, replicated: Segments) -> Segments:
         """Return those whose gradients are reduced to shards; others start early in any case."""
-        return tuple(sorted({*segments} - {*choice.replicated}))
+        return tuple(segment for segment in segments if segment not in replicated)
 
     def _reduce_early_and_late(self, start: RunChoice, tried: Callable[[RunChoice], float]) -> None:
         """Let DP.sync start between weight gradients and reach into the next iteration.
