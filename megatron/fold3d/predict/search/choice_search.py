@@ -424,7 +424,10 @@ class ChoiceSearch:
         if self.scope.replicates:
             start = self._replicate(start, tried, begins=((),))
         self._improve(start, tried)
-        self._improve(plain, tried)
+        last = every[-2:]
+        if self.scope.replicates and last[:1] in self._units:
+            # Gathers of the last segment overlap the forwards of two, and its reductions come first.
+            self._improve(replace(plain, replicated=last[:1], delayed=last, early=last), tried)
 
     def _improve(self, start: RunChoice, tried: Callable[[RunChoice], float]) -> None:
         """Change one segment at a time while that shortens iterations.
