@@ -426,7 +426,7 @@ class ChoiceSearch:
         self._improve(start, tried)
         last = every[-2:]
         if self.scope.replicates and last[:1] in self._units:
-            # Gathers of the last segment overlap the forwards of two, and its reductions come first.
+            # The last gather overlaps forwards of two segments, and no reduction precedes theirs.
             self._improve(replace(plain, replicated=last[:1], delayed=last, early=last), tried)
 
     def _improve(self, start: RunChoice, tried: Callable[[RunChoice], float]) -> None:
