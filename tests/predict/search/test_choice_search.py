@@ -193,3 +193,26 @@ def test_the_first_segment_is_delayed_where_its_dp_sync_starts_between_its_weigh
     assert best.choice.replicated[:1] == ((0,) if gathers else ())
     later = search(costs=costs, scope=replace(scope, reduces_early=False))
     assert best.seconds < min(one.seconds for one in (later.stock, *later.to_try()))
+
+
+@pytest.mark.parametrize("sync_s", [2.0, 4.0, 7.0])
+def test_no_change_of_one_segment_is_faster(sync_s: float):
+    costs = replace(
+        Costs.uniform(8, grad_sync_s=sync_s, p2p_s=0.2),
+        param_gather_s=(sync_s,) * 8,
+        weight_s=(1.0,) * 8,
+    )
+    scope = Scope(delays=True, replicates=True, gathers=True, reduces_early=True)
+    found = search(costs=costs, scope=scope)
+    best = min(found.to_try(), key=lambda one: one.price)
+    replicated, delayed = best.choice.replicated, set(best.choice.delayed)
+    early = delayed & {*best.choice.early, *replicated}
+    parts = replicated, tuple(sorted(early)), tuple(sorted(delayed - early))
+    for replicated, early, last in found._nearby(*parts):
+        other = replace(
+            best.choice,
+            replicated=replicated,
+            delayed=tuple(sorted({*early, *last})),
+            early=found._to_shards(early, replicated),
+        )
+        assert found._predicted(other, found.seconds(other)).price >= best.price

@@ -351,6 +351,9 @@ class ChoiceSearch:
                 if start := best(defers=defers):
                     self._delay(start, tried)
                     self._place(start, tried)
+            start = best(defers=False) if self.scope.reduces_early and self.scope.gathers else None
+            if start and not start.order.has(Op.WEIGHT):
+                self._improve(start, tried)
         return found
 
     @property
