@@ -84,9 +84,9 @@ class Options:
         return self.reduces_early and may
 
     def last_reduced(self, plan: Plan) -> Iterator[int]:
-        """Yield the stage of each rank whose weight gradients come last, if it reduces to shards.
+        """Yield the stage of each rank whose weight gradients come last, unless it is deferred.
 
-        No computation follows that could overlap its DP.sync.
+        No other computation could overlap its DP.sync, be it an all-reduce or to shards.
         """
         for program in plan.programs:
             stages = [stage for stage, op, _ in program if op is Op.WEIGHT]
