@@ -493,7 +493,7 @@ def test_auto_replicates_segments_of_a_distributed_optimizer(fold3d):
     _, out, _ = fold3d(f"{line} --json")
     _, chosen, _ = fold3d(f"{REPLICATED} --replicate-optimizer auto --json")
     early, late = json.loads(out)["tries"]
-    assert "--early-dp-sync 0,1,2,3,4,5,6,7" in early["flags"]
+    assert "--delay-weight-grads 0,1,2,3,4,5,6,7 --early-dp-sync" in early["flags"]
     # Their DP.sync starts between their weight gradients, which the other command is not asked for.
     segments = late["flags"].rpartition(" ")[2]
     assert late["flags"] == (
