@@ -305,6 +305,7 @@ class ChoiceSearch:
         once = sum(map(len, stock.choice.order.programs))
         left = self.most_actions - once
 
+        @cache  # searches that begin elsewhere meet the same choices
         def tried(choice: RunChoice) -> float:
             """Simulate a choice, unless too much was simulated or memory has no room for it."""
             nonlocal left
@@ -343,7 +344,8 @@ class ChoiceSearch:
         if self.scope.delays:
             if self.scope.reduces_early and (plain := best(defers=False)):
                 self._reduce_early(plain, tried)
-            if self.scope.reduces_early and self.scope.gathers:
+            to_shards = self.scope.reduces_early and self.scope.gathers
+            if to_shards:
                 self._reduce_shards_early(orders[0], best(defers=False), tried)
             if self.scope.reduces_early and (plain := best(defers=True)):
                 self._reduce_early_and_late(plain, tried)
@@ -351,8 +353,7 @@ class ChoiceSearch:
                 if start := best(defers=defers):
                     self._delay(start, tried)
                     self._place(start, tried)
-            start = best(defers=False) if self.scope.reduces_early and self.scope.gathers else None
-            if start and not start.order.has(Op.WEIGHT):
+            if to_shards and (start := best(defers=False)) and not start.order.has(Op.WEIGHT):
                 self._improve(start, tried)
         return found
 
@@ -415,7 +416,7 @@ class ChoiceSearch:
         """Let reductions to shards start between weight gradients, of all segments or the first.
 
         All segments together hold no more memory than one, since each computes its weight gradients
-        before the next one's backwards. Then try what to replicate beside them.
+        before the next one's backwards. Then try what to replicate beside them, and improve that.
         """
         every = tuple(range(self.num_segments))
         for start in (plain, other or plain):
@@ -440,7 +441,6 @@ class ChoiceSearch:
         first segment's DP.sync.
         """
 
-        @cache
         def price(replicated: Segments, early: Segments, last: Segments) -> float:
             choice = replace(
                 start,
@@ -450,8 +450,8 @@ class ChoiceSearch:
             )
             return self._predicted(choice, tried(choice)).price
 
-        behind = {*start.early, *start.delayed} & {*start.early, *start.replicated}
-        best = start.replicated, tuple(sorted(behind)), tuple(sorted({*start.delayed} - behind))
+        behind = self._options(start).early_segments(self.num_ranks)
+        best = start.replicated, behind, tuple(s for s in start.delayed if s not in behind)
         while True:
             nearest = min(self._nearby(*best), key=lambda parts: price(*parts))
             if price(*nearest) >= price(*best):

@@ -191,10 +191,9 @@ class _Rank:
             + self._sends_b_s()
         )
         if self.number < self.num_ranks - 1 and not in_buckets:
-            last = self.num_stages - 1
             yield (
                 self._way_out_s
-                + m * (costs.forward_s[last] + self.input_s[last])
+                + m * (costs.forward_s[-1] + self.input_s[-1])
                 + self._way_back_s
                 + self._beside_s(costs.forward_s, self._way_out_s)
                 + self._beside_s(self.input_s, self._way_back_s)

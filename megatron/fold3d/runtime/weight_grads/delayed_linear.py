@@ -246,15 +246,14 @@ class _Linear(torch.autograd.Function):
         parallel: Parallel,
         keep: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.parameters, ctx.parallel, ctx.keep = parameters, parallel, keep
         weight, bias = parameters
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.parallel, ctx.keep = weight, parallel, keep
         output = torch.matmul(parallel.whole(x), weight.t())
         return output if bias is None else output + bias
 
     @staticmethod
     def backward(ctx: Any, output_grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
-        weight, _ = ctx.parameters
         ctx.keep(x.detach(), output_grad)
-        return ctx.parallel.own(output_grad.matmul(weight)), None, None, None
+        return ctx.parallel.own(output_grad.matmul(ctx.weight)), None, None, None
