@@ -10,6 +10,7 @@ order ──> delay_weight_grads ──> recompute_early ──> add_param_gathe
 
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Literal
 
 from megatron.fold3d.plan.ir import Op, Plan
@@ -83,15 +84,17 @@ class Options:
         may = (is_whole and stage not in self.deferred_stages) or stage in self.early_dp_sync
         return self.reduces_early and may
 
-    def last_reduced(self, plan: Plan) -> Iterator[int]:
-        """Yield the stage of each rank whose weight gradients come last, unless it is deferred.
+    def reduced_last(self, plan: Plan) -> Iterator[int]:
+        """Yield the stages that a rank computes weight gradients of behind all of its backwards.
 
-        No other computation could overlap its DP.sync, be it an all-reduce or to shards.
+        Little else overlaps their DP.sync, be it an all-reduce or to shards, unless it is deferred.
         """
+        if self.shards_params:
+            return
         for program in plan.programs:
-            stages = [stage for stage, op, _ in program if op is Op.WEIGHT]
-            if stages and stages[-1] not in self.deferred_stages and not self.shards_params:
-                yield stages[-1]
+            behind = takewhile(lambda action: action.op is not Op.BACKWARD, reversed(program))
+            stages = {stage for stage, op, _ in behind if op is Op.WEIGHT}
+            yield from (stage for stage in stages if stage not in self.deferred_stages)
 
     def early_segments(self, num_ranks: int) -> tuple[int, ...]:
         """Return the delayed segments whose DP.sync starts between their weight gradients."""
@@ -168,7 +171,7 @@ def lower(order: Plan, options: Options | None = None) -> Plan:
         from megatron.fold3d.plan.passes.early_grad_sync import reduce_early
 
         early = filter(options.may_reduce_early, range(plan.num_stages))
-        plan = reduce_early(plan, {*early, *options.last_reduced(plan)})
+        plan = reduce_early(plan, {*early, *options.reduced_last(plan)})
     if options.shards_grads:
         from megatron.fold3d.plan.passes.shard_grads import shard_grads
 

@@ -42,11 +42,8 @@ def test_plans_with_early_slices_are_valid_and_differ_in_nothing_else(
         reduces_early=True,
     )
     plan = compile_plan(order, options)
-    changed = delayed
-    if gathers:
-        last = max(delayed - {0}, default=0)  # reduced to shards, and nothing follows it
-        changed = {0, last} & delayed
-    expected = {s * pp + r for s in changed for r in range(pp)} if microbatches > 1 else set()
+    # With shards, segments are early if they are replicated, or behind all backwards.
+    expected = {s * pp + r for s in delayed for r in range(pp)} if microbatches > 1 else set()
     assert early(plan) == expected
     for program in plan.programs:
         for stage in expected & {action.stage for action in program}:
@@ -69,7 +66,7 @@ def test_weight_gradients_follow_the_backwards_of_their_segment():
     )
 
 
-def test_what_is_computed_last_reduces_to_shards_in_slices():
+def test_what_is_computed_behind_all_backwards_reduces_to_shards_in_slices():
     order = build("aiao", num_ranks=1, num_segments=4, num_microbatches=2)
     options = Options(
         delay_weight_grads=(0, 1, 2),
@@ -80,7 +77,7 @@ def test_what_is_computed_last_reduces_to_shards_in_slices():
     text = compile_plan(order, options).to_text()
     assert text.endswith(
         "0B0 0B1 0W0 0REDUCE_GRAD.500 0W1 0REDUCE_GRAD "
-        "1W0 1W1 1REDUCE_GRAD 2W0 2REDUCE_GRAD.500 2W1 2REDUCE_GRAD "
+        "1W0 1REDUCE_GRAD.500 1W1 1REDUCE_GRAD 2W0 2REDUCE_GRAD.500 2W1 2REDUCE_GRAD "
         "3WAIT_GRAD 0WAIT_GRAD 1WAIT_GRAD 2WAIT_GRAD\n"
     )
     deferred = compile_plan(order, replace(options, deferred_stages=range(4)))
@@ -105,8 +102,9 @@ def test_a_stage_that_is_deferred_has_some_only_if_they_are_asked_for():
 def test_reductions_to_shards_start_early_where_it_is_asked_for():
     order = build("aiao", num_ranks=2, num_segments=2, num_microbatches=3)
     options = Options(delay_weight_grads=(0, 1), gathers_params=True, reduces_early=True)
-    assert early(compile_plan(order, options)) == {2, 3}  # nothing follows the last ones
-    assert early(compile_plan(order, replace(options, early_dp_sync=(0, 1)))) == {0, 1, 2, 3}
+    assert early(compile_plan(order, options)) == {0, 1, 2, 3}  # behind all backwards
+    first = replace(options, delay_weight_grads=(1,), early_dp_sync=(2, 3))
+    assert early(compile_plan(order, first)) == {2, 3}
 
 
 def test_weight_gradients_between_backwards_stay_apart():

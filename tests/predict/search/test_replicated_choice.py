@@ -39,9 +39,9 @@ def test_bytes_move_from_the_forward_to_the_backward():
 @pytest.mark.parametrize(
     ("delayed", "early", "exposed_s"),
     [
-        ((0,), (), 1.5),  # nothing follows it
-        ((0, 1), (), 3.0),  # the first one's ends with the last weight gradient
-        ((0, 1), (0,), 1.5),
+        ((), (), 3.0),
+        ((0,), (), 1.5),
+        ((0, 1), (), 1.5),  # the first one's starts with half of its weight gradients
     ],
 )
 def test_reductions_to_shards_start_between_weight_gradients(delayed, early, exposed_s):
