@@ -134,7 +134,7 @@ def _install(
     if config.schedule == "stock":
         return apply(marks)
 
-    from fold3d_patches.schedule import get_forward_backward_func
+    from fold3d_patches.schedule import embedding_grads, get_forward_backward_func
     from megatron.fold3d.runtime.executor import Executor
 
     communicator = _communicator(config)
@@ -161,7 +161,8 @@ def _install(
         from fold3d_patches.schedule import gradient_buckets
 
         patches += gradient_buckets.patches()
-    stack = apply([get_forward_backward_func.patch(executor), *marks, *patches])
+    always = get_forward_backward_func.patch(executor), embedding_grads.patch()
+    stack = apply([*always, *marks, *patches])
     stack.push(executor)
     return stack
 

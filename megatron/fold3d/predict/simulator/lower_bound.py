@@ -111,9 +111,9 @@ def lower_bound_with_sync_s(
     If the plan starts DP.sync between weight gradients, so may any order that the bound is for: no
     weight gradient of a chunk then has to be computed before some of its gradients are complete.
 
-    A chunk's last backward counts as nothing, since gradients are reduced in buckets, and may be
-    complete before their chunk is. Parameters are gathered chunk by chunk, but for the first chunk
-    of the first rank, which Megatron cuts into buckets.
+    Gradients are reduced, and parameters gathered, chunk by chunk. Only the first chunk of the first
+    rank Megatron cuts into buckets: its last backward counts as nothing. Weight gradients between
+    which DP.sync starts follow the chunk's backwards, and the first of them precedes it.
 
     Args:
         plan: whose sizes count, not its order.
@@ -157,7 +157,15 @@ class _Rank:
         apart = plan.num_ranks == 1 or shared or costs.grad_sync_local
         self.send_s = 0.0 if apart else costs.p2p_s  # of the link that DP.sync uses
         self.hop_s = 0.0 if shared else costs.p2p_s + costs.p2p_latency_s
-        self.start_s = max(sum(costs.forward_s[:number]), self.gather_s[number] if number else 0.0)
+        self.start_s = self._start_s()
+
+    def _start_s(self) -> float:
+        """Return when the rank computes its first forward, counted from the step."""
+        if self.number == 0:
+            return max(0.0, self.gather_s[0] - self.costs.forward_s[0])  # overlaps its own buckets
+        first_s = max(self.gather_s[0], self.costs.forward_s[0])
+        others_s = sum(self.costs.forward_s[1 : self.number])
+        return max(first_s + others_s + self.number * self.hop_s, self.gather_s[self.number])
 
     def _shortest_s(self, by_stage: Sequence[float]) -> float:
         return min(by_stage[s] for s in self.own)
@@ -175,9 +183,10 @@ class _Rank:
 
     @property
     def _way_back_s(self) -> float:
-        """The way of its gradient back, until that stage's backward begins."""
+        """The way of its gradient back, until that stage's gradients may be complete."""
         stages = range(self._last_stage + 1, self.num_stages)
-        return sum(self.input_s[s] for s in stages[:-1]) + len(stages) * self.hop_s
+        own_s = self.input_s[self._last_stage] if self._last_stage else 0.0  # cut into buckets
+        return sum(self.input_s[s] for s in stages[:-1]) + len(stages) * self.hop_s + own_s
 
     def idles_s(self) -> Iterator[float]:
         """Yield times without DP.sync, with what messages add to them or to DP.sync."""
@@ -232,16 +241,25 @@ class _Rank:
         Weight gradients of other chunks may follow that chunk's last backward. If to reduce them
         takes longer than to compute them, they overlap as much as they add.
         """
-        m, first, reduce_s = self.microbatches, self.number, self.reduce_s
-        others_s = {s: m * self.weight_s[s] for s in self.own[1:] if self.weight_s[s]}
-        hides = max((1 - reduce_s[s] / weight_s for s, weight_s in others_s.items()), default=0.0)
-        exposed_s = reduce_s[first] - self.costs.backward_s[first] - (m - 1) * self.early_s[first]
-        return max(0.0, exposed_s - max(0.0, hides) * sum(others_s.values()))
+        m, first = self.microbatches, self.number
+        own_s = max((m - 1) * self.early_s[first], self._bucketed_s(first))
+        others_s = sum(max(0.0, m * self.weight_s[s] - self.reduce_s[s]) for s in self.own[1:])
+        return max(0.0, self.reduce_s[first] - own_s - others_s)
+
+    def _bucketed_s(self, stage: int) -> float:
+        """Return what of a stage's last backward may overlap the stage's reduction."""
+        return self.costs.backward_s[stage] if stage == 0 else 0.0
 
     def _first_backwards_s(self) -> float:
-        return (self.microbatches - 1) * min(
-            self.costs.backward_s[s] - self.early_s[s] for s in self.own
-        )
+        """Return the shortest computation of a chunk's backwards until its reduction starts."""
+        return min(self._backwards_s(s, self.microbatches) for s in self.own)
+
+    def _backwards_s(self, stage: int, number: int) -> float:
+        """Return the computation of the last backwards of a stage until its reduction starts."""
+        whole_s = self.costs.backward_s[stage]
+        in_turn_s = number * whole_s - self._bucketed_s(stage)
+        early_s = number * (whole_s - self.early_s[stage]) + self.early_s[stage]
+        return min(in_turn_s, early_s)
 
     def _sends_f_s(self, num_chunks: int) -> float:
         """Return what results of the first chunks add to gathers, or to forwards behind them.

@@ -1,0 +1,41 @@
+"""Patch ``megatron.core.distributed.finalize_model_grads._allreduce_embedding_grad``.
+
+Why: the first and the last pipeline stage sum the gradients of tied word embeddings at the end of
+    an iteration, when nothing is left to overlap them. With the distributed optimizer each replica
+    then reads its own shard alone, the same one in both stages.
+Change: only this shard is summed.
+Remove when: Megatron sums no more than the shard.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from fold3d_patches.registry import Patch
+
+
+def patch() -> Patch:
+    """Return the patch of the sum of one embedding's gradients."""
+
+    def make(upstream: Callable[..., None]) -> Callable[..., None]:
+        from megatron.fold3d.runtime.grad_sync.own_shard import own_shard
+
+        def _allreduce_embedding_grad(
+            model: Any, embd_group: Any, pp_group: Any, weight_getter: Any, *others: Any, **named: Any
+        ) -> None:
+            def get(module: Any) -> Any:
+                weight = weight_getter(module)
+                shard = None if weight is None else own_shard(model, weight, embd_group)
+                return weight if shard is None else SimpleNamespace(main_grad=shard)
+
+            upstream(model, embd_group, pp_group, get, *others, **named)
+
+        return _allreduce_embedding_grad
+
+    return Patch(
+        target="megatron.core.distributed.finalize_model_grads:_allreduce_embedding_grad",
+        parameters=(
+            *("model", "embd_group", "pp_group", "weight_getter", "skip_if_none", "config"),
+        ),
+        make=make,
+    )

@@ -1,0 +1,46 @@
+"""The part of tied embeddings' gradients that a replica's optimizer reads.
+
+Megatron gives tied word embeddings a bucket of their own in both stages that hold them, so their
+shards begin and end at the same elements. A reduce-scatter leaves the sum over the replicas in the
+own shard alone: what lies outside is neither complete nor read.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.fold3d.runtime.grad_sync.bucket_groups import group_of, is_sharded
+
+
+def own_shard(
+    chunks: Sequence[Any], weight: torch.nn.Parameter, stages: dist.ProcessGroup
+) -> torch.Tensor | None:
+    """Return a view of this replica's shard of a weight's gradients, or None for all of them.
+
+    All of them are read where the optimizer is not distributed, where this iteration reduces whole
+    gradients, or where Megatron lays the weight out as it does any other. If more than two stages
+    hold it, rounding depends on how a sum is cut, so that it stays whole.
+
+    Args:
+        chunks: the rank's model chunks, in DDP.
+        weight: any parameter of them.
+        stages: the pipeline ranks that hold a copy of it.
+
+    Returns:
+        ``[num_elements of the shard]``, in the dtype in which DDP reduces; DDP owns the memory. It
+        is empty if the replica's shard has padding alone.
+    """
+    if not getattr(weight, "shared_embedding", False) or stages.size() > 2:
+        return None
+    for chunk in chunks:
+        bucket_group = getattr(chunk, "param_to_bucket_group", {}).get(weight)
+        if bucket_group is not None and is_sharded(bucket_group) and not chunk.force_all_reduce:
+            bucket, replicas = bucket_group.param_to_bucket[weight], group_of(bucket_group)
+            begin, end = bucket.param_to_index[weight]
+            size = bucket.grad_data.numel() // replicas.size()
+            first = replicas.rank() * size
+            data: torch.Tensor = bucket.grad_data
+            return data[max(begin, first) : min(end, first + size)]
+    return None
