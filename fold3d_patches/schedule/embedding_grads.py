@@ -21,7 +21,12 @@ def patch() -> Patch:
         from megatron.fold3d.runtime.grad_sync.own_shard import own_shard
 
         def _allreduce_embedding_grad(
-            model: Any, embd_group: Any, pp_group: Any, weight_getter: Any, *others: Any, **named: Any
+            model: Any,
+            embd_group: Any,
+            pp_group: Any,
+            weight_getter: Any,
+            *others: Any,
+            **named: Any,
         ) -> None:
             def get(module: Any) -> Any:
                 weight = weight_getter(module)

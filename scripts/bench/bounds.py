@@ -18,7 +18,6 @@ from megatron.fold3d.predict.search.replicated_choice import with_replicated
 from megatron.fold3d.predict.simulator.lower_bound import Bounds, bounds_of
 from scripts.bench.predict import Job
 from scripts.bench.summary import Run
-from scripts.bench.variants import DEFAULT
 
 TITLES = (
     *("cell", "strongest stock", "bound, no clip", "at most", "ours", "x"),
@@ -45,22 +44,22 @@ def least(job: Job, num_segments: int) -> Least:
 def cells(job: Job, segment_counts: Sequence[int], runs: Sequence[Run]) -> list[str]:
     """Return what follows the first of `TITLES`, or nothing if too little was measured.
 
-    Computations take as long as in the default's iteration on links that are not shaped, so that
-    what the ranks need beside their paces counts. Ours is what ``--schedule auto`` took.
+    Computations take as long as in the fastest iteration of the same model chunks on links that are
+    not shaped, so that what the ranks need beside their paces counts. Ours is what
+    ``--schedule auto`` took.
 
     Args:
         job: the cell's.
         segment_counts: the numbers of model chunks per rank that it may have.
         runs: its runs, those without shaped links included.
     """
-    unshaped = [run for run in runs if run.variant == DEFAULT and not run.round and run.times_ms]
     shaped = {run.variant: median(run.times_ms) for run in runs if run.round and run.times_ms}
     stock_ms = min((ms for variant, ms in shaped.items() if variant.is_stock), default=0.0)
-    if not unshaped or not stock_ms:
+    factors = {count: _factor(job, count, runs) for count in (1, *segment_counts)}
+    if not factors[1] or not stock_ms:
         return []
-    paced_ms = job.unshaped.iteration_ms(DEFAULT.flags)
-    job = job.slower(max(1.0, median(unshaped[0].times_ms) / paced_ms))
-    every = [least(job, count) for count in segment_counts]
+    jobs = {count: job.slower(factors[count] or factors[1]) for count in segment_counts}
+    every = [least(jobs[count], count) for count in segment_counts]
     found = [f"{stock_ms:.0f}"]
     for ending, bound_ms in (
         ("-auto-unclipped", min(one.free_ms for one in every)),
@@ -72,6 +71,21 @@ def cells(job: Job, segment_counts: Sequence[int], runs: Sequence[Run]) -> list[
         found += [f"{bound_ms:.0f}", f"{stock_ms / bound_ms:.2f}"]
         found += [f"{min(ours):.0f}", f"{stock_ms / min(ours):.2f}"] if ours else ["-", "-"]
     return found
+
+
+def _factor(job: Job, num_segments: int, runs: Sequence[Run]) -> float | None:
+    """Return how much longer iterations without shaped links are than simulated, if any ran."""
+    found = []
+    for run in runs:
+        if run.round or not run.times_ms:
+            continue
+        try:
+            simulated_ms = job.unshaped.iteration_ms(run.variant.flags)
+        except ValueError:  # such as --schedule auto
+            continue
+        if job.candidate(run.variant.flags).num_segments == num_segments:
+            found.append(median(run.times_ms) / simulated_ms)
+    return max(1.0, min(found)) if found else None
 
 
 def _bounds(job: Job, num_segments: int) -> Iterator[Bounds]:

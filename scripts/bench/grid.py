@@ -317,7 +317,7 @@ def predictions(grid: Grid, layouts: Sequence[Layout]) -> str:
     for layout in layouts:
         for rate in layout.rates:
             report = {
-                "arguments": _arguments(layout, rate),
+                "arguments": arguments(layout, rate),
                 "rows": [asdict(row) for row in summary.rows(grid.runs(layout, rate), None)],
             }
             rows = predict.rows(report) if report["rows"] else []
@@ -325,8 +325,8 @@ def predictions(grid: Grid, layouts: Sequence[Layout]) -> str:
     return predict.table(found)
 
 
-def _arguments(layout: Layout, rate: str) -> dict[str, str]:
-    """What `compare` would have been called with, for `predict.Job`."""
+def arguments(layout: Layout, rate: str) -> dict[str, str]:
+    """Return what `compare` would have been called with, for `predict.Job`."""
     job = layout.job()
     forward_ms, backward_ms = layout.layer_ms
     arguments = {
@@ -353,7 +353,7 @@ def bounds_table(grid: Grid, layouts: Sequence[Layout]) -> str:
     for layout in layouts:
         counts = layout.job().segment_counts
         for rate in layout.rates:
-            job = predict.Job.read(_arguments(layout, rate))
+            job = predict.Job.read(arguments(layout, rate))
             cells = bounds.cells(job, counts, grid.runs(layout, rate))
             lines += [f"| {layout.name}, {rate} | {' | '.join(cells)} |"] if cells else []
     return "\n".join(lines)

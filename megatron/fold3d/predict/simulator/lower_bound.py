@@ -111,9 +111,11 @@ def lower_bound_with_sync_s(
     If the plan starts DP.sync between weight gradients, so may any order that the bound is for: no
     weight gradient of a chunk then has to be computed before some of its gradients are complete.
 
-    Gradients are reduced, and parameters gathered, chunk by chunk. Only the first chunk of the first
-    rank Megatron cuts into buckets: its last backward counts as nothing. Weight gradients between
-    which DP.sync starts follow the chunk's backwards, and the first of them precedes it.
+    Gradients are reduced, and parameters gathered, chunk by chunk, as the simulator has it and
+    Megatron does with the distributed optimizer. It cuts the first chunk of the first rank into
+    buckets, so its last backward counts as nothing. A large chunk that is all-reduced may have
+    buckets as well, which the bound and the simulator leave out. Weight gradients between which
+    DP.sync starts follow the chunk's backwards, and the first of them precedes it.
 
     Args:
         plan: whose sizes count, not its order.
@@ -133,6 +135,17 @@ def lower_bound_with_sync_s(
                 rank.start_s + rank.forwards_s + rank.backwards_s + rank.exposed_s(),
             )
     return bound_s
+
+
+def exposed_s(
+    plan: Plan, costs: Costs, nic_of_rank: Sequence[int] | None = None
+) -> tuple[float, ...]:
+    """Return how long each rank's reductions outlast its computations, at least, in seconds.
+
+    It holds if the step waits for the gradients' norm; arguments as of `lower_bound_with_sync_s`.
+    """
+    ranks = range(plan.num_ranks)
+    return tuple(_Rank(plan, costs, nic_of_rank, number).exposed_s() for number in ranks)
 
 
 class _Rank:

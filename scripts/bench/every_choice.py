@@ -1,0 +1,208 @@
+"""The fastest of all choices that ``--schedule auto`` has where every step clips, by simulation.
+
+    .venv/bin/python -m scripts.bench.every_choice --slow-down 2 --only 'dp=2, recompute, 135mbit'
+
+`ChoiceSearch` improves a few choices, one segment at a time. Here is every choice: each set of
+segments that every replica steps, and for each segment whether its weight gradients are computed in
+its backwards, behind them, or behind all backwards of the rank. Sets of choices are left out if a
+bound shows that none of them is faster than the best one by more than a given share. Where
+reductions take much less time than the backward the bound shows little, and the search may not end.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, combinations
+from typing import Literal
+
+from megatron.fold3d.observe.timeline import Lane, Timeline
+from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.ir import Op, Plan
+from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.policy.replicated_segments import Segments, stages_of, units
+from megatron.fold3d.policy.shard_order import started_shares
+from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
+from megatron.fold3d.predict.search.replicated_choice import with_replicated
+from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.lower_bound import exposed_s
+from megatron.fold3d.predict.simulator.simulate import simulate
+from scripts.bench import grid
+from scripts.bench.predict import Job
+
+Place = Literal["backward", "behind", "last"]
+"""Where a segment's weight gradients are computed."""
+_REDUCTIONS = frozenset({Op.REDUCE_GRAD, Op.REDUCE_SLICE})
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a run may choose, with the segments whose weight gradients have no place yet.
+
+    Attributes:
+        replicated: the segments that every replica steps in full.
+        places: of the last segments, whose backwards come first; the others are `behind`.
+    """
+
+    replicated: Segments
+    places: Mapping[int, Place]
+
+
+class EveryChoice:
+    """All choices of a job with the distributed optimizer, in one order of computation.
+
+    Args:
+        job: the job.
+        order: forwards and backwards.
+    """
+
+    def __init__(self, job: Job, order: Plan) -> None:
+        setup = replace(job.setup, distributed_optimizer=True)
+        self._order = order
+        self._known: Estimate = estimate(
+            job.shape,
+            job.hosts,
+            setup,
+            num_ranks=order.num_ranks,
+            num_segments=order.num_segments,
+        )
+        self._units = units(order.num_segments, tied=not job.shape.untied)
+        per_stage = job.shape.num_layers // order.num_stages
+        self._shard_shares = started_shares(per_stage, setup.num_replicas)
+        self.num_simulated = 0
+
+    def least_s(self, within: float, most: int = sys.maxsize) -> float | None:
+        """Return the time of the fastest choice.
+
+        Args:
+            within: no choice that is left out is faster by more than this share.
+            most: how many iterations to simulate.
+
+        Returns:
+            Seconds, or None if more than ``most`` had to be simulated.
+        """
+        best_s = float("inf")
+        every = (Choice(replicated, {}) for replicated in self._sets())
+        todo = list(every)[::-1]
+        while todo:
+            if self.num_simulated >= most:
+                return None
+            choice = todo.pop()
+            timeline = self._timeline(choice)
+            best_s = min(best_s, timeline.period_s)
+            if self._bound_s(choice, timeline) < best_s * (1 - within):
+                todo += self._next(choice)
+        return best_s
+
+    def _sets(self) -> Iterator[Segments]:
+        for number in reversed(range(len(self._units) + 1)):
+            for some in combinations(self._units, number):
+                yield tuple(sorted(chain.from_iterable(some)))
+
+    def _next(self, choice: Choice) -> Iterator[Choice]:
+        """Yield the choices that place one segment more."""
+        segment = self._order.num_segments - len(choice.places) - 1
+        places: tuple[Place, ...] = ("last", "backward", "behind")
+        for place in places if segment >= 0 else ():
+            if place != "last" or segment not in choice.replicated:  # as `ChoiceSearch`
+                yield replace(choice, places={**choice.places, segment: place})
+
+    def _timeline(self, choice: Choice) -> Timeline:
+        self.num_simulated += 1
+        execution = Execution(
+            nic_of_rank=self._known.nic_of_rank,
+            routes=self._known.routes,
+            flush=True,
+            in_order=True,
+            preemptive=False,
+            shard_shares=self._shard_shares,
+        )
+        costs = with_replicated(self._known.costs, self._stages(choice.replicated))
+        return simulate(self._plan(choice), costs, execution)
+
+    def _plan(self, choice: Choice) -> Plan:
+        segments = range(self._order.num_segments)
+        place = {segment: choice.places.get(segment, "behind") for segment in segments}
+        delayed = tuple(s for s in segments if place[s] != "backward")
+        early = (s for s in delayed if place[s] == "behind" and s not in choice.replicated)
+        options = Options(
+            delay_weight_grads=delayed,
+            gathers_params=True,
+            replicated_stages=self._stages(choice.replicated),
+            transfers=False,
+            reduces_early=True,
+            early_dp_sync=self._stages(tuple(early)),
+        )
+        return lower(self._order, options)
+
+    def _stages(self, segments: Segments) -> tuple[int, ...]:
+        return tuple(stages_of(segments, self._order.num_ranks))
+
+    def _bound_s(self, choice: Choice, timeline: Timeline) -> float:
+        """Return what no choice with the same places is faster than.
+
+        They all do the same until the first backward of a segment without a place. What is left
+        then takes each rank and each link as long as it does here, whatever its order.
+        """
+        ranks, segment = self._order.num_ranks, self._order.num_segments - len(choice.places) - 1
+        if segment < 0:
+            return timeline.period_s
+        begin_s = min(
+            span.start_s
+            for spans in timeline.ranks
+            for span in spans
+            if span.action is not None
+            and span.action.op is Op.BACKWARD
+            and span.action.stage // ranks == segment
+        )
+        costs = with_replicated(self._known.costs, self._stages(choice.replicated))
+        hidden_s = exposed_s(self._plan(choice), costs, self._known.nic_of_rank)
+        bound_s = 0.0
+        for rank, spans in enumerate(timeline.ranks):
+            compute = (span for span in spans if span.lane is Lane.COMPUTE)
+            left_s = sum(max(0.0, s.end_s - max(begin_s, s.start_s)) for s in compute)
+            begun = {
+                span.action.stage
+                for span in spans
+                if span.action is not None
+                and span.action.op in _REDUCTIONS
+                and span.start_s < begin_s
+            }
+            stages = range(rank, self._order.num_stages, ranks)
+            assert costs.grad_sync_s is not None
+            link_s = sum(costs.grad_sync_s[stage] for stage in stages if stage not in begun)
+            bound_s = max(bound_s, begin_s + left_s + hidden_s[rank], begin_s + link_s)
+        return bound_s
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the time of the fastest choice in each cell."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="cells named so")
+    parser.add_argument("--slow-down", type=float, default=1.0, help="of layers and links (1)")
+    parser.add_argument(
+        "--overhead", type=float, default=0.0, help="of computations, as a share of their time (0)"
+    )
+    parser.add_argument("--within", type=float, default=0.003, help="(0.003)")
+    parser.add_argument("--most", type=int, default=5000, help="iterations to simulate (5000)")
+    args = parser.parse_args(argv)
+    for layout in grid.LAYOUTS:
+        layout = replace(layout, slow_down=args.slow_down)
+        for rate in grid.wanted(layout, args.only):
+            job = Job.read(grid.arguments(layout, rate)).slower(1 + args.overhead)
+            order = build(
+                "interleaved",
+                num_ranks=job.num_ranks,
+                num_segments=layout.job().segment_counts[-1],
+                num_microbatches=job.num_microbatches,
+                group_size=job.num_microbatches,
+            )
+            every = EveryChoice(job, order)
+            least_s = every.least_s(args.within, args.most)
+            found = "not found" if least_s is None else f"{least_s * 1e3:.0f} ms"
+            print(f"{layout.name}, {rate}: {found}, {every.num_simulated} simulated", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
