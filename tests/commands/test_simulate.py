@@ -18,7 +18,7 @@ def test_simulate_prints_times_exposure_and_the_grid(fold3d, monkeypatch):
 1f1b: 2 ranks, 1 segment, 2 micro-batches
 iteration         10.5 s
 lower bound       7 s  of any order, without DP.sync: 1.50 x of it
-with DP.sync      7 s, or 7 s if steps wait for the norm
+with DP.sync      7.5 s, or 8.5 s if steps wait for the norm
 bubble            50.0% of computation
 peak activations  2 1  per rank
 
