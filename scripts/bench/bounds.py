@@ -13,7 +13,7 @@ from statistics import median
 from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.policy.replicated_segments import Segments, stages_of, units
-from megatron.fold3d.predict.cost_model.estimate import estimate
+from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
 from megatron.fold3d.predict.search.replicated_choice import with_replicated
 from megatron.fold3d.predict.simulator.lower_bound import Bounds, bounds_of
 from scripts.bench.predict import Job
@@ -89,13 +89,7 @@ def _factor(job: Job, num_segments: int, runs: Sequence[Run]) -> float | None:
 
 
 def _bounds(job: Job, num_segments: int) -> Iterator[Bounds]:
-    known = estimate(
-        job.shape,
-        job.hosts,
-        replace(job.setup, distributed_optimizer=True),
-        num_ranks=job.num_ranks,
-        num_segments=num_segments,
-    )
+    known = distributed(job, num_segments)
     order = build(
         "aiao",
         num_ranks=job.num_ranks,
@@ -109,12 +103,25 @@ def _bounds(job: Job, num_segments: int) -> Iterator[Bounds]:
         early_dp_sync=stages_of(every, job.num_ranks),
     )
     plan = lower(order, early)
-    for segments in _sets(units(num_segments, tied=not job.shape.untied)):
+    for segments in replicated_sets(job, num_segments):
         costs = with_replicated(known.costs, stages_of(segments, job.num_ranks))
         yield bounds_of(plan, costs, known.nic_of_rank)
 
 
-def _sets(choices: tuple[Segments, ...]) -> Iterator[Segments]:
+def distributed(job: Job, num_segments: int) -> Estimate:
+    """Return the costs of a job with the distributed optimizer."""
+    return estimate(
+        job.shape,
+        job.hosts,
+        replace(job.setup, distributed_optimizer=True),
+        num_ranks=job.num_ranks,
+        num_segments=num_segments,
+    )
+
+
+def replicated_sets(job: Job, num_segments: int) -> Iterator[Segments]:
+    """Yield the segments that every replica may step in full, from none to all."""
+    choices = units(num_segments, tied=not job.shape.untied)
     for number in range(len(choices) + 1):
         for some in combinations(choices, number):
             yield tuple(chain.from_iterable(some))

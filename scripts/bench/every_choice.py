@@ -13,21 +13,21 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, combinations
 from typing import Literal
 
 from megatron.fold3d.observe.timeline import Lane, Timeline
 from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.ir import Op, Plan
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.policy.replicated_segments import Segments, stages_of, units
+from megatron.fold3d.policy.replicated_segments import Segments, stages_of
 from megatron.fold3d.policy.shard_order import started_shares
-from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
 from megatron.fold3d.predict.search.replicated_choice import with_replicated
+from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
 from megatron.fold3d.predict.simulator.lower_bound import exposed_s
 from megatron.fold3d.predict.simulator.simulate import simulate
 from scripts.bench import grid
+from scripts.bench.bounds import distributed, replicated_sets
 from scripts.bench.predict import Job
 
 Place = Literal["backward", "behind", "last"]
@@ -57,18 +57,18 @@ class EveryChoice:
     """
 
     def __init__(self, job: Job, order: Plan) -> None:
-        setup = replace(job.setup, distributed_optimizer=True)
-        self._order = order
-        self._known: Estimate = estimate(
-            job.shape,
-            job.hosts,
-            setup,
-            num_ranks=order.num_ranks,
-            num_segments=order.num_segments,
-        )
-        self._units = units(order.num_segments, tied=not job.shape.untied)
+        self._order, self._known = order, distributed(job, order.num_segments)
+        self.replicated = tuple(replicated_sets(job, order.num_segments))
         per_stage = job.shape.num_layers // order.num_stages
-        self._shard_shares = started_shares(per_stage, setup.num_replicas)
+        self._execution = Execution(
+            nic_of_rank=self._known.nic_of_rank,
+            routes=self._known.routes,
+            flush=True,
+            in_order=True,
+            preemptive=False,
+            shard_shares=started_shares(per_stage, job.setup.num_replicas),
+        )
+        self._all_behind = self._plan(Choice((), {}))
         self.num_simulated = 0
 
     def least_s(self, within: float, most: int = sys.maxsize) -> float | None:
@@ -82,8 +82,7 @@ class EveryChoice:
             Seconds, or None if more than ``most`` had to be simulated.
         """
         best_s = float("inf")
-        every = (Choice(replicated, {}) for replicated in self._sets())
-        todo = list(every)[::-1]
+        todo = [Choice(segments, {}) for segments in self.replicated]
         while todo:
             if self.num_simulated >= most:
                 return None
@@ -93,11 +92,6 @@ class EveryChoice:
             if self._bound_s(choice, timeline) < best_s * (1 - within):
                 todo += self._next(choice)
         return best_s
-
-    def _sets(self) -> Iterator[Segments]:
-        for number in reversed(range(len(self._units) + 1)):
-            for some in combinations(self._units, number):
-                yield tuple(sorted(chain.from_iterable(some)))
 
     def _next(self, choice: Choice) -> Iterator[Choice]:
         """Yield the choices that place one segment more."""
@@ -109,34 +103,27 @@ class EveryChoice:
 
     def _timeline(self, choice: Choice) -> Timeline:
         self.num_simulated += 1
-        execution = Execution(
-            nic_of_rank=self._known.nic_of_rank,
-            routes=self._known.routes,
-            flush=True,
-            in_order=True,
-            preemptive=False,
-            shard_shares=self._shard_shares,
-        )
-        costs = with_replicated(self._known.costs, self._stages(choice.replicated))
-        return simulate(self._plan(choice), costs, execution)
+        return simulate(self._plan(choice), self._costs(choice), self._execution)
+
+    def _costs(self, choice: Choice) -> Costs:
+        return with_replicated(self._known.costs, self._stages(choice.replicated))
 
     def _plan(self, choice: Choice) -> Plan:
         segments = range(self._order.num_segments)
         place = {segment: choice.places.get(segment, "behind") for segment in segments}
-        delayed = tuple(s for s in segments if place[s] != "backward")
-        early = (s for s in delayed if place[s] == "behind" and s not in choice.replicated)
+        behind = tuple(segment for segment in segments if place[segment] == "behind")
         options = Options(
-            delay_weight_grads=delayed,
+            delay_weight_grads=tuple(s for s in segments if place[s] != "backward"),
             gathers_params=True,
             replicated_stages=self._stages(choice.replicated),
             transfers=False,
             reduces_early=True,
-            early_dp_sync=self._stages(tuple(early)),
+            early_dp_sync=self._stages(behind),
         )
         return lower(self._order, options)
 
     def _stages(self, segments: Segments) -> tuple[int, ...]:
-        return tuple(stages_of(segments, self._order.num_ranks))
+        return stages_of(segments, self._order.num_ranks)
 
     def _bound_s(self, choice: Choice, timeline: Timeline) -> float:
         """Return what no choice with the same places is faster than.
@@ -155,8 +142,8 @@ class EveryChoice:
             and span.action.op is Op.BACKWARD
             and span.action.stage // ranks == segment
         )
-        costs = with_replicated(self._known.costs, self._stages(choice.replicated))
-        hidden_s = exposed_s(self._plan(choice), costs, self._known.nic_of_rank)
+        costs = self._costs(choice)
+        outlast_s = exposed_s(self._all_behind, costs, self._known.nic_of_rank)
         bound_s = 0.0
         for rank, spans in enumerate(timeline.ranks):
             compute = (span for span in spans if span.lane is Lane.COMPUTE)
@@ -171,7 +158,7 @@ class EveryChoice:
             stages = range(rank, self._order.num_stages, ranks)
             assert costs.grad_sync_s is not None
             link_s = sum(costs.grad_sync_s[stage] for stage in stages if stage not in begun)
-            bound_s = max(bound_s, begin_s + left_s + hidden_s[rank], begin_s + link_s)
+            bound_s = max(bound_s, begin_s + left_s + outlast_s[rank], begin_s + link_s)
         return bound_s
 
 

@@ -25,7 +25,7 @@ def every() -> EveryChoice:
 def choices(every: EveryChoice) -> list[Choice]:
     return [
         Choice(replicated, dict(enumerate(places)))
-        for replicated in every._sets()
+        for replicated in every.replicated
         for places in product(("backward", "behind", "last"), repeat=4)
         if not any(places[segment] == "last" for segment in replicated)
     ]

@@ -265,14 +265,11 @@ class _Rank:
 
     def _first_backwards_s(self) -> float:
         """Return the shortest computation of a chunk's backwards until its reduction starts."""
-        return min(self._backwards_s(s, self.microbatches) for s in self.own)
-
-    def _backwards_s(self, stage: int, number: int) -> float:
-        """Return the computation of the last backwards of a stage until its reduction starts."""
-        whole_s = self.costs.backward_s[stage]
-        in_turn_s = number * whole_s - self._bucketed_s(stage)
-        early_s = number * (whole_s - self.early_s[stage]) + self.early_s[stage]
-        return min(in_turn_s, early_s)
+        m, backward_s, early_s = self.microbatches, self.costs.backward_s, self.early_s
+        return min(
+            min(m * backward_s[s] - self._bucketed_s(s), m * backward_s[s] - (m - 1) * early_s[s])
+            for s in self.own
+        )
 
     def _sends_f_s(self, num_chunks: int) -> float:
         """Return what results of the first chunks add to gathers, or to forwards behind them.
