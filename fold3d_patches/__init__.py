@@ -141,7 +141,6 @@ def _install(
     # The outermost first: what is off is not here, and is not imported.
     features, patches = _joined(
         _preemption(config, communicator),
-        _hierarchical_sync(config),
         _transfers(config, communicator, recorder),
         _pairs(config, recorder),
         _recorded_actions(recorder),
@@ -199,15 +198,6 @@ def _preemption(config: "Fold3DConfig", communicator: "PreemptiveCommunicator | 
     from megatron.fold3d.runtime.preemption.preemption import Preemption
 
     return (Preemption(communicator, _timeout(config), config.dp_traffic_class),), ()
-
-
-def _hierarchical_sync(config: "Fold3DConfig") -> "Part":
-    if not config.hierarchical_dp_sync:
-        return (), ()
-
-    from megatron.fold3d.runtime.grad_sync.hierarchical_sync import HierarchicalSync
-
-    return (HierarchicalSync(_timeout(config), config.dp_traffic_class),), ()
 
 
 def _transfers(
@@ -281,7 +271,7 @@ def _alternating_sync(config: "Fold3DConfig") -> "Part":
 
     from megatron.fold3d.runtime.grad_sync.alternating_sync import AlternatingSync
 
-    feature = AlternatingSync(_timeout(config), config.dp_traffic_class, **_connects(config))
+    feature = AlternatingSync(_timeout(config), config.dp_traffic_class)
     return (feature,), ()
 
 
@@ -369,7 +359,6 @@ def _deferred_sync(
         auto=auto,
         recorder=recorder,
         traffic_class=config.dp_traffic_class,
-        **_connects(config),
     )
     others = (checkpoint_and_decide_exit, save_checkpoint, scale_gradients, zero_grad_buffer)
     return (
@@ -410,16 +399,6 @@ def _auto_schedule(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder |
         return (auto, replicated), (noted_step.patch(auto, step),)
     auto = make()
     return (auto, GradSync()), (noted_step.patch(auto),)
-
-
-def _connects(config: "Fold3DConfig") -> dict[str, Any]:
-    """Return the function that makes process groups of deferred reductions, if not the default."""
-    if not config.hierarchical_dp_sync:
-        return {}
-
-    from megatron.fold3d.runtime.grad_sync.hierarchical_sync import connect_with_nodes
-
-    return {"connect": connect_with_nodes}
 
 
 def _replicated_steps(config: "Fold3DConfig", plans: "Plans") -> "Part":

@@ -18,7 +18,6 @@ from tests.end_to_end import (
     test_backward_share,
     test_checkpoints,
     test_equal_to_stock,
-    test_hierarchical_dp_sync,
     test_measured_counts,
     test_offload,
     test_param_shards,
@@ -57,8 +56,6 @@ def comparisons() -> Iterator[tuple[str, Sequence[str]]]:
     for share in (test_backward_share.SAVED, test_backward_share.OLD_SAVED):
         for flags in (test_backward_share.SAVES, test_backward_share.RESUMES):
             yield f"test_backward_share.py: {share}", share.command(f"{share.ours} {flags}")
-    for summed in test_hierarchical_dp_sync.ROWS:
-        yield f"test_hierarchical_dp_sync.py: {summed}", summed.command(summed.ours)
     for counted in test_measured_counts.ROWS:
         yield f"test_measured_counts.py: {counted}", counted.command(counted.ours)
     for sharded in test_param_shards.ROWS:

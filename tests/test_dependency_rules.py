@@ -218,7 +218,6 @@ OFF = tuple(
         *("runtime.tensor_parallel", "config.pair_flags"),
         *("runtime.grad_sync.deferred_grad_sync", "runtime.grad_sync.deferred_sync"),
         *("runtime.grad_sync.measured_shares", "runtime.transfers.host_link"),
-        *("runtime.grad_sync.hierarchical_group", "runtime.grad_sync.hierarchical_sync"),
         "runtime.transfers.lazy_p2p",
         *("observe", "predict", "commands"),
     )

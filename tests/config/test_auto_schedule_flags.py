@@ -69,7 +69,6 @@ def test_stocks_groups_are_accepted(parser: ArgumentParser):
         ("--preemptive-comm", "--preemptive-comm with --schedule auto: never shown"),
         ("--lazy-inter-segment", "--lazy-inter-segment with --schedule auto"),
         ("--dp-slices on", "--dp-slices on with --schedule auto"),
-        ("--hierarchical-dp-sync auto", "--hierarchical-dp-sync auto with --schedule auto"),
         (
             "--recompute-layers auto --activation-memory-bytes 999999",
             "--recompute-layers auto with --schedule auto: it compares",

@@ -64,7 +64,6 @@ def test_the_plan_gathers_parameters_unless_hooks_do(
         (ZERO, False),
         (f"{OVERLAP} --deterministic-mode", False),
         (f"{OVERLAP} --preemptive-comm", False),
-        (f"{OVERLAP} --hierarchical-dp-sync auto", False),
     ],
 )
 def test_dp_sync_starts_between_weight_gradients_where_it_is_an_all_reduce_of_megatrons_groups(

@@ -58,18 +58,6 @@ def test_what_auto_would_try_is_told_without_a_gpu() -> None:
     )
 
 
-def test_it_is_told_whether_sums_inside_nodes_pay() -> None:
-    argv = "--segments 2 --hierarchical-dp-sync auto --check a100-80gx32-100g"
-    ((code, out, err),) = run_distributed(_run, 1, None, f"{FLAGS} {argv}".split(), MANY_QUEUES)
-    assert code == 0, err
-    last = out.splitlines()[-1]
-    assert re.fullmatch(
-        r"--hierarchical-dp-sync auto: DP.sync of the largest stage takes \d+\.\d ms in place of "
-        r"\d+\.\d ms: it pays",
-        last,
-    )
-
-
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [

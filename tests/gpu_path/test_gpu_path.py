@@ -16,7 +16,7 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups
 from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
 from tests.distributed import run_distributed
 from tests.end_to_end.training import Record, differences, train
-from tests.gpu_path.cases import CASES, LATER, UNTIED, ZERO, Case, found_by, wrong
+from tests.gpu_path.cases import CASES, UNTIED, ZERO, Case, found_by, wrong
 from tests.gpu_path.late_training import Late, train_late
 from tests.gpu_path.mutations import MUTATIONS, Mutation, mutate
 
@@ -46,24 +46,6 @@ def test_late_streams_train_what_stock_trains(case: Case, num_queues: int, tmp_p
 def test_late_collectives_train_what_stock_trains(case: Case, tmp_path: Path) -> None:
     late = Late(num_queues=MANY, queues_operators=case.queues_operators)
     assert wrong(case, late, tmp_path) == []
-
-
-def test_late_streams_sum_inside_nodes_as_prompt_threads_do() -> None:
-    # Stock adds four replicas in another order, so that ours without delays is the reference.
-    case = Case(
-        name="nodes",
-        ours="--schedule 1f1b --hierarchical-dp-sync auto --backward-share 0.5",
-        flags=f"{LATER} {UNTIED}",
-        pp=1,
-        segments=1,
-        dp=4,
-        iterations=2,
-    )
-    prompt, late = (
-        run_distributed(_train_on_two_nodes, 4, case.command(case.ours), delays)
-        for delays in (None, Late(num_queues=MANY))
-    )
-    assert differences(late, prompt) == []
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ MODEL = (
     *("model", "cluster", "tp", "dp", "micro_batch_size", "recompute"),
     *("distributed_optimizer", "fp32", "layer_forward_s", "task_overhead_s"),
     *("iteration_overhead_s", "straggler_sigma", "use_tp_pp_dp_mapping"),
-    "hierarchical_dp_sync",
 )
 
 
@@ -58,12 +57,6 @@ def add_cost_flags(parser: ArgumentParser, *, models: str = ONE_OF, nodes: str =
         action="store_true",
         default=None,
         help="pipeline ranks are neighbours, where replicas are otherwise: Megatron's flag",
-    )
-    model.add_argument(
-        "--hierarchical-dp-sync",
-        action="store_true",
-        default=None,
-        help="sum gradients inside nodes first, where replicas share nodes",
     )
     model.add_argument("--fp32", action="store_true", default=None, help="instead of 16 bits")
 

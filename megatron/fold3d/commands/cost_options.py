@@ -172,7 +172,6 @@ def _from_model(args: Namespace, plan: Plan) -> Source:
         recompute=args.recompute or "none",
         order="tp-pp-dp" if args.use_tp_pp_dp_mapping else "tp-dp-pp",
         fp32=bool(args.fp32),
-        hierarchical_sync=bool(args.hierarchical_dp_sync),
     )
     layers = _layers(args, shape, plan)
     known = estimate(

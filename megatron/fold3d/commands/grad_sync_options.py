@@ -41,7 +41,7 @@ def grad_sync_of(args: Namespace) -> str | None:
 def reduces_early(args: Namespace, source: Source, grad_sync: str | None) -> bool:
     """Tell whether training would start DP.sync between delayed weight gradients."""
     one_queue = 1 in (args.cuda_connections, source.cuda_connections)
-    waits = args.preemptive_comm or args.hierarchical_dp_sync or args.overlap_tensor_parallel
+    waits = args.preemptive_comm or args.overlap_tensor_parallel
     return not (
         one_queue
         or waits
@@ -82,8 +82,7 @@ def early_stages_of(
     if not may:
         raise ValueError(
             f"{found}: it starts DP.sync as soon as gradients are complete; drop it, or what "
-            "starts it elsewhere: slices, one hardware queue, pairs, shards, --preemptive-comm "
-            "or --hierarchical-dp-sync"
+            "starts it elsewhere: slices, one hardware queue, pairs, shards or --preemptive-comm"
         )
     return stages_of(segments, num_ranks)
 

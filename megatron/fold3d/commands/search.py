@@ -8,13 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megatron.fold3d.commands.console import OK, Progress, write
-from megatron.fold3d.commands.goodput_options import (
-    add_checkpoint_option,
-    goodput_lines,
-    goodput_of,
-)
 from megatron.fold3d.commands.hardware_options import add_hardware_options, named_hardware
-from megatron.fold3d.commands.hierarchical_gain import hierarchical_gain
 from megatron.fold3d.commands.megatron_flags import Described, from_flags, from_script
 from megatron.fold3d.commands.training_flags import check_trains, training_flags
 from megatron.fold3d.predict.cost_model.cluster import Cluster
@@ -106,7 +100,6 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="also try what no GPU has timed, separated by commas: "
         f"{', '.join(get_args(Assumption))}",
     )
-    add_checkpoint_option(parser)
     given = parser.add_argument_group("what is not to be chosen")
     for flag, what in (
         ("--tp", "tensor-parallel size"),
@@ -161,13 +154,11 @@ def run(args: Namespace) -> int:
         )
     answer = _Answer(found, fp16=described is not None and described.fp16)
     notes = described.notes if described else ()
-    left = goodput_of(args, (shape, cluster, answer.best.candidate.setup))
     if args.json:
         rows = _as_json(answer, shape, cluster)
-        write(json.dumps(rows | {"notes": notes, "goodput": left and asdict(left)}) + "\n")
+        write(json.dumps(rows | {"notes": notes}) + "\n")
     elif not args.emit:
-        lines = *_lines(answer, shape, cluster), *goodput_lines(left, answer.best.iteration_s)
-        write("\n".join((*notes, *lines)) + "\n")
+        write("\n".join((*notes, *_lines(answer, shape, cluster))) + "\n")
     else:
         write(f"{answer.flags(shape, cluster)}\n")
     return OK
@@ -224,8 +215,6 @@ def _lines(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str
             "no GPU has timed it"
         )
     yield from _bought(found)
-    if answer.ours is not None:
-        yield from hierarchical_gain(answer.ours.candidate, shape, cluster)
     yield from _assumptions_of(answer, shape, cluster)
     if answer.best.candidate.is_stock:
         yield "AIAO gains nothing here, use these stock flags:"
@@ -324,7 +313,6 @@ def _as_json(answer: _Answer, shape: ModelShape, cluster: Cluster) -> dict[str, 
             "places_weight_grads": c.places_weight_grads,
             "forwards_ahead": c.forwards_ahead,
             "distributed_optimizer": setup.distributed_optimizer,
-            "hierarchical_dp_sync": setup.hierarchical_sync,
             "layers": c.layers or None,
             "recompute": setup.recompute,
             "recompute_layers": c.recompute_layers or None,

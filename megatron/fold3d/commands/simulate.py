@@ -2,17 +2,12 @@
 
 import json
 from argparse import ArgumentParser, Namespace
-from dataclasses import asdict, replace
+from dataclasses import replace
 from math import inf
 
 from megatron.fold3d.commands import auto_options
 from megatron.fold3d.commands.console import OK, REJECTED, complain, write
 from megatron.fold3d.commands.cost_options import Source, add_cost_options, costs_of
-from megatron.fold3d.commands.goodput_options import (
-    add_checkpoint_option,
-    goodput_lines,
-    goodput_of,
-)
 from megatron.fold3d.commands.grad_sync_options import (
     check_device_options,
     early_stages_of,
@@ -84,7 +79,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of this command."""
     add_simulate_flags(parser)
     add_cost_options(parser)
-    add_checkpoint_option(parser)
 
 
 def run(args: Namespace) -> int:
@@ -190,14 +184,11 @@ def run(args: Namespace) -> int:
     bounds = bounds_of(plan, source.costs, source.nic_of_rank)
     source = _with_shards(source, plan)
     peaks = source.hardware.peaks(timeline) if source.hardware else []
-    known = source.hardware
-    left = goodput_of(args, (known.shape, known.cluster, known.setup) if known else None)
     if args.json:
         found = report_json(name, plan, timeline, peaks, bounds) | {"layers": args.layers}
-        write(json.dumps(found | {"goodput": left and asdict(left)}) + "\n")
+        write(json.dumps(found) + "\n")
     else:
         head, *rest = report_lines(name, plan, timeline, peaks, bounds)
-        rest += goodput_lines(left, timeline.period_s)
         write("\n".join((head, *layout_lines(args.layers, how), *rest)) + "\n")
     return OK if source.hardware is None else judge_memory(source.hardware, timeline, peaks)
 

@@ -82,8 +82,6 @@ def _schedule(candidate: Candidate) -> Iterator[str]:
         yield "--overlap-grad-reduce"
     if candidate.setup.distributed_optimizer:
         yield "--use-distributed-optimizer --overlap-param-gather"
-    if candidate.setup.hierarchical_sync:
-        yield "--hierarchical-dp-sync auto"
     if candidate.shards != "off":
         yield f"--shard-segments {candidate.shards}"
     if candidate.replicated:

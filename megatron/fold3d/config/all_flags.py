@@ -36,10 +36,6 @@ from megatron.fold3d.config.dp_slice_flags import (
     slices_dp_sync,
 )
 from megatron.fold3d.config.fold3d_config import Device, Fold3DConfig
-from megatron.fold3d.config.hierarchical_flags import (
-    add_hierarchical_flags,
-    hierarchical_problems,
-)
 from megatron.fold3d.config.minimum_sizes import size_problems
 from megatron.fold3d.config.nccl_settings import add_traffic_class_flags, traffic_class_problems
 from megatron.fold3d.config.offload_flags import (
@@ -95,7 +91,6 @@ _FLAGS_OF_FEATURES = (
     add_shard_flags,
     add_replication_flags,
     add_dp_slice_flags,
-    add_hierarchical_flags,
     add_weight_grad_flags,
     add_preemption_flags,
     add_offload_flags,
@@ -168,7 +163,6 @@ def read_config(args: Namespace) -> Fold3DConfig:
         *shard_problems(args, schedule),
         *replication_problems(args, schedule, segments),
         *dp_slice_problems(args, schedule),
-        *hierarchical_problems(args, schedule),
         *offload_problems(args, schedule, segments),
         *weight_grad_problems(args, schedule, segments),
         *early_sync_problems(args, schedule),
@@ -218,7 +212,6 @@ def read_config(args: Namespace) -> Fold3DConfig:
         offload_everything=offloads_everything(args),
         cuts_every_segment=cuts_every_segment(args),
         slices_dp_sync=slices_dp_sync(args),
-        hierarchical_dp_sync=args.hierarchical_dp_sync != "off",
         reduces_early=reduces_early(args),
         receives_late=has_one_queue(args),
         receives_ahead=RECEIVES_AHEAD if args.device == "cpu" else 1,

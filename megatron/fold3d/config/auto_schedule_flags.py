@@ -31,7 +31,6 @@ _UNFIT_VALUES = (
     ("shard_segments", "weights", _UNSHOWN),
     ("shard_segments", "gradients", _UNSHOWN),
     ("dp_slices", "on", _UNSHOWN),
-    ("hierarchical_dp_sync", "auto", _UNSHOWN),
 )
 _NOTHING: tuple[object, ...] = (None, (), False)
 _DRAWS = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps", "fp8", "fp4")

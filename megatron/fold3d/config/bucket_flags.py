@@ -49,7 +49,6 @@ def delays_dp_sync(args: Namespace) -> Iterator[str]:
             args.num_distributed_optimizer_instances != 1
         ),
         f"--shard-segments {args.shard_segments}": args.shard_segments != "off",
-        f"--hierarchical-dp-sync {args.hierarchical_dp_sync}": args.hierarchical_dp_sync != "off",
         "--ddp-reduce-scatter-with-fp32-accumulation": (
             args.ddp_reduce_scatter_with_fp32_accumulation
         ),

@@ -55,8 +55,6 @@ class Fold3DConfig:
         microbatch_flops: FLOPs of the model's forward and backward, for the trace; 0 if unknown.
         cuts_every_segment: whether every segment's gradients are reduced in buckets.
         slices_dp_sync: whether the plan starts DP.sync in slices, one before each computation.
-        hierarchical_dp_sync: whether gradients are summed inside nodes first, where replicas share
-            them.
         reduces_early: whether DP.sync may start between delayed weight gradients.
         receives_late: whether receives are posted where they hold up nothing in a hardware queue
             that all streams share.
@@ -120,7 +118,6 @@ class Fold3DConfig:
     offload_everything: bool = False
     cuts_every_segment: bool = False
     slices_dp_sync: bool = False
-    hierarchical_dp_sync: bool = False
     reduces_early: bool = False
     receives_late: bool = False
     receives_ahead: int = 1

@@ -15,7 +15,6 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron.fold3d.commands.auto_options import lines as lines_of_auto
 from megatron.fold3d.commands.console import counted
-from megatron.fold3d.commands.hierarchical_gain import hierarchical_gain
 from megatron.fold3d.commands.megatron_flags import shape_of
 from megatron.fold3d.commands.plan_source import in_words
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
@@ -129,7 +128,6 @@ class _Expected:
     peaks: tuple[float, ...]
     exposed: str
     notes: tuple[str, ...]
-    gains: tuple[str, ...]
     auto: tuple[Predicted, ...] = ()
     """With --schedule auto: stock's order, and what it would try."""
 
@@ -152,11 +150,6 @@ class _Expected:
             tuple(rank.device.peak_bytes for rank in memory(timeline, known.footprint)),
             ", ".join(f"{name} {row.share(seconds):.0%}" for name, seconds in parts.items()),
             tuple(_left_out(args)),
-            tuple(
-                hierarchical_gain(candidate, shape, target.cluster, _layers(args))
-                if target.cluster
-                else ()
-            ),
             _tried(args, known, candidate) if target.cluster and args.schedule == "auto" else (),
         )
 
@@ -184,7 +177,6 @@ class _Expected:
                     f"  little is left of {limit / _GIB:.0f} GiB for CUDA, NCCL and the allocator"
                 )
             yield f"iteration: {self.iteration_s:.3f} s on {known.name}, predicted: {self.exposed}"
-            yield from self.gains
         if self.auto:
             stock, *tried = self.auto
             yield "--schedule auto measures, and is then predicted to try:"

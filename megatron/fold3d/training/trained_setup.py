@@ -22,7 +22,6 @@ def setup_of(args: Namespace, data_parallel: int) -> Setup:
         fp32=not (args.bf16 or args.fp16),
         context_parallel=args.context_parallel_size,
         expert_parallel=args.expert_model_parallel_size,
-        hierarchical_sync=args.hierarchical_dp_sync == "auto",
         order="tp-pp-dp" if args.use_tp_pp_dp_mapping else "tp-dp-pp",
     )
 

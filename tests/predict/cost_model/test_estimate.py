@@ -6,7 +6,7 @@ from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.plan.passes.stock_grad_sync import serial_grad_sync
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.cluster import cluster
-from megatron.fold3d.predict.cost_model.estimate import estimate, ring_and_hierarchical_s
+from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.simulator.execution import Execution
@@ -214,62 +214,3 @@ def test_in_a_pipeline_over_several_nodes_a_boundary_carries_one_tensor_parallel
     assert found.nic_of_rank == (0, 0, 0, 0, 1, 1, 1, 1)
     default = estimate(shape, nodes, replace(setup, order="tp-dp-pp"), num_ranks=8, num_segments=1)
     assert default.costs.p2p_s == pytest.approx(2 * found.costs.p2p_s)
-
-
-def test_sums_inside_nodes_send_each_node_the_sum_of_the_others_once():
-    node = replace(cluster("a100x16"), nic_efficiency=0.5)
-    setup = Setup(data_parallel=16, hierarchical_sync=True)
-    gradients, inter, intra = 1e9, node.nic_bytes_per_s / 2, node.intra_bytes_per_s
-    ring_s, hierarchical_s = ring_and_hierarchical_s(node, setup, 1, gradients)
-    assert ring_s == pytest.approx(2 * 15 / 16 * gradients / inter)
-    # Eight rings share the NICs, each with an eighth of the gradients.
-    assert hierarchical_s == pytest.approx(gradients / inter + 2 * 7 / 8 * gradients / intra)
-    shape = model_shape("12-1024-16-512")
-    on, off = (
-        estimate(shape, node, each, num_ranks=1, num_segments=1)
-        for each in (setup, replace(setup, hierarchical_sync=False))
-    )
-    assert on.costs.grad_sync_s[0] == pytest.approx(
-        off.costs.grad_sync_s[0] * hierarchical_s / ring_s
-    )
-    assert on.footprint == off.footprint
-
-    sharded = replace(setup, distributed_optimizer=True)
-    assert ring_and_hierarchical_s(node, sharded, 1, gradients) == (ring_s / 2, hierarchical_s / 2)
-    costs = estimate(shape, node, sharded, num_ranks=1, num_segments=1).costs
-    assert costs.grad_sync_s[0] == pytest.approx(on.costs.grad_sync_s[0] / 2)
-    assert costs.param_gather_s[0] == pytest.approx(costs.grad_sync_s[0] / 2)  # of 16 bits
-
-
-@pytest.mark.parametrize(
-    ("setup", "num_ranks", "per_node"),
-    [
-        (Setup(data_parallel=16), 2, 8),
-        (Setup(data_parallel=16, tensor_parallel=2), 1, 4),
-        (Setup(data_parallel=32, order="tp-pp-dp"), 1, 8),
-        (Setup(data_parallel=16, order="tp-pp-dp"), 2, 4),
-        (Setup(data_parallel=2, context_parallel=4, order="tp-pp-dp"), 4, 4),
-    ],
-)
-def test_replicas_of_a_node_are_those_of_megatrons_order(
-    setup: Setup, num_ranks: int, per_node: int
-):
-    nodes = replace(cluster("a100x32"), nic_efficiency=1.0)
-    _, found_s = ring_and_hierarchical_s(nodes, setup, num_ranks, 1.0)
-    t, n = setup.tensor_parallel, setup.num_replicas // per_node
-    inter = 2 * (n - 1) / n * t / nodes.nic_bytes_per_s
-    inside = 2 * (per_node - 1) / per_node / nodes.intra_bytes_per_s
-    assert found_s == pytest.approx(inter + inside)
-
-
-@pytest.mark.parametrize(
-    ("setup", "num_ranks"),
-    [
-        (Setup(data_parallel=8), 4),  # all on one node
-        (Setup(data_parallel=4, tensor_parallel=8), 1),  # one on each
-        (Setup(data_parallel=4, order="tp-pp-dp"), 8),
-        (Setup(data_parallel=12), 2),  # eight and four
-    ],
-)
-def test_replicas_that_share_no_node_or_only_one_sum_in_a_ring(setup: Setup, num_ranks: int):
-    assert ring_and_hierarchical_s(cluster("a100x32"), setup, num_ranks, 1.0) is None

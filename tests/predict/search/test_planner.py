@@ -54,21 +54,6 @@ def test_preemption_is_tried_beside_what_runs_without_and_only_where_it_can_run(
     assert not any(c.is_stock or c.setup.data_parallel == 1 for c in preempting)
 
 
-def test_sums_inside_nodes_are_tried_beside_what_runs_without_and_only_where_they_can_run():
-    four = cluster("a100x32-10g")
-    found = set(candidates(SMALL, four, 32, assumed=frozenset({"hierarchical-dp-sync"})))
-    summing = [c for c in found if c.setup.hierarchical_sync]
-    unlike = {replace(c, setup=replace(c.setup, hierarchical_sync=False)) for c in summing}
-    assert unlike <= found
-    assert {(c.setup.tensor_parallel, c.setup.distributed_optimizer) for c in summing} == {
-        (1, False),
-        (1, True),
-    }
-    assert not any(c.is_stock for c in summing)
-    assert {c.setup.data_parallel for c in summing} == {16}  # fewer share one node
-    assert all("--hierarchical-dp-sync auto" in training_flags(SMALL, four, c) for c in summing)
-
-
 def test_shards_are_tried_where_memory_has_no_room_without():
     given = Given(tensor_parallel=1, num_ranks=2, num_segments=3, recompute="none")
     tight = cluster("a100x8-10g")

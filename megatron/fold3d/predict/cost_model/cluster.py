@@ -52,12 +52,6 @@ class Cluster:
     """Of each level: the bandwidth from below a switch, in multiples of that to the level above."""
     straggler_sigma: float = 0.0
     """Standard deviation of GPUs' times for the same computation, as a part of their mean."""
-    gpu_mtbf_s: float = 0.0
-    """Mean time between failures, of a GPU with its share of all else; 0 is never."""
-    restart_s: float = 0.0
-    """From a failure until the job trains again, at its last checkpoint."""
-    storage_bytes_per_s: float = 0.0
-    """At which the whole job writes a checkpoint; needed with failures."""
     has_bf16: bool = True
     """Otherwise its GPUs train in fp16."""
     is_blackwell: bool = False
@@ -69,7 +63,6 @@ class Cluster:
             may_be_zero=(
                 *("nic_latency_s", "send_buffer_bytes", "ring_buffer_bytes"),
                 *("task_overhead_s", "iteration_overhead_s", "straggler_sigma"),
-                *("gpu_mtbf_s", "restart_s", "storage_bytes_per_s"),
             ),
         )
         check_names(self)
@@ -83,11 +76,6 @@ class Cluster:
                 raise ValueError(f"found {name}={value!r}; it is true or false")
 
         self._check_switches()
-        if self.gpu_mtbf_s and not self.storage_bytes_per_s:
-            raise ValueError(
-                f"found gpu_mtbf_s={self.gpu_mtbf_s} without storage_bytes_per_s; how often a job "
-                "writes checkpoints depends on how long one takes; give both"
-            )
 
     def _check_switches(self) -> None:
         for name, whole in (("switch_nodes", True), ("oversubscription", False)):
@@ -177,16 +165,12 @@ NODES = {node.name: node for node in map(_node, _NODES.strip().splitlines()[1:])
 """One node of each kind; `cluster` makes clusters of them."""
 
 # Meta, "The Llama 3 Herd of Models" (2024), Sec. 3.3: 400 Gb/s for each GPU; pods of 384 nodes
-# with a seventh of their bandwidth between them; 2 TB/s to storage; 419 unexpected interruptions in
-# 54 days of 16,384 GPUs. It does not say how long a restart takes: 10 minutes are assumed.
+# with a seventh of their bandwidth between them.
 NODES["llama3-h100"] = replace(
     NODES["h100"],
     name="llama3-h100",
     switch_nodes=(384,),
     oversubscription=(7.0,),
-    gpu_mtbf_s=54 * 86_400 * 16_384 / 419,
-    restart_s=600.0,
-    storage_bytes_per_s=2e12,
 )
 
 # scripts/bench/compare.py's host, with one rank. A layer of the model `testbed` takes 6 ms forward

@@ -21,7 +21,6 @@ from megatron.fold3d.predict.cost_model.ring_times import (
     all_gather_s,
     all_reduce_s,
     group_bandwidths,
-    hierarchical_all_reduce_s,
     reduce_scatter_s,
 )
 from megatron.fold3d.predict.cost_model.sizes import (
@@ -299,55 +298,8 @@ def _flops_per_s(cluster: Cluster, setup: Setup) -> float:
 
 def _grad_sync_s(cluster: Cluster, setup: Setup, num_ranks: int, num_bytes: float) -> float:
     """DP.sync of gradients: an all-reduce, or with the distributed optimizer a reduce-scatter."""
-    if setup.hierarchical_sync and (
-        times := ring_and_hierarchical_s(cluster, setup, num_ranks, num_bytes)
-    ):
-        return times[1]
     collective = reduce_scatter_s if setup.distributed_optimizer else all_reduce_s
     return collective(setup.num_replicas, num_bytes, _bandwidths(cluster, setup, num_ranks)[1])
-
-
-def ring_and_hierarchical_s(
-    cluster: Cluster, setup: Setup, num_ranks: int, num_bytes: float
-) -> tuple[float, float] | None:
-    """Return how long DP.sync of gradients takes in one ring, and inside nodes first.
-
-    An all-reduce, or with the distributed optimizer a reduce-scatter, which takes half as long. The
-    second counts its steps one after the other. None if replicas do not share nodes, or share one.
-
-    Args:
-        cluster: the cluster of the run.
-        setup: the setup of the run.
-        num_ranks: ranks of a pipeline.
-        num_bytes: bytes of a stage's gradients on one GPU, other than those of experts.
-    """
-    here = _replicas_per_node(cluster, setup, num_ranks)
-    if here == 1 or here == setup.num_replicas:
-        return None
-    share = 0.5 if setup.distributed_optimizer else 1.0
-    bandwidth = _bandwidths(cluster, setup, num_ranks)[1]
-    ring_s = share * all_reduce_s(setup.num_replicas, num_bytes, bandwidth)
-    # Every GPU of this pipeline rank in the node has a ring of its own.
-    inter = cluster.goodput_bytes_per_s / min(cluster.gpus_per_node, setup.tensor_parallel * here)
-    nodes = setup.num_replicas // here
-    intra = cluster.intra_bytes_per_s
-    return ring_s, share * hierarchical_all_reduce_s(here, nodes, num_bytes, intra, inter)
-
-
-def _replicas_per_node(cluster: Cluster, setup: Setup, num_ranks: int) -> int:
-    """GPUs of one data-parallel group on each of its nodes; 1 also if nodes have unequal numbers.
-
-    Those with other parts of the same sequences are next to each other in either order.
-    """
-    places, rest = divmod(cluster.gpus_per_node, setup.tensor_parallel)
-    if rest or not places:
-        return 1
-    here = places
-    if setup.order == "tp-pp-dp":
-        parts = setup.context_parallel
-        here = parts * (places // (parts * num_ranks)) or min(places, parts)
-    here = min(here, setup.num_replicas)
-    return here if setup.num_replicas % here == 0 else 1
 
 
 def _expert_sync_s(cluster: Cluster, setup: Setup, num_ranks: int, num_bytes: float) -> float:
@@ -366,12 +318,9 @@ def _param_gather_s(
     smaller = setup.element_bytes / GRADIENT_BYTES
     d, e = setup.num_replicas, setup.num_expert_replicas
     dense, experts = gradient_bytes * smaller, of_experts * smaller / e
-    dense_s = all_gather_s(d, dense / d, _bandwidths(cluster, setup, num_ranks)[1])
-    if setup.hierarchical_sync and (
-        times := ring_and_hierarchical_s(cluster, setup, num_ranks, dense)
-    ):
-        dense_s = times[1]  # what a reduce-scatter of as many bytes takes
-    return dense_s + all_gather_s(e, experts, _expert_bandwidth(cluster, setup, num_ranks))
+    return all_gather_s(d, dense / d, _bandwidths(cluster, setup, num_ranks)[1]) + all_gather_s(
+        e, experts, _expert_bandwidth(cluster, setup, num_ranks)
+    )
 
 
 def _reduced_in_iteration_s(

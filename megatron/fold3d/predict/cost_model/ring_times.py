@@ -24,33 +24,6 @@ def all_reduce_s(n: int, buffer_bytes: float, bytes_per_s: float) -> float:
     return 2 * reduce_scatter_s(n, buffer_bytes, bytes_per_s)
 
 
-def hierarchical_all_reduce_s(
-    per_node: int,
-    num_nodes: int,
-    buffer_bytes: float,
-    intra_bytes_per_s: float,
-    inter_bytes_per_s: float,
-) -> float:
-    """Return the time of an all-reduce that sums inside nodes first, one step after the other.
-
-    A reduce-scatter and an all-gather among the GPUs of a node, and between them an all-reduce of
-    each GPU's part with its counterparts on the other nodes.
-
-    Args:
-        per_node: GPUs of the group on each node.
-        num_nodes: nodes that the group spans.
-        buffer_bytes: bytes of the whole buffer.
-        intra_bytes_per_s: bandwidth between two GPUs of a node.
-        inter_bytes_per_s: bandwidth that each GPU's ring across nodes has.
-    """
-    part_bytes = buffer_bytes / per_node
-    return (
-        reduce_scatter_s(per_node, buffer_bytes, intra_bytes_per_s)
-        + all_reduce_s(num_nodes, part_bytes, inter_bytes_per_s)
-        + all_gather_s(per_node, part_bytes, intra_bytes_per_s)
-    )
-
-
 def group_bandwidths(
     sizes: Sequence[int], gpus_per_node: int, intra_bytes_per_s: float, inter_bytes_per_s: float
 ) -> tuple[float, ...]:

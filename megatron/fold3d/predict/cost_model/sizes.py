@@ -39,8 +39,6 @@ class Setup:
     """Ranks that share each sequence."""
     expert_parallel: int = 1
     """Ranks, of all replicas and parts of sequences, that share the experts of a layer."""
-    hierarchical_sync: bool = False
-    """Sum gradients inside nodes first, where replicas share nodes."""
 
     def __post_init__(self) -> None:
         for field in (

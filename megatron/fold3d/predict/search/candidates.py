@@ -7,7 +7,6 @@ from typing import Literal
 
 from megatron.fold3d.plan.passes.pairs import num_pairs
 from megatron.fold3d.predict.cost_model.cluster import Cluster
-from megatron.fold3d.predict.cost_model.estimate import ring_and_hierarchical_s
 from megatron.fold3d.predict.cost_model.layers import layers_of_stages
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.sharded_footprint import Shards
@@ -21,7 +20,6 @@ Assumption = Literal[
     "recompute-layers",
     "recompute-early",
     "overlap-tensor-parallel",
-    "hierarchical-dp-sync",
 ]
 Share = float | Literal["auto"]
 MICROBATCH_SIZES = (1, 2, 4, 8)
@@ -88,7 +86,6 @@ class Candidate:
             + "+Wauto" * self.places_weight_grads
             + "+R" * self.recompute_early
             + "+pairs" * self.overlap_tensor_parallel
-            + "+nodes" * self.setup.hierarchical_sync
         )
         placed = "" if self.setup.order == "tp-dp-pp" else f" {self.setup.order}"
         return "stock " * self.is_stock + order + ours + placed
@@ -181,11 +178,7 @@ def candidates(
         )
         most = min(MOST_SEGMENTS, shape.num_layers // p) if p > 1 else 1
         for segments in _choices(range(1, most + 1), given.num_segments):
-            for candidate in _of_segments(shape, stock, segments, assumed):
-                yield candidate
-                if "hierarchical-dp-sync" in assumed and can_sum_inside_nodes(candidate, cluster):
-                    setup = replace(candidate.setup, hierarchical_sync=True)
-                    yield replace(candidate, setup=setup)
+            yield from _of_segments(shape, stock, segments, assumed)
 
 
 def _splits(shape: ModelShape, cluster: Cluster, given: Given) -> Iterator[tuple[int, int, int]]:
@@ -240,16 +233,6 @@ def _of_segments(
             yield replace(order, preemptive=True)
             yield replace(order, preemptive=True, backward_share="auto")
             yield replace(order, preemptive=True, setup=sharded)
-
-
-def can_sum_inside_nodes(candidate: Candidate, cluster: Cluster) -> bool:
-    """True if replicas share nodes, and training takes ``--hierarchical-dp-sync``."""
-    setup = candidate.setup
-    taken = not (candidate.is_stock or candidate.preemptive)
-    queues = cluster.is_blackwell or setup.tensor_parallel == setup.context_parallel == 1
-    return bool(
-        taken and queues and ring_and_hierarchical_s(cluster, setup, candidate.num_ranks, 1.0)
-    )
 
 
 def _can_preempt(setup: Setup) -> bool:

@@ -79,9 +79,7 @@ def _in_another_order(candidate: Candidate) -> Iterator[Candidate]:
     setup = candidate.setup
     if candidate.num_ranks > 1 and setup.data_parallel > 1:
         order: Order = "tp-pp-dp" if setup.order == "tp-dp-pp" else "tp-dp-pp"
-        # Which replicas share nodes is then another question.
-        placed = replace(setup, order=order, hierarchical_sync=False)
-        yield replace(candidate, setup=placed)
+        yield replace(candidate, setup=replace(setup, order=order))
 
 
 def with_replicated_segments(candidate: Candidate, *, tied: bool) -> Iterator[Candidate]:

@@ -26,7 +26,6 @@ from megatron.fold3d.plan.device_queues import reduced_apart
 from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
-    Connect,
     Ranks,
     bucket_groups,
     connect,
@@ -47,15 +46,11 @@ class AlternatingSync(Feature):
     Args:
         timeout: the timeout of a reduction.
         traffic_class: the traffic class that marks the packets of DP.sync.
-        connect: makes the process groups.
     """
 
-    def __init__(
-        self, timeout: timedelta, traffic_class: int | None, connect: Connect = connect
-    ) -> None:
+    def __init__(self, timeout: timedelta, traffic_class: int | None) -> None:
         self._timeout = timeout
         self._traffic_class = traffic_class
-        self._connect = connect
         self._groups: Mapping[Ranks, dist.ProcessGroup] | None = None
 
     def prepare(self, iteration: Iteration) -> None:
@@ -63,9 +58,7 @@ class AlternatingSync(Feature):
         if self._groups is None and iteration.trains:
             odd = bucket_groups(*iteration.chunks[1::2])
             several = [ranks for ranks in everyones_reducing_groups(odd) if len(ranks) > 1]
-            self._groups = self._connect(
-                several, iteration.device, self._timeout, self._traffic_class
-            )
+            self._groups = connect(several, iteration.device, self._timeout, self._traffic_class)
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return the handler of `BACKWARD`, which sets a segment's groups before its last one."""

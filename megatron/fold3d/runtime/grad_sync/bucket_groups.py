@@ -1,6 +1,6 @@
 """The bucket groups of model chunks, and our own process groups over the same ranks."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from typing import Any
@@ -11,10 +11,6 @@ import torch.distributed as dist
 from megatron.fold3d.runtime.transfers import nccl
 
 Ranks = tuple[int, ...]
-Connect = Callable[
-    [list[Ranks], torch.device, timedelta, int | None], dict[Ranks, dist.ProcessGroup]
-]
-"""Makes process groups; `connect` is one such function."""
 
 
 def bucket_groups(*chunks: Any) -> Iterator[Any]:

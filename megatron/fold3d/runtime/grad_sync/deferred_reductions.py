@@ -14,7 +14,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.policy.backward_shares import forwards_before_gather
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
-    Connect,
     Ranks,
     bucket_groups,
     connect,
@@ -42,11 +41,9 @@ class DeferredReductions:
         recorder: Recorder | None,
         traffic_class: int | None,
         is_planned: bool,
-        connect: Connect = connect,
     ) -> None:
         self._backward_share = backward_share
         self._timeout = timeout
-        self._connect = connect
         self._communicator = communicator
         self._auto, self._recorder = auto, recorder
         self._traffic_class = traffic_class
@@ -80,7 +77,7 @@ class DeferredReductions:
             groups: Megatron's process groups.
         """
         device = next(chunks[0].parameters()).device
-        ours = self._connect(rank_groups, device, self._timeout, self._traffic_class)
+        ours = connect(rank_groups, device, self._timeout, self._traffic_class)
         if self._communicator is not None:
             ours = {ranks: self._communicator.group(group) for ranks, group in ours.items()}
         self._reductions.connect(chunks, frozenset(reduced_in_iteration), ours)

@@ -46,9 +46,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
 
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
-    Connect,
     bucket_groups,
-    connect,
     everyones_reducing_groups,
     is_sharded,
 )
@@ -89,7 +87,6 @@ class DeferredSync:
         recorder: the recorder of the trace, if there is one.
         traffic_class: the traffic class that marks the packets of reductions.
         is_planned: True if slices are started by the plan's actions, or by a wait, only.
-        connect: makes the process groups of reductions.
     """
 
     def __init__(
@@ -104,7 +101,6 @@ class DeferredSync:
         recorder: Recorder | None = None,
         traffic_class: int | None = None,
         is_planned: bool = False,
-        connect: Connect = connect,
     ) -> None:
         self._backward_share = backward_share
         self._bounded = bounded
@@ -118,7 +114,6 @@ class DeferredSync:
             recorder=recorder,
             traffic_class=traffic_class,
             is_planned=is_planned,
-            connect=connect,
         )
 
         # Known with the first iteration.
