@@ -25,6 +25,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
+LOG = ROOT / "scripts/bench/LOG.md"  # what was measured with older code, by its commands
 FENCED = re.compile(r"^```(?:sh|console)\n(.*?)^```$", re.M | re.S)
 INDENTED = re.compile(r"^\n((?:    \S.*\n(?:        .*\n)*)+)$", re.M)
 FOLD3D = str(Path(sys.executable).with_name("fold3d"))
@@ -213,7 +214,7 @@ def test_commands_are_found_in_every_form_that_pages_have():
     assert any(command.output for command in COMMANDS)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, LOG], ids=lambda page: page.name)
 def test_links_of_a_page_lead_somewhere(page: Path):
     for target in re.findall(r"\]\((?!http)([^)\s]+)\)", page.read_text()):
         path, _, heading = target.partition("#")
@@ -229,7 +230,7 @@ def _anchors(page: Path) -> list[str]:
 
 
 def test_the_paper_map_names_what_exists():
-    text = (ROOT / "docs/paper-map.md").read_text()
+    text = (ROOT / "docs/paper.md").read_text()
     named = re.findall(r"`([\w/]+/\w+\.(?:py|cpp|cu|sbatch))(?:: ([\w.]+))?", text)
     assert len(named) > 30
     for path, name in named:

@@ -7,7 +7,7 @@ from scripts.bench import compare, predict, variants
 
 pytestmark = pytest.mark.slow
 
-# docs/measurements.md, 2026-11-24, by link: ms of an iteration on links that lose no messages. On
+# scripts/bench/LOG.md, 2026-11-24, by link: ms of an iteration on links that lose no messages. On
 # links that are not shaped the default takes 5332 ms.
 VARIANTS = ("stock-default", "stock-v8-n8", "stock-v8-n8-do", "aiao-s8-do", "aiao-s8-auto")
 MEASURED = {

@@ -14,7 +14,7 @@ from megatron.fold3d.config.fold3d_config import Fold3DConfig
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
-MEASUREMENTS = (ROOT / "docs/measurements.md").read_text()
+GPU_PAGE = (ROOT / "docs/gpu.md").read_text()
 NEEDED_COMMANDS = ("bash", "cat", "dirname", "env", "mkdir")
 
 
@@ -223,7 +223,7 @@ def test_what_the_gpu_script_would_train_is_valid(parser: ArgumentParser, tmp_pa
             name, words = line.removeprefix("== ").split(": ", 1)
             args = parser.parse_args(words.split("pretrain_gpt.py ")[1].split())
             trained[name] = Fold3DConfig.from_args(args).schedule
-            assert f"`*{name[name.index('-') :]}`" in MEASUREMENTS
+            assert f"`*{name[name.index('-') :]}`" in GPU_PAGE
     assert len(trained) == 2 * 11
     assert {trained["local-stock"], trained["transformer_engine-pp-aiao"]} == {"stock", "aiao"}
     for connections in (1, 8, 32):
