@@ -180,7 +180,7 @@ def test_weights_in_two_dimensions_save_little(num_gpus, of_megatron, best, grid
     assert traffic[num_gpus, 1] == exactly(of_megatron)
     assert min(traffic, key=traffic.__getitem__) == grid
     assert traffic[grid] == exactly(best)
-    page = (Path(__file__).parents[3] / "docs" / "planning.md").read_text()
+    page = (Path(__file__).parents[3] / "scripts" / "bench" / "LOG.md").read_text()
     assert f"| {num_gpus} | {of_megatron:.2f} | {best:.2f} | {grid[0]} x {grid[1]} |" in page
 
 

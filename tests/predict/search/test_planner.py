@@ -324,7 +324,7 @@ def test_offload_is_chosen_where_aiao_fits_in_no_other_way_and_the_host_has_room
 
 
 def test_a_share_that_training_measures_goes_before_one_that_is_hardly_faster():
-    """On the testbed, whose runs agree: `scripts.bench.compare` in docs/planning.md."""
+    """On the testbed, whose runs agree: `scripts.bench.compare` in scripts/bench/LOG.md."""
     hosts = replace(cluster("testbedx4"), iteration_overhead_s=0.0945, ring_buffer_bytes=0)
     given = Given(num_ranks=2, microbatch_size=1, fp32=True)
     first, *others = search(model_shape("testbed"), hosts, global_batch_size=16, given=given).best
