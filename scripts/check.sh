@@ -13,6 +13,7 @@ gate ruff check
 gate ruff format --check
 gate mypy
 gate shellcheck scripts/*.sh scripts/slurm/*.s* .ci/run
+gate python scripts/check_prose.py
 
 if ((${#failed[@]})); then
     echo "failed: ${failed[*]}" >&2

@@ -12,15 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
-HEADINGS = ("A schedule", "A flag", "A patch", "An op")
+HEADINGS = ("A flag", "A patch", "An op")
 # Shows, without torch or Megatron, that the example is there.
 WORKS = {
-    "A schedule": """
-from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.plan.verify import verify
-plan = build("shifted-critical-path", num_ranks=2, num_segments=1, num_microbatches=3)
-verify(plan)
-""",
     "A flag": """
 from argparse import ArgumentParser
 from megatron.fold3d.config.all_flags import add_arguments

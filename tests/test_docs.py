@@ -29,6 +29,7 @@ LOG = ROOT / "scripts/bench/LOG.md"  # what was measured with older code, by its
 FENCED = re.compile(r"^```(?:sh|console)\n(.*?)^```$", re.M | re.S)
 INDENTED = re.compile(r"^\n((?:    \S.*\n(?:        .*\n)*)+)$", re.M)
 FOLD3D = str(Path(sys.executable).with_name("fold3d"))
+OWN_SCRIPT = ROOT / "tests/end_to_end/own_script.py"  # which the pages call by this name
 # What `...` in a command stands for: a model, as far as Megatron's parser and we insist on one.
 ELIDED = "--num-layers 80 --micro-batch-size 1"
 
@@ -81,7 +82,7 @@ def test_a_command_is_one_that_its_program_takes(
         command_at = words.index("fold3d") + 1
         _takes([FOLD3D, words[command_at]], words[command_at + 1 :])
     elif program == "torchrun" or Path(words[1]).name in SCRIPTS.values():
-        _check_training(parser, words)
+        _check_training(parser, words[: words.index(">")] if ">" in words else words)
     elif program.startswith("python"):
         _check_script(words[1:])
     elif program == "sbatch":
@@ -133,9 +134,12 @@ def _check_training(parser: ArgumentParser, words: Sequence[str]) -> None:
     flags = list(words[words.index(script) + 1 :])
     if "..." in flags:
         flags = [*ELIDED.split(), *(word for word in flags if word != "...")]
-    args = parser.parse_args(flags)
+    args, own = parser.parse_known_args(flags)
+    assert script in families or script == OWN_SCRIPT.name
+    assert all(f'"{flag}"' in OWN_SCRIPT.read_text() for flag in own[::2])  # each with a value
+    assert not own or script == OWN_SCRIPT.name
     preset = preset_flags(args.model_preset, families[script]) if args.model_preset else ()
-    Fold3DConfig.from_args(parser.parse_args([*preset, *flags]))
+    Fold3DConfig.from_args(parser.parse_known_args([*preset, *flags])[0])
 
 
 def _check_script(words: Sequence[str]) -> None:
@@ -195,6 +199,14 @@ def _check_local_cluster(words: Sequence[str]) -> None:
     assert words[1] in ("start", "stop")
 
 
+def _check_folder(words: Sequence[str]) -> None:
+    assert words[1:] == ["-p", "out"]  # where `.gitignore` expects it
+
+
+def _check_activation(words: Sequence[str]) -> None:
+    assert words[1:] == [".venv/bin/activate"]  # that `make venv` makes
+
+
 def _check_export(words: Sequence[str]) -> None:
     assert re.fullmatch(r"\w+=\S+", words[1])
 
@@ -204,7 +216,9 @@ OTHERS: dict[str, Callable[[Sequence[str]], None]] = {
     "export": _check_export,
     "local_cluster.sh": _check_local_cluster,
     "make": _check_make,
+    "mkdir": _check_folder,
     "pip": _check_pip,
+    "source": _check_activation,
 }
 
 
@@ -285,3 +299,13 @@ def test_the_changelog_says_where_modules_went():
         )
         assert before == now or not old.with_suffix(".py").exists(), before
         assert any(new.with_suffix(suffix).exists() for suffix in (".py", ".pyi")), now
+
+
+def test_the_page_of_flags_has_a_row_for_every_flag_of_ours(parser: ArgumentParser):
+    (group,) = (g for g in parser._action_groups if g.title == "FOLD3D")
+    ours = sorted(flag for action in group._group_actions for flag in action.option_strings)
+    (section,) = re.findall(
+        r"^## Every flag\n(.*?)^## ", (ROOT / "docs/flags.md").read_text(), re.M | re.S
+    )
+    rows = re.findall(r"^\| (`--.*?) \|", section, re.M)
+    assert sorted(flag for row in rows for flag in re.findall(r"`(--[\w-]+)", row)) == ours

@@ -5,7 +5,11 @@ Importing this package loads nothing else: `plan` needs only the standard librar
 
 
 def __getattr__(name: str) -> object:
-    if name not in ("add_arguments", "install", "parse_args"):  # the interface of docs/adopt.md
+    if name not in (
+        "add_arguments",
+        "install",
+        "parse_args",
+    ):  # docs/quickstart.md has them
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from megatron.fold3d.training import own_script
 

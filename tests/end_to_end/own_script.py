@@ -1,6 +1,6 @@
 """A script for Megatron as users have them, with its own flags, data and loss; it knows no fold3d.
 
-`tests/end_to_end/test_own_script.py` applies the change of docs/adopt.md to it.
+`tests/end_to_end/test_own_script.py` applies the change of docs/quickstart.md to it.
 """
 
 from functools import partial

@@ -26,7 +26,7 @@ TOKENIZER = ("--tokenizer-type", "NullTokenizer")
 
 def test_a_choice_is_measured_once_and_measuring_changes_no_result(tmp_path: Path) -> None:
     auto = shlex.split(f"{MODEL} --segments auto")
-    script = changed("Two lines", tmp_path)  # with flags of its own, and defaults
+    script = changed("Your own script", tmp_path)  # with flags of its own, and defaults
     own = [word for word in auto if word not in ("--mock-data", *TOKENIZER)] + ["--focus", "1.5"]
     measured = run_distributed(train_with_cache, 2, own, tmp_path, script, timeout_s=250)
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "fold3d").iterdir()}

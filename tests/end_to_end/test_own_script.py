@@ -1,4 +1,4 @@
-"""The changes of docs/adopt.md, on a script that knows no fold3d, train what stock trains."""
+"""The quick start's changes of a script that knows no fold3d: it trains what stock trains."""
 
 import ast
 import contextlib
@@ -8,6 +8,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,25 +16,27 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import run_distributed
-from tests.end_to_end.test_equal_to_stock import ITERATIONS, MODEL, ONE_GROUP
+from tests.end_to_end.test_equal_to_stock import ONE_GROUP
 from tests.end_to_end.training import Record, differences, recorded
 
 pytestmark = pytest.mark.gloo
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/adopt.md"
+PAGE = ROOT / "docs/quickstart.md"
 SCRIPT = Path(__file__).with_name("own_script.py")
-DEVICE, TOKENIZER, DATA = "--device cpu", "--tokenizer-type NullTokenizer", "--mock-data"
-FLAGS = (
-    f"{MODEL.replace(TOKENIZER, '').replace(DATA, '')} {ITERATIONS} --global-batch-size 4 "
-    "--pipeline-model-parallel-size 2 --focus 1.5 --data-period 5"
+DEVICE, OURS = "--device cpu", "--schedule aiao --segments 2"
+(COMMAND,) = re.findall(
+    r"^torchrun --nproc-per-node 2 own_script.py (.*)$",
+    PAGE.read_text().replace("\\\n", " "),
+    re.M,
 )
+FLAGS = shlex.join(shlex.split(COMMAND)).replace(OURS, "")
 ONE_GROUP_OF_4 = ONE_GROUP.format(m=4)
 
 
 def test_a_script_with_the_two_lines_of_the_page_trains_what_it_trained(tmp_path: Path) -> None:
-    script = changed("Two lines", tmp_path)
-    ours = _train(script, f"{FLAGS} --schedule aiao --segments 2")
+    script = changed("Your own script", tmp_path)
+    ours = _train(script, COMMAND)
     untouched = FLAGS.replace(DEVICE, "") + " --num-virtual-stages-per-pipeline-rank 2"
     stock = run_distributed(_train_on_cpu, 2, str(SCRIPT), untouched.split())
 
@@ -57,7 +60,7 @@ def test_a_script_that_parses_by_itself_takes_the_patches_later(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("heading", "flags", "reason"),
     [
-        ("Two lines", "--schedule aio", "invalid choice: 'aio'"),
+        ("Your own script", "--schedule aio", "invalid choice: 'aio'"),
         (
             "A script that parses by itself",
             "--schedule aiao --segments 2",
@@ -73,7 +76,7 @@ def test_a_script_that_parses_by_itself_takes_the_patches_later(tmp_path: Path) 
 def test_a_mistake_ends_a_script_in_one_message(
     heading: str, flags: str, reason: str, tmp_path: Path
 ) -> None:
-    later = heading != "Two lines"
+    later = heading != "Your own script"
     argv = (FLAGS.replace(DEVICE, "") if later else FLAGS).split() + flags.split()
     script = str(changed(heading, tmp_path))
     codes, said = zip(*run_distributed(_refusal, 2, script, argv, later), strict=True)

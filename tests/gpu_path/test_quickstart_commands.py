@@ -1,4 +1,4 @@
-"""README's commands for GPUs, as far as they run without one: a small model on the late device."""
+"""The quick start's commands for GPUs, as far as they run without: a small model, late device."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from tests.distributed import run_distributed
 from tests.end_to_end.training import differences, train
 from tests.gpu_path.late_training import Late, train_late
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs/quickstart.md"
 SMALLER = {
     "24-2048-16-1024": "8-32-4-16",
     "--global-batch-size 16": "--global-batch-size 4",
@@ -26,15 +26,15 @@ SMALLER = {
 
 def commands() -> list[str]:
     """Return the arguments of pretrain_gpt.py on a node with two GPUs: stock's, then ours."""
-    section = README.read_text().split("On a node with two GPUs or more")[1]
+    section = PAGE.read_text().split("On a node with two GPUs or more")[1]
     block = section.split("```sh\n")[1].split("```")[0].replace("\\\n", " ")
-    found = re.findall(r"torchrun --nproc-per-node 2 pretrain_gpt.py (.*)", block)
+    found = re.findall(r"torchrun --nproc-per-node 2 pretrain_gpt.py (.*) > out/\w+.log", block)
     assert ["--schedule stock" in words for words in found] == [True, False]
     assert "fold3d compare out/stock out/aiao" in block
     return found
 
 
-def test_readmes_flags_for_gpus_are_accepted(
+def test_the_flags_for_gpus_are_accepted(
     parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
@@ -46,7 +46,7 @@ def test_readmes_flags_for_gpus_are_accepted(
 
 
 @pytest.mark.gloo
-def test_readmes_commands_for_gpus_train_alike_on_the_late_device(
+def test_the_commands_for_gpus_train_alike_on_the_late_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = []
@@ -54,8 +54,8 @@ def test_readmes_commands_for_gpus_train_alike_on_the_late_device(
         for old, new in {**SMALLER, "out/": f"{tmp_path}/"}.items():
             assert old in words
             words = words.replace(old, new)
-        # Dropout draws in another order; the loss's check makes the host wait for every loss.
-        more = "--device cpu --attention-dropout 0 --hidden-dropout 0 --num-workers 0"
+        # The loss's check makes the host wait for every loss.
+        more = "--device cpu --num-workers 0"
         argv.append(shlex.split(f"{words} {more} --no-check-for-nan-in-loss-and-grad"))
     stock, ours = argv
     late = run_distributed(train_late, 2, ours, Late(), timeout_s=150)
@@ -65,13 +65,13 @@ def test_readmes_commands_for_gpus_train_alike_on_the_late_device(
 
 
 @pytest.mark.processes
-def test_readmes_command_for_gpus_passes_the_check_of_a_job() -> None:
+def test_the_command_for_gpus_passes_the_check_of_a_job() -> None:
     _, ours = commands()
-    # Transformer Engine, which the README installs first, cannot be imported without a GPU.
+    # Transformer Engine, which the page installs first, cannot be imported without a GPU.
     words = f"{ours} --check --transformer-impl local --no-persist-layer-norm"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "pretrain_gpt.py", *shlex.split(words)],
-        cwd=README.parent,
+        cwd=PAGE.parents[1],
         env={**os.environ, "WORLD_SIZE": "2"},
         capture_output=True,
         text=True,
