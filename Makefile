@@ -1,11 +1,14 @@
 # Every target works in a fresh clone; the logic is in scripts/. Arguments: make test ARGS="-k plan"
 ARGS ?=
 
-.PHONY: help venv extension demo quick test stress check build-cuda clean
+.PHONY: help planner venv extension demo quick test stress check build-cuda clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
+
+planner:  ## make .venv with the `fold3d` command alone: seconds, without torch and Megatron
+	@scripts/venv.sh planner
 
 venv:  ## make .venv, install everything into it and build the extension
 	@scripts/venv.sh

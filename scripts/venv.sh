@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Make .venv and install the project into it, editable, with what its tests need.
+# Make .venv and install the project into it, editable: with what training and the tests need, or
+# with `planner` as its argument the commands alone, which need neither torch nor Megatron.
 #
-# .venv/installed says what is in there: the checkout's path, then what was installed. Both as they
-# are now: nothing to do. Another path, or no path at all: a virtual environment holds absolute
-# paths, or its first installation was cut short; start afresh. Anything else: install on top.
-# A link is to another checkout's, which is not ours to change.
+# .venv/installed says what is in there: the checkout's path, what was installed, and from what.
+# All as they are now: nothing to do. Another path, or no path at all: a virtual environment holds
+# absolute paths, or its first installation was cut short; start afresh. Anything else: install on
+# top, and for the planner nothing on top of everything. A link is to another checkout's, which is
+# not ours to change.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [[ -L .venv ]]; then
@@ -14,22 +16,29 @@ fi
 readonly STAMP=.venv/installed
 
 checkout=$(pwd -P)
-wanted=$checkout$'\n'$(cat pyproject.toml setup.py)
+sources=$(cat pyproject.toml setup.py)
+everything=$checkout$'\n'everything$'\n'$sources
+wanted=$everything
+if [[ ${1-} == planner ]]; then
+    wanted=$checkout$'\n'planner$'\n'$sources
+fi
 
 state=$checkout # an environment that somebody else made is taken as it is
 if [[ -f $STAMP ]]; then
     state=$(<"$STAMP")
 fi
-usable() { .venv/bin/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 12))'; }
+usable() { .venv/bin/python -c 'import pip, sys; sys.exit(not (3, 12) <= sys.version_info < (3, 14))'; }
 
 quiet=()
 if [[ ${state%%$'\n'*} != "$checkout" ]] || ! usable 2>/dev/null; then
     python=$(scripts/python.sh)
     echo "Making .venv with $("$python" --version) ($python)"
     "$python" -m venv --clear .venv
-    echo "Installing into it. PyTorch is 1.5 GB to load and 5 GB unpacked: one to five minutes."
+    if [[ $wanted == "$everything" ]]; then
+        echo "Installing into it. PyTorch is 1.5 GB to load and 5 GB unpacked: one to five minutes."
+    fi
     : >"$STAMP"
-elif [[ $state == "$wanted" ]]; then
+elif [[ $state == "$wanted" || $state == "$everything" ]]; then
     exit 0
 else
     echo "Updating .venv to pyproject.toml and setup.py."
@@ -37,6 +46,13 @@ else
     echo "$checkout" >"$STAMP"
 fi
 
+install=(.venv/bin/python -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check)
+if [[ $wanted != "$everything" ]]; then
+    "${install[@]}" --editable .
+    echo "$wanted" >"$STAMP"
+    echo "Installed: .venv/bin/fold3d"
+    exit 0
+fi
 # The pins of the extra are constraints too: else pip loads the newest torch as well, before it
 # reads that the tests run with another one.
 .venv/bin/python >.venv/constraints.txt <<'PYTHON'
@@ -45,7 +61,6 @@ import tomllib
 with open("pyproject.toml", "rb") as file:
     print(*tomllib.load(file)["project"]["optional-dependencies"]["dev"], sep="\n")
 PYTHON
-.venv/bin/python -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check \
-    --constraint .venv/constraints.txt --editable '.[dev]'
+"${install[@]}" --constraint .venv/constraints.txt --editable '.[train,dev]'
 echo "$wanted" >"$STAMP"
 echo "Installed."

@@ -1,15 +1,19 @@
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
+from argparse import Namespace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.fold3d.commands import doctor as command
 from megatron.fold3d.commands.doctor import cluster_toml, order_of_ranks
-from megatron.fold3d.commands.installation import installation
+from megatron.fold3d.commands.installation import Finding, installation
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.runtime.measure.link_speeds import pairs
 from megatron.fold3d.training.installation_facts import architectures, connections
@@ -53,7 +57,39 @@ def test_a_torch_that_cannot_be_imported_is_a_finding(tmp_path: Path):
     assert "bad   torch" in done.stdout
     assert "libcudart.so.13: no such file" in done.stdout
     assert done.stdout.endswith("1 to fix\n")
-    assert done.stderr == ""
+    assert done.stderr.count("\n") == 1  # what it does meanwhile
+    assert done.stderr.startswith("... imports torch and Megatron")
+
+
+def test_what_files_tell_is_told_before_torch_is_imported(capsys, monkeypatch):
+    def probe(*, measures: bool) -> Any:
+        said = capsys.readouterr()
+        assert re.search("^ok +Python ", said.out, re.M)
+        assert said.err.startswith("... imports torch and Megatron")
+        return [Finding("patches", "ok", "apply")], [], {}
+
+    monkeypatch.setattr(command, "_probe", probe)
+    assert command.run(Namespace(json=False, write_cluster=None)) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "ok    patches             apply",
+        "ready to train",
+    ]
+
+
+def test_without_torch_and_megatron_there_is_a_planner(fold3d, monkeypatch):
+    def version(name: str) -> str:
+        if name in ("torch", "megatron-core"):
+            raise metadata.PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(metadata, "version", version)
+    code, out, err = fold3d("doctor")
+    assert (code, err) == (0, "")
+    assert out.endswith(
+        "note  training            without torch and Megatron\n"
+        "                          -> in the checkout of FOLD3D: pip install '.[train]'\n"
+        "ready to plan, simulate and search\n"
+    )
 
 
 def test_a_package_that_hides_the_namespace_is_named(tmp_path: Path, monkeypatch):

@@ -1,20 +1,28 @@
 """Our portion installs beside megatron-core's, as a wheel and from a checkout."""
 
+import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from tests.commands.traces import write_traces
 
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
 SITE = Path(sysconfig.get_path("purelib"))
 PORTIONS = ("megatron", "fold3d_patches")
+ENGINE = ROOT / "tests/runtime/weight_grads/engine.py"  # says which versions it follows
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def run(*command: object, cwd: Path) -> str:
@@ -93,3 +101,63 @@ def test_wheel_holds_our_files_and_nothing_of_megatron(wheel: Path, checkout: Pa
     assert packed == ours
     assert "megatron/__init__.py" not in packed
     assert "megatron/fold3d/py.typed" in packed
+
+
+def interpreter(version: str) -> str:
+    """Return a Python of this version, which pyenv may hide from the PATH."""
+    if f"{sys.version_info.major}.{sys.version_info.minor}" == version:
+        return sys.executable
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    for found in (*pyenv.glob(f"{version}.*/bin/python"), shutil.which(f"python{version}")):
+        if (
+            found
+            and not subprocess.run([found, "-c", "import venv"], capture_output=True).returncode
+        ):
+            return str(found)
+    pytest.skip(f"no Python {version} here")
+
+
+@pytest.mark.parametrize("wheel", ["wheel"], indirect=True)
+@pytest.mark.parametrize("version", ["3.12", "3.13"])
+def test_the_wheel_alone_plans_simulates_and_compares(wheel: Path, version: str, tmp_path: Path):
+    run(interpreter(version), "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
+    python = tmp_path / "venv" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q"]
+    run(*pip, "--no-index", wheel, cwd=tmp_path)  # with its requirements: there is none
+    write_traces(tmp_path / "run")
+    for line in (
+        "plan --schedule aiao --pp 2 --segments 2 --microbatches 3 --output plan.txt",
+        "verify --plan-file plan.txt",
+        "simulate --plan-file plan.txt --svg plan.svg",
+        "search --model 24-2048-16 --cluster h100x8 --global-batch-size 8 --pp 2 --tp 4",
+        "trace run",
+        "compare run run",
+        "doctor",
+    ):
+        run(python.with_name("fold3d"), *line.split(), cwd=tmp_path)
+
+
+def test_what_is_tested_is_what_is_allowed():
+    extras = PROJECT["optional-dependencies"]
+    allowed = {(r := Requirement(line)).name: r.specifier for line in extras["train"]}
+    pinned = {(r := Requirement(line)).name: r.specifier for line in extras["dev"]}
+    assert PROJECT["dependencies"] == []
+    for name in ("torch", "megatron-core"):
+        [pin] = pinned[name]
+        major, minor = (int(part) for part in pin.version.split(".")[:2])
+        assert pin.version in allowed[name]
+        assert f"{major}.{minor + 1}.0" not in allowed[name]
+    for extra in ("gpu", "gpu-cu12"):
+        train, engine = extras[extra]
+        assert train == "fold3d[train]"
+        [least, below] = sorted(Requirement(engine).specifier, key=str, reverse=True)
+        read = re.search(r"Transformer Engine ([\d.]+) to 2\.(\d+) ", ENGINE.read_text())
+        assert (str(least), str(below)) == (f">={read[1]}", f"<2.{int(read[2]) + 1}")
+
+
+def test_nothing_advises_to_install_from_an_index_that_does_not_have_us():
+    listed = run("git", "ls-files", cwd=ROOT).splitlines()
+    advice = re.compile(r"pip install [^`\n]*\bfold3d\b")
+    texts = [ROOT / name for name in listed if Path(name).suffix in (".py", ".md", ".sh", ".toml")]
+    assert len(texts) > 300
+    assert [str(file) for file in texts if advice.search(file.read_text())] == []

@@ -5,13 +5,13 @@ import os
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron.fold3d.commands.console import OK, REJECTED, write
+from megatron.fold3d.commands.console import OK, REJECTED, complain, write
 from megatron.fold3d.commands.installation import Finding, installation
 
 DESCRIPTION = """\
@@ -35,6 +35,8 @@ exit code: 0 ready, 1 something has to be fixed"""
 _PROBE = (sys.executable, "-m", "megatron.fold3d.training.installation_facts")
 _PROBE_S = 600.0
 _NEEDED = ("torch", "megatron-core", "namespace")  # without these there is nothing to probe
+_PLANS = "training"  # found absent, there is the planner alone
+_WIDTH = len("transformer-engine")
 _WORTH_AN_ORDER = 1.5  # how much faster links inside a node are, for the order of ranks to matter
 _SLOW_LINK = 4.0  # times as slow as the median link
 
@@ -55,25 +57,38 @@ def run(args: Namespace) -> int:
     file = args.write_cluster
     if file is not None:
         _check_cluster_file(file)
-    findings = list(installation())
+    speaks = os.environ.get("RANK", "0") == "0"
+    tells = speaks and not args.json
+    findings: list[Finding] = []
+
+    def tell(more: Iterable[Finding]) -> None:
+        for finding in more:
+            findings.append(finding)
+            if tells:
+                write("".join(_lines(finding)))
+
+    tell(installation())
     links: list[dict[str, Any]] = []
     machine: dict[str, Any] = {}
-    if not any(f.verdict == "bad" and f.what in _NEEDED for f in findings):
+    plans_only = any(finding.what == _PLANS for finding in findings)
+    if not (plans_only or any(f.verdict == "bad" and f.what in _NEEDED for f in findings)):
+        if tells:
+            complain("... imports torch and Megatron and applies the patches: some ten seconds")
         probed, links, machine = _probe(measures=file is not None)
-        findings += probed
+        tell(probed)
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if (order := order_of_ranks(links, here)) is not None:
-            findings.append(order)
-    if file is not None and machine and os.environ["RANK"] == "0":
+            tell([order])
+    if file is not None and machine and speaks:
         file.write_text(cluster_toml(file.stem, machine, links), encoding="utf-8")
-        findings.append(Finding("cluster", "ok", f"measured, and written to {file}"))
-    bad = any(finding.verdict == "bad" for finding in findings)
-    if os.environ.get("RANK", "0") == "0":
-        if args.json:
-            found = [asdict(finding) for finding in findings]
-            write(json.dumps({"ok": not bad, "findings": found, "links": links}) + "\n")
-        else:
-            write("\n".join([*_lines(findings), *_link_lines(links)]) + "\n")
+        tell([Finding("cluster", "ok", f"measured, and written to {file}")])
+    bad = sum(finding.verdict == "bad" for finding in findings)
+    if tells:
+        ready = "ready to plan, simulate and search" if plans_only else "ready to train"
+        write("\n".join([f"{bad} to fix" if bad else ready, *_link_lines(links)]) + "\n")
+    elif speaks:
+        found = [asdict(finding) for finding in findings]
+        write(json.dumps({"ok": not bad, "findings": found, "links": links}) + "\n")
     return REJECTED if bad else OK
 
 
@@ -181,14 +196,10 @@ def _probe(*, measures: bool) -> tuple[list[Finding], list[dict[str, Any]], dict
     return [Finding(**finding) for finding in report["findings"]], links, report["machine"]
 
 
-def _lines(findings: Sequence[Finding]) -> Iterator[str]:
-    width = max(len(finding.what) for finding in findings)
-    for finding in findings:
-        yield f"{finding.verdict:<4}  {finding.what:<{width}}  {finding.found}"
-        if finding.fix and finding.verdict != "ok":
-            yield f"{'':<4}  {'':<{width}}  -> {finding.fix}"
-    bad = sum(finding.verdict == "bad" for finding in findings)
-    yield f"{bad} to fix" if bad else "ready to train"
+def _lines(finding: Finding) -> Iterator[str]:
+    yield f"{finding.verdict:<4}  {finding.what:<{_WIDTH}}  {finding.found}\n"
+    if finding.fix and finding.verdict != "ok":
+        yield f"{'':<4}  {'':<{_WIDTH}}  -> {finding.fix}\n"
 
 
 def _link_lines(links: Sequence[dict[str, Any]]) -> Iterator[str]:

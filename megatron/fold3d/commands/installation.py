@@ -14,6 +14,7 @@ from megatron.fold3d.config.gpu_settings import FUSION_KERNEL, default_flags
 Verdict = Literal["ok", "note", "bad"]
 
 MEGATRON = "megatron-core"
+_TRAINS = ("torch", MEGATRON)
 _PARTS = ("core", "training", "fold3d")
 _SHM = Path("/dev/shm")
 _SHM_BYTES = 1 << 30
@@ -36,10 +37,23 @@ class Finding:
     fix: str = ""
 
 
+def install(extra: str) -> str:
+    """Return what installs an extra of ours; FOLD3D is on no package index."""
+    return f"in the checkout of FOLD3D: pip install '.[{extra}]'"
+
+
 def installation() -> Iterator[Finding]:
     """Yield what the files of the installation tell."""
     yield _python()
-    yield from _packages()
+    place = Path(__file__).parents[3]
+    yield _package("fold3d", "ok", f"imported from {place}, not installed", "")
+    if not any(_version(name) for name in _TRAINS):
+        yield Finding("training", "note", "without torch and Megatron", install("train"))
+        return
+    for name in _TRAINS:
+        yield _package(name, "bad", "not installed", install("train"))
+    absent = "not installed; fp8 and fused layers need it"
+    yield _package("transformer-engine", "note", absent, f"on GPUs, {install('gpu')}")
     yield _apex()
     yield _namespace()
     yield _shared_memory()
@@ -55,26 +69,21 @@ def _python() -> Finding:
     return Finding("Python", "ok", f"{version} ({sys.executable})")
 
 
-def _packages() -> Iterator[Finding]:
-    place = Path(__file__).parents[3]
-    yield _package("fold3d", "ok", f"imported from {place}, not installed", "")
-    for name in ("torch", MEGATRON):
-        yield _package(name, "bad", "not installed", f"pip install '{name}'")
-    absent = "not installed; fp8 and fused layers need it"
-    yield _package("transformer-engine", "note", absent, "on GPUs: pip install 'fold3d[gpu]'")
-
-
 def _package(name: str, verdict: Verdict, absent: str, fix: str) -> Finding:
+    version = _version(name)
+    return Finding(name, "ok", version) if version else Finding(name, verdict, absent, fix)
+
+
+def _version(name: str) -> str | None:
     try:
-        return Finding(name, "ok", metadata.version(name))
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return Finding(name, verdict, absent, fix)
+        return None
 
 
 def _apex() -> Finding:
-    try:
-        version = metadata.version("apex")
-    except metadata.PackageNotFoundError:
+    version = _version("apex")
+    if version is None:
         return Finding(
             "apex",
             "ok",
@@ -110,7 +119,7 @@ def _namespace() -> Finding:
     parts = {name: [home for home in homes if (home / name).is_dir()] for name in _PARTS}
     for name, places in parts.items():
         if not places:
-            return Finding("namespace", "bad", f"no megatron.{name}", "pip install fold3d")
+            return Finding("namespace", "bad", f"no megatron.{name}", install("train"))
         if len(places) > 1:
             found = f"megatron.{name} in {' and '.join(map(str, places))}; Python takes the first"
             fix = "uninstall one, or take the folder above it off PYTHONPATH"

@@ -17,6 +17,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron.fold3d.commands.installation import install
 from megatron.fold3d.config.run_flags import no_data
 
 # Options that Megatron's flags and its datasets call by one name.
@@ -96,7 +97,7 @@ def check_run(args: Namespace, foreign: tuple[str, ...], trains: str) -> None:
     if args.transformer_impl == "transformer_engine" and find_spec("transformer_engine") is None:
         raise ValueError(
             "--transformer-impl transformer_engine: Transformer Engine is not installed; "
-            'run pip install "fold3d[gpu]", or give --transformer-impl local'
+            f"{install('gpu')}, or give --transformer-impl local"
         )
     if (instances := args.num_distributed_optimizer_instances) > 1 and find_spec("einops") is None:
         raise ValueError(
