@@ -147,6 +147,7 @@ def test_what_is_tested_is_what_is_allowed():
         major, minor = (int(part) for part in pin.version.split(".")[:2])
         assert pin.version in allowed[name]
         assert f"{major}.{minor + 1}.0" not in allowed[name]
+        assert f"{major}.{minor - 1}.99" not in allowed[name]
     for extra in ("gpu", "gpu-cu12"):
         train, engine = extras[extra]
         assert train == "fold3d[train]"
