@@ -4,29 +4,27 @@ The host launches items: batches of operators, copies, communication. An item st
 stream's predecessor and its events are over and when everything launched before it in its hardware
 queue has started, and then takes a random time, which the seed decides.
 
-Memory that `Memory.take` returns is filled with NaN when its last reference has gone and the work
-launched until then is over: CUDA's caching allocator would give it to the next operator there.
+Operators run on the current stream, and memory belongs to the stream on which it was allocated:
+see `late_memory`.
 """
 
 import functools
 import random
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from tests.gpu_path.happens_before import Bytes, Clock, HappensBefore, caller
+from tests.gpu_path.late_memory import Memory
 
 HANG_S = 30.0
 IDLE_S = 0.1  # the longest that an item lies there because nobody waits for it
-_ALIGNMENT = 64  # as torch's own allocator: kernels may depend on it
 _BATCH = 128  # operators per item
 
 Run = Callable[[], None]
@@ -189,12 +187,8 @@ class Stream:
         if event.item is None:
             return
         device = self._device
-        if (
-            self is device.compute
-            and threading.get_ident() == device.host
-            and not device.runs_ahead
-        ):
-            device.host_waits(event.item)  # the host's operators run at once: it must not go on
+        if device.runs_at_once and self is device.current_stream():
+            device.host_waits(event.item)  # what the host does next is on this stream
         else:
             self.launch(None, [event.item])
 
@@ -255,8 +249,8 @@ class LateDevice:
         self.order = HappensBefore(self.launching)
         self._queues = [Worker(f"hardware queue {i}") for i in range(num_queues)]
         self.streams: list[Stream] = []
-        self._batch: list[Run] = []
-        self._local = threading.local()
+        self._batches: dict[Stream, list[Run]] = {}
+        self._current: dict[int, Stream] = {}  # by thread
         self.host = threading.get_ident()
         self.is_queued = False  # whether the host's operators are
         self.memory = Memory(self)
@@ -280,21 +274,31 @@ class LateDevice:
         return Event(self)
 
     def current_stream(self, *_: Any) -> Stream:
-        return getattr(self._local, "stream", self.compute)
+        return self._current.get(threading.get_ident(), self.compute)
+
+    def set_stream(self, stream: Stream) -> None:
+        self._current[threading.get_ident()] = stream
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         before = self.current_stream()
-        self._local.stream = stream
+        self.set_stream(stream)
+        if self.runs_at_once:
+            stream.synchronize()
         try:
             yield
         finally:
-            self._local.stream = before
+            self.set_stream(before)
 
     @property
     def runs_ahead(self) -> bool:
         """True where this thread's operators are queued, so that waiting must be queued too."""
         return self.is_queued and threading.get_ident() == self.host
+
+    @property
+    def runs_at_once(self) -> bool:
+        """True where this thread's operators run when they are called: outside an iteration."""
+        return not self.is_queued and threading.get_ident() == self.host
 
     def host_waits(self, item: Item) -> None:
         """Block the host until an item is over."""
@@ -308,26 +312,33 @@ class LateDevice:
         *,
         reads: Sequence[torch.Tensor] = (),
         writes: Sequence[torch.Tensor | Bytes] = (),
+        stream: "Stream | None" = None,
     ) -> None:
-        """Add an operator to the batch that the next launch closes."""
+        """Add an operator to the batch of its stream, which the next launch closes.
+
+        The stream is the current one (c10's ``getCurrentCUDAStream``, on which kernels are
+        launched), unless it is given.
+        """
         with self.launching:
-            self._batch.append(run)
-            self._operator_uses(reads, False, what)
-            self._operator_uses(writes, True, what)
-            if len(self._batch) >= _BATCH:
+            stream = stream or self.current_stream()
+            batch = self._batches.setdefault(stream, [])
+            batch.append(run)
+            self._operator_uses(stream, reads, False, what)
+            self._operator_uses(stream, writes, True, what)
+            if len(batch) >= _BATCH:
                 self.flush()
 
     def flush(self) -> None:
+        """Launch the batches of all streams. Nothing orders them, or one would have been closed."""
         with self.launching:
-            batch, self._batch = self._batch, []
-            if batch:
-                self.compute.launch_behind_batch(lambda: _call_each(batch))
+            batches, self._batches = self._batches, {}
+            for stream, batch in batches.items():
+                stream.launch_behind_batch(functools.partial(_call_each, batch))
 
     def _operator_uses(
-        self, tensors: Sequence[torch.Tensor | Bytes], writes: bool, what: str
+        self, stream: Stream, tensors: Sequence[torch.Tensor | Bytes], writes: bool, what: str
     ) -> None:
         if tensors:
-            stream = self.compute
             before = stream.last.clock if stream.last else None
             self.order.used(
                 self._bytes(tensors), writes, stream.number, stream.launched + 1, before, what
@@ -366,8 +377,9 @@ class LateDevice:
                 found.append(used)
         return found
 
-    def synchronize_compute(self) -> None:
-        self.compute.synchronize()
+    def synchronize_current(self) -> None:
+        """Wait for the current stream, as ``Tensor.item`` does."""
+        self.current_stream().synchronize()
 
     def copy(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], stream: Stream
@@ -390,87 +402,3 @@ def _call_each(runs: list[Run]) -> None:
     runs.reverse()
     while runs:
         runs.pop()()  # and let go of what it holds
-
-
-class Memory:
-    """An allocator whose freed memory turns into NaN where the next operator could reuse it."""
-
-    def __init__(self, device: LateDevice) -> None:
-        self._device = device
-        self._alive: dict[int, np.ndarray] = {}  # by address: all of its memory
-        self._emptied: set[int] = set()  # addresses of storages of others
-
-    def take(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor filled with NaN (integers: with -1)."""
-        last = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
-        num_bytes = max(0 if 0 in shape else last, 1) * dtype.itemsize
-        whole = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-        skip = -whole.ctypes.data % _ALIGNMENT
-        whole = whole[skip : skip + num_bytes]
-        whole.fill(0xFF)
-        handed = whole[:]
-        address = whole.ctypes.data
-        self._alive[address] = whole
-        self._device.order.taken(address)
-        weakref.finalize(handed, self._free, address).atexit = False
-        storage = torch.from_numpy(handed).untyped_storage()
-        return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), tuple(stride))
-
-    def owns(self, address: int) -> bool:
-        """Return True if memory at this address was taken here and is not free."""
-        return address in self._alive
-
-    def empty_storage(self, address: int) -> bool:
-        """Do what ``storage.resize_(0)`` does to memory of ours; False if it is not."""
-        whole = self._alive.get(address)
-        if whole is not None:
-            self._poison(whole)
-        return whole is not None
-
-    def resize_storage(self, storage: torch.UntypedStorage, size: int) -> bool:
-        """Do what ``storage.resize_`` does to memory of others; False if nothing is queued.
-
-        Work that is queued may still use it, so it is not freed. It holds NaN until it is written
-        again.
-        """
-        address = storage.data_ptr()
-        if size == 0 and self._device.is_queued:
-            whole = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-            self._emptied.add(address)
-            self._poison(whole)
-            return True
-        if address in self._emptied:
-            self._emptied.remove(address)
-            return True
-        return False
-
-    def borrow(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Return a function that finds the tensor's memory as it then is, without keeping it."""
-        shape, stride = tuple(tensor.shape), tensor.stride()
-        storage, offset, dtype = tensor.untyped_storage(), tensor.storage_offset(), tensor.dtype
-        whole = self._alive.get(storage.data_ptr())
-        if whole is not None:
-            kept = torch.from_numpy(whole).untyped_storage()
-            return lambda: torch.empty(0, dtype=dtype).set_(kept, offset, shape, stride)
-        weak, num_bytes = storage._weak_ref(), storage.nbytes()
-
-        def find() -> torch.Tensor:
-            found = torch.UntypedStorage._new_with_weak_ptr(weak)
-            if found is None or found.nbytes() < num_bytes:  # freed
-                return torch.full(shape, -1 if not dtype.is_floating_point else torch.nan).to(dtype)
-            return torch.empty(0, dtype=dtype).set_(found, offset, shape, stride)
-
-        return find
-
-    def _free(self, address: int) -> None:
-        self._poison(self._alive.pop(address))
-
-    def _poison(self, whole: np.ndarray) -> None:
-        def poison() -> None:
-            whole.fill(0xFF)
-
-        if self._device.is_queued:
-            used = Bytes(whole.ctypes.data, 0, whole.nbytes)
-            self._device.queue_operator(poison, f"freed memory{caller()}", writes=(used,))
-        else:
-            poison()

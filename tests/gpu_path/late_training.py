@@ -110,7 +110,7 @@ def _queue_operators(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
             run_iteration(self, *args)
 
     def to_object_when_known(*args: Any) -> Any:  # it reads memory past torch's dispatcher
-        device.synchronize_compute()
+        device.synchronize_current()
         return to_object(*args)
 
     patch.setattr(Executor, "_run_iteration", run_queued)
