@@ -24,8 +24,13 @@ from tests.gpu_path.happens_before import Bytes, Clock, HappensBefore, caller
 from tests.gpu_path.late_memory import Memory
 
 HANG_S = 30.0
+STANDS_S = 15.0  # the longest that the host stands before a full queue
 IDLE_S = 0.1  # the longest that an item lies there because nobody waits for it
 _BATCH = 128  # operators per item
+LAUNCHES = 1024
+"""That a hardware queue holds before the host stops (forums.developer.nvidia.com/t/68937)."""
+_POOL = 32
+"""Streams that torch hands out in turns, of each priority (c10/cuda/CUDAStream.cpp)."""
 
 Run = Callable[[], None]
 
@@ -60,8 +65,10 @@ class Item:
         *,
         is_lazy: bool = False,
         label: str = "",
+        launches: int = 1,
+        holds_queue: bool = False,
     ) -> None:
-        self._label = label
+        self.label, self.launches, self.holds_queue = label, launches, holds_queue
         self._run, self._waits, self._delay_s = run, waits, delay_s
         self.clock: Clock = {}
         self._over, self._asked_for = threading.Event(), threading.Event()
@@ -85,9 +92,12 @@ class Item:
     def wait(self) -> None:
         self.ask_for()
         if not self._over.wait(HANG_S):
-            raise HangError(f"waited for {self._label} for {HANG_S:.0f} s")
+            raise HangError(f"waited for {self.label} for {HANG_S:.0f} s")
         if self.error is not None:
             raise self.error
+
+    def wait_until_over(self) -> None:
+        self._over.wait(HANG_S)
 
     def wait_until_ready(self) -> None:
         self._asked_for.wait(IDLE_S)
@@ -126,6 +136,32 @@ class Worker:
             self._calls.popleft()()
 
 
+class HardwareQueue:
+    """Starts items in the order of their launch; see `Stream.launch` for when the host stops."""
+
+    def __init__(self, name: str, limit: int) -> None:
+        self._worker, self._limit = Worker(name), limit
+        self._waiting = 0  # launches
+        self._changed = threading.Condition()
+
+    def add(self, item: "Item", start: Run) -> None:
+        with self._changed:
+            self._waiting += item.launches
+
+        def started() -> None:
+            start()
+            with self._changed:
+                self._waiting -= item.launches
+                self._changed.notify_all()
+
+        self._worker.add(started)
+
+    def wait_for_room(self) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._waiting < self._limit, STANDS_S):
+                raise HangError(f"{self._waiting} launches wait, and none starts: the host stands")
+
+
 class Stream:
     """Items that run one after the other; has the methods of ``torch.cuda.Stream`` that we use."""
 
@@ -134,7 +170,7 @@ class Stream:
         self.number = device.order.new_stream(name)
         self.launched = 0
         self._worker = Worker(name)
-        self._queue = device.hardware_queue()
+        self.queue = device.hardware_queue()
         device.streams.append(self)
         self.last: Item | None = None
 
@@ -142,22 +178,45 @@ class Stream:
     def cuda_stream(self) -> "Stream":
         return self
 
-    def launch(self, run: Run | None, after: Sequence[Item] = ()) -> Item:
-        self._device.flush()
-        return self.launch_behind_batch(run, after)
+    def launch(self, run: Run | None, after: Sequence[Item] = (), what: str = "") -> Item:
+        """Launch one item, behind the operators that are still to be launched.
 
-    def launch_behind_batch(self, run: Run | None, after: Sequence[Item] = ()) -> Item:
-        with self._device.launching:
+        The host stops while the stream's hardware queue is full. It holds CUDA's lock then, so no
+        other thread launches anything (the stacks of NVIDIA/nccl#1766).
+        """
+        with self._device.host_lock:
+            self._device.flush()
+            self.queue.wait_for_room()
+            return self.launch_at_once(run, after, what)
+
+    def launch_at_once(
+        self,
+        run: Run | None,
+        after: Sequence[Item] = (),
+        what: str = "",
+        *,
+        launches: int = 1,
+        holds_queue: bool = False,
+    ) -> Item:
+        device = self._device
+        with device.launching:
             previous = () if self.last is None else (self.last,)
-            delay_s = self._device.delay_s(self) if run else 0.0
-            is_lazy = bool(delay_s) and self._device.delays.always is not None
+            delay_s = device.delay_s(self) if run else 0.0
             waits = (*previous, *after)
-            item = Item(run, waits, delay_s, is_lazy=is_lazy, label=self._name)
+            item = Item(
+                run,
+                waits,
+                delay_s,
+                is_lazy=bool(delay_s) and device.delays.always is not None,
+                label=f"{what} on {self._name}",
+                launches=launches,
+                holds_queue=holds_queue,
+            )
             self.launched += 1
             clocks = [other.clock for other in waits]
-            item.clock = self._device.order.launched(self.number, self.launched, clocks)
+            item.clock = device.order.launched(self.number, self.launched, clocks)
             self.last = item
-            self._queue.add(functools.partial(self._start, item))
+            self.queue.add(item, functools.partial(self._start, item))
         return item
 
     def _start(self, item: Item) -> None:
@@ -168,6 +227,8 @@ class Stream:
             item.end(error)
             return
         self._worker.add(functools.partial(self._run, item))
+        if item.holds_queue:
+            item.wait_until_over()
 
     def _run(self, item: Item) -> None:
         try:
@@ -202,16 +263,27 @@ class Stream:
 
 
 class Event:
-    """A moment on a stream; has the methods of ``torch.cuda.Event`` that we use."""
+    """A moment on a stream; has the methods of ``torch.cuda.Event`` that we use.
+
+    With ``enable_timing`` its hardware queue starts nothing more until the event has passed: behind
+    a collective it holds up computation where streams share a queue (pytorch#143890,
+    TransformerEngine#1353).
+    """
 
     def __init__(self, device: "LateDevice", *, enable_timing: bool = False) -> None:
-        self._device = device
+        self._device, self._has_time = device, enable_timing
         self._recorded_s = 0.0
         self.item: Item | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        stream = stream or self._device.current_stream()
-        self._device.flush()
+        device = self._device
+        stream = stream or device.current_stream()
+        device.flush()
+        if self._has_time:
+            device.note_stall("a timed event", stream)
+            with device.host_lock:
+                stream.queue.wait_for_room()
+                stream.launch_at_once(None, what="timed event", holds_queue=True)
         self.item, self._recorded_s = stream.last, time.perf_counter()
 
     def query(self) -> bool:
@@ -226,6 +298,8 @@ class Event:
             self._device.host_waits(self.item)
 
     def elapsed_time(self, end: "Event") -> float:
+        if not (self._has_time and end._has_time):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         return (end._moment_s - self._moment_s) * 1e3
 
     @property
@@ -234,20 +308,58 @@ class Event:
         return max(self._recorded_s, self.item.ended_s if self.item else 0.0)
 
 
+class Future:
+    """What the works of NCCL return: done when launched, and right on a stream that waits.
+
+    A callback runs at once in the calling thread, on a stream of torch's pool that waits for the
+    works first (``ATen/core/ivalue_inl.h``: ``invokeCallback``).
+    """
+
+    def __init__(self, device: "LateDevice", items: Sequence[Item]) -> None:
+        self._device, self._items = device, items
+
+    def done(self) -> bool:
+        return True
+
+    def add_done_callback(self, call: Callable[["Future"], None]) -> None:
+        stream = self._device.from_pool("callback")
+        wait = stream.launch(None, self._items, "callback")
+        self._device.note_stall("a callback", stream, wait)
+        with self._device.stream(stream):
+            call(self)
+
+    @classmethod
+    def all_of(cls, futures: Sequence["Future"]) -> "Future":
+        """Return what ``torch.futures.collect_all`` does, as far as streams can see."""
+        return cls(futures[0]._device, [item for future in futures for item in future._items])
+
+
 class LateDevice:
     """The device of one rank, in the shape of ``torch.cuda``: streams, events, the current stream.
 
     Args:
         delays: of its items.
         num_queues: hardware queues that streams share, in turns.
+        launches: that a hardware queue holds.
+
+    Attributes:
+        host_lock: held by the host's thread that launches.
+        launching: held for a moment, by any thread.
+        stalls: what held up the hardware queue that all streams share, though computation waits for
+            nothing of the kind.
     """
 
-    def __init__(self, delays: Delays, num_queues: int) -> None:
+    def __init__(self, delays: Delays, num_queues: int, launches: int = LAUNCHES) -> None:
         self._random = random.Random(delays.seed)
         self.delays = delays
-        self.launching = threading.RLock()
+        self.host_lock, self.launching = threading.RLock(), threading.RLock()
         self.order = HappensBefore(self.launching)
-        self._queues = [Worker(f"hardware queue {i}") for i in range(num_queues)]
+        names = [f"hardware queue {number}" for number in range(num_queues)]
+        self._queues = [HardwareQueue(name, launches) for name in names]
+        self._pools: dict[bool, list[Stream]] = {False: [], True: []}
+        self._taken = {False: 0, True: 0}
+        self._communication: dict[int, dict[int, str]] = {}  # by stream: what, by item
+        self.stalls: dict[str, None] = {}
         self.streams: list[Stream] = []
         self._batches: dict[Stream, list[Run]] = {}
         self._current: dict[int, Stream] = {}  # by thread
@@ -257,7 +369,7 @@ class LateDevice:
         self.compute: Stream | None = None
         self.compute = Stream(self, "compute")
 
-    def hardware_queue(self) -> Worker:
+    def hardware_queue(self) -> HardwareQueue:
         return self._queues[len(self.streams) % len(self._queues)]
 
     def delay_s(self, stream: Stream) -> float:
@@ -267,11 +379,38 @@ class LateDevice:
         late = self._random.random() < self.delays.share
         return self._random.random() * self.delays.longest_s if late else 0.0
 
-    def Stream(self, *_: Any, **__: Any) -> Stream:  # noqa: N802  (as in torch.cuda)
-        return Stream(self, "stream")
+    def from_pool(self, name: str, *, is_first: bool = False) -> Stream:
+        """Return the next stream of torch's pool: after `_POOL` others it is in use twice."""
+        with self.launching:
+            pool, number = self._pools[is_first], self._taken[is_first] % _POOL
+            self._taken[is_first] += 1
+            if number == len(pool):
+                pool.append(Stream(self, name))
+            return pool[number]
 
-    def Event(self, *_: Any, **__: Any) -> Event:  # noqa: N802
-        return Event(self)
+    def Stream(self, *_: Any, priority: int = 0, **__: Any) -> Stream:  # noqa: N802  (as in torch.cuda)
+        return self.from_pool("stream", is_first=priority < 0)
+
+    def Event(self, *, enable_timing: bool = False, **_: Any) -> Event:  # noqa: N802
+        return Event(self, enable_timing=enable_timing)
+
+    def communicates(self, stream: Stream, item: Item, what: str) -> None:
+        """Note that an item is communication, for `note_stall`."""
+        self._communication.setdefault(stream.number, {})[item.clock[stream.number]] = what
+
+    def note_stall(self, what: str, stream: Stream, item: Item | None = None) -> None:
+        """Note that the one queue stops until a stream, or its last item, is over.
+
+        It matters if that is behind communication for which computation has not waited.
+        """
+        if len(self._queues) > 1 or (item := item or stream.last) is None:
+            return
+        known = dict(self.compute.last.clock) if self.compute.last else {}
+        for number, index in item.clock.items():
+            behind = self._communication.get(number, {})
+            waited = max(known.get(number, 0), self.order.host_knows(number))
+            if late := [name for at, name in behind.items() if waited < at <= index]:
+                self.stalls[f"{what} behind {late[-1]}{caller()}"] = None
 
     def current_stream(self, *_: Any) -> Stream:
         return self._current.get(threading.get_ident(), self.compute)
@@ -313,11 +452,13 @@ class LateDevice:
         reads: Sequence[torch.Tensor] = (),
         writes: Sequence[torch.Tensor | Bytes] = (),
         stream: "Stream | None" = None,
+        stops: bool = True,
     ) -> None:
         """Add an operator to the batch of its stream, which the next launch closes.
 
         The stream is the current one (c10's ``getCurrentCUDAStream``, on which kernels are
-        launched), unless it is given.
+        launched), unless it is given. The host stops if its hardware queue is full, as with
+        `Stream.launch`, unless told not to.
         """
         with self.launching:
             stream = stream or self.current_stream()
@@ -325,7 +466,10 @@ class LateDevice:
             batch.append(run)
             self._operator_uses(stream, reads, False, what)
             self._operator_uses(stream, writes, True, what)
-            if len(batch) >= _BATCH:
+            is_full = len(batch) >= _BATCH
+        if is_full and stops:
+            with self.host_lock:
+                stream.queue.wait_for_room()
                 self.flush()
 
     def flush(self) -> None:
@@ -333,7 +477,8 @@ class LateDevice:
         with self.launching:
             batches, self._batches = self._batches, {}
             for stream, batch in batches.items():
-                stream.launch_behind_batch(functools.partial(_call_each, batch))
+                run = functools.partial(_call_each, batch)
+                stream.launch_at_once(run, what="operators", launches=len(batch))
 
     def _operator_uses(
         self, stream: Stream, tensors: Sequence[torch.Tensor | Bytes], writes: bool, what: str

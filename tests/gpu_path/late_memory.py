@@ -72,7 +72,7 @@ class Memory:
         return address in self._alive
 
     def record_stream(self, tensor: torch.Tensor, stream: "Stream") -> None:
-        """Do what ``tensor.record_stream`` does: put off reuse until this stream is done with it."""
+        """Do what ``tensor.record_stream`` does: put off reuse until this stream is done."""
         block = self._alive.get(tensor.untyped_storage().data_ptr())
         if block is not None and stream is not block.owner:
             block.also[stream] = None
@@ -163,9 +163,8 @@ class Memory:
             whole.fill(0xFF)
             return
         used = Bytes(whole.ctypes.data, 0, whole.nbytes)
-        device.queue_operator(
-            functools.partial(whole.fill, 0xFF), what, writes=(used,), stream=owner
-        )
+        fill = functools.partial(whole.fill, 0xFF)
+        device.queue_operator(fill, what, writes=(used,), stream=owner, stops=False)
 
 
 def _new(num_bytes: int) -> np.ndarray:

@@ -68,7 +68,9 @@ class QueuedOperators(TorchDispatchMode):
 
     def _launch(self, func: Any, flat: list[Any], spec: Any, kind: Any) -> list[torch.Tensor]:
         lend = self._device.memory.lend
-        lent = [lend(a) if isinstance(a, torch.Tensor) else functools.partial(_same, a) for a in flat]
+        lent = [
+            lend(a) if isinstance(a, torch.Tensor) else functools.partial(_same, a) for a in flat
+        ]
         results: list[torch.Tensor] = []
 
         def call() -> Any:
@@ -161,5 +163,3 @@ def _signature(argument: Any) -> Any:
         return tuple(argument.shape), argument.stride(), argument.dtype
     hash(argument)
     return type(argument), argument
-
-
