@@ -18,8 +18,9 @@ import torch
 
 from megatron.fold3d.observe.trace_files import RankTrace
 from megatron.fold3d.plan.compile import Options, compile_plan
-from megatron.fold3d.plan.ir import GATHER_OPS, Action, Op
-from megatron.fold3d.plan.other_peaks import peak_resident
+from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.memory import peak_resident
+from megatron.fold3d.plan.ops import GATHER_OPS
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
 from megatron.fold3d.runtime.grad_shards import GradShards

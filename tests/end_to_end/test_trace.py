@@ -17,7 +17,8 @@ from megatron.fold3d.observe.exposure import exposure
 from megatron.fold3d.observe.timeline import Lane
 from megatron.fold3d.observe.trace_files import RankTrace, read_ranks
 from megatron.fold3d.observe.trace_timeline import to_timeline
-from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan
+from megatron.fold3d.plan.ir import Action, Op, Plan
+from megatron.fold3d.plan.ops import COMPUTE_OPS
 from tests.distributed import run_distributed
 from tests.end_to_end.training import differences, train
 

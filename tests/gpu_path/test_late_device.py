@@ -32,7 +32,7 @@ def test_operators_run_behind_the_host_and_give_the_same(device: LateDevice) -> 
         for _ in range(rounds):
             out = torch.nn.functional.gelu(layer(torch.ones(8, 32)))
             out.pow(2).sum().backward()
-        device.compute.synchronize()
+        device.synchronize_compute()
         return [parameter.grad.tolist() for parameter in layer.parameters()]
 
     queued = grads(4)
@@ -66,7 +66,7 @@ def test_memory_that_is_freed_before_its_copy_shows(device: LateDevice) -> None:
     copied = engine.to_host([host], [source])
     with torch.utils._python_dispatch._disable_current_modes():
         del source
-        device.compute.synchronize()  # nothing has waited for the copy
+        device.synchronize_compute()  # nothing has waited for the copy
     copied.synchronize()
     assert host.isnan().all()
 

@@ -9,7 +9,8 @@ import pytest
 
 from megatron.fold3d.observe.timeline import Lane
 from megatron.fold3d.plan.compile import Options, compile_plan, lower
-from megatron.fold3d.plan.ir import P2P_OPS, Op, Plan
+from megatron.fold3d.plan.ir import Op, Plan
+from megatron.fold3d.plan.ops import P2P_OPS
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
 from megatron.fold3d.predict.cost_model.sizes import Setup

@@ -13,7 +13,8 @@ from megatron.fold3d.plan.device_queues import (
     UNFINISHED_SENDS,
     verify_on_device,
 )
-from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan, PlanError
+from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError
+from megatron.fold3d.plan.ops import COMPUTE_OPS
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.passes.stock_grad_sync import aligned_grad_sync
 from megatron.fold3d.plan.passes.transfers import add_p2p

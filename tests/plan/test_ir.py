@@ -2,7 +2,8 @@ import random
 
 import pytest
 
-from megatron.fold3d.plan.ir import STAGE_OPS, Action, Op, Plan, PlanError
+from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError
+from megatron.fold3d.plan.ops import STAGE_OPS
 
 AIAO = """\
 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1

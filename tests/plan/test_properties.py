@@ -11,16 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.fold3d.plan.compile import forward_only, lower
-from megatron.fold3d.plan.ir import (
-    COMPUTE_OPS,
-    RECV_OPS,
-    SEND_OPS,
-    Action,
-    Op,
-    Plan,
-    PlanError,
-)
+from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError
 from megatron.fold3d.plan.memory import peak_activations
+from megatron.fold3d.plan.ops import COMPUTE_OPS, RECV_OPS, SEND_OPS
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
 from megatron.fold3d.plan.passes.offload import add_offload
 from megatron.fold3d.plan.passes.recompute import recompute_early

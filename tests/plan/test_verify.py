@@ -4,8 +4,7 @@ import pytest
 
 from megatron.fold3d.plan.compile import lower
 from megatron.fold3d.plan.ir import Plan, PlanError
-from megatron.fold3d.plan.memory import peak_activations
-from megatron.fold3d.plan.other_peaks import peak_on_host
+from megatron.fold3d.plan.memory import peak_activations, peak_on_host
 from megatron.fold3d.plan.passes.offload import add_offload
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import (

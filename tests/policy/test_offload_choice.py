@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.fold3d.plan.ir import COMPUTE_OPS, Op, Plan, Program
+from megatron.fold3d.plan.ir import Op, Plan, Program
 from megatron.fold3d.plan.memory import peak_activations
+from megatron.fold3d.plan.ops import COMPUTE_OPS
 from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.policy.offload_choice import (

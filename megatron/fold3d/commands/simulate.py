@@ -38,7 +38,8 @@ from megatron.fold3d.config.backward_share_flags import AUTO
 from megatron.fold3d.observe.report.draw import caption_of, draw
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.compile import Options, lower
-from megatron.fold3d.plan.ir import HOST_OPS, Op, Plan, PlanError
+from megatron.fold3d.plan.ir import Op, Plan, PlanError
+from megatron.fold3d.plan.ops import HOST_OPS
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.policy.replicated_segments import stages_of
 from megatron.fold3d.predict.simulator.lower_bound import bounds_of

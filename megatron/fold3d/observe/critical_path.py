@@ -17,16 +17,12 @@ from typing import NamedTuple
 from megatron.fold3d.observe.messages import message_to, source_of
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
 from megatron.fold3d.plan.ir import Action, Op, gc_paused
+from megatron.fold3d.plan.ops import awaited
 
 # A measured message may have arrived before it was taken. One that left while its receiver was
 # still computing did not hold it up if the receiver then idled for less than this share of that
 # computation.
 _SLACK = 0.1
-_SYNC_OF = {
-    Op.WAIT_GRAD: Op.REDUCE_GRAD,
-    Op.WAIT_PARAM: Op.GATHER_PARAM,
-    Op.WAIT_PARAM_B: Op.GATHER_PARAM_B,
-}
 
 
 class PathStep(NamedTuple):
@@ -163,10 +159,9 @@ class _Causes:
 
     def _synced(self, rank: int, wait: Span) -> tuple[int, Span] | None:
         """The DP.sync that a wait was for."""
-        if wait.action is None or wait.action.op not in _SYNC_OF:
+        if wait.action is None or (op := awaited(wait.action.op)) is None:
             return None
-        sync = Action(wait.action.stage, _SYNC_OF[wait.action.op])
-        return self._named(rank, Lane.GRAD_SYNC, sync, wait.end_s)
+        return self._named(rank, Lane.GRAD_SYNC, Action(wait.action.stage, op), wait.end_s)
 
     def _in_lane(self, rank: int, lane: Lane, until_s: float) -> tuple[int, Span] | None:
         ended = self.lanes.get((rank, lane))

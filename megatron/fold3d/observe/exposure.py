@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 
 from megatron.fold3d.observe.messages import message_to
 from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline
-from megatron.fold3d.plan.ir import P2P_OPS, Action, Op
+from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.ops import P2P_OPS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,19 +38,18 @@ from collections import defaultdict, deque
 from collections.abc import Container, Mapping
 from enum import IntEnum
 
-from megatron.fold3d.plan.ir import (
-    COMPUTE_OPS,
+from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, Program, gc_paused
+from megatron.fold3d.plan.ops import (
+    COPY_OPS,
     GATHER_OPS,
     HOST_OPS,
     P2P_OPS,
-    PARAM_WAIT_OPS,
     SEND_OPS,
-    Action,
-    Op,
-    Plan,
-    PlanError,
-    Program,
-    gc_paused,
+    STAGE_OPS,
+    SYNC_OPS,
+    TABLE,
+    Place,
+    Which,
 )
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 from megatron.fold3d.plan.passes.transfers import add_p2p
@@ -86,16 +85,17 @@ class Stream(IntEnum):
     """With one queue, reductions of odd segments; DP_SYNC then has the others and all-gathers."""
 
 
+_STREAM_AT = {Place.WAIT: "COMPUTE"} | {
+    place: place.name for place in (Place.COMPUTE, Place.DP_SYNC, Place.TO_HOST, Place.TO_DEVICE)
+}
 STREAM_OF: Mapping[Op, Stream] = {
-    **dict.fromkeys(COMPUTE_OPS | PARAM_WAIT_OPS | {Op.WAIT_GRAD}, Stream.COMPUTE),
-    **{op: Stream[op.name] for op in P2P_OPS},
-    **dict.fromkeys(GATHER_OPS | {Op.REDUCE_GRAD, Op.REDUCE_SLICE}, Stream.DP_SYNC),
-    Op.OFFLOAD: Stream.TO_HOST,
-    Op.RELOAD: Stream.TO_DEVICE,
+    op: Stream[_STREAM_AT.get(row.place, op.name)]  # transfers have a stream per op
+    for op, row in TABLE.items()
+    if row.place is not Place.HOST
 }
 _OF_ODD = {Op.RECV_F: Stream.RECV_F_ODD, Op.RECV_B: Stream.RECV_B_ODD}
-_REDUCE_OPS = frozenset({Op.REDUCE_GRAD, Op.REDUCE_SLICE})
-NCCL_OPS = P2P_OPS | GATHER_OPS | _REDUCE_OPS
+_REDUCE_OPS = SYNC_OPS - GATHER_OPS
+NCCL_OPS = P2P_OPS | SYNC_OPS
 
 
 def stream_of(action: Action, *, alternates: bool, apart: Container[int] = ()) -> Stream:
@@ -161,6 +161,9 @@ def verify_on_device(plan: Plan, connections: int, *, tensor_parallel: bool = Fa
     if plan.num_ranks > 1 and not plan.has_p2p:
         plan = add_p2p(plan, receives_late=connections == 1)
     _Play(plan, connections, tensor_parallel=tensor_parallel).run()
+
+
+_ON_LINKS = SYNC_OPS | COPY_OPS
 
 
 class _Play:
@@ -307,16 +310,13 @@ class _Play:
         return f"{where} until {needed} is over"
 
 
-def _reads(op: Op, microbatch: int | None) -> tuple[tuple[Op, int | None], ...]:
-    """The (op, micro-batch) pairs of its own stage and rank that an action waits for."""
-    if op is Op.FORWARD:
-        return ((Op.RECV_F, microbatch),)
-    if op is Op.BACKWARD:
-        return (Op.RECV_B, microbatch), (Op.RELOAD, microbatch)
-    if op is Op.WAIT_GRAD:
-        return ((Op.REDUCE_GRAD, None),)
-    if op is Op.WAIT_PARAM:
-        return ((Op.GATHER_PARAM, None),)
-    if op is Op.WAIT_PARAM_B:
-        return ((Op.GATHER_PARAM_B, None),)
-    return ((Op.OFFLOAD, microbatch),) if op is Op.RELOAD else ()
+def _reads(op: Op, number: int | None) -> tuple[tuple[Op, int | None], ...]:
+    """The (op, number) pairs of its own stage and rank that an action waits for on the device."""
+    received = {Op.FORWARD: Op.RECV_F, Op.BACKWARD: Op.RECV_B}
+    found = [(received[op], number)] if op in received else []
+    found += [
+        (need.op, None if need.op in STAGE_OPS else number)
+        for need in TABLE[op].needs
+        if need.which is Which.SAME and need.op in _ON_LINKS and op not in SEND_OPS
+    ]
+    return tuple(found)

@@ -16,51 +16,15 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import StrEnum
 from operator import itemgetter
 from reprlib import repr as shortened
 from typing import NamedTuple, Self
 
+from megatron.fold3d.plan.ops import P2P_OPS, PART_OPS, STAGE_OPS
+from megatron.fold3d.plan.ops import Op as Op
 
-class Op(StrEnum):
-    """The kind of an action. The value is its spelling, torch's where torch has one."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    RECOMPUTE = "R"  # what the forward did not keep, where it comes before BACKWARD
-    WEIGHT = "W"  # weight gradients alone, where a schedule splits them from BACKWARD
-    SEND_F = "SEND_F"  # output of `stage` goes to `stage + 1`
-    RECV_F = "RECV_F"  # post the receive of the input of `stage`; its F waits for the tensor
-    SEND_B = "SEND_B"  # gradient of the input of `stage` goes to `stage - 1`
-    RECV_B = "RECV_B"  # post the receive of the gradient of the output of `stage`
-    REDUCE_GRAD = "REDUCE_GRAD"  # start DP.sync of the stage's gradients
-    REDUCE_SLICE = "REDUCE_GRAD."  # start a slice of it, before REDUCE_GRAD starts what is left
-    WAIT_GRAD = "WAIT_GRAD"
-    GATHER_PARAM = "GATHER_PARAM"  # start the all-gather of the stage's updated parameters
-    WAIT_PARAM = "WAIT_PARAM"
-    FREE_PARAM = "FREE_PARAM"  # the stage's forwards are done: keep this replica's shard alone
-    GATHER_PARAM_B = "GATHER_PARAM_B"  # start the all-gather once more, for the backwards
-    WAIT_PARAM_B = "WAIT_PARAM_B"
-    FREE_PARAM_B = "FREE_PARAM_B"  # the stage's backwards are done
-    FREE_GRAD = "FREE_GRAD"  # the stage's gradients are reduced: keep this replica's shard alone
-    OFFLOAD = "OFFLOAD"  # saved activations of (stage, microbatch) start to leave the device
-    RELOAD = "RELOAD"  # and start to come back
-
-
-COMPUTE_OPS = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.WEIGHT})
-SEND_OPS = frozenset({Op.SEND_F, Op.SEND_B})
-RECV_OPS = frozenset({Op.RECV_F, Op.RECV_B})
-P2P_OPS = SEND_OPS | RECV_OPS
-GATHER_OPS = frozenset({Op.GATHER_PARAM, Op.GATHER_PARAM_B})
-PARAM_WAIT_OPS = frozenset({Op.WAIT_PARAM, Op.WAIT_PARAM_B})
-FREE_OPS = frozenset({Op.FREE_PARAM, Op.FREE_PARAM_B})
-HOST_OPS = FREE_OPS | {Op.FREE_GRAD}
-"""Ops that occupy neither a stream nor a link."""
-SHARD_OPS = HOST_OPS | {Op.GATHER_PARAM_B, Op.WAIT_PARAM_B}
-STAGE_OPS = SHARD_OPS | {Op.REDUCE_GRAD, Op.WAIT_GRAD, Op.GATHER_PARAM, Op.WAIT_PARAM}
-"""Ops of a whole stage; every other op but REDUCE_SLICE belongs to one micro-batch."""
 WHOLE = 1000
-"""All gradients of a stage, in the unit of REDUCE_SLICE: thousandths."""
+"""All gradients of a stage, in the unit of `OpScope.PART`: thousandths."""
 
 _OPS = "|".join(map(re.escape, sorted(Op, key=len, reverse=True)))
 _ACTION = re.compile(rf"([0-9]{{1,9}})({_OPS})([0-9]{{0,9}})")
@@ -88,8 +52,8 @@ class PlanError(ValueError):
 class Action(NamedTuple):
     """One step of one rank; ``stage`` is global: ``segment * num_ranks + rank``.
 
-    ``microbatch`` of a REDUCE_SLICE is where the slice ends, in thousandths of the stage's
-    gradients. It begins where the slice before it ends.
+    ``microbatch`` is what `OpScope` says: of a REDUCE_SLICE it is where the slice ends, in
+    thousandths of the stage's gradients. It begins where the slice before it ends.
     """
 
     stage: int
@@ -97,7 +61,7 @@ class Action(NamedTuple):
     microbatch: int | None = None
 
     def __str__(self) -> str:
-        if self.op is Op.REDUCE_SLICE:
+        if self.op in PART_OPS:
             return f"{self.stage}{self.op}{self.microbatch:03}"
         return f"{self.stage}{self.op}{'' if self.microbatch is None else self.microbatch}"
 
@@ -110,12 +74,13 @@ class Action(NamedTuple):
         """
         match = _ACTION.fullmatch(text)
         if match is not None:
-            stage, op, microbatch = match.groups()
-            if op == Op.REDUCE_SLICE:
-                if len(microbatch) == 3:  # below WHOLE
-                    return cls(int(stage), Op.REDUCE_SLICE, int(microbatch))
-            elif (microbatch == "") == (op in STAGE_OPS):
-                return cls(int(stage), Op(op), int(microbatch) if microbatch else None)
+            stage, word, number = match.groups()
+            op = Op(word)
+            if op in PART_OPS:
+                if len(number) == 3:  # below WHOLE
+                    return cls(int(stage), op, int(number))
+            elif (number == "") == (op in STAGE_OPS):
+                return cls(int(stage), op, int(number) if number else None)
         raise PlanError(
             f"{shortened(text)} is not an action; write <stage><op><microbatch> such as 2F0 or "
             f"1SEND_B3, or <stage><op> for {', '.join(sorted(STAGE_OPS))}; a slice of DP.sync ends "
@@ -148,7 +113,7 @@ class Plan:
             )
         last = max(max(filter(None, map(_MICROBATCH, p)), default=0) for p in self.programs)
         if last < WHOLE and self.has(Op.REDUCE_SLICE):
-            last = max(m or 0 for p in self.programs for _, op, m in p if op is not Op.REDUCE_SLICE)
+            last = max(m or 0 for p in self.programs for _, op, m in p if op not in PART_OPS)
         object.__setattr__(self, "num_segments", stages // ranks)
         object.__setattr__(self, "num_microbatches", 1 + last)
 

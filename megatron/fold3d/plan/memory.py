@@ -1,9 +1,33 @@
-"""How many activations a plan holds at once on the device."""
+"""What a plan holds at once, by what the table of ops says that each action takes and gives back.
 
-from collections import deque
+==============  =====================================================  ===========
+saved           what a forward keeps for its backward, on the device   micro-batch
+recomputed      what an early recomputation holds for its backward     micro-batch
+on_host         saved activations in host memory                       micro-batch
+parameter       whole parameters                                       stage
+gradient        whole gradients                                        stage
+==============  =====================================================  ===========
+"""
 
-from megatron.fold3d.plan.ir import Op, Plan
+from collections import Counter, deque
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from megatron.fold3d.plan.ir import Op, Plan, Program
+from megatron.fold3d.plan.ops import COPY_OPS, FREE_OPS, STAGE_OPS, TABLE
+from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 from megatron.fold3d.plan.passes.weight_grads import split_stages
+
+_OF_STAGES = frozenset(
+    what for op in STAGE_OPS for what in (TABLE[op].takes, *TABLE[op].gives) if what
+)
+
+
+class Held(NamedTuple):
+    """Something in memory, of a micro-batch or of a whole stage."""
+
+    stage: int
+    microbatch: int | None
 
 
 def peak_activations(plan: Plan, *, depth: int = 1) -> tuple[int, ...]:
@@ -13,21 +37,142 @@ def peak_activations(plan: Plan, *, depth: int = 1) -> tuple[int, ...]:
     leaves the device after the rank's next ``depth`` computations, and is back from its RELOAD on:
     see `add_offload`. An activation stays until its weight gradients, if delayed, are computed.
     """
-    peaks = []
-    for program in plan.programs:
-        split = split_stages(program)
-        held = peak = 0
-        leaving = deque([0] * depth)  # by the computation before which they began to leave
-        for stage, op, _ in program:
-            if op is Op.FORWARD or op is Op.RELOAD:
-                held += 1
-                peak = max(peak, held)
-            elif op is Op.OFFLOAD:
-                leaving[-1] += 1
-            if op is Op.FORWARD or op is Op.BACKWARD:
-                held -= leaving.popleft() + (op is Op.BACKWARD and stage not in split)
-                leaving.append(0)
-            elif op is Op.WEIGHT:
-                held -= 1
-        peaks.append(peak)
-    return tuple(peaks)
+    return tuple(_peak(program, "saved", depth=depth) for program in plan.programs)
+
+
+def peak_recomputed(plan: Plan) -> tuple[int, ...]:
+    """Return, per rank, the most (segment, micro-batch) that are recomputed early at once.
+
+    From its `R` until its backward, each holds as much as a forward without recomputation.
+    """
+    return tuple(_peak(program, "recomputed") for program in plan.programs)
+
+
+def peak_gathered(plan: Plan) -> tuple[int, ...]:
+    """Return, per rank, the most stages whose parameters are whole on the device at once.
+
+    They are whole from the start of their all-gather until they are freed, or always if the plan
+    frees none. The optimizer's step, between two iterations, is not counted.
+    """
+    return tuple(
+        _peak(program, "parameter") if _has(program, FREE_OPS) else plan.num_segments
+        for program in plan.programs
+    )
+
+
+def peak_whole_grads(plan: Plan) -> tuple[int, ...]:
+    """Return, per rank, the most stages whose gradients are whole on the device at once.
+
+    They are whole from the stage's first backward until they are freed, possibly in the next
+    iteration, or always if the plan frees none. `finalize_model_grads` and the optimizer's step,
+    between two iterations, are not counted.
+    """
+
+    def peak(program: Program) -> int:
+        if not _has(program, {Op.FREE_GRAD}):
+            return plan.num_segments
+        late = [Held(stage, None) for stage in deferred_stages(program)]
+        return _peak(program, "gradient", at_start=late)
+
+    return tuple(map(peak, plan.programs))
+
+
+def peak_resident(
+    program: Program,
+    parameter_bytes: Mapping[int, float],
+    gradient_bytes: Mapping[int, float],
+    replicas: int,
+) -> float:
+    """Return the most bytes of parameters and gradients that a rank holds at once in an iteration.
+
+    Args:
+        program: the program of the rank, with DP.sync.
+        parameter_bytes: bytes of each of its stages' parameters, whole.
+        gradient_bytes: bytes of each of its stages' gradients, whole.
+        replicas: the number of replicas that a stage is sharded over.
+    """
+    deferred = deferred_stages(program)
+    shared = replicas if _has(program, FREE_OPS) else 1
+    parameters = {stage: size / shared for stage, size in parameter_bytes.items()}
+    gradients = {**gradient_bytes}
+    if _has(program, {Op.FREE_GRAD}):
+        gradients |= dict.fromkeys(gradient_bytes.keys() - deferred, 0.0)
+    peak = sum(parameters.values()) + sum(gradients.values())
+    for stage, op, _ in program:
+        row = TABLE[op]
+        if row.takes == "parameter" or (op is Op.WAIT_GRAD and stage in deferred):
+            parameters[stage] = parameter_bytes[stage]  # for the optimizer's step as well
+        elif row.takes == "gradient":
+            gradients[stage] = gradients[stage] or gradient_bytes[stage]
+        elif "parameter" in row.gives:
+            parameters[stage] = parameter_bytes[stage] / replicas
+        elif "gradient" in row.gives:
+            gradients[stage] = 0.0 if stage in deferred else gradient_bytes[stage] / replicas
+        else:
+            continue
+        peak = max(peak, sum(parameters.values()) + sum(gradients.values()))
+    return peak
+
+
+def peak_on_host(program: Program, bytes_of_stage: Mapping[int, int]) -> Counter[int]:
+    """Return, for each size, the most activations of that size in host memory at once.
+
+    They are counted from their OFFLOAD until their backward, by which their RELOAD has ended.
+    Stages that are not in ``bytes_of_stage`` do not count.
+    """
+    peaks: Counter[int] = Counter()
+    for size in set(bytes_of_stage.values()):
+        stages = {stage for stage, own in bytes_of_stage.items() if own == size}
+        peaks[size] = _peak(program, "on_host", stages)
+    return +peaks
+
+
+def _has(program: Program, ops: Iterable[Op]) -> bool:
+    return not {op for _, op, _ in program}.isdisjoint(ops)
+
+
+def _peak(
+    program: Program,
+    what: str,
+    stages: Container[int] | None = None,
+    *,
+    at_start: Sequence[Held] = (),
+    depth: int = 1,
+) -> int:
+    """Return the most that a rank holds of something at once, of all stages or of some."""
+    now = peak = len(at_start)
+    for taken, given in _changes(program, what, at_start, depth):
+        now += sum(stages is None or each.stage in stages for each in taken)
+        peak = max(peak, now)
+        now -= sum(stages is None or each.stage in stages for each in given)
+    return peak
+
+
+def _changes(
+    program: Program, what: str, at_start: Iterable[Held], depth: int
+) -> Iterator[tuple[list[Held], list[Held]]]:
+    """Yield what each action takes when it begins, and what is given back when it ends.
+
+    What a copy frees is free when ``depth`` more computations have run.
+    """
+    split = split_stages(program) if what == "saved" else frozenset()
+    held = Counter(at_start)
+    leaving: deque[list[Held]] = deque([] for _ in range(depth))
+    for action in program:
+        row = TABLE[action.op]
+        mine = Held(action.stage, None if what in _OF_STAGES else action.microbatch)
+        taken = [mine] if row.takes == what and not (what in _OF_STAGES and held[mine]) else []
+        held.update(taken)
+        given = [mine] if what in row.gives else []
+        if action.op is Op.BACKWARD and action.stage in split:  # its weight gradients still read it
+            given = []
+        if action.op in COPY_OPS:
+            leaving[-1] += given
+            given = []
+        elif action.op is Op.FORWARD or action.op is Op.BACKWARD:
+            given += leaving.popleft()
+            leaving.append([])
+        given = [each for each in given if held[each]]
+        held.subtract(given)
+        if taken or given:
+            yield taken, given

@@ -7,24 +7,14 @@ completes under these rules completes under any looser ones, with any timing.
 
 from collections import Counter, defaultdict
 from collections.abc import Container, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import count, pairwise
 
-from megatron.fold3d.plan.ir import (
-    FREE_OPS,
-    STAGE_OPS,
-    WHOLE,
-    Action,
-    Op,
-    Plan,
-    PlanError,
-    Program,
-    gc_paused,
-)
+from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, PlanError, Program, gc_paused
+from megatron.fold3d.plan.ops import STAGE_OPS, TABLE, Which
 from megatron.fold3d.plan.passes.early_grad_sync import early_stages, num_needed
 from megatron.fold3d.plan.passes.grad_sync import carried_over, deferred_stages, slices_of
-from megatron.fold3d.plan.passes.recompute import recomputed
 from megatron.fold3d.plan.passes.transfers import add_p2p
-from megatron.fold3d.plan.passes.weight_grads import split_stages
 
 _COLUMNS = 4  # actions shown on either side of a marked one
 _ROWS = 8  # ranks shown at most
@@ -32,6 +22,7 @@ _ROWS = 8  # ranks shown at most
 _STAGE_PAIRS = ({Op.REDUCE_GRAD, Op.WAIT_GRAD}, {Op.GATHER_PARAM, Op.WAIT_PARAM})
 _GATHERED_AGAIN = (Op.FREE_PARAM, Op.GATHER_PARAM_B, Op.WAIT_PARAM_B)
 _Need = tuple[int, Op, int | None]
+_SENDS = {Op.FORWARD: Op.SEND_F, Op.BACKWARD: Op.SEND_B}
 _CHANNELS = ((Op.SEND_F, Op.RECV_F, 1), (Op.SEND_B, Op.RECV_B, -1))
 
 
@@ -164,72 +155,61 @@ def _check_progress(plan: Plan) -> None:
 class _Needs:
     """The actions of any rank that must precede an action, and the actions that have run.
 
+    They are the needs in the table of ops, and what depends on the place of DP.sync: `_add_sync`.
     Needs are plain tuples: they compare equal to actions and are four times faster to make.
     """
 
     def __init__(self, plan: Plan) -> None:
         ops = {op for program in plan.programs for _, op, _ in program}
-        alone = plan.num_ranks == 1  # a single rank hands its tensors to itself
-        sent_forward, sent_back = (Op.FORWARD, Op.BACKWARD) if alone else (Op.SEND_F, Op.SEND_B)
-        # By op: the ops that it needs, of the same micro-batch, this many stages away.
-        self.rules: dict[Op, tuple[tuple[int, Op], ...]] = {
-            Op.FORWARD: ((-1, sent_forward),),
-            Op.BACKWARD: ((0, Op.FORWARD), (1, sent_back)),
-            Op.RECOMPUTE: ((0, Op.FORWARD),),
-            Op.WEIGHT: ((0, Op.BACKWARD),),
-            Op.SEND_F: ((0, Op.FORWARD), (1, Op.RECV_F)),
-            Op.SEND_B: ((0, Op.BACKWARD), (-1, Op.RECV_B)),
-            Op.RECV_F: (),  # posting waits for nothing
-            Op.RECV_B: (),
-            Op.REDUCE_GRAD: (),
-            Op.REDUCE_SLICE: (),
-            Op.WAIT_GRAD: ((0, Op.REDUCE_GRAD),),
-            Op.GATHER_PARAM: (),
-            Op.WAIT_PARAM: ((0, Op.GATHER_PARAM),),
-            Op.FREE_PARAM: ((0, Op.WAIT_PARAM),),
-            Op.GATHER_PARAM_B: ((0, Op.FREE_PARAM),),
-            Op.WAIT_PARAM_B: ((0, Op.GATHER_PARAM_B),),
-            Op.FREE_PARAM_B: ((0, Op.WAIT_PARAM),),
-            Op.FREE_GRAD: ((0, Op.WAIT_GRAD),),
-            Op.OFFLOAD: ((0, Op.FORWARD),),
-            Op.RELOAD: ((0, Op.OFFLOAD),),
-        }
-        microbatches, stages = range(plan.num_microbatches), range(plan.num_stages)
+        # A single rank hands its tensors to itself.
+        sent = {op: op if plan.num_ranks == 1 else send for op, send in _SENDS.items()}
+        # By op: the needed ops of one action each, this many stages away, with the same number.
+        self.rules: dict[Op, tuple[tuple[int, Op], ...]] = dict.fromkeys(ops, ())
+        # The same, of its own stage, where the first op stands beside the action.
+        self.conditional: dict[Op, tuple[tuple[Op, Op], ...]] = dict.fromkeys(ops, ())
+        self.others: dict[_Need, list[_Need]] = {}  # of all of a stage's actions
+        for op in ops:
+            for need in TABLE[op].needs:
+                if need.which is Which.INPUT:
+                    self.rules[op] += ((need.step, sent[need.op]),)
+                elif need.beside is None:
+                    self.rules[op] += ((need.step, need.op),)
+                elif need.beside in ops and need.which is Which.SAME:
+                    self.conditional[op] += ((need.beside, need.op),)
+                elif need.beside in ops:
+                    self._add_every(plan, op, need.op)
+        besides = {beside for found in self.conditional.values() for beside, _ in found}
+        self.beside = {a for program in plan.programs for a in program if a.op in besides}
         # Data and loss are there from the start, as if sent by stages beyond either end.
-        self.done: set[_Need] = {(-1, sent_forward, m) for m in microbatches}
-        self.done |= {(plan.num_stages, sent_back, m) for m in microbatches}
-        # So are the reductions that the iteration before has started.
-        deferred = frozenset().union(*map(deferred_stages, plan.programs))
-        self.done |= {(stage, Op.REDUCE_GRAD, None) for stage in deferred}
+        ends = ((-1, sent[Op.FORWARD]), (plan.num_stages, sent[Op.BACKWARD]))
+        self.done: set[_Need] = {(*end, m) for end in ends for m in range(plan.num_microbatches)}
+        self._add_sync(plan, ops)
 
-        self.others: dict[_Need, list[_Need]] = {}  # what the rules cannot say
-        split = frozenset().union(*map(split_stages, plan.programs))
-        for stage in stages if Op.REDUCE_GRAD in ops else ():
-            gradient = Op.WEIGHT if stage in split else Op.BACKWARD
-            whole: list[_Need] = [(stage, gradient, m) for m in microbatches]
-            self.others[stage, Op.REDUCE_GRAD, None] = whole
+    def _add_every(self, plan: Plan, op: Op, needed: Op) -> None:
+        """Let the actions of an op need all actions of another one of their stage."""
+        for program in plan.programs:
+            of_stage: dict[int, list[_Need]] = defaultdict(list)
+            for action in program:
+                if action.op is needed:
+                    of_stage[action.stage].append(action)
+            for action in program:
+                if action.op is op:
+                    self.others.setdefault(action, []).extend(of_stage[action.stage])
+
+    def _add_sync(self, plan: Plan, ops: AbstractSet[Op]) -> None:
+        """Add what DP.sync that reaches into the next iteration needs, or that starts early."""
+        deferred = frozenset().union(*map(deferred_stages, plan.programs))
+        # The iteration before has started these reductions.
+        self.done |= {(stage, Op.REDUCE_GRAD, None) for stage in deferred}
         for stage in deferred if Op.GATHER_PARAM in ops else ():
             # What is gathered has been stepped with the gradients of the iteration before.
             self.others[stage, Op.GATHER_PARAM, None] = [(stage, Op.WAIT_GRAD, None)]
         for program in plan.programs if Op.REDUCE_SLICE in ops else ():
-            begun = carried_over(program)  # what the iteration before has left
-            early = early_stages(program)
-            for stage, slices in slices_of(program).items():
-                whole = self.others.pop((stage, Op.REDUCE_GRAD, None))
-                self.others |= dict.fromkeys((a for a in slices if a not in begun), whole)
-                if stage in early:
-                    self._add_early(program, stage, slices)
-        for stage in stages if Op.WAIT_PARAM in ops else ():
-            self.others[stage, Op.FORWARD, 0] = [(stage, Op.WAIT_PARAM, None)]
-        for program in plan.programs if Op.RECOMPUTE in ops else ():
-            for stage, m in recomputed(program):
-                self.others[stage, Op.BACKWARD, m] = [(stage, Op.RECOMPUTE, m)]
-        for program in plan.programs if Op.OFFLOAD in ops else ():
-            for stage, _, m in (action for action in program if action.op is Op.OFFLOAD):
-                again = Op.RECOMPUTE if (stage, Op.BACKWARD, m) in self.others else Op.BACKWARD
-                self.others[stage, again, m] = [(stage, Op.RELOAD, m)]
-        for program in plan.programs if ops & FREE_OPS else ():
-            self._add_frees(program)
+            for begun in carried_over(program):  # what the iteration before has left
+                self.others.pop(begun, None)
+            slices = slices_of(program)
+            for stage in early_stages(program):
+                self._add_early(program, stage, slices[stage])
         for program in plan.programs if Op.FREE_GRAD in ops else ():
             self._add_freed_grads(program, deferred)
 
@@ -242,19 +222,6 @@ class _Needs:
             assert end is not None
             self.others[action] = [*weights[: num_needed(end, len(weights))]]
 
-    def _add_frees(self, program: Program) -> None:
-        """Require that parameters are whole when read, and freed only after their last use."""
-        stages = [action.stage for action in program if action.op is Op.GATHER_PARAM_B]
-        for action in program:
-            stage, op, _ = action
-            if op is Op.FORWARD:
-                self.others.setdefault((stage, Op.FREE_PARAM, None), []).append(action)
-            elif op is Op.BACKWARD or op is Op.RECOMPUTE:
-                self.others.setdefault((stage, Op.FREE_PARAM_B, None), []).append(action)
-                if stage in stages:
-                    again = (stage, Op.WAIT_PARAM_B, None)
-                    self.others.setdefault(action, []).append(again)
-
     def _add_freed_grads(self, program: Program, deferred: Container[int]) -> None:
         """Require that the last iteration's gradients are freed before new ones are added there."""
         freed = {a.stage for a in program if a.op is Op.FREE_GRAD and a.stage in deferred}
@@ -265,11 +232,15 @@ class _Needs:
 
     def first_unmet(self, action: Action) -> _Need | None:
         """Return the first need of an action that is not met yet, if there is one."""
-        stage, op, microbatch = action
+        stage, op, number = action
         for step, needed in self.rules[op]:
-            need = (stage + step, needed, microbatch)
+            need = (stage + step, needed, number)
             if need not in self.done:
                 return need
+        for beside, needed in self.conditional[op]:
+            at = None if needed in STAGE_OPS else number
+            if (stage, beside, at) in self.beside and (stage, needed, at) not in self.done:
+                return stage, needed, at
         if action in self.others:
             return next((need for need in self.others[action] if need not in self.done), None)
         return None

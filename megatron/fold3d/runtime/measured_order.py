@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op
+from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.ops import COMPUTE_OPS
 from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
 from megatron.fold3d.policy.measured_times import MeasuredTimes
 from megatron.fold3d.policy.ring_buffers import rings_are_buffered

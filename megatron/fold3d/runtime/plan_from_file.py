@@ -5,7 +5,8 @@ from pathlib import Path
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.files import parse_plan, read_file
-from megatron.fold3d.plan.ir import FREE_OPS, Op, Plan, PlanError
+from megatron.fold3d.plan.ir import Op, Plan, PlanError
+from megatron.fold3d.plan.ops import FREE_OPS
 from megatron.fold3d.plan.passes.early_grad_sync import early_stages
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 

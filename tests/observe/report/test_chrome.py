@@ -65,5 +65,5 @@ def test_a_wait_says_what_it_waits_for():
     assert {re.sub(r" \d+$", "", e["name"]) for e in events if e.get("cat") == "wait"} == {
         "waits for DP.sync of the gradients",
         "waits for DP.sync of the parameters",
-        "waits until its forward's transfer has arrived",
+        "waits for PP.sync of its forward",
     }

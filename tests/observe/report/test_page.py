@@ -295,7 +295,7 @@ def test_a_reader_can_align_search_and_sum_up(tmp_path: Path):
     for name, seconds in zip(("forward", "backward"), of_rank, strict=True):
         assert rows[name][0] == f"{1e3 * seconds:.4g} ms"
         assert rows[name][2] == "16"
-    assert "waits until its forward's transfer has arrived" in rows
+    assert "waits for PP.sync of its forward" in rows
     shares = [float(row[1][:-1]) for name, row in rows.items() if "under way" not in name]
     assert sum(shares) == pytest.approx(100, abs=0.3)  # each is rounded
     assert seen["closed"]

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.fold3d.plan.compile import Options, compile_plan, lower
-from megatron.fold3d.plan.ir import COMPUTE_OPS, Op, Plan, PlanError
+from megatron.fold3d.plan.ir import Op, Plan, PlanError
+from megatron.fold3d.plan.ops import COMPUTE_OPS
 from megatron.fold3d.plan.passes.early_grad_sync import early_stages
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.schedules import build

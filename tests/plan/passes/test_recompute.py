@@ -4,8 +4,7 @@ import pytest
 
 from megatron.fold3d.plan.compile import Options, compile_plan, lower
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
-from megatron.fold3d.plan.memory import peak_activations
-from megatron.fold3d.plan.other_peaks import peak_recomputed
+from megatron.fold3d.plan.memory import peak_activations, peak_recomputed
 from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
 from megatron.fold3d.plan.passes.pairs import pairs
 from megatron.fold3d.plan.passes.recompute import recompute_early

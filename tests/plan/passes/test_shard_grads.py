@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from megatron.fold3d.plan.compile import Options, compile_plan, lower
-from megatron.fold3d.plan.ir import COMPUTE_OPS, PARAM_WAIT_OPS, Op, Plan, PlanError, Program
-from megatron.fold3d.plan.other_peaks import peak_resident, peak_whole_grads
+from megatron.fold3d.plan.ir import Op, Plan, PlanError, Program
+from megatron.fold3d.plan.memory import peak_resident, peak_whole_grads
+from megatron.fold3d.plan.ops import COMPUTE_OPS, WAIT_OPS
 from megatron.fold3d.plan.passes.shard_grads import shard_grads
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
 from megatron.fold3d.plan.verify import verify
@@ -109,7 +110,7 @@ def test_no_action_on_shards_can_move_past_what_needs_it():
         own = [i for i, a in enumerate(program) if a.stage == stage and i != index]
         if op in reads:  # before the last computation that reads the parameters
             to = max(i for i in own if i < index and program[i].op in reads[op])
-        elif op in PARAM_WAIT_OPS:  # behind the first one
+        elif op in WAIT_OPS - {Op.WAIT_GRAD}:  # behind the first one
             to = min(i for i in own if i > index and program[i].op in COMPUTE_OPS)
         elif op is Op.FREE_GRAD:
             to = max(i for i in own if i < index and program[i].op is Op.WAIT_GRAD)

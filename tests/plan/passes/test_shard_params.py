@@ -6,7 +6,7 @@ import pytest
 
 from megatron.fold3d.plan.compile import Options, compile_plan
 from megatron.fold3d.plan.ir import Op, Plan
-from megatron.fold3d.plan.other_peaks import peak_gathered
+from megatron.fold3d.plan.memory import peak_gathered
 from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.passes.shard_params import shard_params
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads

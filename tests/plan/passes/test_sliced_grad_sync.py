@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.fold3d.plan.compile import Options, lower
-from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan, PlanError
+from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError
+from megatron.fold3d.plan.ops import COMPUTE_OPS
 from megatron.fold3d.plan.passes.grad_sync import slices_of
 from megatron.fold3d.plan.passes.sliced_grad_sync import MOST_SLICES, slice_grad_sync
 from megatron.fold3d.plan.passes.weight_grads import split_stages

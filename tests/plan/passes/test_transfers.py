@@ -1,8 +1,9 @@
 import pytest
 
 from megatron.fold3d.plan.compile import forward_only, lower
-from megatron.fold3d.plan.ir import COMPUTE_OPS, RECV_OPS, Action, Op, Plan, PlanError, Program
+from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, Program
 from megatron.fold3d.plan.memory import peak_activations
+from megatron.fold3d.plan.ops import COMPUTE_OPS, RECV_OPS
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
 from megatron.fold3d.plan.passes.offload import add_offload
 from megatron.fold3d.plan.passes.transfers import add_p2p

@@ -11,35 +11,11 @@ from typing import Any
 
 from megatron.fold3d.observe.messages import reader_of, source_of
 from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline
-from megatron.fold3d.plan.ir import GATHER_OPS, Op
+from megatron.fold3d.plan.ops import PART_OPS, TABLE, wait_title
 
 _US = 1e6
 _THREADS = ("compute", Lane.TP_SYNC, Lane.P2P, Lane.GRAD_SYNC, Lane.COPY)
 _PER_LANE = 100  # threads at most; numbers are for sorting
-_NAMES = {
-    Op.FORWARD: "forward",
-    Op.BACKWARD: "backward",
-    Op.RECOMPUTE: "recomputation",
-    Op.WEIGHT: "weight gradient",
-    Op.RECV_F: "PP.sync forward",
-    Op.RECV_B: "PP.sync backward",
-    Op.REDUCE_GRAD: "DP.sync gradients",
-    Op.REDUCE_SLICE: "DP.sync gradients",
-    **dict.fromkeys(GATHER_OPS, "DP.sync parameters"),
-    Op.OFFLOAD: "offload",
-    Op.RELOAD: "reload",
-}
-
-_WAITS = {
-    Op.WAIT_GRAD: "waits for DP.sync of the gradients",
-    Op.WAIT_PARAM: "waits for DP.sync of the parameters",
-    Op.WAIT_PARAM_B: "waits for DP.sync of the parameters, for backwards",
-    Op.SEND_F: "waits until its forward's transfer has arrived",
-    Op.SEND_B: "waits until its backward's transfer has arrived",
-    Op.RECV_F: "waits for the transfer of a forward",
-    Op.RECV_B: "waits for the transfer of a backward",
-}
-
 _Ends = tuple[tuple[int, Span], tuple[int, Span]]
 """The rank and the span of a message's source, and of its reader."""
 
@@ -82,10 +58,10 @@ def _slice(timeline: Timeline, span: Span, pid: int, tid: int) -> dict[str, Any]
         stage, op, microbatch = span.action
         details |= {"action": str(span.action), "segment": stage // timeline.num_ranks}
         if span.lane is Lane.WAIT:
-            name = _WAITS.get(op, f"waits at {span.action}")
+            name = wait_title(op)
         elif span.lane is not Lane.OPTIMIZER:
-            name = _NAMES.get(op, str(op))
-        if microbatch is not None and op is not Op.REDUCE_SLICE:
+            name = TABLE[op].title
+        if microbatch is not None and op not in PART_OPS:
             details["microbatch"] = microbatch
             name = f"{name} {microbatch}"
     return {

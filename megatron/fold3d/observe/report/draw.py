@@ -13,21 +13,11 @@ from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.observe.report.palette import STYLE, css_class, rules, takes_dark_text
 from megatron.fold3d.observe.report.svg import WIDTH, opening, rect, text
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline, queued
-from megatron.fold3d.plan.ir import GATHER_OPS, SEND_OPS, Action, Op, Plan
+from megatron.fold3d.plan.ir import Action, Plan
 from megatron.fold3d.plan.memory import peak_activations
+from megatron.fold3d.plan.ops import PART_OPS, SEND_OPS, TABLE
 
 _LEFT, _RIGHT = 78, 28
-_KINDS = {
-    Op.FORWARD: "forward",
-    Op.BACKWARD: "backward",
-    Op.RECOMPUTE: "recompute",
-    Op.WEIGHT: "weight",
-    Op.REDUCE_GRAD: "sync",
-    Op.REDUCE_SLICE: "sync",
-    **dict.fromkeys(GATHER_OPS, "sync"),
-    Op.OFFLOAD: "copy",
-    Op.RELOAD: "copy",
-}
 _NAMES = {
     "recompute": "recomputation",
     "weight": "weight gradient",
@@ -152,7 +142,11 @@ class _Diagram:
         drawn = [span for spans in timeline.ranks for span in spans if span.lane is not Lane.P2P]
         self.lanes = {span.lane for span in drawn}
         self.waits_for = {_awaited(s.action) for s in drawn if s.lane is Lane.WAIT and s.action}
-        self.kinds = {_KINDS[s.action.op] for s in drawn if s.action and s.action.op in _KINDS}
+        self.kinds = {
+            TABLE[s.action.op].kind
+            for s in drawn
+            if s.action and s.lane not in (Lane.WAIT, Lane.OPTIMIZER)
+        }
         self.segments = timeline.num_segments
         numbers = (s.action.microbatch for s in drawn if s.action and _names_microbatch(s.action))
         self.digits = len(str(max((n for n in numbers if n is not None), default=0)))
@@ -248,7 +242,7 @@ class _Diagram:
             css = "update" if span.lane is Lane.OPTIMIZER else awaited or "row"
             return _Box(span.start_s, span.end_s, css, "", self._tooltip(span), True)
         stage, op, microbatch = span.action
-        kind, segment = _KINDS[op], stage // self.timeline.num_ranks
+        kind, segment = TABLE[op].kind, stage // self.timeline.num_ranks
         label = str(microbatch) if _names_microbatch(span.action) else f"DP.sync {segment}"
         dark_text = takes_dark_text(kind, segment, self.segments)
         css = css_class(kind, segment)
@@ -350,4 +344,4 @@ def _filled_or_outlined(
 
 
 def _names_microbatch(action: Action) -> bool:
-    return action.microbatch is not None and action.op is not Op.REDUCE_SLICE
+    return action.microbatch is not None and action.op not in PART_OPS

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.fold3d.plan.ops import for_pages
+
 _WEB = Path(__file__).parent / "web"
 
 
@@ -23,18 +25,22 @@ def one_file(
         parts: HTML, by the name of its place.
         data: the data that the scripts read.
         styles: go into ``{{style}}``, in this order.
-        scripts: go into ``{{script}}``, in this order.
+        scripts: go into ``{{script}}``, in this order, behind ``OPS`` from `ops.for_pages`.
     """
     parts = {
         **parts,
         "style": "".join(map(_read, styles)),
-        "script": "\n".join(map(_read, scripts)),
+        "script": "\n".join((f"const OPS = {_json(for_pages())};", *map(_read, scripts))),
         # No text of a trace may end the element that it is in, or begin a comment there.
-        "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
+        "data": _json(data).replace("<", "\\u003c"),
     }
     head, *rest = _read(template).split("{{")
     filled = (parts[name] + text for name, text in (part.split("}}", 1) for part in rest))
     return head + "".join(filled)
+
+
+def _json(data: Mapping[str, Any]) -> str:
+    return json.dumps(data, separators=(",", ":"))
 
 
 def _read(name: str) -> str:

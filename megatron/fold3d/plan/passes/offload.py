@@ -11,7 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Plan, Program
+from megatron.fold3d.plan.ir import Action, Op, Plan, Program
+from megatron.fold3d.plan.ops import COMPUTE_OPS
 
 _Key = tuple[int, int | None]  # stage, micro-batch
 

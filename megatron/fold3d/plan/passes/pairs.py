@@ -14,7 +14,8 @@ makes an order of pairs from any order, and `pair_microbatches` moves transfers 
 from collections.abc import Iterator
 from itertools import pairwise
 
-from megatron.fold3d.plan.ir import P2P_OPS, RECV_OPS, Action, Op, Plan, PlanError, Program
+from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, Program
+from megatron.fold3d.plan.ops import P2P_OPS, RECV_OPS
 
 PAIRED_OPS = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD})
 

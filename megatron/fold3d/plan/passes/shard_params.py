@@ -15,7 +15,8 @@ next one, so two all-gathers per iteration are enough: one for the forwards, one
 from collections.abc import Iterator
 from itertools import pairwise
 
-from megatron.fold3d.plan.ir import FREE_OPS, Action, Op, Plan, Program
+from megatron.fold3d.plan.ir import Action, Op, Plan, Program
+from megatron.fold3d.plan.ops import FREE_OPS
 from megatron.fold3d.plan.passes.param_gather import add_param_gather
 
 _READS_IN_BACKWARD = frozenset({Op.BACKWARD, Op.RECOMPUTE})

@@ -20,7 +20,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from megatron.fold3d.plan.ir import COMPUTE_OPS, WHOLE, Action, Op, Plan, Program
+from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program
+from megatron.fold3d.plan.ops import COMPUTE_OPS
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 

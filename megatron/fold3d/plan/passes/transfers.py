@@ -26,7 +26,8 @@ by then:
 
 from collections import deque
 
-from megatron.fold3d.plan.ir import COMPUTE_OPS, P2P_OPS, Action, Op, Plan, PlanError, gc_paused
+from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, gc_paused
+from megatron.fold3d.plan.ops import COMPUTE_OPS, P2P_OPS
 
 RECEIVES_AHEAD = 3
 """What runs use whose receives occupy no GPU; five were measured to gain no more."""

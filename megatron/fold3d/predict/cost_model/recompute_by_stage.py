@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from megatron.fold3d.observe.memory_curve import Footprint
 from megatron.fold3d.plan.ir import Op, Plan, Program
-from megatron.fold3d.plan.other_peaks import peak_recomputed
+from megatron.fold3d.plan.memory import peak_recomputed
 from megatron.fold3d.policy.recompute_choice import (
     LayerBytes,
     StageBytes,

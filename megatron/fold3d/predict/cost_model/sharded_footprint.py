@@ -13,7 +13,7 @@ from typing import Literal
 from megatron.fold3d.observe.memory_curve import Footprint
 from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.ir import Op, Plan, Program
-from megatron.fold3d.plan.other_peaks import peak_resident
+from megatron.fold3d.plan.memory import peak_resident
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.sizes import GRADIENT_BYTES, Setup

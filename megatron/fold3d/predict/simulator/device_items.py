@@ -18,15 +18,15 @@ from megatron.fold3d.plan.device_queues import (
     send_waits,
     stream_of,
 )
-from megatron.fold3d.plan.ir import (
+from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.ops import (
     COMPUTE_OPS,
     GATHER_OPS,
     HOST_OPS,
-    PARAM_WAIT_OPS,
     RECV_OPS,
     SEND_OPS,
-    Action,
-    Op,
+    SYNC_OPS,
+    WAIT_OPS,
 )
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 from megatron.fold3d.plan.passes.weight_grads import split_stages
@@ -119,9 +119,9 @@ class Items:
             elif op in RECV_OPS:
                 stream = stream_of(action, alternates=self._alternates)
                 issued.transfer(action, stream, self._steps.arrival(action))
-            elif op is Op.WAIT_GRAD or op in PARAM_WAIT_OPS:
+            elif op in WAIT_OPS:
                 issued.wait_for_sync(step)
-            elif op is Op.REDUCE_GRAD or op is Op.REDUCE_SLICE or op in GATHER_OPS:
+            elif op in SYNC_OPS:
                 if action not in launched:
                     count = self._launches(step)
                     for _ in range(count):

@@ -14,7 +14,8 @@ from typing import NamedTuple
 from megatron.fold3d.observe.messages import message_from, send_of
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
 from megatron.fold3d.plan.device_queues import Stream, queue_of, stream_of
-from megatron.fold3d.plan.ir import SEND_OPS, Action, PlanError
+from megatron.fold3d.plan.ir import Action, PlanError
+from megatron.fold3d.plan.ops import SEND_OPS
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.device_items import Item, Items, Kind

@@ -11,7 +11,8 @@ from statistics import median, quantiles
 
 from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline, queued
 from megatron.fold3d.plan.compile import Options, lower
-from megatron.fold3d.plan.ir import COMPUTE_OPS, Op, Plan, PlanError
+from megatron.fold3d.plan.ir import Op, Plan, PlanError
+from megatron.fold3d.plan.ops import COMPUTE_OPS
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 from megatron.fold3d.plan.passes.recompute import recomputed
 from megatron.fold3d.plan.passes.weight_grads import split_stages

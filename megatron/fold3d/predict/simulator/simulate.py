@@ -19,16 +19,8 @@ from typing import NamedTuple
 
 from megatron.fold3d.observe.messages import message_from, send_of, source_of
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
-from megatron.fold3d.plan.ir import (
-    COMPUTE_OPS,
-    GATHER_OPS,
-    PARAM_WAIT_OPS,
-    Action,
-    Op,
-    Plan,
-    PlanError,
-    gc_paused,
-)
+from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, gc_paused
+from megatron.fold3d.plan.ops import COMPUTE_OPS, COPY_OPS, SYNC_OPS, WAIT_OPS
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.policy.copy_streams import CopyStreams
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
@@ -38,8 +30,6 @@ from megatron.fold3d.predict.simulator.execution import PLAIN, Execution
 from megatron.fold3d.predict.simulator.network import Network
 from megatron.fold3d.predict.simulator.steps import NO_FACT, Step, Steps
 from megatron.fold3d.predict.simulator.sync_queue import SyncQueue
-
-_STARTS = GATHER_OPS | {Op.REDUCE_GRAD, Op.REDUCE_SLICE}
 
 
 @gc_paused()
@@ -178,7 +168,7 @@ class _Run:
             if op in COMPUTE_OPS:
                 self._occupy(rank, step.seconds)
                 return
-            if op is Op.WAIT_GRAD or op in PARAM_WAIT_OPS:
+            if op in WAIT_OPS:
                 if times_true[fact] < self.times_begun[fact]:
                     rank.awaits = fact
                     return
@@ -186,12 +176,12 @@ class _Run:
                 if step.seconds and self.times_begun[fact]:
                     self._occupy(rank, step.seconds)
                     return
-            elif op in _STARTS:
+            elif op in SYNC_OPS:
                 self.times_begun[fact] += 1
                 in_iteration = self.steps.is_reduced_in_iteration(fact)
                 queue = rank.in_iteration_queue if in_iteration else rank.queue
                 queue.enqueue_sync(step.action, rank.iteration, step.seconds, fact)
-            elif op is Op.OFFLOAD or op is Op.RELOAD:
+            elif op in COPY_OPS:
                 self._copy(rank, step)
             elif fact != NO_FACT:
                 self._send(rank, step)

@@ -9,7 +9,8 @@ from enum import IntEnum
 from itertools import pairwise
 from typing import NamedTuple
 
-from megatron.fold3d.plan.ir import COMPUTE_OPS, WHOLE, Action, Op, Plan, Program
+from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program
+from megatron.fold3d.plan.ops import COMPUTE_OPS, COPY_OPS, TABLE, awaited
 from megatron.fold3d.plan.passes.early_grad_sync import all_early, early_stages
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages, slices_of
 from megatron.fold3d.plan.passes.pairs import pairs, second_of
@@ -31,6 +32,13 @@ class Fact(IntEnum):
     REDUCED_IN_ITERATION = 6
 
 
+_FACT_OF = {
+    Op.REDUCE_GRAD: Fact.GRADS_SYNCED,
+    Op.REDUCE_SLICE: Fact.GRADS_SYNCED,
+    Op.GATHER_PARAM: Fact.PARAMS_GATHERED,
+    Op.GATHER_PARAM_B: Fact.PARAMS_GATHERED_AGAIN,
+    Op.RELOAD: Fact.RELOADED,
+}
 NO_FACT = -1
 
 
@@ -84,17 +92,11 @@ class Steps:
         self._paired = frozenset({*self._second_of, *self._second_of.values()})
         self._recompute_s = costs.recompute_s
         self._recomputed = frozenset().union(*map(recomputed, plan.programs))
-        self._seconds = {
-            Op.FORWARD: costs.forward_s,
+        self._seconds: dict[Op, tuple[float, ...]] = {
+            op: getattr(costs, row.cost) for op, row in TABLE.items() if row.cost
+        } | {
             Op.BACKWARD: _backward_s(plan, costs),
-            Op.RECOMPUTE: costs.recompute_s,
             Op.WEIGHT: tuple(weight_s + costs.split_s for weight_s in costs.weight_s),
-            Op.REDUCE_GRAD: costs.grad_sync_s,
-            Op.WAIT_GRAD: costs.optimizer_s,
-            Op.GATHER_PARAM: costs.param_gather_s,
-            Op.GATHER_PARAM_B: costs.param_gather_s,
-            Op.OFFLOAD: costs.offload_s,
-            Op.RELOAD: costs.reload_s,
         }
         self.num_facts = len(Fact) * self._stages * self._microbatches
         in_iteration_s = costs.reduced_in_iteration_s or (0.0,) * self._stages
@@ -150,14 +152,10 @@ class Steps:
         if op is Op.SEND_F or op is Op.SEND_B:
             source = Op.FORWARD if op is Op.SEND_F else Op.BACKWARD
             return Step(action, 0.0, (), self._message(stage, source, microbatch))
-        if op is Op.REDUCE_GRAD or op is Op.REDUCE_SLICE or op is Op.WAIT_GRAD:
-            return Step(action, seconds, (), self._fact(Fact.GRADS_SYNCED, stage))
-        if op is Op.GATHER_PARAM or op is Op.WAIT_PARAM:
-            return Step(action, seconds, (), self._fact(Fact.PARAMS_GATHERED, stage))
-        if op is Op.GATHER_PARAM_B or op is Op.WAIT_PARAM_B:
-            return Step(action, seconds, (), self._fact(Fact.PARAMS_GATHERED_AGAIN, stage))
-        if op is Op.RELOAD:
-            return Step(action, seconds, (), self._fact(Fact.RELOADED, stage, microbatch))
+        if (kind := _FACT_OF.get(awaited(op) or op)) is not None:
+            return Step(
+                action, seconds, (), self._fact(kind, stage, microbatch if op in COPY_OPS else None)
+            )
         return Step(action, seconds)
 
     def _split(

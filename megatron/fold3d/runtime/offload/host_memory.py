@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.plan.other_peaks import peak_on_host
+from megatron.fold3d.plan.memory import peak_on_host
 from megatron.fold3d.runtime.device import numa_node
 from megatron.fold3d.runtime.offload.offload_library import PinnedMemory
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from megatron.fold3d.plan.ir import Program
-from megatron.fold3d.plan.other_peaks import peak_on_host
+from megatron.fold3d.plan.memory import peak_on_host
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.policy.offload_choice import CAUTION, offloaded
 from megatron.fold3d.runtime.offload import host_memory

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import torch
 
-from megatron.fold3d.plan.ir import COMPUTE_OPS, Op, Program
+from megatron.fold3d.plan.ir import Op, Program
+from megatron.fold3d.plan.ops import COMPUTE_OPS
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.policy.offload_choice import OffloadTimes, choose_offload
 from megatron.fold3d.runtime.device import free_device_bytes

@@ -6,17 +6,12 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.ops import COMPUTE_OPS
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
 from megatron.fold3d.runtime.trace.recorder import Recorder
 from megatron.fold3d.runtime.transfers.carrier import Transfers
 
-_KINDS = {
-    Op.FORWARD: "compute",
-    Op.BACKWARD: "compute",
-    Op.WEIGHT: "compute",
-    Op.RECOMPUTE: "compute",
-    Op.WAIT_GRAD: "wait",
-}
+_KINDS = {**dict.fromkeys(COMPUTE_OPS, "compute"), Op.WAIT_GRAD: "wait"}
 _AGAIN = (Op.GATHER_PARAM_B, Op.WAIT_PARAM_B)
 _COMPUTATION = {Op.RECV_F: Op.FORWARD, Op.RECV_B: Op.BACKWARD}  # that uses the received tensor
 

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.fold3d.plan.ir import SEND_OPS, Action, Op
+from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.ops import SEND_OPS
 from megatron.fold3d.runtime.device import streams_of
 from megatron.fold3d.runtime.transfers.p2p import P2P
 

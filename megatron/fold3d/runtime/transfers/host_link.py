@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.fold3d.plan.ir import COMPUTE_OPS, Action, Op, Program
+from megatron.fold3d.plan.ir import Action, Op, Program
+from megatron.fold3d.plan.ops import COMPUTE_OPS
 from megatron.fold3d.runtime.device import make_current
 from megatron.fold3d.runtime.offload.copies import Copies
 from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool, Slot, aligned

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.fold3d.plan.ir import SEND_OPS, Action, Op, Program
+from megatron.fold3d.plan.ir import Action, Op, Program
+from megatron.fold3d.plan.ops import SEND_OPS
 from megatron.fold3d.runtime.transfers import nccl
 
 _UNFINISHED_SENDS = 16  # more than a plan ever leaves behind unless the receiver is far behind

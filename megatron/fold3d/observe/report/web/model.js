@@ -1,31 +1,11 @@
 "use strict";
 // What the diagram shows: spans in columns, lanes in rows. Times are microseconds from the start.
 
-const KINDS = {
-  F: ["forward", "forward"], B: ["backward", "backward"], W: ["weight", "weight gradient"],
-  R: ["recompute", "recomputation"],
-  REDUCE_GRAD: ["sync", "DP.sync of the gradients"], GATHER_PARAM: ["sync", "DP.sync of the parameters"],
-  GATHER_PARAM_B: ["sync", "DP.sync of the parameters, for backwards"],
-  OFFLOAD: ["copy", "copy to the host"], RELOAD: ["copy", "copy from the host"],
-  RECV_F: ["p2p", "PP.sync of a forward"], RECV_B: ["p2p", "PP.sync of a backward"],
-};
-
-// What a rank waits for, by the action that it waits at: the kind whose color it has, and its name.
-const WAITS = {
-  WAIT_GRAD: ["sync", "waits for DP.sync of the gradients"],
-  WAIT_PARAM: ["sync", "waits for DP.sync of the parameters"],
-  WAIT_PARAM_B: ["sync", "waits for DP.sync of the parameters, for backwards"],
-  SEND_F: ["p2p", "waits until its forward's transfer has arrived"],
-  SEND_B: ["p2p", "waits until its backward's transfer has arrived"],
-  RECV_F: ["p2p", "waits for the transfer of a forward"],
-  RECV_B: ["p2p", "waits for the transfer of a backward"],
-};
-
 /** Read one word: an action such as 2F0, or what a rank does beside: "wait 2WAIT_GRAD", "optimizer 2". */
 function parse(word, numRanks) {
   const action = /^(\d+)([A-Z_]+?)(?:\.\d{3}|(\d*))$/.exec(word);
   if (action) {
-    const stage = +action[1], [kind, name] = KINDS[action[2]] ?? ["wait", action[2]];
+    const stage = +action[1], { kind, title: name } = OPS[action[2]] ?? { kind: "wait", title: action[2] };
     return { kind, name, stage, segment: Math.floor(stage / numRanks), microbatch: action[3] ?? "" };
   }
   if (word === "tp_sync") return { kind: "tp", name: "TP.sync", segment: 0, microbatch: "" };
@@ -34,7 +14,7 @@ function parse(word, numRanks) {
   const segment = stage === undefined ? -1 : Math.floor(+stage / numRanks);
   if (kind === "optimizer") return { kind: "update", name: "optimizer step", segment, microbatch: "" };
   if (segment < 0) return { kind: "idle", name: "end of the iteration: waits for the other ranks", segment, microbatch: "" };
-  const [waited, name] = WAITS[op] ?? ["sync", `waits at ${at}`];
+  const { kind: waited, waits: name } = OPS[op] ?? { kind: "sync", waits: `waits at ${at}` };
   return { kind: "wait", waited, name, segment, microbatch };
 }
 

@@ -1,0 +1,239 @@
+"""The table of ops: how each is spelled, what it occupies, needs, costs and holds.
+
+Text, verifier, simulator, memory, streams, traces and pages read this table; none of them has a
+list of ops or a rule per op of its own. A new op is a row here, a pass that puts it into plans, and
+a handler that runs it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from typing import NamedTuple
+
+
+class Op(StrEnum):
+    """The kind of an action. The value is its spelling, torch's where torch has one."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    RECOMPUTE = "R"  # what the forward did not keep, where it comes before BACKWARD
+    WEIGHT = "W"  # weight gradients alone, where a schedule splits them from BACKWARD
+    SEND_F = "SEND_F"  # output of `stage` goes to `stage + 1`
+    RECV_F = "RECV_F"  # post the receive of the input of `stage`; its F waits for the tensor
+    SEND_B = "SEND_B"  # gradient of the input of `stage` goes to `stage - 1`
+    RECV_B = "RECV_B"  # post the receive of the gradient of the output of `stage`
+    REDUCE_GRAD = "REDUCE_GRAD"  # start DP.sync of the stage's gradients
+    REDUCE_SLICE = "REDUCE_GRAD."  # start a slice of it, before REDUCE_GRAD starts what is left
+    WAIT_GRAD = "WAIT_GRAD"  # wait for it, and take the optimizer's step
+    GATHER_PARAM = "GATHER_PARAM"  # start the all-gather of the stage's updated parameters
+    WAIT_PARAM = "WAIT_PARAM"
+    FREE_PARAM = "FREE_PARAM"  # the stage's forwards are done: keep this replica's shard alone
+    GATHER_PARAM_B = "GATHER_PARAM_B"  # start the all-gather once more, for the backwards
+    WAIT_PARAM_B = "WAIT_PARAM_B"
+    FREE_PARAM_B = "FREE_PARAM_B"  # the stage's backwards are done
+    FREE_GRAD = "FREE_GRAD"  # the stage's gradients are reduced: keep this replica's shard alone
+    OFFLOAD = "OFFLOAD"  # saved activations of (stage, microbatch) start to leave the device
+    RELOAD = "RELOAD"  # and start to come back
+
+
+class OpScope(Enum):
+    """What the number of an action is; the value is an example."""
+
+    MICROBATCH = "2F0"
+    """A micro-batch."""
+    PART = "2REDUCE_GRAD.250"
+    """Where a part of the stage's gradients ends, in thousandths of them."""
+    STAGE = "2WAIT_GRAD"
+    """Nothing: the action is about the whole stage."""
+
+
+class Place(StrEnum):
+    """What an action occupies on its rank."""
+
+    COMPUTE = "compute"
+    WAIT = "wait"
+    """The compute stream, which waits there for something that a link brings about."""
+    SEND = "send"
+    RECV = "recv"
+    DP_SYNC = "dp_sync"
+    TO_HOST = "to_host"
+    TO_DEVICE = "to_device"
+    HOST = "host"
+    """Neither a stream nor a link: it takes effect at once."""
+
+
+class Which(Enum):
+    """Which actions of an op are needed."""
+
+    SAME = "the one with the same number"
+    EVERY = "all of the stage"
+    INPUT = "the send that carries its result, or the computation itself on the same rank"
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """An op that must have run before an action.
+
+    Attributes:
+        op: the op.
+        which: which of its actions.
+        beside: the need holds only where an action of this op, with the same number, is in the
+            plan; None is always. The default is ``op`` itself.
+        step: from the stage of the action that needs it to the stage of the needed one.
+    """
+
+    op: Op
+    which: Which = Which.SAME
+    beside: Op | None = None
+    step: int = 0
+
+
+class Row(NamedTuple):
+    """What is known of an op."""
+
+    scope: OpScope
+    place: Place
+    title: str
+    """What it does, for readers of diagrams."""
+    kind: str = ""
+    """Its color in diagrams: a key of `observe.report.palette.HUES`; if empty, it is not drawn."""
+    cost: str = ""
+    """The field of `Costs` with its seconds."""
+    needs: tuple[Need, ...] = ()
+    takes: str = ""
+    """The memory that it takes when it begins: see `plan.memory`."""
+    gives: tuple[str, ...] = ()
+    """The memory that it gives back when it ends."""
+
+
+def _if_any(op: Op, which: Which = Which.SAME) -> Need:
+    return Need(op, which, beside=op)
+
+
+_M, _S = OpScope.MICROBATCH, OpScope.STAGE
+_RELOADED = Need(Op.RELOAD, beside=Op.OFFLOAD)
+_GRADIENTS = _if_any(Op.BACKWARD, Which.EVERY), _if_any(Op.WEIGHT, Which.EVERY)
+
+TABLE: Mapping[Op, Row] = {
+    Op.FORWARD: Row(
+        *(_M, Place.COMPUTE, "forward", "forward", "forward_s"),
+        needs=(Need(Op.FORWARD, Which.INPUT, step=-1), _if_any(Op.WAIT_PARAM)),
+        takes="saved",
+    ),
+    Op.BACKWARD: Row(
+        *(_M, Place.COMPUTE, "backward", "backward", "backward_s"),
+        needs=(
+            *(Need(Op.FORWARD), Need(Op.BACKWARD, Which.INPUT, step=1)),
+            *(_if_any(Op.RECOMPUTE), _RELOADED, _if_any(Op.WAIT_PARAM_B)),
+        ),
+        takes="gradient",
+        gives=("saved", "recomputed", "on_host"),
+    ),
+    Op.RECOMPUTE: Row(
+        *(_M, Place.COMPUTE, "recomputation", "recompute", "recompute_s"),
+        needs=(Need(Op.FORWARD), _RELOADED, _if_any(Op.WAIT_PARAM_B)),
+        takes="recomputed",
+    ),
+    Op.WEIGHT: Row(
+        *(_M, Place.COMPUTE, "weight gradient", "weight", "weight_s"),
+        needs=(Need(Op.BACKWARD),),
+        gives=("saved",),
+    ),
+    Op.SEND_F: Row(
+        *(_M, Place.SEND, "PP.sync of its forward", "p2p"),
+        needs=(Need(Op.FORWARD), Need(Op.RECV_F, step=1)),
+    ),
+    Op.RECV_F: Row(_M, Place.RECV, "PP.sync of a forward", "p2p"),
+    Op.SEND_B: Row(
+        *(_M, Place.SEND, "PP.sync of its backward", "p2p"),
+        needs=(Need(Op.BACKWARD), Need(Op.RECV_B, step=-1)),
+    ),
+    Op.RECV_B: Row(_M, Place.RECV, "PP.sync of a backward", "p2p"),
+    Op.REDUCE_GRAD: Row(
+        *(_S, Place.DP_SYNC, "DP.sync of the gradients", "sync", "grad_sync_s"), needs=_GRADIENTS
+    ),
+    Op.REDUCE_SLICE: Row(
+        *(OpScope.PART, Place.DP_SYNC, "DP.sync of the gradients", "sync", "grad_sync_s"),
+        needs=_GRADIENTS,
+    ),
+    Op.WAIT_GRAD: Row(
+        *(_S, Place.WAIT, "optimizer step", "", "optimizer_s"), needs=(Need(Op.REDUCE_GRAD),)
+    ),
+    Op.GATHER_PARAM: Row(
+        *(_S, Place.DP_SYNC, "DP.sync of the parameters", "sync", "param_gather_s"),
+        takes="parameter",
+    ),
+    Op.WAIT_PARAM: Row(_S, Place.WAIT, "forwards", needs=(Need(Op.GATHER_PARAM),)),
+    Op.FREE_PARAM: Row(
+        *(_S, Place.HOST, "parameters are freed"),
+        needs=(Need(Op.WAIT_PARAM), _if_any(Op.FORWARD, Which.EVERY)),
+        gives=("parameter",),
+    ),
+    Op.GATHER_PARAM_B: Row(
+        *(_S, Place.DP_SYNC, "DP.sync of the parameters, for backwards", "sync", "param_gather_s"),
+        needs=(Need(Op.FREE_PARAM),),
+        takes="parameter",
+    ),
+    Op.WAIT_PARAM_B: Row(_S, Place.WAIT, "backwards", needs=(Need(Op.GATHER_PARAM_B),)),
+    Op.FREE_PARAM_B: Row(
+        *(_S, Place.HOST, "parameters are freed"),
+        needs=(
+            Need(Op.WAIT_PARAM),
+            *(_if_any(op, Which.EVERY) for op in (Op.BACKWARD, Op.RECOMPUTE)),
+        ),
+        gives=("parameter",),
+    ),
+    Op.FREE_GRAD: Row(
+        *(_S, Place.HOST, "gradients are freed"), needs=(Need(Op.WAIT_GRAD),), gives=("gradient",)
+    ),
+    Op.OFFLOAD: Row(
+        *(_M, Place.TO_HOST, "copy to the host", "copy", "offload_s"),
+        needs=(Need(Op.FORWARD),),
+        takes="on_host",
+        gives=("saved",),
+    ),
+    Op.RELOAD: Row(
+        *(_M, Place.TO_DEVICE, "copy from the host", "copy", "reload_s"),
+        needs=(Need(Op.OFFLOAD),),
+        takes="saved",
+    ),
+}
+
+
+def _on(*places: Place) -> frozenset[Op]:
+    return frozenset(op for op, row in TABLE.items() if row.place in places)
+
+
+COMPUTE_OPS = _on(Place.COMPUTE)
+WAIT_OPS = _on(Place.WAIT)
+SEND_OPS, RECV_OPS = _on(Place.SEND), _on(Place.RECV)
+P2P_OPS = SEND_OPS | RECV_OPS
+SYNC_OPS = _on(Place.DP_SYNC)
+COPY_OPS = _on(Place.TO_HOST, Place.TO_DEVICE)
+HOST_OPS = _on(Place.HOST)
+GATHER_OPS = frozenset(op for op in SYNC_OPS if TABLE[op].takes == "parameter")
+FREE_OPS = frozenset(op for op, row in TABLE.items() if "parameter" in row.gives)
+STAGE_OPS = frozenset(op for op, row in TABLE.items() if row.scope is OpScope.STAGE)
+PART_OPS = frozenset(op for op, row in TABLE.items() if row.scope is OpScope.PART)
+
+
+def awaited(op: Op) -> Op | None:
+    """Return the op that an op of `Place.WAIT` waits for, None for any other."""
+    return TABLE[op].needs[0].op if op in WAIT_OPS else None
+
+
+def wait_title(op: Op) -> str:
+    """Return what a rank does that waits at an action, or for one, for readers of diagrams."""
+    return f"waits for {TABLE[awaited(op) or op].title}"
+
+
+def for_pages() -> dict[str, dict[str, str]]:
+    """Return what the scripts of pages know of each op, by its spelling."""
+    return {
+        op.removesuffix("."): {
+            "kind": row.kind or TABLE[awaited(op) or op].kind,
+            "title": row.title,
+            "waits": wait_title(op),
+        }
+        for op, row in TABLE.items()
+    }
