@@ -14,6 +14,7 @@ checks=(
     "growth"
     "gpu_path --seconds {seconds}"
     "one_queue --seconds {quarter} --seed $seed"
+    "searches"
 )
 minutes=${STRESS_MINUTES:-60}
 mkdir -p "$out"
