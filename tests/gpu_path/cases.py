@@ -177,7 +177,7 @@ def _traced(mutation: Mutation | None) -> list[str]:
             except AssertionError:
                 return ["AssertionError: the time of an event that has not passed is read"]
         early = len(delivered)
-        device.synchronize_compute()
+        device.compute.synchronize()
         recorder.close()
     wrong = [] if not early else [f"{early} iterations are delivered before they are over"]
     spans_s = [event.end_s - event.start_s for trace in delivered for event in trace.events]

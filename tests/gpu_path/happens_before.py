@@ -6,7 +6,7 @@ stream, what that waits for, and what the host had waited for when it launched i
 same bytes, one of which writes, are a race if the later one's clock does not have the earlier one.
 
 A hardware queue orders only when items start, so it orders no uses. Memory that is freed counts as
-written by the compute stream, whose next operator may get it.
+written by the stream that owns it, whose next operator may get it.
 """
 
 import sys
@@ -102,6 +102,11 @@ class HappensBefore:
         """Note that the host knows an item to be over."""
         with self._lock:
             _join(self._host, clock)
+
+    def host_knows(self, stream: int) -> int:
+        """Return the number of a stream's last item that the host knows to be over."""
+        with self._lock:
+            return self._host.get(stream, 0)
 
     def taken(self, storage: int) -> None:
         """Note an allocation: what used this memory before is over, or freeing it was a race."""

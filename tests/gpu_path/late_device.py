@@ -4,30 +4,33 @@ The host launches items: batches of operators, copies, communication. An item st
 stream's predecessor and its events are over and when everything launched before it in its hardware
 queue has started, and then takes a random time, which the seed decides.
 
-Memory that `Memory.take` returns is filled with NaN when its last reference has gone and the work
-launched until then is over: CUDA's caching allocator would give it to the next operator there.
+Operators run on the current stream, and memory belongs to the stream on which it was allocated:
+see `late_memory`.
 """
 
 import functools
 import random
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from tests.gpu_path.happens_before import Bytes, Clock, HappensBefore, caller
+from tests.gpu_path.late_memory import Memory
 
 HANG_S = 30.0
+STANDS_S = 15.0  # the longest that the host stands before a full queue
 IDLE_S = 0.1  # the longest that an item lies there because nobody waits for it
-_ALIGNMENT = 64  # as torch's own allocator: kernels may depend on it
 _BATCH = 128  # operators per item
+LAUNCHES = 1024
+"""That a hardware queue holds before the host stops (forums.developer.nvidia.com/t/68937)."""
+_POOL = 32
+"""Streams that torch hands out in turns, of each priority (c10/cuda/CUDAStream.cpp)."""
 
 Run = Callable[[], None]
 
@@ -62,8 +65,10 @@ class Item:
         *,
         is_lazy: bool = False,
         label: str = "",
+        launches: int = 1,
+        holds_queue: bool = False,
     ) -> None:
-        self._label = label
+        self.label, self.launches, self.holds_queue = label, launches, holds_queue
         self._run, self._waits, self._delay_s = run, waits, delay_s
         self.clock: Clock = {}
         self._over, self._asked_for = threading.Event(), threading.Event()
@@ -87,9 +92,12 @@ class Item:
     def wait(self) -> None:
         self.ask_for()
         if not self._over.wait(HANG_S):
-            raise HangError(f"waited for {self._label} for {HANG_S:.0f} s")
+            raise HangError(f"waited for {self.label} for {HANG_S:.0f} s")
         if self.error is not None:
             raise self.error
+
+    def wait_until_over(self) -> None:
+        self._over.wait(HANG_S)
 
     def wait_until_ready(self) -> None:
         self._asked_for.wait(IDLE_S)
@@ -128,6 +136,32 @@ class Worker:
             self._calls.popleft()()
 
 
+class HardwareQueue:
+    """Starts items in the order of their launch; see `Stream.launch` for when the host stops."""
+
+    def __init__(self, name: str, limit: int) -> None:
+        self._worker, self._limit = Worker(name), limit
+        self._waiting = 0  # launches
+        self._changed = threading.Condition()
+
+    def add(self, item: "Item", start: Run) -> None:
+        with self._changed:
+            self._waiting += item.launches
+
+        def started() -> None:
+            start()
+            with self._changed:
+                self._waiting -= item.launches
+                self._changed.notify_all()
+
+        self._worker.add(started)
+
+    def wait_for_room(self) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._waiting < self._limit, STANDS_S):
+                raise HangError(f"{self._waiting} launches wait, and none starts: the host stands")
+
+
 class Stream:
     """Items that run one after the other; has the methods of ``torch.cuda.Stream`` that we use."""
 
@@ -136,7 +170,7 @@ class Stream:
         self.number = device.order.new_stream(name)
         self.launched = 0
         self._worker = Worker(name)
-        self._queue = device.hardware_queue()
+        self.queue = device.hardware_queue()
         device.streams.append(self)
         self.last: Item | None = None
 
@@ -144,22 +178,45 @@ class Stream:
     def cuda_stream(self) -> "Stream":
         return self
 
-    def launch(self, run: Run | None, after: Sequence[Item] = ()) -> Item:
-        self._device.flush()
-        return self.launch_behind_batch(run, after)
+    def launch(self, run: Run | None, after: Sequence[Item] = (), what: str = "") -> Item:
+        """Launch one item, behind the operators that are still to be launched.
 
-    def launch_behind_batch(self, run: Run | None, after: Sequence[Item] = ()) -> Item:
-        with self._device.launching:
+        The host stops while the stream's hardware queue is full. It holds CUDA's lock then, so no
+        other thread launches anything (the stacks of NVIDIA/nccl#1766).
+        """
+        with self._device.host_lock:
+            self._device.flush()
+            self.queue.wait_for_room()
+            return self.launch_at_once(run, after, what)
+
+    def launch_at_once(
+        self,
+        run: Run | None,
+        after: Sequence[Item] = (),
+        what: str = "",
+        *,
+        launches: int = 1,
+        holds_queue: bool = False,
+    ) -> Item:
+        device = self._device
+        with device.launching:
             previous = () if self.last is None else (self.last,)
-            delay_s = self._device.delay_s(self) if run else 0.0
-            is_lazy = bool(delay_s) and self._device.delays.always is not None
+            delay_s = device.delay_s(self) if run else 0.0
             waits = (*previous, *after)
-            item = Item(run, waits, delay_s, is_lazy=is_lazy, label=self._name)
+            item = Item(
+                run,
+                waits,
+                delay_s,
+                is_lazy=bool(delay_s) and device.delays.always is not None,
+                label=f"{what} on {self._name}",
+                launches=launches,
+                holds_queue=holds_queue,
+            )
             self.launched += 1
             clocks = [other.clock for other in waits]
-            item.clock = self._device.order.launched(self.number, self.launched, clocks)
+            item.clock = device.order.launched(self.number, self.launched, clocks)
             self.last = item
-            self._queue.add(functools.partial(self._start, item))
+            self.queue.add(item, functools.partial(self._start, item))
         return item
 
     def _start(self, item: Item) -> None:
@@ -170,6 +227,8 @@ class Stream:
             item.end(error)
             return
         self._worker.add(functools.partial(self._run, item))
+        if item.holds_queue:
+            item.wait_until_over()
 
     def _run(self, item: Item) -> None:
         try:
@@ -189,12 +248,8 @@ class Stream:
         if event.item is None:
             return
         device = self._device
-        if (
-            self is device.compute
-            and threading.get_ident() == device.host
-            and not device.runs_ahead
-        ):
-            device.host_waits(event.item)  # the host's operators run at once: it must not go on
+        if device.runs_at_once and self is device.current_stream():
+            device.host_waits(event.item)  # what the host does next is on this stream
         else:
             self.launch(None, [event.item])
 
@@ -208,16 +263,27 @@ class Stream:
 
 
 class Event:
-    """A moment on a stream; has the methods of ``torch.cuda.Event`` that we use."""
+    """A moment on a stream; has the methods of ``torch.cuda.Event`` that we use.
+
+    With ``enable_timing`` its hardware queue starts nothing more until the event has passed: behind
+    a collective it holds up computation where streams share a queue (pytorch#143890,
+    TransformerEngine#1353).
+    """
 
     def __init__(self, device: "LateDevice", *, enable_timing: bool = False) -> None:
-        self._device = device
+        self._device, self._has_time = device, enable_timing
         self._recorded_s = 0.0
         self.item: Item | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        stream = stream or self._device.current_stream()
-        self._device.flush()
+        device = self._device
+        stream = stream or device.current_stream()
+        device.flush()
+        if self._has_time:
+            device.note_stall("a timed event", stream)
+            with device.host_lock:
+                stream.queue.wait_for_room()
+                stream.launch_at_once(None, what="timed event", holds_queue=True)
         self.item, self._recorded_s = stream.last, time.perf_counter()
 
     def query(self) -> bool:
@@ -232,6 +298,8 @@ class Event:
             self._device.host_waits(self.item)
 
     def elapsed_time(self, end: "Event") -> float:
+        if not (self._has_time and end._has_time):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         return (end._moment_s - self._moment_s) * 1e3
 
     @property
@@ -240,30 +308,68 @@ class Event:
         return max(self._recorded_s, self.item.ended_s if self.item else 0.0)
 
 
+class Future:
+    """What the works of NCCL return: done when launched, and right on a stream that waits.
+
+    A callback runs at once in the calling thread, on a stream of torch's pool that waits for the
+    works first (``ATen/core/ivalue_inl.h``: ``invokeCallback``).
+    """
+
+    def __init__(self, device: "LateDevice", items: Sequence[Item]) -> None:
+        self._device, self._items = device, items
+
+    def done(self) -> bool:
+        return True
+
+    def add_done_callback(self, call: Callable[["Future"], None]) -> None:
+        stream = self._device.from_pool("callback")
+        wait = stream.launch(None, self._items, "callback")
+        self._device.note_stall("a callback", stream, wait)
+        with self._device.stream(stream):
+            call(self)
+
+    @classmethod
+    def all_of(cls, futures: Sequence["Future"]) -> "Future":
+        """Return what ``torch.futures.collect_all`` does, as far as streams can see."""
+        return cls(futures[0]._device, [item for future in futures for item in future._items])
+
+
 class LateDevice:
     """The device of one rank, in the shape of ``torch.cuda``: streams, events, the current stream.
 
     Args:
         delays: of its items.
         num_queues: hardware queues that streams share, in turns.
+        launches: that a hardware queue holds.
+
+    Attributes:
+        host_lock: held by the host's thread that launches.
+        launching: held for a moment, by any thread.
+        stalls: what held up the hardware queue that all streams share, though computation waits for
+            nothing of the kind.
     """
 
-    def __init__(self, delays: Delays, num_queues: int) -> None:
+    def __init__(self, delays: Delays, num_queues: int, launches: int = LAUNCHES) -> None:
         self._random = random.Random(delays.seed)
         self.delays = delays
-        self.launching = threading.RLock()
+        self.host_lock, self.launching = threading.RLock(), threading.RLock()
         self.order = HappensBefore(self.launching)
-        self._queues = [Worker(f"hardware queue {i}") for i in range(num_queues)]
+        names = [f"hardware queue {number}" for number in range(num_queues)]
+        self._queues = [HardwareQueue(name, launches) for name in names]
+        self._pools: dict[bool, list[Stream]] = {False: [], True: []}
+        self._taken = {False: 0, True: 0}
+        self._communication: dict[int, dict[int, str]] = {}  # by stream: what, by item
+        self.stalls: dict[str, None] = {}
         self.streams: list[Stream] = []
-        self._batch: list[Run] = []
-        self._local = threading.local()
+        self._batches: dict[Stream, list[Run]] = {}
+        self._current: dict[int, Stream] = {}  # by thread
         self.host = threading.get_ident()
         self.is_queued = False  # whether the host's operators are
         self.memory = Memory(self)
         self.compute: Stream | None = None
         self.compute = Stream(self, "compute")
 
-    def hardware_queue(self) -> Worker:
+    def hardware_queue(self) -> HardwareQueue:
         return self._queues[len(self.streams) % len(self._queues)]
 
     def delay_s(self, stream: Stream) -> float:
@@ -273,28 +379,65 @@ class LateDevice:
         late = self._random.random() < self.delays.share
         return self._random.random() * self.delays.longest_s if late else 0.0
 
-    def Stream(self, *_: Any, **__: Any) -> Stream:  # noqa: N802  (as in torch.cuda)
-        return Stream(self, "stream")
+    def from_pool(self, name: str, *, is_first: bool = False) -> Stream:
+        """Return the next stream of torch's pool: after `_POOL` others it is in use twice."""
+        with self.launching:
+            pool, number = self._pools[is_first], self._taken[is_first] % _POOL
+            self._taken[is_first] += 1
+            if number == len(pool):
+                pool.append(Stream(self, name))
+            return pool[number]
 
-    def Event(self, *_: Any, **__: Any) -> Event:  # noqa: N802
-        return Event(self)
+    def Stream(self, *_: Any, priority: int = 0, **__: Any) -> Stream:  # noqa: N802  (as in torch.cuda)
+        return self.from_pool("stream", is_first=priority < 0)
+
+    def Event(self, *, enable_timing: bool = False, **_: Any) -> Event:  # noqa: N802
+        return Event(self, enable_timing=enable_timing)
+
+    def communicates(self, stream: Stream, item: Item, what: str) -> None:
+        """Note that an item is communication, for `note_stall`."""
+        self._communication.setdefault(stream.number, {})[item.clock[stream.number]] = what
+
+    def note_stall(self, what: str, stream: Stream, item: Item | None = None) -> None:
+        """Note that the one queue stops until a stream, or its last item, is over.
+
+        It matters if that is behind communication for which computation has not waited.
+        """
+        if len(self._queues) > 1 or (item := item or stream.last) is None:
+            return
+        known = dict(self.compute.last.clock) if self.compute.last else {}
+        for number, index in item.clock.items():
+            behind = self._communication.get(number, {})
+            waited = max(known.get(number, 0), self.order.host_knows(number))
+            if late := [name for at, name in behind.items() if waited < at <= index]:
+                self.stalls[f"{what} behind {late[-1]}{caller()}"] = None
 
     def current_stream(self, *_: Any) -> Stream:
-        return getattr(self._local, "stream", self.compute)
+        return self._current.get(threading.get_ident(), self.compute)
+
+    def set_stream(self, stream: Stream) -> None:
+        self._current[threading.get_ident()] = stream
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         before = self.current_stream()
-        self._local.stream = stream
+        self.set_stream(stream)
+        if self.runs_at_once:
+            stream.synchronize()
         try:
             yield
         finally:
-            self._local.stream = before
+            self.set_stream(before)
 
     @property
     def runs_ahead(self) -> bool:
         """True where this thread's operators are queued, so that waiting must be queued too."""
         return self.is_queued and threading.get_ident() == self.host
+
+    @property
+    def runs_at_once(self) -> bool:
+        """True where this thread's operators run when they are called: outside an iteration."""
+        return not self.is_queued and threading.get_ident() == self.host
 
     def host_waits(self, item: Item) -> None:
         """Block the host until an item is over."""
@@ -308,26 +451,39 @@ class LateDevice:
         *,
         reads: Sequence[torch.Tensor] = (),
         writes: Sequence[torch.Tensor | Bytes] = (),
+        stream: "Stream | None" = None,
+        stops: bool = True,
     ) -> None:
-        """Add an operator to the batch that the next launch closes."""
+        """Add an operator to the batch of its stream, which the next launch closes.
+
+        The stream is the current one (c10's ``getCurrentCUDAStream``, on which kernels are
+        launched), unless it is given. The host stops if its hardware queue is full, as with
+        `Stream.launch`, unless told not to.
+        """
         with self.launching:
-            self._batch.append(run)
-            self._operator_uses(reads, False, what)
-            self._operator_uses(writes, True, what)
-            if len(self._batch) >= _BATCH:
+            stream = stream or self.current_stream()
+            batch = self._batches.setdefault(stream, [])
+            batch.append(run)
+            self._operator_uses(stream, reads, False, what)
+            self._operator_uses(stream, writes, True, what)
+            is_full = len(batch) >= _BATCH
+        if is_full and stops:
+            with self.host_lock:
+                stream.queue.wait_for_room()
                 self.flush()
 
     def flush(self) -> None:
+        """Launch the batches of all streams. Nothing orders them, or one would have been closed."""
         with self.launching:
-            batch, self._batch = self._batch, []
-            if batch:
-                self.compute.launch_behind_batch(lambda: _call_each(batch))
+            batches, self._batches = self._batches, {}
+            for stream, batch in batches.items():
+                run = functools.partial(_call_each, batch)
+                stream.launch_at_once(run, what="operators", launches=len(batch))
 
     def _operator_uses(
-        self, tensors: Sequence[torch.Tensor | Bytes], writes: bool, what: str
+        self, stream: Stream, tensors: Sequence[torch.Tensor | Bytes], writes: bool, what: str
     ) -> None:
         if tensors:
-            stream = self.compute
             before = stream.last.clock if stream.last else None
             self.order.used(
                 self._bytes(tensors), writes, stream.number, stream.launched + 1, before, what
@@ -366,8 +522,9 @@ class LateDevice:
                 found.append(used)
         return found
 
-    def synchronize_compute(self) -> None:
-        self.compute.synchronize()
+    def synchronize_current(self) -> None:
+        """Wait for the current stream, as ``Tensor.item`` does."""
+        self.current_stream().synchronize()
 
     def copy(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], stream: Stream
@@ -390,87 +547,3 @@ def _call_each(runs: list[Run]) -> None:
     runs.reverse()
     while runs:
         runs.pop()()  # and let go of what it holds
-
-
-class Memory:
-    """An allocator whose freed memory turns into NaN where the next operator could reuse it."""
-
-    def __init__(self, device: LateDevice) -> None:
-        self._device = device
-        self._alive: dict[int, np.ndarray] = {}  # by address: all of its memory
-        self._emptied: set[int] = set()  # addresses of storages of others
-
-    def take(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor filled with NaN (integers: with -1)."""
-        last = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
-        num_bytes = max(0 if 0 in shape else last, 1) * dtype.itemsize
-        whole = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-        skip = -whole.ctypes.data % _ALIGNMENT
-        whole = whole[skip : skip + num_bytes]
-        whole.fill(0xFF)
-        handed = whole[:]
-        address = whole.ctypes.data
-        self._alive[address] = whole
-        self._device.order.taken(address)
-        weakref.finalize(handed, self._free, address).atexit = False
-        storage = torch.from_numpy(handed).untyped_storage()
-        return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), tuple(stride))
-
-    def owns(self, address: int) -> bool:
-        """Return True if memory at this address was taken here and is not free."""
-        return address in self._alive
-
-    def empty_storage(self, address: int) -> bool:
-        """Do what ``storage.resize_(0)`` does to memory of ours; False if it is not."""
-        whole = self._alive.get(address)
-        if whole is not None:
-            self._poison(whole)
-        return whole is not None
-
-    def resize_storage(self, storage: torch.UntypedStorage, size: int) -> bool:
-        """Do what ``storage.resize_`` does to memory of others; False if nothing is queued.
-
-        Work that is queued may still use it, so it is not freed. It holds NaN until it is written
-        again.
-        """
-        address = storage.data_ptr()
-        if size == 0 and self._device.is_queued:
-            whole = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-            self._emptied.add(address)
-            self._poison(whole)
-            return True
-        if address in self._emptied:
-            self._emptied.remove(address)
-            return True
-        return False
-
-    def borrow(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Return a function that finds the tensor's memory as it then is, without keeping it."""
-        shape, stride = tuple(tensor.shape), tensor.stride()
-        storage, offset, dtype = tensor.untyped_storage(), tensor.storage_offset(), tensor.dtype
-        whole = self._alive.get(storage.data_ptr())
-        if whole is not None:
-            kept = torch.from_numpy(whole).untyped_storage()
-            return lambda: torch.empty(0, dtype=dtype).set_(kept, offset, shape, stride)
-        weak, num_bytes = storage._weak_ref(), storage.nbytes()
-
-        def find() -> torch.Tensor:
-            found = torch.UntypedStorage._new_with_weak_ptr(weak)
-            if found is None or found.nbytes() < num_bytes:  # freed
-                return torch.full(shape, -1 if not dtype.is_floating_point else torch.nan).to(dtype)
-            return torch.empty(0, dtype=dtype).set_(found, offset, shape, stride)
-
-        return find
-
-    def _free(self, address: int) -> None:
-        self._poison(self._alive.pop(address))
-
-    def _poison(self, whole: np.ndarray) -> None:
-        def poison() -> None:
-            whole.fill(0xFF)
-
-        if self._device.is_queued:
-            used = Bytes(whole.ctypes.data, 0, whole.nbytes)
-            self._device.queue_operator(poison, f"freed memory{caller()}", writes=(used,))
-        else:
-            poison()

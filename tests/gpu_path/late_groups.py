@@ -1,9 +1,22 @@
 """Process groups that are as late as NCCL's may be, on top of gloo's.
 
 A communicator is a stream of the `LateDevice`: what is launched on it waits for the computation
-launched before, reads its buffers when it starts, and does not keep them alive. Results are in
-buffers of its own until somebody waits for the work; only then they are written, on the stream that
-waits. A receive's buffer holds NaN until then.
+launched before, and reads its buffers when it starts. Results are in buffers of its own until
+somebody waits for the work; only then they are written, on the stream that waits. A receive's
+buffer holds NaN until then.
+
+The rules of ``ProcessGroupNCCL.cpp`` (torch 2.7 to 2.13):
+
+- Work waits for the current stream (``syncStream``), and a synchronous collective runs on it
+  (``collective``: ``asyncOp ? ncclStreams_.at(key) : getCurrentCUDAStream``).
+- A communicator's stream comes from torch's pool (``initNCCLComm``: ``getStreamFromPool``).
+- A list of tensors goes through memory of the current stream (``newLikeFlat``). The work keeps it
+  until somebody waits for it (``synchronizeStream``: ``unstash``), or until it is over and the
+  group is called again (``workEnqueue``: ``shelvesToUnstash_``). It keeps the caller's tensors of
+  a collective equally long, and those of a transfer are recorded on the communicator's stream
+  (``pointToPoint``: ``recordStream``). No interface promises either: without ``keeps`` a group
+  does neither, which shows a tensor that is not kept by us.
+- A work's future is done at the launch; see `Future`.
 """
 
 import time
@@ -16,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tests.gpu_path.late_device import Item, LateDevice, Stream
+from tests.gpu_path.late_device import Future, Item, LateDevice, Stream
 
 _COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter"),
@@ -26,26 +39,39 @@ _COLLECTIVES = (
     *("reduce_scatter_tensor_coalesced", "_reduce_scatter_base"),
     *("alltoall", "alltoall_base", "all_to_all_single"),
 )
+_TRANSFERS = ("send", "recv", "batch")
+_LISTS = ("reduce_scatter", "allgather")
 # Of these the first argument is read; of the others the first is written, and those behind it read.
 _IN_PLACE = ("send", "allreduce", "allreduce_coalesced", "broadcast", "reduce")
 
 
 class LateWork(dist.Work):
-    """One launched operation; ``deliver`` writes its results."""
+    """One launched operation; ``deliver`` writes its results, ``kept`` are tensors until a wait."""
 
-    def __init__(self, device: LateDevice, item: Item, deliver: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        device: LateDevice,
+        item: Item,
+        deliver: Callable[[], None],
+        kept: Sequence[torch.Tensor] = (),
+    ) -> None:
         super().__init__()
         self._device, self._item, self._deliver = device, item, deliver
-        self._is_delivered = False
+        self._delivered: Item | None = None
+        self._kept = [*kept]
 
     def wait(self, timeout: Any = None) -> bool:
-        deliver = (lambda: None) if self._is_delivered else self._deliver
-        self._is_delivered = True
-        if self._device.runs_ahead:
-            self._device.current_stream().launch(deliver, [self._item])
+        device, is_first = self._device, self._deliver is not None
+        deliver, self._deliver = self._deliver, None
+        if device.runs_ahead:
+            after = [self._item] if is_first or self._delivered is None else [self._delivered]
+            item = device.current_stream().launch(deliver, after, "wait")
+            self._delivered = self._delivered or item
         else:
-            self._device.host_waits(self._item)
-            deliver()
+            device.host_waits(self._item)
+            if is_first:
+                deliver()
+        self._kept.clear()
         return True
 
     def synchronize(self) -> None:
@@ -59,16 +85,39 @@ class LateWork(dist.Work):
     def is_success(self) -> bool:
         return self._item.is_over and self._item.error is None
 
+    def let_go_if_over(self) -> bool:
+        if self._kept and self.is_completed():
+            self._kept.clear()
+        return not self._kept
+
+
+class NcclWork(LateWork):
+    """A work on a device that runs behind: gloo's works have no futures, NCCL's have."""
+
+    def get_future(self) -> Any:
+        return Future(self._device, [self._item])
+
 
 class LateGroup(dist.ProcessGroup):
     """The ranks of ``group``, whose work is done late.
 
-    ``on_host`` is for groups that carry host memory: waiting for them blocks the host.
+    ``on_host`` is for groups that carry host memory: waiting for them blocks the host. ``keeps`` is
+    whether the group keeps the caller's tensors, as NCCL's does.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: LateDevice, *, on_host: bool) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: LateDevice,
+        *,
+        on_host: bool = False,
+        keeps: bool = False,
+        make_work: type[LateWork] = LateWork,
+    ) -> None:
         super().__init__(group.rank(), group.size())
         self._group, self._late_device, self._on_host = group, device, on_host
+        self._keeps, self._make_work = keeps, HostWork if on_host else make_work
+        self._unwaited: list[LateWork] = []
         self._collectives: Stream | None = None
         self._links: dict[int, Stream] = {}
         world = c10d._world
@@ -123,15 +172,21 @@ class LateGroup(dist.ProcessGroup):
     def _link(self, peer: int) -> Stream:
         """Return the stream of the pair's communicator, as NCCL has one per pair."""
         if peer not in self._links:
-            self._links[peer] = Stream(self._late_device, f"link to {peer}")
+            self._links[peer] = self._stream(f"link to {peer}")
         return self._links[peer]
+
+    def _stream(self, name: str) -> Stream:
+        device = self._late_device
+        return Stream(device, name) if self._on_host else device.from_pool(name)
 
     def _collective(
         self, name: str, args: Sequence[Any], call: Callable[..., Any] | None = None
     ) -> dist.Work:
         if self._collectives is None:
-            self._collectives = Stream(self._late_device, "collectives")
-        return self._launch(self._collectives, name, args, call=call)
+            self._collectives = self._stream("collectives")
+        is_async = all(getattr(argument, "asyncOp", True) for argument in args)
+        stream = self._collectives if is_async else self._late_device.current_stream()
+        return self._launch(stream, name, args, call=call)
 
     def _launch(
         self,
@@ -174,15 +229,33 @@ class LateGroup(dist.ProcessGroup):
                 find().copy_(result)
 
         read = _tensors(args[0] if name in _IN_PLACE else [a for a in args[1:] if _tensors(a)])
-        if self._on_host:
-            item = stream.launch(run)
-            device.item_uses(stream, item, name, reads=read, writes=targets)
-            return HostWork(device, item, deliver)
+        self._unwaited = [work for work in self._unwaited if not work.let_go_if_over()]
+        flat = self._flattened(name, args)
+        kept = [*flat]
+        if self._keeps and name in _TRANSFERS:
+            for tensor in (*read, *targets):
+                device.memory.record_stream(tensor, stream)
+        elif self._keeps:
+            kept += [*read, *targets]
         after = device.current_stream()
         device.flush()
-        item = stream.launch(run, [after.last] if after.last else ())
-        device.item_uses(stream, item, name, reads=read, writes=targets)
-        return LateWork(device, item, deliver)
+        waits = [after.last] if after.last and not self._on_host else []
+        item = stream.launch(run, waits, name)
+        device.communicates(stream, item, name)
+        device.item_uses(stream, item, name, reads=read, writes=[*targets, *flat])
+        work = self._make_work(device, item, deliver, kept)
+        if kept:
+            self._unwaited.append(work)
+        return work
+
+    def _flattened(self, name: str, args: Sequence[Any]) -> list[torch.Tensor]:
+        """Return the memory through which lists of tensors go, of the current stream."""
+        if name not in _LISTS or self._on_host:
+            return []
+        parts = _tensors(args[0] if name == "allgather" else args[1])
+        with _disable_current_modes():
+            shape = (sum(part.numel() for part in parts),)
+            return [self._late_device.memory.take(shape, (1,), parts[0].dtype)]
 
 
 class HostWork(LateWork):
@@ -190,9 +263,9 @@ class HostWork(LateWork):
 
     def wait(self, timeout: Any = None) -> bool:
         self._device.host_waits(self._item)
-        if not self._is_delivered:
-            self._is_delivered = True
+        if self._deliver is not None:
             self._deliver()
+            self._deliver = None
         return True
 
 

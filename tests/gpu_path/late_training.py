@@ -21,8 +21,8 @@ from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool, Slot
 from megatron.fold3d.runtime.transfers import host_link, lazy_p2p
 from tests.end_to_end.training import Record, train
 from tests.gpu_path.happens_before import caller
-from tests.gpu_path.late_device import Delays, LateDevice
-from tests.gpu_path.late_groups import LateGroup
+from tests.gpu_path.late_device import LAUNCHES, Delays, Future, LateDevice
+from tests.gpu_path.late_groups import LateGroup, LateWork, NcclWork
 from tests.gpu_path.mutations import Mutation, mutate
 from tests.gpu_path.queued_operators import QueuedOperators
 
@@ -35,11 +35,16 @@ class Late:
         delays: of all that a stream runs; every rank has a seed of its own.
         num_queues: hardware queues of the device.
         queues_operators: whether the host runs ahead of computations, as with a GPU.
+        keeps_tensors: whether process groups keep the caller's tensors, as NCCL's do; see
+            `late_groups`.
+        launches: that a hardware queue holds before the host stops.
     """
 
     delays: Delays = field(default_factory=Delays)
     num_queues: int = 64
     queues_operators: bool = True
+    keeps_tensors: bool = False
+    launches: int = LAUNCHES
 
 
 def train_late(argv: Sequence[str], late: Late, mutation: Mutation | None = None) -> Record:
@@ -55,9 +60,9 @@ def lateness(late: Late) -> Iterator[LateDevice]:
     """Make this rank's device and process groups late."""
     rank = int(torch.os.environ.get("RANK", "0"))
     delays = replace(late.delays, seed=late.delays.seed * 64 + rank)
-    device = LateDevice(delays, late.num_queues)
+    device = LateDevice(delays, late.num_queues, late.launches)
     with pytest.MonkeyPatch.context() as patch:
-        _make_groups_late(patch, device)
+        _make_groups_late(patch, device, late)
         if late.queues_operators:
             kind = fold3d_device.DeviceKind(runs_behind=True, streams=device)
             patch.setitem(fold3d_device.KINDS, "cpu", kind)
@@ -66,6 +71,9 @@ def lateness(late: Late) -> Iterator[LateDevice]:
             patch.setattr(host_slots, "PinnedPool", functools.partial(_OffloadPool, device))
             _queue_operators(patch, device)
             _empty_storages(patch, device)
+            record = device.memory.record_stream
+            patch.setattr(torch.Tensor, "record_stream", lambda self, stream: record(self, stream))
+            _collect_futures(patch)
             if late.num_queues == 1:  # as with CUDA_DEVICE_MAX_CONNECTIONS=1
                 for module in (all_flags, bucket_flags, dp_slice_flags):
                     patch.setattr(module, "has_one_queue", lambda _: True)
@@ -73,7 +81,7 @@ def lateness(late: Late) -> Iterator[LateDevice]:
         device.order.check()
 
 
-def _make_groups_late(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
+def _make_groups_late(patch: pytest.MonkeyPatch, device: LateDevice, late: Late) -> None:
     make, host_link = c10d._new_process_group_helper, lazy_p2p._host_link
     for_host = []
 
@@ -81,7 +89,14 @@ def _make_groups_late(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
         group, *more = make(*args, **kwargs)
         if not isinstance(group, dist.ProcessGroup):  # this rank is not in it
             return group, *more
-        return LateGroup(group, device, on_host=bool(for_host)), *more
+        made = LateGroup(
+            group,
+            device,
+            on_host=bool(for_host),
+            keeps=late.keeps_tensors,
+            make_work=NcclWork if late.queues_operators else LateWork,
+        )
+        return made, *more
 
     def host_link_late(*args: Any) -> Any:
         for_host.append(True)
@@ -101,6 +116,16 @@ def _make_groups_late(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
     patch.setattr(lazy_p2p, "_host_link", host_link_late)
 
 
+def _collect_futures(patch: pytest.MonkeyPatch) -> None:
+    of_torch = torch.futures.collect_all
+
+    def collect_all(futures: list[Any]) -> Any:
+        ours = bool(futures) and isinstance(futures[0], Future)
+        return Future.all_of(futures) if ours else of_torch(futures)
+
+    patch.setattr(torch.futures, "collect_all", collect_all)
+
+
 def _queue_operators(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
     run_iteration, mode = Executor._run_iteration, QueuedOperators(device)
     to_object = c10d._tensor_to_object
@@ -110,7 +135,7 @@ def _queue_operators(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
             run_iteration(self, *args)
 
     def to_object_when_known(*args: Any) -> Any:  # it reads memory past torch's dispatcher
-        device.synchronize_compute()
+        device.synchronize_current()
         return to_object(*args)
 
     patch.setattr(Executor, "_run_iteration", run_queued)

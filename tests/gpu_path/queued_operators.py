@@ -1,9 +1,9 @@
-"""Operators that the host only launches: they run later, in order, on a device's compute stream.
+"""Operators that the host only launches: they run later, in order, on a device's current stream.
 
 Keeps one invariant: the host never sees a value before the operator that computes it has run.
 """
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ _RANDOM = ("rand", "bernoulli", "dropout", "multinomial", "normal_", "uniform_")
 
 
 class QueuedOperators(TorchDispatchMode):
-    """Inside, operators on CPU tensors are launched on a device's compute stream.
+    """Inside, operators on CPU tensors are launched on a device's current stream.
 
     The first operator of its kind and shapes runs at once, behind what is queued, and shows the
     shape of its results.
@@ -36,7 +36,7 @@ class QueuedOperators(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         if error[0] is None:
-            self._device.synchronize_compute()
+            self._device.compute.synchronize()
         self._device.is_queued = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,39 +61,40 @@ class QueuedOperators(TorchDispatchMode):
         if kind == "allocation":
             like = func(*args, **kwargs)
             return self._device.memory.take(like.shape, like.stride(), like.dtype)
-        held = [a.detach() if isinstance(a, torch.Tensor) else a for a in flat]
-        results = self._launch(func, held, spec, kind)
+        results = self._launch(func, flat, spec, kind)
         if isinstance(kind, _InPlace):
             return args[0] if kind.returns_first else None
         return tree_unflatten(results, kind.spec)
 
-    def _launch(self, func: Any, held: list[Any], spec: Any, kind: Any) -> list[torch.Tensor]:
+    def _launch(self, func: Any, flat: list[Any], spec: Any, kind: Any) -> list[torch.Tensor]:
+        lend = self._device.memory.lend
+        lent = [
+            lend(a) if isinstance(a, torch.Tensor) else functools.partial(_same, a) for a in flat
+        ]
         results: list[torch.Tensor] = []
+
+        def call() -> Any:
+            args, kwargs = tree_unflatten([find() for find in lent], spec)
+            return func(*args, **kwargs)
+
         if isinstance(kind, _InPlace):
-
-            def run() -> None:
-                args, kwargs = tree_unflatten(held, spec)
-                func(*args, **kwargs)
-
-            written = _written(func, spec, held)
+            run, written = call, _written(func, spec, flat)
         else:
-            results = [self._device.memory.take(*shape) for shape in kind.shapes]
-            targets = [result.detach() for result in results]
+            written = results = [self._device.memory.take(*shape) for shape in kind.shapes]
+            targets = [lend(result) for result in results]
 
             def run() -> None:
-                args, kwargs = tree_unflatten(held, spec)
-                computed, _ = tree_flatten(func(*args, **kwargs))
+                computed, _ = tree_flatten(call())
                 for target, result in zip(targets, computed, strict=True):
-                    target.copy_(result)
+                    target().copy_(result)
 
-            written = targets
         name = func.overloadpacket.__name__
-        read = [a for a in held if isinstance(a, torch.Tensor)]
+        read = [a for a in flat if isinstance(a, torch.Tensor)]
         self._device.queue_operator(run, name, reads=read, writes=written)
         return results
 
     def _now(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self._device.synchronize_compute()
+        self._device.synchronize_current()
         return func(*args, **kwargs)
 
     def _learn(
@@ -120,10 +121,15 @@ class QueuedOperators(TorchDispatchMode):
             shapes = [(tuple(r.shape), r.stride(), r.dtype) for r in results]
             self._kinds[key] = _New(shapes, spec)
             ours = [self._device.memory.take(*shape) for shape in shapes]
+            self._device.synchronize_current()  # what was there is gone
             for mine, theirs in zip(ours, results, strict=True):
                 mine.copy_(theirs)
             return tree_unflatten(ours, spec)
         return result
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _written(func: Any, spec: Any, flat: list[Any]) -> list[torch.Tensor]:
@@ -157,6 +163,3 @@ def _signature(argument: Any) -> Any:
         return tuple(argument.shape), argument.stride(), argument.dtype
     hash(argument)
     return type(argument), argument
-
-
-Wrapped = Callable[..., Any]

@@ -1,5 +1,6 @@
 """The device of the tests does what a GPU does, and shows what a GPU may show."""
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -32,7 +33,7 @@ def test_operators_run_behind_the_host_and_give_the_same(device: LateDevice) -> 
         for _ in range(rounds):
             out = torch.nn.functional.gelu(layer(torch.ones(8, 32)))
             out.pow(2).sum().backward()
-        device.synchronize_compute()
+        device.compute.synchronize()
         return [parameter.grad.tolist() for parameter in layer.parameters()]
 
     queued = grads(4)
@@ -62,11 +63,13 @@ def test_memory_that_is_freed_before_its_copy_shows(device: LateDevice) -> None:
     host = torch.zeros(64)
     for _ in range(2):  # the first one runs at once
         source = torch.ones(64) * 2.0
-    engine._streams[0].launch(lambda: time.sleep(0.1))
+    compute_is_done = threading.Event()
+    engine._streams[0].launch(compute_is_done.wait)
     copied = engine.to_host([host], [source])
     with torch.utils._python_dispatch._disable_current_modes():
         del source
-        device.synchronize_compute()  # nothing has waited for the copy
+        device.compute.synchronize()  # nothing has waited for the copy
+    compute_is_done.set()
     copied.synchronize()
     assert host.isnan().all()
 
