@@ -107,8 +107,13 @@ class Memory:
         storage, offset, dtype = tensor.untyped_storage(), tensor.storage_offset(), tensor.dtype
         block = self._alive.get(storage.data_ptr())
         if block is not None:
-            kept = torch.from_numpy(block.whole).untyped_storage()
-            return lambda: torch.empty(0, dtype=dtype).set_(kept, offset, shape, stride)
+            whole = block.whole
+
+            def find_ours() -> torch.Tensor:
+                kept = torch.from_numpy(whole).untyped_storage()
+                return torch.empty(0, dtype=dtype).set_(kept, offset, shape, stride)
+
+            return find_ours
         weak, num_bytes = storage._weak_ref(), storage.nbytes()
 
         def find() -> torch.Tensor:
