@@ -1,3 +1,4 @@
+import re
 import shlex
 import subprocess
 import sys
@@ -111,12 +112,19 @@ def test_the_version_is_that_of_the_package(fold3d):
     assert fold3d("--version") == (0, f"fold3d {metadata.version('fold3d')}\n", "")
 
 
-def test_every_command_explains_itself_with_examples(fold3d):
-    for command in _COMMANDS:
+def test_every_command_explains_itself_in_one_line_with_one_example(fold3d, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    of_all = " ".join(fold3d("--help")[1].split())
+    for command, summary in _COMMANDS.items():
         code, out, _ = fold3d(f"{command} --help")
         assert code == 0
-        assert "examples:\n  fold3d " in out
-        assert command in fold3d("--help")[1]
+        assert f"{command} {summary}" in of_all
+        paragraphs = out.strip().split("\n\n")
+        assert paragraphs[1] == f"{summary[0].upper()}{summary[1:]}."
+        example = re.fullmatch(r"example:\n  (?:torchrun .*)?\bfold3d (\S+).*", paragraphs[-1])
+        assert example is not None
+        assert example[1] == command
+        assert [line for line in out.splitlines() if len(line) > 80] == []
 
 
 @pytest.mark.processes

@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
-        prog="fold3d", description="Pipeline schedules as plans: write, check, time, choose them."
+        prog="fold3d",
+        description="Pipeline schedules as plans: write, check, time, choose them.",
+        epilog="exit code: 0 yes, 1 no (a plan that cannot run, say), 2 a mistake in the words",
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     if words == ["--version"]:
@@ -97,8 +99,8 @@ def _add_command(commands: Any, name: str, summary: str) -> argparse.ArgumentPar
     command: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
-        description=module.DESCRIPTION,
-        epilog=module.EXAMPLES,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=f"example:\n  {module.EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # as in training: an option that is added could mean something else
     )

@@ -25,18 +25,7 @@ from megatron.fold3d.observe.runs import (
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.observe.training_log import Spread
 
-DESCRIPTION = """\
-Compare two training runs: how much faster the second is and how sure that is,
-whether they learn alike, and where their time went. A run is Megatron's output
-in a file, or a folder with it and with what --trace wrote."""
-
-EXAMPLES = """\
-examples:
-  fold3d compare out/demo/stock.log out/demo/aiao.log
-  fold3d compare runs/stock runs/aiao --warmup 10 --svg losses.svg
-  fold3d compare out/demo/stock out/demo/aiao --timelines pipelines.svg
-
-B over A: a ratio above 1 means that B trains more samples per second."""
+EXAMPLE = "fold3d compare out/demo/stock.log out/demo/aiao.log"
 
 _A_LITTLE_MORE = 1.02
 

@@ -50,20 +50,26 @@ def _nearest(word: str, choices: Sequence[str]) -> Sequence[str]:
 class Progress:
     """A counter on stderr for what takes longer than two seconds.
 
-    On a terminal it rewrites one line and leaves none; into a file it adds a line now and then.
+    On a terminal it rewrites one line and leaves none; into a file it adds a line now and then, and
+    a last one.
+
+    Args:
+        what: the word for what is counted, a participle.
+        rest: why the count ends before what there is at most.
     """
 
     DELAY_S, TERMINAL_S, FILE_S = 2.0, 0.2, 10.0
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, what: str, rest: str) -> None:
+        self._what, self._rest = what, rest
+        self._done = 0
         self._rewrites = sys.stderr is not None and sys.stderr.isatty()
         self._next_s = monotonic() + self.DELAY_S
         self._shown = False
 
     def __call__(self, done: int, most: int) -> None:
         """Show how many are done of those that there are at most."""
-        now_s = monotonic()
+        now_s, self._done = monotonic(), done
         if now_s < self._next_s:
             return
         line = f"{self._what}: {done} of at most {most}"
@@ -87,3 +93,5 @@ class Progress:
     ) -> None:
         if self._shown and self._rewrites:
             print("\r\033[K", end="", file=sys.stderr, flush=True)  # noqa: T201
+        elif self._shown and kind is None:
+            complain(f"{self._what}: {self._done}, done; {self._rest}")

@@ -14,22 +14,7 @@ from typing import Any
 from megatron.fold3d.commands.console import OK, REJECTED, complain, write
 from megatron.fold3d.commands.installation import Finding, installation
 
-DESCRIPTION = """\
-Look at the installation: versions, GPUs, NCCL, the compiled extension, the
-namespace package, and whether every patch applies. Started by torchrun it also
-compares the ranks with each other and measures the links between them. With
---write-cluster it also measures computation and copies, and writes what it
-found as a cluster for `fold3d search` and `fold3d simulate`."""
-
-EXAMPLES = """\
-examples:
-  fold3d doctor
-  torchrun --nproc-per-node 8 --no-python fold3d doctor
-  torchrun --nproc-per-node 8 --no-python fold3d doctor --write-cluster cluster.toml
-  srun torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d \\
-      --rdzv-endpoint $HEAD:29400 --no-python fold3d doctor
-
-exit code: 0 ready, 1 something has to be fixed"""
+EXAMPLE = "torchrun --nproc-per-node 8 --no-python fold3d doctor"
 
 # A torch that does not fit its machine may crash at import; that is then one more finding.
 _PROBE = (sys.executable, "-m", "megatron.fold3d.training.installation_facts")

@@ -11,19 +11,7 @@ from megatron.fold3d.commands.console import OK, write
 from megatron.fold3d.commands.deepseek_flags import FIELDS, V2, V3, deepseek_flags, yarn_flags
 from megatron.fold3d.observe.fields import parse_json, read_text
 
-DESCRIPTION = """\
-Turn the config.json of a Hugging Face model into the flags with which Megatron
-builds a model of the same function. A field that is not known, or whose value
-Megatron has no flag for, is refused by name: the models might differ by it.
-Weights are not converted."""
-
-EXAMPLES = """\
-examples:
-  fold3d import Llama-3.1-8B/config.json
-  fold3d search --cluster h100x64 --from-flags \\
-      "$(fold3d import config.json) --seq-length 8192 --global-batch-size 256 --bf16"
-
-exit code: 0 the flags are printed, 2 the file cannot be read or a field is refused"""
+EXAMPLE = "fold3d import Llama-3.1-8B/config.json"
 
 # Says nothing about the function of the model, or is what `_must_be` or `_flags` looks at.
 _NO_MATTER = frozenset(

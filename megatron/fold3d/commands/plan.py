@@ -11,25 +11,14 @@ from megatron.fold3d.commands.schedule_options import add_size_options, asks_to_
 from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.schedules import SCHEDULES
 
-DESCRIPTION = """\
-Print the plan of a schedule: one line per rank, its actions in order.
-2F0 is stage 2's forward of micro-batch 0, 2SEND_F0 sends its result to stage 3.
-Stage s is segment s // pp on rank s % pp."""
-
-EXAMPLES = """\
-examples:
-  fold3d plan --schedule aiao --pp 2 --segments 2 --microbatches 3 --compute-only
-  fold3d plan --schedule interleaved --pp 4 --segments 2 --microbatches 8 --group-size 6
-  fold3d plan --schedule 1f1b --pp 4 --microbatches 8 --format csv --output 1f1b.csv
-  fold3d plan --schedule 1f1b --pp 4 --microbatches 8 --compute-only --p2p-s 0.4 \\
-      --forwards-ahead auto --delay-weight-grads auto
-
-Train with what it wrote, as it is or edited: pretrain_gpt.py --plan-file FILE"""
+EXAMPLE = "fold3d plan --schedule aiao --pp 2 --segments 2 --microbatches 3"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of this command."""
-    parser.add_argument("--schedule", required=True, choices=SCHEDULES)
+    parser.add_argument(
+        "--schedule", required=True, choices=SCHEDULES, metavar="NAME", help=", ".join(SCHEDULES)
+    )
     add_size_options(parser, required=True)
     parser.add_argument(
         "--compute-only", action="store_true", help="without transfers and gradient sync"

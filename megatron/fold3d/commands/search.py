@@ -20,25 +20,7 @@ from megatron.fold3d.predict.search.search_result import WORTHWHILE, JudgedCandi
 from megatron.fold3d.predict.search.search_result import Search as Found
 from megatron.fold3d.predict.search.sensitivity import gains_if_off_by_half
 
-DESCRIPTION = """\
-Choose the schedule, the (dp, pp, tp) sizes, the micro-batch size, the segments,
-the recomputation, the optimizer and the share of DP.sync behind the backward,
-for a model on a cluster: the fastest that fit into memory, and the best of
-stock Megatron beside them. Every row runs as it is predicted."""
-
-EXAMPLES = """\
-examples:
-  fold3d search --model gpt3-18b --cluster a100x128-200g --global-batch-size 256
-  fold3d search --model gpt3-39b --cluster my-cluster.toml --global-batch-size 256 --json
-  fold3d search --model 24-2048-16 --cluster h100x8 --global-batch-size 64 --emit
-  fold3d search --model gpt3-18b --cluster a100x128-200g --global-batch-size 256 --tp 8
-  fold3d search --from-script train_llama3_8b.sh --cluster h100x64
-  fold3d search --cluster a100x128-200g --from-flags "--num-layers 40 --hidden-size 6144 \
-      --num-attention-heads 48 --seq-length 2048 --global-batch-size 256 --bf16"
-
-A cluster file has one `field = number` per line: num_nodes, gpus_per_node,
-gpu_flops_per_s, gpu_memory_bytes, nic_bytes_per_s, intra_bytes_per_s,
-host_copy_bytes_per_s and host_memory_bytes."""
+EXAMPLE = "fold3d search --model gpt3-18b --cluster a100x64-200g --global-batch-size 256"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +114,7 @@ def run(args: Namespace) -> int:
             "--assume delay-weight-grads: the weight gradients of experts are not split from "
             "their backward; drop it"
         )
-    with Progress("simulated") as progress:
+    with Progress("simulated", "no other can be faster") as progress:
         found = search(
             shape,
             cluster,

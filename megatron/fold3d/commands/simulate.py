@@ -44,34 +44,7 @@ from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.policy.replicated_segments import stages_of
 from megatron.fold3d.predict.simulator.lower_bound import bounds_of
 
-DESCRIPTION = """\
-Predict how long a plan takes and where its time goes: computation, bubble,
-and what of DP.sync and PP.sync nothing hides. Costs are numbers, a file, or
-estimated from a model and a cluster; without any, a forward takes 1 second
-and a backward 2."""
-
-EXAMPLES = """\
-examples:
-  fold3d simulate --schedule aiao --pp 2 --segments 2 --microbatches 4
-  fold3d simulate --schedule aiao --pp 2 --segments 4 --microbatches 4 --grad-sync-s 6 \\
-      --delay-weight-grads 1,2
-  fold3d simulate --schedule 1f1b --pp 4 --microbatches 8 --p2p-s 0.1 --grad-sync-s 6
-  fold3d simulate --schedule 1f1b --pp 4 --microbatches 8 --p2p-s 0.4 --forwards-ahead auto \\
-      --delay-weight-grads auto
-  fold3d simulate --schedule auto --pp 2 --segments 4 --microbatches 4 --grad-sync-s 6
-  fold3d simulate --plan-file my-plan.txt --costs costs.json --svg my-plan.svg
-  fold3d simulate --schedule aiao --pp 4 --segments 3 --microbatches 8 --grad-sync-s 4 \\
-      --html playground.html
-  fold3d simulate --schedule aiao --pp 4 --segments 2 --microbatches 16 --model gpt3-18b \\
-      --cluster a100x128-200g --tp 8 --micro-batch-size 4 --recompute full
-
-  fold3d simulate --schedule 1f1b --pp 4 --microbatches 32 --model 48-1536-16 \\
-      --cluster rtx3090x4 --layers auto
-
-  fold3d simulate --schedule aiao --pp 1 --segments 4 --microbatches 8 --forward-s 0.02 \\
-      --backward-s 0.06 --grad-sync-s 0.64 --cuda-connections 1 --grad-sync-launches 7
-
-exit code: 0, 1 if the plan cannot run or does not fit into memory, 2 for a mistake"""
+EXAMPLE = "fold3d simulate --schedule aiao --pp 2 --segments 2 --microbatches 4"
 
 _MOST_ITERATIONS = 1000
 

@@ -21,7 +21,9 @@ def add_simulate_flags(parser: ArgumentParser) -> None:
     order.add_argument(
         "--schedule",
         choices=(*SCHEDULES, auto_options.NAME),
-        help="auto says what training with --schedule auto would try, and what it expects",
+        metavar="NAME",
+        help=f"{', '.join(SCHEDULES)}; auto says what training "
+        "with --schedule auto would try, and what it expects",
     )
     order.add_argument(
         "--plan-file", type=Path, metavar="FILE", help="what `fold3d plan` wrote; - is stdin"

@@ -42,17 +42,7 @@ from megatron.fold3d.predict.simulator.replay import (
     replay,
 )
 
-DESCRIPTION = """\
-Show where the time of a traced run went: the columns of the paper's Table II,
-beside what the simulator makes of the same order and the same costs. Writes a
-page for the browser and a file for Perfetto (https://ui.perfetto.dev).
-Traces are made by training with --trace DIR, also with --schedule stock."""
-
-EXAMPLES = """\
-examples:
-  fold3d trace out/trace
-  fold3d trace out/trace --model gpt3-18b --micro-batch-size 4 --peak-tflops 312
-  fold3d trace out/trace --costs costs.json --html timeline.html --chrome perfetto.json"""
+EXAMPLE = "fold3d trace out/trace"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

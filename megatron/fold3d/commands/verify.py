@@ -10,20 +10,7 @@ from megatron.fold3d.plan.device_queues import CONNECTIONS, verify_on_device
 from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.plan.verify import verify
 
-DESCRIPTION = """\
-Prove that a plan runs every micro-batch once, in order, with matching
-sends and receives and without deadlock, or show the action that stops it.
-A plan without transfers is judged with those that training gives it.
-With --cuda-connections it must also end on GPUs whose streams share so
-many hardware queues."""
-
-EXAMPLES = """\
-examples:
-  fold3d verify --plan-file my-plan.txt
-  fold3d plan --schedule aiao --pp 4 --microbatches 8 | fold3d verify --plan-file -
-  fold3d verify --plan-file my-plan.txt --cuda-connections 1 --tensor-parallel
-
-exit code: 0 the plan can run, 1 it cannot, 2 the file cannot be read, or holds no plan"""
+EXAMPLE = "fold3d verify --plan-file my-plan.txt"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
