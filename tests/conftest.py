@@ -3,8 +3,10 @@
 import os
 import shlex
 import sys
+import tempfile
 from argparse import ArgumentParser
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -57,6 +59,17 @@ def pytest_report_header() -> str:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU, and torch sees none")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Put among pytest's folders what a process that is killed leaves behind.
+
+    Megatron imports wandb, which makes two temporary folders when it is imported.
+    """
+    folder = tmp_path_factory.mktemp("tmp")
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

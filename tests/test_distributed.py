@@ -28,6 +28,14 @@ def test_ranks_meet_and_return_in_order() -> None:
     assert run_distributed(_sum_of_ranks, 2, 10) == [21, 21]
 
 
+def test_what_a_killed_process_leaves_is_among_pytests_folders(temporary_files: Path) -> None:
+    before = set(temporary_files.iterdir())
+    killed = "import os, signal, wandb; os.kill(os.getpid(), signal.SIGKILL)"
+    subprocess.run([sys.executable, "-c", killed], timeout=100, check=False)
+    left = {folder.name[-6:] for folder in set(temporary_files.iterdir()) - before}
+    assert left == {"-media", "ifacts"}  # wandb's, which Megatron imports
+
+
 def _fail_on_rank_one(folder: Path) -> None:
     (folder / os.environ["RANK"]).write_text(str(os.getpid()))
     dist.init_process_group("gloo")

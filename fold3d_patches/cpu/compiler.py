@@ -10,10 +10,31 @@ Remove when: Megatron decides about ``jit_fuser`` per run and not at import.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from fold3d_patches.registry import Patch
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Leave functions as they are that are decorated with ``torch.compile`` meanwhile.
+
+    To decorate one imports torch's compiler: half of the time that importing Megatron takes.
+    """
+
+    def leave(model: Any = None, **_options: Any) -> Any:
+        return model if model is not None else leave
+
+    upstream = torch.compile
+    torch.compile = leave  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = upstream  # type: ignore[assignment]
 
 
 def _force_eager(upstream: Any) -> Any:

@@ -5,8 +5,10 @@ import io
 import os
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,24 @@ def test_what_cannot_begin_is_refused_with_exit_code_2(flags: str, reason: str) 
     assert (code, out) == (2, "")
     assert re.search(f"pretrain_gpt.py: error: .*{reason}", err, re.DOTALL), err
     assert "Traceback" not in err
+
+
+def test_a_login_node_without_gpu_software_hears_of_the_run_alone(tmp_path: Path) -> None:
+    flags = FLAGS.replace("--transformer-impl local ", "") + " --segments 2 --check a100x16-100g"
+    environment = {name: value for name, value in os.environ.items() if name not in OF_A_JOB}
+    timed = [sys.executable, "-X", "importtime", ROOT / "pretrain_gpt.py", *flags.split()]
+    done = subprocess.run(
+        timed, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert said == []
+    assert " torch._inductor\n" not in done.stderr  # as long to import as the rest of Megatron
+    *_, last = done.stdout.splitlines()
+    if find_spec("transformer_engine") is None:
+        assert last.startswith("not on this machine: --transformer-impl transformer_engine: ")
+    else:
+        assert last.startswith("iteration: ")
 
 
 def test_a_script_of_ones_own_ends_where_it_would_begin(tmp_path: Path) -> None:

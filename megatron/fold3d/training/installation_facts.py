@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 import fold3d_patches
+from fold3d_patches.cpu.compiler import uncompiled
 from fold3d_patches.registry import MEGATRON, PatchError
 from megatron.fold3d.commands.installation import Finding, Verdict
 from megatron.fold3d.config.all_flags import add_arguments
@@ -138,7 +139,8 @@ def _extensions() -> Iterator[Finding]:
 
 def _patches() -> Iterator[Finding]:
     """Apply every patch and take it off again."""
-    from megatron.training.arguments import add_megatron_arguments
+    with uncompiled():
+        from megatron.training.arguments import add_megatron_arguments
 
     parser = ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(parser)

@@ -61,12 +61,14 @@ def train(argv: Sequence[str], family: Literal["gpt", "bert"]) -> int:
                 from megatron.training import pretrain
                 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
+                from megatron.fold3d.training.pretraining import absent_packages
+
                 model = import_module(f"megatron.fold3d.training.{family}")
                 model.check(args)
                 check_checkpoint(args)
                 config = pretrain_cfg_container_from_args(args, model.config(args))
             if args.check is not None:
-                return tell_checked(args)
+                return tell_checked(args, [*absent_packages(args)])
         except MISTAKES as error:
             return refuse(error)
         pretrain(config, model.build_datasets, ModelType.encoder_or_decoder, model.forward_step)
@@ -118,13 +120,18 @@ def prepare(
     ours = _add_arguments(None, ArgumentParser(add_help=False, allow_abbrev=False))
     own = ours.parse_known_args(argv)[0]
     device = own.device
-    target = _target(own)
     preset = preset_flags(own.model_preset, family) if own.model_preset else ()
-    _quiet(device)
+    checks = own.check is not None
+    _quiet(device, checks=checks)
 
     check_version()
     import torch
-    from megatron.training.arguments import parse_and_validate_args, parse_args
+
+    from fold3d_patches.cpu.compiler import uncompiled
+
+    with uncompiled() if device == "cpu" or checks else nullcontext():
+        target = _target(own)
+        from megatron.training.arguments import parse_and_validate_args, parse_args
 
     asks_for_help = not {"-h", "--help"}.isdisjoint(argv)
     lacks_gpu = device == "cuda" and not torch.cuda.is_available()
@@ -187,11 +194,12 @@ def install(args: Namespace, patched: ExitStack) -> None:
         raise ValueError(f"no torchrun; start with: torchrun --nproc-per-node N {_script()} ...")
 
 
-def tell_checked(args: Namespace) -> int:
+def tell_checked(args: Namespace, absent: Sequence[str] = ()) -> int:
     """Print what ``--check`` found out about a run that can begin; returns the exit code.
 
     Args:
         args: Megatron's namespace, validated.
+        absent: what this machine lacks and the ranks must have, one message each.
 
     Raises:
         MISTAKES: the run cannot begin; pass the error to `refuse`.
@@ -199,7 +207,7 @@ def tell_checked(args: Namespace) -> int:
     from megatron.fold3d.training.dry_run import report
 
     plan = fold3d_patches.check_schedule(Fold3DConfig.from_args(args), _num_microbatches(args))
-    lines = [*report(args, plan)]
+    lines = [*report(args, plan), *(f"not on this machine: {message}" for message in absent)]
     if _speaks():
         sys.stdout.write("".join(f"{line}\n" for line in lines))
         sys.stdout.flush()
@@ -337,8 +345,16 @@ def _add_arguments(more: AddArguments | None, parser: ArgumentParser) -> Argumen
     return more(parser) if more else parser
 
 
-def _quiet(device: str) -> None:
-    """Silence messages that every rank would repeat, and warnings about an unwanted GPU."""
+def _quiet(device: str, *, checks: bool) -> None:
+    """Silence messages that every rank would repeat, and those of others about this machine.
+
+    The machine that checks a run's flags is not the one that trains.
+    """
+    if checks:
+        warnings.simplefilter("ignore")
+        for name in ("megatron", "fold3d_patches"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     if not _speaks():
         warnings.simplefilter("ignore")
         logging.getLogger("fold3d_patches").setLevel(logging.WARNING)

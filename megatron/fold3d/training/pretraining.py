@@ -94,16 +94,8 @@ def check_run(args: Namespace, foreign: tuple[str, ...], trains: str) -> None:
     """
     if found := ["--" + name.replace("_", "-") for name in foreign if getattr(args, name)]:
         raise ValueError(f"{', '.join(found)}: this script trains {trains}")
-    if args.transformer_impl == "transformer_engine" and find_spec("transformer_engine") is None:
-        raise ValueError(
-            "--transformer-impl transformer_engine: Transformer Engine is not installed; "
-            f"{install('gpu')}, or give --transformer-impl local"
-        )
-    if (instances := args.num_distributed_optimizer_instances) > 1 and find_spec("einops") is None:
-        raise ValueError(
-            f"--num-distributed-optimizer-instances {instances}: Megatron arranges their ranks "
-            "with einops, which is not installed; run pip install einops, or drop the option"
-        )
+    if args.check is None and (absent := [*absent_packages(args)]):
+        raise ValueError("\n".join(absent))
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     prefixes = [prefix for b in (blend, *(blend_per_split or ())) if b for prefix in b[0]]
     missing = [prefix for prefix in prefixes if not IndexedDataset.exists(prefix)]
@@ -112,6 +104,20 @@ def check_run(args: Namespace, foreign: tuple[str, ...], trains: str) -> None:
     by_documents = "mock_data" in foreign  # as a BERT's data are split, a GPT's are by sequences
     if not args.mock_data and (problems := [*_parts(args, blend, blend_per_split, by_documents)]):
         raise ValueError("\n".join(problems))
+
+
+def absent_packages(args: Namespace) -> Iterator[str]:
+    """Yield one message (found, rule, fix) for each package that a rank needs and is not here."""
+    if args.transformer_impl == "transformer_engine" and find_spec("transformer_engine") is None:
+        yield (
+            "--transformer-impl transformer_engine: Transformer Engine is not installed; "
+            f"{install('gpu')}, or give --transformer-impl local"
+        )
+    if (instances := args.num_distributed_optimizer_instances) > 1 and find_spec("einops") is None:
+        yield (
+            f"--num-distributed-optimizer-instances {instances}: Megatron arranges their ranks "
+            "with einops, which is not installed; run pip install einops, or drop the option"
+        )
 
 
 def _parts(
