@@ -1,5 +1,6 @@
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -262,6 +263,34 @@ def waiting(slower: float) -> Timeline:
     costs = Costs.uniform(4, grad_sync_s=0.02, **times)
     execution = Execution(flush=True, sends_waited_for=sends_stock_waits_for(2))
     return simulate(lower(order, Options(gathers_params=True)), costs, execution, iterations=2)
+
+
+PAIR = """
+const pairs = [];
+for (const lane of view.model.views[0].lanes.flat()) lane.words.forEach((word, i) => {
+  const twin = word.startsWith("wait ") && view.model.counterpart(lane, i);
+  if (twin === false) return;
+  const border = view.model.views[0].ends[0];
+  pairs.push([lane.start[i] >= border, twin && twin.lane.words[twin.index] === word]);
+});
+return pairs;
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
+def test_a_wait_is_paired_within_its_iteration(tmp_path: Path):
+    measured = waiting(1.0)
+    without = tuple(
+        tuple(s for s in spans if s.lane != "wait" or not s.action or s.iteration == 1)
+        for spans in measured.ranks
+    )
+    simulated = replace(measured, ranks=without)
+    html = page("", "", [view("measured", measured), view("simulated", simulated)])
+    pairs, console = look(html, ACT + PAIR, tmp_path)
+    assert console == []
+    assert {is_second for is_second, _ in pairs} == {True, False}
+    assert [bool(twin) == is_second for is_second, twin in pairs] == [True] * len(pairs)
 
 
 @pytest.mark.processes

@@ -191,12 +191,14 @@ function matcher(term) {
   return (word, name) => word.split(" ").some((each) => each.toLowerCase() === term.toLowerCase()) || named.test(name);
 }
 
+/** Name each word by how often it has come. A rank need not wait in each iteration: waits are named by theirs. */
 function occurrences(words) {
-  const count = new Map(), names = [], indexes = new Map();
+  const count = new Map(), names = [], indexes = new Map(), first = words.find((word) => /^\d/.test(word));
   words.forEach((word, i) => {
-    const times = (count.get(word) ?? 0) + 1;
-    count.set(word, times);
-    names.push(`${word} ${times}`);
+    const named = word.startsWith("wait") ? `${word} in ${count.get(first) ?? 0},` : word;
+    const times = (count.get(named) ?? 0) + 1;
+    count.set(named, times);
+    names.push(`${named} ${times}`);
     indexes.set(names[i], i);
   });
   return { names, indexes };
