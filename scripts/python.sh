@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Print the path of a Python that can carry this project, or one error that says what was found.
 #
-# Tried in order: what .python-version names under pyenv, pyenv's others, uv's, python3.12,
-# python3.13, python3. megatron-core has wheels for 3.12 and 3.13.
+# Tried in order: what .python-version names under pyenv, pyenv's others, uv's, what it names on the
+# PATH, python3.12, python3.13, python3. megatron-core has wheels for 3.12 and 3.13.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -18,7 +18,7 @@ candidates() {
     if command -v uv >/dev/null; then
         uv python find --system --no-python-downloads ">=$NEEDED,<=$NEWEST.99" 2>/dev/null || true
     fi
-    for name in python3.12 python3.13 python3 python; do
+    for name in "python$(<.python-version)" python3.12 python3.13 python3 python; do
         command -v "$name" || true
     done
 }
