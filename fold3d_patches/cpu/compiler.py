@@ -30,11 +30,11 @@ def uncompiled() -> Iterator[None]:
         return model if model is not None else leave
 
     upstream = torch.compile
-    torch.compile = leave  # type: ignore[assignment]
+    torch.compile = leave
     try:
         yield
     finally:
-        torch.compile = upstream  # type: ignore[assignment]
+        torch.compile = upstream
 
 
 def _force_eager(upstream: Any) -> Any:
