@@ -16,8 +16,8 @@ venv:  ## make .venv, install everything into it and build the extension
 
 extension: venv  ## build the C++ scheduler of --preemptive-comm
 
-demo: venv  ## train a small GPT with stock Megatron and with AIAO, and compare the losses
-	@.venv/bin/python scripts/demo.py $(ARGS)
+demo: venv  ## three runs on slow links: stock's default, the strongest stock, --schedule auto
+	@.venv/bin/python -m scripts.demo $(ARGS)
 
 quick: venv  ## run the tests that take little time and start no other process; about a minute
 	@.venv/bin/python -m pytest -q -n 2 --dist loadfile -m "not (gloo or processes or gpu or search or slow)" $(ARGS)

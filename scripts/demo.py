@@ -1,164 +1,241 @@
-"""Train a small GPT with stock Megatron and with AIAO on this machine, and compare.
+"""Train a small GPT on slow links three times over, and show what FOLD3D gains.
 
-Four ranks, a pipeline of two and two replicas, the same data and seed. The losses of both runs
-must agree in every digit that Megatron prints; what differs is the order. A picture of both, and a
-page of each, show what each rank did when.
+    make demo
+    make demo ARGS="--rounds 5 --picture docs/images/demo.svg"      # the picture of the README
+
+Real Megatron and real TCP: four ranks, two pipelines of two, each rank on a host of its own: a
+network namespace with a slow link. Stock's default, the strongest stock and ``--schedule auto``
+train the same model on the same data in turn, round by round. Their losses must be equal.
+
+Layers are paced: what a forward or backward does not need of its time is slept, because four ranks
+share the few cores of this machine. Everything else is as fast as it is.
 """
 
 import argparse
-import re
-import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 
-from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.commands import compare
+from megatron.fold3d.observe.runs import Comparison, compare_losses
+from megatron.fold3d.observe.runs import Run as Training
+from megatron.fold3d.observe.trace_timeline import read_trace
+from megatron.fold3d.observe.training_log import Spread
+from scripts.bench.runner import Bench, preload
+from scripts.bench.summary import Run
+from scripts.bench.testbed import Link, Testbed, TestbedError, become_root, end_on_signals, refuse
+from scripts.bench.variants import Job, Variant
 
 ROOT = Path(__file__).parents[1]
-FOLD3D = Path(sys.executable).with_name("fold3d")
-RANKS, PIPELINE, SEGMENTS, MICROBATCHES = 4, 2, 2, 8
-REPLICAS = RANKS // PIPELINE
-CORPUS_BYTES = 8_000_000
-
-MODEL = f"""
-    --num-layers 8 --hidden-size 128 --num-attention-heads 4
-    --seq-length 128 --max-position-embeddings 128 --attention-dropout 0 --hidden-dropout 0
-    --micro-batch-size 2 --global-batch-size {2 * MICROBATCHES * REPLICAS}
-    --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.01
-    --split 100,0,0 --eval-iters 0 --eval-interval 1000 --log-interval 1
-    --pipeline-model-parallel-size {PIPELINE} --segments {SEGMENTS} --overlap-grad-reduce
-"""
-ITERATION = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+).* lm loss: ([\d.E+-]+)")
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One training run and what to call it."""
-
-    schedule: str  # on the command line
-    order: str  # the plan that it follows
-    title: str
-
-
-RUNS = (
-    Run("stock", "interleaved", "Stock Megatron, interleaved 1F1B"),
-    Run("aiao", "aiao", "FOLD3D, all-in-all-out"),
+LINK = Link(200e6)
+FORWARD_MS, BACKWARD_MS = 12, 24
+JOB = Job(
+    num_ranks=2,
+    data_parallel=2,
+    num_microbatches=4,
+    num_layers=16,
+    hidden_size=256,
+    seq_length=32,
+    micro_batch_size=1,
+    num_iterations=1,  # an arm has its own number
+    clip_grad=0.0,
+    recompute=False,
 )
+TRACED = 3  # iterations, the last ones of a run
+START_S = 7.0  # until the first iteration; a guess, as the arms' iterations are
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="make demo", description=__doc__.splitlines()[0])
-    parser.add_argument("--iterations", type=int, default=20, metavar="N")
-    parser.add_argument("--output", type=Path, default=ROOT / "out/demo", metavar="DIR")
-    options = parser.parse_args(argv)
-    if options.iterations < 1:
-        parser.error(f"--iterations {options.iterations}: train at least one")
-    options.output.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One of the runs that are compared.
 
-    corpus = prepare_corpus(options.output / "stdlib")
-    losses, times_ms = {}, {}
-    for run in RUNS:
-        print(f"\n{run.title} (--schedule {run.schedule}). A line per pipeline rank, in order:")
-        for rank, program in enumerate(plan_of(run).to_text().splitlines()):
-            print(f"  rank {rank}: {program}")
-        rows = list(train(run, corpus, options.iterations, options.output / run.schedule))
-        losses[run.title] = [loss for _, loss in rows]
-        times_ms[run.title] = median(ms for ms, _ in rows)
+    Attributes:
+        name: of its folder.
+        title: in tables and pictures.
+        flags: added to the job's.
+        warmup: iterations until its time counts.
+        iteration_s: a guess, for the time that is left.
+    """
 
-    identical = report(losses, times_ms)
-    show_traces([options.output / run.schedule for run in RUNS])
-    print(f"Done in {time.monotonic() - started:.0f} s.")
-    return 0 if identical else 1
+    name: str
+    title: str
+    flags: tuple[str, ...]
+    warmup: int
+    iteration_s: float
 
 
-def plan_of(run: Run) -> Plan:
-    """Return the order in which the run computes."""
-    return build(
-        run.order, num_ranks=PIPELINE, num_segments=SEGMENTS, num_microbatches=MICROBATCHES
+def arms(job: Job) -> tuple[Arm, ...]:
+    """Stock's default, the strongest of stock that a sweep of this job found, and ours."""
+    segments, group = str(job.segment_counts[-1]), str(job.num_microbatches)
+    strongest = (
+        *("--num-virtual-stages-per-pipeline-rank", segments),
+        *("--microbatch-group-size-per-virtual-pipeline-stage", group),
+        "--overlap-p2p-communication-warmup-flush",
+        *("--overlap-grad-reduce", "--use-distributed-optimizer", "--overlap-param-gather"),
+    )
+    auto = ("--schedule", "auto", "--segments", segments, "--overlap-grad-reduce")
+    return (
+        Arm(name="default", title="A stock's default", flags=(), warmup=2, iteration_s=2.6),
+        Arm(
+            name="strongest",
+            title="B strongest stock",
+            flags=strongest,
+            warmup=2,
+            iteration_s=1.6,
+        ),
+        Arm(
+            name="auto",
+            title="C --schedule auto",
+            flags=auto,
+            warmup=10,  # nine are its trials
+            iteration_s=1.7,
+        ),
     )
 
 
-def prepare_corpus(prefix: Path) -> list[str]:
-    """Tokenize the standard library's source, once; return the flags that name the result."""
-    if not prefix.with_suffix(".idx").exists():
-        print("Corpus: the source of Python's standard library, byte by byte")
-        command = [sys.executable, str(ROOT / "scripts/prepare_data.py"), "--stdlib"]
-        command += ["--append-eod", "--max-bytes", str(CORPUS_BYTES)]
-        subprocess.run([*command, "--output-prefix", str(prefix)], check=True)
-    # What prepare_data.py says of bytes and an end-of-document mark: the tokens are numbers now.
-    return ["--data-path", str(prefix), "--tokenizer-type", "NullTokenizer", "--vocab-size", "257"]
+def main(argv: Sequence[str], job: Job = JOB) -> int:
+    """Run the demo; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="make demo", description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="(2)")
+    parser.add_argument("--timed", type=int, default=5, metavar="N", help="iterations of a run (5)")
+    parser.add_argument("--output", type=Path, default=ROOT / "out/demo", metavar="DIR")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="(DIR/timelines.svg)")
+    args = parser.parse_args(argv)
+    if args.rounds < 1 or args.timed < TRACED:
+        parser.error(f"--rounds is at least 1, and --timed at least {TRACED}")
+    end_on_signals()
+    started_s = time.monotonic()
+    link: Link | None = LINK
+    try:
+        become_root("scripts.demo", argv)
+        with Testbed(1, LINK):
+            pass
+    except TestbedError as error:
+        print(f"Without slow links, so no times are compared: {error}", flush=True)
+        link, args.rounds = None, 1
+    print(conditions(job, link), flush=True)
+    preload()
+    try:
+        runs = train(job, link, args)
+    except RuntimeError as error:
+        return refuse("make demo", error)
+    compared = Comparison(runs) if link else None
+    picture, page = args.picture or args.output / "timelines.svg", args.output / "demo.html"
+    picture.write_text(compare.timelines_svg(runs, compared), encoding="utf-8")
+    page.write_text(compare.timelines_page(runs, compared), encoding="utf-8")
+    print()
+    print("\n".join(compare.time_lines(runs)), end="\n\n")
+    if compared:
+        print("\n".join(compare.speed_lines(compared)))
+    print(compare.loss_line(runs))
+    print(f"\npicture  {picture}\npage     {page}\nDone in {time.monotonic() - started_s:.0f} s.")
+    agreement = compare_losses(runs)
+    return 0 if agreement.equal == agreement.common else 1
 
 
-def train(
-    run: Run, corpus: Sequence[str], iterations: int, output: Path
-) -> Iterator[tuple[float, str]]:
-    """Train, print and yield each iteration's milliseconds and loss.
+def conditions(job: Job, link: Link | None) -> str:
+    """What must stand beside the numbers for them to mean anything."""
+    links = f"links of {link.rate_bit_s / 1e6:.0f} Mb/s" if link and link.rate_bit_s else "loopback"
+    return (
+        f"Real Megatron, {job.world_size} ranks on {links}, "
+        f"{job.data_parallel} pipelines of {job.num_ranks}. {job.num_layers} layers of hidden size "
+        f"{job.hidden_size}, sequence {job.seq_length},\n"
+        f"{job.num_microbatches} micro-batches of {job.micro_batch_size} for each pipeline, fp32, "
+        f"no clipping. A layer lasts at least {FORWARD_MS} ms\n"
+        f"forward and {BACKWARD_MS} ms backward: what the CPU does not need of them is slept.\n"
+    )
+
+
+def train(job: Job, link: Link | None, args: argparse.Namespace) -> tuple[Training, ...]:
+    """Run all arms in turn, and say how it goes.
 
     Raises:
-        SystemExit: training failed; its last lines are in the message.
+        RuntimeError: a run failed.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(RANKS), str(ROOT / "pretrain_gpt.py"), "--device", "cpu"]
-    command += ["--schedule", run.schedule, *MODEL.split(), *corpus]
-    command += ["--train-iters", str(iterations), "--lr-decay-iters", str(iterations)]
-    command += ["--data-cache-path", str(output.parent / "cache"), "--trace", str(output)]
-    print(f"Starting {RANKS} ranks; the first iteration comes after some 20 s.", flush=True)
-    tail: deque[str] = deque(maxlen=30)
-    done = 0
-    with (
-        output.with_suffix(".log").open("w") as log,
-        subprocess.Popen(
-            command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        ) as ranks,
-    ):
-        assert ranks.stdout is not None
-        for line in ranks.stdout:
-            log.write(line)
-            tail.append(line)
-            if found := ITERATION.search(line):
-                done += 1
-                ms, loss = float(found[1]), found[2]
-                print(f"  iteration {done:>3}   loss {loss}   {ms:>7.1f} ms", flush=True)
-                yield ms, loss
-    if ranks.returncode or done < iterations:
-        raise SystemExit(f"{''.join(tail)}\n{run.title} ended after {done} iterations: {log.name}")
+    rounds: dict[Arm, list[Run]] = {arm: [] for arm in arms(job)}
+    progress = Progress(tuple(rounds), args.rounds, args.timed)
+    for number in range(1, args.rounds + 1):
+        for arm in rounds:
+            traced = f"{arm.warmup + 1 + args.timed - TRACED}-{arm.warmup + args.timed}"
+            trace = ("--trace", str(args.output / arm.name), "--trace-iterations", traced)
+            bench = Bench(
+                job=replace(job, num_iterations=arm.warmup + args.timed),
+                link=link,
+                rank_flags=(
+                    f"--forward-ms={FORWARD_MS}",
+                    f"--backward-ms={BACKWARD_MS}",
+                    "--nccl-order",
+                ),
+                warmup=arm.warmup,
+                real_time=False,
+                timeout_s=300.0,
+                logs=args.output / "logs",
+            )
+            progress.begin(arm, number)
+            run = bench.run(Variant(arm.name, (*arm.flags, *trace)), number, progress)
+            if run.failure:
+                raise RuntimeError(f"{arm.title}: {run.failure}")
+            progress.end(run)
+            rounds[arm].append(run)
+    return tuple(
+        Training(
+            name=arm.title,
+            rounds=tuple(run.iterations for run in runs),
+            warmup=arm.warmup,
+            timeline=read_trace(args.output / arm.name),
+        )
+        for arm, runs in rounds.items()
+    )
 
 
-def show_traces(folders: Sequence[Path]) -> None:
-    """Print where the time of two traced iterations went, and draw them."""
-    if not all(any(folder.glob("rank-*.json")) for folder in folders):
-        return  # a run this short records nothing
-    for folder in folders:
-        print(flush=True)
-        subprocess.run([FOLD3D, "trace", folder], check=True)
-    picture = folders[0].parent / "timelines.svg"
-    command: list[str | Path] = [FOLD3D, "compare", *folders, "--timelines", picture]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    print(f"\nBoth pipelines on one time axis: {picture}")
+class Progress:
+    """A line for each run that is over and, on a terminal, one that tells what runs now.
 
+    The time left is a guess for each arm, times what the guesses were off so far.
+    """
 
-def report(losses: dict[str, list[str]], times_ms: dict[str, float]) -> bool:
-    """Print the comparison; returns whether the losses are identical."""
-    first, second = losses
-    width = max(map(len, losses))
-    print(f"\n{'iteration':>9}   {first:>{width}}   {second:>{width}}")
-    pairs = list(zip(losses[first], losses[second], strict=True))
-    for iteration, (a, b) in enumerate(pairs, start=1):
-        mark = "" if a == b else "   DIFFERS"
-        print(f"{iteration:>9}   {a:>{width}}   {b:>{width}}{mark}")
-    print(f"{'median ms':>9}   {times_ms[first]:>{width}.1f}   {times_ms[second]:>{width}.1f}")
-    same = sum(a == b for a, b in pairs)
-    print(f"\nLosses identical in every digit: {same} of {len(pairs)} iterations.")
-    print("The times compare nothing yet: ranks on one machine have no slow network to hide.")
-    return same == len(pairs)
+    def __init__(self, arms: Sequence[Arm], num_rounds: int, timed: int) -> None:
+        self._num_rounds, self._timed = num_rounds, timed
+        self._total_s = num_rounds * sum(self._guess_s(arm) for arm in arms)
+        self._done_s = 0.0
+        self._began_s = time.monotonic()
+        self._arm, self._number = arms[0], 1
+
+    def begin(self, arm: Arm, number: int) -> None:
+        """Say which run begins."""
+        self._arm, self._number = arm, number
+        self(0)
+
+    def __call__(self, done: int) -> None:
+        """Say how many of its iterations are over."""
+        if sys.stdout.isatty():
+            done_s = self._done_s + (START_S + done * self._arm.iteration_s if done else 0)
+            of = self._arm.warmup + self._timed
+            print(f"\r{self._where} iteration {done} of {of}{self._left(done_s)}\033[K", end="")
+            sys.stdout.flush()
+
+    def end(self, run: Run) -> None:
+        """Say what the run's iterations took."""
+        self._done_s += self._guess_s(self._arm)
+        start, end = ("\r", "\033[K") if sys.stdout.isatty() else ("", "")
+        spread = f"{Spread.of(run.times_ms)} ms"
+        print(f"{start}{self._where} {spread:<22}{self._left(self._done_s)}{end}", flush=True)
+
+    @property
+    def _where(self) -> str:
+        return f"round {self._number} of {self._num_rounds}  {self._arm.title:<17}"
+
+    def _guess_s(self, arm: Arm) -> float:
+        return START_S + (arm.warmup + self._timed) * arm.iteration_s
+
+    def _left(self, done_s: float) -> str:
+        passed_s = time.monotonic() - self._began_s
+        off = passed_s / done_s if done_s else 1.0
+        left_s = max(0.0, self._total_s - done_s) * off
+        return f"  about {left_s:.0f} s left" if left_s else ""
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -24,7 +24,7 @@ _COMMANDS = {
     "search": "choose schedule, sizes and segments for a model on a cluster",
     "import": "turn a Hugging Face configuration into Megatron's flags",
     "trace": "show where the time of a traced run went",
-    "compare": "compare two training runs: speed, losses, where the time went",
+    "compare": "compare training runs: speed, losses, where the time went",
     "doctor": "look at the installation, and say what to fix",
 }
 _FILES = {"import": "import_config"}  # a keyword of Python cannot be a module's name

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from megatron.fold3d.observe import training_log
 from scripts.bench import summary, variants
+from scripts.bench.processes import RealTimeFlag
 from scripts.bench.runner import Bench, preload
 from scripts.bench.summary import Run
 from scripts.bench.testbed import Link, TestbedError, end_on_signals, parse_rate, refuse
@@ -143,7 +144,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     links.add_argument(
         "--real-time",
-        action="store_true",
+        action=RealTimeFlag,
         help="ranks that train go before all other processes, for a machine that is not idle",
     )
     what = parser.add_argument_group("what is compared")
@@ -191,7 +192,7 @@ def main(argv: Sequence[str]) -> int:
         runs = compare(bench, chosen, args.rounds, args.keep)
     except (TestbedError, ValueError) as error:
         return refuse("compare.py", error)
-    found = summary.rows(runs, bench.link.rate_bit_s)
+    found = summary.rows(runs, parse_rate(args.rate))
     largest, differing = summary.loss_disagreements(runs)
     failures = [f"{run.variant.name}: {run.failure}" for run in runs if run.failure]
     conditions = _conditions(args, runs)

@@ -27,6 +27,7 @@ from statistics import median
 from scripts.bench import bounds, compare, pipeline_cells, predict, summary, variants
 from scripts.bench.kept_runs import KeptRuns, problems
 from scripts.bench.pipeline_cells import Cell, slower_than
+from scripts.bench.processes import RealTimeFlag
 from scripts.bench.runner import Bench, preload
 from scripts.bench.summary import Row, Run
 from scripts.bench.testbed import (
@@ -388,7 +389,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--slow-down", type=float, default=1.0, metavar="N", help="of layers and links (1)"
     )
-    parser.add_argument("--real-time", action="store_true", help="as for compare.py")
+    parser.add_argument("--real-time", action=RealTimeFlag, help="as for compare.py")
     parser.add_argument("--table", action="store_true", help="measure nothing")
     parser.add_argument(
         "--predictions", action="store_true", help="measure nothing; what the simulator says"

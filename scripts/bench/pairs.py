@@ -20,6 +20,7 @@ from fold3d_patches import registry
 from megatron.fold3d.observe import training_log
 from megatron.fold3d.predict.simulator.pair_times import pair_s
 from scripts.bench import half_layer_pacing
+from scripts.bench.processes import RealTimeFlag
 from scripts.bench.testbed import Link, Testbed, TestbedError, end_on_signals, refuse
 from scripts.bench.variants import Job
 
@@ -81,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--half-ms", type=float, default=10.0, help="forward of a half layer (10)")
     parser.add_argument("--layers", type=int, default=4, help="(4)")
     parser.add_argument("--iterations", type=int, default=7, help="of each run (7)")
-    parser.add_argument("--real-time", action="store_true", help="before all other processes")
+    parser.add_argument("--real-time", action=RealTimeFlag, help="before all other processes")
     parser.add_argument("--logs", type=Path, default=_ROOT / "out/pairs", help="(out/pairs)")
     args = parser.parse_args(argv)
     end_on_signals()

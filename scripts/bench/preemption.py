@@ -23,6 +23,7 @@ from typing import Any
 
 from megatron.fold3d.runtime.preemption.communicator import BUILD, extension
 from scripts.bench.preemption_rank import HEADERS, Load, Mode, Result, run_killed, run_modes
+from scripts.bench.processes import check_real_time
 from scripts.bench.testbed import (
     Link,
     Testbed,
@@ -236,6 +237,7 @@ def main(argv: Sequence[str]) -> int:
     modes = [mode for mode in MODES if not args.only or mode.name in args.only]
     measured = []
     try:
+        check_real_time()  # ranks take it without being asked
         if extension() is None:
             raise ValueError(
                 f"the extension is not built, and without it nothing waits; run: {BUILD}"

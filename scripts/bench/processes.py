@@ -1,5 +1,6 @@
 """The processes of a run's ranks: wait for them together, hurry them, stop them."""
 
+import argparse
 import contextlib
 import ctypes
 import multiprocessing
@@ -10,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 _GRACE_S = 5.0  # for the ranks to print their own error after one of them has failed
 _POLL_S = 0.05
@@ -73,11 +74,11 @@ class Ranks:
 
 
 class Forked:
-    """A copy of this process on a host of the testbed."""
+    """A copy of this process on a host of the testbed, or where this process is."""
 
     def __init__(
         self,
-        namespace: str,
+        namespace: str | None,
         environment: Mapping[str, str],
         log: Path,
         function: Callable[[], int],
@@ -101,11 +102,15 @@ class Forked:
 
     @staticmethod
     def _run(
-        namespace: str, environment: Mapping[str, str], log: Path, function: Callable[[], int]
+        namespace: str | None,
+        environment: Mapping[str, str],
+        log: Path,
+        function: Callable[[], int],
     ) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        with Path(namespace).open() as host:
-            os.setns(host.fileno(), os.CLONE_NEWNET)
+        if namespace is not None:
+            with Path(namespace).open() as host:
+                os.setns(host.fileno(), os.CLONE_NEWNET)
         with log.open("wb", buffering=0) as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
@@ -124,3 +129,41 @@ def hurry(pid: int) -> None:
     for task in Path(f"/proc/{pid}/task").glob("*"):
         with contextlib.suppress(ProcessLookupError):
             os.sched_setscheduler(int(task.name), os.SCHED_RR, os.sched_param(1))
+
+
+class RealTimeFlag(argparse.Action):
+    """``--real-time``, refused at once where the kernel would refuse it to the ranks."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=False, **kwargs)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        """Set the flag, or end with one line."""
+        try:
+            check_real_time()
+        except ValueError as error:
+            parser.error(f"{option_string}: {error}; leave it out")
+        setattr(namespace, self.dest, True)
+
+
+def check_real_time() -> None:
+    """Find out on this thread whether `hurry` will work.
+
+    Raises:
+        ValueError: the kernel refuses it.
+    """
+    policy, priority = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except PermissionError:
+        raise ValueError(
+            "this process may not go before all others; the machine's own root may, "
+            "but not the root that unshare makes of a user"
+        ) from None
+    os.sched_setscheduler(0, policy, priority)

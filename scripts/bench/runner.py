@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import logging
 import os
 import re
 import resource
@@ -9,7 +10,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ class Bench:
     """How the job runs here: links, clocks, and where logs go."""
 
     job: Job
-    link: Link
+    link: Link | None  # None: ranks talk over this machine's loopback
     rank_flags: tuple[str, ...]
     warmup: int
     real_time: bool
@@ -34,9 +35,16 @@ class Bench:
     logs: Path
     ranks_per_host: int = 1
 
-    def run(self, variant: Variant, number: int) -> Run:
-        """Run a variant once; round 0 is the one without shaped links."""
-        link = self.link if number else Link(delay_ms=self.link.delay_ms)
+    def run(
+        self, variant: Variant, number: int, progress: Callable[[int], None] = lambda _: None
+    ) -> Run:
+        """Run a variant once; round 0 is the one without shaped links.
+
+        ``progress`` is told again and again how many iterations are over.
+        """
+        link = self.link
+        if link is not None and not number:
+            link = Link(delay_ms=link.delay_ms)
         logs = self.logs / f"{variant.name}-round{number}"
         shutil.rmtree(logs, ignore_errors=True)
         argv = [*self.rank_flags, "--", *self.job.flags(), *variant.flags]
@@ -45,7 +53,7 @@ class Bench:
         with Testbed(hosts, link, self.ranks_per_host) as testbed:
             ranks = testbed.fork(partial(_train, argv), logs)
             timed = (self.warmup, self.job.num_iterations)
-            meter = _Meter(testbed, ranks, timed, self.real_time)
+            meter = _Meter(testbed, ranks, timed, self.real_time, progress)
             codes = ranks.wait(self.timeout_s, meter.watch)
             link_bytes = meter.busiest_bytes()
         other_cpus = clock.other_cpus()
@@ -76,6 +84,7 @@ def _train(argv: Sequence[str]) -> int:
 def preload() -> None:
     """Import once what every rank of every run needs; nothing of it starts a thread."""
     warnings.simplefilter("ignore")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # that there is no GPU
     for module in ("megatron.core.tokenizers.text", "megatron.training.training"):
         importlib.import_module(module)
     for module in ("megatron.fold3d.runtime.executor", "scripts.bench.rank"):
@@ -87,9 +96,14 @@ class _Meter:
     """Counts what the timed iterations put on the links, and clears the CPUs for them."""
 
     def __init__(
-        self, testbed: Testbed, ranks: Ranks, timed: tuple[int, int], real_time: bool
+        self,
+        testbed: Testbed,
+        ranks: Ranks,
+        timed: tuple[int, int],
+        real_time: bool,
+        progress: Callable[[int], None],
     ) -> None:
-        self._testbed, self._ranks = testbed, ranks
+        self._testbed, self._ranks, self._progress = testbed, ranks, progress
         self._timed, self._real_time = timed, real_time
         self._readings: list[list[Traffic]] = []
 
@@ -98,10 +112,11 @@ class _Meter:
 
         What follows the last iteration, gathering parameters for instance, is not of it.
         """
-        if len(self._readings) == len(self._timed):
-            return
         log = self._ranks.logs[-1]  # the last rank's is Megatron's
         num_iterations = len(training_log.parse(log.read_text(errors="replace")))
+        self._progress(num_iterations)
+        if len(self._readings) == len(self._timed):
+            return
         if num_iterations and self._real_time:  # not before: starting takes seconds of CPU
             self._ranks.hurry()
             self._real_time = False

@@ -23,6 +23,7 @@ from fold3d_patches import registry
 from fold3d_patches.registry import Patch
 from megatron.fold3d.observe import training_log
 from scripts.bench import layer_pacing
+from scripts.bench.processes import RealTimeFlag
 from scripts.bench.testbed import Link, Testbed, TestbedError, end_on_signals, parse_rate, refuse
 from scripts.bench.variants import Job
 
@@ -116,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--forward-ms", type=float, default=6.0, help="of a paced layer (6)")
     parser.add_argument("--backward-ms", type=float, default=12.0, help="of a paced layer (12)")
     parser.add_argument("--iterations", type=int, default=10, help="of each run (10)")
-    parser.add_argument("--real-time", action="store_true", help="before all other processes")
+    parser.add_argument("--real-time", action=RealTimeFlag, help="before all other processes")
     parser.add_argument("--logs", type=Path, default=_ROOT / "out/sends", help="(out/sends)")
     args = parser.parse_args(argv)
     end_on_signals()

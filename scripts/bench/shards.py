@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
+from scripts.bench.processes import RealTimeFlag
 from scripts.bench.runner import Bench, preload
 from scripts.bench.summary import Run
 from scripts.bench.testbed import Link, TestbedError, end_on_signals, parse_rate, refuse
@@ -85,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--forward-ms", type=float, default=6.0, help="of a layer (6)")
     parser.add_argument("--iterations", type=int, default=12, help="of each run (12)")
     parser.add_argument("--rounds", type=int, default=1, help="(1)")
-    parser.add_argument("--real-time", action="store_true", help="before all other processes")
+    parser.add_argument("--real-time", action=RealTimeFlag, help="before all other processes")
     parser.add_argument("--logs", type=Path, default=_ROOT / "out/shards", help="(out/shards)")
     args = parser.parse_args(argv)
     end_on_signals()

@@ -23,6 +23,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -121,13 +122,16 @@ class Traffic:
 class Testbed:
     """``num_hosts`` hosts with one link each, from ``with`` until its block ends.
 
+    With no link there are no hosts either: ranks that are forked stay where this process is, and
+    talk over the loopback. It needs nothing of the machine.
+
     Raises:
         TestbedError: on entering, if the machine lacks what a testbed needs.
     """
 
     __test__ = False
 
-    def __init__(self, num_hosts: int, link: Link, ranks_per_host: int = 1) -> None:
+    def __init__(self, num_hosts: int, link: Link | None, ranks_per_host: int = 1) -> None:
         if not (1 <= num_hosts <= 250 and ranks_per_host >= 1):
             raise ValueError(
                 f"{num_hosts} hosts of {ranks_per_host} ranks: 1 to 250 hosts, at least a rank each"
@@ -137,9 +141,11 @@ class Testbed:
         self._ranks: list[Ranks] = []
 
     def __enter__(self) -> Self:
+        if self.link is None:
+            return self
         check_machine()
         try:
-            self._build()
+            self._build(self.link)
         except BaseException:
             self.close()
             raise
@@ -165,7 +171,7 @@ class Testbed:
 
     def address(self, host: int) -> str:
         """The host's address; no other machine can reach it."""
-        return f"10.77.0.{host + 1}"
+        return f"10.77.0.{host + 1}" if self.link else "127.0.0.1"
 
     def enter(self, host: int) -> tuple[str, ...]:
         """Words to put before a command, so that it runs on the host and dies with this process."""
@@ -201,7 +207,8 @@ class Testbed:
         """
 
         def begin(host: int, environment: Mapping[str, str], log: Path) -> Process:
-            return Forked(self.namespace(host), environment, log, function)
+            namespace = self.namespace(host) if self.link else None
+            return Forked(namespace, environment, log, function)
 
         return self._begin(begin, logs, port)
 
@@ -209,6 +216,8 @@ class Testbed:
         self, begin: Callable[[int, Mapping[str, str], Path], Process], logs: Path, port: int
     ) -> Ranks:
         logs.mkdir(parents=True, exist_ok=True)
+        if self.link is None:
+            port = _free_port()
         num_ranks = self.num_hosts * self.ranks_per_host
         paths = [logs / f"rank{rank}.log" for rank in range(num_ranks)]
         processes: list[Process] = []
@@ -222,6 +231,8 @@ class Testbed:
 
     def traffic(self) -> list[Traffic]:
         """Bytes on each host's link since the testbed was made."""
+        if self.link is None:
+            return [Traffic(0, 0)] * self.num_hosts
         return [traffic_of(holder.pid) for holder in self._holders[: self.num_hosts]]
 
     @contextlib.contextmanager
@@ -233,7 +244,7 @@ class Testbed:
         finally:
             self._ip(_SWITCH, f"link set p{host} up")
 
-    def _build(self) -> None:
+    def _build(self, link: Link) -> None:
         for _ in range(self.num_hosts + 1):
             self._holders.append(_hold_namespace())
         offload = f"gso_max_size {OFFLOAD_BYTES} gro_max_size {OFFLOAD_BYTES}"
@@ -257,8 +268,8 @@ class Testbed:
             )
             for name, value in (("congestion_control", "reno"), ("slow_start_after_idle", "0")):
                 _run([*self._inside(host), "sysctl", "-qw", f"net.ipv4.tcp_{name}={value}"])
-            self._tc(host, "eth0")
-            self._tc(_SWITCH, f"p{host}")
+            self._tc(host, link, "eth0")
+            self._tc(_SWITCH, link, f"p{host}")
 
     def _environment(self, rank: int, local_rank: int, port: int) -> dict[str, str]:
         """What torchrun would set, and the interface that gloo is to use."""
@@ -270,7 +281,7 @@ class Testbed:
             "MASTER_ADDR": self.address(0),
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "eth0",
+            "GLOO_SOCKET_IFNAME": "eth0" if self.link else "lo",
             "PYTHONUNBUFFERED": "1",
         }
 
@@ -281,8 +292,8 @@ class Testbed:
         """Run ``ip`` on a host or on the switch."""
         _run([*self._inside(host), "ip", "-batch", "-"], "\n".join(lines))
 
-    def _tc(self, host: int, device: str) -> None:
-        if lines := list(self.link.qdiscs(device)):
+    def _tc(self, host: int, link: Link, device: str) -> None:
+        if lines := list(link.qdiscs(device)):
             _run([*self._inside(host), "tc", "-batch", "-"], "\n".join(lines))
 
 
@@ -303,10 +314,56 @@ def traffic_of(pid: int) -> Traffic:
 def check_machine() -> None:
     """Raise a `TestbedError` if this process is not root or lacks a command."""
     if os.geteuid() != 0:
-        raise TestbedError("the testbed makes network namespaces and needs root; run it with sudo")
+        raise TestbedError(
+            "the testbed makes network namespaces and needs root; run it with sudo, or without any "
+            "right under: unshare -Ur"
+        )
     for tool, package in _TOOLS.items():
         if shutil.which(tool) is None:
             raise TestbedError(f"no command {tool!r}; run: apt-get install {package}")
+
+
+def become_root(module: str, argv: Sequence[str]) -> None:
+    """Unless this process is root, run a module in its place as root of a user namespace.
+
+    That root has no right outside of what it makes itself, which is all that a testbed needs.
+
+    Raises:
+        TestbedError: the system does not let users make namespaces.
+    """
+    if os.geteuid() == 0:
+        return
+    if shutil.which("unshare") is None:
+        raise TestbedError("no command 'unshare'; run: apt-get install util-linux")
+    again = ("unshare", "--user", "--map-root-user")
+    tried = subprocess.run(
+        [*again, "unshare", "--net", "true"], capture_output=True, text=True, check=False
+    )
+    if tried.returncode:
+        reason = " ".join(tried.stderr.split())
+        raise TestbedError(f"cannot make a network namespace: {reason}; {_what_would_allow()}")
+    sys.stdout.flush()
+    os.execvp(again[0], [*again, sys.executable, "-m", module, *argv])
+
+
+def _what_would_allow(settings: Path = Path("/proc/sys")) -> str:
+    """Name the setting of this system that forbids namespaces, and how to change it."""
+    for name, allowed in (
+        ("user/max_user_namespaces", 1000),
+        ("kernel/unprivileged_userns_clone", 1),
+        ("kernel/apparmor_restrict_unprivileged_userns", 0),
+    ):
+        file = settings / name
+        if file.exists() and (int(file.read_text()) == 0) != (allowed == 0):
+            return f"allow it with: sudo sysctl -w {name.replace('/', '.')}={allowed}"
+    return "in a container, start it with: docker run --privileged"
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
 
 
 def parse_rate(text: str) -> float | None:
@@ -337,7 +394,7 @@ def _hold_namespace() -> subprocess.Popen[bytes]:
         time.sleep(0.002)
     holder.kill()
     reason = holder.communicate()[1].decode().strip() or "unshare did not answer"
-    raise TestbedError(f"cannot make a network namespace: {reason}")
+    raise TestbedError(f"cannot make a network namespace: {reason}; {_what_would_allow()}")
 
 
 def _run(command: Sequence[str], lines: str = "") -> None:

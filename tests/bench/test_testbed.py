@@ -154,7 +154,8 @@ def test_a_testbed_without_root_is_refused_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert testbed.main(["--", "true"]) == 2
     assert capsys.readouterr().err == (
-        "testbed.py: error: the testbed makes network namespaces and needs root; run it with sudo\n"
+        "testbed.py: error: the testbed makes network namespaces and needs root; run it with sudo, "
+        "or without any right under: unshare -Ur\n"
     )
 
 
@@ -312,3 +313,47 @@ def test_forked_ranks_are_killed_as_soon_as_they_exist(bed, tmp_path):
     ranks = bed.fork(lambda: time.sleep(600) or 0, tmp_path)
     ranks.stop()
     assert ranks.poll() == [-signal.SIGKILL] * 2
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_without_a_link_ranks_stay_here_and_talk_over_the_loopback(tmp_path):
+    def rank():
+        where = (os.environ["MASTER_ADDR"], os.environ["GLOO_SOCKET_IFNAME"])
+        os.write(1, f"{where[0]} {where[1]} {Path('/proc/self/ns/net').readlink()}".encode())
+        return 0
+
+    with Testbed(2, None) as bed:
+        ranks = bed.fork(rank, tmp_path)
+        assert ranks.wait(PATIENCE_S) == [0, 0]
+        assert bed.traffic() == [Traffic(0, 0)] * 2
+    here = str(Path("/proc/self/ns/net").readlink())
+    assert [log.read_text().split() for log in ranks.logs] == [["127.0.0.1", "lo", here]] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "advice"),
+    [
+        ("user/max_user_namespaces", 0, "sysctl -w user.max_user_namespaces=1000"),
+        ("kernel/unprivileged_userns_clone", 0, "kernel.unprivileged_userns_clone=1"),
+        ("kernel/apparmor_restrict_unprivileged_userns", 1, "restrict_unprivileged_userns=0"),
+        ("kernel/apparmor_restrict_unprivileged_userns", 0, "docker run --privileged"),
+    ],
+)
+def test_who_may_not_make_namespaces_is_told_what_would_allow_it(tmp_path, name, value, advice):
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_text(f"{value}\n")
+    assert testbed._what_would_allow(tmp_path).endswith(advice)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("tool", ["compare", "grid", "sends", "pairs", "shards"])
+def test_real_time_is_refused_at_once_where_the_kernel_would(tool):
+    as_user = ["unshare", "--user", "--map-root-user"]
+    if subprocess.run([*as_user, "true"], capture_output=True).returncode:
+        pytest.skip("users may not make namespaces here")
+    command = [*as_user, sys.executable, "-m", f"scripts.bench.{tool}", "--real-time"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "error: --real-time: this process may not go before all others" in done.stderr
+    assert "Traceback" not in done.stderr

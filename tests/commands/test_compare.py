@@ -39,13 +39,15 @@ def test_the_ratio_is_of_throughputs_after_warmup(fold3d, runs: tuple[Path, Path
     code, out, err = fold3d("compare {} {}".format(*runs))
     assert (code, err) == (0, "")
     assert out.splitlines() == [
-        "         ms per iteration (quartiles)  samples/s  TFLOP/s per GPU",
-        "A stock              1515 (1500-1530)      10.55            100.5",
+        "         ms per iteration (quartiles)  samples/s  TFLOP/s per GPU  "
+        "speed-up by B aiao (95% CI)",
+        "A stock              1515 (1500-1530)      10.55            100.5  "
+        "        1.500 (1.485-1.515)",
         "B aiao               1010 (1000-1020)      15.83            100.5",
-        "B is 1.500 times as fast as A, 95% CI 1.485-1.515 (bootstrap)",
+        "B aiao is faster than A stock: 1.500 times as fast, 95% CI 1.485-1.515 (bootstrap)",
         "",
         "loss: equal in every digit in 20 of 20 iterations",
-        "loss 0.5 was reached after 39.27 s by A, 26.18 s by B",
+        "loss 0.5 was reached after 39.27 s by A stock, 26.18 s by B aiao",
         "",
         "no trace of A stock and B aiao: where the time went shows with --trace DIR",
     ]
@@ -156,7 +158,7 @@ def test_both_pipelines_are_drawn_on_one_time_axis(fold3d, tmp_path: Path):
         r"\d+ ms per iteration · bubble \d+% · exposed DP.sync \d+% · exposed PP.sync \d+%",
         captions[0],
     )
-    assert [word for word in words if word in ("stock", "aiao")] == ["stock", "aiao"]
+    assert [word for word in words if word in ("A stock", "B aiao")] == ["A stock", "B aiao"]
 
 
 def test_pipelines_without_traces_cannot_be_drawn(fold3d, runs, tmp_path: Path):
@@ -183,10 +185,63 @@ def test_iterations_of_unknown_size_are_compared_one_by_one(fold3d, runs):
     stock, aiao = runs
     aiao.write_text(aiao.read_text().replace("global batch size:    16", "", 10))
     _, out, _ = fold3d(f"compare {stock} {aiao}")
-    assert "B is 1.500 times as fast as A" in out
+    assert "B aiao is faster than A stock: 1.500 times as fast" in out
 
 
 def test_a_run_compared_with_itself_keeps_its_name(fold3d, runs):
     _, out, _ = fold3d(f"compare {runs[0]} {runs[0]}")
     assert "A stock" in out
     assert "B stock" in out
+
+
+def test_of_three_runs_the_last_is_judged_by_the_fastest_of_the_others(fold3d, tmp_path: Path):
+    for name, ms in (("default", 2000.0), ("tuned", 1500.0), ("auto", 1000.0)):
+        (tmp_path / f"{name}.log").write_text(log(ms))
+    paths = [f"{tmp_path}/{name}.log" for name in ("default", "tuned", "auto")]
+    code, out, err = fold3d(f"compare {' '.join(paths)}")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert [line.split()[-2:] for line in lines[1:3]] == [
+        ["2.000", "(1.980-2.020)"],
+        ["1.500", "(1.485-1.515)"],
+    ]
+    assert "C auto is faster than B tuned: 1.500 times as fast, 95% CI 1.485-1.515" in lines[4]
+    assert "loss: equal in every digit in 20 of 20 iterations" in lines
+    result = json.loads(fold3d(f"compare {' '.join(paths)} --json")[1])
+    assert [ratio["value"] for ratio in result["ratios"]] == pytest.approx([2.0, 1.5])
+    assert result["verdict"] in lines[4]
+
+
+def test_where_the_interval_contains_one_no_difference_is_shown(fold3d, runs):
+    stock, aiao = runs
+    aiao.write_text(log(1500.0))
+    verdict = "No difference shown between B aiao and A stock: 1.000 times as fast"
+    assert verdict in fold3d(f"compare {stock} {aiao}")[1]
+    aiao.write_text(log(1600.0))
+    verdict = "B aiao is slower than A stock: 0.938 times as fast"
+    assert verdict in fold3d(f"compare {stock} {aiao}")[1]
+
+
+def test_terminal_picture_and_page_have_one_verdict(fold3d, tmp_path: Path):
+    for name, ms, order in (
+        ("default", 2000.0, "interleaved"),
+        ("tuned", 1500.0, "interleaved"),
+        ("auto", 1000.0, "aiao"),
+    ):
+        write_traces(tmp_path / name, order, slower=ms / 1e3)
+        (tmp_path / name / "run.log").write_text(log(ms).replace("TFLOP/s/GPU): 100.5", "-"))
+    svg, html = tmp_path / "all.svg", tmp_path / "all.html"
+    paths = " ".join(f"{tmp_path}/{name}" for name in ("default", "tuned", "auto"))
+    code, out, err = fold3d(f"compare {paths} --timelines {svg} --html {html}")
+    assert (code, err) == (0, "")
+    verdict = out.splitlines()[4].removesuffix(" (bootstrap)")
+    assert verdict.startswith("C auto is faster than B tuned")
+    assert "TFLOP/s" not in out
+    page = html.read_text()
+    for text in (svg.read_text(), page):
+        assert f"<title>{verdict}</title>" in text
+    assert "<td>1.500 (1.485-1.515)</td>" in page
+    assert "Loss: equal in every digit in 20 of 20 iterations" in page
+    table = [line.split()[:3] for line in out.splitlines()[-2:]]
+    assert table[0] == ["C", "-", "A"]
+    assert table[1] == ["C", "-", "B"]

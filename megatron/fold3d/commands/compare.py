@@ -1,31 +1,37 @@
-"""``fold3d compare``: two training runs, their speed, their losses and where their time went."""
+"""``fold3d compare``: training runs, their speed, their losses and where their time went."""
 
 import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from megatron.fold3d.commands import exposure_table
 from megatron.fold3d.commands.console import OK, write
-from megatron.fold3d.observe.breakdown import exposure_of_ranks, seconds_of, shown_columns
+from megatron.fold3d.observe.breakdown import (
+    Breakdown,
+    exposure_of_ranks,
+    seconds_of,
+    shown_columns,
+)
 from megatron.fold3d.observe.exposure import Exposure, mean
 from megatron.fold3d.observe.report.draw import Pipeline, draw_together
+from megatron.fold3d.observe.report.page import View, page
 from megatron.fold3d.observe.report.plot import Panel, plot
 from megatron.fold3d.observe.runs import (
-    Ratio,
+    Comparison,
     Run,
     compare_losses,
     read_run,
-    speed_ratio,
     time_to_loss,
 )
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.observe.training_log import Spread
 
-EXAMPLE = "fold3d compare out/demo/stock.log out/demo/aiao.log"
+EXAMPLE = "fold3d compare runs/default runs/tuned runs/auto --html comparison.html"
 
 _A_LITTLE_MORE = 1.02
 
@@ -33,7 +39,7 @@ _A_LITTLE_MORE = 1.02
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("first", type=Path, metavar="RUN_A")
-    parser.add_argument("second", type=Path, metavar="RUN_B")
+    parser.add_argument("others", type=Path, nargs="+", metavar="RUN_B")
     parser.add_argument(
         "--warmup",
         type=int,
@@ -48,7 +54,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--timelines",
         type=Path,
         metavar="FILE",
-        help="draw what the ranks of both did, on one time axis; needs their traces",
+        help="draw what the ranks of all runs did, on one time axis; needs their traces",
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="a page with all of it; needs their traces"
     )
     parser.add_argument("--json", action="store_true", help="the result as one JSON object")
 
@@ -57,139 +66,179 @@ def run(args: Namespace) -> int:
     """Print the comparison; returns the exit code."""
     if args.warmup < 0:
         raise ValueError(f"--warmup {args.warmup}: it is zero or more")
-    names = _names(args.first, args.second)
+    paths = [args.first, *args.others]
     runs = [
-        read_run(path, name) for path, name in zip((args.first, args.second), names, strict=True)
+        read_run(path, name, args.warmup) for path, name in zip(paths, _names(paths), strict=True)
     ]
-    ratio = _ratio(runs, args.warmup)
+    compared = _compared(runs)
     if args.svg:
         args.svg.write_text(_losses_svg(runs), encoding="utf-8")
     if args.timelines:
-        args.timelines.write_text(_timelines_svg(runs), encoding="utf-8")
+        args.timelines.write_text(timelines_svg(runs, compared), encoding="utf-8")
+    if args.html:
+        args.html.write_text(timelines_page(runs, compared), encoding="utf-8")
     if args.json:
-        write(json.dumps(_as_json(runs, ratio, args.warmup)) + "\n")
+        write(json.dumps(_as_json(runs, compared)) + "\n")
     else:
-        write("\n".join(_lines(runs, ratio, args.warmup)) + "\n")
+        write("\n".join(_lines(runs, compared)) + "\n")
     return OK
 
 
-def _names(first: Path, second: Path) -> tuple[str, str]:
-    """Return the parts in which the runs' paths differ."""
-    a, b = first.resolve().with_suffix("").parts, second.resolve().with_suffix("").parts
-    while a != b and len(a) > 1 and len(b) > 1 and a[-1] == b[-1]:
-        a, b = a[:-1], b[:-1]
-    return f"A {a[-1]}", f"B {b[-1]}"
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Return the last parts in which the runs' paths differ, with a letter before each."""
+    parts = [path.resolve().with_suffix("").parts for path in paths]
+    while (
+        any(a != b for a, b in pairwise(parts))
+        and min(map(len, parts)) > 1
+        and len({of_path[-1] for of_path in parts}) == 1
+    ):
+        parts = [of_path[:-1] for of_path in parts]
+    return [f"{chr(ord('A') + i)} {of_path[-1]}" for i, of_path in enumerate(parts)]
 
 
-def _ratio(runs: Sequence[Run], warmup: int) -> Ratio | None:
-    """Return how many times as fast the second run is; None if either has no log."""
+def _compared(runs: Sequence[Run]) -> Comparison | None:
+    """Compare the runs' speed; None if one of them has no log."""
     if not all(run.iterations for run in runs):
         return None
     for run in runs:
-        if not run.times_s(warmup):
+        if not run.timed:
             raise ValueError(
                 f"{run.name} ends with iteration {run.iterations[-1].number}, and --warmup "
-                f"{warmup} leaves nothing to time; give a smaller --warmup"
+                f"{run.warmup} leaves nothing to time; give a smaller --warmup"
             )
-    return speed_ratio(runs[0], runs[1], warmup)
+    return Comparison(tuple(runs))
 
 
-def _lines(runs: Sequence[Run], ratio: Ratio | None, warmup: int) -> Iterator[str]:
-    width = max(len(run.name) for run in runs)
-    if ratio is not None:
-        yield f"{'':<{width}}  ms per iteration (quartiles)  samples/s  TFLOP/s per GPU"
-        for run in runs:
-            speed = _speed(run, warmup)
-            numbers = [_number(speed[name]) for name in ("samples_per_s", "tflops_per_gpu")]
-            spread = str(Spread.of([s * 1e3 for s in run.times_s(warmup)]))
-            yield f"{run.name:<{width}}  {spread:>28}  {numbers[0]:>9}  {numbers[1]:>15}"
-        yield (
-            f"B is {ratio.value:.3f} times as fast as A, "
-            f"95% CI {ratio.low:.3f}-{ratio.high:.3f} (bootstrap)"
-        )
+def _lines(runs: Sequence[Run], compared: Comparison | None) -> Iterator[str]:
+    if compared is not None:
+        yield from speed_lines(compared)
         yield ""
-        yield from _loss_lines(runs)
+        yield loss_line(runs)
+        yield from _reached_lines(runs)
     else:
-        logless = " and ".join(run.name for run in runs if not run.iterations)
+        logless = _all_of([run.name for run in runs if not run.iterations])
         yield (
             f"no log of {logless}: speed and losses are not compared; write what a run prints to a "
             ".log file in its folder"
         )
     yield ""
-    yield from _time_lines(runs, width)
+    yield from time_lines(runs)
 
 
-def _loss_lines(runs: Sequence[Run]) -> Iterator[str]:
-    agreement = compare_losses(*runs)
+def speed_lines(compared: Comparison) -> Iterator[str]:
+    """Yield the table of speeds, and the verdict."""
+    titles, *rows = _speed_table(compared)
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    for row in (titles, *rows):
+        first, *numbers = (cell for cell in zip(row, widths, strict=True))
+        cells = [f"{first[0]:<{first[1]}}", *(f"{cell:>{width}}" for cell, width in numbers)]
+        yield "  ".join(cells).rstrip()
+    yield f"{compared.verdict} (bootstrap)"
+
+
+def _speed_table(compared: Comparison) -> Iterator[tuple[str, ...]]:
+    """Yield titles, and a row for each run; there are no columns of what no log says."""
+    runs = compared.runs
+    speeds = [_speed(run) for run in runs]
+    known = {
+        title: texts
+        for name, title in (("samples_per_s", "samples/s"), ("tflops_per_gpu", "TFLOP/s per GPU"))
+        if any(texts := [_number(speed[name]) for speed in speeds])
+    }
+    last = runs[-1].name
+    yield "", "ms per iteration (quartiles)", *known, f"speed-up by {last} (95% CI)"
+    ratios = [f"{ratio.value:.3f} ({ratio.interval})" for ratio in compared.ratios]
+    for i, (run, ratio) in enumerate(zip(runs, [*ratios, ""], strict=True)):
+        spread = str(Spread.of([s * 1e3 for s in run.times_s]))
+        yield run.name, spread, *(texts[i] for texts in known.values()), ratio
+
+
+def loss_line(runs: Sequence[Run]) -> str:
+    """Say whether all runs have equal losses."""
+    agreement = compare_losses(runs)
     if not agreement.common:
-        yield "loss: no iteration has one in both runs"
-        return
-    yield (
-        f"loss: equal in every digit in {agreement.equal} of {agreement.common} iterations"
-        + (
-            f"; first apart in iteration {agreement.first_difference}, by "
-            f"{agreement.largest:.1e} of it at most"
-            if agreement.first_difference is not None
-            else ""
-        )
+        return f"loss: no iteration has one in {_all_or_both(runs)} runs"
+    told = f"loss: equal in every digit in {agreement.equal} of {agreement.common} iterations"
+    if agreement.first_difference is None:
+        return told
+    return (
+        f"{told}; first apart in iteration {agreement.first_difference}, by "
+        f"{agreement.largest:.1e} of it at most"
     )
+
+
+def _all_or_both(runs: Sequence[Run]) -> str:
+    return "both" if len(runs) == 2 else "all"
+
+
+def _reached_lines(runs: Sequence[Run]) -> Iterator[str]:
     reached = _reached(runs)
     if reached is not None:
-        loss, (first_s, second_s) = reached
-        yield f"loss {loss:.4g} was reached after {first_s:.4g} s by A, {second_s:.4g} s by B"
+        loss, times_s = reached
+        after = ", ".join(
+            f"{time_s:.4g} s by {run.name}" for run, time_s in zip(runs, times_s, strict=True)
+        )
+        yield f"loss {loss:.4g} was reached after {after}"
 
 
-def _reached(runs: Sequence[Run]) -> tuple[float, tuple[float, float]] | None:
-    """The lowest loss that both runs reached, and when each did."""
+def _reached(runs: Sequence[Run]) -> tuple[float, tuple[float, ...]] | None:
+    """The lowest loss that all runs reached, and when each did."""
     curves = [run.loss_over_time() for run in runs]
     if not all(curves):
         return None
     loss = max(min(loss for _, loss in curve) for curve in curves)
-    times_s = [time_to_loss(run, loss) for run in runs]
-    if times_s[0] is None or times_s[1] is None:
-        return None
-    return loss, (times_s[0], times_s[1])
+    times_s = tuple(s for run in runs if (s := time_to_loss(run, loss)) is not None)
+    return (loss, times_s) if len(times_s) == len(runs) else None
 
 
-def _time_lines(runs: Sequence[Run], width: int) -> Iterator[str]:
-    rows = [_exposure(run) for run in runs]
-    if rows[0] is None or rows[1] is None:
+def time_lines(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield where the time went, and what the last run spends less or more than the others."""
+    rows = [row for run in runs if (row := _exposure(run))]
+    if len(rows) < len(runs):
         yield f"no trace of {_traceless(runs)}: where the time went shows with --trace DIR"
         return
-    first, second = rows[0], rows[1]
-    shown = shown_columns(first, second)
-    width = max(width, len("B - A"))
-    times_ms = [[1e3 * s for s in seconds_of(row, shown)] for row in (first, second)]
-    gaps_ms = (b - a for a, b in zip(*times_ms, strict=True))
+    shown = shown_columns(*rows)
+    letters = [run.name.partition(" ")[0] for run in runs]
+    differences = [f"{letters[-1]} - {letter}" for letter in letters[:-1]]
+    width = max(map(len, (*(run.name for run in runs), *differences)))
+    times_ms = [[1e3 * s for s in seconds_of(row, shown)] for row in rows]
     yield exposure_table.titles(f"{'ms':<{width}}", shown)
     for run, row_ms in zip(runs, times_ms, strict=True):
         yield exposure_table.line(f"{run.name:<{width}}", row_ms)
-    signed = [ms if abs(ms) >= 1e-9 else 0.0 for ms in gaps_ms]
-    yield exposure_table.line(f"{'B - A':<{width}}", signed, "+.4g")
+    *others_ms, last_ms = times_ms
+    for name, other_ms in zip(differences, others_ms, strict=True):
+        gaps_ms = (b - a for a, b in zip(other_ms, last_ms, strict=True))
+        signed = [ms if abs(ms) >= 1e-9 else 0.0 for ms in gaps_ms]
+        yield exposure_table.line(f"{name:<{width}}", signed, "+.4g")
 
 
 def _traceless(runs: Sequence[Run]) -> str:
-    return " and ".join(run.name for run in runs if run.timeline is None)
+    return _all_of([run.name for run in runs if run.timeline is None])
+
+
+def _all_of(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _exposure(run: Run) -> Exposure | None:
     return mean(exposure_of_ranks(run.timeline)) if run.timeline else None
 
 
-def _speed(run: Run, warmup: int) -> dict[str, float | None]:
-    """Means over the iterations after warm-up; None for what the log does not say."""
-    rows = [row for row in run.iterations if row.number > warmup]
+def _speed(run: Run) -> dict[str, float | None]:
+    """Means over the timed iterations; None for what the log does not say."""
+    rows = run.timed
     samples = [row.batch_size for row in rows if row.batch_size is not None]
     tflops = [row.tflops for row in rows if row.tflops is not None]
     whole = len(samples) == len(rows) and rows
     return {
-        "samples_per_s": sum(samples) / sum(run.times_s(warmup)) if whole else None,
+        "samples_per_s": sum(samples) / sum(run.times_s) if whole else None,
         "tflops_per_gpu": fmean(tflops) if tflops else None,
     }
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+    return "" if value is None else f"{value:.4g}"
 
 
 def _losses_svg(runs: Sequence[Run]) -> str:
@@ -206,26 +255,43 @@ def _losses_svg(runs: Sequence[Run]) -> str:
     )
 
 
-def _timelines_svg(runs: Sequence[Run]) -> str:
-    """Draw both for the time of one steady iteration of the slower run, and a little more."""
-    timelines = [run.timeline for run in runs if run.timeline is not None]
-    if len(timelines) < len(runs):
-        raise ValueError(f"--timelines: no trace of {_traceless(runs)}; train with --trace DIR")
+def timelines_svg(runs: Sequence[Run], compared: Comparison | None) -> str:
+    """Draw all for the time of one steady iteration of the slowest run, and a little more."""
+    timelines = _timelines(runs, "--timelines")
     starts_s = [_steady_from_s(timeline) for timeline in timelines]
     rows = [mean(exposure_of_ranks(timeline)) for timeline in timelines]
     shown_s = _A_LITTLE_MORE * max(row.total_s for row in rows)
     return draw_together(
         [
-            Pipeline(
-                run.name.partition(" ")[2],
-                _caption(row),
-                timeline.between(start_s, start_s + shown_s),
-            )
+            Pipeline(run.name, _caption(row), timeline.between(start_s, start_s + shown_s))
             for run, row, timeline, start_s in zip(runs, rows, timelines, starts_s, strict=True)
         ],
-        title="Both pipelines on one time axis, measured",
+        title=_title(compared),
         until_s=shown_s,
     )
+
+
+def timelines_page(runs: Sequence[Run], compared: Comparison | None) -> str:
+    """Return the page of all runs; it begins with the last one."""
+    views = [
+        View(name=run.name, timeline=timeline, row=Breakdown(iteration=mean(rows), of_rank=rows))
+        for run, timeline in zip(runs, _timelines(runs, "--html"), strict=True)
+        for rows in [exposure_of_ranks(timeline)]
+    ]
+    table = list(_speed_table(compared)) if compared else ()
+    caption = loss_line(runs).capitalize() if compared else ""
+    return page(_title(compared), caption, [views[-1], *views[:-1]], speeds=table)
+
+
+def _title(compared: Comparison | None) -> str:
+    return compared.verdict if compared else "All pipelines on one time axis, measured"
+
+
+def _timelines(runs: Sequence[Run], flag: str) -> list[Timeline]:
+    timelines = [run.timeline for run in runs if run.timeline is not None]
+    if len(timelines) < len(runs):
+        raise ValueError(f"{flag}: no trace of {_traceless(runs)}; train with --trace DIR")
+    return timelines
 
 
 def _steady_from_s(timeline: Timeline) -> float:
@@ -244,22 +310,24 @@ def _caption(row: Exposure) -> str:
     return " · ".join((f"{row.total_s * 1e3:.0f} ms per iteration", *of_it))
 
 
-def _as_json(runs: Sequence[Run], ratio: Ratio | None, warmup: int) -> dict[str, Any]:
+def _as_json(runs: Sequence[Run], compared: Comparison | None) -> dict[str, Any]:
     reached = _reached(runs)
     return {
-        "ratio": asdict(ratio) if ratio else None,
+        "verdict": compared.verdict if compared else None,
+        "ratio": asdict(compared.ratio) if compared else None,
+        "ratios": [asdict(ratio) for ratio in compared.ratios] if compared else None,
         "runs": [
             {
                 "name": run.name,
                 "iterations": len(run.iterations),
-                "times_ms": asdict(Spread.of([s * 1e3 for s in run.times_s(warmup)]))
-                if run.times_s(warmup)
+                "times_ms": asdict(Spread.of([s * 1e3 for s in run.times_s]))
+                if run.times_s
                 else None,
-                **_speed(run, warmup),
+                **_speed(run),
                 "exposure": asdict(row) if (row := _exposure(run)) else None,
             }
             for run in runs
         ],
-        "losses": asdict(compare_losses(*runs)),
+        "losses": asdict(compare_losses(runs)),
         "reached": {"loss": reached[0], "seconds": reached[1]} if reached else None,
     }

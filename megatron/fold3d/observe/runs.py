@@ -1,4 +1,4 @@
-"""Training runs and how two of them compare: speed, losses, and where the time went.
+"""Training runs and how they compare: speed, losses, and where the time went.
 
 A run is read from Megatron's log, our traces, or both in one folder.
 """
@@ -6,7 +6,8 @@ A run is read from Megatron's log, our traces, or both in one folder.
 import glob
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, chain
 from math import inf
 from pathlib import Path
 from random import Random
@@ -23,25 +24,38 @@ _MOST_TIMES = 500  # iterations to resample, the last ones of a longer run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One training run.
+    """One training run, or several rounds of it.
 
     Attributes:
         name: the name to print.
-        iterations: lines of its log, each iteration once, in order.
+        rounds: the lines of its log, each iteration once, in order; for each time that it ran.
+        warmup: how many of the first iterations are not timed.
         timeline: the timeline of its traced iterations, if there are any.
     """
 
     name: str
-    iterations: tuple[LoggedIteration, ...]
+    rounds: tuple[tuple[LoggedIteration, ...], ...]
+    warmup: int
     timeline: Timeline | None
 
-    def times_s(self, warmup: int) -> list[float]:
-        """Seconds of each iteration but the first ones."""
-        return [row.elapsed_ms / 1e3 for row in self.iterations if row.number > warmup]
+    @property
+    def iterations(self) -> tuple[LoggedIteration, ...]:
+        """The iterations of its first round."""
+        return self.rounds[0] if self.rounds else ()
+
+    @property
+    def timed(self) -> list[LoggedIteration]:
+        """The iterations after the warm-up, of all rounds."""
+        return [row for row in chain(*self.rounds) if row.number > self.warmup]
+
+    @property
+    def times_s(self) -> list[float]:
+        """Seconds of each timed iteration."""
+        return [row.elapsed_ms / 1e3 for row in self.timed]
 
     def losses(self) -> dict[int, float]:
-        """The loss of each iteration that has one."""
-        return {row.number: row.loss for row in self.iterations if row.loss is not None}
+        """The loss of each iteration of the first round that has one."""
+        return _losses(self.iterations)
 
     def loss_over_time(self) -> list[tuple[float, float]]:
         """Return seconds spent in iterations so far, and the loss then."""
@@ -65,8 +79,13 @@ class Ratio:
     low: float
     high: float
 
+    @property
+    def interval(self) -> str:
+        """The interval in words."""
+        return f"{self.low:.3f}-{self.high:.3f}"
 
-def read_run(path: Path, name: str) -> Run:
+
+def read_run(path: Path, name: str, warmup: int) -> Run:
     """Return the run recorded in a log file, or in a folder with logs and traces.
 
     If a folder has no logs, the logs beside it count: those of its name or, for a folder ``trace``,
@@ -91,7 +110,12 @@ def read_run(path: Path, name: str) -> Run:
             "output of a training run, or a folder with it and what --trace wrote"
         )
     ordered = tuple(iterations[number] for number in sorted(iterations))
-    return Run(name=name, iterations=ordered, timeline=read_trace(traces[0]) if traces else None)
+    return Run(
+        name=name,
+        rounds=(ordered,) if ordered else (),
+        warmup=warmup,
+        timeline=read_trace(traces[0]) if traces else None,
+    )
 
 
 def _logs(folder: Path, patterns: Iterable[str]) -> list[Path]:
@@ -103,15 +127,15 @@ def _logs_beside(folder: Path) -> list[Path]:
     return _logs(folder.parent, _LOGS if folder.name == "trace" else of_name)
 
 
-def speed_ratio(first: Run, second: Run, warmup: int) -> Ratio:
+def speed_ratio(first: Run, second: Run) -> Ratio:
     """Return by how much the second run's samples per second exceed the first's.
 
     If a line does not give its number of samples, all iterations count as equally large.
 
-    The ratio is of medians. The interval is a 95% bootstrap over iterations: it covers the scatter
-    within a run, not the scatter between two runs of one job.
+    The ratio is of medians. The interval is a 95% bootstrap over iterations. It covers the scatter
+    between two runs of one job only where both ran in several rounds.
     """
-    timed = [[row for row in run.iterations if row.number > warmup] for run in (first, second)]
+    timed = [run.timed for run in (first, second)]
     sized = all(row.batch_size for rows in timed for row in rows)
     rates = [
         [(row.batch_size or 0.0 if sized else 1.0) / row.elapsed_ms for row in rows[-_MOST_TIMES:]]
@@ -127,15 +151,49 @@ def speed_ratio(first: Run, second: Run, warmup: int) -> Ratio:
     return Ratio(median(rates[1]) / median(rates[0]), low, high)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossAgreement:
-    """The differences of two runs' losses, iteration by iteration.
+@dataclass(frozen=True)
+class Comparison:
+    """The speed of the last of several runs, against each of the others.
 
     Attributes:
-        common: iterations that have a loss in both.
+        runs: at least two; all of them have timed iterations.
+    """
+
+    runs: tuple[Run, ...]
+
+    @cached_property
+    def ratios(self) -> tuple[Ratio, ...]:
+        """How many times as fast the last run is as each of the others, in their order."""
+        *others, last = self.runs
+        return tuple(speed_ratio(other, last) for other in others)
+
+    @property
+    def ratio(self) -> Ratio:
+        """How many times as fast the last run is as the fastest of the others."""
+        return min(self.ratios, key=lambda ratio: ratio.value)
+
+    @property
+    def verdict(self) -> str:
+        """The one sentence about the last run and the fastest of the others."""
+        ratio, last = self.ratio, self.runs[-1].name
+        other = self.runs[self.ratios.index(ratio)].name
+        found = f"{ratio.value:.3f} times as fast, 95% CI {ratio.interval}"
+        if ratio.low > 1:
+            return f"{last} is faster than {other}: {found}"
+        if ratio.high < 1:
+            return f"{last} is slower than {other}: {found}"
+        return f"No difference shown between {last} and {other}: {found}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossAgreement:
+    """The differences between the losses of runs, iteration by iteration.
+
+    Attributes:
+        common: iterations that have a loss in all runs, and in all rounds of each.
         equal: how many of these are equal in every digit that was logged.
         first_difference: the first that is not.
-        largest: the largest relative difference.
+        largest: the largest relative difference from the first run.
     """
 
     common: int
@@ -144,18 +202,22 @@ class LossAgreement:
     largest: float
 
 
-def compare_losses(first: Run, second: Run) -> LossAgreement:
-    """Compare the losses of the iterations that both runs logged."""
-    ours, theirs = first.losses(), second.losses()
-    common = sorted(ours.keys() & theirs.keys())
-    off = {n: abs(ours[n] - theirs[n]) / (abs(ours[n]) or 1.0) for n in common}
-    differing = [n for n in common if ours[n] != theirs[n]]
+def compare_losses(runs: Sequence[Run]) -> LossAgreement:
+    """Compare the losses of the iterations that all runs logged."""
+    first, *others = [_losses(rows) for run in runs for rows in run.rounds or ((),)]
+    common = sorted(first.keys() & set.intersection(*(set(other) for other in others)))
+    differing = [n for n in common if any(other[n] != first[n] for other in others)]
+    off = [abs(first[n] - other[n]) / (abs(first[n]) or 1.0) for other in others for n in common]
     return LossAgreement(
         common=len(common),
         equal=len(common) - len(differing),
         first_difference=differing[0] if differing else None,
-        largest=max((inf if gap != gap else gap for gap in off.values()), default=0.0),
+        largest=max((inf if gap != gap else gap for gap in off), default=0.0),
     )
+
+
+def _losses(rows: Iterable[LoggedIteration]) -> dict[int, float]:
+    return {row.number: row.loss for row in rows if row.loss is not None}
 
 
 def time_to_loss(run: Run, loss: float) -> float | None:

@@ -46,11 +46,20 @@ class View:
 
 
 @gc_paused()
-def page(title: str, caption: str, views: Sequence[View]) -> str:
-    """Return the page as HTML; of several views the first is the one that the tiles are about."""
+def page(
+    title: str, caption: str, views: Sequence[View], *, speeds: Sequence[Sequence[str]] = ()
+) -> str:
+    """Return the page as HTML.
+
+    Args:
+        title: the title.
+        caption: the line below it.
+        views: the first is the one that the tiles are about.
+        speeds: the rows of a table about all iterations, not only the traced ones; titles first.
+    """
     paths = [critical_path(view.timeline) for view in views]
     toggles = [
-        f'<button data-view="{i}" aria-pressed="true">{escape(view.name.capitalize())}</button>'
+        f'<button data-view="{i}" aria-pressed="true">{escape(_capital(view.name))}</button>'
         for i, view in enumerate(views)
     ]
     if min(len(view.timeline.iteration_ends_s(0)) for view in views) > 1:
@@ -60,7 +69,9 @@ def page(title: str, caption: str, views: Sequence[View]) -> str:
         "caption": escape(caption),
         "tiles": "".join(_tiles(views)),
         "toggles": "".join(toggles) if len(views) > 1 else "",
-        "sections": "".join(chain(_time_section(views), _path_section(views, paths))),
+        "sections": "".join(
+            chain(_speed_section(speeds), _time_section(views), _path_section(views, paths))
+        ),
     }
     data = _embedded(views, paths)
     return one_file("page.html", parts, data, styles=("style.css",), scripts=_SCRIPTS)
@@ -158,6 +169,22 @@ def _ms(seconds: float) -> str:
     return f"{ms:.0f}" if abs(ms) >= 1e3 else f"{ms:.4g}"
 
 
+def _capital(name: str) -> str:
+    return name[:1].upper() + name[1:]
+
+
+def _speed_section(speeds: Sequence[Sequence[str]]) -> Iterator[str]:
+    if not speeds:
+        return
+    titles, *rows = speeds
+    yield '<section aria-labelledby="speed"><h2 id="speed">How fast</h2>'
+    yield '<div class="scroll"><table><thead><tr>'
+    yield "".join(f"<th>{escape(title)}</th>" for title in titles)
+    yield "</tr></thead><tbody>"
+    yield from (_table_row(name, cells) for name, *cells in rows)
+    yield "</tbody></table></div></section>"
+
+
 def _time_section(views: Sequence[View]) -> Iterator[str]:
     rows = [view.row for view in views]
     shown = shown_columns(*(row.iteration for row in rows))
@@ -202,7 +229,7 @@ def _extra_columns(rows: Sequence[Breakdown]) -> Iterator[tuple[str, list[str]]]
 
 
 def _rank_table(view: View, shown: Sequence[str]) -> Iterator[str]:
-    yield f"<details><summary>{escape(view.name.capitalize())}, each rank</summary>"
+    yield f"<details><summary>{escape(_capital(view.name))}, each rank</summary>"
     yield '<div class="scroll"><table><thead><tr><th>ms</th>'
     yield "".join(f"<th>{COLUMNS[name]}</th>" for name in shown)
     yield "<th>iteration</th></tr></thead><tbody>"
