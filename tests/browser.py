@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import subprocess
-from html import unescape
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,13 @@ SCRIPT
   const out = document.createElement("pre");
   out.id = "probe";
   out.textContent = JSON.stringify(result);
-  document.body.append(out);
+  parent.document.body.append(out);
 }
 </script>
 """
+
+
+_NARROWEST = 500  # pixels of a window; a frame may be narrower
 
 
 def look(
@@ -49,11 +52,15 @@ def look(
         script: the body of a function; it runs at once, before the browser draws a frame.
         folder: for the copy of the page and the browser's profile.
         flags: more of Chromium's, such as ``--force-dark-mode``.
-        size: of the window, in pixels.
+        size: of what the page is shown in, in pixels.
     """
     assert CHROMIUM is not None
     path = folder / "page.html"
-    path.write_text(html.replace("</body>", _PROBE.replace("SCRIPT", script) + "</body>"))
+    text = html.replace("</body>", _PROBE.replace("SCRIPT", script) + "</body>")
+    if size[0] < _NARROWEST:
+        box = f'width="{size[0]}" height="{size[1]}" style="border:0"'
+        text = f'<!doctype html><body><iframe {box} srcdoc="{escape(text)}"></iframe></body>'
+    path.write_text(text)
     done = subprocess.run(
         [
             *(CHROMIUM, *_FLAGS, *flags, f"--user-data-dir={folder / 'profile'}"),

@@ -1,5 +1,6 @@
 import json
 import re
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -14,19 +15,42 @@ from megatron.fold3d.plan import schedules
 from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.memory import peak_activations
+from megatron.fold3d.plan.passes.place_weight_grads import StageTimes, place_weight_grads
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
 from megatron.fold3d.predict.simulator.simulate import simulate
 from megatron.fold3d.predict.simulator.steady import steady_state
+from scripts.playground import page
 from tests.browser import CHROMIUM, MISSING, look
 
 CHECKED_IN = Path(__file__).parents[3] / "docs/playground.html"
 WHERE = ("serial", "overlap", "deferred")
 
 
-def plan_of(schedule: str, p: int, m: int, ns: int, where: str = "") -> Plan:
+def plan_of(
+    schedule: str,
+    p: int,
+    m: int,
+    ns: int,
+    where: str = "",
+    *,
+    ahead: int = 1,
+    gaps: tuple[float, float] | None = None,
+) -> Plan:
+    """Return a plan; ``gaps`` are the times of a transfer and a backward, for weight gradients."""
     ns = 1 if schedule in schedules.ONE_SEGMENT_SCHEDULES else ns
-    order = schedules.build(schedule, num_ranks=p, num_segments=ns, num_microbatches=m)
+    forwards = ahead if schedule == "1f1b" else None
+    order = schedules.build(
+        schedule, num_ranks=p, num_segments=ns, num_microbatches=m, forwards_ahead=forwards
+    )
+    if gaps is not None:
+        transfer, backward = gaps
+        halves = (backward / ns / 2,) * (p * ns)
+        forward = (1 / ns,) * (p * ns)
+        times = StageTimes(
+            forward_s=forward, backward_s=halves, weight_s=halves, transfer_s=transfer
+        )
+        order = place_weight_grads(order, times)
     if not where:
         return order
     deferred = range(p * ns if where == "deferred" else 0)
@@ -54,7 +78,7 @@ def timeline_of(plan: Plan, where: str, first: bool, transfer: float, sync: floa
 
 
 def test_the_page_in_the_docs_is_what_its_script_writes():
-    made = playground(Settings())
+    made = page()
     assert CHECKED_IN.read_text(encoding="utf-8") == made, "run scripts/playground.py"
     assert len(made) < 1_000_000
     assert re.findall(r"https?://\S+", made) == []
@@ -75,16 +99,21 @@ const crc = (text) => {
   }
   return ~value >>> 0;
 };
+const placed = GAPS.map(([name, p, m, segments, where, ahead, transfer, backward]) => {
+  const sizes = sizesOf(name, { p, m, ns: segments, ahead }), { ns } = sizes;
+  const costs = { forward: 1 / ns, backward: backward / ns, transfer };
+  return planOf(name, sizes, where, costs).map((program) => program.map(spellAction).join(" "));
+});
 const line = (program) => program.map(spellAction).join(" ") + "\\n";
 const plans = PLANS.map(([name, p, m, ns, where]) => {
-  const sizes = sizesOf(name, { p, m, ns });
+  const sizes = sizesOf(name, { p, m, ns, ahead: 1 });
   const made = where ? planOf(name, sizes, where)
     : numbers(p).map((rank) => SCHEDULES[name].program(rank, sizes));
   return crc(made.map(line).join(""));
 });
 const runs = RUNS.map(([name, p, m, segments, where, messagesFirst, transfer, sync]) => {
   const { ns } = sizesOf(name, { p, m, ns: segments });
-  const programs = planOf(name, { p, m, ns }, where);
+  const programs = planOf(name, { p, m, ns, ahead: 1 }, where);
   const costs = { forward: 1 / ns, backward: 2 / ns, transfer, sync: sync / ns };
   const run = simulate(programs, ns, costs, { where, messagesFirst });
   const spans = run.ranks.map((all) => all.map(({ lane, start, end, action, iteration }) =>
@@ -92,7 +121,7 @@ const runs = RUNS.map(([name, p, m, segments, where, messagesFirst, transfer, sy
   const result = { exposure: exposureOf(run), held: mostHeld(programs, ns) };
   return { spans, period: run.to - run.from, ...result };
 });
-return { plans, runs, largest: LARGEST };
+return { plans, placed, runs, largest: LARGEST };
 """
 
 
@@ -107,6 +136,15 @@ def some_runs(random: Random) -> list[tuple]:
     ]
 
 
+def some_gaps(random: Random) -> Iterator[tuple]:
+    """Yield plans whose weight gradients fill gaps."""
+    for schedule, where, ahead in product(("1f1b", "interleaved", "aiao"), WHERE, (1, 2, 4)):
+        for _ in range(3):
+            sizes = (random.randint(1, 6), random.randint(1, 12), random.randint(1, 3))
+            times = random.choice((0.0, 0.1, 0.6, 1.0)), random.choice((2.0, 2.5, 3.0))
+            yield (schedule, *sizes, where, ahead, *times)
+
+
 @pytest.mark.processes
 @pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 def test_its_plans_and_times_are_ours(tmp_path: Path):
@@ -115,11 +153,16 @@ def test_its_plans_and_times_are_ours(tmp_path: Path):
         *((schedule, *size, "") for schedule in SCHEDULES for size in sizes),
         *product(SCHEDULES, (1, 3), (1, 4), (1, 3), WHERE),
     ]
-    runs = some_runs(Random(7))
+    runs, gaps = some_runs(Random(7)), list(some_gaps(Random(8)))
     script = COMPARE.replace("PLANS", json.dumps(plans)).replace("RUNS", json.dumps(runs))
+    script = script.replace("GAPS", json.dumps(gaps))
     seen, console = look(playground(Settings()), script, tmp_path)
     assert console == []
-    assert list(seen["largest"].values()) == [12, 32, 6]  # the largest of the sizes above
+    assert list(seen["largest"].values()) == [12, 32, 6, 4]  # the largest of the sizes above
+    for asked, found in zip(gaps, seen["placed"], strict=True):
+        *sizes, ahead, transfer, backward = asked
+        plan = plan_of(*sizes, ahead=ahead, gaps=(transfer, backward))
+        assert plan.to_text().splitlines() == found, asked
     for asked, found in zip(plans, seen["plans"], strict=True):
         assert crc32(plan_of(*asked).to_text().encode()) == found, asked
     for asked, found in zip(runs, seen["runs"], strict=True):
@@ -169,6 +212,20 @@ press("[data-where='deferred']");
 press("#first");
 out.chosen = cards();
 out.address = location.hash;
+put("p", 4);
+put("m", 16);
+put("transfer", 0.6);
+press("[data-schedule='1f1b']");
+press("[data-where='overlap']");
+const slow = fact("1f1b", 0);
+put("ahead", 2);
+const ahead = fact("1f1b", 0);
+press("#gaps");
+out.times = [slow, ahead, fact("1f1b", 0)].map(parseFloat);
+out.weights = document.getElementById("legend").innerText.includes("weight gradients");
+press("[data-example^='Llama 3 70B']");
+out.preset = ["p", "m", "ns"].map((id) => document.getElementById(`${id}-value`).textContent);
+out.plain = ["first", "gaps"].map((id) => document.getElementById(id).checked);
 press("[data-example='slow DP.sync']");
 out.example = [document.getElementById("ns-value").textContent, fact("aiao", 0)];
 const canvas = document.querySelector("[data-name='aiao'] canvas");
@@ -185,7 +242,7 @@ return out;
 @pytest.mark.processes
 @pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 def test_a_reader_moves_sliders_and_chooses_schedules(tmp_path: Path):
-    seen, console = look(playground(Settings()), PLAY, tmp_path)
+    seen, console = look(page(), PLAY, tmp_path)
     assert console == []
     begin, settings = "aiao", Settings()
     timeline = timeline_of(
@@ -205,7 +262,14 @@ def test_a_reader_moves_sliders_and_chooses_schedules(tmp_path: Path):
     assert seen["least"] == "3 forwards"
     assert seen["chosen"] == ["interleaved", "aiao", "zb-h2"]
     assert "p=1&m=1&ns=3&" in seen["address"]
-    assert "where=deferred&first=1&shown=interleaved%2Caiao%2Czb-h2" in seen["address"]
+    assert "where=deferred" in seen["address"]
+    assert "first=1" in seen["address"]
+    assert "shown=interleaved%2Caiao%2Czb-h2" in seen["address"]
+    slow, ahead, gaps = seen["times"]
+    assert gaps < ahead < slow
+    assert seen["weights"]
+    assert seen["preset"] == ["4", "16", "4"]
+    assert seen["plain"] == [False, False]
     assert seen["example"] == ["4", "31.2 forwards"]
     assert seen["tip"] == ["0F0 – forward", "rank 0 · segment 0 · micro-batch 0", "takes 0.25"]
     assert seen["badges"] >= 1

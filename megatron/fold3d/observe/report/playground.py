@@ -4,8 +4,8 @@ The scripts in `web` make the plans and simulate them; a test compares them with
 that they cannot make is shown as it is, above those that follow the sliders.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.fold3d.observe.exposure import Exposure, exposure, mean
@@ -45,9 +45,16 @@ class Settings:
     where: str = "overlap"
     """DP.sync: after all backwards (serial), behind them (overlap), or also behind the next
     iteration's forwards (deferred)."""
+    forwards_ahead: int = 1
+    """Forwards that 1F1B runs per rank behind before its first backward."""
+    weight_grads_in_gaps: bool = False
+    """Whether weight gradients are computed where a rank would wait, of schedules that do not
+    place them."""
     messages_first: bool = False
     """Whether PP.sync goes before DP.sync on a link; otherwise they share it fairly."""
     schedules: tuple[str, ...] = ("1f1b", "interleaved", "aiao")
+    presets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Settings of models on clusters, by the text of their button; the page's keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +79,15 @@ def playground(settings: Settings, fixed: Fixed | None = None) -> str:
             "transfer": begin.transfer,
             "sync": begin.grad_sync,
             "where": begin.where,
+            "ahead": begin.forwards_ahead,
+            "gaps": begin.weight_grads_in_gaps,
             "first": begin.messages_first,
             "shown": [name for name in SCHEDULES if name in begin.schedules],
         },
         "backward": begin.backward,
         "forward_us": None if begin.forward_s is None else 1e6 * begin.forward_s,
         "palettes": {n: _palette(n) for n in range(1, most + 1)},
+        "presets": begin.presets,
         "fixed": None if fixed is None else _columns(fixed, forward_s),
     }
     forward = "the forward of one micro-batch through all layers of a rank"

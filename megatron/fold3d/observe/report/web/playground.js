@@ -8,20 +8,22 @@ const SLIDERS = [
   { key: "p", name: "Pipeline ranks", symbol: "p", min: 1, max: LARGEST.p, step: 1 },
   { key: "m", name: "Micro-batches", symbol: "m", min: 1, max: LARGEST.m, step: 1 },
   { key: "ns", name: "Segments per rank", symbol: "ns", min: 1, max: LARGEST.ns, step: 1 },
+  { key: "ahead", name: "1F1B’s forwards ahead", min: 1, max: LARGEST.ahead, step: 1 },
   { key: "transfer", name: "A transfer takes", min: 0, max: 1, step: 0.02, timed: true },
-  { key: "sync", name: "DP.sync takes", min: 0, max: 40, step: 0.5, timed: true },
+  { key: "sync", name: "DP.sync takes", min: 0, max: 60, step: 0.5, timed: true },
 ];
 const WHERE = { serial: "after all backwards", overlap: "behind backwards", deferred: "also behind the next forwards" };
+const PLAIN = { ahead: 1, gaps: false, first: false, where: "overlap" };
 const EXAMPLES = {
-  "slow DP.sync": { p: 4, m: 8, ns: 4, transfer: 0.02, sync: 16, where: "overlap", first: true },
-  "slow transfers": { p: 4, m: 16, ns: 2, transfer: 0.3, sync: 0, where: "overlap", first: false },
-  "no DP.sync": { p: 4, m: 8, ns: 2, transfer: 0, sync: 0, where: "overlap", first: false },
+  "slow DP.sync": { p: 4, m: 8, ns: 4, transfer: 0.02, sync: 16, first: true },
+  "slow transfers": { p: 4, m: 16, ns: 2, transfer: 0.6, sync: 0, ahead: 2, gaps: true },
+  "no DP.sync": { p: 4, m: 8, ns: 2, transfer: 0, sync: 0 },
   "deep pipeline": { p: 8, m: 16, ns: 3, transfer: 0.04, sync: 8, where: "deferred", first: true },
 };
 
 class Playground {
   constructor(data) {
-    Object.assign(this, { data, cards: new Map(), begin: data.settings });
+    Object.assign(this, { data, cards: new Map(), begin: data.settings, examples: { ...EXAMPLES, ...data.presets } });
     this.state = { ...data.settings, shown: [...data.settings.shown], ...this.fromAddress() };
     this.makeControls();
     new ResizeObserver(() => this.redraw()).observe(byId("cards"));
@@ -38,13 +40,13 @@ class Playground {
       if (value >= min && value <= max) found[key] = step < 1 ? value : Math.round(value);
     }
     if (given.get("where") in WHERE) found.where = given.get("where");
-    if (given.has("first")) found.first = given.get("first") === "1";
+    for (const key of ["first", "gaps"]) if (given.has(key)) found[key] = given.get(key) === "1";
     const shown = (given.get("shown") ?? "").split(",").filter((name) => name in SCHEDULES);
     return shown.length ? { ...found, shown } : found;
   }
 
   toAddress() {
-    const given = new URLSearchParams({ ...this.state, first: this.state.first ? 1 : 0, shown: this.state.shown.join(",") });
+    const given = new URLSearchParams({ ...this.state, first: +this.state.first, gaps: +this.state.gaps, shown: this.state.shown.join(",") });
     try { history.replaceState(null, "", `#${given}`); } catch { /* a page inside another one has no address */ }
   }
 
@@ -60,16 +62,16 @@ class Playground {
     for (const { key } of SLIDERS) byId(key).addEventListener("input", (event) => this.set({ [key]: Number(event.target.value) }));
     const button = (text, data) => `<button data-${data}="${text}">${WHERE[text] ?? SCHEDULES[text]?.short ?? text}</button>`;
     byId("where").innerHTML = Object.keys(WHERE).map((name) => button(name, "where")).join("");
-    byId("examples").innerHTML = Object.keys(EXAMPLES).map((name) => button(name, "example")).join("");
+    byId("examples").innerHTML = Object.keys(this.examples).map((name) => button(name, "example")).join("");
     byId("shown").innerHTML = Object.keys(SCHEDULES).map((name) => button(name, "schedule")).join("");
     const onClick = (id, key, act) => byId(id).addEventListener("click", (event) => {
       const name = event.target.dataset[key];
       if (name) act(name);
     });
     onClick("where", "where", (where) => this.set({ where }));
-    onClick("examples", "example", (name) => this.set(EXAMPLES[name]));
+    onClick("examples", "example", (name) => this.set({ ...PLAIN, ...this.examples[name] }));
     onClick("shown", "schedule", (name) => this.toggle(name));
-    byId("first").addEventListener("change", (event) => this.set({ first: event.target.checked }));
+    for (const key of ["first", "gaps"]) byId(key).addEventListener("change", (event) => this.set({ [key]: event.target.checked }));
   }
 
   toggle(name) {
@@ -91,9 +93,9 @@ class Playground {
   }
 
   simulate(name) {
-    const { transfer, sync, where, first } = this.state, sizes = sizesOf(name, this.state);
+    const { transfer, sync, where, first, gaps } = this.state, sizes = sizesOf(name, this.state);
     const costs = { forward: 1 / sizes.ns, backward: this.data.backward / sizes.ns, transfer, sync: sync / sizes.ns };
-    const programs = planOf(name, sizes, where);
+    const programs = planOf(name, sizes, where, gaps && costs);
     const run = simulate(programs, sizes.ns, costs, { where, messagesFirst: first });
     return { ...run, ns: sizes.ns, period: run.to - run.from, exposure: exposureOf(run), held: mostHeld(programs, sizes.ns) };
   }
@@ -105,7 +107,7 @@ class Playground {
       byId(key).value = this.state[key];
       byId(`${key}-value`).textContent = timed ? this.spell(this.state[key]) + (this.data.forward_us ? "" : " forwards") : this.state[key];
     }
-    byId("first").checked = this.state.first;
+    for (const key of ["first", "gaps"]) byId(key).checked = this.state[key];
     for (const button of byId("where").children) button.setAttribute("aria-pressed", button.dataset.where === this.state.where);
     for (const button of byId("shown").children) button.setAttribute("aria-pressed", this.state.shown.includes(button.dataset.schedule));
     this.toAddress();
@@ -138,10 +140,10 @@ class Playground {
 
   legend() {
     const most = Math.max(...[...this.results.values()].map((result) => result.ns)), palette = this.palette(most);
-    const { sync, transfer, shown } = this.state, fixed = Boolean(this.data.fixed);
+    const { sync, transfer, shown, gaps } = this.state, fixed = Boolean(this.data.fixed);
     const item = (kind, text) => `<li>${palette[kind].map((c) => `<i style="background:${c}"></i>`).join("")}${text}</li>`;
     const items = [item("forward", "forward"), item("backward", "backward")];
-    if (fixed || shown.some((name) => name.startsWith("zb"))) items.push(item("weight", "weight gradients"));
+    if (fixed || gaps || shown.some((name) => name.startsWith("zb"))) items.push(item("weight", "weight gradients"));
     const waits = (kind, text) => `<li><i class="waits" style="border-color:var(--waits-${kind})"></i>${text}</li>`;
     if (fixed || sync) items.push(item("sync", "DP.sync"), waits("sync", "waits for DP.sync"));
     if (fixed || transfer) items.push(item("p2p", "PP.sync: transfers to a rank"));

@@ -1,9 +1,10 @@
 "use strict";
-// The schedules of `plan/schedules.py` and `plan/zero_bubble.py` once more, and where DP.sync starts
-// and is waited for. A test compares plans of all sizes with Python's.
+// The schedules of `plan/schedules.py` and `plan/zero_bubble.py` once more, weight gradients in the gaps
+// as `plan/passes/place_weight_grads.py` puts them there, and where DP.sync starts and is waited for.
+// A test compares plans of all sizes with Python's.
 
 /** Where the sliders end; the test goes as far. */
-const LARGEST = { p: 12, m: 32, ns: 6 };
+const LARGEST = { p: 12, m: 32, ns: 6, ahead: 4 };
 
 const numbers = (count, first = 0) => Array.from({ length: count }, (_, i) => first + i);
 const actionsOf = (op, stages, microbatches) =>
@@ -65,8 +66,8 @@ function zeroBubble(rank, { p, m }, forwardsAhead) {
 }
 
 const SCHEDULES = {
-  "1f1b": { short: "1F1B", title: "1F1B", oneSegment: true, about: "One forward and one backward in turn.",
-    program: (rank, { p, m }) => oneForwardOneBackward(rank, m, p - 1 - rank) },
+  "1f1b": { short: "1F1B", title: "1F1B", oneSegment: true, about: "One forward and one backward in turn. Further ahead, it hides longer transfers.",
+    program: (rank, { p, m, ahead }) => oneForwardOneBackward(rank, m, ahead * (p - 1 - rank)) },
   interleaved: { short: "interleaved", title: "Interleaved 1F1B", about: "Groups of p micro-batches pass all segments before the next group starts.",
     program: (rank, sizes) => interleaved(rank, sizes, sizes.p) },
   aiao: { short: "AIAO", title: "AIAO, all-in-all-out", about: "All micro-batches pass a segment before the next one: its DP.sync has the other segments to hide behind.",
@@ -83,11 +84,61 @@ const SCHEDULES = {
 };
 
 /** The sizes with which a schedule runs: some have one segment only. */
-const sizesOf = (name, { p, m, ns }) => ({ p, m, ns: SCHEDULES[name].oneSegment ? 1 : ns });
+const sizesOf = (name, { p, m, ns, ahead }) => ({ p, m, ns: SCHEDULES[name].oneSegment ? 1 : ns, ahead });
 
-/** One program per rank: `where` DP.sync goes is serial, overlap or deferred. */
-function planOf(name, sizes, where) {
-  return numbers(sizes.p).map((rank) => withSync(SCHEDULES[name].program(rank, sizes), where));
+/**
+ * One program per rank: `where` DP.sync goes is serial, overlap or deferred. With `gaps`, the times of a
+ * plan, weight gradients fill the gaps of a schedule that does not place them itself.
+ */
+function planOf(name, sizes, where, gaps = null) {
+  const order = numbers(sizes.p).map((rank) => SCHEDULES[name].program(rank, sizes));
+  const places = order.some((program) => program.some(({ op }) => op === "W"));
+  return (gaps && !places ? inGaps(order, sizes.ns, gaps) : order).map((program) => withSync(program, where));
+}
+
+/** Split each backward; while a rank waits, or holds as much as any may, it computes the oldest weight gradients. */
+function inGaps(programs, ns, { forward, backward, transfer }) {
+  const p = programs.length, seconds = { F: forward, B: backward / 2, W: backward / 2 }, rounding = 1e-9;
+  const most = mostHeld(programs, 1), arrivals = new Map(), free = new Map(), waiting = new Map();
+  const ranks = programs.map((program) => ({ program, position: 0, held: 0, left: [], placed: [] }));
+  const due = numbers(p).map((number) => [0, number]);
+  const isFirst = ({ stage, op }) => (op === "F" ? stage === 0 : stage === p * ns - 1);
+
+  const weight = (rank, number, now) => {
+    rank.placed.push(rank.left.shift());
+    rank.held -= 1;
+    due.push([now + seconds.W, number]);
+  };
+  const compute = (rank, number, now, action) => {
+    const { stage, op, microbatch } = action, end = now + seconds[op];
+    rank.position += 1;
+    rank.placed.push(action);
+    if (op === "F") rank.held += 1; else rank.left.push({ stage, op: "W", microbatch });
+    const reader = { stage: op === "F" ? stage + 1 : stage - 1, op, microbatch }, word = spellAction(reader);
+    if (reader.stage >= 0 && reader.stage < p * ns) {
+      const link = `${number} ${op}`, arrives = p > 1 ? Math.max(end, free.get(link) ?? 0) + transfer : end;
+      free.set(link, arrives);
+      arrivals.set(word, arrives);
+      if (waiting.has(word)) due.push([now, waiting.get(word)]);
+      waiting.delete(word);
+    }
+    due.push([end, number]);
+  };
+  while (due.length) {
+    const first = due.reduce((a, b) => (b[0] < a[0] || (b[0] === a[0] && b[1] < a[1]) ? b : a));
+    due.splice(due.indexOf(first), 1);
+    const [now, number] = first, rank = ranks[number], action = rank.program[rank.position];
+    if (!action) continue;
+    const arrives = isFirst(action) ? -Infinity : arrivals.get(spellAction(action));
+    const isFull = action.op === "F" && rank.held + 1 > most;
+    const gap = arrives === undefined ? seconds[action.op] + transfer : arrives - now; // at least
+    if (isFull) weight(rank, number, now);
+    else if (arrives <= now + rounding) compute(rank, number, now, action);
+    else if (rank.left.length && seconds.W <= gap + rounding) weight(rank, number, now);
+    else if (arrives === undefined) waiting.set(spellAction(action), number);
+    else due.push([arrives, number]);
+  }
+  return ranks.map(({ placed, left }) => [...placed, ...left]);
 }
 
 function withSync(program, where) {
