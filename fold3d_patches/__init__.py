@@ -75,8 +75,9 @@ def install_schedule(
     Raises:
         PatchError: as above.
         PlanError: the schedule cannot run ``num_microbatches``; the user's plan has other sizes;
-            pairs of micro-batches are requested but there is none; or weight gradients are in an
-            order that Transformer Engine cannot compute.
+            pairs of micro-batches are requested but there is none; weight gradients are in an
+            order that Transformer Engine cannot compute; or recomputations in one that gives
+            routers another mean.
         HostMemoryError: this node has too little memory for the offloaded activations.
     """
     plans, measured = _checked_plans(config, num_microbatches)
@@ -120,6 +121,10 @@ def _checked_plans(
             from megatron.fold3d.plan.weight_order import check_oldest_first
 
             check_oldest_first(plan)
+        if config.recomputes_means:
+            from megatron.fold3d.plan.recompute_order import check_recompute_order
+
+            check_recompute_order(plan)
     return plans, measured
 
 

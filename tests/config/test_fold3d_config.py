@@ -406,6 +406,16 @@ def test_a_plan_file_is_for_one_number_of_microbatches(parse: Parse, tmp_path: P
     assert problem.startswith("--rampup-batch-size 2 2 8 with --plan-file:")
 
 
+def test_delayed_scaling_of_fp8_needs_the_order_of_stock(parse: Parse) -> None:
+    fp8 = "--fp8-format hybrid --transformer-impl transformer_engine"
+    assert "stock's order is another" in only_problem(parse(f"--schedule aiao {fp8}"))
+    for line in ("--schedule aiao --fp8-recipe tensorwise", "--schedule 1f1b"):
+        Fold3DConfig.from_args(parse(f"{line} {fp8}"))
+    for moved in ("--forwards-ahead 2", "--delay-weight-grads auto"):
+        problem = only_problem(parse(f"--schedule 1f1b {moved} {fp8}"))
+        assert problem.startswith(f"{moved} with --fp8-format hybrid: delayed scaling reads")
+
+
 @pytest.mark.parametrize("schedule", ["stock", *sorted(OURS)])
 def test_defaults_are_refused_by_no_schedule(parse: Parse, schedule: str) -> None:
     args = parse("--pipeline-model-parallel-size 2")

@@ -31,7 +31,7 @@ def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
             "--offload-activations on with --distribute-saved-activations",
         ),
         (
-            f"--schedule aiao {ON} {FULL} 1 --fp8-format hybrid",
+            f"--schedule aiao {ON} {FULL} 1 --fp8-format hybrid --fp8-recipe tensorwise",
             "--offload-activations on with --fp8-format hybrid and full recomputation",
         ),
         ("--schedule aiao --offload-activations auto", "auto without recomputation"),

@@ -45,7 +45,7 @@ def test_it_stands_for_megatrons_flags(parser: ArgumentParser):
         (f"{AIAO} --recompute-activations", "1,1,1,1 with --recompute-granularity selective"),
         (f"{AIAO} --recompute-method uniform", "1,1,1,1 with --recompute-method uniform"),
         (f"{AIAO} --offload-activations on", "1,1,1,1 with --offload-activations on"),
-        (f"{AIAO} --fp8-format hybrid", "1,1,1,1 with --fp8-format"),
+        (f"{AIAO} --fp8-format hybrid --fp8-recipe tensorwise", "1,1,1,1 with --fp8-format"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_fix(parser: ArgumentParser, line: str, found: str):

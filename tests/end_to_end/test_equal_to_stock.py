@@ -636,7 +636,7 @@ ROWS = (
         tp=2,
         m=2,
         flags=f"{EXPERTS} --sequence-parallel --expert-tensor-parallel-size 1 "
-        "--moe-layer-recompute --num-layers 4",
+        "--moe-router-load-balancing-type global_aux_loss --moe-layer-recompute --num-layers 4",
     ),
     # What should change nothing, or is told of a result.
     Row(

@@ -7,6 +7,7 @@ from megatron.fold3d.plan.ir import Plan, PlanError
 from megatron.fold3d.plan.memory import peak_activations, peak_on_host
 from megatron.fold3d.plan.passes.offload import add_offload
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
+from megatron.fold3d.plan.recompute_order import check_recompute_order
 from megatron.fold3d.plan.schedules import (
     ONE_SEGMENT_SCHEDULES,
     SCHEDULES,
@@ -171,6 +172,24 @@ def test_transformer_engine_computes_the_oldest_weight_gradients_first():
         check_oldest_first(build(schedule, num_ranks=4, num_segments=1, num_microbatches=8))
     aiao = build("aiao", num_ranks=4, num_segments=3, num_microbatches=8)
     check_oldest_first(delay_weight_grads(aiao, (0, 2)))
+
+
+def test_a_stage_recomputes_in_order_where_that_updates_a_mean():
+    for text, found, before in (
+        ("0F0 0F1 0R1 0R0 0B0 0B1", "0R1", "0R0"),
+        ("0F0 0F1 0B1 0B0", "0B1", "0B0"),
+        ("0F0 0F1 0R1 0B0 0B1", "0R1", "0B0"),
+        ("0F0 0F1 0R0 0B1 0B0", "", ""),  # B1 recomputes, B0 has been recomputed
+    ):
+        plan = Plan.from_text(text)
+        if not found:
+            check_recompute_order(plan)
+            continue
+        with pytest.raises(PlanError) as caught:
+            check_recompute_order(plan)
+        message, *cells = str(caught.value).splitlines()
+        assert message.startswith(f"{found} comes before {before}, and routers keep a mean")
+        assert f">{found}<" in grid(cells)[0]
 
 
 def test_gradients_are_whole_after_the_last_weight_gradient():

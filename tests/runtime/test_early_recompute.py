@@ -73,6 +73,26 @@ def test_each_unit_is_recomputed_once():
     assert unit.calls == [False] * 4 + [True] * 4
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+def test_the_last_unit_is_recomputed_first_early_or_not(ahead: bool):
+    early, order = EarlyRecompute(), []
+    early.begin_iteration(PROGRAM)
+    early.begin_forward(FORWARDS[0])
+    x = torch.randn(2, 4, requires_grad=True)
+    for number in range(2):
+
+        def unit(x: torch.Tensor, number: int = number) -> torch.Tensor:
+            if torch.is_grad_enabled():
+                order.append(number)
+            return x * 2
+
+        x = early.checkpoint(random.checkpoint, unit, False, x)
+    if ahead:
+        early.compute(RECOMPUTE)
+    x.sum().backward()
+    assert order == [1, 0]
+
+
 def test_a_backward_finds_nothing_left_to_recompute():
     early = EarlyRecompute()
     early.begin_iteration(PROGRAM)

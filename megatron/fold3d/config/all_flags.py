@@ -48,6 +48,7 @@ from megatron.fold3d.config.preemption_flags import add_preemption_flags, preemp
 from megatron.fold3d.config.recompute_flags import (
     add_recompute_flags,
     recompute_problems,
+    recomputes_means,
     stages_of,
 )
 from megatron.fold3d.config.refusals import refusals
@@ -200,6 +201,7 @@ def read_config(args: Namespace) -> Fold3DConfig:
         ),
         recompute_layers=None if args.recompute_layers == AUTO else args.recompute_layers,
         auto_recompute_layers=args.recompute_layers == AUTO,
+        recomputes_means=recomputes_means(args),
         activation_memory_bytes=args.activation_memory_bytes,
         overlap_tensor_parallel=args.overlap_tensor_parallel,
         overlap_grad_reduce=args.overlap_grad_reduce,

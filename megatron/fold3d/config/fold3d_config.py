@@ -42,6 +42,7 @@ class Fold3DConfig:
         recompute_early: the stages that recompute before their gradients arrive.
         recompute_layers: how many layers each stage recomputes; None is Megatron's one number.
         auto_recompute_layers: whether measured bytes choose these numbers.
+        recomputes_means: whether recomputations update means over an iteration's micro-batches.
         activation_memory_bytes: what saved activations may then take on a rank; None is what the
             GPU has left.
         overlap_tensor_parallel: whether neighbouring micro-batches run in pairs, each during the
@@ -105,6 +106,7 @@ class Fold3DConfig:
     recompute_early: tuple[int, ...] = ()
     recompute_layers: tuple[int, ...] | None = None
     auto_recompute_layers: bool = False
+    recomputes_means: bool = False
     activation_memory_bytes: int | None = None
     overlap_tensor_parallel: bool = False
     overlap_grad_reduce: bool = False

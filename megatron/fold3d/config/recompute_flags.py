@@ -11,6 +11,7 @@ from megatron.fold3d.config.argument_group import ArgumentGroup
 
 ALL = "all"
 AUTO = "auto"
+_KEEP_MEANS = {"global_aux_loss", "quantile_balancing"}
 
 
 def add_recompute_flags(group: ArgumentGroup) -> None:
@@ -82,6 +83,23 @@ def stages_of(named: tuple[int, ...] | str | None, num_stages: int) -> tuple[int
             f"to {num_stages - 1}"
         )
     return named or ()
+
+
+def recomputes_means(args: Namespace) -> bool:
+    """Tell whether recomputations update means over an iteration's micro-batches.
+
+    `plan.recompute_order` says which other states a recomputation updates.
+    """
+    kinds = args.moe_router_load_balancing_type
+    keeps = bool(args.num_experts) and not _KEEP_MEANS.isdisjoint(
+        [kinds] if isinstance(kinds, str) else kinds
+    )
+    return keeps and (
+        args.recompute_granularity == "full"
+        or args.recompute_layers is not None
+        or "moe" in (args.recompute_modules or ())
+        or bool(getattr(args, "moe_layer_recompute", False))
+    )
 
 
 def recompute_problems(args: Namespace, schedule: str, num_stages: int) -> Iterator[str]:

@@ -95,6 +95,11 @@ def _shards_layers(args: Namespace) -> bool:
     return args.optimizer == "dist_muon" or (args.optimizer not in ("adam", "sgd") and sharded)
 
 
+def scales_by_order(args: Namespace) -> bool:
+    """Return True if fp8 scales follow from what a rank has computed before, in whatever order."""
+    return bool(args.fp8) and args.fp8_recipe == "delayed"
+
+
 _GRAPH = "a captured graph replays the order and the buffers that it was captured with"
 _FSDP = "it replaces the gradient buckets of Megatron's DDP, which a schedule reduces"
 _COMBINED = "it replaces the schedule by one that runs a forward and a backward as one"
@@ -216,6 +221,15 @@ REFUSALS = (
         "a plan's transfers run in groups of their own, over NCCL or gloo",
         "drop it",
         found=lambda args: args.pipeline_model_parallel_comm_backend == "ucc",
+    ),
+    # Options whose results depend on the order of a rank's computations: see plan/recompute_order.py.
+    Refusal(
+        "--fp8-format",
+        "fp8",
+        "delayed scaling reads what a rank has computed last, and stock's order is another",
+        "use --fp8-recipe tensorwise, or --schedule 1f1b or interleaved",
+        found=scales_by_order,
+        schedules=OURS - {"1f1b", "interleaved"},
     ),
     # Options that would have no effect, without a warning.
     Refusal(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from megatron.fold3d.config.argument_group import ArgumentGroup
-from megatron.fold3d.config.refusals import named
+from megatron.fold3d.config.refusals import named, scales_by_order
 from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.plan.schedules import SCHEDULES, LastSegment, check_forwards_ahead
 
@@ -79,6 +79,17 @@ def schedule_problems(args: Namespace, schedule: str) -> Iterator[str]:
             f"--forwards-ahead auto with --offload-activations {args.offload_activations}: each "
             "measures an iteration that the other changes; give a number"
         )
+    if scales_by_order(args) and schedule in ("1f1b", "interleaved"):
+        for flag, is_given in (
+            (f"--forwards-ahead {args.forwards_ahead}", args.forwards_ahead is not None),
+            ("--delay-weight-grads auto", args.delay_weight_grads == "auto"),
+        ):
+            if is_given:
+                yield (
+                    f"{flag} with --fp8-format {args.fp8}: delayed scaling reads what a rank has "
+                    "computed last, and stock's order is another; drop it, or give --fp8-recipe "
+                    "tensorwise"
+                )
 
 
 def int_or_auto(text: str) -> int | Literal["auto"]:

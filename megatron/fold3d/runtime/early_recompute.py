@@ -70,9 +70,10 @@ class EarlyRecompute(Feature):
     def compute(self, action: Action) -> None:
         """Recompute all units of one stage and micro-batch, and keep the results for the backward.
 
-        The inputs and outputs stay on the device until the unit's backward has used them.
+        The inputs and outputs stay on the device until the unit's backward has used them. As in
+        Megatron's own backward, the last unit comes first: two may update one router's mean.
         """
-        for unit in self._units.pop((action.stage, action.microbatch)):
+        for unit in reversed(self._units.pop((action.stage, action.microbatch))):
             unit.early = _recompute(unit)
 
 

@@ -1,0 +1,52 @@
+"""The verifier's check of recomputation, where it updates what later micro-batches read.
+
+This is what Megatron 0.19.2 updates in the forwards and recomputations of a training iteration, and
+the orders that train what stock trains:
+
+| State | Updated in | Safe orders |
+|---|---|---|
+| routers' means: ``global_aux_loss``, ``quantile_balancing`` | whatever keeps gradients: forwards, \
+or recomputations of layers that are recomputed | a stage's micro-batches in order: checked here |
+| tokens per expert, for ``--moe-router-enable-expert-bias`` | likewise | all: they are counts, read \
+when the iteration ends |
+| greatest attention logit, for ``--qk-clip`` | both | all: it is a maximum |
+| auxiliary losses in the log | likewise | all: nothing trained reads them; sums may round otherwise |
+| scale of the auxiliary losses | forwards | all: it is one number for an iteration |
+| scales of fp8's delayed scaling | forwards and backwards, of all stages of a rank at once | \
+stock's own: `config.refusals` |
+| weights cast to fp8 | a stage's first forward | all: its step is older |
+| random numbers: dropout, jitter, forced balance of experts | forwards; a recomputation puts back \
+what it found | a rank's forwards in stock's order; others draw other numbers, and so do two of \
+stock's own schedules |
+| data, reported losses, the largest loss seen | forwards of the first and the last stage | \
+micro-batches in order: `verify` demands it of all forwards |
+"""
+
+from collections import Counter
+
+from megatron.fold3d.plan.ir import Action, Op, Plan
+from megatron.fold3d.plan.passes.recompute import recomputed
+from megatron.fold3d.plan.verify import error_at
+
+
+def check_recompute_order(plan: Plan) -> None:
+    """Check that each stage recomputes its micro-batches in their order, early or in backwards.
+
+    Raises:
+        PlanError: some stage does not; the plan is printed with the first one marked.
+    """
+    for rank, program in enumerate(plan.programs):
+        early, due = recomputed(program), Counter[int]()
+        for index, (stage, op, microbatch) in enumerate(program):
+            if op is not Op.RECOMPUTE and (op is not Op.BACKWARD or (stage, microbatch) in early):
+                continue
+            if microbatch != due[stage]:
+                word = Op.RECOMPUTE if (stage, due[stage]) in early else Op.BACKWARD
+                text = (
+                    f"{program[index]} comes before {Action(stage, word, due[stage])}, and routers "
+                    "keep a mean over the micro-batches that are recomputed (global_aux_loss, "
+                    "quantile_balancing): recompute them in order, or give "
+                    "--moe-router-load-balancing-type aux_loss"
+                )
+                raise error_at(plan, {rank: index}, text)
+            due[stage] += 1
