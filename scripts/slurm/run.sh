@@ -30,6 +30,19 @@ esac
 # A job keeps its id when it is requeued, so it finds here what it saved. The first time there is
 # nothing to load, and Megatron says so. On a cluster, out/ is on a file system that nodes share.
 checkpoints=out/slurm/${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}/$name
+
+# Both tasks get the user's words. In a folder that they name, each task writes to one of its own.
+flags=("${@:3}")
+for i in "${!flags[@]}"; do
+    case ${flags[i]} in
+        --save | --tensorboard-dir | --trace | --wandb-save-dir) named=$((i + 1)) ;;
+        --save=* | --tensorboard-dir=* | --trace=* | --wandb-save-dir=*) named=$i ;;
+        *) continue ;;
+    esac
+    [[ -n ${flags[named]-} ]] || continue # Megatron says what is missing
+    flags[named]+=/$name
+    [[ ${flags[i]} != --save* ]] || checkpoints=${flags[named]#--save=}
+done
 mkdir -p "$checkpoints"
 
 # SIGTERM makes Megatron save after the iteration it is in, and exit. It comes to the ranks
@@ -55,7 +68,7 @@ exec "$@"'
 # hide the others, and with them NVLink. Flags that are given twice count as given last: the user's.
 srun --kill-on-bad-exit=1 --mpi=none bash -c "$as_rank" rank python "$1" \
     --save "$checkpoints" --load "$checkpoints" --save-interval 500 --exit-signal-handler \
-    --segments 4 --overlap-grad-reduce "${schedule[@]}" "${@:3}" &
+    --segments 4 --overlap-grad-reduce "${schedule[@]}" ${flags[@]+"${flags[@]}"} &
 ranks=$!
 
 while true; do

@@ -13,7 +13,9 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
 )
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from megatron.fold3d.plan.files import parse_plan
 from megatron.fold3d.plan.ir import Action, Op, PlanError
@@ -112,9 +114,16 @@ def test_words_of_torch_have_ours():
     verify(plan)
 
 
-def test_a_table_with_stages_in_a_v_is_refused():
-    with pytest.raises(PlanError, match="stage 3 belongs to rank 1"):
-        verify(parse_plan(b"0F0,3F0,3I0,3W0,0I0,0W0\n1F0,2F0,2I0,2W0,1I0,1W0\n"))
+@pytest.mark.parametrize("order", ["pipeline_order", "pipeline_order_with_comms"])
+@pytest.mark.parametrize("schedule", [ScheduleZBVZeroBubble, ScheduleDualPipeV])
+@pytest.mark.parametrize("p", [2, 4])
+def test_a_table_with_stages_in_a_v_is_refused(schedule: type, p: int, order: str):
+    in_v = stages(p, 2)
+    in_v[1].stage_index = 2 * p - 1
+    table = io.StringIO()
+    csv.writer(table).writerows(getattr(schedule(in_v, 2 * p), order).values())
+    with pytest.raises(PlanError, match=r"placed in a V .* not supported, stage s is on rank s %"):
+        verify(parse_plan(table.getvalue().encode()))
 
 
 def megatrons(p: int, v: int, m: int, group_size: int) -> list[list[str]]:

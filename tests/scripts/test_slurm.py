@@ -81,9 +81,19 @@ def test_a_pair_trains_the_papers_configuration(
 
 @pytest.mark.processes
 def test_flags_of_the_user_win(parser: ArgumentParser, checkout: Path):
-    words = _asked_for(checkout, "a100.sbatch", ["gpt3-39b", "--save", "x", "--lr", "1"])
+    words = _asked_for(checkout, "a100.sbatch", ["gpt3-39b", "--load", "x", "--lr", "1"])
     args = parser.parse_args(words)
-    assert (args.save, args.lr) == ("x", 1.0)
+    assert (args.load, args.lr) == ("x", 1.0)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("task", TASKS)
+def test_tasks_write_to_folders_of_their_own(parser: ArgumentParser, checkout: Path, task: str):
+    flags = f"gpt3-39b --trace {checkout}/t --save={checkout}/s --tensorboard-dir {checkout}/b"
+    args = parser.parse_args(_asked_for(checkout, "a100.sbatch", flags.split(), task))
+    assert str(args.trace) == f"{checkout}/t/{task}"
+    assert args.save == args.load == f"{checkout}/s/{task}"  # a requeued job resumes from there
+    assert args.tensorboard_dir == f"{checkout}/b/{task}"
 
 
 @pytest.mark.processes

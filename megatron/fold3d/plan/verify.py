@@ -52,9 +52,16 @@ def _check_actions(plan: Plan) -> None:
     found: dict[tuple[int, Op], list[int | None]] = defaultdict(list)
     for rank, program in enumerate(plan.programs):
         for index, (stage, op, microbatch) in enumerate(program):
-            if stage % plan.num_ranks != rank:
-                owner = stage % plan.num_ranks
-                raise error_at(plan, {rank: index}, f"stage {stage} belongs to rank {owner}")
+            if (owner := stage % plan.num_ranks) != rank:
+                text = f"stage {stage} belongs to rank {owner}"
+                if _is_placed_in_a_v(plan):
+                    text = (
+                        f"stage {stage} is on rank {rank}, as where stages are placed in a V (ZBV, "
+                        "DualPipeV): that placement is not supported, stage s is on rank s % "
+                        f"{plan.num_ranks}; use a schedule that places its stages in a loop, as "
+                        "torch's Interleaved1F1B and InterleavedZeroBubble do"
+                    )
+                raise error_at(plan, {rank: index}, text)
             found[stage, op].append(microbatch)
     for (stage, op), microbatches in found.items():
         if len(set(microbatches)) < len(microbatches):
@@ -84,6 +91,16 @@ def _check_actions(plan: Plan) -> None:
             late = Action(stage, Op.FORWARD, early)
             text = f"{late} comes too late; a stage reads its data in the order of micro-batches"
             raise error_at(plan, _cell(plan, late), text)
+
+
+def _is_placed_in_a_v(plan: Plan) -> bool:
+    """Tell whether a second segment goes back through the ranks that the first one came by."""
+    last = plan.num_stages - 1
+    return plan.num_segments == 2 and all(
+        stage in (rank, last - rank)
+        for rank, program in enumerate(plan.programs)
+        for stage, _, _ in program
+    )
 
 
 def _check_slices(plan: Plan) -> None:
