@@ -139,7 +139,11 @@ def _install(
     if config.schedule == "stock":
         return apply(marks)
 
-    from fold3d_patches.schedule import embedding_grads, get_forward_backward_func
+    from fold3d_patches.schedule import (
+        embedding_grads,
+        get_forward_backward_func,
+        script_settings,
+    )
     from megatron.fold3d.runtime.executor import Executor
 
     communicator = _communicator(config)
@@ -165,7 +169,11 @@ def _install(
         from fold3d_patches.schedule import gradient_buckets
 
         patches += gradient_buckets.patches()
-    always = get_forward_backward_func.patch(executor), embedding_grads.patch()
+    always = (
+        get_forward_backward_func.patch(executor),
+        embedding_grads.patch(),
+        *script_settings.patches(),
+    )
     stack = apply([*always, *marks, *patches])
     stack.push(executor)
     return stack

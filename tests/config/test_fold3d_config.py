@@ -69,6 +69,7 @@ def only_problem(args: Namespace) -> str:
         "--tensor-model-parallel-size 0",
         "--pipeline-model-parallel-size -2",
         "--eval-interval 0",
+        "--eval-micro-batch-size 0",
         "--log-interval 0",
         "--make-vocab-size-divisible-by 0",
         "--num-layers -8",

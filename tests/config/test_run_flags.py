@@ -80,6 +80,41 @@ def test_a_checkpoint_brings_sizes_but_no_learning_rate(problems: Problems, tmp_
     )
 
 
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ("--global-batch-size 4", "--global-batch-size 4, 2 micro-batches: "),
+        ("", "--global-batch-size 2, 1 micro-batches: "),
+        ("--global-batch-size 8 --eval-global-batch-size 4", "--eval-global-batch-size 4, 2 micro"),
+        ("--global-batch-size 8 --eval-global-batch-size 0", "--eval-global-batch-size 0, 0 micro"),
+        (
+            "--step-batch-size-schedule 0:8,1K:10 --eval-global-batch-size 8",
+            "--step-batch-size-schedule 10, 5 micro-batches: Megatron runs them in groups of 4, the "
+            "last of 4 at least; give a multiple of 8, or --schedule interleaved",
+        ),
+        (
+            "--global-batch-size 8 --microbatch-group-size-per-virtual-pipeline-stage 3",
+            "--microbatch-group-size-per-virtual-pipeline-stage 3: a group has a micro-batch for",
+        ),
+    ],
+)
+def test_batches_that_stocks_segments_would_stop_at_are_named(
+    problems: Problems, flags: str, found: str
+) -> None:
+    several = f"--pipeline-model-parallel-size 4 --segments 2 {flags}"
+    (problem,) = problems(f"--schedule stock {several}", ranks=4)
+    assert problem.startswith(f"--segments 2 with --schedule stock and {found}")
+    for runs in (f"--schedule interleaved {several}", several.replace("--segments 2", "")):
+        assert problems(runs, ranks=4) == []
+
+
+def test_batches_that_stocks_segments_run_are_not(problems: Problems) -> None:
+    several = "--schedule stock --pipeline-model-parallel-size 4 --segments 2 --global-batch-size"
+    group = "--microbatch-group-size-per-virtual-pipeline-stage"
+    for batch in ("8", "32", f"20 {group} 6", "8 --eval-global-batch-size 2 --eval-iters 0"):
+        assert problems(f"{several} {batch}", ranks=4) == []
+
+
 TOKENIZERS = [
     ("NullTokenizer", "NullTokenizer without --vocab-size: it has no tokens of its own"),
     ("HuggingFaceTokenizer", "HuggingFaceTokenizer without --tokenizer-model"),

@@ -85,6 +85,24 @@ def test_a_mistake_ends_a_script_in_one_message(
     assert json.loads(Path(f"{script}0").read_text())["message"]["message"] + "\n" == said[0]
 
 
+def test_what_only_a_script_can_ask_for_is_refused_before_training(tmp_path: Path) -> None:
+    """Stock would evaluate on the last rank alone, and wait there until the timeout."""
+    script = changed("Two lines", tmp_path)
+    text = script.read_text()
+    text = text.replace("forward_step)\n", "forward_step, process_non_loss_data_func=print)\n")
+    varies = "    config.model.transformer.variable_seq_lengths = True\n"
+    text = text.replace("    pretrain(", f"{varies}    pretrain(")
+    script.write_text(text)
+    argv = f"{FLAGS} --schedule 1f1b".split()
+    codes, said = zip(*run_distributed(_refusal, 2, str(script), argv, False), strict=True)
+    assert codes == (2, 2)
+    assert re.findall(r"^own_script.py: error: (.*?): ", said[0], re.M) == [
+        "variable_seq_lengths",
+        "process_non_loss_data_func with --pipeline-model-parallel-size 2",
+    ]
+    assert "non_loss_data_func, which all ranks call" in said[0]
+
+
 def changed(heading: str, folder: Path) -> Path:
     """Apply the change that the page shows under a heading; returns the script that results."""
     (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.M | re.S)

@@ -30,6 +30,7 @@ from fold3d_patches.schedule import (
     replicated_step,
     save_checkpoint,
     scale_gradients,
+    script_settings,
     tensor_parallel_group,
     zero_grad_buffer,
 )
@@ -53,6 +54,7 @@ PATCHES = (
     compile_helpers.patch(),
     checkpoint.patch(Offloader(torch.device("cpu"), everything=False)),
     get_forward_backward_func.patch(lambda **_: []),
+    *script_settings.patches(),
     checkpoint_and_decide_exit.patch(DEFERRED),
     optimizer_step.patch(DEFERRED, NO_METRICS),
     save_checkpoint.patch(DEFERRED),

@@ -151,6 +151,13 @@ def test_an_op_that_nothing_handles_is_named():
     assert "fold3d: pipeline rank 0 was at 0OFFLOAD0" in str(caught.value)
 
 
+def test_an_evaluation_of_nothing_ends_at_once():
+    executor = Executor(Plans(replace(CONFIG, schedule="1f1b")), ())
+    nothing: dict[str, Any] = dict.fromkeys(("forward_step_func", "data_iterator", "model"))
+    sizes = {"num_microbatches": 0, "seq_length": 4, "micro_batch_size": 1}
+    assert executor(**nothing, **sizes, forward_only=True) == []
+
+
 def test_the_innermost_closes_first_and_all_hear_of_an_error_on_the_way():
     class Breaks(Feature):
         def close(self, error: BaseException | None) -> None:

@@ -17,6 +17,7 @@ _SIZES = (
     "seq_length",
     "micro_batch_size",
     "global_batch_size",
+    "eval_micro_batch_size",
     "eval_interval",
     "log_interval",
     "make_vocab_size_divisible_by",

@@ -15,7 +15,8 @@ from pathlib import Path
 from megatron.fold3d.config.checkpoint_formats import format_problems
 from megatron.fold3d.config.minimum_sizes import size_problems
 from megatron.fold3d.config.run_folders import folder_problems
-from megatron.fold3d.config.segment_flags import written_out
+from megatron.fold3d.config.schedule_flags import schedule_of
+from megatron.fold3d.config.segment_flags import AUTO, written_out
 
 # Attributes of Megatron's namespace; each is named as its flag is.
 _SIZES = {
@@ -293,6 +294,7 @@ def _ranks(args: Namespace) -> Iterator[str]:
         )
         return
     replicas, batch = world // model, args.global_batch_size
+    yield from _stocks_groups(args, replicas)
     if batch is None or args.micro_batch_size is None or args.decrease_batch_size_if_needed:
         return
     if batch % (at_once := args.micro_batch_size * replicas):
@@ -301,3 +303,36 @@ def _ranks(args: Namespace) -> Iterator[str]:
             f"{replicas} data-parallel {'replica' if replicas == 1 else 'replicas'}: each computes "
             f"equally many micro-batches; give a multiple of {at_once}"
         )
+
+
+def _stocks_groups(args: Namespace, replicas: int) -> Iterator[str]:
+    """Yield batches at which stock's schedule of several ``--segments`` would stop a run."""
+    ranks, segments, size = args.pipeline_model_parallel_size, args.segments, args.micro_batch_size
+    is_stocks = schedule_of(args) == "stock" and segments not in (None, AUTO, 1)
+    if not is_stocks or ranks == 1 or size is None:
+        return
+    found = f"--segments {segments} with --schedule stock"
+    group = args.microbatch_group_size_per_vp_stage or ranks
+    if group < ranks:
+        yield (
+            f"{found} and --microbatch-group-size-per-virtual-pipeline-stage {group}: a group has "
+            f"a micro-batch for each of {ranks} ranks at least; give {ranks} or more"
+        )
+        return
+    batch = args.global_batch_size or size * replicas  # as Megatron's validation
+    batches = [("--global-batch-size", batch, size)]
+    if (steps := args.step_batch_size_schedule) is not None:
+        sizes = map(int, re.findall(r":\s*(\d+)", steps))
+        batches = [("--step-batch-size-schedule", batch, size) for batch in sizes]
+    of_evaluation = args.eval_global_batch_size, args.eval_micro_batch_size
+    if args.eval_iters and (steps is not None or of_evaluation != (None, None)):
+        evaluated = batch if of_evaluation[0] is None else of_evaluation[0]
+        batches.append(("--eval-global-batch-size", evaluated, of_evaluation[1] or size))
+    for flag, batch, size in batches:
+        number = batch // (size * replicas)
+        if number < group or 0 < number % group < ranks:
+            yield (
+                f"{found} and {flag} {batch}, {number} micro-batches: Megatron runs them in groups "
+                f"of {group}, the last of {ranks} at least; give a multiple of "
+                f"{group * size * replicas}, or --schedule interleaved"
+            )

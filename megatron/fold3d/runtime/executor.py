@@ -69,9 +69,12 @@ class Executor:
         Returns:
             On the last pipeline rank the loss function's reports, one per micro-batch; else empty.
         """
+        if forward_only and num_microbatches < 1:
+            return []  # `--eval-global-batch-size 0`: nothing is evaluated, with stock as well
         chunks = model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
-        _refuse(config)
+        if problems := [*script_problems(config)]:  # of a loop that is not Megatron's
+            raise ValueError("\n".join(problems))
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         pp_group = p2p_communicator.pp_group if p2p_communicator else groups.pp
         sizes = {
@@ -183,17 +186,33 @@ def _closing(feature: Feature) -> Callable[..., None]:
     return close
 
 
-def _refuse(config: Any) -> None:
-    """Refuse options that have no flag: only code that builds the configuration can set them."""
+def script_problems(config: Any, process_non_loss_data: object = None) -> Iterator[str]:
+    """Yield what only a script can ask for, without a flag, and a plan cannot run.
+
+    Args:
+        config: Megatron's configuration of the model.
+        process_non_loss_data: what the script hands to ``pretrain`` under nearly this name.
+    """
     if config.variable_seq_lengths:
-        raise ValueError(
+        yield (
             "variable_seq_lengths: transfers are posted before a shape could arrive; "
-            "use sequences of one length, or Megatron's own schedule"
+            "use sequences of one length, or --schedule stock"
         )
     if config.num_microbatches_with_partial_activation_checkpoints is not None:
-        raise ValueError(
+        yield (
             "num_microbatches_with_partial_activation_checkpoints: it counts the micro-batches in "
-            "flight of stock's schedules; use --recompute-granularity, or Megatron's own schedule"
+            "flight of stock's schedules; use --recompute-granularity, or --schedule stock"
+        )
+    sizes = {
+        f"--{name}-parallel-size {size}": size
+        for name in ("pipeline-model", "tensor-model", "context", "expert-model")
+        if (size := getattr(config, f"{name.replace('-', '_')}_parallel_size")) > 1
+    }
+    if process_non_loss_data is not None and sizes:
+        yield (
+            f"process_non_loss_data_func with {' '.join(sizes)}: Megatron 0.19.2 then has the last "
+            "rank alone evaluate once more, which waits for the others for ever, with --schedule "
+            "stock as well; give pretrain a non_loss_data_func, which all ranks call"
         )
 
 
