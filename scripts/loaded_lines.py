@@ -8,6 +8,7 @@ when the patches of the schedule are installed. A capability that is off should 
 """
 
 import argparse
+import logging
 import sys
 import warnings
 from collections.abc import Sequence
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--lazy-inter-segment", action="store_true")
     options = vars(parser.parse_args(argv))
     warnings.simplefilter("ignore")
+    logging.disable(logging.INFO)  # Megatron's training logs to stdout
     sys.path.insert(0, str(ROOT))
     load_schedule(**options | {"delay_weight_grads": tuple(options["delay_weight_grads"])})
     lines = loaded_lines()

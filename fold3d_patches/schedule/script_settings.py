@@ -1,6 +1,6 @@
 """Patch ``train`` and ``evaluate_and_print_results`` of ``megatron.training.training``.
 
-Why: what a script hands to ``pretrain``, and what it sets in the model's configuration, has no flag.
+Why: what a script hands to ``pretrain``, or sets in the model's configuration, has no flag.
 Change: what a plan cannot run ends the job before the first iteration, in one message.
 Remove when: ``pretrain`` calls a hook before it trains.
 """
@@ -41,7 +41,6 @@ def _checked(upstream: Callable[..., Any]) -> Callable[..., Any]:
     from megatron.core.utils import get_model_config
 
     from megatron.fold3d.runtime.executor import script_problems
-    from megatron.fold3d.training.launch import refuse
 
     parameters = inspect.signature(upstream)
 
@@ -51,6 +50,8 @@ def _checked(upstream: Callable[..., Any]) -> Callable[..., Any]:
         alone = given["process_non_loss_data_func"] if not given.get("non_loss_data_func") else None
         problems = [*script_problems(get_model_config(given["model"][0]), alone)]
         if problems:
+            from megatron.fold3d.training.launch import refuse
+
             sys.exit(refuse(ValueError("\n".join(problems))))
         return upstream(*args, **kwargs)
 

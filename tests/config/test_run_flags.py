@@ -89,8 +89,8 @@ def test_a_checkpoint_brings_sizes_but_no_learning_rate(problems: Problems, tmp_
         ("--global-batch-size 8 --eval-global-batch-size 0", "--eval-global-batch-size 0, 0 micro"),
         (
             "--step-batch-size-schedule 0:8,1K:10 --eval-global-batch-size 8",
-            "--step-batch-size-schedule 10, 5 micro-batches: Megatron runs them in groups of 4, the "
-            "last of 4 at least; give a multiple of 8, or --schedule interleaved",
+            "--step-batch-size-schedule 10, 5 micro-batches: Megatron runs them in groups of 4, "
+            "the last of 4 at least; give a multiple of 8, or --schedule interleaved",
         ),
         (
             "--global-batch-size 8 --microbatch-group-size-per-virtual-pipeline-stage 3",

@@ -35,7 +35,10 @@ def test_it_is_off_unless_asked_for(parser: ArgumentParser):
             "--schedule 1f1b --overlap-grad-reduce",
             "--shard-segments weights without --use-distributed-optimizer and --overlap-param-gat",
         ),
-        (f"{AIAO} --fp8-format hybrid --fp8-recipe tensorwise", "--fp8-format hybrid with --shard-segments weights"),
+        (
+            f"{AIAO} --fp8-format hybrid --fp8-recipe tensorwise",
+            "--fp8-format hybrid with --shard-segments weights",
+        ),
         (
             f"{AIAO} --num-distributed-optimizer-instances 2",
             "--num-distributed-optimizer-instances 2 with --shard-segments weights",

@@ -1,4 +1,4 @@
-"""What a script hands to ``pretrain`` is refused where ranks would wait for ever, and only there."""
+"""What a script hands to ``pretrain`` is refused where ranks would wait for ever, not elsewhere."""
 
 from types import SimpleNamespace
 

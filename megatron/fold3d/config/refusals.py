@@ -222,7 +222,7 @@ REFUSALS = (
         "drop it",
         found=lambda args: args.pipeline_model_parallel_comm_backend == "ucc",
     ),
-    # Options whose results depend on the order of a rank's computations: see plan/recompute_order.py.
+    # Options whose results depend on the order of computations: see plan/recompute_order.py.
     Refusal(
         "--fp8-format",
         "fp8",
