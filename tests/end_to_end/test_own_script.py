@@ -87,7 +87,7 @@ def test_a_mistake_ends_a_script_in_one_message(
 
 def test_what_only_a_script_can_ask_for_is_refused_before_training(tmp_path: Path) -> None:
     """Stock would evaluate on the last rank alone, and wait there until the timeout."""
-    script = changed("Two lines", tmp_path)
+    script = changed("Your own script", tmp_path)
     text = script.read_text()
     text = text.replace("forward_step)\n", "forward_step, process_non_loss_data_func=print)\n")
     varies = "    config.model.transformer.variable_seq_lengths = True\n"
