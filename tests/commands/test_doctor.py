@@ -16,9 +16,10 @@ from megatron.fold3d.commands.doctor import cluster_toml, order_of_ranks
 from megatron.fold3d.commands.installation import Finding, installation
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.runtime.measure.link_speeds import pairs
-from megatron.fold3d.training.installation_facts import architectures, connections
+from megatron.fold3d.training.installation_facts import architectures, connections, untested
 from tests.distributed import run_distributed
 
+ROOT = Path(__file__).parents[2]
 FOLD3D = "import sys; from megatron.fold3d.cli import main; sys.exit(main())"
 
 
@@ -220,6 +221,23 @@ def test_a_gpu_that_torch_has_no_kernels_for_is_named(capability, built_for, ver
     finding = architectures({"a GPU": capability}, built_for, "CUDA 13.0")
     assert finding.verdict == verdict
     assert verdict == "ok" or "a GPU is sm_70; torch (CUDA 13.0) has sm_75" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("version", "is_tested"),
+    [("2.12.1", False), ("2.13.0", True), ("2.13.0a0+nv26.1", True), ("2.14.0", False)],
+)
+def test_a_torch_that_no_test_runs_with_is_named(monkeypatch, version: str, is_tested: bool):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = [
+        f"{line}; extra == '{extra}'"
+        for extra, lines in project["optional-dependencies"].items()
+        for line in lines
+    ]
+    installed = {"torch": version, "transformer-engine": "2.20.1"}
+    monkeypatch.setattr(metadata, "version", installed.__getitem__)
+    found = [(f.what, f.verdict, f.found.split("; ")[0]) for f in untested(requirements)]
+    assert found == ([] if is_tested else [("torch", "note", version)])
 
 
 @pytest.mark.parametrize(

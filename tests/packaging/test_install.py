@@ -79,7 +79,8 @@ def test_installed_package_shares_the_megatron_namespace(python: Path, checkout:
         core, training, ours = (Path(file) for file in run(python, "-c", find, cwd=folder).split())
         assert core.parents[1] == training.parents[1] == SITE / "megatron"
         assert not ours.is_relative_to(ROOT)
-    run(python, "-Wignore", "-c", "import megatron.training, fold3d_patches", cwd=python.parent)
+    load = "from fold3d_patches.cpu.compiler import uncompiled\nwith uncompiled(): "
+    run(python, "-Wignore", "-c", f"{load}import megatron.training", cwd=python.parent)
 
 
 def test_console_script_runs(python: Path):

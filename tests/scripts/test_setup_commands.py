@@ -91,6 +91,13 @@ def test_python3_is_taken_when_it_is_new_enough(machine: Machine):
     assert machine.run("python.sh").stdout == f"{new}\n"
 
 
+def test_a_python_on_the_path_that_python_version_names_comes_first(machine: Machine):
+    machine.python("python3.12", (3, 12, 3))
+    named = machine.python("python3.13", (3, 13, 1))
+    (machine.checkout / ".python-version").write_text("3.13\n")
+    assert machine.run("python.sh").stdout == f"{named}\n"
+
+
 def test_pyenv_serves_what_python_version_names_else_what_it_has(machine: Machine):
     root = machine.bin.parent / "pyenv"
     other = machine.python(str(root / "versions/3.13.0/bin/python"), (3, 13, 0))

@@ -15,11 +15,12 @@ from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from packaging.requirements import Requirement
 
 import fold3d_patches
 from fold3d_patches.cpu.compiler import uncompiled
@@ -33,6 +34,8 @@ from megatron.fold3d.runtime.measure import link_speeds, profiler
 
 _PREEMPTION = Path(preemption.__file__).parent
 _TIMEOUT = timedelta(seconds=120)
+# Packages with a range of versions, and the extra of ours that has it.
+_TESTED = {"torch": "train", "transformer-engine": "gpu"}
 _GLOO = "what ranks on CPUs talk over; every build of torch for Linux has it"
 _SCHEDULES = {
     "aiao": "--schedule aiao",
@@ -46,7 +49,7 @@ def main() -> None:
     """Print the findings as one JSON object on the last line; rank 0 prints those of all ranks."""
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
-    findings = [*_torch(), *_extensions(), *_patches()]
+    findings = [*untested(_requirements()), *_torch(), *_extensions(), *_patches()]
     measured: list[link_speeds.Link] = []
     machine: dict[str, float] = {}
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -58,6 +61,33 @@ def main() -> None:
         "machine": machine,
     }
     sys.stdout.write(json.dumps(report) + "\n")
+
+
+def _requirements() -> Sequence[str]:
+    try:
+        return metadata.requires("fold3d") or ()
+    except metadata.PackageNotFoundError:  # imported from a checkout
+        return ()
+
+
+def untested(requirements: Sequence[str]) -> Iterator[Finding]:
+    """Name the packages that are installed in a version that the tests do not run with.
+
+    Args:
+        requirements: the package's own, as its metadata has them.
+    """
+    for requirement in map(Requirement, requirements):
+        extra = _TESTED.get(requirement.name)
+        if requirement.marker is None or not requirement.marker.evaluate({"extra": extra or ""}):
+            continue
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            found = f"{version}; the tests run with {requirement.specifier}"
+            fix = f"pip install '{requirement.name}{requirement.specifier}'"
+            yield Finding(requirement.name, "note", found, fix)
 
 
 def _torch() -> Iterator[Finding]:

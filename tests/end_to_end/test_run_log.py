@@ -1,0 +1,33 @@
+"""Of a run's log of 900 lines and more, three are ours; the rest is Megatron's and torch's."""
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+
+from tests.distributed import run_distributed
+from tests.end_to_end.test_equal_to_stock import Row
+from tests.end_to_end.training import train
+
+pytestmark = pytest.mark.gloo
+
+
+def test_what_we_add_to_the_log_of_a_run_is_three_lines() -> None:
+    row = Row(segments=2, ours="--schedule aiao")
+    first, *others = run_distributed(_listen, row.num_ranks, row.command(row.ours))
+    assert [line.split()[0] for line in first] == ["patched", "patched", "plan"]
+    assert others == [[]] * len(others)
+
+
+def _listen(argv: Sequence[str]) -> list[str]:
+    """Train; returns what we log in it."""
+    lines: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.name.startswith(("fold3d_patches", "megatron.fold3d")):
+                lines.append(record.getMessage())
+
+    logging.getLogger().addHandler(Listener(logging.INFO))
+    train(argv)
+    return lines
