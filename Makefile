@@ -28,7 +28,7 @@ test: venv  ## run all tests: half an hour on two cores
 stress: venv  ## fuzz against stock for STRESS_MINUTES, soak with faults and restarts
 	@scripts/stress.sh
 
-check: venv  ## lint, format, types
+check: venv  ## lint, format, types, length of the prose
 	@scripts/check.sh
 
 build-cuda:  ## compile what offloading to host memory needs on a GPU; ARCH=all-major by default
