@@ -29,12 +29,12 @@ from scripts.bench.testbed import Link, Testbed, TestbedError, become_root, end_
 from scripts.bench.variants import Job, Variant
 
 ROOT = Path(__file__).parents[1]
-LINK = Link(200e6)
-FORWARD_MS, BACKWARD_MS = 12, 24
+LINK = Link(180e6)
+FORWARD_MS, BACKWARD_MS = 24, 48
 JOB = Job(
     num_ranks=2,
     data_parallel=2,
-    num_microbatches=4,
+    num_microbatches=2,
     num_layers=16,
     hidden_size=256,
     seq_length=32,
@@ -77,13 +77,13 @@ def arms(job: Job) -> tuple[Arm, ...]:
     )
     auto = ("--schedule", "auto", "--segments", segments, "--overlap-grad-reduce")
     return (
-        Arm(name="default", title="A stock's default", flags=(), warmup=2, iteration_s=2.6),
+        Arm(name="default", title="A stock's default", flags=(), warmup=2, iteration_s=2.9),
         Arm(
             name="strongest",
             title="B strongest stock",
             flags=strongest,
             warmup=2,
-            iteration_s=1.6,
+            iteration_s=1.8,
         ),
         Arm(
             name="auto",

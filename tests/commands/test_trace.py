@@ -72,6 +72,18 @@ def test_a_trace_tells_the_model_and_the_batch_by_itself(fold3d, tmp_path: Path)
     assert told == given > 0
 
 
+def test_a_run_without_a_gpu_has_no_flops_of_one(fold3d, tmp_path: Path):
+    write_traces(tmp_path, flops=1e9)
+    assert "TFLOP/s" in fold3d(f"trace {tmp_path}")[1]
+    for file in tmp_path.glob("rank-*.json"):
+        file.write_text(
+            re.sub(r'"gpu_memory_bytes":\d+', '"gpu_memory_bytes":null', file.read_text())
+        )
+    _, out, _ = fold3d(f"trace {tmp_path}")
+    assert "TFLOP/s" not in out
+    assert "TFLOP/s" not in (tmp_path / "timeline.html").read_text()
+
+
 def test_counters_of_ranks_are_shown(fold3d, tmp_path: Path):
     counts = {"offloaded_bytes": 3 << 28, "deferred_grad_sync_share": 0.3}
     write_traces(tmp_path, counts=counts)

@@ -124,7 +124,8 @@ def _measured(timeline: Timeline, ranks: Sequence[RankTrace], args: Namespace) -
     device = [i.gpu_memory_bytes for i in iterations if i.gpu_memory_bytes is not None]
     shares = _counted(iterations, "deferred_grad_sync_share")
     flops_s = utilisation = None
-    microbatch_flops = ranks[0].microbatch_flops
+    # A run without a GPU has no TFLOP/s of one, unless the user asks.
+    microbatch_flops = ranks[0].microbatch_flops if device or args.peak_tflops else 0.0
     if args.model is not None:
         of_one = 3 * sum(model_shape(args.model).stage_flops(1))
         microbatch_flops = of_one * (args.micro_batch_size or 1)

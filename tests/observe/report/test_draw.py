@@ -166,3 +166,11 @@ def test_grid_goes_on_in_a_further_block():
     assert to_text(simulate(plan, Costs.uniform(1)), width=26) == (
         "rank 0 | 0F0 0B0──── 0F1\n\nrank 0 | 0B1────\n"
     )
+
+
+@pytest.mark.parametrize("title", ["Short", "A sentence about two runs that is " + "rather " * 12])
+def test_a_title_fits_into_the_picture(title: str):
+    svg = draw_together([Pipeline("a", "b", aiao()[1])], title=title, until_s=9.0)
+    [size] = re.findall(rf'font-size="([\d.]+)" font-weight="bold">{title}</text>', svg)
+    assert 24 + len(title) * float(size) * 0.62 < 1200
+    assert float(size) <= 19

@@ -28,6 +28,7 @@ _WAITS = {"waits-sync": "DP.sync", "waits-p2p": "sends"}
 _THIN_LANES = (Lane.GRAD_SYNC, Lane.COPY)
 _MAX_TOOLTIPS = 1500
 _CHAR = 0.6  # width of a character over the font size
+_BOLD_CHAR = 0.62  # the same of bold words, in the widest of the fonts
 
 
 def draw(timeline: Timeline, *, title: str = "", caption: str = "") -> str:
@@ -58,8 +59,8 @@ def draw_together(pipelines: Sequence[Pipeline], *, title: str, until_s: float) 
     for number, (name, caption, timeline) in enumerate(pipelines):
         diagram = _Diagram(timeline, bottom + 48, until_s, scope=f"pipeline-{number}")
         rows += [
-            text(24, bottom + 30, 16, name, bold=True),
-            text(WIDTH - _RIGHT, bottom + 30, 14.5, caption, "soft", anchor="end"),
+            text(24, bottom + 30, 18, name, bold=True),
+            text(WIDTH - _RIGHT, bottom + 30, 16.5, caption, "soft", anchor="end"),
             *diagram.rows(),
         ]
         bottom = diagram.bottom + 4
@@ -91,7 +92,8 @@ def _document(title: str, caption: str, diagrams: Sequence["_Diagram"], rows: It
 
 def _headings(title: str, caption: str) -> Iterator[str]:
     if title:
-        yield text(24, 38, 19, title, bold=True)
+        size = min(19.0, (WIDTH - 24 - _RIGHT) / (len(title) * _BOLD_CHAR))
+        yield text(24, 38, round(size, 1), title, bold=True)
     if caption:
         size = min(13.5, (WIDTH - 24 - _RIGHT) / (len(caption) * 0.53))
         yield text(24, 34 + 28 * bool(title), round(size, 1), caption, "soft")
@@ -182,8 +184,8 @@ class _Diagram:
         y = self.bottom + 21
         for time_s in self._ticks():
             label = f"{time_s / self.unit_s:.{decimals}f}"
-            yield text(self.x(time_s), y, 12, label, "soft", anchor="middle")
-        yield text(_LEFT - 16, y, 12, f"time [{self.unit}]", "soft", anchor="end")
+            yield text(self.x(time_s), y, 13.5, label, "soft", anchor="middle")
+        yield text(_LEFT - 16, y, 13.5, f"time [{self.unit}]", "soft", anchor="end")
 
     def x(self, time_s: float) -> float:
         return _LEFT + time_s * self.per_s
@@ -205,7 +207,7 @@ class _Diagram:
             for i, (top, height) in enumerate(self.lane_tops(rank)):
                 yield rect(_LEFT, top, width, height, "thin" if i else "row")
             if rank % every == 0:
-                size = min(13.0, max(9.0, self.row * 0.7))
+                size = min(14.5, max(9.0, self.row * 0.7))
                 middle = self.top + rank * self.pitch + self.row / 2 + size * 0.36
                 yield text(_LEFT - 12, middle, size, f"rank {rank}", anchor="end")
 
