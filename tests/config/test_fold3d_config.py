@@ -86,9 +86,29 @@ def test_sizes_checked_for_one_or_more_are_named_after_their_flags(parser: Argum
     assert {f"--{name.replace('_', '-')}": name for name in _SIZES}.items() <= known.items()
 
 
-def test_a_rank_without_layers_is_refused(parse: Parse) -> None:
-    line = "--schedule aiao --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 9"
-    assert "-1 layers on 1 ranks: each holds as many and one at least" in only_problem(parse(line))
+@pytest.mark.parametrize(
+    ("ends", "problem"),
+    [
+        (
+            "--decoder-first-pipeline-num-layers 9",
+            "--decoder-first-pipeline-num-layers 9 of 8 layers: the other 1 ranks hold one layer "
+            "each at least; give 7 at most",
+        ),
+        (
+            "--decoder-last-pipeline-num-layers 0",
+            "--decoder-last-pipeline-num-layers 0: a rank holds one layer at least; give 1 or more",
+        ),
+        (
+            "--decoder-first-pipeline-num-layers -1 --decoder-last-pipeline-num-layers 9",
+            "--decoder-first-pipeline-num-layers -1: a rank holds one layer at least; give 1 or "
+            "more",
+        ),
+    ],
+)
+def test_a_rank_without_layers_is_refused(parse: Parse, ends: str, problem: str) -> None:
+    assert (
+        only_problem(parse(f"--schedule aiao --pipeline-model-parallel-size 2 {ends}")) == problem
+    )
 
 
 def test_help_needs_no_gpu(monkeypatch, capsys) -> None:

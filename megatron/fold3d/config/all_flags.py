@@ -166,7 +166,7 @@ def read_config(args: Namespace) -> Fold3DConfig:
         *dp_slice_problems(args, schedule),
         *offload_problems(args, schedule, segments),
         *weight_grad_problems(args, schedule, segments),
-        *early_sync_problems(args, schedule),
+        *early_sync_problems(args, schedule, segments),
         *recompute_problems(args, schedule, args.pipeline_model_parallel_size * segments),
         *_pair_problems(args, schedule),
         *_recompute_count_problems(args, schedule, segments),

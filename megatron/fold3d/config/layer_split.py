@@ -50,11 +50,23 @@ def may_be_uneven(args: Namespace) -> bool:
 
 def uneven_ranks(args: Namespace) -> str:
     """Return the message (found, rule, fix) for layers that are too few, or do not divide."""
-    ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
-    rest = num_layers(args) - sum(layers for layers in ends if layers is not None)
+    ends = {
+        "--decoder-first-pipeline-num-layers": args.decoder_first_pipeline_num_layers,
+        "--decoder-last-pipeline-num-layers": args.decoder_last_pipeline_num_layers,
+    }
+    given = {flag: layers for flag, layers in ends.items() if layers is not None}
+    for flag, layers in given.items():
+        if layers < 1:
+            return f"{flag} {layers}: a rank holds one layer at least; give 1 or more"
+    rest, ranks = num_layers(args) - sum(given.values()), _ranks_of_the_rest(args)
+    if given and rest < ranks:
+        found = " and ".join(f"{flag} {layers}" for flag, layers in given.items())
+        return (
+            f"{found} of {num_layers(args)} layers: the other {ranks} ranks hold one layer each at "
+            f"least; give {num_layers(args) - ranks} at most"
+        )
     return (
-        f"{rest} layers on {_ranks_of_the_rest(args)} ranks: each holds as many and one at least, "
-        "unless "
+        f"{rest} layers on {ranks} ranks: each holds as many and one at least, unless "
         "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers or "
         "--pipeline-model-parallel-layout says otherwise"
     )

@@ -124,8 +124,14 @@ def weight_grad_problems(args: Namespace, schedule: str, num_segments: int) -> I
         )
 
 
-def early_sync_problems(args: Namespace, schedule: str) -> Iterator[str]:
-    """Yield one message (found, rule, fix) per setting ``--early-dp-sync`` cannot run with."""
+def early_sync_problems(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
+    """Yield one message (found, rule, fix) per setting ``--early-dp-sync`` cannot run with.
+
+    Args:
+        args: Megatron's namespace.
+        schedule: the schedule that will run.
+        num_segments: segments per rank; 0 if not known yet.
+    """
     if not args.early_dp_sync or schedule == AUTO:
         return
     found = f"--early-dp-sync {','.join(map(str, args.early_dp_sync))}"
@@ -145,6 +151,12 @@ def early_sync_problems(args: Namespace, schedule: str) -> Iterator[str]:
         yield (
             f"{found} without --overlap-grad-reduce: Megatron then reduces all gradients at the "
             "end of the iteration; add --overlap-grad-reduce"
+        )
+    elif args.use_distributed_optimizer and num_segments == 1:
+        yield (
+            f"{found} with --use-distributed-optimizer and one segment: it needs a plan that "
+            "gathers parameters, and Megatron turns alignment of gathers off where there are no "
+            "virtual stages; give --segments 2 or more, or drop it"
         )
     elif args.use_distributed_optimizer and not gathers_by_plan(args):
         yield (

@@ -34,6 +34,7 @@ from megatron.fold3d.config.gpu_settings import FUSION_KERNEL, default_flags, gp
 from megatron.fold3d.config.run_flags import data_problems, run_problems
 from megatron.fold3d.config.schedule_flags import schedule_of
 from megatron.fold3d.config.segment_flags import AUTO
+from megatron.fold3d.config.unread_flags import unread_flags
 from megatron.fold3d.predict.cost_model.model_shape import Family
 from megatron.fold3d.predict.cost_model.presets import preset_flags
 from megatron.fold3d.training.checkpoint_fit import check_checkpoint
@@ -123,6 +124,8 @@ def prepare(
     preset = preset_flags(own.model_preset, family) if own.model_preset else ()
     checks = own.check is not None
     _quiet(device, checks=checks)
+    for warning in unread_flags(argv) if _speaks() else ():
+        sys.stderr.write(f"{_script()}: warning: {warning}\n")
 
     check_version()
     import torch

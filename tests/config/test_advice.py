@@ -1,0 +1,152 @@
+"""Who follows the advice of a refusal gets a run, or another refusal; never the same one again."""
+
+import re
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+
+import pytest
+
+from megatron.fold3d.config import backward_share_refusals
+from megatron.fold3d.config.all_flags import megatron_defaults
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.refusals import REFUSALS, Refusal
+from tests.config.test_fold3d_config import MODEL, given_on, option_of
+
+RUN = f"{MODEL} --pipeline-model-parallel-size 2 --global-batch-size 8"
+LOCAL = "--transformer-impl local --no-gradient-accumulation-fusion"
+GATHERED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+DELAYED = f"--segments 2 --delay-weight-grads 1 --overlap-grad-reduce {LOCAL}"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+# The flags, those that the advice replaces, and what it replaces them by.
+ADVICE = (
+    ("--schedule aiao", "--decoder-first-pipeline-num-layers 0", "1"),
+    ("--schedule aiao", "--decoder-first-pipeline-num-layers 9", "7"),
+    ("--schedule aiao --segments 3", "--segments 3", "--segments 2"),
+    ("--schedule aiao", "--segments 0", "--segments 1"),
+    ("--schedule 1f1b", "--segments 2", "--segments 1"),
+    ("--segments 2", "--schedule 1f1b", "--schedule aiao"),
+    ("", "--schedule 1f1b --aiao-last-segment afab", "--schedule aiao --aiao-last-segment afab"),
+    ("", "--schedule afab --forwards-ahead 2", "--schedule afab"),
+    (
+        f"--schedule aiao {GATHERED} {LOCAL} --delay-weight-grads 0 --early-dp-sync 0",
+        "",
+        "--segments 2",
+    ),
+    (
+        f"--schedule aiao {GATHERED} {LOCAL} --delay-weight-grads 0",
+        "--early-dp-sync 0",
+        "",
+    ),
+    (f"--schedule aiao {DELAYED} --early-dp-sync 1", "", "--backward-share 1"),
+    (f"--schedule aiao {DELAYED} --early-dp-sync 1", "", "--use-distributed-optimizer"),
+    (
+        f"--schedule aiao {DELAYED} --early-dp-sync 1 --use-distributed-optimizer",
+        "",
+        "--overlap-param-gather",
+    ),
+    (f"--schedule aiao {DELAYED} --backward-share 1", "--early-dp-sync 0", "--early-dp-sync 1"),
+    (f"--schedule aiao {DELAYED}", "--delay-weight-grads 5", "--delay-weight-grads 1"),
+    (
+        "--schedule aiao --segments 2 --delay-weight-grads 1",
+        "--transformer-impl local",
+        LOCAL,
+    ),
+    (f"--schedule zb-h1 {LOCAL}", "--delay-weight-grads 0", ""),
+    ("--schedule 1f1b --recompute-early 0", "", FULL),
+    (f"--schedule 1f1b {FULL}", "--recompute-early 2", "--recompute-early 1"),
+    (f"--recompute-early 0 {FULL}", "--schedule stock", "--schedule 1f1b"),
+    (f"--schedule 1f1b --recompute-early 0 {FULL}", "--distribute-saved-activations", ""),
+    ("--schedule 1f1b", "--recompute-layers 1", "--recompute-layers 1,1"),
+    ("--schedule 1f1b", "--recompute-layers 5,1", "--recompute-layers 4,1"),
+    ("--schedule 1f1b --recompute-layers 1,1", "--recompute-method uniform", ""),
+    ("--schedule 1f1b --activation-memory-bytes 9", "", "--recompute-layers auto"),
+    ("--schedule 1f1b --fp8-format hybrid", "--forwards-ahead 2", ""),
+    ("--schedule 1f1b --forwards-ahead 2", "--fp8-format hybrid", "--fp8-recipe tensorwise"),
+    ("--backward-share 1 --overlap-grad-reduce", "--schedule stock", "--schedule aiao"),
+    ("--schedule aiao --backward-share 1", "", "--overlap-grad-reduce"),
+    ("--schedule aiao --shard-segments weights", "", GATHERED),
+    ("--schedule aiao --replicate-optimizer 0", "", GATHERED),
+    ("--lazy-inter-segment", "--schedule stock", "--schedule aiao --segments 2"),
+    ("--schedule aiao --lazy-inter-segment", "", "--segments 2"),
+    ("--schedule aiao --offload-activations on", "", FULL),
+    ("--schedule auto", "--backward-share 1", ""),
+    ("--schedule auto", "--forwards-ahead 2", ""),
+    ("--schedule aiao --trace-iterations 4-5", "", "--trace new"),
+)
+
+
+def problems(parser: ArgumentParser, line: str) -> set[str]:
+    """What is refused of a command line, as parsed and once Megatron has validated it."""
+    args = parser.parse_args(f"{RUN} {line}".split())
+    return set(said(args)) or set(said(validated(args)))
+
+
+def said(args: Namespace) -> Iterator[str]:
+    try:
+        Fold3DConfig.from_args(args)
+    except ValueError as error:
+        yield from str(error).splitlines()
+
+
+def validated(args: Namespace) -> Namespace:
+    """The namespace with what Megatron's validation derives of the pipeline."""
+    vars(args).update(
+        {k: v for k, v in megatron_defaults(args).items() if getattr(args, k, None) is None}
+    )
+    segments = args.num_virtual_stages_per_pipeline_rank or 1
+    args.virtual_pipeline_model_parallel_size = segments if segments > 1 else None
+    if segments == 1:
+        args.overlap_p2p_comm = args.align_param_gather = False
+    return args
+
+
+@pytest.mark.parametrize(("flags", "found", "instead"), ADVICE)
+def test_who_follows_advice_meets_no_refusal_twice(
+    parser: ArgumentParser, flags: str, found: str, instead: str
+) -> None:
+    if found.startswith("--decoder") and not instead.startswith("--"):
+        instead = f"{found.split()[0]} {instead}"
+    before = problems(parser, f"{flags} {found}")
+    assert before, "no refusal"
+    advised = [word for word in instead.split() if word not in f"{flags} {found}".split()]
+    advice = " ".join(line.rpartition("; ")[2] + line for line in before)
+    if advised and advised[0].startswith("--"):
+        assert advised[0] in advice
+    assert not before & problems(parser, f"{flags} {instead}")
+
+
+def follow(row: Refusal, parser: ArgumentParser, beside: str, option: str) -> Iterator[str]:
+    """Yield the command lines that a row advises, in place of ``beside`` and ``option``."""
+    actions = {flag: action for action in parser._actions for flag in action.option_strings}
+    for words in re.split(r", or |(?<=\w) or (?=--)", row.fix):
+        found = re.search(r"(--[a-z0-9-]+)(?: ([a-z0-9]+))?", words)
+        if found is None:  # drop it, or the like
+            yield beside
+            continue
+        flag, value = found.groups()
+        if words.startswith("drop"):
+            yield re.sub(rf"{flag}(?: [^-]\S*)?", "", f"{beside} {option}")
+            continue
+        action = actions[flag]
+        takes = value is not None and action.nargs != 0 and value not in ("alone", "as")
+        kept = option if flag in ("--schedule", "--fp8-recipe") else ""
+        yield f"{beside} {kept} {f'{flag} {value}' if takes else given_on(action)}"
+
+
+ROWS = [("--schedule aiao", row) for row in REFUSALS if "aiao" in row.schedules]
+ROWS += [
+    ("--schedule aiao --backward-share 1 --overlap-grad-reduce", row)
+    for row in backward_share_refusals.REFUSALS
+]
+
+
+@pytest.mark.parametrize(("beside", "row"), ROWS, ids=lambda value: getattr(value, "flag", None))
+def test_the_advice_of_each_row_ends_its_refusal(
+    parser: ArgumentParser, beside: str, row: Refusal
+) -> None:
+    option = given_on(option_of(row, parser))
+    before = {p for p in problems(parser, f"{beside} {option}") if row.rule in p}
+    assert before
+    for advised in follow(row, parser, beside, option):
+        assert not {p for p in problems(parser, advised) if row.rule in p}, advised
