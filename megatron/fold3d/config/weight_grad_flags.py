@@ -156,7 +156,7 @@ def early_sync_problems(args: Namespace, schedule: str, num_segments: int) -> It
         yield (
             f"{found} with --use-distributed-optimizer and one segment: it needs a plan that "
             "gathers parameters, and Megatron turns alignment of gathers off where there are no "
-            "virtual stages; give --segments 2 or more, or drop it"
+            "virtual stages; drop it, or give --segments 2 or more"
         )
     elif args.use_distributed_optimizer and not gathers_by_plan(args):
         yield (
