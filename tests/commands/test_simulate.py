@@ -107,11 +107,19 @@ def test_simulate_writes_a_page_whose_sliders_begin_where_it_is(fold3d, tmp_path
         "transfer": 0.1,
         "sync": 4.0,
         "where": "deferred",
+        "ahead": 1,
+        "gaps": False,
         "first": False,
         "shown": ["1f1b", "interleaved", "aiao"],
     }
     assert (data["backward"], data["forward_us"]) == (3.0, 1e6)
     assert data["fixed"] is None  # the page simulates just this
+
+    line = "simulate --schedule 1f1b --pp 2 --microbatches 4 --p2p-s 0.4"
+    code, _, err = fold3d(f"{line} --forwards-ahead 2 --delay-weight-grads auto --html {page}")
+    assert (code, err) == (0, "")
+    settings = embedded(page)["settings"]
+    assert (settings["ahead"], settings["gaps"]) == (2, True)
 
 
 def test_what_the_page_cannot_simulate_is_on_it_as_it_is(fold3d, tmp_path: Path):

@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Sequence
 
+from megatron.fold3d.config.backward_share_flags import AUTO
 from megatron.fold3d.observe.report.playground import (
     MOST_FORWARDS,
     Fixed,
@@ -70,6 +71,8 @@ def playground_page(
         grad_sync=of_rank(costs.grad_sync_s) / forward_s,
         forward_s=forward_s,
         where=where,
+        forwards_ahead=args.forwards_ahead if isinstance(args.forwards_ahead, int) else 1,
+        weight_grads_in_gaps=args.delay_weight_grads == AUTO,
         messages_first=bool(args.preemptive_comm),
         schedules=tuple({"1f1b", "interleaved", "aiao"} | others),
     )
