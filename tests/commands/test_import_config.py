@@ -78,8 +78,7 @@ def test_a_configuration_becomes_flags_that_the_planner_reads(fold3d, tmp_path: 
     code, printed, _ = fold3d(f"import {file}")
     assert code == 0
     line = f"{printed.strip()} --seq-length 8192 --global-batch-size 128 --bf16"
-    # Llama 3 8B without its last norm, which the paper's formula leaves out.
-    assert from_flags(line).shape.num_parameters == 8_030_261_248 - 4096
+    assert from_flags(line).shape.num_parameters == 8_030_261_248
 
 
 def test_megatron_parses_the_flags(parser):

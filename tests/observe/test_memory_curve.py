@@ -17,6 +17,7 @@ from megatron.fold3d.predict.cost_model.sizes import (
     Setup,
     delayed_bytes,
     gradient_bytes,
+    held_parameters,
     layer_bytes,
     message_bytes,
     saved_bytes,
@@ -174,18 +175,38 @@ def test_inputs_and_output_gradients_of_a_layers_linears():
     assert delayed_bytes(shape, replace(eight, fp32=True), 48)[0] == sbh * (2 + 14 / 8) * 4 * 2
 
 
+def test_each_expert_of_a_token_has_operands_of_its_own():
+    shape = model_shape("mixtral-8x7b")
+    assert delayed_bytes(shape, Setup(), 32) == [1888 * 2**20] * 32
+    assert (
+        delayed_bytes(replace(shape, num_experts=0, experts_per_token=0), Setup(), 32)
+        == [1088 * 2**20] * 32
+    )
+    # Of tensor-parallel ranks, each has whole experts for its part of the tokens.
+    shared = Setup(tensor_parallel=2, sequence_parallel=True, expert_parallel=2)
+    halves, wholes = (
+        delayed_bytes(shape, replace(shared, expert_tensor_parallel=size), 32)[0] for size in (2, 1)
+    )
+    assert halves - wholes == 8192 * 2 * 2 * 4096 * (1 - 1 / 2) * 2
+
+
 def test_model_states_take_18_bytes_per_parameter_or_fewer():
     shape = model_shape("gpt3-18b")
     whole = sum(static_bytes(shape, Setup(), 1, 1))
     assert whole == 18 * shape.num_parameters
     sharded = Setup(tensor_parallel=8, data_parallel=4, distributed_optimizer=True)
-    assert sum(static_bytes(shape, sharded, 1, 1)) == (6 + 12 / 4) * shape.num_parameters / 8
+    (held,) = held_parameters(shape, sharded, 1)
+    assert sum(static_bytes(shape, sharded, 1, 1)) == (6 + 12 / 4) * held.dense
 
 
 def test_messages_gradients_and_the_last_stage():
     shape, setup = model_shape("gpt3-18b"), Setup(tensor_parallel=8, sequence_parallel=True)
     assert message_bytes(shape, setup) == 1024 * 6144 * 2 / 8
-    assert sum(gradient_bytes(shape, setup, 1)) == 4 * shape.num_parameters / 8
+    (held,) = held_parameters(shape, setup, 1)
+    assert sum(gradient_bytes(shape, setup, 1)) == 4 * held.dense
+    # Norms, positions and biases behind a sum are on all ranks.
+    assert held.dense == pytest.approx(shape.num_parameters / 8, rel=5e-3)
+    assert held.dense > shape.num_parameters / 8
     first, *_, last = saved_bytes(shape, setup, 8)
     assert last - first == 1024 * 51200 * 4 / 8  # the logits
     assert working_bytes(shape, setup) == 0

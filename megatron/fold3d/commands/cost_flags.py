@@ -9,7 +9,7 @@ SECONDS = ("forward_s", "backward_s", "recompute_s", "p2p_s", "grad_sync_s", "tp
 FILE = ("costs",)
 MODEL = (
     *("model", "cluster", "tp", "dp", "micro_batch_size", "recompute"),
-    *("distributed_optimizer", "fp32", "layer_forward_s", "task_overhead_s"),
+    *("distributed_optimizer", "fp32", "grad_reduce_in_bf16", "layer_forward_s", "task_overhead_s"),
     *("iteration_overhead_s", "straggler_sigma", "use_tp_pp_dp_mapping"),
 )
 
@@ -59,6 +59,12 @@ def add_cost_flags(parser: ArgumentParser, *, models: str = ONE_OF, nodes: str =
         help="pipeline ranks are neighbours, where replicas are otherwise: Megatron's flag",
     )
     model.add_argument("--fp32", action="store_true", default=None, help="instead of 16 bits")
+    model.add_argument(
+        "--grad-reduce-in-bf16",
+        action="store_true",
+        default=None,
+        help="gradients of 16 bits, where they have 32 otherwise: Megatron's flag",
+    )
 
 
 def given_costs(args: Namespace) -> str | None:

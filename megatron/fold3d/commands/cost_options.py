@@ -172,6 +172,7 @@ def _from_model(args: Namespace, plan: Plan) -> Source:
         recompute=args.recompute or "none",
         order="tp-pp-dp" if args.use_tp_pp_dp_mapping else "tp-dp-pp",
         fp32=bool(args.fp32),
+        small_gradients=bool(args.grad_reduce_in_bf16),
     )
     layers = _layers(args, shape, plan)
     known = estimate(

@@ -22,6 +22,7 @@ _SIZES = {
     "hidden-size": "hidden_size",
     "num-attention-heads": "num_attention_heads",
     "seq-length": "seq_length",
+    "max-position-embeddings": "max_positions",
     "ffn-hidden-size": "ffn_hidden_size",
     "kv-channels": "kv_channels",
     "num-experts": "num_experts",
@@ -36,7 +37,12 @@ _LATENT = {
     "qk-pos-emb-head-dim": 64,
     "v-head-dim": 128,
 }
-_SHARED = ("context-parallel-size", "expert-model-parallel-size")
+# What the search does not choose, with values if not given.
+_SHARED = {
+    "context-parallel-size": 1,
+    "expert-model-parallel-size": 1,
+    "expert-tensor-parallel-size": 0,
+}
 _NEEDED = ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "global-batch-size")
 _NOT_MODELLED = {
     "hybrid-layer-pattern": "layers that are no transformer's",
@@ -56,6 +62,7 @@ _OTHERS = (
     ),
     *("moe-layer-freq", "untie-embeddings-and-output-weights", "num-query-groups"),
     *("group-query-attention", "rotary-base", "normalization", "add-qkv-bias", "moe-router-topk"),
+    "qk-layernorm",
 )
 _DEFAULT_VOCABULARY = 51_200
 _VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)")
@@ -74,6 +81,8 @@ class Described:
         fp16: whether it is fp16.
         context_parallel: ranks that share a sequence, which the search does not choose.
         expert_parallel: ranks that share the experts of a layer, likewise.
+        expert_tensor_parallel: ranks that share each expert, likewise; 0 if none are asked for.
+        small_gradients: whether gradients are summed in 16 bits.
         notes: the flags that were read, and the values that are assumed; one line each.
     """
 
@@ -83,6 +92,8 @@ class Described:
     fp16: bool
     context_parallel: int
     expert_parallel: int
+    expert_tensor_parallel: int
+    small_gradients: bool
     notes: tuple[str, ...]
 
 
@@ -120,6 +131,8 @@ def shape_of(args: Namespace) -> ModelShape:
         value = getattr(args, name.replace("-", "_"), None)
         if value is not None and value is not False:
             flags[name] = "" if value is True else str(value)
+    if getattr(args, "padded_vocab_size", None):  # at which validation has rounded up
+        flags["vocab-size"] = str(args.padded_vocab_size)
     if not args.add_bias_linear:
         flags["disable-bias-linear"] = ""
     if isinstance(pattern := getattr(args, "moe_layer_freq", 1), list):
@@ -173,8 +186,8 @@ def _described(words: Sequence[str], source: str) -> Described:
         own = ", ".join(f"--{name} {flags[name]}" for name in kept)
         assumed.append(f"the search chooses sizes anew, instead of {own}; --tp and --pp keep them")
     assumed += [f"--{name} is there several times; the last counts" for name in twice]
-    shared = {name: _number(flags, name, 1) for name in _SHARED}
-    fixed = [f"--{name} {size}" for name, size in shared.items() if size > 1]
+    shared = {name: _number(flags, name, other) for name, other in _SHARED.items()}
+    fixed = [f"--{name} {n}" for name, n in shared.items() if n > 1 or n != _SHARED[name]]
     if fixed:
         assumed.append(
             f"{' and '.join(fixed)} stay; no computation hides what these ranks exchange"
@@ -191,8 +204,17 @@ def _described(words: Sequence[str], source: str) -> Described:
         fp16=fp16,
         context_parallel=shared["context-parallel-size"],
         expert_parallel=shared["expert-model-parallel-size"],
+        expert_tensor_parallel=shared["expert-tensor-parallel-size"],
+        small_gradients=precision != "32 bits" and not _sums_in_32_bits(flags, fp16=fp16),
         notes=tuple(notes),
     )
+
+
+def _sums_in_32_bits(flags: Mapping[str, str], *, fp16: bool) -> bool:
+    if fp16:
+        return "accumulate-allreduce-grads-in-fp32" in flags
+    in_16_bits = flags.get("main-grads-dtype", "fp32") != "fp32"
+    return not (in_16_bits or "grad-reduce-in-bf16" in flags)
 
 
 def _check_modelled(flags: Mapping[str, str], source: str) -> None:
@@ -255,6 +277,8 @@ def _shape(flags: Mapping[str, str], source: str) -> tuple[ModelShape, list[str]
         rms_norm=flags.get("normalization") == "RMSNorm",
         biases="disable-bias-linear" not in flags,
         qkv_bias="add-qkv-bias" in flags,
+        qk_norm="qk-layernorm" in flags,
+        vocab_unit=unit,
         experts_per_token=_number(flags, "moe-router-topk", 2) if experts else 0,
         num_dense_layers=int(dense[1]) if dense and experts else 0,
     ), assumed

@@ -93,6 +93,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         given.add_argument(flag, type=int, metavar="N", help=what)
     given.add_argument("--recompute", choices=get_args(Recompute))
     given.add_argument("--fp32", action="store_true", help="train in 32 bits instead of 16")
+    given.add_argument(
+        "--grad-reduce-in-bf16", action="store_true", help="sum gradients in 16 bits instead of 32"
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="the rows as one JSON object")
     form.add_argument(
@@ -130,6 +133,9 @@ def run(args: Namespace) -> int:
                 fp32=args.fp32 or (described is not None and described.fp32),
                 context_parallel=described.context_parallel if described else 1,
                 expert_parallel=described.expert_parallel if described else 1,
+                expert_tensor_parallel=described.expert_tensor_parallel if described else 0,
+                small_gradients=args.grad_reduce_in_bf16
+                or (described is not None and described.small_gradients),
             ),
             assumed=args.assume,
             progress=progress,

@@ -8,7 +8,9 @@ from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.presets import SCRIPTS, shape_flags
 from megatron.fold3d.predict.search.candidates import Candidate
 
-_FP16 = ("--fp16", "--accumulate-allreduce-grads-in-fp32")  # the second comes with bf16 by itself
+# With gradients of 32 bits, which are bf16's default, and of 16.
+_FP16 = ("--fp16 --accumulate-allreduce-grads-in-fp32", "--fp16")
+_BF16 = ("--bf16", "--bf16 --grad-reduce-in-bf16")
 
 
 def check_trains(shape: ModelShape) -> None:
@@ -33,9 +35,16 @@ def training_flags(
         ValueError: ``pretrain_gpt.py`` does not train such a model.
     """
     check_trains(shape)
-    sixteen_bits = _FP16 if fp16 or not cluster.has_bf16 else ("--bf16",)
-    precision = () if candidate.setup.fp32 else sixteen_bits
-    flags = [*map(quote, shape_flags(shape)), *precision, *_split(candidate), *_schedule(candidate)]
+    sixteen_bits = _FP16 if fp16 or not cluster.has_bf16 else _BF16
+    precision = sixteen_bits[candidate.setup.small_gradients]
+    if candidate.setup.fp32:
+        precision = ""
+    flags = [
+        *map(quote, shape_flags(shape)),
+        *precision.split(),
+        *_split(candidate),
+        *_schedule(candidate),
+    ]
     return " ".join(flags)
 
 
@@ -53,6 +62,8 @@ def _split(candidate: Candidate) -> Iterator[str]:
         yield f"--context-parallel-size {setup.context_parallel}"
     if setup.expert_parallel > 1:
         yield f"--expert-model-parallel-size {setup.expert_parallel}"
+    if setup.expert_tensor_parallel:
+        yield f"--expert-tensor-parallel-size {setup.expert_tensor_parallel}"
     if setup.sequence_parallel:
         yield "--sequence-parallel"
     if setup.recompute == "selective":

@@ -8,10 +8,6 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
-
-from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron.fold3d.commands.auto_options import lines as lines_of_auto
 from megatron.fold3d.commands.console import counted
@@ -32,7 +28,7 @@ from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.choice_search import ChoiceSearch, Predicted, Scope
 from megatron.fold3d.predict.search.order_choice import held_sizes
 from megatron.fold3d.predict.search.planner import USABLE_MEMORY
-from megatron.fold3d.training.trained_setup import setup_of
+from megatron.fold3d.training.trained_setup import setup_of, stage_layers
 
 _GIB = 2**30
 
@@ -141,7 +137,7 @@ class _Expected:
             candidate.setup,
             num_ranks=candidate.num_ranks,
             num_segments=candidate.num_segments,
-            layers=_layers(args),
+            layers=stage_layers(args),
         )
         timeline = timeline_of(candidate, known, order=_order(args, plan))
         row = mean(exposure(timeline))
@@ -246,7 +242,7 @@ def _tried(args: Namespace, known: Estimate, candidate: Candidate) -> tuple[Pred
         held=lambda plan: held_sizes(known.footprint, plan, memory_bytes),
         nic_of_rank=known.nic_of_rank,
         routes=known.routes,
-        shard_shares=started_shares(min(_layers(args)), candidate.setup.num_replicas),
+        shard_shares=started_shares(min(stage_layers(args)), candidate.setup.num_replicas),
     )
     return search.stock, *search.to_try()
 
@@ -256,34 +252,6 @@ def _order(args: Namespace, plan: Plan | None) -> Plan | None:
     if plan is None or args.delay_weight_grads == "auto":
         return None
     return plan.select(COMPUTE_OPS | {Op.OFFLOAD, Op.RELOAD})
-
-
-def _layers(args: Namespace) -> tuple[int, ...]:
-    """Return the layers of each stage, as Megatron splits them."""
-    ranks = args.pipeline_model_parallel_size
-    segments = args.virtual_pipeline_model_parallel_size or 1
-    if (layout := args.pipeline_model_parallel_layout) is not None:
-        if not isinstance(layout, PipelineParallelLayerLayout):
-            layout = PipelineParallelLayerLayout(layout, ranks)
-        return tuple(
-            layout.layout[rank][segment].count(LayerType.decoder)
-            for segment in range(segments)
-            for rank in range(ranks)
-        )
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    embedding, loss = (
-        int(getattr(args, f"account_for_{part}_in_pipeline_split"))
-        for part in ("embedding", "loss")
-    )
-    rest = args.num_layers + embedding + loss - (first or 0) - (last or 0)
-    others = ranks - (first is not None) - (last is not None)
-    of_rank = [rest // others if others else 0] * ranks
-    of_rank[0] = of_rank[0] if first is None else first
-    of_rank[-1] = of_rank[-1] if last is None else last
-    stages = list(chain.from_iterable([[n // segments for n in of_rank]] * segments))
-    stages[0] -= embedding
-    stages[-1] -= loss
-    return tuple(stages)
 
 
 def _left_out(args: Namespace) -> Iterator[str]:

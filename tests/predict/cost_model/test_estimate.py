@@ -8,7 +8,7 @@ from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
-from megatron.fold3d.predict.cost_model.sizes import Setup
+from megatron.fold3d.predict.cost_model.sizes import Setup, held_parameters
 from megatron.fold3d.predict.simulator.execution import Execution
 from megatron.fold3d.predict.simulator.simulate import simulate
 from tests.predict.paper.published import A100, SETUP_39B
@@ -77,7 +77,27 @@ def test_a_group_inside_a_node_leaves_the_nic_alone():
     assert found.costs.grad_sync_local
     # 4-byte gradients of half the model, all-reduced by two GPUs: their size once over NVLink
     bytes_sent = found.costs.grad_sync_s[0] * node.intra_bytes_per_s
-    assert bytes_sent == pytest.approx(4 * model_shape("24-2048-16").stage_parameters(2)[0] / 2)
+    held, _ = held_parameters(model_shape("24-2048-16"), setup, 2)
+    assert bytes_sent == pytest.approx(4 * held.dense)
+
+
+def test_gradients_of_16_bits_take_half_the_memory_and_half_the_time():
+    shape, large = model_shape("gpt3-18b"), replace(SETUP_39B, distributed_optimizer=True)
+    of_32, of_16 = (
+        estimate(shape, A100, setup, num_ranks=4, num_segments=2)
+        for setup in (large, replace(large, small_gradients=True))
+    )
+    assert of_16.gradient_bytes == tuple(size / 2 for size in of_32.gradient_bytes)
+    assert of_16.costs.grad_sync_s == pytest.approx([s / 2 for s in of_32.costs.grad_sync_s])
+    assert of_16.costs.reduced_in_iteration_s[0] == of_32.costs.reduced_in_iteration_s[0] / 2
+    assert of_16.costs.param_gather_s == pytest.approx(of_32.costs.param_gather_s)
+    less = [
+        b - a
+        for a, b in zip(of_16.footprint.static_bytes, of_32.footprint.static_bytes, strict=True)
+    ]
+    assert less == pytest.approx([sum(of_16.gradient_bytes[rank::4]) for rank in range(4)])
+    with pytest.raises(ValueError, match="gradients of 16 bits with weights of 32"):
+        Setup(fp32=True, small_gradients=True)
 
 
 def test_the_distributed_optimizer_moves_fewer_bytes():
@@ -109,7 +129,7 @@ def test_tied_word_embeddings_are_reduced_in_the_iteration_and_untied_ones_are_n
     )
     assert untied.reduced_in_iteration_s == (0.0,) * 8
     assert tied.reduced_in_iteration_s[1:7] == (0.0,) * 6
-    share = shape.embedding_parameters / shape.stage_parameters(8)[0]
+    share = shape.embedding_parameters / 8 / held_parameters(shape, SETUP_39B, 8)[0].dense
     assert tied.reduced_in_iteration_s[0] == pytest.approx(tied.grad_sync_s[0] * share)
 
 
@@ -153,7 +173,7 @@ def test_ranks_that_share_experts_send_tokens_twice_and_hold_few_experts():
         more_s = getattr(found.costs, name)[0] - getattr(without.costs, name)[0]
         assert more_s == pytest.approx(layers * of_layer_s)
     experts = layers * 8 * 3 * h * 14336
-    dense = shape.stage_parameters(2)[0] - experts
+    dense = shape.stage_parameters(2)[0].total - experts
     assert found.footprint.static_bytes[0] == pytest.approx(18 * (dense + experts / 8))
     assert found.gradient_bytes[0] == pytest.approx(4 * (dense + experts / 8))
     all_reduce_s = 2 * 7 / 8 * 4 * dense / gpus.intra_bytes_per_s  # no other rank has its experts

@@ -24,7 +24,6 @@ from megatron.fold3d.predict.cost_model.ring_times import (
     reduce_scatter_s,
 )
 from megatron.fold3d.predict.cost_model.sizes import (
-    GRADIENT_BYTES,
     Setup,
     delayed_bytes,
     exchanged_bytes,
@@ -96,8 +95,9 @@ def estimate(
     per_node = min(cluster.gpus_per_node, together)  # GPUs of one pipeline rank in one node
     sent = message_bytes(shape, setup)
     saved = saved_bytes(shape, setup, split)
-    gradients, parameters = gradient_bytes(shape, setup, split), shape.stage_parameters(split)
+    gradients = gradient_bytes(shape, setup, split)
     experts = expert_gradient_bytes(shape, setup, split)
+    synced = [sum(sizes) for sizes in zip(gradients, experts, strict=True)]
     exchange_s = _exchange_s(shape, cluster, setup, split)
     copy_bytes_per_s = cluster.host_copy_bytes_per_s / cluster.gpus_per_node
     overhead_s = cluster.task_overhead_s
@@ -144,8 +144,10 @@ def estimate(
             for size, of_experts in zip(gradients, experts, strict=True)
         ),
         optimizer_s=tuple(
-            cluster.iteration_overhead_s * count / sum(parameters[stage % num_ranks :: num_ranks])
-            for stage, count in enumerate(parameters)
+            cluster.iteration_overhead_s * count / of_rank
+            if (of_rank := sum(synced[stage % num_ranks :: num_ranks]))
+            else 0.0
+            for stage, count in enumerate(synced)
         ),
         grad_sync_local=_replicas_span(setup, num_ranks) <= cluster.gpus_per_node,
         offload_s=tuple(b / copy_bytes_per_s for b in saved),
@@ -157,7 +159,7 @@ def estimate(
         costs,
         footprint_of(shape, setup, num_ranks, split),
         nic_of_rank,
-        tuple(size + of_experts for size, of_experts in zip(gradients, experts, strict=True)),
+        tuple(synced),
         # Megatron demands one with tensor parallelism; CUDA's default is enough for our streams.
         1 if _needs_one_queue(setup) and not cluster.is_blackwell else None,
         routes(cluster, setup, num_ranks),
@@ -273,12 +275,12 @@ def _exchange_s(
     """
     of_context, of_experts = (
         group_bandwidths(
-            (setup.tensor_parallel, size),
+            sizes,
             cluster.gpus_per_node,
             cluster.intra_bytes_per_s,
             cluster.goodput_bytes_per_s,
         )[1]
-        for size in (setup.context_parallel, setup.expert_parallel)
+        for sizes in ((setup.tensor_parallel, setup.context_parallel), setup.expert_ranks)
     )
     again = int(setup.recompute == "full")
     stages = []
@@ -315,7 +317,7 @@ def _param_gather_s(
     """DP.sync of updated parameters, which only the distributed optimizer has."""
     if not setup.distributed_optimizer:
         return 0.0
-    smaller = setup.element_bytes / GRADIENT_BYTES
+    smaller = setup.element_bytes / setup.gradient_bytes
     d, e = setup.num_replicas, setup.num_expert_replicas
     dense, experts = gradient_bytes * smaller, of_experts * smaller / e
     return all_gather_s(d, dense / d, _bandwidths(cluster, setup, num_ranks)[1]) + all_gather_s(
@@ -329,7 +331,8 @@ def _reduced_in_iteration_s(
     """DP.sync that is never deferred: that of word embeddings which two stages share."""
     seconds = [0.0] * num_stages
     if num_ranks > 1 and not shape.untied:
-        shared_bytes = shape.embedding_parameters / setup.tensor_parallel * GRADIENT_BYTES
+        t = setup.tensor_parallel
+        shared_bytes = shape.padded(t).embedding_parameters / t * setup.gradient_bytes
         seconds[0] = seconds[-1] = _grad_sync_s(cluster, setup, num_ranks, shared_bytes)
     return tuple(seconds)
 
@@ -342,8 +345,9 @@ def _replicas_span(setup: Setup, num_ranks: int) -> int:
 
 def _expert_bandwidth(cluster: Cluster, setup: Setup, num_ranks: int) -> float:
     """The bandwidth that a group of GPUs with the same experts sees."""
-    inside = (setup.tensor_parallel, setup.expert_parallel)
-    return _with_replicas(cluster, setup, num_ranks, (*inside, setup.num_expert_replicas))[2]
+    return _with_replicas(
+        cluster, setup, num_ranks, (*setup.expert_ranks, setup.num_expert_replicas)
+    )[2]
 
 
 def _bandwidths(cluster: Cluster, setup: Setup, num_ranks: int) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from math import ceil
 
 from megatron.fold3d.policy.gradient_cut import cuts_every_segment
-from megatron.fold3d.predict.cost_model.sizes import GRADIENT_BYTES, Setup
+from megatron.fold3d.predict.cost_model.sizes import Setup
 
 SLICE_BYTES = 8 << 20
 """Training's default for GPUs (``--dp-slice-bytes``)."""
@@ -32,7 +32,7 @@ def launches(
     )
     if setup.distributed_optimizer or not (cuts or deferred):
         return (1,) * len(gradient_bytes)
-    most = GRADIENT_BYTES * max(_BUCKET, _BUCKET_PER_REPLICA * setup.num_replicas)
+    most = setup.gradient_bytes * max(_BUCKET, _BUCKET_PER_REPLICA * setup.num_replicas)
     buckets = [max(1, ceil(count / most)) if cuts else 1 for count in gradient_bytes]
     if not deferred:
         return tuple(buckets)

@@ -1,13 +1,13 @@
 """Model shapes: parameters and FLOPs of every stage of a Megatron transformer.
 
 Layers are counted from the first stage to the last; an encoder-decoder's decoder layers, which
-have cross-attention, are the last ones. Beside its layers the first stage holds the embedding and
-the last one the head.
+have cross-attention, are the last ones. Beside its layers the first stage holds the embedding, and
+the last one the final norm and the head, whether or not a layout writes its L there.
 """
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -20,11 +20,47 @@ Split = int | Sequence[int]
 """The number of equal stages that a model is cut into, or the number of layers of each stage."""
 _MOST_LAYERS = 10_000
 _MAY_BE_ZERO = (
-    *("ffn_hidden_size", "kv_channels", "num_decoder_layers", "num_query_groups", "rotary_base"),
+    *(
+        "ffn_hidden_size",
+        "kv_channels",
+        "num_decoder_layers",
+        "num_query_groups",
+        "rotary_base",
+        "max_positions",
+    ),
     *("num_experts", "experts_per_token", "expert_ffn_hidden_size"),
     *("shared_expert_ffn_hidden_size", "num_dense_layers"),
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Numbers of parameters, by the parallel sizes that divide them."""
+
+    divided: int = 0
+    """By tensor parallelism."""
+    whole: int = 0
+    """By none: norms, the router, biases behind a sum over tensor-parallel ranks."""
+    latent: int = 0
+    """By tensor parallelism in Megatron's own layers, by none in Transformer Engine's."""
+    experts: int = 0
+    """By expert and by expert tensor parallelism."""
+    whole_experts: int = 0
+    """By expert parallelism alone: biases of experts, as those in `whole`."""
+
+    def __add__(self, other: "Parameters") -> "Parameters":
+        return Parameters(
+            **{n: getattr(self, n) + getattr(other, n) for n in Parameters.__dataclass_fields__}
+        )
+
+    def __mul__(self, count: int) -> "Parameters":
+        return Parameters(**{n: count * getattr(self, n) for n in Parameters.__dataclass_fields__})
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.divided + self.whole + self.latent + self.experts + self.whole_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +88,19 @@ class ModelShape:
     """True if the feed-forward layer is gated: three matrices instead of two."""
     rotary_base: int = 0
     """Of rotary position embeddings; positions are learned if zero."""
+    max_positions: int = 0
+    """Of learned positions; as many as a sequence has if zero."""
     rms_norm: bool = False
     """True if norms are RMSNorm, without biases."""
     biases: bool = True
     """True if linear layers have biases."""
     qkv_bias: bool = False
     """True if queries, keys and values have biases where other linear layers have none."""
+    qk_norm: bool = False
+    """True if queries and keys have norms: each head's or, of multi-latent attention, the latent
+    vectors'."""
+    vocab_unit: int = 128
+    """Each tensor-parallel rank holds a multiple of it of the vocabulary's rows."""
     num_experts: int = 0
     experts_per_token: int = 0
     expert_ffn_hidden_size: int = 0
@@ -80,7 +123,7 @@ class ModelShape:
     def __post_init__(self) -> None:
         check_numbers(self, may_be_zero=_MAY_BE_ZERO)
         check_names(self)
-        for name in ("untied", "swiglu", "rms_norm", "biases", "qkv_bias"):
+        for name in ("untied", "swiglu", "rms_norm", "biases", "qkv_bias", "qk_norm"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"found {name}={value!r}; it is true or false")
         if self.num_attention_heads % self.num_groups:
@@ -126,6 +169,11 @@ class ModelShape:
     def ffn_size(self) -> int:
         """Width of the feed-forward layer."""
         return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Width of an expert."""
+        return self.expert_ffn_hidden_size or self.ffn_size
 
     @property
     def is_latent(self) -> bool:
@@ -193,37 +241,74 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters, a shared embedding once: Megatron's eq. 2 for a GPT."""
-        layers = sum(map(self.layer_parameters, range(self.num_layers)))
-        embeddings = self.embedding_parameters * (1 + self.untied)
-        return layers + embeddings + self.position_parameters
+        """All parameters, a shared embedding once: Megatron's eq. 2, and the final norm."""
+        return sum(stage.total for stage in self.stage_parameters(1))
 
     @property
     def position_parameters(self) -> int:
         """Of learned position embeddings."""
-        return 0 if self.rotary_base else self.seq_length * self.hidden_size
+        return 0 if self.rotary_base else (self.max_positions or self.seq_length) * self.hidden_size
 
     @property
     def embedding_parameters(self) -> int:
         """The parameters of the vocabulary, at one end of the model."""
         return self.vocab_size * self.hidden_size
 
-    def layer_parameters(self, layer: int) -> int:
+    def padded(self, tensor_parallel: int) -> "ModelShape":
+        """Return the model with the rows of vocabulary that Megatron builds."""
+        return _padded(self, self.vocab_unit * tensor_parallel)
+
+    @property
+    def norm_size(self) -> int:
+        """The parameters of a norm, per element."""
+        return 1 if self.rms_norm else 2
+
+    def layer_parameters(self, layer: int) -> Parameters:
         """Return the parameters of a layer: weights, biases, norms."""
-        h = self.hidden_size
-        vectors = 1 if self.rms_norm else 2
-        norm = h * vectors
-        attention = self._projections + norm
-        if self.is_latent:  # norms of the two latent vectors, and a bias of the last projection
-            attention += vectors * (self.q_lora_rank + self.kv_lora_rank) + h * self.biases
-        else:
-            attention += self.qkv_size + h if self.biases else self.qkv_size * self.qkv_bias
-        attention *= 1 + self._has_cross_attention(layer)
-        return attention + norm + sum(n * size for n, size in self._feed_forwards(layer))
+        norm = Parameters(whole=self.norm_size * self.hidden_size)
+        attention = (norm + self._attention_parameters) * self.num_attentions_in(layer)
+        return attention + norm + self._feed_forward_parameters(layer)
+
+    @property
+    def _attention_parameters(self) -> Parameters:
+        h, attended = self.hidden_size, self.attention_size
+        down = h * sum(self.latent_sizes)
+        weights = Parameters(divided=self._projections - down, latent=down)
+        last_bias = Parameters(whole=h if self.biases else 0)
+        if self.is_latent:  # without biases but the last
+            norms = self.norm_size * (self.q_lora_rank + self.kv_lora_rank) * self.qk_norm
+            return weights + last_bias + Parameters(whole=norms)
+        norms = 2 * self.norm_size * (attended // self.num_attention_heads) * self.qk_norm
+        biases = self.qkv_size * (self.biases or self.qkv_bias)
+        return weights + last_bias + Parameters(divided=biases, whole=norms)
+
+    def _feed_forward_parameters(self, layer: int) -> Parameters:
+        h, experts = self.hidden_size, self.num_experts_in(layer)
+
+        def split_and_whole(width: int) -> tuple[int, int]:
+            """Return those of a feed-forward layer that a size divides, and the rest."""
+            gated = 1 + self.swiglu
+            divided = (1 + gated) * h * width + gated * width * self.biases
+            return divided, h * self.biases
+
+        if not experts:
+            divided, whole = split_and_whole(self.ffn_size)
+            return Parameters(divided=divided, whole=whole)
+        of_expert, whole_of_expert = split_and_whole(self.expert_ffn_size)
+        shared, whole = (
+            split_and_whole(width) if (width := self.shared_expert_ffn_hidden_size) else (0, 0)
+        )
+        router = experts * (h + self.biases)
+        return Parameters(
+            divided=shared,
+            whole=router + whole,
+            experts=experts * of_expert,
+            whole_experts=experts * whole_of_expert,
+        )
 
     def layer_flops(self, layer: int) -> int:
         """Return the FLOPs of a layer's forward of one sequence, multiplications and additions."""
-        return self.linear_flops(layer) + self.score_flops * (1 + self._has_cross_attention(layer))
+        return self.linear_flops(layer) + self.score_flops * self.num_attentions_in(layer)
 
     def linear_flops(self, layer: int) -> int:
         """Return the FLOPs of the linear layers: all but attention's scores and weighted sums.
@@ -231,7 +316,7 @@ class ModelShape:
         The gradients of these weights take as many.
         """
         h, s = self.hidden_size, self.seq_length
-        attention = self._projections * (1 + self._has_cross_attention(layer))
+        attention = self._projections * self.num_attentions_in(layer)
         feed_forward = (2 + self.swiglu) * h * sum(self.ffn_sizes(layer))
         return 2 * s * (attention + feed_forward + h * self.num_experts_in(layer))
 
@@ -239,29 +324,12 @@ class ModelShape:
         """Return the widths of the feed-forward layers that a token passes."""
         if not self.num_experts_in(layer):
             return (self.ffn_size,)
-        sizes = (self.expert_ffn_hidden_size or self.ffn_size,) * self.experts_per_token
+        sizes = (self.expert_ffn_size,) * self.experts_per_token
         return (*sizes, *filter(None, [self.shared_expert_ffn_hidden_size]))
 
     def num_experts_in(self, layer: int) -> int:
         """Return the experts of a layer, zero if it has none."""
         return self.num_experts if layer >= self.num_dense_layers else 0
-
-    def _feed_forwards(self, layer: int) -> tuple[tuple[int, int], ...]:
-        """How many feed-forward layers of each size a layer has, and their parameters."""
-        h, experts = self.hidden_size, self.num_experts_in(layer)
-
-        def size(width: int) -> int:
-            gated = 1 + self.swiglu
-            return (1 + gated) * h * width + (gated * width + h if self.biases else 0)
-
-        if not experts:
-            return ((1, size(self.ffn_size)),)
-        shared = self.shared_expert_ffn_hidden_size
-        return (
-            (experts, size(self.expert_ffn_hidden_size or self.ffn_size)),
-            (1, h * experts),  # the router
-            (1 if shared else 0, size(shared)),
-        )
 
     @property
     def head_flops(self) -> int:
@@ -272,20 +340,9 @@ class ModelShape:
         """Return, per stage, the FLOPs of one sequence's forward."""
         return _stage_flops(self, split)
 
-    def stage_parameters(self, split: Split) -> tuple[int, ...]:
+    def stage_parameters(self, split: Split) -> tuple[Parameters, ...]:
         """Return, per stage, the parameters whose gradients it syncs."""
         return _stage_parameters(self, split)
-
-    def stage_expert_parameters(self, split: Split) -> tuple[int, ...]:
-        """Return, per stage, those of `stage_parameters` that expert parallelism divides."""
-        return _stage_expert_parameters(self, split)
-
-    def expert_parameters(self, layer: int) -> int:
-        """Return those of `layer_parameters` that expert parallelism divides."""
-        if not self.num_experts_in(layer):
-            return 0
-        count, size = self._feed_forwards(layer)[0]
-        return count * size
 
     def stage_layers(self, split: Split) -> tuple[range, ...]:
         """Return the layers of each stage.
@@ -311,8 +368,9 @@ class ModelShape:
             )
         return [self.num_layers // num_stages] * num_stages
 
-    def _has_cross_attention(self, layer: int) -> bool:
-        return layer >= self.num_layers - self.num_decoder_layers
+    def num_attentions_in(self, layer: int) -> int:
+        """Return the attentions of a layer, two if it has cross-attention."""
+        return 1 + (layer >= self.num_layers - self.num_decoder_layers)
 
 
 # A search asks for few splits of one model, and for each of them again and again.
@@ -326,17 +384,22 @@ def _stage_flops(shape: ModelShape, split: Split) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _stage_parameters(shape: ModelShape, split: Split) -> tuple[int, ...]:
-    stages = [sum(map(shape.layer_parameters, layers)) for layers in shape.stage_layers(split)]
-    stages[0] += shape.embedding_parameters + shape.position_parameters
+def _stage_parameters(shape: ModelShape, split: Split) -> tuple[Parameters, ...]:
+    stages = [
+        sum(map(shape.layer_parameters, layers), Parameters())
+        for layers in shape.stage_layers(split)
+    ]
+    vocabulary = Parameters(divided=shape.embedding_parameters)
+    stages[0] += vocabulary + Parameters(whole=shape.position_parameters)
+    stages[-1] += Parameters(whole=shape.norm_size * shape.hidden_size)
     if len(stages) > 1 or shape.untied:  # if tied to the first stage's, a copy of its own
-        stages[-1] += shape.embedding_parameters
+        stages[-1] += vocabulary
     return tuple(stages)
 
 
 @lru_cache(maxsize=1024)
-def _stage_expert_parameters(shape: ModelShape, split: Split) -> tuple[int, ...]:
-    return tuple(sum(map(shape.expert_parameters, layers)) for layers in shape.stage_layers(split))
+def _padded(shape: ModelShape, unit: int) -> ModelShape:
+    return replace(shape, vocab_size=-(-shape.vocab_size // unit) * unit)
 
 
 def _shape(
@@ -389,11 +452,13 @@ SHAPES = {
         _llama("qwen2.5-7b", 28, 3584, 28, 18944, seq_length=8192, vocab_size=152_064,
                rotary_base=1_000_000, num_query_groups=4, qkv_bias=True),
         _llama("deepseek-v2-lite", 27, 2048, 16, 10944, seq_length=4096, vocab_size=102_400,
-               rotary_base=10_000, num_query_groups=0, kv_lora_rank=512, qk_head_dim=128,
+               qk_norm=True, rotary_base=10_000, num_query_groups=0,
+               kv_lora_rank=512, qk_head_dim=128,
                qk_pos_emb_head_dim=64, v_head_dim=128, num_experts=64, experts_per_token=6,
                expert_ffn_hidden_size=1408, shared_expert_ffn_hidden_size=2816, num_dense_layers=1),
         _llama("deepseek-v3", 61, 7168, 128, 18432, seq_length=4096, vocab_size=129_280,
-               rotary_base=10_000, num_query_groups=0, q_lora_rank=1536, kv_lora_rank=512,
+               qk_norm=True, rotary_base=10_000, num_query_groups=0,
+               q_lora_rank=1536, kv_lora_rank=512,
                qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128, num_experts=256,
                experts_per_token=8, expert_ffn_hidden_size=2048,
                shared_expert_ffn_hidden_size=2048, num_dense_layers=3),

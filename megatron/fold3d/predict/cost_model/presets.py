@@ -46,7 +46,7 @@ def shape_flags(shape: ModelShape) -> tuple[str, ...]:
         "hidden-size": shape.hidden_size,
         "num-attention-heads": shape.num_attention_heads,
         "seq-length": shape.seq_length,
-        "max-position-embeddings": shape.seq_length,
+        "max-position-embeddings": shape.max_positions or shape.seq_length,
         "ffn-hidden-size": shape.ffn_hidden_size,
         "kv-channels": shape.kv_channels,
         "num-query-groups": shape.num_query_groups,
@@ -66,7 +66,7 @@ def shape_flags(shape: ModelShape) -> tuple[str, ...]:
         "--group-query-attention": shape.num_query_groups,
         "--position-embedding-type rope": shape.rotary_base,
         "--multi-latent-attention": shape.is_latent,
-        "--qk-layernorm": shape.is_latent,  # of the latent vectors
+        "--qk-layernorm": shape.qk_norm,
         "--swiglu": shape.swiglu,
         "--normalization RMSNorm": shape.rms_norm,
         "--disable-bias-linear": not shape.biases,

@@ -16,7 +16,7 @@ from megatron.fold3d.plan.ir import Op, Plan, Program
 from megatron.fold3d.plan.memory import peak_resident
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.predict.cost_model.sizes import GRADIENT_BYTES, Setup
+from megatron.fold3d.predict.cost_model.sizes import Setup
 
 Shards = Literal["off", "weights", "gradients"]
 
@@ -83,7 +83,7 @@ def _saving(
     program: Program, gradient_bytes: Sequence[float], rank: int, plan: Plan, setup: Setup
 ) -> float:
     stages = range(rank, plan.num_stages, plan.num_ranks)
-    per_gradient = setup.element_bytes / GRADIENT_BYTES
+    per_gradient = setup.element_bytes / setup.gradient_bytes
     gradients = dict(zip(stages, gradient_bytes, strict=True))
     parameters = {stage: size * per_gradient for stage, size in gradients.items()}
     whole = sum(gradients.values()) + sum(parameters.values())

@@ -9,14 +9,14 @@ attention and 16 of a feed-forward layer as wide as 4 h: `_saved_elements` count
 
 from collections.abc import Container
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
-from megatron.fold3d.predict.cost_model.model_shape import ModelShape, Split
+from megatron.fold3d.predict.cost_model.model_shape import ModelShape, Parameters, Split
 
 Recompute = Literal["none", "selective", "full"]
 Order = Literal["tp-dp-pp", "tp-pp-dp"]
 """Which ranks are neighbours, innermost first: Megatron's, and that of --use-tp-pp-dp-mapping."""
-GRADIENT_BYTES = 4  # Megatron accumulates in fp32
 _MASTER_BYTES = 4  # fp32 weights, where the model's are of 16 bits
 _MOMENTS_BYTES = 8  # Adam's two
 _LOGIT_BYTES = 4  # the loss is computed in fp32
@@ -39,6 +39,12 @@ class Setup:
     """Ranks that share each sequence."""
     expert_parallel: int = 1
     """Ranks, of all replicas and parts of sequences, that share the experts of a layer."""
+    expert_tensor_parallel: int = 0
+    """Ranks that share each expert; as many as share other layers if zero."""
+    small_gradients: bool = False
+    """Gradients are summed and kept in 16 bits; otherwise in 32."""
+    local_layers: bool = False
+    """Layers are Megatron's own, in place of Transformer Engine's."""
 
     def __post_init__(self) -> None:
         for field in (
@@ -47,6 +53,8 @@ class Setup:
         ):
             if getattr(self, field) < 1:
                 raise ValueError(f"found {field}={getattr(self, field)}; it is at least one")
+        if self.fp32 and self.small_gradients:
+            raise ValueError("found gradients of 16 bits with weights of 32; drop one of the two")
 
     @property
     def num_replicas(self) -> int:
@@ -56,7 +64,12 @@ class Setup:
     @property
     def num_expert_replicas(self) -> int:
         """The GPUs that hold the same experts."""
-        return self.num_replicas // self.expert_parallel
+        return self.num_replicas * self.tensor_parallel // prod(self.expert_ranks)
+
+    @property
+    def expert_ranks(self) -> tuple[int, int]:
+        """The ranks that share each expert, and the groups of such that share a layer's."""
+        return self.expert_tensor_parallel or self.tensor_parallel, self.expert_parallel
 
     def tokens(self, shape: ModelShape) -> float:
         """Return the tokens of a micro-batch on one tensor-parallel group."""
@@ -66,6 +79,11 @@ class Setup:
     def element_bytes(self) -> int:
         """The bytes of an element of weights, activations and messages."""
         return 4 if self.fp32 else 2
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of a parameter's gradient, where it is summed."""
+        return 2 if self.small_gradients else 4
 
     @property
     def optimizer_bytes(self) -> int:
@@ -89,12 +107,13 @@ class Setup:
                 f"num_experts={shape.num_experts} is not divisible by expert_parallel={e}; "
                 "give a size that divides it"
             )
-        if self.num_replicas % e:
+        if self.num_replicas * t % prod(self.expert_ranks):
             raise ValueError(
-                f"data_parallel={self.data_parallel} x context_parallel={c} is not divisible by "
+                f"tensor_parallel={t} x data_parallel={self.data_parallel} x context_parallel={c} "
+                f"is not divisible by expert_tensor_parallel={self.expert_ranks[0]} x "
                 f"expert_parallel={e}; experts are shared among these ranks"
             )
-        if shape.num_groups % t and not shape.num_attention_heads % t:
+        if shape.num_groups % t and t % shape.num_groups and not shape.num_attention_heads % t:
             raise ValueError(
                 f"num_query_groups={shape.num_query_groups} is not divisible by "
                 f"tensor_parallel={t}; give a size that divides it"
@@ -107,36 +126,54 @@ class Setup:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The parameters of a stage that one GPU holds."""
+
+    dense: float
+    experts: float
+    """Those of experts, where other ranks hold the same than of the rest."""
+
+
+def held_parameters(shape: ModelShape, setup: Setup, split: Split) -> tuple[Held, ...]:
+    """Return, per stage, the parameters that Megatron builds on one GPU."""
+    t, e = setup.tensor_parallel, setup.expert_parallel
+
+    def held(n: Parameters) -> Held:
+        latent = n.latent / (t if setup.local_layers else 1)
+        dense = n.divided / t + n.whole + latent
+        experts = (n.experts / setup.expert_ranks[0] + n.whole_experts) / e
+        if setup.expert_ranks == (t, 1):  # no other ranks hold them
+            return Held(dense + experts, 0.0)
+        return Held(dense, experts)
+
+    return tuple(map(held, shape.padded(t).stage_parameters(split)))
+
+
 def static_bytes(shape: ModelShape, setup: Setup, num_ranks: int, split: Split) -> list[float]:
     """Return, per pipeline rank, the constant bytes of parameters, gradients and optimizer."""
-    of_ranks = [0.0] * num_ranks
-    for stages, replicas in (
-        (_dense_parameters(shape, split), setup.num_replicas),
-        (_own_experts(shape, setup, split), setup.num_expert_replicas),
-    ):
-        sharded = replicas if setup.distributed_optimizer else 1
-        each = setup.element_bytes + GRADIENT_BYTES + setup.optimizer_bytes / sharded
-        for rank in range(num_ranks):
-            of_ranks[rank] += sum(stages[rank::num_ranks]) / setup.tensor_parallel * each
-    return of_ranks
-
-
-def _dense_parameters(shape: ModelShape, split: Split) -> list[float]:
-    experts = shape.stage_expert_parameters(split)
-    return [all_ - n for all_, n in zip(shape.stage_parameters(split), experts, strict=True)]
-
-
-def _own_experts(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
-    return [n / setup.expert_parallel for n in shape.stage_expert_parameters(split)]
+    whole, optimizer = setup.element_bytes + setup.gradient_bytes, setup.optimizer_bytes
+    shares = (1.0, 1.0)
+    if setup.distributed_optimizer:
+        shares = (1 / setup.num_replicas, 1 / setup.num_expert_replicas)
+    stages = [
+        (held.dense + held.experts) * whole
+        + (held.dense * shares[0] + held.experts * shares[1]) * optimizer
+        for held in held_parameters(shape, setup, split)
+    ]
+    return [sum(stages[rank::num_ranks]) for rank in range(num_ranks)]
 
 
 def replicated_bytes(
     shape: ModelShape, setup: Setup, num_ranks: int, split: Split, stages: Container[int]
 ) -> list[float]:
     """Return, per pipeline rank, the optimizer's bytes of other replicas' shards of ``stages``."""
-    others = setup.optimizer_bytes * (1 - 1 / setup.data_parallel) / setup.tensor_parallel
-    sizes = [s * (i in stages) for i, s in enumerate(shape.stage_parameters(split))]
-    return [sum(sizes[rank::num_ranks]) * others for rank in range(num_ranks)]
+    dense, experts = 1 - 1 / setup.num_replicas, 1 - 1 / setup.num_expert_replicas
+    sizes = [
+        (held.dense * dense + held.experts * experts) * (stage in stages)
+        for stage, held in enumerate(held_parameters(shape, setup, split))
+    ]
+    return [sum(sizes[rank::num_ranks]) * setup.optimizer_bytes for rank in range(num_ranks)]
 
 
 def saved_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
@@ -148,8 +185,8 @@ def saved_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
         sum(layer_bytes(shape, setup, setup.recompute, layer) for layer in layers)
         for layers in shape.stage_layers(split)
     ]
-    tokens = setup.tokens(shape)
-    saved[-1] += tokens * shape.vocab_size * _LOGIT_BYTES / setup.tensor_parallel
+    t = setup.tensor_parallel
+    saved[-1] += setup.tokens(shape) * shape.padded(t).vocab_size * _LOGIT_BYTES / t
     return saved
 
 
@@ -198,22 +235,37 @@ def _saved_elements(shape: ModelShape, layer: int) -> int:
 
 
 def delayed_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
-    """Return, per stage, what a backward keeps for its delayed weight gradients.
+    """Return, per stage, what a backward keeps for its delayed weight gradients."""
+    tokens = setup.tokens(shape) * setup.element_bytes
+    return [
+        sum(tokens * _delayed_elements(shape, setup, layer) for layer in layers)
+        for layers in shape.stage_layers(split)
+    ]
 
-    These are the inputs of each layer's linears and the gradients of their outputs. Tensor
-    parallelism splits the outputs of the first linear of a pair and the inputs of the second;
-    sequence parallelism splits the inputs of the first as well.
+
+def _delayed_elements(shape: ModelShape, setup: Setup, layer: int) -> float:
+    """Elements per token: inputs of a layer's linears and gradients of their outputs.
+
+    Tensor parallelism splits the outputs of the first linear of a pair and the inputs of the
+    second; sequence parallelism splits the inputs of the first as well. Each expert that a token
+    goes to has operands of its own.
     """
-    h, a, f = shape.hidden_size, shape.attention_size, shape.ffn_size
-    outputs = shape.qkv_size + (1 + shape.swiglu) * f
-    latent = 2 * sum(shape.latent_sizes)
-    gathered, inputs, divided = 2 * h + latent, 2 * h, outputs + (a + f)
-    if setup.sequence_parallel:
-        inputs, divided = 0, divided + inputs
-    tokens = setup.tokens(shape)
-    elements = gathered + inputs + divided / setup.tensor_parallel
-    layer = tokens * elements * setup.element_bytes
-    return [len(layers) * layer for layers in shape.stage_layers(split)]
+    t, h = setup.tensor_parallel, shape.hidden_size
+    first = t if setup.sequence_parallel else 1
+
+    def pair(inside: float) -> float:
+        """Return the elements of two linears with ``inside`` between them."""
+        return h + h / first + inside / t
+
+    attention = pair(shape.qkv_size + shape.attention_size) + 2 * sum(shape.latent_sizes)
+    elements = attention * shape.num_attentions_in(layer)
+    gated = 2 + shape.swiglu
+    if not shape.num_experts_in(layer):
+        return elements + pair(gated * shape.ffn_size)
+    copies = setup.expert_ranks[0] / t  # of a token, on one rank of those that share it
+    if shared := shape.shared_expert_ffn_hidden_size:
+        elements += pair(gated * shared)
+    return elements + shape.experts_per_token * (2 * h * copies + gated * shape.expert_ffn_size / t)
 
 
 def message_bytes(shape: ModelShape, setup: Setup) -> float:
@@ -225,18 +277,12 @@ def message_bytes(shape: ModelShape, setup: Setup) -> float:
 
 def gradient_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
     """Return, per stage, what one GPU syncs with its data-parallel peers, experts apart."""
-    return [
-        parameters / setup.tensor_parallel * GRADIENT_BYTES
-        for parameters in _dense_parameters(shape, split)
-    ]
+    return [held.dense * setup.gradient_bytes for held in held_parameters(shape, setup, split)]
 
 
 def expert_gradient_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
     """Return, per stage, what one GPU syncs with those that hold the same experts."""
-    return [
-        parameters / setup.tensor_parallel * GRADIENT_BYTES
-        for parameters in _own_experts(shape, setup, split)
-    ]
+    return [held.experts * setup.gradient_bytes for held in held_parameters(shape, setup, split)]
 
 
 def exchanged_bytes(shape: ModelShape, setup: Setup, layer: int) -> tuple[float, float]:

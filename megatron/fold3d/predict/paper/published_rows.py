@@ -78,7 +78,7 @@ class Tables:
     def stage_gradient_bytes(self, row: Row, num_segments: int) -> list[float]:
         """Return w of Sec. III-C for each stage: the gradients of all GPUs of a node."""
         parameters = self.shapes[row["model"]].stage_parameters(self.layers(row, num_segments))
-        return [p * GRADIENT_BYTES * self.replicas_per_node(row) for p in parameters]
+        return [p.total * GRADIENT_BYTES * self.replicas_per_node(row) for p in parameters]
 
     def nodes_per_group(self, row: Row) -> int:
         """Return d_inter of Sec. III-C."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from megatron.fold3d.plan.ir import Op
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.sharded_footprint import aiao_change
-from megatron.fold3d.predict.cost_model.sizes import GRADIENT_BYTES
 from megatron.fold3d.predict.search.candidate_timeline import launches_in_backward
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.simulator.costs import Costs
@@ -48,7 +47,7 @@ def least_sharded_bytes(item: Bounded) -> float:
     of_rank = (
         sum(item.estimate.gradient_bytes[rank :: c.num_ranks]) for rank in range(c.num_ranks)
     )
-    freed = max(of_rank) * (1 + c.setup.element_bytes / GRADIENT_BYTES)
+    freed = max(of_rank) * (1 + c.setup.element_bytes / c.setup.gradient_bytes)
     return max(*footprint.static_bytes, item.device_bytes - freed)
 
 

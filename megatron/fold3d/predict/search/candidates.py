@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 from typing import Literal
 
 from megatron.fold3d.plan.passes.pairs import num_pairs
@@ -134,6 +135,8 @@ class Given:
     context_parallel: int = 1
     """Never chosen, as `expert_parallel`."""
     expert_parallel: int = 1
+    expert_tensor_parallel: int = 0
+    small_gradients: bool = False
 
 
 FREE = Given()
@@ -156,7 +159,7 @@ def candidates(
     for (t, p, dp), size, recompute in product(
         _splits(shape, cluster, given), microbatch_sizes, recomputes
     ):
-        if global_batch_size % (dp * size) or dp * given.context_parallel % given.expert_parallel:
+        if global_batch_size % (dp * size):
             continue
         setup = Setup(
             tensor_parallel=t,
@@ -167,7 +170,11 @@ def candidates(
             fp32=given.fp32,
             context_parallel=given.context_parallel,
             expert_parallel=given.expert_parallel,
+            expert_tensor_parallel=given.expert_tensor_parallel,
+            small_gradients=given.small_gradients,
         )
+        if setup.num_replicas * t % prod(setup.expert_ranks):
+            continue
         stock = Candidate(
             schedule="1f1b",
             is_stock=True,

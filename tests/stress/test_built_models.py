@@ -1,0 +1,30 @@
+"""A sample of the jobs of `tests.stress.built_models`; `make stress` draws more."""
+
+import pytest
+
+from tests.distributed import run_distributed
+from tests.stress.built_models import Compared, compared, jobs
+
+SEED = "sample"
+JOBS = 40
+
+
+@pytest.mark.gloo
+def test_megatron_builds_the_parameters_and_gradients_that_the_planner_counts() -> None:
+    (found,) = run_distributed(_compared, 1)
+    assert [one for one in found if one.differences] == []
+    flags = " ".join(one.job.flags for one in found)
+    for kind in (
+        *("--num-experts", "--multi-latent-attention", "--pipeline-model-parallel-layout E|"),
+        *("--untie-", "--expert-tensor-parallel-size 1", "--grad-reduce-in-bf16", "--fp16"),
+    ):
+        assert kind in flags
+
+
+def test_a_seed_names_its_jobs() -> None:
+    first, again, other = (next(jobs(seed)) for seed in ("one", "one", "two"))
+    assert first == again != other
+
+
+def _compared() -> list[Compared]:
+    return [*compared(SEED, JOBS)]
