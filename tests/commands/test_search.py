@@ -56,8 +56,11 @@ def test_the_type_of_the_users_own_flags_is_kept(fold3d):
         "search --cluster a100x4-25g --emit --from-flags '--num-layers 12 --hidden-size 1024 "
         "--num-attention-heads 16 --seq-length 512 --global-batch-size 16 {}'"
     )
-    assert " --fp16 --accumulate-allreduce-grads-in-fp32 " in fold3d(line.format("--fp16"))[1]
-    assert " --bf16 " in fold3d(line.format("--bf16"))[1]
+    for precision in (
+        *("--fp16", "--fp16 --accumulate-allreduce-grads-in-fp32"),
+        *("--bf16", "--bf16 --grad-reduce-in-bf16"),
+    ):
+        assert f" {precision} --tensor-model" in fold3d(line.format(precision))[1]
 
 
 def test_gpus_without_bf16_are_told_to_train_in_fp16(fold3d):

@@ -600,6 +600,35 @@ SPLIT = (
 )
 
 
+def test_stages_without_layers_are_predicted(fold3d):
+    line = "simulate --schedule 1f1b --pp 4 --microbatches 8 --model 6-1024-16 --cluster a100x4-25g"
+    code, out, _ = fold3d(f"{line} --layers 0,3,3,0 --json")
+    found = json.loads(out)
+    assert (code, found["layers"]) == (0, [0, 3, 3, 0])
+    # The first rank computes nothing, and its iteration is as long as the others'.
+    assert found["period_s"] >= found["lower_bound_s"] > 0
+    assert found["exposure_of_rank"][0]["forward_s"] == 0
+    assert "'E|t*3|t*3|L'" in fold3d(f"{line} --layers 0,3,3,0")[1]
+    # Nothing is recomputed where there are no layers.
+    few, none = (
+        json.loads(fold3d(f"{line} --layers 0,3,3,0 --recompute {how} --json")[1])["peak_bytes"][3]
+        for how in ("full", "none")
+    )
+    assert few == none
+    assert fold3d(f"{line} --layers 0,3,3,0 --recompute full --recompute-layers 0,1,3,0")[0] == 0
+
+
+def test_gradients_of_16_bits_are_predicted(fold3d):
+    line = "simulate --schedule 1f1b --pp 2 --microbatches 8 --model 6-1024-16 --cluster a100x8-25g"
+    of_32, of_16 = (
+        json.loads(fold3d(f"{line} {flag} --json")[1]) for flag in ("", "--grad-reduce-in-bf16")
+    )
+    assert of_16["period_s"] < of_32["period_s"]
+    assert max(of_16["peak_bytes"]) < max(of_32["peak_bytes"])
+    code, _, err = fold3d(f"{line} --grad-reduce-in-bf16 --fp32")
+    assert (code, "gradients of 16 bits with weights of 32" in err) == (2, True)
+
+
 @pytest.mark.search
 def test_chosen_layers_are_those_that_can_be_given(fold3d):
     even = json.loads(fold3d(f"{SPLIT} --json")[1])
@@ -641,7 +670,7 @@ def test_layers_and_what_they_recompute_are_chosen_together(fold3d):
     [
         ("simulate --schedule 1f1b --pp 2 --microbatches 2 --layers 2,1", "give --model and"),
         (f"{SPLIT} --layers 24,24", "needs as many numbers"),
-        (f"{SPLIT} --layers 24,23,1,0", "each at least one"),
+        (f"{SPLIT} --layers 24,23,1,1", "together they are the 48 layers"),
         (f"{SPLIT} --layers even", "'even' is neither a list of numbers of layers such as"),
         (f"{SPLIT} --layers auto --recompute-layers 1,1,1,1", "that is for layers that are known"),
         (f"{SPLIT} --layers auto --forwards-ahead auto", "that is for layers that are known"),

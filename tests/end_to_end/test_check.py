@@ -97,6 +97,25 @@ def test_a_login_node_without_gpu_software_hears_of_the_run_alone(tmp_path: Path
         assert last.startswith("iteration: ")
 
 
+def test_stages_without_layers_and_uneven_ones_are_predicted() -> None:
+    few = FLAGS.replace("--num-layers 24 ", "--num-layers 6 ").replace("--schedule aiao", "")
+    few = few.replace("size 2 --mock", "size 4 --mock")
+    for layout in ("E|t*3|t*3|L", "E|t*3|t*3L|"):  # Megatron computes the loss last in both
+        argv = f"{few} --pipeline-model-parallel-layout {layout} --check a100x4-25g"
+        ((code, out, err),) = run_distributed(_run, 1, None, argv.split())
+        assert code == 0, err
+        assert (said := re.search(r"iteration: (\d+\.\d+) s", out)), out
+        assert float(said[1]) > 0.1
+    uneven = FLAGS.replace("--num-layers 24 ", "--num-layers 7 ")
+    argv = (
+        f"{uneven} --pipeline-model-parallel-layout Ett|tt|tt|tL --schedule auto {SPLITS} "
+        "--use-distributed-optimizer --overlap-param-gather --check a100-80gx16-100g"
+    )
+    ((code, out, err),) = run_distributed(_run, 1, None, argv.split())
+    assert code == 0, err
+    assert "--schedule auto measures" in out
+
+
 def test_a_script_of_ones_own_ends_where_it_would_begin(tmp_path: Path) -> None:
     script = tmp_path / "own.py"
     script.write_text(

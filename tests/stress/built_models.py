@@ -173,7 +173,11 @@ def _layers(draw: random.Random, pp: int, segments: int) -> tuple[int, list[str]
         counts = [draw.choice((0, 0, 1, 2, 3)) for _ in range(stages)]
         counts[draw.randrange(stages)] += 1
         cells = ["t" * count for count in counts]
-        cells[0], cells[-1] = f"E{cells[0]}", f"{cells[-1]}L"
+        ends = 0, stages - 1
+        if draw.random() < 0.25:  # wherever it is written, the last rank computes the loss
+            ends = 0, max(stage for stage, count in enumerate(counts) if count)
+        for end, letter in zip(ends, ("E{}", "{}L"), strict=True):
+            cells[end] = letter.format(cells[end])
         return sum(counts), [f"--pipeline-model-parallel-layout {'|'.join(cells)}"]
     if kind == "accounts":
         ends = draw.choice(((1, 0), (0, 1), (1, 1)))

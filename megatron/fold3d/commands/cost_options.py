@@ -198,11 +198,11 @@ def _layers(args: Namespace, shape: ModelShape, plan: Plan) -> tuple[int, ...]:
     """Return the layers of each stage: those given, or else as even as possible."""
     given = getattr(args, "layers", None)  # `fold3d plan` has no such option
     if isinstance(given, tuple):
-        if len(given) != plan.num_stages or sum(given) != shape.num_layers or 0 in given:
+        if len(given) != plan.num_stages or sum(given) != shape.num_layers:
             raise ValueError(
                 f"--layers {','.join(map(str, given))}: a plan of {plan.num_stages} stages needs "
-                f"as many numbers, each at least one; together they are the {shape.num_layers} "
-                f"layers of {shape.name}; give such"
+                f"as many numbers; together they are the {shape.num_layers} layers of "
+                f"{shape.name}; give such"
             )
         return given
     if shape.num_layers % plan.num_stages and (given is None or shape.num_layers < plan.num_stages):

@@ -120,6 +120,6 @@ def _schedule(candidate: Candidate) -> Iterator[str]:
 
 def layout_of(layers: Sequence[int]) -> str:
     """Spell the layers of each stage as Megatron does: ``Et*2|t*3|t*2L``."""
-    stages = [f"t*{count}" for count in layers]
+    stages = [f"t*{count}" if count else "" for count in layers]
     stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}L"
     return "|".join(stages)

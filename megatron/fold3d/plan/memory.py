@@ -23,6 +23,10 @@ _OF_STAGES = frozenset(
 )
 
 
+Moment = tuple[int, tuple[int, ...]]
+"""The segment of a running backward, and the micro-batches that each segment holds meanwhile."""
+
+
 class Held(NamedTuple):
     """Something in memory, of a micro-batch or of a whole stage."""
 
@@ -38,6 +42,32 @@ def peak_activations(plan: Plan, *, depth: int = 1) -> tuple[int, ...]:
     see `add_offload`. An activation stays until its weight gradients, if delayed, are computed.
     """
     return tuple(_peak(program, "saved", depth=depth) for program in plan.programs)
+
+
+def fullest(program: Program, num_ranks: int, num_segments: int) -> tuple[Moment, ...]:
+    """Return what a rank holds while backwards run, but for moments with less of each segment.
+
+    Between two backwards it holds no more than while the second runs, so one of these moments has
+    the most bytes, however many those of a micro-batch are in each segment.
+    """
+    moments: dict[int, set[tuple[int, ...]]] = {}
+    held = [0] * num_segments
+    for stage, op, _ in program:
+        segment = stage // num_ranks
+        if op is Op.FORWARD:
+            held[segment] += 1
+        elif op is Op.BACKWARD:
+            moments.setdefault(segment, set()).add(tuple(held))
+            held[segment] -= 1
+    return tuple(
+        (segment, counts)
+        for segment, found in moments.items()
+        for counts in found
+        if not any(
+            counts != other and all(a <= b for a, b in zip(counts, other, strict=True))
+            for other in found
+        )
+    )
 
 
 def peak_recomputed(plan: Plan) -> tuple[int, ...]:

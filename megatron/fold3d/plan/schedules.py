@@ -75,13 +75,13 @@ def interleaved(
     ``--microbatch-group-size-per-virtual-pipeline-stage``) pass through all segments before the
     next group starts: p is Megatron's default, m is breadth-first. With one segment this is 1F1B
     with twice the forwards ahead, for which stock Megatron has no name. Any number of
-    micro-batches runs, including those that Megatron refuses: see `_groups`. ``forwards_ahead``
+    micro-batches runs, including those that Megatron refuses: see `groups_of`. ``forwards_ahead``
     is Megatron's 2, or more for slower links: see `policy.forwards_ahead`. If there are several
     groups, a rank runs at most two ahead, since its inputs for more come from the last rank too
     late.
     """
     stages = _stages(rank, num_ranks, num_segments)
-    groups = _groups(num_microbatches, group_size, num_ranks)
+    groups = groups_of(num_microbatches, group_size, num_ranks)
     forwards = [Action(s, Op.FORWARD, m) for group in groups for s in stages for m in group]
     backwards = [Action(s, Op.BACKWARD, m) for group in groups for s in stages[::-1] for m in group]
     ahead = forwards_ahead * (num_ranks - 1 - rank)
@@ -230,7 +230,7 @@ def _stages(rank: int, num_ranks: int, num_segments: int) -> range:
     return range(rank, num_ranks * num_segments, num_ranks)
 
 
-def _groups(num_microbatches: int, group_size: int, num_ranks: int) -> list[range]:
+def groups_of(num_microbatches: int, group_size: int, num_ranks: int) -> list[range]:
     """Cut the micro-batches into groups of ``group_size``; the remainder is a smaller group.
 
     A remainder below p is spread over the other groups instead. A micro-batch enters a rank's next

@@ -217,7 +217,7 @@ def _tried(args: Namespace, known: Estimate, candidate: Candidate) -> tuple[Pred
             shape_of(args),
             candidate.setup,
             plan.num_ranks,
-            plan.num_stages,
+            stage_layers(args),
             choice.replicated_stages,
         )
         ranks = zip(held.peaks(plan), more, held.most, strict=True)

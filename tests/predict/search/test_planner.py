@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.fold3d.commands.training_flags import training_flags
+from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.predict.cost_model.cluster import cluster
@@ -11,6 +12,7 @@ from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.layers import layers_of_stages
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup
+from megatron.fold3d.predict.search.bounds import exact_bytes
 from megatron.fold3d.predict.search.candidate_timeline import plan_of, timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate, Given, candidates
 from megatron.fold3d.predict.search.neighbours import neighbours, recomputed_and_paired
@@ -43,6 +45,34 @@ def all_small(request):
     chosen = list(candidates(SMALL, SLOW, 32, assumed=request.param))[:: 3 + len(request.param)]
     chosen += [n for c in chosen[::20] for n in neighbours(c, SMALL.num_layers, request.param)]
     return [(item, judge._simulate(item)) for item in map(judge.bounded, chosen)]
+
+
+def test_memory_is_that_of_the_simulated_iteration():
+    uneven = model_shape("14-1024-16-512")  # stages of a rank differ in layers, and in the logits
+    assumed = frozenset({"overlap-tensor-parallel"})
+    judge = _Judge(uneven, SLOW, WITHOUT_PROGRESS)
+    chosen = list(candidates(uneven, SLOW, 48, assumed=assumed))[::37]
+    chosen += [
+        replace(c, overlap_tensor_parallel=True)
+        for c in chosen
+        if c.setup.tensor_parallel > 1 and c.schedule == "aiao"
+    ]
+    bounds = 0
+    for candidate in chosen:
+        known = judge.estimate(candidate)
+        ranks = memory(timeline_of(candidate, known), known.footprint)
+        exact = max(rank.device.peak_bytes for rank in ranks)
+        item = judge.bounded(candidate)
+        assert judge._simulate(item).device_bytes == pytest.approx(exact, rel=1e-9)
+        assert item.device_bytes >= exact * (1 - 1e-9)
+        bounds += item.device_bytes > exact * (1 + 1e-9)
+    assert bounds > len(chosen) / 10
+    # What fits is never left out for its bound.
+    for candidate in chosen:
+        judge.limit_bytes = exact = exact_bytes(candidate, judge.estimate(candidate))
+        assert judge.fits(judge.bounded(candidate))
+        judge.limit_bytes = exact * 0.999
+        assert not judge.fits(judge.bounded(candidate))
 
 
 def test_preemption_is_tried_beside_what_runs_without_and_only_where_it_can_run():

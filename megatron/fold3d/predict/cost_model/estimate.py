@@ -183,7 +183,7 @@ def footprint_of(shape: ModelShape, setup: Setup, num_ranks: int, split: Split) 
     return Footprint(
         static_bytes=tuple(static_bytes(shape, setup, num_ranks, split)),
         saved_bytes=tuple(saved),
-        working_bytes=(working_bytes(shape, setup),) * len(saved),
+        working_bytes=tuple(working_bytes(shape, setup, split)),
         delayed_bytes=tuple(delayed_bytes(shape, setup, split)),
         recomputed_bytes=tuple(recomputed_bytes(shape, setup, split)),
     )

@@ -129,7 +129,7 @@ def costs_with_counts(
     """Return the costs of full recomputation for stages that recompute ``counts`` layers."""
     layers = [len(of_stage) for of_stage in shape.stage_layers(split or len(counts))]
     rows = zip(costs.backward_s, costs.recompute_s, counts, layers, strict=True)
-    shares = [(b, r, n / all_layers) for b, r, n, all_layers in rows]
+    shares = [(b, r, n / all_layers if all_layers else 0.0) for b, r, n, all_layers in rows]
     return replace(
         costs,
         backward_s=tuple(b - r * (1 - share) for b, r, share in shares),
@@ -156,7 +156,7 @@ def footprint_with_counts(
             b if n else 0.0 for b, n in zip(footprint.working_bytes, counts, strict=True)
         ),
         recomputed_bytes=tuple(
-            b * n / all_layers
+            b * n / all_layers if all_layers else 0.0
             for b, (n, all_layers) in zip(footprint.recomputed_bytes, rows, strict=True)
         ),
     )

@@ -127,7 +127,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldParameters:
     """The parameters of a stage that one GPU holds."""
 
     dense: float
@@ -135,17 +135,17 @@ class Held:
     """Those of experts, where other ranks hold the same than of the rest."""
 
 
-def held_parameters(shape: ModelShape, setup: Setup, split: Split) -> tuple[Held, ...]:
+def held_parameters(shape: ModelShape, setup: Setup, split: Split) -> tuple[HeldParameters, ...]:
     """Return, per stage, the parameters that Megatron builds on one GPU."""
     t, e = setup.tensor_parallel, setup.expert_parallel
 
-    def held(n: Parameters) -> Held:
+    def held(n: Parameters) -> HeldParameters:
         latent = n.latent / (t if setup.local_layers else 1)
         dense = n.divided / t + n.whole + latent
         experts = (n.experts / setup.expert_ranks[0] + n.whole_experts) / e
         if setup.expert_ranks == (t, 1):  # no other ranks hold them
-            return Held(dense + experts, 0.0)
-        return Held(dense, experts)
+            return HeldParameters(dense + experts, 0.0)
+        return HeldParameters(dense, experts)
 
     return tuple(map(held, shape.padded(t).stage_parameters(split)))
 
@@ -190,11 +190,13 @@ def saved_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
     return saved
 
 
-def working_bytes(shape: ModelShape, setup: Setup) -> float:
-    """Return the extra bytes of a running backward: the layer that it recomputes."""
-    if setup.recompute != "full":
-        return 0.0
-    return max(layer_bytes(shape, setup, "none", layer) for layer in range(shape.num_layers))
+def working_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:
+    """Return, per stage, the extra bytes of a running backward: the layer that it recomputes."""
+    full = setup.recompute == "full"
+    return [
+        max((layer_bytes(shape, setup, "none", layer) for layer in layers if full), default=0.0)
+        for layers in shape.stage_layers(split)
+    ]
 
 
 def recomputed_bytes(shape: ModelShape, setup: Setup, split: Split) -> list[float]:

@@ -2,8 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from megatron.fold3d.plan.ir import Op
+from megatron.fold3d.plan.ir import Op, Plan
+from megatron.fold3d.plan.memory import Moment, fullest
+from megatron.fold3d.plan.passes.pairs import num_pairs
+from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.sharded_footprint import aiao_change
 from megatron.fold3d.predict.search.candidate_timeline import launches_in_backward
@@ -21,7 +25,7 @@ class Bounded:
     bound_s: float
     """No simulated iteration of the candidate is shorter."""
     device_bytes: float
-    """Bytes on the fullest GPU; slow copies to the host can need more."""
+    """An upper bound on the bytes of the fullest GPU; slow copies to the host can need more."""
     host_bytes: float
     """A lower bound on the bytes that one GPU's activations take on the host."""
 
@@ -185,12 +189,80 @@ def _most_copied(candidate: Candidate, of_stage: Sequence[float]) -> float:
 
 
 def _device_bytes(candidate: Candidate, estimate: Estimate) -> float:
-    """The fullest rank's memory, from its number of activations."""
+    """An upper bound on the fullest rank's memory, from its number of activations."""
+    return max(_of_rank(candidate, estimate, rank) for rank in range(candidate.num_ranks))
+
+
+def _of_rank(candidate: Candidate, estimate: Estimate, rank: int) -> float:
     footprint, ranks = estimate.footprint, candidate.num_ranks
+    held = _resident_bytes(candidate, estimate, rank)
+    held += candidate.most_activations(rank) * max(footprint.saved_bytes[rank::ranks])
+    return max(footprint.static_bytes[rank], held + max(footprint.working_bytes[rank::ranks]))
+
+
+def _resident_bytes(candidate: Candidate, estimate: Estimate, rank: int) -> float:
+    """Return what a rank holds of parameters, gradients and optimizer beside its activations."""
+    gradients = estimate.gradient_bytes[rank :: candidate.num_ranks]
+    change = aiao_change(gradients, candidate.setup, candidate.shards)
+    return estimate.footprint.static_bytes[rank] + change
+
+
+def exact_bytes(candidate: Candidate, estimate: Estimate, above: float = 0.0) -> float:
+    """Return the fullest rank's memory, from what each segment holds at each moment.
+
+    Args:
+        candidate: one whose memory depends on its order alone: without offload.
+        estimate: its costs.
+        above: ranks whose upper bound is no more count with that.
+    """
+    footprint, ranks, microbatches = (
+        estimate.footprint,
+        candidate.num_ranks,
+        candidate.num_microbatches,
+    )
+    each = 2 if candidate.overlap_tensor_parallel else 1
+    bounds = sorted(((_of_rank(candidate, estimate, r), r) for r in range(ranks)), reverse=True)
     most = 0.0
-    for rank, static in enumerate(footprint.static_bytes):
-        gradients = estimate.gradient_bytes[rank::ranks]
-        held = static + aiao_change(gradients, candidate.setup, candidate.shards)
-        held += candidate.most_activations(rank) * max(footprint.saved_bytes[rank::ranks])
-        most = max(most, static, held + max(footprint.working_bytes[rank::ranks]))
+    for bound, rank in bounds:
+        if bound <= max(most, above):
+            return max(most, bound)
+        saved, working = footprint.saved_bytes[rank::ranks], footprint.working_bytes[rank::ranks]
+        held = max(
+            working[segment]
+            + sum(min(each * n, microbatches) * b for n, b in zip(counts, saved, strict=True))
+            for segment, counts in _fullest(_order(candidate), rank)
+        )
+        most = max(
+            most, footprint.static_bytes[rank], held + _resident_bytes(candidate, estimate, rank)
+        )
     return most
+
+
+_Order = tuple[str, int, int, int, int | None, int | None]
+
+
+def _order(candidate: Candidate) -> _Order:
+    c = candidate
+    pairs = num_pairs(c.num_microbatches)
+    of_rank = pairs if c.overlap_tensor_parallel else c.num_microbatches
+    sizes = c.num_ranks, c.num_segments, of_rank
+    return c.schedule, *sizes, c.group_size, c.forwards_ahead
+
+
+@lru_cache(maxsize=16)
+def _plan(order: _Order) -> Plan:
+    schedule, ranks, segments, microbatches, group_size, forwards_ahead = order
+    return build(
+        schedule,
+        num_ranks=ranks,
+        num_segments=segments,
+        num_microbatches=microbatches,
+        group_size=group_size,
+        forwards_ahead=forwards_ahead,
+    )
+
+
+@lru_cache(maxsize=8192)
+def _fullest(order: _Order, rank: int) -> tuple[Moment, ...]:
+    _, ranks, segments, *_ = order
+    return fullest(_plan(order).programs[rank], ranks, segments)

@@ -7,6 +7,7 @@ from math import prod
 from typing import Literal
 
 from megatron.fold3d.plan.passes.pairs import num_pairs
+from megatron.fold3d.plan.schedules import groups_of
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.layers import layers_of_stages
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
@@ -113,7 +114,8 @@ class Candidate:
         if self.schedule == "1f1b":
             most = ranks - rank
         elif self.schedule == "interleaved":
-            most = ahead + (segments - 1) * (self.group_size or ranks) + 1
+            groups = groups_of(microbatches, self.group_size or ranks, ranks)
+            most = ahead + (segments - 1) * max(map(len, groups)) + 1
         else:
             most = (segments - 1) * microbatches + min(microbatches, ahead + 1)
             if self.offload:  # what computes, what leaves, what comes back

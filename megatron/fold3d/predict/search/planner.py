@@ -37,6 +37,7 @@ from megatron.fold3d.predict.search.bounds import (
     Bounded,
     bounded,
     earlier_s,
+    exact_bytes,
     least_sharded_bytes,
 )
 from megatron.fold3d.predict.search.candidate_timeline import (
@@ -255,6 +256,9 @@ class _Judge:
     def bounded(self, candidate: Candidate) -> Bounded:
         """Return a candidate's bounds, without a simulation."""
         item = bounded(candidate, self.estimate(candidate))
+        if item.device_bytes > self.limit_bytes and _has_exact_bytes(candidate):
+            exact = exact_bytes(candidate, item.estimate, above=self.limit_bytes)
+            item = replace(item, device_bytes=exact)
         if candidate.recompute_layers:  # stages differ; numbers were chosen to fit
             item = replace(item, device_bytes=min(item.device_bytes, self.limit_bytes))
         return item
@@ -430,6 +434,11 @@ def _undisturbed_s(candidate: Candidate, estimate: Estimate) -> float:
     return simulated(candidate).period_s if line is None else line[0]
 
 
+def _has_exact_bytes(candidate: Candidate) -> bool:
+    """Return True if the most that a GPU holds follows from the order, and is not bounded by it."""
+    return candidate.num_segments > 1 and not candidate.offload
+
+
 def _needs_memory_curve(candidate: Candidate) -> bool:
     """Return True if the most that a GPU holds is only known from what happens when."""
     c = candidate
@@ -441,6 +450,9 @@ def _simulated(item: Bounded, memory_bytes: float) -> JudgedCandidate:
     """Judge a candidate; of very many micro-batches, from iterations with fewer."""
     candidate = item.candidate
     has_curve = _needs_memory_curve(candidate)
+    plain_bytes = item.device_bytes
+    if not has_curve and _has_exact_bytes(candidate):
+        plain_bytes = exact_bytes(candidate, item.estimate)
 
     def simulated(candidate: Candidate) -> Timeline:
         return timeline_of(candidate, item.estimate, memory_bytes=memory_bytes)
@@ -448,7 +460,7 @@ def _simulated(item: Bounded, memory_bytes: float) -> JudgedCandidate:
     def measured(timeline: Timeline) -> tuple[float, ...]:
         """Return the iteration, bytes on the device and on the host, and the exposure."""
         iteration_s, *exposed = measures(timeline)
-        device_bytes, host_bytes = item.device_bytes, 0.0
+        device_bytes, host_bytes = plain_bytes, 0.0
         if has_curve:
             ranks = memory(timeline, item.estimate.footprint)
             device_bytes = max(rank.device.peak_bytes for rank in ranks)

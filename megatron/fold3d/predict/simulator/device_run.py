@@ -234,7 +234,7 @@ class DeviceRun:
             lane = Lane.COMPUTE if item.kind is Kind.COMPUTE else Lane.OPTIMIZER
             rank.computed += 1
             rank.free_s = now_s
-        if now_s > since_s:
+        if now_s > since_s or lane is Lane.COMPUTE:  # a stage may hold no layers
             rank.spans.append(Span(lane, since_s, now_s, item.action, iteration))
         if item.fact != NO_FACT and item.kind is not Kind.WAIT:
             self.times_true[item.fact] += 1

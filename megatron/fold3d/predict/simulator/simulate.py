@@ -305,5 +305,5 @@ class _Run:
     def _write(
         self, rank: _Rank, lane: Lane, start_s: float, action: Action | None, iteration: int
     ) -> None:
-        if self.clock.now_s > start_s:
+        if self.clock.now_s > start_s or lane is Lane.COMPUTE:  # a stage may hold no layers
             rank.spans.append(Span(lane, start_s, self.clock.now_s, action, iteration))
