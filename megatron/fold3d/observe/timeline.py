@@ -81,7 +81,7 @@ class Timeline:
     def period_s(self) -> float:
         """Time of the last iteration, from the end of the one before it; each on its last rank."""
         of_ranks = map(self.iteration_ends_s, range(self.num_ranks))
-        ends = (0.0, 0.0, *map(max, zip(*of_ranks, strict=False)))
+        ends: list[float] = [0.0, 0.0, *map(max, zip(*of_ranks, strict=False))]
         return ends[-1] - ends[-2]
 
     def lane(self, rank: int, lane: Lane) -> tuple[Span, ...]:
