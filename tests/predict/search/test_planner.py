@@ -102,8 +102,9 @@ def test_shards_are_tried_where_memory_has_no_room_without():
     sizes = {}
     for shards in ("weights", "gradients"):
         sharded = judge.bounded(replace(whole.candidate, shards=shards))
-        sizes[shards] = sharded.device_bytes
+        sizes[shards] = exact_bytes(sharded.candidate, sharded.estimate)
         assert judge.best([sharded], 1)[0].iteration_s >= judge.best([whole], 1)[0].iteration_s
+    whole = replace(whole, device_bytes=exact_bytes(whole.candidate, whole.estimate))
     assert sizes["gradients"] < sizes["weights"] < whole.device_bytes
     for limit, expected in ((whole.device_bytes, None), *((b, name) for name, b in sizes.items())):
         judge.limit_bytes = limit
@@ -224,14 +225,11 @@ def test_39b_gets_the_papers_split_if_each_stream_has_a_queue():
     found = search(
         model_shape("gpt3-39b"), QUEUE_PER_STREAM, global_batch_size=256, top=4, given=given
     )
-    # The paper has no shards: with them a tensor-parallel group of four has the memory, too.
-    whole = next(choice for choice in found.best if choice.candidate.shards == "off")
-    best = whole.candidate
+    best = found.best[0].candidate
     sizes = (best.setup.data_parallel, best.num_ranks, best.setup.tensor_parallel)
     assert (best.schedule, sizes) == ("aiao", (4, 4, 8))
-    assert whole.limit == "DP.sync 16%"
-    assert found.best[0].candidate.shards == "gradients"
-    assert whole.iteration_s < 1.01 * found.best[0].iteration_s
+    assert best.shards == "off"  # as in the paper: memory has room
+    assert found.best[0].limit == "DP.sync 12%"
 
 
 def test_39b_gets_a_number_of_segments_within_2_percent_of_the_best():
@@ -340,17 +338,18 @@ def test_a_batch_of_nothing_is_refused():
 
 def test_offload_is_chosen_where_aiao_fits_in_no_other_way_and_the_host_has_room():
     given = Given(num_ranks=4, num_segments=3, tensor_parallel=1, microbatch_size=4)
-    small = replace(SLOW, gpu_memory_bytes=3 * 2**30)
-    found = search(SMALL, small, global_batch_size=512, given=given)
+    narrow = replace(SMALL, vocab_size=1024)  # or the logits fill what offloading leaves
+    small = replace(SLOW, gpu_memory_bytes=0.6 * 2**30)
+    found = search(narrow, small, global_batch_size=512, given=given)
     assert all(choice.candidate.offload for choice in found.best)
     assert 0 < found.best[0].host_bytes <= small.host_memory_bytes / small.gpus_per_node
     assert training_flags(SMALL, SLOW, found.best[0].candidate).endswith("--offload-activations on")
 
-    usual = search(SMALL, SLOW, global_batch_size=512, given=given)
+    usual = search(narrow, SLOW, global_batch_size=512, given=given)
     assert not any(choice.candidate.offload for choice in usual.best)
     full = replace(small, host_memory_bytes=2**30)
     with pytest.raises(ValueError, match="does not fit"):
-        search(SMALL, full, global_batch_size=512, given=given)
+        search(narrow, full, global_batch_size=512, given=given)
 
 
 def test_a_share_that_training_measures_goes_before_one_that_is_hardly_faster():
