@@ -77,17 +77,17 @@ def arms(job: Job) -> tuple[Arm, ...]:
     )
     auto = ("--schedule", "auto", "--segments", segments, "--overlap-grad-reduce")
     return (
-        Arm(name="default", title="A stock's default", flags=(), warmup=2, iteration_s=2.9),
+        Arm(name="default", title="A default", flags=(), warmup=2, iteration_s=2.9),
         Arm(
             name="strongest",
-            title="B strongest stock",
+            title="B best stock",
             flags=strongest,
             warmup=2,
             iteration_s=1.8,
         ),
         Arm(
             name="auto",
-            title="C --schedule auto",
+            title="C auto",
             flags=auto,
             warmup=10,  # nine are its trials
             iteration_s=1.7,
@@ -145,6 +145,7 @@ def conditions(job: Job, link: Link | None) -> str:
         f"{job.num_microbatches} micro-batches of {job.micro_batch_size} for each pipeline, fp32, "
         f"no clipping. A layer lasts at least {FORWARD_MS} ms\n"
         f"forward and {BACKWARD_MS} ms backward: what the CPU does not need of them is slept.\n"
+        "A: stock's default. B: the fastest flags of stock. C: --schedule auto. All in turn.\n"
     )
 
 
@@ -225,7 +226,7 @@ class Progress:
 
     @property
     def _where(self) -> str:
-        return f"round {self._number} of {self._num_rounds}  {self._arm.title:<17}"
+        return f"round {self._number} of {self._num_rounds}  {self._arm.title:<12}"
 
     def _guess_s(self, arm: Arm) -> float:
         return START_S + (arm.warmup + self._timed) * arm.iteration_s

@@ -1,5 +1,6 @@
 """Run one variant of a job on a testbed, once, and count what its timed iterations cost."""
 
+import atexit
 import gc
 import importlib
 import logging
@@ -8,6 +9,7 @@ import re
 import resource
 import shutil
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -84,6 +86,9 @@ def _train(argv: Sequence[str]) -> int:
 def preload() -> None:
     """Import once what every rank of every run needs; nothing of it starts a thread."""
     warnings.simplefilter("ignore")
+    # wandb, which Megatron imports, leaves temporary folders; ranks end without this.
+    tempfile.tempdir = tempfile.mkdtemp(prefix="fold3d-bench-")
+    atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # that there is no GPU
     for module in ("megatron.core.tokenizers.text", "megatron.training.training"):
         importlib.import_module(module)
