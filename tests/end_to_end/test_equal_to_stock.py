@@ -506,11 +506,14 @@ ROWS = (
     Row(name="distributed optimizer, clipping off", dp=2, flags=f"{ZERO} --clip-grad 0"),
     # Reductions that DDP starts, ends or copies in ways of their own.
     Row(
+        # Aligned, stock reduces its first batch twice.
         name="two instances of the distributed optimizer",
-        pp=1,
+        segments=2,
         m=2,
         dp=4,
         flags=f"{ZERO} --overlap-grad-reduce --num-distributed-optimizer-instances 2",
+        ours="--schedule interleaved",
+        stock="--no-align-grad-reduce",
     ),
     Row(
         name="reduce-scatter that adds up in fp32",
