@@ -97,6 +97,7 @@ std::shared_ptr<ControlLinks> open_links(
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  module.def("give_cpu_streams", [](bool has) { cpu_has_streams = has; });
   py::class_<Task, std::shared_ptr<Task>>(module, "Task")
       .def("wait", &Task::wait, py::arg("timeout_s") = py::none(), kNoGil)
       .def("is_completed", &Task::is_completed)

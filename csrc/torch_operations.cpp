@@ -83,7 +83,7 @@ void Waiter::run() {
 TorchOperation::TorchOperation(Group group, at::Tensor tensor, std::shared_ptr<Waiter> waiter)
     : group_(std::move(group)), tensors_{std::move(tensor)}, waiter_(std::move(waiter)) {
   const c10::Device device = tensors_[0].device();
-  if (device.is_cpu()) return;
+  if (device.is_cpu() && !cpu_has_streams) return;
   complete_.emplace(device.type());
   complete_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
 }

@@ -4,6 +4,7 @@
 #include <c10/core/Event.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -13,6 +14,9 @@
 #include "scheduler.h"
 
 namespace fold3d {
+
+/// Whether tensors on a CPU have streams: only those of the tests' device have.
+inline std::atomic<bool> cpu_has_streams = false;
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 

@@ -45,7 +45,6 @@ class Case:
     pp: int = 2
     segments: int = 2
     dp: int = 1
-    queues_operators: bool = True
     iterations: int = 3
 
     def __str__(self) -> str:
@@ -86,11 +85,10 @@ CASES = (
         name="all of it", ours=f"--schedule aiao {TO_HOST} --backward-share 0.5", flags=LATER, dp=2
     ),
     Case(
-        name="preemption, whose scheduler takes CPU tensors for ready",
+        name="preemption",
         ours="--schedule aiao --preemptive-comm",
         flags="--overlap-grad-reduce",
         dp=2,
-        queues_operators=False,
     ),
     Case(
         name="shards of parameters and gradients",

@@ -19,6 +19,8 @@ import torch
 HOST = -1  # the host's own uses, as of a stream
 _PLACES = ("megatron/fold3d/runtime/", "fold3d_patches/")
 
+_BETWEEN = ("/torch/", "tests/gpu_path/", "<string>")
+
 Clock = dict[int, int]
 
 
@@ -201,6 +203,23 @@ def caller() -> str:
             return ""
         frame = frame.f_back
     return ""
+
+
+def innermost_of_ours() -> str:
+    """Return the line that calls torch if it is ours and between the ends of a program.
+
+    Features may wait while they prepare and drain an iteration.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back and any(place in frame.f_code.co_filename for place in _BETWEEN):
+        frame = frame.f_back
+    name, line = frame.f_code.co_filename, frame.f_lineno
+    found = [place for place in _PLACES if place in name]
+    while frame.f_back:
+        if frame.f_code.co_name in ("prepare", "drain", "revise_plan"):
+            return ""
+        frame = frame.f_back
+    return f"{name[name.index(found[0]) :]}:{line}" if found else ""
 
 
 def _join(clock: Clock, other: Clock) -> None:

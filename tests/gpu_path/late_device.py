@@ -20,7 +20,14 @@ from typing import Any, Literal
 
 import torch
 
-from tests.gpu_path.happens_before import Bytes, Clock, HappensBefore, caller
+from tests.gpu_path.happens_before import (
+    Bytes,
+    Clock,
+    HappensBefore,
+    RaceError,
+    caller,
+    innermost_of_ours,
+)
 from tests.gpu_path.late_memory import Memory
 
 HANG_S = 30.0
@@ -257,6 +264,11 @@ class Stream:
         self.wait_event(stream.record_event())
 
     def synchronize(self) -> None:
+        self._device.note_host_wait()
+        self.finish()
+
+    def finish(self) -> None:
+        """Let the host wait where a GPU's would not."""
         self._device.flush()
         if self.last is not None:
             self._device.host_waits(self.last)
@@ -294,6 +306,7 @@ class Event:
         return self.item.is_over
 
     def synchronize(self) -> None:
+        self._device.note_host_wait()
         if self.item is not None:
             self._device.host_waits(self.item)
 
@@ -360,6 +373,7 @@ class LateDevice:
         self._taken = {False: 0, True: 0}
         self._communication: dict[int, dict[int, str]] = {}  # by stream: what, by item
         self.stalls: dict[str, None] = {}
+        self.host_waits_of_ours: dict[str, None] = {}
         self.streams: list[Stream] = []
         self._batches: dict[Stream, list[Run]] = {}
         self._current: dict[int, Stream] = {}  # by thread
@@ -423,7 +437,7 @@ class LateDevice:
         before = self.current_stream()
         self.set_stream(stream)
         if self.runs_at_once:
-            stream.synchronize()
+            stream.finish()
         try:
             yield
         finally:
@@ -522,9 +536,29 @@ class LateDevice:
                 found.append(used)
         return found
 
-    def synchronize_current(self) -> None:
-        """Wait for the current stream, as ``Tensor.item`` does."""
-        self.current_stream().synchronize()
+    def synchronize(self, *_: Any) -> None:
+        """Wait for all streams, as ``torch.cuda.synchronize`` does."""
+        self.note_host_wait()
+        for stream in [*self.streams]:
+            stream.finish()
+
+    def note_host_wait(self) -> None:
+        """Note that an action of a program makes the host wait for the device.
+
+        This is what ``torch.cuda.set_sync_debug_mode`` reports: the host then cannot launch ahead.
+        """
+        if self.runs_ahead and (place := innermost_of_ours()):
+            self.host_waits_of_ours[place] = None
+
+    def check(self) -> None:
+        """Return if all uses of memory were ordered and the host never had to wait.
+
+        Raises:
+            RaceError: some were not, or it did.
+        """
+        self.order.check()
+        if self.host_waits_of_ours:
+            raise RaceError("the host waits\n  " + "\n  ".join(self.host_waits_of_ours))
 
     def copy(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], stream: Stream

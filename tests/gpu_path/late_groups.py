@@ -19,6 +19,7 @@ The rules of ``ProcessGroupNCCL.cpp`` (torch 2.7 to 2.13):
 - A work's future is done at the launch; see `Future`.
 """
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -68,6 +69,7 @@ class LateWork(dist.Work):
             item = device.current_stream().launch(deliver, after, "wait")
             self._delivered = self._delivered or item
         else:
+            device.note_host_wait()
             device.host_waits(self._item)
             if is_first:
                 deliver()
@@ -85,17 +87,13 @@ class LateWork(dist.Work):
     def is_success(self) -> bool:
         return self._item.is_over and self._item.error is None
 
+    def get_future(self) -> Any:
+        return Future(self._device, [self._item])
+
     def let_go_if_over(self) -> bool:
         if self._kept and self.is_completed():
             self._kept.clear()
         return not self._kept
-
-
-class NcclWork(LateWork):
-    """A work on a device that runs behind: gloo's works have no futures, NCCL's have."""
-
-    def get_future(self) -> Any:
-        return Future(self._device, [self._item])
 
 
 class LateGroup(dist.ProcessGroup):
@@ -112,11 +110,10 @@ class LateGroup(dist.ProcessGroup):
         *,
         on_host: bool = False,
         keeps: bool = False,
-        make_work: type[LateWork] = LateWork,
     ) -> None:
         super().__init__(group.rank(), group.size())
         self._group, self._late_device, self._on_host = group, device, on_host
-        self._keeps, self._make_work = keeps, HostWork if on_host else make_work
+        self._keeps, self._make_work = keeps, HostWork if on_host else LateWork
         self._unwaited: list[LateWork] = []
         self._collectives: Stream | None = None
         self._links: dict[int, Stream] = {}
@@ -133,9 +130,10 @@ class LateGroup(dist.ProcessGroup):
         return self._launch(self._link(peer), "send", (list(tensors), peer, tag), writes=False)
 
     def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> dist.Work:
-        with _disable_current_modes() if self._on_host else nullcontext():
-            for tensor in tensors:
-                tensor.detach().fill_(torch.nan if tensor.is_floating_point() else -1)
+        if threading.get_ident() == self._late_device.host:  # another cannot write in time
+            with _disable_current_modes() if self._on_host else nullcontext():
+                for tensor in tensors:
+                    tensor.detach().fill_(torch.nan if tensor.is_floating_point() else -1)
         return self._launch(self._link(peer), "recv", (list(tensors), peer, tag))
 
     def batch(self, ops: Sequence[dist.P2POp]) -> dist.Work:

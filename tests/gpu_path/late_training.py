@@ -22,7 +22,8 @@ from megatron.fold3d.runtime.transfers import host_link, lazy_p2p
 from tests.end_to_end.training import Record, train
 from tests.gpu_path.happens_before import caller
 from tests.gpu_path.late_device import LAUNCHES, Delays, Future, LateDevice
-from tests.gpu_path.late_groups import LateGroup, LateWork, NcclWork
+from tests.gpu_path.late_groups import LateGroup
+from tests.gpu_path.late_streams import streams_for_cpp
 from tests.gpu_path.mutations import Mutation, mutate
 from tests.gpu_path.queued_operators import QueuedOperators
 
@@ -34,7 +35,6 @@ class Late:
     Attributes:
         delays: of all that a stream runs; every rank has a seed of its own.
         num_queues: hardware queues of the device.
-        queues_operators: whether the host runs ahead of computations, as with a GPU.
         keeps_tensors: whether process groups keep the caller's tensors, as NCCL's do; see
             `late_groups`.
         launches: that a hardware queue holds before the host stops.
@@ -42,7 +42,6 @@ class Late:
 
     delays: Delays = field(default_factory=Delays)
     num_queues: int = 64
-    queues_operators: bool = True
     keeps_tensors: bool = False
     launches: int = LAUNCHES
 
@@ -61,24 +60,24 @@ def lateness(late: Late) -> Iterator[LateDevice]:
     rank = int(torch.os.environ.get("RANK", "0"))
     delays = replace(late.delays, seed=late.delays.seed * 64 + rank)
     device = LateDevice(delays, late.num_queues, late.launches)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as undo:
         _make_groups_late(patch, device, late)
-        if late.queues_operators:
-            kind = fold3d_device.DeviceKind(runs_behind=True, streams=device)
-            patch.setitem(fold3d_device.KINDS, "cpu", kind)
-            patch.setattr(copies, "batched_copy", device.copy)
-            patch.setattr(host_link, "PinnedPool", functools.partial(_LinkPool, device))
-            patch.setattr(host_slots, "PinnedPool", functools.partial(_OffloadPool, device))
-            _queue_operators(patch, device)
-            _empty_storages(patch, device)
-            record = device.memory.record_stream
-            patch.setattr(torch.Tensor, "record_stream", lambda self, stream: record(self, stream))
-            _collect_futures(patch)
-            if late.num_queues == 1:  # as with CUDA_DEVICE_MAX_CONNECTIONS=1
-                for module in (all_flags, bucket_flags, dp_slice_flags):
-                    patch.setattr(module, "has_one_queue", lambda _: True)
+        kind = fold3d_device.DeviceKind(runs_behind=True, streams=device)
+        patch.setitem(fold3d_device.KINDS, "cpu", kind)
+        patch.setattr(copies, "batched_copy", device.copy)
+        patch.setattr(host_link, "PinnedPool", functools.partial(_LinkPool, device))
+        patch.setattr(host_slots, "PinnedPool", functools.partial(_OffloadPool, device))
+        _queue_operators(patch, device)
+        _empty_storages(patch, device)
+        record = device.memory.record_stream
+        patch.setattr(torch.Tensor, "record_stream", lambda self, stream: record(self, stream))
+        _collect_futures(patch)
+        undo.enter_context(streams_for_cpp(device))
+        if late.num_queues == 1:  # as with CUDA_DEVICE_MAX_CONNECTIONS=1
+            for module in (all_flags, bucket_flags, dp_slice_flags):
+                patch.setattr(module, "has_one_queue", lambda _: True)
         yield device
-        device.order.check()
+        device.check()
 
 
 def _make_groups_late(patch: pytest.MonkeyPatch, device: LateDevice, late: Late) -> None:
@@ -89,14 +88,8 @@ def _make_groups_late(patch: pytest.MonkeyPatch, device: LateDevice, late: Late)
         group, *more = make(*args, **kwargs)
         if not isinstance(group, dist.ProcessGroup):  # this rank is not in it
             return group, *more
-        made = LateGroup(
-            group,
-            device,
-            on_host=bool(for_host),
-            keeps=late.keeps_tensors,
-            make_work=NcclWork if late.queues_operators else LateWork,
-        )
-        return made, *more
+        on_host = bool(for_host)
+        return LateGroup(group, device, on_host=on_host, keeps=late.keeps_tensors), *more
 
     def host_link_late(*args: Any) -> Any:
         for_host.append(True)
@@ -135,7 +128,7 @@ def _queue_operators(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
             run_iteration(self, *args)
 
     def to_object_when_known(*args: Any) -> Any:  # it reads memory past torch's dispatcher
-        device.synchronize_current()
+        device.current_stream().finish()
         return to_object(*args)
 
     patch.setattr(Executor, "_run_iteration", run_queued)

@@ -14,6 +14,7 @@ from tests.gpu_path.late_device import LateDevice
 
 _ALLOCATES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 _NOW = ("set_", "resize_", "detach", "alias")
+_WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")  # for their result
 _RANDOM = ("rand", "bernoulli", "dropout", "multinomial", "normal_", "uniform_")
 
 
@@ -36,7 +37,7 @@ class QueuedOperators(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         if error[0] is None:
-            self._device.compute.synchronize()
+            self._device.compute.finish()
         self._device.is_queued = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -44,6 +45,8 @@ class QueuedOperators(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in _NOW:
             return func(*args, **kwargs)
+        if name in _WAITS:
+            self._device.note_host_wait()
         flat, spec = tree_flatten((args, kwargs))
         if any(isinstance(a, torch.Tensor) and a.device.type != "cpu" for a in flat):
             return func(*args, **kwargs)
@@ -94,7 +97,7 @@ class QueuedOperators(TorchDispatchMode):
         return results
 
     def _now(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self._device.synchronize_current()
+        self._device.current_stream().finish()
         return func(*args, **kwargs)
 
     def _learn(
@@ -121,7 +124,7 @@ class QueuedOperators(TorchDispatchMode):
             shapes = [(tuple(r.shape), r.stride(), r.dtype) for r in results]
             self._kinds[key] = _New(shapes, spec)
             ours = [self._device.memory.take(*shape) for shape in shapes]
-            self._device.synchronize_current()  # what was there is gone
+            self._device.current_stream().finish()  # what was there is gone
             for mine, theirs in zip(ours, results, strict=True):
                 mine.copy_(theirs)
             return tree_unflatten(ours, spec)

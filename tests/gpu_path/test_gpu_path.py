@@ -44,8 +44,7 @@ def test_late_streams_train_what_stock_trains(case: Case, num_queues: int, tmp_p
 
 @pytest.mark.parametrize("case", [*CASES[3:10], CASES[11]], ids=str)
 def test_late_collectives_train_what_stock_trains(case: Case, tmp_path: Path) -> None:
-    late = Late(num_queues=MANY, queues_operators=case.queues_operators)
-    assert wrong(case, late, tmp_path) == []
+    assert wrong(case, Late(num_queues=MANY, keeps_tensors=True), tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.gpu_path.happens_before import RaceError
 from tests.gpu_path.late_device import Delays, Event, HangError, LateDevice, Stream
-from tests.gpu_path.late_groups import LateGroup, NcclWork
+from tests.gpu_path.late_groups import LateGroup
 from tests.gpu_path.queued_operators import QueuedOperators
 
 ONE, MANY = 1, 64
@@ -32,7 +32,7 @@ def group(device: LateDevice) -> Iterator[Callable[..., LateGroup]]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def make(**options: bool) -> LateGroup:
-        return LateGroup(dist.group.WORLD, device, make_work=NcclWork, **options)
+        return LateGroup(dist.group.WORLD, device, **options)
 
     yield make
     with _disable_current_modes():

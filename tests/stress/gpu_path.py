@@ -77,7 +77,7 @@ def _draw(seed: int) -> tuple[Case, Late]:
     return case, Late(
         delays=Delays(seed=seed, share=share, longest_s=longest_s),
         num_queues=QUEUES[seed % len(QUEUES)],
-        queues_operators=case.queues_operators,
+        keeps_tensors=bool(seed % 2),
     )
 
 

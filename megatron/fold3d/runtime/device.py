@@ -25,7 +25,8 @@ class DeviceKind:
 
     Attributes:
         runs_behind: whether a call returns before its work is done, as on a GPU.
-        streams: the module that has ``Stream``, ``Event``, ``current_stream`` and ``stream``.
+        streams: the module that has ``Stream``, ``Event``, ``current_stream``, ``stream`` and
+            ``synchronize``.
     """
 
     runs_behind: bool
@@ -88,8 +89,7 @@ def on_current_stream(device: torch.device) -> AbstractContextManager[None]:
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all work that was issued to it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    streams_of(device).synchronize(device)
 
 
 def pinned_bytes(count: int, device: torch.device) -> torch.Tensor:

@@ -6,6 +6,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.futures import Future
 
+def give_cpu_streams(has: bool) -> None:
+    """Say whether CPU tensors have streams, as those of the tests' device do."""
+
 class Task:
     """A transfer, or a collective with all its slices; it completes with the last of them."""
 
