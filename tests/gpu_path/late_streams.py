@@ -16,6 +16,7 @@ from megatron.fold3d.runtime.preemption.communicator import extension
 from tests.gpu_path.late_device import Event, LateDevice
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
+_kept: list[Any] = []  # an event may outlive the device that made it
 _INT = ctypes.c_int64
 _KINDS = (
     ("current", ctypes.CFUNCTYPE(_INT)),
@@ -42,6 +43,7 @@ def streams_for_cpp(device: LateDevice) -> Iterator[None]:
     library = ctypes.CDLL(str(_built()))
     functions = _functions(device)
     calls = _Calls(*(kind(functions[name]) for name, kind in _KINDS))
+    _kept.append(calls)
     library.give_streams(ctypes.byref(calls))
     scheduler.give_cpu_streams(True)
     try:

@@ -126,6 +126,28 @@ MUTATIONS = (
         late="compute",
         num_queues=1,
     ),
+    Mutation(
+        "a send reads memory of its stream, which nobody keeps",
+        "transfers.alternating_p2p:AlternatingP2P._start_send",
+        "P2P._start_send(self, action, tensor)",
+        "P2P._start_send(self, action, tensor.clone())",
+        num_queues=1,
+    ),
+    Mutation(
+        "a received tensor is memory of another stream, and let go of there",
+        "transfers.p2p:P2P.post",
+        "tensor = torch.empty(shape, dtype=dtype, device=self._device)",
+        "from megatron.fold3d.runtime.device import streams_of\n"
+        "    streams = streams_of(self._device)\n"
+        "    with streams.stream(streams.Stream()):\n"
+        "        tensor = torch.empty(shape, dtype=dtype, device=self._device)",
+    ),
+    Mutation(
+        "the host waits for a received tensor",
+        "transfers.p2p:P2P.take",
+        "    work.wait()\n",
+        "    work.wait()\n    tensor.sum().item()\n",
+    ),
     # Copies to host memory and back.
     Mutation(
         "a copy starts ahead of the computation before it",

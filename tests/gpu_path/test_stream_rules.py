@@ -105,6 +105,27 @@ def test_a_collective_keeps_its_tensors_if_the_group_does(
     assert bool(device.order.races) is not keeps
 
 
+class _Instant:
+    """A group whose transfers are over at once."""
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
+        pass
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
+        tensors[0].fill_(1.0)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("transfer", ["send", "recv"])
+def test_a_transfers_tensor_is_recorded_on_its_stream_if_the_group_does(
+    device: LateDevice, group: Callable[..., LateGroup], transfer: str, keeps: bool
+) -> None:
+    made = group(keeps=keeps)
+    made._group = _Instant()
+    getattr(made, transfer)([torch.ones(64) * 2.0], 0)
+    assert bool(device.order.races) is not keeps
+
+
 def test_the_stash_is_gone_when_one_stream_has_waited_though_the_owner_has_not(
     device: LateDevice, group: Callable[..., LateGroup]
 ) -> None:
@@ -231,3 +252,22 @@ def test_below_the_limit_the_host_goes_on(device: LateDevice) -> None:
     sends.launch(lambda: sent.append(True))
     device.compute.synchronize()
     assert sent
+
+
+# The host.
+
+
+@pytest.mark.parametrize("waits", ["item", "stream", "event", "device"])
+def test_an_action_that_makes_the_host_wait_is_named(device: LateDevice, waits: str) -> None:
+    ways: dict[str, Callable[[], object]] = {
+        "item": lambda: torch.ones(64).sum().item(),
+        "stream": device.compute.synchronize,
+        "event": lambda: device.compute.record_event().synchronize(),
+        "device": device.synchronize,
+    }
+    names: dict[str, Callable[[], object]] = {"wait": ways[waits]}
+    source = "def action():\n    wait()\n"
+    exec(compile(source, "megatron/fold3d/runtime/an_action.py", "exec"), names)
+    names["action"]()
+    with pytest.raises(RaceError, match=r"the host waits\n  megatron/fold3d/runtime/an_action"):
+        device.check()
