@@ -174,3 +174,17 @@ def test_a_title_fits_into_the_picture(title: str):
     [size] = re.findall(rf'font-size="([\d.]+)" font-weight="bold">{title}</text>', svg)
     assert 24 + len(title) * float(size) * 0.62 < 1200
     assert float(size) <= 19
+
+
+def test_a_long_legend_and_the_order_of_its_shades_are_in_two_lines():
+    def tops(plan: Plan) -> tuple[float, float]:
+        svg = draw(simulate(add_grad_sync(plan), Costs.uniform(16, grad_sync_s=5.0)))
+        found = [re.search(rf'y="([\d.]+)"[^>]*>{name}', svg) for name in ("bubble", "lighter to")]
+        bubble, order = (float(match[1]) for match in found if match)
+        return bubble, order
+
+    plan = aiao(segments=8)[0]
+    bubble, order = tops(plan)
+    assert bubble == order
+    bubble, order = tops(add_offload(delay_weight_grads(plan, range(8))))
+    assert bubble < order

@@ -315,7 +315,8 @@ def _legend(
     yield "</g>\n"
     if shown.segments > 1:
         order = "lighter to darker: first to last segment"
-        yield text(WIDTH - _RIGHT, y + 11.5, 12.5, order, "soft", anchor="end")
+        below = 20 if x + len(order) * 12.5 * 0.5 > WIDTH - _RIGHT else 0
+        yield text(WIDTH - _RIGHT, y + 11.5 + below, 12.5, order, "soft", anchor="end")
 
 
 def _unit(end_s: float) -> tuple[str, float]:
