@@ -130,7 +130,7 @@ def test_what_the_page_cannot_simulate_is_on_it_as_it_is(fold3d, tmp_path: Path)
     fixed = embedded(page)["fixed"]
     assert fixed["title"] == "This command: aiao"
     assert 2 * fixed["period"] == json.loads(out)["period_s"]  # two forwards of a rank are 2 s
-    assert "2W0" in [span["word"] for span in fixed["ranks"][0]]
+    assert "2W:250" in [span["word"] for span in fixed["ranks"][0]]
 
 
 @pytest.mark.parametrize(

@@ -472,7 +472,7 @@ ROWS = (
         m=2,
         flags="--overlap-grad-reduce --bf16",
         ours="--plan-file PLAN --dp-slices on --delay-weight-grads 0",
-        plan="0F0 0F1 0B0 0B1 0W0 0REDUCE_GRAD.500 0W1 0REDUCE_GRAD 0WAIT_GRAD\n"
+        plan="0F0 0F1 0B0 0B1 0W:500 0REDUCE_GRAD.500 0W:1000 0REDUCE_GRAD 0WAIT_GRAD\n"
         "1F0 1B0 1F1 1B1 1REDUCE_GRAD.400 1REDUCE_GRAD 1WAIT_GRAD",
     ),
     Row(

@@ -106,7 +106,9 @@ def test_text_of_any_action_reads_back():
     generator = random.Random(0)
     ops = list(Op)
     words = [
-        Action(generator.randrange(10**9), op, None if op in STAGE_OPS else generator.randrange(9))
+        Action(
+            generator.randrange(10**9), op, None if op in STAGE_OPS else generator.randrange(1, 9)
+        )
         for op in generator.choices(ops, k=1000)
     ]
     assert [Action.from_str(str(action)) for action in words] == words

@@ -55,7 +55,7 @@ def test_a_plan_file_may_delay_weight_gradients_if_the_run_does(tmp_path: Path):
 
 def test_a_plan_file_may_reduce_between_weight_gradients_if_the_run_can(tmp_path: Path):
     path = tmp_path / "plan"
-    text = "0F0 0F1 0B0 0B1 0W0 0REDUCE_GRAD.500 0W1 0REDUCE_GRAD 0WAIT_GRAD\n"
+    text = "0F0 0F1 0B0 0B1 0W:500 0REDUCE_GRAD.500 0W:1000 0REDUCE_GRAD 0WAIT_GRAD\n"
     path.write_text(text)
     wanted = replace(
         CONFIG,
@@ -85,6 +85,6 @@ def test_a_deferring_run_reduces_early_where_it_is_asked_to():
         reduces_early=True,
     )
     assert Plans(some).training(2).to_text() == (
-        "0WAIT_GRAD 0F0 0F1 1WAIT_GRAD 1F0 1B0 1F1 1B1 1W0 1REDUCE_GRAD.500 1W1 1REDUCE_GRAD "
-        "0B0 0B1 0W0 0W1 0REDUCE_GRAD\n"
+        "0WAIT_GRAD 0F0 0F1 1WAIT_GRAD 1F0 1B0 1F1 1B1 "
+        "1W:500 1REDUCE_GRAD.500 1W:1000 1REDUCE_GRAD 0B0 0B1 0W0 0W1 0REDUCE_GRAD\n"
     )

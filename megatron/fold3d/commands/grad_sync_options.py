@@ -8,7 +8,7 @@ from megatron.fold3d.commands.schedule_options import spelled
 from megatron.fold3d.config.backward_share_flags import AUTO
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.plan.passes.early_grad_sync import all_early
+from megatron.fold3d.plan.passes.early_grad_sync import slices_parts_only
 from megatron.fold3d.policy.replicated_segments import stages_of
 from megatron.fold3d.predict.search.candidate_timeline import PAUSE_SHARE
 from megatron.fold3d.predict.search.simulated_shares import auto_shares, gathered_when_reduced
@@ -175,7 +175,7 @@ def simulated_timeline(args: Namespace, plan: Plan, source: Source, *, deferred:
         overlap_tensor_parallel=bool(args.overlap_tensor_parallel),
         shard_shares=() if source.hardware is None else source.hardware.shard_shares,
     )
-    if (share := args.backward_share) is not None and all_early(plan):
+    if (share := args.backward_share) is not None and slices_parts_only(plan):
         shares = (
             auto_shares(plan, source.costs, execution)
             if share == AUTO

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
-from megatron.fold3d.plan.ir import Op
+from megatron.fold3d.plan.ir import WHOLE, Op
+from megatron.fold3d.plan.ops import WEIGHT_OPS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,10 @@ _Change = tuple[float, float]  # when, by how many bytes
 
 def _device_changes(spans: Sequence[Span], footprint: Footprint) -> Iterator[_Change]:
     working = footprint.working_bytes
-    split = {action.stage for *_, action, _ in spans if action and action.op is Op.WEIGHT}
+    actions = [action for *_, action, _ in spans if action]
+    split = {action.stage for action in actions if action.op in WEIGHT_OPS}
+    microbatches = 1 + max((a.microbatch or 0 for a in actions if a.op is Op.FORWARD), default=0)
+    done: dict[int, float] = {}  # by stage, the parts of weight gradients
     delayed = {stage: footprint.delayed_bytes[stage] for stage in split if footprint.delayed_bytes}
     early = {a[::2] for *_, a, _ in spans if a and a.op is Op.RECOMPUTE}  # stage, micro-batch
     for lane, start_s, end_s, action, _ in spans:
@@ -108,6 +112,11 @@ def _device_changes(spans: Sequence[Span], footprint: Footprint) -> Iterator[_Ch
                 yield end_s, -working[action.stage]
         elif action.op is Op.WEIGHT:
             yield end_s, -delayed.get(action.stage, 0.0)
+        elif action.op is Op.WEIGHT_PART:
+            part = (action.microbatch or 0) / WHOLE
+            begun = done.get(action.stage, 0.0) % 1.0  # a new iteration begins at zero
+            yield end_s, -microbatches * (part - begun) * delayed.get(action.stage, 0.0)
+            done[action.stage] = part
 
 
 def _between_uses(spans: Sequence[Span], freed_bytes: Sequence[float]) -> Iterator[_Change]:

@@ -14,6 +14,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Literal
 
 from megatron.fold3d.plan.ir import Op, Plan
+from megatron.fold3d.plan.ops import WEIGHT_OPS
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync, defer_grad_sync
 from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.passes.transfers import add_p2p
@@ -93,7 +94,7 @@ class Options:
             return
         for program in plan.programs:
             behind = takewhile(lambda action: action.op is not Op.BACKWARD, reversed(program))
-            stages = {stage for stage, op, _ in behind if op is Op.WEIGHT}
+            stages = {stage for stage, op, _ in behind if op in WEIGHT_OPS}
             yield from (stage for stage in stages if stage not in self.deferred_stages)
 
     def early_segments(self, num_ranks: int) -> tuple[int, ...]:
@@ -128,7 +129,7 @@ def lower(order: Plan, options: Options | None = None) -> Plan:
     """
     options = options or Options()
     plan = order
-    if options.delay_weight_grads and not plan.has(Op.WEIGHT):
+    if options.delay_weight_grads and not any(map(plan.has, WEIGHT_OPS)):
         plan = delay_weight_grads(
             plan, options.delay_weight_grads, options.early_segments(plan.num_ranks)
         )

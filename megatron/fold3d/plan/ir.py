@@ -6,7 +6,8 @@ has an order of its own.
 
 Text form, one word per action: ``2F0`` is stage 2's forward of micro-batch 0, ``2SEND_F0`` sends
 its output, ``2REDUCE_GRAD`` reduces the gradients of the whole stage. ``2REDUCE_GRAD.250`` is a
-slice that ends at 250 thousandths of these gradients. ``str`` and ``from_str`` are inverse.
+slice that ends at 250 thousandths of these gradients, and ``2W:250`` computes weight gradients up
+to a quarter of the work on them. ``str`` and ``from_str`` are inverse.
 """
 
 import csv
@@ -52,8 +53,8 @@ class PlanError(ValueError):
 class Action(NamedTuple):
     """One step of one rank; ``stage`` is global: ``segment * num_ranks + rank``.
 
-    ``microbatch`` is what `OpScope` says: of a REDUCE_SLICE it is where the slice ends, in
-    thousandths of the stage's gradients. It begins where the slice before it ends.
+    ``microbatch`` is what `OpScope` says: of a part it is where the part ends, in thousandths. The
+    part begins where the one before it ends.
     """
 
     stage: int
@@ -61,7 +62,7 @@ class Action(NamedTuple):
     microbatch: int | None = None
 
     def __str__(self) -> str:
-        if self.op in PART_OPS:
+        if self.op is Op.REDUCE_SLICE:
             return f"{self.stage}{self.op}{self.microbatch:03}"
         return f"{self.stage}{self.op}{'' if self.microbatch is None else self.microbatch}"
 
@@ -76,15 +77,18 @@ class Action(NamedTuple):
         if match is not None:
             stage, word, number = match.groups()
             op = Op(word)
-            if op in PART_OPS:
+            if op is Op.REDUCE_SLICE:
                 if len(number) == 3:  # below WHOLE
+                    return cls(int(stage), op, int(number))
+            elif op in PART_OPS:
+                if number and number[0] != "0" and int(number) <= WHOLE:
                     return cls(int(stage), op, int(number))
             elif (number == "") == (op in STAGE_OPS):
                 return cls(int(stage), op, int(number) if number else None)
         raise PlanError(
             f"{shortened(text)} is not an action; write <stage><op><microbatch> such as 2F0 or "
             f"1SEND_B3, or <stage><op> for {', '.join(sorted(STAGE_OPS))}; a slice of DP.sync ends "
-            "with three digits, as in 2REDUCE_GRAD.250"
+            "with three digits, as in 2REDUCE_GRAD.250, and a part of weight gradients is 2W:250"
         )
 
 
@@ -112,7 +116,7 @@ class Plan:
                 "so the number of stages is a multiple of the number of ranks"
             )
         last = max(max(filter(None, map(_MICROBATCH, p)), default=0) for p in self.programs)
-        if last < WHOLE and self.has(Op.REDUCE_SLICE):
+        if last <= WHOLE and any(map(self.has, PART_OPS)):
             last = max(m or 0 for p in self.programs for _, op, m in p if op not in PART_OPS)
         object.__setattr__(self, "num_segments", stages // ranks)
         object.__setattr__(self, "num_microbatches", 1 + last)

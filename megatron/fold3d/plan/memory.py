@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from megatron.fold3d.plan.ir import Op, Plan, Program
+from megatron.fold3d.plan.ir import WHOLE, Op, Plan, Program
 from megatron.fold3d.plan.ops import COPY_OPS, FREE_OPS, STAGE_OPS, TABLE
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 from megatron.fold3d.plan.passes.weight_grads import split_stages
@@ -187,6 +187,7 @@ def _changes(
     """
     split = split_stages(program) if what == "saved" else frozenset()
     held = Counter(at_start)
+    in_parts: dict[int, int] = {}  # by stage, the micro-batches of its parts
     leaving: deque[list[Held]] = deque([] for _ in range(depth))
     for action in program:
         row = TABLE[action.op]
@@ -196,6 +197,11 @@ def _changes(
         given = [mine] if what in row.gives else []
         if action.op is Op.BACKWARD and action.stage in split:  # its weight gradients still read it
             given = []
+        elif action.op is Op.WEIGHT_PART:  # of every micro-batch a part: as if some were done
+            own = [each for each in held if each.stage == action.stage and held[each]]
+            whole = in_parts.setdefault(action.stage, len(own))
+            left = whole - whole * (action.microbatch or 0) // WHOLE
+            given = own[: len(own) - left] if what in row.gives else []
         if action.op in COPY_OPS:
             leaving[-1] += given
             given = []

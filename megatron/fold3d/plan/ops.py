@@ -18,6 +18,7 @@ class Op(StrEnum):
     BACKWARD = "B"
     RECOMPUTE = "R"  # what the forward did not keep, where it comes before BACKWARD
     WEIGHT = "W"  # weight gradients alone, where a schedule splits them from BACKWARD
+    WEIGHT_PART = "W:"  # those of all micro-batches, parameter by parameter, up to here
     SEND_F = "SEND_F"  # output of `stage` goes to `stage + 1`
     RECV_F = "RECV_F"  # post the receive of the input of `stage`; its F waits for the tensor
     SEND_B = "SEND_B"  # gradient of the input of `stage` goes to `stage - 1`
@@ -41,8 +42,8 @@ class OpScope(Enum):
 
     MICROBATCH = "2F0"
     """A micro-batch."""
-    PART = "2REDUCE_GRAD.250"
-    """Where a part of the stage's gradients ends, in thousandths of them."""
+    PART = "2W:250"
+    """Where a part of the stage's gradients, or of the work on them, ends: in thousandths."""
     STAGE = "2WAIT_GRAD"
     """Nothing: the action is about the whole stage."""
 
@@ -67,6 +68,7 @@ class Which(Enum):
 
     SAME = "the one with the same number"
     EVERY = "all of the stage"
+    UP_TO = "the parts of the stage that end no later, and the one in which it ends"
     INPUT = "the send that carries its result, or the computation itself on the same rank"
 
 
@@ -112,7 +114,11 @@ def _if_any(op: Op, which: Which = Which.SAME) -> Need:
 
 _M, _S = OpScope.MICROBATCH, OpScope.STAGE
 _RELOADED = Need(Op.RELOAD, beside=Op.OFFLOAD)
-_GRADIENTS = _if_any(Op.BACKWARD, Which.EVERY), _if_any(Op.WEIGHT, Which.EVERY)
+_GRADIENTS = (
+    Need(Op.BACKWARD, Which.EVERY),
+    _if_any(Op.WEIGHT, Which.EVERY),
+    _if_any(Op.WEIGHT_PART, Which.UP_TO),
+)
 
 TABLE: Mapping[Op, Row] = {
     Op.FORWARD: Row(
@@ -137,6 +143,11 @@ TABLE: Mapping[Op, Row] = {
     Op.WEIGHT: Row(
         *(_M, Place.COMPUTE, "weight gradient", "weight", "weight_s"),
         needs=(Need(Op.BACKWARD),),
+        gives=("saved",),
+    ),
+    Op.WEIGHT_PART: Row(
+        *(OpScope.PART, Place.COMPUTE, "weight gradient", "weight", "weight_s"),
+        needs=(Need(Op.BACKWARD, Which.EVERY),),
         gives=("saved",),
     ),
     Op.SEND_F: Row(
@@ -206,6 +217,7 @@ def _on(*places: Place) -> frozenset[Op]:
 
 COMPUTE_OPS = _on(Place.COMPUTE)
 WAIT_OPS = _on(Place.WAIT)
+WEIGHT_OPS = frozenset(op for op, row in TABLE.items() if row.cost == "weight_s")
 SEND_OPS, RECV_OPS = _on(Place.SEND), _on(Place.RECV)
 P2P_OPS = SEND_OPS | RECV_OPS
 SYNC_OPS = _on(Place.DP_SYNC)
@@ -230,7 +242,7 @@ def wait_title(op: Op) -> str:
 def for_pages() -> dict[str, dict[str, str]]:
     """Return what the scripts of pages know of each op, by its spelling."""
     return {
-        op.removesuffix("."): {
+        op.rstrip(".:"): {
             "kind": row.kind or TABLE[awaited(op) or op].kind,
             "title": row.title,
             "waits": wait_title(op),

@@ -5,14 +5,14 @@ matching receive is posted, and two neighbours have one ordered channel per dire
 completes under these rules completes under any looser ones, with any timing.
 """
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from collections.abc import Set as AbstractSet
 from itertools import count, pairwise
 
 from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, PlanError, Program, gc_paused
-from megatron.fold3d.plan.ops import STAGE_OPS, TABLE, Which
-from megatron.fold3d.plan.passes.early_grad_sync import early_stages, num_needed
+from megatron.fold3d.plan.ops import PART_OPS, STAGE_OPS, TABLE, Need, Which
 from megatron.fold3d.plan.passes.grad_sync import carried_over, deferred_stages, slices_of
 from megatron.fold3d.plan.passes.transfers import add_p2p
 
@@ -104,18 +104,26 @@ def _is_placed_in_a_v(plan: Plan) -> bool:
 
 
 def _check_slices(plan: Plan) -> None:
-    """Check that the slices of a stage's DP.sync run in order, and REDUCE_GRAD last."""
-    if not plan.has(Op.REDUCE_SLICE):
+    """Check that the parts of a stage's weight gradients, and of its DP.sync, run in order."""
+    if not any(map(plan.has, PART_OPS)):
         return
     for program in plan.programs:
-        for slices in slices_of(program).values():
+        weights: dict[int, list[Action]] = defaultdict(list)
+        for action in program:
+            if action.op is Op.WEIGHT_PART:
+                weights[action.stage].append(action)
+        for parts in weights.values():
+            if parts[-1].microbatch != WHOLE:
+                text = f"{parts[-1]} is the last part; weight gradients end at {WHOLE}"
+                raise error_at(plan, _cell(plan, parts[-1]), text)
+        for slices in (*weights.values(), *slices_of(program).values()):
             if slices[0].microbatch == 0:
                 text = f"{slices[0]} is empty; a slice ends behind where it begins"
                 raise error_at(plan, _cell(plan, slices[0]), text)
             for earlier, later in pairwise(slices):
                 if earlier.op is Op.REDUCE_GRAD:
                     text = f"{later} comes after {earlier}, which starts all that is left"
-                elif later.op is Op.REDUCE_SLICE and later[2:] <= earlier[2:]:
+                elif later.op in PART_OPS and later[2:] <= earlier[2:]:
                     text = f"{later} comes after {earlier}; a slice begins where the last one ends"
                 else:
                     continue
@@ -189,12 +197,14 @@ class _Needs:
             for need in TABLE[op].needs:
                 if need.which is Which.INPUT:
                     self.rules[op] += ((need.step, sent[need.op]),)
+                elif need.beside is not None and need.beside not in ops:
+                    continue
+                elif need.which is not Which.SAME:
+                    self._add_every(plan, op, need)
                 elif need.beside is None:
                     self.rules[op] += ((need.step, need.op),)
-                elif need.beside in ops and need.which is Which.SAME:
+                else:
                     self.conditional[op] += ((need.beside, need.op),)
-                elif need.beside in ops:
-                    self._add_every(plan, op, need.op)
         besides = {beside for found in self.conditional.values() for beside, _ in found}
         self.beside = {a for program in plan.programs for a in program if a.op in besides}
         # Data and loss are there from the start, as if sent by stages beyond either end.
@@ -202,16 +212,23 @@ class _Needs:
         self.done: set[_Need] = {(*end, m) for end in ends for m in range(plan.num_microbatches)}
         self._add_sync(plan, ops)
 
-    def _add_every(self, plan: Plan, op: Op, needed: Op) -> None:
-        """Let the actions of an op need all actions of another one of their stage."""
+    def _add_every(self, plan: Plan, op: Op, need: Need) -> None:
+        """Let the actions of an op need all actions of another of their stage, or those before."""
         for program in plan.programs:
-            of_stage: dict[int, list[_Need]] = defaultdict(list)
+            of_stage: dict[int, list[Action]] = defaultdict(list)
             for action in program:
-                if action.op is needed:
+                if action.op is need.op:
                     of_stage[action.stage].append(action)
             for action in program:
                 if action.op is op:
-                    self.others.setdefault(action, []).extend(of_stage[action.stage])
+                    needed = of_stage[action.stage]
+                    if need.beside is None:
+                        needed = needed or [Action(action.stage, need.op, 0)]
+                    if need.which is Which.UP_TO:
+                        end = action.microbatch or WHOLE
+                        ends = [part.microbatch or 0 for part in needed]
+                        needed = needed[: 1 + bisect_left(ends, end)]
+                    self.others.setdefault(action, []).extend(needed)
 
     def _add_sync(self, plan: Plan, ops: AbstractSet[Op]) -> None:
         """Add what DP.sync that reaches into the next iteration needs, or that starts early."""
@@ -224,20 +241,8 @@ class _Needs:
         for program in plan.programs if Op.REDUCE_SLICE in ops else ():
             for begun in carried_over(program):  # what the iteration before has left
                 self.others.pop(begun, None)
-            slices = slices_of(program)
-            for stage in early_stages(program):
-                self._add_early(program, stage, slices[stage])
         for program in plan.programs if Op.FREE_GRAD in ops else ():
             self._add_freed_grads(program, deferred)
-
-    def _add_early(self, program: Program, stage: int, slices: Sequence[Action]) -> None:
-        """Require that a slice follows as much of the stage's weight gradients as it reduces."""
-        weights = [a for a in program if a.op is Op.WEIGHT and a.stage == stage]
-        self.others[weights[0]] = [a._replace(op=Op.BACKWARD) for a in weights]
-        for action in slices:
-            end = action.microbatch if action.op is Op.REDUCE_SLICE else WHOLE
-            assert end is not None
-            self.others[action] = [*weights[: num_needed(end, len(weights))]]
 
     def _add_freed_grads(self, program: Program, deferred: Container[int]) -> None:
         """Require that the last iteration's gradients are freed before new ones are added there."""

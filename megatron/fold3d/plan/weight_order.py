@@ -7,16 +7,27 @@ from megatron.fold3d.plan.verify import error_at
 
 
 def check_weight_grads(plan: Plan) -> None:
-    """Check that weight gradients follow the backwards that keep their operands.
+    """Check that weight gradients follow the backwards, and that no slice of DP.sync divides them.
 
     Raises:
         PlanError: some do not; the plan is printed with the first one marked.
     """
     for rank, program in enumerate(plan.programs):
         computed = set()
+        sliced: dict[int, Action] = {}  # by stage, the last slice
         for index, (stage, op, microbatch) in enumerate(program):
             if op is Op.BACKWARD:
                 computed.add((stage, microbatch))
+                sliced.pop(stage, None)
+            elif op is Op.REDUCE_SLICE:
+                sliced[stage] = program[index]
+            elif op is Op.WEIGHT and stage in sliced:
+                part = Action(stage, Op.WEIGHT_PART, sliced[stage].microbatch)
+                text = (
+                    f"{sliced[stage]} comes before {program[index]}; write weight gradients that "
+                    f"DP.sync divides as {part}, up to where each part ends"
+                )
+                raise error_at(plan, {rank: index}, text)
             elif op is Op.WEIGHT and (stage, microbatch) not in computed:
                 backward = Action(stage, Op.BACKWARD, microbatch)
                 text = f"{program[index]} comes before {backward}, which leaves what it reads"

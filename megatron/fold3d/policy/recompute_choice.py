@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron.fold3d.plan.ir import Op, Program
+from megatron.fold3d.plan.ir import WHOLE, Op, Program
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 
 
@@ -185,10 +185,13 @@ def most_live(program: Program) -> tuple[Mapping[int, int], ...]:
     split = split_stages(program)
     now: Counter[int] = Counter()
     moments: set[tuple[tuple[int, int], ...]] = set()
-    for stage, op, _ in program:
+    whole = Counter(stage for stage, op, _ in program if op is Op.FORWARD)
+    for stage, op, number in program:
         if op is Op.FORWARD:
             now[stage] += 1
             moments.add(tuple(sorted((+now).items())))  # + leaves out stages that hold none
+        elif op is Op.WEIGHT_PART:
+            now[stage] = whole[stage] - whole[stage] * (number or 0) // WHOLE
         elif op is (Op.WEIGHT if stage in split else Op.BACKWARD):
             now[stage] -= 1
     live = [dict(moment) for moment in sorted(moments)]

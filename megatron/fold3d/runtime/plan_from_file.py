@@ -6,8 +6,8 @@ from pathlib import Path
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.files import parse_plan, read_file
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
-from megatron.fold3d.plan.ops import FREE_OPS
-from megatron.fold3d.plan.passes.early_grad_sync import early_stages
+from megatron.fold3d.plan.ops import FREE_OPS, WEIGHT_OPS
+from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 
 
@@ -25,7 +25,7 @@ def read_order(config: Fold3DConfig, path: Path, num_microbatches: int) -> Plan:
             f"found {_sizes(*found)}, this run has {_sizes(*needed)}; "
             "a plan file fits one size: change the flags, or use --schedule"
         )
-    if plan.has(Op.WEIGHT) and not config.delay_weight_grads:
+    if any(map(plan.has, WEIGHT_OPS)) and not config.delay_weight_grads:
         raise PlanError("found W in the plan; give --delay-weight-grads with its segments")
     if plan.has(Op.RECOMPUTE) and not config.recompute_early:
         raise PlanError("found R in the plan; give --recompute-early with its stages")
@@ -35,7 +35,7 @@ def read_order(config: Fold3DConfig, path: Path, num_microbatches: int) -> Plan:
         raise PlanError("found FREE_GRAD in the plan; give --shard-segments gradients")
     if plan.has(Op.REDUCE_SLICE) and not config.slices_dp_sync:
         raise PlanError("found slices of DP.sync in the plan; give --dp-slices on")
-    for stage in chain.from_iterable(map(early_stages, plan.programs)):
+    for stage in chain.from_iterable(map(stages_in_parts, plan.programs)):
         is_deferred = stage in config.deferred_stages  # its slices would be `planned_slices`'
         if is_deferred or not config.reduces_early:
             raise PlanError(

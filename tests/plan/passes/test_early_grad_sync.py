@@ -6,21 +6,21 @@ from hypothesis import strategies as st
 
 from megatron.fold3d.plan.compile import Options, compile_plan, lower
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
-from megatron.fold3d.plan.ops import COMPUTE_OPS
-from megatron.fold3d.plan.passes.early_grad_sync import early_stages
+from megatron.fold3d.plan.ops import COMPUTE_OPS, WEIGHT_OPS
+from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
 
-SPLIT = frozenset({Op.BACKWARD, Op.WEIGHT})
+SPLIT = frozenset({Op.BACKWARD, Op.WEIGHT_PART})
 EARLY = """
-0F0 0F1 0B0 0B1 0W0 0REDUCE_GRAD.500 0W1 0REDUCE_GRAD 0WAIT_GRAD
+0F0 0F1 0B0 0B1 0W:500 0REDUCE_GRAD.500 0W:1000 0REDUCE_GRAD 0WAIT_GRAD
 1F0 1F1 1B0 1B1 1REDUCE_GRAD 1WAIT_GRAD
 """
 
 
 def early(plan: Plan) -> set[int]:
-    return set().union(*map(early_stages, plan.programs))
+    return set().union(*map(stages_in_parts, plan.programs))
 
 
 @given(
@@ -50,11 +50,13 @@ def test_plans_with_early_slices_are_valid_and_differ_in_nothing_else(
         for stage in expected & {action.stage for action in program}:
             own = [i for i, a in enumerate(program) if a.stage == stage and a.op in SPLIT]
             between = {a.op for a in program[own[0] : own[-1]] if a.op in COMPUTE_OPS}
-            weights = [a for a in program[own[0] :] if a.op is Op.WEIGHT and a.stage == stage]
+            parts = [a for a in program[own[0] :] if a.op is Op.WEIGHT_PART and a.stage == stage]
             assert between <= {Op.FORWARD, *SPLIT}  # of the last segment, forwards too
-            assert [a.microbatch for a in weights] == [*range(microbatches)]
+            assert [a.microbatch for a in parts] == [
+                1000 * (m + 1) // microbatches for m in range(microbatches)
+            ]
     late = lower(order, replace(options, reduces_early=False))
-    kept = frozenset(Op) - {Op.REDUCE_SLICE, Op.WEIGHT, Op.REDUCE_GRAD, Op.WAIT_GRAD}
+    kept = frozenset(Op) - WEIGHT_OPS - {Op.REDUCE_SLICE, Op.REDUCE_GRAD, Op.WAIT_GRAD}
     assert plan.select(kept & COMPUTE_OPS) == late.select(kept & COMPUTE_OPS)
 
 
@@ -62,8 +64,8 @@ def test_weight_gradients_follow_the_backwards_of_their_segment():
     order = build("aiao", num_ranks=1, num_segments=2, num_microbatches=2)
     options = Options(delay_weight_grads=(0, 1), reduces_early=True)
     assert compile_plan(order, options).to_text() == (
-        "0F0 0F1 1F0 1B0 1F1 1B1 1W0 1REDUCE_GRAD.500 1W1 1REDUCE_GRAD 0B0 0B1 "
-        "0W0 0REDUCE_GRAD.500 0W1 0REDUCE_GRAD 1WAIT_GRAD 0WAIT_GRAD\n"
+        "0F0 0F1 1F0 1B0 1F1 1B1 1W:500 1REDUCE_GRAD.500 1W:1000 1REDUCE_GRAD 0B0 0B1 "
+        "0W:500 0REDUCE_GRAD.500 0W:1000 0REDUCE_GRAD 1WAIT_GRAD 0WAIT_GRAD\n"
     )
 
 
@@ -77,8 +79,8 @@ def test_what_is_computed_behind_all_backwards_reduces_to_shards_in_slices():
     )
     text = compile_plan(order, options).to_text()
     assert text.endswith(
-        "0B0 0B1 0W0 0REDUCE_GRAD.500 0W1 0REDUCE_GRAD "
-        "1W0 1REDUCE_GRAD.500 1W1 1REDUCE_GRAD 2W0 2REDUCE_GRAD.500 2W1 2REDUCE_GRAD "
+        "0B0 0B1 0W:500 0REDUCE_GRAD.500 0W:1000 0REDUCE_GRAD "
+        "1W:500 1REDUCE_GRAD.500 1W:1000 1REDUCE_GRAD 2W:500 2REDUCE_GRAD.500 2W:1000 2REDUCE_GRAD "
         "3WAIT_GRAD 0WAIT_GRAD 1WAIT_GRAD 2WAIT_GRAD\n"
     )
     deferred = compile_plan(order, replace(options, deferred_stages=range(4)))
@@ -94,9 +96,10 @@ def test_a_stage_that_is_deferred_has_some_only_if_they_are_asked_for():
     options = replace(options, deferred_stages=range(4), early_dp_sync=(2, 3))
     plan = compile_plan(order, options)
     assert early(plan) == {2, 3}
-    *_, last = plan.select({Op.WEIGHT, Op.REDUCE_SLICE, Op.REDUCE_GRAD}).to_text().splitlines()
+    *_, last = plan.select(WEIGHT_OPS | {Op.REDUCE_SLICE, Op.REDUCE_GRAD}).to_text().splitlines()
     assert last == (
-        "3W0 3REDUCE_GRAD.333 3W1 3REDUCE_GRAD.666 3W2 3REDUCE_GRAD 1W0 1W1 1W2 1REDUCE_GRAD"
+        "3W:333 3REDUCE_GRAD.333 3W:666 3REDUCE_GRAD.666 3W:1000 3REDUCE_GRAD "
+        "1W0 1W1 1W2 1REDUCE_GRAD"
     )
 
 
@@ -117,8 +120,20 @@ def test_weight_gradients_between_backwards_stay_apart():
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ("0REDUCE_GRAD.500", "0REDUCE_GRAD.501", "0REDUCE_GRAD.501.*0W1"),
-        ("0B1 0W0", "0W0 0B1", "0W0.*0B1"),
+        ("0REDUCE_GRAD.500", "0REDUCE_GRAD.501", "0REDUCE_GRAD.501 for 0W:1000"),
+        ("0B1 0W:500", "0W:500 0B1", "rank 0 at 0W:500"),
+        ("0W:1000", "0W:900", "0W:900 is the last part"),
+        (
+            "0W:500 0REDUCE_GRAD.500 0W:1000",
+            "0W:1000 0REDUCE_GRAD.500 0W:500",
+            "0W:500 is the last",
+        ),
+        ("0W:500 0REDUCE_GRAD.500", "0W:500 0REDUCE_GRAD.500 0W:400", "0W:400 comes after 0W:500"),
+        (  # as such plans were written before
+            "0W:500 0REDUCE_GRAD.500 0W:1000",
+            "0W0 0REDUCE_GRAD.500 0W1",
+            "0REDUCE_GRAD.500 comes before 0W1; write .* as 0W:500",
+        ),
     ],
 )
 def test_a_slice_of_what_is_not_computed_is_refused(old: str, new: str, problem: str):

@@ -302,7 +302,7 @@ def test_gradients_outside_the_backward_share_are_reduced_after_the_last_action(
 
 
 def test_an_early_slice_starts_what_the_backward_share_has_left_of_it():
-    plan = Plan.from_text("0WAIT_GRAD 0F0 0F1 0B0 0B1 0W0 0REDUCE_GRAD.500 0W1 0REDUCE_GRAD")
+    plan = Plan.from_text("0WAIT_GRAD 0F0 0F1 0B0 0B1 0W:500 0REDUCE_GRAD.500 0W:1000 0REDUCE_GRAD")
     costs = Costs(forward_s=(1.0,), backward_s=(3.0,), weight_s=(1.0,), grad_sync_s=(4.0,))
     for share, spans in (
         (1.0, [(7.0, 9.0), (9.0, 11.0)]),
@@ -317,7 +317,8 @@ def test_an_early_slice_starts_what_the_backward_share_has_left_of_it():
 
 def test_a_reduction_to_shards_starts_when_shards_are_complete():
     plan = Plan.from_text(
-        "0GATHER_PARAM 0WAIT_PARAM 0F0 0F1 0B0 0B1 0W0 0REDUCE_GRAD.500 0W1 0REDUCE_GRAD 0WAIT_GRAD"
+        "0GATHER_PARAM 0WAIT_PARAM 0F0 0F1 0B0 0B1 "
+        "0W:500 0REDUCE_GRAD.500 0W:1000 0REDUCE_GRAD 0WAIT_GRAD"
     )
     costs = Costs(
         forward_s=(1.0,),

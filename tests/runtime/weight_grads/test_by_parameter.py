@@ -1,10 +1,11 @@
 import weakref
+from collections.abc import Sequence
 from itertools import chain
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fold3d.plan.ir import Action
+from megatron.fold3d.plan.ir import WHOLE, Action
 from megatron.fold3d.runtime.weight_grads.by_parameter import Turns, by_parameter
 
 LAYER = {"fc2": 4, "fc1": 4, "qkv": 3, "proj": 1}
@@ -13,7 +14,11 @@ Item = tuple[str, int]
 
 def divided(sizes: dict[str, int], microbatches: int, parts: int) -> list[list[tuple[Item, bool]]]:
     items = [(name, m) for m in range(microbatches) for name in sizes]
-    return by_parameter(items, lambda item: item[0], lambda item: sizes[item[0]], parts)
+    return by_parameter(items, lambda item: item[0], lambda item: sizes[item[0]], ends(parts))
+
+
+def ends(parts: int) -> list[int]:
+    return [WHOLE * (i + 1) // parts for i in range(parts)]
 
 
 def test_small_parameters_are_complete_first():
@@ -24,13 +29,13 @@ def test_small_parameters_are_complete_first():
 def test_shards_are_complete_in_turns():
     # Of two shards fc2 and a half of fc1 are the first, and the others the second.
     shards = {"fc2": (4, 0), "fc1": (2, 2), "qkv": (0, 3), "proj": (0, 1)}
-    parts = by_parameter(LAYER, lambda name: name, LAYER.__getitem__, 12, shards.__getitem__)
+    parts = by_parameter(LAYER, lambda name: name, LAYER.__getitem__, ends(12), shards.__getitem__)
     assert [name for part in parts for name, _ in part] == ["proj", "fc2", "qkv", "fc1"]
 
 
 def test_modules_are_the_same_object_in_each_micro_batch():
     module = object()
-    parts = by_parameter([module] * 3, lambda item: item, lambda _: 1, 3)
+    parts = by_parameter([module] * 3, lambda item: item, lambda _: 1, ends(3))
     assert [is_last for part in parts for _, is_last in part] == [False, False, True]
 
 
@@ -38,14 +43,12 @@ def test_a_part_is_free_once_it_is_handed_over():
     class Operand:
         pass
 
-    program = tuple(
-        map(Action.from_str, ["0B0", "0B1", "0W0", "0REDUCE_GRAD.500", "0W1", "0REDUCE_GRAD"])
-    )
-    turns = Turns(program)
-    assert turns.stages == {0}
+    words = ["0B0", "0B1", "0W:500", "0REDUCE_GRAD.500", "0W:1000", "0REDUCE_GRAD"]
+    turns = Turns(tuple(map(Action.from_str, words)))
 
-    def make(count: int) -> list[list[Operand]]:
-        return [[Operand()] for _ in range(count)]
+    def make(ends: Sequence[int]) -> list[list[Operand]]:
+        assert ends == [500, 1000]
+        return [[Operand()] for _ in ends]
 
     first = weakref.ref(turns.next(0, make)[0])
     assert first() is None
@@ -72,5 +75,6 @@ def test_each_item_is_in_one_part_and_parts_take_equally_long(
     whole, done = sum(sizes.values()) * microbatches, 0
     for number, part in enumerate(parts, 1):
         done += sum(sizes[name] for (name, _), _ in part)
-        assert done * num_parts <= whole * number  # no part takes more than its share so far
-        assert whole * number < (done + max(sizes.values())) * num_parts or done == whole
+        end = ends(num_parts)[number - 1]
+        assert done * WHOLE // whole <= end  # no part takes more than its share so far
+        assert end < (done + max(sizes.values())) * WHOLE // whole or done == whole

@@ -245,7 +245,8 @@ class _Diagram:
             return _Box(span.start_s, span.end_s, css, "", self._tooltip(span), True)
         stage, op, microbatch = span.action
         kind, segment = TABLE[op].kind, stage // self.timeline.num_ranks
-        label = str(microbatch) if _names_microbatch(span.action) else f"DP.sync {segment}"
+        other = f"DP.sync {segment}" if kind == "sync" else ""
+        label = str(microbatch) if _names_microbatch(span.action) else other
         dark_text = takes_dark_text(kind, segment, self.segments)
         css = css_class(kind, segment)
         return _Box(span.start_s, span.end_s, css, label, self._tooltip(span), dark_text)

@@ -16,9 +16,10 @@ or, in a plan that gathers parameters, before their all-gather, since the step c
 from collections.abc import Container, Iterator
 
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program
+from megatron.fold3d.plan.ops import WEIGHT_OPS
 
 _NEED_STEP = frozenset({Op.FORWARD, Op.GATHER_PARAM})
-_BACKWARD_ENDS = frozenset({Op.BACKWARD, Op.WEIGHT, Op.SEND_B})
+_BACKWARD_ENDS = WEIGHT_OPS | {Op.BACKWARD, Op.SEND_B}
 
 
 def add_grad_sync(plan: Plan) -> Plan:

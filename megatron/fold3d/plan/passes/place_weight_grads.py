@@ -19,7 +19,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from math import inf
 
-from megatron.fold3d.plan.ir import Action, Op, Plan, gc_paused
+from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, gc_paused
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.plan.verify import error_at
@@ -68,13 +68,18 @@ class HeldSizes:
         for program in plan.programs:
             split = split_stages(program)
             now = peak = 0.0
-            for stage, op, _ in program:
+            done = dict.fromkeys(split, 0.0)  # parts of weight gradients
+            for stage, op, microbatch in program:
                 if op is Op.FORWARD:
                     now += self.saved[stage]
                 elif op is Op.BACKWARD:
                     now += (self.delayed[stage] if stage in split else 0.0) - self.saved[stage]
                 elif op is Op.WEIGHT:
                     now -= self.delayed[stage]
+                elif op is Op.WEIGHT_PART:
+                    end = (microbatch or 0) / WHOLE
+                    now -= plan.num_microbatches * (end - done[stage]) * self.delayed[stage]
+                    done[stage] = end
                 peak = max(peak, now)
             peaks.append(peak)
         return peaks

@@ -163,6 +163,9 @@ class _Results:
             return self.forward[here]
         if op is Op.WEIGHT:
             return self.backward[here]
+        if op is Op.WEIGHT_PART:
+            first = stage * self.num_microbatches
+            return all(self.backward[first : first + self.num_microbatches])
         return self.forward[here] and (
             stage == self.last_stage or self.backward_sent[here + self.num_microbatches]
         )

@@ -15,6 +15,7 @@ from collections.abc import Container, Sequence
 from itertools import chain
 
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, Program
+from megatron.fold3d.plan.ops import WEIGHT_OPS
 
 
 def delay_weight_grads(
@@ -66,4 +67,4 @@ def _delayed(
 
 def split_stages(program: Program) -> frozenset[int]:
     """Return the stages whose weight gradients are computed apart from their backwards."""
-    return frozenset(stage for stage, op, _ in program if op is Op.WEIGHT)
+    return frozenset(stage for stage, op, _ in program if op in WEIGHT_OPS)

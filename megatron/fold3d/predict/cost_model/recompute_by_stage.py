@@ -6,6 +6,7 @@ from dataclasses import replace
 from megatron.fold3d.observe.memory_curve import Footprint
 from megatron.fold3d.plan.ir import Op, Plan, Program
 from megatron.fold3d.plan.memory import peak_recomputed
+from megatron.fold3d.plan.ops import WEIGHT_OPS
 from megatron.fold3d.policy.recompute_choice import (
     LayerBytes,
     StageBytes,
@@ -45,7 +46,9 @@ def fewest_recomputed(
     for rank, program in enumerate(plan.programs):
         stages = range(rank, plan.num_stages, plan.num_ranks)
         choose = (
-            _with_early if plan.has(Op.RECOMPUTE) and not plan.has(Op.WEIGHT) else _in_backwards
+            _with_early
+            if plan.has(Op.RECOMPUTE) and not any(map(plan.has, WEIGHT_OPS))
+            else _in_backwards
         )
         each = {stage: layers[stage] for stage in stages}
         try:

@@ -6,12 +6,12 @@ distributed optimizer nothing is measured, and everything is reduced during the 
 weight gradients are delayed.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatron.fold3d.observe.timeline import Lane, Span
 from megatron.fold3d.plan.ir import Op, Plan
-from megatron.fold3d.plan.passes.early_grad_sync import early_stages
+from megatron.fold3d.plan.ops import WEIGHT_OPS
 from megatron.fold3d.plan.passes.gather_later import gather_later
 from megatron.fold3d.policy.backward_shares import (
     FIRST_SHARE,
@@ -34,7 +34,7 @@ def auto_shares(plan: Plan, costs: Costs, execution: Execution) -> tuple[float, 
     """
     stages, ranks = plan.num_stages, plan.num_ranks
     shares = [0.0] * stages
-    if plan.has(Op.GATHER_PARAM) and not plan.has(Op.WEIGHT):
+    if plan.has(Op.GATHER_PARAM) and not any(map(plan.has, WEIGHT_OPS)):
         return (1.0,) * stages
     if plan.num_segments == 1 or not costs.grad_sync_s:
         return tuple(shares)  # no backward follows
@@ -44,7 +44,7 @@ def auto_shares(plan: Plan, costs: Costs, execution: Execution) -> tuple[float, 
     at_once_s = [FIRST_SHARE * s + own_s for s, own_s in zip(late_s, in_iteration_s, strict=True)]
     for rank, spans in enumerate(first.ranks):
         own = range(rank, stages, ranks)
-        ready_s = _ready_s(spans, early_stages(plan.programs[rank]))
+        ready_s = _ready_s(spans)
         slower = _slower(spans, ready_s, at_once_s)
         shares[rank::ranks] = backward_shares(
             [ready_s[stage] for stage in own], [slower * late_s[stage] for stage in own]
@@ -70,18 +70,15 @@ def gathered_when_reduced(plan: Plan, costs: Costs, shares: Sequence[float]) -> 
     )
 
 
-def _ready_s(spans: Sequence[Span], early: Container[int]) -> dict[int, float]:
-    """Return when each stage's last backward ended, in s.
-
-    Of an ``early`` stage, whose DP.sync starts between its weight gradients, the first of these.
-    """
+def _ready_s(spans: Sequence[Span]) -> dict[int, float]:
+    """Return when each stage's last backward ended, or its first part of weight gradients, in s."""
     ready_s: dict[int, float] = {}
     begun: set[int] = set()
     for span in spans:
         if span.lane is not Lane.COMPUTE or span.action is None or span.action.op is Op.FORWARD:
             continue
         stage, op, _ = span.action
-        if op is Op.WEIGHT and stage in early:
+        if op is Op.WEIGHT_PART:
             if stage in begun:
                 continue
             begun.add(stage)

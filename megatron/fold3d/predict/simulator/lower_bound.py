@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.plan.passes.early_grad_sync import early_stages
+from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
 from megatron.fold3d.predict.simulator.costs import Costs
 
 
@@ -159,7 +159,7 @@ class _Rank:
         self.microbatches, self.costs = plan.num_microbatches, costs
         self.own = range(number, plan.num_stages, plan.num_ranks)
         self.weight_s = costs.weight_s or none
-        self.early_s = self.weight_s if any(map(early_stages, plan.programs)) else none
+        self.early_s = self.weight_s if any(map(stages_in_parts, plan.programs)) else none
         self.input_s = [b - w for b, w in zip(costs.backward_s, self.weight_s, strict=True)]
         self.reduce_s, self.gather_s = costs.grad_sync_s or none, costs.param_gather_s or none
         self.reductions_s = sum(self.reduce_s[s] for s in self.own)

@@ -167,7 +167,13 @@ def _durations(measured: Timeline) -> Mapping[tuple[int, Op], list[float]]:
             if span.lane is Lane.COMPUTE and span.action is not None:
                 stage, op, microbatch = span.action
                 found[stage, op][microbatch, span.iteration] += span.duration_s
-    return {key: list(seconds.values()) for key, seconds in found.items()}
+    durations = {key: list(seconds.values()) for key, seconds in found.items()}
+    for stage, op in [*durations]:
+        if op is Op.WEIGHT_PART:  # all parts are the work of all micro-batches
+            parts = durations.pop((stage, op))
+            count = len(durations[stage, Op.FORWARD])
+            durations[stage, Op.WEIGHT] = [sum(parts) / count]
+    return durations
 
 
 def _copies(measured: Timeline, op: Op, stages: range) -> tuple[float, ...]:

@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program
-from megatron.fold3d.plan.ops import COMPUTE_OPS, COPY_OPS, TABLE, awaited
-from megatron.fold3d.plan.passes.early_grad_sync import all_early, early_stages
+from megatron.fold3d.plan.ops import COMPUTE_OPS, COPY_OPS, TABLE, WEIGHT_OPS, awaited
+from megatron.fold3d.plan.passes.early_grad_sync import slices_parts_only, stages_in_parts
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages, slices_of
 from megatron.fold3d.plan.passes.pairs import pairs, second_of
 from megatron.fold3d.plan.passes.recompute import recomputed
@@ -96,11 +96,14 @@ class Steps:
             op: getattr(costs, row.cost) for op, row in TABLE.items() if row.cost
         } | {
             Op.BACKWARD: _backward_s(plan, costs),
-            Op.WEIGHT: tuple(weight_s + costs.split_s for weight_s in costs.weight_s),
+            **dict.fromkeys(
+                WEIGHT_OPS, tuple(weight_s + costs.split_s for weight_s in costs.weight_s)
+            ),
         }
+        self._begins = _begins(plan)
         self.num_facts = len(Fact) * self._stages * self._microbatches
         in_iteration_s = costs.reduced_in_iteration_s or (0.0,) * self._stages
-        if backward_share and all_early(plan):
+        if backward_share and slices_parts_only(plan):
             self.programs = [
                 list(self._split(program, backward_share, in_iteration_s))
                 for program in plan.programs
@@ -140,6 +143,9 @@ class Steps:
         seconds = by_stage[stage] if by_stage else 0.0
         if self._recompute_s and op is Op.BACKWARD and (stage, microbatch) in self._recomputed:
             seconds -= self._recompute_s[stage]
+        elif op is Op.WEIGHT_PART:
+            part = (microbatch or 0) - self._begins[action]
+            seconds *= self._microbatches * part / WHOLE
         if op in COMPUTE_OPS:
             message = self._message(stage, op, microbatch) if self._send_on_end else NO_FACT
             needs = self._needs(stage, op, microbatch)
@@ -203,7 +209,7 @@ class Steps:
     def _sliced(self, program: Program, in_iteration_s: Sequence[float]) -> Iterator[Step]:
         """Give each slice its part of DP.sync; the part reduced in the iteration starts first."""
         deferred, grad_sync_s = deferred_stages(program), self._seconds[Op.REDUCE_GRAD]
-        gather_s, early = self._seconds[Op.GATHER_PARAM], early_stages(program)
+        gather_s, early = self._seconds[Op.GATHER_PARAM], stages_in_parts(program)
         part_s: dict[Action, float] = {}
         first: set[Action] = set()
         for stage, slices in slices_of(program).items():
@@ -247,7 +253,7 @@ class Steps:
     def _needs(self, stage: int, op: Op, microbatch: int | None) -> tuple[int, ...]:
         if op is Op.FORWARD:
             return (self._fact(Fact.FORWARD_INPUT, stage, microbatch),) if stage else ()
-        if op is Op.WEIGHT:
+        if op in WEIGHT_OPS:
             return ()
         needs = []
         if op is Op.BACKWARD and stage + 1 < self._stages:
@@ -255,6 +261,18 @@ class Steps:
         if self._reloads and (stage, Op.RELOAD, microbatch) in self._reloads:
             needs.append(self._fact(Fact.RELOADED, stage, microbatch))
         return tuple(needs)
+
+
+def _begins(plan: Plan) -> dict[Action, int]:
+    """Return where each part of weight gradients begins, in thousandths."""
+    begins: dict[Action, int] = {}
+    last: dict[int, int] = {}
+    for program in plan.programs if plan.has(Op.WEIGHT_PART) else ():
+        for action in program:
+            if action.op is Op.WEIGHT_PART:
+                begins[action] = last.get(action.stage, 0)
+                last[action.stage] = action.microbatch or 0
+    return begins
 
 
 def _backward_s(plan: Plan, costs: Costs) -> tuple[float, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.ops import WEIGHT_OPS
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, first_layer_first
 
@@ -48,7 +49,7 @@ class GradSync(Feature):
         With delayed weight gradients the last one may be a `WEIGHT` action, which needs no release.
         """
         run_backward = inner[Op.BACKWARD]
-        adds = {a.stage: a for a in iteration.program if a.op in (Op.BACKWARD, Op.WEIGHT)}
+        adds = {a.stage: a for a in iteration.program if a.op is Op.BACKWARD or a.op in WEIGHT_OPS}
         last = frozenset(adds.values())  # a segment that ends in WEIGHT is reduced explicitly
 
         def backward(action: Action) -> None:

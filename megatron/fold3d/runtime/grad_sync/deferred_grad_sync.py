@@ -4,7 +4,7 @@
 """
 
 from megatron.fold3d.plan.ir import Action, Op, Plan
-from megatron.fold3d.plan.passes.early_grad_sync import early_stages
+from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
 from megatron.fold3d.plan.passes.gather_later import gather_later
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 from megatron.fold3d.plan.verify import verify
@@ -60,7 +60,7 @@ class DeferredGradSync(GradSync):
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return the handlers of DP.sync, with that of slices between weight gradients."""
         table = super().handlers(iteration, inner)
-        if not early_stages(iteration.program):
+        if not stages_in_parts(iteration.program):
             return table
 
         def start_early(action: Action) -> None:

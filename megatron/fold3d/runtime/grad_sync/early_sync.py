@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron.fold3d.plan.ir import Action, Op
-from megatron.fold3d.plan.passes.early_grad_sync import early_stages
+from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import group_of, is_sharded
@@ -115,7 +115,7 @@ def _begin(iteration: Iteration) -> dict[int, _Running]:
     """Return what an iteration starts early, by stage."""
     running: dict[int, _Running] = {}
     program = iteration.program
-    stages = early_stages(program) - deferred_stages(program) if iteration.trains else ()
+    stages = stages_in_parts(program) - deferred_stages(program) if iteration.trains else ()
     for stage in stages:
         chunk: Any = iteration.chunks[stage // iteration.plan.num_ranks]
         running[stage] = _Running(chunk, CompleteParts(chunk))

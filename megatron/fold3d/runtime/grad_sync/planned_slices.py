@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any
 
 from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan
-from megatron.fold3d.plan.passes.early_grad_sync import early_stages
+from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
 from megatron.fold3d.plan.passes.grad_sync import carried_over, slices_of
 from megatron.fold3d.plan.passes.sliced_grad_sync import slice_grad_sync
 from megatron.fold3d.runtime.feature import Handler, Handlers, Iteration
@@ -48,7 +48,7 @@ class SlicedGradSync(GradSync):
         self._iteration = iteration
         slices = slices_of(iteration.program)
         ranks = iteration.plan.num_ranks
-        early = early_stages(iteration.program)  # those are `EarlySync`'s
+        early = stages_in_parts(iteration.program)  # those are `EarlySync`'s
         self._sliced = {
             stage // ranks for stage, its in slices.items() if len(its) > 1 and stage not in early
         }

@@ -1,20 +1,20 @@
 """The order of a stage's delayed weight gradients, if they are computed parameter by parameter.
 
-    micro-batch by micro-batch   0W0: a b c   0W1: a b c    all complete at the end
-    parameter by parameter       0W0: b b a   0W1: a c c    b is complete behind 0W0
+    micro-batch by micro-batch   0W0: a b c     0W1: a b c      all complete at the end
+    parameter by parameter       0W:500: b b a  0W:1000: a c c  b is complete behind 0W:500
 
 Keeps one invariant: a parameter's gradients are added in the order of its micro-batches, so its sum
 is the same bit for bit.
 """
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from megatron.fold3d.plan.ir import Op, Program
-from megatron.fold3d.plan.passes.early_grad_sync import early_stages
+from megatron.fold3d.plan.ir import WHOLE, Op, Program
 from megatron.fold3d.policy.shard_order import in_turns
 from megatron.fold3d.runtime.grad_sync.shard_reductions import spread
 
@@ -23,10 +23,10 @@ def by_parameter[Item](
     items: Iterable[Item],
     owner: Callable[[Item], Hashable],
     size: Callable[[Item], int],
-    num_parts: int,
+    ends: Sequence[int],
     spread: Callable[[Item], Sequence[int]] = lambda _: (1,),
 ) -> list[list[tuple[Item, bool]]]:
-    """Divide the work of all micro-batches into parts that take about equally long.
+    """Divide the work of all micro-batches into parts.
 
     The smallest parameters come first, so that the first DP.sync starts early. Among shards that
     are reduced together, the next parameter is one of the shard that has fewest gradients.
@@ -36,7 +36,7 @@ def by_parameter[Item](
             in the order of micro-batches.
         owner: the parameter or the module of an item.
         size: what an item costs.
-        num_parts: how many parts there are; some may be empty.
+        ends: where the parts end, in thousandths of the work; some parts may be empty.
         spread: how many gradients of an item's owner lie in each shard.
 
     Returns:
@@ -48,13 +48,13 @@ def by_parameter[Item](
     of_owners = list(of_owner.values())
     order = in_turns([size(its[0]) for its in of_owners], [spread(its[0]) for its in of_owners])
     whole = sum(size(item) for its in of_owners for item in its)
-    parts: list[list[tuple[Item, bool]]] = [[] for _ in range(num_parts)]
+    parts: list[list[tuple[Item, bool]]] = [[] for _ in ends]
     done = 0
     for its in map(of_owners.__getitem__, order):
         for left, item in zip(reversed(range(len(its))), its, strict=True):
             done += size(item)
-            part = parts[-(-done * num_parts // max(1, whole)) - 1]  # the one in which it ends
-            part.append((item, left == 0))
+            part = bisect_left(ends, done * WHOLE // max(1, whole))  # the one in which it ends
+            parts[part].append((item, left == 0))
     return parts
 
 
@@ -70,20 +70,19 @@ class Turns:
     """
 
     def __init__(self, program: Program, chunks: Sequence[Any] = (), num_ranks: int = 1) -> None:
-        self.stages = early_stages(program)
         self._chunks, self._num_ranks = chunks, num_ranks
-        self._num_weights = {
-            stage: sum(a.op is Op.WEIGHT and a.stage == stage for a in program)
-            for stage in self.stages
-        }
+        self._ends: dict[int, list[int]] = {}
+        for stage, op, end in program:
+            if op is Op.WEIGHT_PART and end is not None:
+                self._ends.setdefault(stage, []).append(end)
         self._parts: dict[int, deque[list[Any]]] = {}
 
     def spread(self, stage: int, parameters: Iterable[torch.Tensor]) -> Sequence[int]:
         """Return how many gradients of some parameters, of any shape, lie in each shard."""
         return spread(self._chunks[stage // self._num_ranks], frozenset(parameters))
 
-    def next(self, stage: int, make: Callable[[int], Sequence[list[Any]]]) -> list[Any]:
-        """Return what the next WEIGHT of a stage computes; ``make`` returns a number of parts."""
+    def next(self, stage: int, make: Callable[[Sequence[int]], Iterable[list[Any]]]) -> list[Any]:
+        """Return what the next part of a stage computes; ``make`` divides the work at its ends."""
         if stage not in self._parts:
-            self._parts[stage] = deque(make(self._num_weights[stage]))
+            self._parts[stage] = deque(make(self._ends[stage]))
         return self._parts[stage].popleft()

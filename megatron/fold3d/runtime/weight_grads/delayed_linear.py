@@ -16,7 +16,7 @@ Keeps one invariant: the operations, and the order in which a weight's gradients
 are those of Megatron's own backward, so that sums are equal bit for bit.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -107,7 +107,7 @@ class DelayedWeightGrads(Feature):
         self._unfinished: dict[int, set[torch.Tensor]] = {}
 
     def prepare(self, iteration: Iteration) -> None:
-        """Delay the gradients of the stages that have WEIGHT actions."""
+        """Delay the gradients of the stages that have W or W: actions."""
         stages = split_stages(iteration.program)
         num_ranks = iteration.plan.num_ranks
         self.choose({stage: iteration.chunks[stage // num_ranks] for stage in stages})
@@ -115,7 +115,7 @@ class DelayedWeightGrads(Feature):
         self._unfinished = iteration.unfinished
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
-        """Return the handlers: a BACKWARD keeps operands, and WEIGHT computes the gradients."""
+        """Return the handlers: a BACKWARD keeps operands, W and W: compute the gradients."""
         stages, run_backward = split_stages(iteration.program), inner[Op.BACKWARD]
 
         def backward(action: Action) -> None:
@@ -124,7 +124,11 @@ class DelayedWeightGrads(Feature):
             run_backward(action)
             self._now = []  # or operands would outlive their `compute`
 
-        return {Op.BACKWARD: backward, Op.WEIGHT: self.compute}
+        return {
+            Op.BACKWARD: backward,
+            Op.WEIGHT: self.compute,
+            Op.WEIGHT_PART: self.compute_part,
+        }
 
     def choose(self, chunks: Mapping[int, torch.nn.Module]) -> None:
         """Delay the gradients of all linear layers in the transformer layers of ``chunks``.
@@ -186,19 +190,21 @@ class DelayedWeightGrads(Feature):
 
         They are ``[output, hidden]`` and ``[output]``, in the dtype of the operands, and computed
         on the current stream. DDP adds them to its ``main_grad`` buffers.
-
-        In a stage whose DP.sync starts between these actions, they are those of some parameters
-        and all micro-batches instead.
         """
-        if action.stage not in self._turns.stages:
-            self._add(self._kept.pop((action.stage, action.microbatch)))
-            return
+        self._add(self._kept.pop((action.stage, action.microbatch)))
+
+    @torch.no_grad()
+    def compute_part(self, action: Action) -> None:
+        """Compute a part of one stage's weight gradients of all micro-batches, as `compute` does.
+
+        The part is that of some parameters: see `by_parameter`.
+        """
         for kept, is_last in self._turns.next(action.stage, partial(self._parts, action.stage)):
             self._add([kept])  # alone: autograd would first add up what one call has for a weight
             if is_last:
                 self._unfinished[action.stage] -= {kept.weight, kept.bias}
 
-    def _parts(self, stage: int, count: int) -> list[list[tuple[_Kept, bool]]]:
+    def _parts(self, stage: int, ends: Sequence[int]) -> list[list[tuple[_Kept, bool]]]:
         """Divide the operands kept for a stage; tell of each whether it is its weight's last."""
         kept = [
             one
@@ -211,7 +217,7 @@ class DelayedWeightGrads(Feature):
             kept,
             lambda one: one.weight,
             lambda one: one.weight.numel(),
-            count,
+            ends,
             lambda one: self._turns.spread(stage, (one.weight,)),
         )
 

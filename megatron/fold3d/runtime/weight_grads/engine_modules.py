@@ -14,7 +14,7 @@ not split its backwards, so that sums are equal bit for bit.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -49,7 +49,7 @@ class EngineWeightGrads(Feature):
         self._unfinished: dict[int, set[torch.Tensor]] = {}
 
     def prepare(self, iteration: Iteration) -> None:
-        """Delay the gradients of the stages that have WEIGHT actions.
+        """Delay the gradients of the stages that have W or W: actions.
 
         Raises:
             PlanError: the WEIGHT actions of a stage are not in the order of its backwards.
@@ -61,7 +61,7 @@ class EngineWeightGrads(Feature):
         self._unfinished = iteration.unfinished
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
-        """Return the handlers: a BACKWARD stores operands, and WEIGHT computes the gradients."""
+        """Return the handlers: a BACKWARD stores operands, W and W: compute the gradients."""
         stages, run_backward = split_stages(iteration.program), inner[Op.BACKWARD]
 
         def backward(action: Action) -> None:
@@ -71,7 +71,11 @@ class EngineWeightGrads(Feature):
             with self.storing(action.stage):
                 run_backward(action)
 
-        return {Op.BACKWARD: backward, Op.WEIGHT: self.compute}
+        return {
+            Op.BACKWARD: backward,
+            Op.WEIGHT: self.compute,
+            Op.WEIGHT_PART: self.compute_part,
+        }
 
     def choose(self, chunks: Mapping[int, torch.nn.Module]) -> None:
         """Delay the gradients of Transformer Engine's modules in the layers of ``chunks``.
@@ -130,18 +134,22 @@ class EngineWeightGrads(Feature):
         """Compute one stage's oldest weight gradients; DDP's hooks then accumulate them.
 
         They are computed on the current stream, in the dtype of the parameter, or added to its
-        ``main_grad`` if accumulation is fused. In a stage whose DP.sync starts between these
-        actions, they are those of some modules and all micro-batches instead.
+        ``main_grad`` if accumulation is fused.
         """
-        if action.stage not in self._turns.stages:
-            self._add(self._stored[action.stage].popleft())
-            return
+        self._add(self._stored[action.stage].popleft())
+
+    @torch.no_grad()
+    def compute_part(self, action: Action) -> None:
+        """Compute a part of one stage's weight gradients of all micro-batches, as `compute` does.
+
+        The part is that of some modules: see `by_parameter`.
+        """
         for module, is_last in self._turns.next(action.stage, partial(self._parts, action.stage)):
             self._add([module])
             if is_last:
                 self._unfinished[action.stage].difference_update(module.parameters(recurse=False))
 
-    def _parts(self, stage: int, count: int) -> list[list[tuple[Any, bool]]]:
+    def _parts(self, stage: int, ends: Sequence[int]) -> list[list[tuple[Any, bool]]]:
         """Divide the stored work of a stage; tell of each item whether it is its module's last."""
         work = list(chain.from_iterable(self._stored.pop(stage)))
         self._unfinished[stage] = {p for m in work for p in m.parameters(recurse=False)}
@@ -149,7 +157,7 @@ class EngineWeightGrads(Feature):
             work,
             lambda module: module,
             _num_parameters,
-            count,
+            ends,
             lambda module: self._turns.spread(stage, module.parameters(recurse=False)),
         )
 

@@ -3,7 +3,7 @@
 
 /** Read one word: an action such as 2F0, or what a rank does beside: "wait 2WAIT_GRAD", "optimizer 2". */
 function parse(word, numRanks) {
-  const action = /^(\d+)([A-Z_]+?)(?:\.\d{3}|(\d*))$/.exec(word);
+  const action = /^(\d+)([A-Z_]+?)(?:[.:]\d+|(\d*))$/.exec(word);
   if (action) {
     const stage = +action[1], { kind, title: name } = OPS[action[2]] ?? { kind: "wait", title: action[2] };
     return { kind, name, stage, segment: Math.floor(stage / numRanks), microbatch: action[3] ?? "" };
