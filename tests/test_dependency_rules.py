@@ -30,7 +30,14 @@ ROOMS = {
 FOREIGN = {
     "runtime": ("torch", "megatron.core"),
     "predict": ("numpy",),
-    "training": ("torch", "megatron.core", "megatron.training", "fold3d_patches", "tqdm"),
+    "training": (
+        "torch",
+        "megatron.core",
+        "megatron.training",
+        "fold3d_patches",
+        "packaging",
+        "tqdm",
+    ),
 }
 MAY_NAME = {
     room: (*(f"{FOLD3D}.{name}" for name in (room, *others)), *FOREIGN.get(room, ()))
