@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fold3d_patches.registry import Patch
+from megatron.fold3d.runtime.torch_names import known_name, method_of
 
 
 class Works:
@@ -42,13 +43,13 @@ def _one_by_one(_upstream: Any) -> Any:
         *options: Any,
     ) -> Works:
         pairs = zip(outputs, inputs, strict=True)
-        return Works([self.all_gather_single(whole, part, *options) for whole, part in pairs])
+        gather = method_of(self, "all_gather_single")
+        return Works([gather(whole, part, *options) for whole, part in pairs])
 
     return all_gather_single_coalesced
 
 
 def patch() -> Patch:
     """Gathers of several tensors at once."""
-    return Patch(
-        target="torch.distributed:ProcessGroup.all_gather_single_coalesced", make=_one_by_one
-    )
+    name = known_name(dist.ProcessGroup, "all_gather_single_coalesced")
+    return Patch(target=f"torch.distributed:ProcessGroup.{name}", make=_one_by_one)

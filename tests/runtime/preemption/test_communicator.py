@@ -104,19 +104,6 @@ def test_a_ring_of_ranks_gets_what_it_would_without():
     assert all(seen == first for seen in others)
 
 
-@pytest.mark.parametrize(
-    ("of_torch_2_8", "of_torch_2_13"),
-    [
-        ("_reduce_scatter_base", "reduce_scatter_single"),
-        ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
-        ("_allgather_base", "all_gather_single"),
-        ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
-    ],
-)
-def test_collectives_have_the_names_of_older_torch_too(of_torch_2_8: str, of_torch_2_13: str):
-    assert vars(PreemptiveGroup)[of_torch_2_8] is vars(PreemptiveGroup)[of_torch_2_13]
-
-
 def lose_a_rank_in_mid_slice() -> None:
     communicator, _, reductions = connected()
     with communicator:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megatron.fold3d.runtime.torch_names import under_both_names
+
 if TYPE_CHECKING:
     from megatron.fold3d.runtime.preemption._scheduler import Scheduler, Waiter
     from megatron.fold3d.runtime.preemption.unscheduled import Unscheduled
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 _lanes = count()
 
 
+@under_both_names
 class PreemptiveGroup(dist.ProcessGroup):
     """The ranks of ``group``, with transfers that preempt collectives between their slices.
 
@@ -110,12 +113,6 @@ class PreemptiveGroup(dist.ProcessGroup):
             self._lane,
             self._name("all-gather"),
         )
-
-    # What torch before 2.13 calls them.
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
-    _allgather_base = all_gather_single  # type: ignore[assignment]
-    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> Any:
         """Start to send one tensor, of any shape, to ``peer``, a rank of the group."""

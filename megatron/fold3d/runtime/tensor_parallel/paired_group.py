@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
+from megatron.fold3d.runtime.torch_names import method_of, under_both_names
 from megatron.fold3d.runtime.trace.recorder import Recorder, no_end
 
 
+@under_both_names
 class PairedGroup(dist.ProcessGroup):
     """The ranks of ``group``, with collectives whose `wait` first calls ``hand_over``.
 
@@ -58,7 +60,7 @@ class PairedGroup(dist.ProcessGroup):
         ``share`` is ``[n, ...]``, and ``whole`` ``[size * n, ...]`` in the order of ranks.
         """
         options = options or AllgatherOptions()
-        return self._start(self.group.all_gather_single, whole, share, options)
+        return self._start(method_of(self.group, "all_gather_single"), whole, share, options)
 
     def reduce_scatter_single(
         self, share: torch.Tensor, whole: torch.Tensor, options: Any = None
@@ -68,7 +70,8 @@ class PairedGroup(dist.ProcessGroup):
         ``share`` is ``[n, ...]``, and ``whole`` ``[size * n, ...]`` in the order of ranks.
         """
         options = options or dist.ReduceScatterOptions()
-        return self._start(self.group.reduce_scatter_single, share, whole, options)
+        reduce_scatter = method_of(self.group, "reduce_scatter_single")
+        return self._start(reduce_scatter, share, whole, options)
 
     def broadcast(self, *tensors_and_options: Any) -> Any:
         """Start a broadcast, without a hand-over."""
