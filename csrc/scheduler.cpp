@@ -20,7 +20,7 @@ void Task::wait(std::optional<double> timeout_s) {
   if (on_wait_ && !is_completed()) on_wait_();
   {
     std::unique_lock lock(mutex_);
-    auto is_done = [this] { return num_blocking_ == 0 || !error_.empty(); };
+    auto is_done = [this] { return num_running_ == 0 || !error_.empty(); };
     if (!timeout_s) {
       changed_.wait(lock, is_done);
     } else if (!changed_.wait_for(lock, seconds(*timeout_s), is_done)) {
@@ -47,16 +47,14 @@ void Task::add_done_callback(std::function<void()> call) {
   call();
 }
 
-void Task::unblock() {
-  std::lock_guard lock(mutex_);
-  if (--num_blocking_ == 0) changed_.notify_all();
-}
-
 void Task::end_operation() {
   std::vector<std::function<void()>> calls;
   {
     std::lock_guard lock(mutex_);
-    if (--num_running_ == 0) calls.swap(done_callbacks_);
+    if (--num_running_ == 0) {
+      calls.swap(done_callbacks_);
+      changed_.notify_all();
+    }
   }
   for (auto& call : calls) call();
 }
@@ -67,7 +65,7 @@ void Task::fail(const std::string& error) {
     std::lock_guard lock(mutex_);
     if (num_running_ == 0 || !error_.empty()) return;
     calls.swap(done_callbacks_);
-    if (num_blocking_) error_ = error;
+    error_ = error;
     changed_.notify_all();
   }
   for (auto& call : calls) call();
@@ -323,7 +321,6 @@ void Scheduler::start(Pending item, std::unique_lock<std::mutex>& lock) {
     operation->start([self = self_.lock(), flight](const std::string& how) {
       self->finish(flight, how);
     });
-    if (!operation->host_waits()) task->unblock();
   } catch (const std::exception& exception) {
     error = exception.what();
     if (error.empty()) error = "failed without a message";
@@ -405,7 +402,6 @@ void Scheduler::finish(std::uint64_t number, const std::string& error) {
   }
   changed_.notify_all();
   lock.unlock();
-  if (flight.item.operation->host_waits()) flight.item.task->unblock();
   flight.item.task->end_operation();
   retire(number, lock);
 }

@@ -38,10 +38,7 @@ class Operation {
   virtual bool ready() { return true; }
   /// Start it; the library calls `done` once, from any thread. May throw instead.
   virtual void start(Done done) = 0;
-  /// Whether the host must wait for its end. If not, it waits for the start alone, and `join`
-  /// orders the stream.
-  virtual bool host_waits() const { return true; }
-  /// Order the calling thread's stream after it.
+  /// Order the calling thread's stream after it; it has ended.
   virtual void join() {}
   /// Cancel it after a failure, so that a thread blocked in it returns.
   virtual void abort() {}
@@ -51,10 +48,13 @@ class Operation {
 class Task {
  public:
   Task(std::string name, std::size_t num_operations)
-      : name_(std::move(name)), num_blocking_(num_operations), num_running_(num_operations) {}
+      : name_(std::move(name)), num_running_(num_operations) {}
 
-  /// Block until it is complete. Throws the first failure of the job, with this task's name, or a
-  /// timeout.
+  /// Block until it is complete, on a GPU too: a host that only made its stream wait would launch
+  /// what follows until CUDA's launch queue is full, and then hold the lock that the scheduler's
+  /// thread needs to launch the send which all of it depends on (nccl#1766). And what a library
+  /// keeps alive for an operation is free when `join` returns. Throws the first failure of the job,
+  /// with this task's name, or a timeout.
   void wait(std::optional<double> timeout_s = {});
   /// True if all operations have ended, not only started, or the job has failed.
   bool is_completed() const;
@@ -67,14 +67,12 @@ class Task {
   friend class Scheduler;
 
   // Never called under the scheduler's mutex: they run the done callbacks.
-  void unblock();
   void end_operation();
   void fail(const std::string& error);
 
   const std::string name_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  std::size_t num_blocking_;  // operations that `wait` still blocks on
   std::size_t num_running_;   // operations that have not ended
   std::string error_;
   std::vector<std::shared_ptr<Operation>> operations_;

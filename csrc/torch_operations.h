@@ -49,7 +49,6 @@ class TorchOperation : public Operation {
   std::size_t num_bytes() const override { return tensors_[0].nbytes(); }
   bool ready() override;
   void start(Done done) override;
-  bool host_waits() const override { return !complete_; }
   void join() override;
   void abort() override;
 

@@ -210,7 +210,7 @@ def _preemption(config: "Fold3DConfig", communicator: "PreemptiveCommunicator | 
 
     from megatron.fold3d.runtime.preemption.preemption import Preemption
 
-    return (Preemption(communicator, _timeout(config), config.dp_traffic_class),), ()
+    return (Preemption(communicator, _timeout(config)),), ()
 
 
 def _transfers(
@@ -224,10 +224,7 @@ def _transfers(
     from megatron.fold3d.runtime.transfers.p2p import P2P
     from megatron.fold3d.runtime.transfers.pipeline_transfers import PipelineTransfers
 
-    over_network: dict[str, Any] = {
-        "timeout": _timeout(config),
-        "traffic_class": config.pp_traffic_class,
-    }
+    over_network: dict[str, Any] = {"timeout": _timeout(config)}
     connect: Callable[..., Transfers] = partial(P2P, **over_network)
     if config.receives_late:
         from megatron.fold3d.runtime.transfers.alternating_p2p import AlternatingP2P
@@ -284,7 +281,7 @@ def _alternating_sync(config: "Fold3DConfig") -> "Part":
 
     from megatron.fold3d.runtime.grad_sync.alternating_sync import AlternatingSync
 
-    feature = AlternatingSync(_timeout(config), config.dp_traffic_class)
+    feature = AlternatingSync(_timeout(config))
     return (feature,), ()
 
 
@@ -371,7 +368,6 @@ def _deferred_sync(
         communicator=communicator,
         auto=auto,
         recorder=recorder,
-        traffic_class=config.dp_traffic_class,
     )
     others = (checkpoint_and_decide_exit, save_checkpoint, scale_gradients, zero_grad_buffer)
     return (

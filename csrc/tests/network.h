@@ -135,15 +135,12 @@ class Network {
 /// An operation made of a function.
 class Fake : public Operation {
  public:
-  explicit Fake(std::function<void(Done)> start, bool host_waits = true)
-      : start_(std::move(start)), host_waits_(host_waits) {}
-  bool host_waits() const override { return host_waits_; }
+  explicit Fake(std::function<void(Done)> start) : start_(std::move(start)) {}
   std::size_t num_bytes() const override { return 1000; }
   void start(Done done) override { start_(std::move(done)); }
 
  private:
   std::function<void(Done)> start_;
-  const bool host_waits_;
 };
 
 inline std::shared_ptr<Operation> fake(std::function<void(Done)> start) {

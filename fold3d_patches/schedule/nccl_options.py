@@ -1,8 +1,8 @@
 """Patch ``megatron.core.parallel_state.get_nccl_options``.
 
 Why: Megatron's file of NCCL options (``--nccl-communicator-config-path``) knows no traffic class.
-Change: the groups of PP.sync and DP.sync get theirs, and keep what the file says. No GPU has run
-    this.
+Change: the groups of PP.sync and DP.sync get theirs, and keep what the file says; ours take their
+    options from these groups. No GPU has run this.
 Remove when: Megatron reads ``traffic_class`` from that file.
 """
 
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from fold3d_patches.registry import Patch
-from megatron.fold3d.runtime.transfers import nccl
 
 _PP = ("pp",)
 _DP = ("dp", "dp_cp", "intra_dp_cp", "ep_dp", "intra_ep_dp", "inter_ep_dp")
@@ -25,10 +24,12 @@ def patch(pp_traffic_class: int | None, dp_traffic_class: int | None) -> Patch:
 
     def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
         def get_nccl_options(pg_name: str, nccl_comm_cfgs: dict[str, Any]) -> Any:
-            options = upstream(pg_name, nccl_comm_cfgs)
+            options: Any = upstream(pg_name, nccl_comm_cfgs)
             if (traffic_class := classes.get(pg_name)) is None:
                 return options
-            return nccl.marked(options or dist.ProcessGroupNCCL.Options(), traffic_class)
+            options = options or dist.ProcessGroupNCCL.Options()
+            options.config.traffic_class = traffic_class
+            return options
 
         return get_nccl_options
 

@@ -29,7 +29,6 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     Ranks,
     bucket_groups,
     connect,
-    everyones_reducing_groups,
     group_of,
     ranks_of,
     set_group,
@@ -45,20 +44,18 @@ class AlternatingSync(Feature):
 
     Args:
         timeout: the timeout of a reduction.
-        traffic_class: the traffic class that marks the packets of DP.sync.
     """
 
-    def __init__(self, timeout: timedelta, traffic_class: int | None) -> None:
+    def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
-        self._traffic_class = traffic_class
         self._groups: Mapping[Ranks, dist.ProcessGroup] | None = None
 
     def prepare(self, iteration: Iteration) -> None:
         """Make the process groups at the start of the first training iteration."""
         if self._groups is None and iteration.trains:
-            odd = bucket_groups(*iteration.chunks[1::2])
-            several = [ranks for ranks in everyones_reducing_groups(odd) if len(ranks) > 1]
-            self._groups = connect(several, iteration.device, self._timeout, self._traffic_class)
+            odd = map(group_of, bucket_groups(*iteration.chunks[1::2]))
+            several = [group for group in odd if group.size() > 1]
+            self._groups = connect(several, iteration.device, self._timeout)
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return the handler of `BACKWARD`, which sets a segment's groups before its last one."""

@@ -73,18 +73,18 @@ def everyones_reducing_groups(buckets: Iterable[Any]) -> list[Ranks]:
 
 
 def connect(
-    groups: list[Ranks],
-    device: torch.device,
-    timeout: timedelta,
-    traffic_class: int | None = None,
+    beside: Iterable[dist.ProcessGroup], device: torch.device, timeout: timedelta
 ) -> dict[Ranks, dist.ProcessGroup]:
-    """Make a new process group over each group of ranks; return the groups this rank is in.
+    """Make a new process group over the ranks of each of Megatron's groups ``beside``.
 
-    All ranks of the job call this together, with the same ``groups``.
+    All ranks of the job call this together, each with the groups that it is in.
     """
+    megatrons = {ranks_of(group): group for group in beside}
     made = {}
-    for ranks in groups:
-        options = nccl.options(dist.get_backend(), timeout, traffic_class=traffic_class)
+    for ranks in everyones_groups(megatrons.keys()):
+        options = None
+        if ranks in megatrons:
+            options = nccl.options(dist.get_backend(), megatrons[ranks], timeout)
         group = dist.new_group(ranks, timeout=timeout, pg_options=options)
         if dist.get_rank() in ranks:
             made[ranks] = group

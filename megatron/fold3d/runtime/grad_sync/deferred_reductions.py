@@ -13,11 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.policy.backward_shares import forwards_before_gather
-from megatron.fold3d.runtime.grad_sync.bucket_groups import (
-    Ranks,
-    bucket_groups,
-    connect,
-)
+from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, connect, group_of
 from megatron.fold3d.runtime.grad_sync.reductions import Reductions
 from megatron.fold3d.runtime.grad_sync.slices import Piece
 from megatron.fold3d.runtime.trace.recorder import Recorder, no_end
@@ -39,14 +35,12 @@ class DeferredReductions:
         communicator: "PreemptiveCommunicator | None",
         auto: "AutoShares | None",
         recorder: Recorder | None,
-        traffic_class: int | None,
         is_planned: bool,
     ) -> None:
         self._backward_share = backward_share
         self._timeout = timeout
         self._communicator = communicator
         self._auto, self._recorder = auto, recorder
-        self._traffic_class = traffic_class
         self._reductions = Reductions(slice_bytes, self._observe, is_planned=is_planned)
 
         # Known with the first iteration.
@@ -65,7 +59,6 @@ class DeferredReductions:
         self,
         chunks: Sequence[Any],
         reduced_in_iteration: Collection[torch.nn.Parameter],
-        rank_groups: list[Ranks],
         groups: ProcessGroupCollection,
     ) -> None:
         """Make the process groups; all ranks of the job call this together.
@@ -73,11 +66,10 @@ class DeferredReductions:
         Args:
             chunks: the model chunks of this rank.
             reduced_in_iteration: parameters whose gradients are reduced when the iteration ends.
-            rank_groups: the ranks of each reduction's process group, for the whole job.
             groups: Megatron's process groups.
         """
         device = next(chunks[0].parameters()).device
-        ours = connect(rank_groups, device, self._timeout, self._traffic_class)
+        ours = connect(map(group_of, bucket_groups(*chunks)), device, self._timeout)
         if self._communicator is not None:
             ours = {ranks: self._communicator.group(group) for ranks, group in ours.items()}
         self._reductions.connect(chunks, frozenset(reduced_in_iteration), ours)

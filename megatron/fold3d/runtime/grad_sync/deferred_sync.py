@@ -85,7 +85,6 @@ class DeferredSync:
         communicator: starts the slices; without one they start at once.
         auto: measures some iterations and from then on decides the share of each segment.
         recorder: the recorder of the trace, if there is one.
-        traffic_class: the traffic class that marks the packets of reductions.
         is_planned: True if slices are started by the plan's actions, or by a wait, only.
     """
 
@@ -99,7 +98,6 @@ class DeferredSync:
         communicator: "PreemptiveCommunicator | None" = None,
         auto: "AutoShares | None" = None,
         recorder: Recorder | None = None,
-        traffic_class: int | None = None,
         is_planned: bool = False,
     ) -> None:
         self._backward_share = backward_share
@@ -112,7 +110,6 @@ class DeferredSync:
             communicator=communicator,
             auto=auto,
             recorder=recorder,
-            traffic_class=traffic_class,
             is_planned=is_planned,
         )
 
@@ -355,7 +352,7 @@ class DeferredSync:
         self._is_sharded = any(map(is_sharded, bucket_groups(*chunks)))
         self._gathers_later = bool(chunks[0].ddp_config.overlap_param_gather)
         self._reduced_in_iteration = reduced_in_iteration(chunks, groups)
-        self._reductions.connect_groups(chunks, self._reduced_in_iteration, rank_groups, groups)
+        self._reductions.connect_groups(chunks, self._reduced_in_iteration, groups)
         if self._bounded:
             device = next(chunks[0].parameters()).device
             self._norm_bound = NormBound(rank_groups, chunks, device, self._timeout)

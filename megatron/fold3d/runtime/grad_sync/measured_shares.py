@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron.fold3d.policy.backward_shares import backward_shares, busy_s
 from megatron.fold3d.runtime.device import Clock, Mark, synchronize
-from megatron.fold3d.runtime.grad_sync.bucket_groups import connect, everyones_groups, ranks_of
+from megatron.fold3d.runtime.grad_sync.bucket_groups import connect, ranks_of
 from megatron.fold3d.runtime.trace.recorder import WARM_UP, no_end
 
 logger = logging.getLogger(__name__)
@@ -107,8 +107,7 @@ class AutoShares:
     def connect(self, num_segments: int, replicas: dist.ProcessGroup, device: torch.device) -> None:
         """Make the replicas' process group; all ranks of the job call this together."""
         self._num_segments = num_segments
-        ours = ranks_of(replicas)
-        self._replicas = connect(everyones_groups({ours}), device, self._timeout)[ours]
+        self._replicas = connect([replicas], device, self._timeout)[ranks_of(replicas)]
         self._device, self._clock = device, Clock(device)
 
     def begin_iteration(self) -> tuple[float, ...] | None:

@@ -15,7 +15,7 @@ class Task:
     @property
     def name(self) -> str: ...
     def wait(self, timeout_s: float | None = None) -> None:
-        """Block until it is complete; on a GPU the current stream waits, and the host does not.
+        """Block the host until it is complete, on a GPU too.
 
         Raises:
             RuntimeError: the job's first failure, with this task's name; or a timeout.

@@ -13,15 +13,11 @@ class Preemption(Feature):
     Args:
         communicator: the communicator that transfers and gradient sync use.
         timeout: the timeout of a collective.
-        traffic_class: the traffic class that marks the packets of DP.sync.
     """
 
-    def __init__(
-        self, communicator: PreemptiveCommunicator, timeout: timedelta, traffic_class: int | None
-    ) -> None:
+    def __init__(self, communicator: PreemptiveCommunicator, timeout: timedelta) -> None:
         self._communicator = communicator
         self._timeout = timeout
-        self._traffic_class = traffic_class
         self._is_connected = False
 
     def prepare(self, iteration: Iteration) -> None:
@@ -33,7 +29,7 @@ class Preemption(Feature):
                 iteration.hidden_bytes, iteration.groups.dp_cp, iteration.device
             )
         if iteration.trains:
-            route_buckets(iteration.chunks, self._communicator, self._timeout, self._traffic_class)
+            route_buckets(iteration.chunks, self._communicator, self._timeout)
 
     def drain(self, iteration: Iteration) -> None:
         """Log the communicator's non-fatal failures."""

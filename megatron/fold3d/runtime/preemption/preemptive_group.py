@@ -142,6 +142,10 @@ class PreemptiveGroup(dist.ProcessGroup):
         """Announce a send to ``peer`` in ``eta_s`` seconds, so that DP.sync pauses for it."""
         self._scheduler.announce(self._ranks[peer], self._direction, eta_s)
 
+    def _get_backend(self, device: torch.device) -> Any:
+        """Return the backend of ``scheduled``, whose options another group may take over."""
+        return self.scheduled._get_backend(device)
+
     def _name(self, collective: str) -> str:
         return f"{collective} {next(self._names)} over ranks {self._ranks}"
 

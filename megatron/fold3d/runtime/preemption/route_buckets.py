@@ -14,7 +14,6 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     Ranks,
     bucket_groups,
     connect,
-    everyones_reducing_groups,
     group_of,
     ranks_of,
     set_group,
@@ -27,7 +26,6 @@ def route_buckets(
     chunks: Sequence[torch.nn.Module],
     communicator: PreemptiveCommunicator,
     timeout: timedelta,
-    traffic_class: int | None,
 ) -> None:
     """Let ``communicator`` reduce and gather the buckets of Megatron's DDP from now on.
 
@@ -37,8 +35,7 @@ def route_buckets(
     if any(isinstance(group_of(bucket_group), PreemptiveGroup) for bucket_group in buckets):
         return
     device = next(chunks[0].parameters()).device
-    groups = everyones_reducing_groups(buckets)
-    made = connect(groups, device, timeout, traffic_class)
+    made = connect(map(group_of, buckets), device, timeout)
     ours = {ranks: communicator.group(group) for ranks, group in made.items()}
     for bucket_group in buckets:
         set_group(bucket_group, ours[ranks_of(group_of(bucket_group))])

@@ -33,19 +33,13 @@ class AlternatingP2P(P2P):
         pp_group: the pipeline's process group.
         device: a GPU.
         timeout: the timeout of one transfer.
-        traffic_class: as in `nccl.options`.
     """
 
     def __init__(
-        self,
-        pp_group: dist.ProcessGroup,
-        device: torch.device,
-        *,
-        timeout: timedelta,
-        traffic_class: int | None = None,
+        self, pp_group: dist.ProcessGroup, device: torch.device, *, timeout: timedelta
     ) -> None:
-        super().__init__(pp_group, device, timeout=timeout, traffic_class=traffic_class)
-        self._groups_of_odd = self._connect(pp_group, timeout, traffic_class)
+        super().__init__(pp_group, device, timeout=timeout)
+        self._groups_of_odd = self._connect(pp_group, timeout)
         self._streams = streams_of(device)
         self._sending = {op: self._streams.Stream() for op in SEND_OPS}
         self._last_sent: dict[Op, dist.Work] = {}

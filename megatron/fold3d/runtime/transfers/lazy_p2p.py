@@ -33,7 +33,7 @@ class LazyP2P:
         device: torch.device,
     ) -> None:
         self._within = connect(pp_group, device)
-        self._between = _host_link(dist.get_process_group_ranks(pp_group), device, timeout)
+        self._between = _host_link(pp_group, device, timeout)
 
     def begin_iteration(self, program: Program, num_bytes: int) -> None:
         """Reserve the host memory for an iteration whose transfers take ``num_bytes`` each.
@@ -69,10 +69,10 @@ class LazyP2P:
         return self._between if self._between.carries(action) else self._within
 
 
-def _host_link(ranks: Sequence[int], device: torch.device, timeout: timedelta) -> HostLink:
+def _host_link(pp_group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> HostLink:
     """Make the host link from the pipeline's last rank to its first, with its process groups."""
-    forward, backward = make_groups(ranks, "gloo", timeout, None)[-1]
-    last, first = len(ranks) - 1, 0
+    forward, backward = make_groups(pp_group, "gloo", timeout)[-1]
+    last, first = pp_group.size() - 1, 0
     groups = {Op.SEND_F: forward, Op.RECV_F: forward, Op.SEND_B: backward, Op.RECV_B: backward}
     peers = {Op.SEND_F: first, Op.RECV_F: last, Op.SEND_B: last, Op.RECV_B: first}
-    return HostLink(groups, peers, device, timeout, len(ranks))
+    return HostLink(groups, peers, device, timeout, pp_group.size())

@@ -30,12 +30,7 @@ class P2P:
     """
 
     def __init__(
-        self,
-        pp_group: dist.ProcessGroup,
-        device: torch.device,
-        *,
-        timeout: timedelta,
-        traffic_class: int | None = None,
+        self, pp_group: dist.ProcessGroup, device: torch.device, *, timeout: timedelta
     ) -> None:
         _refuse_bound_group()
         rank, num_ranks = pp_group.rank(), pp_group.size()
@@ -46,7 +41,7 @@ class P2P:
             Op.SEND_B: (rank - 1) % num_ranks,
             Op.RECV_B: (rank + 1) % num_ranks,
         }
-        self._groups = self._connect(pp_group, timeout, traffic_class)
+        self._groups = self._connect(pp_group, timeout)
         self._arriving: dict[Action, tuple[torch.Tensor, dist.Work]] = {}
         self._leaving: deque[tuple[torch.Tensor, dist.Work]] = deque()
 
@@ -106,13 +101,10 @@ class P2P:
         assert work is not None
         return work
 
-    def _connect(
-        self, pp_group: dist.ProcessGroup, timeout: timedelta, traffic_class: int | None
-    ) -> dict[Op, Any]:
+    def _connect(self, pp_group: dist.ProcessGroup, timeout: timedelta) -> dict[Op, Any]:
         """Make the groups of this rank's transfers, and connect their ranks; all ranks call it."""
         rank, num_ranks = pp_group.rank(), pp_group.size()
-        ranks, backend = dist.get_process_group_ranks(pp_group), dist.get_backend(pp_group)
-        links = make_groups(ranks, backend, timeout, traffic_class)
+        links = make_groups(pp_group, dist.get_backend(pp_group), timeout)
         before, after = links[(rank - 1) % num_ranks % len(links)], links[rank % len(links)]
         groups = {
             Op.RECV_F: before[0],
@@ -161,15 +153,21 @@ def _refuse_bound_group() -> None:
 
 
 def make_groups(
-    ranks: Sequence[int], backend: str, timeout: timedelta, traffic_class: int | None
+    pp_group: dist.ProcessGroup, backend: str, timeout: timedelta
 ) -> list[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
     """Make the (forward, backward) groups of every pipeline, in the same order on all ranks.
+
+    Args:
+        pp_group: Megatron's group of this rank's pipeline.
+        backend: the backend of the groups.
+        timeout: the timeout of one transfer.
 
     Returns:
         This pipeline's pairs; the link from rank r to the next uses pair ``r % len(pairs)``.
     """
+    ranks = dist.get_process_group_ranks(pp_group)
     pipelines: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(pipelines, list(ranks))
+    dist.all_gather_object(pipelines, ranks)
     ours = []
     for pipeline in sorted({tuple(pipeline) for pipeline in pipelines}):
         for _ in range(2 if len(pipeline) == 2 else 1):
@@ -179,12 +177,10 @@ def make_groups(
                     timeout=timeout,
                     backend=backend,
                     # PP.sync goes before DP.sync (paper Sec. III-A).
-                    pg_options=nccl.options(
-                        backend, timeout, traffic_class=traffic_class, first=True
-                    ),
+                    pg_options=nccl.options(backend, pp_group, timeout, first=True),
                 )
                 for _ in range(2)
             )
-            if list(pipeline) == list(ranks):
+            if list(pipeline) == ranks:
                 ours.append((forward, backward))
     return ours
