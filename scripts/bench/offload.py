@@ -134,7 +134,9 @@ class Way:
             last_segment=args.last_segment,
         )
         if name == "offload":
-            return cls(order, offloader=Offloader(device, everything=True))
+            offloader = Offloader(device, everything=True)
+            offloader.counts_early = True
+            return cls(order, offloader=offloader)
         if name == "save_on_cpu":
             pin = device.type == "cuda"
             return cls(order, hooks=lambda: torch.autograd.graph.save_on_cpu(pin_memory=pin))

@@ -34,6 +34,11 @@ def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
             f"--schedule aiao {ON} {FULL} 1 --fp8-format hybrid --fp8-recipe tensorwise",
             "--offload-activations on with --fp8-format hybrid and full recomputation",
         ),
+        (
+            f"--schedule aiao {ON} --recompute-granularity selective --fp8-format hybrid "
+            "--recompute-modules core_attn mlp moe",
+            "with --fp8-format hybrid and --recompute-modules mlp moe",
+        ),
         ("--schedule aiao --offload-activations auto", "auto without recomputation"),
         (f"--schedule aiao {ON}", "on without recomputation"),
         ("--schedule aiao --lazy-inter-segment", "--lazy-inter-segment with one segment"),

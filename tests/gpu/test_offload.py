@@ -110,7 +110,7 @@ def test_gradients_and_peaks_are_those_of_an_iteration_without(depth: int):
     plan = build("afab", num_ranks=1, num_segments=1, num_microbatches=12)
     offloaded = add_offload(plan, depth=depth)
     offloader = Offloader(CUDA, everything=True)
-    offloader.depth = depth
+    offloader.depth, offloader.counts_early = depth, True
     theirs = _gradients(plan.programs[0], model, None)
     for _ in range(3):
         ours = _gradients(offloaded.programs[0], model, offloader)

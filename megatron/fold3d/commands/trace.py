@@ -24,6 +24,7 @@ from megatron.fold3d.observe.report.chrome import to_chrome
 from megatron.fold3d.observe.report.page import View, page
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.observe.trace_files import (
+    CLOCKS,
     IterationTrace,
     RankTrace,
     pipeline,
@@ -198,7 +199,7 @@ def _caption(chosen: Sequence[RankTrace], ranks: Sequence[RankTrace]) -> str:
         place += f", context-parallel rank {chosen[0].cp_rank}"
     return (
         f"{which} of the pipeline of {place}; {len(ranks)} ranks in all. "
-        "Simulated: the same order, with what its actions took."
+        f"Simulated: the same order, with what its actions took. Times: {CLOCKS[chosen[0].clock]}."
     )
 
 

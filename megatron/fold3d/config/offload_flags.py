@@ -8,6 +8,8 @@ from megatron.fold3d.config.argument_group import ArgumentGroup
 from megatron.fold3d.config.fold3d_config import Offload
 from megatron.fold3d.config.layer_split import layers_per_rank
 
+_BY_ENGINE = ("mlp", "moe", "shared_experts")  # modules of selective recomputation with fp8 or fp4
+
 
 def add_offload_flags(group: ArgumentGroup) -> None:
     """Add the flags that send activations to host memory, and transfers through it."""
@@ -66,6 +68,14 @@ def saved_bytes(args: Namespace, num_segments: int) -> int:
     return int(num_saved * elements // shards * (2 if args.bf16 or args.fp16 else 4))
 
 
+def _recomputed_by_engine(args: Namespace) -> str:
+    """Return what Transformer Engine recomputes with fp8 or fp4; empty if nothing."""
+    if args.recompute_granularity == "full":
+        return "full recomputation"
+    modules = [module for module in args.recompute_modules or () if module in _BY_ENGINE]
+    return f"--recompute-modules {' '.join(modules)}" if modules else ""
+
+
 def offload_problems(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
     """Yield one message (found, rule, fix) for each setting that offloading cannot run with."""
     if args.lazy_inter_segment and schedule == "stock":
@@ -91,11 +101,12 @@ def offload_problems(args: Namespace, schedule: str, num_segments: int) -> Itera
         )
     if args.fp8 or args.fp4:
         precision = f"--fp8-format {args.fp8}" if args.fp8 else f"--fp4-format {args.fp4}"
-        if args.recompute_granularity == "full":
+        if recomputed := _recomputed_by_engine(args):
             yield (
-                f"{found} with {precision} and full recomputation: Transformer Engine then "
+                f"{found} with {precision} and {recomputed}: Transformer Engine then "
                 "recomputes by a checkpoint of its own, whose inputs nothing would offload; use "
-                "--recompute-granularity selective, or drop one of the two"
+                "--recompute-granularity selective with other modules than "
+                f"{', '.join(_BY_ENGINE)}, or drop one of the two"
             )
     # Megatron's validation replaces the short form by the long one and deletes its attribute.
     recomputes = args.recompute_granularity or getattr(args, "recompute_activations", False)

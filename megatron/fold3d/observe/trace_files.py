@@ -20,6 +20,11 @@ from megatron.fold3d.observe.timeline import Lane
 from megatron.fold3d.plan.ir import gc_paused
 
 VERSION = 1
+CLOCKS = {
+    "host": "the host notes when it begins and ends what it does",
+    "polls": "the host asks the GPU every 0.1 ms what it has passed; no event is timed",
+}
+"""What ``clock`` of a trace means."""
 _APART_S = 600.0  # no clock of a cluster is this wrong
 _MOST_SEGMENTS = 10_000  # each has at least a layer, and a color on the page
 LANES = {
@@ -105,6 +110,8 @@ class RankTrace:
     """Of the model's forward and backward of one micro-batch, without recomputation; 0 if the
     planner does not know the model."""
     cp_rank: int = 0
+    clock: str = "host"
+    """Where its times come from: `CLOCKS`."""
 
     @property
     def file_name(self) -> str:
@@ -152,6 +159,8 @@ class RankTrace:
             raise ValueError(f"found pp_rank={self.pp_rank} of num_ranks={self.num_ranks}")
         if self.num_segments > _MOST_SEGMENTS:
             raise ValueError(f"found num_segments={self.num_segments}; at most {_MOST_SEGMENTS}")
+        if self.clock not in CLOCKS:
+            raise ValueError(f"found clock={self.clock!r}; known are {', '.join(CLOCKS)}")
         for row in self.iterations:
             row.check()
         numbers = [row.iteration for row in self.iterations]

@@ -81,7 +81,7 @@ def connect(
     """
     megatrons = {ranks_of(group): group for group in beside}
     made = {}
-    for ranks in everyones_groups(megatrons.keys()):
+    for ranks in everyones_groups(set(megatrons)):
         options = None
         if ranks in megatrons:
             options = nccl.options(dist.get_backend(), megatrons[ranks], timeout)

@@ -18,12 +18,13 @@ import torch
 from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages
+from megatron.fold3d.runtime.device import Clock
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import group_of, is_sharded
 from megatron.fold3d.runtime.grad_sync.complete_parts import CompleteParts, Part
 from megatron.fold3d.runtime.grad_sync.shard_reductions import ShardReductions, Transfer
 from megatron.fold3d.runtime.grad_sync.slices import Slice, reduce_op
-from megatron.fold3d.runtime.trace.recorder import Recorder, when_done
+from megatron.fold3d.runtime.trace.recorder import Recorder
 
 
 class EarlySync(Feature):
@@ -77,6 +78,7 @@ class _Running:
     """The reductions of one chunk in an iteration."""
 
     chunk: Any
+    clock: Clock
     parts: CompleteParts
     shards: ShardReductions = field(default_factory=ShardReductions)
     works: list[Transfer] = field(default_factory=list)
@@ -98,7 +100,7 @@ class _Running:
         works += self.shards.start(parts[True], are_last=are_last)
         self.works += works
         end = observe() if observe and works else None
-        if end is not None and not when_done(works, end):
+        if end is not None and not self.clock.when_done(works, end):
             self.ends.append(end)
 
     def wait(self) -> None:
@@ -118,7 +120,7 @@ def _begin(iteration: Iteration) -> dict[int, _Running]:
     stages = stages_in_parts(program) - deferred_stages(program) if iteration.trains else ()
     for stage in stages:
         chunk: Any = iteration.chunks[stage // iteration.plan.num_ranks]
-        running[stage] = _Running(chunk, CompleteParts(chunk))
+        running[stage] = _Running(chunk, Clock(iteration.device), CompleteParts(chunk))
     return running
 
 

@@ -57,7 +57,7 @@ class Times:
 class _Transfer:
     num_bytes: int
     start: Mark
-    end: Mark = None
+    end: Mark | None = None
 
 
 @dataclass(slots=True)
@@ -75,14 +75,15 @@ class _Measured:
         During the next forward the network carries more of the pipeline's transfers. So slices that
         ended there count only if none ended earlier. The result is infinite if an end is unknown.
         """
-        if any(transfer.end is None for transfer in self.transfers):
+        ended = [(t.start, t.end, t.num_bytes) for t in self.transfers if t.end is not None]
+        if len(ended) < len(self.transfers):
             return math.inf
         marks = list(self.ready.values())  # in the order of the backward
         if not marks:
             return 0.0
         spans = [
-            (clock.seconds(marks[0], t.start), clock.seconds(marks[0], t.end), t.num_bytes)
-            for t in self.transfers
+            (clock.seconds(marks[0], start), clock.seconds(marks[0], end), num_bytes)
+            for start, end, num_bytes in ended
         ]
         last_s = clock.seconds(marks[0], marks[-1])
         behind = [span for span in spans if span[1] <= last_s] or spans

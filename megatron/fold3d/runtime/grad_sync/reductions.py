@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from megatron.fold3d.runtime.device import Clock
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     Ranks,
     bucket_groups,
@@ -39,7 +40,6 @@ from megatron.fold3d.runtime.grad_sync.slices import (
     slices,
     split_after,
 )
-from megatron.fold3d.runtime.trace.recorder import when_done
 
 Observer = Callable[[Any, int], Iterable[Callable[[], None]]]
 """Called with a chunk and the bytes it starts to reduce; returns callbacks for when they end."""
@@ -59,6 +59,7 @@ class Reductions:
         self._slice_bytes = slice_bytes
         self._observer = observer
         self.is_planned = is_planned
+        self._clock: Clock
         self._chunks: Sequence[Any] = ()
         self._reduced_in_iteration: AbstractSet[torch.nn.Parameter] = frozenset()
         self._groups: Mapping[Ranks, dist.ProcessGroup] = {}
@@ -80,6 +81,7 @@ class Reductions:
 
         Without a group over the same ranks, slices are reduced in that of the bucket.
         """
+        self._clock = Clock(next(chunks[0].parameters()).device)
         self._chunks, self._reduced_in_iteration, self._groups = (
             chunks,
             reduced_in_iteration,
@@ -195,7 +197,7 @@ class Reductions:
             return []
         ends = self._observer(chunk, sum(part.num_bytes for part in parts))
         works = [part.reduce() for part in parts]
-        self._ends[chunk] += [end for end in ends if not when_done(works, end)]
+        self._ends[chunk] += [end for end in ends if not self._clock.when_done(works, end)]
         return works
 
     def _keep(self, bucket_group: Any) -> None:

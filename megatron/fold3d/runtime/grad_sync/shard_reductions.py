@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.policy.shard_order import MOST_BALANCED, in_shards
+from megatron.fold3d.runtime.device import Launched
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, group_of, is_sharded
 from megatron.fold3d.runtime.grad_sync.complete_parts import Part
 from megatron.fold3d.runtime.grad_sync.slices import ranges_of, reduce_op
-from megatron.fold3d.runtime.trace.recorder import HasFuture
 
 _SMALLEST = 1 << 12  # gradients: the latency of less costs more than it gains
 
 
-class Transfer(HasFuture, Protocol):
+class Transfer(Launched, Protocol):
     """Communication that has been started, such as a `dist.Work`."""
 
     def wait(self) -> object:
@@ -102,6 +102,10 @@ class _Scatter:
     def get_future(self) -> Any:
         """Return a future that is done when the sums are there."""
         return self._work.get_future()
+
+    def is_completed(self) -> bool:
+        """Return True if the sums are there."""
+        return self._work.is_completed()
 
     def wait(self) -> None:
         """Wait for the sums, and put them where they belong in the own shard."""

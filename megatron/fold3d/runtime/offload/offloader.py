@@ -28,7 +28,7 @@ import torch
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.ir import Action, Op, Program
 from megatron.fold3d.plan.passes.offload import OffloadChoice
-from megatron.fold3d.runtime.device import Clock, Mark
+from megatron.fold3d.runtime.device import Clock, Mark, runs_behind
 from megatron.fold3d.runtime.offload.copies import Copies
 from megatron.fold3d.runtime.offload.host_slots import HostSlots
 from megatron.fold3d.runtime.offload.offload_tuner import OffloadTuner
@@ -62,6 +62,8 @@ class Offloader:
         held: activations on the device now, offloaded or not, counted as in `peak_activations`.
         peak: the largest `held` of this iteration.
         num_reloads: activations reloaded so far.
+        counts_early: whether `num_early` counts; on a GPU not unless it is set, since a thread must
+            ask the device for it.
         depth: computations that an offload may overlap, from the next iteration on.
     """
 
@@ -82,6 +84,7 @@ class Offloader:
         self.pool = self._slots.pool
         self.copies = copies or Copies(device)
         self.held = self.peak = self.num_reloads = self._num_early = 0
+        self.counts_early = not runs_behind(device)
         self.depth = 1
         self._device = device
         self._everything = everything
@@ -110,7 +113,7 @@ class Offloader:
     def num_early(self) -> int:
         """The number of reloads that were done when the device reached their backward.
 
-        On a GPU, backwards that it has not reached yet do not count.
+        On a GPU, backwards that it has not reached yet do not count; see `counts_early`.
         """
         self._count_early()
         return self._num_early
@@ -232,7 +235,8 @@ class Offloader:
 
             def end() -> None:
                 over()
-                away.returned = self._clock.mark()
+                if self.counts_early:
+                    away.returned = self._clock.mark()
 
             return end
 
@@ -249,9 +253,9 @@ class Offloader:
         if away is not None:
             assert away.buffer is not None  # the verifier has seen its RELOAD
             self.num_reloads += 1
-            needed = self._clock.mark()
+            if away.returned is not None:
+                self._returned.append((away.returned, self._clock.mark()))
             self.copies.wait(away.copied)
-            self._returned.append((away.returned, needed))
             away.saved.restore(away.buffer)
             if away.slot is not None:
                 self.pool.give_back(away.slot)
@@ -312,4 +316,4 @@ class _Away:
         self.slot: Slot | None = None
         self.buffer: torch.Tensor | None = None
         self.copied: Any = None
-        self.returned: Mark = None
+        self.returned: Mark | None = None

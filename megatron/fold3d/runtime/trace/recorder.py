@@ -5,10 +5,9 @@ iteration runs. Times are read when a later iteration begins, once the device ha
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,14 +27,14 @@ class _Open:
     name: str
     kind: str
     start: Mark
-    end: Mark = None
+    end: Mark | None = None
 
 
 @dataclass(slots=True)
 class _Iteration:
     number: int
     start: Mark
-    end: Mark = None
+    end: Mark | None = None
     events: list[_Open] = field(default_factory=list)
     counts: dict[str, float] = field(default_factory=dict)
 
@@ -135,7 +134,7 @@ class Recorder:
         works = list(launch())
         if not works:
             end()
-        return no_end if when_done(works, end) else end
+        return no_end if self._clock.when_done(works, end) else end
 
     def flush(self) -> None:
         """Deliver the iterations whose events have all ended."""
@@ -160,7 +159,8 @@ class Recorder:
         assert self._zero is not None
         zero, unix_s = self._zero
 
-        def since_start_s(mark: Mark) -> float:
+        def since_start_s(mark: Mark | None) -> float:
+            assert mark is not None
             return self._clock.seconds(iteration.start, mark)
 
         return IterationTrace(
@@ -180,29 +180,6 @@ class Recorder:
 def never(device: torch.device) -> Recorder:
     """Return a recorder that wants no iteration."""
     return Recorder(device, lambda _: False, lambda _: None)
-
-
-class HasFuture(Protocol):
-    """What has been started, such as a `dist.Work`."""
-
-    def get_future(self) -> Any:
-        """Return a future that is done with it."""
-
-
-def when_done(works: Sequence[HasFuture], end: Callable[[], None]) -> bool:
-    """Call ``end`` when collectives are done, without waiting for them.
-
-    Return False if their works have no futures, such as those of gloo's reduce-scatter. Over NCCL
-    ``end`` is called at once, on a stream that waits for the collectives. So the device passes a
-    mark that ``end`` makes when they are done.
-    """
-    try:
-        futures = [work.get_future() for work in works]
-    except (AttributeError, RuntimeError):
-        return False
-    if futures:
-        torch.futures.collect_all(futures).add_done_callback(lambda _: end())
-    return True
 
 
 def no_end() -> None:

@@ -18,6 +18,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.observe.trace_files import IterationTrace, RankTrace
+from megatron.fold3d.runtime.device import runs_behind
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups
 from megatron.fold3d.runtime.plans import Plans
 from megatron.fold3d.runtime.trace.metrics import Metrics
@@ -109,6 +110,7 @@ class Tracer:
             plan="" if plan is None else plan.to_text(),
             iterations=tuple(self._recorded),
             microbatch_flops=self._config.microbatch_flops,
+            clock="polls" if runs_behind(torch.device(self._config.device)) else "host",
         )
         path = self._folder / trace.file_name
         unfinished = path.with_suffix(".part")
