@@ -38,9 +38,15 @@ def install_platform(device: str) -> ExitStack:
     Raises:
         PatchError: the installed Megatron is not the one the patches were written for.
     """
-    from fold3d_patches import compile_helpers, cpu
+    from fold3d_patches import compile_helpers, cpu, unfused_layers
+    from megatron.fold3d.config.gpu_settings import has_fusion_kernel
 
-    return apply([compile_helpers.patch(), *(cpu.patches() if device == "cpu" else ())])
+    patches = [compile_helpers.patch()]
+    if device == "cpu":
+        patches += cpu.patches()
+    elif not has_fusion_kernel():
+        patches += unfused_layers.patches()
+    return apply(patches)
 
 
 def install_absent_gpu(is_blackwell: bool) -> ExitStack:

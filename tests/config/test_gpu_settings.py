@@ -20,8 +20,11 @@ def test_gradients_are_accumulated_without_apex_where_there_is_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert default_flags() == ("--no-gradient-accumulation-fusion",)
-    monkeypatch.setattr(gpu_settings, "find_spec", lambda _: object())
-    assert default_flags() == ()
+    for there in (gpu_settings.FUSION_KERNEL, "transformer_engine"):
+        monkeypatch.setattr(
+            gpu_settings, "find_spec", lambda name, there=there: name == there or None
+        )
+        assert default_flags() == ()
 
 
 def test_launches_that_block_are_refused_for_every_plan(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from fold3d_patches import compile_helpers, cpu, trace
+from fold3d_patches import compile_helpers, cpu, trace, unfused_layers
 from fold3d_patches.registry import Patch, apply
 from fold3d_patches.schedule import (
     backward_post_hook,
@@ -66,6 +66,7 @@ PATCHES = (
     backward_post_hook.patch(EngineWeightGrads()),
     nccl_options.patch(3, 1),
     tensor_parallel_group.patch(Baton()),
+    *unfused_layers.patches(),
     *cpu.patches(),
     *trace.patches(Tracer(TRACED, Plans(TRACED), NO_METRICS), "stock"),
 )

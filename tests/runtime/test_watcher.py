@@ -105,11 +105,11 @@ def test_the_end_of_collectives_is_seen_without_a_callback(streams: Streams) -> 
 def test_the_thread_ends_when_nothing_is_left_and_begins_again() -> None:
     begun: list[str] = []
     watcher = Watcher(lambda: begun.append(threading.current_thread().name))
-    for _ in range(2):
-        seen: list[bool] = []
-        for line in range(40):  # more than are asked at a time
+    seen: list[bool] = []
+    for number in (40, 80):  # more than are asked at a time
+        for line in range(40):
             watcher.when(line, lambda: True, lambda: seen.append(watcher.is_current))
         until(lambda: watcher._thread is None)
-        assert seen == [True] * 40
+        assert seen == [True] * number
     assert begun == ["watcher", "watcher"]
     assert not watcher.is_current

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from megatron.fold3d.config.gpu_settings import FUSION_KERNEL, default_flags
+from megatron.fold3d.config.gpu_settings import FUSION_KERNEL, default_flags, has_fusion_kernel
 
 Verdict = Literal["ok", "note", "bad"]
 
@@ -87,7 +87,7 @@ def _apex() -> Finding:
         return Finding(
             "apex",
             "ok",
-            f"not installed; on GPUs training then runs with {' '.join(default_flags())}",
+            f"not installed; on GPUs training then runs with {_unfused()}",
         )
     spec = find_spec("apex")
     homes = spec.submodule_search_locations if spec else None
@@ -98,14 +98,18 @@ def _apex() -> Finding:
             f"{version} from PyPI, which is not NVIDIA's and which Megatron imports",
             "pip uninstall apex; NVIDIA's is built from https://github.com/NVIDIA/apex",
         )
-    if flags := default_flags():
+    if not has_fusion_kernel():
         return Finding(
             "apex",
             "note",
-            f"{version}, without {FUSION_KERNEL}: training then runs with {' '.join(flags)}",
+            f"{version}, without {FUSION_KERNEL}: training then runs with {_unfused()}",
             "build it from https://github.com/NVIDIA/apex with --cpp_ext and --cuda_ext",
         )
     return Finding("apex", "ok", f"{version}, with {FUSION_KERNEL}")
+
+
+def _unfused() -> str:
+    return " ".join(default_flags()) or "an output layer that does not fuse its weight gradient"
 
 
 def _namespace() -> Finding:

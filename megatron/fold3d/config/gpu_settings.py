@@ -21,14 +21,22 @@ TOO_FEW_CONNECTIONS = (
 )
 
 
-def default_flags() -> tuple[str, ...]:
-    """Return flags that make up for missing kernels; the user's own flags override them.
+def has_fusion_kernel() -> bool:
+    """Return whether Megatron's own layers can add to gradients in the kernel that computes them.
 
-    By default Megatron fuses the accumulation of gradients. Its output layer does so with a kernel
-    of NVIDIA's apex, and fails without it.
+    By default Megatron asks for that, and its own layers fail without a kernel of NVIDIA's apex.
+    Transformer Engine's layers have kernels of their own.
     """
-    has_kernel = find_spec(FUSION_KERNEL) is not None
-    return () if has_kernel else ("--no-gradient-accumulation-fusion",)
+    return find_spec(FUSION_KERNEL) is not None
+
+
+def default_flags() -> tuple[str, ...]:
+    """Return flags for a run without any fused kernels; the user's own flags override them.
+
+    With Transformer Engine only Megatron's own layers, such as the output layer, run unfused.
+    """
+    fuses = has_fusion_kernel() or find_spec("transformer_engine") is not None
+    return () if fuses else ("--no-gradient-accumulation-fusion",)
 
 
 def connection_problems() -> Iterator[str]:

@@ -147,7 +147,10 @@ def prepare(
     assumed = cpu_flags.FLAGS if on_cpu else default_flags()
     sys.argv[1:] = [*assumed, *preset, *argv]
     if assumed and not on_cpu:
-        logger.info("%s: there is no %s, of NVIDIA's apex", " ".join(assumed), FUSION_KERNEL)
+        logger.info(
+            "%s: there is neither Transformer Engine nor %s, of NVIDIA's apex",
+            *(" ".join(assumed), FUSION_KERNEL),
+        )
     if preset:
         logger.info("--model-preset %s: %s", own.model_preset, " ".join(preset))
     add_all, defaults = partial(_add_arguments, extra_args_provider), dict(args_defaults or {})
