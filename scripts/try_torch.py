@@ -5,8 +5,8 @@
 
 Puts each version, with what it depends on, into a folder in front of all that Python imports.
 Builds the C++ scheduler for it in a copy of the work tree, and runs `tests/patches` and
-`tests/gpu_path` there. Prints one row per version. Exits with 0 if all is well, 1 if not, 2 if a version cannot be
-installed: a CI job can call it. A version takes 6 GB while it is tried, and ten minutes.
+`tests/gpu_path` there. Prints one row per version. Exits with 0 if all is well, 1 if not, 2 if a
+version cannot be installed, so a CI job can call it. A version takes 6 GB and ten minutes.
 """
 
 import argparse

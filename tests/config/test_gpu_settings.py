@@ -27,14 +27,43 @@ def test_gradients_are_accumulated_without_apex_where_there_is_none(
         assert default_flags() == ()
 
 
-def test_launches_that_block_are_refused_for_every_plan(
-    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "CUDA_LAUNCH_BLOCKING=1",
+        "TORCH_NCCL_BLOCKING_WAIT=true",
+        "NCCL_BLOCKING_WAIT=1",
+        "TORCH_DISTRIBUTED_DEBUG=DETAIL",
+        "PYTORCH_NO_CUDA_MEMORY_CACHING=0",  # torch looks whether it is there
+    ],
+)
+def test_what_blocks_or_hangs_every_plan_is_refused(
+    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
-    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    monkeypatch.setenv(*setting.split("="))
     (message,) = problems(parser, AIAO)
-    assert message.startswith("CUDA_LAUNCH_BLOCKING=1: ")
+    assert message.startswith(f"{setting}: ")
     assert "; unset it, or use --schedule stock" in message
     assert problems(parser, f"{AIAO} --device cpu") == problems(parser, "", "stock") == []
+
+
+def test_debug_levels_and_settings_that_are_off_block_nothing(
+    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "INFO")
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")
+    assert problems(parser, AIAO) == []
+
+
+@pytest.mark.parametrize("name", ["TORCH_NCCL_ENABLE_TIMING", "TORCH_NCCL_DESYNC_DEBUG"])
+def test_collectives_with_timed_events_are_refused_with_one_queue(
+    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "1")
+    assert problems(parser, AIAO) == []
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    (message,) = problems(parser, AIAO)
+    assert message.startswith(f"{name}=1: with CUDA_DEVICE_MAX_CONNECTIONS=1: ")
 
 
 def test_training_asks_before_process_groups_exist(

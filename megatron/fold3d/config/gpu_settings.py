@@ -6,7 +6,7 @@ in its first iteration is refused before it begins.
 
 import os
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +19,32 @@ TOO_FEW_CONNECTIONS = (
     f"{MOST_CONNECTIONS}, and drop --preemptive-comm where Megatron asserts 1: for tensor and "
     "context parallelism on GPUs before Blackwell"
 )
+
+_ON = ("1", "y", "yes", "t", "true", "detail")  # as torch reads them
+_WAITS = "the host would wait for every transfer and reduction, and nothing would overlap"
+_TIMED = (
+    "with CUDA_DEVICE_MAX_CONNECTIONS=1: NCCL's collectives would have events with timing, and "
+    "computation would not start before these have passed"
+)
+_NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # on with any value
+_BLOCKING = {
+    "CUDA_LAUNCH_BLOCKING": "a receive that is posted early would hold the host, which then never "
+    "sends what the other rank waits for",
+    "TORCH_NCCL_BLOCKING_WAIT": _WAITS,
+    "NCCL_BLOCKING_WAIT": _WAITS,
+    "TORCH_DISTRIBUTED_DEBUG": "every collective would first meet all its ranks on the host",
+    _NO_CACHE: "cudaFree would wait for the device, and so for a receive whose send may need what "
+    "the host has not launched",
+}
+"""What each setting does to every plan, if it is on."""
+_TIMING = dict.fromkeys(
+    (
+        *("TORCH_NCCL_ENABLE_TIMING", "NCCL_ENABLE_TIMING"),
+        *("TORCH_NCCL_DESYNC_DEBUG", "NCCL_DESYNC_DEBUG"),
+    ),
+    _TIMED,
+)
+"""The same where all streams share one hardware queue."""
 
 
 def has_fusion_kernel() -> bool:
@@ -46,15 +72,21 @@ def connection_problems() -> Iterator[str]:
         yield f"CUDA_DEVICE_MAX_CONNECTIONS={connections} {TOO_FEW_CONNECTIONS}"
 
 
+def blocking_settings(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield each setting that blocks or hangs every plan of ours on GPUs, and the rule."""
+    has_one_queue = environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    for name, rule in {**_BLOCKING, **(_TIMING if has_one_queue else {})}.items():
+        value = environment.get(name, "")
+        if value.lower() in _ON or (value and name == _NO_CACHE):
+            yield f"{name}={value}", rule
+
+
 def gpu_problems(args: Namespace, schedule: str) -> Iterator[str]:
     """Yield one message (found, rule, fix) per setting with which a run on GPUs would fail."""
     if args.device != "cuda" or schedule == "stock":
         return
-    if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
-        yield (
-            "CUDA_LAUNCH_BLOCKING=1: a receive that is posted early would hold the host, which "
-            "then never sends what the other rank waits for; unset it, or use --schedule stock"
-        )
+    for found, rule in blocking_settings(os.environ):
+        yield f"{found}: {rule}; unset it, or use --schedule stock"
     if args.preemptive_comm and "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
         yield f"CUDA_DEVICE_MAX_CONNECTIONS, unset and so 8, {TOO_FEW_CONNECTIONS}"
     flags = {

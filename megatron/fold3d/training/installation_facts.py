@@ -28,7 +28,7 @@ from fold3d_patches.registry import MEGATRON, PatchError
 from megatron.fold3d.commands.installation import Finding, Verdict
 from megatron.fold3d.config.all_flags import add_arguments
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.config.gpu_settings import OFFLOAD_LIBRARY
+from megatron.fold3d.config.gpu_settings import OFFLOAD_LIBRARY, blocking_settings
 from megatron.fold3d.runtime import preemption
 from megatron.fold3d.runtime.measure import link_speeds, profiler
 
@@ -137,9 +137,10 @@ def architectures(
 def connections(environment: Mapping[str, str]) -> Finding:
     """Tell how many hardware queues the streams of a rank will share."""
     value = environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    if environment.get("CUDA_LAUNCH_BLOCKING") == "1":
-        found = "CUDA_LAUNCH_BLOCKING=1, with which only --schedule stock runs"
-        return Finding("launches", "bad", found, "unset CUDA_LAUNCH_BLOCKING")
+    if blocking := [setting for setting, _ in blocking_settings(environment)]:
+        found = f"{', '.join(blocking)}, with which only --schedule stock runs"
+        names = ", ".join(setting.partition("=")[0] for setting in blocking)
+        return Finding("launches", "bad", found, f"unset {names}")
     if value == "1":
         found = "CUDA_DEVICE_MAX_CONNECTIONS=1: all streams share one hardware queue"
         fix = "right for tensor or context parallelism before Blackwell, else unset it"
