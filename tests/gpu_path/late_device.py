@@ -172,12 +172,12 @@ class HardwareQueue:
 class Stream:
     """Items that run one after the other; has the methods of ``torch.cuda.Stream`` that we use."""
 
-    def __init__(self, device: "LateDevice", name: str) -> None:
+    def __init__(self, device: "LateDevice", name: str, queue: HardwareQueue | None = None) -> None:
         self._device, self._name = device, name
         self.number = device.order.new_stream(name)
         self.launched = 0
         self._worker = Worker(name)
-        self.queue = device.hardware_queue()
+        self.queue = queue or device.hardware_queue()
         device.streams.append(self)
         self.last: Item | None = None
 

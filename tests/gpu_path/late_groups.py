@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tests.gpu_path.late_device import Future, Item, LateDevice, Stream
+from tests.gpu_path.late_device import LAUNCHES, Future, HardwareQueue, Item, LateDevice, Stream
 
 _COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter"),
@@ -175,7 +175,9 @@ class LateGroup(dist.ProcessGroup):
 
     def _stream(self, name: str) -> Stream:
         device = self._late_device
-        return Stream(device, name) if self._on_host else device.from_pool(name)
+        if self._on_host:  # gloo's threads: no hardware queue holds them up
+            return Stream(device, name, HardwareQueue(name, LAUNCHES))
+        return device.from_pool(name)
 
     def _collective(
         self, name: str, args: Sequence[Any], call: Callable[..., Any] | None = None
