@@ -36,6 +36,7 @@ def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
         ),
         (
             f"--schedule aiao {ON} --recompute-granularity selective --fp8-format hybrid "
+            "--fp8-recipe tensorwise "
             "--recompute-modules core_attn mlp moe",
             "with --fp8-format hybrid and --recompute-modules mlp moe",
         ),
