@@ -32,6 +32,11 @@ UNTIED = "--untie-embeddings-and-output-weights"
 SHARDS = "--shard-segments gradients"
 EARLY = "--delay-weight-grads 0,1"
 LATER = "--overlap-grad-reduce --clip-grad 0"
+EXPERTS = (
+    "--num-experts 2 --moe-aux-loss-coeff 0.01 --moe-router-topk 1 --moe-router-pre-softmax "
+    "--disable-bias-linear --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2"
+)
+PAIRS = "--schedule aiao --overlap-tensor-parallel"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +51,7 @@ class Case:
     flags: str = ""
     pp: int = 2
     segments: int = 2
+    tp: int = 1
     dp: int = 1
     iterations: int = 3
     checks: bool = False
@@ -55,11 +61,12 @@ class Case:
 
     @property
     def num_ranks(self) -> int:
-        return self.pp * self.dp
+        return self.pp * self.tp * self.dp
 
     def command(self, scheduled: str) -> tuple[str, ...]:
         sizes = (
             f"--pipeline-model-parallel-size {self.pp} --segments {self.segments} "
+            f"--tensor-model-parallel-size {self.tp} "
             f"--global-batch-size {4 * self.dp} --train-iters {self.iterations} "
             f"--eval-interval {self.iterations - 1}"
         )
@@ -124,6 +131,29 @@ CASES = (
         dp=2,
         checks=True,
     ),
+    Case(name="pairs of micro-batches", ours=PAIRS, pp=1, tp=2, segments=1),
+    Case(
+        name="pairs of micro-batches, recomputed, traced, in a pipeline",
+        ours=f"{PAIRS} --trace TRACE --trace-iterations 1-3",
+        flags=f"--sequence-parallel --bf16 --overlap-grad-reduce {FULL}",
+        tp=2,
+    ),
+    Case(name="tensor parallelism", flags="--sequence-parallel", tp=2),
+    Case(
+        name="replicated optimizer",
+        ours="--schedule aiao --replicate-optimizer 1",
+        flags=f"{ZERO} {UNTIED}",
+        dp=2,
+    ),
+    Case(name="experts", flags=f"{EXPERTS} {ZERO}", dp=2),
+    Case(
+        name="preemption with a lane of experts",
+        ours="--schedule aiao --preemptive-comm",
+        flags=f"{EXPERTS} --expert-tensor-parallel-size 1 --sequence-parallel "
+        "--use-distributed-optimizer --overlap-grad-reduce",
+        tp=2,  # so that either lane adds up two replicas, in any order
+        dp=2,
+    ),
 )
 _BY_FLAGS = {  # what reaches the mutations of these flags
     "": CASES[0],
@@ -132,6 +162,7 @@ _BY_FLAGS = {  # what reaches the mutations of these flags
     LATER: CASES[5],
     SHARDS: CASES[7],
     EARLY: CASES[8],
+    PAIRS: CASES[14],
 }
 
 

@@ -18,8 +18,7 @@ import torch
 
 HOST = -1  # the host's own uses, as of a stream
 _PLACES = ("megatron/fold3d/runtime/", "fold3d_patches/")
-
-_BETWEEN = ("/torch/", "tests/gpu_path/", "<string>")
+_BETWEEN = ("/torch/", "tests/gpu_path/", "fold3d_patches/cpu/", "<string>")
 
 Clock = dict[int, int]
 

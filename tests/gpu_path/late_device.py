@@ -356,6 +356,7 @@ class LateDevice:
         launches: that a hardware queue holds.
 
     Attributes:
+        hosts: the host's threads whose operators are queued.
         host_lock: held by the host's thread that launches.
         launching: held for a moment, by any thread.
         stalls: what held up the hardware queue that all streams share, though computation waits for
@@ -377,7 +378,7 @@ class LateDevice:
         self.streams: list[Stream] = []
         self._batches: dict[Stream, list[Run]] = {}
         self._current: dict[int, Stream] = {}  # by thread
-        self.host = threading.get_ident()
+        self.hosts = {threading.get_ident()}
         self.is_queued = False  # whether the host's operators are
         self.memory = Memory(self)
         self.compute: Stream | None = None
@@ -446,12 +447,12 @@ class LateDevice:
     @property
     def runs_ahead(self) -> bool:
         """True where this thread's operators are queued, so that waiting must be queued too."""
-        return self.is_queued and threading.get_ident() == self.host
+        return self.is_queued and threading.get_ident() in self.hosts
 
     @property
     def runs_at_once(self) -> bool:
         """True where this thread's operators run when they are called: outside an iteration."""
-        return not self.is_queued and threading.get_ident() == self.host
+        return not self.is_queued and threading.get_ident() in self.hosts
 
     def host_waits(self, item: Item) -> None:
         """Block the host until an item is over."""
@@ -551,14 +552,18 @@ class LateDevice:
             self.host_waits_of_ours[place] = None
 
     def check(self) -> None:
-        """Return if all uses of memory were ordered and the host never had to wait.
+        """Return if all uses of memory were ordered, and neither host nor queue was held up.
 
         Raises:
-            RaceError: some were not, or it did.
+            RaceError: some were not, or one was.
         """
         self.order.check()
-        if self.host_waits_of_ours:
-            raise RaceError("the host waits\n  " + "\n  ".join(self.host_waits_of_ours))
+        for what, places in (
+            ("the host waits", self.host_waits_of_ours),
+            ("the one queue stops", self.stalls),
+        ):
+            if places:
+                raise RaceError(f"{what}\n  " + "\n  ".join(places))
 
     def copy(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], stream: Stream

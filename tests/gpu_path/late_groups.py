@@ -9,6 +9,8 @@ The rules of ``ProcessGroupNCCL.cpp`` (torch 2.7 to 2.13):
 
 - Work waits for the current stream (``syncStream``), and a synchronous collective runs on it
   (``collective``: ``asyncOp ? ncclStreams_.at(key) : getCurrentCUDAStream``).
+- A communicator runs its collectives in the order of their launch, whatever their streams are
+  (NCCL's ``enqueue.cc``: ``ncclLaunchPrepare``, "depends on all of {deviceStream, ...}").
 - A communicator's stream comes from torch's pool (``initNCCLComm``: ``getStreamFromPool``).
 - A list of tensors goes through memory of the current stream (``newLikeFlat``). The work keeps it
   until somebody waits for it (``synchronizeStream``: ``unstash``), or until it is over and the
@@ -116,6 +118,7 @@ class LateGroup(dist.ProcessGroup):
         self._keeps, self._make_work = keeps, HostWork if on_host else LateWork
         self._unwaited: list[LateWork] = []
         self._collectives: Stream | None = None
+        self._last_collective: Item | None = None
         self._links: dict[int, Stream] = {}
         world = c10d._world
         for known in (world.pg_map, world.pg_names, world.pg_backend_config, world.pg_to_tag):
@@ -130,7 +133,7 @@ class LateGroup(dist.ProcessGroup):
         return self._launch(self._link(peer), "send", (list(tensors), peer, tag), writes=False)
 
     def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> dist.Work:
-        if threading.get_ident() == self._late_device.host:  # another cannot write in time
+        if threading.get_ident() in self._late_device.hosts:  # another cannot write in time
             with _disable_current_modes() if self._on_host else nullcontext():
                 for tensor in tensors:
                     tensor.detach().fill_(torch.nan if tensor.is_floating_point() else -1)
@@ -186,7 +189,7 @@ class LateGroup(dist.ProcessGroup):
             self._collectives = self._stream("collectives")
         is_async = all(getattr(argument, "asyncOp", True) for argument in args)
         stream = self._collectives if is_async else self._late_device.current_stream()
-        return self._launch(stream, name, args, call=call)
+        return self._launch(stream, name, args, call=call, is_collective=True)
 
     def _launch(
         self,
@@ -196,6 +199,7 @@ class LateGroup(dist.ProcessGroup):
         *,
         writes: bool = True,
         call: Callable[..., Any] | None = None,
+        is_collective: bool = False,
     ) -> dist.Work:
         """Launch the method ``name`` of the group, or ``call``."""
         device = self._late_device
@@ -240,7 +244,11 @@ class LateGroup(dist.ProcessGroup):
         after = device.current_stream()
         device.flush()
         waits = [after.last] if after.last and not self._on_host else []
+        if is_collective and self._last_collective is not None:
+            waits.append(self._last_collective)
         item = stream.launch(run, waits, name)
+        if is_collective:
+            self._last_collective = item
         device.communicates(stream, item, name)
         device.item_uses(stream, item, name, reads=read, writes=[*targets, *flat])
         work = self._make_work(device, item, deliver, kept)

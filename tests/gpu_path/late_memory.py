@@ -24,6 +24,7 @@ from tests.gpu_path.happens_before import Bytes, caller
 if TYPE_CHECKING:
     from tests.gpu_path.late_device import Item, LateDevice, Stream
 
+as_array = torch.Tensor.numpy  # before it is patched to wait
 _ALIGNMENT = 64  # as torch's own allocator: kernels may depend on it
 
 
@@ -92,7 +93,7 @@ class Memory:
         """
         address = storage.data_ptr()
         if size == 0 and self._device.is_queued:
-            whole = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+            whole = as_array(torch.empty(0, dtype=torch.uint8).set_(storage))
             self._emptied.add(address)
             self._poison(whole, self._device.compute, f"freed memory{caller()}")
             return True

@@ -3,7 +3,7 @@
 import functools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,11 +18,13 @@ from megatron.fold3d.runtime import device as fold3d_device
 from megatron.fold3d.runtime.executor import Executor
 from megatron.fold3d.runtime.offload import copies, host_slots
 from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool, Slot
+from megatron.fold3d.runtime.tensor_parallel.baton import Baton
 from megatron.fold3d.runtime.transfers import host_link, lazy_p2p
 from tests.end_to_end.training import Record, train
 from tests.gpu_path.happens_before import caller
 from tests.gpu_path.late_device import LAUNCHES, Delays, Future, LateDevice
 from tests.gpu_path.late_groups import LateGroup
+from tests.gpu_path.late_memory import as_array
 from tests.gpu_path.late_streams import streams_for_cpp
 from tests.gpu_path.mutations import Mutation, mutate
 from tests.gpu_path.queued_operators import QueuedOperators
@@ -121,18 +123,43 @@ def _collect_futures(patch: pytest.MonkeyPatch) -> None:
 
 def _queue_operators(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
     run_iteration, mode = Executor._run_iteration, QueuedOperators(device)
-    to_object = c10d._tensor_to_object
+    run_pair = Baton.run
 
     def run_queued(self: Executor, *args: Any) -> None:
         with mode:
             run_iteration(self, *args)
 
-    def to_object_when_known(*args: Any) -> Any:  # it reads memory past torch's dispatcher
-        device.current_stream().finish()
-        return to_object(*args)
+    def run_both_queued(
+        self: Baton, first: Callable[[], None], second: Callable[[], None], *device: Any
+    ) -> None:
+        def second_queued() -> None:
+            with mode.in_another_thread():
+                second()
+
+        run_pair(self, first, second_queued, *device)
 
     patch.setattr(Executor, "_run_iteration", run_queued)
-    patch.setattr(c10d, "_tensor_to_object", to_object_when_known)
+    patch.setattr(Baton, "run", run_both_queued)
+    wait_for_reads(patch, device)
+
+
+def wait_for_reads(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
+    """Let the host wait before it reads memory past torch's dispatcher, as a copy to it would.
+
+    So Megatron's dispatcher of tokens to experts reads how many there are.
+    """
+
+    def waiting(read: Callable[..., Any]) -> Callable[..., Any]:
+        def wait_and_read(*args: Any) -> Any:
+            if threading.get_ident() in device.hosts:
+                device.note_host_wait()
+                device.current_stream().finish()
+            return read(*args)
+
+        return wait_and_read
+
+    for name in ("numpy", "tolist"):
+        patch.setattr(torch.Tensor, name, waiting(getattr(torch.Tensor, name)))
 
 
 def _empty_storages(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
@@ -193,4 +220,4 @@ class _LinkPool(PinnedPool):
 
 
 def _poison(slot: Slot) -> None:
-    slot.memory.numpy().fill(0xFF)
+    as_array(slot.memory).fill(0xFF)

@@ -65,6 +65,7 @@ def _function(found: Any) -> FunctionType:
     return function
 
 
+_PAIRS = "--schedule aiao --overlap-tensor-parallel"
 _TO_HOST = "--offload-activations on --lazy-inter-segment"
 _SHARE = "--backward-share 0.5"
 _TIED = "--overlap-grad-reduce --clip-grad 0"
@@ -317,5 +318,21 @@ MUTATIONS = (
         "return True",
         _TRACE,
         late="compute",
+    ),
+    Mutation(
+        "the end of a collective is a callback, which stops the one queue",
+        "device:Clock.when_done",
+        "        watcher_of(self._device).when(end, are_over, end)\n",
+        "        works[0].get_future().add_done_callback(lambda _: end())\n",
+        _PAIRS,
+        num_queues=1,
+    ),
+    # Pairs of micro-batches.
+    Mutation(
+        "a layer does not wait for the collective during which the other micro-batch ran",
+        "tensor_parallel.paired_group:_PairedWork.wait",
+        "    done = bool(self._work.wait(*timeout))\n",
+        "    done = True\n",
+        _PAIRS,
     ),
 )

@@ -4,6 +4,9 @@ Keeps one invariant: the host never sees a value before the operator that comput
 """
 
 import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,6 +42,18 @@ class QueuedOperators(TorchDispatchMode):
         if error[0] is None:
             self._device.compute.finish()
         self._device.is_queued = False
+
+    @contextmanager
+    def in_another_thread(self) -> Iterator[None]:
+        """Launch the operators of the calling thread, too, while a first thread is inside."""
+        number = threading.get_ident()
+        self._device.hosts.add(number)
+        super().__enter__()
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)
+            self._device.hosts.discard(number)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

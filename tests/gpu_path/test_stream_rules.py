@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from tests.gpu_path.happens_before import RaceError
 from tests.gpu_path.late_device import Delays, Event, HangError, LateDevice, Stream
 from tests.gpu_path.late_groups import LateGroup
+from tests.gpu_path.late_training import wait_for_reads
 from tests.gpu_path.queued_operators import QueuedOperators
 
 ONE, MANY = 1, 64
@@ -200,10 +201,13 @@ def test_a_callback_makes_a_stream_of_the_pool_wait_which_stops_the_queue(
     device: LateDevice, group: Callable[..., LateGroup]
 ) -> None:
     streams: list[Stream] = []
-    work = group().allreduce([torch.ones(64) * 2.0], dist.AllreduceOptions())
+    tensor = torch.ones(64) * 2.0
+    work = group().allreduce([tensor], dist.AllreduceOptions())
     work.get_future().add_done_callback(lambda _: streams.append(device.current_stream()))
     assert streams != [device.compute]
     assert len(device.stalls) == 1
+    with pytest.raises(RaceError, match=r"the one queue stops\n  a callback behind allreduce"):
+        device.check()
 
 
 def test_with_many_queues_neither_matters(
@@ -254,7 +258,56 @@ def test_below_the_limit_the_host_goes_on(device: LateDevice) -> None:
     assert sent
 
 
+# A communicator.
+
+
+@pytest.mark.parametrize("both", ["one group", "two groups"])
+def test_a_group_runs_its_collectives_in_order_on_any_stream(
+    device: LateDevice, group: Callable[..., LateGroup], both: str
+) -> None:
+    first, side, options = group(), device.Stream(), dist.AllreduceOptions()
+    goes_on = blocked(side)
+    with device.stream(side):
+        first.allreduce([torch.ones(64) * 2.0], options)
+    second = first if both == "one group" else group()
+    options.asyncOp = False  # on the current stream
+    work = second.allreduce([torch.ones(64) * 2.0], options)
+    device.compute.last.ask_for()
+    time.sleep(0.1)
+    assert work.is_completed() is (both == "two groups")
+    goes_on.set()
+    device.synchronize()
+    assert work.is_completed()
+
+
 # The host.
+
+
+@pytest.mark.parametrize("read", ["tolist", "numpy"])
+def test_the_host_reads_memory_when_it_is_computed(device: LateDevice, read: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        wait_for_reads(patch, device)
+        goes_on = blocked(device.compute)
+        threading.Timer(0.1, goes_on.set).start()
+        assert list(getattr(torch.ones(64) * 2.0, read)()) == [2.0] * 64
+
+
+def test_operators_of_a_second_thread_are_queued_when_it_says_so(device: LateDevice) -> None:
+    goes_on, mode = blocked(device.compute), _get_current_dispatch_mode()
+    assert isinstance(mode, QueuedOperators)
+    results: list[torch.Tensor] = []
+
+    def compute() -> None:
+        with mode.in_another_thread():
+            results.append(torch.ones(64) * 2.0)
+            results.append(results[0] * 2.0)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join(5.0)
+    assert not thread.is_alive()  # it has launched, and nothing has run
+    goes_on.set()
+    assert results[1].sum().item() == 256.0
 
 
 @pytest.mark.parametrize("waits", ["item", "stream", "event", "device"])

@@ -1,26 +1,30 @@
-"""Run the GPU path on a late device: every case over many random delays, and every seeded fault.
+"""Run the GPU path on a late device: every case, every seeded fault, then many random delays.
 
-A schedule of delays is one training iteration, each with random delays of its own.
+The first table has a line for each mode, run with one hardware queue and with many. A schedule of
+delays is one training iteration, each with random delays of its own.
 
     .venv/bin/python -m tests.stress.gpu_path --seconds 600
 
 Prints one line per run. Exits with 1 if a run differs from stock's, or if a fault does not show.
 """
 
+import random
 import sys
 import tempfile
 import time
 from argparse import ArgumentParser
 from collections import Counter
 from dataclasses import replace
-from itertools import count
+from itertools import count, product
 
 from tests.gpu_path.cases import CASES, Case, found_by, found_without, wrong
 from tests.gpu_path.late_device import Delays
 from tests.gpu_path.late_training import Late
 from tests.gpu_path.mutations import MUTATIONS, Mutation
 
-QUEUES = (1, 8, 64)
+ONE_QUEUE, MANY = 1, 64
+QUEUES = (ONE_QUEUE, 8, MANY)
+DELAYS = ((0.1, 0.02), (0.3, 0.004), (0.8, 0.002))  # the share of late items, the longest in s
 TRIES = 3  # to show a fault
 ITERATIONS = 25  # per run, each with delays of its own
 
@@ -31,16 +35,29 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600, help="time for schedules of delays")
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule of delays")
     parser.add_argument("--runs", type=int, help=f"stop after so many, of {ITERATIONS} schedules")
+    parser.add_argument("--no-table", action="store_true", help="leave the table of modes out")
     parser.add_argument("--no-faults", action="store_true", help="leave the faults out")
     parser.add_argument("--first-fault", type=int, default=0, help="leave those before it out")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         faults = () if args.no_faults else MUTATIONS[args.first_fault :]
+        failures = 0 if args.no_table else _table(folder)
         missed = [fault for fault in faults if not _shows(fault, folder)]
-        failures = _schedules(args.seed, args.seconds, args.runs, folder)
+        failures += _schedules(args.seed, args.seconds, args.runs, folder)
     for mutation in missed:
         print(f"MISSED {mutation}")
     return 1 if missed or failures else 0
+
+
+def _table(folder: str) -> int:
+    """Run every mode with one hardware queue and with many; returns how many runs differ."""
+    failures = 0
+    for case in CASES:
+        both = [wrong(case, Late(num_queues=queues), folder) for queues in (ONE_QUEUE, MANY)]
+        said = ["DIFFERS: " + _brief(found) if found else "equal" for found in both]
+        print(f"{case}: one queue {said[0]}, {MANY} queues {said[1]}", flush=True)
+        failures += sum(map(bool, both))
+    return failures
 
 
 def _shows(mutation: Mutation, folder: str) -> bool:
@@ -72,12 +89,14 @@ def _schedules(seed: int, seconds: float, at_most: int | None, folder: str) -> i
 
 
 def _draw(seed: int) -> tuple[Case, Late]:
-    case = replace(CASES[seed % len(CASES)], iterations=ITERATIONS)
-    share, longest_s = ((0.1, 0.02), (0.3, 0.004), (0.8, 0.002))[seed // len(CASES) % 3]
-    return case, Late(
+    """Return one of all runs; consecutive seeds have each once."""
+    runs = [*product(CASES, QUEUES, (False, True), DELAYS)]
+    random.Random(0).shuffle(runs)
+    case, num_queues, keeps_tensors, (share, longest_s) = runs[seed % len(runs)]
+    return replace(case, iterations=ITERATIONS), Late(
         delays=Delays(seed=seed, share=share, longest_s=longest_s),
-        num_queues=QUEUES[seed % len(QUEUES)],
-        keeps_tensors=bool(seed % 2),
+        num_queues=num_queues,
+        keeps_tensors=keeps_tensors,
     )
 
 

@@ -152,9 +152,11 @@ def make_current(device: torch.device) -> None:
 
 def on_current_stream(device: torch.device) -> AbstractContextManager[None]:
     """Return a context in which another thread issues its work to the caller's current stream."""
-    if device.type == "cuda":
-        return torch.cuda.stream(torch.cuda.current_stream(device))
-    return nullcontext()
+    if not runs_behind(device):
+        return nullcontext()
+    streams: Any = streams_of(device)
+    on_stream: AbstractContextManager[None] = streams.stream(streams.current_stream(device))
+    return on_stream
 
 
 def synchronize(device: torch.device) -> None:
