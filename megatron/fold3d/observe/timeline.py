@@ -80,7 +80,7 @@ class Timeline:
     @property
     def period_s(self) -> float:
         """Time of the last iteration, from the end of the one before it; each on its last rank."""
-        of_ranks = map(self.iteration_ends_s, range(self.num_ranks))
+        of_ranks = filter(None, map(self.iteration_ends_s, range(self.num_ranks)))  # some may idle
         ends: list[float] = [0.0, 0.0, *map(max, zip(*of_ranks, strict=False))]
         return ends[-1] - ends[-2]
 
