@@ -60,6 +60,11 @@ class Case:
         return self.name
 
     @property
+    def allows_one_queue(self) -> bool:
+        """False if the flags are refused with one hardware queue."""
+        return "--early-dp-sync" not in self.ours
+
+    @property
     def num_ranks(self) -> int:
         return self.pp * self.tp * self.dp
 
