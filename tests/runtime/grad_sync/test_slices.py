@@ -156,7 +156,7 @@ def _start_by_plan() -> list[int]:
 
     dist.init_process_group("gloo")
     reductions = Reductions(1 << 60, observe, is_planned=True)
-    chunk, group = torch.nn.Module(), dist.group.WORLD
+    chunk, group = torch.nn.Linear(1, 1), dist.group.WORLD
     reductions.connect([chunk], frozenset(), {})
     assert group is not None
     whole = [Slice(torch.ones(125), dist.ReduceOp.SUM, group) for _ in range(2)]
