@@ -73,7 +73,8 @@ def arms(job: Job) -> tuple[Arm, ...]:
         *("--num-virtual-stages-per-pipeline-rank", segments),
         *("--microbatch-group-size-per-virtual-pipeline-stage", group),
         "--overlap-p2p-communication-warmup-flush",
-        *("--overlap-grad-reduce", "--use-distributed-optimizer", "--overlap-param-gather"),
+        *("--overlap-grad-reduce", "--no-align-grad-reduce"),
+        *("--use-distributed-optimizer", "--overlap-param-gather"),
     )
     auto = ("--schedule", "auto", "--segments", segments, "--overlap-grad-reduce")
     return (
