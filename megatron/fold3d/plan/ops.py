@@ -80,7 +80,7 @@ class Need:
         op: the op.
         which: which of its actions.
         beside: the need holds only where an action of this op, with the same number, is in the
-            plan; None is always. The default is ``op`` itself.
+            plan; None is always.
         step: from the stage of the action that needs it to the stage of the needed one.
     """
 
