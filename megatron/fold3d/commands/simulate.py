@@ -169,7 +169,7 @@ def run(args: Namespace) -> int:
 
 def _with_shards(source: Source, plan: Plan) -> Source:
     """Return the source with the memory that a plan with FREE_PARAM leaves to others."""
-    if source.hardware is None or not any(map(plan.has, HOST_OPS)):
+    if source.hardware is None or not plan.has(*HOST_OPS):
         return source
 
     from megatron.fold3d.predict.cost_model.sharded_footprint import sharded_footprint

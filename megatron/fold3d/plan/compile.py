@@ -129,7 +129,7 @@ def lower(order: Plan, options: Options | None = None) -> Plan:
     """
     options = options or Options()
     plan = order
-    if options.delay_weight_grads and not any(map(plan.has, WEIGHT_OPS)):
+    if options.delay_weight_grads and not plan.has(*WEIGHT_OPS):
         plan = delay_weight_grads(
             plan, options.delay_weight_grads, options.early_segments(plan.num_ranks)
         )

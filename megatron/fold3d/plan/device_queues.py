@@ -317,6 +317,6 @@ def _reads(op: Op, number: int | None) -> tuple[tuple[Op, int | None], ...]:
     found += [
         (need.op, None if need.op in STAGE_OPS else number)
         for need in TABLE[op].needs
-        if need.which is Which.SAME and need.op in _ON_LINKS and op not in SEND_OPS
+        if need.which is Which.SAME and need.op in _ON_LINKS
     ]
     return tuple(found)

@@ -116,7 +116,7 @@ class Plan:
                 "so the number of stages is a multiple of the number of ranks"
             )
         last = max(max(filter(None, map(_MICROBATCH, p)), default=0) for p in self.programs)
-        if last <= WHOLE and any(map(self.has, PART_OPS)):
+        if last <= WHOLE and self.has(*PART_OPS):
             last = max(m or 0 for p in self.programs for _, op, m in p if op not in PART_OPS)
         object.__setattr__(self, "num_segments", stages // ranks)
         object.__setattr__(self, "num_microbatches", 1 + last)
@@ -136,9 +136,9 @@ class Plan:
         """Stages over all ranks: p times ns in the paper."""
         return self.num_segments * self.num_ranks
 
-    def has(self, op: Op) -> bool:
-        """True if an action of this op is part of the plan."""
-        return any(op in map(_OP, program) for program in self.programs)
+    def has(self, *ops: Op) -> bool:
+        """True if an action of one of these ops is part of the plan."""
+        return any(op in map(_OP, program) for op in ops for program in self.programs)
 
     @property
     def has_p2p(self) -> bool:

@@ -105,7 +105,7 @@ def _is_placed_in_a_v(plan: Plan) -> bool:
 
 def _check_slices(plan: Plan) -> None:
     """Check that the parts of a stage's weight gradients, and of its DP.sync, run in order."""
-    if not any(map(plan.has, PART_OPS)):
+    if not plan.has(*PART_OPS):
         return
     for program in plan.programs:
         weights: dict[int, list[Action]] = defaultdict(list)

@@ -25,11 +25,11 @@ def read_order(config: Fold3DConfig, path: Path, num_microbatches: int) -> Plan:
             f"found {_sizes(*found)}, this run has {_sizes(*needed)}; "
             "a plan file fits one size: change the flags, or use --schedule"
         )
-    if any(map(plan.has, WEIGHT_OPS)) and not config.delay_weight_grads:
+    if plan.has(*WEIGHT_OPS) and not config.delay_weight_grads:
         raise PlanError("found W in the plan; give --delay-weight-grads with its segments")
     if plan.has(Op.RECOMPUTE) and not config.recompute_early:
         raise PlanError("found R in the plan; give --recompute-early with its stages")
-    if not config.shards_params and any(plan.has(op) for op in FREE_OPS):
+    if not config.shards_params and plan.has(*FREE_OPS):
         raise PlanError("found FREE_PARAM in the plan; give --shard-segments weights")
     if not config.shards_grads and plan.has(Op.FREE_GRAD):
         raise PlanError("found FREE_GRAD in the plan; give --shard-segments gradients")

@@ -32,6 +32,17 @@ def stages_in_parts(program: Program) -> frozenset[int]:
     return frozenset(stage for stage, op, _ in program if op is Op.WEIGHT_PART)
 
 
+def sizes_of_parts(program: Program) -> dict[Action, int]:
+    """Return the size of each part of weight gradients, in thousandths of its stage's work."""
+    sizes: dict[Action, int] = {}
+    begins: Counter[int] = Counter()
+    for action in program:
+        if action.op is Op.WEIGHT_PART and action.microbatch is not None:
+            sizes[action] = action.microbatch - begins[action.stage]
+            begins[action.stage] = action.microbatch
+    return sizes
+
+
 def slices_parts_only(plan: Plan) -> bool:
     """Return True if slices of DP.sync stand between weight gradients only, if there are any."""
     return all(

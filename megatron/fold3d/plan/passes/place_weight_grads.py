@@ -21,6 +21,7 @@ from math import inf
 
 from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, gc_paused
 from megatron.fold3d.plan.memory import peak_activations
+from megatron.fold3d.plan.passes.early_grad_sync import sizes_of_parts
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.plan.verify import error_at
 
@@ -68,8 +69,9 @@ class HeldSizes:
         for program in plan.programs:
             split = split_stages(program)
             now = peak = 0.0
-            done = dict.fromkeys(split, 0.0)  # parts of weight gradients
-            for stage, op, microbatch in program:
+            parts = sizes_of_parts(program) if split else {}
+            for action in program:
+                stage, op, _ = action
                 if op is Op.FORWARD:
                     now += self.saved[stage]
                 elif op is Op.BACKWARD:
@@ -77,9 +79,8 @@ class HeldSizes:
                 elif op is Op.WEIGHT:
                     now -= self.delayed[stage]
                 elif op is Op.WEIGHT_PART:
-                    end = (microbatch or 0) / WHOLE
-                    now -= plan.num_microbatches * (end - done[stage]) * self.delayed[stage]
-                    done[stage] = end
+                    part = parts[action] / WHOLE
+                    now -= plan.num_microbatches * part * self.delayed[stage]
                 peak = max(peak, now)
             peaks.append(peak)
         return peaks

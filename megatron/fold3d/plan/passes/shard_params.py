@@ -32,7 +32,7 @@ def shard_params(plan: Plan) -> Plan:
 
     A plan that already frees parameters is returned unchanged.
     """
-    if any(plan.has(op) for op in FREE_OPS):
+    if plan.has(*FREE_OPS):
         return plan
     return Plan(tuple(map(_sharded, add_param_gather(plan).programs)))
 

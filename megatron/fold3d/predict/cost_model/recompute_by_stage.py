@@ -46,9 +46,7 @@ def fewest_recomputed(
     for rank, program in enumerate(plan.programs):
         stages = range(rank, plan.num_stages, plan.num_ranks)
         choose = (
-            _with_early
-            if plan.has(Op.RECOMPUTE) and not any(map(plan.has, WEIGHT_OPS))
-            else _in_backwards
+            _with_early if plan.has(Op.RECOMPUTE) and not plan.has(*WEIGHT_OPS) else _in_backwards
         )
         each = {stage: layers[stage] for stage in stages}
         try:

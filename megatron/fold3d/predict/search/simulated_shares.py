@@ -34,7 +34,7 @@ def auto_shares(plan: Plan, costs: Costs, execution: Execution) -> tuple[float, 
     """
     stages, ranks = plan.num_stages, plan.num_ranks
     shares = [0.0] * stages
-    if plan.has(Op.GATHER_PARAM) and not any(map(plan.has, WEIGHT_OPS)):
+    if plan.has(Op.GATHER_PARAM) and not plan.has(*WEIGHT_OPS):
         return (1.0,) * stages
     if plan.num_segments == 1 or not costs.grad_sync_s:
         return tuple(shares)  # no backward follows

@@ -11,7 +11,11 @@ from typing import NamedTuple
 
 from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program
 from megatron.fold3d.plan.ops import COMPUTE_OPS, COPY_OPS, TABLE, WEIGHT_OPS, awaited
-from megatron.fold3d.plan.passes.early_grad_sync import slices_parts_only, stages_in_parts
+from megatron.fold3d.plan.passes.early_grad_sync import (
+    sizes_of_parts,
+    slices_parts_only,
+    stages_in_parts,
+)
 from megatron.fold3d.plan.passes.grad_sync import deferred_stages, slices_of
 from megatron.fold3d.plan.passes.pairs import pairs, second_of
 from megatron.fold3d.plan.passes.recompute import recomputed
@@ -100,7 +104,9 @@ class Steps:
                 WEIGHT_OPS, tuple(weight_s + costs.split_s for weight_s in costs.weight_s)
             ),
         }
-        self._begins = _begins(plan)
+        self._part_sizes: dict[Action, int] = {}
+        for program in plan.programs if plan.has(Op.WEIGHT_PART) else ():
+            self._part_sizes |= sizes_of_parts(program)
         self.num_facts = len(Fact) * self._stages * self._microbatches
         in_iteration_s = costs.reduced_in_iteration_s or (0.0,) * self._stages
         if backward_share and slices_parts_only(plan):
@@ -144,8 +150,7 @@ class Steps:
         if self._recompute_s and op is Op.BACKWARD and (stage, microbatch) in self._recomputed:
             seconds -= self._recompute_s[stage]
         elif op is Op.WEIGHT_PART:
-            part = (microbatch or 0) - self._begins[action]
-            seconds *= self._microbatches * part / WHOLE
+            seconds *= self._microbatches * self._part_sizes[action] / WHOLE
         if op in COMPUTE_OPS:
             message = self._message(stage, op, microbatch) if self._send_on_end else NO_FACT
             needs = self._needs(stage, op, microbatch)
@@ -261,18 +266,6 @@ class Steps:
         if self._reloads and (stage, Op.RELOAD, microbatch) in self._reloads:
             needs.append(self._fact(Fact.RELOADED, stage, microbatch))
         return tuple(needs)
-
-
-def _begins(plan: Plan) -> dict[Action, int]:
-    """Return where each part of weight gradients begins, in thousandths."""
-    begins: dict[Action, int] = {}
-    last: dict[int, int] = {}
-    for program in plan.programs if plan.has(Op.WEIGHT_PART) else ():
-        for action in program:
-            if action.op is Op.WEIGHT_PART:
-                begins[action] = last.get(action.stage, 0)
-                last[action.stage] = action.microbatch or 0
-    return begins
 
 
 def _backward_s(plan: Plan, costs: Costs) -> tuple[float, ...]:
