@@ -4,8 +4,8 @@ Executor, simulator, planner and commands all call `lower`, so that the plan tha
 the plan that runs. Only the passes that the options need are imported. They run in this order:
 
 order ──> delay_weight_grads ──> recompute_early ──> add_param_gather or shard_params
-──> add_offload ──> add_p2p ──> pair_microbatches ──> DP.sync ──> gather_later or slice_grad_sync
-──> shard_grads ──> plan
+──> add_offload ──> add_p2p ──> pair_microbatches ──> DP.sync ──> carry_grad_sync ──> gather_later
+──> reduce_early and share_grad_sync, or slice_grad_sync ──> shard_grads ──> plan
 """
 
 from collections.abc import Container, Iterator, Mapping
@@ -14,8 +14,12 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Literal
 
 from megatron.fold3d.plan.ir import Op, Plan
-from megatron.fold3d.plan.ops import WEIGHT_OPS
-from megatron.fold3d.plan.passes.grad_sync import add_grad_sync, defer_grad_sync
+from megatron.fold3d.plan.ops import SUM_OPS, WEIGHT_OPS
+from megatron.fold3d.plan.passes.grad_sync import (
+    add_grad_sync,
+    carry_grad_sync,
+    share_grad_sync,
+)
 from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
@@ -41,8 +45,10 @@ class Options:
     """
     recompute_early: Container[int] = ()
     """Stages that recompute before their gradients arrive."""
+    steps_shards: bool = False
+    """True if the optimizer is distributed: each replica steps a shard of a stage."""
     gathers_params: bool = False
-    """True if a distributed optimizer's parameters are gathered by actions of the plan."""
+    """True if parameters that are stepped in shards are gathered by actions of the plan."""
     replicated_stages: Container[int] = ()
     """Stages that every replica updates in full, although the optimizer is distributed."""
     shards_params: bool = False
@@ -57,21 +63,20 @@ class Options:
     """False leaves out the transfers: the simulator sends a result when its computation ends."""
     grad_sync: GradSync = "overlap"
     """Where DP.sync starts: behind each stage's last backward, or as stock Megatron starts it."""
-    deferred_stages: Container[int] = ()
+    carried_stages: Container[int] = ()
     """Stages whose DP.sync may reach into the next iteration (paper Algorithm 2)."""
+    shares: tuple[float, ...] = ()
+    """By stage, the part of a carried DP.sync that starts in its iteration; empty is all."""
     forwards_before_gather: Mapping[int, int] = field(default_factory=dict)
-    """By deferred stage, how many forwards of the rank's stage before precede its all-gather."""
-    slice_shares: tuple[float, ...] = ()
-    """If not empty, DP.sync is cut into slices. For each stage: the share behind the backwards.
-
-    The share is only used if the stage's DP.sync is deferred.
-    """
+    """By carried stage, how many forwards of the rank's stage before precede its all-gather."""
+    slices: bool = False
+    """Whether DP.sync is cut into slices, each of which overlaps a computation."""
     reduces_early: bool = False
     """Whether DP.sync may start between delayed weight gradients."""
     early_dp_sync: Container[int] = ()
-    """The stages whose DP.sync may start there although it is deferred, or reduces to shards.
+    """The stages whose DP.sync may start there although it is carried, or reduces to shards.
 
-    Each rank's last one with weight gradients need not be named if it is not deferred.
+    Each rank's last one with weight gradients need not be named if it is not carried.
     """
     receives_late: bool = False
     """Whether receives are posted late, so that they block nothing in a shared hardware queue."""
@@ -80,22 +85,22 @@ class Options:
 
     def may_reduce_early(self, stage: int) -> bool:
         """Tell whether DP.sync of a stage may start between its weight gradients."""
-        sharded = self.gathers_params or self.shards_params
+        sharded = self.steps_shards or self.gathers_params or self.shards_params
         is_whole = not sharded or stage in self.replicated_stages
-        may = (is_whole and stage not in self.deferred_stages) or stage in self.early_dp_sync
+        may = (is_whole and stage not in self.carried_stages) or stage in self.early_dp_sync
         return self.reduces_early and may
 
     def reduced_last(self, plan: Plan) -> Iterator[int]:
         """Yield the stages that a rank computes weight gradients of behind all of its backwards.
 
-        Little else overlaps their DP.sync, be it an all-reduce or to shards, unless it is deferred.
+        Little else overlaps their DP.sync, be it an all-reduce or to shards, unless it is carried.
         """
         if self.shards_params:
             return
         for program in plan.programs:
             behind = takewhile(lambda action: action.op is not Op.BACKWARD, reversed(program))
             stages = {stage for stage, op, _ in behind if op in WEIGHT_OPS}
-            yield from (stage for stage in stages if stage not in self.deferred_stages)
+            yield from (stage for stage in stages if stage not in self.carried_stages)
 
     def early_segments(self, num_ranks: int) -> tuple[int, ...]:
         """Return the delayed segments whose DP.sync starts between their weight gradients."""
@@ -157,22 +162,28 @@ def lower(order: Plan, options: Options | None = None) -> Plan:
         from megatron.fold3d.plan.passes.pairs import pair_microbatches
 
         plan = pair_microbatches(plan)
-    if not plan.has(Op.REDUCE_GRAD):
-        plan = _with_grad_sync(plan, options.grad_sync)
-    plan = defer_grad_sync(plan, options.deferred_stages)
+    is_cut = plan.has(*SUM_OPS) and any(
+        op in SUM_OPS and end for program in plan.programs for _, op, end in program
+    )
+    if not plan.has(*SUM_OPS):
+        plan = _with_grad_sync(plan, options)
+    plan = carry_grad_sync(plan, options.carried_stages)
     if options.forwards_before_gather:
         from megatron.fold3d.plan.passes.gather_later import gather_later
 
         plan = gather_later(plan, options.forwards_before_gather)
-    if options.slice_shares and not plan.has(Op.REDUCE_SLICE):
+    shares = options.shares or (1.0,) * plan.num_stages
+    if options.slices and not is_cut:
         from megatron.fold3d.plan.passes.sliced_grad_sync import slice_grad_sync
 
-        plan = slice_grad_sync(plan, options.slice_shares)
-    if options.reduces_early and plan.has(Op.WEIGHT) and not plan.has(Op.REDUCE_SLICE):
-        from megatron.fold3d.plan.passes.early_grad_sync import reduce_early
+        plan = slice_grad_sync(plan, shares)
+    elif not is_cut:
+        if options.reduces_early and plan.has(Op.WEIGHT):
+            from megatron.fold3d.plan.passes.early_grad_sync import reduce_early
 
-        early = filter(options.may_reduce_early, range(plan.num_stages))
-        plan = reduce_early(plan, {*early, *options.reduced_last(plan)})
+            early = filter(options.may_reduce_early, range(plan.num_stages))
+            plan = reduce_early(plan, {*early, *options.reduced_last(plan)})
+        plan = share_grad_sync(plan, shares)
     if options.shards_grads:
         from megatron.fold3d.plan.passes.shard_grads import shard_grads
 
@@ -180,15 +191,18 @@ def lower(order: Plan, options: Options | None = None) -> Plan:
     return plan
 
 
-def _with_grad_sync(plan: Plan, where: GradSync) -> Plan:
-    if where == "overlap":
-        return add_grad_sync(plan)
+def _with_grad_sync(plan: Plan, options: Options) -> Plan:
+    in_shards: set[int] = set()
+    if options.steps_shards or plan.has(Op.ALL_GATHER):
+        in_shards = {s for s in range(plan.num_stages) if s not in options.replicated_stages}
+    if options.grad_sync == "overlap":
+        return add_grad_sync(plan, in_shards)
 
     from megatron.fold3d.plan.passes import stock_grad_sync
 
-    if where == "serial":
-        return stock_grad_sync.serial_grad_sync(plan)
-    return stock_grad_sync.aligned_grad_sync(plan)
+    if options.grad_sync == "serial":
+        return stock_grad_sync.serial_grad_sync(plan, in_shards)
+    return stock_grad_sync.aligned_grad_sync(plan, in_shards)
 
 
 def forward_only(plan: Plan) -> Plan:

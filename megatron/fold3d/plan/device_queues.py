@@ -10,7 +10,7 @@ manual and from the sources of NCCL, torch, Megatron and FOLD3D. **No GPU has co
    makes a process group per direction, and `ProcessGroupNCCL` gives each pair of ranks in a group a
    communicator and a stream. DP.sync has one stream, copies to the host and to the device one each.
    With one queue, receives of odd micro-batches have a stream of their own (`AlternatingP2P`), and
-   reductions of odd segments have one too (`AlternatingSync`), unless they are deferred.
+   reductions of odd segments have one too (`AlternatingSync`), unless they are carried.
 3. An item of communication, or a copy, begins when the computations issued before it have ended.
    (`ProcessGroupNCCL` makes its stream wait for an event of the current stream; `Copies` does the
    same.)
@@ -23,8 +23,8 @@ manual and from the sources of NCCL, torch, Megatron and FOLD3D. **No GPU has co
 5. A transfer ends once both of its sides have begun, a reduction once all replicas have begun it.
    Replicas, and the ranks of a tensor-parallel group, run the same programs in the same order, so
    one rank represents all.
-6. A computation waits for the tensors that it reads; WAIT_GRAD waits for the reduction started
-   last. Both wait on the compute stream. (``work.wait()`` of NCCL makes the current stream wait.)
+6. A computation waits for the tensors that it reads, a STEP for the sums of its stage. Both wait
+   on the compute stream. (``work.wait()`` of NCCL makes the current stream wait.)
 7. The compute stream waits for a send when `UNFINISHED_SENDS` others have followed it, and for all
    of them at the end of an iteration. (`runtime/transfers/p2p.py`.)
 8. The host waits while `MOST_OUTSTANDING` of the NCCL operations that it has issued are unfinished:
@@ -38,29 +38,26 @@ from collections import defaultdict, deque
 from collections.abc import Container, Mapping
 from enum import IntEnum
 
-from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, Program, gc_paused
+from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, Program, carried, gc_paused
 from megatron.fold3d.plan.ops import (
-    COPY_OPS,
-    GATHER_OPS,
     HOST_OPS,
     P2P_OPS,
     SEND_OPS,
-    STAGE_OPS,
+    SUM_OPS,
     SYNC_OPS,
     TABLE,
     Place,
-    Which,
 )
-from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.verify import error_at
+from megatron.fold3d.plan.waits import Waits
 
 CONNECTIONS = (1, 8, 32)
 """Queue counts in use: Megatron's for tensor parallelism, CUDA's default, CUDA's maximum."""
 MOST_OUTSTANDING = 64
 UNFINISHED_SENDS = 16
 
-_ITERATIONS = 2  # a DP.sync that the first defers may hold up the second
+_ITERATIONS = 2  # a DP.sync that the first carries may hold up the second
 _ROWS = 8  # ranks named in an error
 
 
@@ -76,8 +73,8 @@ class Stream(IntEnum):
     TO_HOST = 6
     TO_DEVICE = 7
     TP_SYNC = 8
-    IN_ITERATION = 9
-    """The part of a deferred DP.sync that is reduced in its iteration, in Megatron's own group."""
+    DP_SYNC_KEPT = 9
+    """What Megatron reads at the end of the iteration, in its own group."""
     RECV_F_ODD = 10
     """With one queue, receives of odd micro-batches; RECV_F then has the even ones."""
     RECV_B_ODD = 11
@@ -85,17 +82,18 @@ class Stream(IntEnum):
     """With one queue, reductions of odd segments; DP_SYNC then has the others and all-gathers."""
 
 
-_STREAM_AT = {Place.WAIT: "COMPUTE"} | {
-    place: place.name for place in (Place.COMPUTE, Place.DP_SYNC, Place.TO_HOST, Place.TO_DEVICE)
-}
+_ON_COMPUTE = (Place.COMPUTE, Place.UPDATE, Place.HOST)
+_PER_OP = (Place.SEND, Place.RECV)
 STREAM_OF: Mapping[Op, Stream] = {
-    op: Stream[_STREAM_AT.get(row.place, op.name)]  # transfers have a stream per op
+    op: Stream.COMPUTE
+    if row.place in _ON_COMPUTE
+    else Stream[op.name if row.place in _PER_OP else row.place.name]
     for op, row in TABLE.items()
-    if row.place is not Place.HOST
 }
+"""What the host does at once has an item only where it waits for something."""
 _OF_ODD = {Op.RECV_F: Stream.RECV_F_ODD, Op.RECV_B: Stream.RECV_B_ODD}
-_REDUCE_OPS = SYNC_OPS - GATHER_OPS
 NCCL_OPS = P2P_OPS | SYNC_OPS
+_RECEIVED = {Op.FORWARD: Op.RECV_F, Op.BACKWARD: Op.RECV_B}
 
 
 def stream_of(action: Action, *, alternates: bool, apart: Container[int] = ()) -> Stream:
@@ -108,7 +106,7 @@ def stream_of(action: Action, *, alternates: bool, apart: Container[int] = ()) -
     """
     if alternates and action.op in _OF_ODD and action.microbatch and action.microbatch % 2:
         return _OF_ODD[action.op]
-    if action.op in _REDUCE_OPS and action.stage in apart:
+    if action.op in SUM_OPS and action.stage in apart:
         return Stream.DP_SYNC_ODD
     return STREAM_OF[action.op]
 
@@ -116,11 +114,11 @@ def stream_of(action: Action, *, alternates: bool, apart: Container[int] = ()) -
 def reduced_apart(program: Program, num_ranks: int) -> frozenset[int]:
     """Return the stages whose reductions have a stream of their own with one queue.
 
-    They are those of odd segments. Deferred reductions have process groups of their own, and one
+    They are those of odd segments. Carried reductions have process groups of their own, and one
     stream: the plan starts them in slices, of which none runs when the next is launched.
     """
-    odd = {stage for stage, op, _ in program if op is Op.REDUCE_GRAD and stage // num_ranks % 2}
-    return frozenset(odd - deferred_stages(program))
+    odd = {stage for stage, op, _ in program if op in SUM_OPS and stage // num_ranks % 2}
+    return frozenset(odd - carried(program).keys())
 
 
 def queue_of(streams: Mapping[Stream, None], connections: int) -> dict[Stream, int]:
@@ -161,9 +159,6 @@ def verify_on_device(plan: Plan, connections: int, *, tensor_parallel: bool = Fa
     if plan.num_ranks > 1 and not plan.has_p2p:
         plan = add_p2p(plan, receives_late=connections == 1)
     _Play(plan, connections, tensor_parallel=tensor_parallel).run()
-
-
-_ON_LINKS = SYNC_OPS | COPY_OPS
 
 
 class _Play:
@@ -214,7 +209,8 @@ class _Play:
     def _lay_out(self, program: Program, sides: dict[tuple[int, Action], int]) -> None:
         """Add a rank's items, with the items that each of them waits for."""
         on_stream: dict[Stream, int] = {}  # the last item
-        of_action: dict[tuple[int, Op, int | None], int] = {}  # the last item
+        of_action: dict[Action, int] = {}  # the last item
+        reads = Waits(program)
         waits_for_sends = send_waits(program)
         alternates = self.connections == 1
         apart = reduced_apart(program, self.plan.num_ranks) if alternates else ()
@@ -231,10 +227,13 @@ class _Play:
 
         for iteration in range(_ITERATIONS):
             for index, action in enumerate(program):
-                stage, op, microbatch = action
-                if op in HOST_OPS:  # the host's work alone
+                op = action.op
+                read = [of_action.get(awaited.action) for awaited in reads.at(index, action)]
+                if op in HOST_OPS and not read:
                     continue
-                read = [of_action.get((stage, *n)) for n in _reads(op, microbatch)]
+                if op in _RECEIVED:
+                    message = Action(action.stage, _RECEIVED[op], action.microbatch)
+                    read.append(of_action.get(message))
                 stream = stream_of(action, alternates=alternates, apart=apart)
                 item = add(index, action, stream, *read)
                 of_action[action] = item
@@ -308,15 +307,3 @@ class _Play:
         if self.streams[item] is Stream.COMPUTE and self.actions[item].op in SEND_OPS:
             where = "lets its computations wait"
         return f"{where} until {needed} is over"
-
-
-def _reads(op: Op, number: int | None) -> tuple[tuple[Op, int | None], ...]:
-    """The (op, number) pairs of its own stage and rank that an action waits for on the device."""
-    received = {Op.FORWARD: Op.RECV_F, Op.BACKWARD: Op.RECV_B}
-    found = [(received[op], number)] if op in received else []
-    found += [
-        (need.op, None if need.op in STAGE_OPS else number)
-        for need in TABLE[op].needs
-        if need.which is Which.SAME and need.op in _ON_LINKS
-    ]
-    return tuple(found)

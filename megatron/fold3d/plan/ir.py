@@ -5,9 +5,15 @@ The executor, the verifier, the simulator and the plots all read this one type, 
 has an order of its own.
 
 Text form, one word per action: ``2F0`` is stage 2's forward of micro-batch 0, ``2SEND_F0`` sends
-its output, ``2REDUCE_GRAD`` reduces the gradients of the whole stage. ``2REDUCE_GRAD.250`` is a
-slice that ends at 250 thousandths of these gradients, and ``2W:250`` computes weight gradients up
-to a quarter of the work on them. ``str`` and ``from_str`` are inverse.
+its output, ``2ALL_REDUCE`` sums the gradients of the whole stage. ``2ALL_REDUCE:250`` is the part
+of them that ends at 250 thousandths, and ``2W:250`` computes weight gradients up to a quarter of
+the work on them. ``str`` and ``from_str`` are inverse.
+
+A program runs again and again, so it is a loop. The loop of a *stage* begins behind its STEP: there
+its parameters are gathered, forwards and backwards run, and gradients are summed until the next
+STEP. What an action needs comes earlier in this loop. If it comes later in the program, it is of
+the iteration before. A part begins where the one before it in the loop ends. Three facts follow
+from places, and no reader has a rule of its own for them: `carried`, `hooked`, `Plan.flushes`.
 """
 
 import csv
@@ -21,14 +27,31 @@ from operator import itemgetter
 from reprlib import repr as shortened
 from typing import NamedTuple, Self
 
-from megatron.fold3d.plan.ops import P2P_OPS, PART_OPS, STAGE_OPS
+from megatron.fold3d.plan.ops import (
+    COMPUTE_OPS,
+    P2P_OPS,
+    PART_OPS,
+    STAGE_OPS,
+    SUM_OPS,
+    TABLE,
+    OpScope,
+)
 from megatron.fold3d.plan.ops import Op as Op
 
 WHOLE = 1000
 """All gradients of a stage, in the unit of `OpScope.PART`: thousandths."""
 
-_OPS = "|".join(map(re.escape, sorted(Op, key=len, reverse=True)))
-_ACTION = re.compile(rf"([0-9]{{1,9}})({_OPS})([0-9]{{0,9}})")
+_ACTION = re.compile(r"([0-9]{1,9})([A-Z_]+)(:?)([0-9]{0,9})")
+_FORMS = {  # by word, colon, and whether a number follows
+    (op.rstrip(":"), colon, has_number): op
+    for op, row in TABLE.items()
+    for colon, has_number in {
+        OpScope.MICROBATCH: (("", True),),
+        OpScope.PART: ((":", True), ("", False)) if op in SUM_OPS else ((":", True),),
+        OpScope.STAGE: (("", False),),
+    }[row.scope]
+}
+_OLD_WORDS = re.compile(r"[0-9]+(REDUCE_GRAD(\.[0-9]+)?|WAIT_GRAD|(GATHER|WAIT)_PARAM(_B)?)")
 
 
 @contextmanager
@@ -53,8 +76,8 @@ class PlanError(ValueError):
 class Action(NamedTuple):
     """One step of one rank; ``stage`` is global: ``segment * num_ranks + rank``.
 
-    ``microbatch`` is what `OpScope` says: of a part it is where the part ends, in thousandths. The
-    part begins where the one before it ends.
+    ``microbatch`` is what `OpScope` says: of a part it is where the part ends, in thousandths, and
+    None is all that is left of the stage.
     """
 
     stage: int
@@ -62,9 +85,14 @@ class Action(NamedTuple):
     microbatch: int | None = None
 
     def __str__(self) -> str:
-        if self.op is Op.REDUCE_SLICE:
-            return f"{self.stage}{self.op}{self.microbatch:03}"
-        return f"{self.stage}{self.op}{'' if self.microbatch is None else self.microbatch}"
+        if self.microbatch is None:
+            return f"{self.stage}{self.op}"
+        return f"{self.stage}{self.op}{':' if self.op in SUM_OPS else ''}{self.microbatch}"
+
+    @property
+    def end(self) -> int:
+        """Where a part ends, in thousandths."""
+        return WHOLE if self.microbatch is None else self.microbatch
 
     @classmethod
     def from_str(cls, text: str) -> Self:
@@ -73,22 +101,26 @@ class Action(NamedTuple):
         Raises:
             PlanError: the word is not an action.
         """
-        match = _ACTION.fullmatch(text)
-        if match is not None:
-            stage, word, number = match.groups()
-            op = Op(word)
-            if op is Op.REDUCE_SLICE:
-                if len(number) == 3:  # below WHOLE
-                    return cls(int(stage), op, int(number))
-            elif op in PART_OPS:
-                if number and number[0] != "0" and int(number) <= WHOLE:
-                    return cls(int(stage), op, int(number))
-            elif (number == "") == (op in STAGE_OPS):
-                return cls(int(stage), op, int(number) if number else None)
+        if (match := _ACTION.fullmatch(text)) is not None:
+            stage, word, colon, digits = match.groups()
+            op = _FORMS.get((word, colon, bool(digits)))
+            number = int(digits) if digits else None
+            if op is not None and (
+                number is None or not colon or (digits[0] != "0" and number <= WHOLE)
+            ):
+                return cls(int(stage), op, None if op in SUM_OPS and number == WHOLE else number)
+        if _OLD_WORDS.fullmatch(text):
+            raise PlanError(
+                f"{shortened(text)} is a word of version 0.1; now REDUCE_GRAD is ALL_REDUCE or, "
+                "where replicas step shards, REDUCE_SCATTER; REDUCE_GRAD.250 is ALL_REDUCE:250, "
+                "WAIT_GRAD is STEP, GATHER_PARAM is ALL_GATHER, and WAIT_PARAM is left out: what "
+                "reads parameters waits for them"
+            )
         raise PlanError(
             f"{shortened(text)} is not an action; write <stage><op><microbatch> such as 2F0 or "
-            f"1SEND_B3, or <stage><op> for {', '.join(sorted(STAGE_OPS))}; a slice of DP.sync ends "
-            "with three digits, as in 2REDUCE_GRAD.250, and a part of weight gradients is 2W:250"
+            f"1SEND_B3, or <stage><op> for {', '.join(sorted(STAGE_OPS | SUM_OPS))}; a part of "
+            "DP.sync ends with thousandths, as in 2ALL_REDUCE:250, and one of weight gradients is "
+            "2W:250"
         )
 
 
@@ -139,6 +171,16 @@ class Plan:
     def has(self, *ops: Op) -> bool:
         """True if an action of one of these ops is part of the plan."""
         return any(op in map(_OP, program) for op in ops for program in self.programs)
+
+    @property
+    def flushes(self) -> bool:
+        """True if a step is taken at the end: all ranks then wait for the norm of all gradients."""
+        return any(
+            op is Op.STEP and stage not in at_start
+            for program in self.programs
+            for at_start in (carried(program),)
+            for stage, op, _ in program
+        )
 
     @property
     def has_p2p(self) -> bool:
@@ -196,6 +238,54 @@ class Plan:
             except PlanError as error:
                 raise PlanError(f"rank {rank}: {error}") from None
         return cls(tuple(programs))
+
+
+def carried(program: Program) -> dict[int, int]:
+    """Return the stages whose DP.sync reaches into the next iteration, with where it is over.
+
+    Of such a stage, the STEP stands before the first forward; the value is its index. What stands
+    before it is about the gradients of the iteration before.
+    """
+    begun: set[int] = set()
+    steps: dict[int, int] = {}
+    for index, (stage, op, _) in enumerate(program):
+        if op is Op.FORWARD:
+            begun.add(stage)
+        elif op is Op.STEP and stage not in begun:
+            steps[stage] = index
+    return steps
+
+
+def hooked(program: Program) -> frozenset[int]:
+    """Return the stages whose whole sum follows their last backward, with no computation between.
+
+    DDP's hooks may start it inside that backward.
+    """
+    found: set[int] = set()
+    last: Action | None = None  # computation
+    for action in program:
+        if action.op in COMPUTE_OPS:
+            last = action
+        elif action.op in SUM_OPS:
+            if action.microbatch is None and last and last[:2] == (action.stage, Op.BACKWARD):
+                found.add(action.stage)
+    parts = {a.stage for a in program if a.op in SUM_OPS and a.microbatch is not None}
+    return frozenset(found - parts - carried(program).keys())
+
+
+def part_begins(program: Program) -> dict[Action, int]:
+    """Return where each part begins, in thousandths, in the order of its stage's loop."""
+    steps = carried(program)
+    ends: dict[tuple[int, bool], int] = {}
+    begins: dict[Action, int] = {}
+    for is_late in (False, True):
+        for index, action in enumerate(program):
+            stage, op, _ = action
+            if op in PART_OPS and (index < steps.get(stage, 0)) == is_late:
+                key = stage, op in SUM_OPS
+                begins[action] = ends.get(key, 0)
+                ends[key] = action.end
+    return begins
 
 
 def _content(text: str) -> Iterator[str]:

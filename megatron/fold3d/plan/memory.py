@@ -13,9 +13,8 @@ from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from megatron.fold3d.plan.ir import WHOLE, Op, Plan, Program
+from megatron.fold3d.plan.ir import WHOLE, Op, Plan, Program, carried
 from megatron.fold3d.plan.ops import COPY_OPS, FREE_OPS, STAGE_OPS, TABLE
-from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 
 _OF_STAGES = frozenset(
@@ -101,7 +100,7 @@ def peak_whole_grads(plan: Plan) -> tuple[int, ...]:
     def peak(program: Program) -> int:
         if not _has(program, {Op.FREE_GRAD}):
             return plan.num_segments
-        late = [Held(stage, None) for stage in deferred_stages(program)]
+        late = [Held(stage, None) for stage in carried(program)]
         return _peak(program, "gradient", at_start=late)
 
     return tuple(map(peak, plan.programs))
@@ -121,23 +120,23 @@ def peak_resident(
         gradient_bytes: bytes of each of its stages' gradients, whole.
         replicas: the number of replicas that a stage is sharded over.
     """
-    deferred = deferred_stages(program)
+    late = carried(program)
     shared = replicas if _has(program, FREE_OPS) else 1
     parameters = {stage: size / shared for stage, size in parameter_bytes.items()}
     gradients = {**gradient_bytes}
     if _has(program, {Op.FREE_GRAD}):
-        gradients |= dict.fromkeys(gradient_bytes.keys() - deferred, 0.0)
+        gradients |= dict.fromkeys(gradient_bytes.keys() - late.keys(), 0.0)
     peak = sum(parameters.values()) + sum(gradients.values())
     for stage, op, _ in program:
         row = TABLE[op]
-        if row.takes == "parameter" or (op is Op.WAIT_GRAD and stage in deferred):
+        if row.takes == "parameter" or (op is Op.STEP and stage in late):
             parameters[stage] = parameter_bytes[stage]  # for the optimizer's step as well
         elif row.takes == "gradient":
             gradients[stage] = gradients[stage] or gradient_bytes[stage]
         elif "parameter" in row.gives:
             parameters[stage] = parameter_bytes[stage] / replicas
         elif "gradient" in row.gives:
-            gradients[stage] = 0.0 if stage in deferred else gradient_bytes[stage] / replicas
+            gradients[stage] = 0.0 if stage in late else gradient_bytes[stage] / replicas
         else:
             continue
         peak = max(peak, sum(parameters.values()) + sum(gradients.values()))
@@ -200,7 +199,7 @@ def _changes(
         elif action.op is Op.WEIGHT_PART:  # of every micro-batch a part: as if some were done
             own = [each for each in held if each.stage == action.stage and held[each]]
             whole = in_parts.setdefault(action.stage, len(own))
-            left = whole - whole * (action.microbatch or 0) // WHOLE
+            left = whole - whole * action.end // WHOLE
             given = own[: len(own) - left] if what in row.gives else []
         if action.op in COPY_OPS:
             leaving[-1] += given

@@ -23,16 +23,16 @@ class Op(StrEnum):
     RECV_F = "RECV_F"  # post the receive of the input of `stage`; its F waits for the tensor
     SEND_B = "SEND_B"  # gradient of the input of `stage` goes to `stage - 1`
     RECV_B = "RECV_B"  # post the receive of the gradient of the output of `stage`
-    REDUCE_GRAD = "REDUCE_GRAD"  # start DP.sync of the stage's gradients
-    REDUCE_SLICE = "REDUCE_GRAD."  # start a slice of it, before REDUCE_GRAD starts what is left
-    WAIT_GRAD = "WAIT_GRAD"  # wait for it, and take the optimizer's step
-    GATHER_PARAM = "GATHER_PARAM"  # start the all-gather of the stage's updated parameters
-    WAIT_PARAM = "WAIT_PARAM"
+    ALL_REDUCE = "ALL_REDUCE"  # start DP.sync of gradients: every replica gets the whole sum
+    REDUCE_SCATTER = "REDUCE_SCATTER"  # and here its shard of the sum
+    REDUCE_KEPT = "REDUCE_KEPT"  # start that of those that Megatron reads behind the backwards
+    FINALIZE = "FINALIZE"  # wait for it: there Megatron reads them
+    STEP = "STEP"  # wait for the stage's sums, take the optimizer's step, zero the gradients
+    ALL_GATHER = "ALL_GATHER"  # start the all-gather of the stage's updated parameters
     FREE_PARAM = "FREE_PARAM"  # the stage's forwards are done: keep this replica's shard alone
-    GATHER_PARAM_B = "GATHER_PARAM_B"  # start the all-gather once more, for the backwards
-    WAIT_PARAM_B = "WAIT_PARAM_B"
+    ALL_GATHER_B = "ALL_GATHER_B"  # start the all-gather once more, for the backwards
     FREE_PARAM_B = "FREE_PARAM_B"  # the stage's backwards are done
-    FREE_GRAD = "FREE_GRAD"  # the stage's gradients are reduced: keep this replica's shard alone
+    FREE_GRAD = "FREE_GRAD"  # wait for the sums, and keep this replica's shard of them alone
     OFFLOAD = "OFFLOAD"  # saved activations of (stage, microbatch) start to leave the device
     RELOAD = "RELOAD"  # and start to come back
 
@@ -42,9 +42,12 @@ class OpScope(Enum):
 
     MICROBATCH = "2F0"
     """A micro-batch."""
-    PART = "2W:250"
-    """Where a part of the stage's gradients, or of the work on them, ends: in thousandths."""
-    STAGE = "2WAIT_GRAD"
+    PART = "2ALL_REDUCE:250"
+    """Where a part of the stage's gradients, or of the work on them, ends: in thousandths.
+
+    None is all that is left.
+    """
+    STAGE = "2STEP"
     """Nothing: the action is about the whole stage."""
 
 
@@ -52,19 +55,21 @@ class Place(StrEnum):
     """What an action occupies on its rank."""
 
     COMPUTE = "compute"
-    WAIT = "wait"
-    """The compute stream, which waits there for something that a link brings about."""
+    UPDATE = "update"
+    """The compute stream, between two iterations of the stage."""
     SEND = "send"
     RECV = "recv"
     DP_SYNC = "dp_sync"
+    DP_SYNC_KEPT = "dp_sync_kept"
+    """The same link, past the queue of `DP_SYNC`."""
     TO_HOST = "to_host"
     TO_DEVICE = "to_device"
     HOST = "host"
-    """Neither a stream nor a link: it takes effect at once."""
+    """Neither a stream nor a link: it takes effect at once, when what it needs is done."""
 
 
 class Which(Enum):
-    """Which actions of an op are needed."""
+    """Which actions of an op are needed, of the same loop of a stage: see `plan.ir`."""
 
     SAME = "the one with the same number"
     EVERY = "all of the stage"
@@ -112,7 +117,7 @@ def _if_any(op: Op, which: Which = Which.SAME) -> Need:
     return Need(op, which, beside=op)
 
 
-_M, _S = OpScope.MICROBATCH, OpScope.STAGE
+_M, _P, _S = OpScope.MICROBATCH, OpScope.PART, OpScope.STAGE
 _RELOADED = Need(Op.RELOAD, beside=Op.OFFLOAD)
 _GRADIENTS = (
     Need(Op.BACKWARD, Which.EVERY),
@@ -123,21 +128,21 @@ _GRADIENTS = (
 TABLE: Mapping[Op, Row] = {
     Op.FORWARD: Row(
         *(_M, Place.COMPUTE, "forward", "forward", "forward_s"),
-        needs=(Need(Op.FORWARD, Which.INPUT, step=-1), _if_any(Op.WAIT_PARAM)),
+        needs=(Need(Op.FORWARD, Which.INPUT, step=-1), _if_any(Op.ALL_GATHER)),
         takes="saved",
     ),
     Op.BACKWARD: Row(
         *(_M, Place.COMPUTE, "backward", "backward", "backward_s"),
         needs=(
             *(Need(Op.FORWARD), Need(Op.BACKWARD, Which.INPUT, step=1)),
-            *(_if_any(Op.RECOMPUTE), _RELOADED, _if_any(Op.WAIT_PARAM_B)),
+            *(_if_any(Op.RECOMPUTE), _RELOADED, _if_any(Op.ALL_GATHER_B)),
         ),
         takes="gradient",
         gives=("saved", "recomputed", "on_host"),
     ),
     Op.RECOMPUTE: Row(
         *(_M, Place.COMPUTE, "recomputation", "recompute", "recompute_s"),
-        needs=(Need(Op.FORWARD), _RELOADED, _if_any(Op.WAIT_PARAM_B)),
+        needs=(Need(Op.FORWARD), _RELOADED, _if_any(Op.ALL_GATHER_B)),
         takes="recomputed",
     ),
     Op.WEIGHT: Row(
@@ -146,7 +151,7 @@ TABLE: Mapping[Op, Row] = {
         gives=("saved",),
     ),
     Op.WEIGHT_PART: Row(
-        *(OpScope.PART, Place.COMPUTE, "weight gradient", "weight", "weight_s"),
+        *(_P, Place.COMPUTE, "weight gradient", "weight", "weight_s"),
         needs=(Need(Op.BACKWARD, Which.EVERY),),
         gives=("saved",),
     ),
@@ -160,42 +165,51 @@ TABLE: Mapping[Op, Row] = {
         needs=(Need(Op.BACKWARD), Need(Op.RECV_B, step=-1)),
     ),
     Op.RECV_B: Row(_M, Place.RECV, "PP.sync of a backward", "p2p"),
-    Op.REDUCE_GRAD: Row(
-        *(_S, Place.DP_SYNC, "DP.sync of the gradients", "sync", "grad_sync_s"), needs=_GRADIENTS
+    Op.ALL_REDUCE: Row(
+        *(_P, Place.DP_SYNC, "DP.sync of the gradients", "sync", "grad_sync_s"), needs=_GRADIENTS
     ),
-    Op.REDUCE_SLICE: Row(
-        *(OpScope.PART, Place.DP_SYNC, "DP.sync of the gradients", "sync", "grad_sync_s"),
+    Op.REDUCE_SCATTER: Row(
+        *(_P, Place.DP_SYNC, "DP.sync of the gradients", "sync", "grad_sync_s"), needs=_GRADIENTS
+    ),
+    Op.REDUCE_KEPT: Row(
+        *(_S, Place.DP_SYNC_KEPT, "DP.sync of the gradients that Megatron reads", "sync"),
+        cost="reduced_in_iteration_s",
         needs=_GRADIENTS,
     ),
-    Op.WAIT_GRAD: Row(
-        *(_S, Place.WAIT, "optimizer step", "", "optimizer_s"), needs=(Need(Op.REDUCE_GRAD),)
+    Op.FINALIZE: Row(_S, Place.UPDATE, "Megatron's finalization", needs=(Need(Op.REDUCE_KEPT),)),
+    Op.STEP: Row(
+        *(_S, Place.UPDATE, "optimizer step", "", "optimizer_s"),
+        needs=(
+            *(_if_any(op, Which.EVERY) for op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER)),
+            _if_any(Op.FINALIZE),
+        ),
     ),
-    Op.GATHER_PARAM: Row(
+    Op.ALL_GATHER: Row(
         *(_S, Place.DP_SYNC, "DP.sync of the parameters", "sync", "param_gather_s"),
         takes="parameter",
     ),
-    Op.WAIT_PARAM: Row(_S, Place.WAIT, "forwards", needs=(Need(Op.GATHER_PARAM),)),
     Op.FREE_PARAM: Row(
         *(_S, Place.HOST, "parameters are freed"),
-        needs=(Need(Op.WAIT_PARAM), _if_any(Op.FORWARD, Which.EVERY)),
+        needs=(Need(Op.ALL_GATHER), _if_any(Op.FORWARD, Which.EVERY)),
         gives=("parameter",),
     ),
-    Op.GATHER_PARAM_B: Row(
+    Op.ALL_GATHER_B: Row(
         *(_S, Place.DP_SYNC, "DP.sync of the parameters, for backwards", "sync", "param_gather_s"),
         needs=(Need(Op.FREE_PARAM),),
         takes="parameter",
     ),
-    Op.WAIT_PARAM_B: Row(_S, Place.WAIT, "backwards", needs=(Need(Op.GATHER_PARAM_B),)),
     Op.FREE_PARAM_B: Row(
         *(_S, Place.HOST, "parameters are freed"),
         needs=(
-            Need(Op.WAIT_PARAM),
+            Need(Op.ALL_GATHER),
             *(_if_any(op, Which.EVERY) for op in (Op.BACKWARD, Op.RECOMPUTE)),
         ),
         gives=("parameter",),
     ),
     Op.FREE_GRAD: Row(
-        *(_S, Place.HOST, "gradients are freed"), needs=(Need(Op.WAIT_GRAD),), gives=("gradient",)
+        *(_S, Place.HOST, "gradients are freed"),
+        needs=(Need(Op.REDUCE_SCATTER, Which.EVERY),),
+        gives=("gradient",),
     ),
     Op.OFFLOAD: Row(
         *(_M, Place.TO_HOST, "copy to the host", "copy", "offload_s"),
@@ -216,36 +230,29 @@ def _on(*places: Place) -> frozenset[Op]:
 
 
 COMPUTE_OPS = _on(Place.COMPUTE)
-WAIT_OPS = _on(Place.WAIT)
+UPDATE_OPS = _on(Place.UPDATE)
 WEIGHT_OPS = frozenset(op for op, row in TABLE.items() if row.cost == "weight_s")
 SEND_OPS, RECV_OPS = _on(Place.SEND), _on(Place.RECV)
 P2P_OPS = SEND_OPS | RECV_OPS
-SYNC_OPS = _on(Place.DP_SYNC)
+SYNC_OPS = _on(Place.DP_SYNC, Place.DP_SYNC_KEPT)
 COPY_OPS = _on(Place.TO_HOST, Place.TO_DEVICE)
 HOST_OPS = _on(Place.HOST)
-GATHER_OPS = frozenset(op for op in SYNC_OPS if TABLE[op].takes == "parameter")
-FREE_OPS = frozenset(op for op, row in TABLE.items() if "parameter" in row.gives)
+LINK_OPS = SYNC_OPS | COPY_OPS
 STAGE_OPS = frozenset(op for op, row in TABLE.items() if row.scope is OpScope.STAGE)
 PART_OPS = frozenset(op for op, row in TABLE.items() if row.scope is OpScope.PART)
-
-
-def awaited(op: Op) -> Op | None:
-    """Return the op that an op of `Place.WAIT` waits for, None for any other."""
-    return TABLE[op].needs[0].op if op in WAIT_OPS else None
+SUM_OPS = SYNC_OPS & PART_OPS
+GATHER_OPS = frozenset(op for op in SYNC_OPS if TABLE[op].takes == "parameter")
+FREE_OPS = frozenset(op for op, row in TABLE.items() if "parameter" in row.gives)
 
 
 def wait_title(op: Op) -> str:
-    """Return what a rank does that waits at an action, or for one, for readers of diagrams."""
-    return f"waits for {TABLE[awaited(op) or op].title}"
+    """Return what a rank does that waits for an action, for readers of diagrams."""
+    return f"waits for {TABLE[op].title}"
 
 
 def for_pages() -> dict[str, dict[str, str]]:
     """Return what the scripts of pages know of each op, by its spelling."""
     return {
-        op.rstrip(".:"): {
-            "kind": row.kind or TABLE[awaited(op) or op].kind,
-            "title": row.title,
-            "waits": wait_title(op),
-        }
+        op.rstrip(":"): {"kind": row.kind, "title": row.title, "waits": wait_title(op)}
         for op, row in TABLE.items()
     }

@@ -5,7 +5,7 @@
 | ``1I0`` input gradients, then ``1W0`` | ``1B0``, then ``1W0`` |
 | ``1B1``, all gradients, in a stage that splits others | ``1B1 1W1`` |
 | ``(1F1;3B0)OVERLAP_F_B`` | ``1F1 3B0`` |
-| ``1REDUCE_GRAD``, whose end ``step`` waits for | ``1REDUCE_GRAD``, and ``1WAIT_GRAD`` last |
+| ``1REDUCE_GRAD``, whose end ``step`` waits for | ``1ALL_REDUCE``, and ``1STEP`` last |
 | ``1UNSHARD`` and ``1RESHARD``, FSDP's | nothing: parameters are whole |
 """
 
@@ -20,7 +20,10 @@ _STARTED = re.compile(r"(\d+)REDUCE_GRAD")
 
 
 def is_torchs(table: str) -> bool:
-    """Return True if a CSV table has torch's words for actions, or omits waits as torch does."""
+    """Return True if a CSV table has torch's words for actions.
+
+    Version 0.1 had ``REDUCE_GRAD`` as well, always with ``WAIT_GRAD``.
+    """
     starts_alone = "REDUCE_GRAD" in table and "WAIT_GRAD" not in table
     return starts_alone or _ONLY_TORCHS.search(table) is not None
 
@@ -52,12 +55,14 @@ def _cells(row: Sequence[str]) -> Iterator[str]:
 def _row(row: Sequence[str], split: set[str]) -> Iterator[str]:
     for word in row:
         found = _SPLIT.fullmatch(word)
-        if found is None or found[1] not in split:
+        if started := _STARTED.fullmatch(word):
+            yield f"{started[1]}ALL_REDUCE"
+        elif found is None or found[1] not in split:
             yield word
         else:
             stage, op, microbatch = found.groups()
             yield f"{stage}B{microbatch}"
             if op == "B":
                 yield f"{stage}W{microbatch}"
-    started = [found[1] for word in row if (found := _STARTED.fullmatch(word))]
-    yield from (f"{stage}WAIT_GRAD" for stage in started if f"{stage}WAIT_GRAD" not in row)
+    all_started = [found[1] for word in row if (found := _STARTED.fullmatch(word))]
+    yield from (f"{stage}STEP" for stage in all_started)

@@ -7,20 +7,30 @@ completes under these rules completes under any looser ones, with any timing.
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from itertools import count, pairwise
+from itertools import count
 
-from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, PlanError, Program, gc_paused
-from megatron.fold3d.plan.ops import PART_OPS, STAGE_OPS, TABLE, Need, Which
-from megatron.fold3d.plan.passes.grad_sync import carried_over, deferred_stages, slices_of
+from megatron.fold3d.plan.ir import (
+    WHOLE,
+    Action,
+    Op,
+    Plan,
+    PlanError,
+    Program,
+    carried,
+    gc_paused,
+    part_begins,
+)
+from megatron.fold3d.plan.ops import PART_OPS, STAGE_OPS, SUM_OPS, TABLE, Need, Which
 from megatron.fold3d.plan.passes.transfers import add_p2p
 
 _COLUMNS = 4  # actions shown on either side of a marked one
 _ROWS = 8  # ranks shown at most
 
-_STAGE_PAIRS = ({Op.REDUCE_GRAD, Op.WAIT_GRAD}, {Op.GATHER_PARAM, Op.WAIT_PARAM})
-_GATHERED_AGAIN = (Op.FREE_PARAM, Op.GATHER_PARAM_B, Op.WAIT_PARAM_B)
+_GATHERED_AGAIN = (Op.FREE_PARAM, Op.ALL_GATHER_B)
+_READ_BY_MEGATRON = (Op.REDUCE_KEPT, Op.FINALIZE)
+_SYNC = SUM_OPS | {Op.STEP, Op.ALL_GATHER, *_READ_BY_MEGATRON}
 _Need = tuple[int, Op, int | None]
 _SENDS = {Op.FORWARD: Op.SEND_F, Op.BACKWARD: Op.SEND_B}
 _CHANNELS = ((Op.SEND_F, Op.RECV_F, 1), (Op.SEND_B, Op.RECV_B, -1))
@@ -40,7 +50,8 @@ def verify(plan: Plan) -> None:
         from megatron.fold3d.plan.weight_order import check_weight_grads
 
         check_weight_grads(plan)
-    _check_slices(plan)
+    _check_sync(plan)
+    _check_parts(plan)
     if plan.num_ranks > 1 and not plan.has_p2p:
         plan = add_p2p(plan)
     _check_channels(plan)
@@ -76,10 +87,6 @@ def _check_actions(plan: Plan) -> None:
                 present = set(found[stage, op])
                 lacking = Action(stage, op, next(m for m in count() if m not in present))
                 raise PlanError(f"{lacking} is missing; a stage runs each micro-batch once")
-        started = ops | ({Op.REDUCE_GRAD} if Op.REDUCE_SLICE in ops else set())
-        for op in STAGE_OPS & set().union(*(pair for pair in _STAGE_PAIRS if started & pair)):
-            if not found[stage, op]:
-                raise PlanError(f"{Action(stage, op)} is missing; what starts must be waited for")
         again = [op for op in _GATHERED_AGAIN if found[stage, op]]
         if again and (lacking_op := next((op for op in _GATHERED_AGAIN if op not in again), None)):
             raise PlanError(
@@ -103,31 +110,70 @@ def _is_placed_in_a_v(plan: Plan) -> bool:
     )
 
 
-def _check_slices(plan: Plan) -> None:
+def _check_sync(plan: Plan) -> None:
+    """Check that what a stage needs for its step is there, and that its sums fit its gathers."""
+    found = {(a.stage, a.op): a for program in plan.programs for a in program if a.op in _SYNC}
+    ops = {op for _, op in found}
+    for stage in range(plan.num_stages) if ops - {Op.REDUCE_KEPT, Op.FINALIZE} else ():
+        summed, scattered = ((stage, op) in found for op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER))
+        if not (summed or scattered):
+            lacking = Action(stage, Op.REDUCE_SCATTER if Op.ALL_GATHER in ops else Op.ALL_REDUCE)
+            raise PlanError(f"{lacking} is missing; what is stepped is summed over the replicas")
+        if (stage, Op.STEP) not in found:
+            raise PlanError(f"{Action(stage, Op.STEP)} is missing; what is summed is stepped")
+        gather = found.get((stage, Op.ALL_GATHER))
+        if summed and scattered:
+            both = found[stage, Op.REDUCE_SCATTER]
+            text = f"{both} beside {found[stage, Op.ALL_REDUCE]}: a stage is summed in one way"
+            raise error_at(plan, _cell(plan, both), text)
+        if summed and gather:
+            text = f"{gather} of a stage that is all-reduced: every replica has stepped all of it"
+            raise error_at(plan, _cell(plan, gather), text)
+        if scattered and not gather and Op.ALL_GATHER in ops:
+            text = f"{Action(stage, Op.ALL_GATHER)} is missing; replicas step shards of the stage"
+            raise PlanError(text)
+    for program in plan.programs:
+        late = carried(program)
+        for action in program:
+            if action.op in _READ_BY_MEGATRON and action.stage not in late:
+                text = f"{action} of a stage whose step is at the end, where all sums have ended"
+                raise error_at(plan, _cell(plan, action), text)
+        for stage in late:
+            for op in _READ_BY_MEGATRON:
+                if (stage, op) not in found:
+                    step = found[stage, Op.STEP]
+                    text = (
+                        f"{Action(stage, op)} is missing beside {step}, which ends DP.sync of the "
+                        "iteration before; what Megatron reads at the end of an iteration is "
+                        f"summed there: write {stage}REDUCE_KEPT behind the backwards of the "
+                        f"stage, and {stage}FINALIZE behind those of the rank"
+                    )
+                    raise error_at(plan, _cell(plan, step), text)
+
+
+def _check_parts(plan: Plan) -> None:
     """Check that the parts of a stage's weight gradients, and of its DP.sync, run in order."""
     if not plan.has(*PART_OPS):
         return
     for program in plan.programs:
-        weights: dict[int, list[Action]] = defaultdict(list)
-        for action in program:
-            if action.op is Op.WEIGHT_PART:
-                weights[action.stage].append(action)
-        for parts in weights.values():
-            if parts[-1].microbatch != WHOLE:
-                text = f"{parts[-1]} is the last part; weight gradients end at {WHOLE}"
-                raise error_at(plan, _cell(plan, parts[-1]), text)
-        for slices in (*weights.values(), *slices_of(program).values()):
-            if slices[0].microbatch == 0:
-                text = f"{slices[0]} is empty; a slice ends behind where it begins"
-                raise error_at(plan, _cell(plan, slices[0]), text)
-            for earlier, later in pairwise(slices):
-                if earlier.op is Op.REDUCE_GRAD:
-                    text = f"{later} comes after {earlier}, which starts all that is left"
-                elif later.op in PART_OPS and later[2:] <= earlier[2:]:
-                    text = f"{later} comes after {earlier}; a slice begins where the last one ends"
-                else:
-                    continue
-                raise error_at(plan, _cell(plan, later), text)
+        last: dict[tuple[int, bool], Action] = {}
+        for action, begin in part_begins(program).items():
+            key = action.stage, action.op in SUM_OPS
+            if action.end > begin:
+                last[key] = action
+                continue
+            if begin == 0:
+                text = f"{action} is empty; a part ends behind where it begins"
+            elif begin == WHOLE:
+                text = f"{action} comes after {last[key]}, which ends with all that is left"
+            else:
+                text = f"{action} comes after {last[key]}; a part begins where the last one ends"
+            raise error_at(plan, _cell(plan, action), text)
+        for part in last.values():
+            if part.end != WHOLE:
+                what = "the sums of a stage" if part.op in SUM_OPS else "weight gradients"
+                text = f"{part} is the last part; {what} end at {WHOLE}"
+                raise error_at(plan, _cell(plan, part), text)
 
 
 def _check_channels(plan: Plan) -> None:
@@ -213,40 +259,43 @@ class _Needs:
         self._add_sync(plan, ops)
 
     def _add_every(self, plan: Plan, op: Op, need: Need) -> None:
-        """Let the actions of an op need all actions of another of their stage, or those before."""
+        """Let the actions of an op need all actions of another of their stage, or those before.
+
+        Up to a carried STEP, what comes later in the program is of the iteration before.
+        """
         for program in plan.programs:
-            of_stage: dict[int, list[Action]] = defaultdict(list)
-            for action in program:
+            steps = carried(program)
+            of_stage: dict[int, list[tuple[int, Action]]] = defaultdict(list)
+            for index, action in enumerate(program):
                 if action.op is need.op:
-                    of_stage[action.stage].append(action)
-            for action in program:
+                    of_stage[action.stage].append((index, action))
+            for index, action in enumerate(program):
                 if action.op is op:
-                    needed = of_stage[action.stage]
-                    if need.beside is None:
-                        needed = needed or [Action(action.stage, need.op, 0)]
+                    found = of_stage[action.stage]
+                    needed = [each for _, each in found]
+                    if index <= steps.get(action.stage, -1):
+                        needed = [each for place, each in found if place < index]
+                    elif need.beside is None and not needed:
+                        needed = [Action(action.stage, need.op, None if op in PART_OPS else 0)]
                     if need.which is Which.UP_TO:
-                        end = action.microbatch or WHOLE
-                        ends = [part.microbatch or 0 for part in needed]
-                        needed = needed[: 1 + bisect_left(ends, end)]
+                        needed = needed[: 1 + bisect_left([part.end for part in needed], action.end)]
                     self.others.setdefault(action, []).extend(needed)
 
     def _add_sync(self, plan: Plan, ops: AbstractSet[Op]) -> None:
-        """Add what DP.sync that reaches into the next iteration needs, or that starts early."""
-        deferred = frozenset().union(*map(deferred_stages, plan.programs))
-        # The iteration before has started these reductions.
-        self.done |= {(stage, Op.REDUCE_GRAD, None) for stage in deferred}
-        for stage in deferred if Op.GATHER_PARAM in ops else ():
-            # What is gathered has been stepped with the gradients of the iteration before.
-            self.others[stage, Op.GATHER_PARAM, None] = [(stage, Op.WAIT_GRAD, None)]
-        for program in plan.programs if Op.REDUCE_SLICE in ops else ():
-            for begun in carried_over(program):  # what the iteration before has left
-                self.others.pop(begun, None)
-        for program in plan.programs if Op.FREE_GRAD in ops else ():
-            self._add_freed_grads(program, deferred)
+        """Add what follows a carried STEP, and what the iteration before has left for it."""
+        for program in plan.programs if Op.STEP in ops else ():
+            for stage in carried(program):
+                step = (stage, Op.STEP, None)
+                self.done.add((stage, Op.FINALIZE, None))
+                self.others[stage, Op.ALL_GATHER, None] = [step]
+                self.others[stage, Op.FREE_GRAD, None] = [step]
+            if Op.FREE_GRAD in ops:
+                self._add_freed_grads(program)
 
-    def _add_freed_grads(self, program: Program, deferred: Container[int]) -> None:
+    def _add_freed_grads(self, program: Program) -> None:
         """Require that the last iteration's gradients are freed before new ones are added there."""
-        freed = {a.stage for a in program if a.op is Op.FREE_GRAD and a.stage in deferred}
+        late = carried(program)
+        freed = {a.stage for a in program if a.op is Op.FREE_GRAD and a.stage in late}
         for action in program:
             if action.op is Op.BACKWARD and action.stage in freed:
                 free = (action.stage, Op.FREE_GRAD, None)

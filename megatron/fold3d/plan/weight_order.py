@@ -3,23 +3,24 @@
 from collections import defaultdict, deque
 
 from megatron.fold3d.plan.ir import Action, Op, Plan
+from megatron.fold3d.plan.ops import SUM_OPS
 from megatron.fold3d.plan.verify import error_at
 
 
 def check_weight_grads(plan: Plan) -> None:
-    """Check that weight gradients follow the backwards, and that no slice of DP.sync divides them.
+    """Check that weight gradients follow the backwards, and that no part of DP.sync divides them.
 
     Raises:
         PlanError: some do not; the plan is printed with the first one marked.
     """
     for rank, program in enumerate(plan.programs):
         computed = set()
-        sliced: dict[int, Action] = {}  # by stage, the last slice
+        sliced: dict[int, Action] = {}  # by stage, the last part
         for index, (stage, op, microbatch) in enumerate(program):
             if op is Op.BACKWARD:
                 computed.add((stage, microbatch))
                 sliced.pop(stage, None)
-            elif op is Op.REDUCE_SLICE:
+            elif op in SUM_OPS:
                 sliced[stage] = program[index]
             elif op is Op.WEIGHT and stage in sliced:
                 part = Action(stage, Op.WEIGHT_PART, sliced[stage].microbatch)

@@ -4,17 +4,18 @@ The DP.sync of the segment whose backward runs last is exposed. Its weight gradi
 computed micro-batch by micro-batch: parameter by parameter, the gradients of some parameters are
 complete while others are still computed. So slices of DP.sync stand between the weight gradients:
 
-    before  rank 0  0F0 0F1 0B0 0B1 0W0 0W1 0REDUCE_GRAD 0WAIT_GRAD
-    after   rank 0  0F0 0F1 0B0 0B1 0W:500 0REDUCE_GRAD.500 0W:1000 0REDUCE_GRAD 0WAIT_GRAD
+    before  rank 0  0F0 0F1 0B0 0B1 0W0 0W1 0ALL_REDUCE 0STEP
+    after   rank 0  0F0 0F1 0B0 0B1 0W:500 0ALL_REDUCE:500 0W:1000 0ALL_REDUCE 0STEP
 
-``0W:500`` is the first half of the work for all micro-batches, and ``0REDUCE_GRAD.500`` starts what
-is complete, about a half.
+``0W:500`` is the first half of the work for all micro-batches, and ``0ALL_REDUCE:500`` sums the
+first half of the gradients, in the order in which they become complete.
 """
 
 from collections import Counter
 from collections.abc import Container
 
 from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program
+from megatron.fold3d.plan.ops import SUM_OPS
 
 
 def reduce_early(plan: Plan, stages: Container[int]) -> Plan:
@@ -32,26 +33,6 @@ def stages_in_parts(program: Program) -> frozenset[int]:
     return frozenset(stage for stage, op, _ in program if op is Op.WEIGHT_PART)
 
 
-def sizes_of_parts(program: Program) -> dict[Action, int]:
-    """Return the size of each part of weight gradients, in thousandths of its stage's work."""
-    sizes: dict[Action, int] = {}
-    begins: Counter[int] = Counter()
-    for action in program:
-        if action.op is Op.WEIGHT_PART and action.microbatch is not None:
-            sizes[action] = action.microbatch - begins[action.stage]
-            begins[action.stage] = action.microbatch
-    return sizes
-
-
-def slices_parts_only(plan: Plan) -> bool:
-    """Return True if slices of DP.sync stand between weight gradients only, if there are any."""
-    return all(
-        {action.stage for action in program if action.op is Op.REDUCE_SLICE}
-        <= stages_in_parts(program)
-        for program in plan.programs
-    )
-
-
 def _with_slices(program: Program, stages: Container[int]) -> Program:
     weights = Counter(stage for stage, op, _ in program if op is Op.WEIGHT and stage in stages)
     left = Counter(stage for stage, op, _ in program if op is Op.BACKWARD)
@@ -60,6 +41,7 @@ def _with_slices(program: Program, stages: Container[int]) -> Program:
         left[stage] -= op is Op.BACKWARD
         if op is Op.WEIGHT and left[stage]:
             apart.add(stage)
+    sums = {stage: op for stage, op, _ in program if op in SUM_OPS}
     begun: Counter[int] = Counter()
     done: Counter[int] = Counter()
     lowered: list[Action] = []
@@ -75,5 +57,5 @@ def _with_slices(program: Program, stages: Container[int]) -> Program:
         begun[stage] = end
         lowered.append(Action(stage, Op.WEIGHT_PART, end))
         if end < WHOLE:
-            lowered.append(Action(stage, Op.REDUCE_SLICE, end))
+            lowered.append(Action(stage, sums[stage], end))
     return tuple(lowered)

@@ -2,24 +2,22 @@
 
 `add_param_gather` gathers a stage's parameters one segment ahead of its first forward. If DP.sync
 reaches into the next iteration, the stage's reduce-scatter may still be running then. This pass
-moves ``WAIT_GRAD``, with the optimizer's step, and the all-gather some forwards later:
+moves STEP and the all-gather some forwards later:
 
-    before  rank 0  ... 2WAIT_GRAD 2GATHER_PARAM 0WAIT_PARAM 0F0 0F1 2WAIT_PARAM 2F0 2F1 ...
-    after   rank 0  ... 0WAIT_PARAM 0F0 2WAIT_GRAD 2GATHER_PARAM 0F1 2WAIT_PARAM 2F0 2F1 ...
+    before  rank 0  ... 2STEP 2ALL_GATHER 0F0 0F1 2F0 2F1 ...
+    after   rank 0  ... 0F0 2STEP 2ALL_GATHER 0F1 2F0 2F1 ...
 """
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
-from megatron.fold3d.plan.ir import Action, Op, Plan, Program
-from megatron.fold3d.plan.passes.grad_sync import deferred_stages
+from megatron.fold3d.plan.ir import Action, Op, Plan, Program, carried
 
-_READS = frozenset({Op.WAIT_PARAM, Op.FORWARD})
-_MOVED = (Op.WAIT_GRAD, Op.FREE_GRAD, Op.GATHER_PARAM)  # in this order
+_MOVED = (Op.STEP, Op.FREE_GRAD, Op.ALL_GATHER)  # in this order
 
 
 def gather_later(plan: Plan, forwards: Mapping[int, int]) -> Plan:
-    """Move the all-gathers of deferred stages, with their WAIT_GRAD, behind some forwards.
+    """Move the all-gathers of carried stages, with their STEP, behind some forwards.
 
     Args:
         plan: a plan with all-gathers, and with DP.sync that reaches into the next iteration.
@@ -31,10 +29,9 @@ def gather_later(plan: Plan, forwards: Mapping[int, int]) -> Plan:
 
 def _gathering_later(program: Program, forwards: Mapping[int, int]) -> Program:
     stages = list(dict.fromkeys(stage for stage, op, _ in program if op is Op.FORWARD))
-    deferred = deferred_stages(program)
     before = {stage: earlier for earlier, stage in pairwise(stages)}
-    gathered = {stage for stage, op, _ in program if op is Op.GATHER_PARAM}
-    moved = [s for s in before if forwards.get(s) and s in deferred & gathered]
+    gathered = {stage for stage, op, _ in program if op is Op.ALL_GATHER}
+    moved = [s for s in before if forwards.get(s) and s in carried(program).keys() & gathered]
     actions = set(program)
     moving = {s: [a for op in _MOVED if (a := Action(s, op)) in actions] for s in moved}
     all_moving = frozenset().union(*moving.values())
@@ -44,9 +41,8 @@ def _gathering_later(program: Program, forwards: Mapping[int, int]) -> Program:
         for action in program:
             stage, op, _ = action
             runs = stage if op is Op.FORWARD else None
-            reads = stage if op in _READS else None
             for s, count in list(left.items()):
-                if s == reads or (before[s] == runs and not count):
+                if s == runs or (before[s] == runs and not count):
                     del left[s]
                     yield from moving[s]
                 elif before[s] == runs:

@@ -1,107 +1,134 @@
 """The passes that add DP.sync: within an iteration, and reaching into the next one.
 
-A stage's reduction starts at its last backward; the wait for it is at the end of the iteration:
+A stage's sum starts at its last backward; its step is at the end of the iteration:
 
     before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
-    after   rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD
+    after   rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2ALL_REDUCE 0B0 0B1 0ALL_REDUCE 2STEP 0STEP
 
-`defer_grad_sync` waits before the stage's first forward of the next iteration instead:
+`carry_grad_sync` takes the step before the stage's first forward of the next iteration instead:
 
-    before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD
-    after   rank 0  0WAIT_GRAD 0F0 0F1 2WAIT_GRAD 2F0 2F1 2B0 2B1 2REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD
+    before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2ALL_REDUCE 0B0 0B1 0ALL_REDUCE 2STEP 0STEP
+    after   rank 0  0STEP 0F0 0F1 2STEP 2F0 2F1 2B0 2B1 2REDUCE_KEPT 2ALL_REDUCE
+                    0B0 0B1 0REDUCE_KEPT 0ALL_REDUCE 2FINALIZE 0FINALIZE
 
-or, in a plan that gathers parameters, before their all-gather, since the step comes first.
+or, in a plan that gathers parameters, before their all-gather. `share_grad_sync` then leaves a part
+of each sum for the next iteration, here a half, in the order in which its forwards need it. Of the
+first stage, it starts when the backwards are done:
+
+    after   rank 0  2ALL_REDUCE 0STEP 0F0 0F1 2STEP 2F0 2F1 2B0 2B1 2REDUCE_KEPT 2ALL_REDUCE:500
+                    0B0 0B1 0REDUCE_KEPT 0ALL_REDUCE 2FINALIZE 0FINALIZE
+
+Where all-gathers follow the steps, what is left of a stage follows the all-gather of the stage
+before, so that the link carries data in the order in which the forwards need it.
 """
 
-from collections.abc import Container, Iterator
+from collections import defaultdict
+from collections.abc import Container, Iterator, Sequence
+from itertools import pairwise
 
-from megatron.fold3d.plan.ir import Action, Op, Plan, Program
-from megatron.fold3d.plan.ops import WEIGHT_OPS
+from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program, carried
+from megatron.fold3d.plan.ops import SUM_OPS, WEIGHT_OPS
 
-_NEED_STEP = frozenset({Op.FORWARD, Op.GATHER_PARAM})
+_NEED_STEP = frozenset({Op.FORWARD, Op.ALL_GATHER})
 _BACKWARD_ENDS = WEIGHT_OPS | {Op.BACKWARD, Op.SEND_B}
 
 
-def add_grad_sync(plan: Plan) -> Plan:
-    """Add DP.sync: start a stage's reduction with its last backward, wait after the last action.
+def add_grad_sync(plan: Plan, in_shards: Container[int] = ()) -> Plan:
+    """Add DP.sync: start a stage's sum with its last backward, step after the last action.
 
-    ``REDUCE_GRAD`` follows the stage's last backward and its send: PP.sync goes first. Gradients
-    that become ready inside that backward may start to travel inside it (paper Algorithm 2,
-    lines 4-10).
+    The sum follows the stage's last backward and its send: PP.sync goes first. Gradients that
+    become ready inside that backward may start to travel inside it (paper Algorithm 2, lines 4-10).
+
+    Args:
+        plan: without DP.sync of gradients.
+        in_shards: stages of which each replica steps a shard; of the others, each steps all.
     """
-    return Plan(tuple(map(_with_grad_sync, plan.programs)))
+    return Plan(tuple(_with_grad_sync(program, in_shards) for program in plan.programs))
 
 
-def defer_grad_sync(plan: Plan, stages: Container[int]) -> Plan:
+def carry_grad_sync(plan: Plan, stages: Container[int]) -> Plan:
     """Let DP.sync of ``stages`` reach into the next iteration: paper Algorithm 2, the free split.
 
-    ``WAIT_GRAD`` is moved to right before the stage's ``GATHER_PARAM`` or, without one, its first
-    forward, behind the forward's receive. It waits for ``REDUCE_GRAD`` of the iteration before.
+    STEP is moved to right before the stage's ALL_GATHER or, without one, its first forward, behind
+    the forward's receive. What Megatron reads at the end of the iteration is summed by then.
     """
-    return Plan(tuple(_with_deferred_wait(program, stages) for program in plan.programs))
+    return Plan(tuple(_with_carried_step(program, stages) for program in plan.programs))
 
 
-def deferred_stages(program: Program) -> frozenset[int]:
-    """Return the stages whose gradients are waited for before their first forward."""
-    begun: set[int] = set()
-    deferred: set[int] = set()
-    for stage, op, _ in program:
-        if op is Op.FORWARD:
-            begun.add(stage)
-        elif op is Op.WAIT_GRAD and stage not in begun:
-            deferred.add(stage)
-    return frozenset(deferred)
+def share_grad_sync(plan: Plan, shares: Sequence[float]) -> Plan:
+    """Start a part of each carried sum in its iteration, and the rest in the next one.
 
-
-def carried_over(program: Program) -> frozenset[Action]:
-    """Return the actions before a deferred WAIT_GRAD: they start the last iteration's DP.sync."""
-    found: set[Action] = set()
-    starts: dict[int, list[Action]] = {}
-    deferred = deferred_stages(program)
-    for action in program:
-        if action.op is Op.REDUCE_SLICE or action.op is Op.REDUCE_GRAD:
-            starts.setdefault(action.stage, []).append(action)
-        elif action.op is Op.WAIT_GRAD and action.stage in deferred:
-            found.update(starts.get(action.stage, ()))
-    return frozenset(found)
-
-
-def slices_of(program: Program) -> dict[int, list[Action]]:
-    """Return, by stage, the actions that start its DP.sync, in the order in which they run.
-
-    A stage without slices has only its REDUCE_GRAD, which is always the last one in a valid plan.
+    Args:
+        plan: with carried stages, and sums that start all in their iteration.
+        shares: by stage, the part that starts there, to a thousandth.
     """
-    late = carried_over(program)
-    here: dict[int, list[Action]] = {}
-    before: dict[int, list[Action]] = {}
-    for action in program:
-        if action.op is Op.REDUCE_SLICE or action.op is Op.REDUCE_GRAD:
-            of_stage = before if action in late else here
-            of_stage.setdefault(action.stage, []).append(action)
-    return {
-        stage: [*here.get(stage, ()), *before.get(stage, ())] for stage in sorted({*here, *before})
-    }
+    return Plan(tuple(_shared(program, shares) for program in plan.programs))
 
 
-def _with_grad_sync(program: Program) -> Program:
+def _with_grad_sync(program: Program, in_shards: Container[int]) -> Program:
     lowered = list(program)
     last = {stage: i for i, (stage, op, _) in enumerate(program) if op in _BACKWARD_ENDS}
     in_order = sorted(last, key=last.__getitem__)
     for stage in reversed(in_order):
-        lowered.insert(last[stage] + 1, Action(stage, Op.REDUCE_GRAD))
-    return (*lowered, *(Action(stage, Op.WAIT_GRAD) for stage in in_order))
+        op = Op.REDUCE_SCATTER if stage in in_shards else Op.ALL_REDUCE
+        lowered.insert(last[stage] + 1, Action(stage, op))
+    return (*lowered, *(Action(stage, Op.STEP) for stage in in_order))
 
 
-def _with_deferred_wait(program: Program, stages: Container[int]) -> Program:
-    waits = {action for action in program if action.op is Op.WAIT_GRAD and action.stage in stages}
+def _with_carried_step(program: Program, stages: Container[int]) -> Program:
+    already = carried(program)
+    moved = {
+        stage for stage, op, _ in program if op is Op.STEP and stage in stages
+    } - already.keys()
+    left = set(moved)
+    kept: list[int] = []
 
     def lower() -> Iterator[Action]:
-        moved = set(waits)
         for action in program:
-            if action.op in _NEED_STEP and (wait := Action(action.stage, Op.WAIT_GRAD)) in moved:
-                moved.remove(wait)
-                yield wait
-            if action not in waits:
+            stage, op, _ = action
+            if op in _NEED_STEP and stage in left:
+                left.remove(stage)
+                yield Action(stage, Op.STEP)
+            if op in SUM_OPS and stage in moved and stage not in kept:
+                kept.append(stage)
+                yield Action(stage, Op.REDUCE_KEPT)
+            if op is not Op.STEP or stage not in moved:
                 yield action
+        yield from (Action(stage, Op.FINALIZE) for stage in kept)
+
+    return tuple(lower())
+
+
+def backwards_end(program: Program) -> int:
+    """Return the index behind all backwards and their sums, where FINALIZE stands, if any does."""
+    ends = (i for i, action in enumerate(program) if action.op is Op.FINALIZE)
+    return next(ends, len(program))
+
+
+def _shared(program: Program, shares: Sequence[float]) -> Program:
+    stages = sorted(carried(program))
+    op = {a.stage: a.op for a in program if a.op in SUM_OPS}
+    limit = {stage: round(shares[stage] * WHOLE) for stage in stages}
+    rest = {stage: Action(stage, op[stage]) for stage in stages if limit[stage] < WHOLE}
+    gathered = {a.stage for a in program if a.op is Op.ALL_GATHER}
+    follows = {b: a for a, b in pairwise(stages) if b in rest and a in gathered}
+    behind = {Action(before, Op.ALL_GATHER): rest[stage] for stage, before in follows.items()}
+    begun: defaultdict[int, int] = defaultdict(int)
+
+    def lower() -> Iterator[Action]:
+        yield from (rest[stage] for stage in stages[1:] if stage in rest and stage not in follows)
+        end = backwards_end(program)
+        for index, action in enumerate(program):
+            stage = action.stage
+            if index == end:
+                yield from (rest[first] for first in stages[:1] if first in rest)
+            if action.op in SUM_OPS and stage in rest:
+                if (until := min(action.end, limit[stage])) > begun[stage]:
+                    begun[stage] = until
+                    yield action._replace(microbatch=until)
+                continue
+            yield action
+            if action in behind:
+                yield behind[action]
 
     return tuple(lower())

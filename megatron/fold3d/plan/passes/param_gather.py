@@ -4,12 +4,12 @@ The optimizer updates each parameter on one replica, in shards; the next forward
 stage's gather starts one segment ahead of its first forward:
 
     before  rank 0  0F0 2F0 2B0 0B0
-    after   rank 0  0GATHER_PARAM 2GATHER_PARAM 0WAIT_PARAM 0F0 2WAIT_PARAM 2F0 2B0 0B0
+    after   rank 0  0ALL_GATHER 2ALL_GATHER 0F0 2F0 2B0 0B0
 
-A replicated stage is updated on every replica, so its all-gather is empty and comes first. Each
-replicated stage lets the other all-gathers start one segment earlier:
+A replicated stage is updated on every replica, so it is not gathered. Each replicated stage lets
+the other all-gathers start one segment earlier:
 
-    stage 0 replicated  0GATHER_PARAM 2GATHER_PARAM 4GATHER_PARAM 0WAIT_PARAM 0F0 2WAIT_PARAM 2F0 ..
+    stage 0 replicated  2ALL_GATHER 4ALL_GATHER 0F0 2F0 ..
 """
 
 from collections.abc import Container, Iterator
@@ -28,7 +28,7 @@ def add_param_gather(plan: Plan, replicated: Container[int] = ()) -> Plan:
         plan: the plan, usually without all-gathers.
         replicated: stages that every replica updates in full.
     """
-    if plan.has(Op.GATHER_PARAM):
+    if plan.has(Op.ALL_GATHER):
         return plan
     return Plan(tuple(_with_param_gather(program, replicated) for program in plan.programs))
 
@@ -39,16 +39,15 @@ def _with_param_gather(program: Program, replicated: Container[int]) -> Program:
     starting = dict(zip(stages, gathered[1:], strict=False))  # before a stage's first forward
 
     def lower() -> Iterator[Action]:
-        for stage in (*(s for s in stages if s in replicated), *gathered[:1]):
-            yield Action(stage, Op.GATHER_PARAM)
+        for stage in gathered[:1]:
+            yield Action(stage, Op.ALL_GATHER)
         waiting = set(stages)
         for action in program:
             stage, op, _ = action
             if op is Op.FORWARD and stage in waiting:
                 waiting.remove(stage)
                 if stage in starting:
-                    yield Action(starting[stage], Op.GATHER_PARAM)
-                yield Action(stage, Op.WAIT_PARAM)
+                    yield Action(starting[stage], Op.ALL_GATHER)
             yield action
 
     return tuple(lower())

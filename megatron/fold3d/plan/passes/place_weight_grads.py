@@ -19,9 +19,8 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from math import inf
 
-from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, gc_paused
+from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, gc_paused, part_begins
 from megatron.fold3d.plan.memory import peak_activations
-from megatron.fold3d.plan.passes.early_grad_sync import sizes_of_parts
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.plan.verify import error_at
 
@@ -69,7 +68,7 @@ class HeldSizes:
         for program in plan.programs:
             split = split_stages(program)
             now = peak = 0.0
-            parts = sizes_of_parts(program) if split else {}
+            begins = part_begins(program) if split else {}
             for action in program:
                 stage, op, _ = action
                 if op is Op.FORWARD:
@@ -79,7 +78,7 @@ class HeldSizes:
                 elif op is Op.WEIGHT:
                     now -= self.delayed[stage]
                 elif op is Op.WEIGHT_PART:
-                    part = parts[action] / WHOLE
+                    part = (action.end - begins[action]) / WHOLE
                     now -= plan.num_microbatches * part * self.delayed[stage]
                 peak = max(peak, now)
             peaks.append(peak)

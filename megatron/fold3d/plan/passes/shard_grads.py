@@ -1,38 +1,36 @@
 """The pass that keeps a stage's gradients whole only while they are computed and reduced.
 
 With a distributed optimizer a replica steps with its shard of the reduced gradients. So when a
-stage's reduce-scatter has ended, the rest of its gradients can be freed. The wait comes one stage
+stage's reduce-scatter has ended, the rest of its gradients can be freed. That comes one stage
 later, so that the reduce-scatter overlaps all backwards of that stage:
 
-    before  rank 0  0F0 2F0 4F0 4B0 4REDUCE_GRAD 2B0 2REDUCE_GRAD 0B0 0REDUCE_GRAD
-                    4WAIT_GRAD 2WAIT_GRAD 0WAIT_GRAD
-    after   rank 0  0F0 2F0 4F0 4B0 4REDUCE_GRAD 2B0 2REDUCE_GRAD
-                    4WAIT_GRAD 4FREE_GRAD 0B0 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD
+    before  rank 0  0F0 2F0 4F0 4B0 4REDUCE_SCATTER 2B0 2REDUCE_SCATTER 0B0 0REDUCE_SCATTER ...
+    after   rank 0  0F0 2F0 4F0 4B0 4REDUCE_SCATTER 2B0 2REDUCE_SCATTER
+                    4FREE_GRAD 0B0 0REDUCE_SCATTER ...
 
 If DP.sync reaches into the next iteration, it needs whole gradients until it ends there. The step
 follows at once, so no shard has to be kept:
 
-    before  rank 0  0WAIT_GRAD 0F0 2WAIT_GRAD 2F0 2B0 2REDUCE_GRAD 0B0 0REDUCE_GRAD
-    after   rank 0  0WAIT_GRAD 0FREE_GRAD 0F0 2WAIT_GRAD 2FREE_GRAD 2F0
-                    2B0 2REDUCE_GRAD 0B0 0REDUCE_GRAD
+    before  rank 0  0STEP 0F0 2STEP 2F0 ...
+    after   rank 0  0STEP 0FREE_GRAD 0F0 2STEP 2FREE_GRAD 2F0 ...
 """
 
 from collections import defaultdict
 from collections.abc import Iterator
 
-from megatron.fold3d.plan.ir import Action, Op, Plan, Program
-from megatron.fold3d.plan.passes.grad_sync import deferred_stages
+from megatron.fold3d.plan.ir import Action, Op, Plan, Program, carried
+from megatron.fold3d.plan.ops import SUM_OPS
 
 
 def shard_grads(plan: Plan) -> Plan:
-    """Wait for each stage's DP.sync, and free its gradients, one stage behind its backwards.
+    """Free each stage's gradients when they are reduced, one stage behind its backwards.
 
     A rank holds at most two stages' gradients whole in an order such as AIAO's, where a stage's
     backwards follow one another: the one that computes, and the one that is reduced. The gradients
     of the last two stages are not freed, because no other stage's backwards follow and the
     iteration ends.
 
-    If a stage's DP.sync reaches into the next iteration, its gradients are freed after the wait
+    If a stage's DP.sync reaches into the next iteration, its gradients are freed after the step
     there. The rank then holds no gradients when its forwards end, and all when its backwards end.
 
     A plan that already frees gradients is returned unchanged.
@@ -48,24 +46,20 @@ def _sharded(program: Program) -> Program:
     for index, (stage, op, _) in enumerate(program):
         if op is Op.BACKWARD:
             first.setdefault(stage, index)
-        elif op is Op.REDUCE_GRAD:
+        elif op in SUM_OPS:
             reduced[stage] = index
-    deferred = deferred_stages(program)
+    late = carried(program)
     freed: defaultdict[int, list[int]] = defaultdict(list)  # stages, by the index of what follows
     for stage, start in reduced.items():
         later = sorted(index for index in first.values() if index > start)
-        if len(later) > 1 and stage not in deferred:
+        if len(later) > 1 and stage not in late:
             freed[later[1]].append(stage)
-    moved = {Action(stage, Op.WAIT_GRAD) for stages in freed.values() for stage in stages}
 
     def lower() -> Iterator[Action]:
         for index, action in enumerate(program):
-            for stage in freed.get(index, ()):
-                yield Action(stage, Op.WAIT_GRAD)
-                yield Action(stage, Op.FREE_GRAD)
-            if action not in moved:
-                yield action
-            if action.op is Op.WAIT_GRAD and action.stage in deferred:
+            yield from (Action(stage, Op.FREE_GRAD) for stage in freed.get(index, ()))
+            yield action
+            if action.op is Op.STEP and action.stage in late:
                 yield Action(action.stage, Op.FREE_GRAD)
 
     return tuple(lower())

@@ -5,11 +5,9 @@ next one, so two all-gathers per iteration are enough: one for the forwards, one
 (AxoNN's depth dimension, gathered once per segment instead of once per micro-batch).
 
     before  rank 0  0F0 2F0 4F0 4B0 2B0 0B0
-    after   rank 0  0GATHER_PARAM 2GATHER_PARAM 0WAIT_PARAM 0F0 0FREE_PARAM
-                    4GATHER_PARAM 2WAIT_PARAM 2F0
-                    4WAIT_PARAM 4F0 4B0 4FREE_PARAM_B
-                    0GATHER_PARAM_B 2B0 2FREE_PARAM_B
-                    0WAIT_PARAM_B 0B0 0FREE_PARAM_B
+    after   rank 0  0ALL_GATHER 2ALL_GATHER 0F0 0FREE_PARAM
+                    4ALL_GATHER 2F0 4F0 4B0 4FREE_PARAM_B
+                    0ALL_GATHER_B 2B0 2FREE_PARAM_B 0B0 0FREE_PARAM_B
 """
 
 from collections.abc import Iterator
@@ -44,7 +42,7 @@ def _sharded(program: Program) -> Program:
     uses = [(i, a.stage) for i, a in enumerate(program) if a.op in _READS_IN_BACKWARD]
     first_use = {stage: i for i, stage in reversed(uses)}
     last_use = {stage: i for i, stage in uses}
-    gathers = [i for i, a in enumerate(program) if a.op is Op.GATHER_PARAM]
+    gathers = [i for i, a in enumerate(program) if a.op is Op.ALL_GATHER]
 
     in_order = sorted(first_use, key=first_use.__getitem__)
     begins = {in_order[0]: first_use[in_order[0]]}  # where its second gather would start
@@ -60,10 +58,8 @@ def _sharded(program: Program) -> Program:
         for index, action in enumerate(program):
             stage = action.stage
             yield from (
-                Action(other, Op.GATHER_PARAM_B) for other in in_order if begins.get(other) == index
+                Action(other, Op.ALL_GATHER_B) for other in in_order if begins.get(other) == index
             )
-            if stage in freed and first_use[stage] == index:
-                yield Action(stage, Op.WAIT_PARAM_B)
             yield action
             if stage in freed and last_forward[stage] == index:
                 yield Action(stage, Op.FREE_PARAM)

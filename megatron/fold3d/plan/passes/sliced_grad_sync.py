@@ -4,25 +4,25 @@ If all streams of a GPU share one hardware queue, collectives that are launched 
 computation until all but the last have ended. So one slice is launched before each computation, and
 slices between the same two computations are one collective:
 
-    before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD
-    after   rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2REDUCE_GRAD.500 0B0 2REDUCE_GRAD 0B1 0REDUCE_GRAD
-                    2WAIT_GRAD 0WAIT_GRAD
+    before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2ALL_REDUCE 0B0 0B1 0ALL_REDUCE 2STEP 0STEP
+    after   rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2ALL_REDUCE:500 0B0 2ALL_REDUCE 0B1 0ALL_REDUCE
+                    2STEP 0STEP
 
 If DP.sync reaches into the next iteration, a share of it, here one half, overlaps the backwards.
 The rest overlaps the next iteration's forwards, in the order in which they need it:
 
-    before  rank 0  0WAIT_GRAD 0F0 0F1 2WAIT_GRAD 2F0 2F1 2B0 2B1 2REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD
-    after   rank 0  0WAIT_GRAD 2REDUCE_GRAD.750 0F0 2REDUCE_GRAD 0F1 2WAIT_GRAD 2F0 2F1 2B0 2B1
-                    2REDUCE_GRAD.250 0B0 2REDUCE_GRAD.500 0B1 0REDUCE_GRAD
+    before  rank 0  0STEP 0F0 0F1 2STEP 2F0 2F1 2B0 2B1 2ALL_REDUCE 0B0 0B1 0ALL_REDUCE ...
+    after   rank 0  0STEP 2ALL_REDUCE:750 0F0 2ALL_REDUCE 0F1 2STEP 2F0 2F1 2B0 2B1
+                    2ALL_REDUCE:250 0B0 2ALL_REDUCE:500 0B1 0ALL_REDUCE ...
 """
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program
-from megatron.fold3d.plan.ops import COMPUTE_OPS
-from megatron.fold3d.plan.passes.grad_sync import deferred_stages
+from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program, carried
+from megatron.fold3d.plan.ops import COMPUTE_OPS, SUM_OPS
+from megatron.fold3d.plan.passes.grad_sync import backwards_end
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 
 MOST_SLICES = 100
@@ -43,36 +43,37 @@ def slice_grad_sync(plan: Plan, shares: Sequence[float]) -> Plan:
 
 
 def _sliced(program: Program, shares: Sequence[float]) -> Program:
-    reduces = [i for i, action in enumerate(program) if action.op is Op.REDUCE_GRAD]
-    deferred = deferred_stages(program)
+    reduces = [i for i, action in enumerate(program) if action.op in SUM_OPS]
+    late = carried(program)
     weights = _weights(program)
     before: defaultdict[int, list[Action]] = defaultdict(list)  # by the index of what follows
-    for index, end in zip(reduces, [*reduces[1:], len(program)], strict=True):
-        stage = program[index].stage
+    for index, end in zip(reduces, [*reduces[1:], backwards_end(program)], strict=True):
+        whole = program[index]
+        stage = whole.stage
         behind = [i for i in range(index, end) if i in weights]
-        if stage in deferred:
+        if stage in late:
             share = round(shares[stage] * WHOLE) if behind else 0
             ahead = [i for i in _window_of_rest(program, stage) if i in weights]
             ahead = ahead or [end if behind else index]  # needed first: at once
         else:
             share, behind, ahead = WHOLE, behind or [index], []
         if share:
-            _put(before, stage, behind, weights, 0, share)
+            _put(before, whole, behind, weights, 0, share)
         if share < WHOLE:
-            _put(before, stage, ahead, weights, share, WHOLE)
+            _put(before, whole, ahead, weights, share, WHOLE)
     sliced: list[Action] = []
     for index, action in enumerate(program):
         sliced += before[index]
-        if action.op is not Op.REDUCE_GRAD:
+        if action.op not in SUM_OPS:
             sliced.append(action)
     return (*sliced, *before[len(program)])
 
 
 def _window_of_rest(program: Program, stage: int) -> range:
-    """Return the indices from the WAIT_GRAD of the stage before to that of a deferred stage."""
-    waits = [i for i, action in enumerate(program) if action.op is Op.WAIT_GRAD]
-    own = next(i for i in waits if program[i].stage == stage)
-    return range(max((i for i in waits if i < own), default=own), own)
+    """Return the indices from the STEP of the stage before to that of a carried stage."""
+    steps = [i for i, action in enumerate(program) if action.op is Op.STEP]
+    own = next(i for i in steps if program[i].stage == stage)
+    return range(max((i for i in steps if i < own), default=own), own)
 
 
 def _weights(program: Program) -> dict[int, int]:
@@ -87,7 +88,7 @@ def _weights(program: Program) -> dict[int, int]:
 
 def _put(
     before: Mapping[int, list[Action]],
-    stage: int,
+    whole: Action,
     gaps: Sequence[int],
     weights: Mapping[int, int],
     begin: int,
@@ -100,6 +101,6 @@ def _put(
     for gap, weight in zip(gaps, ends, strict=True):
         until = begin + (end - begin) * weight // ends[-1]
         if until > last:
-            here = Action(stage, Op.REDUCE_SLICE, until)
-            before[gap].append(here if until < WHOLE else Action(stage, Op.REDUCE_GRAD))
+            part = whole._replace(microbatch=until if until < WHOLE else None)
+            before[gap].append(part)
         last = until

@@ -3,51 +3,55 @@
 `serial_grad_sync` is stock without ``--overlap-grad-reduce``:
 
     before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
-    after   rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1 2REDUCE_GRAD 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD
+    after   rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1 2ALL_REDUCE 0ALL_REDUCE 2STEP 0STEP
 
 `aligned_grad_sync` is stock's interleaved schedule, whose rank r starts r backwards late:
 
     before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
             rank 1  1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1
-    after   rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD
-            rank 1  1F0 1F1 3F0 3F1 3B0 3B1 1B0 3REDUCE_GRAD 1B1 1REDUCE_GRAD 3WAIT_GRAD 1WAIT_GRAD
+    after   rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2ALL_REDUCE 0B0 0B1 0ALL_REDUCE 2STEP 0STEP
+            rank 1  1F0 1F1 3F0 3F1 3B0 3B1 1B0 3ALL_REDUCE 1B1 1ALL_REDUCE 3STEP 1STEP
 """
 
+from collections.abc import Container
+
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program
+from megatron.fold3d.plan.ops import SUM_OPS
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
 
 
-def serial_grad_sync(plan: Plan) -> Plan:
+def serial_grad_sync(plan: Plan, in_shards: Container[int] = ()) -> Plan:
     """Add DP.sync after the last action: stock Megatron without ``--overlap-grad-reduce``."""
 
     def to_the_end(program: Program) -> Program:
-        sync = {op: [a for a in program if a.op is op] for op in (Op.REDUCE_GRAD, Op.WAIT_GRAD)}
-        others = (action for action in program if action.op not in sync)
-        return (*others, *sync[Op.REDUCE_GRAD], *sync[Op.WAIT_GRAD])
+        sums = [action for action in program if action.op in SUM_OPS]
+        steps = [action for action in program if action.op is Op.STEP]
+        others = (a for a in program if a.op not in SUM_OPS and a.op is not Op.STEP)
+        return (*others, *sums, *steps)
 
-    return Plan(tuple(map(to_the_end, add_grad_sync(plan).programs)))
+    return Plan(tuple(map(to_the_end, add_grad_sync(plan, in_shards).programs)))
 
 
-def aligned_grad_sync(plan: Plan) -> Plan:
+def aligned_grad_sync(plan: Plan, in_shards: Container[int] = ()) -> Plan:
     """Add DP.sync as stock Megatron's interleaved schedule starts it by default.
 
     All ranks start a segment's reduction at once: rank r does so r backwards after its last one,
     or at the end of its iteration.
     """
-    synced = add_grad_sync(plan).programs
+    synced = add_grad_sync(plan, in_shards).programs
     return Plan(tuple(_late(program, rank) for rank, program in enumerate(synced)))
 
 
 def _late(program: Program, num_backwards: int) -> Program:
-    """Move every REDUCE_GRAD behind ``num_backwards`` more backwards."""
+    """Move every sum behind ``num_backwards`` more backwards."""
     late: list[Action] = []
     due: list[tuple[int, Action]] = []  # after which number of backwards, in order
     done = 0
     for action in program:
-        if action.op is Op.WAIT_GRAD:  # the first of those that end the program
+        if action.op is Op.STEP:  # the first of those that end the program
             late += [reduce for _, reduce in due]
             due = []
-        if action.op is Op.REDUCE_GRAD:
+        if action.op in SUM_OPS:
             due.append((done + num_backwards, action))
         else:
             late.append(action)

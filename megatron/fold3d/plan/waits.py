@@ -1,0 +1,46 @@
+"""What a rank waits for at an action: what links bring about, by the needs in the table of ops.
+
+All other needs hold by the order of a verified program. Messages are not in here: who reads one is
+up to the transfers of a plan.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megatron.fold3d.plan.ir import Action, Op, Program
+from megatron.fold3d.plan.ops import LINK_OPS, STAGE_OPS, TABLE, Need, Which
+
+_RULES: dict[Op, tuple[Need, ...]] = {
+    op: tuple(need for need in row.needs if need.op in LINK_OPS and need.which is not Which.INPUT)
+    for op, row in TABLE.items()
+}
+
+
+class Awaited(NamedTuple):
+    """An action that another waits for, and how many iterations before it ran last: 0 or 1."""
+
+    action: Action
+    ago: int
+
+
+class Waits:
+    """What the actions of one program wait for."""
+
+    def __init__(self, program: Program) -> None:
+        self._places: dict[Action, int] = {}
+        self._of_stage: defaultdict[tuple[int, Op], list[Action]] = defaultdict(list)
+        for index, action in enumerate(program):
+            if action.op in LINK_OPS:
+                self._places[action] = index
+                self._of_stage[action.stage, action.op].append(action)
+
+    def at(self, index: int, action: Action) -> Iterator[Awaited]:
+        """Yield what the action at an index of the program waits for."""
+        for need in _RULES[action.op] if self._places else ():
+            found = self._of_stage.get((action.stage, need.op), ())
+            if need.which is Which.SAME and need.op not in STAGE_OPS:
+                same = Action(action.stage, need.op, action.microbatch)
+                found = [same] if same in self._places else ()
+            for needed in found:
+                yield Awaited(needed, int(self._places[needed] > index))
