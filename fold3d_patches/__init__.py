@@ -162,7 +162,6 @@ def _install(
         _param_shards(config),
         (measured, ()),
         _alternating_sync(config),
-        _early_sync(config, recorder),
         _grad_sync(config, plans, communicator, recorder),
         _grad_shards(config),
         _weight_grads(config),
@@ -291,16 +290,6 @@ def _alternating_sync(config: "Fold3DConfig") -> "Part":
     return (feature,), ()
 
 
-def _early_sync(config: "Fold3DConfig", recorder: "Recorder | None") -> "Part":
-    """Let DP.sync start between weight gradients, where the plan says so."""
-    if not (config.overlap_grad_reduce and (config.delay_weight_grads or config.auto_delays)):
-        return (), ()
-
-    from megatron.fold3d.runtime.grad_sync.early_sync import EarlySync
-
-    return (EarlySync(recorder),), ()
-
-
 def _grad_sync(
     config: "Fold3DConfig",
     plans: "Plans",
@@ -310,43 +299,33 @@ def _grad_sync(
     if config.schedule == "auto":
         return _auto_schedule(config, plans, recorder)
     if config.backward_share is None:
-        if config.slices_dp_sync:
-            from megatron.fold3d.runtime.grad_sync.planned_slices import SlicedGradSync
-
-            return (SlicedGradSync(recorder),), ()
         if config.replicated_segments or config.auto_replicated:
-            return _replicated_steps(config, plans)
+            return _replicated_steps(config, plans, recorder)
         from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
 
-        return (GradSync(),), ()
+        return (GradSync(recorder),), ()
 
     from megatron.fold3d.runtime.grad_sync.deferred_grad_sync import DeferredGradSync
 
-    slice_bytes = config.dp_slice_bytes
-    places_gathers = config.gathers_params and config.plan_file is None
-    make_feature: Callable[..., DeferredGradSync] = partial(
-        DeferredGradSync, places_gathers=places_gathers
-    )
-    if config.slices_dp_sync:
-        from megatron.fold3d.runtime.grad_sync import planned_slices
-
-        slice_bytes = planned_slices.UNCUT
-        make_feature = planned_slices.SlicedDeferredGradSync
     deferred, step, others = _deferred_sync(
         config,
         config.backward_share,
-        slice_bytes,
         communicator=communicator,
         auto=_auto_shares(config) if config.auto_share else None,
         recorder=recorder,
     )
-    return (make_feature(deferred),), (step, *others)
+    feature = DeferredGradSync(
+        deferred,
+        slices=config.slices_dp_sync,
+        places_gathers=config.gathers_params and config.plan_file is None,
+        recorder=recorder,
+    )
+    return (feature,), (step, *others)
 
 
 def _deferred_sync(
     config: "Fold3DConfig",
     backward_share: float,
-    slice_bytes: int,
     *,
     communicator: "PreemptiveCommunicator | None" = None,
     auto: "AutoShares | None",
@@ -364,11 +343,11 @@ def _deferred_sync(
         zero_grad_buffer,
     )
     from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
+    from megatron.fold3d.runtime.grad_sync.reductions import UNCUT
 
     deferred = DeferredSync(
         backward_share,
-        slice_bytes=slice_bytes,
-        is_planned=config.slices_dp_sync,
+        slice_bytes=UNCUT if config.slices_dp_sync else config.dp_slice_bytes,
         bounded=config.clips_or_scales,
         timeout=_timeout(config),
         communicator=communicator,
@@ -398,29 +377,30 @@ def _auto_schedule(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder |
         deferred, step, others = _deferred_sync(
             config,
             FIRST_SHARE,
-            config.dp_slice_bytes,
             auto=_auto_shares(config),
             recorder=recorder,
         )
         auto = make(deferred=deferred)
-        return (auto, DeferredGradSync(deferred)), (noted_step.patch(auto, step), *others)
+        return (auto, DeferredGradSync(deferred, recorder=recorder)), (noted_step.patch(auto, step), *others)
     if config.auto_replicates:
         from fold3d_patches.schedule import replicated_step
         from megatron.fold3d.runtime.grad_sync.replicated_steps import ReplicatedSteps
 
-        replicated = ReplicatedSteps(())
+        replicated = ReplicatedSteps((), recorder)
         auto = make(replicated=replicated)
         step = replicated_step.patch(replicated)
         return (auto, replicated), (noted_step.patch(auto, step),)
     auto = make()
-    return (auto, GradSync()), (noted_step.patch(auto),)
+    return (auto, GradSync(recorder)), (noted_step.patch(auto),)
 
 
-def _replicated_steps(config: "Fold3DConfig", plans: "Plans") -> "Part":
+def _replicated_steps(
+    config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None"
+) -> "Part":
     from fold3d_patches.schedule import replicated_step
     from megatron.fold3d.runtime.grad_sync.replicated_steps import ReplicatedSteps
 
-    replicated = ReplicatedSteps(config.replicated_segments)
+    replicated = ReplicatedSteps(config.replicated_segments, recorder)
     patches = (replicated_step.patch(replicated),)
     if not config.auto_replicated:
         return (replicated,), patches

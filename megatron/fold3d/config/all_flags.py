@@ -217,6 +217,7 @@ def read_config(args: Namespace) -> Fold3DConfig:
         reduces_early=reduces_early(args),
         receives_late=has_one_queue(args),
         receives_ahead=RECEIVES_AHEAD if args.device == "cpu" else 1,
+        steps_shards=bool(args.use_distributed_optimizer),
         gathers_params=gathers_by_plan(args),
         shards_params=args.shard_segments != "off",
         shards_grads=args.shard_segments == "gradients",

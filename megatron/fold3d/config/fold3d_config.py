@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.fold3d.plan.schedules import LastSegment
+from megatron.fold3d.policy.replicated_segments import stages_of
 
 Device = Literal["cuda", "cpu"]
 Offload = Literal["off", "auto", "on"]
@@ -60,6 +61,7 @@ class Fold3DConfig:
         receives_late: whether receives are posted where they hold up nothing in a hardware queue
             that all streams share.
         receives_ahead: how many computations ahead receives are posted that are not late.
+        steps_shards: whether the optimizer is distributed: each replica steps a shard.
         gathers_params: whether the plan gathers parameters that are updated in shards.
         shards_params: whether a segment's parameters are whole only while it computes.
         replicated_segments: those that every replica steps in full, beside others in shards.
@@ -123,6 +125,7 @@ class Fold3DConfig:
     reduces_early: bool = False
     receives_late: bool = False
     receives_ahead: int = 1
+    steps_shards: bool = False
     gathers_params: bool = False
     shards_params: bool = False
     replicated_segments: tuple[int, ...] = ()
@@ -140,23 +143,14 @@ class Fold3DConfig:
     saved_bytes: int = 0
 
     @property
-    def deferred_stages(self) -> range:
+    def carried_stages(self) -> range:
         """The stages whose DP.sync may reach into the next iteration."""
         return range(0 if self.backward_share is None else self.num_ranks * self.num_segments)
 
     @property
     def replicated_stages(self) -> tuple[int, ...]:
         """The stages of the segments that every replica steps in full."""
-        return self._stages_of(self.replicated_segments)
-
-    @property
-    def early_stages(self) -> tuple[int, ...]:
-        """The stages of ``early_dp_sync``."""
-        return self._stages_of(self.early_dp_sync)
-
-    def _stages_of(self, segments: tuple[int, ...]) -> tuple[int, ...]:
-        ranks = range(self.num_ranks)
-        return tuple(segment * self.num_ranks + rank for segment in segments for rank in ranks)
+        return stages_of(self.replicated_segments, self.num_ranks)
 
     def may_cut_sums(self, num_replicas: int) -> bool:
         """Return True if ``auto`` may cut gradients into other slices than stock.

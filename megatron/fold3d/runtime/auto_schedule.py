@@ -180,15 +180,14 @@ class AutoSchedule(MeasuredTimesFeature):
         if size != self._size:
             self._begin(size)
         choice = self._now(plan)
-        if choice is self._plans.choice(size):
-            return plan
-        self._plans.choose(size, choice)
-        return self._plans.training(size)
+        if choice is not self._plans.choice(size):
+            self._plans.choose(size, choice)
+            plan = self._plans.training(size)
+        self._apply(choice, rank, plan.num_ranks)
+        return plan
 
     def prepare(self, iteration: Iteration) -> None:
         """Predict in the third training iteration; start the clock if the iteration is timed."""
-        if iteration.trains:
-            self._apply(self._plans.choice(iteration.plan.num_microbatches), iteration)
         super().prepare(iteration)
         if not iteration.trains:
             return
@@ -285,7 +284,7 @@ class AutoSchedule(MeasuredTimesFeature):
             return trial.choices[_some(trial.deferring)]
         return trial.choices[_RUN.get(number, 0) if trial.chosen is None else trial.chosen]
 
-    def _apply(self, choice: RunChoice | None, iteration: Iteration) -> None:
+    def _apply(self, choice: RunChoice | None, rank: int, num_ranks: int) -> None:
         """Pass the choice on to the features that take optimizer steps."""
         if choice is self._applied:
             return
@@ -293,7 +292,7 @@ class AutoSchedule(MeasuredTimesFeature):
         if self._replicated is not None:
             self._replicated.choose(() if choice is None else choice.replicated)
         if self._deferred is not None and choice is not None and choice.shares is not None:
-            self._deferred.set_shares(choice.shares[iteration.rank :: iteration.plan.num_ranks])
+            self._deferred.set_shares(choice.shares[rank::num_ranks])
 
     def _count(self, iteration: Iteration) -> None:
         """Take account of an iteration that has ended."""

@@ -127,6 +127,7 @@ class Executor:
         plan = self._plans.training(num_microbatches)
         for feature in self._features:
             plan = feature.revise_plan(plan, rank)
+        self._plans.latest = plan
         return plan
 
     def _run_iteration(self, iteration: Iteration, computations: Computations) -> None:

@@ -29,8 +29,7 @@ from typing import Any
 
 import torch
 
-from megatron.fold3d.plan.ir import Action, Op
-from megatron.fold3d.plan.passes.grad_sync import deferred_stages
+from megatron.fold3d.plan.ir import Action, Op, carried
 from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
 from megatron.fold3d.runtime.shard_buffers import allocate, free, own_shards, sharded_buffers
 
@@ -48,11 +47,11 @@ class GradShards(Feature):
     def prepare(self, iteration: Iteration) -> None:
         """Before a training iteration, free the gradients that Megatron has zeroed.
 
-        A deferred segment's gradients may still be needed by the last iteration's step.
+        A carried segment's gradients may still be needed by the last iteration's step.
         """
         if iteration.trains:
             self._chunks = iteration.chunks
-            late = self._deferred_segments(iteration)
+            late = self._carried_segments(iteration)
             for segment in range(len(self._chunks)):
                 if segment not in late:
                     self._free(segment, [])
@@ -62,7 +61,7 @@ class GradShards(Feature):
         if not iteration.trains:
             return {}
         run_backward = inner[Op.BACKWARD]
-        late = self._deferred_segments(iteration)
+        late = self._carried_segments(iteration)
 
         def backward(action: Action) -> None:
             segment = iteration.segment(action)
@@ -89,10 +88,10 @@ class GradShards(Feature):
                 own.copy_(shard)
 
     @staticmethod
-    def _deferred_segments(iteration: Iteration) -> frozenset[int]:
+    def _carried_segments(iteration: Iteration) -> frozenset[int]:
         """Return the segments whose gradients are freed after their step, in the next iteration."""
         num_ranks = iteration.plan.num_ranks
-        return frozenset(stage // num_ranks for stage in deferred_stages(iteration.program))
+        return frozenset(stage // num_ranks for stage in carried(iteration.program))
 
     def _free(self, segment: int, shards: list[torch.Tensor]) -> None:
         self._kept[segment] = shards

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from megatron.fold3d.plan.ir import Action, Op
-from megatron.fold3d.plan.passes.grad_sync import deferred_stages
-from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
+from megatron.fold3d.plan.ir import Action, Op, carried
+from megatron.fold3d.plan.ops import FREE_OPS, GATHER_OPS
+from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, first_layer_first
 from megatron.fold3d.runtime.shard_buffers import allocate, free, own_shards, sharded_buffers
 
@@ -39,6 +39,7 @@ class ParamShards(Feature):
     def __init__(self) -> None:
         self._chunks: Sequence[Any] = ()
         self._kept: dict[int, list[torch.Tensor]] = {}  # by segment that is freed, one per bucket
+        self._awaited: set[int] = set()  # segments whose next computation waits for an all-gather
         self._hooks_wait = False
 
     def prepare(self, iteration: Iteration) -> None:
@@ -52,36 +53,44 @@ class ParamShards(Feature):
             self._free(segment)
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
-        """Return the handlers that gather, wait for and free parameters, in training."""
+        """Return the handlers that gather and free parameters, in training.
+
+        A computation waits for what it reads, unless DDP's hooks do.
+        """
         if not iteration.trains:
             return {}
+        late = carried(iteration.program)
 
-        def wait_for_forward(action: Action) -> None:
-            if not self._hooks_wait:
+        def waiting(op: Op) -> Handler:
+            def compute(action: Action) -> None:
                 self._wait(iteration.segment(action))
+                inner[op](action)
 
-        late = deferred_stages(iteration.program)
+            return compute
 
         def step(action: Action) -> None:
             if action.stage in late:  # the optimizer writes a shard, or has nothing to do yet
                 self._restore(iteration.segment(action))
-            inner[Op.WAIT_GRAD](action)
+            inner[Op.STEP](action)
 
         def gather(action: Action) -> None:
+            segment = iteration.segment(action)
             if action.stage in late and self._hooks_wait:
-                self._forget(iteration.segment(action))
-                inner[Op.GATHER_PARAM](action)  # and what DP.sync has left for behind it
-            else:
-                self._gather(iteration.segment(action))
+                self._forget(segment)
+                inner[Op.ALL_GATHER](action)
+                return
+            self._gather(segment)
+            if action.op is Op.ALL_GATHER_B or not self._hooks_wait:
+                self._awaited.add(segment)
+
+        def free(action: Action) -> None:
+            self._free(iteration.segment(action))
 
         return {
-            Op.WAIT_GRAD: step,
-            Op.GATHER_PARAM: gather,
-            Op.WAIT_PARAM: wait_for_forward,
-            Op.FREE_PARAM: lambda action: self._free(iteration.segment(action)),
-            Op.GATHER_PARAM_B: lambda action: self._gather(iteration.segment(action)),
-            Op.WAIT_PARAM_B: lambda action: self._wait(iteration.segment(action)),
-            Op.FREE_PARAM_B: lambda action: self._free(iteration.segment(action)),
+            **{op: waiting(op) for op in (Op.FORWARD, Op.BACKWARD, Op.RECOMPUTE)},
+            Op.STEP: step,
+            **dict.fromkeys(GATHER_OPS, gather),
+            **dict.fromkeys(FREE_OPS, free),
         }
 
     def drain(self, iteration: Iteration) -> None:
@@ -119,5 +128,8 @@ class ParamShards(Feature):
             bucket_group.param_gather_dispatched = False
 
     def _wait(self, segment: int) -> None:
+        if segment not in self._awaited:
+            return
+        self._awaited.remove(segment)
         for bucket_group in bucket_groups(self._chunks[segment]):
             bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)

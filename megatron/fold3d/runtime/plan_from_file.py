@@ -1,14 +1,12 @@
 """``--plan-file``: the order of an iteration from a file."""
 
-from itertools import chain
 from pathlib import Path
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.files import parse_plan, read_file
-from megatron.fold3d.plan.ir import Op, Plan, PlanError
-from megatron.fold3d.plan.ops import FREE_OPS, WEIGHT_OPS
+from megatron.fold3d.plan.ir import Op, Plan, PlanError, Program, carried
+from megatron.fold3d.plan.ops import FREE_OPS, SUM_OPS, WEIGHT_OPS
 from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
-from megatron.fold3d.plan.passes.grad_sync import deferred_stages
 
 
 def read_order(config: Fold3DConfig, path: Path, num_microbatches: int) -> Plan:
@@ -33,25 +31,40 @@ def read_order(config: Fold3DConfig, path: Path, num_microbatches: int) -> Plan:
         raise PlanError("found FREE_PARAM in the plan; give --shard-segments weights")
     if not config.shards_grads and plan.has(Op.FREE_GRAD):
         raise PlanError("found FREE_GRAD in the plan; give --shard-segments gradients")
-    if plan.has(Op.REDUCE_SLICE) and not config.slices_dp_sync:
-        raise PlanError("found slices of DP.sync in the plan; give --dp-slices on")
-    for stage in chain.from_iterable(map(stages_in_parts, plan.programs)):
-        is_deferred = stage in config.deferred_stages  # its slices would be `planned_slices`'
-        if is_deferred or not config.reduces_early:
+    for program in plan.programs:
+        _check_sums(config, program)
+    if plan.has(Op.OFFLOAD) and config.offload_activations == "off":
+        raise PlanError("found OFFLOAD in the plan; give --offload-activations on")
+    return plan
+
+
+def _check_sums(config: Fold3DConfig, program: Program) -> None:
+    """Check that the DP.sync of a rank is what this run can do."""
+    early, late = stages_in_parts(program), carried(program)
+    for stage in early:
+        if stage in config.carried_stages or not config.reduces_early:
             raise PlanError(
-                f"found slices of stage {stage}'s DP.sync between its weight gradients; this run "
+                f"found parts of stage {stage}'s DP.sync between its weight gradients; this run "
                 "can only start it behind them (docs/architecture.md, DP.sync between weight "
                 "gradients): move them there"
             )
-    if plan.has(Op.OFFLOAD) and config.offload_activations == "off":
-        raise PlanError("found OFFLOAD in the plan; give --offload-activations on")
-    for stage in chain.from_iterable(map(deferred_stages, plan.programs)):
-        if stage not in config.deferred_stages:
+    for action in program:
+        stage, op, end = action
+        if op in SUM_OPS:
+            in_shards = config.steps_shards and stage not in config.replicated_stages
+            if (op is Op.REDUCE_SCATTER) != in_shards:
+                ours = Op.REDUCE_SCATTER if in_shards else Op.ALL_REDUCE
+                raise PlanError(
+                    f"found {action} in the plan; in this run it is {action._replace(op=ours)}, "
+                    "by --use-distributed-optimizer and --replicate-optimizer"
+                )
+            if end is not None and stage not in early and not config.slices_dp_sync:
+                raise PlanError(f"found {action}, a slice of DP.sync; give --dp-slices on")
+        if stage in late and op is Op.STEP and stage not in config.carried_stages:
             raise PlanError(
-                f"found {stage}WAIT_GRAD before {stage}F0, which ends DP.sync of the iteration "
-                "before: give --backward-share, or move the action to the end"
+                f"found {action} before {stage}F0, which ends DP.sync of the iteration before: "
+                "give --backward-share, or move the action to the end"
             )
-    return plan
 
 
 def _sizes(num_ranks: int, num_segments: int, num_microbatches: int) -> str:

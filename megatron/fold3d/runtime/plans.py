@@ -12,6 +12,7 @@ from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.compile import Options, compile_plan, forward_only
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
 from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.policy.replicated_segments import stages_of
 
 if TYPE_CHECKING:
     from megatron.fold3d.plan.passes.offload import OffloadChoice
@@ -120,38 +121,32 @@ class Plans:
         if choice is not None:
             return Options(
                 delay_weight_grads=choice.delayed,
+                steps_shards=config.steps_shards,
                 gathers_params=config.gathers_params,
                 replicated_stages=choice.replicated_stages,
-                deferred_stages=range(order.num_stages if choice.defers else 0),
+                carried_stages=range(order.num_stages if choice.defers else 0),
                 reduces_early=config.reduces_early,
-                early_dp_sync=choice.early_stages,
+                early_dp_sync=stages_of(choice.early, order.num_ranks),
                 receives_late=config.receives_late,
                 receives_ahead=config.receives_ahead,
             )
         return Options(
             delay_weight_grads=() if config.auto_weight_grads else config.delay_weight_grads,
             recompute_early=config.recompute_early,
+            steps_shards=config.steps_shards,
             gathers_params=config.gathers_params,
             replicated_stages=self._replicated_stages,
             shards_params=config.shards_params,
             shards_grads=config.shards_grads,
             overlap_tensor_parallel=config.overlap_tensor_parallel,
             offload=offloaded,
-            deferred_stages=config.deferred_stages,
-            slice_shares=self._slice_shares(),
+            carried_stages=config.carried_stages,
+            slices=config.slices_dp_sync and not config.carried_stages,  # these: `revise_plan`
             reduces_early=config.reduces_early,
-            early_dp_sync=config.early_stages,
+            early_dp_sync=stages_of(config.early_dp_sync, config.num_ranks),
             receives_late=config.receives_late,
             receives_ahead=config.receives_ahead,
         )
-
-    def _slice_shares(self) -> tuple[float, ...]:
-        """Return the shares by which DP.sync is cut, unless none is or they are measured."""
-        config = self._config
-        if not config.slices_dp_sync or config.auto_share:
-            return ()
-        share = 1.0 if config.backward_share is None else config.backward_share
-        return (share,) * (config.num_ranks * config.num_segments)
 
     def _training_order(self, num_microbatches: int) -> Plan:
         config = self._config

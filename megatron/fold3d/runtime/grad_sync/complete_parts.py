@@ -25,6 +25,11 @@ class Part(NamedTuple):
     end: int
 
     @property
+    def is_whole(self) -> bool:
+        """True if it is all of its bucket."""
+        return self.end - self.begin == self.bucket.grad_data.numel()
+
+    @property
     def data(self) -> torch.Tensor:
         """A view of the bucket's buffer, ``[end - begin]``, in the dtype in which DDP reduces."""
         view: torch.Tensor = self.bucket.grad_data[self.begin : self.end]

@@ -1,7 +1,13 @@
-"""DP.sync, one segment at a time, through Megatron's DDP and its hooks.
+"""DP.sync, one segment at a time, through Megatron's DDP and its hooks, or in parts.
 
-Keeps one invariant: within an iteration a bucket's gradients are reduced once, either by DDP's
-hooks inside the segment's last backward or by an explicit start after it, never by both.
+A sum that the plan cuts into parts is started part by part, in the process groups of its buckets.
+Where weight gradients are computed parameter by parameter, a part sums what is complete:
+
+    compute    .. 0B0 0B1 │ 0W:250 │ 0W:500 │ 0W:1000 │
+    DP.sync               └─ norms ├─ :250 ─┼─ :500 ──┼─── the rest
+
+Keeps one invariant: within an iteration a bucket's gradients are reduced once: by DDP's hooks
+inside the segment's last backward, by an explicit start after it, or in parts.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,30 +16,38 @@ from typing import Any
 
 import torch
 
-from megatron.fold3d.plan.ir import Action, Op
-from megatron.fold3d.plan.ops import WEIGHT_OPS
+from megatron.fold3d.plan.ir import WHOLE, Action, Op, carried, hooked
+from megatron.fold3d.plan.ops import SUM_OPS
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, first_layer_first
+from megatron.fold3d.runtime.grad_sync.reductions import UNCUT, Reductions
+from megatron.fold3d.runtime.trace.recorder import Recorder, no_end
 
 
 class GradSync(Feature):
     """Gradient reduction and parameter all-gather of one rank's model chunks.
 
-    DDP's hooks are disabled from the start of an iteration, as in Megatron's ``no_sync``. `release`
-    enables a segment's hooks right before its last backward. `reduce` then starts the reductions
-    that the hooks did not start.
+    DDP's hooks are disabled from the start of an iteration, as in Megatron's ``no_sync``. Where the
+    plan sums a segment right behind its last backward, its hooks are enabled before that backward.
+    `reduce` then starts the reductions that the hooks did not start.
+
+    Args:
+        recorder: the recorder of the trace, if there is one.
     """
 
     draining = "the last sums of gradients, behind its program"
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        self._recorder = recorder
+        self._in_parts: Reductions | None = None
+        self._names: dict[Any, Action] = {}  # of the latest sum of each chunk
         self._chunks: Sequence[Any] = ()
         self._quiet: Sequence[ExitStack] = ()
         self._no_sync: Sequence[Callable[..., Any]] | None = None
         self._gathers = False
 
     def prepare(self, iteration: Iteration) -> None:
-        """Disable DDP's hooks until `release`, or until the iteration ends."""
+        """Disable DDP's hooks until a segment's sum, or until the iteration ends."""
         config, self._chunks = iteration.config, iteration.chunks
         self._quiet = [iteration.ends.enter_context(ExitStack()) for _ in self._chunks]
         # Megatron sets no_sync_func with --overlap-grad-reduce; without it nothing can start early.
@@ -44,29 +58,48 @@ class GradSync(Feature):
             self._hush(segment)
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
-        """Return the handlers of DP.sync; `BACKWARD` releases a segment before its last backward.
-
-        With delayed weight gradients the last one may be a `WEIGHT` action, which needs no release.
-        """
-        run_backward = inner[Op.BACKWARD]
-        adds = {a.stage: a for a in iteration.program if a.op is Op.BACKWARD or a.op in WEIGHT_OPS}
-        last = frozenset(adds.values())  # a segment that ends in WEIGHT is reduced explicitly
+        """Return the handlers of DP.sync; `BACKWARD` enables hooks that may start a sum."""
+        program = iteration.program
+        run_backward, free_grads = inner[Op.BACKWARD], inner[Op.FREE_GRAD]
+        by_hooks = hooked(program)
+        backwards = {a.stage: a for a in program if a.op is Op.BACKWARD and a.stage in by_hooks}
+        last = frozenset(backwards.values())
+        late = carried(program)
+        cut = {a.stage for a in program if a.op in SUM_OPS and a.microbatch is not None}
+        in_parts = (cut - late.keys()) if self._no_sync is not None else set()
 
         def backward(action: Action) -> None:
             if action in last:
-                self.release(iteration.segment(action))
+                self._quiet[iteration.segment(action)].close()
             run_backward(action)
+
+        def reduce(action: Action) -> None:
+            segment, is_last = iteration.segment(action), action.end == WHOLE
+            if action.stage in in_parts:
+                chunk, sums = self._chunks[segment], self._sums_in_parts()
+                self._names[chunk] = action
+                sums.take(chunk, iteration.unfinished.get(action.stage, ()))
+                sums.start_until(chunk, action.end)
+            if is_last:
+                self.complete(segment)
+                self.start_reduction(segment)
+
+        def free(action: Action) -> None:
+            if action.stage not in late:
+                self.wait(iteration.segment(action))
+            free_grads(action)
 
         def of_segment(act: Callable[[int], None]) -> Handler:
             return lambda action: act(iteration.segment(action))
 
         return {
             Op.BACKWARD: backward,
-            Op.REDUCE_GRAD: of_segment(self.reduce),
-            Op.WAIT_GRAD: of_segment(self.wait),
-            Op.GATHER_PARAM: of_segment(self.gather),
+            Op.ALL_REDUCE: reduce,
+            Op.REDUCE_SCATTER: reduce,
+            Op.STEP: of_segment(self.wait),
+            Op.FREE_GRAD: free,
             # DDP's hooks wait in the forward, so that a layer waits for its own buckets only.
-            Op.WAIT_PARAM: lambda _: None,
+            Op.ALL_GATHER: of_segment(self.gather),
         }
 
     def drain(self, iteration: Iteration) -> None:
@@ -80,17 +113,12 @@ class GradSync(Feature):
                 force_all_reduce=iteration.force_all_reduce,
             )
 
-    def release(self, segment: int) -> None:
-        """Enable DDP's hooks, which reduce each bucket as the last micro-batch completes it."""
-        self._quiet[segment].close()
-
-    def reduce(self, segment: int) -> None:
-        """Start the reductions of a segment's complete gradients that hooks have not started."""
+    def complete(self, segment: int) -> None:
+        """Note that a segment's gradients are complete; DDP's hooks may run again."""
         self._quiet[segment].close()
         if self._no_sync is not None:
             for bucket_group in bucket_groups(self._chunks[segment]):
                 _forget_partial_counts(bucket_group)
-        self.start_reduction(segment)
 
     def start_reduction(self, segment: int) -> None:
         """Start the bucket groups that hooks did not start; in iteration 1 hooks only count."""
@@ -98,7 +126,7 @@ class GradSync(Feature):
         if self._no_sync is not None:
             for bucket_group in bucket_groups(chunk):
                 if not (
-                    bucket_group.grad_reduce_finished  # by `EarlySync`
+                    bucket_group.grad_reduce_finished  # in parts
                     or _reduced_by_hooks(bucket_group)
                     or _reduced_when_finished(bucket_group)
                 ):
@@ -107,6 +135,8 @@ class GradSync(Feature):
     def wait(self, segment: int) -> None:
         """Wait for the segment's reduction; ``finalize_model_grads`` then skips it."""
         chunk = self._chunks[segment]
+        if self._in_parts is not None:
+            self._in_parts.wait(chunk)
         if self._no_sync is not None:
             chunk.finish_grad_sync(force_all_reduce=chunk.force_all_reduce)
 
@@ -120,6 +150,18 @@ class GradSync(Feature):
             for bucket_group in first_layer_first(self._chunks[segment]):
                 if not bucket_group.param_gather_dispatched:
                     bucket_group.start_param_sync()
+
+    def _sums_in_parts(self) -> Reductions:
+        if self._in_parts is None:
+            self._in_parts = Reductions(UNCUT, self._observe)
+            self._in_parts.connect(self._chunks)
+        return self._in_parts
+
+    def _observe(self, chunk: Any, _: int, __: int) -> list[Callable[[], None]]:
+        if self._recorder is None:
+            return []
+        end = self._recorder.open_span(self._names[chunk], "grad_sync")
+        return [] if end is no_end else [end]
 
     def _hush(self, segment: int) -> None:
         if self._no_sync is not None:

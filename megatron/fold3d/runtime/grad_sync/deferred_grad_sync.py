@@ -3,111 +3,157 @@
 `DeferredSync` handles these segments; `GradSync` handles the others, if there are any.
 """
 
-from megatron.fold3d.plan.ir import Action, Op, Plan
+from megatron.fold3d.plan.ir import Action, Op, Plan, Program, carried
+from megatron.fold3d.plan.ops import SUM_OPS
 from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
 from megatron.fold3d.plan.passes.gather_later import gather_later
-from megatron.fold3d.plan.passes.grad_sync import deferred_stages
+from megatron.fold3d.plan.passes.grad_sync import share_grad_sync
+from megatron.fold3d.plan.passes.sliced_grad_sync import slice_grad_sync
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.runtime.feature import Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
 from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
+from megatron.fold3d.runtime.trace.recorder import Recorder
 
 
 class DeferredGradSync(GradSync):
-    """Gradient sync of one rank, which leaves its deferred segments to `DeferredSync`.
+    """Gradient sync of one rank, which leaves its carried segments to `DeferredSync`.
 
     Args:
         deferred: owns reductions and optimizer steps across iterations.
+        slices: whether the plan starts DP.sync in slices, one before each computation.
         places_gathers: whether `revise_plan` may move all-gathers of parameters.
+        recorder: the recorder of the trace, if there is one.
     """
 
-    preparing = "WAIT_GRAD before evaluation"
+    preparing = "STEP before evaluation"
 
-    def __init__(self, deferred: DeferredSync, *, places_gathers: bool = False) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        deferred: DeferredSync,
+        *,
+        slices: bool = False,
+        places_gathers: bool = False,
+        recorder: Recorder | None = None,
+    ) -> None:
+        super().__init__(recorder)
         self._deferred = deferred
-        self._places_gathers = places_gathers
-        self._revised: dict[tuple[int, tuple[int, ...]], tuple[Plan, Plan]] = {}
-        self._deferred_segments: frozenset[int] = frozenset()
+        self._slices, self._places_gathers = slices, places_gathers
+        self._revised: dict[tuple[int, tuple[float, ...], tuple[int, ...]], tuple[Plan, Plan]] = {}
+        self._carried: frozenset[int] = frozenset()  # segments
         self._plan_gathers = False
 
     def revise_plan(self, plan: Plan, rank: int) -> Plan:
-        """Move this rank's all-gathers to where their reduce-scatters should have ended."""
-        if not self._places_gathers:
+        """Cut DP.sync by the latest shares, and move all-gathers behind what is left of it.
+
+        What other ranks do is as if their shares were the same. A plan whose DP.sync is cut already
+        stays as it is.
+        """
+        if not carried(plan.programs[rank]):
             return plan
-        forwards = self._deferred.forwards_before_gathers(plan.num_microbatches)
-        if not any(forwards):
+        segments, ranks = plan.num_segments, plan.num_ranks
+        forwards = (0,) * segments
+        if self._places_gathers:
+            forwards = self._deferred.forwards_before_gathers(plan.num_microbatches, segments)
+        shares = self._deferred.begin_iteration(segments)
+        if _is_cut(plan.programs[rank]):
             return plan
-        key = id(plan), forwards
+        key = id(plan), shares, forwards
         if key not in self._revised:
-            stages = range(rank, plan.num_stages, plan.num_ranks)
-            revised = gather_later(plan, dict(zip(stages, forwards, strict=True)))
+            stages = range(plan.num_stages)
+            revised = gather_later(plan, {stage: forwards[stage // ranks] for stage in stages})
+            cut = slice_grad_sync if self._slices else share_grad_sync
+            revised = cut(revised, [shares[stage // ranks] for stage in stages])
             verify(revised)
             self._revised[key] = plan, revised  # the plan, so that nothing else gets its id
         return self._revised[key][1]
 
     def prepare(self, iteration: Iteration) -> None:
-        """Begin an iteration; take all due steps if it is an evaluation or defers nothing."""
-        stages = deferred_stages(iteration.program)
-        if iteration.trains and stages:
+        """Begin an iteration; take all due steps if it is an evaluation or carries nothing."""
+        late = carried(iteration.program)
+        if iteration.trains and late:
             self._deferred.prepare(iteration.chunks, iteration.groups)
         else:
             self._deferred.drain()
-        self._deferred_segments = frozenset(s // iteration.plan.num_ranks for s in stages)
-        self._plan_gathers = any(action.op is Op.GATHER_PARAM for action in iteration.program)
+        self._carried = frozenset(stage // iteration.plan.num_ranks for stage in late)
+        self._plan_gathers = any(action.op is Op.ALL_GATHER for action in iteration.program)
         super().prepare(iteration)
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
-        """Return the handlers of DP.sync, with that of slices between weight gradients."""
+        """Return the handlers of DP.sync; what comes before a carried STEP is what is left."""
         table = super().handlers(iteration, inner)
-        if not stages_in_parts(iteration.program):
-            return table
+        late = carried(iteration.program)
+        stepped: set[int] = set()  # stages; what follows is of this iteration
 
-        def start_early(action: Action) -> None:
+        def reduce(action: Action) -> None:
+            if action.stage not in late:
+                table[action.op](action)
+                return
             chunk = self._chunks[iteration.segment(action)]
-            self._deferred.start_early(chunk, iteration.unfinished.get(action.stage, ()))
+            if action.stage in stepped:
+                self._deferred.take(chunk, iteration.unfinished.get(action.stage, ()))
+            self._deferred.start_until(chunk, action.end)
 
-        return {**table, Op.REDUCE_SLICE: start_early}
+        def keep(action: Action) -> None:
+            segment = iteration.segment(action)
+            self.complete(segment)
+            self._deferred.take(self._chunks[segment])
+            self._deferred.keep(self._chunks[segment])
 
-    def release(self, segment: int) -> None:
-        """Let DDP's hooks reduce the gradients of a segment that is not deferred."""
-        if segment not in self._deferred_segments:
-            super().release(segment)
+        def finalize(action: Action) -> None:
+            self._deferred.finish_kept(self._chunks[iteration.segment(action)])
 
-    def start_reduction(self, segment: int) -> None:
-        """Start a segment's reductions: the backward share if it is deferred, else all of them."""
-        if segment in self._deferred_segments:
-            self._deferred.start_grad_sync(self._chunks[segment])
-        else:
-            super().start_reduction(segment)
+        def step(action: Action) -> None:
+            stepped.add(action.stage)
+            table[Op.STEP](action)
+
+        return {
+            **table,
+            Op.ALL_REDUCE: reduce,
+            Op.REDUCE_SCATTER: reduce,
+            Op.REDUCE_KEPT: keep,
+            Op.FINALIZE: finalize,
+            Op.STEP: step,
+        }
 
     def wait(self, segment: int) -> None:
-        """Wait for a segment's reduction; a deferred segment's is that of the iteration before."""
-        if segment not in self._deferred_segments:
+        """Wait for a segment's reduction; a carried segment's is that of the iteration before."""
+        if segment not in self._carried:
             super().wait(segment)
             return
-        was_due = self._deferred.finish_step(self._chunks[segment])
+        chunk = self._chunks[segment]
+        was_due = self._deferred.finish_step(chunk)
         if was_due and not self._plan_gathers:
-            self._deferred.gather(self._chunks[segment])
+            self._deferred.gather(chunk)
         self._quiet[segment].close()
         self._hush(segment)  # zeroing the gradients resets DDP's state and re-enables its hooks
 
     def gather(self, segment: int) -> None:
-        """Start to gather a segment's parameters; behind a deferred one, start the next's DP.sync.
+        """Start to gather a segment's parameters.
 
         In the first iteration there is nothing to gather: every replica has loaded all parameters.
         """
-        if segment not in self._deferred_segments:
+        if segment not in self._carried:
             super().gather(segment)
         elif self._gathers:
             self._deferred.gather(self._chunks[segment])
 
     def drain(self, iteration: Iteration) -> None:
-        """Start the reductions that the next forward needs first; call ``finalize_model_grads``."""
-        if iteration.trains and self._deferred_segments:
+        """End the backwards; call ``finalize_model_grads``."""
+        if iteration.trains and self._carried:
             self._deferred.finish_backward()
         super().drain(iteration)
 
     def close(self, error: BaseException | None) -> None:
         """Take the steps that are due."""
         self._deferred.close(error)
+
+
+def _is_cut(program: Program) -> bool:
+    """Return True if carried sums are in slices, or partly in the next iteration, already."""
+    late, early = carried(program), stages_in_parts(program)
+    return any(
+        index < late[stage] or (end is not None and stage not in early)
+        for index, (stage, op, end) in enumerate(program)
+        if op in SUM_OPS and stage in late
+    )

@@ -1,7 +1,7 @@
-"""When a rank's deferred DP.sync runs: its backward share at once, the rest in the forward's order.
+"""A rank's DP.sync that reaches into the next iteration: how much, in which groups, and how scaled.
 
-This module knows nothing of optimizer steps. `DeferredSync` tells it when an iteration begins and
-when the backwards are done, and waits for each chunk's reduction.
+The plan says when a part starts. This module knows nothing of optimizer steps: `DeferredSync` waits
+for each chunk's reduction.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -11,9 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.ir import WHOLE, Action, Op
 from megatron.fold3d.policy.backward_shares import forwards_before_gather
-from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, connect, group_of
+from megatron.fold3d.runtime.grad_sync.bucket_groups import (
+    bucket_groups,
+    connect,
+    group_of,
+    is_sharded,
+)
 from megatron.fold3d.runtime.grad_sync.reductions import Reductions
 from megatron.fold3d.runtime.grad_sync.slices import Piece
 from megatron.fold3d.runtime.trace.recorder import Recorder, no_end
@@ -35,25 +40,24 @@ class DeferredReductions:
         communicator: "PreemptiveCommunicator | None",
         auto: "AutoShares | None",
         recorder: Recorder | None,
-        is_planned: bool,
     ) -> None:
         self._backward_share = backward_share
         self._timeout = timeout
         self._communicator = communicator
         self._auto, self._recorder = auto, recorder
-        self._reductions = Reductions(slice_bytes, self._observe, is_planned=is_planned)
+        self._reductions = Reductions(slice_bytes, self._observe)
 
         # Known with the first iteration.
         self._chunks: Sequence[Any] = ()
         self._stages: Sequence[int] = ()
         self._num_bytes = 0  # of all gradients
         self._parameter_bytes: Sequence[int] = ()  # by segment
+        self._late_bytes: Sequence[int] = ()  # by segment, gradients that may be reduced late
 
         # Of the iteration that runs.
-        self._shares: Sequence[float] = ()
-        self._next_shares: Sequence[float] = ()
+        self._shares: tuple[float, ...] = ()
+        self._next_shares: tuple[float, ...] = ()
         self._scaling: dict[Any, Any] = {}  # by chunk still being reduced
-        self._rest_bytes: Sequence[int] = ()  # by segment, when the last backward ended
 
     def connect_groups(
         self,
@@ -82,6 +86,7 @@ class DeferredReductions:
             bucket.grad_data.nbytes for group in bucket_groups(*chunks) for bucket in group.buckets
         )
         self._parameter_bytes = [sum(p.nbytes for p in chunk.parameters()) for chunk in chunks]
+        self._late_bytes = [self._reductions.num_bytes(chunk) for chunk in chunks]
 
     def set_shares(self, shares: Sequence[float]) -> None:
         """From the next iteration on, start ``shares[segment]`` of DP.sync with the backward.
@@ -92,68 +97,49 @@ class DeferredReductions:
             raise ValueError(f"shares of DP.sync {shares}: give numbers from 0 to 1")
         self._next_shares = tuple(shares)
 
-    @property
-    def shares(self) -> Sequence[float]:
-        """The shares of the latest iteration, by segment; empty before the first."""
-        return self._shares
-
-    def start_until(self, chunk: Any, share: float) -> None:
-        """Start a chunk's slices up to ``share`` of all, if its reduction is in flight."""
-        self._reductions.start_until(chunk, share)
-
-    def update_shares(self, *, whole: bool) -> None:
-        """Begin an iteration with the latest shares that were set or measured.
+    def begin_iteration(self, num_segments: int, *, whole: bool) -> tuple[float, ...]:
+        """Begin an iteration, and return its shares by segment: the latest set or measured.
 
         Args:
-            whole: ignore the shares in this iteration; start all of DP.sync with the backward.
+            num_segments: the number of model chunks.
+            whole: start all of DP.sync with the backward in this iteration.
         """
         if self._auto is not None and (shares := self._auto.begin_iteration()):
             self.set_shares(shares)
-        self._shares = self._next_shares or [self._backward_share] * len(self._chunks)
+        self._shares = self._next_shares or (self._backward_share,) * num_segments
         if whole:
-            self._shares = [1.0] * len(self._chunks)
+            self._shares = (1.0,) * num_segments
+        return self._shares
 
-    def cut_chunk(self, chunk: Any, unfinished: Collection[torch.Tensor] = ()) -> Sequence[Piece]:
-        """Return a chunk's complete gradients as slices for `start_chunk`.
+    def take(self, chunk: Any, unfinished: Collection[torch.Tensor] = ()) -> Sequence[Piece]:
+        """Take what is complete of a chunk's gradients; see `Reductions.take`."""
+        pieces = self._reductions.take(chunk, unfinished)
+        if self._auto is not None and pieces:
+            num_bytes = sum(piece.num_bytes for piece in pieces)
+            self._auto.ready(self._chunks.index(chunk), num_bytes)
+        return pieces
 
-        Args:
-            chunk: the model chunk.
-            unfinished: parameters, of any shape, whose gradients are not complete. A later call
-                returns those.
-        """
-        slices = self._reductions.cut(chunk, unfinished)
-        if self._auto is not None:
-            self._auto.ready(self._chunks.index(chunk), sum(part.num_bytes for part in slices))
-        return slices
+    def start_until(self, chunk: Any, end: int) -> None:
+        """Start what lies before ``end`` thousandths of a chunk's gradients, if any is in flight."""
+        self._reductions.start_until(chunk, end)
 
-    def start_chunk(self, chunk: Any, slices: Sequence[Piece], *, are_last: bool) -> None:
-        """Start to reduce the backward share of a chunk, as far as its slices are complete."""
-        share = self._shares[self._chunks.index(chunk)]
-        self._reductions.start_slices(chunk, slices, share, are_last=are_last)
+    def start_left(self) -> None:
+        """Start all that was not started, lowest chunk first."""
+        self._reductions.start_left()
 
-    def finish_backward(self) -> None:
-        """Start the first chunk's remaining slices; wait for what is reduced in the iteration."""
-        self._rest_bytes = [self._reductions.rest_bytes(chunk) for chunk in self._chunks]
-        self._reductions.finish_backward()
+    def keep(self, chunk: Any) -> None:
+        """Start to reduce what Megatron reads when the iteration ends."""
+        self._reductions.keep(chunk)
 
-    def start_rest(self) -> None:
-        """Start the remaining slices of all chunks, lowest chunk first."""
-        self._reductions.start_rest()
-
-    def start_next(self, chunk: Any) -> None:
-        """Start the remaining slices of the chunk whose forward follows that of ``chunk``.
-
-        Where the plan has slices, it starts them.
-        """
-        if not self._reductions.is_planned:
-            for following in self._chunks[self._chunks.index(chunk) + 1 :][:1]:
-                self._reductions.start_rest_of(following)
+    def finish_kept(self, chunk: Any) -> None:
+        """Wait for what `keep` has started."""
+        self._reductions.finish_kept(chunk)
 
     def forwards_before_gathers(self, num_microbatches: int) -> tuple[int, ...]:
-        """Return, by segment, how many forwards of the one before its remaining slices overlap."""
+        """Return, by segment, how many forwards of the one before overlap what is left of it."""
         return tuple(
             forwards_before_gather(rest, gathered, num_microbatches)
-            for rest, gathered in zip(self._rest_bytes, self._parameter_bytes, strict=True)
+            for rest, gathered in zip(self._rest_bytes(), self._parameter_bytes, strict=True)
         )
 
     def gather(self, chunk: Any) -> None:
@@ -188,15 +174,24 @@ class DeferredReductions:
     def count_deferred(self, *, is_late: bool) -> None:
         """Record in the trace which share of the gradients was reduced in the next iteration."""
         if self._recorder is not None and self._num_bytes:
-            num_bytes = sum(self._rest_bytes) if is_late else 0
+            num_bytes = sum(self._rest_bytes()) if is_late else 0
             self._recorder.count("deferred_grad_sync_share", num_bytes / self._num_bytes)
 
-    def _observe(self, chunk: Any, num_bytes: int) -> list[Callable[[], None]]:
+    def _rest_bytes(self) -> list[float]:
+        """Return, by segment, what the latest iteration has left for the next one."""
+        return [
+            (1 - share) * late for share, late in zip(self._shares, self._late_bytes, strict=True)
+        ]
+
+    def _observe(self, chunk: Any, end: int, num_bytes: int) -> list[Callable[[], None]]:
         """Note that a chunk starts to reduce ``num_bytes``; return callbacks for its end."""
         ends = []
         if self._auto is not None:
             ends.append(self._auto.open_transfer(num_bytes))
         if self._recorder is not None:
+            sharded = any(map(is_sharded, bucket_groups(chunk)))
+            op = Op.REDUCE_SCATTER if sharded else Op.ALL_REDUCE
             stage = self._stages[self._chunks.index(chunk)]
-            ends.append(self._recorder.open_span(Action(stage, Op.REDUCE_GRAD), "grad_sync"))
+            action = Action(stage, op, end if end < WHOLE else None)
+            ends.append(self._recorder.open_span(action, "grad_sync"))
         return [end for end in ends if end is not no_end]

@@ -1,18 +1,18 @@
 """DP.sync that reaches into the next iteration: the paper's free split (Algorithm 2).
 
 A part of each model chunk's gradients is reduced as soon as its last backward is done. The rest
-follows in the order in which the next forward needs the chunks. The first chunk's rest starts when
-all backwards are done; that of the others starts when the next iteration begins. They do not start
-earlier, because Megatron runs small blocking collectives between two iterations, for norms and
-losses, and these would share the links with them.
+follows where the plan says, in the order in which the next forward needs the chunks. The first
+chunk's rest starts when all backwards are done; that of the others starts when the next iteration
+begins. They do not start earlier, because Megatron runs small blocking collectives between two
+iterations, for norms and losses, and these would share the links with them.
 
 Right before a chunk's first forward, this rank waits for the chunk's gradients and takes the
 optimizer step of their iteration. `DeferredReductions` does the reductions; this module the steps.
 
     segments 0 and 1 of a rank; a is the backward share of a segment's DP.sync, b the rest
 
-    compute    .. 1B ..┐ .. 0B ..┐ sums, losses │┌ 0WAIT  .. 0F ..  ┌ 1WAIT  .. 1F ..
-                       │         │              ││ step 0           │ step 1
+    compute    .. 1B ..┐ .. 0B ..┐ sums, losses │┌ 0STEP  .. 0F ..  ┌ 1STEP  .. 1F ..
+                       │         │              ││                  │
     DP.sync            └── 1a    └── 0a ── 0b ──│┘                  │
                                                 └── 1b ─────────────┘
                iteration i                      │ iteration i + 1
@@ -85,7 +85,6 @@ class DeferredSync:
         communicator: starts the slices; without one they start at once.
         auto: measures some iterations and from then on decides the share of each segment.
         recorder: the recorder of the trace, if there is one.
-        is_planned: True if slices are started by the plan's actions, or by a wait, only.
     """
 
     def __init__(
@@ -98,9 +97,7 @@ class DeferredSync:
         communicator: "PreemptiveCommunicator | None" = None,
         auto: "AutoShares | None" = None,
         recorder: Recorder | None = None,
-        is_planned: bool = False,
     ) -> None:
-        self._backward_share = backward_share
         self._bounded = bounded
         self._timeout = timeout
         self._reductions = DeferredReductions(
@@ -110,7 +107,6 @@ class DeferredSync:
             communicator=communicator,
             auto=auto,
             recorder=recorder,
-            is_planned=is_planned,
         )
 
         # Known with the first iteration.
@@ -129,17 +125,23 @@ class DeferredSync:
         self._bound: Bound | None = None
         self._was_late = not bounded  # a young model's gradients are large: expect to wait
         self._due: set[Any] = set()  # chunks
+        self._noted: set[Any] = set()  # chunks whose norms of this iteration are bounded
         self._num_late = self._num_whole = 0  # of all steps
         self._num_normed = self._num_clipped = 0  # of those that deferred nothing
 
     def prepare(self, chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
         """Begin an iteration; all ranks of the job call this together."""
-        if not self._is_sharded:
-            self._reductions.start_rest()
         self._in_iteration = True
+        self._noted.clear()
         if not self._chunks:
             self._connect(chunks, groups)
-        self._reductions.update_shares(whole=not self._was_late)
+
+    def begin_iteration(self, num_segments: int) -> tuple[float, ...]:
+        """Return the share of each segment that starts with its backward in the next iteration.
+
+        All replicas of a stage call this together, once for each iteration that carries DP.sync.
+        """
+        return self._reductions.begin_iteration(num_segments, whole=not self._was_late)
 
     def set_shares(self, shares: Sequence[float]) -> None:
         """From the next iteration on, start ``shares[segment]`` of DP.sync with the backward.
@@ -147,10 +149,6 @@ class DeferredSync:
         All replicas of a stage must be given the same shares.
         """
         self._reductions.set_shares(shares)
-
-    def shares(self, num_segments: int) -> tuple[float, ...]:
-        """Return the share of each segment behind the backwards, of the latest iteration."""
-        return tuple(self._reductions.shares) or (self._backward_share,) * num_segments
 
     @property
     def waited(self) -> bool:
@@ -173,37 +171,34 @@ class DeferredSync:
         """Whether steps of the last iteration are still to be taken."""
         return bool(self._due)
 
-    def start_until(self, chunk: Any, share: float) -> None:
-        """Start to reduce a chunk up to ``share`` of its gradients, if that is in flight."""
-        self._reductions.start_until(chunk, share)
-
-    def start_grad_sync(self, chunk: Any) -> None:
-        """Start to reduce the backward share of a chunk's gradients, all of which are complete."""
-        self._start(chunk, (), are_last=True)
-
-    def start_early(self, chunk: Any, unfinished: Collection[torch.Tensor]) -> None:
-        """Start to reduce what is complete of a chunk's backward share; `start_grad_sync` follows.
+    def take(self, chunk: Any, unfinished: Collection[torch.Tensor] = ()) -> None:
+        """Take what is complete of a chunk's gradients; `start_until` then starts it.
 
         Args:
             chunk: the model chunk.
             unfinished: the parameters whose gradients are not complete.
         """
-        self._start(chunk, unfinished, are_last=False)
+        pieces = self._reductions.take(chunk, unfinished)
+        if self._norm_bound is not None and pieces:
+            more = chunk in self._noted
+            self._norm_bound.add(self._chunks.index(chunk), pieces, more=more)
+            self._noted.add(chunk)
 
-    def _start(self, chunk: Any, unfinished: Collection[torch.Tensor], *, are_last: bool) -> None:
-        slices = self._reductions.cut_chunk(chunk, unfinished)
-        if self._norm_bound is not None:
-            more = self._reductions.is_running(chunk)
-            self._norm_bound.add(self._chunks.index(chunk), slices, more=more)
-        self._reductions.start_chunk(chunk, slices, are_last=are_last)
+    def start_until(self, chunk: Any, end: int) -> None:
+        """Start what was taken before ``end`` thousandths of a chunk, if that is in flight."""
+        self._reductions.start_until(chunk, end)
+
+    def keep(self, chunk: Any) -> None:
+        """Start to reduce what Megatron reads when the iteration ends."""
+        self._reductions.keep(chunk)
+
+    def finish_kept(self, chunk: Any) -> None:
+        """Wait for what `keep` has started."""
+        self._reductions.finish_kept(chunk)
 
     def finish_backward(self) -> None:
-        """Start the remaining slices of the first chunk, whose forward is next.
-
-        Call this when all backwards are done.
-        """
+        """Note that all backwards are done."""
         self._in_iteration = False
-        self._reductions.finish_backward()
 
     def finish_step(self, chunk: Any) -> bool:
         """If a chunk's step is due, wait for its gradients, take the step and zero them.
@@ -212,6 +207,7 @@ class DeferredSync:
             Whether the step was due.
         """
         if chunk not in self._due:
+            assert not self._reductions.is_running(chunk), "its gradients were not waited for"
             return False
         assert self._step is not None
         self._reductions.wait_for(chunk)
@@ -221,21 +217,20 @@ class DeferredSync:
         return True
 
     def gather(self, chunk: Any) -> None:
-        """Start to gather a stepped chunk's parameters, then the rest of the next one's reductions.
+        """Start to gather a stepped chunk's parameters.
 
         Without the distributed optimizer there is nothing to gather.
         """
         if self._is_sharded:
             self._reductions.gather(chunk)
-            self._reductions.start_next(chunk)
 
-    def forwards_before_gathers(self, num_microbatches: int) -> tuple[int, ...]:
-        """Return, by segment, how many forwards of the one before its remaining slices overlap.
+    def forwards_before_gathers(self, num_microbatches: int, num_segments: int) -> tuple[int, ...]:
+        """Return, by segment, how many forwards of the one before overlap what is left of it.
 
         The other forwards of the segment before overlap the segment's all-gather.
         """
         if not self._due:
-            return (0,) * len(self._chunks)
+            return (0,) * num_segments
         return self._reductions.forwards_before_gathers(num_microbatches)
 
     def step(
@@ -270,7 +265,7 @@ class DeferredSync:
             self._num_whole += 1
             self._was_late = False
             self._reductions.count_deferred(is_late=False)
-            self._reductions.start_rest()
+            self._reductions.start_left()
             for chunk in late:
                 self._reductions.wait_for(chunk)
             return whole_step()
@@ -304,7 +299,7 @@ class DeferredSync:
 
     def drain(self) -> None:
         """Finish all reductions and due steps; the parameters are then up to date."""
-        self._reductions.start_rest()
+        self._reductions.start_left()
         for chunk in [chunk for chunk in self._chunks if chunk in self._due]:
             self.finish_step(chunk)
             if self._is_sharded:

@@ -1,22 +1,23 @@
-"""The reductions of model chunks' gradients, in slices that may start at different times.
+"""The gradient sums of model chunks, in parts that start at different times.
 
-Reductions are all-reduces or, with the distributed optimizer, reduce-scatters. The all-gathers of
-parameters that follow reduce-scatters run in the same process groups.
+Sums are all-reduces or, with the distributed optimizer, reduce-scatters. The order of a chunk's
+gradients is the order in which they are taken: as they become complete.
 
-Keeps one invariant: every replica of a chunk starts the same slices in the same order, in process
-groups that nothing else uses. In Megatron's own groups, its small collectives, such as the mean of
-the losses, would queue behind the slices.
+Keeps two invariants. A part starts what lies before its end, is complete, and was not started: so
+nothing is lost or sent twice. Every replica of a chunk starts the same collectives in the same
+order, in process groups that nothing else uses at that time.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from megatron.fold3d.plan.ir import WHOLE
 from megatron.fold3d.runtime.device import Clock
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     Ranks,
@@ -28,11 +29,12 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     set_group,
 )
 from megatron.fold3d.runtime.grad_sync.complete_parts import CompleteParts, Part
+from megatron.fold3d.runtime.grad_sync.shard_reductions import ShardParts
 from megatron.fold3d.runtime.grad_sync.slices import (
     Piece,
     ShardedSlice,
     Slice,
-    divide,
+    Transfer,
     in_iteration_offsets,
     outside,
     ranges_of,
@@ -41,124 +43,143 @@ from megatron.fold3d.runtime.grad_sync.slices import (
     split_after,
 )
 
-Observer = Callable[[Any, int], Iterable[Callable[[], None]]]
-"""Called with a chunk and the bytes it starts to reduce; returns callbacks for when they end."""
+UNCUT = 1 << 60
+"""More bytes than any bucket has: the plan's parts are not cut again."""
+
+Observer = Callable[[Any, int, int], Iterable[Callable[[], None]]]
+"""Called with a chunk, the end of a part in thousandths, and the bytes whose sum starts.
+
+It returns callbacks for when they end.
+"""
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A chunk's gradients, from when the first are complete until their sums are waited for."""
+
+    parts: CompleteParts | None  # None once all are complete
+    shards: ShardParts
+    started: int = 0  # gradients
+    left: list[Piece] = field(default_factory=list)
+    works: list[Transfer] = field(default_factory=list)
+    ends: list[Callable[[], None]] = field(default_factory=list)  # not observed
 
 
 class Reductions:
-    """The gradient reductions in flight of one rank's model chunks.
+    """The gradient sums in flight of one rank's model chunks.
 
     Args:
-        slice_bytes: the largest slice that is reduced at once.
-        observer: is called when slices start; it must not block.
-        is_planned: True if the plan starts slices, with `start_until`. Then `start_slices`,
-            `finish_backward` and `start_rest` start none; `wait` starts what is left.
+        slice_bytes: the most that is summed at once.
+        observer: is called when a part starts; it must not block.
     """
 
-    def __init__(self, slice_bytes: int, observer: Observer, *, is_planned: bool = False) -> None:
+    def __init__(self, slice_bytes: int, observer: Observer) -> None:
         self._slice_bytes = slice_bytes
         self._observer = observer
-        self.is_planned = is_planned
         self._clock: Clock
         self._chunks: Sequence[Any] = ()
         self._reduced_in_iteration: AbstractSet[torch.nn.Parameter] = frozenset()
         self._groups: Mapping[Ranks, dist.ProcessGroup] = {}
-        self._keeping: list[Any] = []
-        self._parts: dict[Any, CompleteParts] = {}  # by chunk whose gradients become complete
-        self._left: dict[Any, int] = {}  # by chunk, gradients of its share that are not complete
-        self._rest: dict[Any, list[Piece]] = {}
-        self._begun: dict[Any, float] = {}  # the share that `start_until` has started
-        self._running: dict[Any, list[dist.Work]] = {}
-        self._ends: defaultdict[Any, list[Callable[[], None]]] = defaultdict(list)  # not observed
+        self._sizes: dict[Any, int] = {}  # of chunks: gradients that are not kept
+        self._in_flight: dict[Any, _InFlight] = {}
+        self._keeping: dict[Any, list[Any]] = {}
 
     def connect(
         self,
         chunks: Sequence[Any],
-        reduced_in_iteration: AbstractSet[torch.nn.Parameter],
-        groups: Mapping[Ranks, dist.ProcessGroup],
+        reduced_in_iteration: AbstractSet[torch.nn.Parameter] = frozenset(),
+        groups: Mapping[Ranks, dist.ProcessGroup] | None = None,
     ) -> None:
-        """Set the model chunks, the parameters to reduce in the iteration, and groups by ranks.
+        """Set the model chunks, the parameters that are kept apart, and groups by ranks.
 
-        Without a group over the same ranks, slices are reduced in that of the bucket.
+        Without a group over the same ranks, gradients are summed in that of the bucket.
         """
         self._clock = Clock(next(chunks[0].parameters()).device)
-        self._chunks, self._reduced_in_iteration, self._groups = (
-            chunks,
-            reduced_in_iteration,
-            groups,
-        )
+        self._chunks, self._reduced_in_iteration = chunks, reduced_in_iteration
+        self._groups = groups or {}
+        self._sizes = {
+            chunk: sum(piece.num_elements for piece in self._whole(chunk)) for chunk in chunks
+        }
 
-    def cut(self, chunk: Any, unfinished: Collection[torch.Tensor] = ()) -> list[Piece]:
-        """Prepare a chunk's complete gradients for reduction and return them as slices.
+    def num_bytes(self, chunk: Any) -> int:
+        """Return the bytes of all gradients of a chunk that are not kept apart."""
+        return sum(piece.num_bytes for piece in self._whole(chunk))
 
-        The slices are views of DDP's gradient buffers. Scaling by DDP's factor has been applied.
+    def take(self, chunk: Any, unfinished: Collection[torch.Tensor] = ()) -> Sequence[Piece]:
+        """Take what is complete of a chunk's gradients, to be started later, and return it.
 
-        Args:
-            chunk: the model chunk.
-            unfinished: parameters, of any shape, whose gradients are not complete. A later call
-                returns those.
-        """
-        parts = self._parts.setdefault(chunk, CompleteParts(chunk))
-        return [piece for part in parts.take(unfinished) for piece in self._pieces(part)]
-
-    def start_slices(
-        self, chunk: Any, complete: Sequence[Piece], share: float, *, are_last: bool = True
-    ) -> None:
-        """Start a chunk's slices until the first ``share`` of all its gradients has been started.
+        The pieces are views of DDP's gradient buffers. They are checked, and scaled by DDP's factor.
 
         Args:
             chunk: the model chunk.
-            complete: its slices that are complete since the last call.
-            share: the same in all calls for an iteration.
-            are_last: whether the chunk's gradients are complete now. Then this first starts what
-                is reduced in the iteration.
+            unfinished: the parameters, of any shape, whose gradients are not complete. A later call
+                takes those.
         """
-        if chunk not in self._left:
-            assert chunk not in self._running, "its gradients were not waited for"
-            whole = sum(piece.num_elements for piece in self._whole(chunk))
-            self._left[chunk] = 0 if self.is_planned else round(share * whole)
-            self._rest[chunk], self._running[chunk], self._begun[chunk] = [], [], 0.0
-        if are_last:
-            for bucket_group in bucket_groups(chunk):
-                self._keep(bucket_group)
-            self._parts.pop(chunk, None)
-        first, rest = split_after(complete, self._left[chunk])
-        self._left[chunk] -= sum(piece.num_elements for piece in first)
-        self._rest[chunk] += rest
-        self._running[chunk] += self._reduce(chunk, first)
-        if are_last:
-            del self._left[chunk]
+        if chunk not in self._in_flight:
+            self._in_flight[chunk] = _InFlight(CompleteParts(chunk), ShardParts())
+        state = self._in_flight[chunk]
+        if state.parts is None:
+            return ()
+        pieces: list[Piece] = []
+        partial: list[Part] = []
+        for part in state.parts.take(unfinished):
+            if self._sums_to_shards(chunk, part.bucket_group) and not part.is_whole:
+                partial.append(part)
+            else:
+                pieces += self._pieces(chunk, part)
+        pieces += state.shards.take(partial, are_last=not unfinished)
+        state.left += pieces
+        if not unfinished:
+            state.parts = None
+        return pieces
 
-    def start_until(self, chunk: Any, share: float) -> None:
-        """Start a chunk's slices up to ``share`` of all, if its reduction is in flight.
+    def start_until(self, chunk: Any, end: int) -> None:
+        """Start what lies before ``end`` thousandths of a chunk's gradients, if any is in flight.
 
-        If slices were cut only where buckets end, this starts one collective per bucket.
+        If pieces were cut only where buckets end, this starts one collective per bucket.
         """
-        begun = self._begun.get(chunk, 0.0)
-        if chunk in self._running and share > begun:
-            part = (share - begun) / (1 - begun)
-            first, self._rest[chunk] = divide(self._rest.get(chunk, ()), part)
-            self._running[chunk] += self._reduce(chunk, first)
-            self._begun[chunk] = share
-
-    def rest_bytes(self, chunk: Any) -> int:
-        """Return the bytes of a chunk's slices that have not been started."""
-        return sum(part.num_bytes for part in self._rest.get(chunk, ()))
-
-    def finish_backward(self) -> None:
-        """Start the first chunk's remaining slices; wait for what is reduced in the iteration."""
-        if not self.is_planned:
-            self.start_rest_of(self._chunks[0])
-        for work in self._keeping:
-            work.wait()
-        self._keeping.clear()
-
-    def start_rest(self) -> None:
-        """Start the remaining slices of all chunks, lowest chunk first."""
-        if self.is_planned:
+        if (state := self._in_flight.get(chunk)) is None:
+            return  # its step has waited for all, or none is complete
+        first, rest = state.left, list[Piece]()
+        if end < WHOLE:
+            until = round(end * self._sizes[chunk] / WHOLE)
+            first, rest = split_after(first, max(0, until - state.started))
+        if not first:
             return
+        state.left = rest
+        state.started += sum(piece.num_elements for piece in first)
+        ends = self._observer(chunk, end, sum(piece.num_bytes for piece in first))
+        works = [piece.reduce() for piece in first]
+        state.works += works
+        state.ends += [each for each in ends if not self._clock.when_done(works, each)]
+
+    def start_left(self) -> None:
+        """Start all that is complete and was not started, lowest chunk first."""
         for chunk in self._chunks:
-            self.start_rest_of(chunk)
+            self.start_until(chunk, WHOLE)
+
+    def is_running(self, chunk: Any) -> bool:
+        """True from the first `take` of a chunk's gradients until `wait` returns."""
+        return chunk in self._in_flight
+
+    def wait(self, chunk: Any) -> None:
+        """Start what is left of a chunk, and wait for its sums, if any is in flight."""
+        self.start_until(chunk, WHOLE)
+        if (state := self._in_flight.pop(chunk, None)) is not None:
+            for work in state.works:
+                work.wait()
+            for end in state.ends:
+                end()
+
+    def keep(self, chunk: Any) -> None:
+        """Start to sum what Megatron reads, in its own process groups, where no part queues."""
+        for bucket_group in bucket_groups(chunk):
+            self._keep(chunk, bucket_group)
+
+    def finish_kept(self, chunk: Any) -> None:
+        """Wait for what `keep` has started."""
+        for work in self._keeping.pop(chunk, ()):
+            work.wait()
 
     def gather(self, chunk: Any) -> None:
         """Start to gather a chunk's parameters, first layers first, in our process groups.
@@ -175,35 +196,14 @@ class Reductions:
                 finally:
                     set_group(bucket_group, megatrons)
 
-    def start_rest_of(self, chunk: Any) -> None:
-        """Start a chunk's remaining slices, if there are any."""
-        if chunk in self._running:
-            self._running[chunk] += self._reduce(chunk, self._rest.pop(chunk, ()))
-
-    def is_running(self, chunk: Any) -> bool:
-        """True from the start of a chunk's reduction until `wait` returns."""
-        return chunk in self._running
-
-    def wait(self, chunk: Any) -> None:
-        """Start a chunk's remaining slices and wait for its reduction, if one is in flight."""
-        self.start_rest_of(chunk)
-        for work in self._running.pop(chunk, ()):
-            work.wait()
-        for end in self._ends.pop(chunk, ()):
-            end()
-
-    def _reduce(self, chunk: Any, parts: Sequence[Piece]) -> list[dist.Work]:
-        if not parts:
-            return []
-        ends = self._observer(chunk, sum(part.num_bytes for part in parts))
-        works = [part.reduce() for part in parts]
-        self._ends[chunk] += [end for end in ends if not self._clock.when_done(works, end)]
-        return works
-
-    def _keep(self, bucket_group: Any) -> None:
-        """Reduce `reduced_in_iteration` in Megatron's own process group, where no slice queues."""
-        if is_sharded(bucket_group):
-            self._keep_sharded(bucket_group)
+    def _keep(self, chunk: Any, bucket_group: Any) -> None:
+        keeping, group = self._keeping.setdefault(chunk, []), group_of(bucket_group)
+        if self._sums_to_shards(chunk, bucket_group):
+            for bucket in bucket_group.buckets:
+                kept = in_iteration_offsets(bucket, self._reduced_in_iteration, group.size())
+                keeping += [
+                    part.reduce() for part in _sharded_slices(bucket_group, bucket, group, kept)
+                ]
             return
         parts = [
             bucket.grad_data[begin:end]
@@ -211,41 +211,34 @@ class Reductions:
             for begin, end in ranges_of(bucket, self._reduced_in_iteration)
         ]
         if parts:
-            group = group_of(bucket_group)
             with _coalescing_manager(group, async_ops=True) as works:
                 for part in parts:
                     dist.all_reduce(part, reduce_op(bucket_group), group=group)
-            self._keeping.append(works)
-
-    def _keep_sharded(self, bucket_group: Any) -> None:
-        group = group_of(bucket_group)
-        for bucket in bucket_group.buckets:
-            kept = in_iteration_offsets(bucket, self._reduced_in_iteration, group.size())
-            self._keeping += [
-                part.reduce() for part in _sharded_slices(bucket_group, bucket, group, kept)
-            ]
+            keeping.append(works)
 
     def _whole(self, chunk: Any) -> Iterator[Piece]:
         """Yield all pieces of a chunk, complete or not."""
         for bucket_group in bucket_groups(chunk):
             for bucket in bucket_group.buckets:
-                yield from self._pieces(Part(bucket_group, bucket, 0, bucket.grad_data.numel()))
+                part = Part(bucket_group, bucket, 0, bucket.grad_data.numel())
+                yield from self._pieces(chunk, part)
 
-    def _pieces(self, part: Part) -> Iterator[Piece]:
-        """Yield the pieces of a part, but for what is reduced in the iteration."""
+    def _pieces(self, chunk: Any, part: Part) -> Iterator[Piece]:
+        """Yield the pieces of a part, but for what is kept apart."""
         bucket_group, bucket = part.bucket_group, part.bucket
         megatrons = group_of(bucket_group)
         ours = self._groups.get(ranks_of(megatrons), megatrons)
         kept = self._reduced_in_iteration
-        if not is_sharded(bucket_group):
+        if not self._sums_to_shards(chunk, bucket_group):
             for data in slices(bucket, kept, self._slice_bytes, part.begin, part.end):
                 yield Slice(data, reduce_op(bucket_group), ours)
             return
-        size = bucket.grad_data.numel()
-        assert (part.begin, part.end) == (0, size), "a part of a bucket is no part of all shards"
         offsets = in_iteration_offsets(bucket, kept, ours.size())
-        rest = outside(offsets, size // ours.size())
+        rest = outside(offsets, bucket.grad_data.numel() // ours.size())
         yield from _sharded_slices(bucket_group, bucket, ours, rest)
+
+    def _sums_to_shards(self, chunk: Any, bucket_group: Any) -> bool:
+        return is_sharded(bucket_group) and not chunk.force_all_reduce
 
 
 def _sharded_slices(

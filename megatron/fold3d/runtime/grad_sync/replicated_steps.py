@@ -21,6 +21,7 @@ from megatron.fold3d.runtime.feature import Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups
 from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
 from megatron.fold3d.runtime.grad_sync.other_shards import OtherShards
+from megatron.fold3d.runtime.trace.recorder import Recorder
 
 _MEGATRONS = "megatron.core.distributed.param_and_grad_buffer"
 
@@ -30,10 +31,11 @@ class ReplicatedSteps(GradSync):
 
     Args:
         segments: the segments that every replica steps; `choose` may change them.
+        recorder: the recorder of the trace, if there is one.
     """
 
-    def __init__(self, segments: Collection[int]) -> None:
-        super().__init__()
+    def __init__(self, segments: Collection[int], recorder: Recorder | None = None) -> None:
+        super().__init__(recorder)
         self._chosen = frozenset(segments)
         self._replicated: frozenset[int] = frozenset()  # in the latest training iteration
         self._whole: frozenset[int] | None = None  # behind the latest step; None is before any

@@ -13,50 +13,44 @@ at a time. A ring of n replicas carries n / (n - 1) times the bytes of a reduce-
 
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.fold3d.policy.shard_order import MOST_BALANCED, in_shards
-from megatron.fold3d.runtime.device import Launched
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, group_of, is_sharded
 from megatron.fold3d.runtime.grad_sync.complete_parts import Part
-from megatron.fold3d.runtime.grad_sync.slices import ranges_of, reduce_op
+from megatron.fold3d.runtime.grad_sync.slices import Piece, ranges_of, reduce_op
 
 _SMALLEST = 1 << 12  # gradients: the latency of less costs more than it gains
 
 
-class Transfer(Launched, Protocol):
-    """Communication that has been started, such as a `dist.Work`."""
+class ShardParts:
+    """Complete parts of one model chunk's buckets, as pieces that are reduced to shards.
 
-    def wait(self) -> object:
-        """Wait for its result, which is then valid on the current stream."""
-
-
-class ShardReductions:
-    """The reductions of one model chunk in an iteration; all replicas start the same ones.
-
-    The own shard is valid on the stream that is current when a transfer is waited for. What other
-    shards hold afterwards is undefined, as after a reduce-scatter.
+    What other shards hold afterwards is undefined, as after a reduce-scatter.
     """
 
     def __init__(self) -> None:
         self._groups: dict[Any, Any] = {}  # the bucket group of each bucket
         self._waiting: dict[Any, list[list[torch.Tensor]]] = {}  # by bucket and shard
 
-    def start(self, parts: Iterable[Part], *, are_last: bool) -> list[Transfer]:
-        """Start to reduce what is complete of every shard.
+    def take(self, parts: Iterable[Part], *, are_last: bool) -> Iterator[Piece]:
+        """Yield what is complete of every shard.
 
         Args:
             parts: complete since the last call.
             are_last: whether the chunk's gradients are complete now, so that none waits.
         """
-        transfers: list[Transfer] = []
         for part in parts:
             num_replicas = group_of(part.bucket_group).size()
             if num_replicas > MOST_BALANCED:
-                transfers += _reduced_to_owners(part)
+                group, op = group_of(part.bucket_group), reduce_op(part.bucket_group)
+                for owner, data in _by_owner(part, num_replicas):
+                    yield OwnedSlice(data, op, group, owner)
                 continue
             self._groups[part.bucket] = part.bucket_group
             waiting = self._waiting.setdefault(part.bucket, [[] for _ in range(num_replicas)])
@@ -65,36 +59,108 @@ class ShardReductions:
         for bucket, waiting in self._waiting.items():
             size = min(sum(data.numel() for data in shard) for shard in waiting)
             if size >= (1 if are_last else _SMALLEST):
-                taken = [_taken(shard, size) for shard in waiting]
-                transfers.append(_Scatter(self._groups[bucket], bucket, taken))
-        return transfers
+                group = self._groups[bucket]
+                taken = [_first(shard, size) for shard in waiting]
+                waiting[:] = [rest for _, rest in taken]
+                yield BalancedSlice(
+                    tuple(first for first, _ in taken), reduce_op(group), group_of(group)
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedSlice:
+    """A contiguous part of one shard, which is reduced to its owner alone.
+
+    Attributes:
+        data: ``[num_elements]``, a view of the bucket.
+        op: the reduce op.
+        group: the replicas.
+        owner: the rank in the group that owns the shard.
+    """
+
+    data: torch.Tensor
+    op: Any
+    group: dist.ProcessGroup
+    owner: int
+
+    @property
+    def views(self) -> tuple[torch.Tensor, ...]:
+        """The view alone."""
+        return (self.data,)
+
+    @property
+    def num_elements(self) -> int:
+        """The number of gradients."""
+        return self.data.numel()
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the view in bytes."""
+        return self.data.nbytes
+
+    def reduce(self) -> dist.Work:
+        """Start to reduce it to its owner; see `Piece.reduce`."""
+        work: dist.Work | None = dist.reduce(
+            self.data, group_dst=self.owner, op=self.op, group=self.group, async_op=True
+        )
+        assert work is not None
+        return work
+
+    def cut(self, size: int) -> tuple["OwnedSlice", "OwnedSlice"]:
+        """Split into the first ``size`` elements and the remaining ones."""
+        return replace(self, data=self.data[:size]), replace(self, data=self.data[size:])
+
+
+@dataclass(frozen=True, slots=True)
+class BalancedSlice:
+    """As many gradients of each shard, wherever they lie in it, which a reduce-scatter sums.
+
+    Attributes:
+        shards: views of the bucket by shard, together equally large.
+        op: the reduce op.
+        group: the replicas, of which each owns a shard.
+    """
+
+    shards: tuple[list[torch.Tensor], ...]
+    op: Any
+    group: dist.ProcessGroup
+
+    @property
+    def views(self) -> tuple[torch.Tensor, ...]:
+        """The views, by shard."""
+        return tuple(chain.from_iterable(self.shards))
+
+    @property
+    def num_elements(self) -> int:
+        """The number of gradients, in all shards together."""
+        return sum(data.numel() for data in self.views)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all views in bytes."""
+        return sum(data.nbytes for data in self.views)
+
+    def reduce(self) -> "_Scatter":
+        """Start a reduce-scatter; see `Piece.reduce`."""
+        return _Scatter(self)
+
+    def cut(self, size: int) -> tuple["BalancedSlice", "BalancedSlice"]:
+        """Split every shard at the same size; the first parts have at most ``size`` elements."""
+        both = [_first(shard, size // len(self.shards)) for shard in self.shards]
+        first, rest = (tuple(shards) for shards in zip(*both, strict=True))
+        return replace(self, shards=first), replace(self, shards=rest)
 
 
 class _Scatter:
-    """A reduce-scatter of as many gradients of each shard, wherever they lie in it.
+    """The reduce-scatter of a slice under way."""
 
-    Args:
-        bucket_group: DDP's.
-        bucket: one of its buckets.
-        shards: views of the bucket by shard, together equally large.
-    """
-
-    def __init__(
-        self, bucket_group: Any, bucket: Any, shards: Sequence[Sequence[torch.Tensor]]
-    ) -> None:
-        group = group_of(bucket_group)
-        views = [data for shard in shards for data in shard]
-        num_elements = sum(data.numel() for data in views)
-        if num_elements == bucket.grad_data.numel():  # then it is in the right order already
-            together = bucket.grad_data
-            shards = [[shard] for shard in together.chunk(group.size())]
-        else:
-            together = torch.cat(views)
-        self._own = shards[group.rank()]
-        self._together = together  # kept while it is read
-        self._sums = together.new_empty(num_elements // group.size())
+    def __init__(self, scattered: BalancedSlice) -> None:
+        group = scattered.group
+        self._own = scattered.shards[group.rank()]
+        self._together = torch.cat(scattered.views)  # kept while it is read
+        self._sums = self._together.new_empty(self._together.numel() // group.size())
         work: dist.Work | None = dist.reduce_scatter_tensor(
-            self._sums, together, reduce_op(bucket_group), group=group, async_op=True
+            self._sums, self._together, scattered.op, group=group, async_op=True
         )
         assert work is not None
         self._work = work
@@ -135,14 +201,6 @@ def spread(chunk: Any, parameters: AbstractSet[torch.Tensor]) -> list[int]:
     return counts
 
 
-def _reduced_to_owners(part: Part) -> Iterator[dist.Work]:
-    group, op = group_of(part.bucket_group), reduce_op(part.bucket_group)
-    for owner, data in _by_owner(part, group.size()):
-        work = dist.reduce(data, group_dst=owner, op=op, group=group, async_op=True)
-        assert work is not None
-        yield work
-
-
 def _by_owner(part: Part, num_replicas: int) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield owners in the order of their shards, and views of what each owns of a part."""
     data: torch.Tensor = part.bucket.grad_data
@@ -151,14 +209,14 @@ def _by_owner(part: Part, num_replicas: int) -> Iterator[tuple[int, torch.Tensor
         yield owner, data[begin:end]
 
 
-def _taken(waiting: list[torch.Tensor], size: int) -> list[torch.Tensor]:
-    """Take the first ``size`` gradients of ``waiting``, which keeps the others."""
-    taken: list[torch.Tensor] = []
-    while size:
-        first = waiting.pop(0)
-        if first.numel() > size:
-            waiting.insert(0, first[size:])
-            first = first[:size]
-        taken.append(first)
-        size -= first.numel()
-    return taken
+def _first(
+    waiting: Sequence[torch.Tensor], size: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Split views into the first ``size`` gradients of them, and the rest."""
+    first: list[torch.Tensor] = []
+    rest: list[torch.Tensor] = []
+    for data in waiting:
+        first += [data[:size]] if size else []
+        rest += [data[size:]] if data.numel() > size else []
+        size -= min(size, data.numel())
+    return first, rest

@@ -14,10 +14,18 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.policy.shard_order import in_shards
+from megatron.fold3d.runtime.device import Launched
+
+
+class Transfer(Launched, Protocol):
+    """Communication that has been started, such as a `dist.Work`."""
+
+    def wait(self) -> object:
+        """Wait for its result, which is then valid on the current stream."""
 
 
 class Piece(Protocol):
-    """Gradients that are reduced together: a `Slice` or a `ShardedSlice`."""
+    """Gradients that are reduced together, such as a `Slice` or a `ShardedSlice`."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -39,7 +47,7 @@ class Piece(Protocol):
     def num_bytes(self) -> int:
         """The size of the views in bytes."""
 
-    def reduce(self) -> dist.Work:
+    def reduce(self) -> Transfer:
         """Start to reduce it in place, asynchronously, and return the work.
 
         The views must be complete on the current stream. The result is valid on the stream that is
@@ -222,11 +230,6 @@ def outside(ranges: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int,
     for begin, end in zip(edges[::2], edges[1::2], strict=True):
         if begin < end:
             yield begin, end
-
-
-def divide(whole: Sequence[Piece], share: float) -> tuple[list[Piece], list[Piece]]:
-    """Split slices into the first ``share`` of their elements, counted together, and the rest."""
-    return split_after(whole, round(share * sum(part.num_elements for part in whole)))
 
 
 def split_after(whole: Sequence[Piece], left: int) -> tuple[list[Piece], list[Piece]]:
