@@ -24,7 +24,7 @@ def test_hooks_start_every_bucket_on_every_rank_and_segment() -> None:
 
 
 def buckets_that_hooks_started(argv: Sequence[str]) -> list[list[tuple[int, int]]]:
-    """Train; of each iteration and segment, the buckets under way at REDUCE_GRAD, and all."""
+    """Train; of each iteration and segment, the buckets under way at ALL_REDUCE, and all."""
     from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
 
     seen: list[tuple[int, int]] = []

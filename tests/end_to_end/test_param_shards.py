@@ -53,7 +53,7 @@ GRADIENTS = "--schedule aiao --shard-segments gradients"
 
 # One segment on one rank, whose gradients are freed before layer norms' are summed over tp ranks.
 FREED_EARLY = (
-    "0GATHER_PARAM 0WAIT_PARAM 0F0 0B0 0F1 0B1 0FREE_PARAM_B 0REDUCE_GRAD 0WAIT_GRAD 0FREE_GRAD"
+    "0ALL_GATHER 0F0 0B0 0F1 0B1 0FREE_PARAM_B 0ALL_REDUCE 0STEP 0FREE_GRAD"
 )
 
 ROWS = (
@@ -299,7 +299,7 @@ def test_bytes_are_those_that_the_plan_predicts(
     row = BYTES
     order = build("aiao", num_ranks=2, num_segments=4, num_microbatches=2)
     options = Options(shards_params=True, shards_grads=mode == "gradients")
-    plan = compile_plan(order, replace(options, deferred_stages=range(8 if deferred else 0)))
+    plan = compile_plan(order, replace(options, carried_stages=range(8 if deferred else 0)))
     # The optimizer's state is made in the first step, and so in the second iteration.
     late = "--backward-share 1 --clip-grad 0 --train-iters 4" if deferred else ""
     traced = f"--trace {tmp_path} --trace-iterations 2"
@@ -313,7 +313,7 @@ def test_bytes_are_those_that_the_plan_predicts(
         whole = sum(found.parameters) + sum(found.gradients)
         assert found.resident == [predicted] * (4 if deferred else 3)
         assert predicted <= most_resident * whole
-        size_of = dict.fromkeys(GATHER_OPS, parameters) | {Op.REDUCE_GRAD: gradients}
+        size_of = dict.fromkeys(GATHER_OPS, parameters) | {Op.ALL_REDUCE: gradients}
         sent = sum(size_of[op][s] for s, op, _ in plan.programs[rank] if op in size_of)
         if not deferred:  # those are not DDP's; behind the third, evaluation gathers as well
             assert found.sent[1] == sent <= 1.34 * whole

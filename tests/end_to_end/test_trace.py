@@ -110,7 +110,7 @@ def _check_order(ranks: tuple[RankTrace, ...], plan: Plan) -> None:
         synced = {span.action for span in timeline.lane(number, Lane.GRAD_SYNC)}
         stages = {action.stage for action in computed}
         assert synced == {
-            Action(stage, op) for stage in stages for op in (Op.REDUCE_GRAD, Op.GATHER_PARAM)
+            Action(stage, op) for stage in stages for op in (Op.ALL_REDUCE, Op.ALL_GATHER)
         }
     first, _ = exposure(timeline)
     *_, before_s, end_s = timeline.iteration_ends_s(0)

@@ -74,7 +74,7 @@ class Run:
             taken: whether the step is taken.
             ends: whether there is a step.
         """
-        plan = self.auto.revise_plan(self.plans.training(m), 0)
+        plan = self.auto.choose_plan(self.plans.training(m), 0)
         iteration: Any = SimpleNamespace(trains=True, plan=plan, rank=0, device=torch.device("cpu"))
         self.auto.prepare(iteration)
         chosen = self.plans.choice(m)

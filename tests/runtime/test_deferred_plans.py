@@ -24,8 +24,8 @@ def plans(backward_share: float | None, plan_file: Path | None = None) -> Plans:
 
 def test_training_waits_before_its_first_forward_and_evaluation_does_not():
     assert plans(0.5).training(1).to_text().splitlines() == [
-        "0RECV_B0 0WAIT_GRAD 0F0 0SEND_F0 0B0 0REDUCE_GRAD",
-        "1RECV_F0 1WAIT_GRAD 1F0 1B0 1SEND_B0 1REDUCE_GRAD",
+        "0RECV_B0 0STEP 0F0 0SEND_F0 0B0 0ALL_REDUCE",
+        "1RECV_F0 1STEP 1F0 1B0 1SEND_B0 1ALL_REDUCE",
     ]
     assert "WAIT" not in plans(0.5).evaluation(1).to_text()
 
@@ -35,7 +35,7 @@ def test_a_plan_file_may_defer_what_the_run_may(tmp_path: Path):
     path.write_text(plans(0.5).training(1).to_text())
 
     assert plans(0.5, path).training(1) == plans(0.5).training(1)
-    with pytest.raises(PlanError, match="found 0WAIT_GRAD before 0F0"):
+    with pytest.raises(PlanError, match="found 0STEP before 0F0"):
         plans(None, path).training(1)
 
 
@@ -46,7 +46,7 @@ def test_a_plan_file_may_delay_weight_gradients_if_the_run_does(tmp_path: Path):
     whole = tmp_path / "whole"
     whole.write_text("0F0 0B0")
 
-    lowered = "0F0 0B0 0W0 0REDUCE_GRAD 0WAIT_GRAD\n"
+    lowered = "0F0 0B0 0W0 0ALL_REDUCE 0STEP\n"
     assert Plans(wanted).training(1).to_text() == lowered
     assert Plans(replace(wanted, plan_file=whole)).training(1).to_text() == lowered
     with pytest.raises(PlanError, match="found W in the plan; give --delay-weight-grads"):
@@ -55,7 +55,7 @@ def test_a_plan_file_may_delay_weight_gradients_if_the_run_does(tmp_path: Path):
 
 def test_a_plan_file_may_reduce_between_weight_gradients_if_the_run_can(tmp_path: Path):
     path = tmp_path / "plan"
-    text = "0F0 0F1 0B0 0B1 0W:500 0REDUCE_GRAD.500 0W:1000 0REDUCE_GRAD 0WAIT_GRAD\n"
+    text = "0F0 0F1 0B0 0B1 0W:500 0ALL_REDUCE:500 0W:1000 0ALL_REDUCE 0STEP\n"
     path.write_text(text)
     wanted = replace(
         CONFIG,
@@ -69,7 +69,7 @@ def test_a_plan_file_may_reduce_between_weight_gradients_if_the_run_can(tmp_path
     assert Plans(wanted).training(2).to_text() == text
     with pytest.raises(PlanError, match=r"stage 0's DP.sync between its weight gradients"):
         Plans(replace(wanted, reduces_early=False)).training(2)
-    path.write_text(f"0WAIT_GRAD {text.removesuffix(' 0WAIT_GRAD\n')}")
+    path.write_text(f"0STEP {text.removesuffix(' 0STEP\n')}")
     with pytest.raises(PlanError, match=r"stage 0's DP.sync between its weight gradients"):
         Plans(replace(wanted, backward_share=0.5)).training(2)
 
@@ -85,6 +85,6 @@ def test_a_deferring_run_reduces_early_where_it_is_asked_to():
         reduces_early=True,
     )
     assert Plans(some).training(2).to_text() == (
-        "0WAIT_GRAD 0F0 0F1 1WAIT_GRAD 1F0 1B0 1F1 1B1 "
-        "1W:500 1REDUCE_GRAD.500 1W:1000 1REDUCE_GRAD 0B0 0B1 0W0 0W1 0REDUCE_GRAD\n"
+        "0STEP 0F0 0F1 1STEP 1F0 1B0 1F1 1B1 "
+        "1W:500 1ALL_REDUCE:500 1W:1000 1ALL_REDUCE 0B0 0B1 0W0 0W1 0ALL_REDUCE\n"
     )

@@ -171,7 +171,7 @@ class AutoSchedule(MeasuredTimesFeature):
         self._is_steady = True
         self._repeats = 0
 
-    def revise_plan(self, plan: Plan, rank: int) -> Plan:
+    def choose_plan(self, plan: Plan, rank: int) -> Plan:
         """Take account of the iteration before; return the plan of the choice that runs now."""
         if self._latest is not None:
             self._count(self._latest)

@@ -115,8 +115,12 @@ class Feature:
     preparing = "the beginning of an iteration"
     draining = "the end of its program"
 
+    def choose_plan(self, plan: Plan, rank: int) -> Plan:
+        """Return the plan of a training iteration, or another one of the run's plans."""
+        return plan
+
     def revise_plan(self, plan: Plan, rank: int) -> Plan:
-        """Return the plan of a training iteration with this feature's changes for ``rank``."""
+        """Return the chosen plan with this feature's changes for ``rank``."""
         return plan
 
     def prepare(self, iteration: Iteration) -> None:

@@ -27,7 +27,7 @@ def test_what_leaves_is_chosen_anew_and_the_latest_plan_is_the_one_that_trains()
     made = plans("auto")
     assert "OFFLOAD2" in made.training(3).to_text()
     kept = made.training(3, OffloadChoice(at_most=0))
-    assert kept.to_text() == "0F0 0F1 0F2 0B0 0B1 0B2 0REDUCE_GRAD 0WAIT_GRAD\n"
+    assert kept.to_text() == "0F0 0F1 0F2 0B0 0B1 0B2 0ALL_REDUCE 0STEP\n"
     made.evaluation(3)
     assert made.latest == kept
     assert not made.fixes_offload

@@ -54,7 +54,7 @@ def test_a_collective_ends_in_the_background():
     record, delivered = recorder(1)
     works = [Launched(), Launched()]
     with record.iteration(1):
-        record.collective("0REDUCE_GRAD", "grad_sync", lambda: works)
+        record.collective("0ALL_REDUCE", "grad_sync", lambda: works)
     works[0].future.set_result(None)
     record.flush()
     assert delivered == []
@@ -67,8 +67,8 @@ def test_a_collective_ends_in_the_background():
 def test_a_collective_that_cannot_tell_its_end_ends_when_it_was_waited_for():
     record, delivered = recorder(1)
     with record.iteration(1):
-        end = record.collective("0REDUCE_GRAD", "grad_sync", lambda: [Mute()])
-        record.collective("2REDUCE_GRAD", "grad_sync", list)()  # over when it returned
+        end = record.collective("0ALL_REDUCE", "grad_sync", lambda: [Mute()])
+        record.collective("2ALL_REDUCE", "grad_sync", list)()  # over when it returned
     record.flush()
     assert delivered == []
     end()

@@ -43,7 +43,7 @@ def test_a_part_is_free_once_it_is_handed_over():
     class Operand:
         pass
 
-    words = ["0B0", "0B1", "0W:500", "0REDUCE_GRAD.500", "0W:1000", "0REDUCE_GRAD"]
+    words = ["0B0", "0B1", "0W:500", "0ALL_REDUCE:500", "0W:1000", "0ALL_REDUCE"]
     turns = Turns(tuple(map(Action.from_str, words)))
 
     def make(ends: Sequence[int]) -> list[list[Operand]]:

@@ -27,7 +27,7 @@ class Part(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """True if it is all of its bucket."""
-        return self.end - self.begin == self.bucket.grad_data.numel()
+        return bool(self.end - self.begin == self.bucket.grad_data.numel())
 
     @property
     def data(self) -> torch.Tensor:

@@ -23,7 +23,7 @@ class Offload(Feature):
         self._plans = plans
         self._recorder = recorder
 
-    def revise_plan(self, plan: Plan, rank: int) -> Plan:
+    def choose_plan(self, plan: Plan, rank: int) -> Plan:
         """Return the plan with this rank's choice of offloads, unless the user's plan has some."""
         if self._plans.fixes_offload:
             return plan
