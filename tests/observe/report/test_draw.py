@@ -145,7 +145,7 @@ def test_an_empty_timeline_can_be_drawn():
 def test_the_caption_says_what_was_run_and_what_it_exposes():
     plan = build("interleaved", num_ranks=2, num_segments=2, num_microbatches=4)
     costs = Costs.uniform(4, grad_sync_s=3.0)
-    timeline = simulate(serial_grad_sync(plan), costs, Execution(flush=True))
+    timeline = simulate(serial_grad_sync(plan), costs)
     assert caption_of(plan, timeline) == (
         "p = 2 · 2 segments · 4 micro-batches · bubble 9.1% of the time · "
         "exposed DP.sync 18.2% · peak activations 3 to 5 per rank"
