@@ -45,7 +45,7 @@ class Span(NamedTuple):
 
     @property
     def word(self) -> str:
-        """The action, or what the rank does else: ``2F0``, ``wait 0ALL_GATHER``, ``optimizer 2``."""
+        """The action, or what else is done: ``2F0``, ``wait 0ALL_GATHER``, ``optimizer 2``."""
         if self.action is None:
             return self.lane
         if self.lane is Lane.OPTIMIZER:
