@@ -271,9 +271,8 @@ def hooked(program: Program) -> frozenset[int]:
     for action in program:
         if action.op in COMPUTE_OPS:
             last = action
-        elif action.op in SUM_OPS:
-            if action.microbatch is None and last and last[:2] == (action.stage, Op.BACKWARD):
-                found.add(action.stage)
+        elif action.op in SUM_OPS and last and last[:2] == (action.stage, Op.BACKWARD):
+            found.add(action.stage)
     parts = {a.stage for a in program if a.op in SUM_OPS and a.microbatch is not None}
     return frozenset(found - parts - carried(program).keys())
 

@@ -117,7 +117,7 @@ class DeferredReductions:
         return pieces
 
     def start_until(self, chunk: Any, end: int) -> None:
-        """Start what lies before ``end`` thousandths of a chunk's gradients, if any is in flight."""
+        """Start what lies before ``end`` thousandths of a chunk, if any of it is in flight."""
         self._reductions.start_until(chunk, end)
 
     def start_left(self) -> None:

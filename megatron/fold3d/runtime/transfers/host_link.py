@@ -26,9 +26,7 @@ from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool, Slot, aligne
 
 _UNFINISHED_SENDS = 4  # a tensor more would wait; the verified plan runs with none unfinished
 _READ = {way.compute: way.receive for way in WAYS}
-_AT_THE_END = frozenset(
-    {FORTH.send, BACK.receive, BACK.compute}
-)  # of their stage; others at its begin
+_AT_THE_END = frozenset({FORTH.send, BACK.receive, BACK.compute})  # of a stage; others: its begin
 _COPIES = 2  # slots whose copy to the device may not be over yet
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.plan.ir import Action, Program
-from megatron.fold3d.plan.ops import PEER, WAYS
+from megatron.fold3d.plan.ops import BACK, FORTH, PEER
 from megatron.fold3d.runtime.transfers.carrier import Transfers
 from megatron.fold3d.runtime.transfers.host_link import HostLink
 from megatron.fold3d.runtime.transfers.p2p import make_groups
@@ -74,8 +74,7 @@ def _host_link(pp_group: dist.ProcessGroup, device: torch.device, timeout: timed
     """Make the host link from the pipeline's last rank to its first, with its process groups."""
     forward, backward = make_groups(pp_group, "gloo", timeout)[-1]
     last, first = pp_group.size() - 1, 0
-    groups = {
-        op: group for way, group in zip(WAYS, (forward, backward), strict=True) for op in way[1:3]
-    }
+    ways = ((FORTH, forward), (BACK, backward))
+    groups = {op: group for way, group in ways for op in (way.send, way.receive)}
     peers = {op: first if step > 0 else last for op, step in PEER.items()}
     return HostLink(groups, peers, device, timeout, pp_group.size())
