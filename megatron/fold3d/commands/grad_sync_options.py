@@ -1,17 +1,15 @@
 """The options that say when DP.sync runs and on which queues; simulates a plan with them."""
 
 from argparse import Namespace
-from dataclasses import replace
 
 from megatron.fold3d.commands.cost_options import Source
 from megatron.fold3d.commands.schedule_options import spelled
 from megatron.fold3d.config.backward_share_flags import AUTO
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.plan.passes.early_grad_sync import slices_parts_only
 from megatron.fold3d.policy.replicated_segments import stages_of
 from megatron.fold3d.predict.search.candidate_timeline import PAUSE_SHARE
-from megatron.fold3d.predict.search.simulated_shares import auto_shares, gathered_when_reduced
+from megatron.fold3d.predict.search.simulated_shares import auto_shares, with_shares
 from megatron.fold3d.predict.simulator.execution import Device, Execution
 from megatron.fold3d.predict.simulator.simulate import simulate
 from megatron.fold3d.predict.simulator.steady import steady_state
@@ -94,15 +92,17 @@ def is_sliced(args: Namespace, source: Source) -> bool:
     return args.cuda_connections == 1 and args.backward_share is not None
 
 
-def slice_shares_of(args: Namespace, plan: Plan, source: Source) -> tuple[float, ...]:
+def slice_shares(args: Namespace, plan: Plan, source: Source) -> tuple[float, ...]:
     """Return the share of each stage's slices behind the backwards."""
-    share = args.backward_share
-    if share == AUTO:  # slices hold up nothing, so they are chosen as if nothing could
-        execution = Execution(
-            nic_of_rank=source.nic_of_rank, routes=source.routes, flush=False, in_order=True
-        )
+    # Slices hold up nothing, so they are chosen as if nothing could.
+    execution = Execution(nic_of_rank=source.nic_of_rank, routes=source.routes, in_order=True)
+    return _shares(args, plan, source, execution)
+
+
+def _shares(args: Namespace, plan: Plan, source: Source, execution: Execution) -> tuple[float, ...]:
+    if args.backward_share == AUTO:
         return auto_shares(plan, source.costs, execution)
-    return (1.0 if share is None else share,) * plan.num_stages
+    return (1.0 if args.backward_share is None else args.backward_share,) * plan.num_stages
 
 
 def check_device_options(args: Namespace, grad_sync: str | None) -> None:
@@ -151,6 +151,8 @@ def _device(args: Namespace, plan: Plan, source: Source) -> Device | None:
         return None
     if args.grad_sync_launches is not None:
         launches = (args.grad_sync_launches,) * plan.num_stages
+    elif is_sliced(args, source):  # a slice is one collective
+        launches = ()
     else:
         deferred = args.backward_share is not None
         launches = source.launches(deferred=deferred, connections=args.cuda_connections)
@@ -161,8 +163,8 @@ def _device(args: Namespace, plan: Plan, source: Source) -> Device | None:
     )
 
 
-def simulated_timeline(args: Namespace, plan: Plan, source: Source, *, deferred: bool) -> Timeline:
-    """Return the timeline of a lowered plan; ``deferred`` is DP.sync that reaches the next one."""
+def simulated_timeline(args: Namespace, plan: Plan, source: Source) -> tuple[Plan, Timeline]:
+    """Return a lowered plan with its shares of DP.sync, and its timeline."""
     execution = Execution(
         device=_device(args, plan, source),
         nic_of_rank=source.nic_of_rank,
@@ -170,19 +172,12 @@ def simulated_timeline(args: Namespace, plan: Plan, source: Source, *, deferred:
         preemptive=args.preemptive_comm,
         pause_share=PAUSE_SHARE,
         grad_sync_order="edf" if args.grad_sync == "deferred" else "fifo",
-        flush=not deferred,
         in_order=True,
         overlap_tensor_parallel=bool(args.overlap_tensor_parallel),
         shard_shares=() if source.hardware is None else source.hardware.shard_shares,
     )
-    if (share := args.backward_share) is not None and slices_parts_only(plan):
-        shares = (
-            auto_shares(plan, source.costs, execution)
-            if share == AUTO
-            else (share,) * plan.num_stages
-        )
-        execution = replace(execution, backward_share=shares)
-        plan = gathered_when_reduced(plan, source.costs, shares)
-    if args.iterations is None and deferred:
-        return steady_state(plan, source.costs, execution)
-    return simulate(plan, source.costs, execution, iterations=args.iterations or 1)
+    if args.backward_share is not None and not is_sliced(args, source):
+        plan = with_shares(plan, source.costs, _shares(args, plan, source, execution))
+    if args.iterations is None and not plan.flushes:
+        return plan, steady_state(plan, source.costs, execution)
+    return plan, simulate(plan, source.costs, execution, iterations=args.iterations or 1)

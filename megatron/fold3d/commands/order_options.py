@@ -71,9 +71,7 @@ def _sizes(args: Namespace, source: Source) -> Callable[[Plan], HeldSizes]:
 
 
 def _judged_alone(source: Source) -> Judge:
-    execution = Execution(
-        nic_of_rank=source.nic_of_rank, routes=source.routes, flush=True, in_order=True
-    )
+    execution = Execution(nic_of_rank=source.nic_of_rank, routes=source.routes, in_order=True)
 
     def judge(order: Plan) -> tuple[bool, float]:
         plan = lower(order, Options(gathers_params=source.gathers_params, transfers=False))

@@ -7,6 +7,7 @@ from megatron.fold3d.commands.cost_options import Hardware, Source
 from megatron.fold3d.commands.schedule_options import spelled
 from megatron.fold3d.config.backward_share_flags import AUTO
 from megatron.fold3d.plan.ir import Op, Plan
+from megatron.fold3d.plan.ops import GATHER_OPS, WEIGHT_OPS
 from megatron.fold3d.policy.replicated_segments import choose_replicated, stages_of, units
 from megatron.fold3d.predict.cost_model.sizes import replicated_bytes
 from megatron.fold3d.predict.search.replicated_choice import (
@@ -37,7 +38,7 @@ def chosen_segments(
             f"{found}: it chooses which segments are updated in shards; give --model, --cluster "
             "and --distributed-optimizer"
         )
-    if grad_sync is not None or args.cuda_connections is not None or order.has(Op.GATHER_PARAM):
+    if grad_sync is not None or args.cuda_connections is not None or order.has(*GATHER_OPS):
         raise ValueError(
             f"{found}: it is simulated where an iteration waits for all gradients, with a queue "
             "for each stream; drop --grad-sync, --backward-share, --cuda-connections and gathers "
@@ -54,7 +55,7 @@ def chosen_segments(
     hardware = source.hardware
     delayed = args.delay_weight_grads or ()
     if reduces_early and delayed != AUTO:  # where they go depends on what is replicated
-        order = order.select(frozenset(Op) - {Op.WEIGHT})
+        order = order.select(frozenset(Op) - WEIGHT_OPS)
     iteration = SimulatedIteration(
         order,
         () if delayed == AUTO else delayed,

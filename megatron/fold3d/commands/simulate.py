@@ -15,7 +15,7 @@ from megatron.fold3d.commands.grad_sync_options import (
     is_sliced,
     reduces_early,
     simulated_timeline,
-    slice_shares_of,
+    slice_shares,
 )
 from megatron.fold3d.commands.layer_options import with_chosen_layers
 from megatron.fold3d.commands.order_options import chosen_order
@@ -39,7 +39,8 @@ from megatron.fold3d.observe.report.draw import caption_of, draw
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
-from megatron.fold3d.plan.ops import HOST_OPS
+from megatron.fold3d.plan.ops import HOST_OPS, SUM_OPS, WEIGHT_OPS
+from megatron.fold3d.plan.passes.recompute import recomputed
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.policy.replicated_segments import stages_of
 from megatron.fold3d.predict.simulator.lower_bound import bounds_of
@@ -68,13 +69,13 @@ def run(args: Namespace) -> int:
         complain(f"{name}: {error}")
         return REJECTED
     grad_sync = grad_sync_of(args)
-    if compute.has(Op.REDUCE_GRAD) and grad_sync is not None:
+    if compute.has(*SUM_OPS) and grad_sync is not None:
         raise ValueError(
             f"--grad-sync {grad_sync} or a share: the plan has its own DP.sync; drop it"
         )
     check_device_options(args, grad_sync)
     source = costs_of(args, compute)
-    if compute.has(Op.RECOMPUTE) and not any(source.costs.recompute_s):
+    if any(map(recomputed, compute.programs)) and not any(source.costs.recompute_s):
         raise ValueError(
             f"{name} recomputes early, and costs have no recomputation: give --recompute-s with "
             "--backward-s, or --recompute full with a model, or recompute_s in --costs"
@@ -98,7 +99,7 @@ def run(args: Namespace) -> int:
         shards_grads=args.shard_segments == "gradients",
         transfers=bool(args.overlap_tensor_parallel),  # sends stand behind both of a pair
         grad_sync="serial" if grad_sync == "serial" else "overlap",
-        deferred_stages=range(compute.num_stages if grad_sync == "deferred" else 0),
+        carried_stages=range(compute.num_stages if grad_sync == "deferred" else 0),
         reduces_early=early,
         early_dp_sync=early_stages_of(args, source, compute.num_ranks, may=early),
     )
@@ -106,11 +107,12 @@ def run(args: Namespace) -> int:
 
     def simulated(order: Plan, source: Source) -> tuple[Plan, Timeline]:
         if delayed:  # the passes put some of them behind the backwards of their segments
-            order = order.select(frozenset(Op) - {Op.WEIGHT})
+            order = order.select(frozenset(Op) - WEIGHT_OPS)
         plan = lower(order, options)
         if sliced:
-            plan = lower(order, replace(options, slice_shares=slice_shares_of(args, plan, source)))
-        return plan, simulated_timeline(args, plan, source, deferred=grad_sync == "deferred")
+            shares = slice_shares(args, plan, source)
+            plan = lower(order, replace(options, shares=shares, slices=True))
+        return simulated_timeline(args, plan, source)
 
     def judged_with(order: Plan, source: Source) -> tuple[bool, float]:
         plan, timeline = simulated(order, source)

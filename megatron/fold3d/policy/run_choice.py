@@ -45,11 +45,6 @@ class RunChoice:
         return self.defers or bool(self.replicated)
 
     @property
-    def early_stages(self) -> tuple[int, ...]:
-        """The stages of the segments of ``early``."""
-        return stages_of(self.early, self.order.num_ranks)
-
-    @property
     def replicated_stages(self) -> tuple[int, ...]:
         """The stages of the segments that every replica steps in full."""
         return stages_of(self.replicated, self.order.num_ranks)

@@ -12,13 +12,14 @@ from typing import Literal
 
 from megatron.fold3d.observe.memory_curve import Footprint
 from megatron.fold3d.plan.compile import Options, lower
-from megatron.fold3d.plan.ir import Op, Plan, Program
+from megatron.fold3d.plan.ir import Plan, Program, carried
 from megatron.fold3d.plan.memory import peak_resident
-from megatron.fold3d.plan.passes.grad_sync import deferred_stages
+from megatron.fold3d.plan.ops import FREE_OPS, HOST_OPS
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.sizes import Setup
 
 Shards = Literal["off", "weights", "gradients"]
+_FREE_GRADS = HOST_OPS - FREE_OPS
 
 
 def sharded_footprint(
@@ -71,12 +72,12 @@ def aiao_change(gradient_bytes: Sequence[float], setup: Setup, shards: Shards) -
 
 def _freed_late(program: Program) -> frozenset[int]:
     """Return the stages that free what the iteration before has reduced, before their forwards."""
-    freed = {stage for stage, op, _ in program if op is Op.FREE_GRAD}
-    return deferred_stages(program) & freed
+    freed = {stage for stage, op, _ in program if op in _FREE_GRADS}
+    return carried(program).keys() & freed
 
 
 def _without_frees(program: Program, late: AbstractSet[int]) -> Program:
-    return tuple(a for a in program if a.op is not Op.FREE_GRAD or a.stage not in late)
+    return tuple(a for a in program if a.op not in _FREE_GRADS or a.stage not in late)
 
 
 def _saving(

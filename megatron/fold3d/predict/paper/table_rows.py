@@ -79,12 +79,12 @@ def _predict_pipeline(tables: Tables, row: Row, fit: Fit) -> dict[str, float]:
     )
     if folds:
         order = build("aiao", last_segment="afab", **sizes)
-        plan = lower(order, Options(transfers=False, deferred_stages=range(order.num_stages)))
+        plan = lower(order, Options(transfers=False, carried_stages=range(order.num_stages)))
         timeline = simulate(plan, costs, Execution(grad_sync_order="edf"), iterations=ITERATIONS)
     else:
         order = build("interleaved" if segments > 1 else "1f1b", **sizes)
         plan = lower(order, Options(transfers=False, grad_sync="serial"))
-        timeline = simulate(plan, costs, Execution(flush=True))
+        timeline = simulate(plan, costs)
     exposed = mean(exposure(timeline))
     columns = {
         "fwd_ms": measured["fwd_ms"],

@@ -106,18 +106,14 @@ class AutoOrder:
         return times.held
 
     def _judge(self, times: MeasuredTimes, costs: Costs) -> Judge:
-        execution = Execution(
-            flush=not self.defers,
-            in_order=True,
-            grad_sync_order="edf" if self.defers else "fifo",
-        )
+        execution = Execution(in_order=True, grad_sync_order="edf" if self.defers else "fifo")
 
         def judge(order: Plan) -> tuple[bool, float]:
             options = Options(
                 delay_weight_grads=self.delay_weight_grads,
                 recompute_early=self.recompute_early,
                 transfers=False,
-                deferred_stages=range(order.num_stages if self.defers else 0),
+                carried_stages=range(order.num_stages if self.defers else 0),
             )
             plan, held = lower(order, options), times.held
             fits = held is None or all(

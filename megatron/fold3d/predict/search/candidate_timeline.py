@@ -28,7 +28,7 @@ from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.launches import launches
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.order_choice import held_sizes, stage_times
-from megatron.fold3d.predict.search.simulated_shares import auto_shares, gathered_when_reduced
+from megatron.fold3d.predict.search.simulated_shares import auto_shares, with_shares
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Device, Execution, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
@@ -38,14 +38,19 @@ PAUSE_SHARE = 0.5  # what PP.sync may take from DP.sync before they share fairly
 
 
 def plan_of(
-    candidate: Candidate, order: Plan | None = None, slice_shares: tuple[float, ...] = ()
+    candidate: Candidate,
+    order: Plan | None = None,
+    shares: tuple[float, ...] = (),
+    *,
+    slices: bool = False,
 ) -> Plan:
     """Return the plan, with DP.sync where the candidate has it.
 
     Args:
         candidate: the candidate to plan.
         order: an order of computation that replaces its schedule's.
-        slice_shares: as in `Options`.
+        shares: as in `Options`.
+        slices: as in `Options`.
     """
     deferred = candidate.backward_share is not None
     num_stages = candidate.num_ranks * candidate.num_segments
@@ -58,8 +63,9 @@ def plan_of(
         offload=OffloadChoice() if candidate.offload else None,
         transfers=False,
         grad_sync="overlap" if deferred else _grad_sync(candidate),
-        deferred_stages=range(num_stages if deferred else 0),
-        slice_shares=slice_shares,
+        carried_stages=range(num_stages if deferred else 0),
+        shares=shares,
+        slices=slices,
     )
     return lower(order_of(candidate) if order is None else order, options)
 
@@ -139,7 +145,6 @@ def _timeline(
         preemptive=candidate.preemptive,
         pause_share=PAUSE_SHARE,
         in_order=True,
-        flush=share is None,
         sends_waited_for=_sends_waited_for(candidate) if waits_for_sends else frozenset(),
         device=_device(candidate, estimate, connections),
         overlap_tensor_parallel=candidate.overlap_tensor_parallel,
@@ -151,10 +156,8 @@ def _timeline(
     if not shares:  # slices hold up nothing, so they are chosen as if nothing could
         shares = auto_shares(plan, costs, replace(execution, device=None) if sliced else execution)
     if sliced:
-        return simulated(plan_of(candidate, order, shares), costs, _STEADY)
-    plan = gathered_when_reduced(plan, costs, shares)
-    execution = replace(execution, backward_share=shares)
-    return simulated(plan, costs, _STEADY)
+        return simulated(plan_of(candidate, order, shares, slices=True), costs, _STEADY)
+    return simulated(with_shares(plan, costs, shares), costs, _STEADY)
 
 
 def without_grad_sync(candidate: Candidate) -> Candidate:

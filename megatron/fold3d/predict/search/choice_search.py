@@ -19,12 +19,17 @@ from megatron.fold3d.plan.passes.place_weight_grads import (
 )
 from megatron.fold3d.plan.schedules import FORWARDS_AHEAD, build
 from megatron.fold3d.policy.measured_times import MeasuredTimes
-from megatron.fold3d.policy.replicated_segments import Segments, choose_replicated, units
+from megatron.fold3d.policy.replicated_segments import (
+    Segments,
+    choose_replicated,
+    stages_of,
+    units,
+)
 from megatron.fold3d.policy.run_choice import LEAST_GAIN, RunChoice, stock_schedule
 from megatron.fold3d.predict.search.auto_order import costs_from_times
 from megatron.fold3d.predict.search.order_choice import stage_times, worth_trying
 from megatron.fold3d.predict.search.replicated_choice import with_replicated
-from megatron.fold3d.predict.search.simulated_shares import auto_shares
+from megatron.fold3d.predict.search.simulated_shares import auto_shares, with_shares
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
 from megatron.fold3d.predict.simulator.routes import NO_SWITCHES, Routes
@@ -230,7 +235,6 @@ class ChoiceSearch:
         execution = Execution(
             nic_of_rank=self.nic_of_rank,
             routes=self.routes,
-            flush=not choice.defers,
             in_order=True,
             preemptive=False,
             shard_shares=self.shard_shares,
@@ -241,8 +245,8 @@ class ChoiceSearch:
             return simulate(plan, costs, execution).period_s, choice
         choice = replace(choice, shares=auto_shares(plan, costs, execution))
         assert choice.shares is not None
-        execution = replace(execution, backward_share=choice.shares)
-        seconds = steady_state(plan, costs, execution).period_s
+        shared = with_shares(plan, costs, choice.shares)
+        seconds = steady_state(shared, costs, execution).period_s
         if self.clipped:  # all of DP.sync starts with the backwards and ends with the iteration
             waiting_s = self.seconds(replace(choice, shares=None))
             seconds += self.clipped * (waiting_s - seconds)
@@ -261,9 +265,9 @@ class ChoiceSearch:
             gathers_params=self.scope.gathers,
             replicated_stages=choice.replicated_stages,
             transfers=False,
-            deferred_stages=range(choice.order.num_stages if choice.defers else 0),
+            carried_stages=range(choice.order.num_stages if choice.defers else 0),
             reduces_early=self.scope.reduces_early,
-            early_dp_sync=choice.early_stages,
+            early_dp_sync=stages_of(choice.early, self.num_ranks),
         )
 
     def _orders(self) -> Iterator[RunChoice]:

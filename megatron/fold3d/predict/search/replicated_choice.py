@@ -91,7 +91,6 @@ class SimulatedIteration:
         self._reduces_early = reduces_early
         self._early = stages_of(early, order.num_ranks)
         self._execution = Execution(
-            flush=True,
             in_order=True,
             preemptive=False,
             nic_of_rank=nic_of_rank,

@@ -49,11 +49,10 @@ class SimulatedRun:
             num_microbatches=self.num_microbatches,
         )
         stages = range(order.num_stages if self.deferred else 0)
-        plan = lower(order, Options(transfers=False, deferred_stages=stages))
+        plan = lower(order, Options(transfers=False, carried_stages=stages))
         execution = Execution(
             grad_sync_order="edf" if self.deferred else "fifo",
             preemptive=self.preemptive,
-            flush=not self.deferred,
             in_order=True,
         )
         if not self.deferred:  # all are alike

@@ -7,12 +7,12 @@ weight gradients are delayed.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from megatron.fold3d.observe.timeline import Lane, Span
-from megatron.fold3d.plan.ir import Op, Plan
-from megatron.fold3d.plan.ops import WEIGHT_OPS
+from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.ops import GATHER_OPS, PART_OPS, WEIGHT_OPS
 from megatron.fold3d.plan.passes.gather_later import gather_later
+from megatron.fold3d.plan.passes.grad_sync import share_grad_sync
 from megatron.fold3d.policy.backward_shares import (
     FIRST_SHARE,
     backward_shares,
@@ -28,17 +28,17 @@ def auto_shares(plan: Plan, costs: Costs, execution: Execution) -> tuple[float, 
     """Return the share of each stage's DP.sync that fits behind the backwards of its rank.
 
     Args:
-        plan: a plan whose DP.sync is deferred.
+        plan: a plan whose DP.sync is carried, and starts all in its iteration.
         costs: the costs of its stages.
-        execution: how the plan is run; its ``backward_share`` is ignored.
+        execution: how the plan is run.
     """
     stages, ranks = plan.num_stages, plan.num_ranks
     shares = [0.0] * stages
-    if plan.has(Op.GATHER_PARAM) and not plan.has(*WEIGHT_OPS):
+    if plan.has(*GATHER_OPS) and not plan.has(*WEIGHT_OPS):
         return (1.0,) * stages
     if plan.num_segments == 1 or not costs.grad_sync_s:
         return tuple(shares)  # no backward follows
-    first = simulate(plan, costs, replace(execution, backward_share=(FIRST_SHARE,) * stages))
+    first = simulate(share_grad_sync(plan, (FIRST_SHARE,) * stages), costs, execution)
     in_iteration_s = costs.reduced_in_iteration_s or (0.0,) * stages
     late_s = [all_s - own_s for all_s, own_s in zip(costs.grad_sync_s, in_iteration_s, strict=True)]
     at_once_s = [FIRST_SHARE * s + own_s for s, own_s in zip(late_s, in_iteration_s, strict=True)]
@@ -52,37 +52,31 @@ def auto_shares(plan: Plan, costs: Costs, execution: Execution) -> tuple[float, 
     return tuple(shares)
 
 
-def gathered_when_reduced(plan: Plan, costs: Costs, shares: Sequence[float]) -> Plan:
-    """Return the plan with all-gathers of parameters where training moves them, given the shares.
+def with_shares(plan: Plan, costs: Costs, shares: Sequence[float]) -> Plan:
+    """Return a carried plan in which a share of each DP.sync starts in its iteration.
 
-    A plan without gathers, or without any DP.sync that is left for the forward, stays as it is.
+    All-gathers of parameters move to where training moves them, given the shares.
     """
-    if not costs.param_gather_s or not costs.grad_sync_s:
-        return plan
-    return gather_later(
-        plan,
-        {
+    if costs.param_gather_s and costs.grad_sync_s:
+        each = zip(shares, costs.grad_sync_s, costs.param_gather_s, strict=True)
+        forwards = {
             stage: forwards_before_gather((1 - share) * sync_s, gather_s, plan.num_microbatches)
-            for stage, (share, sync_s, gather_s) in enumerate(
-                zip(shares, costs.grad_sync_s, costs.param_gather_s, strict=True)
-            )
-        },
-    )
+            for stage, (share, sync_s, gather_s) in enumerate(each)
+        }
+        plan = gather_later(plan, forwards)
+    return share_grad_sync(plan, shares)
 
 
 def _ready_s(spans: Sequence[Span]) -> dict[int, float]:
     """Return when each stage's last backward ended, or its first part of weight gradients, in s."""
     ready_s: dict[int, float] = {}
-    begun: set[int] = set()
+    begun: set[int] = set()  # stages with a part
     for span in spans:
-        if span.lane is not Lane.COMPUTE or span.action is None or span.action.op is Op.FORWARD:
-            continue
-        stage, op, _ = span.action
-        if op is Op.WEIGHT_PART:
-            if stage in begun:
-                continue
-            begun.add(stage)
-        ready_s[stage] = span.end_s
+        if span.lane is Lane.COMPUTE and span.action is not None:
+            if span.action.stage not in begun:
+                ready_s[span.action.stage] = span.end_s
+            if span.action.op in PART_OPS:
+                begun.add(span.action.stage)
     return ready_s
 
 
@@ -100,8 +94,8 @@ def _slower(
     for span in spans:
         if span.lane is not Lane.GRAD_SYNC or span.action is None:
             continue
-        is_reduction = span.action.op in (Op.REDUCE_GRAD, Op.REDUCE_SLICE)
-        if is_reduction and ready_s[span.action.stage] <= span.start_s < last_s:
+        is_sum = span.action.op not in GATHER_OPS
+        if is_sum and ready_s[span.action.stage] <= span.start_s < last_s:
             of_stage.setdefault(span.action.stage, []).append(span)
     ended = {s: its for s, its in of_stage.items() if all(span.end_s <= last_s for span in its)}
     behind = ended or of_stage

@@ -45,14 +45,14 @@ class Costs:
     grad_sync_s: tuple[float, ...] = ()
     """DP.sync of a stage's gradients at the full rate of the rank's NIC."""
     reduced_in_iteration_s: tuple[float, ...] = ()
-    """The part of ``grad_sync_s`` that ends within its iteration even if the rest is deferred."""
+    """The part of ``grad_sync_s`` of a REDUCE_KEPT, which ends within its iteration."""
     rings_are_buffered: bool = False
     """Whether a message slows DP.sync down in its direction alone: see `policy.ring_buffers`."""
     grad_sync_local: bool = False
     """Whether DP.sync stays inside the node, so that messages have the NIC to themselves."""
     param_gather_s: tuple[float, ...] = ()
     optimizer_s: tuple[float, ...] = ()
-    """Update of a stage's parameters, after its WAIT_GRAD."""
+    """Update of a stage's parameters, by its STEP."""
     offload_s: tuple[float, ...] = ()
     """The copy of one micro-batch's saved activations of a stage to the host."""
     reload_s: tuple[float, ...] = ()

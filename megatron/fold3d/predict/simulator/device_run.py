@@ -97,7 +97,7 @@ class DeviceRun:
         self, steps: Steps, costs: Costs, execution: Execution, device: Device, iterations: int
     ) -> None:
         self.steps, self.costs, self.device = steps, costs, device
-        self.iterations, self.flush = iterations, execution.flush
+        self.iterations, self.flush = iterations, steps.plan.flushes
         self.routes = execution.routes
         self.nics = execution.nic_of_rank or tuple(range(len(steps.programs)))
         self.clock = SimulatedClock()
@@ -118,7 +118,7 @@ class DeviceRun:
         self.alternates = device.connections == 1 and not execution.sends_waited_for
         items = Items(steps, device, costs.grad_sync_s, waited_for, alternates=self.alternates)
         programs = list(map(items.of, steps.programs))
-        self.times_true = [0] * items.num_facts
+        self.times_true = [0] * len(steps.named)
         self.begun: dict[int, _Rank] = {}  # transfers of which one side has begun, by their fact
         self.ranks = [
             _Rank(number, program, device.connections) for number, program in enumerate(programs)
@@ -157,10 +157,10 @@ class DeviceRun:
             for queue in rank.queues:
                 while (iteration := queue.iteration) < rank.released:
                     item = queue.items[queue.position]
-                    _, stream, _, _, after, needs, _ = item
+                    _, stream, _, _, after, needs, _, _ = item
                     if busy[stream] or rank.computed < iteration * per_iteration + after:
                         break
-                    if needs and any(times_true[f] < iteration * n + m for f, n, m in needs):
+                    if needs and any(times_true[f] <= iteration - ago for f, ago in needs):
                         break
                     if (
                         self.most_outstanding is not None
@@ -186,7 +186,7 @@ class DeviceRun:
 
     def _begin(self, rank: _Rank, queue: _Queue, item: Item) -> None:
         now_s, iteration = self.clock.now_s, queue.iteration
-        kind, stream, action, seconds, *_ = item
+        kind, stream, action, seconds, _, _, _, first = item
         held_s = max(queue.since_s, rank.free_s)
         queue.since_s = now_s
         queue.position += 1
@@ -195,10 +195,10 @@ class DeviceRun:
             queue.iteration += 1
         if kind is Kind.WAIT:
             self._wait(rank, action, iteration, held_s)
-            # The first iteration has no deferred DP.sync to wait for, so it steps no optimizer.
-            if not seconds or not (fact := item.needs[0])[1] * iteration + fact[2]:
-                rank.computed += 1
-                return
+            rank.computed += 1
+            return
+        if iteration < first:
+            seconds = 0.0
         rank.busy[stream] = True
         work = _Work(rank, item, iteration, now_s)
         if kind is Kind.TRANSFER:
@@ -236,7 +236,7 @@ class DeviceRun:
             rank.free_s = now_s
         if now_s > since_s or lane is Lane.COMPUTE:  # a stage may hold no layers
             rank.spans.append(Span(lane, since_s, now_s, item.action, iteration))
-        if item.fact != NO_FACT and item.kind is not Kind.WAIT:
+        if item.fact != NO_FACT:
             self.times_true[item.fact] += 1
         self._advance(rank)
 
@@ -246,7 +246,8 @@ class DeviceRun:
         rank.unfinished -= 1
         if (now_s := self.clock.now_s) > since_s:
             rank.spans.append(Span(Lane.GRAD_SYNC, since_s, now_s, item.action, iteration))
-        self.times_true[item.fact] += 1
+        if item.fact != NO_FACT:
+            self.times_true[item.fact] += 1
         self._advance(rank)
 
     def _meet_other_side(self, work: _Work) -> None:

@@ -20,10 +20,9 @@ class Device:
     launches: tuple[int, ...] = ()
     """By stage, the number of collectives of its DP.sync; empty means one for each stage."""
     in_backward: bool = False
-    """Whether DDP's hooks launch them inside the stage's last backward.
+    """Whether DDP's hooks launch them inside the stage's last backward: see `plan.ir.hooked`.
 
-    They cut the backward into equal parts and launch one after each. If DP.sync is deferred, or
-    weight gradients are split from the backward, REDUCE_GRAD launches all of them.
+    They cut the backward into equal parts and launch one after each.
     """
     most_outstanding: int | None = MOST_OUTSTANDING
     """Outstanding NCCL operations at which the host waits; None is no limit."""
@@ -43,8 +42,6 @@ class Execution:
     """Whether PP.sync goes before DP.sync on a shared link; otherwise they share it fairly."""
     pause_share: float = 1.0
     """With ``preemptive``, the share of time for which PP.sync may keep DP.sync waiting."""
-    flush: bool = False
-    """Whether no rank begins an iteration before all ranks have ended the previous one."""
     in_order: bool = False
     """Whether messages from one rank to another go one after the other, as in one communicator.
 
@@ -62,11 +59,6 @@ class Execution:
     """The computations (FORWARD, BACKWARD) after which a rank waits until the result has arrived.
 
     If sends are buffered, the rank waits only until the buffer has taken the message.
-    """
-    backward_share: tuple[float, ...] = ()
-    """Per stage, the part of DP.sync that its REDUCE_GRAD starts (paper Algorithm 2).
-
-    The rest follows the last action, for all stages. If empty, REDUCE_GRAD starts everything.
     """
     shard_shares: tuple[tuple[float, float], ...] = ()
     """Where reductions to shards start between weight gradients: `policy.shard_order`.

@@ -12,8 +12,7 @@ from statistics import median, quantiles
 from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline, queued
 from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
-from megatron.fold3d.plan.ops import COMPUTE_OPS
-from megatron.fold3d.plan.passes.grad_sync import deferred_stages
+from megatron.fold3d.plan.ops import COMPUTE_OPS, GATHER_OPS
 from megatron.fold3d.plan.passes.recompute import recomputed
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.predict.simulator.costs import Costs
@@ -25,6 +24,8 @@ from megatron.fold3d.predict.simulator.steady import steady_state
 def observed_plan(measured: Timeline) -> Plan:
     """Return the order in which the ranks computed, with DP.sync where it began.
 
+    Sums are to shards where the trace names them so.
+
     Raises:
         PlanError: the ranks recorded no whole iteration.
     """
@@ -34,7 +35,7 @@ def observed_plan(measured: Timeline) -> Plan:
         actions = (s.action for s in spans if s.iteration == 0 and s.action is not None)
         programs.append(tuple(dict.fromkeys(actions)))  # an interrupted action has several spans
     plan = checked_size(Plan(tuple(programs)))
-    return as_synced(lower(plan, Options(transfers=False)), measured)
+    return as_synced(lower(plan, _options(measured)), measured)
 
 
 def checked_size(plan: Plan) -> Plan:
@@ -58,7 +59,15 @@ def as_synced(plan: Plan, measured: Timeline) -> Plan:
     """Return a plan with all DP.sync at its end, if none was seen to overlap computation."""
     if _overlaps(measured):
         return plan
-    return lower(plan.select(COMPUTE_OPS), Options(transfers=False, grad_sync="serial"))
+    return lower(plan.select(COMPUTE_OPS), replace(_options(measured), grad_sync="serial"))
+
+
+def _options(measured: Timeline) -> Options:
+    """Return the options whose sums are the trace's."""
+    sums = {s.action for spans in measured.ranks for s in spans if s.lane is Lane.GRAD_SYNC}
+    in_shards = {action.stage for action in sums if action and action.op is Op.REDUCE_SCATTER}
+    whole = {*range(measured.num_segments * measured.num_ranks)} - in_shards
+    return Options(transfers=False, steps_shards=bool(in_shards), replicated_stages=whole)
 
 
 def observed_costs(measured: Timeline, plan: Plan) -> Costs:
@@ -97,8 +106,8 @@ def observed_costs(measured: Timeline, plan: Plan) -> Costs:
         weight_s=weight_s,
         recompute_s=recompute_s,
         p2p_s=p2p_s,
-        grad_sync_s=tuple(min(sync.get((stage, Op.REDUCE_GRAD), [0.0])) for stage in stages),
-        param_gather_s=tuple(min(sync.get((stage, Op.GATHER_PARAM), [0.0])) for stage in stages),
+        grad_sync_s=tuple(min(sync.get((stage, False), [0.0])) for stage in stages),
+        param_gather_s=tuple(min(sync.get((stage, True), [0.0])) for stage in stages),
         offload_s=_copies(measured, Op.OFFLOAD, stages),
         reload_s=_copies(measured, Op.RELOAD, stages),
         optimizer_s=tuple(median(update.get(stage, [0.0])) for stage in stages),
@@ -120,9 +129,9 @@ def replay(
         sends_waited_for: as in `Execution`, for a plan that ends its DP.sync with the iteration.
     """
     execution = Execution(preemptive=False, in_order=True)
-    if not any(map(deferred_stages, plan.programs)):
-        flushed = replace(execution, flush=True, sends_waited_for=sends_waited_for)
-        return simulate(plan, costs, flushed, iterations=iterations)
+    if plan.flushes:
+        execution = replace(execution, sends_waited_for=sends_waited_for)
+        return simulate(plan, costs, execution, iterations=iterations)
     steady = steady_state(plan, costs, replace(execution, grad_sync_order="edf"))
     ends_s = steady.iteration_ends_s(0)
     first = len(ends_s) - iterations
@@ -186,15 +195,18 @@ def _copies(measured: Timeline, op: Op, stages: range) -> tuple[float, ...]:
     return tuple(median(found[stage]) if found[stage] else 0.0 for stage in stages)
 
 
-def _grad_sync(measured: Timeline, p2p_s: float) -> Mapping[tuple[int, Op], list[float]]:
-    """Return the link time of each stage's DP.sync per iteration; the first to end went first."""
-    totals: dict[tuple[int, Op], dict[int, float]] = defaultdict(lambda: defaultdict(float))
+def _grad_sync(measured: Timeline, p2p_s: float) -> Mapping[tuple[int, bool], list[float]]:
+    """Return the link time of each stage's sums, and of its gathers, per iteration.
+
+    The parts of a stage count together; the first to end went first.
+    """
+    totals: dict[tuple[int, bool], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for spans in measured.ranks:
         syncs = queued(span for span in spans if span.lane is Lane.GRAD_SYNC)
         own = _own_share(spans, syncs, p2p_s)
         for span in syncs:
             if span.action is not None:
-                key = span.action.stage, span.action.op
+                key = span.action.stage, span.action.op in GATHER_OPS
                 totals[key][span.iteration] += own * span.duration_s
     return {key: list(seconds.values()) for key, seconds in totals.items()}
 

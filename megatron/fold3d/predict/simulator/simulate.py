@@ -5,10 +5,9 @@ SEND or, in a plan without transfers, when its computation ends. After its laten
 the NICs of both ranks; the computation that reads it waits for it. A RECV does nothing here, since
 `add_p2p` always posts receives in time.
 
-REDUCE_GRAD, or a REDUCE_SLICE, puts DP.sync into its rank's queue, which sends one at a time.
-WAIT_GRAD waits for the stage's DP.sync that was started last, in this iteration or the one before.
-The part of a deferred DP.sync that is reduced in its iteration has a queue of its own. OFFLOAD and
-RELOAD run on `policy.copy_streams`.
+Sums and all-gathers go into their rank's queue of DP.sync, which sends one at a time; what Megatron
+reads at the end of the iteration has a queue of its own. What an action waits for is in the plan:
+see `plan.waits`. OFFLOAD and RELOAD run on `policy.copy_streams`.
 
 With a `Device`, the plan runs by the rules of GPUs instead: see `DeviceRun`.
 """
@@ -17,16 +16,16 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron.fold3d.observe.messages import message_from, send_of, source_of
+from megatron.fold3d.observe.messages import reader_of, send_of, source_of
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, gc_paused
-from megatron.fold3d.plan.ops import COMPUTE_OPS, COPY_OPS, SYNC_OPS, WAIT_OPS
+from megatron.fold3d.plan.ops import COMPUTE_OPS, COPY_OPS, SYNC_OPS, TABLE, UPDATE_OPS, Place
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.policy.copy_streams import CopyStreams
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.device_run import DeviceRun
-from megatron.fold3d.predict.simulator.execution import PLAIN, Execution
+from megatron.fold3d.predict.simulator.execution import PLAIN, Execution, GradSyncOrder
 from megatron.fold3d.predict.simulator.network import Network
 from megatron.fold3d.predict.simulator.steps import NO_FACT, Step, Steps
 from megatron.fold3d.predict.simulator.sync_queue import SyncQueue
@@ -61,7 +60,6 @@ def simulate(
     steps = Steps(
         plan,
         costs,
-        execution.backward_share,
         shard_shares=execution.shard_shares,
         pairs_overlap=execution.overlap_tensor_parallel,
     )
@@ -77,8 +75,7 @@ class _Rank:
     number: int
     program: list[Step]
     spans: list[Span]
-    queue: SyncQueue
-    in_iteration_queue: SyncQueue
+    queues: dict[Place, SyncQueue]
     iteration: int = 0
     position: int = 0
     since_s: float = 0.0
@@ -124,8 +121,8 @@ class _Run:
             whole=execution.whole_messages,
             rings_are_buffered=costs.rings_are_buffered,
         )
-        self.times_true = [0] * steps.num_facts
-        self.times_begun = [0] * steps.num_facts  # of DP.sync: it may end iterations later
+        self.flushes = steps.plan.flushes
+        self.times_true = [0] * len(steps.named)
         self.at_flush: list[_Rank] = []
         sync_nics = local_nics if costs.grad_sync_local else self.nics
         self.ranks = list(map(self._rank, range(len(self.nics)), steps.programs, sync_nics))
@@ -133,11 +130,16 @@ class _Run:
     def _rank(self, number: int, program: list[Step], nic: int) -> _Rank:
         spans: list[Span] = []
         uses = self.execution.routes.collective(number)
-        queue, in_iteration_queue = (
-            SyncQueue(self.clock, self.network, nic, uses, order, spans.append, self.come_true)
-            for order in (self.execution.grad_sync_order, "fifo")
-        )
-        return _Rank(number, program, spans, queue, in_iteration_queue)
+        write, done = spans.append, self.come_true
+        orders: dict[Place, GradSyncOrder] = {
+            Place.DP_SYNC: self.execution.grad_sync_order,
+            Place.DP_SYNC_KEPT: "fifo",
+        }
+        queues = {
+            place: SyncQueue(self.clock, self.network, nic, uses, order, write, done)
+            for place, order in orders.items()
+        }
+        return _Rank(number, program, spans, queues)
 
     def timeline(self) -> Timeline:
         for rank in self.ranks:
@@ -154,33 +156,28 @@ class _Run:
         program, times_true = rank.program, self.times_true
         while rank.iteration < self.iterations:
             if rank.position == len(program):
-                if self.execution.flush:
+                if self.flushes:
                     self._meet(rank)
                     return
                 self._begin_next_iteration(rank)
                 continue
             step = program[rank.position]
-            for fact in step.needs:
-                if times_true[fact] <= rank.iteration:
-                    rank.awaits = fact
+            (_, op, _), seconds, needs, fact, first = step
+            iteration = rank.iteration
+            if iteration < first:
+                if fact != NO_FACT:
+                    times_true[fact] += 1
+                self._go_on(rank)
+                continue
+            for needed, ago in needs:
+                if times_true[needed] <= iteration - ago and op not in COPY_OPS:
+                    rank.awaits = needed  # copies wait on their streams
                     return
-            op, fact = step.action.op, step.fact
-            if op in COMPUTE_OPS:
-                self._occupy(rank, step.seconds)
+            if op in COMPUTE_OPS or (seconds and op in UPDATE_OPS):
+                self._occupy(rank, seconds)
                 return
-            if op in WAIT_OPS:
-                if times_true[fact] < self.times_begun[fact]:
-                    rank.awaits = fact
-                    return
-                self._write(rank, Lane.WAIT, rank.since_s, step.action, rank.iteration)
-                if step.seconds and self.times_begun[fact]:
-                    self._occupy(rank, step.seconds)
-                    return
-            elif op in SYNC_OPS:
-                self.times_begun[fact] += 1
-                in_iteration = self.steps.is_reduced_in_iteration(fact)
-                queue = rank.in_iteration_queue if in_iteration else rank.queue
-                queue.enqueue_sync(step.action, rank.iteration, step.seconds, fact)
+            if op in SYNC_OPS:
+                rank.queues[TABLE[op].place].enqueue_sync(step, iteration)
             elif op in COPY_OPS:
                 self._copy(rank, step)
             elif fact != NO_FACT:
@@ -195,6 +192,9 @@ class _Run:
         rank = self.ranks[self.steps.rank_of(fact)]
         if rank.awaits == fact:
             rank.awaits = NO_FACT
+            if (action := self.steps.named[fact]).op in SYNC_OPS:
+                self._write(rank, Lane.WAIT, rank.since_s, action, rank.iteration)
+                rank.since_s = self.clock.now_s
             self.advance(rank)
 
     def _go_on(self, rank: _Rank) -> None:
@@ -241,7 +241,7 @@ class _Run:
             self.come_true(step.fact)
             return
         costs, leaves_s = self.costs, self.clock.now_s
-        action = message_from(step.action)
+        action = self.steps.named[step.fact]
         message = _Message(sender, receiver, action, step.fact, leaves_s)
         if self.sends_waited_for and source_of(action).op in self.sends_waited_for:
             sender.awaits_arrival = message
@@ -275,9 +275,7 @@ class _Run:
         )
 
     def _needed_s(self, message: _Message) -> float:
-        stage, op, microbatch = message.action
-        reader = Action(stage, Op.FORWARD if op is Op.RECV_F else Op.BACKWARD, microbatch)
-        return (self.execution.needed_s or {}).get(reader, 0.0)
+        return (self.execution.needed_s or {}).get(reader_of(message.action), 0.0)
 
     def _arrive(self, message: _Message) -> None:
         sender, receiver, action, fact, left_s = message
@@ -299,8 +297,7 @@ class _Run:
         end_s = start_s + step.seconds
         if step.seconds:
             rank.spans.append(Span(Lane.COPY, start_s, end_s, step.action, rank.iteration))
-        if step.fact != NO_FACT:
-            self.clock.at(end_s, self.come_true, step.fact)
+        self.clock.at(end_s, self.come_true, step.fact)
 
     def _write(
         self, rank: _Rank, lane: Lane, start_s: float, action: Action | None, iteration: int

@@ -10,6 +10,7 @@ from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.execution import GradSyncOrder
 from megatron.fold3d.predict.simulator.network import Collective, Network
 from megatron.fold3d.predict.simulator.routes import Use
+from megatron.fold3d.predict.simulator.steps import Step
 
 
 class _Task(NamedTuple):
@@ -49,10 +50,11 @@ class SyncQueue:
         self._since_s = 0.0
         self._started = 0
 
-    def enqueue_sync(self, action: Action, iteration: int, work_s: float, fact: int) -> None:
-        """Put a task into the queue, which calls ``done(fact)`` when the task ends."""
+    def enqueue_sync(self, step: Step, iteration: int) -> None:
+        """Put a task into the queue, which calls ``done`` with its fact when the task ends."""
         self._started += 1
-        key = (iteration, action.stage) if self._earliest_first else (0, 0)
+        action, work_s, _, fact, first = step
+        key = (iteration - first, action.stage) if self._earliest_first else (0, 0)
         collective = self._network.collective(self._nic, work_s, self._end, None, self._uses)
         task = _Task(key, self._started, action, iteration, fact, collective)
         heapq.heappush(self._waiting, task)
