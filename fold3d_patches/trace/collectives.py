@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fold3d_patches.registry import Patch
-from megatron.fold3d.plan.ir import Op
+from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.ops import GATHER_OPS
 from megatron.fold3d.runtime.trace.recorder import no_end
 
 if TYPE_CHECKING:
@@ -27,26 +28,32 @@ class _Collective:
         start: the method that launches it, and the name of its parameter.
         finish: the method that waits for it, and the name of its parameter.
         handle: the attribute that holds its work between the two.
+        launched: returns the op, by the action that runs and the arguments of ``start``.
         is_over: returns True if ``finish`` of a bucket group has nothing left to wait for.
     """
 
     start: tuple[str, str]
     finish: tuple[str, str]
     handle: str
-    launched: Op
-    waited_for: Op
+    launched: Callable[..., Op]
     kind: str
     is_over: Callable[[Any], bool]
 
 
-_AGAIN = {Op.GATHER_PARAM: Op.GATHER_PARAM_B, Op.WAIT_PARAM: Op.WAIT_PARAM_B}
+def _sum(_: Action | None, group: Any, force_all_reduce: bool = False) -> Op:
+    is_sharded = group.ddp_config.use_distributed_optimizer and not force_all_reduce
+    return Op.REDUCE_SCATTER if is_sharded else Op.ALL_REDUCE
+
+
+def _gather(running: Action | None, *_: Any, **__: Any) -> Op:
+    return running.op if running is not None and running.op in GATHER_OPS else Op.ALL_GATHER
+
 
 _REDUCE = _Collective(
     start=("start_grad_sync", "force_all_reduce"),
     finish=("finish_grad_sync", "force_all_reduce"),
     handle="grad_reduce_handle",
-    launched=Op.REDUCE_GRAD,
-    waited_for=Op.WAIT_GRAD,
+    launched=_sum,
     kind="grad_sync",
     is_over=lambda _: False,
 )
@@ -54,8 +61,7 @@ _GATHER = _Collective(
     start=("start_param_sync", "force_sync"),
     finish=("finish_param_sync", "skip_next_bucket_dispatch"),
     handle="param_gather_handle",
-    launched=Op.GATHER_PARAM,
-    waited_for=Op.WAIT_PARAM,
+    launched=_gather,
     kind="param_gather",
     # Each module's hook calls ``finish`` again.
     is_over=lambda group: group.param_gather_dispatched and group.param_gather_handle is None,
@@ -69,11 +75,12 @@ def patches(tracer: "Tracer") -> tuple[Patch, ...]:
 
 def _patches(tracer: "Tracer", collective: _Collective) -> tuple[Patch, ...]:
     recorder = tracer.recorder
+    names: dict[Any, str] = {}  # by bucket group, of the collective that was launched last
     ends: dict[Any, Callable[[], None]] = {}  # by bucket group, of collectives in flight
 
-    def name(bucket_group: Any, op: Op) -> str:
-        again = recorder.gathers_again
-        return f"{tracer.stage_of(bucket_group)}{_AGAIN.get(op, op) if again else op}"
+    def name(self: Any, *args: Any, **kwargs: Any) -> str:
+        op = collective.launched(recorder.running, self, *args, **kwargs)
+        return f"{tracer.stage_of(self)}{op}"
 
     def make_start(upstream: Callable[..., None]) -> Callable[..., None]:
         def start(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -84,9 +91,8 @@ def _patches(tracer: "Tracer", collective: _Collective) -> tuple[Patch, ...]:
             if getattr(self, collective.handle) is not None:  # launched already
                 launch()
             else:
-                ends[self] = recorder.collective(
-                    name(self, collective.launched), collective.kind, launch
-                )
+                names[self] = name(self, *args, **kwargs)
+                ends[self] = recorder.collective(names[self], collective.kind, launch)
 
         return start
 
@@ -95,7 +101,8 @@ def _patches(tracer: "Tracer", collective: _Collective) -> tuple[Patch, ...]:
             if collective.is_over(self):
                 upstream(self, *args, **kwargs)
                 return
-            with recorder.span(name(self, collective.waited_for), "wait"):
+            awaited = names.get(self) or name(self, *args, **kwargs)
+            with recorder.span(f"wait {awaited}", "wait"):
                 upstream(self, *args, **kwargs)
             ends.pop(self, no_end)()
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fold3d_patches.registry import Patch
-from megatron.fold3d.plan.ir import Action, Op
 
 if TYPE_CHECKING:
     from megatron.fold3d.runtime.trace.tracer import Tracer
@@ -20,17 +19,18 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 def patches(tracer: "Tracer") -> tuple[Patch, ...]:
     """Return the patches of both steps; a backward is named by the forward of its output."""
     recorder = tracer.recorder
-    forwards: dict[int, Action] = {}  # by id of their output, which stays alive until its backward
+    forwards: dict[
+        int, tuple[int, int]
+    ] = {}  # stage and micro-batch, by id of their output, which stays alive until its backward
 
     def make_forward(upstream: Callable[..., Any]) -> Callable[..., Any]:
         def forward_step(*args: Any, **kwargs: Any) -> Any:
             if not recorder.is_on:
                 return upstream(*args, **kwargs)
-            stage = tracer.stage(kwargs.get("vp_stage") or 0)
-            action = Action(stage, Op.FORWARD, kwargs["current_microbatch"])
-            with recorder.span(action, "compute"):
+            stage, number = tracer.stage(kwargs.get("vp_stage") or 0), kwargs["current_microbatch"]
+            with recorder.span(f"{stage}F{number}", "compute"):
                 output, num_tokens = upstream(*args, **kwargs)
-            forwards[id(output)] = action
+            forwards[id(output)] = stage, number
             return output, num_tokens
 
         return forward_step
@@ -42,8 +42,8 @@ def patches(tracer: "Tracer") -> tuple[Patch, ...]:
             arguments = input_tensor, output_tensor, output_tensor_grad, config
             if not recorder.is_on:
                 return upstream(*arguments)
-            forward = forwards.pop(id(output_tensor))
-            with recorder.span(forward._replace(op=Op.BACKWARD), "compute"):
+            stage, number = forwards.pop(id(output_tensor))
+            with recorder.span(f"{stage}B{number}", "compute"):
                 return upstream(*arguments)
 
         return backward_step

@@ -19,7 +19,8 @@ def patches(tracer: "Tracer") -> tuple[Patch, ...]:
 
     def make(upstream: Callable[..., bool]) -> Callable[..., bool]:
         def recorded(self: Any) -> bool:
-            with tracer.recorder.span("optimizer", "optimizer"):
+            # A step of one stage is an action; that of all stages follows the program.
+            with tracer.recorder.span(tracer.recorder.running or "optimizer", "optimizer"):
                 return upstream(self)
 
         return recorded

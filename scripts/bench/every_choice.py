@@ -17,7 +17,8 @@ from typing import Literal
 
 from megatron.fold3d.observe.timeline import Lane, Timeline
 from megatron.fold3d.plan.compile import Options, lower
-from megatron.fold3d.plan.ir import Op, Plan
+from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.ops import SUM_OPS, TABLE
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.policy.replicated_segments import Segments, stages_of
 from megatron.fold3d.policy.shard_order import started_shares
@@ -32,7 +33,6 @@ from scripts.bench.predict import Job
 
 Place = Literal["backward", "behind", "last"]
 """Where a segment's weight gradients are computed."""
-_REDUCTIONS = frozenset({Op.REDUCE_GRAD, Op.REDUCE_SLICE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,6 @@ class EveryChoice:
         self._execution = Execution(
             nic_of_rank=self._known.nic_of_rank,
             routes=self._known.routes,
-            flush=True,
             in_order=True,
             preemptive=False,
             shard_shares=started_shares(per_stage, job.setup.num_replicas),
@@ -139,7 +138,7 @@ class EveryChoice:
             for spans in timeline.ranks
             for span in spans
             if span.action is not None
-            and span.action.op is Op.BACKWARD
+            and TABLE[span.action.op].kind == "backward"
             and span.action.stage // ranks == segment
         )
         costs = self._costs(choice)
@@ -151,9 +150,7 @@ class EveryChoice:
             begun = {
                 span.action.stage
                 for span in spans
-                if span.action is not None
-                and span.action.op in _REDUCTIONS
-                and span.start_s < begin_s
+                if span.action is not None and span.action.op in SUM_OPS and span.start_s < begin_s
             }
             stages = range(rank, self._order.num_stages, ranks)
             assert costs.grad_sync_s is not None

@@ -12,14 +12,13 @@ from typing import Any
 
 from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.plan.memory import peak_activations
+from megatron.fold3d.plan.ops import COMPUTE_OPS, TABLE, WEIGHT_OPS
 from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.runtime import executor
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
 from megatron.fold3d.runtime.measure.saved_bytes import SavedBytes
 from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGrads
-
-_OPS = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
 
 
 @dataclass(slots=True)
@@ -55,7 +54,7 @@ def counted() -> Iterator[Held]:
         if iteration.trains:
             meter = SavedBytes(iteration.chunks)
             count = _Count(iteration, meter, found)
-            handlers |= {op: count.watched(handlers[op]) for op in _OPS}
+            handlers |= {op: count.watched(handlers[op]) for op in COMPUTE_OPS}
             iteration.ends.callback(count.end)
         return handlers
 
@@ -80,8 +79,8 @@ class _Count:
     found: Held
     micro_batches: int = 0
     most: tuple[int, int] = (0, 0)
-    grown: dict[tuple[int, Op], int] = field(default_factory=dict)
-    """Bytes that the first such action of a stage has added."""
+    grown: dict[tuple[int, str], int] = field(default_factory=dict)
+    """Bytes that the first action of a stage and a kind has added."""
 
     def watched(self, act: Handler) -> Handler:
         split = split_stages(self.iteration.program)
@@ -90,10 +89,11 @@ class _Count:
             before = self.meter.now
             with self.meter.hooks():
                 act(action)
-            self.grown.setdefault((action.stage, action.op), self.meter.now - before)
-            if action.op is Op.FORWARD:
+            kind = TABLE[action.op].kind
+            self.grown.setdefault((action.stage, kind), self.meter.now - before)
+            if kind == "forward":
                 self.micro_batches += 1
-            elif action.op is Op.WEIGHT or action.stage not in split:
+            elif action.op in WEIGHT_OPS or (kind == "backward" and action.stage not in split):
                 self.micro_batches -= 1
             count, num_bytes = self.most
             self.most = max(count, self.micro_batches), max(num_bytes, self.meter.now)
@@ -104,13 +104,13 @@ class _Count:
         """Report, and say what the plan predicts for bytes like these."""
         plan, rank = self.iteration.plan, self.iteration.rank
 
-        def of(stage: int, *ops: Op) -> float:
-            return float(sum(self.grown.get((stage, op), 0) for op in ops))
+        def of(stage: int, *kinds: str) -> float:
+            return float(sum(self.grown.get((stage, kind), 0) for kind in kinds))
 
         stages = range(plan.num_stages)
         sizes = HeldSizes(
-            saved=tuple(of(stage, Op.FORWARD) for stage in stages),
-            delayed=tuple(of(stage, Op.FORWARD, Op.BACKWARD) for stage in stages),
+            saved=tuple(of(stage, "forward") for stage in stages),
+            delayed=tuple(of(stage, "forward", "backward") for stage in stages),
             most=(0.0,) * plan.num_ranks,
         )
         self.found.rank, self.found.most = rank, self.most

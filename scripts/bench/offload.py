@@ -32,8 +32,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from megatron.fold3d.plan.ir import Action, Op, Plan, Program
+from megatron.fold3d.plan.ir import Action, Plan, Program
 from megatron.fold3d.plan.memory import peak_activations
+from megatron.fold3d.plan.ops import TABLE, Place
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.schedules import LastSegment, build
 from megatron.fold3d.policy.offload_choice import offloaded
@@ -172,19 +173,19 @@ class Rank:
         if offloader is not None:
             offloader.begin_iteration(program, self.chunks, self.hidden_bytes)
         for action in program:
-            key = action.stage, action.microbatch
-            if action.op is Op.FORWARD:
+            key, row = (action.stage, action.microbatch), TABLE[action.op]
+            if row.kind == "forward":
                 tensor = self.arriving.clone().requires_grad_()
                 with hooks() if offloader is None else offloader.saving(action):
                     saved[key] = tensor, self._forward(action, tensor)
                 deallocate_output_tensor(saved[key][1], deallocate_pipeline_outputs=True)  # sent
-            elif action.op is Op.BACKWARD:
+            elif row.kind == "backward":
                 _, output = saved.pop(key)
                 with nullcontext() if offloader is None else offloader.using(action):
                     custom_backward(output, self.arriving)
-            elif offloader is not None and action.op is Op.OFFLOAD:
+            elif offloader is not None and row.place is Place.TO_HOST:
                 offloader.offload(action, saved[key][0])
-            elif offloader is not None and action.op is Op.RELOAD:
+            elif offloader is not None and row.place is Place.TO_DEVICE:
                 offloader.reload(action)
 
     def _forward(self, action: Action, tensor: torch.Tensor) -> torch.Tensor:

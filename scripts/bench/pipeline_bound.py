@@ -26,7 +26,7 @@ from megatron.fold3d.predict.simulator.lower_bound import lower_bound_s
 from megatron.fold3d.predict.simulator.simulate import simulate
 
 SHARES = (0.0, 0.2, 0.4, 0.8)  # of a stage's computation, that a transfer takes
-OURS = Execution(flush=True, in_order=True)
+OURS = Execution(in_order=True)
 
 
 def costs_of(num_ranks: int, num_segments: int, transfer: float, recompute: bool) -> Costs:

@@ -14,7 +14,7 @@ from statistics import median
 
 import torch
 
-from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.ir import Action
 from megatron.fold3d.runtime.trace.recorder import Recorder
 
 ROUNDS = 9
@@ -22,7 +22,7 @@ ROUNDS = 9
 
 def microseconds(recorder: Recorder, iteration: int, events: int) -> float:
     """Return what an event of an iteration costs the host."""
-    actions = [Action(0, Op.FORWARD, number) for number in range(events)]
+    actions = [Action.from_str(f"0F{number}") for number in range(events)]
     with recorder.iteration(iteration):
         start_s = time.thread_time()  # a busy machine does not count
         for action in actions:

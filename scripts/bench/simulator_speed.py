@@ -26,7 +26,7 @@ def seconds(num_ranks: int, num_segments: int, num_microbatches: int) -> tuple[i
         num_segments=num_segments,
         num_microbatches=num_microbatches,
     )
-    plan = lower(order, Options(transfers=False, deferred_stages=range(order.num_stages)))
+    plan = lower(order, Options(transfers=False, carried_stages=range(order.num_stages)))
     costs = Costs.uniform(plan.num_stages, p2p_s=0.1, p2p_latency_s=0.01, grad_sync_s=30.0)
     start_s = time.process_time()
     simulate(plan, costs, Execution(grad_sync_order="edf", in_order=True))

@@ -9,7 +9,6 @@ from megatron.fold3d.plan.compile import lower
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution
 from megatron.fold3d.predict.simulator.simulate import simulate
 
 _KINDS = {Lane.COMPUTE: "compute", Lane.WAIT: "wait", Lane.GRAD_SYNC: "grad_sync"}
@@ -36,7 +35,7 @@ def write_traces(
         p2p_s=0.002,
         grad_sync_s=0.05,
     )
-    timeline = simulate(plan, costs, Execution(flush=True), iterations=2)
+    timeline = simulate(plan, costs, iterations=2)
     starts_s = (0.0, *timeline.iteration_ends_s(0))
     folder.mkdir(parents=True, exist_ok=True)
     for number, spans in enumerate(timeline.ranks):
@@ -73,5 +72,4 @@ def write_traces(
 
 
 def _event(span: Span, zero_s: float) -> Event:
-    name = str(span.action or "end of iteration")
-    return Event(name, span.start_s - zero_s, span.end_s - zero_s, _KINDS[span.lane])
+    return Event(span.word, span.start_s - zero_s, span.end_s - zero_s, _KINDS[span.lane])

@@ -17,8 +17,8 @@ from megatron.fold3d.observe.exposure import exposure
 from megatron.fold3d.observe.timeline import Lane
 from megatron.fold3d.observe.trace_files import RankTrace, read_ranks
 from megatron.fold3d.observe.trace_timeline import to_timeline
-from megatron.fold3d.plan.ir import Action, Op, Plan
-from megatron.fold3d.plan.ops import COMPUTE_OPS
+from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.ops import COMPUTE_OPS, RECV_OPS
 from tests.distributed import run_distributed
 from tests.end_to_end.training import differences, train
 
@@ -106,12 +106,13 @@ def _check_order(ranks: tuple[RankTrace, ...], plan: Plan) -> None:
         spans = [s for s in timeline.lane(number, Lane.COMPUTE) if s.iteration == 1]
         assert list(dict.fromkeys(span.action for span in spans)) == computed
         arrived = {span.action for span in timeline.lane(number, Lane.P2P)}
-        assert arrived == {action for action in program if action.op in (Op.RECV_F, Op.RECV_B)}
-        synced = {span.action for span in timeline.lane(number, Lane.GRAD_SYNC)}
+        assert arrived == {action for action in program if action.op in RECV_OPS}
+        synced = {str(span.action) for span in timeline.lane(number, Lane.GRAD_SYNC)}
         stages = {action.stage for action in computed}
-        assert synced == {
-            Action(stage, op) for stage in stages for op in (Op.ALL_REDUCE, Op.ALL_GATHER)
-        }
+        ops = {"REDUCE_SCATTER", "ALL_GATHER"}
+        assert synced == {f"{stage}{op}" for stage in stages for op in ops}
+        waits = {str(span.action) for span in timeline.lane(number, Lane.WAIT) if span.action}
+        assert waits <= synced
     first, _ = exposure(timeline)
     *_, before_s, end_s = timeline.iteration_ends_s(0)
     assert first.total_s == pytest.approx(end_s - before_s)

@@ -8,7 +8,6 @@ from megatron.fold3d.plan.passes.stock_grad_sync import serial_grad_sync
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution
 from megatron.fold3d.predict.simulator.simulate import simulate
 from tests.plans import deferred_grad_sync
 
@@ -20,11 +19,11 @@ def names(timeline: Timeline) -> list[str]:
 
 
 def test_the_path_of_two_ranks_by_hand():
-    plan = Plan.from_text("0F0 0B0 0REDUCE_GRAD 0WAIT_GRAD\n1F0 1B0 1REDUCE_GRAD 1WAIT_GRAD\n")
+    plan = Plan.from_text("0F0 0B0 0ALL_REDUCE 0STEP\n1F0 1B0 1ALL_REDUCE 1STEP\n")
     timeline = simulate(plan, Costs.uniform(2, p2p_s=0.5, grad_sync_s=3.0))
     assert names(timeline) == [
         *("0:0F0", "1:1RECV_F0", "1:1F0", "1:1B0"),
-        *("0:0RECV_B0", "0:0B0", "0:0REDUCE_GRAD"),
+        *("0:0RECV_B0", "0:0B0", "0:0ALL_REDUCE"),
     ]
     seconds = {"forward_s": 2.0, "backward_s": 4.0, "p2p_s": 1.0, "grad_sync_s": 3.0}
     assert path_seconds(critical_path(timeline)) == seconds
@@ -33,7 +32,7 @@ def test_the_path_of_two_ranks_by_hand():
 def test_weight_gradients_that_hide_dp_sync_are_on_the_path_after_the_last_backward():
     plan = add_grad_sync(delay_weight_grads(Plan.from_text("0F0 1F0 1B0 0B0\n"), [1]))
     timeline = simulate(plan, Costs.uniform(2, grad_sync_s=0.5))
-    assert names(timeline)[-3:] == ["0:0B0", "0:1W0", "0:1REDUCE_GRAD"]
+    assert names(timeline)[-3:] == ["0:0B0", "0:1W0", "0:1ALL_REDUCE"]
     seconds = {"forward_s": 2.0, "backward_s": 4.0, "grad_sync_s": 0.5}
     assert path_seconds(critical_path(timeline)) == seconds
 
@@ -45,7 +44,6 @@ def test_the_steps_follow_each_other_and_add_up_to_the_makespan(sync, schedule, 
     timeline = simulate(
         sync(order),
         Costs.uniform(order.num_stages, **COSTS),
-        Execution(flush=sync is not deferred_grad_sync),
         iterations=3,
     )
     steps = critical_path(timeline)

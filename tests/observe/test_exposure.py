@@ -13,7 +13,7 @@ from tests.plans import deferred_grad_sync
 
 
 def test_columns_of_a_run_by_hand():
-    plan = Plan.from_text("0F0 0B0 0REDUCE_GRAD 0WAIT_GRAD\n1F0 1B0 1REDUCE_GRAD 1WAIT_GRAD\n")
+    plan = Plan.from_text("0F0 0B0 0ALL_REDUCE 0STEP\n1F0 1B0 1ALL_REDUCE 1STEP\n")
     costs = Costs.uniform(2, p2p_s=0.5, grad_sync_s=3.0)
     first, last = exposure(simulate(plan, costs))
     # Rank 0: F 0-1, idle until B 5-7 (its message is under way from 4.5 on), DP.sync 7-10.

@@ -236,6 +236,6 @@ def test_the_steady_state_hides_what_fits_behind_the_next_forward():
 
 def test_without_deferred_work_all_iterations_are_equal():
     plan = built("1f1b", 3, 1, 4)
-    timeline = steady_state(plan, Costs.uniform(3), Execution(flush=True))
+    timeline = steady_state(plan, Costs.uniform(3))
     ends = timeline.iteration_ends_s(0)
     assert ends == (18.0, 36.0, 54.0)

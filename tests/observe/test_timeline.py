@@ -1,8 +1,7 @@
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline, queued
-from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.ir import Action
 
-F0, B0 = Action(0, Op.FORWARD, 0), Action(0, Op.BACKWARD, 0)
-REDUCE = Action(0, Op.REDUCE_GRAD)
+F0, B0, REDUCE, STEP = map(Action.from_str, ("0F0", "0B0", "0ALL_REDUCE:600", "0STEP"))
 
 
 def timeline() -> Timeline:
@@ -55,3 +54,10 @@ def test_collectives_of_one_launch_are_shown_as_the_network_serves_them():
 
     launched = [sync(0, 3), sync(0, 1), sync(2, 5), sync(7, 8)]
     assert queued(launched) == [sync(0, 1), sync(1, 3), sync(3, 5), sync(7, 8)]
+
+
+def test_a_span_has_a_word_for_what_the_rank_does():
+    spans = [Span(lane, 0, 1, REDUCE) for lane in (Lane.GRAD_SYNC, Lane.WAIT)]
+    spans += [Span(Lane.OPTIMIZER, 0, 1, STEP), Span(Lane.WAIT, 0, 1), Span(Lane.TP_SYNC, 0, 1)]
+    words = ["0ALL_REDUCE:600", "wait 0ALL_REDUCE:600", "optimizer 0", "wait", "tp_sync"]
+    assert [span.word for span in spans] == words

@@ -45,16 +45,16 @@ FIRST = rank(
     Event("0F0", 0.0, 1.0, "compute"),
     Event("0SEND_F0", 1.0, 1.0, "p2p"),
     Event("0RECV_B0", 1.0, 5.0, "p2p"),
-    Event("wait 0B0", 1.0, 5.0, "wait"),
+    Event("wait 0RECV_B0", 1.0, 5.0, "wait"),
     Event("0B0", 5.0, 7.0, "compute"),
-    Event("0REDUCE_GRAD", 7.0, 8.5, "grad_sync"),
-    Event("0WAIT_GRAD", 7.0, 8.0, "wait"),
+    Event("0ALL_REDUCE", 7.0, 8.5, "grad_sync"),
+    Event("wait 0ALL_REDUCE", 7.0, 8.0, "wait"),
     Event("optimizer", 8.0, 9.0, "optimizer"),
 )
 SECOND = rank(
     1,
     Event("1RECV_F0", 0.0, 1.5, "p2p"),
-    Event("wait 1F0", 0.0, 1.5, "wait"),
+    Event("wait 1RECV_F0", 0.0, 1.5, "wait"),
     Event("1F0", 1.5, 2.5, "compute"),
     Event("1B0", 2.5, 4.5, "compute"),
     Event("1SEND_B0", 4.5, 4.5, "p2p"),
@@ -103,17 +103,17 @@ def test_a_clock_by_which_messages_arrive_before_they_left_is_moved(off_s: float
 def test_a_span_nested_in_another_interrupts_it():
     step = rank(
         0,
-        Event("0WAIT_GRAD", 0.0, 3.0, "wait"),
-        Event("optimizer", 1.0, 2.5, "optimizer"),
+        Event("wait 0ALL_REDUCE", 0.0, 3.0, "wait"),
+        Event("0STEP", 1.0, 2.5, "optimizer"),
         Event("0F0", 3.0, 5.0, "compute"),
-        Event("0WAIT_PARAM", 3.5, 4.0, "wait"),
+        Event("wait 0ALL_GATHER", 3.5, 4.0, "wait"),
     )
     timeline = to_timeline([step, SECOND])
     assert spans(timeline, 0, Lane.COMPUTE) == [("0F0", 3.0, 3.5), ("0F0", 4.0, 5.0)]
     assert spans(timeline, 0, Lane.WAIT) == [
-        ("0WAIT_GRAD", 0.0, 1.0),
-        ("0WAIT_GRAD", 2.5, 3.0),
-        ("0WAIT_PARAM", 3.5, 4.0),
+        ("0ALL_REDUCE", 0.0, 1.0),
+        ("0ALL_REDUCE", 2.5, 3.0),
+        ("0ALL_GATHER", 3.5, 4.0),
     ]
 
 
@@ -144,6 +144,24 @@ def test_a_folder_is_read_as_it_was_written(tmp_path: Path):
     assert read_trace(tmp_path) == to_timeline([FIRST, SECOND])
 
 
+def test_a_trace_of_version_1_has_the_words_of_this_version():
+    plan = "0GATHER_PARAM_B 1WAIT_GRAD 0WAIT_PARAM 0F0 0B0 0W:500 0REDUCE_GRAD.500 0REDUCE_GRAD\n"
+    names = (
+        *(("0F0", "compute"), ("wait 0B0", "wait"), ("wait 1F0", "wait")),
+        *(("0REDUCE_GRAD", "grad_sync"), ("0WAIT_GRAD", "wait"), ("optimizer", "optimizer")),
+        *(("0GATHER_PARAM_B", "param_gather"), ("0WAIT_PARAM_B", "wait"), ("0WAIT_PARAM", "wait")),
+    )
+    written = replace(rank(0, *(Event(name, 0.0, 1.0, kind) for name, kind in names)), plan=plan)
+    read = RankTrace.from_json(written.to_json().replace('"version":2', '"version":1'))
+    assert read.plan.split() == (
+        ["0ALL_GATHER_B", "1STEP", "0F0", "0B0", "0W:500", "0ALL_REDUCE:500", "0ALL_REDUCE"]
+    )
+    assert [event.name for event in read.iterations[0].events] == [
+        *("0F0", "wait 0RECV_B0", "wait 1RECV_F0", "0ALL_REDUCE", "wait 0ALL_REDUCE", "optimizer"),
+        *("0ALL_GATHER_B", "wait 0ALL_GATHER_B", "wait 0ALL_GATHER"),
+    ]
+
+
 def test_each_pipeline_of_several_is_found():
     replica = [replace(trace, rank=trace.rank + 2, dp_rank=1) for trace in (FIRST, SECOND)]
     ranks = [FIRST, *replica, SECOND]
@@ -159,7 +177,7 @@ def test_what_is_missing_or_wrong_is_named(tmp_path: Path):
     with pytest.raises(ValueError, match="none of pipeline rank 1; collect the files"):
         pipeline([FIRST])
     path = tmp_path / FIRST.file_name
-    path.write_text(FIRST.to_json().replace('"version":1', '"version":0'))
+    path.write_text(FIRST.to_json().replace('"version":2', '"version":0'))
     with pytest.raises(ValueError, match=r"rank-00000.json: not a trace: found version 0"):
         read_ranks(tmp_path)
     path.write_text(FIRST.to_json().replace('"compute"', '"thought"'))

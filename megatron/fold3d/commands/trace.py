@@ -31,8 +31,7 @@ from megatron.fold3d.observe.trace_files import (
     read_ranks,
 )
 from megatron.fold3d.observe.trace_timeline import to_timeline
-from megatron.fold3d.plan.ir import Plan, PlanError
-from megatron.fold3d.plan.passes.grad_sync import deferred_stages
+from megatron.fold3d.plan.ir import Plan, PlanError, carried
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.simulator.execution import sends_stock_waits_for
 from megatron.fold3d.predict.simulator.replay import (
@@ -168,7 +167,7 @@ def _simulated(timeline: Timeline, chosen: Sequence[RankTrace], costs: Path | No
     """Simulate the plan that ran or, under Megatron's own schedule, the order that was observed."""
     if chosen[0].plan:
         plan = checked_size(Plan.from_text(chosen[0].plan))
-        if not any(map(deferred_stages, plan.programs)):
+        if not any(map(carried, plan.programs)):
             plan = as_synced(plan, timeline)
     else:
         plan = observed_plan(timeline)

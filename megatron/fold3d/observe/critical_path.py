@@ -14,10 +14,10 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
-from megatron.fold3d.observe.messages import message_to, source_of
+from megatron.fold3d.observe.exposure import computed
+from megatron.fold3d.observe.messages import message_to, reload_to, source_of
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
-from megatron.fold3d.plan.ir import Action, Op, gc_paused
-from megatron.fold3d.plan.ops import awaited
+from megatron.fold3d.plan.ir import Action, gc_paused
 
 # A measured message may have arrived before it was taken. One that left while its receiver was
 # still computing did not hold it up if the receiver then idled for less than this share of that
@@ -65,10 +65,7 @@ def _is_found(message: Span, before: Span, span: Span) -> bool:
 
 
 def _column(span: Span) -> str:
-    if span.lane is Lane.COMPUTE:
-        forward = span.action is not None and span.action.op is Op.FORWARD
-        return "forward_s" if forward else "backward_s"
-    return f"{span.lane}_s"
+    return computed(span) if span.lane is Lane.COMPUTE else f"{span.lane}_s"
 
 
 class _Ended(NamedTuple):
@@ -133,8 +130,7 @@ class _Causes:
                 message = self._source(read, span.start_s)
             if not (before and message and _is_found(message[1], before[1], span)):
                 yield message
-            reload = Action(span.action.stage, Op.RELOAD, span.action.microbatch)
-            yield self._named(rank, Lane.COPY, reload, span.start_s)
+            yield self._named(rank, Lane.COPY, reload_to(span.action), span.start_s)
 
     def _last(self, rank: int, until_s: float) -> tuple[int, Span] | None:
         """Return the rank's last action or, if that was a wait, what it waited for."""
@@ -158,10 +154,8 @@ class _Causes:
         return max((f for f in found if f), key=lambda pair: pair[1].end_s, default=None)
 
     def _synced(self, rank: int, wait: Span) -> tuple[int, Span] | None:
-        """The DP.sync that a wait was for."""
-        if wait.action is None or (op := awaited(wait.action.op)) is None:
-            return None
-        return self._named(rank, Lane.GRAD_SYNC, Action(wait.action.stage, op), wait.end_s)
+        """The DP.sync that a wait was for, if it was for any."""
+        return wait.action and self._named(rank, Lane.GRAD_SYNC, wait.action, wait.end_s)
 
     def _in_lane(self, rank: int, lane: Lane, until_s: float) -> tuple[int, Span] | None:
         ended = self.lanes.get((rank, lane))

@@ -8,10 +8,10 @@ message has not been sent yet, the idle time is bubble, no matter what delayed t
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from megatron.fold3d.observe.messages import message_to
+from megatron.fold3d.observe.messages import message_to, reload_to
 from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline
-from megatron.fold3d.plan.ir import Action, Op
-from megatron.fold3d.plan.ops import P2P_OPS
+from megatron.fold3d.plan.ir import Action
+from megatron.fold3d.plan.ops import P2P_OPS, TABLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,16 +67,12 @@ def _rank_exposure(timeline: Timeline, rank: int, iteration: int, makespan_s: fl
     number = range(len(ends))[iteration]
     spans = [span for span in timeline.ranks[rank] if span.iteration == number]
     arrivals = {span.action: span for span in spans if span.lane is Lane.P2P and span.action}
-    reloads = {
-        span.action: span
-        for span in spans
-        if span.lane is Lane.COPY and span.action is not None and span.action.op is Op.RELOAD
-    }
+    copies = {span.action: span for span in spans if span.lane is Lane.COPY and span.action}
     seconds = dict.fromkeys(Exposure.__dataclass_fields__, 0.0)
     free_s = ends[number - 1] if number else 0.0
     for span in (span for span in spans if span.lane in BUSY_LANES):
         if span.start_s > free_s:
-            _count_gap(seconds, free_s, span, arrivals, reloads)
+            _count_gap(seconds, free_s, span, arrivals, copies)
         seconds[_column(span)] += span.duration_s
         free_s = span.end_s
     if len(ends) == 1:  # alone, an iteration lasts until its last rank is done
@@ -91,7 +87,12 @@ def _column(span: Span) -> str:
         if span.action is None:
             return "bubble_s"
         return "p2p_s" if span.action.op in P2P_OPS else "grad_sync_s"
-    forward = span.action is not None and span.action.op is Op.FORWARD
+    return computed(span)
+
+
+def computed(span: Span) -> str:
+    """Return the column of a computation: backwards, and what belongs to them, are one."""
+    forward = span.action is not None and TABLE[span.action.op].kind == "forward"
     return "forward_s" if forward else "backward_s"
 
 
@@ -100,13 +101,13 @@ def _count_gap(
     free_s: float,
     span: Span,
     arrivals: dict[Action, Span],
-    reloads: dict[Action, Span],
+    copies: dict[Action, Span],
 ) -> None:
     """Divide the time before a computation into its message, its reload and the bubble."""
     bubble_s, until_s = span.start_s - free_s, span.start_s
     if span.action is not None and (read := message_to(span.action)) is not None:
         message = arrivals.get(read)
-        reload = reloads.get(Action(span.action.stage, Op.RELOAD, span.action.microbatch))
+        reload = copies.get(reload_to(span.action))
         causes = [
             (c, name) for c, name in ((message, "p2p_s"), (reload, "copy_s")) if c is not None
         ]

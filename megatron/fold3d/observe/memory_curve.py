@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
-from megatron.fold3d.plan.ir import WHOLE, Op
-from megatron.fold3d.plan.ops import WEIGHT_OPS
+from megatron.fold3d.plan.ir import WHOLE
+from megatron.fold3d.plan.ops import PART_OPS, TABLE, WEIGHT_OPS, Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,22 +87,22 @@ def _device_changes(spans: Sequence[Span], footprint: Footprint) -> Iterator[_Ch
     working = footprint.working_bytes
     actions = [action for *_, action, _ in spans if action]
     split = {action.stage for action in actions if action.op in WEIGHT_OPS}
-    microbatches = 1 + max((a.microbatch or 0 for a in actions if a.op is Op.FORWARD), default=0)
+    microbatches = 1 + max((a.microbatch or 0 for a in actions if a.op not in PART_OPS), default=0)
     done: dict[int, float] = {}  # by stage, the parts of weight gradients
     delayed = {stage: footprint.delayed_bytes[stage] for stage in split if footprint.delayed_bytes}
-    early = {a[::2] for *_, a, _ in spans if a and a.op is Op.RECOMPUTE}  # stage, micro-batch
+    early = {a[::2] for a in actions if TABLE[a.op].takes == "recomputed"}  # stage, micro-batch
     for lane, start_s, end_s, action, _ in spans:
         if action is None or lane not in (Lane.COMPUTE, Lane.COPY):
             continue
-        saved = footprint.saved_bytes[action.stage]
-        if action.op is Op.FORWARD or action.op is Op.RELOAD:
+        saved, takes = footprint.saved_bytes[action.stage], TABLE[action.op].takes
+        if takes == "saved":
             yield start_s, saved
-        elif action.op is Op.OFFLOAD:
+        elif takes == "on_host":
             yield end_s, -saved
-        elif action.op is Op.RECOMPUTE:
+        elif takes == "recomputed":
             if footprint.recomputed_bytes:
                 yield start_s, footprint.recomputed_bytes[action.stage]
-        elif action.op is Op.BACKWARD:
+        elif takes == "gradient":
             yield end_s, delayed.get(action.stage, 0.0) - saved
             if action[::2] in early:
                 if footprint.recomputed_bytes:
@@ -110,9 +110,9 @@ def _device_changes(spans: Sequence[Span], footprint: Footprint) -> Iterator[_Ch
             elif working:
                 yield start_s, working[action.stage]
                 yield end_s, -working[action.stage]
-        elif action.op is Op.WEIGHT:
+        elif action.op not in PART_OPS:
             yield end_s, -delayed.get(action.stage, 0.0)
-        elif action.op is Op.WEIGHT_PART:
+        else:
             part = (action.microbatch or 0) / WHOLE
             begun = done.get(action.stage, 0.0) % 1.0  # a new iteration begins at zero
             yield end_s, -microbatches * (part - begun) * delayed.get(action.stage, 0.0)
@@ -125,10 +125,10 @@ def _between_uses(spans: Sequence[Span], freed_bytes: Sequence[float]) -> Iterat
         if action is None or lane is not Lane.COMPUTE:
             continue
         stage, op, microbatch = action
-        if op is Op.FORWARD and microbatch == 0:
+        if TABLE[op].takes == "saved" and microbatch == 0:
             freed.add(stage)
             yield start_s, -freed_bytes[stage]
-        elif op is Op.BACKWARD and stage in freed:
+        elif TABLE[op].takes == "gradient" and stage in freed:
             freed.remove(stage)
             yield start_s, freed_bytes[stage]
 
@@ -147,9 +147,9 @@ def _at_step(spans: Sequence[Span], more_bytes: float) -> Iterator[_Change]:
 
 def _host_changes(spans: Sequence[Span], saved_bytes: Sequence[float]) -> Iterator[_Change]:
     for _, start_s, end_s, action, _ in spans:
-        if action is not None and action.op is Op.OFFLOAD:
+        if action is not None and TABLE[action.op].place is Place.TO_HOST:
             yield start_s, saved_bytes[action.stage]
-        elif action is not None and action.op is Op.RELOAD:
+        elif action is not None and TABLE[action.op].place is Place.TO_DEVICE:
             yield end_s, -saved_bytes[action.stage]
 
 

@@ -1,4 +1,4 @@
-"""Messages between stages: each is named by its RECV, and joins two computations."""
+"""What computations wait for: messages, each named by its RECV, and copies from the host."""
 
 from megatron.fold3d.plan.ir import Action, Op
 
@@ -17,6 +17,11 @@ def message_to(computation: Action) -> Action | None:
     """Return the message that a computation reads, if its op reads any: 1F0 reads 1RECV_F0."""
     stage, op, microbatch = computation
     return Action(stage, _READ[op], microbatch) if op in _READ else None
+
+
+def reload_to(computation: Action) -> Action:
+    """Return the copy from the host that a computation reads, if there is one: 1B0, 1RELOAD0."""
+    return computation._replace(op=Op.RELOAD)
 
 
 def message_from(action: Action) -> Action:

@@ -4,10 +4,10 @@ One rank cannot distinguish waits for messages in flight from waits for messages
 sent yet; a trace of all ranks can.
 """
 
+from megatron.fold3d.observe.exposure import computed
 from megatron.fold3d.observe.timeline import Lane
 from megatron.fold3d.observe.trace_files import IterationTrace
 from megatron.fold3d.observe.trace_timeline import spans_of
-from megatron.fold3d.plan.ir import Op
 
 
 def rank_exposure(row: IterationTrace) -> dict[str, float]:
@@ -20,8 +20,7 @@ def rank_exposure(row: IterationTrace) -> dict[str, float]:
     )
     for span in spans_of(row):
         if span.lane is Lane.COMPUTE:
-            forward = span.action is not None and span.action.op is Op.FORWARD
-            seconds["forward_s" if forward else "backward_s"] += span.duration_s
+            seconds[computed(span)] += span.duration_s
         elif span.lane is Lane.OPTIMIZER:
             seconds["optimizer_s"] += span.duration_s
         elif span.lane is Lane.WAIT:

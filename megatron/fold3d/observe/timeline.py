@@ -19,7 +19,7 @@ class Lane(StrEnum):
 
     COMPUTE = "compute"
     OPTIMIZER = "optimizer"
-    WAIT = "wait"  # held up at a WAIT_ action or, without action, at the end of an iteration
+    WAIT = "wait"  # for its action to be over or, without action, at the end of an iteration
     P2P = "p2p"  # on the receiving rank, as its RECV: from the departure to the arrival
     GRAD_SYNC = "grad_sync"
     COPY = "copy"
@@ -42,6 +42,15 @@ class Span(NamedTuple):
     def duration_s(self) -> float:
         """The seconds from start to end."""
         return self.end_s - self.start_s
+
+    @property
+    def word(self) -> str:
+        """The action, or what else is done: ``2F0``, ``wait 0ALL_GATHER``, ``optimizer 2``."""
+        if self.action is None:
+            return self.lane
+        if self.lane is Lane.OPTIMIZER:
+            return f"{self.lane} {self.action.stage}"
+        return "wait " * (self.lane is Lane.WAIT) + str(self.action)
 
 
 @dataclass(frozen=True, slots=True)

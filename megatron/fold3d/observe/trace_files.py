@@ -17,9 +17,10 @@ from megatron.fold3d.observe.fields import (
     read_text,
 )
 from megatron.fold3d.observe.timeline import Lane
+from megatron.fold3d.observe.trace_words import from_version_1
 from megatron.fold3d.plan.ir import gc_paused
 
-VERSION = 1
+VERSION = 2
 CLOCKS = {
     "host": "the host notes when it begins and ends what it does",
     "polls": "the host asks the GPU every 0.1 ms what it has passed; no event is timed",
@@ -44,9 +45,11 @@ class Event(NamedTuple):
     """An activity or a wait of a rank.
 
     ``kind`` is one of `LANES`. ``name`` is the action where there is one (``2F0``,
-    ``0REDUCE_GRAD``) and otherwise words: ``optimizer``, ``TP.sync``, or ``wait 2F0`` while the
-    input of 2F0 is missing. The ``p2p`` event of a SEND is the moment at which the message left;
-    that of a RECV lasts from its post until the message was taken.
+    ``0ALL_REDUCE:600``, or ``0STEP`` for the optimizer's step of one stage) and otherwise words:
+    ``optimizer`` or ``TP.sync``. A wait has the name of what is waited for: ``wait 0ALL_GATHER``,
+    or ``wait 2RECV_F0`` while the input of 2F0 is missing. The ``p2p`` event of a SEND is the
+    moment at which the message left; that of a RECV lasts from its post until the message was
+    taken.
     """
 
     name: str
@@ -125,7 +128,7 @@ class RankTrace:
     @classmethod
     @gc_paused()
     def from_json(cls, text: str) -> Self:
-        """Read `to_json`.
+        """Read `to_json`, also as version 1 wrote it.
 
         Raises:
             ValueError: the text is no trace, or one of another version.
@@ -134,7 +137,9 @@ class RankTrace:
             found = parse_json(text)
             if not isinstance(found, dict) or "version" not in found:
                 raise ValueError("found no version in it; give a folder that --trace wrote")
-            if (version := found.pop("version")) != VERSION:
+            if (version := found.pop("version")) == 1:
+                from_version_1(found)
+            elif version != VERSION:
                 raise ValueError(f"found version {version!r}, this is for {VERSION}; trace again")
             rows = [dict(row) for row in found.pop("iterations")]
             for row in rows:

@@ -21,6 +21,7 @@ from megatron.fold3d.observe.trace_files import (
     read_ranks,
 )
 from megatron.fold3d.plan.ir import Action, PlanError, gc_paused
+from megatron.fold3d.plan.ops import SYNC_OPS
 from megatron.fold3d.plan.passes.pairs import second_of
 
 
@@ -88,9 +89,7 @@ class _Clocked:
     def spans(self) -> Iterator[Span]:
         """Yield the rank's own spans; a span inside another one interrupts it."""
         events = sorted(_halved(self.row.events), key=lambda event: (event.start_s, -event.end_s))
-        # A wait for a message is a gap: the message's own span says why.
-        shown = [(e, _action(e.name)) for e in events if e.kind != "p2p"]
-        shown = [(e, action) for e, action in shown if e.kind != "wait" or action is not None]
+        shown = [(e, _action(e.name)) for e in events if e.kind != "p2p" and not _is_gap(e)]
         busy = [event for event, _ in shown if LANES[event.kind] in BUSY_LANES]
         position = 0
         for event, action in shown:
@@ -116,14 +115,13 @@ class _Clocked:
         The time of the arrival itself is unknown.
         """
         waits = {e.name: e.end_s - e.start_s for e in self.row.events if e.kind == "wait"}
-        busy = [e for e in self.row.events if LANES[e.kind] in BUSY_LANES]
-        work = sorted(
-            (e for e in busy if e.kind != "wait" or _action(e.name)), key=lambda e: e.start_s
-        )
+        busy = [e for e in self.row.events if LANES[e.kind] in BUSY_LANES and not _is_gap(e)]
+        work = sorted(busy, key=lambda e: e.start_s)
         return {
-            Action.from_str(event.name): self.start_s + before.end_s
+            action: self.start_s + before.end_s
             for before, event in pairwise(work)
-            if 2 * waits.get(f"wait {event.name}", inf) < event.start_s - before.end_s
+            if event.kind == "compute" and (action := _action(event.name)) is not None
+            if 2 * waits.get(f"wait {message_to(action)}", inf) < event.start_s - before.end_s
         }
 
 
@@ -226,8 +224,16 @@ def _moved(span: Span, by_s: float) -> Span:
     return span._replace(start_s=span.start_s + by_s, end_s=span.end_s + by_s) if by_s else span
 
 
+def _is_gap(event: Event) -> bool:
+    """Tell whether an event is a wait whose reason has a span of its own, or is not known."""
+    if event.kind != "wait":
+        return False
+    action = _action(event.name)
+    return action is None or action.op not in SYNC_OPS
+
+
 def _action(name: str) -> Action | None:
     try:
-        return Action.from_str(name)
+        return Action.from_str(name.removeprefix("wait "))
     except PlanError:
         return None

@@ -6,14 +6,14 @@ import pytest
 from megatron.fold3d.observe.report.draw import Pipeline, caption_of, draw, draw_together
 from megatron.fold3d.observe.report.grid import to_text
 from megatron.fold3d.observe.timeline import Timeline
-from megatron.fold3d.plan.ir import Op, Plan
+from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
 from megatron.fold3d.plan.passes.offload import add_offload
 from megatron.fold3d.plan.passes.stock_grad_sync import serial_grad_sync
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.execution import Execution, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -115,7 +115,7 @@ def test_the_legend_says_what_ranks_wait_for(sends: bool, syncs: bool):
     plan = build("1f1b", num_ranks=2, num_segments=1, num_microbatches=2)
     plan = serial_grad_sync(plan) if syncs else plan
     costs = Costs.uniform(2, p2p_s=1.0, grad_sync_s=3.0)
-    waits = frozenset({Op.FORWARD}) if sends else frozenset()
+    waits = sends_stock_waits_for(2) if sends else frozenset()
     svg = draw(simulate(plan, costs, Execution(sends_waited_for=waits)))
     named = [what for what, shown in (("DP.sync", syncs), ("sends", sends)) if shown]
     assert re.findall(">waits for ([^<]*)<", svg) == named
@@ -145,7 +145,7 @@ def test_an_empty_timeline_can_be_drawn():
 def test_the_caption_says_what_was_run_and_what_it_exposes():
     plan = build("interleaved", num_ranks=2, num_segments=2, num_microbatches=4)
     costs = Costs.uniform(4, grad_sync_s=3.0)
-    timeline = simulate(serial_grad_sync(plan), costs, Execution(flush=True))
+    timeline = simulate(serial_grad_sync(plan), costs)
     assert caption_of(plan, timeline) == (
         "p = 2 · 2 segments · 4 micro-batches · bubble 9.1% of the time · "
         "exposed DP.sync 18.2% · peak activations 3 to 5 per rank"

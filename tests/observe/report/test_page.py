@@ -27,7 +27,7 @@ def timeline(ranks: int = 4, segments: int = 2, microbatches: int = 8, slower: f
         p2p_s=0.001,
         grad_sync_s=0.08,
     )
-    return simulate(add_grad_sync(order), costs, Execution(flush=True), iterations=2)
+    return simulate(add_grad_sync(order), costs, iterations=2)
 
 
 def view(name: str, of: Timeline) -> View:
@@ -261,7 +261,7 @@ def waiting(slower: float) -> Timeline:
     order = build("interleaved", num_ranks=2, num_segments=2, num_microbatches=4)
     times = {"forward_s": 0.01 * slower, "backward_s": 0.02 * slower, "p2p_latency_s": 0.016}
     costs = Costs.uniform(4, grad_sync_s=0.02, **times)
-    execution = Execution(flush=True, sends_waited_for=sends_stock_waits_for(2))
+    execution = Execution(sends_waited_for=sends_stock_waits_for(2))
     return simulate(lower(order, Options(gathers_params=True)), costs, execution, iterations=2)
 
 

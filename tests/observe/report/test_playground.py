@@ -55,7 +55,7 @@ def plan_of(
         return order
     deferred = range(p * ns if where == "deferred" else 0)
     grad_sync = "serial" if where == "serial" else "overlap"
-    return lower(order, Options(transfers=False, grad_sync=grad_sync, deferred_stages=deferred))
+    return lower(order, Options(transfers=False, grad_sync=grad_sync, carried_stages=deferred))
 
 
 def timeline_of(plan: Plan, where: str, first: bool, transfer: float, sync: float) -> Timeline:
@@ -71,7 +71,6 @@ def timeline_of(plan: Plan, where: str, first: bool, transfer: float, sync: floa
     execution = Execution(
         preemptive=first,
         grad_sync_order="edf" if deferred else "fifo",
-        flush=not deferred,
         in_order=True,
     )
     return (steady_state if deferred else simulate)(plan, costs, execution)

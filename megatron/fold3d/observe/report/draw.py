@@ -15,7 +15,7 @@ from megatron.fold3d.observe.report.svg import WIDTH, opening, rect, text
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline, queued
 from megatron.fold3d.plan.ir import Action, Plan
 from megatron.fold3d.plan.memory import peak_activations
-from megatron.fold3d.plan.ops import PART_OPS, SEND_OPS, TABLE
+from megatron.fold3d.plan.ops import P2P_OPS, PART_OPS, TABLE
 
 _LEFT, _RIGHT = 78, 28
 _NAMES = {
@@ -255,7 +255,7 @@ class _Diagram:
         if not self.tooltips:
             return ""
         start, end = span.start_s / self.unit_s, span.end_s / self.unit_s
-        return f"{span.action or span.lane}: {start:.4g} to {end:.4g} {self.unit}"
+        return f"{span.word}: {start:.4g} to {end:.4g} {self.unit}"
 
     def _merged(self, boxes: Iterable[_Box]) -> Iterator[_Box]:
         """Join equal neighbours too narrow to tell apart, so that large plans make small files."""
@@ -332,8 +332,8 @@ def _tick_step(end_s: float) -> float:
 
 
 def _awaited(action: Action) -> str:
-    """The CSS class of waiting at an action, by what is waited for."""
-    return "waits-p2p" if action.op in SEND_OPS else "waits-sync"
+    """The CSS class of waiting for an action."""
+    return "waits-p2p" if action.op in P2P_OPS else "waits-sync"
 
 
 def _filled_or_outlined(

@@ -107,7 +107,7 @@ def _columns(view: View, path: Sequence[PathStep]) -> dict[str, Any]:
                 name: {
                     "start": [round(start_s * _US, 1) for start_s in _starts_s(name, spans)],
                     "end": [round(span.end_s * _US, 1) for span in spans],
-                    "word": [word_of(span) for span in spans],
+                    "word": [span.word for span in spans],
                 }
                 for name, spans in of_rank.items()
                 if name in used or name == _MAIN
@@ -126,17 +126,6 @@ def _lanes(spans: Sequence[Span]) -> Iterator[tuple[str, list[Span]]]:
 
 def _starts_s(lane: str, spans: Sequence[Span]) -> Iterator[float]:
     yield from (span.start_s for span in (queued(spans) if lane == Lane.GRAD_SYNC else spans))
-
-
-def word_of(span: Span) -> str:
-    """Return the action, or other work and its stage, as a word that model.js reads."""
-    if span.action is None:
-        return span.lane
-    if span.lane is Lane.WAIT:
-        return f"{span.lane} {span.action}"
-    if span.lane is Lane.OPTIMIZER:
-        return f"{span.lane} {span.action.stage}"
-    return str(span.action)
 
 
 def _tiles(views: Sequence[View]) -> Iterator[str]:

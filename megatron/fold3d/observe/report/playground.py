@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.fold3d.observe.exposure import Exposure, exposure, mean
-from megatron.fold3d.observe.report.page import word_of
 from megatron.fold3d.observe.report.palette import HUES, color
 from megatron.fold3d.observe.report.template import one_file
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
@@ -142,5 +141,5 @@ def _spans(spans: tuple[Span, ...], start_s: float, unit_s: float) -> Iterator[d
                 "lane": "compute" if span.lane is Lane.OPTIMIZER else span.lane,
                 "start": span.start_s / unit_s,
                 "end": span.end_s / unit_s,
-                "word": word_of(span),
+                "word": span.word,
             }

@@ -1,50 +1,62 @@
 """``--trace``: records how long each action of the executor takes on this rank's device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
-from megatron.fold3d.plan.ir import Action, Op
-from megatron.fold3d.plan.ops import COMPUTE_OPS
+from megatron.fold3d.plan.ir import Action, Program
+from megatron.fold3d.plan.ops import COMPUTE_OPS, GATHER_OPS, SYNC_OPS, TABLE
+from megatron.fold3d.plan.waits import Waits
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
 from megatron.fold3d.runtime.trace.recorder import Recorder
 from megatron.fold3d.runtime.transfers.carrier import Transfers
 
-_KINDS = {**dict.fromkeys(COMPUTE_OPS, "compute"), Op.WAIT_GRAD: "wait"}
-_AGAIN = (Op.GATHER_PARAM_B, Op.WAIT_PARAM_B)
-_COMPUTATION = {Op.RECV_F: Op.FORWARD, Op.RECV_B: Op.BACKWARD}  # that uses the received tensor
+_SUMS = SYNC_OPS - GATHER_OPS
+_WAIT_FOR_SUMS = frozenset(op for op in TABLE if any(n.op in _SUMS for n in TABLE[op].needs))
 
 
 class RecordedActions(Feature):
-    """Records computations and waits; a computation's span excludes its transfers.
+    """Records computations and waits for sums; a computation's span excludes its transfers.
 
-    DP.sync, copies and transfers are recorded where they begin and end: in Megatron's DDP or
-    `DeferredSync`, in `Offloader` and in `RecordedP2P`.
+    DP.sync, copies and transfers are recorded where they begin and end, and so are the waits for
+    parameters inside computations, and optimizer steps inside waits.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
-        """Return wrappers that record a span around each op that computes or waits."""
-        spanned = {op: self._spanned(inner[op], kind) for op, kind in _KINDS.items()}
-        return spanned | {op: self._again(inner[op]) for op in _AGAIN}
+        """Return wrappers that record a span around each action that computes or waits for sums."""
+        recorder = self._recorder
+        if not recorder.is_on:
+            return {}
+        awaited = dict(_awaited(iteration.program))
 
-    def _again(self, handler: Handler) -> Handler:
-        def again(action: Action) -> None:
-            self._recorder.gathers_again = True
-            handler(action)
-            self._recorder.gathers_again = False
+        def recorded(handler: Handler) -> Handler:
+            def record(action: Action) -> None:
+                recorder.running = action
+                if action.op in COMPUTE_OPS:
+                    with recorder.span(action, "compute"):
+                        handler(action)
+                elif action in awaited:
+                    with recorder.span(f"wait {awaited[action]}", "wait"):
+                        handler(action)
+                else:
+                    handler(action)
+                recorder.running = None
 
-        return again
+            return record
 
-    def _spanned(self, handler: Handler, kind: str) -> Handler:
-        def spanned(action: Action) -> None:
-            with self._recorder.span(action, kind):
-                handler(action)
+        return {op: recorded(inner[op]) for op in COMPUTE_OPS | GATHER_OPS | _WAIT_FOR_SUMS}
 
-        return spanned
+
+def _awaited(program: Program) -> Iterator[tuple[Action, Action]]:
+    """Yield the actions that wait for sums, each with the last sum that it waits for."""
+    waits = Waits(program)
+    for index, action in enumerate(program):
+        if action.op in _WAIT_FOR_SUMS and (sums := [s for s, _ in waits.at(index, action)]):
+            yield action, max(sums, key=lambda action: action.end)
 
 
 class RecordedP2P:
@@ -77,12 +89,8 @@ class RecordedP2P:
         self._transfers.post(action, shape, dtype)
 
     def take(self, action: Action) -> torch.Tensor:
-        """Return a received tensor, as `Transfers.take` says, and record the wait for it.
-
-        The wait is named after the computation that reads the tensor.
-        """
-        computation = Action(action.stage, _COMPUTATION[action.op], action.microbatch)
-        with self._recorder.span(f"wait {computation}", "wait"):
+        """Return a received tensor, as `Transfers.take` says, and record the wait for it."""
+        with self._recorder.span(f"wait {action}", "wait"):
             tensor = self._transfers.take(action)
         self._ends.pop(action)()
         return tensor

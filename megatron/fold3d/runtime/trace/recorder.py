@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.observe.trace_files import Event, IterationTrace
+from megatron.fold3d.plan.ir import Action
 from megatron.fold3d.runtime.device import Clock, Mark, peak_device_bytes, peak_host_bytes
 
 WARM_UP = 3  # iterations in which a run still allocates, connects and compiles
@@ -52,7 +53,7 @@ class Recorder:
         deliver: receives each recorded iteration, in order, soon after its end.
 
     Attributes:
-        gathers_again: True while a stage's second all-gather is started, or waited for.
+        running: the action of the executor that runs, where its name is of use inside of it.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Recorder:
         self._clock = Clock(device)
         self._wants = wants
         self._deliver = deliver
-        self.gathers_again = False
+        self.running: Action | None = None
         self._now: _Iteration | None = None
         self._waiting: list[_Iteration] = []
         self._zero: tuple[Mark, float] | None = None  # one moment, as a mark and as Unix time

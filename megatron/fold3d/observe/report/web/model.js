@@ -1,21 +1,21 @@
 "use strict";
 // What the diagram shows: spans in columns, lanes in rows. Times are microseconds from the start.
 
-/** Read one word: an action such as 2F0, or what a rank does beside: "wait 2WAIT_GRAD", "optimizer 2". */
+/** Read one word: an action such as 2F0, or what a rank does beside: "wait 2ALL_REDUCE", "optimizer 2". */
 function parse(word, numRanks) {
-  const action = /^(\d+)([A-Z_]+?)(?:[.:]\d+|(\d*))$/.exec(word);
+  const action = /^(\d+)([A-Z_]+?)(?::\d+|(\d*))$/.exec(word);
   if (action) {
     const stage = +action[1], { kind, title: name } = OPS[action[2]] ?? { kind: "wait", title: action[2] };
     return { kind, name, stage, segment: Math.floor(stage / numRanks), microbatch: action[3] ?? "" };
   }
   if (word === "tp_sync") return { kind: "tp", name: "TP.sync", segment: 0, microbatch: "" };
   const [kind, at] = word.split(" ");
-  const [, stage, op, microbatch] = /^(\d+)([A-Z_]*?)(\d*)$/.exec(at ?? "") ?? [];
+  const [, stage, op, microbatch] = /^(\d+)([A-Z_]*?)(?::\d+|(\d*))$/.exec(at ?? "") ?? [];
   const segment = stage === undefined ? -1 : Math.floor(+stage / numRanks);
   if (kind === "optimizer") return { kind: "update", name: "optimizer step", segment, microbatch: "" };
   if (segment < 0) return { kind: "idle", name: "end of the iteration: waits for the other ranks", segment, microbatch: "" };
   const { kind: waited, waits: name } = OPS[op] ?? { kind: "sync", waits: `waits at ${at}` };
-  return { kind: "wait", waited, name, segment, microbatch };
+  return { kind: "wait", waited, name, segment, microbatch: microbatch ?? "" };
 }
 
 const ROUNDING = 0.15; // of times as they are embedded

@@ -1,6 +1,6 @@
 "use strict";
 // The schedules of `plan/schedules.py` and `plan/zero_bubble.py` once more, weight gradients in the gaps
-// as `plan/passes/place_weight_grads.py` puts them there, and where DP.sync starts and is waited for.
+// as `plan/passes/place_weight_grads.py` puts them there, and where DP.sync starts and steps are taken.
 // A test compares plans of all sizes with Python's.
 
 /** Where the sliders end; the test goes as far. */
@@ -145,19 +145,19 @@ function withSync(program, where) {
   const last = new Map();
   program.forEach(({ stage, op }, i) => { if (op !== "F") last.set(stage, i); });
   const inOrder = [...last.keys()].sort((a, b) => last.get(a) - last.get(b));
-  const reduce = (stage) => ({ stage, op: "REDUCE_GRAD" }), wait = (stage) => ({ stage, op: "WAIT_GRAD" });
-  if (where === "serial") return [...program, ...inOrder.map(reduce), ...inOrder.map(wait)];
+  const of = (op) => (stage) => ({ stage, op }), sum = of("ALL_REDUCE"), step = of("STEP");
+  if (where === "serial") return [...program, ...inOrder.map(sum), ...inOrder.map(step)];
   const begun = new Set();
   const synced = program.flatMap((action, i) => {
     const found = [action];
-    if (last.get(action.stage) === i) found.push(reduce(action.stage));
+    if (last.get(action.stage) === i) found.push(...(where === "deferred" ? [of("REDUCE_KEPT")(action.stage)] : []), sum(action.stage));
     if (where === "deferred" && action.op === "F" && !begun.has(action.stage)) {
       begun.add(action.stage);
-      found.unshift(wait(action.stage));
+      found.unshift(step(action.stage));
     }
     return found;
   });
-  return where === "deferred" ? synced : [...synced, ...inOrder.map(wait)];
+  return [...synced, ...inOrder.map(of(where === "deferred" ? "FINALIZE" : "STEP"))];
 }
 
 /** The most micro-batches whose activations a rank holds at once, counting a segment as its part. */

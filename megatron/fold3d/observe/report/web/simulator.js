@@ -168,7 +168,7 @@ class SyncQueue {
   end() {
     const task = this.leave();
     this.next();
-    this.run.comeTrue(`SYNC ${task.action.stage}`, this.rank);
+    this.run.comeTrue(`SYNC ${task.action.stage}`, this.rank, task.action);
   }
 
   leave() {
@@ -179,7 +179,7 @@ class SyncQueue {
   }
 }
 
-/** Ranks that run their programs in order, each waiting for its messages and for DP.sync. */
+/** Ranks that run their programs in order, each waiting for its messages and for its sums. */
 class Run {
   constructor(programs, ns, costs, { where, messagesFirst }, iterations) {
     Object.assign(this, { costs, iterations, stages: programs.length * ns, deferred: where === "deferred" });
@@ -187,7 +187,6 @@ class Run {
     this.network = new Network(this.clock, programs.length, messagesFirst);
     this.channels = new Map();
     this.times = new Map(); // how often a fact has come true
-    this.begun = new Map();
     this.atEnd = [];
     this.split = programs.some((program) => program.some(({ op }) => op === "W"));
     this.ranks = programs.map((program, number) => ({ number, program, spans: [], iteration: 0, position: 0, since: 0, awaits: null }));
@@ -213,15 +212,10 @@ class Run {
         this.clock.at(rank.since + this.secondsOf(action), () => this.finish(rank));
         return;
       }
-      const fact = `SYNC ${action.stage}`;
-      if (action.op === "REDUCE_GRAD") {
-        this.begun.set(fact, (this.begun.get(fact) ?? 0) + 1);
-        rank.queue.add(action, rank.iteration, this.costs.sync);
-      } else {
-        if (this.count(fact) < (this.begun.get(fact) ?? 0)) { rank.awaits = fact; return; }
-        this.write(rank, "wait", rank.since, action, rank.iteration);
-      }
-      this.goOn(rank);
+      const fact = `SYNC ${action.stage}`, ago = this.deferred ? 1 : 0;
+      if (action.op === "ALL_REDUCE") rank.queue.add(action, rank.iteration, this.costs.sync);
+      if (action.op === "STEP" && this.count(fact) <= rank.iteration - ago) { rank.awaits = fact; return; }
+      this.goOn(rank); // what Megatron reads at the end has no slider: it takes no time
     }
   }
 
@@ -235,10 +229,14 @@ class Run {
     return op === "B" && stage + 1 < this.stages ? `B ${stage} ${microbatch}` : null;
   }
 
-  comeTrue(fact, rank) {
+  comeTrue(fact, rank, sum = null) {
     this.times.set(fact, this.count(fact) + 1);
     if (rank.awaits !== fact) return;
     rank.awaits = null;
+    if (sum) {
+      this.write(rank, "wait", rank.since, sum, rank.iteration);
+      rank.since = this.clock.now;
+    }
     this.advance(rank);
   }
 
