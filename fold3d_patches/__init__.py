@@ -381,7 +381,10 @@ def _auto_schedule(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder |
             recorder=recorder,
         )
         auto = make(deferred=deferred)
-        return (auto, DeferredGradSync(deferred, recorder=recorder)), (noted_step.patch(auto, step), *others)
+        return (auto, DeferredGradSync(deferred, recorder=recorder)), (
+            noted_step.patch(auto, step),
+            *others,
+        )
     if config.auto_replicates:
         from fold3d_patches.schedule import replicated_step
         from megatron.fold3d.runtime.grad_sync.replicated_steps import ReplicatedSteps

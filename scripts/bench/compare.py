@@ -17,9 +17,9 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from megatron.fold3d.observe import training_log
@@ -158,6 +158,12 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         default="both",
         help="variants with it, without it, or both (both)",
     )
+    what.add_argument(
+        "--checkout",
+        type=Path,
+        metavar="DIR",
+        help="run ours once more with the code in this folder, which has its own .venv",
+    )
     what.add_argument("--list", action="store_true", help="list the variants and end")
     what.add_argument("--rounds", type=int, default=3, help="(3)")
     what.add_argument(
@@ -205,7 +211,7 @@ def main(argv: Sequence[str]) -> int:
             "largest_loss_difference": largest,
             "problems": differing + failures,
         }
-        args.json.write_text(json.dumps(report, indent=1))
+        args.json.write_text(json.dumps(report, indent=1, default=str))
     print(f"{conditions}\n\n{summary.table(found)}\n")
     print(f"Losses of {len(runs) - len(failures)} runs agree to {largest:.1e}.")
     for problem in differing + failures:
@@ -239,7 +245,19 @@ def _read(args: argparse.Namespace) -> tuple[Bench, list[Variant]]:
     )
     every = [*variants.known(job), *(variants.read(args.variants) if args.variants else ())]
     wanted = {"both": None, "on": True, "off": False}[args.distributed_optimizer]
-    return bench, variants.choose(every, args.only, wanted)
+    chosen = variants.choose(every, args.only, wanted)
+    if args.checkout is None:
+        return bench, chosen
+    checkout = args.checkout.resolve()
+    if not (checkout / ".venv/bin/python").is_file():
+        raise ValueError(f"--checkout {checkout}: found no .venv/bin/python there; make it there")
+    return bench, [each for variant in chosen for each in _with_checkout(variant, checkout)]
+
+
+def _with_checkout(variant: Variant, checkout: Path) -> Iterator[Variant]:
+    yield variant
+    if not variant.is_stock:
+        yield replace(variant, name=f"{variant.name}@{checkout.name}", checkout=checkout)
 
 
 if __name__ == "__main__":

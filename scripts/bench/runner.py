@@ -53,7 +53,7 @@ class Bench:
         clock = _CpuClock()
         hosts = self.job.world_size // self.ranks_per_host
         with Testbed(hosts, link, self.ranks_per_host) as testbed:
-            ranks = testbed.fork(partial(_train, argv), logs)
+            ranks = testbed.fork(partial(_train, argv, variant.checkout), logs)
             timed = (self.warmup, self.job.num_iterations)
             meter = _Meter(testbed, ranks, timed, self.real_time, progress)
             codes = ranks.wait(self.timeout_s, meter.watch)
@@ -72,8 +72,14 @@ class Bench:
         )
 
 
-def _train(argv: Sequence[str]) -> int:
-    """Be one rank; see `preload`."""
+def _train(argv: Sequence[str], checkout: Path | None) -> int:
+    """Be one rank; see `preload`. One of another commit imports all that it needs itself."""
+    if checkout is not None:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        os.chdir(checkout)
+        python = str(checkout / ".venv/bin/python")
+        os.execv(python, [python, "-m", "scripts.bench.rank", *argv])
+
     import torch
 
     from scripts.bench import rank

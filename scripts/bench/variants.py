@@ -98,6 +98,8 @@ class Variant:
 
     name: str
     flags: tuple[str, ...]
+    checkout: Path | None = None
+    """The folder of another commit, with its own ``.venv``, whose code runs; None is this one."""
 
     @property
     def is_stock(self) -> bool:

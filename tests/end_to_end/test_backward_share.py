@@ -374,13 +374,13 @@ def train_and_listen(argv: Sequence[str]) -> Heard:
 
     from megatron.fold3d.runtime.grad_sync.deferred_reductions import DeferredReductions
 
-    update = DeferredReductions.update_shares
+    begin = DeferredReductions.begin_iteration
 
-    def noted(self: DeferredReductions, *, whole: bool) -> None:
+    def noted(self: DeferredReductions, num_segments: int, *, whole: bool) -> tuple[float, ...]:
         keeps_back.append(not whole)
-        update(self, whole=whole)
+        return begin(self, num_segments, whole=whole)
 
-    DeferredReductions.update_shares = noted
+    DeferredReductions.begin_iteration = noted
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

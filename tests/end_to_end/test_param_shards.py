@@ -52,9 +52,7 @@ AIAO = "--schedule aiao --shard-segments weights"
 GRADIENTS = "--schedule aiao --shard-segments gradients"
 
 # One segment on one rank, whose gradients are freed before layer norms' are summed over tp ranks.
-FREED_EARLY = (
-    "0ALL_GATHER 0F0 0B0 0F1 0B1 0FREE_PARAM_B 0ALL_REDUCE 0STEP 0FREE_GRAD"
-)
+FREED_EARLY = "0ALL_GATHER 0F0 0B0 0F1 0B1 0FREE_PARAM_B 0REDUCE_SCATTER 0FREE_GRAD 0STEP"
 
 ROWS = (
     Row(name="fp32", dp=2, segments=4, m=3, flags=OVERLAP, ours=AIAO, stock=ONE_GROUP),
@@ -313,7 +311,7 @@ def test_bytes_are_those_that_the_plan_predicts(
         whole = sum(found.parameters) + sum(found.gradients)
         assert found.resident == [predicted] * (4 if deferred else 3)
         assert predicted <= most_resident * whole
-        size_of = dict.fromkeys(GATHER_OPS, parameters) | {Op.ALL_REDUCE: gradients}
+        size_of = dict.fromkeys(GATHER_OPS, parameters) | {Op.REDUCE_SCATTER: gradients}
         sent = sum(size_of[op][s] for s, op, _ in plan.programs[rank] if op in size_of)
         if not deferred:  # those are not DDP's; behind the third, evaluation gathers as well
             assert found.sent[1] == sent <= 1.34 * whole

@@ -1,6 +1,7 @@
 """The options that say when DP.sync runs and on which queues; simulates a plan with them."""
 
 from argparse import Namespace
+
 from megatron.fold3d.commands.cost_options import Source
 from megatron.fold3d.commands.schedule_options import spelled
 from megatron.fold3d.config.backward_share_flags import AUTO

@@ -183,6 +183,11 @@ class Plan:
         )
 
     @property
+    def has_backwards(self) -> bool:
+        """True if it is the plan of a training iteration."""
+        return self.has(Op.BACKWARD)
+
+    @property
     def has_p2p(self) -> bool:
         """True if sends and receives are part of the plan yet."""
         return any(action.op in P2P_OPS for program in self.programs for action in program)
@@ -266,11 +271,15 @@ def hooked(program: Program) -> frozenset[int]:
     for action in program:
         if action.op in COMPUTE_OPS:
             last = action
-        elif action.op in SUM_OPS:
-            if action.microbatch is None and last and last[:2] == (action.stage, Op.BACKWARD):
-                found.add(action.stage)
+        elif action.op in SUM_OPS and last and last[:2] == (action.stage, Op.BACKWARD):
+            found.add(action.stage)
     parts = {a.stage for a in program if a.op in SUM_OPS and a.microbatch is not None}
     return frozenset(found - parts - carried(program).keys())
+
+
+def part_of(action: Action, end: int) -> Action:
+    """Return the part of an action's sum that ends at ``end`` thousandths."""
+    return action._replace(microbatch=end if end < WHOLE else None)
 
 
 def part_begins(program: Program) -> dict[Action, int]:

@@ -235,7 +235,8 @@ WEIGHT_OPS = frozenset(op for op, row in TABLE.items() if row.cost == "weight_s"
 SEND_OPS, RECV_OPS = _on(Place.SEND), _on(Place.RECV)
 P2P_OPS = SEND_OPS | RECV_OPS
 SYNC_OPS = _on(Place.DP_SYNC, Place.DP_SYNC_KEPT)
-COPY_OPS = _on(Place.TO_HOST, Place.TO_DEVICE)
+TO_HOST_OPS, TO_DEVICE_OPS = _on(Place.TO_HOST), _on(Place.TO_DEVICE)
+COPY_OPS = TO_HOST_OPS | TO_DEVICE_OPS
 HOST_OPS = _on(Place.HOST)
 LINK_OPS = SYNC_OPS | COPY_OPS
 STAGE_OPS = frozenset(op for op, row in TABLE.items() if row.scope is OpScope.STAGE)
@@ -243,6 +244,25 @@ PART_OPS = frozenset(op for op, row in TABLE.items() if row.scope is OpScope.PAR
 SUM_OPS = SYNC_OPS & PART_OPS
 GATHER_OPS = frozenset(op for op in SYNC_OPS if TABLE[op].takes == "parameter")
 FREE_OPS = frozenset(op for op, row in TABLE.items() if "parameter" in row.gives)
+
+
+class Way(NamedTuple):
+    """A way through the pipeline: what is computed, sent and received, and who reads it."""
+
+    compute: Op
+    send: Op
+    receive: Op
+    step: int
+    """From the stage of a computation to the one that reads its result."""
+
+
+FORTH = Way(Op.FORWARD, Op.SEND_F, Op.RECV_F, 1)
+BACK = Way(Op.BACKWARD, Op.SEND_B, Op.RECV_B, -1)
+WAYS = (FORTH, BACK)
+PEER: Mapping[Op, int] = {way.send: way.step for way in WAYS} | {
+    way.receive: -way.step for way in WAYS
+}
+"""From a rank to the one that a transfer connects it to."""
 
 
 def wait_title(op: Op) -> str:

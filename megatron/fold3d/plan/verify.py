@@ -278,7 +278,9 @@ class _Needs:
                     elif need.beside is None and not needed:
                         needed = [Action(action.stage, need.op, None if op in PART_OPS else 0)]
                     if need.which is Which.UP_TO:
-                        needed = needed[: 1 + bisect_left([part.end for part in needed], action.end)]
+                        needed = needed[
+                            : 1 + bisect_left([part.end for part in needed], action.end)
+                        ]
                     self.others.setdefault(action, []).extend(needed)
 
     def _add_sync(self, plan: Plan, ops: AbstractSet[Op]) -> None:

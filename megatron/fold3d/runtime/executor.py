@@ -21,6 +21,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.fold3d.plan.ir import Action, Op, Plan
 from megatron.fold3d.plan.memory import peak_activations
+from megatron.fold3d.plan.ops import BACK, FORTH
 from megatron.fold3d.runtime.computations import Computations
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration, note_place
 from megatron.fold3d.runtime.plans import Plans
@@ -229,7 +230,7 @@ def _shapes(
     )
     if adjust is not None:
         received, sent = adjust(received, sent)
-    return {Op.RECV_F: received[0], Op.RECV_B: sent[0]}
+    return {FORTH.receive: received[0], BACK.receive: sent[0]}
 
 
 @contextmanager

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program
+from megatron.fold3d.plan.ops import FORTH
 
 _WAS_AT = "fold3d: pipeline rank"
 
@@ -96,7 +97,7 @@ class Iteration:
     @property
     def hidden_bytes(self) -> int:
         """The bytes of one hidden state, which is what a transfer carries."""
-        num_elements = torch.Size(self.shapes[Op.RECV_F]).numel()
+        num_elements = torch.Size(self.shapes[FORTH.receive]).numel()
         return int(num_elements * self.config.pipeline_dtype.itemsize)
 
     def segment(self, action: Action) -> int:

@@ -18,7 +18,8 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from megatron.fold3d.plan.ir import Action, Op, Plan
+from megatron.fold3d.plan.ir import Action, Plan
+from megatron.fold3d.plan.ops import COMPUTE_OPS, FORTH
 from megatron.fold3d.policy.offload_choice import CAUTION
 from megatron.fold3d.policy.recompute_choice import (
     CountsChoice,
@@ -103,8 +104,8 @@ class MeasuredCounts(Feature):
         if not iteration.trains or self._has_told:
             return {}
         if not self._found:
-            run_forward = inner[Op.FORWARD]
-            return {Op.FORWARD: lambda action: self._measure(iteration, run_forward, action)}
+            run_forward = inner[FORTH.compute]
+            return {FORTH.compute: lambda action: self._measure(iteration, run_forward, action)}
         self._predicted = self._choices[iteration.plan]
         if held_device_bytes(iteration.device) is not None:
             return {}
@@ -117,7 +118,7 @@ class MeasuredCounts(Feature):
 
             return handler
 
-        return {op: metered(inner[op]) for op in (Op.FORWARD, Op.BACKWARD, Op.RECOMPUTE)}
+        return {op: metered(inner[op]) for op in COMPUTE_OPS}
 
     def _layers(self, stage: int) -> int:
         return sum(len(block.layers) for block in self._blocks[stage])

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.ir import Action, Op
-from megatron.fold3d.plan.ops import COMPUTE_OPS
+from megatron.fold3d.plan.ops import BACK, COMPUTE_OPS, FORTH, PART_OPS, TABLE
 from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
 from megatron.fold3d.policy.measured_times import MeasuredTimes
 from megatron.fold3d.policy.ring_buffers import rings_are_buffered
@@ -126,10 +126,10 @@ class MeasuredTimesFeature(Feature):
             free_bytes=free_device_bytes(device),
         )
         for (stage, op), grown in self._bytes.items():
-            if op is Op.FORWARD:
+            if op is FORTH.compute:
                 found.saved_bytes[stage] = max(0, *grown)
         for (stage, op), grown in self._bytes.items():
-            if op is Op.BACKWARD:
+            if op is BACK.compute:
                 found.delayed_bytes[stage] = max(0, found.saved_bytes[stage] + max(grown))
         return found
 
@@ -239,17 +239,15 @@ def _agreed(mine: _Found, iteration: Iteration) -> MeasuredTimes:
     plan = iteration.plan
     stages = range(plan.num_stages)
 
-    def slowest(op: Op) -> tuple[float, ...]:
-        return tuple(
+    slowest = {
+        TABLE[op].cost: tuple(
             max(found.times_s.get(stage, {}).get(op, 0.0) for found in everyones)
             for stage in stages
         )
-
+        for op in COMPUTE_OPS - PART_OPS
+    }
     return MeasuredTimes(
-        forward_s=slowest(Op.FORWARD),
-        backward_s=slowest(Op.BACKWARD),
-        recompute_s=slowest(Op.RECOMPUTE),
-        weight_s=slowest(Op.WEIGHT),
+        **slowest,
         transfer_s=max(found.transfer_s for found in everyones),
         grad_sync_s=tuple(
             max(found.grad_sync_s.get(stage, 0.0) for found in everyones) for stage in stages

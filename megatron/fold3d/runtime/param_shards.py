@@ -75,12 +75,13 @@ class ParamShards(Feature):
 
         def gather(action: Action) -> None:
             segment = iteration.segment(action)
-            if action.stage in late and self._hooks_wait:
+            again = action.op is Op.ALL_GATHER_B
+            if action.stage in late and self._hooks_wait and not again:
                 self._forget(segment)
                 inner[Op.ALL_GATHER](action)
                 return
             self._gather(segment)
-            if action.op is Op.ALL_GATHER_B or not self._hooks_wait:
+            if again or not self._hooks_wait:
                 self._awaited.add(segment)
 
         def free(action: Action) -> None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.compile import Options, compile_plan, forward_only
-from megatron.fold3d.plan.ir import Op, Plan, PlanError
+from megatron.fold3d.plan.ir import Plan, PlanError
+from megatron.fold3d.plan.ops import COPY_OPS
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.policy.replicated_segments import stages_of
 
@@ -111,7 +112,7 @@ class Plans:
     def _options(self, order: Plan, offloaded: "OffloadChoice | None") -> Options:
         """Return the passes' options for an order; one without backwards needs transfers only."""
         config = self._config
-        if not order.has(Op.BACKWARD):
+        if not order.has_backwards:
             return Options(receives_late=config.receives_late, receives_ahead=config.receives_ahead)
         if config.offload_activations != "off" and offloaded is None:
             from megatron.fold3d.plan.passes.offload import OffloadChoice
@@ -154,7 +155,7 @@ class Plans:
             from megatron.fold3d.runtime.plan_from_file import read_order
 
             order = read_order(config, config.plan_file, num_microbatches)
-            self.fixes_offload = order.has(Op.OFFLOAD)
+            self.fixes_offload = order.has(*COPY_OPS)
             return order
         if (choice := self.choice(num_microbatches)) is not None:
             return choice.order

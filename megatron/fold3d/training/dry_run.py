@@ -16,8 +16,8 @@ from megatron.fold3d.commands.plan_source import in_words
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.observe.memory_curve import memory
-from megatron.fold3d.plan.ir import Op, Plan
-from megatron.fold3d.plan.ops import COMPUTE_OPS
+from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.ops import COMPUTE_OPS, COPY_OPS
 from megatron.fold3d.policy.run_choice import RunChoice, stock_schedule
 from megatron.fold3d.policy.shard_order import started_shares
 from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster, cluster
@@ -251,7 +251,7 @@ def _order(args: Namespace, plan: Plan | None) -> Plan | None:
     """Return the order that runs, unless measured times are to place weight gradients in it."""
     if plan is None or args.delay_weight_grads == "auto":
         return None
-    return plan.select(COMPUTE_OPS | {Op.OFFLOAD, Op.RELOAD})
+    return plan.select(COMPUTE_OPS | COPY_OPS)
 
 
 def _left_out(args: Namespace) -> Iterator[str]:

@@ -7,6 +7,7 @@ weight gradients are delayed.
 """
 
 from collections.abc import Mapping, Sequence
+
 from megatron.fold3d.observe.timeline import Lane, Span
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.ops import GATHER_OPS, PART_OPS, WEIGHT_OPS

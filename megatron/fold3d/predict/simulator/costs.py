@@ -45,7 +45,7 @@ class Costs:
     grad_sync_s: tuple[float, ...] = ()
     """DP.sync of a stage's gradients at the full rate of the rank's NIC."""
     reduced_in_iteration_s: tuple[float, ...] = ()
-    """The part of ``grad_sync_s`` that ends within its iteration even if the rest reaches into the next."""
+    """The part of ``grad_sync_s`` of a REDUCE_KEPT, which ends within its iteration."""
     rings_are_buffered: bool = False
     """Whether a message slows DP.sync down in its direction alone: see `policy.ring_buffers`."""
     grad_sync_local: bool = False

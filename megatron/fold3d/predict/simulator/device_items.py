@@ -101,9 +101,8 @@ class Items:
             elif op in P2P_OPS:
                 fact = self._steps.facts[message_from(action) if op in SEND_OPS else action]
                 issued.transfer(action, stream_of(action, alternates=self._alternates), fact)
-                if op in SEND_OPS and not ours:
-                    if source_of(message_from(action)).op in self._sends_waited_for:
-                        issued.wait_for(action, fact)
+                if op in SEND_OPS and source_of(message_from(action)).op in self._sends_waited_for:
+                    issued.wait_for(action, fact)
             elif op in SYNC_OPS:
                 if action not in launched:
                     count = self._launches(step)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron.fold3d.plan.ir import WHOLE, Action, Op, carried, hooked
+from megatron.fold3d.plan.ir import WHOLE, Action, Op, carried, hooked, part_of
 from megatron.fold3d.plan.ops import SUM_OPS
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, first_layer_first
@@ -40,7 +40,7 @@ class GradSync(Feature):
     def __init__(self, recorder: Recorder | None = None) -> None:
         self._recorder = recorder
         self._in_parts: Reductions | None = None
-        self._names: dict[Any, Action] = {}  # of the latest sum of each chunk
+        self._sums: dict[Any, Action] = {}  # by chunk, the sum of all of its gradients
         self._chunks: Sequence[Any] = ()
         self._quiet: Sequence[ExitStack] = ()
         self._no_sync: Sequence[Callable[..., Any]] | None = None
@@ -54,6 +54,11 @@ class GradSync(Feature):
         # It leaves param_sync_func unset where parameters are not sharded or hooks gather them.
         self._no_sync = _per_chunk(config.no_sync_func, self._chunks)
         self._gathers = iteration.trains and config.param_sync_func is not None
+        self._sums = {
+            self._chunks[iteration.segment(action)]: part_of(action, WHOLE)
+            for action in iteration.program
+            if action.op in SUM_OPS
+        }
         for segment in range(len(self._chunks)):
             self._hush(segment)
 
@@ -77,7 +82,6 @@ class GradSync(Feature):
             segment, is_last = iteration.segment(action), action.end == WHOLE
             if action.stage in in_parts:
                 chunk, sums = self._chunks[segment], self._sums_in_parts()
-                self._names[chunk] = action
                 sums.take(chunk, iteration.unfinished.get(action.stage, ()))
                 sums.start_until(chunk, action.end)
             if is_last:
@@ -157,10 +161,10 @@ class GradSync(Feature):
             self._in_parts.connect(self._chunks)
         return self._in_parts
 
-    def _observe(self, chunk: Any, _: int, __: int) -> list[Callable[[], None]]:
+    def _observe(self, chunk: Any, until: int, _: int) -> list[Callable[[], None]]:
         if self._recorder is None:
             return []
-        end = self._recorder.open_span(self._names[chunk], "grad_sync")
+        end = self._recorder.open_span(part_of(self._sums[chunk], until), "grad_sync")
         return [] if end is no_end else [end]
 
     def _hush(self, segment: int) -> None:

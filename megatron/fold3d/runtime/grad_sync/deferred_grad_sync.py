@@ -71,13 +71,13 @@ class DeferredGradSync(GradSync):
     def prepare(self, iteration: Iteration) -> None:
         """Begin an iteration; take all due steps if it is an evaluation or carries nothing."""
         late = carried(iteration.program)
-        if iteration.trains and late:
-            self._deferred.prepare(iteration.chunks, iteration.groups)
-        else:
+        if not (iteration.trains and late):
             self._deferred.drain()
         self._carried = frozenset(stage // iteration.plan.num_ranks for stage in late)
         self._plan_gathers = any(action.op is Op.ALL_GATHER for action in iteration.program)
         super().prepare(iteration)
+        if self._carried and iteration.trains:
+            self._deferred.prepare(iteration.chunks, iteration.groups, self._sums)
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return the handlers of DP.sync; what comes before a carried STEP is what is left."""

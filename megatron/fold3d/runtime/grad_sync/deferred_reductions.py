@@ -4,21 +4,16 @@ The plan says when a part starts. This module knows nothing of optimizer steps: 
 for each chunk's reduction.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron.fold3d.plan.ir import WHOLE, Action, Op
+from megatron.fold3d.plan.ir import Action, part_of
 from megatron.fold3d.policy.backward_shares import forwards_before_gather
-from megatron.fold3d.runtime.grad_sync.bucket_groups import (
-    bucket_groups,
-    connect,
-    group_of,
-    is_sharded,
-)
+from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, connect, group_of
 from megatron.fold3d.runtime.grad_sync.reductions import Reductions
 from megatron.fold3d.runtime.grad_sync.slices import Piece
 from megatron.fold3d.runtime.trace.recorder import Recorder, no_end
@@ -29,7 +24,11 @@ if TYPE_CHECKING:
 
 
 class DeferredReductions:
-    """The reductions of one rank's model chunks, over all iterations; see `DeferredSync`."""
+    """The reductions of one rank's model chunks, over all iterations; see `DeferredSync`.
+
+    Attributes:
+        sums: by chunk, the plan's name for the sum of all of its gradients, for traces.
+    """
 
     def __init__(
         self,
@@ -49,12 +48,12 @@ class DeferredReductions:
 
         # Known with the first iteration.
         self._chunks: Sequence[Any] = ()
-        self._stages: Sequence[int] = ()
         self._num_bytes = 0  # of all gradients
         self._parameter_bytes: Sequence[int] = ()  # by segment
         self._late_bytes: Sequence[int] = ()  # by segment, gradients that may be reduced late
 
         # Of the iteration that runs.
+        self.sums: Mapping[Any, Action] = {}
         self._shares: tuple[float, ...] = ()
         self._next_shares: tuple[float, ...] = ()
         self._scaling: dict[Any, Any] = {}  # by chunk still being reduced
@@ -80,8 +79,6 @@ class DeferredReductions:
         if self._auto is not None:
             self._auto.connect(len(chunks), groups.dp_cp, device)
         self._chunks = chunks
-        num_ranks, rank = groups.pp.size(), groups.pp.rank()
-        self._stages = [segment * num_ranks + rank for segment in range(len(chunks))]
         self._num_bytes = sum(
             bucket.grad_data.nbytes for group in bucket_groups(*chunks) for bucket in group.buckets
         )
@@ -120,7 +117,7 @@ class DeferredReductions:
         return pieces
 
     def start_until(self, chunk: Any, end: int) -> None:
-        """Start what lies before ``end`` thousandths of a chunk's gradients, if any is in flight."""
+        """Start what lies before ``end`` thousandths of a chunk, if any of it is in flight."""
         self._reductions.start_until(chunk, end)
 
     def start_left(self) -> None:
@@ -189,9 +186,5 @@ class DeferredReductions:
         if self._auto is not None:
             ends.append(self._auto.open_transfer(num_bytes))
         if self._recorder is not None:
-            sharded = any(map(is_sharded, bucket_groups(chunk)))
-            op = Op.REDUCE_SCATTER if sharded else Op.ALL_REDUCE
-            stage = self._stages[self._chunks.index(chunk)]
-            action = Action(stage, op, end if end < WHOLE else None)
-            ends.append(self._recorder.open_span(action, "grad_sync"))
+            ends.append(self._recorder.open_span(part_of(self.sums[chunk], end), "grad_sync"))
         return [end for end in ends if end is not no_end]

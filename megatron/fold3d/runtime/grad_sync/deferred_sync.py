@@ -35,7 +35,7 @@ or all gradients if the step depends on their values.
 """
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
 
+from megatron.fold3d.plan.ir import Action
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     bucket_groups,
     everyones_reducing_groups,
@@ -129,8 +130,20 @@ class DeferredSync:
         self._num_late = self._num_whole = 0  # of all steps
         self._num_normed = self._num_clipped = 0  # of those that deferred nothing
 
-    def prepare(self, chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
-        """Begin an iteration; all ranks of the job call this together."""
+    def prepare(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        groups: ProcessGroupCollection,
+        sums: Mapping[Any, Action],
+    ) -> None:
+        """Begin an iteration; all ranks of the job call this together.
+
+        Args:
+            chunks: the model chunks of this rank.
+            groups: Megatron's process groups.
+            sums: by chunk, the plan's name for the sum of all of its gradients.
+        """
+        self._reductions.sums = sums
         self._in_iteration = True
         self._noted.clear()
         if not self._chunks:

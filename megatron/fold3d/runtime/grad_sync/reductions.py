@@ -108,7 +108,7 @@ class Reductions:
     def take(self, chunk: Any, unfinished: Collection[torch.Tensor] = ()) -> Sequence[Piece]:
         """Take what is complete of a chunk's gradients, to be started later, and return it.
 
-        The pieces are views of DDP's gradient buffers. They are checked, and scaled by DDP's factor.
+        The pieces are views of DDP's gradient buffers, checked and scaled by DDP's factor.
 
         Args:
             chunk: the model chunk.

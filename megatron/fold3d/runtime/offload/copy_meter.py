@@ -6,9 +6,10 @@ from statistics import fmean
 import torch
 
 from megatron.fold3d.plan.ir import Op
+from megatron.fold3d.plan.ops import BACK, FORTH, TO_DEVICE_OPS, TO_HOST_OPS
 from megatron.fold3d.runtime.device import Clock, Mark
 
-_TIMED = (Op.FORWARD, Op.BACKWARD, Op.OFFLOAD, Op.RELOAD)
+_TIMED = (FORTH.compute, BACK.compute, *TO_HOST_OPS, *TO_DEVICE_OPS)
 
 
 class Meter:

@@ -26,7 +26,8 @@ from typing import Any, Self
 import torch
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.plan.ir import Action, Op, Program
+from megatron.fold3d.plan.ir import Action, Program
+from megatron.fold3d.plan.ops import TO_HOST_OPS
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.runtime.device import Clock, Mark, runs_behind
 from megatron.fold3d.runtime.offload.copies import Copies
@@ -149,7 +150,7 @@ class Offloader:
         self._tuner.clear_times()
         self._away.clear()
         self._leaving = deque([] for _ in range(self.depth))
-        self._travels = frozenset((a.stage, a.microbatch) for a in program if a.op is Op.OFFLOAD)
+        self._travels = frozenset((a.stage, a.microbatch) for a in program if a.op in TO_HOST_OPS)
         self._smallest_bytes = hidden_bytes // _SMALL
         self._lasting = frozenset(
             tensor.untyped_storage().data_ptr()

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.ops import BACK
 from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
 from megatron.fold3d.runtime.transfers.p2p import P2P
 
@@ -29,9 +30,8 @@ class PreemptiveP2P(P2P):
         **options: Any,
     ) -> None:
         super().__init__(pp_group, device, **options)
-        backward = (Op.SEND_B, Op.RECV_B)
         self._groups = {
-            op: communicator.group(group, direction=int(op in backward))
+            op: communicator.group(group, direction=int(op in BACK))
             for op, group in self._groups.items()
         }
 

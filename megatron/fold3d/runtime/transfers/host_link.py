@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.plan.ir import Action, Op, Program
-from megatron.fold3d.plan.ops import COMPUTE_OPS
+from megatron.fold3d.plan.ops import BACK, COMPUTE_OPS, FORTH, RECV_OPS, WAYS
 from megatron.fold3d.runtime.device import make_current
 from megatron.fold3d.runtime.offload.copies import Copies
 from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool, Slot, aligned
 
 _UNFINISHED_SENDS = 4  # a tensor more would wait; the verified plan runs with none unfinished
-_AT_THE_END = frozenset({Op.SEND_F, Op.RECV_B, Op.BACKWARD})  # of their stage; others at its begin
+_READ = {way.compute: way.receive for way in WAYS}
+_AT_THE_END = frozenset({FORTH.send, BACK.receive, BACK.compute})  # of a stage; others: its begin
 _COPIES = 2  # slots whose copy to the device may not be over yet
 
 
@@ -75,9 +76,7 @@ class HostLink:
         """
         ours = [a for a in program if self.carries(a)]
         used = [
-            Action(stage, Op.RECV_F if op is Op.FORWARD else Op.RECV_B, microbatch)
-            for stage, op, microbatch in ours
-            if op in (Op.FORWARD, Op.BACKWARD)
+            Action(stage, _READ[op], microbatch) for stage, op, microbatch in ours if op in _READ
         ]
         self._next = dict(pairwise(used))
         waiting = most_waiting(ours)
@@ -230,9 +229,9 @@ def most_waiting(actions: Sequence[Action]) -> int:
     posted: set[tuple[int, bool, int | None]] = set()
     most = 0
     for stage, op, microbatch in actions:
-        if op is Op.RECV_F or op is Op.RECV_B:
-            posted.add((stage, op is Op.RECV_F, microbatch))
+        if op in RECV_OPS:
+            posted.add((stage, op is FORTH.receive, microbatch))
             most = max(most, len(posted))
         elif op in COMPUTE_OPS:
-            posted.discard((stage, op is Op.FORWARD, microbatch))
+            posted.discard((stage, op is FORTH.compute, microbatch))
     return most

@@ -9,7 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron.fold3d.plan.ir import Action, Op, Program
+from megatron.fold3d.plan.ir import Action, Program
+from megatron.fold3d.plan.ops import BACK, FORTH, PEER
 from megatron.fold3d.runtime.transfers.carrier import Transfers
 from megatron.fold3d.runtime.transfers.host_link import HostLink
 from megatron.fold3d.runtime.transfers.p2p import make_groups
@@ -73,6 +74,7 @@ def _host_link(pp_group: dist.ProcessGroup, device: torch.device, timeout: timed
     """Make the host link from the pipeline's last rank to its first, with its process groups."""
     forward, backward = make_groups(pp_group, "gloo", timeout)[-1]
     last, first = pp_group.size() - 1, 0
-    groups = {Op.SEND_F: forward, Op.RECV_F: forward, Op.SEND_B: backward, Op.RECV_B: backward}
-    peers = {Op.SEND_F: first, Op.RECV_F: last, Op.SEND_B: last, Op.RECV_B: first}
+    ways = ((FORTH, forward), (BACK, backward))
+    groups = {op: group for way, group in ways for op in (way.send, way.receive)}
+    peers = {op: first if step > 0 else last for op, step in PEER.items()}
     return HostLink(groups, peers, device, timeout, pp_group.size())

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.plan.ir import Action, Op, Program
-from megatron.fold3d.plan.ops import SEND_OPS
+from megatron.fold3d.plan.ops import BACK, FORTH, PEER, SEND_OPS
 from megatron.fold3d.runtime.transfers import nccl
 
 _UNFINISHED_SENDS = 16  # more than a plan ever leaves behind unless the receiver is far behind
@@ -35,12 +35,7 @@ class P2P:
         _refuse_bound_group()
         rank, num_ranks = pp_group.rank(), pp_group.size()
         self._device = device
-        self._peers = {  # in the group
-            Op.RECV_F: (rank - 1) % num_ranks,
-            Op.SEND_F: (rank + 1) % num_ranks,
-            Op.SEND_B: (rank - 1) % num_ranks,
-            Op.RECV_B: (rank + 1) % num_ranks,
-        }
+        self._peers = {op: (rank + step) % num_ranks for op, step in PEER.items()}  # in the group
         self._groups = self._connect(pp_group, timeout)
         self._arriving: dict[Action, tuple[torch.Tensor, dist.Work]] = {}
         self._leaving: deque[tuple[torch.Tensor, dist.Work]] = deque()
@@ -107,10 +102,10 @@ class P2P:
         links = make_groups(pp_group, dist.get_backend(pp_group), timeout)
         before, after = links[(rank - 1) % num_ranks % len(links)], links[rank % len(links)]
         groups = {
-            Op.RECV_F: before[0],
-            Op.SEND_B: before[1],
-            Op.SEND_F: after[0],
-            Op.RECV_B: after[1],
+            FORTH.receive: before[0],
+            BACK.send: before[1],
+            FORTH.send: after[0],
+            BACK.receive: after[1],
         }
         self._meet(groups, rank, num_ranks)
         return groups
@@ -131,11 +126,11 @@ class P2P:
 
         for link in range(num_ranks):  # from rank `link` to the next, and back
             if rank == link:
-                exchange(Op.SEND_F)
-                exchange(Op.RECV_B)
+                exchange(FORTH.send)
+                exchange(BACK.receive)
             if rank == (link + 1) % num_ranks:
-                exchange(Op.RECV_F)
-                exchange(Op.SEND_B)
+                exchange(FORTH.receive)
+                exchange(BACK.send)
 
 
 def _refuse_bound_group() -> None:

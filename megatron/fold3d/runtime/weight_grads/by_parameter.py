@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron.fold3d.plan.ir import WHOLE, Op, Program
+from megatron.fold3d.plan.ir import WHOLE, Program
+from megatron.fold3d.plan.ops import PART_OPS, WEIGHT_OPS
 from megatron.fold3d.policy.shard_order import in_turns
 from megatron.fold3d.runtime.grad_sync.shard_reductions import spread
 
@@ -72,9 +73,9 @@ class Turns:
     def __init__(self, program: Program, chunks: Sequence[Any] = (), num_ranks: int = 1) -> None:
         self._chunks, self._num_ranks = chunks, num_ranks
         self._ends: dict[int, list[int]] = {}
-        for stage, op, end in program:
-            if op is Op.WEIGHT_PART and end is not None:
-                self._ends.setdefault(stage, []).append(end)
+        for action in program:
+            if action.op in WEIGHT_OPS and action.op in PART_OPS:
+                self._ends.setdefault(action.stage, []).append(action.end)
         self._parts: dict[int, deque[list[Any]]] = {}
 
     def spread(self, stage: int, parameters: Iterable[torch.Tensor]) -> Sequence[int]:
