@@ -189,6 +189,8 @@ def test_weights_and_biases_is_told_of_every_iteration_that_ends_before_it(tmp_p
     (row,) = read_ranks(tmp_path)[1].iterations
     assert found["offloaded_bytes"] == {str(row.counts["offloaded_bytes"])}
     assert row.counts["offloaded_bytes"] > 0
+    names = {event.name for event in row.events}
+    assert names >= {"3ALL_REDUCE:500", "3ALL_REDUCE", "wait 3ALL_REDUCE", "3STEP"}
 
 
 def _train_offline(argv: list[str]) -> None:
