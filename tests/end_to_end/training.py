@@ -13,8 +13,17 @@ from typing import Any
 import torch
 
 from megatron.fold3d.observe.trace_files import Event, RankTrace
-from megatron.fold3d.plan.ir import Action, Program, hooked
-from megatron.fold3d.plan.ops import COMPUTE_OPS, HOST_OPS, SUM_OPS, TABLE, UPDATE_OPS, Place
+from megatron.fold3d.plan.ir import Action, Op, Program, hooked
+from megatron.fold3d.plan.ops import (
+    COMPUTE_OPS,
+    GATHER_OPS,
+    HOST_OPS,
+    SUM_OPS,
+    TABLE,
+    UPDATE_OPS,
+    Place,
+)
+from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
 
 TRACED = 3
 """The iteration that is compared: hooks run from the second on, and no evaluation is near."""
@@ -80,12 +89,28 @@ def words(events: Sequence[Event], program: Program) -> tuple[list[str], list[st
     """Return what a rank should start in an iteration, and what it did start, in order.
 
     Of a sum of several collectives, the first one counts. DDP's hooks start sums inside a backward,
-    so before the transfers behind it.
+    so before the transfers behind it. What is planned may find nothing to do: a part for which
+    nothing is complete in every shard, or all gathers behind a step that was skipped. Gathers that
+    no plan has are started by DDP's hooks or by the optimizer's step.
     """
-    hooks = {str(a) for a in program if a.op in SUM_OPS and a.stage in hooked(program)}
-    planned = [str(action) for action in program if TABLE[action.op].place in _STARTS]
     started = dict.fromkeys(event.name for event in events if event.kind in _KINDS)
-    return _behind_computations(planned, hooks), _behind_computations(started, hooks)
+    planned = {str(action): action for action in program if TABLE[action.op].place in _STARTS}
+    gathers = {str(action) for action in program if action.op in GATHER_OPS}
+    idle = {
+        name
+        for name, action in planned.items()
+        if action.op is Op.REDUCE_SCATTER
+        and action.microbatch
+        and action.stage in stages_in_parts(program)
+    } | (gathers if not gathers & started.keys() else set())
+    by_hooks = {str(a) for a in program if a.op in SUM_OPS and a.stage in hooked(program)}
+    return (
+        _behind_computations((n for n in planned if n in started or n not in idle), by_hooks),
+        _behind_computations(
+            (n for n in started if n in gathers or Action.from_str(n).op not in GATHER_OPS),
+            by_hooks,
+        ),
+    )
 
 
 def _behind_computations(names: Iterable[str], moved: Container[str]) -> list[str]:
