@@ -18,4 +18,4 @@ ZB_H1 = [
 
 def deferred_grad_sync(order: Plan) -> Plan:
     """The order with DP.sync that reaches into the next iteration (paper Sec. III-B step 3)."""
-    return lower(order, Options(transfers=False, deferred_stages=range(order.num_stages)))
+    return lower(order, Options(transfers=False, carried_stages=range(order.num_stages)))

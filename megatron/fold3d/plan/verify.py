@@ -276,7 +276,7 @@ class _Needs:
                     if index <= steps.get(action.stage, -1):
                         needed = [each for place, each in found if place < index]
                     elif need.beside is None and not needed:
-                        needed = [Action(action.stage, need.op, None if op in PART_OPS else 0)]
+                        needed = [Action(action.stage, need.op, None if need.op in PART_OPS else 0)]
                     if need.which is Which.UP_TO:
                         needed = needed[: 1 + bisect_left([part.end for part in needed], action.end)]
                     self.others.setdefault(action, []).extend(needed)
