@@ -69,9 +69,7 @@ def test_a_missing_microbatch_is_found_whatever_its_number():
     ],
 )
 def test_a_stage_is_summed_stepped_and_gathered(lost: str, reason: str):
-    text = (
-        "0ALL_GATHER 1ALL_GATHER 0F0 1F0 1B0 1REDUCE_SCATTER 0B0 0REDUCE_SCATTER 1STEP 0STEP"
-    )
+    text = "0ALL_GATHER 1ALL_GATHER 0F0 1F0 1B0 1REDUCE_SCATTER 0B0 0REDUCE_SCATTER 1STEP 0STEP"
     verify(Plan.from_text(text))
     assert rejection(text.replace(lost, "")) == [f"{lost} is missing; {reason}"]
 

@@ -25,8 +25,8 @@ def test_a_stage_steps_right_before_its_first_forward_behind_its_receive():
         ),
         (
             "1RECV_F0 1RECV_F1 1STEP 1F0 1SEND_F0 3RECV_F0 1F1 1SEND_F1 3RECV_F1 3STEP "
-            "3F0 3B0 3SEND_B0 1RECV_B0 3F1 3B1 3SEND_B1 3REDUCE_KEPT 3ALL_REDUCE 1RECV_B1 1B0 1SEND_B0 "
-            "1B1 1SEND_B1 1REDUCE_KEPT 1ALL_REDUCE 3FINALIZE 1FINALIZE"
+            "3F0 3B0 3SEND_B0 1RECV_B0 3F1 3B1 3SEND_B1 3REDUCE_KEPT 3ALL_REDUCE 1RECV_B1 "
+            "1B0 1SEND_B0 1B1 1SEND_B1 1REDUCE_KEPT 1ALL_REDUCE 3FINALIZE 1FINALIZE"
         ),
     ]
 
@@ -55,9 +55,8 @@ def test_a_plan_tells_which_of_its_stages_are_carried_and_whether_a_step_is_not(
     some = carry_grad_sync(LOWERED, range(1, 3))
     found = [carried(program) for program in some.programs]
     assert found == [{2: 6}, {1: 2}]
-    assert [program[at[stage]] for program, at, stage in zip(some.programs, found, (2, 1))] == [
-        *(Action(2, Op.STEP), Action(1, Op.STEP)),
-    ]
+    assert some.programs[0][6] == Action(2, Op.STEP)
+    assert some.programs[1][2] == Action(1, Op.STEP)
     assert [carried(program) for program in LOWERED.programs] == [{}, {}]
     every = carry_grad_sync(LOWERED, range(4))
     assert [plan.flushes for plan in (LOWERED, some, every)] == [True, True, False]

@@ -20,12 +20,8 @@ def rows(plan: Plan) -> list[str]:
 
 def test_delayed_weight_grads_follow_the_last_backward_and_hide_its_sync():
     first, last = rows(lower(delay_weight_grads(AIAO, [1])))
-    assert first.endswith(
-        " 0B0 0B1 0ALL_REDUCE 2W0 2W1 2ALL_REDUCE 4STEP 0STEP 2STEP"
-    )
-    assert last.endswith(
-        " 1B1 1SEND_B1 1ALL_REDUCE 3W0 3W1 3ALL_REDUCE 5STEP 1STEP 3STEP"
-    )
+    assert first.endswith(" 0B0 0B1 0ALL_REDUCE 2W0 2W1 2ALL_REDUCE 4STEP 0STEP 2STEP")
+    assert last.endswith(" 1B1 1SEND_B1 1ALL_REDUCE 3W0 3W1 3ALL_REDUCE 5STEP 1STEP 3STEP")
 
 
 def test_the_segment_that_is_needed_first_comes_first():

@@ -99,8 +99,7 @@ def test_a_stage_that_is_carried_has_some_only_if_they_are_asked_for():
     assert early(plan) == {2, 3}
     *_, last = plan.select(WEIGHT_OPS | {Op.ALL_REDUCE}).to_text().splitlines()
     assert last == (
-        "3W:333 3ALL_REDUCE:333 3W:666 3ALL_REDUCE:666 3W:1000 3ALL_REDUCE "
-        "1W0 1W1 1W2 1ALL_REDUCE"
+        "3W:333 3ALL_REDUCE:333 3W:666 3ALL_REDUCE:666 3W:1000 3ALL_REDUCE 1W0 1W1 1W2 1ALL_REDUCE"
     )
 
 

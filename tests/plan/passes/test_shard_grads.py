@@ -39,7 +39,9 @@ def test_every_schedule_runs_with_it(schedule: str):
 
 
 def test_delayed_weight_gradients_are_reduced_before_they_are_freed():
-    plan = compile_plan(aiao(2, 4), Options(gathers_params=True, shards_grads=True, delay_weight_grads=(2,)))
+    plan = compile_plan(
+        aiao(2, 4), Options(gathers_params=True, shards_grads=True, delay_weight_grads=(2,))
+    )
     assert peak_whole_grads(plan) == (3, 3)
 
 

@@ -93,10 +93,7 @@ def test_transfers_leave_other_actions_behind_their_computation():
             "0ALL_GATHER 0F0 0SEND_F0 0OFFLOAD0 0RECV_B0 0F1 0SEND_F1 0RELOAD0 "
             "0RECV_B1 0B0 0B1 0REDUCE_SCATTER 0STEP"
         ),
-        (
-            "1RECV_F0 1ALL_GATHER 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 "
-            "1REDUCE_SCATTER 1STEP"
-        ),
+        ("1RECV_F0 1ALL_GATHER 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE_SCATTER 1STEP"),
     ]
 
 
