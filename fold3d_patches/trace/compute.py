@@ -19,9 +19,8 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 def patches(tracer: "Tracer") -> tuple[Patch, ...]:
     """Return the patches of both steps; a backward is named by the forward of its output."""
     recorder = tracer.recorder
-    forwards: dict[
-        int, tuple[int, int]
-    ] = {}  # stage and micro-batch, by id of their output, which stays alive until its backward
+    # Stage and micro-batch, by the id of an output, which stays alive until its backward.
+    forwards: dict[int, tuple[int, int]] = {}
 
     def make_forward(upstream: Callable[..., Any]) -> Callable[..., Any]:
         def forward_step(*args: Any, **kwargs: Any) -> Any:

@@ -12,13 +12,15 @@ from typing import Any
 
 from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.plan.memory import peak_activations
-from megatron.fold3d.plan.ops import COMPUTE_OPS, TABLE, WEIGHT_OPS
+from megatron.fold3d.plan.ops import COMPUTE_OPS, PART_OPS, TABLE, WEIGHT_OPS
 from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.runtime import executor
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
 from megatron.fold3d.runtime.measure.saved_bytes import SavedBytes
 from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGrads
+
+_OPS = frozenset(op for op in COMPUTE_OPS - PART_OPS if TABLE[op].kind != "recompute")
 
 
 @dataclass(slots=True)
@@ -54,7 +56,7 @@ def counted() -> Iterator[Held]:
         if iteration.trains:
             meter = SavedBytes(iteration.chunks)
             count = _Count(iteration, meter, found)
-            handlers |= {op: count.watched(handlers[op]) for op in COMPUTE_OPS}
+            handlers |= {op: count.watched(handlers[op]) for op in _OPS}
             iteration.ends.callback(count.end)
         return handlers
 

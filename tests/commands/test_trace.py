@@ -198,7 +198,7 @@ def _replaced(pattern: str, by: str) -> Callable[[str], str]:
         (_without_a_field, "not a trace: RankTrace.__init__() missing"),
         (lambda _: "[" * 100_000, "not a trace: nested too deeply"),
         (lambda _: "null", "not a trace: found no version in it"),
-        (_replaced('"version":1', '"version":2'), "found version 2, this is for 1"),
+        (_replaced('"version":2', '"version":3'), "found version 3, this is for 2"),
         (_replaced('"num_ranks":2', '"num_ranks":0'), "found num_ranks=0; it is above zero"),
         (_replaced('"pp_rank":1', '"pp_rank":2'), "found pp_rank=2 of num_ranks=2"),
         (_replaced('"num_segments":2', '"num_segments":1000000000'), "; at most 10000"),
