@@ -29,8 +29,8 @@ def test_plan_prints_transfers_and_gradient_sync_by_default(fold3d):
     code, out, err = fold3d("plan --schedule 1f1b --pp 2 --microbatches 2")
     assert (code, err) == (0, "")
     assert out.splitlines() == [
-        "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1 0REDUCE_GRAD 0WAIT_GRAD",
-        "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE_GRAD 1WAIT_GRAD",
+        "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1 0ALL_REDUCE 0STEP",
+        "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1ALL_REDUCE 1STEP",
     ]
 
 
@@ -113,7 +113,6 @@ def test_parameters_can_be_whole_only_while_their_stage_computes(fold3d):
     code, out, err = fold3d(f"{line} --compute-only")
     assert (code, err) == (0, "")
     assert out == (
-        "0GATHER_PARAM 1GATHER_PARAM 0WAIT_PARAM 0F0 0FREE_PARAM 2GATHER_PARAM 1WAIT_PARAM 1F0 "
-        "2WAIT_PARAM 2F0 2B0 2FREE_PARAM_B 0GATHER_PARAM_B 1B0 1FREE_PARAM_B "
-        "0WAIT_PARAM_B 0B0 0FREE_PARAM_B\n"
+        "0ALL_GATHER 1ALL_GATHER 0F0 0FREE_PARAM 2ALL_GATHER 1F0 2F0 2B0 2FREE_PARAM_B "
+        "0ALL_GATHER_B 1B0 1FREE_PARAM_B 0B0 0FREE_PARAM_B\n"
     )

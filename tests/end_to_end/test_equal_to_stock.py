@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import run_distributed
-from tests.end_to_end.training import Record, differences, train
+from tests.end_to_end.training import Record, differences, train, train_as_planned
 
 pytestmark = pytest.mark.gloo
 
@@ -676,7 +676,7 @@ def test_losses_norms_and_parameters_are_those_of_stock(row: Row, tmp_path: Path
     ours = row.command(row.ours.replace("PLAN", str(plan_file)))
     stock = row.command(f"--schedule stock {row.stock}")
 
-    record = run_distributed(train, row.num_ranks, ours)
+    record = run_distributed(train_as_planned, row.num_ranks, ours, tmp_path)
 
     assert differences(record, _reference(row.num_ranks, stock)) == []
 

@@ -2,13 +2,36 @@
 
 import functools
 import hashlib
+import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from megatron.fold3d.observe.trace_files import Event, RankTrace
+from megatron.fold3d.plan.ir import Action, Op, Program, hooked
+from megatron.fold3d.plan.ops import (
+    COMPUTE_OPS,
+    GATHER_OPS,
+    HOST_OPS,
+    SUM_OPS,
+    TABLE,
+    UPDATE_OPS,
+    Place,
+)
+from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
+
+TRACED = 3
+"""The iteration that is compared: hooks run from the second on, and no evaluation is near."""
+_STARTS = {row.place for row in TABLE.values()} - {
+    *(TABLE[op].place for op in HOST_OPS | UPDATE_OPS),
+    Place.DP_SYNC_KEPT,  # it starts nothing if Megatron reads nothing
+}
+_KINDS = ("compute", "p2p", "grad_sync", "param_gather", "offload")
 
 
 @dataclass(slots=True)
@@ -39,6 +62,69 @@ def train(argv: Sequence[str], script: str = "pretrain_gpt") -> Record:
 
     launch.MISTAKES = ()  # none is caught: here the traceback is wanted, on whichever rank
     return recorded(lambda: import_module(script).main(argv))
+
+
+def train_as_planned(argv: Sequence[str], folder: Path, script: str = "pretrain_gpt") -> Record:
+    """Train, and check that in one iteration this rank starts what its plan says, in order."""
+    from megatron.fold3d.runtime.executor import Executor
+
+    programs: list[Program] = []
+    run_iteration = Executor._run_iteration
+
+    def noted(self: Executor, iteration: Any, computations: Any) -> None:
+        if iteration.trains:
+            programs.append(iteration.program)
+        run_iteration(self, iteration, computations)
+
+    Executor._run_iteration = noted
+    record = train([*argv, f"--trace={folder}", f"--trace-iterations={TRACED}-{TRACED}"], script)
+    rank = int(os.environ["RANK"])
+    trace = RankTrace.from_json((folder / f"rank-{rank:05}.json").read_text())
+    planned, started = words(trace.iterations[-1].events, programs[TRACED - 1])
+    assert started == planned, f"started {' '.join(started)}, planned {' '.join(planned)}"
+    return record
+
+
+def words(events: Sequence[Event], program: Program) -> tuple[list[str], list[str]]:
+    """Return what a rank should start in an iteration, and what it did start, in order.
+
+    Of a sum of several collectives, the first one counts. DDP's hooks start sums inside a backward,
+    so before the transfers behind it. What is planned may find nothing to do: a part for which
+    nothing is complete in every shard, or all gathers behind a step that was skipped. Gathers that
+    no plan has are started by DDP's hooks or by the optimizer's step.
+    """
+    started = dict.fromkeys(event.name for event in events if event.kind in _KINDS)
+    planned = {str(action): action for action in program if TABLE[action.op].place in _STARTS}
+    gathers = {str(action) for action in program if action.op in GATHER_OPS}
+    idle = {
+        name
+        for name, action in planned.items()
+        if action.op is Op.REDUCE_SCATTER
+        and action.microbatch
+        and action.stage in stages_in_parts(program)
+    } | (gathers if not gathers & started.keys() else set())
+    by_hooks = {str(a) for a in program if a.op in SUM_OPS and a.stage in hooked(program)}
+    return (
+        _behind_computations((n for n in planned if n in started or n not in idle), by_hooks),
+        _behind_computations(
+            (n for n in started if n in gathers or Action.from_str(n).op not in GATHER_OPS),
+            by_hooks,
+        ),
+    )
+
+
+def _behind_computations(names: Iterable[str], moved: Container[str]) -> list[str]:
+    """Move some actions to right behind the computation that they follow."""
+    found: list[str] = []
+    last = 0
+    for name in names:
+        if name in moved:
+            found.insert(last, name)
+        else:
+            found.append(name)
+        if Action.from_str(name).op in COMPUTE_OPS:
+            last = len(found)
+    return found
 
 
 def recorded(main: Callable[[], object]) -> Record:

@@ -42,7 +42,7 @@ def every_option() -> Iterator[Options]:
             gathers_params=gathers,
             shards_params=shards,
             offload=offload,
-            deferred_stages=stages,
+            carried_stages=stages,
         )
 
 

@@ -50,8 +50,9 @@ def options(draw: st.DrawFn) -> Options:
         gathers_params=draw(st.booleans()),
         offload=draw(st.sampled_from((None, OffloadChoice(), OffloadChoice(at_most=3, depth=2)))),
         grad_sync=draw(st.sampled_from(("overlap", "serial", "aligned"))),
-        deferred_stages=range(draw(st.sampled_from((0, 32)))),
-        slice_shares=draw(st.sampled_from(((), (0.0,) * 32, (0.7,) * 32, (1.0,) * 32))),
+        carried_stages=range(draw(st.sampled_from((0, 32)))),
+        shares=draw(st.sampled_from(((), (0.0,) * 32, (0.7,) * 32, (1.0,) * 32))),
+        slices=draw(st.booleans()),
         receives_late=draw(st.booleans()),
     )
 

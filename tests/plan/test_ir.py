@@ -31,7 +31,7 @@ def test_an_action_reads_back_from_its_text(op: Op):
         "0F-1",
         "0F0 ",
         "0F0,",
-        "0REDUCE_GRAD1",
+        "0ALL_REDUCE1",
         "0SEND_F",
         "0F²",
         "٣F0",

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.fold3d.observe.report.palette import HUES
 from megatron.fold3d.plan.ir import Action
-from megatron.fold3d.plan.ops import TABLE, Op, OpScope, Place, awaited, for_pages
+from megatron.fold3d.plan.ops import TABLE, Op, OpScope, Place, for_pages
 from megatron.fold3d.predict.simulator.costs import Costs
 
 
@@ -15,12 +15,8 @@ def test_an_op_has_one_row_that_every_reader_understands(op: Op):
     row = TABLE[op]
     assert row.kind == "" or row.kind in HUES
     assert row.cost == "" or row.cost in {field.name for field in fields(Costs)}
-    assert bool(row.kind) == (row.place not in (Place.HOST, Place.WAIT))
-    if row.place is Place.WAIT:  # and what it waits for comes first
-        assert TABLE[awaited(op) or op].place is Place.DP_SYNC
-    else:
-        assert awaited(op) is None
-    assert op.rstrip(".:") in for_pages()
+    assert bool(row.kind) == (row.place not in (Place.HOST, Place.UPDATE))
+    assert for_pages()[op.rstrip(":")]["kind"] == row.kind
 
 
 @pytest.mark.parametrize("scope", OpScope)

@@ -97,9 +97,9 @@ def test_a_table_that_torch_dumps_is_a_plan_that_can_run(schedule: type, p, v, m
     verify(plan)
     assert (plan.num_ranks, plan.num_segments, plan.num_microbatches) == (p, v, m)
     assert plan.has(Op.WEIGHT) == (schedule is ScheduleInterleavedZeroBubble)
-    assert [program[-1].op for program in plan.programs if plan.has(Op.REDUCE_GRAD)] == [
-        Op.WAIT_GRAD
-    ] * (p if "comms" in order else 0)
+    assert [program[-1].op for program in plan.programs if plan.has(Op.ALL_REDUCE)] == [Op.STEP] * (
+        p if "comms" in order else 0
+    )
 
 
 def test_words_of_torch_have_ours():
@@ -108,8 +108,7 @@ def test_words_of_torch_have_ours():
     )
     plan = parse_plan(f"{table},1REDUCE_GRAD\n".encode())
     assert plan.to_text() == (
-        "0F0 0F1 0B0 0W0 0B1 0W1 0REDUCE_GRAD 0WAIT_GRAD\n"
-        "1F0 1B0 1F1 1B1 1W0 1W1 1REDUCE_GRAD 1WAIT_GRAD\n"
+        "0F0 0F1 0B0 0W0 0B1 0W1 0ALL_REDUCE 0STEP\n1F0 1B0 1F1 1B1 1W0 1W1 1ALL_REDUCE 1STEP\n"
     )
     verify(plan)
 

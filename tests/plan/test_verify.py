@@ -60,13 +60,18 @@ def test_a_missing_microbatch_is_found_whatever_its_number():
     assert rejection("0F0\n999999999F0") == ["1F0 is missing; a stage runs each micro-batch once"]
 
 
-@pytest.mark.parametrize("lost", ["0REDUCE_GRAD", "0WAIT_GRAD", "0GATHER_PARAM", "0WAIT_PARAM"])
-def test_every_started_collective_is_waited_for(lost: str):
-    text = "0GATHER_PARAM 0WAIT_PARAM 0F0 0B0 0REDUCE_GRAD 0WAIT_GRAD"
+@pytest.mark.parametrize(
+    ("lost", "reason"),
+    [
+        ("0REDUCE_SCATTER", "what is stepped is summed over the replicas"),
+        ("0STEP", "what is summed is stepped"),
+        ("1ALL_GATHER", "replicas step shards of the stage"),
+    ],
+)
+def test_a_stage_is_summed_stepped_and_gathered(lost: str, reason: str):
+    text = "0ALL_GATHER 1ALL_GATHER 0F0 1F0 1B0 1REDUCE_SCATTER 0B0 0REDUCE_SCATTER 1STEP 0STEP"
     verify(Plan.from_text(text))
-    assert rejection(text.replace(lost, "")) == [
-        f"{lost} is missing; what starts must be waited for"
-    ]
+    assert rejection(text.replace(lost, "")) == [f"{lost} is missing; {reason}"]
 
 
 def test_forwards_run_in_the_order_of_the_data():
@@ -157,9 +162,9 @@ def test_a_compute_order_that_no_transfer_can_serve_is_refused():
 
 
 def test_gradients_are_reduced_once_they_are_whole():
-    message, *cells = rejection("0F0 0F1 0B0 0REDUCE_GRAD 0B1 0WAIT_GRAD")
-    assert message == "deadlock: rank 0 waits at 0REDUCE_GRAD for 0B1"
-    assert grid(cells) == [["0F0", "0F1", "0B0", ">0REDUCE_GRAD<", "0B1", "0WAIT_GRAD"]]
+    message, *cells = rejection("0F0 0F1 0B0 0ALL_REDUCE 0B1 0STEP")
+    assert message == "deadlock: rank 0 waits at 0ALL_REDUCE for 0B1"
+    assert grid(cells) == [["0F0", "0F1", "0B0", ">0ALL_REDUCE<", "0B1", "0STEP"]]
 
 
 def test_transformer_engine_computes_the_oldest_weight_gradients_first():
@@ -193,29 +198,29 @@ def test_a_stage_recomputes_in_order_where_that_updates_a_mean():
 
 
 def test_gradients_are_whole_after_the_last_weight_gradient():
-    message, *_ = rejection("0F0 0F1 0B0 0W0 0B1 0REDUCE_GRAD 0W1 0WAIT_GRAD")
-    assert message == "deadlock: rank 0 waits at 0REDUCE_GRAD for 0W1"
+    message, *_ = rejection("0F0 0F1 0B0 0W0 0B1 0ALL_REDUCE 0W1 0STEP")
+    assert message == "deadlock: rank 0 waits at 0ALL_REDUCE for 0W1"
 
 
 def test_gradient_sync_is_checked_in_a_plan_without_transfers():
-    message, *_ = rejection("0REDUCE_GRAD 0F0 0B0 0WAIT_GRAD\n1F0 1B0 1REDUCE_GRAD 1WAIT_GRAD")
-    assert message.startswith("deadlock: rank 0 waits at 0REDUCE_GRAD for 0B0")
+    message, *_ = rejection("0ALL_REDUCE 0F0 0B0 0STEP\n1F0 1B0 1ALL_REDUCE 1STEP")
+    assert message.startswith("deadlock: rank 0 waits at 0ALL_REDUCE for 0B0")
 
 
-WHOLE = "0GATHER_PARAM 0WAIT_PARAM"
-AGAIN = "0FREE_PARAM 0GATHER_PARAM_B 0WAIT_PARAM_B"
+WHOLE = "0ALL_GATHER"
+AGAIN = "0FREE_PARAM 0ALL_GATHER_B"
+END = "0REDUCE_SCATTER 0STEP"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0 0WAIT_GRAD 0B0 0REDUCE_GRAD", "rank 0 waits at 0WAIT_GRAD for 0REDUCE_GRAD"),
-        ("0F0 0GATHER_PARAM 0WAIT_PARAM 0B0", "rank 0 waits at 0F0 for 0WAIT_PARAM"),
-        ("0WAIT_PARAM 0GATHER_PARAM 0F0 0B0", "rank 0 waits at 0WAIT_PARAM for 0GATHER_PARAM"),
-        (f"{WHOLE} 0F0 {AGAIN} 0FREE_PARAM_B 0B0", "rank 0 waits at 0FREE_PARAM_B for 0B0"),
-        (f"{WHOLE} {AGAIN} 0F0 0B0", "rank 0 waits at 0FREE_PARAM for 0F0"),
-        (f"{WHOLE} 0F0 0B0 {AGAIN}", "rank 0 waits at 0B0 for 0WAIT_PARAM_B"),
-        (f"{WHOLE} 0F0 0R0 {AGAIN} 0B0", "rank 0 waits at 0R0 for 0WAIT_PARAM_B"),
+        ("0F0 0STEP 0B0 0ALL_REDUCE", "rank 0 waits at 0STEP for 0ALL_REDUCE"),
+        (f"0F0 0ALL_GATHER 0B0 {END}", "rank 0 waits at 0F0 for 0ALL_GATHER"),
+        (f"{WHOLE} 0F0 {AGAIN} 0FREE_PARAM_B 0B0 {END}", "rank 0 waits at 0FREE_PARAM_B for 0B0"),
+        (f"{WHOLE} {AGAIN} 0F0 0B0 {END}", "rank 0 waits at 0FREE_PARAM for 0F0"),
+        (f"{WHOLE} 0F0 0B0 {AGAIN} {END}", "rank 0 waits at 0B0 for 0ALL_GATHER_B"),
+        (f"{WHOLE} 0F0 0R0 {AGAIN} 0B0 {END}", "rank 0 waits at 0R0 for 0ALL_GATHER_B"),
         ("0F0 0W0 0B0", "0W0 comes before 0B0, which leaves what it reads"),
         ("0OFFLOAD0 0F0 0RELOAD0 0B0", "rank 0 waits at 0OFFLOAD0 for 0F0"),
         ("0F0 0RELOAD0 0OFFLOAD0 0B0", "rank 0 waits at 0RELOAD0 for 0OFFLOAD0"),
@@ -284,7 +289,7 @@ def test_host_memory_holds_activations_until_their_backward():
 
 @pytest.mark.parametrize("lost", AGAIN.split())
 def test_parameters_that_are_freed_are_gathered_again(lost: str):
-    text = f"{WHOLE} 0F0 {AGAIN} 0B0 0FREE_PARAM_B"
+    text = f"{WHOLE} 0F0 {AGAIN} 0B0 0FREE_PARAM_B {END}"
     verify(Plan.from_text(text))
     message, *_ = rejection(" ".join(word for word in text.split() if word != lost))
     assert message.startswith(f"{lost} is missing beside 0")

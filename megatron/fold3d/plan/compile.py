@@ -192,8 +192,8 @@ def lower(order: Plan, options: Options | None = None) -> Plan:
 
 
 def _with_grad_sync(plan: Plan, options: Options) -> Plan:
-    in_shards: set[int] = set()
-    if options.steps_shards or plan.has(Op.ALL_GATHER):
+    in_shards = {a.stage for program in plan.programs for a in program if a.op is Op.ALL_GATHER}
+    if options.steps_shards and not in_shards:
         in_shards = {s for s in range(plan.num_stages) if s not in options.replicated_stages}
     if options.grad_sync == "overlap":
         return add_grad_sync(plan, in_shards)

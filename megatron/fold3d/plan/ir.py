@@ -23,7 +23,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import itemgetter
+from operator import indexOf, itemgetter
 from reprlib import repr as shortened
 from typing import NamedTuple, Self
 
@@ -147,9 +147,7 @@ class Plan:
                 f"{stages} stages on {ranks} ranks; every rank holds the same number of segments, "
                 "so the number of stages is a multiple of the number of ranks"
             )
-        last = max(max(filter(None, map(_MICROBATCH, p)), default=0) for p in self.programs)
-        if last <= WHOLE and self.has(*PART_OPS):
-            last = max(m or 0 for p in self.programs for _, op, m in p if op not in PART_OPS)
+        last = max(map(_last_microbatch, self.programs))
         object.__setattr__(self, "num_segments", stages // ranks)
         object.__setattr__(self, "num_microbatches", 1 + last)
 
@@ -245,6 +243,13 @@ class Plan:
         return cls(tuple(programs))
 
 
+def _last_microbatch(program: Program) -> int:
+    last = max(filter(None, map(_MICROBATCH, program)), default=None)
+    if last is not None and program[indexOf(map(_MICROBATCH, program), last)].op in PART_OPS:
+        last = max((m or 0 for _, op, m in program if op not in PART_OPS), default=0)
+    return last or 0
+
+
 def carried(program: Program) -> dict[int, int]:
     """Return the stages whose DP.sync reaches into the next iteration, with where it is over.
 
@@ -258,6 +263,8 @@ def carried(program: Program) -> dict[int, int]:
             begun.add(stage)
         elif op is Op.STEP and stage not in begun:
             steps[stage] = index
+        elif op is Op.BACKWARD:  # the forwards of all stages have begun
+            break
     return steps
 
 
@@ -285,15 +292,14 @@ def part_of(action: Action, end: int) -> Action:
 def part_begins(program: Program) -> dict[Action, int]:
     """Return where each part begins, in thousandths, in the order of its stage's loop."""
     steps = carried(program)
+    parts = [(index, action) for index, action in enumerate(program) if action[1] in PART_OPS]
+    parts.sort(key=lambda part: part[0] < steps.get(part[1].stage, 0))  # stable
     ends: dict[tuple[int, bool], int] = {}
     begins: dict[Action, int] = {}
-    for is_late in (False, True):
-        for index, action in enumerate(program):
-            stage, op, _ = action
-            if op in PART_OPS and (index < steps.get(stage, 0)) == is_late:
-                key = stage, op in SUM_OPS
-                begins[action] = ends.get(key, 0)
-                ends[key] = action.end
+    for _, action in parts:
+        key = action.stage, action.op in SUM_OPS
+        begins[action] = ends.get(key, 0)
+        ends[key] = action.end
     return begins
 
 

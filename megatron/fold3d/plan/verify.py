@@ -7,9 +7,9 @@ completes under these rules completes under any looser ones, with any timing.
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import count
+from itertools import count, product
 
 from megatron.fold3d.plan.ir import (
     WHOLE,
@@ -22,15 +22,16 @@ from megatron.fold3d.plan.ir import (
     gc_paused,
     part_begins,
 )
-from megatron.fold3d.plan.ops import PART_OPS, STAGE_OPS, SUM_OPS, TABLE, Need, Which
+from megatron.fold3d.plan.ops import FREE_OPS, PART_OPS, STAGE_OPS, SUM_OPS, TABLE, Need, Which
 from megatron.fold3d.plan.passes.transfers import add_p2p
 
 _COLUMNS = 4  # actions shown on either side of a marked one
 _ROWS = 8  # ranks shown at most
 
 _GATHERED_AGAIN = (Op.FREE_PARAM, Op.ALL_GATHER_B)
-_READ_BY_MEGATRON = (Op.REDUCE_KEPT, Op.FINALIZE)
-_SYNC = SUM_OPS | {Op.STEP, Op.ALL_GATHER, *_READ_BY_MEGATRON}
+_READ = (Op.REDUCE_KEPT, Op.FINALIZE)
+_SYNC = SUM_OPS | {Op.STEP, Op.ALL_GATHER, *_READ}
+_MAY_WRAP = SUM_OPS | {Op.STEP, Op.FREE_GRAD}  # what may be about the iteration before
 _Need = tuple[int, Op, int | None]
 _SENDS = {Op.FORWARD: Op.SEND_F, Op.BACKWARD: Op.SEND_B}
 _CHANNELS = ((Op.SEND_F, Op.RECV_F, 1), (Op.SEND_B, Op.RECV_B, -1))
@@ -45,12 +46,12 @@ def verify(plan: Plan) -> None:
     Raises:
         PlanError: the plan is wrong; the message shows its grid with the wrong action marked.
     """
-    _check_actions(plan)
+    found = _check_actions(plan)
     if plan.has(Op.WEIGHT):
         from megatron.fold3d.plan.weight_order import check_weight_grads
 
         check_weight_grads(plan)
-    _check_sync(plan)
+    _check_sync(plan, found)
     _check_parts(plan)
     if plan.num_ranks > 1 and not plan.has_p2p:
         plan = add_p2p(plan)
@@ -58,8 +59,12 @@ def verify(plan: Plan) -> None:
     _check_progress(plan)
 
 
-def _check_actions(plan: Plan) -> None:
-    """Check that each rank holds the actions of its own stages, each exactly once."""
+def _check_actions(plan: Plan) -> AbstractSet[tuple[int, Op]]:
+    """Check that each rank holds the actions of its own stages, each exactly once.
+
+    Returns:
+        The stages and ops of its actions.
+    """
     found: dict[tuple[int, Op], list[int | None]] = defaultdict(list)
     for rank, program in enumerate(plan.programs):
         for index, (stage, op, microbatch) in enumerate(program):
@@ -79,6 +84,7 @@ def _check_actions(plan: Plan) -> None:
             twice = Action(stage, op, Counter(microbatches).most_common(1)[0][0])
             raise error_at(plan, _cell(plan, twice), f"{twice} appears more than once")
 
+    actions = frozenset(found)
     ops = {op for _, op in found}
     for stage in range(plan.num_stages):
         split = {Op.WEIGHT} if found[stage, Op.WEIGHT] else set()
@@ -98,6 +104,7 @@ def _check_actions(plan: Plan) -> None:
             late = Action(stage, Op.FORWARD, early)
             text = f"{late} comes too late; a stage reads its data in the order of micro-batches"
             raise error_at(plan, _cell(plan, late), text)
+    return actions
 
 
 def _is_placed_in_a_v(plan: Plan) -> bool:
@@ -110,45 +117,52 @@ def _is_placed_in_a_v(plan: Plan) -> bool:
     )
 
 
-def _check_sync(plan: Plan) -> None:
+def _check_sync(plan: Plan, found: AbstractSet[tuple[int, Op]]) -> None:
     """Check that what a stage needs for its step is there, and that its sums fit its gathers."""
-    found = {(a.stage, a.op): a for program in plan.programs for a in program if a.op in _SYNC}
-    ops = {op for _, op in found}
-    for stage in range(plan.num_stages) if ops - {Op.REDUCE_KEPT, Op.FINALIZE} else ():
-        summed, scattered = ((stage, op) in found for op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER))
+    ops = {op for _, op in found} & _SYNC
+    late = [carried(program) for program in plan.programs if ops]
+    for stage in range(plan.num_stages) if ops else ():
+        actions = {op: Action(stage, op) for op in _SYNC | FREE_OPS if (stage, op) in found}
+        summed, scattered = Op.ALL_REDUCE in actions, Op.REDUCE_SCATTER in actions
         if not (summed or scattered):
             lacking = Action(stage, Op.REDUCE_SCATTER if Op.ALL_GATHER in ops else Op.ALL_REDUCE)
             raise PlanError(f"{lacking} is missing; what is stepped is summed over the replicas")
-        if (stage, Op.STEP) not in found:
+        if Op.STEP not in actions:
             raise PlanError(f"{Action(stage, Op.STEP)} is missing; what is summed is stepped")
-        gather = found.get((stage, Op.ALL_GATHER))
+        is_late = stage in late[stage % plan.num_ranks]
+        wrong, text = None, ""
         if summed and scattered:
-            both = found[stage, Op.REDUCE_SCATTER]
-            text = f"{both} beside {found[stage, Op.ALL_REDUCE]}: a stage is summed in one way"
-            raise error_at(plan, _cell(plan, both), text)
-        if summed and gather:
-            text = f"{gather} of a stage that is all-reduced: every replica has stepped all of it"
-            raise error_at(plan, _cell(plan, gather), text)
-        if scattered and not gather and Op.ALL_GATHER in ops:
+            wrong = _last_sum(plan, actions[Op.REDUCE_SCATTER])
+            text = f"{wrong} beside {stage}ALL_REDUCE: a stage is summed in one way"
+        elif summed and (wrong := actions.get(Op.ALL_GATHER)):
+            text = f"{wrong} of a stage that is all-reduced: every replica has stepped all of it"
+        elif scattered and Op.ALL_GATHER in ops - actions.keys():
             text = f"{Action(stage, Op.ALL_GATHER)} is missing; replicas step shards of the stage"
             raise PlanError(text)
-    for program in plan.programs:
-        late = carried(program)
-        for action in program:
-            if action.op in _READ_BY_MEGATRON and action.stage not in late:
-                text = f"{action} of a stage whose step is at the end, where all sums have ended"
-                raise error_at(plan, _cell(plan, action), text)
-        for stage in late:
-            for op in _READ_BY_MEGATRON:
-                if (stage, op) not in found:
-                    step = found[stage, Op.STEP]
-                    text = (
-                        f"{Action(stage, op)} is missing beside {step}, which ends DP.sync of the "
-                        "iteration before; what Megatron reads at the end of an iteration is "
-                        f"summed there: write {stage}REDUCE_KEPT behind the backwards of the "
-                        f"stage, and {stage}FINALIZE behind those of the rank"
-                    )
-                    raise error_at(plan, _cell(plan, step), text)
+        elif is_late and (unread := next((op for op in _READ if op not in actions), None)):
+            wrong = actions[Op.STEP]
+            text = (
+                f"{Action(stage, unread)} is missing beside {wrong}, which ends DP.sync of the "
+                "iteration before; what Megatron reads at the end of an iteration is summed "
+                f"there: write {stage}REDUCE_KEPT behind the backwards of the stage, and "
+                f"{stage}FINALIZE behind those of the rank"
+            )
+        elif not is_late and (read := next((op for op in _READ if op in actions), None)):
+            wrong = actions[read]
+            text = f"{wrong} of a stage whose step is at the end, where all sums have ended"
+        elif not is_late and (freed := actions.get(Op.FREE_PARAM_B)):
+            program = plan.programs[stage % plan.num_ranks]
+            if program.index(freed) > program.index(actions[Op.STEP]):
+                wrong = freed
+                text = f"{wrong} comes after {stage}STEP, with which the loop of the stage ends"
+        if wrong:
+            raise error_at(plan, _cell(plan, wrong), text)
+
+
+def _last_sum(plan: Plan, whole: Action) -> Action:
+    """Return the last sum of a stage, which may be a part."""
+    program = plan.programs[whole.stage % plan.num_ranks]
+    return next(a for a in reversed(program) if a[:2] == whole[:2])
 
 
 def _check_parts(plan: Plan) -> None:
@@ -226,7 +240,7 @@ def _check_progress(plan: Plan) -> None:
 class _Needs:
     """The actions of any rank that must precede an action, and the actions that have run.
 
-    They are the needs in the table of ops, and what depends on the place of DP.sync: `_add_sync`.
+    They are the needs in the table of ops, and what follows a carried STEP.
     Needs are plain tuples: they compare equal to actions and are four times faster to make.
     """
 
@@ -239,6 +253,7 @@ class _Needs:
         # The same, of its own stage, where the first op stands beside the action.
         self.conditional: dict[Op, tuple[tuple[Op, Op], ...]] = dict.fromkeys(ops, ())
         self.others: dict[_Need, list[_Need]] = {}  # of all of a stage's actions
+        every: dict[Op, list[Need]] = defaultdict(list)
         for op in ops:
             for need in TABLE[op].needs:
                 if need.which is Which.INPUT:
@@ -246,59 +261,62 @@ class _Needs:
                 elif need.beside is not None and need.beside not in ops:
                     continue
                 elif need.which is not Which.SAME:
-                    self._add_every(plan, op, need)
+                    every[op].append(need)
                 elif need.beside is None:
                     self.rules[op] += ((need.step, need.op),)
                 else:
                     self.conditional[op] += ((need.beside, need.op),)
         besides = {beside for found in self.conditional.values() for beside, _ in found}
-        self.beside = {a for program in plan.programs for a in program if a.op in besides}
+        self.beside = {
+            a for program in plan.programs if besides for a in program if a.op in besides
+        }
         # Data and loss are there from the start, as if sent by stages beyond either end.
         ends = ((-1, sent[Op.FORWARD]), (plan.num_stages, sent[Op.BACKWARD]))
         self.done: set[_Need] = {(*end, m) for end in ends for m in range(plan.num_microbatches)}
-        self._add_sync(plan, ops)
-
-    def _add_every(self, plan: Plan, op: Op, need: Need) -> None:
-        """Let the actions of an op need all actions of another of their stage, or those before.
-
-        Up to a carried STEP, what comes later in the program is of the iteration before.
-        """
         for program in plan.programs:
             steps = carried(program)
-            of_stage: dict[int, list[tuple[int, Action]]] = defaultdict(list)
-            for index, action in enumerate(program):
-                if action.op is need.op:
-                    of_stage[action.stage].append((index, action))
-            for index, action in enumerate(program):
-                if action.op is op:
-                    found = of_stage[action.stage]
-                    needed = [each for _, each in found]
-                    if index <= steps.get(action.stage, -1):
-                        needed = [each for place, each in found if place < index]
-                    elif need.beside is None and not needed:
-                        needed = [Action(action.stage, need.op, None if op in PART_OPS else 0)]
-                    if need.which is Which.UP_TO:
-                        needed = needed[
-                            : 1 + bisect_left([part.end for part in needed], action.end)
-                        ]
-                    self.others.setdefault(action, []).extend(needed)
+            self._add_every(program, every, steps)
+            self._add_carried(program, steps, ops)
 
-    def _add_sync(self, plan: Plan, ops: AbstractSet[Op]) -> None:
+    def _add_every(
+        self, program: Program, needs: Mapping[Op, Sequence[Need]], steps: Mapping[int, int]
+    ) -> None:
+        """Let the actions of some ops need all actions of others of their stage, or those before.
+
+        Up to a carried STEP, what some ops need later in the program is of the iteration before.
+        """
+        concerned = needs.keys() | {need.op for found in needs.values() for need in found}
+        places: dict[tuple[int, Op], list[int]] = defaultdict(list)
+        for index, (stage, op, _) in enumerate(program if needs else ()):
+            if op in concerned:
+                places[stage, op].append(index)
+        for (stage, op), indices in list(places.items()):
+            for index, need in product(indices, needs.get(op, ())):
+                found = places.get((stage, need.op), [])
+                is_before = index <= steps.get(stage, -1)
+                if is_before and op in _MAY_WRAP:
+                    found = found[: bisect_left(found, index)]
+                needed = [program[place] for place in found]
+                if not (needed or is_before or need.beside):
+                    needed = [Action(stage, need.op, None if need.op in PART_OPS else 0)]
+                if need.which is Which.UP_TO:
+                    ends = [part.end for part in needed]
+                    needed = needed[: 1 + bisect_left(ends, program[index].end)]
+                self.others.setdefault(program[index], []).extend(needed)
+
+    def _add_carried(
+        self, program: Program, steps: Mapping[int, int], ops: AbstractSet[Op]
+    ) -> None:
         """Add what follows a carried STEP, and what the iteration before has left for it."""
-        for program in plan.programs if Op.STEP in ops else ():
-            for stage in carried(program):
-                step = (stage, Op.STEP, None)
-                self.done.add((stage, Op.FINALIZE, None))
-                self.others[stage, Op.ALL_GATHER, None] = [step]
-                self.others[stage, Op.FREE_GRAD, None] = [step]
-            if Op.FREE_GRAD in ops:
-                self._add_freed_grads(program)
-
-    def _add_freed_grads(self, program: Program) -> None:
-        """Require that the last iteration's gradients are freed before new ones are added there."""
-        late = carried(program)
-        freed = {a.stage for a in program if a.op is Op.FREE_GRAD and a.stage in late}
-        for action in program:
+        for stage in steps:
+            step = (stage, Op.STEP, None)
+            self.done.add((stage, Op.FINALIZE, None))
+            self.others[stage, Op.ALL_GATHER, None] = [step]
+            self.others[stage, Op.FREE_GRAD, None] = [step]
+        if Op.FREE_GRAD not in ops:
+            return
+        freed = {a.stage for a in program if a.op is Op.FREE_GRAD and a.stage in steps}
+        for action in program:  # its gradients are freed before new ones are added there
             if action.op is Op.BACKWARD and action.stage in freed:
                 free = (action.stage, Op.FREE_GRAD, None)
                 self.others.setdefault(action, []).append(free)

@@ -20,7 +20,7 @@ def check_weight_grads(plan: Plan) -> None:
             if op is Op.BACKWARD:
                 computed.add((stage, microbatch))
                 sliced.pop(stage, None)
-            elif op in SUM_OPS:
+            elif op in SUM_OPS and microbatch is not None:
                 sliced[stage] = program[index]
             elif op is Op.WEIGHT and stage in sliced:
                 part = Action(stage, Op.WEIGHT_PART, sliced[stage].microbatch)

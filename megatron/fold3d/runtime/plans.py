@@ -140,6 +140,7 @@ class Plans:
             shards_params=config.shards_params,
             shards_grads=config.shards_grads,
             overlap_tensor_parallel=config.overlap_tensor_parallel,
+            grad_sync="overlap" if config.overlap_grad_reduce else "serial",
             offload=offloaded,
             carried_stages=config.carried_stages,
             slices=config.slices_dp_sync and not config.carried_stages,  # these: `revise_plan`

@@ -5,7 +5,7 @@ import pytest
 from megatron.fold3d.plan.compile import lower
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError
 from megatron.fold3d.plan.memory import peak_activations
-from megatron.fold3d.plan.passes.grad_sync import add_grad_sync, defer_grad_sync
+from megatron.fold3d.plan.passes.grad_sync import add_grad_sync, carry_grad_sync
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads, split_stages
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, SPLIT_SCHEDULES, build
 from megatron.fold3d.plan.verify import verify
@@ -20,12 +20,8 @@ def rows(plan: Plan) -> list[str]:
 
 def test_delayed_weight_grads_follow_the_last_backward_and_hide_its_sync():
     first, last = rows(lower(delay_weight_grads(AIAO, [1])))
-    assert first.endswith(
-        " 0B0 0B1 0REDUCE_GRAD 2W0 2W1 2REDUCE_GRAD 4WAIT_GRAD 0WAIT_GRAD 2WAIT_GRAD"
-    )
-    assert last.endswith(
-        " 1B1 1SEND_B1 1REDUCE_GRAD 3W0 3W1 3REDUCE_GRAD 5WAIT_GRAD 1WAIT_GRAD 3WAIT_GRAD"
-    )
+    assert first.endswith(" 0B0 0B1 0ALL_REDUCE 2W0 2W1 2ALL_REDUCE 4STEP 0STEP 2STEP")
+    assert last.endswith(" 1B1 1SEND_B1 1ALL_REDUCE 3W0 3W1 3ALL_REDUCE 5STEP 1STEP 3STEP")
 
 
 def test_the_segment_that_is_needed_first_comes_first():
@@ -40,7 +36,7 @@ def test_every_schedule_can_delay_weight_grads_and_defer_their_sync(schedule: st
     segments = 1 if schedule in ONE_SEGMENT_SCHEDULES else 3
     plan = build(schedule, num_ranks=3, num_segments=segments, num_microbatches=6)
     plan = lower(delay_weight_grads(plan, range(segments)))
-    verify(defer_grad_sync(plan, range(plan.num_stages)))
+    verify(carry_grad_sync(plan, range(plan.num_stages)))
     assert [len(split_stages(program)) for program in plan.programs] == [segments] * 3
 
 
@@ -63,8 +59,8 @@ def test_a_computation_that_is_missing_is_named(missing: str):
 
 
 def test_gradients_are_not_reduced_before_their_weight_gradients():
-    early = Plan.from_text("0F0 0B0 0REDUCE_GRAD 0W0 0WAIT_GRAD")
-    with pytest.raises(PlanError, match=r"0REDUCE_GRAD needs 0W0|waits at 0REDUCE_GRAD for 0W0"):
+    early = Plan.from_text("0F0 0B0 0ALL_REDUCE 0W0 0STEP")
+    with pytest.raises(PlanError, match=r"0ALL_REDUCE needs 0W0|waits at 0ALL_REDUCE for 0W0"):
         verify(early)
     verify(add_grad_sync(Plan.from_text("0F0 0B0 0W0")))
 

@@ -30,11 +30,12 @@ THREE = build("aiao", num_ranks=2, num_segments=3, num_microbatches=1)
 DELAYED = weight_grads.delay_weight_grads(
     build("afab", num_ranks=1, num_segments=1, num_microbatches=2), [0]
 )
-DEFERRED = grad_sync.defer_grad_sync(grad_sync.add_grad_sync(AIAO), range(4))
+CARRIED = grad_sync.carry_grad_sync(grad_sync.add_grad_sync(AIAO), range(4))
 TRIANGLE = build("1f1b", num_ranks=3, num_segments=1, num_microbatches=5)
 EQUAL = (1.0,) * 3
 TIMES = place_weight_grads.StageTimes(forward_s=EQUAL, backward_s=EQUAL, weight_s=EQUAL)
 ONE = build("aiao", num_ranks=2, num_segments=2, num_microbatches=1)
+SCATTERED = grad_sync.add_grad_sync(ONE, range(4))
 FORWARDS = forward_only(build("aiao", num_ranks=2, num_segments=2, num_microbatches=3))
 
 
@@ -63,8 +64,9 @@ def drawings(module: ModuleType) -> list[tuple[list[str], list[str]]]:
         (grad_sync, 0, AIAO, grad_sync.add_grad_sync),
         (
             *(grad_sync, 1, grad_sync.add_grad_sync(AIAO)),
-            lambda plan: grad_sync.defer_grad_sync(plan, range(4)),
+            lambda plan: grad_sync.carry_grad_sync(plan, range(4)),
         ),
+        (grad_sync, 2, CARRIED, lambda plan: grad_sync.share_grad_sync(plan, (0.0, 0.0, 0.5, 0.5))),
         (
             *(early_grad_sync, 0, grad_sync.add_grad_sync(DELAYED)),
             lambda plan: early_grad_sync.reduce_early(plan, range(1)),
@@ -78,9 +80,9 @@ def drawings(module: ModuleType) -> list[tuple[list[str], list[str]]]:
         (offload, 0, AIAO, offload.add_offload),
         (param_gather, 0, ONE, param_gather.add_param_gather),
         (shard_params, 0, THREE, shard_params.shard_params),
-        (shard_grads, 0, grad_sync.add_grad_sync(THREE), shard_grads.shard_grads),
+        (shard_grads, 0, grad_sync.add_grad_sync(THREE, range(6)), shard_grads.shard_grads),
         (
-            *(shard_grads, 1, grad_sync.defer_grad_sync(grad_sync.add_grad_sync(ONE), range(4))),
+            *(shard_grads, 1, grad_sync.carry_grad_sync(SCATTERED, range(4))),
             shard_grads.shard_grads,
         ),
         (recompute, 0, AFAB, lambda plan: recompute.recompute_early(plan, range(2))),
@@ -89,7 +91,7 @@ def drawings(module: ModuleType) -> list[tuple[list[str], list[str]]]:
             lambda plan: sliced_grad_sync.slice_grad_sync(plan, ()),
         ),
         (
-            *(sliced_grad_sync, 1, DEFERRED),
+            *(sliced_grad_sync, 1, CARRIED),
             lambda plan: sliced_grad_sync.slice_grad_sync(plan, (0.5,) * 4),
         ),
         (stock_grad_sync, 0, AIAO, stock_grad_sync.serial_grad_sync),
@@ -100,5 +102,8 @@ def test_a_pass_does_what_its_drawing_shows(
     module: ModuleType, number: int, before: Plan, change: Callable[[Plan], Plan]
 ):
     drawn_before, drawn_after = drawings(module)[number]
-    assert drawn_before == before.to_text().splitlines()[: len(drawn_before)]
-    assert drawn_after == change(before).to_text().splitlines()[: len(drawn_after)]
+    for drawn, plan in ((drawn_before, before), (drawn_after, change(before))):
+        assert drawn
+        for row, found in zip(drawn, plan.to_text().splitlines(), strict=False):
+            begins = row.removesuffix("...")
+            assert found.startswith(begins) if begins != row else found == row

@@ -14,8 +14,8 @@ from megatron.fold3d.plan.verify import verify
 
 SPLIT = frozenset({Op.BACKWARD, Op.WEIGHT_PART})
 EARLY = """
-0F0 0F1 0B0 0B1 0W:500 0REDUCE_GRAD.500 0W:1000 0REDUCE_GRAD 0WAIT_GRAD
-1F0 1F1 1B0 1B1 1REDUCE_GRAD 1WAIT_GRAD
+0F0 0F1 0B0 0B1 0W:500 0ALL_REDUCE:500 0W:1000 0ALL_REDUCE 0STEP
+1F0 1F1 1B0 1B1 1ALL_REDUCE 1STEP
 """
 
 
@@ -56,7 +56,7 @@ def test_plans_with_early_slices_are_valid_and_differ_in_nothing_else(
                 1000 * (m + 1) // microbatches for m in range(microbatches)
             ]
     late = lower(order, replace(options, reduces_early=False))
-    kept = frozenset(Op) - WEIGHT_OPS - {Op.REDUCE_SLICE, Op.REDUCE_GRAD, Op.WAIT_GRAD}
+    kept = frozenset(Op) - WEIGHT_OPS - {Op.ALL_REDUCE, Op.STEP}
     assert plan.select(kept & COMPUTE_OPS) == late.select(kept & COMPUTE_OPS)
 
 
@@ -64,8 +64,8 @@ def test_weight_gradients_follow_the_backwards_of_their_segment():
     order = build("aiao", num_ranks=1, num_segments=2, num_microbatches=2)
     options = Options(delay_weight_grads=(0, 1), reduces_early=True)
     assert compile_plan(order, options).to_text() == (
-        "0F0 0F1 1F0 1B0 1F1 1B1 1W:500 1REDUCE_GRAD.500 1W:1000 1REDUCE_GRAD 0B0 0B1 "
-        "0W:500 0REDUCE_GRAD.500 0W:1000 0REDUCE_GRAD 1WAIT_GRAD 0WAIT_GRAD\n"
+        "0F0 0F1 1F0 1B0 1F1 1B1 1W:500 1ALL_REDUCE:500 1W:1000 1ALL_REDUCE 0B0 0B1 "
+        "0W:500 0ALL_REDUCE:500 0W:1000 0ALL_REDUCE 1STEP 0STEP\n"
     )
 
 
@@ -79,27 +79,27 @@ def test_what_is_computed_behind_all_backwards_reduces_to_shards_in_slices():
     )
     text = compile_plan(order, options).to_text()
     assert text.endswith(
-        "0B0 0B1 0W:500 0REDUCE_GRAD.500 0W:1000 0REDUCE_GRAD "
-        "1W:500 1REDUCE_GRAD.500 1W:1000 1REDUCE_GRAD 2W:500 2REDUCE_GRAD.500 2W:1000 2REDUCE_GRAD "
-        "3WAIT_GRAD 0WAIT_GRAD 1WAIT_GRAD 2WAIT_GRAD\n"
+        "0B0 0B1 0W:500 0ALL_REDUCE:500 0W:1000 0ALL_REDUCE "
+        "1W:500 1REDUCE_SCATTER:500 1W:1000 1REDUCE_SCATTER "
+        "2W:500 2REDUCE_SCATTER:500 2W:1000 2REDUCE_SCATTER "
+        "3STEP 0STEP 1STEP 2STEP\n"
     )
-    deferred = compile_plan(order, replace(options, deferred_stages=range(4)))
-    assert not early(deferred)
-    whole = compile_plan(order, replace(options, gathers_params=False, shards_params=True))
-    assert early(whole) == {0}
+    late = compile_plan(order, replace(options, carried_stages=range(4)))
+    assert not early(late)
+    sharded = replace(options, replicated_stages=(), shards_params=True)
+    assert not early(compile_plan(order, sharded))
 
 
-def test_a_stage_that_is_deferred_has_some_only_if_they_are_asked_for():
+def test_a_stage_that_is_carried_has_some_only_if_they_are_asked_for():
     order = build("aiao", num_ranks=2, num_segments=2, num_microbatches=3)
-    options = Options(delay_weight_grads=(0, 1), deferred_stages=range(2), reduces_early=True)
+    options = Options(delay_weight_grads=(0, 1), carried_stages=range(2), reduces_early=True)
     assert early(compile_plan(order, options)) == {2, 3}
-    options = replace(options, deferred_stages=range(4), early_dp_sync=(2, 3))
+    options = replace(options, carried_stages=range(4), early_dp_sync=(2, 3))
     plan = compile_plan(order, options)
     assert early(plan) == {2, 3}
-    *_, last = plan.select(WEIGHT_OPS | {Op.REDUCE_SLICE, Op.REDUCE_GRAD}).to_text().splitlines()
+    *_, last = plan.select(WEIGHT_OPS | {Op.ALL_REDUCE}).to_text().splitlines()
     assert last == (
-        "3W:333 3REDUCE_GRAD.333 3W:666 3REDUCE_GRAD.666 3W:1000 3REDUCE_GRAD "
-        "1W0 1W1 1W2 1REDUCE_GRAD"
+        "3W:333 3ALL_REDUCE:333 3W:666 3ALL_REDUCE:666 3W:1000 3ALL_REDUCE 1W0 1W1 1W2 1ALL_REDUCE"
     )
 
 
@@ -120,19 +120,19 @@ def test_weight_gradients_between_backwards_stay_apart():
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ("0REDUCE_GRAD.500", "0REDUCE_GRAD.501", "0REDUCE_GRAD.501 for 0W:1000"),
+        ("0ALL_REDUCE:500", "0ALL_REDUCE:501", "0ALL_REDUCE:501 for 0W:1000"),
         ("0B1 0W:500", "0W:500 0B1", "rank 0 at 0W:500"),
         ("0W:1000", "0W:900", "0W:900 is the last part"),
         (
-            "0W:500 0REDUCE_GRAD.500 0W:1000",
-            "0W:1000 0REDUCE_GRAD.500 0W:500",
-            "0W:500 is the last",
+            "0W:500 0ALL_REDUCE:500 0W:1000",
+            "0W:1000 0ALL_REDUCE:500 0W:500",
+            "0W:500 comes after 0W:1000, which ends with all that is left",
         ),
-        ("0W:500 0REDUCE_GRAD.500", "0W:500 0REDUCE_GRAD.500 0W:400", "0W:400 comes after 0W:500"),
+        ("0W:500 0ALL_REDUCE:500", "0W:500 0ALL_REDUCE:500 0W:400", "0W:400 comes after 0W:500"),
         (  # as such plans were written before
-            "0W:500 0REDUCE_GRAD.500 0W:1000",
-            "0W0 0REDUCE_GRAD.500 0W1",
-            "0REDUCE_GRAD.500 comes before 0W1; write .* as 0W:500",
+            "0W:500 0ALL_REDUCE:500 0W:1000",
+            "0W0 0ALL_REDUCE:500 0W1",
+            "0ALL_REDUCE:500 comes before 0W1; write .* as 0W:500",
         ),
     ],
 )

@@ -16,39 +16,39 @@ def rows(plan: Plan) -> list[str]:
     return plan.to_text().splitlines()
 
 
-SHARDED = Options(gathers_params=True, deferred_stages=range(3))
+SHARDED = Options(gathers_params=True, carried_stages=range(3))
 
 
 def test_what_is_gathered_has_been_stepped():
     plan = build("aiao", num_ranks=1, num_segments=2, num_microbatches=2, last_segment="afab")
-    deferred = lower(plan, SHARDED)
-    assert rows(deferred) == [
-        "0WAIT_GRAD 0GATHER_PARAM 1WAIT_GRAD 1GATHER_PARAM 0WAIT_PARAM 0F0 0F1 "
-        "1WAIT_PARAM 1F0 1F1 1B0 1B1 1REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD"
+    carried = lower(plan, SHARDED)
+    assert rows(carried) == [
+        "0STEP 0ALL_GATHER 1STEP 1ALL_GATHER 0F0 0F1 1F0 1F1 1B0 1B1 1REDUCE_KEPT 1REDUCE_SCATTER "
+        "0B0 0B1 0REDUCE_KEPT 0REDUCE_SCATTER 1FINALIZE 0FINALIZE"
     ]
-    wrong = deferred.to_text().replace("1WAIT_GRAD 1GATHER_PARAM", "1GATHER_PARAM 1WAIT_GRAD")
-    with pytest.raises(PlanError, match="rank 0 waits at 1GATHER_PARAM for 1WAIT_GRAD"):
+    wrong = carried.to_text().replace("1STEP 1ALL_GATHER", "1ALL_GATHER 1STEP")
+    with pytest.raises(PlanError, match="rank 0 waits at 1ALL_GATHER for 1STEP"):
         verify(Plan.from_text(wrong))
 
 
 def test_a_reduce_scatter_ends_behind_forwards_of_the_stage_before():
     plan = build("aiao", num_ranks=1, num_segments=3, num_microbatches=2, last_segment="afab")
-    deferred = lower(plan, SHARDED)
+    carried = lower(plan, SHARDED)
     after = (
-        "0WAIT_GRAD 0GATHER_PARAM 0WAIT_PARAM 0F0 1WAIT_GRAD 1GATHER_PARAM 0F1 1WAIT_PARAM 1F0 1F1 "
-        "2WAIT_GRAD 2GATHER_PARAM 2WAIT_PARAM 2F0 2F1 2B0 2B1 2REDUCE_GRAD 1B0 1B1 1REDUCE_GRAD "
-        "0B0 0B1 0REDUCE_GRAD"
+        "0STEP 0ALL_GATHER 0F0 1STEP 1ALL_GATHER 0F1 1F0 1F1 2STEP 2ALL_GATHER 2F0 2F1 "
+        "2B0 2B1 2REDUCE_KEPT 2REDUCE_SCATTER 1B0 1B1 1REDUCE_KEPT 1REDUCE_SCATTER "
+        "0B0 0B1 0REDUCE_KEPT 0REDUCE_SCATTER 2FINALIZE 1FINALIZE 0FINALIZE"
     )
     # The first stage has none before it; stage 2 waits for all forwards of stage 1.
-    moved = gather_later(deferred, {0: 1, 1: 1, 2: 2})
+    moved = gather_later(carried, {0: 1, 1: 1, 2: 2})
     assert rows(moved) == [after]
     assert lower(plan, replace(SHARDED, forwards_before_gather={1: 1, 2: 2})) == moved
     assert gather_later(moved, {}) == moved
 
 
-def test_only_gathers_of_deferred_stages_move():
+def test_only_gathers_of_carried_stages_move():
     plan = build("aiao", num_ranks=1, num_segments=2, num_microbatches=2)
-    for options in (Options(gathers_params=True), Options(deferred_stages=range(2))):
+    for options in (Options(gathers_params=True), Options(carried_stages=range(2))):
         lowered = lower(plan, options)
         assert gather_later(lowered, {1: 1}) == lowered
 
@@ -58,9 +58,9 @@ def test_only_gathers_of_deferred_stages_move():
 def test_every_schedule_can_gather_later(schedule: str, forwards: int):
     segments = 1 if schedule in ONE_SEGMENT_SCHEDULES else 3
     plan = build(schedule, num_ranks=3, num_segments=segments, num_microbatches=6)
-    deferred = Options(
+    carried = Options(
         gathers_params=True,
-        deferred_stages=range(9),
+        carried_stages=range(9),
         forwards_before_gather=dict.fromkeys(range(9), forwards),
     )
-    verify(lower(plan, deferred))
+    verify(lower(plan, carried))

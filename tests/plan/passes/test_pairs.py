@@ -28,14 +28,14 @@ def test_an_order_of_pairs_has_both_micro_batches_of_each_and_an_odd_one_alone()
 
 def test_receives_are_posted_before_a_pair_and_results_are_sent_behind_it():
     plan = compile_plan(order("1f1b", 3), PAIRED)
-    assert plan.select(frozenset(Op) - {Op.REDUCE_GRAD, Op.WAIT_GRAD}).to_text().splitlines() == [
+    assert plan.select(frozenset(Op) - {Op.ALL_REDUCE, Op.STEP}).to_text().splitlines() == [
         "0F0 0F1 0SEND_F0 0SEND_F1 0RECV_B0 0F2 0SEND_F2 0RECV_B1 0RECV_B2 0B0 0B1 0B2",
         "1RECV_F0 1RECV_F1 1RECV_F2 1F0 1F1 1B0 1B1 1SEND_B0 1SEND_B1 1F2 1B2 1SEND_B2",
     ]
 
 
 def test_pairs_are_neighbours_of_one_stage_that_begin_with_an_even_one():
-    text = "0F0 0F1 0F2 1F0 1F1 1F2 1B0 1B1 1B2 0B0 0WAIT_GRAD 0B1 0B2"
+    text = "0F0 0F1 0F2 1F0 1F1 1F2 1B0 1B1 1B2 0B0 0STEP 0B1 0B2"
     (program,) = Plan.from_text(text).programs
     assert [str(action) for action in program if action in pairs(program)] == ["0F0", "1F0", "1B0"]
 

@@ -10,15 +10,14 @@ from megatron.fold3d.plan.verify import verify
 
 
 def rows(plan: Plan) -> list[str]:
-    verify(plan)
+    verify(lower(plan))
     return plan.to_text().splitlines()
 
 
 def test_a_stage_is_gathered_while_the_one_before_is_computed():
     plan = build("aiao", num_ranks=1, num_segments=3, num_microbatches=2, last_segment="afab")
     assert rows(add_param_gather(plan)) == [
-        "0GATHER_PARAM 1GATHER_PARAM 0WAIT_PARAM 0F0 0F1 2GATHER_PARAM 1WAIT_PARAM 1F0 1F1 "
-        "2WAIT_PARAM 2F0 2F1 2B0 2B1 1B0 1B1 0B0 0B1"
+        "0ALL_GATHER 1ALL_GATHER 0F0 0F1 2ALL_GATHER 1F0 1F1 2F0 2F1 2B0 2B1 1B0 1B1 0B0 0B1"
     ]
 
 
@@ -26,14 +25,14 @@ def test_the_first_gather_is_the_first_action_and_transfers_go_before_the_others
     plan = build("aiao", num_ranks=2, num_segments=2, num_microbatches=2)
     assert rows(lower(add_param_gather(plan))) == [
         (
-            "0GATHER_PARAM 2GATHER_PARAM 0WAIT_PARAM 0F0 0SEND_F0 2RECV_F0 0F1 0SEND_F1 "
-            "2WAIT_PARAM 2RECV_F1 2F0 2SEND_F0 2RECV_B0 2F1 2SEND_F1 2RECV_B1 2B0 2SEND_B0 "
-            "0RECV_B0 2B1 2SEND_B1 2REDUCE_GRAD 0RECV_B1 0B0 0B1 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD"
+            "0ALL_GATHER 2ALL_GATHER 0F0 0SEND_F0 2RECV_F0 0F1 0SEND_F1 "
+            "2RECV_F1 2F0 2SEND_F0 2RECV_B0 2F1 2SEND_F1 2RECV_B1 2B0 2SEND_B0 "
+            "0RECV_B0 2B1 2SEND_B1 2REDUCE_SCATTER 0RECV_B1 0B0 0B1 0REDUCE_SCATTER 2STEP 0STEP"
         ),
         (
-            "1RECV_F0 1GATHER_PARAM 3GATHER_PARAM 1WAIT_PARAM 1RECV_F1 1F0 1SEND_F0 3RECV_F0 1F1 "
-            "1SEND_F1 3WAIT_PARAM 3RECV_F1 3F0 3B0 3SEND_B0 1RECV_B0 3F1 3B1 3SEND_B1 "
-            "3REDUCE_GRAD 1RECV_B1 1B0 1SEND_B0 1B1 1SEND_B1 1REDUCE_GRAD 3WAIT_GRAD 1WAIT_GRAD"
+            "1RECV_F0 1ALL_GATHER 3ALL_GATHER 1RECV_F1 1F0 1SEND_F0 3RECV_F0 1F1 "
+            "1SEND_F1 3RECV_F1 3F0 3B0 3SEND_B0 1RECV_B0 3F1 3B1 3SEND_B1 "
+            "3REDUCE_SCATTER 1RECV_B1 1B0 1SEND_B0 1B1 1SEND_B1 1REDUCE_SCATTER 3STEP 1STEP"
         ),
     ]
 
@@ -46,18 +45,12 @@ def test_every_schedule_waits_for_parameters_before_it_reads_them(schedule: str)
 
 
 def test_a_plan_that_gathers_is_left_as_it_is():
-    plan = Plan.from_text("0GATHER_PARAM 1GATHER_PARAM 1WAIT_PARAM 0WAIT_PARAM 0F0 1F0 1B0 0B0")
+    plan = Plan.from_text("0ALL_GATHER 1ALL_GATHER 0F0 1F0 1B0 0B0")
     assert add_param_gather(plan) is plan
 
 
 def test_others_are_gathered_in_the_place_of_replicated_stages():
     plan = build("aiao", num_ranks=1, num_segments=4, num_microbatches=1, last_segment="afab")
     forwards = (row.split(" 3B0")[0] for row in rows(add_param_gather(plan, replicated={0, 2})))
-    assert [*forwards] == [
-        "0GATHER_PARAM 2GATHER_PARAM 1GATHER_PARAM 3GATHER_PARAM 0WAIT_PARAM 0F0 "
-        "1WAIT_PARAM 1F0 2WAIT_PARAM 2F0 3WAIT_PARAM 3F0"
-    ]
-    all_of_them = rows(add_param_gather(plan, replicated=range(4)))
-    assert all_of_them[0].startswith(
-        "0GATHER_PARAM 1GATHER_PARAM 2GATHER_PARAM 3GATHER_PARAM 0WAIT_PARAM 0F0 1WAIT_PARAM 1F0"
-    )
+    assert [*forwards] == ["1ALL_GATHER 3ALL_GATHER 0F0 1F0 2F0 3F0"]
+    assert add_param_gather(plan, replicated=range(4)) == plan

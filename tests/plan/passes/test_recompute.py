@@ -18,9 +18,9 @@ def test_it_stands_before_the_backward_and_its_receive_is_posted_before_it():
     plan = compile_plan(ORDER, Options(recompute_early=[0]))
     assert plan.to_text().splitlines() == [
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0R0 0B0 0RECV_B1 0F2 0SEND_F2 0R1 0RECV_B2 0B1 0R2 0B2 "
-        "0REDUCE_GRAD 0WAIT_GRAD",
+        "0ALL_REDUCE 0STEP",
         "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2 "
-        "1REDUCE_GRAD 1WAIT_GRAD",
+        "1ALL_REDUCE 1STEP",
     ]
 
 
@@ -64,7 +64,7 @@ def test_what_is_offloaded_comes_back_for_its_recomputation():
     options = Options(recompute_early=[0], offload=OffloadChoice())
     assert (
         lower(order.select({Op.FORWARD, Op.BACKWARD}), options).select(
-            frozenset(Op) - {Op.REDUCE_GRAD, Op.WAIT_GRAD}
+            frozenset(Op) - {Op.ALL_REDUCE, Op.STEP}
         )
         == plan
     )

@@ -7,11 +7,12 @@ import pytest
 from megatron.fold3d.plan.compile import Options, compile_plan, lower
 from megatron.fold3d.plan.ir import Op, Plan, PlanError, Program
 from megatron.fold3d.plan.memory import peak_resident, peak_whole_grads
-from megatron.fold3d.plan.ops import COMPUTE_OPS, WAIT_OPS
+from megatron.fold3d.plan.ops import COMPUTE_OPS, GATHER_OPS
 from megatron.fold3d.plan.passes.shard_grads import shard_grads
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
 from megatron.fold3d.plan.verify import verify
 
+SUMS = "0REDUCE_KEPT 0REDUCE_SCATTER 0FINALIZE"
 BOTH = Options(shards_params=True, shards_grads=True)
 
 
@@ -38,12 +39,14 @@ def test_every_schedule_runs_with_it(schedule: str):
 
 
 def test_delayed_weight_gradients_are_reduced_before_they_are_freed():
-    plan = compile_plan(aiao(2, 4), Options(shards_grads=True, delay_weight_grads=(2,)))
+    plan = compile_plan(
+        aiao(2, 4), Options(gathers_params=True, shards_grads=True, delay_weight_grads=(2,))
+    )
     assert peak_whole_grads(plan) == (3, 3)
 
 
 def test_gradients_that_are_reduced_in_the_next_iteration_are_freed_before_its_forwards():
-    options = replace(BOTH, deferred_stages=range(8), forwards_before_gather={2: 1, 3: 1})
+    options = replace(BOTH, carried_stages=range(8), forwards_before_gather={2: 1, 3: 1})
     plan = compile_plan(aiao(2, 4), options)
     assert peak_whole_grads(plan) == (4, 4)
     for program in plan.programs:
@@ -51,8 +54,8 @@ def test_gradients_that_are_reduced_in_the_next_iteration_are_freed_before_its_f
         for stage in {stage for stage, _ in actions}:
             free = actions.index((stage, Op.FREE_GRAD))
             assert actions[free - 1 : free + 2 : 2] == [
-                (stage, Op.WAIT_GRAD),
-                (stage, Op.GATHER_PARAM),
+                (stage, Op.STEP),
+                (stage, Op.ALL_GATHER),
             ]
             assert free < actions.index((stage, Op.FORWARD))
 
@@ -65,10 +68,11 @@ def test_a_plan_that_frees_already_is_left_as_it_is():
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("0F0 0B0 0REDUCE_GRAD 0FREE_GRAD 0WAIT_GRAD", "waits at 0FREE_GRAD for 0WAIT_GRAD"),
-        ("0F0 0REDUCE_GRAD 0WAIT_GRAD 0FREE_GRAD 0B0", "waits at 0REDUCE_GRAD for 0B0"),
-        ("0WAIT_GRAD 0F0 0B0 0REDUCE_GRAD 0FREE_GRAD", "waits at 0B0 for 0FREE_GRAD"),
-        ("0FREE_GRAD 0WAIT_GRAD 0F0 0B0 0REDUCE_GRAD", "waits at 0FREE_GRAD for 0WAIT_GRAD"),
+        ("0F0 0B0 0FREE_GRAD 0REDUCE_SCATTER 0STEP", "waits at 0FREE_GRAD for 0REDUCE_SCATTER"),
+        ("0F0 0B0 0ALL_REDUCE 0FREE_GRAD 0STEP", "0FREE_GRAD needs 0REDUCE_SCATTER, which is miss"),
+        ("0F0 0REDUCE_SCATTER 0STEP 0FREE_GRAD 0B0", "waits at 0REDUCE_SCATTER for 0B0"),
+        (f"0STEP 0F0 0B0 {SUMS} 0FREE_GRAD", "waits at 0B0 for 0FREE_GRAD"),
+        (f"0FREE_GRAD 0STEP 0F0 0B0 {SUMS}", "waits at 0FREE_GRAD for 0STEP"),
     ],
 )
 def test_gradients_that_are_freed_early_are_found(text: str, found: str):
@@ -85,7 +89,7 @@ def test_gradients_that_are_freed_early_are_found(text: str, found: str):
         # Gradients of two stages as well, with shards of five: 2 / 8 * 4 + 5 / 8 * 4 / 8.
         (BOTH, 0.6875 + 1.3125),
         # All gradients of the iteration before, and one stage's parameters, for its step.
-        (replace(BOTH, deferred_stages=range(8)), 4 + (1 / 8 + 7 / 8 / 8) * 2),
+        (replace(BOTH, carried_stages=range(8)), 4 + (1 / 8 + 7 / 8 / 8) * 2),
     ],
 )
 def test_bytes_per_parameter_of_eight_segments_and_eight_replicas(
@@ -110,13 +114,13 @@ def test_no_action_on_shards_can_move_past_what_needs_it():
         own = [i for i, a in enumerate(program) if a.stage == stage and i != index]
         if op in reads:  # before the last computation that reads the parameters
             to = max(i for i in own if i < index and program[i].op in reads[op])
-        elif op in WAIT_OPS - {Op.WAIT_GRAD}:  # behind the first one
+        elif op in GATHER_OPS:  # behind the first one
             to = min(i for i in own if i > index and program[i].op in COMPUTE_OPS)
         elif op is Op.FREE_GRAD:
-            to = max(i for i in own if i < index and program[i].op is Op.WAIT_GRAD)
+            to = max(i for i in own if i < index and program[i].op is Op.REDUCE_SCATTER)
         else:
             continue
         tried += 1
         with pytest.raises(PlanError, match="waits at"):
             verify(_moved(program, index, to))
-    assert tried == 4 + 2 + 4 + 2 + 2  # waits, frees, and frees of gradients
+    assert tried == 4 + 2 + 4 + 2 + 2  # all-gathers, frees, and frees of gradients

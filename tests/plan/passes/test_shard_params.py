@@ -30,9 +30,9 @@ def test_aiao_holds_two_stages_and_gathers_each_at_most_twice(num_ranks: int, nu
     assert peak_gathered(plan) == (2,) * num_ranks
     for program in plan.programs:
         ops = [op for _, op, _ in program]
-        assert ops.count(Op.GATHER_PARAM) == num_segments
+        assert ops.count(Op.ALL_GATHER) == num_segments
         # The last two stages are whole between their forwards and their backwards.
-        assert ops.count(Op.GATHER_PARAM_B) == num_segments - 2
+        assert ops.count(Op.ALL_GATHER_B) == num_segments - 2
         assert ops.count(Op.FREE_PARAM_B) == num_segments
 
 

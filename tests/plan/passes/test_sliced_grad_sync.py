@@ -1,5 +1,6 @@
 """DP.sync in slices: each of a stage's gradients once, and one collective per computation."""
 
+from collections import defaultdict
 from itertools import pairwise
 
 import pytest
@@ -7,16 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.fold3d.plan.compile import Options, lower
-from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError
-from megatron.fold3d.plan.ops import COMPUTE_OPS
-from megatron.fold3d.plan.passes.grad_sync import slices_of
+from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, Program, part_begins
+from megatron.fold3d.plan.ops import COMPUTE_OPS, SUM_OPS
 from megatron.fold3d.plan.passes.sliced_grad_sync import MOST_SLICES, slice_grad_sync
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
 from tests.plan.test_properties import Case, cases
 
-REDUCES = (Op.REDUCE_SLICE, Op.REDUCE_GRAD)
+
+def slices_of(program: Program) -> dict[int, list[Action]]:
+    """The slices of each stage, in the order of its loop."""
+    found: dict[int, list[Action]] = defaultdict(list)
+    for action in part_begins(program):
+        if action.op in SUM_OPS:
+            found[action.stage].append(action)
+    return found
 
 
 @st.composite
@@ -29,7 +36,7 @@ def plans(draw: st.DrawFn) -> tuple[Plan, Plan]:
         Options(
             delay_weight_grads=() if split else draw(st.sampled_from(((), (0,)))),
             receives_late=draw(st.booleans()),
-            deferred_stages=range(draw(st.sampled_from((0, order.num_ranks, 100)))),
+            carried_stages=range(draw(st.sampled_from((0, order.num_ranks, 100)))),
         ),
     )
     stages = order.num_stages
@@ -47,28 +54,28 @@ def test_slices_replace_dp_sync_and_leave_the_rest_alone(both: tuple[Plan, Plan]
         whole.num_segments,
         whole.num_microbatches,
     )
-    others = frozenset(Op) - {*REDUCES}
+    others = frozenset(Op) - SUM_OPS
     assert sliced.select(others) == whole.select(others)
 
 
 @pytest.mark.slow
 @given(plans())
-def test_the_slices_of_a_stage_follow_its_gradients_and_precede_their_wait(
+def test_the_slices_of_a_stage_follow_its_gradients_and_precede_their_step(
     both: tuple[Plan, Plan],
 ):
     _, plan = both
     for program in plan.programs:
         split = split_stages(program)
         for stage, slices in slices_of(program).items():
-            ends = [action.microbatch for action in slices]
-            assert ends.pop() is None
-            assert all(a < b for a, b in pairwise((0, *ends, 1000)) if a is not None)
+            ends = [action.end for action in slices]
+            assert ends[-1] == 1000
+            assert all(a < b for a, b in pairwise((0, *ends)))
             gradient = Op.WEIGHT if stage in split else Op.BACKWARD
             last = max(i for i, a in enumerate(program) if a[:2] == (stage, gradient))
-            wait = program.index(Action(stage, Op.WAIT_GRAD))
+            step = program.index(Action(stage, Op.STEP))
             turn = [(program.index(a) - last) % len(program) for a in slices]
             assert turn == sorted(turn)  # from the last gradient on, around the iteration
-            assert turn[-1] < (wait - last) % len(program)
+            assert turn[-1] < (step - last) % len(program)
 
 
 @given(plans())
@@ -80,14 +87,14 @@ def test_at_most_one_slice_stands_between_two_computations(both: tuple[Plan, Pla
         for action in program[:last]:
             if action.op in COMPUTE_OPS:
                 since = []
-            elif action.op in REDUCES:
+            elif action.op in SUM_OPS:
                 since.append(action)
                 assert len(since) == 1
 
 
 def test_a_stage_of_many_microbatches_has_a_limited_number_of_slices():
     order = build("aiao", num_ranks=1, num_segments=2, num_microbatches=450)
-    plan = lower(order, Options(slice_shares=(1.0, 1.0)))
+    plan = lower(order, Options(slices=True))
     slices = slices_of(plan.programs[0])[1]
     assert MOST_SLICES / 2 < len(slices) <= MOST_SLICES
 
@@ -96,46 +103,48 @@ def test_a_stage_of_many_microbatches_has_a_limited_number_of_slices():
     ("text", "message"),
     [
         (
-            "0F0 0B0 0REDUCE_GRAD.500 0REDUCE_GRAD.250 0REDUCE_GRAD 0WAIT_GRAD",
-            "0REDUCE_GRAD.250 comes after 0REDUCE_GRAD.500; a slice begins where the last one ends",
+            "0F0 0B0 0ALL_REDUCE:500 0ALL_REDUCE:250 0ALL_REDUCE 0STEP",
+            "0ALL_REDUCE:250 comes after 0ALL_REDUCE:500; a part begins where the last one ends",
         ),
         (
-            "0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD.250 0WAIT_GRAD",
-            "0REDUCE_GRAD.250 comes after 0REDUCE_GRAD, which starts all that is left",
+            "0F0 0B0 0ALL_REDUCE 0ALL_REDUCE:250 0STEP",
+            "0ALL_REDUCE:250 comes after 0ALL_REDUCE, which ends with all that is left",
         ),
         (
-            "0F0 0B0 0REDUCE_GRAD.250 0REDUCE_GRAD.250 0REDUCE_GRAD 0WAIT_GRAD",
-            "0REDUCE_GRAD.250 appears more than once",
+            "0F0 0B0 0ALL_REDUCE:250 0ALL_REDUCE:250 0ALL_REDUCE 0STEP",
+            "0ALL_REDUCE:250 appears more than once",
         ),
         (
-            "0F0 0F1 0B0 0REDUCE_GRAD.250 0B1 0REDUCE_GRAD 0WAIT_GRAD",
-            "deadlock: rank 0 waits at 0REDUCE_GRAD.250 for 0B1",
+            "0F0 0F1 0B0 0ALL_REDUCE:250 0B1 0ALL_REDUCE 0STEP",
+            "deadlock: rank 0 waits at 0ALL_REDUCE:250 for 0B1",
         ),
         (
-            "0F0 0B0 0REDUCE_GRAD.250 0WAIT_GRAD",
-            "0REDUCE_GRAD is missing; what starts must be waited for",
+            "0F0 0B0 0ALL_REDUCE:250 0STEP",
+            "0ALL_REDUCE:250 is the last part; the sums of a stage end at 1000",
         ),
         (
-            "0F0 0B0 0REDUCE_GRAD.000 0REDUCE_GRAD 0WAIT_GRAD",
-            "0REDUCE_GRAD.000 is empty; a slice ends behind where it begins",
+            "0ALL_REDUCE 0STEP 0F0 0B0 0REDUCE_KEPT 0ALL_REDUCE:250 0ALL_REDUCE:100 0FINALIZE",
+            "0ALL_REDUCE:100 comes after 0ALL_REDUCE:250; a part begins where the last one ends",
         ),
         (
-            "0REDUCE_GRAD 0WAIT_GRAD 0F0 0B0 0REDUCE_GRAD.250 0REDUCE_GRAD.100",
-            "0REDUCE_GRAD.100 comes after 0REDUCE_GRAD.250; a slice begins where the last one ends",
-        ),
-        (
-            "0REDUCE_GRAD.250 0F0 0WAIT_GRAD 0B0 0REDUCE_GRAD",
-            "deadlock: rank 0 waits at 0REDUCE_GRAD.250 for 0B0",
+            "0ALL_REDUCE:250 0F0 0STEP 0B0 0ALL_REDUCE",
+            "deadlock: rank 0 waits at 0ALL_REDUCE:250 for 0B0",
         ),
     ],
 )
-def test_slices_run_in_order_once_and_between_gradient_and_wait(text: str, message: str):
+def test_slices_run_in_order_once_and_between_gradient_and_step(text: str, message: str):
     with pytest.raises(PlanError) as refused:
         verify(Plan.from_text(text))
     assert str(refused.value).splitlines()[0] == message
 
 
-@pytest.mark.parametrize("word", ["0REDUCE_GRAD.", "0REDUCE_GRAD.25", "0REDUCE_GRAD.1000"])
-def test_a_slice_ends_with_three_digits(word: str):
-    with pytest.raises(PlanError, match=r"a slice of DP.sync ends with three digits"):
+@pytest.mark.parametrize(
+    "word", ["0ALL_REDUCE:", "0ALL_REDUCE:0", "0ALL_REDUCE:025", "0ALL_REDUCE:1001", "0STEP:250"]
+)
+def test_a_part_ends_with_thousandths(word: str):
+    with pytest.raises(PlanError, match=r"a part of DP.sync ends with thousandths"):
         Action.from_str(word)
+
+
+def test_a_part_that_ends_with_all_is_all_that_is_left():
+    assert Action.from_str("0ALL_REDUCE:1000") == Action.from_str("0ALL_REDUCE")

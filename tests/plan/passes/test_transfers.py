@@ -85,18 +85,15 @@ def test_weight_gradients_may_come_any_time_after_their_backward():
 
 def test_transfers_leave_other_actions_behind_their_computation():
     plan = Plan.from_text("""\
-        0GATHER_PARAM 0WAIT_PARAM 0F0 0OFFLOAD0 0F1 0RELOAD0 0B0 0B1 0REDUCE_GRAD 0WAIT_GRAD
-        1GATHER_PARAM 1WAIT_PARAM 1F0 1B0 1F1 1B1 1REDUCE_GRAD 1WAIT_GRAD
+        0ALL_GATHER 0F0 0OFFLOAD0 0F1 0RELOAD0 0B0 0B1 0REDUCE_SCATTER 0STEP
+        1ALL_GATHER 1F0 1B0 1F1 1B1 1REDUCE_SCATTER 1STEP
     """)
     assert rows(add_p2p(plan)) == [
         (
-            "0GATHER_PARAM 0WAIT_PARAM 0F0 0SEND_F0 0OFFLOAD0 0RECV_B0 0F1 0SEND_F1 0RELOAD0 "
-            "0RECV_B1 0B0 0B1 0REDUCE_GRAD 0WAIT_GRAD"
+            "0ALL_GATHER 0F0 0SEND_F0 0OFFLOAD0 0RECV_B0 0F1 0SEND_F1 0RELOAD0 "
+            "0RECV_B1 0B0 0B1 0REDUCE_SCATTER 0STEP"
         ),
-        (
-            "1RECV_F0 1GATHER_PARAM 1WAIT_PARAM 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 "
-            "1REDUCE_GRAD 1WAIT_GRAD"
-        ),
+        ("1RECV_F0 1ALL_GATHER 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE_SCATTER 1STEP"),
     ]
 
 
@@ -109,19 +106,19 @@ def test_an_order_that_cannot_run_is_refused_with_where_each_rank_stands():
 def test_grad_sync_starts_behind_the_last_backward_and_its_send():
     assert rows(add_grad_sync(add_p2p(compute("afab", 2, 2, 1)))) == [
         (
-            "2RECV_F0 0F0 0SEND_F0 2RECV_B0 2F0 2SEND_F0 0RECV_B0 2B0 2SEND_B0 2REDUCE_GRAD "
-            "0B0 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD"
+            "2RECV_F0 0F0 0SEND_F0 2RECV_B0 2F0 2SEND_F0 0RECV_B0 2B0 2SEND_B0 2ALL_REDUCE "
+            "0B0 0ALL_REDUCE 2STEP 0STEP"
         ),
         (
-            "1RECV_F0 3RECV_F0 1F0 1SEND_F0 3F0 1RECV_B0 3B0 3SEND_B0 3REDUCE_GRAD "
-            "1B0 1SEND_B0 1REDUCE_GRAD 3WAIT_GRAD 1WAIT_GRAD"
+            "1RECV_F0 3RECV_F0 1F0 1SEND_F0 3F0 1RECV_B0 3B0 3SEND_B0 3ALL_REDUCE "
+            "1B0 1SEND_B0 1ALL_REDUCE 3STEP 1STEP"
         ),
     ]
 
 
 def test_grad_sync_waits_for_weight_gradients():
     assert rows(add_grad_sync(Plan.from_text("0F0 0F1 0B0 0B1 0W0 0W1"))) == [
-        "0F0 0F1 0B0 0B1 0W0 0W1 0REDUCE_GRAD 0WAIT_GRAD"
+        "0F0 0F1 0B0 0B1 0W0 0W1 0ALL_REDUCE 0STEP"
     ]
 
 

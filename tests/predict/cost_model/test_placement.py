@@ -128,9 +128,9 @@ class Ungrouped:
             return False
         stage, op, _ = action = program[self.position[cell]]
         last = self.plan.num_stages - 1
-        if op is Op.REDUCE_GRAD:
+        if op is Op.ALL_REDUCE:
             self.reductions[cell].append(stage)
-        elif op is Op.WAIT_GRAD:
+        elif op is Op.STEP:
             if stage not in self.synced:
                 return False
         else:
@@ -249,7 +249,6 @@ def test_nodes_that_are_alike_are_as_fast_as_one_of_them(data):
         nic_of_rank=tuple(rank // max(1, per_node // together) for rank in range(pp)),
         routes=routes(cluster, setup, pp),
         preemptive=False,
-        flush=True,
         in_order=True,
     )
     timeline = simulate(plan, costs, execution)

@@ -62,7 +62,7 @@ def test_the_step_holds_all_that_is_whole_and_no_activations():
 )
 def test_gradients_of_the_iteration_before_are_gone_when_activations_are_held(saved, peak):
     order = build("aiao", num_ranks=1, num_segments=2, num_microbatches=2, last_segment="afab")
-    plan = lower(order, Options(shards_grads=True, deferred_stages=range(2)))
+    plan = lower(order, Options(steps_shards=True, shards_grads=True, carried_stages=range(2)))
     timeline = simulate(plan, Costs.uniform(2, forward_s=1, backward_s=2), iterations=2)
     whole = Footprint(static_bytes=(10.0,), saved_bytes=(saved,) * 2)
     found = sharded_footprint(whole, plan, (4.0, 4.0), SETUP)

@@ -8,10 +8,10 @@ import pytest
 
 from megatron.fold3d.observe.timeline import Lane, Timeline
 from megatron.fold3d.plan.compile import Options, compile_plan
+from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.paper import bubbles
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution
 from megatron.fold3d.predict.simulator.simulate import simulate
 from megatron.fold3d.predict.simulator.steady import steady_state
 
@@ -94,5 +94,5 @@ def test_zb_h2_has_no_bubble_where_iterations_need_not_wait_for_all_ranks(
     plan = build(schedule, num_ranks=4, num_segments=1, num_microbatches=8)
     work_s = 8 * 3
     assert steady_state(plan, Costs.uniform(4)).period_s == work_s + bubble
-    meeting = steady_state(plan, Costs.uniform(4), Execution(flush=True))
+    meeting = steady_state(add_grad_sync(plan), Costs.uniform(4))
     assert meeting.period_s == work_s + flushed

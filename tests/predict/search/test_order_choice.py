@@ -25,7 +25,7 @@ def test_more_forwards_ahead_than_are_tried_gain_nothing(num_microbatches, trans
         )
 
     def judge(plan: Plan) -> tuple[bool, float]:
-        return True, simulate(plan, costs, Execution(flush=True, in_order=True)).period_s
+        return True, simulate(plan, costs, Execution(in_order=True)).period_s
 
     def best(numbers: range) -> float:
         return choose_order(

@@ -66,10 +66,7 @@ def run(case: dict[str, Any]) -> Timeline:
     return simulate(
         serial_grad_sync(plan) if serial else deferred_grad_sync(plan),
         costs,
-        Execution(
-            grad_sync_order="edf" if case["dp_mode"] == "edf" else "fifo",
-            flush=serial,
-        ),
+        Execution(grad_sync_order="edf" if case["dp_mode"] == "edf" else "fifo"),
         iterations=case["iters"],
     )
 

@@ -9,7 +9,7 @@ from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
 
-OURS = Execution(flush=True, in_order=True)
+OURS = Execution(in_order=True)
 SIZES = [  # ranks, micro-batches, group
     (2, 4, 2),
     *((4, 4, 4), (4, 8, 4), (4, 8, 8), (4, 16, 4), (4, 16, 8), (4, 16, 16)),

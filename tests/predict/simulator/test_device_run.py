@@ -23,7 +23,7 @@ from megatron.fold3d.predict.simulator.execution import (
 )
 from megatron.fold3d.predict.simulator.simulate import simulate
 
-OVERLAPPED, DEFERRED = Options(), Options(deferred_stages=range(100))
+OVERLAPPED, DEFERRED = Options(), Options(carried_stages=range(100))
 
 # GPT-3 18B on pp=2, tp=8, dp=8: 4 segments, 8 micro-batches; computation and DP.sync take 2560 ms
 # each. Of one rank: 20 ms forward, 60 backward with recomputation, 640 for a segment's DP.sync of
@@ -38,9 +38,9 @@ def order(num_ranks: int = 1) -> Plan:
 
 def period(options: Options, device: Device, share: float | None = None) -> float:
     """The steady iteration of one rank, in ms."""
-    execution = Execution(flush=share is None, preemptive=False, device=device)
+    execution = Execution(preemptive=False, device=device)
     if share is not None:
-        execution = replace(execution, backward_share=(share,) * SEGMENTS)
+        options = replace(options, shares=(share,) * SEGMENTS)
     return simulate(lower(order(), options), MS, execution, iterations=4).period_s
 
 
@@ -66,7 +66,7 @@ def test_buckets_inside_a_backward_hold_up_the_other_rank_too():
     # begins, and ends as late. Each segment pays for both.
     costs = Costs.uniform(2 * SEGMENTS, forward_s=20.0, backward_s=60.0, grad_sync_s=640.0)
     plan = lower(order(2), OVERLAPPED)
-    flushed = Execution(flush=True, preemptive=False, device=Device(connections=1))
+    flushed = Execution(preemptive=False, device=Device(connections=1))
     whole = simulate(plan, costs, flushed).period_s
     cut = Device(connections=1, launches=(7,) * 2 * SEGMENTS, in_backward=True)
     buckets = simulate(plan, costs, replace(flushed, device=cut)).period_s
@@ -84,9 +84,9 @@ def test_the_host_waits_where_nccl_has_no_room_for_more_slices():
 
 
 def test_a_reduction_waits_behind_the_one_before_in_its_stream_and_computation_behind_it():
-    # Segments 2 and 0 are even: 0REDUCE_GRAD begins when 2REDUCE_GRAD is over, and what follows it
-    # as well. 1REDUCE_GRAD has a stream of its own, and shares the link.
-    plan = Plan.from_text("0F0 1F0 2F0 2B0 2REDUCE_GRAD 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD\n")
+    # Segments 2 and 0 are even: 0ALL_REDUCE begins when 2ALL_REDUCE is over, and what follows it as
+    # well. 1ALL_REDUCE has a stream of its own, and shares the link.
+    plan = Plan.from_text("0F0 1F0 2F0 2B0 2ALL_REDUCE 1B0 1ALL_REDUCE 0B0 0ALL_REDUCE\n")
     costs = Costs.uniform(3, grad_sync_s=8.0)
     timeline = simulate(plan, costs, Execution(device=Device(connections=1)))
     assert [
@@ -94,10 +94,10 @@ def test_a_reduction_waits_behind_the_one_before_in_its_stream_and_computation_b
         for span in timeline.ranks[0]
         if span.lane in (Lane.GRAD_SYNC, Lane.WAIT)
     ] == [
-        (Lane.GRAD_SYNC, 5, 19, "2REDUCE_GRAD"),
-        (Lane.GRAD_SYNC, 7, 23, "1REDUCE_GRAD"),
-        (Lane.WAIT, 9, 19, "0REDUCE_GRAD"),
-        (Lane.GRAD_SYNC, 19, 29, "0REDUCE_GRAD"),
+        (Lane.GRAD_SYNC, 5, 19, "2ALL_REDUCE"),
+        (Lane.GRAD_SYNC, 7, 23, "1ALL_REDUCE"),
+        (Lane.WAIT, 9, 19, "0ALL_REDUCE"),
+        (Lane.GRAD_SYNC, 19, 29, "0ALL_REDUCE"),
     ]
     (row,) = exposure(timeline)
     assert row.grad_sync_s == 10
@@ -106,7 +106,7 @@ def test_a_reduction_waits_behind_the_one_before_in_its_stream_and_computation_b
 
 
 def test_stock_has_one_stream_for_all_of_its_reductions():
-    plan = Plan.from_text("0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD\n")
+    plan = Plan.from_text("0F0 1F0 1B0 1ALL_REDUCE 0B0 0ALL_REDUCE\n")
     costs = Costs.uniform(2, grad_sync_s=8.0)
     one = Device(connections=1)
     ours, stock = (
@@ -164,10 +164,6 @@ def runs(draw: st.DrawFn) -> tuple[Plan, Costs, Execution]:
         offload_s=(0.25,) * stages,
         reload_s=(0.25,) * stages,
     )
-    execution = Execution(in_order=True, preemptive=False, flush=not deferred)
-    slice_shares = draw(st.sampled_from(((), (0.5,) * stages)))
-    if deferred and not slice_shares and draw(st.booleans()):
-        execution = replace(execution, backward_share=(0.5,) * stages)
     return (
         lower(
             plan,
@@ -175,12 +171,13 @@ def runs(draw: st.DrawFn) -> tuple[Plan, Costs, Execution]:
                 transfers=False,
                 offload=offload,
                 gathers_params=not deferred,
-                deferred_stages=range(stages * deferred),
-                slice_shares=slice_shares,
+                carried_stages=range(stages * deferred),
+                shares=draw(st.sampled_from(((), (0.5,) * stages))),
+                slices=draw(st.booleans()),
             ),
         ),
         costs,
-        execution,
+        Execution(in_order=True, preemptive=False),
     )
 
 
@@ -194,7 +191,7 @@ def test_a_queue_for_each_stream_is_what_is_simulated_without_a_device(
     usual = simulate(plan, costs, execution, iterations=3)
     device = Device(connections=32)
     queued = simulate(plan, costs, replace(execution, device=device), iterations=3)
-    if not execution.flush and costs.p2p_s and costs.grad_sync_s[0]:
+    if not plan.flushes and costs.p2p_s and costs.grad_sync_s[0]:
         # Messages that share their link with DP.sync delay ranks, which then post receives late.
         assert queued.period_s > (1 - 1e-12) * usual.period_s
         return
@@ -228,7 +225,7 @@ def test_slices_between_computations_hold_up_nothing_in_one_queue(num_ranks: int
     # 640 ms of DP.sync and 480 ms of a segment's backwards: three quarters fit behind them.
     stages = num_ranks * SEGMENTS
     costs = Costs.uniform(stages, forward_s=20.0, backward_s=60.0, grad_sync_s=640.0)
-    options = Options(deferred_stages=range(stages), slice_shares=(0.75,) * stages)
+    options = Options(carried_stages=range(stages), shares=(0.75,) * stages, slices=True)
     plan = lower(order(num_ranks), options)
     one, many = (
         simulate(plan, costs, Execution(device=Device(connections=n)), iterations=4).period_s
@@ -241,7 +238,7 @@ def test_slices_between_computations_hold_up_nothing_in_one_queue(num_ranks: int
 
 
 def test_the_slices_of_a_stage_take_the_time_of_its_dp_sync():
-    options = replace(DEFERRED, slice_shares=(0.3,) * SEGMENTS)
+    options = replace(DEFERRED, shares=(0.3,) * SEGMENTS, slices=True)
     timeline = simulate(lower(order(), options), MS, iterations=3)
     for stage in range(SEGMENTS):
         spans = [

@@ -42,7 +42,7 @@ def test_no_order_is_faster_than_the_bound(data: st.DataObject):
         p2p_latency_s=data.draw(st.sampled_from((0.0, 0.1))),
     )
     nics = data.draw(st.sampled_from((tuple(range(ranks)), tuple(r // 2 for r in range(ranks)))))
-    execution = Execution(nic_of_rank=nics, flush=True, in_order=data.draw(st.booleans()))
+    execution = Execution(nic_of_rank=nics, in_order=data.draw(st.booleans()))
     whole = simulate(plan, costs, execution).period_s
     assert lower_bound_s(plan, costs, nics) <= whole + 1e-9
     if schedule != "zb-h1":
@@ -85,13 +85,12 @@ def test_no_order_with_dp_sync_is_faster_than_the_bound(data: st.DataObject):
         Options(
             delay_weight_grads=tuple(data.draw(st.sets(st.integers(0, order.num_segments - 1)))),
             gathers_params=True,
-            replicated_stages=stages,  # whose costs are as above, so that all may reduce early
             reduces_early=data.draw(st.booleans()),
-            deferred_stages=stages if deferred else (),
+            early_dp_sync=stages,
+            carried_stages=stages if deferred else (),
         ),
     )
-    # All ranks begin an iteration together, as behind a norm of all gradients.
-    execution = Execution(flush=not deferred, grad_sync_order="edf" if deferred else "fifo")
+    execution = Execution(grad_sync_order="edf" if deferred else "fifo")
     period_s = simulate(plan, costs, execution, iterations=4).period_s
     assert lower_bound_with_sync_s(plan, costs, waits_for_norm=not deferred) <= period_s + 1e-9
 

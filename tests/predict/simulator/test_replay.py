@@ -10,7 +10,6 @@ from megatron.fold3d.plan.passes.stock_grad_sync import serial_grad_sync
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution
 from megatron.fold3d.predict.simulator.replay import (
     as_synced,
     observed_costs,
@@ -31,7 +30,7 @@ COSTS = replace(
 
 @pytest.mark.parametrize("sync", [add_grad_sync, serial_grad_sync])
 def test_the_order_and_the_costs_of_a_run_are_found_again(sync):
-    timeline = simulate(sync(AIAO), COSTS, Execution(flush=True), iterations=2)
+    timeline = simulate(sync(AIAO), COSTS, iterations=2)
     plan = observed_plan(timeline)
     assert plan == sync(AIAO)
     found = observed_costs(timeline, plan)
@@ -46,7 +45,7 @@ def test_the_order_and_the_costs_of_a_run_are_found_again(sync):
 def test_a_replay_takes_about_as_long_as_what_it_replays(sync):
     plan = sync(AIAO)
     deferred = sync is deferred_grad_sync
-    run = steady_state(plan, COSTS) if deferred else simulate(plan, COSTS, Execution(flush=True))
+    run = steady_state(plan, COSTS) if deferred else simulate(plan, COSTS)
     again = replay(plan, observed_costs(run, plan), iterations=2)
     assert len(again.iteration_ends_s(0)) == 2
     assert again.period_s == pytest.approx(run.period_s, rel=0.05)
@@ -56,7 +55,7 @@ def test_a_replay_takes_about_as_long_as_what_it_replays(sync):
 def test_only_stages_whose_weight_gradients_are_delayed_are_split():
     costs = replace(COSTS, weight_s=(0.75,) * 6)
     plan = add_grad_sync(delay_weight_grads(AIAO, [1]))
-    timeline = simulate(plan, costs, Execution(flush=True), iterations=2)
+    timeline = simulate(plan, costs, iterations=2)
     assert observed_plan(timeline) == plan
     found = observed_costs(timeline, plan)
     assert found.weight_s == pytest.approx((0.0,) * 3 + (0.75,) * 3)
@@ -71,8 +70,8 @@ def test_reductions_that_share_a_link_take_no_longer_together_than_it_was_busy()
     names = [("0F0", 0, 1), ("1F0", 1, 2), ("1B0", 2, 4), ("0B0", 4, 6)]
     spans = [Span(Lane.COMPUTE, a, b, Action.from_str(name)) for name, a, b in names]
     spans += [
-        Span(Lane.GRAD_SYNC, 4.0, 10.0, Action.from_str("1REDUCE_GRAD")),
-        Span(Lane.GRAD_SYNC, 6.0, 10.0, Action.from_str("0REDUCE_GRAD")),
+        Span(Lane.GRAD_SYNC, 4.0, 10.0, Action.from_str("1ALL_REDUCE")),
+        Span(Lane.GRAD_SYNC, 6.0, 10.0, Action.from_str("0ALL_REDUCE")),
     ]
     assert observed_costs(Timeline.of([spans]), order).grad_sync_s == (0.0, 6.0)
 

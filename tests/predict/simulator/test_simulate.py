@@ -39,6 +39,11 @@ def compute_rows(timeline: Timeline) -> list[list[tuple[float, float, str]]]:
     ]
 
 
+def rows_of(timeline: Timeline, lane: Lane) -> list[tuple[float, float, str]]:
+    """Start, end and action of a lane of the first rank."""
+    return [(s.start_s, s.end_s, str(s.action)) for s in timeline.lane(0, lane)]
+
+
 def computed_s(timeline: Timeline, op: Op) -> float:
     """How long the first rank computed this op."""
     spans = timeline.lane(0, Lane.COMPUTE)
@@ -109,7 +114,7 @@ def test_two_messages_on_one_link_get_half_of_it_each():
 
 
 def test_p2p_goes_before_grad_sync_on_the_same_link():
-    text = "0F0 0REDUCE_GRAD 0WAIT_GRAD\n1F0\n"
+    text = "0F0 0ALL_REDUCE 0STEP\n1F0\n"
     costs = Costs(forward_s=(1.0, 1.0), backward_s=(0.0, 0.0), p2p_s=2.0, grad_sync_s=(3.0, 0.0))
     alone = simulate(Plan.from_text(text), costs)
     assert alone.makespan_s == 1 + 2 + 3
@@ -119,23 +124,22 @@ def test_p2p_goes_before_grad_sync_on_the_same_link():
 
 
 def test_ranks_behind_one_nic_share_it_for_grad_sync_and_not_for_messages():
-    text = "0F0 0REDUCE_GRAD 0WAIT_GRAD\n1F0 1REDUCE_GRAD 1WAIT_GRAD\n"
+    text = "0F0 0ALL_REDUCE 0STEP\n1F0 1ALL_REDUCE 1STEP\n"
     costs = Costs(forward_s=(1.0, 1.0), backward_s=(0.0, 0.0), p2p_s=9.0, grad_sync_s=(2.0, 2.0))
     timeline = simulate(Plan.from_text(text), costs, Execution(nic_of_rank=(0, 0)))
     # 1 to 2: rank 0 alone; 2 to 4: half each; 4 to 5: rank 1 alone.
-    assert timeline.iteration_ends_s(0) == (4.0,)
-    assert timeline.iteration_ends_s(1) == (5.0,)
+    assert [timeline.lane(rank, Lane.GRAD_SYNC)[-1].end_s for rank in (0, 1)] == [4.0, 5.0]
 
 
 def test_edf_lets_the_segment_that_is_needed_first_overtake():
-    text = "0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD 0WAIT_GRAD 1WAIT_GRAD\n"
+    text = "0F0 1F0 1B0 1ALL_REDUCE 0B0 0ALL_REDUCE 0STEP 1STEP\n"
     costs = Costs.uniform(2, grad_sync_s=5.0)
     edf = simulate(Plan.from_text(text), costs, Execution(grad_sync_order="edf"))
     rows = [(s.start_s, s.end_s, str(s.action)) for s in edf.lane(0, Lane.GRAD_SYNC)]
-    assert rows == [(4, 6, "1REDUCE_GRAD"), (6, 11, "0REDUCE_GRAD"), (11, 14, "1REDUCE_GRAD")]
+    assert rows == [(4, 6, "1ALL_REDUCE"), (6, 11, "0ALL_REDUCE"), (11, 14, "1ALL_REDUCE")]
     fifo = simulate(Plan.from_text(text), costs)
     rows = [(s.start_s, s.end_s, str(s.action)) for s in fifo.lane(0, Lane.GRAD_SYNC)]
-    assert rows == [(4, 9, "1REDUCE_GRAD"), (9, 14, "0REDUCE_GRAD")]
+    assert rows == [(4, 9, "1ALL_REDUCE"), (9, 14, "0ALL_REDUCE")]
 
 
 def test_serial_grad_sync_is_all_exposed_and_aiao_hides_all_but_one_segment():
@@ -164,9 +168,10 @@ def test_an_offloaded_micro_batch_waits_for_its_reload():
     assert compute_rows(timeline)[0][2] == (3.5, 4.5, "0B0")
 
 
-def test_a_flush_holds_all_ranks_until_the_last_has_ended():
-    plan = built("1f1b", 3, 1, 3)
-    timeline = simulate(plan, Costs.uniform(3), Execution(flush=True), iterations=2)
+def test_steps_at_the_end_hold_all_ranks_until_the_last_has_ended():
+    plan = add_grad_sync(built("1f1b", 3, 1, 3))
+    assert plan.flushes
+    timeline = simulate(plan, Costs.uniform(3), iterations=2)
     ends = {timeline.iteration_ends_s(rank) for rank in range(3)}
     assert ends == {(15.0, 30.0)}
 
@@ -290,35 +295,41 @@ def test_messages_of_one_channel_may_go_one_after_the_other():
     assert [tuple(s[1:3]) for s in timeline.lane(1, Lane.P2P)] == [(1.0, 3.0), (2.0, 5.0)]
 
 
-def test_gradients_outside_the_backward_share_are_reduced_after_the_last_action():
-    plan = Plan.from_text("0WAIT_GRAD 0F0 1WAIT_GRAD 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD\n")
-    costs = Costs.uniform(2, grad_sync_s=4.0)
-    timeline = simulate(plan, costs, Execution(backward_share=(0.0, 0.5)), iterations=2)
-    rows = [(s.start_s, s.end_s, str(s.action)) for s in timeline.lane(0, Lane.GRAD_SYNC)]
-    # Half of 1 behind 0B0; then 0, which the next forward needs first, and the rest of 1.
-    assert rows[:3] == [(4, 6, "1REDUCE_GRAD"), (6, 10, "0REDUCE_GRAD"), (10, 12, "1REDUCE_GRAD")]
-    starts = [(s.start_s, str(s.action)) for s in timeline.lane(0, Lane.COMPUTE)][4:6]
-    assert starts == [(10, "0F0"), (12, "1F0")]
+def test_what_is_left_of_a_sum_starts_in_the_next_iteration():
+    plan = Plan.from_text(
+        "1ALL_REDUCE 0STEP 0F0 1STEP 1F0 1B0 1ALL_REDUCE:500 0B0 0ALL_REDUCE\n"
+    )
+    timeline = simulate(plan, Costs.uniform(2, grad_sync_s=4.0), iterations=2)
+    # Half of 1 behind 0B0; then 0, which the next forward needs first, and the rest of 1. In the
+    # first iteration nothing is left.
+    assert rows_of(timeline, Lane.GRAD_SYNC)[:3] == [
+        (4, 6, "1ALL_REDUCE:500"),
+        (6, 10, "0ALL_REDUCE"),
+        (10, 12, "1ALL_REDUCE"),
+    ]
+    assert rows_of(timeline, Lane.WAIT) == [(6, 10, "0ALL_REDUCE"), (11, 12, "1ALL_REDUCE")]
+    assert [row[0] for row in rows_of(timeline, Lane.COMPUTE)[4:6]] == [10, 12]
 
 
-def test_an_early_slice_starts_what_the_backward_share_has_left_of_it():
-    plan = Plan.from_text("0WAIT_GRAD 0F0 0F1 0B0 0B1 0W:500 0REDUCE_GRAD.500 0W:1000 0REDUCE_GRAD")
+def test_a_step_waits_for_one_part_after_the_other():
+    plan = Plan.from_text("0F0 0B0 0ALL_REDUCE:250 0ALL_REDUCE 0STEP")
+    timeline = simulate(plan, Costs.uniform(1, grad_sync_s=4.0))
+    waits = [(3, 4, "0ALL_REDUCE:250"), (4, 7, "0ALL_REDUCE")]
+    assert rows_of(timeline, Lane.WAIT) == waits
+
+
+def test_a_part_takes_its_share_of_the_sum():
+    plan = Plan.from_text(
+        "0STEP 0F0 0F1 0B0 0B1 0W:500 0ALL_REDUCE:500 0W:1000 0ALL_REDUCE:750 0ALL_REDUCE"
+    )
     costs = Costs(forward_s=(1.0,), backward_s=(3.0,), weight_s=(1.0,), grad_sync_s=(4.0,))
-    for share, spans in (
-        (1.0, [(7.0, 9.0), (9.0, 11.0)]),
-        (0.75, [(7.0, 9.0), (9.0, 10.0), (10.0, 11.0)]),
-        (0.25, [(7.0, 8.0), (8.0, 11.0)]),
-        (0.0, [(8.0, 12.0)]),
-    ):
-        timeline = simulate(plan, costs, Execution(backward_share=(share,)))
-        found = [(s.start_s, s.end_s) for s in timeline.lane(0, Lane.GRAD_SYNC)]
-        assert found == spans, share
+    found = [row[:2] for row in rows_of(simulate(plan, costs), Lane.GRAD_SYNC)]
+    assert found == [(7.0, 9.0), (9.0, 10.0), (10.0, 11.0)]
 
 
 def test_a_reduction_to_shards_starts_when_shards_are_complete():
     plan = Plan.from_text(
-        "0GATHER_PARAM 0WAIT_PARAM 0F0 0F1 0B0 0B1 "
-        "0W:500 0REDUCE_GRAD.500 0W:1000 0REDUCE_GRAD 0WAIT_GRAD"
+        "0ALL_GATHER 0F0 0F1 0B0 0B1 0W:500 0REDUCE_SCATTER:500 0W:1000 0REDUCE_SCATTER 0STEP"
     )
     costs = Costs(
         forward_s=(1.0,),
@@ -330,38 +341,38 @@ def test_a_reduction_to_shards_starts_when_shards_are_complete():
     shares = ((0.4, 0.25), (0.6, 0.5), (1.0, 1.0))
     seconds = [simulate(plan, costs, Execution(shard_shares=s)).period_s for s in ((), shares)]
     assert seconds == [8.0 + 4.0, 9.0 + 3.0]
-    replicated = replace(costs, param_gather_s=(0.0,))
-    assert simulate(plan, replicated, Execution(shard_shares=shares)).period_s == 7.0 + 4.0
+    whole = Plan.from_text("0F0 0F1 0B0 0B1 0W:500 0ALL_REDUCE:500 0W:1000 0ALL_REDUCE 0STEP")
+    assert simulate(whole, costs, Execution(shard_shares=shares)).period_s == 7.0 + 4.0
 
 
 def test_a_gather_goes_before_what_the_next_stage_has_to_reduce():
     plan = Plan.from_text(
-        "0WAIT_GRAD 0GATHER_PARAM 0WAIT_PARAM 0F0 1WAIT_GRAD 1GATHER_PARAM 1WAIT_PARAM 1F0 "
-        "1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD\n"
+        "0STEP 0ALL_GATHER 1REDUCE_SCATTER 0F0 1STEP 1ALL_GATHER 1F0 "
+        "1B0 1REDUCE_SCATTER:500 0B0 0REDUCE_SCATTER\n"
     )
     costs = replace(Costs.uniform(2, grad_sync_s=4.0), param_gather_s=(3.0, 3.0))
-    timeline = simulate(plan, costs, Execution(backward_share=(0.0, 0.5)), iterations=3)
+    timeline = simulate(plan, costs, iterations=3)
     begin_s = timeline.iteration_ends_s(0)[1]
     rows = [
-        (span.start_s - begin_s, span.end_s - begin_s, str(span.action))
-        for span in timeline.lane(0, Lane.GRAD_SYNC)
-        if 0 <= span.start_s - begin_s < 12
+        (start_s - begin_s, end_s - begin_s, word)
+        for start_s, end_s, word in rows_of(timeline, Lane.GRAD_SYNC)
+        if 0 <= start_s - begin_s < 12
     ]
     # 0's whole reduce-scatter has begun with the iteration before; the rest of 1's waits for it.
     assert sorted(rows) == [
-        (0, 4, "0REDUCE_GRAD"),
-        (4, 7, "0GATHER_PARAM"),
-        (7, 9, "1REDUCE_GRAD"),
-        (9, 12, "1GATHER_PARAM"),
+        (0, 4, "0REDUCE_SCATTER"),
+        (4, 7, "0ALL_GATHER"),
+        (7, 9, "1REDUCE_SCATTER"),
+        (9, 12, "1ALL_GATHER"),
     ]
 
 
-def test_parameters_reduced_in_the_iteration_are_not_deferred():
-    plan = Plan.from_text("0WAIT_GRAD 0F0 0B0 0REDUCE_GRAD\n")
-    costs = Costs.uniform(1, grad_sync_s=4.0)
-    kept = replace(costs, reduced_in_iteration_s=(1.0,))
-    for share in (0.0, 1.0):
-        timeline = simulate(plan, kept, Execution(backward_share=(share,)), iterations=2)
+def test_what_megatron_reads_at_the_end_is_waited_for_there():
+    kept = replace(Costs.uniform(1, grad_sync_s=4.0), reduced_in_iteration_s=(1.0,))
+    for sums in ("0ALL_REDUCE", "0ALL_REDUCE:250 0ALL_REDUCE"):
+        plan = Plan.from_text(f"0STEP 0F0 0B0 0REDUCE_KEPT {sums} 0FINALIZE\n")
+        timeline = simulate(plan, kept, iterations=2)
+        assert rows_of(timeline, Lane.WAIT)[0] == (3, 5, "0REDUCE_KEPT")
         # Its second of work shares the link with the rest, so it takes two.
         assert timeline.iteration_ends_s(0)[0] == 3 + 2
         assert timeline.period_s == 2 + 3 + 2
@@ -381,21 +392,21 @@ def test_stock_starts_dp_sync_late():
     plan = build("interleaved", num_ranks=2, num_segments=2, num_microbatches=2, group_size=2)
     first, last = aligned_grad_sync(plan).programs
     assert " ".join(map(str, first)) == (
-        "0F0 0F1 2F0 2F1 2B0 2B1 2REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD 2WAIT_GRAD 0WAIT_GRAD"
+        "0F0 0F1 2F0 2F1 2B0 2B1 2ALL_REDUCE 0B0 0B1 0ALL_REDUCE 2STEP 0STEP"
     )
     assert " ".join(map(str, last)) == (
-        "1F0 1F1 3F0 3B0 3F1 3B1 1B0 3REDUCE_GRAD 1B1 1REDUCE_GRAD 3WAIT_GRAD 1WAIT_GRAD"
+        "1F0 1F1 3F0 3B0 3F1 3B1 1B0 3ALL_REDUCE 1B1 1ALL_REDUCE 3STEP 1STEP"
     )
 
 
 def test_messages_that_fill_a_link_delay_dp_sync_no_longer_than_their_budget():
-    text = "0F0 0F1 0F2 0F3 0F4 0F5 0REDUCE_GRAD 0WAIT_GRAD\n1F0 1F1 1F2 1F3 1F4 1F5\n"
+    text = "0F0 0F1 0F2 0F3 0F4 0F5 0ALL_REDUCE 0STEP\n1F0 1F1 1F2 1F3 1F4 1F5\n"
     costs = Costs(forward_s=(0.1, 0.1), backward_s=(0.0, 0.0), p2p_s=1.0, grad_sync_s=(1.0, 0.0))
 
     def ends_s(pause_share: float) -> float:
         execution = Execution(in_order=True, pause_share=pause_share)
         timeline = simulate(Plan.from_text(text), costs, execution)
-        return timeline.iteration_ends_s(0)[0]
+        return timeline.lane(0, Lane.GRAD_SYNC)[-1].end_s
 
     # The link is full from 0.1 to 6.1; DP.sync is there from 0.6 on.
     assert ends_s(1.0) == pytest.approx(7.1)

@@ -15,6 +15,7 @@ or, in a plan that gathers parameters, before their all-gather. `share_grad_sync
 of each sum for the next iteration, here a half, in the order in which its forwards need it. Of the
 first stage, it starts when the backwards are done:
 
+    before  rank 0  0STEP 0F0 0F1 2STEP 2F0 2F1 2B0 2B1 2REDUCE_KEPT 2ALL_REDUCE 0B0 0B1 ...
     after   rank 0  2ALL_REDUCE 0STEP 0F0 0F1 2STEP 2F0 2F1 2B0 2B1 2REDUCE_KEPT 2ALL_REDUCE:500
                     0B0 0B1 0REDUCE_KEPT 0ALL_REDUCE 2FINALIZE 0FINALIZE
 
@@ -82,9 +83,12 @@ def _with_carried_step(program: Program, stages: Container[int]) -> Program:
     } - already.keys()
     left = set(moved)
     kept: list[int] = []
+    end = len(program)  # of all but the steps at the end
+    while end and program[end - 1].op is Op.STEP:
+        end -= 1
 
     def lower() -> Iterator[Action]:
-        for action in program:
+        for action in program[:end]:
             stage, op, _ = action
             if op in _NEED_STEP and stage in left:
                 left.remove(stage)
@@ -95,6 +99,7 @@ def _with_carried_step(program: Program, stages: Container[int]) -> Program:
             if op is not Op.STEP or stage not in moved:
                 yield action
         yield from (Action(stage, Op.FINALIZE) for stage in kept)
+        yield from (action for action in program[end:] if action.stage not in moved)
 
     return tuple(lower())
 
@@ -106,10 +111,11 @@ def backwards_end(program: Program) -> int:
 
 
 def _shared(program: Program, shares: Sequence[float]) -> Program:
-    stages = sorted(carried(program))
+    late = carried(program)
+    stages = sorted({a.stage for a in program if a.op is Op.STEP})
     op = {a.stage: a.op for a in program if a.op in SUM_OPS}
-    limit = {stage: round(shares[stage] * WHOLE) for stage in stages}
-    rest = {stage: Action(stage, op[stage]) for stage in stages if limit[stage] < WHOLE}
+    limit = {stage: round(shares[stage] * WHOLE) for stage in late}
+    rest = {stage: Action(stage, op[stage]) for stage in late if limit[stage] < WHOLE}
     gathered = {a.stage for a in program if a.op is Op.ALL_GATHER}
     follows = {b: a for a, b in pairwise(stages) if b in rest and a in gathered}
     behind = {Action(before, Op.ALL_GATHER): rest[stage] for stage, before in follows.items()}

@@ -19,11 +19,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program, carried
-from megatron.fold3d.plan.ops import SUM_OPS
 
 
 def shard_grads(plan: Plan) -> Plan:
-    """Free each stage's gradients when they are reduced, one stage behind its backwards.
+    """Free gradients that are reduced to shards, one stage behind the backwards of their own.
 
     A rank holds at most two stages' gradients whole in an order such as AIAO's, where a stage's
     backwards follow one another: the one that computes, and the one that is reduced. The gradients
@@ -46,7 +45,7 @@ def _sharded(program: Program) -> Program:
     for index, (stage, op, _) in enumerate(program):
         if op is Op.BACKWARD:
             first.setdefault(stage, index)
-        elif op in SUM_OPS:
+        elif op is Op.REDUCE_SCATTER:
             reduced[stage] = index
     late = carried(program)
     freed: defaultdict[int, list[int]] = defaultdict(list)  # stages, by the index of what follows
@@ -59,7 +58,7 @@ def _sharded(program: Program) -> Program:
         for index, action in enumerate(program):
             yield from (Action(stage, Op.FREE_GRAD) for stage in freed.get(index, ()))
             yield action
-            if action.op is Op.STEP and action.stage in late:
+            if action.op is Op.STEP and action.stage in late and action.stage in reduced:
                 yield Action(action.stage, Op.FREE_GRAD)
 
     return tuple(lower())

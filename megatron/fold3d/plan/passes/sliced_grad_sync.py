@@ -11,9 +11,10 @@ slices between the same two computations are one collective:
 If DP.sync reaches into the next iteration, a share of it, here one half, overlaps the backwards.
 The rest overlaps the next iteration's forwards, in the order in which they need it:
 
-    before  rank 0  0STEP 0F0 0F1 2STEP 2F0 2F1 2B0 2B1 2ALL_REDUCE 0B0 0B1 0ALL_REDUCE ...
+    before  rank 0  0STEP 0F0 0F1 2STEP 2F0 2F1 2B0 2B1 2REDUCE_KEPT 2ALL_REDUCE 0B0 ...
     after   rank 0  0STEP 2ALL_REDUCE:750 0F0 2ALL_REDUCE 0F1 2STEP 2F0 2F1 2B0 2B1
-                    2ALL_REDUCE:250 0B0 2ALL_REDUCE:500 0B1 0ALL_REDUCE ...
+                    2REDUCE_KEPT 2ALL_REDUCE:250 0B0 2ALL_REDUCE:500 0B1 0REDUCE_KEPT 0ALL_REDUCE
+                    2FINALIZE 0FINALIZE
 """
 
 from collections import defaultdict

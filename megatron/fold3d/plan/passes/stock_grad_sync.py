@@ -3,7 +3,7 @@
 `serial_grad_sync` is stock without ``--overlap-grad-reduce``:
 
     before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
-    after   rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1 2ALL_REDUCE 0ALL_REDUCE 2STEP 0STEP
+    after   rank 0  0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1 0ALL_REDUCE 2ALL_REDUCE 2STEP 0STEP
 
 `aligned_grad_sync` is stock's interleaved schedule, whose rank r starts r backwards late:
 
@@ -24,7 +24,7 @@ def serial_grad_sync(plan: Plan, in_shards: Container[int] = ()) -> Plan:
     """Add DP.sync after the last action: stock Megatron without ``--overlap-grad-reduce``."""
 
     def to_the_end(program: Program) -> Program:
-        sums = [action for action in program if action.op in SUM_OPS]
+        sums = sorted(action for action in program if action.op in SUM_OPS)  # as Megatron does
         steps = [action for action in program if action.op is Op.STEP]
         others = (a for a in program if a.op not in SUM_OPS and a.op is not Op.STEP)
         return (*others, *sums, *steps)

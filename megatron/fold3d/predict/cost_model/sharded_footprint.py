@@ -73,7 +73,7 @@ def aiao_change(gradient_bytes: Sequence[float], setup: Setup, shards: Shards) -
 def _freed_late(program: Program) -> frozenset[int]:
     """Return the stages that free what the iteration before has reduced, before their forwards."""
     freed = {stage for stage, op, _ in program if op in _FREE_GRADS}
-    return carried(program).keys() & freed
+    return frozenset(carried(program).keys() & freed)
 
 
 def _without_frees(program: Program, late: AbstractSet[int]) -> Program:

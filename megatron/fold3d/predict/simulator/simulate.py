@@ -176,9 +176,7 @@ class _Run:
             if op in COMPUTE_OPS or (seconds and op in UPDATE_OPS):
                 self._occupy(rank, seconds)
                 return
-            if op in SYNC_OPS and not seconds and TABLE[op].place is Place.DP_SYNC_KEPT:
-                times_true[fact] += 1  # Megatron reads nothing: no message is in its way
-            elif op in SYNC_OPS:
+            if op in SYNC_OPS:
                 rank.queues[TABLE[op].place].enqueue_sync(step, iteration)
             elif op in COPY_OPS:
                 self._copy(rank, step)

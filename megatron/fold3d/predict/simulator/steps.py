@@ -93,6 +93,9 @@ class Steps:
         return self.facts.setdefault(action, len(self.facts))
 
     def _steps(self, program: Program) -> Iterator[Step]:
+        kept_s = self._costs.reduced_in_iteration_s
+        if not any(kept_s):  # then it does nothing
+            program = tuple(action for action in program if action.op is not Op.REDUCE_KEPT)
         waits, late = Waits(program), carried(program)
         parts = self._parts_s(program)
         for index, action in enumerate(program):

@@ -1,0 +1,299 @@
+"""What plans of DP.sync look like, feature by feature, and what the verifier says of wrong ones."""
+
+import re
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+
+from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.files import parse_plan
+from megatron.fold3d.plan.ir import Plan, PlanError
+from megatron.fold3d.plan.passes.offload import OffloadChoice
+from megatron.fold3d.plan.verify import verify
+
+TWO = "0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1"
+THREE = "0F0 1F0 2F0 2B0 1B0 0B0"
+CARRIED = Options(carried_stages=range(3))
+SHARDED = Options(gathers_params=True)
+IN_PARTS = Options(delay_weight_grads=(0,), reduces_early=True)
+
+
+class Example(NamedTuple):
+    """A plan, and the order and options that give it."""
+
+    text: str
+    order: str
+    options: Options | None
+    """None: no option places sums like this; a plan file may."""
+
+
+EXAMPLES = {
+    "all-reduce": Example(
+        "0F0 0F1 1F0 1F1 1B0 1B1 1ALL_REDUCE 0B0 0B1 0ALL_REDUCE 1STEP 0STEP", TWO, Options()
+    ),
+    "carried, 0.6 of segment 1 in its iteration": Example(
+        "1ALL_REDUCE 0STEP 0F0 0F1 1STEP 1F0 1F1 1B0 1B1 1REDUCE_KEPT 1ALL_REDUCE:600 "
+        "0B0 0B1 0REDUCE_KEPT 0ALL_REDUCE 1FINALIZE 0FINALIZE",
+        TWO,
+        replace(CARRIED, shares=(1.0, 0.6)),
+    ),
+    "carried, distributed optimizer, the rest behind an all-gather": Example(
+        "0STEP 0ALL_GATHER 1REDUCE_SCATTER 0F0 1STEP 1ALL_GATHER 0F1 1F0 1F1 1B0 1B1 "
+        "1REDUCE_KEPT 1REDUCE_SCATTER:600 0B0 0B1 0REDUCE_KEPT 0REDUCE_SCATTER "
+        "1FINALIZE 0FINALIZE",
+        TWO,
+        replace(
+            CARRIED, gathers_params=True, shares=(1.0, 0.6), forwards_before_gather={0: 1, 1: 1}
+        ),
+    ),
+    "parts between weight gradients": Example(
+        "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3 0W:250 0ALL_REDUCE:250 0W:500 0ALL_REDUCE:500 "
+        "0W:750 0ALL_REDUCE:750 0W:1000 0ALL_REDUCE 0STEP",
+        "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3",
+        IN_PARTS,
+    ),
+    "parts of a carried stage": Example(
+        "0STEP 0F0 0F1 0B0 0B1 0W:500 0ALL_REDUCE:500 0W:1000 0REDUCE_KEPT 0ALL_REDUCE:600 "
+        "0ALL_REDUCE 0FINALIZE",
+        "0F0 0F1 0B0 0B1",
+        replace(IN_PARTS, carried_stages=range(1), early_dp_sync=range(1), shares=(0.6,)),
+    ),
+    "weight gradients by micro-batch, behind all backwards": Example(
+        "0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1 0ALL_REDUCE 1W0 1W1 1ALL_REDUCE 0STEP 1STEP",
+        TWO,
+        Options(delay_weight_grads=(1,)),
+    ),
+    "distributed optimizer": Example(
+        "0ALL_GATHER 1ALL_GATHER 0F0 0F1 1F0 1F1 1B0 1B1 1REDUCE_SCATTER 0B0 0B1 0REDUCE_SCATTER "
+        "1STEP 0STEP",
+        TWO,
+        SHARDED,
+    ),
+    "distributed optimizer, all-gathers by DDP's hooks": Example(
+        "0F0 0F1 1F0 1F1 1B0 1B1 1REDUCE_SCATTER 0B0 0B1 0REDUCE_SCATTER 1STEP 0STEP",
+        TWO,
+        Options(steps_shards=True),
+    ),
+    "segment 1 of three is replicated": Example(
+        "0ALL_GATHER 2ALL_GATHER 0F0 1F0 2F0 2B0 2REDUCE_SCATTER 1B0 1ALL_REDUCE "
+        "0B0 0REDUCE_SCATTER 2STEP 1STEP 0STEP",
+        THREE,
+        replace(SHARDED, replicated_stages=(1,)),
+    ),
+    "parameters in shards": Example(
+        "0ALL_GATHER 1ALL_GATHER 0F0 0FREE_PARAM 2ALL_GATHER 1F0 2F0 2B0 2REDUCE_SCATTER "
+        "2FREE_PARAM_B 0ALL_GATHER_B 1B0 1REDUCE_SCATTER 1FREE_PARAM_B 0B0 0REDUCE_SCATTER "
+        "0FREE_PARAM_B 2STEP 1STEP 0STEP",
+        THREE,
+        Options(shards_params=True),
+    ),
+    "gradients in shards": Example(
+        "0ALL_GATHER 1ALL_GATHER 0F0 2ALL_GATHER 1F0 2F0 2B0 2REDUCE_SCATTER 1B0 1REDUCE_SCATTER "
+        "2FREE_GRAD 0B0 0REDUCE_SCATTER 2STEP 1STEP 0STEP",
+        THREE,
+        replace(SHARDED, shards_grads=True),
+    ),
+    "gradients in shards, carried": Example(
+        "0STEP 0FREE_GRAD 0ALL_GATHER 1STEP 1FREE_GRAD 1ALL_GATHER 0F0 1F0 1B0 "
+        "1REDUCE_KEPT 1REDUCE_SCATTER 0B0 0REDUCE_KEPT 0REDUCE_SCATTER 1FINALIZE 0FINALIZE",
+        "0F0 1F0 1B0 0B0",
+        replace(CARRIED, gathers_params=True, shards_grads=True),
+    ),
+    "slices for one hardware queue": Example(
+        "0F0 0F1 1F0 1F1 1B0 1B1 1ALL_REDUCE:500 0B0 1ALL_REDUCE 0B1 0ALL_REDUCE 1STEP 0STEP",
+        TWO,
+        Options(slices=True),
+    ),
+    "slices, carried": Example(
+        "0STEP 1ALL_REDUCE:750 0F0 1ALL_REDUCE 0F1 1STEP 1F0 1F1 1B0 1B1 1REDUCE_KEPT "
+        "1ALL_REDUCE:250 0B0 1ALL_REDUCE:500 0B1 0REDUCE_KEPT 0ALL_REDUCE 1FINALIZE 0FINALIZE",
+        TWO,
+        replace(CARRIED, slices=True, shares=(0.5, 0.5)),
+    ),
+    "tied embeddings, carried, with a rest of the first stage": Example(
+        "1ALL_REDUCE 0STEP 0F0 1STEP 1F0 1B0 1REDUCE_KEPT 1ALL_REDUCE:600 0B0 0REDUCE_KEPT "
+        "0ALL_REDUCE:300 0ALL_REDUCE 1FINALIZE 0FINALIZE",
+        "0F0 1F0 1B0 0B0",
+        replace(CARRIED, shares=(0.3, 0.6)),
+    ),
+    "offloaded and recomputed": Example(
+        "0F0 0OFFLOAD0 0F1 1F0 1F1 1B0 1B1 1ALL_REDUCE 0RELOAD0 0R0 0B0 0R1 0B1 0ALL_REDUCE "
+        "1STEP 0STEP",
+        TWO,
+        None,
+    ),
+    "one carried, one not": Example(
+        "1ALL_REDUCE 0F0 1STEP 1F0 1B0 1REDUCE_KEPT 1ALL_REDUCE:300 0B0 0ALL_REDUCE 1FINALIZE "
+        "0STEP",
+        "0F0 1F0 1B0 0B0",
+        Options(carried_stages=(1,), shares=(1.0, 0.3)),
+    ),
+    "a whole sum that starts in the next iteration": Example(
+        "1ALL_REDUCE 0STEP 0F0 1STEP 1F0 1B0 1REDUCE_KEPT 0B0 0REDUCE_KEPT 0ALL_REDUCE "
+        "1FINALIZE 0FINALIZE",
+        "0F0 1F0 1B0 0B0",
+        replace(CARRIED, shares=(1.0, 0.0)),
+    ),
+    "two ranks with transfers": Example(
+        "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1 0ALL_REDUCE 0STEP\n"
+        "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1 1ALL_REDUCE 1STEP",
+        "0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1",
+        Options(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_reads_back_runs_and_is_what_the_passes_make(name: str):
+    text, order, options = EXAMPLES[name]
+    plan = Plan.from_text(text)
+    assert plan.to_text() == f"{text}\n"
+    assert Plan.from_csv(plan.to_csv()) == plan
+    verify(plan)
+    if options is not None:
+        assert lower(Plan.from_text(order), options).to_text() == plan.to_text()
+
+
+def test_what_is_offloaded_and_recomputed_is_not_told_by_the_words():
+    options = Options(offload=OffloadChoice(), recompute_early=(0,))
+    verify(plan := lower(Plan.from_text(TWO), options))
+    assert lower(plan, options) == plan
+
+
+WRONG = {
+    "summed before its gradients": (
+        "0F0 0F1 0B0 0ALL_REDUCE 0B1 0STEP",
+        "deadlock: rank 0 waits at 0ALL_REDUCE for 0B1",
+        ">0ALL_REDUCE<",
+    ),
+    "stepped between forwards": (
+        "0F0 0STEP 0F1 0B0 0B1 0ALL_REDUCE",
+        "deadlock: rank 0 waits at 0STEP for 0ALL_REDUCE",
+        ">0STEP<",
+    ),
+    "stepped before the sum of its iteration": (
+        "0F0 0B0 0STEP 0ALL_REDUCE",
+        "deadlock: rank 0 waits at 0STEP for 0ALL_REDUCE",
+        ">0STEP<",
+    ),
+    "a part that is summed before it is computed": (
+        "0F0 0B0 0W:500 0ALL_REDUCE 0W:1000 0STEP",
+        "deadlock: rank 0 waits at 0ALL_REDUCE for 0W:1000",
+        ">0ALL_REDUCE<",
+    ),
+    "a part that is lost": (
+        "0F0 0B0 0ALL_REDUCE:500 0STEP",
+        "0ALL_REDUCE:500 is the last part; the sums of a stage end at 1000",
+        ">0ALL_REDUCE:500<",
+    ),
+    "a part that is sent twice": (
+        "0STEP 0F0 0B0 0REDUCE_KEPT 0ALL_REDUCE:500 0ALL_REDUCE 0ALL_REDUCE:700 0FINALIZE",
+        "0ALL_REDUCE:700 comes after 0ALL_REDUCE, which ends with all that is left",
+        ">0ALL_REDUCE:700<",
+    ),
+    "parts out of order": (
+        "0F0 0B0 0ALL_REDUCE:700 0ALL_REDUCE:500 0ALL_REDUCE 0STEP",
+        "0ALL_REDUCE:500 comes after 0ALL_REDUCE:700; a part begins where the last one ends",
+        ">0ALL_REDUCE:500<",
+    ),
+    "what is left, behind its step": (
+        "0STEP 0ALL_REDUCE 0F0 0B0 0REDUCE_KEPT 0ALL_REDUCE:600 0FINALIZE",
+        "0ALL_REDUCE:600 comes after 0ALL_REDUCE, which ends with all that is left",
+        ">0ALL_REDUCE:600<",
+    ),
+    "scattered and never gathered": (
+        "0ALL_GATHER 0F0 1F0 1B0 1REDUCE_SCATTER 0B0 0REDUCE_SCATTER 1STEP 0STEP",
+        "1ALL_GATHER is missing; replicas step shards of the stage",
+        "",
+    ),
+    "gathered and never stepped": (
+        "0ALL_GATHER 0F0 0B0 0REDUCE_SCATTER",
+        "0STEP is missing; what is summed is stepped",
+        "",
+    ),
+    "gathered and never summed": (
+        "0ALL_GATHER 0F0 0B0",
+        "0REDUCE_SCATTER is missing; what is stepped is summed over the replicas",
+        "",
+    ),
+    "gathered before its step": (
+        "0ALL_GATHER 0STEP 0F0 0B0 0REDUCE_KEPT 0REDUCE_SCATTER 0FINALIZE",
+        "deadlock: rank 0 waits at 0ALL_GATHER for 0STEP",
+        ">0ALL_GATHER<",
+    ),
+    "gathered though all-reduced": (
+        "0ALL_GATHER 0F0 0B0 0ALL_REDUCE 0STEP",
+        "0ALL_GATHER of a stage that is all-reduced: every replica has stepped all of it",
+        ">0ALL_GATHER<",
+    ),
+    "summed in two ways": (
+        "0ALL_GATHER 0F0 0B0 0REDUCE_SCATTER:500 0ALL_REDUCE 0STEP",
+        "0REDUCE_SCATTER:500 beside 0ALL_REDUCE: a stage is summed in one way",
+        ">0REDUCE_SCATTER:500<",
+    ),
+    "freed while it is used": (
+        "0ALL_GATHER 0F0 0FREE_PARAM 0F1 0ALL_GATHER_B 0B0 0B1 0REDUCE_SCATTER 0STEP",
+        "deadlock: rank 0 waits at 0FREE_PARAM for 0F1",
+        ">0FREE_PARAM<",
+    ),
+    "carried without what Megatron reads": (
+        "0STEP 0F0 0B0 0ALL_REDUCE 0FINALIZE",
+        "0REDUCE_KEPT is missing beside 0STEP, which ends DP.sync of the iteration before",
+        ">0STEP<",
+    ),
+    "carried, and Megatron never reads": (
+        "0STEP 0F0 0B0 0REDUCE_KEPT 0ALL_REDUCE",
+        "0FINALIZE is missing beside 0STEP, which ends DP.sync of the iteration before",
+        ">0STEP<",
+    ),
+    "read before it is summed": (
+        "0STEP 0F0 0B0 0FINALIZE 0REDUCE_KEPT 0ALL_REDUCE",
+        "deadlock: rank 0 waits at 0FINALIZE for 0REDUCE_KEPT",
+        ">0FINALIZE<",
+    ),
+    "kept although it is not carried": (
+        "0F0 0B0 0REDUCE_KEPT 0ALL_REDUCE 0FINALIZE 0STEP",
+        "0REDUCE_KEPT of a stage whose step is at the end, where all sums have ended",
+        ">0REDUCE_KEPT<",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_plan_is_refused_with_the_wrong_action_marked(name: str):
+    text, reason, marked = WRONG[name]
+    with pytest.raises(PlanError) as refused:
+        verify(Plan.from_text(text))
+    message, *grid = str(refused.value).splitlines()
+    assert message.startswith(reason)
+    assert re.findall(r">\S+<", "\n".join(grid)) == [marked] * bool(marked)
+
+
+OLD = "0GATHER_PARAM 0WAIT_PARAM 0F0 0B0 0REDUCE_GRAD.250 0REDUCE_GRAD 0WAIT_GRAD"
+
+
+@pytest.mark.parametrize("word", [*OLD.split(), "0WAIT_PARAM_B", "0GATHER_PARAM_B", "0REDUCE_GRAD"])
+@pytest.mark.parametrize("form", ["{}", "{},", '{{"programs": [["{}"]]}}'])
+def test_a_word_of_version_0_1_is_refused_with_the_new_ones(word: str, form: str):
+    if word in ("0F0", "0B0") or (word == "0REDUCE_GRAD" and "," in form):
+        return  # these are words still, or torch's
+    with pytest.raises(PlanError) as refused:
+        parse_plan(form.format(word).encode())
+    message = str(refused.value)
+    assert message.startswith(f"rank 0: {word!r} is a word of version 0.1; now REDUCE_GRAD is ALL_")
+    for new in ("REDUCE_SCATTER", "ALL_REDUCE:250", "STEP", "ALL_GATHER"):
+        assert new in message
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize("separator", [" ", ","])
+def test_a_plan_of_version_0_1_is_refused_at_its_first_old_word(separator: str):
+    text = OLD.replace(" ", separator).encode()
+    with pytest.raises(PlanError, match=r"rank 0: '0GATHER_PARAM' is a word of version 0\.1"):
+        parse_plan(text)
+
+
+def test_reductions_in_a_table_that_nothing_waits_for_are_torchs():
+    plan = parse_plan(b"0F0,0B0,0REDUCE_GRAD\n1F0,1B0,1REDUCE_GRAD")
+    assert plan.to_text() == "0F0 0B0 0ALL_REDUCE 0STEP\n1F0 1B0 1ALL_REDUCE 1STEP\n"
