@@ -162,12 +162,14 @@ def lower(order: Plan, options: Options | None = None) -> Plan:
         from megatron.fold3d.plan.passes.pairs import pair_microbatches
 
         plan = pair_microbatches(plan)
-    is_cut = plan.has(*SUM_OPS) and any(
+    has_sums = plan.has(*SUM_OPS)
+    is_cut = has_sums and any(
         op in SUM_OPS and end for program in plan.programs for _, op, end in program
     )
-    if not plan.has(*SUM_OPS):
+    if not has_sums:
         plan = _with_grad_sync(plan, options)
-    plan = carry_grad_sync(plan, options.carried_stages)
+    if any(stage in options.carried_stages for stage in range(plan.num_stages)):
+        plan = carry_grad_sync(plan, options.carried_stages)
     if options.forwards_before_gather:
         from megatron.fold3d.plan.passes.gather_later import gather_later
 
@@ -183,7 +185,8 @@ def lower(order: Plan, options: Options | None = None) -> Plan:
 
             early = filter(options.may_reduce_early, range(plan.num_stages))
             plan = reduce_early(plan, {*early, *options.reduced_last(plan)})
-        plan = share_grad_sync(plan, shares)
+        if options.shares:
+            plan = share_grad_sync(plan, shares)
     if options.shards_grads:
         from megatron.fold3d.plan.passes.shard_grads import shard_grads
 
