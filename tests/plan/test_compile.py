@@ -91,6 +91,7 @@ def test_the_planner_and_training_compile_one_plan(
         num_ranks=RANKS,
         num_segments=segments,
         backward_share=share,
+        overlap_grad_reduce=True,
         offload_activations="on" if offload else "off",
         delay_weight_grads=delayed,
         gathers_params=gathers,

@@ -194,7 +194,7 @@ def test_plans_are_lowered_as_chosen():
     some = choice("aiao", 4, defers=True)
     assert plans.training(4).programs != lower(some.order, Options()).programs
     plans.choose(4, some)
-    assert plans.training(4) == lower(some.order, Options(deferred_stages=range(4)))
+    assert plans.training(4) == lower(some.order, Options(carried_stages=range(4)))
     assert plans.order(2) == build("interleaved", num_ranks=2, num_segments=2, num_microbatches=2)
     plans.choose(4, None)
     assert plans.order(4) == build("interleaved", num_ranks=2, num_segments=2, num_microbatches=4)

@@ -18,16 +18,17 @@ def plans(backward_share: float | None, plan_file: Path | None = None) -> Plans:
             plan_file=plan_file,
             num_ranks=2,
             backward_share=backward_share,
+            overlap_grad_reduce=True,
         )
     )
 
 
 def test_training_waits_before_its_first_forward_and_evaluation_does_not():
     assert plans(0.5).training(1).to_text().splitlines() == [
-        "0RECV_B0 0STEP 0F0 0SEND_F0 0B0 0ALL_REDUCE",
-        "1RECV_F0 1STEP 1F0 1B0 1SEND_B0 1ALL_REDUCE",
+        "0RECV_B0 0STEP 0F0 0SEND_F0 0B0 0REDUCE_KEPT 0ALL_REDUCE 0FINALIZE",
+        "1RECV_F0 1STEP 1F0 1B0 1SEND_B0 1REDUCE_KEPT 1ALL_REDUCE 1FINALIZE",
     ]
-    assert "WAIT" not in plans(0.5).evaluation(1).to_text()
+    assert "STEP" not in plans(0.5).evaluation(1).to_text()
 
 
 def test_a_plan_file_may_defer_what_the_run_may(tmp_path: Path):
@@ -69,7 +70,8 @@ def test_a_plan_file_may_reduce_between_weight_gradients_if_the_run_can(tmp_path
     assert Plans(wanted).training(2).to_text() == text
     with pytest.raises(PlanError, match=r"stage 0's DP.sync between its weight gradients"):
         Plans(replace(wanted, reduces_early=False)).training(2)
-    path.write_text(f"0STEP {text.removesuffix(' 0STEP\n')}")
+    carried = text.replace("0ALL_REDUCE 0STEP", "0REDUCE_KEPT 0ALL_REDUCE 0FINALIZE")
+    path.write_text(f"0STEP {carried}")
     with pytest.raises(PlanError, match=r"stage 0's DP.sync between its weight gradients"):
         Plans(replace(wanted, backward_share=0.5)).training(2)
 
@@ -80,11 +82,13 @@ def test_a_deferring_run_reduces_early_where_it_is_asked_to():
         schedule="aiao",
         num_segments=2,
         backward_share=0.5,
+        overlap_grad_reduce=True,
         delay_weight_grads=(0, 1),
         early_dp_sync=(1,),
         reduces_early=True,
     )
     assert Plans(some).training(2).to_text() == (
         "0STEP 0F0 0F1 1STEP 1F0 1B0 1F1 1B1 "
-        "1W:500 1ALL_REDUCE:500 1W:1000 1ALL_REDUCE 0B0 0B1 0W0 0W1 0ALL_REDUCE\n"
+        "1W:500 1ALL_REDUCE:500 1W:1000 1REDUCE_KEPT 1ALL_REDUCE 0B0 0B1 0W0 0W1 "
+        "0REDUCE_KEPT 0ALL_REDUCE 1FINALIZE 0FINALIZE\n"
     )

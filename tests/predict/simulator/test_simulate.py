@@ -296,9 +296,7 @@ def test_messages_of_one_channel_may_go_one_after_the_other():
 
 
 def test_what_is_left_of_a_sum_starts_in_the_next_iteration():
-    plan = Plan.from_text(
-        "1ALL_REDUCE 0STEP 0F0 1STEP 1F0 1B0 1ALL_REDUCE:500 0B0 0ALL_REDUCE\n"
-    )
+    plan = Plan.from_text("1ALL_REDUCE 0STEP 0F0 1STEP 1F0 1B0 1ALL_REDUCE:500 0B0 0ALL_REDUCE\n")
     timeline = simulate(plan, Costs.uniform(2, grad_sync_s=4.0), iterations=2)
     # Half of 1 behind 0B0; then 0, which the next forward needs first, and the rest of 1. In the
     # first iteration nothing is left.

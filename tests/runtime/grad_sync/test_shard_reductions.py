@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron.fold3d.runtime.grad_sync import shard_reductions
 from megatron.fold3d.runtime.grad_sync.complete_parts import Part
-from megatron.fold3d.runtime.grad_sync.shard_reductions import ShardReductions, spread
+from megatron.fold3d.runtime.grad_sync.shard_reductions import ShardParts, spread
 from tests.distributed import run_distributed
 
 # Of a bucket of 12 gradients and three replicas: within a shard, over two edges, up to the ends.
@@ -25,7 +25,7 @@ class Bucket(SimpleNamespace):
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("most_balanced", "started"),
-    [(4, [0, 0, 1, 1]), (2, [1, 2, 2, 1])],  # together; to one owner at a time
+    [(4, [0, 0, 1, 2]), (2, [2, 2, 3, 2])],  # together; to one owner at a time; cut in two
 )
 def test_all_parts_together_are_a_reduce_scatter(most_balanced: int, started: list[int]) -> None:
     found = run_distributed(_reduce_parts, 3, most_balanced)
@@ -47,9 +47,16 @@ def _reduce_parts(most_balanced: int) -> tuple[list[int], list[float], list[floa
         ddp_config=SimpleNamespace(average_in_collective=False, use_distributed_optimizer=True),
         intra_distributed_optimizer_instance_group=group,
     )
-    bucket, reductions = Bucket(grad_data=data), ShardReductions()
+    bucket, shards = Bucket(grad_data=data), ShardParts()
     transfers = [
-        reductions.start([Part(bucket_group, bucket, *part)], are_last=part == PARTS[-1])
+        [
+            half.reduce()
+            for piece in shards.take(
+                [Part(bucket_group, bucket, *part)], are_last=part == PARTS[-1]
+            )
+            for half in piece.cut(piece.num_elements // 2)
+            if half.num_elements
+        ]
         for part in PARTS
     ]
     for transfer in [one for some in transfers for one in some]:

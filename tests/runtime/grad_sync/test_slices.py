@@ -13,11 +13,11 @@ from megatron.fold3d.runtime.grad_sync.reductions import Reductions
 from megatron.fold3d.runtime.grad_sync.slices import (
     ShardedSlice,
     Slice,
-    divide,
     in_iteration_offsets,
     outside,
     ranges_of,
     slices,
+    split_after,
 )
 from tests.distributed import run_distributed
 
@@ -79,19 +79,19 @@ def test_a_slice_is_a_view_of_the_bucket(bucket: Any):
 
 
 @pytest.mark.parametrize(
-    ("share", "first", "rest"),
+    ("left", "first", "rest"),
     [
         (0, [], [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]),
-        (0.4, [[0, 1, 2, 3]], [[4, 5, 6, 7], [8, 9]]),
-        (0.5, [[0, 1, 2, 3], [4]], [[5, 6, 7], [8, 9]]),
-        (1, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]], []),
+        (4, [[0, 1, 2, 3]], [[4, 5, 6, 7], [8, 9]]),
+        (5, [[0, 1, 2, 3], [4]], [[5, 6, 7], [8, 9]]),
+        (10, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]], []),
     ],
 )
-def test_a_share_is_exact_to_the_element(
-    bucket: Any, share: float, first: list[list[int]], rest: list[list[int]]
+def test_a_part_is_exact_to_the_element(
+    bucket: Any, left: int, first: list[list[int]], rest: list[list[int]]
 ):
     whole = [Slice(data, None, None) for data in slices(bucket, (), 16)]
-    found = [numbers(part.data for part in parts) for parts in divide(whole, share)]
+    found = [numbers(part.data for part in parts) for parts in split_after(whole, left)]
     assert found == [first, rest]
 
 
@@ -123,18 +123,18 @@ def test_a_sharded_slice_is_the_same_part_of_every_shard(bucket: Any):
 
 
 @pytest.mark.parametrize(
-    ("share", "first", "rest"),
+    ("left", "first", "rest"),
     [
         (0, [], [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]),
-        (0.4, [[0, 1], [5, 6]], [[2, 3, 4], [7, 8, 9]]),
-        (0.5, [[0, 1], [5, 6]], [[2, 3, 4], [7, 8, 9]]),  # whole elements of each shard
-        (1, [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]], []),
+        (4, [[0, 1], [5, 6]], [[2, 3, 4], [7, 8, 9]]),
+        (5, [[0, 1], [5, 6]], [[2, 3, 4], [7, 8, 9]]),  # whole elements of each shard
+        (10, [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]], []),
     ],
 )
-def test_a_share_is_cut_from_every_shard_alike(
-    bucket: Any, share: float, first: list[list[int]], rest: list[list[int]]
+def test_a_part_is_cut_from_every_shard_alike(
+    bucket: Any, left: int, first: list[list[int]], rest: list[list[int]]
 ):
-    parts = divide([sharded(bucket.grad_data, 0, 5)], share)
+    parts = split_after([sharded(bucket.grad_data, 0, 5)], left)
     assert [numbers(view for part in half for view in part.views) for half in parts] == [
         first,
         rest,
@@ -142,32 +142,53 @@ def test_a_share_is_cut_from_every_shard_alike(
 
 
 @pytest.mark.gloo
-def test_what_the_plan_starts_travels_once_and_in_the_plans_slices() -> None:
-    assert run_distributed(_start_by_plan, 1) == [[100, 0, 152, 248, 500]]
+def test_a_part_starts_what_is_complete_before_its_end_and_was_not_started() -> None:
+    # C is complete at first: 20 bytes of 40. B and A become so behind the part that ends at 750.
+    assert run_distributed(_start_in_parts, 1) == [[8, 0, 12, 8, 12, 0]]
 
 
-def _start_by_plan() -> list[int]:
+def _start_in_parts() -> list[int]:
     """Return the bytes that each of some steps starts to reduce."""
     started: list[int] = []
 
-    def observe(_: Any, num_bytes: int) -> list[Any]:
+    def observe(_: Any, __: int, num_bytes: int) -> list[Any]:
         started[-1] += num_bytes
         return []
 
     dist.init_process_group("gloo")
-    reductions = Reductions(1 << 60, observe, is_planned=True)
-    chunk, group = torch.nn.Linear(1, 1), dist.group.WORLD
-    reductions.connect([chunk], frozenset(), {})
-    assert group is not None
-    whole = [Slice(torch.ones(125), dist.ReduceOp.SUM, group) for _ in range(2)]
-    started.append(0)
-    reductions.start_slices(chunk, whole, 0.5)
-    reductions.finish_backward()
-    reductions.start_rest()
-    for share in (0.1, 0.1, 0.25, 0.5):
-        reductions.start_until(chunk, share)
+    ranges = {A: (0, 2), B: (2, 5), C: (5, 10)}
+    whole = Bucket(
+        grad_data=torch.arange(10.0),
+        params=[C, B, A],
+        param_to_index=ranges,
+        gradient_scaling_factor=1.0,
+    )
+    config = SimpleNamespace(
+        check_for_nan_in_grad=False,
+        check_for_large_grads=False,
+        use_distributed_optimizer=False,
+        average_in_collective=False,
+    )
+    group = SimpleNamespace(
+        buckets=[whole], ddp_config=config, data_parallel_group=dist.group.WORLD
+    )
+    chunk = Chunk(1, 1)
+    chunk.bucket_groups, chunk.expert_parallel_bucket_groups = [group], []
+    reductions = Reductions(1 << 60, observe)
+    reductions.connect([chunk])
+    for end, unfinished in ((200, {A, B}), (200, {A, B}), (750, {A, B}), (700, ()), (1000, ())):
         started.append(0)
+        reductions.take(chunk, unfinished)
+        reductions.start_until(chunk, end)
     reductions.wait(chunk)
-    reductions.start_until(chunk, 1.0)  # nothing is in flight
+    assert not reductions.is_running(chunk)
+    started.append(0)
+    reductions.start_until(chunk, 1000)  # nothing is in flight
     dist.destroy_process_group()
     return started
+
+
+class Chunk(torch.nn.Linear):
+    """A model chunk in DDP."""
+
+    force_all_reduce = False

@@ -127,7 +127,7 @@ class BalancedSlice:
 
     @property
     def views(self) -> tuple[torch.Tensor, ...]:
-        """The views, by shard."""
+        """The views ``[num_elements of the view]``, by shard."""
         return tuple(chain.from_iterable(self.shards))
 
     @property
