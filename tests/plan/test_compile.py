@@ -17,7 +17,6 @@ from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.search.candidate_timeline import plan_of
 from megatron.fold3d.predict.search.candidates import Candidate, Schedule
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution
 from megatron.fold3d.predict.simulator.simulate import simulate
 from megatron.fold3d.runtime.plans import Plans
 from tests.configs import CONFIG
@@ -68,7 +67,7 @@ def test_a_simulation_sends_where_the_plan_that_runs_sends(schedule: str):
             grad_sync_s=1.5,
         )
         timelines = [
-            simulate(plan, costs, Execution(flush=True), iterations=2) for plan in (runs, simulated)
+            simulate(plan, costs, iterations=2) for plan in (runs, simulated)
         ]
         for rank in range(RANKS):
             one, other = (timeline.lane(rank, Lane.COMPUTE) for timeline in timelines)
@@ -95,6 +94,7 @@ def test_the_planner_and_training_compile_one_plan(
         offload_activations="on" if offload else "off",
         delay_weight_grads=delayed,
         gathers_params=gathers,
+        overlap_grad_reduce=True,
     )
     trained = Plans(config).training(MICROBATCHES)
     searched = plan_of(

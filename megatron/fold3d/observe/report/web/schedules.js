@@ -146,7 +146,7 @@ function withSync(program, where) {
   program.forEach(({ stage, op }, i) => { if (op !== "F") last.set(stage, i); });
   const inOrder = [...last.keys()].sort((a, b) => last.get(a) - last.get(b));
   const of = (op) => (stage) => ({ stage, op }), sum = of("ALL_REDUCE"), step = of("STEP");
-  if (where === "serial") return [...program, ...inOrder.map(sum), ...inOrder.map(step)];
+  if (where === "serial") return [...program, ...inOrder.toSorted((a, b) => a - b).map(sum), ...inOrder.map(step)];
   const begun = new Set();
   const synced = program.flatMap((action, i) => {
     const found = [action];
