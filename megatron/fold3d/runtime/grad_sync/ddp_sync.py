@@ -12,7 +12,7 @@ inside the segment's last backward, by an explicit start after it, or in parts.
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +21,9 @@ from megatron.fold3d.plan.ops import SUM_OPS
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, first_layer_first
 from megatron.fold3d.runtime.grad_sync.reductions import UNCUT, Reductions
-from megatron.fold3d.runtime.trace.recorder import Recorder, no_end
+
+if TYPE_CHECKING:
+    from megatron.fold3d.runtime.trace.recorder import Recorder
 
 
 class GradSync(Feature):
@@ -37,7 +39,7 @@ class GradSync(Feature):
 
     draining = "the last sums of gradients, behind its program"
 
-    def __init__(self, recorder: Recorder | None = None) -> None:
+    def __init__(self, recorder: "Recorder | None" = None) -> None:
         self._recorder = recorder
         self._in_parts: Reductions | None = None
         self._sums: dict[Any, Action] = {}  # by chunk, the sum of all of its gradients
@@ -162,10 +164,9 @@ class GradSync(Feature):
         return self._in_parts
 
     def _observe(self, chunk: Any, until: int, _: int) -> list[Callable[[], None]]:
-        if self._recorder is None:
+        if self._recorder is None or not self._recorder.is_on:
             return []
-        end = self._recorder.open_span(part_of(self._sums[chunk], until), "grad_sync")
-        return [] if end is no_end else [end]
+        return [self._recorder.open_span(part_of(self._sums[chunk], until), "grad_sync")]
 
     def _hush(self, segment: int) -> None:
         if self._no_sync is not None:

@@ -3,6 +3,8 @@
 `DeferredSync` handles these segments; `GradSync` handles the others, if there are any.
 """
 
+from typing import TYPE_CHECKING
+
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program, carried
 from megatron.fold3d.plan.ops import SUM_OPS
 from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
@@ -13,7 +15,9 @@ from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.runtime.feature import Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
 from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
-from megatron.fold3d.runtime.trace.recorder import Recorder
+
+if TYPE_CHECKING:
+    from megatron.fold3d.runtime.trace.recorder import Recorder
 
 
 class DeferredGradSync(GradSync):
@@ -34,7 +38,7 @@ class DeferredGradSync(GradSync):
         *,
         slices: bool = False,
         places_gathers: bool = False,
-        recorder: Recorder | None = None,
+        recorder: "Recorder | None" = None,
     ) -> None:
         super().__init__(recorder)
         self._deferred = deferred

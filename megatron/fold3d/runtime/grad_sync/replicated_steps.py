@@ -15,13 +15,15 @@ Keeps one invariant: between two steps a replicated segment's parameters are who
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.fold3d.runtime.feature import Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups
 from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
 from megatron.fold3d.runtime.grad_sync.other_shards import OtherShards
-from megatron.fold3d.runtime.trace.recorder import Recorder
+
+if TYPE_CHECKING:
+    from megatron.fold3d.runtime.trace.recorder import Recorder
 
 _MEGATRONS = "megatron.core.distributed.param_and_grad_buffer"
 
@@ -34,7 +36,7 @@ class ReplicatedSteps(GradSync):
         recorder: the recorder of the trace, if there is one.
     """
 
-    def __init__(self, segments: Collection[int], recorder: Recorder | None = None) -> None:
+    def __init__(self, segments: Collection[int], recorder: "Recorder | None" = None) -> None:
         super().__init__(recorder)
         self._chosen = frozenset(segments)
         self._replicated: frozenset[int] = frozenset()  # in the latest training iteration
