@@ -1,49 +1,44 @@
 """What computations wait for: messages, each named by its RECV, and copies from the host."""
 
-from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.ir import Action
+from megatron.fold3d.plan.ops import TO_DEVICE_OPS, WAYS
 
-_READ = {Op.FORWARD: Op.RECV_F, Op.BACKWARD: Op.RECV_B}
-_COMPUTED = {receive: computation for computation, receive in _READ.items()}
-_SENT = {Op.RECV_F: Op.SEND_F, Op.RECV_B: Op.SEND_B}
-_RESULTS = {
-    Op.FORWARD: (1, Op.RECV_F),
-    Op.SEND_F: (1, Op.RECV_F),
-    Op.BACKWARD: (-1, Op.RECV_B),
-    Op.SEND_B: (-1, Op.RECV_B),
-}
+(_RELOAD,) = TO_DEVICE_OPS
+_WAY_TO = {op: way for way in WAYS for op in (way.compute, way.receive)}
+_WAY_FROM = {op: way for way in WAYS for op in (way.compute, way.send)}
 
 
 def message_to(computation: Action) -> Action | None:
     """Return the message that a computation reads, if its op reads any: 1F0 reads 1RECV_F0."""
     stage, op, microbatch = computation
-    return Action(stage, _READ[op], microbatch) if op in _READ else None
+    return Action(stage, _WAY_TO[op].receive, microbatch) if op in _WAY_TO else None
 
 
 def reload_to(computation: Action) -> Action:
     """Return the copy from the host that a computation reads, if there is one: 1B0, 1RELOAD0."""
-    return computation._replace(op=Op.RELOAD)
+    return computation._replace(op=_RELOAD)
 
 
 def message_from(action: Action) -> Action:
     """Return the message that carries a result: from 0F0, and from 0SEND_F0, it is 1RECV_F0."""
     stage, op, microbatch = action
-    step, receive = _RESULTS[op]
-    return Action(stage + step, receive, microbatch)
+    way = _WAY_FROM[op]
+    return Action(stage + way.step, way.receive, microbatch)
 
 
 def reader_of(message: Action) -> Action:
     """Return the computation that reads a message: 1RECV_F0 is for 1F0."""
     stage, op, microbatch = message
-    return Action(stage, _COMPUTED[op], microbatch)
+    return Action(stage, _WAY_TO[op].compute, microbatch)
 
 
 def source_of(message: Action) -> Action:
     """Return the computation whose result a message carries: 1RECV_F0 carries that of 0F0."""
     stage, op, microbatch = message
-    return Action(stage - 1 if op is Op.RECV_F else stage + 1, _COMPUTED[op], microbatch)
+    return Action(stage - _WAY_TO[op].step, _WAY_TO[op].compute, microbatch)
 
 
 def send_of(message: Action) -> Action:
     """Return the action that sends a message: 1RECV_F0 is sent by 0SEND_F0."""
     stage, op, microbatch = message
-    return Action(stage - 1 if op is Op.RECV_F else stage + 1, _SENT[op], microbatch)
+    return Action(stage - _WAY_TO[op].step, _WAY_TO[op].send, microbatch)

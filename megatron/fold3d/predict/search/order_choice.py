@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron.fold3d.observe.memory_curve import Footprint
-from megatron.fold3d.plan.ir import Op, Plan, PlanError
+from megatron.fold3d.plan.ir import Plan, PlanError
 from megatron.fold3d.plan.memory import peak_activations
+from megatron.fold3d.plan.ops import WAYS
 from megatron.fold3d.plan.passes.place_weight_grads import (
     HeldSizes,
     StageTimes,
@@ -133,7 +134,7 @@ def check_most(plan: Plan, most: int) -> None:
     """
     if max(peak_activations(plan)) > most:
         ones = (1.0,) * plan.num_stages
-        whole = plan.select({Op.FORWARD, Op.BACKWARD})
+        whole = plan.select(way.compute for way in WAYS)
         times = StageTimes(forward_s=ones, backward_s=ones, weight_s=ones)
         place_weight_grads(whole, times, HeldSizes.counted(whole, most))
 

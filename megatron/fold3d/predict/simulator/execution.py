@@ -6,6 +6,7 @@ from typing import Literal
 
 from megatron.fold3d.plan.device_queues import MOST_OUTSTANDING
 from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.ops import WAYS
 from megatron.fold3d.predict.simulator.routes import NO_SWITCHES, Routes
 
 GradSyncOrder = Literal["fifo", "edf"]
@@ -86,4 +87,4 @@ def sends_stock_waits_for(num_segments: int) -> frozenset[Op]:
     It waits after a forward, because it frees the output tensor; without virtual stages it waits
     after a backward as well.
     """
-    return frozenset({Op.FORWARD} if num_segments > 1 else {Op.FORWARD, Op.BACKWARD})
+    return frozenset(way.compute for way in (WAYS[:1] if num_segments > 1 else WAYS))
