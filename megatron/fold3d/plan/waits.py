@@ -5,7 +5,7 @@ up to the transfers of a plan.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from megatron.fold3d.plan.ir import Action, Op, Program
@@ -28,6 +28,12 @@ class Waits:
     """What the actions of one program wait for."""
 
     def __init__(self, program: Program) -> None:
+        ops = {op for _, op, _ in program} & LINK_OPS
+        self._rules = {
+            op: rule
+            for op, needs in _RULES.items()
+            if (rule := tuple(need for need in needs if need.op in ops))
+        }
         self._places: dict[Action, int] = {}
         self._of_stage: defaultdict[tuple[int, Op], list[Action]] = defaultdict(list)
         for index, action in enumerate(program):
@@ -35,9 +41,13 @@ class Waits:
                 self._places[action] = index
                 self._of_stage[action.stage, action.op].append(action)
 
-    def at(self, index: int, action: Action) -> Iterator[Awaited]:
-        """Yield what the action at an index of the program waits for."""
-        for need in _RULES[action.op] if self._places else ():
+    def at(self, index: int, action: Action) -> Iterable[Awaited]:
+        """Return what the action at an index of the program waits for."""
+        rules = self._rules.get(action.op)
+        return self._by(rules, index, action) if rules else ()
+
+    def _by(self, rules: Iterable[Need], index: int, action: Action) -> Iterator[Awaited]:
+        for need in rules:
             found = self._of_stage.get((action.stage, need.op), ())
             if need.which is Which.SAME and need.op not in STAGE_OPS:
                 same = Action(action.stage, need.op, action.microbatch)

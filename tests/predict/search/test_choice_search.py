@@ -159,7 +159,7 @@ def test_dp_sync_of_the_last_segments_starts_early_where_the_link_is_the_limit()
     late, *_ = search(costs=costs).to_try()
     assert best.seconds < late.seconds
     # At least the weight gradients of one segment, but those of one parameter.
-    assert late.seconds - best.seconds <= 4.0
+    assert late.seconds - best.seconds <= 4.0 + 0.01  # shares are thousandths
 
 
 def test_reductions_to_shards_start_early_without_memory_for_replicas():

@@ -9,7 +9,7 @@ from enum import IntEnum
 from math import ceil
 from typing import NamedTuple
 
-from megatron.fold3d.observe.messages import message_from, source_of
+from megatron.fold3d.observe.messages import message_from, reader_of, source_of
 from megatron.fold3d.plan.device_queues import (
     Stream,
     reduced_apart,
@@ -99,7 +99,7 @@ class Items:
             if op in COMPUTE_OPS:
                 self._issue_computation(issued, step, inside.get(action))
             elif op in P2P_OPS:
-                fact = self._steps.facts[message_from(action) if op in SEND_OPS else action]
+                fact = self._arrival(action)
                 issued.transfer(action, stream_of(action, alternates=self._alternates), fact)
                 if op in SEND_OPS and source_of(message_from(action)).op in self._sends_waited_for:
                     issued.wait_for(action, fact)
@@ -113,8 +113,13 @@ class Items:
             else:
                 issued.update(step)
             for send in waited_for.get(index, ()):
-                issued.wait_for(send, self._steps.facts[message_from(send)])
+                issued.wait_for(send, self._arrival(send))
         return issued.items
+
+    def _arrival(self, side: Action) -> int:
+        """Return the fact that comes true with a transfer, given a side of it."""
+        message = message_from(side) if side.op in SEND_OPS else side
+        return self._steps.facts[reader_of(message)]
 
     def _issue_computation(self, issued: "_Issued", step: Step, reduction: Step | None) -> None:
         """Issue a computation; hooks cut it into parts and launch ``reduction`` behind these."""

@@ -257,7 +257,7 @@ class DeviceRun:
         if other is None:
             self.begun[item.fact] = rank
             return
-        receiver = self.ranks[self.steps.rank_of(item.fact)]
+        receiver = self.ranks[self.steps.rank_of[item.fact]]
         sender = other if rank is receiver else rank
         if item.action.op in SEND_OPS:
             send, receive = item.action, message_from(item.action)

@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron.fold3d.observe.messages import reader_of, send_of, source_of
+from megatron.fold3d.observe.messages import message_from, reader_of, send_of, source_of
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, gc_paused
 from megatron.fold3d.plan.ops import COMPUTE_OPS, COPY_OPS, SYNC_OPS, TABLE, UPDATE_OPS, Place
@@ -189,7 +189,7 @@ class _Run:
     def come_true(self, fact: int) -> None:
         """Note a fact; if its rank waits for it, let the rank continue."""
         self.times_true[fact] += 1
-        rank = self.ranks[self.steps.rank_of(fact)]
+        rank = self.ranks[self.steps.rank_of[fact]]
         if rank.awaits == fact:
             rank.awaits = NO_FACT
             if (action := self.steps.named[fact]).op in SYNC_OPS:
@@ -236,12 +236,12 @@ class _Run:
 
     def _send(self, sender: _Rank, step: Step) -> None:
         """Send the result of a computation to the rank that reads it."""
-        receiver = self.ranks[self.steps.rank_of(step.fact)]
+        receiver = self.ranks[self.steps.rank_of[step.fact]]
         if receiver is sender:
             self.come_true(step.fact)
             return
         costs, leaves_s = self.costs, self.clock.now_s
-        action = self.steps.named[step.fact]
+        action = message_from(step.action)
         message = _Message(sender, receiver, action, step.fact, leaves_s)
         if self.sends_waited_for and source_of(action).op in self.sends_waited_for:
             sender.awaits_arrival = message

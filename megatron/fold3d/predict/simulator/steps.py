@@ -1,13 +1,13 @@
 """A plan in the form that the simulator runs: with durations, and numbers instead of names.
 
-A *fact* is that an action on a link is over, or that a message has arrived; a message is named by
-its RECV. A fact has a number, and it comes true once per iteration.
+A *fact* is that an action on a link is over, or that the input of a computation has arrived, and is
+named by that action. It has a number, and it comes true once per iteration.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
-from megatron.fold3d.observe.messages import message_from, message_to, source_of
 from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program, carried, part_begins
 from megatron.fold3d.plan.ops import (
     LINK_OPS,
@@ -16,6 +16,7 @@ from megatron.fold3d.plan.ops import (
     SUM_OPS,
     TABLE,
     WEIGHT_OPS,
+    Which,
 )
 from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
 from megatron.fold3d.plan.passes.pairs import pairs, second_of
@@ -26,6 +27,10 @@ from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.pair_times import paired_s
 
 NO_FACT = -1
+_INPUTS = {  # by computation: from its stage to that of the one whose result it reads
+    op: need.step for op, row in TABLE.items() for need in row.needs if need.which is Which.INPUT
+}
+_SENT = {op: TABLE[op].needs[0].op for op in SEND_OPS}  # the computation whose result goes
 
 
 class Step(NamedTuple):
@@ -54,6 +59,7 @@ class Steps:
         plan: the plan.
         facts: the number of each fact.
         named: what each fact is about, by its number.
+        rank_of: the rank that may wait for each fact.
         programs: one list of steps per rank.
     """
 
@@ -69,8 +75,8 @@ class Steps:
         self._costs, self._shard_shares = costs, shard_shares
         self._send_on_end = not plan.has_p2p
         first = frozenset().union(*map(pairs, plan.programs)) if pairs_overlap else frozenset()
-        self._second_of = {action: second_of(action) for action in first}
-        self._paired = frozenset({*self._second_of, *self._second_of.values()})
+        self._pairs = {a: (a, b) for a in first if (b := second_of(a)) is not None}
+        self._paired = frozenset(chain.from_iterable(self._pairs.values()))
         self._recomputed = frozenset().union(*map(recomputed, plan.programs))
         self._seconds: dict[Op, tuple[float, ...]] = {
             op: getattr(costs, row.cost) for op, row in TABLE.items() if row.cost
@@ -83,55 +89,41 @@ class Steps:
         self.facts: dict[Action, int] = {}
         self.programs = [list(self._steps(program)) for program in plan.programs]
         self.named = list(self.facts)
-        self._ranks = [action.stage % plan.num_ranks for action in self.named]
-
-    def rank_of(self, fact: int) -> int:
-        """Return the rank that may wait for a fact."""
-        return self._ranks[fact]
-
-    def _fact(self, action: Action) -> int:
-        return self.facts.setdefault(action, len(self.facts))
+        ranks = plan.num_ranks
+        self.rank_of = [action.stage % ranks for action in self.named]
 
     def _steps(self, program: Program) -> Iterator[Step]:
-        kept_s = self._costs.reduced_in_iteration_s
-        if not any(kept_s):  # then it does nothing
+        kept = frozenset(stage for stage, op, _ in program if op is Op.REDUCE_KEPT)
+        if kept and not any(self._costs.reduced_in_iteration_s):  # then it does nothing
             program = tuple(action for action in program if action.op is not Op.REDUCE_KEPT)
+            kept = frozenset()
         waits, late = Waits(program), carried(program)
-        parts = self._parts_s(program)
+        parts, stages = self._parts_s(program, kept), self.plan.num_stages
+        facts = self.facts
+        number = facts.setdefault
         for index, action in enumerate(program):
-            stage, op, _ = action
-            needs = [(self._fact(each), ago) for each, ago in waits.at(index, action)]
+            stage, op, microbatch = action
+            needs: list[tuple[int, int]] = []
+            reads = op in _INPUTS and 0 <= stage + _INPUTS[op] < stages
+            for each in self._pairs.get(action) or (action,):
+                for needed, ago in waits.at(index, each):
+                    needs.append((number(needed, len(facts)), ago))
+                if reads:
+                    needs.append((number(each, len(facts)), 0))
+            sent = op if self._send_on_end else _SENT.get(op)
             fact = NO_FACT
             if op in LINK_OPS:
-                fact = self._fact(action)
-            elif op in SEND_OPS:
-                fact = self._message(message_from(action))
-            elif (message := message_to(action)) is not None:
-                needs += self._read(message)
-                if (second := self._second_of.get(action)) is not None:
-                    needs += [(self._fact(each), ago) for each, ago in waits.at(index, second)]
-                    needs += self._read(message._replace(microbatch=second.microbatch))
-                if self._send_on_end:
-                    fact = self._message(message_from(action))
-            is_late = op in SUM_OPS and index < late.get(stage, 0)
-            first = int(is_late or late.get(stage) == index)
+                fact = number(action, len(facts))
+            elif sent in _INPUTS and 0 <= (reader := stage - _INPUTS[sent]) < stages:
+                fact = number(Action(reader, sent, microbatch), len(facts))
+            end = late.get(stage, -1)
+            first = index == end or (index < end and op in SUM_OPS)
             seconds = parts[action] if op in PART_OPS else self._seconds_of(action)
-            yield Step(action, seconds, tuple(needs), fact, first)
-
-    def _read(self, message: Action) -> list[tuple[int, int]]:
-        """Return what a computation that reads a message needs, if a stage sends that message."""
-        fact = self._message(message)
-        return [] if fact == NO_FACT else [(fact, 0)]
-
-    def _message(self, message: Action) -> int:
-        """Return the fact that a message has arrived, if there are stages at both of its ends."""
-        stages = range(self.plan.num_stages)
-        is_sent = message.stage in stages and source_of(message).stage in stages
-        return self._fact(message) if is_sent else NO_FACT
+            yield Step(action, seconds, tuple(needs), fact, int(first))
 
     def _seconds_of(self, action: Action) -> float:
         stage, op, microbatch = action
-        if action in self._paired:
+        if self._paired and action in self._paired:
             early = (stage, microbatch) in self._recomputed
             return paired_s(self._costs, stage, op, early=early)
         by_stage = self._seconds.get(op, ())
@@ -140,10 +132,9 @@ class Steps:
             seconds -= self._costs.recompute_s[stage] if self._costs.recompute_s else 0.0
         return seconds
 
-    def _parts_s(self, program: Program) -> dict[Action, float]:
+    def _parts_s(self, program: Program, kept: Container[int]) -> dict[Action, float]:
         """Return the seconds of each part of a stage's DP.sync, or of its weight gradients."""
-        kept = {action.stage for action in program if action.op is Op.REDUCE_KEPT}
-        in_parts = stages_in_parts(program)
+        in_parts = stages_in_parts(program) if self._shard_shares else ()
         seconds: dict[Action, float] = {}
         for action, begin in part_begins(program).items():
             stage, op, _ = action
@@ -153,7 +144,7 @@ class Steps:
             elif stage in kept:
                 whole_s -= self._seconds_of(Action(stage, Op.REDUCE_KEPT))
             shares = begin / WHOLE, action.end / WHOLE
-            if op is Op.REDUCE_SCATTER and stage in in_parts and self._shard_shares:
+            if op is Op.REDUCE_SCATTER and stage in in_parts:
                 shares = self._started(shares[0]), self._started(shares[1])
             seconds[action] = whole_s * (shares[1] - shares[0])
         return seconds
