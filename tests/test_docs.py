@@ -286,21 +286,6 @@ def test_the_rules_of_import_are_those_that_are_tested():
     assert documented == {room: (names, FOREIGN.get(room, ())) for room, names in ROOMS.items()}
 
 
-def test_the_changelog_says_where_modules_went():
-    rows = re.findall(
-        r"^\| `([\w.]+)`(?:: .*?)? \| `([\w.]+)` \|$", (ROOT / "CHANGELOG.md").read_text(), re.M
-    )
-    assert len(rows) > 100
-    for before, now in rows:
-        old, new = (
-            ROOT / f"{'' if name.startswith('fold3d_patches') else 'megatron/fold3d/'}"
-            f"{name.replace('.', '/')}"
-            for name in (before, now)
-        )
-        assert before == now or not old.with_suffix(".py").exists(), before
-        assert any(new.with_suffix(suffix).exists() for suffix in (".py", ".pyi")), now
-
-
 def test_the_page_of_flags_has_a_row_for_every_flag_of_ours(parser: ArgumentParser):
     (group,) = (g for g in parser._action_groups if g.title == "FOLD3D")
     ours = sorted(flag for action in group._group_actions for flag in action.option_strings)

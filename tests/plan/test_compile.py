@@ -66,9 +66,7 @@ def test_a_simulation_sends_where_the_plan_that_runs_sends(schedule: str):
             p2p_s=0.3,
             grad_sync_s=1.5,
         )
-        timelines = [
-            simulate(plan, costs, iterations=2) for plan in (runs, simulated)
-        ]
+        timelines = [simulate(plan, costs, iterations=2) for plan in (runs, simulated)]
         for rank in range(RANKS):
             one, other = (timeline.lane(rank, Lane.COMPUTE) for timeline in timelines)
             assert one == other
@@ -94,7 +92,6 @@ def test_the_planner_and_training_compile_one_plan(
         offload_activations="on" if offload else "off",
         delay_weight_grads=delayed,
         gathers_params=gathers,
-        overlap_grad_reduce=True,
     )
     trained = Plans(config).training(MICROBATCHES)
     searched = plan_of(

@@ -6,10 +6,8 @@ stage's gather starts one segment ahead of its first forward:
     before  rank 0  0F0 2F0 2B0 0B0
     after   rank 0  0ALL_GATHER 2ALL_GATHER 0F0 2F0 2B0 0B0
 
-A replicated stage is updated on every replica, so it is not gathered. Each replicated stage lets
-the other all-gathers start one segment earlier:
-
-    stage 0 replicated  2ALL_GATHER 4ALL_GATHER 0F0 2F0 ..
+A replicated stage is updated on every replica, so it is not gathered, and the other all-gathers
+start one segment earlier.
 """
 
 from collections.abc import Container, Iterator
@@ -20,9 +18,8 @@ from megatron.fold3d.plan.ir import Action, Op, Plan, Program
 def add_param_gather(plan: Plan, replicated: Container[int] = ()) -> Plan:
     """Let each rank gather its stages in the order in which it needs them.
 
-    The first stage's all-gather is the program's first action. Each further one starts before the
-    first forward of the stage before, so that it overlaps that stage's forwards and the link need
-    not be idle. A plan that already has all-gathers is returned unchanged.
+    The first all-gather is the program's first action. Each further one starts before the first
+    forward of the stage before, which it overlaps. A plan with all-gathers is returned unchanged.
 
     Args:
         plan: the plan, usually without all-gathers.
