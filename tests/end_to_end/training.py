@@ -90,8 +90,8 @@ def words(events: Sequence[Event], program: Program) -> tuple[list[str], list[st
 
     Of a sum of several collectives, the first one counts. DDP's hooks start sums inside a backward,
     so before the transfers behind it. What is planned may find nothing to do: a part for which
-    nothing is complete in every shard, or all gathers behind a step that was skipped. Gathers that
-    no plan has are started by DDP's hooks or by the optimizer's step.
+    nothing is complete in every shard, or a gather behind a step that was skipped, or that has
+    started it. Gathers that no plan has are started by DDP's hooks or by the optimizer's step.
     """
     started = dict.fromkeys(event.name for event in events if event.kind in _KINDS)
     planned = {str(action): action for action in program if TABLE[action.op].place in _STARTS}
@@ -102,7 +102,7 @@ def words(events: Sequence[Event], program: Program) -> tuple[list[str], list[st
         if action.op is Op.REDUCE_SCATTER
         and action.microbatch
         and action.stage in stages_in_parts(program)
-    } | (gathers if not gathers & started.keys() else set())
+    } | gathers
     by_hooks = {str(a) for a in program if a.op in SUM_OPS and a.stage in hooked(program)}
     return (
         _behind_computations((n for n in planned if n in started or n not in idle), by_hooks),

@@ -64,6 +64,7 @@ def test_a_plan_file_may_reduce_between_weight_gradients_if_the_run_can(tmp_path
         plan_file=path,
         delay_weight_grads=(0,),
         slices_dp_sync=True,
+        overlap_grad_reduce=True,
         reduces_early=True,
     )
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.files import parse_plan, read_file
 from megatron.fold3d.plan.ir import Op, Plan, PlanError, Program, carried
-from megatron.fold3d.plan.ops import FREE_OPS, SUM_OPS, WEIGHT_OPS
+from megatron.fold3d.plan.ops import FREE_OPS, SUM_OPS, TABLE, UPDATE_OPS, WEIGHT_OPS
 from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
 
 
@@ -33,6 +33,8 @@ def read_order(config: Fold3DConfig, path: Path, num_microbatches: int) -> Plan:
         raise PlanError("found FREE_GRAD in the plan; give --shard-segments gradients")
     for program in plan.programs:
         _check_sums(config, program)
+    if not config.overlap_grad_reduce:  # Megatron then sums behind all backwards
+        plan = plan.select(frozenset(TABLE) - SUM_OPS - UPDATE_OPS)
     if plan.has(Op.OFFLOAD) and config.offload_activations == "off":
         raise PlanError("found OFFLOAD in the plan; give --offload-activations on")
     return plan
