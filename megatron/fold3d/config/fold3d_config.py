@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.fold3d.plan.schedules import LastSegment
-from megatron.fold3d.policy.replicated_segments import stages_of
 
 Device = Literal["cuda", "cpu"]
 Offload = Literal["off", "auto", "on"]
@@ -150,7 +149,16 @@ class Fold3DConfig:
     @property
     def replicated_stages(self) -> tuple[int, ...]:
         """The stages of the segments that every replica steps in full."""
-        return stages_of(self.replicated_segments, self.num_ranks)
+        return self._stages_of(self.replicated_segments)
+
+    @property
+    def reduced_early(self) -> tuple[int, ...]:
+        """The stages of ``early_dp_sync``."""
+        return self._stages_of(self.early_dp_sync)
+
+    def _stages_of(self, segments: tuple[int, ...]) -> tuple[int, ...]:
+        ranks = range(self.num_ranks)
+        return tuple(segment * self.num_ranks + rank for segment in segments for rank in ranks)
 
     def may_cut_sums(self, num_replicas: int) -> bool:
         """Return True if ``auto`` may cut gradients into other slices than stock.

@@ -15,11 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron.fold3d.plan.ir import Op, Plan
 from megatron.fold3d.plan.ops import SUM_OPS, WEIGHT_OPS
-from megatron.fold3d.plan.passes.grad_sync import (
-    add_grad_sync,
-    carry_grad_sync,
-    share_grad_sync,
-)
+from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
 from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
@@ -169,6 +165,8 @@ def lower(order: Plan, options: Options | None = None) -> Plan:
     if not has_sums:
         plan = _with_grad_sync(plan, options)
     if any(stage in options.carried_stages for stage in range(plan.num_stages)):
+        from megatron.fold3d.plan.passes.carried_grad_sync import carry_grad_sync
+
         plan = carry_grad_sync(plan, options.carried_stages)
     if options.forwards_before_gather:
         from megatron.fold3d.plan.passes.gather_later import gather_later
@@ -186,6 +184,8 @@ def lower(order: Plan, options: Options | None = None) -> Plan:
             early = filter(options.may_reduce_early, range(plan.num_stages))
             plan = reduce_early(plan, {*early, *options.reduced_last(plan)})
         if options.shares:
+            from megatron.fold3d.plan.passes.carried_grad_sync import share_grad_sync
+
             plan = share_grad_sync(plan, shares)
     if options.shards_grads:
         from megatron.fold3d.plan.passes.shard_grads import shard_grads

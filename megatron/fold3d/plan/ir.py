@@ -284,24 +284,5 @@ def hooked(program: Program) -> frozenset[int]:
     return frozenset(found - parts - carried(program).keys())
 
 
-def part_of(action: Action, end: int) -> Action:
-    """Return the part of an action's sum that ends at ``end`` thousandths."""
-    return action._replace(microbatch=end if end < WHOLE else None)
-
-
-def part_begins(program: Program) -> dict[Action, int]:
-    """Return where each part begins, in thousandths, in the order of its stage's loop."""
-    steps = carried(program)
-    parts = [(index, action) for index, action in enumerate(program) if action[1] in PART_OPS]
-    parts.sort(key=lambda part: part[0] < steps.get(part[1].stage, 0))  # stable
-    ends: dict[tuple[int, bool], int] = {}
-    begins: dict[Action, int] = {}
-    for _, action in parts:
-        key = action.stage, action.op in SUM_OPS
-        begins[action] = ends.get(key, 0)
-        ends[key] = action.end
-    return begins
-
-
 def _content(text: str) -> Iterator[str]:
     return (line for line in text.splitlines() if line.strip() and not line.startswith("#"))

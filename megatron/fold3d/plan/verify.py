@@ -12,7 +12,6 @@ from collections.abc import Set as AbstractSet
 from itertools import count, product
 
 from megatron.fold3d.plan.ir import (
-    WHOLE,
     Action,
     Op,
     Plan,
@@ -20,7 +19,6 @@ from megatron.fold3d.plan.ir import (
     Program,
     carried,
     gc_paused,
-    part_begins,
 )
 from megatron.fold3d.plan.ops import FREE_OPS, PART_OPS, STAGE_OPS, SUM_OPS, TABLE, Need, Which
 from megatron.fold3d.plan.passes.transfers import add_p2p
@@ -52,7 +50,10 @@ def verify(plan: Plan) -> None:
 
         check_weight_grads(plan)
     _check_sync(plan, found)
-    _check_parts(plan)
+    if any(a.op in PART_OPS and a.microbatch is not None for p in plan.programs for a in p):
+        from megatron.fold3d.plan.parts import check_parts
+
+        check_parts(plan)
     if plan.num_ranks > 1 and not plan.has_p2p:
         plan = add_p2p(plan)
     _check_channels(plan)
@@ -82,7 +83,7 @@ def _check_actions(plan: Plan) -> AbstractSet[tuple[int, Op]]:
     for (stage, op), microbatches in found.items():
         if len(set(microbatches)) < len(microbatches):
             twice = Action(stage, op, Counter(microbatches).most_common(1)[0][0])
-            raise error_at(plan, _cell(plan, twice), f"{twice} appears more than once")
+            raise error_at(plan, cell_of(plan, twice), f"{twice} appears more than once")
 
     actions = frozenset(found)
     ops = {op for _, op in found}
@@ -103,7 +104,7 @@ def _check_actions(plan: Plan) -> AbstractSet[tuple[int, Op]]:
         if (early := next((i for i, m in enumerate(forwards) if m != i), None)) is not None:
             late = Action(stage, Op.FORWARD, early)
             text = f"{late} comes too late; a stage reads its data in the order of micro-batches"
-            raise error_at(plan, _cell(plan, late), text)
+            raise error_at(plan, cell_of(plan, late), text)
     return actions
 
 
@@ -156,38 +157,13 @@ def _check_sync(plan: Plan, found: AbstractSet[tuple[int, Op]]) -> None:
                 wrong = freed
                 text = f"{wrong} comes after {stage}STEP, with which the loop of the stage ends"
         if wrong:
-            raise error_at(plan, _cell(plan, wrong), text)
+            raise error_at(plan, cell_of(plan, wrong), text)
 
 
 def _last_sum(plan: Plan, whole: Action) -> Action:
     """Return the last sum of a stage, which may be a part."""
     program = plan.programs[whole.stage % plan.num_ranks]
     return next(a for a in reversed(program) if a[:2] == whole[:2])
-
-
-def _check_parts(plan: Plan) -> None:
-    """Check that the parts of a stage's weight gradients, and of its DP.sync, run in order."""
-    if not plan.has(*PART_OPS):
-        return
-    for program in plan.programs:
-        last: dict[tuple[int, bool], Action] = {}
-        for action, begin in part_begins(program).items():
-            key = action.stage, action.op in SUM_OPS
-            if action.end > begin:
-                last[key] = action
-                continue
-            if begin == 0:
-                text = f"{action} is empty; a part ends behind where it begins"
-            elif begin == WHOLE:
-                text = f"{action} comes after {last[key]}, which ends with all that is left"
-            else:
-                text = f"{action} comes after {last[key]}; a part begins where the last one ends"
-            raise error_at(plan, _cell(plan, action), text)
-        for part in last.values():
-            if part.end != WHOLE:
-                what = "the sums of a stage" if part.op in SUM_OPS else "weight gradients"
-                text = f"{part} is the last part; {what} end at {WHOLE}"
-                raise error_at(plan, _cell(plan, part), text)
 
 
 def _check_channels(plan: Plan) -> None:
@@ -204,14 +180,14 @@ def _check_channels(plan: Plan) -> None:
             first = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
             if arriving[first:] and arriving[first] not in receives:
                 text = f"{sends[first]} has no {Action(*arriving[first])} to go with it"
-                raise error_at(plan, _cell(plan, sends[first]), text)
+                raise error_at(plan, cell_of(plan, sends[first]), text)
             receive = receives[first]
             send = Action(receive.stage - step, send_op, receive.microbatch)
             if send not in sends:
                 text = f"{receive} has no {send} to go with it"
-                raise error_at(plan, _cell(plan, receive), text)
+                raise error_at(plan, cell_of(plan, receive), text)
             text = f"{sends[first]} meets {receive}; what is sent first must be received first"
-            raise error_at(plan, _cell(plan, sends[first]) | _cell(plan, receive), text)
+            raise error_at(plan, cell_of(plan, sends[first]) | cell_of(plan, receive), text)
 
 
 def _check_progress(plan: Plan) -> None:
@@ -351,7 +327,7 @@ def _deadlock(plan: Plan, position: list[int], blocked: Mapping[_Need, list[int]
     return error_at(plan, {rank: position[rank] for rank in waits}, f"deadlock: {reasons}")
 
 
-def _cell(plan: Plan, action: Action) -> dict[int, int]:
+def cell_of(plan: Plan, action: Action) -> dict[int, int]:
     """Return the action's last position, as {rank: index}."""
     rank = action.stage % plan.num_ranks
     program = plan.programs[rank]

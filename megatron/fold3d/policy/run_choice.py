@@ -49,6 +49,11 @@ class RunChoice:
         """The stages of the segments that every replica steps in full."""
         return stages_of(self.replicated, self.order.num_ranks)
 
+    @property
+    def reduced_early(self) -> tuple[int, ...]:
+        """The stages of the segments of ``early``."""
+        return stages_of(self.early, self.order.num_ranks)
+
     def __str__(self) -> str:
         """Return the flags that ask for the same."""
         parts = [self.name]

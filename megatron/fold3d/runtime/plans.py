@@ -13,7 +13,6 @@ from megatron.fold3d.plan.compile import Options, compile_plan, forward_only
 from megatron.fold3d.plan.ir import Plan, PlanError
 from megatron.fold3d.plan.ops import COPY_OPS
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.policy.replicated_segments import stages_of
 
 if TYPE_CHECKING:
     from megatron.fold3d.plan.passes.offload import OffloadChoice
@@ -127,7 +126,7 @@ class Plans:
                 replicated_stages=choice.replicated_stages,
                 carried_stages=range(order.num_stages if choice.defers else 0),
                 reduces_early=config.reduces_early,
-                early_dp_sync=stages_of(choice.early, order.num_ranks),
+                early_dp_sync=choice.reduced_early,
                 receives_late=config.receives_late,
                 receives_ahead=config.receives_ahead,
             )
@@ -145,7 +144,7 @@ class Plans:
             carried_stages=config.carried_stages,
             slices=config.slices_dp_sync and not config.carried_stages,  # these: `revise_plan`
             reduces_early=config.reduces_early,
-            early_dp_sync=stages_of(config.early_dp_sync, config.num_ranks),
+            early_dp_sync=config.reduced_early,
             receives_late=config.receives_late,
             receives_ahead=config.receives_ahead,
         )

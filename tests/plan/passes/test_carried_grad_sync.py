@@ -4,7 +4,7 @@ import pytest
 
 from megatron.fold3d.plan.compile import Options, forward_only, lower
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, carried
-from megatron.fold3d.plan.passes.grad_sync import carry_grad_sync, share_grad_sync
+from megatron.fold3d.plan.passes.carried_grad_sync import carry_grad_sync, share_grad_sync
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
 

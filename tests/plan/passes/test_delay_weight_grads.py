@@ -5,7 +5,8 @@ import pytest
 from megatron.fold3d.plan.compile import lower
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError
 from megatron.fold3d.plan.memory import peak_activations
-from megatron.fold3d.plan.passes.grad_sync import add_grad_sync, carry_grad_sync
+from megatron.fold3d.plan.passes.carried_grad_sync import carry_grad_sync
+from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads, split_stages
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, SPLIT_SCHEDULES, build
 from megatron.fold3d.plan.verify import verify

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.fold3d.plan.compile import Options, lower
-from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, Program, part_begins
+from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, Program
 from megatron.fold3d.plan.ops import COMPUTE_OPS, SUM_OPS
+from megatron.fold3d.plan.parts import part_begins
 from megatron.fold3d.plan.passes.sliced_grad_sync import MOST_SLICES, slice_grad_sync
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.plan.schedules import build

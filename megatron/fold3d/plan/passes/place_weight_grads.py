@@ -19,8 +19,9 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from math import inf
 
-from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, gc_paused, part_begins
+from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, gc_paused
 from megatron.fold3d.plan.memory import peak_activations
+from megatron.fold3d.plan.parts import part_begins
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.plan.verify import error_at
 

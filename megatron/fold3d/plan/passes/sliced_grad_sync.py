@@ -23,7 +23,7 @@ from itertools import accumulate
 
 from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program, carried
 from megatron.fold3d.plan.ops import COMPUTE_OPS, SUM_OPS
-from megatron.fold3d.plan.passes.grad_sync import backwards_end
+from megatron.fold3d.plan.passes.carried_grad_sync import backwards_end
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 
 MOST_SLICES = 100

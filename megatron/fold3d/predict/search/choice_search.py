@@ -22,7 +22,6 @@ from megatron.fold3d.policy.measured_times import MeasuredTimes
 from megatron.fold3d.policy.replicated_segments import (
     Segments,
     choose_replicated,
-    stages_of,
     units,
 )
 from megatron.fold3d.policy.run_choice import LEAST_GAIN, RunChoice, stock_schedule
@@ -267,7 +266,7 @@ class ChoiceSearch:
             transfers=False,
             carried_stages=range(choice.order.num_stages if choice.defers else 0),
             reduces_early=self.scope.reduces_early,
-            early_dp_sync=stages_of(choice.early, self.num_ranks),
+            early_dp_sync=choice.reduced_early,
         )
 
     def _orders(self) -> Iterator[RunChoice]:

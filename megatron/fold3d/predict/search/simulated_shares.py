@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from megatron.fold3d.observe.timeline import Lane, Span
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.ops import GATHER_OPS, PART_OPS, WEIGHT_OPS
+from megatron.fold3d.plan.passes.carried_grad_sync import share_grad_sync
 from megatron.fold3d.plan.passes.gather_later import gather_later
-from megatron.fold3d.plan.passes.grad_sync import share_grad_sync
 from megatron.fold3d.policy.backward_shares import (
     FIRST_SHARE,
     backward_shares,

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program, carried, part_begins
+from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program, carried
 from megatron.fold3d.plan.ops import (
     LINK_OPS,
     PART_OPS,
@@ -18,6 +18,7 @@ from megatron.fold3d.plan.ops import (
     WEIGHT_OPS,
     Which,
 )
+from megatron.fold3d.plan.parts import part_begins
 from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
 from megatron.fold3d.plan.passes.pairs import pairs, second_of
 from megatron.fold3d.plan.passes.recompute import recomputed

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.fold3d.plan.ir import WHOLE, Action, Op, carried, hooked, part_of
+from megatron.fold3d.plan.ir import WHOLE, Action, Op, carried, hooked
 from megatron.fold3d.plan.ops import SUM_OPS
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, first_layer_first
-from megatron.fold3d.runtime.grad_sync.reductions import UNCUT, Reductions
 
 if TYPE_CHECKING:
+    from megatron.fold3d.runtime.grad_sync.reductions import Reductions
     from megatron.fold3d.runtime.trace.recorder import Recorder
 
 
@@ -57,7 +57,7 @@ class GradSync(Feature):
         self._no_sync = _per_chunk(config.no_sync_func, self._chunks)
         self._gathers = iteration.trains and config.param_sync_func is not None
         self._sums = {
-            self._chunks[iteration.segment(action)]: part_of(action, WHOLE)
+            self._chunks[iteration.segment(action)]: action._replace(microbatch=None)
             for action in iteration.program
             if action.op in SUM_OPS
         }
@@ -157,8 +157,10 @@ class GradSync(Feature):
                 if not bucket_group.param_gather_dispatched:
                     bucket_group.start_param_sync()
 
-    def _sums_in_parts(self) -> Reductions:
+    def _sums_in_parts(self) -> "Reductions":
         if self._in_parts is None:
+            from megatron.fold3d.runtime.grad_sync.reductions import UNCUT, Reductions
+
             self._in_parts = Reductions(UNCUT, self._observe)
             self._in_parts.connect(self._chunks)
         return self._in_parts
@@ -166,7 +168,8 @@ class GradSync(Feature):
     def _observe(self, chunk: Any, until: int, _: int) -> list[Callable[[], None]]:
         if self._recorder is None or not self._recorder.is_on:
             return []
-        return [self._recorder.open_span(part_of(self._sums[chunk], until), "grad_sync")]
+        part = self._sums[chunk]._replace(microbatch=until if until < WHOLE else None)
+        return [self._recorder.open_span(part, "grad_sync")]
 
     def _hush(self, segment: int) -> None:
         if self._no_sync is not None:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program, carried
 from megatron.fold3d.plan.ops import SUM_OPS
+from megatron.fold3d.plan.passes.carried_grad_sync import share_grad_sync
 from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
 from megatron.fold3d.plan.passes.gather_later import gather_later
-from megatron.fold3d.plan.passes.grad_sync import share_grad_sync
 from megatron.fold3d.plan.passes.sliced_grad_sync import slice_grad_sync
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.runtime.feature import Handlers, Iteration

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron.fold3d.plan.ir import Action, part_of
+from megatron.fold3d.plan.ir import Action
+from megatron.fold3d.plan.parts import part_of
 from megatron.fold3d.policy.backward_shares import forwards_before_gather
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, connect, group_of
 from megatron.fold3d.runtime.grad_sync.reductions import Reductions

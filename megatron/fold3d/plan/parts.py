@@ -1,0 +1,51 @@
+"""Parts of a stage's DP.sync, and of its weight gradients: where each begins, and their order."""
+
+from megatron.fold3d.plan.ir import WHOLE, Action, Plan, Program, carried
+from megatron.fold3d.plan.ops import PART_OPS, SUM_OPS
+from megatron.fold3d.plan.verify import cell_of, error_at
+
+
+def part_of(action: Action, end: int) -> Action:
+    """Return the part of an action's sum that ends at ``end`` thousandths."""
+    return action._replace(microbatch=end if end < WHOLE else None)
+
+
+def part_begins(program: Program) -> dict[Action, int]:
+    """Return where each part begins, in thousandths, in the order of its stage's loop."""
+    steps = carried(program)
+    parts = [(index, action) for index, action in enumerate(program) if action[1] in PART_OPS]
+    parts.sort(key=lambda part: part[0] < steps.get(part[1].stage, 0))  # stable
+    ends: dict[tuple[int, bool], int] = {}
+    begins: dict[Action, int] = {}
+    for _, action in parts:
+        key = action.stage, action.op in SUM_OPS
+        begins[action] = ends.get(key, 0)
+        ends[key] = action.end
+    return begins
+
+
+def check_parts(plan: Plan) -> None:
+    """Check that the parts of a stage's weight gradients, and of its DP.sync, run in order.
+
+    Raises:
+        PlanError: some do not; the plan is printed with the first one marked.
+    """
+    for program in plan.programs:
+        last: dict[tuple[int, bool], Action] = {}
+        for action, begin in part_begins(program).items():
+            key = action.stage, action.op in SUM_OPS
+            if action.end > begin:
+                last[key] = action
+                continue
+            if begin == 0:
+                text = f"{action} is empty; a part ends behind where it begins"
+            elif begin == WHOLE:
+                text = f"{action} comes after {last[key]}, which ends with all that is left"
+            else:
+                text = f"{action} comes after {last[key]}; a part begins where the last one ends"
+            raise error_at(plan, cell_of(plan, action), text)
+        for part in last.values():
+            if part.end != WHOLE:
+                what = "the sums of a stage" if part.op in SUM_OPS else "weight gradients"
+                text = f"{part} is the last part; {what} end at {WHOLE}"
+                raise error_at(plan, cell_of(plan, part), text)

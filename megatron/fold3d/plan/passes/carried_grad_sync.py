@@ -1,0 +1,111 @@
+"""The passes that let DP.sync reach into the next iteration.
+
+`carry_grad_sync` takes a stage's step before its first forward of the next iteration:
+
+    before  rank 0  0F0 0F1 2F0 2F1 2B0 2B1 2ALL_REDUCE 0B0 0B1 0ALL_REDUCE 2STEP 0STEP
+    after   rank 0  0STEP 0F0 0F1 2STEP 2F0 2F1 2B0 2B1 2REDUCE_KEPT 2ALL_REDUCE
+                    0B0 0B1 0REDUCE_KEPT 0ALL_REDUCE 2FINALIZE 0FINALIZE
+
+or, in a plan that gathers parameters, before their all-gather. `share_grad_sync` then leaves a part
+of each sum for the next iteration, here a half, in the order in which its forwards need it. Of the
+first stage, it starts when the backwards are done:
+
+    before  rank 0  0STEP 0F0 0F1 2STEP 2F0 2F1 2B0 2B1 2REDUCE_KEPT 2ALL_REDUCE 0B0 0B1 ...
+    after   rank 0  2ALL_REDUCE 0STEP 0F0 0F1 2STEP 2F0 2F1 2B0 2B1 2REDUCE_KEPT 2ALL_REDUCE:500
+                    0B0 0B1 0REDUCE_KEPT 0ALL_REDUCE 2FINALIZE 0FINALIZE
+
+Where all-gathers follow the steps, what is left of a stage follows the all-gather of the stage
+before, so that the link carries data in the order in which the forwards need it.
+"""
+
+from collections import defaultdict
+from collections.abc import Container, Iterator, Sequence
+from itertools import pairwise
+
+from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program, carried
+from megatron.fold3d.plan.ops import SUM_OPS
+
+_NEED_STEP = frozenset({Op.FORWARD, Op.ALL_GATHER})
+
+
+def carry_grad_sync(plan: Plan, stages: Container[int]) -> Plan:
+    """Let DP.sync of ``stages`` reach into the next iteration: paper Algorithm 2, the free split.
+
+    STEP is moved to right before the stage's ALL_GATHER or, without one, its first forward, behind
+    the forward's receive. What Megatron reads at the end of the iteration is summed by then.
+    """
+    return Plan(tuple(_with_carried_step(program, stages) for program in plan.programs))
+
+
+def share_grad_sync(plan: Plan, shares: Sequence[float]) -> Plan:
+    """Start a part of each carried sum in its iteration, and the rest in the next one.
+
+    Args:
+        plan: with carried stages, and sums that start all in their iteration.
+        shares: by stage, the part that starts there, to a thousandth.
+    """
+    return Plan(tuple(_shared(program, shares) for program in plan.programs))
+
+
+def _with_carried_step(program: Program, stages: Container[int]) -> Program:
+    already = carried(program)
+    moved = {
+        stage for stage, op, _ in program if op is Op.STEP and stage in stages
+    } - already.keys()
+    left = set(moved)
+    kept: list[int] = []
+    end = len(program)  # of all but the steps at the end
+    while end and program[end - 1].op is Op.STEP:
+        end -= 1
+
+    def lower() -> Iterator[Action]:
+        for action in program[:end]:
+            stage, op, _ = action
+            if op in _NEED_STEP and stage in left:
+                left.remove(stage)
+                yield Action(stage, Op.STEP)
+            if op in SUM_OPS and stage in moved and stage not in kept:
+                kept.append(stage)
+                yield Action(stage, Op.REDUCE_KEPT)
+            if op is not Op.STEP or stage not in moved:
+                yield action
+        yield from (Action(stage, Op.FINALIZE) for stage in kept)
+        yield from (action for action in program[end:] if action.stage not in moved)
+
+    return tuple(lower())
+
+
+def backwards_end(program: Program) -> int:
+    """Return the index behind all backwards and their sums, where FINALIZE stands, if any does."""
+    ends = (i for i, action in enumerate(program) if action.op is Op.FINALIZE)
+    return next(ends, len(program))
+
+
+def _shared(program: Program, shares: Sequence[float]) -> Program:
+    late = carried(program)
+    stages = sorted({a.stage for a in program if a.op is Op.STEP})
+    op = {a.stage: a.op for a in program if a.op in SUM_OPS}
+    limit = {stage: round(shares[stage] * WHOLE) for stage in late}
+    rest = {stage: Action(stage, op[stage]) for stage in late if limit[stage] < WHOLE}
+    gathered = {a.stage for a in program if a.op is Op.ALL_GATHER}
+    follows = {b: a for a, b in pairwise(stages) if b in rest and a in gathered}
+    behind = {Action(before, Op.ALL_GATHER): rest[stage] for stage, before in follows.items()}
+    begun: defaultdict[int, int] = defaultdict(int)
+
+    def lower() -> Iterator[Action]:
+        yield from (rest[stage] for stage in stages[1:] if stage in rest and stage not in follows)
+        end = backwards_end(program)
+        for index, action in enumerate(program):
+            stage = action.stage
+            if index == end:
+                yield from (rest[first] for first in stages[:1] if first in rest)
+            if action.op in SUM_OPS and stage in rest:
+                if (until := min(action.end, limit[stage])) > begun[stage]:
+                    begun[stage] = until
+                    yield action._replace(microbatch=until)
+                continue
+            yield action
+            if action in behind:
+                yield behind[action]
+
+    return tuple(lower())
