@@ -9,6 +9,7 @@ import pytest
 from megatron.fold3d.plan.compile import forward_only
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.passes import (
+    carried_grad_sync,
     early_grad_sync,
     grad_sync,
     offload,
@@ -30,7 +31,7 @@ THREE = build("aiao", num_ranks=2, num_segments=3, num_microbatches=1)
 DELAYED = weight_grads.delay_weight_grads(
     build("afab", num_ranks=1, num_segments=1, num_microbatches=2), [0]
 )
-CARRIED = grad_sync.carry_grad_sync(grad_sync.add_grad_sync(AIAO), range(4))
+CARRIED = carried_grad_sync.carry_grad_sync(grad_sync.add_grad_sync(AIAO), range(4))
 TRIANGLE = build("1f1b", num_ranks=3, num_segments=1, num_microbatches=5)
 EQUAL = (1.0,) * 3
 TIMES = place_weight_grads.StageTimes(forward_s=EQUAL, backward_s=EQUAL, weight_s=EQUAL)
@@ -63,10 +64,15 @@ def drawings(module: ModuleType) -> list[tuple[list[str], list[str]]]:
         (transfers, 1, FORWARDS, lambda plan: transfers.add_p2p(plan, receives_late=True)),
         (grad_sync, 0, AIAO, grad_sync.add_grad_sync),
         (
-            *(grad_sync, 1, grad_sync.add_grad_sync(AIAO)),
-            lambda plan: grad_sync.carry_grad_sync(plan, range(4)),
+            *(carried_grad_sync, 0, grad_sync.add_grad_sync(AIAO)),
+            lambda plan: carried_grad_sync.carry_grad_sync(plan, range(4)),
         ),
-        (grad_sync, 2, CARRIED, lambda plan: grad_sync.share_grad_sync(plan, (0.0, 0.0, 0.5, 0.5))),
+        (
+            carried_grad_sync,
+            1,
+            CARRIED,
+            lambda plan: carried_grad_sync.share_grad_sync(plan, (0.0, 0.0, 0.5, 0.5)),
+        ),
         (
             *(early_grad_sync, 0, grad_sync.add_grad_sync(DELAYED)),
             lambda plan: early_grad_sync.reduce_early(plan, range(1)),
@@ -82,7 +88,7 @@ def drawings(module: ModuleType) -> list[tuple[list[str], list[str]]]:
         (shard_params, 0, THREE, shard_params.shard_params),
         (shard_grads, 0, grad_sync.add_grad_sync(THREE, range(6)), shard_grads.shard_grads),
         (
-            *(shard_grads, 1, grad_sync.carry_grad_sync(SCATTERED, range(4))),
+            *(shard_grads, 1, carried_grad_sync.carry_grad_sync(SCATTERED, range(4))),
             shard_grads.shard_grads,
         ),
         (recompute, 0, AFAB, lambda plan: recompute.recompute_early(plan, range(2))),
