@@ -49,7 +49,7 @@ def reduces_early(args: Namespace, source: Source, grad_sync: str | None) -> boo
     )
 
 
-def early_stages_of(
+def stages_reduced_early(
     args: Namespace, source: Source, num_ranks: int, *, may: bool
 ) -> tuple[int, ...]:
     """Return the stages of ``--early-dp-sync``; ``may`` tells whether DP.sync may start early.

@@ -10,12 +10,12 @@ from megatron.fold3d.commands.console import OK, REJECTED, complain, write
 from megatron.fold3d.commands.cost_options import Source, add_cost_options, costs_of
 from megatron.fold3d.commands.grad_sync_options import (
     check_device_options,
-    early_stages_of,
     grad_sync_of,
     is_sliced,
     reduces_early,
     simulated_timeline,
     slice_shares,
+    stages_reduced_early,
 )
 from megatron.fold3d.commands.layer_options import with_chosen_layers
 from megatron.fold3d.commands.order_options import chosen_order
@@ -101,7 +101,7 @@ def run(args: Namespace) -> int:
         grad_sync="serial" if grad_sync == "serial" else "overlap",
         carried_stages=range(compute.num_stages if grad_sync == "deferred" else 0),
         reduces_early=early,
-        early_dp_sync=early_stages_of(args, source, compute.num_ranks, may=early),
+        early_dp_sync=stages_reduced_early(args, source, compute.num_ranks, may=early),
     )
     sliced = is_sliced(args, source)
 

@@ -4,7 +4,8 @@
 of `megatron.fold3d.plan.device_queues` apply as well.
 """
 
-from megatron.fold3d.plan.ir import Action, Op
+from megatron.fold3d.plan.ir import Action
+from megatron.fold3d.plan.ops import COPY_OPS, TABLE, Place
 
 _Key = tuple[int, int | None]  # stage, micro-batch
 
@@ -18,7 +19,7 @@ class CopyStreams:
     """
 
     def __init__(self) -> None:
-        self._free_s = {Op.OFFLOAD: 0.0, Op.RELOAD: 0.0}  # when a stream's last copy ends
+        self._free_s = dict.fromkeys(COPY_OPS, 0.0)  # when a stream's last copy ends
         self._on_host_s: dict[_Key, float] = {}  # when an activation's last OFFLOAD ends
 
     def start_copy(self, copy: Action, now_s: float, seconds: float) -> float:
@@ -29,9 +30,10 @@ class CopyStreams:
         """
         stage, op, microbatch = copy
         start_s = max(now_s, self._free_s[op])
-        if op is Op.RELOAD:
+        leaves = TABLE[op].place is Place.TO_HOST
+        if not leaves:
             start_s = max(start_s, self._on_host_s.get((stage, microbatch), 0.0))
         end_s = self._free_s[op] = start_s + seconds
-        if op is Op.OFFLOAD:
+        if leaves:
             self._on_host_s[stage, microbatch] = end_s
         return start_s

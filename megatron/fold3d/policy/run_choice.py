@@ -6,7 +6,7 @@ Choices differ in when something is computed, sent or stepped.
 
 from dataclasses import dataclass
 
-from megatron.fold3d.plan.ir import Action, Op, Plan
+from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.policy.replicated_segments import Segments, stages_of
 
 LEAST_GAIN = 0.002  # relative to stock's iteration: a smaller predicted gain is not tried
@@ -72,24 +72,3 @@ class RunChoice:
 def stock_schedule(num_segments: int) -> str:
     """Return the name of stock Megatron's schedule for this number of model chunks."""
     return "interleaved" if num_segments > 1 else "1f1b"
-
-
-def split_in_place(order: Plan) -> Plan:
-    """Return the order with each backward's weight gradients right behind it.
-
-    It takes as long as the order with whole backwards, and allows each half to be timed.
-    """
-    return Plan(
-        tuple(
-            tuple(
-                part
-                for action in program
-                for part in (
-                    (action, Action(action.stage, Op.WEIGHT, action.microbatch))
-                    if action.op is Op.BACKWARD
-                    else (action,)
-                )
-            )
-            for program in order.programs
-        )
-    )

@@ -31,8 +31,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.passes.weight_grads import split_in_place
 from megatron.fold3d.policy.measured_times import MeasuredTimes
-from megatron.fold3d.policy.run_choice import RunChoice, split_in_place
+from megatron.fold3d.policy.run_choice import RunChoice
 from megatron.fold3d.policy.shard_order import started_shares
 from megatron.fold3d.runtime.device import synchronize
 from megatron.fold3d.runtime.feature import Iteration

@@ -3,9 +3,10 @@ from dataclasses import replace
 import pytest
 
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
+from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.ir import Action, Plan, PlanError
 from megatron.fold3d.plan.ops import COMPUTE_OPS
-from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
+from megatron.fold3d.plan.passes.grad_sync import add_grad_sync, share_grad_sync
 from megatron.fold3d.plan.passes.stock_grad_sync import serial_grad_sync
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import build
@@ -41,15 +42,23 @@ def test_the_order_and_the_costs_of_a_run_are_found_again(sync):
     assert found.grad_sync_s == pytest.approx(COSTS.grad_sync_s, rel=0.3)  # links are shared
 
 
-@pytest.mark.parametrize("sync", [add_grad_sync, deferred_grad_sync])
+def shared_grad_sync(order: Plan) -> Plan:
+    return share_grad_sync(deferred_grad_sync(order), (0.5,) * order.num_stages)
+
+
+@pytest.mark.parametrize("sync", [add_grad_sync, deferred_grad_sync, shared_grad_sync])
 def test_a_replay_takes_about_as_long_as_what_it_replays(sync):
     plan = sync(AIAO)
-    deferred = sync is deferred_grad_sync
-    run = steady_state(plan, COSTS) if deferred else simulate(plan, COSTS)
+    run = simulate(plan, COSTS) if plan.flushes else steady_state(plan, COSTS)
     again = replay(plan, observed_costs(run, plan), iterations=2)
     assert len(again.iteration_ends_s(0)) == 2
     assert again.period_s == pytest.approx(run.period_s, rel=0.05)
     assert min(span.start_s for spans in again.ranks for span in spans) == 0.0
+
+
+def test_sums_to_shards_are_found_again():
+    plan = lower(AIAO, Options(transfers=False, steps_shards=True))
+    assert observed_plan(simulate(plan, COSTS)) == plan
 
 
 def test_only_stages_whose_weight_gradients_are_delayed_are_split():

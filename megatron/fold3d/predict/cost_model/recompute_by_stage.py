@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatron.fold3d.observe.memory_curve import Footprint
-from megatron.fold3d.plan.ir import Op, Plan, Program
+from megatron.fold3d.plan.ir import Plan, Program
 from megatron.fold3d.plan.memory import peak_recomputed
 from megatron.fold3d.plan.ops import WEIGHT_OPS
+from megatron.fold3d.plan.passes.recompute import recomputed
 from megatron.fold3d.policy.recompute_choice import (
     LayerBytes,
     StageBytes,
@@ -43,11 +44,10 @@ def fewest_recomputed(
     """
     layers = [len(of_stage) for of_stage in shape.stage_layers(split or plan.num_stages)]
     counts = list(layers)
+    early = any(map(recomputed, plan.programs))
     for rank, program in enumerate(plan.programs):
         stages = range(rank, plan.num_stages, plan.num_ranks)
-        choose = (
-            _with_early if plan.has(Op.RECOMPUTE) and not plan.has(*WEIGHT_OPS) else _in_backwards
-        )
+        choose = _with_early if early and not plan.has(*WEIGHT_OPS) else _in_backwards
         each = {stage: layers[stage] for stage in stages}
         try:
             found = choose(program, each, shape, setup, footprint, rank, usable_bytes)

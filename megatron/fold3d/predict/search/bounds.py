@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron.fold3d.plan.ir import Op, Plan
+from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.memory import Moment, fullest
 from megatron.fold3d.plan.passes.pairs import num_pairs
 from megatron.fold3d.plan.schedules import build
@@ -13,7 +13,7 @@ from megatron.fold3d.predict.cost_model.sharded_footprint import aiao_change
 from megatron.fold3d.predict.search.candidate_timeline import launches_in_backward
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.pair_times import paired_s
+from megatron.fold3d.predict.simulator.pair_times import in_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,9 @@ def least_iteration_s(candidate: Candidate, estimate: Estimate) -> float:
     after the last segment's last backward, or during that backward if it is launched inside.
     """
     if candidate.overlap_tensor_parallel:
-        estimate = replace(estimate, costs=_in_pairs(candidate, estimate.costs))
+        estimate = replace(
+            estimate, costs=in_pairs(estimate.costs, early=candidate.recompute_early)
+        )
     costs = estimate.costs
     inside_s = earlier_s(candidate, estimate)
     bound_s = 0.0
@@ -89,22 +91,6 @@ def least_iteration_s(candidate: Candidate, estimate: Estimate) -> float:
             bound_s = max(bound_s, own_s + step_s, late_s - inside_s + step_s)
     copies_s = _most_copied(candidate, costs.offload_s) if candidate.offload else 0.0
     return max(bound_s, _messages_s(candidate, estimate), copies_s)
-
-
-def _in_pairs(candidate: Candidate, costs: Costs) -> Costs:
-    """Return lower bounds of the costs of micro-batches, in a pair or alone."""
-    stages, early = range(len(costs.forward_s)), candidate.recompute_early
-    recompute_s = tuple(paired_s(costs, stage, Op.RECOMPUTE) for stage in stages)
-    backward_s = (
-        paired_s(costs, stage, Op.BACKWARD, early=early) + (recompute_s[stage] if early else 0.0)
-        for stage in stages
-    )
-    return replace(
-        costs,
-        forward_s=tuple(paired_s(costs, stage, Op.FORWARD) for stage in stages),
-        backward_s=tuple(backward_s),
-        recompute_s=recompute_s,
-    )
 
 
 def earlier_s(candidate: Candidate, estimate: Estimate) -> float:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Self
 
-from megatron.fold3d.plan.compile import Options, lower
-from megatron.fold3d.plan.ir import Op, Plan, PlanError
+from megatron.fold3d.plan.compile import Options, forward_only, lower
+from megatron.fold3d.plan.ir import Plan, PlanError
+from megatron.fold3d.plan.ops import WEIGHT_OPS
 from megatron.fold3d.plan.passes.place_weight_grads import (
     HeldSizes,
     place_weight_grads,
@@ -85,7 +86,7 @@ class Predicted:
         choice = self.choice
         num_segments = len(choice.delayed) + len(choice.replicated)
         num_segments -= max(0, self.num_early - 1)
-        num_segments += choice.order.num_segments if choice.order.has(Op.WEIGHT) else 0
+        num_segments += choice.order.num_segments if choice.order.has(*WEIGHT_OPS) else 0
         return self.seconds * (1 + LEAST_GAIN * num_segments)
 
 
@@ -356,7 +357,7 @@ class ChoiceSearch:
                 if start := best(defers=defers):
                     self._delay(start, tried)
                     self._place(start, tried)
-            if to_shards and (start := best(defers=False)) and not start.order.has(Op.WEIGHT):
+            if to_shards and (start := best(defers=False)) and not start.order.has(*WEIGHT_OPS):
                 self._improve(start, tried)
         return found
 
@@ -367,7 +368,7 @@ class ChoiceSearch:
     def _may_run(self, choice: RunChoice, others: Sequence[RunChoice]) -> bool:
         """Tell whether an order is new, and keeps the order of random numbers if it has to."""
         if self.scope.keeps_forwards:
-            ours, stocks = (one.order.select({Op.FORWARD}) for one in (choice, others[0]))
+            ours, stocks = (forward_only(one.order) for one in (choice, others[0]))
             if ours != stocks:
                 return False
         return all(choice.order != other.order for other in others)
@@ -517,7 +518,7 @@ class ChoiceSearch:
 
     def _place(self, start: RunChoice, tried: Callable[[RunChoice], float]) -> None:
         """Try weight gradients in the gaps of the order."""
-        if self.num_ranks == 1 or start.order.has(Op.WEIGHT):
+        if self.num_ranks == 1 or start.order.has(*WEIGHT_OPS):
             return
         for at_end, overrun in placements(start.order):
             try:

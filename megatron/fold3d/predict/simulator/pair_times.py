@@ -6,6 +6,8 @@ computation and collectives. At the beginning and at the end, half of a part or 
 overlaps nothing.
 """
 
+from dataclasses import replace
+
 from megatron.fold3d.plan.ir import Op
 from megatron.fold3d.predict.simulator.costs import Costs
 
@@ -44,3 +46,20 @@ def paired_s(costs: Costs, stage: int, op: Op, *, early: bool = False) -> float:
     sync_s = min(whole_s, passes * costs.tp_sync_s[stage])
     collectives = passes * (costs.tp_collectives[stage] if costs.tp_collectives else 0)
     return min(whole_s, pair_s(whole_s - sync_s, sync_s, collectives) / 2)
+
+
+def in_pairs(costs: Costs, *, early: bool) -> Costs:
+    """Return lower bounds of the costs of micro-batches, in a pair or alone.
+
+    Args:
+        costs: the costs of the stages.
+        early: as in `paired_s`, for all stages.
+    """
+    stages = range(len(costs.forward_s))
+    forward_s, backward_s, recompute_s = (
+        tuple(paired_s(costs, stage, op, early=early) for stage in stages)
+        for op in (Op.FORWARD, Op.BACKWARD, Op.RECOMPUTE)
+    )
+    if early:
+        backward_s = tuple(map(sum, zip(backward_s, recompute_s, strict=True)))
+    return replace(costs, forward_s=forward_s, backward_s=backward_s, recompute_s=recompute_s)

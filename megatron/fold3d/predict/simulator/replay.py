@@ -11,7 +11,7 @@ from statistics import median, quantiles
 
 from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline, queued
 from megatron.fold3d.plan.compile import Options, lower
-from megatron.fold3d.plan.ir import Op, Plan, PlanError
+from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError
 from megatron.fold3d.plan.ops import COMPUTE_OPS, GATHER_OPS
 from megatron.fold3d.plan.passes.recompute import recomputed
 from megatron.fold3d.plan.passes.weight_grads import split_stages
@@ -198,17 +198,23 @@ def _copies(measured: Timeline, op: Op, stages: range) -> tuple[float, ...]:
 def _grad_sync(measured: Timeline, p2p_s: float) -> Mapping[tuple[int, bool], list[float]]:
     """Return the link time of each stage's sums, and of its gathers, per iteration.
 
-    The parts of a stage count together; the first to end went first.
+    The parts of a stage count together, in iterations that have all of them; the first to end went
+    first.
     """
-    totals: dict[tuple[int, bool], dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    totals: dict[tuple[int, bool], dict[int, dict[Action, float]]] = {}
     for spans in measured.ranks:
         syncs = queued(span for span in spans if span.lane is Lane.GRAD_SYNC)
         own = _own_share(spans, syncs, p2p_s)
         for span in syncs:
             if span.action is not None:
                 key = span.action.stage, span.action.op in GATHER_OPS
-                totals[key][span.iteration] += own * span.duration_s
-    return {key: list(seconds.values()) for key, seconds in totals.items()}
+                parts = totals.setdefault(key, {}).setdefault(span.iteration, {})
+                parts[span.action] = parts.get(span.action, 0.0) + own * span.duration_s
+    found: dict[tuple[int, bool], list[float]] = {}
+    for key, by_iteration in totals.items():
+        most = max(map(len, by_iteration.values()))
+        found[key] = [sum(p.values()) for p in by_iteration.values() if len(p) == most]
+    return found
 
 
 def _own_share(spans: Sequence[Span], syncs: Sequence[Span], p2p_s: float) -> float:

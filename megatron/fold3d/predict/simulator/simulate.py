@@ -95,6 +95,8 @@ class _Message(NamedTuple):
     action: Action
     fact: int
     left_s: float
+    channel: "deque[_Message]"
+    """The messages that go one after the other with it; empty without an order."""
 
 
 class _Run:
@@ -242,7 +244,8 @@ class _Run:
             return
         costs, leaves_s = self.costs, self.clock.now_s
         action = message_from(step.action)
-        message = _Message(sender, receiver, action, step.fact, leaves_s)
+        channel = self.channels[sender.number, receiver.number, action.op]
+        message = _Message(sender, receiver, action, step.fact, leaves_s, channel)
         if self.sends_waited_for and source_of(action).op in self.sends_waited_for:
             sender.awaits_arrival = message
         local = self.nics[sender.number] == self.nics[receiver.number]
@@ -257,14 +260,10 @@ class _Run:
     def _flow(self, message: _Message) -> None:
         """Start a message once the earlier ones of its channel have arrived."""
         if self.execution.in_order:
-            channel = self._channel(message)
-            channel.append(message)
-            if len(channel) > 1:
+            message.channel.append(message)
+            if len(message.channel) > 1:
                 return
         self._put_on_network(message)
-
-    def _channel(self, message: _Message) -> deque[_Message]:
-        return self.channels[message.sender.number, message.receiver.number, message.action.op]
 
     def _put_on_network(self, message: _Message) -> None:
         source, target = self.nics[message.sender.number], self.nics[message.receiver.number]
@@ -278,8 +277,8 @@ class _Run:
         return (self.execution.needed_s or {}).get(reader_of(message.action), 0.0)
 
     def _arrive(self, message: _Message) -> None:
-        sender, receiver, action, fact, left_s = message
-        if self.execution.in_order and (channel := self._channel(message)):  # else no network
+        sender, receiver, action, fact, left_s, channel = message
+        if channel:  # else no network
             channel.popleft()
             if channel:
                 self._put_on_network(channel[0])

@@ -106,7 +106,7 @@ class Steps:
             stage, op, microbatch = action
             needs: list[tuple[int, int]] = []
             reads = op in _INPUTS and 0 <= stage + _INPUTS[op] < stages
-            for each in self._pairs.get(action) or (action,):
+            for each in (self._pairs and self._pairs.get(action)) or (action,):
                 for needed, ago in waits.at(index, each):
                     needs.append((number(needed, len(facts)), ago))
                 if reads:
