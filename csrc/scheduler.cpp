@@ -313,7 +313,6 @@ void Scheduler::start(Pending item, std::unique_lock<std::mutex>& lock) {
   ++(item.transfer ? statistics_.transfers : statistics_.slices);
   const std::uint64_t flight = next_flight_++;
   auto operation = item.operation;
-  auto task = item.task;
   flights_[flight] = {std::move(item), now};
   lock.unlock();
   std::string error;

@@ -128,7 +128,7 @@ void TorchOperation::start(Done done) {
 
 void TorchOperation::join() {
   std::lock_guard lock(mutex_);
-  if (complete_ && work_) work_->synchronize();
+  if (complete_ && work_) work_->wait();  // a work of Python's has no `synchronize`
 }
 
 void TorchOperation::abort() {

@@ -2,20 +2,15 @@
 
 import functools
 import shlex
-import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
-import torch
-
-from megatron.fold3d.observe.trace_files import IterationTrace
-from megatron.fold3d.runtime.trace.recorder import Recorder
 from tests.distributed import RankError, run_distributed
 from tests.end_to_end.training import Record, differences, train
 from tests.gpu_path.late_device import Delays
-from tests.gpu_path.late_training import Late, lateness, train_late
-from tests.gpu_path.mutations import Mutation, mutate
+from tests.gpu_path.late_training import Late, train_late
+from tests.gpu_path.mutations import FULL_QUEUE, LANES, Mutation, build
+from tests.gpu_path.small_programs import fill_a_queue, trace_early
 
 MODEL = (
     "--device cpu --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
@@ -159,6 +154,11 @@ CASES = (
         tp=2,  # so that either lane adds up two replicas, in any order
         dp=2,
     ),
+    Case(
+        name="recomputation ahead of the gradient",
+        ours="--schedule aiao --recompute-early all",
+        flags=FULL,
+    ),
 )
 _BY_FLAGS = {  # what reaches the mutations of these flags
     "": CASES[0],
@@ -168,7 +168,9 @@ _BY_FLAGS = {  # what reaches the mutations of these flags
     SHARDS: CASES[7],
     EARLY: CASES[8],
     PAIRS: CASES[14],
+    LANES: CASES[18],
 }
+_PROGRAMS = {TRACED: trace_early, FULL_QUEUE: fill_a_queue}
 
 
 def wrong(
@@ -188,8 +190,9 @@ def wrong(
 
 def found_by(mutation: Mutation, folder: object) -> list[str]:
     """Return how a fault shows: what differs from stock, or the error; nothing if it does not."""
-    if mutation.flags == TRACED:
-        return _traced(mutation)
+    build(mutation)
+    if program := _PROGRAMS.get(mutation.flags):
+        return program(mutation)
     return wrong(*_reaching(mutation), folder, mutation, timeout_s=60)
 
 
@@ -200,32 +203,9 @@ def _sound(case: Case, late: Late, folder: object) -> list[str]:
 
 def found_without(mutation: Mutation, folder: object) -> list[str]:
     """Return what is wrong with the same run without the fault: nothing."""
-    if mutation.flags == TRACED:
-        return _traced(None)
+    if program := _PROGRAMS.get(mutation.flags):
+        return program(None)
     return _sound(*_reaching(mutation), folder)
-
-
-def _traced(mutation: Mutation | None) -> list[str]:
-    """Trace two iterations of which the second begins before the first is over.
-
-    Megatron's loop waits for much between two iterations, and no trace is read too early there.
-    """
-    delivered: list[IterationTrace] = []
-    late = Late(delays=Delays(longest_s=0.02, always="compute"))
-    recorder = Recorder(torch.device("cpu"), lambda _: True, delivered.append)
-    with lateness(late) as device, mutate(mutation) if mutation else nullcontext():
-        for number in (1, 2):
-            try:
-                with recorder.iteration(number), recorder.span("0F0", "compute"):
-                    device.queue_operator(lambda: time.sleep(0.01))
-            except AssertionError:
-                return ["AssertionError: the time of an event that has not passed is read"]
-        early = len(delivered)
-        device.compute.synchronize()
-        recorder.close()
-    wrong = [] if not early else [f"{early} iterations are delivered before they are over"]
-    spans_s = [event.end_s - event.start_s for trace in delivered for event in trace.events]
-    return wrong + [f"spans take {spans_s} s"] * (len(spans_s) != 2 or min(spans_s) < 0.01)
 
 
 def _reaching(mutation: Mutation) -> tuple[Case, Late]:

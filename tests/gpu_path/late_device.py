@@ -144,10 +144,14 @@ class Worker:
 
 
 class HardwareQueue:
-    """Starts items in the order of their launch; see `Stream.launch` for when the host stops."""
+    """Starts items in the order of their launch; see `Stream.launch` for when the host stops.
+
+    ``host_stands`` is whether the host has stopped, now or the last time that it launched here.
+    """
 
     def __init__(self, name: str, limit: int) -> None:
         self._worker, self._limit = Worker(name), limit
+        self.host_stands = False
         self._waiting = 0  # launches
         self._changed = threading.Condition()
 
@@ -165,6 +169,7 @@ class HardwareQueue:
 
     def wait_for_room(self) -> None:
         with self._changed:
+            self.host_stands = self._waiting >= self._limit
             if not self._changed.wait_for(lambda: self._waiting < self._limit, STANDS_S):
                 raise HangError(f"{self._waiting} launches wait, and none starts: the host stands")
 

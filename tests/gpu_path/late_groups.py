@@ -64,8 +64,12 @@ class LateWork(dist.Work):
         self._kept = [*kept]
 
     def wait(self, timeout: Any = None) -> bool:
-        device, is_first = self._device, self._deliver is not None
+        device = self._device
+        if threading.get_ident() not in device.hosts:  # the C++ scheduler's, which asks for the end
+            device.host_waits(self._item)
+            return True
         deliver, self._deliver = self._deliver, None
+        is_first = deliver is not None
         if device.runs_ahead:
             after = [self._item] if is_first or self._delivered is None else [self._delivered]
             item = device.current_stream().launch(deliver, after, "wait")

@@ -19,14 +19,22 @@ struct Calls {
 };
 
 Calls calls;
+const c10::Device cpu(c10::DeviceType::CPU, -1);
 
 c10::Stream stream(std::int64_t number) {
-  return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::DeviceType::CPU, -1), number);
+  return c10::Stream(c10::Stream::UNSAFE, cpu, number);
 }
 
 std::int64_t number(void* event) { return reinterpret_cast<std::int64_t>(event); }
 
-struct LateGuard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CPU> {
+// Not derived from the CPU's own, which is final in torch 2.8.
+struct LateGuard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return c10::DeviceType::CPU; }
+  c10::Device exchangeDevice(c10::Device) const override { return cpu; }
+  c10::Device getDevice() const override { return cpu; }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
   c10::Stream getStream(c10::Device) const noexcept override { return stream(calls.current()); }
   c10::Stream exchangeStream(c10::Stream next) const noexcept override {
     return stream(calls.exchange(next.id()));

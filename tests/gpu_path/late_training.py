@@ -4,7 +4,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,9 +50,7 @@ class Late:
 
 def train_late(argv: Sequence[str], late: Late, mutation: Mutation | None = None) -> Record:
     """Train as `train` does, on a late device and over late groups."""
-    with lateness(late), ExitStack() as undo:
-        if mutation is not None:
-            undo.enter_context(mutate(mutation))
+    with mutate(mutation) if mutation else nullcontext(), lateness(late):
         return train(argv)
 
 

@@ -10,6 +10,8 @@ from importlib import import_module
 from types import FunctionType
 from typing import Any, Literal
 
+from tests.gpu_path import other_scheduler
+
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
@@ -17,7 +19,8 @@ class Mutation:
 
     Attributes:
         name: what goes wrong.
-        place: ``module:function`` or ``module:Class.method`` below ``megatron.fold3d.runtime``.
+        place: ``module:function`` or ``module:Class.method`` below ``megatron.fold3d.runtime``, or
+            a file of ``csrc``.
         old: a piece of its source that occurs once.
         new: what stands there instead.
         flags: of a run that reaches it.
@@ -38,20 +41,38 @@ class Mutation:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def is_cpp(self) -> bool:
+        return self.place.endswith(".cpp")
+
+    def change(self, source: str) -> str:
+        """Return the source with the fault in it."""
+        for old, new in ((self.old, self.new), *self.more):
+            assert source.count(old) == 1, f"{self.name}: {self.place} has changed"
+            source = source.replace(old, new)
+        return source
+
+
+def build(mutation: Mutation) -> None:
+    """Compile what the fault changes, if that is C++, so that no rank has to."""
+    if mutation.is_cpp:
+        other_scheduler.build(mutation.place, mutation.change)
+
 
 @contextmanager
 def mutate(mutation: Mutation) -> Iterator[None]:
-    """Change the source of one function for as long as the context lasts."""
+    """Change the source of one function, or of C++, for as long as the context lasts."""
+    if mutation.is_cpp:
+        other_scheduler.load(other_scheduler.build(mutation.place, mutation.change))
+        yield
+        return
     module, _, path = mutation.place.partition(":")
     home = import_module(f"megatron.fold3d.runtime.{module}")
     function = _function(functools.reduce(getattr, path.split("."), home))
     source = textwrap.dedent(inspect.getsource(function))
     source = source[source.index("def ") :]  # without its decorators
-    for old, new in ((mutation.old, mutation.new), *mutation.more):
-        assert source.count(old) == 1, f"{mutation.name}: {mutation.place} has changed"
-        source = source.replace(old, new)
     names = dict(function.__globals__)
-    exec(source, names)
+    exec(mutation.change(source), names)
     code, function.__code__ = function.__code__, names[function.__name__].__code__
     try:
         yield
@@ -72,6 +93,18 @@ _TIED = "--overlap-grad-reduce --clip-grad 0"
 _TRACE = "--trace TRACE"
 _SHARDS = "--shard-segments gradients"
 _EARLY = "--delay-weight-grads 0,1"
+LANES = "--preemptive-comm --num-experts 2"
+FULL_QUEUE = "--preemptive-comm"
+_at_its_start = functools.partial(  # a task counts as over when its operations have started
+    Mutation,
+    place="csrc/scheduler.cpp",
+    old="  auto operation = item.operation;\n",
+    new="  auto operation = item.operation;\n  auto task = item.task;\n",
+    more=(
+        ("    });\n  } catch (", "    });\n    task->end_operation();\n  } catch ("),
+        ("  flight.item.task->end_operation();\n", ""),
+    ),
+)
 
 MUTATIONS = (
     # Transfers between pipeline ranks.
@@ -326,6 +359,15 @@ MUTATIONS = (
         "        works[0].get_future().add_done_callback(lambda _: end())\n",
         _PAIRS,
         num_queues=1,
+    ),
+    # Preemption, whose host waits for ends.
+    _at_its_start(
+        "a wait for slices is over when they have started, and their memory goes to another lane",
+        flags=LANES,
+    ),
+    _at_its_start(
+        "a wait for a receive is over when it has started, and the host fills the queue behind it",
+        flags=FULL_QUEUE,
     ),
     # Pairs of micro-batches.
     Mutation(

@@ -14,14 +14,17 @@ from megatron.core.distributed import param_and_grad_buffer
 from megatron.fold3d.runtime.feature import Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups
 from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
+from megatron.fold3d.runtime.preemption.communicator import extension
 from tests.distributed import run_distributed
 from tests.end_to_end.training import Record, differences, train
 from tests.gpu_path.cases import CASES, UNTIED, ZERO, Case, found_by, wrong
 from tests.gpu_path.late_training import Late, train_late
 from tests.gpu_path.mutations import MUTATIONS, Mutation, mutate
+from tests.gpu_path.small_programs import fill_a_queue
 
 pytestmark = pytest.mark.gloo
 
+ROOT = Path(__file__).parents[2]
 ONE_QUEUE, MANY = 1, 64
 
 
@@ -35,6 +38,8 @@ ONE_QUEUE, MANY = 1, 64
         (CASES[2], MANY),
         (CASES[7], ONE_QUEUE),
         (CASES[10], ONE_QUEUE),
+        (CASES[19], ONE_QUEUE),
+        (CASES[19], MANY),
     ],
     ids=str,
 )
@@ -42,7 +47,7 @@ def test_late_streams_train_what_stock_trains(case: Case, num_queues: int, tmp_p
     assert wrong(case, Late(num_queues=num_queues), tmp_path) == []
 
 
-@pytest.mark.parametrize("case", [*CASES[3:10], *CASES[11:14]], ids=str)
+@pytest.mark.parametrize("case", [*CASES[3:10], *CASES[11:19]], ids=str)
 def test_late_collectives_train_what_stock_trains(case: Case, tmp_path: Path) -> None:
     assert wrong(case, Late(num_queues=MANY, keeps_tensors=True), tmp_path) == []
 
@@ -109,7 +114,12 @@ def _train_on_two_nodes(argv: Sequence[str], late: Late | None) -> Record:
     return train(argv) if late is None else train_late(argv, late)
 
 
-@pytest.mark.parametrize("mutation", [MUTATIONS[number] for number in (0, 2, 9, -1)], ids=str)
+@pytest.mark.skipif(extension() is None, reason="the C++ scheduler is not built")
+def test_with_preemption_the_host_fills_no_queue_behind_a_receive() -> None:
+    assert fill_a_queue(None) == []
+
+
+@pytest.mark.parametrize("mutation", [MUTATIONS[number] for number in (0, 2, 9, -2, -1)], ids=str)
 def test_a_fault_of_synchronization_shows(mutation: Mutation, tmp_path: Path) -> None:
     # All of them take minutes: tests/stress/gpu_path.py.
     assert found_by(mutation, tmp_path)
@@ -118,5 +128,8 @@ def test_a_fault_of_synchronization_shows(mutation: Mutation, tmp_path: Path) ->
 def test_every_fault_is_a_change_of_todays_source() -> None:
     assert len(MUTATIONS) >= 20
     for mutation in MUTATIONS:
+        if mutation.is_cpp:
+            mutation.change((ROOT / mutation.place).read_text())
+            continue
         with mutate(mutation):
             pass
