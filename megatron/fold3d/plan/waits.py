@@ -25,11 +25,15 @@ class Awaited(NamedTuple):
 
 
 class Waits:
-    """What the actions of one program wait for."""
+    """What the actions of one program wait for.
+
+    Attributes:
+        rules: by op, the needs that links bring about; ops without any are missing.
+    """
 
     def __init__(self, program: Program) -> None:
         ops = {op for _, op, _ in program} & LINK_OPS
-        self._rules = {
+        self.rules = {
             op: rule
             for op, needs in _RULES.items()
             if (rule := tuple(need for need in needs if need.op in ops))
@@ -43,7 +47,7 @@ class Waits:
 
     def at(self, index: int, action: Action) -> Iterable[Awaited]:
         """Return what the action at an index of the program waits for."""
-        rules = self._rules.get(action.op)
+        rules = self.rules.get(action.op)
         return self._by(rules, index, action) if rules else ()
 
     def _by(self, rules: Iterable[Need], index: int, action: Action) -> Iterator[Awaited]:

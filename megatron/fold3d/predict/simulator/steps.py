@@ -11,7 +11,6 @@ from typing import NamedTuple
 from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program, carried
 from megatron.fold3d.plan.ops import (
     LINK_OPS,
-    PART_OPS,
     SEND_OPS,
     SUM_OPS,
     TABLE,
@@ -31,7 +30,8 @@ NO_FACT = -1
 _INPUTS = {  # by computation: from its stage to that of the one whose result it reads
     op: need.step for op, row in TABLE.items() for need in row.needs if need.which is Which.INPUT
 }
-_SENT = {op: TABLE[op].needs[0].op for op in SEND_OPS}  # the computation whose result goes
+_ON_END = {op: (op, step) for op, step in _INPUTS.items()}
+_AT_SEND = {op: (sent := TABLE[op].needs[0].op, _INPUTS[sent]) for op in SEND_OPS}
 
 
 class Step(NamedTuple):
@@ -74,7 +74,8 @@ class Steps:
     ) -> None:
         self.plan = plan
         self._costs, self._shard_shares = costs, shard_shares
-        self._send_on_end = not plan.has_p2p
+        # By op: the computation whose result leaves there, and the step to who reads it.
+        self._senders = _ON_END if not plan.has_p2p else _AT_SEND
         first = frozenset().union(*map(pairs, plan.programs)) if pairs_overlap else frozenset()
         self._pairs = {a: (a, b) for a in first if (b := second_of(a)) is not None}
         self._paired = frozenset(chain.from_iterable(self._pairs.values()))
@@ -102,25 +103,43 @@ class Steps:
         parts, stages = self._parts_s(program, kept), self.plan.num_stages
         facts = self.facts
         number = facts.setdefault
+        senders, alike = self._senders, not (self._paired or self._recomputed)
         for index, action in enumerate(program):
             stage, op, microbatch = action
-            needs: list[tuple[int, int]] = []
+            needs: tuple[tuple[int, int], ...] = ()
             reads = op in _INPUTS and 0 <= stage + _INPUTS[op] < stages
-            for each in (self._pairs and self._pairs.get(action)) or (action,):
-                for needed, ago in waits.at(index, each):
-                    needs.append((number(needed, len(facts)), ago))
-                if reads:
-                    needs.append((number(each, len(facts)), 0))
-            sent = op if self._send_on_end else _SENT.get(op)
+            if reads and not self._pairs and op not in waits.rules:
+                needs = ((number(action, len(facts)), 0),)
+            elif reads or op in waits.rules:
+                needs = tuple(self._needs(action, index, waits, reads=reads))
             fact = NO_FACT
-            if op in LINK_OPS:
+            if (sent := senders.get(op)) is not None:
+                computation, step = sent
+                if 0 <= (reader := stage - step) < stages:
+                    fact = number(Action(reader, computation, microbatch), len(facts))
+            elif op in LINK_OPS:
                 fact = number(action, len(facts))
-            elif sent in _INPUTS and 0 <= (reader := stage - _INPUTS[sent]) < stages:
-                fact = number(Action(reader, sent, microbatch), len(facts))
             end = late.get(stage, -1)
-            first = index == end or (index < end and op in SUM_OPS)
-            seconds = parts[action] if op in PART_OPS else self._seconds_of(action)
-            yield Step(action, seconds, tuple(needs), fact, int(first))
+            first = int(index == end or (index < end and op in SUM_OPS))
+            if action in parts:
+                seconds = parts[action]
+            elif alike:
+                by_stage = self._seconds.get(op)
+                seconds = by_stage[stage] if by_stage else 0.0
+            else:
+                seconds = self._seconds_of(action)
+            yield Step(action, seconds, needs, fact, first)
+
+    def _needs(
+        self, action: Action, index: int, waits: Waits, *, reads: bool
+    ) -> Iterator[tuple[int, int]]:
+        """Yield what an action waits for, or a pair of neighbours at its first one."""
+        facts = self.facts
+        for each in self._pairs.get(action, (action,)):
+            for needed, ago in waits.at(index, each):
+                yield facts.setdefault(needed, len(facts)), ago
+            if reads:
+                yield facts.setdefault(each, len(facts)), 0
 
     def _seconds_of(self, action: Action) -> float:
         stage, op, microbatch = action
