@@ -57,12 +57,13 @@ class _Echo:
     """A peer that answers a message with one of its own."""
 
     def __init__(self) -> None:
-        self._heard = threading.Event()
+        self.receives, self._heard = threading.Event(), threading.Event()
 
     def send(self, *_: Any) -> None:
         self._heard.set()
 
     def recv(self, tensors: list[torch.Tensor], *_: Any) -> None:
+        self.receives.set()
         assert self._heard.wait(HANG_S)
         tensors[0].fill_(1.0)
 
@@ -86,9 +87,10 @@ def _receive_and_go_on(mutation: Mutation | None) -> None:
             return PreemptiveGroup(link, scheduler, (made.Waiter(), made.Waiter()), 1 << 20)
 
         back, forth = direction(), direction()
-        received, went_on = torch.zeros(64), threading.Event()
+        received, sent, went_on = torch.zeros(64), torch.ones(64), threading.Event()
 
         def compute() -> None:
+            peer.receives.wait(HANG_S)
             went_on.wait(1.0)  # with the fault, as the receive is over only after this computation
             while went_on.is_set() and not device.compute.queue.host_stands:
                 time.sleep(0.001)
@@ -96,7 +98,7 @@ def _receive_and_go_on(mutation: Mutation | None) -> None:
         with QueuedOperators(device):
             receive = back.recv([received], 0)
             device.compute.launch(compute)
-            send = forth.send([torch.ones(64)], 0)
+            send = forth.send([sent], 0)
             receive.wait()
             went_on.set()
             for _ in range(2 * late.launches):
