@@ -28,13 +28,13 @@ def buckets_that_hooks_started(argv: Sequence[str]) -> list[list[tuple[int, int]
     from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
 
     seen: list[tuple[int, int]] = []
-    reduce = GradSync.reduce
+    complete = GradSync.complete
 
     def watched(self: Any, segment: int) -> None:
         groups = self._chunks[segment].bucket_groups
         seen.append((sum(g.grad_reduce_handle is not None for g in groups), len(groups)))
-        reduce(self, segment)
+        complete(self, segment)
 
-    GradSync.reduce = watched  # type: ignore[method-assign]
+    GradSync.complete = watched  # type: ignore[method-assign]
     train(argv)
     return [seen[start : start + 2] for start in range(0, len(seen), 2)]

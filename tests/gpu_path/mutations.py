@@ -149,8 +149,8 @@ MUTATIONS = (
     Mutation(
         "gradients travel in the other direction's group",
         "transfers.p2p:P2P._connect",
-        "Op.SEND_B: before[1],",
-        "Op.SEND_B: before[0],",
+        "BACK.send: before[1],",
+        "BACK.send: before[0],",
     ),
     Mutation(
         "a send starts ahead of the computation before it",
