@@ -1,10 +1,11 @@
 """Binds fold3d to Megatron: chooses a run's features and patches from its configuration."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fold3d_patches.registry import Patch, PatchError, apply
 
@@ -134,6 +135,56 @@ def _checked_plans(
     return plans, measured
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What a run's features are made of."""
+
+    config: "Fold3DConfig"
+    plans: "Plans"
+    measured: "Sequence[Feature]"
+    communicator: "PreemptiveCommunicator | None"
+    recorder: "Recorder | None"
+    num_local: int
+
+    @property
+    def timeout(self) -> timedelta:
+        """The timeout of a transfer or a reduction."""
+        return timedelta(minutes=self.config.distributed_timeout_minutes)
+
+
+def _parts(run: _Run) -> "Iterator[Part]":
+    """Yield what a run adds to the executor; what is off is not made, and not imported."""
+    c = run.config
+    weights = c.delay_weight_grads or c.auto_delays
+    one_queue = c.receives_late and c.overlap_grad_reduce and c.num_segments > 1
+    replicates = c.replicated_segments or c.auto_replicated
+    dp_sync = (  # the first of these that is on
+        (c.schedule == "auto", _auto_schedule),
+        (c.backward_share is not None, _carried_sync),
+        (replicates, _replicated_steps),
+        (True, _grad_sync),
+    )
+    for is_on, make in (  # the outermost first
+        (c.preemptive_comm, _preemption),
+        (c.num_ranks > 1, _transfers),
+        (c.overlap_tensor_parallel, _pairs),
+        (run.recorder is not None, _recorded_actions),
+        (c.shards_params, _param_shards),
+        (run.measured, lambda run: (run.measured, ())),
+        (one_queue and c.backward_share is None, _alternating_sync),
+        (True, next(make for is_on, make in dp_sync if is_on)),
+        (c.shards_grads, _grad_shards),
+        (weights and c.has_engine_modules, _engine_weight_grads),
+        (weights and not c.has_engine_modules, _weight_grads),
+        (c.auto_recompute_layers, _measured_counts),
+        (c.recompute_layers is not None and not c.auto_recompute_layers, _recompute_counts),
+        (c.recompute_early, _recompute),
+        (c.offload_activations != "off", _offload),
+    ):
+        if is_on:
+            yield make(run)
+
+
 def _install(
     config: "Fold3DConfig",
     plans: "Plans",
@@ -152,23 +203,19 @@ def _install(
     )
     from megatron.fold3d.runtime.executor import Executor
 
-    communicator = _communicator(config)
-    # The outermost first: what is off is not here, and is not imported.
-    features, patches = _joined(
-        _preemption(config, communicator),
-        _transfers(config, communicator, recorder),
-        _pairs(config, recorder),
-        _recorded_actions(recorder),
-        _param_shards(config),
-        (measured, ()),
-        _alternating_sync(config),
-        _grad_sync(config, plans, communicator, recorder),
-        _grad_shards(config),
-        _weight_grads(config),
-        _recompute_counts(config),
-        _recompute(config),
-        _offload(config, plans, recorder, num_local),
+    run = _Run(
+        config=config,
+        plans=plans,
+        measured=measured,
+        communicator=_communicator(config),
+        recorder=recorder,
+        num_local=num_local,
     )
+    features: list[Feature] = []
+    patches: list[Patch] = []
+    for its_features, its_patches in _parts(run):
+        features += its_features
+        patches += its_patches
     executor = Executor(plans, features)
     if config.cuts_every_segment:
         from fold3d_patches.schedule import gradient_buckets
@@ -182,11 +229,6 @@ def _install(
     stack = apply([*always, *marks, *patches])
     stack.push(executor)
     return stack
-
-
-def _joined(*parts: "Part") -> "tuple[list[Feature], list[Patch]]":
-    features = [feature for features, _ in parts for feature in features]
-    return features, [patch for _, patches in parts for patch in patches]
 
 
 def _measured_order(config: "Fold3DConfig", plans: "Plans") -> "Sequence[Feature]":
@@ -209,33 +251,24 @@ def _communicator(config: "Fold3DConfig") -> "PreemptiveCommunicator | None":
     return PreemptiveCommunicator.of(config)
 
 
-def _preemption(config: "Fold3DConfig", communicator: "PreemptiveCommunicator | None") -> "Part":
-    if communicator is None:
-        return (), ()
-
+def _preemption(run: _Run) -> "Part":
     from megatron.fold3d.runtime.preemption.preemption import Preemption
 
-    return (Preemption(communicator, _timeout(config)),), ()
+    assert run.communicator is not None
+    return (Preemption(run.communicator, run.timeout),), ()
 
 
-def _transfers(
-    config: "Fold3DConfig",
-    communicator: "PreemptiveCommunicator | None",
-    recorder: "Recorder | None",
-) -> "Part":
-    if config.num_ranks == 1:
-        return (), ()
-
+def _transfers(run: _Run) -> "Part":
     from megatron.fold3d.runtime.transfers.p2p import P2P
     from megatron.fold3d.runtime.transfers.pipeline_transfers import PipelineTransfers
 
-    over_network: dict[str, Any] = {"timeout": _timeout(config)}
-    connect: Callable[..., Transfers] = partial(P2P, **over_network)
+    config = run.config
+    connect: Callable[..., Transfers] = partial(P2P, timeout=run.timeout)
     if config.receives_late:
         from megatron.fold3d.runtime.transfers.alternating_p2p import AlternatingP2P
 
-        connect = partial(AlternatingP2P, **over_network)
-    if communicator is not None:
+        connect = partial(AlternatingP2P, timeout=run.timeout)
+    if run.communicator is not None:
         import torch
 
         from megatron.fold3d.runtime.device import runs_behind
@@ -243,93 +276,72 @@ def _transfers(
 
         behind = runs_behind(torch.device(config.device))
         preemptive = PreemptiveP2P if behind else AnnouncedP2P
-        connect = partial(preemptive, communicator, **over_network)
+        connect = partial(preemptive, run.communicator, timeout=run.timeout)
     if config.lazy_inter_segment:
         from megatron.fold3d.runtime.transfers.lazy_p2p import LazyP2P
 
-        connect = partial(LazyP2P, connect, _timeout(config))
-    if recorder is not None:
+        connect = partial(LazyP2P, connect, run.timeout)
+    if run.recorder is not None:
         from megatron.fold3d.runtime.trace.recorded_actions import RecordedP2P
 
-        connect = partial(RecordedP2P, recorder, connect)
+        connect = partial(RecordedP2P, run.recorder, connect)
     return (PipelineTransfers(connect),), ()
 
 
-def _pairs(config: "Fold3DConfig", recorder: "Recorder | None") -> "Part":
-    if not config.overlap_tensor_parallel:
-        return (), ()
-
+def _pairs(run: _Run) -> "Part":
     from fold3d_patches.schedule import tensor_parallel_group
     from megatron.fold3d.runtime.tensor_parallel.baton import Baton
     from megatron.fold3d.runtime.tensor_parallel.paired_microbatches import PairedMicrobatches
 
     baton = Baton()
-    feature = PairedMicrobatches(baton, hooks_reduce=config.overlap_grad_reduce)
-    return (feature,), (tensor_parallel_group.patch(baton, recorder),)
+    feature = PairedMicrobatches(baton, hooks_reduce=run.config.overlap_grad_reduce)
+    return (feature,), (tensor_parallel_group.patch(baton, run.recorder),)
 
 
-def _recorded_actions(recorder: "Recorder | None") -> "Part":
-    if recorder is None:
-        return (), ()
-
+def _recorded_actions(run: _Run) -> "Part":
     from megatron.fold3d.runtime.trace.recorded_actions import RecordedActions
 
-    return (RecordedActions(recorder),), ()
+    assert run.recorder is not None
+    return (RecordedActions(run.recorder),), ()
 
 
-def _alternating_sync(config: "Fold3DConfig") -> "Part":
+def _param_shards(_: _Run) -> "Part":
+    from megatron.fold3d.runtime.param_shards import ParamShards
+
+    return (ParamShards(),), ()
+
+
+def _alternating_sync(run: _Run) -> "Part":
     """Let reductions use two communicators in turns, if all streams of a GPU share one queue."""
-    has_one_queue, is_deferred = config.receives_late, config.backward_share is not None
-    overlaps = config.overlap_grad_reduce and config.num_segments > 1 and not is_deferred
-    if not (has_one_queue and overlaps):
-        return (), ()
-
     from megatron.fold3d.runtime.grad_sync.alternating_sync import AlternatingSync
 
-    feature = AlternatingSync(_timeout(config))
-    return (feature,), ()
+    return (AlternatingSync(run.timeout),), ()
 
 
-def _grad_sync(
-    config: "Fold3DConfig",
-    plans: "Plans",
-    communicator: "PreemptiveCommunicator | None",
-    recorder: "Recorder | None",
-) -> "Part":
-    if config.schedule == "auto":
-        return _auto_schedule(config, plans, recorder)
-    if config.backward_share is None:
-        if config.replicated_segments or config.auto_replicated:
-            return _replicated_steps(config, plans, recorder)
-        from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
+def _grad_sync(run: _Run) -> "Part":
+    from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
 
-        return (GradSync(recorder),), ()
+    return (GradSync(run.recorder),), ()
 
+
+def _carried_sync(run: _Run) -> "Part":
     from megatron.fold3d.runtime.grad_sync.deferred_grad_sync import DeferredGradSync
 
-    deferred, step, others = _deferred_sync(
-        config,
-        config.backward_share,
-        communicator=communicator,
-        auto=_auto_shares(config) if config.auto_share else None,
-        recorder=recorder,
-    )
+    config = run.config
+    assert config.backward_share is not None
+    auto = _auto_shares(run) if config.auto_share else None
+    deferred, step, others = _deferred_sync(run, config.backward_share, auto)
     feature = DeferredGradSync(
         deferred,
         slices=config.slices_dp_sync,
         places_gathers=config.gathers_params and config.plan_file is None,
-        recorder=recorder,
+        recorder=run.recorder,
     )
     return (feature,), (step, *others)
 
 
 def _deferred_sync(
-    config: "Fold3DConfig",
-    backward_share: float,
-    *,
-    communicator: "PreemptiveCommunicator | None" = None,
-    auto: "AutoShares | None",
-    recorder: "Recorder | None",
+    run: _Run, backward_share: float, auto: "AutoShares | None"
 ) -> "tuple[DeferredSync, Patch, Sequence[Patch]]":
     """Return the feature whose steps reach into the next iteration, and its patches.
 
@@ -345,14 +357,15 @@ def _deferred_sync(
     from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
     from megatron.fold3d.runtime.grad_sync.reductions import UNCUT
 
+    config = run.config
     deferred = DeferredSync(
         backward_share,
         slice_bytes=UNCUT if config.slices_dp_sync else config.dp_slice_bytes,
         bounded=config.clips_or_scales,
-        timeout=_timeout(config),
-        communicator=communicator,
+        timeout=run.timeout,
+        communicator=None if config.schedule == "auto" else run.communicator,
         auto=auto,
-        recorder=recorder,
+        recorder=run.recorder,
     )
     others = (checkpoint_and_decide_exit, save_checkpoint, scale_gradients, zero_grad_buffer)
     return (
@@ -362,7 +375,7 @@ def _deferred_sync(
     )
 
 
-def _auto_schedule(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None") -> "Part":
+def _auto_schedule(run: _Run) -> "Part":
     """Return the feature that chooses, and a gradient sync that can run each of its choices."""
     from fold3d_patches.schedule import noted_step
     from megatron.fold3d.policy.backward_shares import FIRST_SHARE
@@ -370,40 +383,33 @@ def _auto_schedule(config: "Fold3DConfig", plans: "Plans", recorder: "Recorder |
     from megatron.fold3d.runtime.auto_schedule import AutoSchedule
     from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
 
-    make = partial(AutoSchedule, config, plans, ChoiceSearch.measured)
+    config = run.config
+    make = partial(AutoSchedule, config, run.plans, ChoiceSearch.measured)
     if config.auto_defers:
         from megatron.fold3d.runtime.grad_sync.deferred_grad_sync import DeferredGradSync
 
-        deferred, step, others = _deferred_sync(
-            config,
-            FIRST_SHARE,
-            auto=_auto_shares(config),
-            recorder=recorder,
-        )
+        deferred, step, others = _deferred_sync(run, FIRST_SHARE, _auto_shares(run))
         auto = make(deferred=deferred)
-        return (auto, DeferredGradSync(deferred, recorder=recorder)), (
-            noted_step.patch(auto, step),
-            *others,
-        )
+        sync = DeferredGradSync(deferred, recorder=run.recorder)
+        return (auto, sync), (noted_step.patch(auto, step), *others)
     if config.auto_replicates:
         from fold3d_patches.schedule import replicated_step
         from megatron.fold3d.runtime.grad_sync.replicated_steps import ReplicatedSteps
 
-        replicated = ReplicatedSteps((), recorder)
+        replicated = ReplicatedSteps((), run.recorder)
         auto = make(replicated=replicated)
         step = replicated_step.patch(replicated)
         return (auto, replicated), (noted_step.patch(auto, step),)
     auto = make()
-    return (auto, GradSync(recorder)), (noted_step.patch(auto),)
+    return (auto, GradSync(run.recorder)), (noted_step.patch(auto),)
 
 
-def _replicated_steps(
-    config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None"
-) -> "Part":
+def _replicated_steps(run: _Run) -> "Part":
     from fold3d_patches.schedule import replicated_step
     from megatron.fold3d.runtime.grad_sync.replicated_steps import ReplicatedSteps
 
-    replicated = ReplicatedSteps(config.replicated_segments, recorder)
+    config = run.config
+    replicated = ReplicatedSteps(config.replicated_segments, run.recorder)
     patches = (replicated_step.patch(replicated),)
     if not config.auto_replicated:
         return (replicated,), patches
@@ -412,7 +418,7 @@ def _replicated_steps(
     from megatron.fold3d.runtime.grad_sync.measured_replication import MeasuredReplication
 
     measured = MeasuredReplication(
-        plans,
+        run.plans,
         replicated,
         partial(
             SimulatedIteration.measured,
@@ -425,41 +431,27 @@ def _replicated_steps(
     return (measured, replicated), patches
 
 
-def _param_shards(config: "Fold3DConfig") -> "Part":
-    if not config.shards_params:
-        return (), ()
+def _auto_shares(run: _Run) -> "AutoShares":
+    from megatron.fold3d.runtime.grad_sync.measured_shares import AutoShares
 
-    from megatron.fold3d.runtime.param_shards import ParamShards
-
-    return (ParamShards(),), ()
+    return AutoShares(run.timeout)
 
 
-def _grad_shards(config: "Fold3DConfig") -> "Part":
-    if not config.shards_grads:
-        return (), ()
-
+def _grad_shards(_: _Run) -> "Part":
     from megatron.fold3d.runtime.grad_shards import GradShards
 
     return (GradShards(),), ()
 
 
-def _auto_shares(config: "Fold3DConfig") -> "AutoShares":
-    from megatron.fold3d.runtime.grad_sync.measured_shares import AutoShares
+def _engine_weight_grads(_: _Run) -> "Part":
+    from fold3d_patches.schedule import backward_post_hook
+    from megatron.fold3d.runtime.weight_grads.engine_modules import EngineWeightGrads
 
-    return AutoShares(_timeout(config))
+    engine = EngineWeightGrads()
+    return (engine,), (backward_post_hook.patch(engine),)
 
 
-def _weight_grads(config: "Fold3DConfig") -> "Part":
-    if not (config.delay_weight_grads or config.auto_delays):
-        return (), ()
-
-    if config.has_engine_modules:
-        from fold3d_patches.schedule import backward_post_hook
-        from megatron.fold3d.runtime.weight_grads.engine_modules import EngineWeightGrads
-
-        engine = EngineWeightGrads()
-        return (engine,), (backward_post_hook.patch(engine),)
-
+def _weight_grads(_: _Run) -> "Part":
     from fold3d_patches.schedule import linear
     from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGrads
 
@@ -467,10 +459,20 @@ def _weight_grads(config: "Fold3DConfig") -> "Part":
     return (weight_grads,), (linear.patch(weight_grads),)
 
 
-def _recompute(config: "Fold3DConfig") -> "Part":
-    if not config.recompute_early:
-        return (), ()
+def _measured_counts(run: _Run) -> "Part":
+    from megatron.fold3d.runtime.measured_counts import MeasuredCounts
 
+    return (MeasuredCounts(run.config.activation_memory_bytes),), ()
+
+
+def _recompute_counts(run: _Run) -> "Part":
+    from megatron.fold3d.runtime.recompute_counts import RecomputeCounts
+
+    assert run.config.recompute_layers is not None
+    return (RecomputeCounts(run.config.recompute_layers),), ()
+
+
+def _recompute(_: _Run) -> "Part":
     from fold3d_patches.schedule import checkpoint
     from megatron.fold3d.runtime.early_recompute import EarlyRecompute
 
@@ -478,35 +480,13 @@ def _recompute(config: "Fold3DConfig") -> "Part":
     return (early,), (checkpoint.patch(early=early),)
 
 
-def _recompute_counts(config: "Fold3DConfig") -> "Part":
-    if config.auto_recompute_layers:
-        from megatron.fold3d.runtime.measured_counts import MeasuredCounts
-
-        return (MeasuredCounts(config.activation_memory_bytes),), ()
-    if config.recompute_layers is None:
-        return (), ()
-
-    from megatron.fold3d.runtime.recompute_counts import RecomputeCounts
-
-    return (RecomputeCounts(config.recompute_layers),), ()
-
-
-def _offload(
-    config: "Fold3DConfig", plans: "Plans", recorder: "Recorder | None", num_local: int
-) -> "Part":
-    if config.offload_activations == "off":
-        return (), ()
-
+def _offload(run: _Run) -> "Part":
     from fold3d_patches.schedule import checkpoint
     from megatron.fold3d.runtime.offload.offload_actions import Offload
     from megatron.fold3d.runtime.offload.offloader import Offloader
 
-    offloader = Offloader.of(config, num_local)
-    return (Offload(offloader, plans, recorder),), (checkpoint.patch(offloader),)
-
-
-def _timeout(config: "Fold3DConfig") -> timedelta:
-    return timedelta(minutes=config.distributed_timeout_minutes)
+    offloader = Offloader.of(run.config, run.num_local)
+    return (Offload(offloader, run.plans, run.recorder),), (checkpoint.patch(offloader),)
 
 
 def _metrics() -> "Metrics":

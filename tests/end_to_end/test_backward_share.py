@@ -372,15 +372,15 @@ def train_and_listen(argv: Sequence[str]) -> Heard:
     steps: list[tuple[int, int]] = []
     keeps_back: list[bool] = []
 
-    from megatron.fold3d.runtime.grad_sync.deferred_reductions import DeferredReductions
+    from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
 
-    begin = DeferredReductions.begin_iteration
+    begin = DeferredSync.begin_iteration
 
-    def noted(self: DeferredReductions, num_segments: int, *, whole: bool) -> tuple[float, ...]:
-        keeps_back.append(not whole)
-        return begin(self, num_segments, whole=whole)
+    def noted(self: DeferredSync, num_segments: int) -> tuple[float, ...]:
+        keeps_back.append(not self.waited)
+        return begin(self, num_segments)
 
-    DeferredReductions.begin_iteration = noted
+    DeferredSync.begin_iteration = noted
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

@@ -96,16 +96,16 @@ class DeferredGradSync(GradSync):
             chunk = self._chunks[iteration.segment(action)]
             if action.stage in stepped:
                 self._deferred.take(chunk, iteration.unfinished.get(action.stage, ()))
-            self._deferred.start_until(chunk, action.end)
+            self._deferred.sums.start_until(chunk, action.end)
 
         def keep(action: Action) -> None:
             segment = iteration.segment(action)
             self.complete(segment)
             self._deferred.take(self._chunks[segment])
-            self._deferred.keep(self._chunks[segment])
+            self._deferred.sums.keep(self._chunks[segment])
 
         def finalize(action: Action) -> None:
-            self._deferred.finish_kept(self._chunks[iteration.segment(action)])
+            self._deferred.sums.finish_kept(self._chunks[iteration.segment(action)])
 
         def step(action: Action) -> None:
             stepped.add(action.stage)

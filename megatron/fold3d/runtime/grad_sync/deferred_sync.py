@@ -7,7 +7,7 @@ begins. They do not start earlier, because Megatron runs small blocking collecti
 iterations, for norms and losses, and these would share the links with them.
 
 Right before a chunk's first forward, this rank waits for the chunk's gradients and takes the
-optimizer step of their iteration. `DeferredReductions` does the reductions; this module the steps.
+optimizer step of their iteration. `Reductions` does the reductions; this module the steps.
 
     segments 0 and 1 of a rank; a is the backward share of a segment's DP.sync, b the rest
 
@@ -46,16 +46,20 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
 
 from megatron.fold3d.plan.ir import Action
+from megatron.fold3d.plan.parts import part_of
+from megatron.fold3d.policy.backward_shares import forwards_before_gather
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     bucket_groups,
+    connect,
     everyones_reducing_groups,
+    group_of,
     is_sharded,
 )
-from megatron.fold3d.runtime.grad_sync.deferred_reductions import DeferredReductions
 from megatron.fold3d.runtime.grad_sync.norm_bound import Bound, NormBound, is_conditional
 from megatron.fold3d.runtime.grad_sync.partial_step import PartialStep
 from megatron.fold3d.runtime.grad_sync.reduced_in_iteration import reduced_in_iteration
-from megatron.fold3d.runtime.trace.recorder import Recorder
+from megatron.fold3d.runtime.grad_sync.reductions import Reductions
+from megatron.fold3d.runtime.trace.recorder import Recorder, no_end
 
 if TYPE_CHECKING:
     from megatron.fold3d.runtime.grad_sync.measured_shares import AutoShares
@@ -71,7 +75,7 @@ Report = Callable[[float], None]
 
 
 class DeferredSync:
-    """Reductions and optimizer steps of one rank's model chunks, over all iterations.
+    """What one rank's model chunks reduce, and when they are stepped, over all iterations.
 
     A chunk's step becomes *due* when Megatron asks for the optimizer step. Megatron may run an
     iteration again, which it decides before that; its reductions are then dropped.
@@ -86,6 +90,9 @@ class DeferredSync:
         communicator: starts the slices; without one they start at once.
         auto: measures some iterations and from then on decides the share of each segment.
         recorder: the recorder of the trace, if there is one.
+
+    Attributes:
+        sums: the reductions in flight.
     """
 
     def __init__(
@@ -99,16 +106,10 @@ class DeferredSync:
         auto: "AutoShares | None" = None,
         recorder: Recorder | None = None,
     ) -> None:
-        self._bounded = bounded
-        self._timeout = timeout
-        self._reductions = DeferredReductions(
-            backward_share,
-            slice_bytes=slice_bytes,
-            timeout=timeout,
-            communicator=communicator,
-            auto=auto,
-            recorder=recorder,
-        )
+        self.sums = Reductions(slice_bytes, self._observe)
+        self._backward_share, self._bounded = backward_share, bounded
+        self._timeout, self._communicator = timeout, communicator
+        self._auto, self._recorder = auto, recorder
 
         # Known with the first iteration.
         self._chunks: Sequence[Any] = ()
@@ -118,6 +119,15 @@ class DeferredSync:
         self._in_iteration = False
         self._is_sharded = False
         self._gathers_later = False  # parameters: not within the optimizer's step
+        self._late_bytes: Sequence[int] = ()  # by segment, gradients that may be reduced late
+        self._parameter_bytes: Sequence[int] = ()  # by segment
+
+        # Of the iteration that runs.
+        self._names: Mapping[Any, Action] = {}  # of each chunk's sum, for traces
+        self._shares: tuple[float, ...] = ()  # by segment
+        self._next_shares: tuple[float, ...] = ()
+        self._scaling: dict[Any, Any] = {}  # by chunk that is still being reduced
+        self._noted: set[Any] = set()  # chunks whose norms are bounded
 
         # Of the step that Megatron asked for last.
         self._step: PartialStep | None = None
@@ -126,7 +136,6 @@ class DeferredSync:
         self._bound: Bound | None = None
         self._was_late = not bounded  # a young model's gradients are large: expect to wait
         self._due: set[Any] = set()  # chunks
-        self._noted: set[Any] = set()  # chunks whose norms of this iteration are bounded
         self._num_late = self._num_whole = 0  # of all steps
         self._num_normed = self._num_clipped = 0  # of those that deferred nothing
 
@@ -134,16 +143,16 @@ class DeferredSync:
         self,
         chunks: Sequence[torch.nn.Module],
         groups: ProcessGroupCollection,
-        sums: Mapping[Any, Action],
+        names: Mapping[Any, Action],
     ) -> None:
         """Begin an iteration; all ranks of the job call this together.
 
         Args:
             chunks: the model chunks of this rank.
             groups: Megatron's process groups.
-            sums: by chunk, the plan's name for the sum of all of its gradients.
+            names: by chunk, the plan's action that sums all of its gradients.
         """
-        self._reductions.sums = sums
+        self._names = names
         self._in_iteration = True
         self._noted.clear()
         if not self._chunks:
@@ -154,14 +163,21 @@ class DeferredSync:
 
         All replicas of a stage call this together, once for each iteration that carries DP.sync.
         """
-        return self._reductions.begin_iteration(num_segments, whole=not self._was_late)
+        if self._auto is not None and (shares := self._auto.begin_iteration()):
+            self.set_shares(shares)
+        self._shares = self._next_shares or (self._backward_share,) * num_segments
+        if not self._was_late:
+            self._shares = (1.0,) * num_segments
+        return self._shares
 
     def set_shares(self, shares: Sequence[float]) -> None:
         """From the next iteration on, start ``shares[segment]`` of DP.sync with the backward.
 
         All replicas of a stage must be given the same shares.
         """
-        self._reductions.set_shares(shares)
+        if not all(0 <= share <= 1 for share in shares):
+            raise ValueError(f"shares of DP.sync {shares}: give numbers from 0 to 1")
+        self._next_shares = tuple(shares)
 
     @property
     def waited(self) -> bool:
@@ -185,29 +201,20 @@ class DeferredSync:
         return bool(self._due)
 
     def take(self, chunk: Any, unfinished: Collection[torch.Tensor] = ()) -> None:
-        """Take what is complete of a chunk's gradients; `start_until` then starts it.
+        """Take what is complete of a chunk's gradients, to be started later.
 
         Args:
             chunk: the model chunk.
             unfinished: the parameters whose gradients are not complete.
         """
-        pieces = self._reductions.take(chunk, unfinished)
+        pieces = self.sums.take(chunk, unfinished)
+        if self._auto is not None and pieces:
+            num_bytes = sum(piece.num_bytes for piece in pieces)
+            self._auto.ready(self._chunks.index(chunk), num_bytes)
         if self._norm_bound is not None and pieces:
             more = chunk in self._noted
             self._norm_bound.add(self._chunks.index(chunk), pieces, more=more)
             self._noted.add(chunk)
-
-    def start_until(self, chunk: Any, end: int) -> None:
-        """Start what was taken before ``end`` thousandths of a chunk, if that is in flight."""
-        self._reductions.start_until(chunk, end)
-
-    def keep(self, chunk: Any) -> None:
-        """Start to reduce what Megatron reads when the iteration ends."""
-        self._reductions.keep(chunk)
-
-    def finish_kept(self, chunk: Any) -> None:
-        """Wait for what `keep` has started."""
-        self._reductions.finish_kept(chunk)
 
     def finish_backward(self) -> None:
         """Note that all backwards are done."""
@@ -220,10 +227,10 @@ class DeferredSync:
             Whether the step was due.
         """
         if chunk not in self._due:
-            assert not self._reductions.is_running(chunk), "its gradients were not waited for"
+            assert not self.sums.is_running(chunk), "its gradients were not waited for"
             return False
         assert self._step is not None
-        self._reductions.wait_for(chunk)
+        self._wait_for(chunk)
         self._step.take(chunk.parameters())
         self._due.remove(chunk)
         chunk.zero_grad_buffer()
@@ -235,7 +242,7 @@ class DeferredSync:
         Without the distributed optimizer there is nothing to gather.
         """
         if self._is_sharded:
-            self._reductions.gather(chunk)
+            self.sums.gather(chunk)
 
     def forwards_before_gathers(self, num_microbatches: int, num_segments: int) -> tuple[int, ...]:
         """Return, by segment, how many forwards of the one before overlap what is left of it.
@@ -244,7 +251,10 @@ class DeferredSync:
         """
         if not self._due:
             return (0,) * num_segments
-        return self._reductions.forwards_before_gathers(num_microbatches)
+        return tuple(
+            forwards_before_gather(rest, gathered, num_microbatches)
+            for rest, gathered in zip(self._rest_bytes(), self._parameter_bytes, strict=True)
+        )
 
     def step(
         self,
@@ -268,7 +278,7 @@ class DeferredSync:
             logs: whether Megatron logs this iteration; it always logs the first of a run.
         """
         self._report_norm()
-        late = [chunk for chunk in self._chunks if self._reductions.is_running(chunk)]
+        late = [chunk for chunk in self._chunks if self.sums.is_running(chunk)]
         reduced = [chunk for chunk in self._chunks if chunk not in late]
         if not late:  # nothing was deferred
             outcome = whole_step()
@@ -277,22 +287,22 @@ class DeferredSync:
         if not self._may_be_late(optimizer, reduced, late):
             self._num_whole += 1
             self._was_late = False
-            self._reductions.count_deferred(is_late=False)
-            self._reductions.start_left()
+            self._count_rest(0)
+            self.sums.start_left()
             for chunk in late:
-                self._reductions.wait_for(chunk)
+                self._wait_for(chunk)
             return whole_step()
         self._is_logged = logs or not (self._num_late or self._num_whole)
         self._report = report
         self._num_late += 1
         self._was_late = True
-        self._reductions.count_deferred(is_late=True)
+        self._count_rest(sum(self._rest_bytes()))
         self._step = PartialStep(optimizer, iteration, self._alone)
         if parameters := [p for chunk in reduced for p in chunk.parameters()]:
             self._step.take(parameters)
         if self._is_sharded and not self._gathers_later:
             for chunk in reduced:
-                self._reductions.gather(chunk)
+                self.sums.gather(chunk)
         self._due = set(late)
         return True, None, None
 
@@ -301,18 +311,21 @@ class DeferredSync:
 
         Returns True if the chunk will be scaled once reduced, False if the caller must scale it.
         """
-        return self._reductions.defer_scaling(chunk, factor)
+        if self.sums.is_running(chunk):
+            self._scaling[chunk] = factor
+            return True
+        return False
 
     def defer_zeroing(self, chunk: Any) -> bool:
         """Return True if a chunk's due step will zero its gradients, so the caller must not."""
         if chunk in self._due:
             return True
-        self._reductions.wait_for(chunk)  # the iteration is given up or run again
+        self._wait_for(chunk)  # the iteration is given up or run again
         return False
 
     def drain(self) -> None:
         """Finish all reductions and due steps; the parameters are then up to date."""
-        self._reductions.start_left()
+        self.sums.start_left()
         for chunk in [chunk for chunk in self._chunks if chunk in self._due]:
             self.finish_step(chunk)
             if self._is_sharded:
@@ -329,7 +342,7 @@ class DeferredSync:
             return
         self.drain()
         for chunk in self._chunks:
-            self._reductions.wait_for(chunk)
+            self._wait_for(chunk)
         log_single_rank(
             logger,
             logging.INFO,
@@ -342,7 +355,7 @@ class DeferredSync:
         """True if the step is certain to be neither clipped nor skipped."""
         if self._norm_bound is None:
             return not is_conditional(optimizer.config)
-        scaling = self._reductions.scaling
+        scaling = next(iter(self._scaling.values()), 1.0)  # all chunks have the same
         self._norm_bound.add_reduced(reduced, late, self._reduced_in_iteration, scaling)
         self._bound = self._norm_bound.total(optimizer.get_loss_scale().item(), scaling)
         return self._bound.allows_late_steps(optimizer.config)
@@ -360,12 +373,47 @@ class DeferredSync:
         self._is_sharded = any(map(is_sharded, bucket_groups(*chunks)))
         self._gathers_later = bool(chunks[0].ddp_config.overlap_param_gather)
         self._reduced_in_iteration = reduced_in_iteration(chunks, groups)
-        self._reductions.connect_groups(chunks, self._reduced_in_iteration, groups)
+        device = next(chunks[0].parameters()).device
+        ours = connect(map(group_of, bucket_groups(*chunks)), device, self._timeout)
+        if self._communicator is not None:
+            ours = {ranks: self._communicator.group(group) for ranks, group in ours.items()}
+        self.sums.connect(chunks, self._reduced_in_iteration, ours)
+        if self._auto is not None:
+            self._auto.connect(len(chunks), groups.dp_cp, device)
+        self._late_bytes = [self.sums.num_bytes(chunk) for chunk in chunks]
+        self._parameter_bytes = [sum(p.nbytes for p in chunk.parameters()) for chunk in chunks]
         if self._bounded:
-            device = next(chunks[0].parameters()).device
             self._norm_bound = NormBound(rank_groups, chunks, device, self._timeout)
             self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         self._chunks = chunks
+
+    def _wait_for(self, chunk: Any) -> None:
+        """Wait for a chunk's reduction, if one is in flight, then apply a deferred scaling."""
+        self.sums.wait(chunk)
+        if (factor := self._scaling.pop(chunk, None)) is not None:
+            chunk.scale_gradients(factor)
+
+    def _rest_bytes(self) -> list[float]:
+        """Return, by segment, what the latest iteration has left for the next one."""
+        return [
+            (1 - share) * late for share, late in zip(self._shares, self._late_bytes, strict=True)
+        ]
+
+    def _count_rest(self, num_bytes: float) -> None:
+        """Record in the trace which share of the gradients is reduced in the next iteration."""
+        buckets = (b for group in bucket_groups(*self._chunks) for b in group.buckets)
+        all_bytes = sum(bucket.grad_data.nbytes for bucket in buckets)
+        if self._recorder is not None and all_bytes:
+            self._recorder.count("deferred_grad_sync_share", num_bytes / all_bytes)
+
+    def _observe(self, chunk: Any, end: int, num_bytes: int) -> list[Callable[[], None]]:
+        """Note that a chunk starts to reduce ``num_bytes``; return callbacks for its end."""
+        ends = []
+        if self._auto is not None:
+            ends.append(self._auto.open_transfer(num_bytes))
+        if self._recorder is not None:
+            ends.append(self._recorder.open_span(part_of(self._names[chunk], end), "grad_sync"))
+        return [end for end in ends if end is not no_end]
 
     def _report_norm(self) -> None:
         """Log and report the gradient norm of the last deferred step, now that it is complete."""
