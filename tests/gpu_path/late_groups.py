@@ -318,4 +318,5 @@ def _method(name: str) -> Callable[..., dist.Work]:
 
 
 for _name in _COLLECTIVES:
-    setattr(LateGroup, _name, _method(_name))
+    if hasattr(dist.ProcessGroup, _name):  # torch renamed some
+        setattr(LateGroup, _name, _method(_name))

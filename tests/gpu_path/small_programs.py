@@ -91,7 +91,8 @@ def _receive_and_go_on(mutation: Mutation | None) -> None:
 
         def compute() -> None:
             peer.receives.wait(HANG_S)
-            went_on.wait(1.0)  # with the fault, as the receive is over only after this computation
+            # With the fault it does, as the receive is over only after this computation.
+            went_on.wait(20.0 if mutation else 0.2)
             while went_on.is_set() and not device.compute.queue.host_stands:
                 time.sleep(0.001)
 
