@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import run_distributed
-from tests.end_to_end.training import Record, differences, train
+from tests.end_to_end.training import Record, differences, train, train_as_planned
 
 pytestmark = pytest.mark.gloo
 
@@ -146,9 +146,9 @@ SAVES, RESUMES = "--save {folder} --save-interval 4", "--load {folder}"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_losses_norms_and_parameters_are_those_of_stock(row: Row) -> None:
+def test_losses_norms_and_parameters_are_those_of_stock(row: Row, tmp_path: Path) -> None:
     num_ranks = row.pp * row.dp * (2 if "--tensor" in row.flags else 1)
-    ours = run_distributed(train_and_listen, num_ranks, row.command(row.ours))
+    ours = run_distributed(train_and_listen, num_ranks, row.command(row.ours), tmp_path)
     stock = _stock(num_ranks, row.command("--schedule stock"))
 
     assert differences(*_comparable(ours, stock)) == []
@@ -365,8 +365,11 @@ def train_and_decide_often(argv: Sequence[str]) -> tuple["Heard", list[str]]:
     return train_and_listen(argv), told
 
 
-def train_and_listen(argv: Sequence[str]) -> Heard:
-    """Train; with the norms that are logged later than the iteration's line, and the steps."""
+def train_and_listen(argv: Sequence[str], traced: Path | None = None) -> Heard:
+    """Train; with the norms that are logged later than the iteration's line, and the steps.
+
+    With a folder for traces, also check that the rank starts what its plan says.
+    """
     norms: dict[int, float] = {}
     bounds: dict[int, float] = {}
     steps: list[tuple[int, int]] = []
@@ -393,7 +396,8 @@ def train_and_listen(argv: Sequence[str]) -> Heard:
     logger = logging.getLogger("megatron.fold3d.runtime.grad_sync.deferred_sync")
     logger.setLevel(logging.INFO)
     logger.addHandler(Listener())
-    return Heard(train(argv), norms, bounds, steps, keeps_back)
+    record = train_as_planned(argv, traced) if traced else train(argv)
+    return Heard(record, norms, bounds, steps, keeps_back)
 
 
 @functools.cache

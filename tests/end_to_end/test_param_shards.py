@@ -39,7 +39,7 @@ from tests.end_to_end.test_equal_to_stock import (
     Row,
     _reference,
 )
-from tests.end_to_end.training import Record, differences, train
+from tests.end_to_end.training import Record, differences, train, train_as_planned
 
 pytestmark = pytest.mark.gloo
 
@@ -168,8 +168,8 @@ ROWS = (
 SAVED = Row(dp=2, segments=3, m=2, flags=f"{OVERLAP} --bf16 --num-layers 6 --async-save")
 
 
-def train_poisoned(argv: Sequence[str]) -> Record:
-    """Train with storage that is NaN when it is allocated again."""
+def train_poisoned(argv: Sequence[str], traced: Path | None = None) -> Record:
+    """Train with storage that is NaN when it is allocated again; see `train_as_planned`."""
     from megatron.fold3d.runtime import grad_shards, param_shards
 
     allocate = param_shards.allocate
@@ -179,7 +179,7 @@ def train_poisoned(argv: Sequence[str]) -> Record:
         buffer.fill_(float("nan"))
 
     param_shards.allocate = grad_shards.allocate = poisoned
-    return train(argv)
+    return train_as_planned(argv, traced) if traced else train(argv)
 
 
 @dataclass
@@ -276,7 +276,7 @@ def test_it_trains_what_stock_does_and_reads_nothing_that_is_freed(
     plan_file = tmp_path / "plan"
     plan_file.write_text(row.plan)
     command = row.command(row.ours.replace("PLAN", str(plan_file)))
-    ours = run_distributed(train_poisoned, row.num_ranks, command)
+    ours = run_distributed(train_poisoned, row.num_ranks, command, tmp_path)
     stock = _reference(row.num_ranks, row.command(f"--schedule stock {row.stock}"))
     if "--backward-share" in row.ours:  # a norm is known when all gradients have arrived
         for iteration in (i for record in (*ours, *stock) for i in record.iterations):

@@ -23,7 +23,7 @@ from tests.end_to_end.test_equal_to_stock import (
     _reference,
 )
 from tests.end_to_end.test_param_shards import MORE_AND_MORE
-from tests.end_to_end.training import Record, differences, train
+from tests.end_to_end.training import Record, differences, train, train_as_planned
 
 pytestmark = pytest.mark.gloo
 
@@ -76,8 +76,8 @@ SAVED = Row(pp=1, dp=2, m=2, flags=f"{OVERLAP} --bf16")
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_losses_norms_parameters_and_shards_are_those_of_stock(row: Row) -> None:
-    ours = run_distributed(train, row.num_ranks, row.command(row.ours))
+def test_losses_norms_parameters_and_shards_are_those_of_stock(row: Row, tmp_path: Path) -> None:
+    ours = run_distributed(train_as_planned, row.num_ranks, row.command(row.ours), tmp_path)
     stock = _reference(row.num_ranks, row.command(f"{STOCK} {row.stock}"))
     assert differences(ours, stock) == []
 

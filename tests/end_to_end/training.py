@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron.fold3d.observe.trace_files import Event, RankTrace
-from megatron.fold3d.plan.ir import Action, Op, Program, hooked
+from megatron.fold3d.plan.ir import Action, Op, Program, carried, hooked
 from megatron.fold3d.plan.ops import (
     COMPUTE_OPS,
     GATHER_OPS,
@@ -90,9 +90,11 @@ def words(events: Sequence[Event], program: Program) -> tuple[list[str], list[st
 
     Of a sum of several collectives, the first one counts. DDP's hooks start sums inside a backward,
     so before the transfers behind it. What is planned may find nothing to do: a part for which
-    nothing is complete in every shard, or a gather behind a step that was skipped, or that has
-    started it. Gathers that no plan has are started by DDP's hooks or by the optimizer's step.
+    nothing is complete in every shard, what an iteration has left that waited for all gradients,
+    or a gather behind a step that was skipped, or that has started it. Gathers that no plan has are
+    started by DDP's hooks or by the optimizer's step.
     """
+    late = carried(program)
     started = dict.fromkeys(event.name for event in events if event.kind in _KINDS)
     planned = {str(action): action for action in program if TABLE[action.op].place in _STARTS}
     gathers = {str(action) for action in program if action.op in GATHER_OPS}
@@ -103,6 +105,7 @@ def words(events: Sequence[Event], program: Program) -> tuple[list[str], list[st
         and action.microbatch
         and action.stage in stages_in_parts(program)
     } | gathers
+    idle |= {str(a) for i, a in enumerate(program) if a.op in SUM_OPS and i < late.get(a.stage, 0)}
     by_hooks = {str(a) for a in program if a.op in SUM_OPS and a.stage in hooked(program)}
     return (
         _behind_computations((n for n in planned if n in started or n not in idle), by_hooks),
