@@ -25,6 +25,7 @@ from megatron.fold3d.plan.passes.transfers import add_p2p
 
 _COLUMNS = 4  # actions shown on either side of a marked one
 _ROWS = 8  # ranks shown at most
+_WIDTH = 13  # of an action, at least
 
 _GATHERED_AGAIN = (Op.FREE_PARAM, Op.ALL_GATHER_B)
 _READ = (Op.REDUCE_KEPT, Op.FINALIZE)
@@ -337,13 +338,17 @@ def cell_of(plan: Plan, action: Action) -> dict[int, int]:
 def error_at(plan: Plan, marked: Mapping[int, int], text: str) -> PlanError:
     """Add the grid below the message: a window of each rank's program, with marks as > <."""
     first, last = min(marked), max(marked)
-    lines = [text]
+    rows: dict[int, list[str]] = {}
     for rank in range(max(0, first - 1), min(plan.num_ranks, last + 2))[:_ROWS]:
         centre = marked.get(rank, marked[first])
         start = max(0, centre - _COLUMNS)
-        cells = [
+        rows[rank] = [
             f">{action}<" if marked.get(rank) == start + i else f" {action} "
             for i, action in enumerate(plan.programs[rank][start : centre + _COLUMNS + 1])
         ]
-        lines.append(f"  rank {rank:>2} |" + "".join(f"{cell:<13}" for cell in cells).rstrip())
-    return PlanError("\n".join(lines))
+    width = max(_WIDTH, *(len(cell) + 1 for cells in rows.values() for cell in cells))
+    lines = [
+        f"  rank {rank:>2} |" + "".join(f"{cell:<{width}}" for cell in cells).rstrip()
+        for rank, cells in rows.items()
+    ]
+    return PlanError("\n".join([text, *lines]))
