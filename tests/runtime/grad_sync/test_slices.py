@@ -100,8 +100,8 @@ def test_shares_are_from_0_to_1():
         DeferredSync(0.5, slice_bytes=4096, bounded=False, timeout=None).set_shares((0.5, 1.5))
 
 
-def sharded(data: torch.Tensor, begin: int, end: int, rank: int = 0) -> ShardedSlice:
-    return ShardedSlice(data=data, begin=begin, end=end, op=None, group=None, rank=rank, size=2)
+def sharded(data: torch.Tensor, begin: int, end: int) -> ShardedSlice:
+    return ShardedSlice.of(data, begin, end, None, None, 2)
 
 
 def test_what_is_reduced_in_the_iteration_of_one_shard_is_so_of_all(bucket: Any):

@@ -245,12 +245,6 @@ def _sharded_slices(
     bucket_group: Any, bucket: Any, group: dist.ProcessGroup, parts: Iterable[tuple[int, int]]
 ) -> Iterator[ShardedSlice]:
     for begin, end in parts:
-        yield ShardedSlice(
-            data=bucket.grad_data,
-            begin=begin,
-            end=end,
-            op=reduce_op(bucket_group),
-            group=group,
-            rank=group.rank(),
-            size=group.size(),
+        yield ShardedSlice.of(
+            bucket.grad_data, begin, end, reduce_op(bucket_group), group, group.size()
         )

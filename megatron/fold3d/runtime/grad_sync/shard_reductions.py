@@ -11,10 +11,9 @@ parameter then has gradients of few shards. There it is reduced to the owners of
 at a time. A ring of n replicas carries n / (n - 1) times the bytes of a reduce-scatter for that.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +22,13 @@ import torch.distributed as dist
 from megatron.fold3d.policy.shard_order import MOST_BALANCED, in_shards
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, group_of, is_sharded
 from megatron.fold3d.runtime.grad_sync.complete_parts import Part
-from megatron.fold3d.runtime.grad_sync.slices import Piece, ranges_of, reduce_op
+from megatron.fold3d.runtime.grad_sync.slices import (
+    Piece,
+    ShardedSlice,
+    first_of,
+    ranges_of,
+    reduce_op,
+)
 
 _SMALLEST = 1 << 12  # gradients: the latency of less costs more than it gains
 
@@ -60,11 +65,10 @@ class ShardParts:
             size = min(sum(data.numel() for data in shard) for shard in waiting)
             if size >= (1 if are_last else _SMALLEST):
                 group = self._groups[bucket]
-                taken = [_first(shard, size) for shard in waiting]
-                waiting[:] = [rest for _, rest in taken]
-                yield BalancedSlice(
-                    tuple(first for first, _ in taken), reduce_op(group), group_of(group)
-                )
+                taken = [first_of(shard, size) for shard in waiting]
+                waiting[:] = [list(rest) for _, rest in taken]
+                shards = tuple(first for first, _ in taken)
+                yield ShardedSlice(shards, reduce_op(group), group_of(group))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,77 +115,6 @@ class OwnedSlice:
         return replace(self, data=self.data[:size]), replace(self, data=self.data[size:])
 
 
-@dataclass(frozen=True, slots=True)
-class BalancedSlice:
-    """As many gradients of each shard, wherever they lie in it, which a reduce-scatter sums.
-
-    Attributes:
-        shards: views of the bucket by shard, together equally large.
-        op: the reduce op.
-        group: the replicas, of which each owns a shard.
-    """
-
-    shards: tuple[list[torch.Tensor], ...]
-    op: Any
-    group: dist.ProcessGroup
-
-    @property
-    def views(self) -> tuple[torch.Tensor, ...]:
-        """The views ``[num_elements of the view]``, by shard."""
-        return tuple(chain.from_iterable(self.shards))
-
-    @property
-    def num_elements(self) -> int:
-        """The number of gradients, in all shards together."""
-        return sum(data.numel() for data in self.views)
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of all views in bytes."""
-        return sum(data.nbytes for data in self.views)
-
-    def reduce(self) -> "_Scatter":
-        """Start a reduce-scatter; see `Piece.reduce`."""
-        return _Scatter(self)
-
-    def cut(self, size: int) -> tuple["BalancedSlice", "BalancedSlice"]:
-        """Split every shard at the same size; the first parts have at most ``size`` elements."""
-        both = [_first(shard, size // len(self.shards)) for shard in self.shards]
-        first, rest = (tuple(shards) for shards in zip(*both, strict=True))
-        return replace(self, shards=first), replace(self, shards=rest)
-
-
-class _Scatter:
-    """The reduce-scatter of a slice under way."""
-
-    def __init__(self, scattered: BalancedSlice) -> None:
-        group = scattered.group
-        self._own = scattered.shards[group.rank()]
-        self._together = torch.cat(scattered.views)  # kept while it is read
-        self._sums = self._together.new_empty(self._together.numel() // group.size())
-        work: dist.Work | None = dist.reduce_scatter_tensor(
-            self._sums, self._together, scattered.op, group=group, async_op=True
-        )
-        assert work is not None
-        self._work = work
-
-    def get_future(self) -> Any:
-        """Return a future that is done when the sums are there."""
-        return self._work.get_future()
-
-    def is_completed(self) -> bool:
-        """Return True if the sums are there."""
-        return self._work.is_completed()
-
-    def wait(self) -> None:
-        """Wait for the sums, and put them where they belong in the own shard."""
-        self._work.wait()
-        for data, sums in zip(
-            self._own, self._sums.split([data.numel() for data in self._own]), strict=True
-        ):
-            data.copy_(sums)
-
-
 def spread(chunk: Any, parameters: AbstractSet[torch.Tensor]) -> list[int]:
     """Return how many gradients of some parameters, of any shape, lie in each shard.
 
@@ -207,16 +140,3 @@ def _by_owner(part: Part, num_replicas: int) -> Iterator[tuple[int, torch.Tensor
     size = data.numel() // num_replicas
     for owner, begin, end in in_shards(part.begin, part.end, size):
         yield owner, data[begin:end]
-
-
-def _first(
-    waiting: Sequence[torch.Tensor], size: int
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Split views into the first ``size`` gradients of them, and the rest."""
-    first: list[torch.Tensor] = []
-    rest: list[torch.Tensor] = []
-    for data in waiting:
-        first += [data[:size]] if size else []
-        rest += [data[size:]] if data.numel() > size else []
-        size -= min(size, data.numel())
-    return first, rest

@@ -107,75 +107,117 @@ class Slice:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ShardedSlice:
-    """The same part of every replica's shard of a bucket, which a reduce-scatter sums.
+    """As many gradients of each shard, wherever they lie in it, which a reduce-scatter sums.
+
+    What other shards hold afterwards is undefined, as after a reduce-scatter of a whole bucket.
 
     Attributes:
-        data: the bucket's whole gradient buffer, ``[size * shard]`` in the dtype in which DDP
-            reduces: one shard per rank of the group. DDP owns it.
-        begin: where the part begins in each shard.
-        end: where it ends.
+        shards: views ``[num_elements of the view]`` of a bucket, by shard; those of each shard are
+            together equally large.
         op: the reduce op.
-        group: the process group.
-        rank: this rank's place in it; its own shard receives the sums.
-        size: the number of its ranks.
+        group: the replicas, of which each owns a shard.
+        bucket: the bucket's gradients, if the slice is all of them, in their order.
     """
 
-    data: torch.Tensor
-    begin: int
-    end: int
+    shards: tuple[tuple[torch.Tensor, ...], ...]
     op: Any
     group: dist.ProcessGroup
-    rank: int
-    size: int
+    bucket: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, data: torch.Tensor, begin: int, end: int, op: Any, group: dist.ProcessGroup, size: int
+    ) -> "ShardedSlice":
+        """Return the same part, from ``begin`` to ``end``, of every one of ``size`` shards."""
+        shards = data.chunk(size)
+        is_whole = (end - begin) * size == data.numel()
+        parts = tuple((shard[begin:end],) for shard in shards)
+        return cls(parts, op, group, data if is_whole else None)
 
     @property
     def views(self) -> tuple[torch.Tensor, ...]:
-        """The part of each shard, by rank."""
-        return tuple(shard[self.begin : self.end] for shard in self.data.chunk(self.size))
+        """The views ``[num_elements of the view]``, by shard."""
+        return tuple(chain.from_iterable(self.shards))
 
     @property
     def num_elements(self) -> int:
         """The number of gradients, in all shards together."""
-        return (self.end - self.begin) * self.size
+        return sum(data.numel() for data in self.views)
 
     @property
     def num_bytes(self) -> int:
         """The size of all views in bytes."""
-        return self.num_elements * self.data.element_size()
+        return sum(data.nbytes for data in self.views)
 
-    def reduce(self) -> dist.Work:
-        """Start an asynchronous reduce-scatter into the own shard, and return its work.
+    def reduce(self) -> Transfer:
+        """Start a reduce-scatter into the own shard; see `Piece.reduce`.
 
-        The input of a reduce-scatter has to be contiguous. If a slice is not a whole bucket, its
-        views are copied; the copy lives until the reduction has ended.
+        Its input has to be contiguous: if the slice is not a whole bucket, its views are copied.
         """
-        work: dist.Work | None = dist.reduce_scatter_tensor(
-            self.views[self.rank], self._together(), self.op, group=self.group, async_op=True
-        )
-        assert work is not None
-        return work
+        return _Scatter(self)
 
     def cut(self, size: int) -> tuple["ShardedSlice", "ShardedSlice"]:
-        """Split every shard at the same offset; the first parts have at most ``size`` elements."""
-        middle = self.begin + min(size // self.size, self.end - self.begin)
-        return self._of(self.begin, middle), self._of(middle, self.end)
-
-    def _of(self, begin: int, end: int) -> "ShardedSlice":
-        return ShardedSlice(
-            data=self.data,
-            begin=begin,
-            end=end,
-            op=self.op,
-            group=self.group,
-            rank=self.rank,
-            size=self.size,
+        """Split every shard at the same size; the first parts have at most ``size`` elements."""
+        nothing = ShardedSlice(((),) * len(self.shards), self.op, self.group)
+        if size >= self.num_elements:
+            return self, nothing
+        if size < len(self.shards):
+            return nothing, self
+        both = [first_of(shard, size // len(self.shards)) for shard in self.shards]
+        first, rest = (
+            ShardedSlice(shards, self.op, self.group) for shards in zip(*both, strict=True)
         )
+        return first, rest
 
-    def _together(self) -> torch.Tensor:
-        is_whole = self.num_elements == self.data.numel()
-        return self.data if is_whole else torch.cat(self.views)
+
+class _Scatter:
+    """The reduce-scatter of a slice under way."""
+
+    def __init__(self, scattered: ShardedSlice) -> None:
+        group = scattered.group
+        self._own = scattered.shards[group.rank()]
+        whole = scattered.bucket
+        self._together = torch.cat(scattered.views) if whole is None else whole  # kept while read
+        sums = self._own[0]
+        if len(self._own) > 1:
+            sums = self._together.new_empty(self._together.numel() // group.size())
+        self._sums = sums
+        work: dist.Work | None = dist.reduce_scatter_tensor(
+            sums, self._together, scattered.op, group=group, async_op=True
+        )
+        assert work is not None
+        self._work = work
+
+    def get_future(self) -> Any:
+        """Return a future that is done when the sums are there."""
+        return self._work.get_future()
+
+    def is_completed(self) -> bool:
+        """Return True if the sums are there."""
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        """Wait for the sums, and put them where they belong in the own shard."""
+        self._work.wait()
+        if len(self._own) > 1:
+            sizes = [data.numel() for data in self._own]
+            for data, sums in zip(self._own, self._sums.split(sizes), strict=True):
+                data.copy_(sums)
+
+
+def first_of(
+    views: Sequence[torch.Tensor], size: int
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Split views ``[num_elements of the view]`` into the first ``size`` elements and the rest."""
+    first: list[torch.Tensor] = []
+    rest: list[torch.Tensor] = []
+    for data in views:
+        first += [data[:size]] if size else []
+        rest += [data[size:]] if data.numel() > size else []
+        size -= min(size, data.numel())
+    return tuple(first), tuple(rest)
 
 
 def reduce_op(bucket_group: Any) -> Any:
