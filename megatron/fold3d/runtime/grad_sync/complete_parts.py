@@ -50,7 +50,7 @@ class CompleteParts:
         ``finalize_model_grads``.
 
         Args:
-            unfinished: the parameters whose gradients are not complete.
+            unfinished: the parameters, of any shape, whose gradients are not complete.
         """
         for bucket_group in bucket_groups(self._chunk):
             bucket_group.grad_reduce_finished = True

@@ -205,7 +205,7 @@ class DeferredSync:
 
         Args:
             chunk: the model chunk.
-            unfinished: the parameters whose gradients are not complete.
+            unfinished: the parameters, of any shape, whose gradients are not complete.
         """
         pieces = self.sums.take(chunk, unfinished)
         if self._auto is not None and pieces:
