@@ -13,11 +13,9 @@ at a time. A ring of n replicas carries n / (n - 1) times the bytes of a reduce-
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron.fold3d.policy.shard_order import MOST_BALANCED, in_shards
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, group_of, is_sharded
@@ -25,6 +23,7 @@ from megatron.fold3d.runtime.grad_sync.complete_parts import Part
 from megatron.fold3d.runtime.grad_sync.slices import (
     Piece,
     ShardedSlice,
+    Slice,
     first_of,
     ranges_of,
     reduce_op,
@@ -55,7 +54,7 @@ class ShardParts:
             if num_replicas > MOST_BALANCED:
                 group, op = group_of(part.bucket_group), reduce_op(part.bucket_group)
                 for owner, data in _by_owner(part, num_replicas):
-                    yield OwnedSlice(data, op, group, owner)
+                    yield Slice(data, op, group, owner)
                 continue
             self._groups[part.bucket] = part.bucket_group
             waiting = self._waiting.setdefault(part.bucket, [[] for _ in range(num_replicas)])
@@ -69,50 +68,6 @@ class ShardParts:
                 waiting[:] = [list(rest) for _, rest in taken]
                 shards = tuple(first for first, _ in taken)
                 yield ShardedSlice(shards, reduce_op(group), group_of(group))
-
-
-@dataclass(frozen=True, slots=True)
-class OwnedSlice:
-    """A contiguous part of one shard, which is reduced to its owner alone.
-
-    Attributes:
-        data: ``[num_elements]``, a view of the bucket.
-        op: the reduce op.
-        group: the replicas.
-        owner: the rank in the group that owns the shard.
-    """
-
-    data: torch.Tensor
-    op: Any
-    group: dist.ProcessGroup
-    owner: int
-
-    @property
-    def views(self) -> tuple[torch.Tensor, ...]:
-        """The view alone."""
-        return (self.data,)
-
-    @property
-    def num_elements(self) -> int:
-        """The number of gradients."""
-        return self.data.numel()
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the view in bytes."""
-        return self.data.nbytes
-
-    def reduce(self) -> dist.Work:
-        """Start to reduce it to its owner; see `Piece.reduce`."""
-        work: dist.Work | None = dist.reduce(
-            self.data, group_dst=self.owner, op=self.op, group=self.group, async_op=True
-        )
-        assert work is not None
-        return work
-
-    def cut(self, size: int) -> tuple["OwnedSlice", "OwnedSlice"]:
-        """Split into the first ``size`` elements and the remaining ones."""
-        return replace(self, data=self.data[:size]), replace(self, data=self.data[size:])
 
 
 def spread(chunk: Any, parameters: AbstractSet[torch.Tensor]) -> list[int]:

@@ -6,7 +6,7 @@ size of a slice, so all replicas of a chunk make the same slices.
 
 import sys
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Protocol, Self
 
@@ -67,11 +67,13 @@ class Slice:
             stream that was current when the slice was made.
         op: the reduce op, sum or average.
         group: the ranks that reduce it together.
+        owner: the only rank of the group that needs the sum, and gets it; None is all of them.
     """
 
     data: torch.Tensor
     op: Any
     group: dist.ProcessGroup
+    owner: int | None = None
 
     @property
     def views(self) -> tuple[torch.Tensor, ...]:
@@ -89,22 +91,20 @@ class Slice:
         return self.data.numel() * self.data.element_size()
 
     def reduce(self) -> dist.Work:
-        """Start an asynchronous in-place all-reduce of the view and return its work.
-
-        The result is valid on the stream that is current when the caller waits for the work.
-        """
-        work: dist.Work | None = dist.all_reduce(
-            self.data, self.op, group=self.group, async_op=True
-        )
+        """Start to reduce the view in place, asynchronously; see `Piece.reduce`."""
+        work: dist.Work | None
+        if self.owner is None:
+            work = dist.all_reduce(self.data, self.op, group=self.group, async_op=True)
+        else:
+            work = dist.reduce(
+                self.data, group_dst=self.owner, op=self.op, group=self.group, async_op=True
+            )
         assert work is not None
         return work
 
     def cut(self, size: int) -> tuple["Slice", "Slice"]:
         """Split into the first ``size`` elements and the remaining ones; both stay views."""
-        return (
-            Slice(self.data[:size], self.op, self.group),
-            Slice(self.data[size:], self.op, self.group),
-        )
+        return replace(self, data=self.data[:size]), replace(self, data=self.data[size:])
 
 
 @dataclass(frozen=True, slots=True)
