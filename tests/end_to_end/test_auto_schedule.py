@@ -107,7 +107,7 @@ def train_and_choose(argv: Sequence[str], tried: Sequence[Tried]) -> tuple[Heard
             Predicted(
                 choice=replace(
                     of_name[name],
-                    shares=(0.5,) * 8 if defers else None,
+                    shares=(0.5,) * of_name[name].order.num_stages if defers else None,
                     delayed=delayed,
                     replicated=replicated,
                 ),
