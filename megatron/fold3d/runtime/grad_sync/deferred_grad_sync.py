@@ -60,9 +60,9 @@ class DeferredGradSync(GradSync):
         if self._places_gathers:
             forwards = self._deferred.forwards_before_gathers(plan.num_microbatches, segments)
         shares = self._deferred.begin_iteration(segments)
-        if _is_cut(plan.programs[rank]):
-            return plan
         key = id(plan), shares, forwards
+        if key not in self._revised and _is_cut(plan.programs[rank]):
+            self._revised[key] = plan, plan
         if key not in self._revised:
             stages = range(plan.num_stages)
             revised = gather_later(plan, {stage: forwards[stage // ranks] for stage in stages})
