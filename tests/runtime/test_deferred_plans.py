@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron.fold3d.plan.ir import PlanError
+from megatron.fold3d.plan.passes.sliced_grad_sync import slice_grad_sync
+from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.runtime.plans import Plans
 from tests.configs import CONFIG
 
@@ -93,3 +95,20 @@ def test_a_deferring_run_reduces_early_where_it_is_asked_to():
         "1W:500 1ALL_REDUCE:500 1W:1000 1REDUCE_KEPT 1ALL_REDUCE 0B0 0B1 0W0 0W1 "
         "0REDUCE_KEPT 0ALL_REDUCE 1FINALIZE 0FINALIZE\n"
     )
+
+
+def test_a_deferring_run_in_slices_does_not_reduce_early_as_well():
+    some = replace(
+        CONFIG,
+        schedule="aiao",
+        num_segments=2,
+        backward_share=0.5,
+        overlap_grad_reduce=True,
+        slices_dp_sync=True,
+        delay_weight_grads=(0, 1),
+        early_dp_sync=(1,),
+        reduces_early=True,
+    )
+    plan = Plans(some).training(2)
+    assert ":" not in plan.to_text()
+    verify(slice_grad_sync(plan, (0.5, 0.5)))

@@ -130,6 +130,7 @@ class Plans:
                 receives_late=config.receives_late,
                 receives_ahead=config.receives_ahead,
             )
+        sliced_later = config.slices_dp_sync and bool(config.carried_stages)  # by `revise_plan`
         return Options(
             delay_weight_grads=() if config.auto_weight_grads else config.delay_weight_grads,
             recompute_early=config.recompute_early,
@@ -142,8 +143,8 @@ class Plans:
             grad_sync="overlap" if config.overlap_grad_reduce else "serial",
             offload=offloaded,
             carried_stages=config.carried_stages,
-            slices=config.slices_dp_sync and not config.carried_stages,  # these: `revise_plan`
-            reduces_early=config.reduces_early,
+            slices=config.slices_dp_sync and not sliced_later,
+            reduces_early=config.reduces_early and not sliced_later,
             early_dp_sync=config.reduced_early,
             receives_late=config.receives_late,
             receives_ahead=config.receives_ahead,
