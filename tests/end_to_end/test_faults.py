@@ -157,11 +157,11 @@ def _train_with_fault(
         os.setns(namespace.fileno(), os.CLONE_NEWNET)
     os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
-    reduce, count = GradSync.reduce, 0
+    complete, count = GradSync.complete, 0
 
-    def reduce_and_meet_fault(self: Any, segment: int) -> None:
+    def complete_and_meet_fault(self: Any, segment: int) -> None:
         nonlocal count
-        reduce(self, segment)
+        complete(self, segment)
         count += 1
         if count == 3:
             (folder / "fault.new").write_text(str(time.monotonic()))
@@ -174,5 +174,5 @@ def _train_with_fault(
                 time.sleep(0.01)
 
     if rank == 1:
-        GradSync.reduce = reduce_and_meet_fault  # type: ignore[method-assign]
+        GradSync.complete = complete_and_meet_fault  # type: ignore[method-assign]
     return train(argv)
