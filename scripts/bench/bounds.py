@@ -11,8 +11,9 @@ from itertools import chain, combinations
 from statistics import median
 
 from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.ir import stages_of
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.policy.replicated_segments import Segments, stages_of, units
+from megatron.fold3d.policy.replicated_segments import Segments, units
 from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
 from megatron.fold3d.predict.search.replicated_choice import with_replicated
 from megatron.fold3d.predict.simulator.lower_bound import Bounds, bounds_of

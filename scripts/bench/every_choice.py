@@ -17,10 +17,10 @@ from typing import Literal
 
 from megatron.fold3d.observe.timeline import Lane, Timeline
 from megatron.fold3d.plan.compile import Options, lower
-from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.ir import Plan, stages_of
 from megatron.fold3d.plan.ops import SUM_OPS, TABLE
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.policy.replicated_segments import Segments, stages_of
+from megatron.fold3d.policy.replicated_segments import Segments
 from megatron.fold3d.policy.shard_order import started_shares
 from megatron.fold3d.predict.search.replicated_choice import with_replicated
 from megatron.fold3d.predict.simulator.costs import Costs

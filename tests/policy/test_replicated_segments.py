@@ -1,6 +1,7 @@
 """Which segments' optimizer steps every replica takes in full."""
 
-from megatron.fold3d.policy.replicated_segments import choose_replicated, stages_of, units
+from megatron.fold3d.plan.ir import stages_of
+from megatron.fold3d.policy.replicated_segments import choose_replicated, units
 
 
 def seconds(segments: tuple[int, ...]) -> float:

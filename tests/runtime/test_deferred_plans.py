@@ -79,18 +79,20 @@ def test_a_plan_file_may_reduce_between_weight_gradients_if_the_run_can(tmp_path
         Plans(replace(wanted, backward_share=0.5)).training(2)
 
 
+REDUCES_EARLY = replace(
+    CONFIG,
+    schedule="aiao",
+    num_segments=2,
+    backward_share=0.5,
+    overlap_grad_reduce=True,
+    delay_weight_grads=(0, 1),
+    early_dp_sync=(1,),
+    reduces_early=True,
+)
+
+
 def test_a_deferring_run_reduces_early_where_it_is_asked_to():
-    some = replace(
-        CONFIG,
-        schedule="aiao",
-        num_segments=2,
-        backward_share=0.5,
-        overlap_grad_reduce=True,
-        delay_weight_grads=(0, 1),
-        early_dp_sync=(1,),
-        reduces_early=True,
-    )
-    assert Plans(some).training(2).to_text() == (
+    assert Plans(REDUCES_EARLY).training(2).to_text() == (
         "0STEP 0F0 0F1 1STEP 1F0 1B0 1F1 1B1 "
         "1W:500 1ALL_REDUCE:500 1W:1000 1REDUCE_KEPT 1ALL_REDUCE 0B0 0B1 0W0 0W1 "
         "0REDUCE_KEPT 0ALL_REDUCE 1FINALIZE 0FINALIZE\n"
@@ -98,17 +100,6 @@ def test_a_deferring_run_reduces_early_where_it_is_asked_to():
 
 
 def test_a_deferring_run_in_slices_does_not_reduce_early_as_well():
-    some = replace(
-        CONFIG,
-        schedule="aiao",
-        num_segments=2,
-        backward_share=0.5,
-        overlap_grad_reduce=True,
-        slices_dp_sync=True,
-        delay_weight_grads=(0, 1),
-        early_dp_sync=(1,),
-        reduces_early=True,
-    )
-    plan = Plans(some).training(2)
+    plan = Plans(replace(REDUCES_EARLY, slices_dp_sync=True)).training(2)
     assert ":" not in plan.to_text()
     verify(slice_grad_sync(plan, (0.5, 0.5)))

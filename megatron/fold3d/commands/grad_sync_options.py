@@ -6,8 +6,7 @@ from megatron.fold3d.commands.cost_options import Source
 from megatron.fold3d.commands.schedule_options import spelled
 from megatron.fold3d.config.backward_share_flags import AUTO
 from megatron.fold3d.observe.timeline import Timeline
-from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.policy.replicated_segments import stages_of
+from megatron.fold3d.plan.ir import Plan, stages_of
 from megatron.fold3d.predict.search.candidate_timeline import PAUSE_SHARE
 from megatron.fold3d.predict.search.simulated_shares import auto_shares, with_shares
 from megatron.fold3d.predict.simulator.execution import Device, Execution

@@ -6,9 +6,9 @@ from dataclasses import replace
 from megatron.fold3d.commands.cost_options import Hardware, Source
 from megatron.fold3d.commands.schedule_options import spelled
 from megatron.fold3d.config.backward_share_flags import AUTO
-from megatron.fold3d.plan.ir import Op, Plan
+from megatron.fold3d.plan.ir import Op, Plan, stages_of
 from megatron.fold3d.plan.ops import GATHER_OPS, WEIGHT_OPS
-from megatron.fold3d.policy.replicated_segments import choose_replicated, stages_of, units
+from megatron.fold3d.policy.replicated_segments import choose_replicated, units
 from megatron.fold3d.predict.cost_model.sizes import replicated_bytes
 from megatron.fold3d.predict.search.replicated_choice import (
     SimulatedIteration,

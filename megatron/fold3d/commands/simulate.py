@@ -38,11 +38,10 @@ from megatron.fold3d.config.backward_share_flags import AUTO
 from megatron.fold3d.observe.report.draw import caption_of, draw
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.compile import Options, lower
-from megatron.fold3d.plan.ir import Op, Plan, PlanError
+from megatron.fold3d.plan.ir import Op, Plan, PlanError, stages_of
 from megatron.fold3d.plan.ops import HOST_OPS, SUM_OPS, WEIGHT_OPS
 from megatron.fold3d.plan.passes.recompute import recomputed
 from megatron.fold3d.plan.verify import verify
-from megatron.fold3d.policy.replicated_segments import stages_of
 from megatron.fold3d.predict.simulator.lower_bound import bounds_of
 
 EXAMPLE = "fold3d simulate --schedule aiao --pp 2 --segments 2 --microbatches 4"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron.fold3d.plan.ir import stages_of
 from megatron.fold3d.plan.schedules import LastSegment
 
 Device = Literal["cuda", "cpu"]
@@ -149,16 +150,12 @@ class Fold3DConfig:
     @property
     def replicated_stages(self) -> tuple[int, ...]:
         """The stages of the segments that every replica steps in full."""
-        return self._stages_of(self.replicated_segments)
+        return stages_of(self.replicated_segments, self.num_ranks)
 
     @property
     def reduced_early(self) -> tuple[int, ...]:
         """The stages of ``early_dp_sync``."""
-        return self._stages_of(self.early_dp_sync)
-
-    def _stages_of(self, segments: tuple[int, ...]) -> tuple[int, ...]:
-        ranks = range(self.num_ranks)
-        return tuple(segment * self.num_ranks + rank for segment in segments for rank in ranks)
+        return stages_of(self.early_dp_sync, self.num_ranks)
 
     def may_cut_sums(self, num_replicas: int) -> bool:
         """Return True if ``auto`` may cut gradients into other slices than stock.

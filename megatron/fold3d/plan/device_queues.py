@@ -46,6 +46,7 @@ from megatron.fold3d.plan.ops import (
     SUM_OPS,
     SYNC_OPS,
     TABLE,
+    WAYS,
     Place,
 )
 from megatron.fold3d.plan.passes.transfers import add_p2p
@@ -93,7 +94,7 @@ STREAM_OF: Mapping[Op, Stream] = {
 """What the host does at once has an item only where it waits for something."""
 _OF_ODD = {Op.RECV_F: Stream.RECV_F_ODD, Op.RECV_B: Stream.RECV_B_ODD}
 NCCL_OPS = P2P_OPS | SYNC_OPS
-_RECEIVED = {Op.FORWARD: Op.RECV_F, Op.BACKWARD: Op.RECV_B}
+_RECEIVED = {way.compute: way.receive for way in WAYS}
 
 
 def stream_of(action: Action, *, alternates: bool, apart: Container[int] = ()) -> Stream:

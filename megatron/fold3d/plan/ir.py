@@ -94,6 +94,10 @@ class Action(NamedTuple):
         """Where a part ends, in thousandths."""
         return WHOLE if self.microbatch is None else self.microbatch
 
+    def until(self, end: int) -> Self:
+        """Return the part of a sum that ends at ``end`` thousandths; of all, it has no number."""
+        return self._replace(microbatch=end if end < WHOLE else None)
+
     @classmethod
     def from_str(cls, text: str) -> Self:
         """Read one action; the inverse of ``str``.
@@ -248,6 +252,11 @@ def _last_microbatch(program: Program) -> int:
     if last is not None and program[indexOf(map(_MICROBATCH, program), last)].op in PART_OPS:
         last = max((m or 0 for _, op, m in program if op not in PART_OPS), default=0)
     return last or 0
+
+
+def stages_of(segments: Iterable[int], num_ranks: int) -> tuple[int, ...]:
+    """Return the stages of some segments of all ranks."""
+    return tuple(segment * num_ranks + rank for segment in segments for rank in range(num_ranks))
 
 
 def carried(program: Program) -> dict[int, int]:

@@ -5,11 +5,6 @@ from megatron.fold3d.plan.ops import PART_OPS, SUM_OPS
 from megatron.fold3d.plan.verify import cell_of, error_at
 
 
-def part_of(action: Action, end: int) -> Action:
-    """Return the part of an action's sum that ends at ``end`` thousandths."""
-    return action._replace(microbatch=end if end < WHOLE else None)
-
-
 def part_begins(program: Program) -> dict[Action, int]:
     """Return where each part begins, in thousandths, in the order of its stage's loop."""
     steps = carried(program)

@@ -20,7 +20,16 @@ from megatron.fold3d.plan.ir import (
     carried,
     gc_paused,
 )
-from megatron.fold3d.plan.ops import FREE_OPS, PART_OPS, STAGE_OPS, SUM_OPS, TABLE, Need, Which
+from megatron.fold3d.plan.ops import (
+    FREE_OPS,
+    PART_OPS,
+    STAGE_OPS,
+    SUM_OPS,
+    TABLE,
+    WAYS,
+    Need,
+    Which,
+)
 from megatron.fold3d.plan.passes.transfers import add_p2p
 
 _COLUMNS = 4  # actions shown on either side of a marked one
@@ -32,8 +41,6 @@ _READ = (Op.REDUCE_KEPT, Op.FINALIZE)
 _SYNC = SUM_OPS | {Op.STEP, Op.ALL_GATHER, *_READ}
 _MAY_WRAP = SUM_OPS | {Op.STEP, Op.FREE_GRAD}  # what may be about the iteration before
 _Need = tuple[int, Op, int | None]
-_SENDS = {Op.FORWARD: Op.SEND_F, Op.BACKWARD: Op.SEND_B}
-_CHANNELS = ((Op.SEND_F, Op.RECV_F, 1), (Op.SEND_B, Op.RECV_B, -1))
 
 
 @gc_paused()
@@ -170,7 +177,7 @@ def _last_sum(plan: Plan, whole: Action) -> Action:
 def _check_channels(plan: Plan) -> None:
     """Check that two ranks receive in the order in which they send, in each direction."""
     for rank, program in enumerate(plan.programs):
-        for send_op, receive_op, step in _CHANNELS:
+        for _, send_op, receive_op, step in WAYS:
             to = (rank + step) % plan.num_ranks
             sends = [action for action in program if action.op is send_op]
             receives = [action for action in plan.programs[to] if action.op is receive_op]
@@ -224,7 +231,7 @@ class _Needs:
     def __init__(self, plan: Plan) -> None:
         ops = {op for program in plan.programs for _, op, _ in program}
         # A single rank hands its tensors to itself.
-        sent = {op: op if plan.num_ranks == 1 else send for op, send in _SENDS.items()}
+        sent = {way.compute: way.compute if plan.num_ranks == 1 else way.send for way in WAYS}
         # By op: the needed ops of one action each, this many stages away, with the same number.
         self.rules: dict[Op, tuple[tuple[int, Op], ...]] = dict.fromkeys(ops, ())
         # The same, of its own stage, where the first op stands beside the action.

@@ -28,11 +28,6 @@ def units(num_segments: int, *, tied: bool) -> tuple[Segments, ...]:
     return (*single, tuple(sorted(ends))) if ends else single
 
 
-def stages_of(segments: Segments, num_ranks: int) -> tuple[int, ...]:
-    """Return the stages of some segments of all ranks."""
-    return tuple(segment * num_ranks + rank for segment in segments for rank in range(num_ranks))
-
-
 def choose_replicated(
     choices: Sequence[Segments],
     seconds: Callable[[Segments], float],

@@ -6,8 +6,8 @@ Choices differ in when something is computed, sent or stepped.
 
 from dataclasses import dataclass
 
-from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.policy.replicated_segments import Segments, stages_of
+from megatron.fold3d.plan.ir import Plan, stages_of
+from megatron.fold3d.policy.replicated_segments import Segments
 
 LEAST_GAIN = 0.002  # relative to stock's iteration: a smaller predicted gain is not tried
 

@@ -102,6 +102,5 @@ def _put(
     for gap, weight in zip(gaps, ends, strict=True):
         until = begin + (end - begin) * weight // ends[-1]
         if until > last:
-            part = whole._replace(microbatch=until if until < WHOLE else None)
-            before[gap].append(part)
+            before[gap].append(whole.until(until))
         last = until

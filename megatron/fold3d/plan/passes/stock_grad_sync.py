@@ -1,4 +1,4 @@
-"""The passes that add DP.sync where stock Megatron starts it; only the simulator runs them.
+"""The passes that add DP.sync where stock Megatron starts it; training runs the first as well.
 
 `serial_grad_sync` is stock without ``--overlap-grad-reduce``:
 

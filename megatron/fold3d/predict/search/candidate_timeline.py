@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.compile import GradSync, Options, lower
-from megatron.fold3d.plan.ir import Op, Plan, PlanError
+from megatron.fold3d.plan.ir import Op, Plan, PlanError, stages_of
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.passes.pairs import in_pairs, num_pairs, pair_microbatches
 from megatron.fold3d.plan.passes.place_weight_grads import (
@@ -23,7 +23,6 @@ from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.policy.replicated_segments import stages_of
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.launches import launches
 from megatron.fold3d.predict.search.candidates import Candidate

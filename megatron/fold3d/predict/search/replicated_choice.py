@@ -6,9 +6,9 @@ from typing import Self
 
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.compile import Options, lower
-from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.ir import Plan, stages_of
 from megatron.fold3d.policy.measured_times import MeasuredTimes
-from megatron.fold3d.policy.replicated_segments import Segments, stages_of
+from megatron.fold3d.policy.replicated_segments import Segments
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape, Split
 from megatron.fold3d.predict.cost_model.sizes import Setup, replicated_bytes

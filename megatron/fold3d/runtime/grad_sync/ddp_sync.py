@@ -57,7 +57,7 @@ class GradSync(Feature):
         self._no_sync = _per_chunk(config.no_sync_func, self._chunks)
         self._gathers = iteration.trains and config.param_sync_func is not None
         self._sums = {
-            self._chunks[iteration.segment(action)]: action._replace(microbatch=None)
+            self._chunks[iteration.segment(action)]: action.until(WHOLE)
             for action in iteration.program
             if action.op in SUM_OPS
         }
@@ -168,8 +168,7 @@ class GradSync(Feature):
     def _observe(self, chunk: Any, until: int, _: int) -> list[Callable[[], None]]:
         if self._recorder is None or not self._recorder.is_on:
             return []
-        part = self._sums[chunk]._replace(microbatch=until if until < WHOLE else None)
-        return [self._recorder.open_span(part, "grad_sync")]
+        return [self._recorder.open_span(self._sums[chunk].until(until), "grad_sync")]
 
     def _hush(self, segment: int) -> None:
         if self._no_sync is not None:

@@ -46,7 +46,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
 
 from megatron.fold3d.plan.ir import Action
-from megatron.fold3d.plan.parts import part_of
 from megatron.fold3d.policy.backward_shares import forwards_before_gather
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     bucket_groups,
@@ -401,9 +400,10 @@ class DeferredSync:
 
     def _count_rest(self, num_bytes: float) -> None:
         """Record in the trace which share of the gradients is reduced in the next iteration."""
+        if self._recorder is None:
+            return
         buckets = (b for group in bucket_groups(*self._chunks) for b in group.buckets)
-        all_bytes = sum(bucket.grad_data.nbytes for bucket in buckets)
-        if self._recorder is not None and all_bytes:
+        if all_bytes := sum(bucket.grad_data.nbytes for bucket in buckets):
             self._recorder.count("deferred_grad_sync_share", num_bytes / all_bytes)
 
     def _observe(self, chunk: Any, end: int, num_bytes: int) -> list[Callable[[], None]]:
@@ -412,7 +412,7 @@ class DeferredSync:
         if self._auto is not None:
             ends.append(self._auto.open_transfer(num_bytes))
         if self._recorder is not None:
-            ends.append(self._recorder.open_span(part_of(self._names[chunk], end), "grad_sync"))
+            ends.append(self._recorder.open_span(self._names[chunk].until(end), "grad_sync"))
         return [end for end in ends if end is not no_end]
 
     def _report_norm(self) -> None:

@@ -15,14 +15,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.ir import Plan, stages_of
 from megatron.fold3d.policy.measured_times import MeasuredTimes
-from megatron.fold3d.policy.replicated_segments import (
-    Segments,
-    choose_replicated,
-    stages_of,
-    units,
-)
+from megatron.fold3d.policy.replicated_segments import Segments, choose_replicated, units
 from megatron.fold3d.runtime.device import free_device_bytes, synchronize
 from megatron.fold3d.runtime.feature import Iteration
 from megatron.fold3d.runtime.grad_sync.replicated_steps import ReplicatedSteps
