@@ -27,7 +27,7 @@ from megatron.fold3d.plan.ops import (
     SYNC_OPS,
 )
 from megatron.fold3d.predict.simulator.execution import Device
-from megatron.fold3d.predict.simulator.steps import NO_FACT, Step, Steps
+from megatron.fold3d.predict.simulator.steps import NO_FACT, Name, Step, Steps
 
 
 class Kind(IntEnum):
@@ -155,7 +155,7 @@ class Items:
 class _Issued:
     """The items of a rank's iteration, collected in the order of issue."""
 
-    def __init__(self, named: Sequence[Action], apart: Container[int]) -> None:
+    def __init__(self, named: Sequence[Name], apart: Container[int]) -> None:
         self._named, self._apart = named, apart
         self.items: list[Item] = []
         self._computed = 0  # items of the compute stream so far
@@ -196,11 +196,11 @@ class _Issued:
         """Make the compute stream wait for DP.sync that a step needs; return its other needs."""
         others = []
         for need in step.needs:
-            if (action := self._named[need[0]]).op not in SYNC_OPS:
+            if (name := self._named[need[0]])[1] not in SYNC_OPS:
                 others.append(need)
             elif need not in self._waited_for:
                 self._waited_for.add(need)
-                self.wait_for(action, *need)
+                self.wait_for(Action(*name), *need)
         return tuple(others)
 
     def _add(

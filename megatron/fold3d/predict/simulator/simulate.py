@@ -194,8 +194,8 @@ class _Run:
         rank = self.ranks[self.steps.rank_of[fact]]
         if rank.awaits == fact:
             rank.awaits = NO_FACT
-            if (action := self.steps.named[fact]).op in SYNC_OPS:
-                self._write(rank, Lane.WAIT, rank.since_s, action, rank.iteration)
+            if (name := self.steps.named[fact])[1] in SYNC_OPS:
+                self._write(rank, Lane.WAIT, rank.since_s, Action(*name), rank.iteration)
                 rank.since_s = self.clock.now_s
             self.advance(rank)
 

@@ -27,6 +27,8 @@ from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.pair_times import paired_s
 
 NO_FACT = -1
+Name = tuple[int, Op, int | None]
+"""What a fact is about: equal to an action, and made in less time."""
 _INPUTS = {  # by computation: from its stage to that of the one whose result it reads
     op: need.step for op, row in TABLE.items() for need in row.needs if need.which is Which.INPUT
 }
@@ -59,7 +61,7 @@ class Steps:
     Attributes:
         plan: the plan.
         facts: the number of each fact.
-        named: what each fact is about, by its number.
+        named: what each fact is about, by its number, as a plain tuple.
         rank_of: the rank that may wait for each fact.
         programs: one list of steps per rank.
     """
@@ -88,11 +90,11 @@ class Steps:
                 WEIGHT_OPS, tuple(weight_s + costs.split_s for weight_s in costs.weight_s)
             ),
         }
-        self.facts: dict[Action, int] = {}
+        self.facts: dict[Name, int] = {}
         self.programs = [list(self._steps(program)) for program in plan.programs]
         self.named = list(self.facts)
         ranks = plan.num_ranks
-        self.rank_of = [action.stage % ranks for action in self.named]
+        self.rank_of = [stage % ranks for stage, _, _ in self.named]
 
     def _steps(self, program: Program) -> Iterator[Step]:
         kept = frozenset(stage for stage, op, _ in program if op is Op.REDUCE_KEPT)
@@ -116,7 +118,7 @@ class Steps:
             if (sent := senders.get(op)) is not None:
                 computation, step = sent
                 if 0 <= (reader := stage - step) < stages:
-                    fact = number(Action(reader, computation, microbatch), len(facts))
+                    fact = number((reader, computation, microbatch), len(facts))
             elif op in LINK_OPS:
                 fact = number(action, len(facts))
             end = late.get(stage, -1)
