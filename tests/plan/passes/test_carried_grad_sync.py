@@ -100,3 +100,22 @@ def test_no_step_is_taken_in_between(order: str):
 def test_a_carried_sum_must_be_started_in_the_plan():
     with pytest.raises(PlanError, match="0ALL_REDUCE is missing"):
         verify(Plan.from_text("0STEP 0F0 0B0"))
+
+
+def test_a_share_ends_where_all_gradients_are_complete():
+    # Behind 0W:500 perhaps less than 380 thousandths are, and no later part would start the others.
+    plan = Plan.from_text(
+        "0STEP 0F0 0B0 0W:250 0ALL_REDUCE:250 0W:500 0ALL_REDUCE:500 0W:1000 0REDUCE_KEPT "
+        "0ALL_REDUCE 0FINALIZE"
+    )
+    for share, parts in (
+        (0.38, ("250", "379", "380")),
+        (0.25, ("249", "249", "250")),
+        (0.001, ("", "", "1")),
+        (1.0, ("250", "500", "")),
+    ):
+        shared = share_grad_sync(plan, (share,))
+        words = [str(a) for a in shared.programs[0] if a.op is Op.ALL_REDUCE]
+        wanted = list(dict.fromkeys(f"0ALL_REDUCE:{end}" for end in parts if end))
+        assert words == [*wanted, "0ALL_REDUCE"]
+        verify(shared)

@@ -40,6 +40,9 @@ def carry_grad_sync(plan: Plan, stages: Container[int]) -> Plan:
 def share_grad_sync(plan: Plan, shares: Sequence[float]) -> Plan:
     """Start a part of each carried sum in its iteration, and the rest in the next one.
 
+    Parts between weight gradients may find less complete than lies before their end. So the share
+    ends with the stage's last sum, where all is complete, and parts before it end before the share.
+
     Args:
         plan: with carried stages, and sums that start all in their iteration.
         shares: by stage, the part that starts there, to a thousandth.
@@ -84,9 +87,9 @@ def backwards_end(program: Program) -> int:
 def _shared(program: Program, shares: Sequence[float]) -> Program:
     late = carried(program)
     stages = sorted({a.stage for a in program if a.op is Op.STEP})
-    op = {a.stage: a.op for a in program if a.op in SUM_OPS}
+    last = {action.stage: action for action in program if action.op in SUM_OPS}
     limit = {stage: round(shares[stage] * WHOLE) for stage in late}
-    rest = {stage: Action(stage, op[stage]) for stage in late if limit[stage] < WHOLE}
+    rest = {stage: last[stage].until(WHOLE) for stage in late if limit[stage] < WHOLE}
     gathered = {a.stage for a in program if a.op is Op.ALL_GATHER}
     follows = {b: a for a, b in pairwise(stages) if b in rest and a in gathered}
     behind = {Action(before, Op.ALL_GATHER): rest[stage] for stage, before in follows.items()}
@@ -100,7 +103,8 @@ def _shared(program: Program, shares: Sequence[float]) -> Program:
             if index == end:
                 yield from (rest[first] for first in stages[:1] if first in rest)
             if action.op in SUM_OPS and stage in rest:
-                if (until := min(action.end, limit[stage])) > begun[stage]:
+                until = min(action.end, limit[stage] - (action != last[stage]))
+                if until > begun[stage]:
                     begun[stage] = until
                     yield action._replace(microbatch=until)
                 continue
