@@ -5,9 +5,10 @@
 #   scripts/gpu.sh [--dry-run] [FOLDER [PYTHON [STEP...]]]
 #
 # Each step's output goes to a file of FOLDER (out/gpu) as well, and one that fails stops no other.
-# Names of steps choose among them. At the end it prints one table, and puts all of it into
-# FOLDER/report.txt: attach that file to a bug report. --dry-run prints the commands alone; GPUS and
-# IMPLEMENTATIONS then say for how many GPUs and which layers.
+# It fails if it takes longer than STEP_SECONDS (900), or if losses are not those of stock. Names of
+# steps choose among them. At the end it prints one table, and puts all of it into FOLDER/report.txt:
+# attach that file to a bug report. --dry-run prints the commands alone; GPUS and IMPLEMENTATIONS
+# then say for how many GPUs and which layers.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
@@ -22,21 +23,25 @@ chosen=" ${*:3} "
 gpus=${GPUS:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l)}
 # Layers of GPT-3 18B on 4 pipeline ranks in 2 segments, as in the paper.
 gpt3=(rank --hidden-size 6144 --heads 48 --tensor-parallel 8 --layers 5 --micro-batch-size 4)
+naming=yes # the first time through, steps only say their names
 known=" "
 failed=()
 rows=()
-[[ $dry ]] || mkdir -p "$folder"
 
 step() { # a name, then a command
-    local name=$1 status=0 begin=$SECONDS
-    known+="$name "
+    local name=$1 status=0 begin=$SECONDS limit=(timeout -k 30 "${STEP_SECONDS:-900}")
     shift
+    if [[ $naming ]]; then
+        known+="$name "
+        return
+    fi
     if [[ $chosen != "  " && $chosen != *" $name "* ]]; then
         return
     fi
     printf '== %s: %s\n' "$name" "$*"
     [[ $dry ]] && return
-    "$@" 2>&1 | tee "$folder/$name.log" || status=1
+    [[ $1 == same_losses ]] && limit=()
+    ${limit[@]+"${limit[@]}"} "$@" 2>&1 | tee "$folder/$name.log" || status=1
     ((status)) && failed+=("$name")
     rows+=("$(printf '%-24s %-6s %5d s  %s' "$name" "$( ((status)) && echo FAILED || echo ok)" \
         $((SECONDS - begin)) "$(summary "$folder/$name.log")")")
@@ -48,68 +53,101 @@ summary() { # of a log: the last iteration's time and loss, or else its last lin
     echo "${found:-$(grep -v '^ *$' "$1" | tail -1 | cut -c1-90)}"
 }
 
+losses() { # of a log, by iteration, in every digit that Megatron writes
+    grep -o 'iteration *[0-9]*/\|lm loss: [0-9.E+-]*' "$1"
+}
+
+same_losses() { # two runs
+    [[ -f $folder/$1.log && -f $folder/$2.log ]] || { # one was not chosen
+        echo "not compared: there is no $1.log or no $2.log"
+        return
+    }
+    local found
+    found=$(losses "$folder/$1.log" | grep -c loss) || { # grep found none
+        echo "there is no loss in $1.log"
+        return 1
+    }
+    diff <(losses "$folder/$1.log") <(losses "$folder/$2.log") &&
+        echo "equal in every digit: $found losses"
+}
+
 # A small GPT: 8 layers, hidden size 1024. Every run has the same data, so losses can be compared.
 train() { # a name, the number of ranks, then flags
     local name=$1 ranks=$2
     step "$name" "$python" -m torch.distributed.run --nproc-per-node "$ranks" pretrain_gpt.py \
         --num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 \
         --max-position-embeddings 1024 --bf16 --micro-batch-size 1 --global-batch-size 16 \
+        --attention-dropout 0 --hidden-dropout 0 \
         --overlap-grad-reduce --train-iters 20 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer \
         --vocab-size 50257 --eval-iters 0 --eval-interval 1000 --log-interval 1 \
         --trace "$folder/trace/$name" "${@:3}"
+    if [[ "$*" == *"--schedule stock"* ]]; then
+        reference=$name
+    else
+        step "$name-losses" same_losses "$name" "$reference"
+    fi
 }
 
-step machine nvidia-smi
-step doctor "$python" -c 'import sys; from megatron.fold3d.cli import main; sys.exit(main(["doctor"]))'
-step build scripts/build_cuda.sh native
-step extension "$python" -W ignore setup.py -q build_ext --inplace
-step tests "$python" -m pytest -m gpu tests/gpu tests/runtime/transfers/test_host_link.py
-for connections in 1 8 32; do
-    step "queue-$connections" env CUDA_DEVICE_MAX_CONNECTIONS=$connections "$python" -m scripts.bench.queues
-done
-
-implementations=${IMPLEMENTATIONS:-local}
-if [[ -z ${IMPLEMENTATIONS-} ]] && "$python" -c 'import transformer_engine.pytorch' 2>/dev/null; then
-    implementations="local transformer_engine"
-fi
-full=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1)
-offload=("${full[@]}" --offload-activations on)
-for layers in $implementations; do
-    as=(--transformer-impl "$layers")
-    [[ $layers == local ]] && as+=(--no-persist-layer-norm --no-masked-softmax-fusion)
-    train "$layers-stock" 1 --schedule stock "${as[@]}"
-    train "$layers-aiao" 1 --schedule aiao "${as[@]}"
-    weights=(--delay-weight-grads 0)
-    [[ $layers == local ]] && weights+=(--no-gradient-accumulation-fusion)
-    train "$layers-aiao-weights" 1 --schedule aiao "${as[@]}" "${weights[@]}"
-    train "$layers-aiao-offload" 1 --schedule aiao "${as[@]}" "${offload[@]}"
-    if ((gpus >= 2)); then
-        pp=(--pipeline-model-parallel-size 2 --segments 2)
-        train "$layers-pp-stock" 2 --schedule stock "${as[@]}" "${pp[@]}"
-        train "$layers-pp-aiao" 2 --schedule aiao "${as[@]}" "${pp[@]}"
-        train "$layers-pp-aiao-offload" 2 --schedule aiao "${as[@]}" "${pp[@]}" "${offload[@]}" \
-            --lazy-inter-segment
-        train "$layers-dp-stock" 2 --schedule stock "${as[@]}"
-        train "$layers-dp-share" 2 --schedule 1f1b "${as[@]}" --clip-grad 0 --backward-share 0.5
+all_steps() {
+    step machine nvidia-smi
+    step doctor "$python" -c 'import sys; from megatron.fold3d.cli import main; sys.exit(main(["doctor"]))'
+    step build scripts/build_cuda.sh native
+    step extension "$python" -W ignore setup.py -q build_ext --inplace
+    step tests "$python" -m pytest -m gpu tests/gpu/test_{communicator,offload}.py \
+        tests/runtime/transfers/test_host_link.py
+    if ((gpus >= 8)) || [[ $naming$dry ]] || pgrep -f nvidia-cuda-mps-control >/dev/null; then
+        STEP_SECONDS=5400 step nccl "$python" -m pytest -m gpu tests/gpu/test_over_nccl.py
     fi
-    if ((gpus >= 4)); then
-        train "$layers-pp-dp-stock" 4 --schedule stock "${as[@]}" "${pp[@]}"
-        train "$layers-pp-dp-aiao" 4 --schedule aiao "${as[@]}" "${pp[@]}"
+    for connections in 1 8 32; do
+        step "queue-$connections" env CUDA_DEVICE_MAX_CONNECTIONS=$connections "$python" -m scripts.bench.queues
+    done
+
+    implementations=${IMPLEMENTATIONS:-local}
+    if [[ -z ${IMPLEMENTATIONS-} ]] && "$python" -c 'import transformer_engine.pytorch' 2>/dev/null; then
+        implementations="local transformer_engine"
     fi
-done
+    full=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1)
+    offload=("${full[@]}" --offload-activations on)
+    for layers in $implementations; do
+        as=(--transformer-impl "$layers")
+        [[ $layers == local ]] && as+=(--no-persist-layer-norm --no-masked-softmax-fusion
+            --no-gradient-accumulation-fusion)
+        train "$layers-stock" 1 --schedule stock "${as[@]}"
+        train "$layers-aiao" 1 --schedule aiao "${as[@]}"
+        train "$layers-aiao-weights" 1 --schedule aiao "${as[@]}" --delay-weight-grads 0
+        train "$layers-aiao-offload" 1 --schedule aiao "${as[@]}" "${offload[@]}"
+        if ((gpus >= 2)); then
+            pp=(--pipeline-model-parallel-size 2 --segments 2)
+            train "$layers-pp-stock" 2 --schedule stock "${as[@]}" "${pp[@]}"
+            train "$layers-pp-aiao" 2 --schedule aiao "${as[@]}" "${pp[@]}"
+            train "$layers-pp-aiao-offload" 2 --schedule aiao "${as[@]}" "${pp[@]}" "${offload[@]}" \
+                --lazy-inter-segment
+            train "$layers-dp-stock" 2 --schedule stock "${as[@]}" --clip-grad 0
+            train "$layers-dp-share" 2 --schedule 1f1b "${as[@]}" --clip-grad 0 --backward-share 0.5
+        fi
+        if ((gpus >= 4)); then
+            train "$layers-pp-dp-stock" 4 --schedule stock "${as[@]}" "${pp[@]}"
+            train "$layers-pp-dp-aiao" 4 --schedule aiao "${as[@]}" "${pp[@]}"
+        fi
+    done
 
-step copies "$python" -m scripts.bench.offload copies
-step rank-1024 "$python" -m scripts.bench.offload "${gpt3[@]}" --seq-length 1024
-step rank-2048 "$python" -m scripts.bench.offload "${gpt3[@]}" --seq-length 2048
-step rank-2048-sp "$python" -m scripts.bench.offload "${gpt3[@]}" --seq-length 2048 \
-    --sequence-parallel
+    step copies "$python" -m scripts.bench.offload copies
+    step rank-1024 "$python" -m scripts.bench.offload "${gpt3[@]}" --seq-length 1024
+    step rank-2048 "$python" -m scripts.bench.offload "${gpt3[@]}" --seq-length 2048
+    step rank-2048-sp "$python" -m scripts.bench.offload "${gpt3[@]}" --seq-length 2048 \
+        --sequence-parallel
+}
 
+all_steps
+naming=
 for name in "${@:3}"; do
     if [[ $known != *" $name "* ]]; then
         echo "gpu.sh: error: no step is called $name; there are$known" >&2
         exit 2
     fi
 done
+[[ $dry ]] || mkdir -p "$folder"
+all_steps
 [[ $dry ]] && exit
 table=$(printf '%s\n' "${rows[@]}")
 printf '\n%s\n' "$table"

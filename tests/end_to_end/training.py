@@ -213,7 +213,7 @@ def _exact(values: dict[str, Any]) -> dict[str, str]:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(raw).hexdigest()[:16]}"
 
 
