@@ -2,8 +2,8 @@
 
 The tables are those of `tests/end_to_end`. One GPU is enough: NCCL refuses two ranks of a host on a
 GPU, so ranks that share it say that they are on hosts of their own, and are connected by sockets.
-NVIDIA's MPS must run then: NCCL's kernels wait for those of other ranks. With as many GPUs as ranks,
-each has its own.
+NVIDIA's MPS must run then: NCCL's kernels wait for those of other ranks. With a GPU for each rank
+there is no need of it.
 """
 
 import functools
