@@ -5,10 +5,18 @@
 
 Counts the files of `megatron.fold3d` and `fold3d_patches` that are imported with the executor, and
 when the patches of the schedule are installed. A capability that is off should not be among them.
+
+    .venv/bin/python scripts/loaded_lines.py --called
+
+trains four CPU ranks with deferred steps, delayed weight gradients and the distributed optimizer,
+and clips. It prints the files whose functions run for one stage from its last backward to its step:
+what a gradient passes.
 """
 
 import argparse
 import logging
+import os
+import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
@@ -18,6 +26,14 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("megatron.fold3d", "fold3d_patches")
+DEFERRED = (
+    "--device cpu --num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--max-position-embeddings 16 --mock-data --tokenizer-type NullTokenizer --vocab-size 63 "
+    "--num-workers 0 --micro-batch-size 1 --global-batch-size 8 --train-iters 4 --lr 1e-2 "
+    "--eval-iters 0 --eval-interval 9 --pipeline-model-parallel-size 2 --segments 2 "
+    "--overlap-grad-reduce --use-distributed-optimizer --overlap-param-gather --clip-grad 100 "
+    "--schedule aiao --backward-share 0.5 --delay-weight-grads 1"
+)
 
 
 def loaded_lines() -> dict[str, int]:
@@ -54,6 +70,64 @@ def load_schedule(**options: Any) -> None:
     install_schedule(config, num_microbatches=2).close()
 
 
+def called_files() -> list[str]:
+    """Train as one of the ranks, and return the files that rank 0 called for its last stage."""
+    from megatron.fold3d.plan.ir import Op
+    from megatron.fold3d.runtime import executor
+    from megatron.fold3d.training.launch import train
+
+    files: set[str] = set()
+    table = executor._table
+
+    def watched(features: Any, iteration: Any, innermost: Any) -> Any:
+        program = iteration.program
+        stage = max(action.stage for action in program)
+        last = max(i for i, a in enumerate(program) if a.stage == stage and a.op is Op.BACKWARD)
+        steps = [a for a in program if a.stage == stage and a.op is Op.STEP]
+        passed = {*(a for a in program[last:] if a.stage == stage), *steps}
+
+        def watch(handler: Any) -> Any:
+            def handle(action: Any) -> None:
+                if iteration.trains and action in passed:
+                    sys.setprofile(lambda frame, *_: files.add(frame.f_code.co_filename))
+                try:
+                    handler(action)
+                finally:
+                    sys.setprofile(None)
+
+            return handle
+
+        return {op: watch(handler) for op, handler in table(features, iteration, innermost).items()}
+
+    executor._table = watched
+    if code := train(DEFERRED.split(), "gpt"):
+        sys.exit(code)
+    ours = {ROOT / package.replace(".", "/") for package in PACKAGES}
+    paths = {Path(file).resolve() for file in files}
+    return sorted(str(path.relative_to(ROOT)) for path in paths if ours & set(path.parents))
+
+
+def print_called() -> None:
+    """Start the ranks, of which the first prints the files."""
+    if "RANK" not in os.environ:
+        ranks = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+        quiet = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        done = subprocess.run(
+            [*ranks, str(Path(__file__)), "--called"],
+            cwd=ROOT,
+            env=quiet,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        print(done.stdout.partition("\f")[2] or done.stderr, end="")
+        sys.exit(done.returncode)
+    files = called_files()
+    if os.environ["RANK"] == "0":
+        print("\f" + "\n".join(files))
+        print(f"{len(files)} files")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print each module's lines, and their sum in the last line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -62,7 +136,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--backward-share", type=float)
     parser.add_argument("--delay-weight-grads", type=int, nargs="*", default=(), metavar="SEGMENT")
     parser.add_argument("--lazy-inter-segment", action="store_true")
+    parser.add_argument("--called", action="store_true", help="what a gradient passes instead")
     options = vars(parser.parse_args(argv))
+    if options.pop("called"):
+        sys.path.insert(0, str(ROOT))
+        print_called()
+        return
     warnings.simplefilter("ignore")
     logging.disable(logging.INFO)  # Megatron's training logs to stdout
     sys.path.insert(0, str(ROOT))
