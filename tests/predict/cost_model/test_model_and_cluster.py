@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fold3d.predict.cost_model import transformer
 from megatron.fold3d.predict.cost_model.cluster import NODES, cluster
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES, ModelShape, model_shape
+from tests.predict.paper import formulas
 
 DATA = Path(__file__).parents[2] / "data"
 TABLE_I = json.loads((DATA / "fold3d_tables.json").read_text())["table_I"]
@@ -27,7 +27,7 @@ def test_a_gpt_has_the_parameters_of_megatrons_formula(vector):
 
 def test_a_gpt_has_the_flops_of_megatrons_formula():
     shape = model_shape("gpt3-175b")
-    formula = transformer.flops_per_iteration(8, 96, 12288, 51200, 2048, recompute=False)
+    formula = formulas.flops_per_iteration(8, 96, 12288, 51200, 2048, recompute=False)
     assert 3 * 8 * sum(shape.stage_flops(1)) == pytest.approx(formula, rel=1e-12)
 
 

@@ -5,8 +5,10 @@ import pytest
 
 from megatron.fold3d.policy.num_segments import overlapping_s
 from megatron.fold3d.predict.cost_model import transformer
-from megatron.fold3d.predict.cost_model.ring_times import Layer4D, group_bandwidths
-from megatron.fold3d.predict.paper import bubbles, perf_model
+from megatron.fold3d.predict.cost_model.ring_times import group_bandwidths
+from megatron.fold3d.predict.paper import perf_model
+from tests.predict.paper import formulas
+from tests.predict.paper.formulas import Layer4D
 
 DATA = Path(__file__).parents[2] / "data"
 AXONN, MEGATRON, MERAK, FOLD3D = (
@@ -66,9 +68,9 @@ def test_grad_sync_of_the_published_row_needs_the_bandwidth_the_paper_saw():
 @pytest.mark.parametrize("vector", MEGATRON["vectors"]["bubble"])
 def test_megatron_bubble_ratio(vector):
     p, v, m = vector["p"], vector["v"], vector["m"]
-    assert bubbles.ratio(p, v, m) == exactly(vector["expect_fraction"])
-    assert bubbles.interleaved_s(p, v, 1.0, 2.0) / (3 * m) == exactly(vector["expect_fraction"])
-    assert bubbles.gpipe_s(p, 1.0, 2.0) == bubbles.one_f_one_b_s(p, 1.0, 2.0) == 3.0 * (p - 1)
+    assert formulas.ratio(p, v, m) == exactly(vector["expect_fraction"])
+    assert formulas.interleaved_s(p, v, 1.0, 2.0) / (3 * m) == exactly(vector["expect_fraction"])
+    assert formulas.gpipe_s(p, 1.0, 2.0) == formulas.one_f_one_b_s(p, 1.0, 2.0) == 3.0 * (p - 1)
 
 
 @pytest.mark.parametrize("vector", MERAK["bubble"]["vectors"])
@@ -79,8 +81,8 @@ def test_merak_iterations(vector):
         ("merak_early_recompute_s", "iter_early"),
         ("merak_shifted_critical_path_s", "iter_scp"),
     ):
-        bubble_s = getattr(bubbles, name)(s, forward_s)
-        assert bubbles.merak_iteration_s(bubble_s, m, forward_s) == exactly(vector[key])
+        bubble_s = getattr(formulas, name)(s, forward_s)
+        assert formulas.merak_iteration_s(bubble_s, m, forward_s) == exactly(vector[key])
 
 
 # Megatron
@@ -88,28 +90,28 @@ def test_merak_iterations(vector):
 
 @pytest.mark.parametrize("vector", MEGATRON["vectors"]["params"])
 def test_megatron_parameters(vector):
-    found = transformer.num_parameters(vector["l"], vector["h"], vector["V"], vector["s"])
+    found = formulas.num_parameters(vector["l"], vector["h"], vector["V"], vector["s"])
     assert found == exactly(vector["expect"])
 
 
 @pytest.mark.parametrize("vector", MEGATRON["vectors"]["flops"])
 def test_megatron_flops(vector):
     sizes = (vector[key] for key in ("B", "l", "h", "V", "s"))
-    assert transformer.flops_per_iteration(*sizes) == exactly(vector["expect"])
+    assert formulas.flops_per_iteration(*sizes) == exactly(vector["expect"])
 
 
 def test_recomputation_costs_one_more_forward_of_the_layers():
     sizes = (8, 4, 256, 0, 128)
-    with_, without = (transformer.flops_per_iteration(*sizes, recompute=r) for r in (True, False))
+    with_, without = (formulas.flops_per_iteration(*sizes, recompute=r) for r in (True, False))
     assert without / with_ == exactly(72 / 96)
 
 
 def test_megatron_times_and_bytes():
     for vector in MEGATRON["vectors"]["eq4_days"]:
-        days = transformer.training_days(*(vector[key] for key in ("T", "P", "n", "X")))
+        days = formulas.training_days(*(vector[key] for key in ("T", "P", "n", "X")))
         assert days == pytest.approx(vector["expect"], abs=0.005)  # given to two decimals
     for vector in MEGATRON["vectors"]["eq1"]:
-        found = transformer.pipeline_s(*(vector[key] for key in ("bprime", "b", "p", "tf", "tb")))
+        found = formulas.pipeline_s(*(vector[key] for key in ("bprime", "b", "p", "tf", "tb")))
         assert found == exactly(vector["expect"])
     for vector in MEGATRON["vectors"]["tp_bytes_per_layer"]:
         found = transformer.tensor_parallel_elements(*(vector[key] for key in "bsht"))
@@ -118,7 +120,7 @@ def test_megatron_times_and_bytes():
         sizes = [vector[key] for key in "bsh"]
         assert transformer.p2p_bytes(*sizes) == exactly(vector["full"])
         assert transformer.p2p_bytes(*sizes, scatter=vector["t"]) == exactly(vector["scattered"])
-    assert transformer.best_num_checkpoints(16, 1.0, 4.0) == 8.0
+    assert formulas.best_num_checkpoints(16, 1.0, 4.0) == 8.0
 
 
 # AxoNN

@@ -10,10 +10,10 @@ from megatron.fold3d.observe.timeline import Lane, Timeline
 from megatron.fold3d.plan.compile import Options, compile_plan
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.predict.paper import bubbles
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.simulate import simulate
 from megatron.fold3d.predict.simulator.steady import steady_state
+from tests.predict.paper import formulas
 
 DATA = Path(__file__).parents[2] / "data"
 MERAK = json.loads((DATA / "merak_tables.json").read_text())["bubble"]["vectors"]
@@ -77,10 +77,10 @@ def test_zero_bubble_is_the_papers(ranks: int, more: int, times: tuple[float, fl
         Costs.uniform(ranks, forward_s=forward_s, backward_s=backward_s + weight_s),
         weight_s=(weight_s,) * ranks,
     )
-    assert bubble_s(simulated("1f1b", ranks, microbatches, costs)) == bubbles.one_f_one_b_s(
+    assert bubble_s(simulated("1f1b", ranks, microbatches, costs)) == formulas.one_f_one_b_s(
         ranks, forward_s, backward_s + weight_s
     )
-    for schedule, formula in (("zb-h1", bubbles.zb_h1_s), ("zb-h2", bubbles.zb_h2_s)):
+    for schedule, formula in (("zb-h1", formulas.zb_h1_s), ("zb-h2", formulas.zb_h2_s)):
         found = bubble_s(simulated(schedule, ranks, microbatches, costs))
         assert found == formula(ranks, forward_s, backward_s, weight_s)
 
