@@ -63,6 +63,26 @@ def test_the_type_of_the_users_own_flags_is_kept(fold3d):
         assert f" {precision} --tensor-model" in fold3d(line.format(precision))[1]
 
 
+def test_what_the_search_does_not_choose_is_kept_of_the_users_own_flags(fold3d):
+    own = (
+        "--num-layers 12 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --bf16 "
+        "--position-embedding-type rope --use-rope-scaling --norm-epsilon 1e-6 --hidden-dropout 0 "
+        '--vocab-size 50000 --max-position-embeddings 4096 --data-path 0.3 "/data/a b"'
+    )
+    decided = (
+        "--global-batch-size 16 --tensor-model-parallel-size=4 --recompute-granularity full "
+        "--decoder-first-pipeline-num-layers 5 --sequence-parallel --schedule auto"
+    )
+    line = f"search --cluster a100x4-25g --from-flags '{own} {decided}'"
+    told = fold3d(f"{line} --emit")[1]
+    assert told.startswith(own.replace(" --bf16", "").replace('"', "'") + " --bf16 --tensor-model")
+    for flag in ("-size=4", "decoder-first", "--schedule auto", "--num-layers 12 --num-layers"):
+        assert flag not in told
+    said = fold3d(line)[1]
+    assert said.splitlines()[-1] == told.strip()
+    assert "instead of --decoder-first-pipeline-num-layers" in said
+
+
 def test_gpus_without_bf16_are_told_to_train_in_fp16(fold3d):
     line = "search --model 12-1024-16-512 --global-batch-size 16 --emit --cluster"
     assert "--bf16" in fold3d(f"{line} a100x8")[1]

@@ -9,7 +9,7 @@ import re
 import shlex
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,10 @@ _OTHERS = (
     *("group-query-attention", "rotary-base", "normalization", "add-qkv-bias", "moe-router-topk"),
     "qk-layernorm",
 )
+_UNEVEN = (
+    *("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"),
+    "pipeline-model-parallel-layout",
+)
 _DEFAULT_VOCABULARY = 51_200
 _VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)")
 _ASSIGNMENT = re.compile(r"\s*(?:export\s+|local\s+|readonly\s+)?(\w+)\+?=(.*)", re.S)
@@ -84,6 +88,7 @@ class Described:
         expert_tensor_parallel: ranks that share each expert, likewise; 0 if none are asked for.
         small_gradients: whether gradients are summed in 16 bits.
         notes: the flags that were read, and the values that are assumed; one line each.
+        own: the words of the flags; none of a script, whose words are not flags alone.
     """
 
     shape: ModelShape
@@ -95,6 +100,7 @@ class Described:
     expert_tensor_parallel: int
     small_gradients: bool
     notes: tuple[str, ...]
+    own: tuple[str, ...] = ()
 
 
 def from_flags(line: str) -> Described:
@@ -107,7 +113,7 @@ def from_flags(line: str) -> Described:
         words = shlex.split(line)
     except ValueError as error:
         raise ValueError(f"--from-flags: {error}; quote the flags as one word") from None
-    return _described(words, "--from-flags")
+    return replace(_described(words, "--from-flags"), own=tuple(words))
 
 
 def from_script(file: Path) -> Described:
@@ -185,6 +191,9 @@ def _described(words: Sequence[str], source: str) -> Described:
     if kept:
         own = ", ".join(f"--{name} {flags[name]}" for name in kept)
         assumed.append(f"the search chooses sizes anew, instead of {own}; --tp and --pp keep them")
+    if uneven := [n for n in _UNEVEN if n in flags]:
+        own = " and ".join(f"--{name}" for name in uneven)
+        assumed.append(f"the search divides the layers itself, instead of {own}")
     assumed += [f"--{name} is there several times; the last counts" for name in twice]
     shared = {name: _number(flags, name, other) for name, other in _SHARED.items()}
     fixed = [f"--{name} {n}" for name, n in shared.items() if n > 1 or n != _SHARED[name]]

@@ -13,6 +13,7 @@ from megatron.fold3d.commands.megatron_flags import Described, from_flags, from_
 from megatron.fold3d.commands.training_flags import check_trains, training_flags
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
+from megatron.fold3d.predict.cost_model.presets import SCRIPTS
 from megatron.fold3d.predict.cost_model.sizes import Recompute
 from megatron.fold3d.predict.search.candidates import Assumption, Given
 from megatron.fold3d.predict.search.planner import search
@@ -28,7 +29,7 @@ class _Answer:
     """The search's findings, and the one to take; ``fp16`` if the user's flags ask for it."""
 
     found: Found
-    fp16: bool
+    described: Described | None
 
     @property
     def ours(self) -> JudgedCandidate | None:
@@ -48,12 +49,14 @@ class _Answer:
             return self.ours or self.found.best[0]
         return stock
 
-    def flags(self, shape: ModelShape, cluster: Cluster) -> str | None:
-        """Return the best one's flags, if there is a training script that takes them."""
-        try:
-            return training_flags(shape, cluster, self.best.candidate, fp16=self.fp16)
-        except ValueError:
-            return None
+    def flags(self, shape: ModelShape, cluster: Cluster) -> str:
+        """Return the best one's flags.
+
+        Raises:
+            ValueError: there is no training script that takes them.
+        """
+        fp16, own = (self.described.fp16, self.described.own) if self.described else (False, ())
+        return training_flags(shape, cluster, self.best.candidate, fp16=fp16, own=own)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -140,7 +143,7 @@ def run(args: Namespace) -> int:
             assumed=args.assume,
             progress=progress,
         )
-    answer = _Answer(found, fp16=described is not None and described.fp16)
+    answer = _Answer(found, described)
     notes = described.notes if described else ()
     if args.json:
         rows = _as_json(answer, shape, cluster)
@@ -211,7 +214,7 @@ def _lines(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str
     else:
         yield f"{answer.gain:.1%} faster than the best of stock Megatron, with these flags:"
     try:
-        yield training_flags(shape, cluster, answer.best.candidate, fp16=answer.fp16)
+        yield answer.flags(shape, cluster)
     except ValueError as error:
         yield f"({error})"
 
@@ -319,7 +322,7 @@ def _as_json(answer: _Answer, shape: ModelShape, cluster: Cluster) -> dict[str, 
         "best_stock": found.best_stock and row(found.best_stock),
         "best": row(answer.best),
         "gain": answer.gain,
-        "flags": answer.flags(shape, cluster),
+        "flags": answer.flags(shape, cluster) if shape.family in SCRIPTS else None,
         "considered": found.considered,
         "too_large": found.too_large,
     }

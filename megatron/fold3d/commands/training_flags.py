@@ -11,6 +11,27 @@ from megatron.fold3d.predict.search.candidates import Candidate
 # With gradients of 32 bits, which are bf16's default, and of 16.
 _FP16 = ("--fp16 --accumulate-allreduce-grads-in-fp32", "--fp16")
 _BF16 = ("--bf16", "--bf16 --grad-reduce-in-bf16")
+# What the planner decides, in the flags of Megatron and of ours.
+_DECIDED = frozenset(
+    (
+        *("bf16", "fp16", "accumulate-allreduce-grads-in-fp32", "grad-reduce-in-bf16"),
+        *("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size"),
+        *("expert-model-parallel-size", "expert-tensor-parallel-size", "use-tp-pp-dp-mapping"),
+        *("micro-batch-size", "global-batch-size", "sequence-parallel"),
+        *("recompute-activations", "recompute-granularity", "recompute-method"),
+        *("recompute-num-layers", "recompute-modules", "recompute-layers", "recompute-early"),
+        *("pipeline-model-parallel-layout", "num-virtual-stages-per-pipeline-rank"),
+        *("num-layers-per-virtual-pipeline-stage", "decoder-first-pipeline-num-layers"),
+        *("decoder-last-pipeline-num-layers", "account-for-embedding-in-pipeline-split"),
+        *("account-for-loss-in-pipeline-split", "overlap-p2p-communication-warmup-flush"),
+        *("microbatch-group-size-per-virtual-pipeline-stage", "overlap-grad-reduce"),
+        *("use-distributed-optimizer", "overlap-param-gather"),
+        *("schedule", "plan-file", "segments", "aiao-last-segment", "forwards-ahead"),
+        *("shard-segments", "replicate-optimizer", "backward-share", "early-dp-sync", "dp-slices"),
+        *("delay-weight-grads", "most-activations", "overlap-tensor-parallel", "preemptive-comm"),
+        "offload-activations",
+    )
+)
 
 
 def check_trains(shape: ModelShape) -> None:
@@ -24,12 +45,19 @@ def check_trains(shape: ModelShape) -> None:
 
 
 def training_flags(
-    shape: ModelShape, cluster: Cluster, candidate: Candidate, *, fp16: bool = False
+    shape: ModelShape,
+    cluster: Cluster,
+    candidate: Candidate,
+    *,
+    fp16: bool = False,
+    own: Sequence[str] = (),
 ) -> str:
     """Return the flags for the model, the split and the schedule.
 
     Args:
         fp16: the 16-bit type, where the cluster has bf16 too.
+        own: the words of the user's own flags, if the model was read from them. Those that the
+            planner does not decide are returned as they are, in place of the shape's.
 
     Raises:
         ValueError: ``pretrain_gpt.py`` does not train such a model.
@@ -40,12 +68,22 @@ def training_flags(
     if candidate.setup.fp32:
         precision = ""
     flags = [
-        *map(quote, shape_flags(shape)),
+        *map(quote, _undecided(own) if own else shape_flags(shape)),
         *precision.split(),
         *_split(candidate),
         *_schedule(candidate),
     ]
     return " ".join(flags)
+
+
+def _undecided(words: Sequence[str]) -> Iterator[str]:
+    """Yield a user's flags with their values, without those that the planner decides."""
+    stays = False
+    for word in words:
+        if word.startswith("--"):
+            stays = word[2:].partition("=")[0] not in _DECIDED
+        if stays:
+            yield word
 
 
 def _split(candidate: Candidate) -> Iterator[str]:
