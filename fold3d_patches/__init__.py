@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron.fold3d.runtime.grad_sync.measured_shares import AutoShares
     from megatron.fold3d.runtime.plans import Plans
     from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
+    from megatron.fold3d.runtime.shard_buffers import Data
     from megatron.fold3d.runtime.trace.metrics import Metrics
     from megatron.fold3d.runtime.trace.recorder import Recorder
     from megatron.fold3d.runtime.transfers.carrier import Transfers
@@ -169,11 +170,11 @@ def _parts(run: _Run) -> "Iterator[Part]":
         (c.num_ranks > 1, _transfers),
         (c.overlap_tensor_parallel, _pairs),
         (run.recorder is not None, _recorded_actions),
-        (c.shards_params, _param_shards),
+        (c.shards_params, partial(_shard_buffers, "param_data")),
         (run.measured, lambda run: (run.measured, ())),
         (one_queue and c.backward_share is None, _alternating_sync),
         (True, next(make for is_on, make in dp_sync if is_on)),
-        (c.shards_grads, _grad_shards),
+        (c.shards_grads, partial(_shard_buffers, "grad_data")),
         (weights and c.has_engine_modules, _engine_weight_grads),
         (weights and not c.has_engine_modules, _weight_grads),
         (c.auto_recompute_layers, _measured_counts),
@@ -305,10 +306,10 @@ def _recorded_actions(run: _Run) -> "Part":
     return (RecordedActions(run.recorder),), ()
 
 
-def _param_shards(_: _Run) -> "Part":
-    from megatron.fold3d.runtime.param_shards import ParamShards
+def _shard_buffers(data: "Data", _: _Run) -> "Part":
+    from megatron.fold3d.runtime.shard_buffers import ShardBuffers
 
-    return (ParamShards(),), ()
+    return (ShardBuffers(data),), ()
 
 
 def _alternating_sync(run: _Run) -> "Part":
@@ -435,12 +436,6 @@ def _auto_shares(run: _Run) -> "AutoShares":
     from megatron.fold3d.runtime.grad_sync.measured_shares import AutoShares
 
     return AutoShares(run.timeout)
-
-
-def _grad_shards(_: _Run) -> "Part":
-    from megatron.fold3d.runtime.grad_shards import GradShards
-
-    return (GradShards(),), ()
 
 
 def _engine_weight_grads(_: _Run) -> "Part":

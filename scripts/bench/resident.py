@@ -11,6 +11,7 @@ from typing import Any
 from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.runtime import executor
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
+from megatron.fold3d.runtime.shard_buffers import Data, ShardBuffers
 
 
 @dataclass(slots=True)
@@ -41,7 +42,7 @@ def counted() -> Iterator[Resident]:
         buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
         kinds = [b.param_data for b in buffers], [b.grad_data for b in buffers]
         found.whole = _sum(kinds, lambda b: b.nbytes)
-        kept = [_kept(features, "ParamShards"), _kept(features, "GradShards")]
+        kept = [_kept(features, "param_data"), _kept(features, "grad_data")]
 
         def watched(act: Handler) -> Handler:
             def run(action: Action) -> None:
@@ -62,10 +63,10 @@ def counted() -> Iterator[Resident]:
         executor._table = make_table
 
 
-def _kept(features: Sequence[Feature], name: str) -> dict[int, list[Any]]:
-    """Return the shards, by segment, of the feature of this name; none if it is off."""
-    of_feature = (vars(feature)["_kept"] for feature in features if type(feature).__name__ == name)
-    return next(of_feature, {})
+def _kept(features: Sequence[Feature], data: Data) -> dict[int, list[Any]]:
+    """Return the shards, by segment, of the feature that frees these; none if it is off."""
+    of_data = (f._kept for f in features if isinstance(f, ShardBuffers) and f.data == data)
+    return next(of_data, {})
 
 
 def _shards(kept: dict[int, list[Any]]) -> list[Any]:

@@ -23,8 +23,7 @@ from megatron.fold3d.plan.memory import peak_resident
 from megatron.fold3d.plan.ops import GATHER_OPS
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
-from megatron.fold3d.runtime.grad_shards import GradShards
-from megatron.fold3d.runtime.param_shards import ParamShards
+from megatron.fold3d.runtime.shard_buffers import ShardBuffers
 from tests.distributed import RankError, run_distributed
 from tests.end_to_end.test_checkpoints import resuming, saving
 from tests.end_to_end.test_equal_to_stock import (
@@ -170,15 +169,14 @@ SAVED = Row(dp=2, segments=3, m=2, flags=f"{OVERLAP} --bf16 --num-layers 6 --asy
 
 def train_poisoned(argv: Sequence[str], traced: Path | None = None) -> Record:
     """Train with storage that is NaN when it is allocated again; see `train_as_planned`."""
-    from megatron.fold3d.runtime import grad_shards, param_shards
+    allocate = ShardBuffers._allocate
 
-    allocate = param_shards.allocate
+    def poisoned(self: ShardBuffers, segment: int) -> None:
+        allocate(self, segment)
+        for buffer in self._buffers(segment):
+            buffer.fill_(float("nan"))
 
-    def poisoned(buffer: torch.Tensor) -> None:
-        allocate(buffer)
-        buffer.fill_(float("nan"))
-
-    param_shards.allocate = grad_shards.allocate = poisoned
+    ShardBuffers._allocate = poisoned  # type: ignore[method-assign]
     return train_as_planned(argv, traced) if traced else train(argv)
 
 
@@ -237,7 +235,7 @@ def count(argv: Sequence[str]) -> Counted:
                 shards = [
                     shard.nbytes
                     for feature in features
-                    if isinstance(feature, ParamShards | GradShards)
+                    if isinstance(feature, ShardBuffers)
                     for kept in feature._kept.values()
                     for shard in kept
                 ]
@@ -348,7 +346,7 @@ def train_until_a_gather(argv: Sequence[str]) -> None:
     """
     from megatron.training import training
 
-    train_step, gather = training.train_step, ParamShards._gather
+    train_step, gather = training.train_step, ShardBuffers._gather
     steps, gathers = 0, 0
 
     def counting(*args: Any, **kwargs: Any) -> Any:
@@ -356,7 +354,7 @@ def train_until_a_gather(argv: Sequence[str]) -> None:
         steps, gathers = steps + 1, 0
         return train_step(*args, **kwargs)
 
-    def deadly(self: ParamShards, segment: int) -> None:
+    def deadly(self: ShardBuffers, segment: int) -> None:
         nonlocal gathers
         gathers += segment == 0
         if steps == 3 and gathers == 2:
@@ -367,7 +365,7 @@ def train_until_a_gather(argv: Sequence[str]) -> None:
 
     training.train_step = counting
     if os.environ["RANK"] == "1":
-        ParamShards._gather = deadly  # type: ignore[method-assign]
+        ShardBuffers._gather = deadly  # type: ignore[method-assign]
     train(argv)
 
 

@@ -331,14 +331,14 @@ MUTATIONS = (
     # Shards.
     Mutation(
         "backwards do not wait for the second all-gather of their parameters",
-        "param_shards:ParamShards._wait",
+        "shard_buffers:ShardBuffers._wait",
         "bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)",
         "pass",
         _SHARDS,
     ),
     Mutation(
         "gradients are added to memory that was allocated again and not zeroed",
-        "grad_shards:GradShards.handlers",
+        "shard_buffers:ShardBuffers._of_grads",
         "buffer.zero_()",
         "pass",
         _SHARDS,
