@@ -47,6 +47,18 @@ def test_the_plan_the_memory_and_the_time_are_told_without_a_gpu() -> None:
     assert len(lines) == 4
 
 
+def test_what_an_estimate_leaves_out_is_told() -> None:
+    argv = f"{FLAGS} --segments 2 --use-distributed-optimizer --check a100-80gx16-100g"
+    argv += " --num-distributed-optimizer-instances 2"
+    one_queue = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    ((code, out, err),) = run_distributed(_run, 1, None, argv.split(), one_queue)
+    assert code == 0, err
+    assert out.splitlines()[-1] == (
+        "not in these estimates: --num-distributed-optimizer-instances, one hardware queue, "
+        "no --overlap-param-gather"
+    )
+
+
 def test_what_auto_would_try_is_told_without_a_gpu() -> None:
     argv = f"{FLAGS} --schedule auto --segments 4 {SPLITS} --check a100-80gx16-100g"
     ((code, out, err),) = run_distributed(_run, 1, None, argv.split())

@@ -13,6 +13,7 @@ from megatron.fold3d.commands.auto_options import lines as lines_of_auto
 from megatron.fold3d.commands.console import counted
 from megatron.fold3d.commands.megatron_flags import shape_of
 from megatron.fold3d.commands.plan_source import in_words
+from megatron.fold3d.config.bucket_flags import has_one_queue
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.observe.memory_curve import memory
@@ -267,6 +268,13 @@ def _left_out(args: Namespace) -> Iterator[str]:
         "--overlap-tensor-parallel": args.overlap_tensor_parallel,
         "--lazy-inter-segment": args.lazy_inter_segment,
         "--forwards-ahead auto": args.forwards_ahead == "auto",
+        "--early-dp-sync": args.early_dp_sync,
+        "--num-distributed-optimizer-instances": args.num_distributed_optimizer_instances > 1,
+        "--optimizer-cpu-offload": args.optimizer_cpu_offload,
+        "one hardware queue": args.tensor_model_parallel_size == 1 and has_one_queue(args),
+        "no --overlap-param-gather": args.use_distributed_optimizer
+        and args.data_parallel_size > 1
+        and not args.overlap_param_gather,
         "no --overlap-grad-reduce": args.data_parallel_size > 1 and not args.overlap_grad_reduce,
         "--fp8-format": args.fp8 is not None,
         "--optimizer": args.optimizer != "adam",
