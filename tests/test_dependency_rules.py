@@ -232,6 +232,9 @@ OFF = tuple(
 BEFORE_FEATURES = 8736
 """Lines that the executor and the patches of `aiao` loaded when they imported every feature."""
 
+PASSED = 19
+"""Files of ours whose functions ran from a carried stage's last backward to its step, at first."""
+
 
 @pytest.mark.processes
 def test_plain_aiao_loads_no_feature_that_is_off_and_fewer_than_half_of_the_lines():
@@ -246,3 +249,17 @@ def test_plain_aiao_loads_no_feature_that_is_off_and_fewer_than_half_of_the_line
     assert [name for _, name in modules if is_within(name, OFF)] == []
     assert f"{FOLD3D}.runtime.executor" in [name for _, name in modules]
     assert int(total[0].replace(",", "")) < BEFORE_FEATURES / 2
+
+
+@pytest.mark.processes
+def test_a_gradient_of_a_carried_stage_passes_no_more_files():
+    told = subprocess.run(
+        [sys.executable, ROOT / "scripts/loaded_lines.py", "--called"],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=True,
+    )
+    *files, total = told.stdout.splitlines()
+    assert "megatron/fold3d/runtime/grad_sync/partial_step.py" in files
+    assert int(total.split()[0]) <= PASSED
