@@ -356,7 +356,7 @@ def _deferred_sync(
         zero_grad_buffer,
     )
     from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
-    from megatron.fold3d.runtime.grad_sync.reductions import UNCUT
+    from megatron.fold3d.runtime.grad_sync.sums import UNCUT
 
     config = run.config
     deferred = DeferredSync(

@@ -302,23 +302,23 @@ MUTATIONS = (
     # Gradients, in this iteration and the next.
     Mutation(
         "a step does not wait for its gradients",
-        "grad_sync.reductions:Reductions.wait",
+        "grad_sync.sums:Sums.wait",
         "        work.wait()\n",
         "        pass\n",
         _SHARE,
     ),
     Mutation(
         "what is kept back is not waited for",
-        "grad_sync.reductions:Reductions.finish_kept",
+        "grad_sync.sums:Sums.finish_kept",
         "        work.wait()\n",
         "        pass\n",
         _TIED,
     ),
     Mutation(
         "the rest of the gradients is never reduced",
-        "grad_sync.reductions:Reductions.start_until",
-        "first, rest = state.left, list[Piece]()",
-        "first, rest = list[Piece](), state.left",
+        "grad_sync.stage_gradients:StageGradients.take",
+        "taken, self._left = self._left, list[Piece]()",
+        "taken = list[Piece]()",
         _SHARE,
     ),
     Mutation(

@@ -7,9 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.fold3d.runtime.grad_sync.complete_parts import CompleteParts
 from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
-from megatron.fold3d.runtime.grad_sync.reductions import Reductions
 from megatron.fold3d.runtime.grad_sync.slices import (
     ShardedSlice,
     Slice,
@@ -19,6 +17,8 @@ from megatron.fold3d.runtime.grad_sync.slices import (
     slices,
     split_after,
 )
+from megatron.fold3d.runtime.grad_sync.stage_gradients import StageGradients
+from megatron.fold3d.runtime.grad_sync.sums import Sums
 from tests.distributed import run_distributed
 
 A, B, C = (torch.nn.Parameter(torch.zeros(1)) for _ in range(3))
@@ -61,14 +61,33 @@ def test_slices_of_a_part_begin_and_end_with_it(bucket: Any):
 
 def test_each_gradient_is_scaled_and_handed_over_once(bucket: Any):
     bucket.gradient_scaling_factor = 2.0
-    config = SimpleNamespace(check_for_nan_in_grad=False, check_for_large_grads=False)
-    group = SimpleNamespace(buckets=[bucket], ddp_config=config, grad_reduce_finished=False)
+    config = SimpleNamespace(
+        check_for_nan_in_grad=False,
+        check_for_large_grads=False,
+        use_distributed_optimizer=False,
+        average_in_collective=False,
+    )
+    group = SimpleNamespace(
+        buckets=[bucket],
+        ddp_config=config,
+        data_parallel_group=None,
+        grad_reduce_finished=False,
+    )
     chunk = SimpleNamespace(bucket_groups=[group], expert_parallel_bucket_groups=[])
-    parts = CompleteParts(chunk)
-    assert numbers(part.data for part in parts.take({B})) == [[0, 2], [10, 12, 14, 16, 18]]
-    assert numbers(part.data for part in parts.take({B})) == []
-    assert numbers(part.data for part in parts.take()) == [[4, 6, 8]]
-    assert numbers(part.data for part in parts.take()) == []
+    gradients = StageGradients(chunk, frozenset(), 1 << 60)
+
+    def complete(*unfinished: torch.nn.Parameter) -> list[list[int]]:
+        return numbers(piece.data for piece in gradients.complete(set(unfinished)))
+
+    assert complete(B) == [[0, 2], [10, 12, 14, 16, 18]]
+    assert complete(B) == []
+    assert complete() == [[4, 6, 8]]
+    assert complete() == []
+    assert numbers(piece.data for piece in gradients.take(1000)) == [
+        *([0, 2], [10, 12, 14, 16, 18]),
+        [4, 6, 8],
+    ]
+    assert numbers(piece.data for piece in gradients.take(1000)) == []
     assert group.grad_reduce_finished
 
 
@@ -174,16 +193,16 @@ def _start_in_parts() -> list[int]:
     )
     chunk = Chunk(1, 1)
     chunk.bucket_groups, chunk.expert_parallel_bucket_groups = [group], []
-    reductions = Reductions(1 << 60, observe)
-    reductions.connect([chunk])
+    sums = Sums(1 << 60, observe)
+    sums.connect([chunk])
     for end, unfinished in ((200, {A, B}), (200, {A, B}), (750, {A, B}), (700, ()), (1000, ())):
         started.append(0)
-        reductions.take(chunk, unfinished)
-        reductions.start_until(chunk, end)
-    reductions.wait(chunk)
-    assert not reductions.is_running(chunk)
+        sums.complete(chunk, unfinished)
+        sums.start_until(chunk, end)
+    sums.wait(chunk)
+    assert not sums.is_running(chunk)
     started.append(0)
-    reductions.start_until(chunk, 1000)  # nothing is in flight
+    sums.start_until(chunk, 1000)  # nothing is in flight
     dist.destroy_process_group()
     return started
 

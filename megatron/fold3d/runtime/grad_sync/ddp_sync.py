@@ -22,7 +22,7 @@ from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteratio
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, first_layer_first
 
 if TYPE_CHECKING:
-    from megatron.fold3d.runtime.grad_sync.reductions import Reductions
+    from megatron.fold3d.runtime.grad_sync.sums import Sums
     from megatron.fold3d.runtime.trace.recorder import Recorder
 
 
@@ -41,7 +41,7 @@ class GradSync(Feature):
 
     def __init__(self, recorder: "Recorder | None" = None) -> None:
         self._recorder = recorder
-        self._in_parts: Reductions | None = None
+        self._in_parts: Sums | None = None
         self._sums: dict[Any, Action] = {}  # by chunk, the sum of all of its gradients
         self._chunks: Sequence[Any] = ()
         self._quiet: Sequence[ExitStack] = ()
@@ -84,7 +84,7 @@ class GradSync(Feature):
             segment, is_last = iteration.segment(action), action.end == WHOLE
             if action.stage in in_parts:
                 chunk, sums = self._chunks[segment], self._sums_in_parts()
-                sums.take(chunk, iteration.unfinished.get(action.stage, ()))
+                sums.complete(chunk, iteration.unfinished.get(action.stage, ()))
                 sums.start_until(chunk, action.end)
             if is_last:
                 self.complete(segment)
@@ -157,11 +157,11 @@ class GradSync(Feature):
                 if not bucket_group.param_gather_dispatched:
                     bucket_group.start_param_sync()
 
-    def _sums_in_parts(self) -> "Reductions":
+    def _sums_in_parts(self) -> "Sums":
         if self._in_parts is None:
-            from megatron.fold3d.runtime.grad_sync.reductions import UNCUT, Reductions
+            from megatron.fold3d.runtime.grad_sync.sums import UNCUT, Sums
 
-            self._in_parts = Reductions(UNCUT, self._observe)
+            self._in_parts = Sums(UNCUT, self._observe)
             self._in_parts.connect(self._chunks)
         return self._in_parts
 

@@ -95,13 +95,13 @@ class DeferredGradSync(GradSync):
                 return
             chunk = self._chunks[iteration.segment(action)]
             if action.stage in stepped:
-                self._deferred.take(chunk, iteration.unfinished.get(action.stage, ()))
+                self._deferred.complete(chunk, iteration.unfinished.get(action.stage, ()))
             self._deferred.sums.start_until(chunk, action.end)
 
         def keep(action: Action) -> None:
             segment = iteration.segment(action)
             self.complete(segment)
-            self._deferred.take(self._chunks[segment])
+            self._deferred.complete(self._chunks[segment])
             self._deferred.sums.keep(self._chunks[segment])
 
         def finalize(action: Action) -> None:

@@ -7,7 +7,7 @@ begins. They do not start earlier, because Megatron runs small blocking collecti
 iterations, for norms and losses, and these would share the links with them.
 
 Right before a chunk's first forward, this rank waits for the chunk's gradients and takes the
-optimizer step of their iteration. `Reductions` does the reductions; this module the steps.
+optimizer step of their iteration. `Sums` does the reductions; this module the steps.
 
     segments 0 and 1 of a rank; a is the backward share of a segment's DP.sync, b the rest
 
@@ -57,7 +57,7 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
 from megatron.fold3d.runtime.grad_sync.norm_bound import Bound, NormBound, is_conditional
 from megatron.fold3d.runtime.grad_sync.partial_step import PartialStep
 from megatron.fold3d.runtime.grad_sync.reduced_in_iteration import reduced_in_iteration
-from megatron.fold3d.runtime.grad_sync.reductions import Reductions
+from megatron.fold3d.runtime.grad_sync.sums import Sums
 from megatron.fold3d.runtime.trace.recorder import Recorder, no_end
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class DeferredSync:
         auto: "AutoShares | None" = None,
         recorder: Recorder | None = None,
     ) -> None:
-        self.sums = Reductions(slice_bytes, self._observe)
+        self.sums = Sums(slice_bytes, self._observe)
         self._backward_share, self._bounded = backward_share, bounded
         self._timeout, self._communicator = timeout, communicator
         self._auto, self._recorder = auto, recorder
@@ -199,14 +199,14 @@ class DeferredSync:
         """Whether steps of the last iteration are still to be taken."""
         return bool(self._due)
 
-    def take(self, chunk: Any, unfinished: Collection[torch.Tensor] = ()) -> None:
-        """Take what is complete of a chunk's gradients, to be started later.
+    def complete(self, chunk: Any, unfinished: Collection[torch.Tensor] = ()) -> None:
+        """Note which of a chunk's gradients are complete, to be started later.
 
         Args:
             chunk: the model chunk.
             unfinished: the parameters, of any shape, whose gradients are not complete.
         """
-        pieces = self.sums.take(chunk, unfinished)
+        pieces = self.sums.complete(chunk, unfinished)
         if self._auto is not None and pieces:
             num_bytes = sum(piece.num_bytes for piece in pieces)
             self._auto.ready(self._chunks.index(chunk), num_bytes)
@@ -379,7 +379,7 @@ class DeferredSync:
         self.sums.connect(chunks, self._reduced_in_iteration, ours)
         if self._auto is not None:
             self._auto.connect(len(chunks), groups.dp_cp, device)
-        self._late_bytes = [self.sums.num_bytes(chunk) for chunk in chunks]
+        self._late_bytes = [self.sums.gradients[chunk].num_bytes for chunk in chunks]
         self._parameter_bytes = [sum(p.nbytes for p in chunk.parameters()) for chunk in chunks]
         if self._bounded:
             self._norm_bound = NormBound(rank_groups, chunks, device, self._timeout)

@@ -17,7 +17,7 @@ import torch
 from megatron.fold3d.plan.ir import WHOLE, Program
 from megatron.fold3d.plan.ops import PART_OPS, WEIGHT_OPS
 from megatron.fold3d.policy.shard_order import in_turns
-from megatron.fold3d.runtime.grad_sync.shard_reductions import spread
+from megatron.fold3d.runtime.grad_sync.stage_gradients import spread
 
 
 def by_parameter[Item](

@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.fold3d.runtime.grad_sync import shard_reductions
-from megatron.fold3d.runtime.grad_sync.complete_parts import Part
-from megatron.fold3d.runtime.grad_sync.shard_reductions import ShardParts, spread
+from megatron.fold3d.runtime.grad_sync import stage_gradients
+from megatron.fold3d.runtime.grad_sync.stage_gradients import StageGradients, spread
 from tests.distributed import run_distributed
 
 # Of a bucket of 12 gradients and three replicas: within a shard, over two edges, up to the ends.
@@ -36,29 +35,44 @@ def test_all_parts_together_are_a_reduce_scatter(most_balanced: int, started: li
 
 def _reduce_parts(most_balanced: int) -> tuple[list[int], list[float], list[float]]:
     """Return what each part started, the own shard then, and that of a reduce-scatter."""
-    shard_reductions.MOST_BALANCED = most_balanced
-    shard_reductions._SMALLEST = 1
+    stage_gradients.MOST_BALANCED = most_balanced
+    stage_gradients._SMALLEST = 1
     dist.init_process_group("gloo")
     group: Any = dist.group.WORLD
     data = (torch.arange(12.0).exp() * (group.rank() + 1)).round()  # any order sums up the same
     expected = torch.empty(4)
     dist.reduce_scatter_tensor(expected, data.clone())
-    bucket_group = SimpleNamespace(
-        ddp_config=SimpleNamespace(average_in_collective=False, use_distributed_optimizer=True),
+    of_parts = {torch.nn.Parameter(torch.zeros(1)): part for part in PARTS}
+    bucket_group = Bucket(
+        buckets=[
+            Bucket(
+                grad_data=data,
+                params=list(of_parts),
+                param_to_index=of_parts,
+                gradient_scaling_factor=1.0,
+            )
+        ],
+        ddp_config=SimpleNamespace(
+            check_for_nan_in_grad=False,
+            check_for_large_grads=False,
+            average_in_collective=False,
+            use_distributed_optimizer=True,
+        ),
         intra_distributed_optimizer_instance_group=group,
     )
-    bucket, shards = Bucket(grad_data=data), ShardParts()
-    transfers = [
-        [
-            half.reduce()
-            for piece in shards.take(
-                [Part(bucket_group, bucket, *part)], are_last=part == PARTS[-1]
-            )
-            for half in piece.cut(piece.num_elements // 2)
-            if half.num_elements
-        ]
-        for part in PARTS
-    ]
+    chunk = SimpleNamespace(bucket_groups=[bucket_group], force_all_reduce=False)
+    gradients, unfinished = StageGradients(chunk, frozenset(), 1 << 60), list(of_parts)
+    transfers = []
+    for parameter in of_parts:
+        unfinished.remove(parameter)
+        transfers.append(
+            [
+                half.reduce()
+                for piece in gradients.complete(frozenset(unfinished))
+                for half in piece.cut(piece.num_elements // 2)
+                if half.num_elements
+            ]
+        )
     for transfer in [one for some in transfers for one in some]:
         transfer.wait()
     own = data[4 * group.rank() : 4 * group.rank() + 4].tolist()

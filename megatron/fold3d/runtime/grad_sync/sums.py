@@ -1,0 +1,160 @@
+"""The gradient sums of model chunks, in parts that start at different times.
+
+Sums are all-reduces or, with the distributed optimizer, reduce-scatters. `StageGradients` says what
+is complete, in which order; here it is in flight.
+
+Keeps two invariants. A part starts what lies before its end, is complete, and was not started: so
+nothing is lost or sent twice. Every replica of a chunk starts the same collectives in the same
+order, in process groups that nothing else uses at that time.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+from megatron.fold3d.plan.ir import WHOLE
+from megatron.fold3d.runtime.device import Clock
+from megatron.fold3d.runtime.grad_sync.bucket_groups import (
+    Ranks,
+    bucket_groups,
+    first_layer_first,
+    group_of,
+    ranks_of,
+    set_group,
+)
+from megatron.fold3d.runtime.grad_sync.slices import Piece, Transfer
+from megatron.fold3d.runtime.grad_sync.stage_gradients import StageGradients, sums_to_shards
+
+UNCUT = 1 << 60
+"""More bytes than any bucket has: the plan's parts are not cut again."""
+
+Observer = Callable[[Any, int, int], Iterable[Callable[[], None]]]
+"""Called with a chunk, the end of a part in thousandths, and the bytes whose sum starts.
+
+It returns callbacks for when they end.
+"""
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A chunk's sums, from when its first gradients are complete until it is waited for."""
+
+    works: list[Transfer] = field(default_factory=list)
+    ends: list[Callable[[], None]] = field(default_factory=list)  # not observed
+
+
+class Sums:
+    """The gradient sums in flight of one rank's model chunks.
+
+    Args:
+        slice_bytes: the most that is summed at once.
+        observer: is called when a part starts; it must not block.
+
+    Attributes:
+        gradients: those of each chunk.
+    """
+
+    def __init__(self, slice_bytes: int, observer: Observer) -> None:
+        self.gradients: Mapping[Any, StageGradients] = {}
+        self._slice_bytes = slice_bytes
+        self._observer = observer
+        self._clock: Clock
+        self._groups: Mapping[Ranks, dist.ProcessGroup] = {}
+        self._in_flight: dict[Any, _InFlight] = {}
+        self._keeping: dict[Any, list[Any]] = {}
+
+    def connect(
+        self,
+        chunks: Sequence[Any],
+        reduced_in_iteration: AbstractSet[torch.nn.Parameter] = frozenset(),
+        groups: Mapping[Ranks, dist.ProcessGroup] | None = None,
+    ) -> None:
+        """Set the model chunks, the parameters that are kept apart, and groups by ranks.
+
+        Without a group over the same ranks, gradients are summed in that of the bucket.
+        """
+        self._clock = Clock(next(chunks[0].parameters()).device)
+        self._groups = groups or {}
+        self.gradients = {
+            chunk: StageGradients(chunk, reduced_in_iteration, self._slice_bytes, self._group_of)
+            for chunk in chunks
+        }
+
+    def complete(self, chunk: Any, unfinished: Collection[torch.Tensor] = ()) -> Sequence[Piece]:
+        """Note which of a chunk's gradients are complete: see `StageGradients.complete`."""
+        self._in_flight.setdefault(chunk, _InFlight())
+        return self.gradients[chunk].complete(unfinished)
+
+    def start_until(self, chunk: Any, end: int) -> None:
+        """Start what lies before ``end`` thousandths of a chunk's gradients, if any is complete.
+
+        If pieces were cut only where buckets end, this starts one collective per bucket.
+        """
+        if (in_flight := self._in_flight.get(chunk)) is None:
+            return  # its step has waited for all, or none is complete
+        if pieces := self.gradients[chunk].take(end):
+            ends = self._observer(chunk, end, sum(piece.num_bytes for piece in pieces))
+            works = [piece.reduce() for piece in pieces]
+            in_flight.works += works
+            in_flight.ends += [each for each in ends if not self._clock.when_done(works, each)]
+
+    def start_left(self) -> None:
+        """Start all that is complete and was not started, lowest chunk first."""
+        for chunk in self.gradients:
+            self.start_until(chunk, WHOLE)
+
+    def is_running(self, chunk: Any) -> bool:
+        """True from the first `complete` of a chunk's gradients until `wait` returns."""
+        return chunk in self._in_flight
+
+    def wait(self, chunk: Any) -> None:
+        """Start what is left of a chunk, and wait for its sums, if any is in flight."""
+        self.start_until(chunk, WHOLE)
+        if (in_flight := self._in_flight.pop(chunk, None)) is not None:
+            self.gradients[chunk].restart()
+            for work in in_flight.works:
+                work.wait()
+            for end in in_flight.ends:
+                end()
+
+    def keep(self, chunk: Any) -> None:
+        """Start to sum what Megatron reads, in its own process groups, where no part queues."""
+        keeping = self._keeping.setdefault(chunk, [])
+        for bucket_group in bucket_groups(chunk):
+            pieces = self.gradients[chunk].kept(bucket_group)
+            if sums_to_shards(chunk, bucket_group):
+                keeping += [piece.reduce() for piece in pieces]
+            elif pieces:
+                with _coalescing_manager(group_of(bucket_group), async_ops=True) as works:
+                    for piece in pieces:
+                        piece.reduce()
+                keeping.append(works)
+
+    def finish_kept(self, chunk: Any) -> None:
+        """Wait for what `keep` has started."""
+        for work in self._keeping.pop(chunk, ()):
+            work.wait()
+
+    def gather(self, chunk: Any) -> None:
+        """Start to gather a chunk's parameters, first layers first, in our process groups.
+
+        Buckets whose all-gather has started or ended are skipped. DDP's hooks wait for the others
+        in the forward. Without ``--overlap-param-gather`` there are no hooks, so this waits.
+        """
+        for bucket_group in first_layer_first(chunk):
+            if not bucket_group.param_gather_dispatched:
+                megatrons = group_of(bucket_group)
+                set_group(bucket_group, self._group_of(bucket_group))
+                try:
+                    bucket_group.start_param_sync()
+                finally:
+                    set_group(bucket_group, megatrons)
+
+    def _group_of(self, bucket_group: Any) -> dist.ProcessGroup:
+        megatrons = group_of(bucket_group)
+        return self._groups.get(ranks_of(megatrons), megatrons)
