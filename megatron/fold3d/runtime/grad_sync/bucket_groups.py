@@ -64,14 +64,6 @@ def everyones_groups(ours: AbstractSet[Ranks]) -> list[Ranks]:
     return sorted(set().union(*of_rank))
 
 
-def everyones_reducing_groups(buckets: Iterable[Any]) -> list[Ranks]:
-    """Return `everyones_groups` of the process groups that reduce these bucket groups.
-
-    All ranks of the job call this together.
-    """
-    return everyones_groups({ranks_of(group_of(bucket_group)) for bucket_group in buckets})
-
-
 def connect(
     beside: Iterable[dist.ProcessGroup], device: torch.device, timeout: timedelta
 ) -> dict[Ranks, dist.ProcessGroup]:

@@ -159,10 +159,9 @@ class GradSync(Feature):
 
     def _sums_in_parts(self) -> "Sums":
         if self._in_parts is None:
-            from megatron.fold3d.runtime.grad_sync.sums import UNCUT, Sums
+            from megatron.fold3d.runtime.grad_sync.sums import Sums
 
-            self._in_parts = Sums(UNCUT, self._observe)
-            self._in_parts.connect(self._chunks)
+            self._in_parts = Sums(self._observe, self._chunks)
         return self._in_parts
 
     def _observe(self, chunk: Any, until: int, _: int) -> list[Callable[[], None]]:

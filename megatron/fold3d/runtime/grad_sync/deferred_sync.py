@@ -50,9 +50,10 @@ from megatron.fold3d.policy.backward_shares import forwards_before_gather
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     bucket_groups,
     connect,
-    everyones_reducing_groups,
+    everyones_groups,
     group_of,
     is_sharded,
+    ranks_of,
 )
 from megatron.fold3d.runtime.grad_sync.norm_bound import Bound, NormBound, is_conditional
 from megatron.fold3d.runtime.grad_sync.partial_step import PartialStep
@@ -105,8 +106,9 @@ class DeferredSync:
         auto: "AutoShares | None" = None,
         recorder: Recorder | None = None,
     ) -> None:
-        self.sums = Sums(slice_bytes, self._observe)
+        self.sums = Sums(self._observe)  # of no chunk yet
         self._backward_share, self._bounded = backward_share, bounded
+        self._slice_bytes = slice_bytes
         self._timeout, self._communicator = timeout, communicator
         self._auto, self._recorder = auto, recorder
 
@@ -368,7 +370,7 @@ class DeferredSync:
 
     def _connect(self, chunks: Sequence[Any], groups: ProcessGroupCollection) -> None:
         """Make the process groups."""
-        rank_groups = everyones_reducing_groups(bucket_groups(*chunks))
+        rank_groups = everyones_groups({ranks_of(group_of(b)) for b in bucket_groups(*chunks)})
         self._is_sharded = any(map(is_sharded, bucket_groups(*chunks)))
         self._gathers_later = bool(chunks[0].ddp_config.overlap_param_gather)
         self._reduced_in_iteration = reduced_in_iteration(chunks, groups)
@@ -376,7 +378,7 @@ class DeferredSync:
         ours = connect(map(group_of, bucket_groups(*chunks)), device, self._timeout)
         if self._communicator is not None:
             ours = {ranks: self._communicator.group(group) for ranks, group in ours.items()}
-        self.sums.connect(chunks, self._reduced_in_iteration, ours)
+        self.sums = Sums(self._observe, chunks, self._reduced_in_iteration, self._slice_bytes, ours)
         if self._auto is not None:
             self._auto.connect(len(chunks), groups.dp_cp, device)
         self._late_bytes = [self.sums.gradients[chunk].num_bytes for chunk in chunks]

@@ -29,7 +29,7 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     is_sharded,
     ranks_of,
 )
-from megatron.fold3d.runtime.grad_sync.slices import Piece
+from megatron.fold3d.runtime.grad_sync.pieces import Piece
 
 # Norms in fp32 are not exact, neither ours nor Megatron's. A sum of squares in which each term is
 # rounded up to 100,000 times in sequence is off by 0.6% at most.

@@ -14,11 +14,15 @@ What is complete of one shard alone waits. With many replicas nearly everything 
 parameter then has gradients of few shards. There it is reduced to the owners of its shards, each
 at a time. A ring of n replicas carries n / (n - 1) times the bytes of a reduce-scatter for that.
 
-Keeps one invariant: each gradient is checked, scaled and taken once.
+Keeps two invariants. Each gradient is checked, scaled and taken once. The cut depends only on the
+plan, the sizes of parameters, the share and the size of a slice, so all replicas of a chunk make
+the same pieces.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import sys
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,18 +32,7 @@ import torch.distributed as dist
 from megatron.fold3d.plan.ir import WHOLE
 from megatron.fold3d.policy.shard_order import MOST_BALANCED, in_shards
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, group_of, is_sharded
-from megatron.fold3d.runtime.grad_sync.slices import (
-    Piece,
-    ShardedSlice,
-    Slice,
-    first_of,
-    in_iteration_offsets,
-    outside,
-    ranges_of,
-    reduce_op,
-    slices,
-    split_after,
-)
+from megatron.fold3d.runtime.grad_sync.pieces import Piece, split_after
 
 _SMALLEST = 1 << 12  # gradients: the latency of less costs more than it gains
 
@@ -80,7 +73,7 @@ class StageGradients:
         """Begin with gradients of which none is complete."""
         self._are_complete = False  # all
         self._complete: dict[Any, list[tuple[int, int]]] = {}  # by bucket
-        self._waiting: dict[tuple[Any, Any], list[list[torch.Tensor]]] = {}  # by bucket and shard
+        self._waiting: dict[Any, Piece] = {}  # by bucket, for other shards
         self._left: list[Piece] = []
         self._num_taken = 0
 
@@ -125,51 +118,50 @@ class StageGradients:
 
     def kept(self, bucket_group: Any) -> Sequence[Piece]:
         """Return what is kept apart of a bucket group, to be summed in Megatron's process group."""
-        group, op = group_of(bucket_group), reduce_op(bucket_group)
+        group, op = group_of(bucket_group), _reduce_op(bucket_group)
         if sums_to_shards(self._chunk, bucket_group):
             return [
-                ShardedSlice.of(bucket.grad_data, begin, end, op, group, group.size())
+                Piece.of_shards(bucket.grad_data, begin, end, op, group)
                 for bucket in bucket_group.buckets
                 for begin, end in in_iteration_offsets(bucket, self._kept, group.size())
             ]
         return [
-            Slice(bucket.grad_data[begin:end], op, group)
+            Piece(((bucket.grad_data[begin:end],),), op, group)
             for bucket in bucket_group.buckets
             for begin, end in ranges_of(bucket, self._kept)
         ]
 
     def _pieces(self, bucket_group: Any, bucket: Any, begin: int, end: int) -> Iterator[Piece]:
         """Yield what is not kept apart from ``begin`` to ``end``, or of a whole sharded bucket."""
-        group, op = self._our_group(bucket_group), reduce_op(bucket_group)
+        group, op = self._our_group(bucket_group), _reduce_op(bucket_group)
         if not sums_to_shards(self._chunk, bucket_group):
             for data in slices(bucket, self._kept, self._slice_bytes, begin, end):
-                yield Slice(data, op, group)
+                yield Piece(((data,),), op, group)
             return
         kept = in_iteration_offsets(bucket, self._kept, group.size())
         for first, last in outside(kept, bucket.grad_data.numel() // group.size()):
-            yield ShardedSlice.of(bucket.grad_data, first, last, op, group, group.size())
+            yield Piece.of_shards(bucket.grad_data, first, last, op, group)
 
     def _by_owner(self, bucket_group: Any, bucket: Any, begin: int, end: int) -> Iterator[Piece]:
         """Yield what goes to the owner of its shard alone; the rest waits for other shards."""
-        group, op = group_of(bucket_group), reduce_op(bucket_group)
-        num_shards = group.size()
-        waiting = self._waiting.setdefault((bucket_group, bucket), [[] for _ in range(num_shards)])
-        for owner, first, last in in_shards(begin, end, bucket.grad_data.numel() // num_shards):
-            data = bucket.grad_data[first:last]
+        group, op = group_of(bucket_group), _reduce_op(bucket_group)
+        num_shards, data = group.size(), bucket.grad_data
+        before = self._waiting.get(bucket, Piece(((),) * num_shards, op, group, scatters=True))
+        shards = list(before.shards)
+        for owner, first, last in in_shards(begin, end, data.numel() // num_shards):
             if num_shards > MOST_BALANCED:
-                yield Slice(data, op, group, owner)
+                yield Piece(((data[first:last],),), op, group, owner)
             else:
-                waiting[owner].append(data)
+                shards[owner] += (data[first:last],)
+        self._waiting[bucket] = replace(before, shards=tuple(shards))
 
     def _of_all_shards(self, smallest: int) -> Iterator[Piece]:
         """Yield what waits in every shard, if it is ``smallest`` gradients of each or more."""
-        for (bucket_group, _), waiting in self._waiting.items():
-            size = min(sum(data.numel() for data in shard) for shard in waiting)
+        for bucket, waiting in self._waiting.items():
+            size = min(sum(data.numel() for data in shard) for shard in waiting.shards)
             if size >= smallest:
-                taken = [first_of(shard, size) for shard in waiting]
-                waiting[:] = [list(rest) for _, rest in taken]
-                shards = tuple(first for first, _ in taken)
-                yield ShardedSlice(shards, reduce_op(bucket_group), group_of(bucket_group))
+                piece, self._waiting[bucket] = waiting.cut(size * len(waiting.shards))
+                yield piece
 
 
 def sums_to_shards(chunk: Any, bucket_group: Any) -> bool:
@@ -194,6 +186,61 @@ def spread(chunk: Any, parameters: AbstractSet[torch.Tensor]) -> list[int]:
                 for shard, first, last in in_shards(begin, end, size):
                     counts[shard] += last - first
     return counts
+
+
+def ranges_of(bucket: Any, parameters: Container[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return the sorted ``(begin, end)`` ranges of some parameters, of any shape, in a bucket."""
+    return sorted(bucket.param_to_index[p] for p in bucket.params if p in parameters)
+
+
+def slices(
+    bucket: Any,
+    reduced_in_iteration: Container[torch.nn.Parameter],
+    slice_bytes: int,
+    first: int = 0,
+    last: int = sys.maxsize,
+) -> Iterator[torch.Tensor]:
+    """Yield 1-D views of a bucket's other gradients from offset ``first`` to ``last``.
+
+    The views are contiguous, in order, at most ``slice_bytes`` large, and of the bucket's own
+    buffer, which DDP owns.
+    """
+    data = bucket.grad_data
+    for begin, end in outside(ranges_of(bucket, reduced_in_iteration), data.numel()):
+        here = data[max(begin, first) : min(end, last)]
+        if here.numel():
+            yield from here.split(slice_bytes // data.element_size())
+
+
+def in_iteration_offsets(
+    bucket: Any, reduced_in_iteration: Container[torch.nn.Parameter], num_shards: int
+) -> list[tuple[int, int]]:
+    """Return the sorted ``(begin, end)`` parts of a shard with `ranges_of` of any shard.
+
+    A reduce-scatter sums the same part of every shard, so a part counts if any shard needs it.
+    """
+    size = bucket.grad_data.numel() // num_shards
+    parts = sorted(
+        (first - shard * size, last - shard * size)
+        for begin, end in ranges_of(bucket, reduced_in_iteration)
+        for shard, first, last in in_shards(begin, end, size)
+    )
+    return list(outside(outside(parts, size), size))  # merges what overlaps or touches
+
+
+def outside(ranges: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
+    """Yield the ``(begin, end)`` parts of ``size`` elements outside of all sorted ranges."""
+    done = 0
+    for begin, end in (*ranges, (size, size)):
+        if done < begin:
+            yield done, begin
+        done = max(done, end)
+
+
+def _reduce_op(bucket_group: Any) -> Any:
+    """Return the reduce op of DDP's collectives, sum or average."""
+    average = bucket_group.ddp_config.average_in_collective
+    return dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
 
 
 def _make_ready(bucket_group: Any, bucket: Any, data: torch.Tensor) -> None:

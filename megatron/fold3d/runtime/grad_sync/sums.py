@@ -27,7 +27,7 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     ranks_of,
     set_group,
 )
-from megatron.fold3d.runtime.grad_sync.slices import Piece, Transfer
+from megatron.fold3d.runtime.grad_sync.pieces import Piece, Transfer
 from megatron.fold3d.runtime.grad_sync.stage_gradients import StageGradients, sums_to_shards
 
 UNCUT = 1 << 60
@@ -51,39 +51,33 @@ class _InFlight:
 class Sums:
     """The gradient sums in flight of one rank's model chunks.
 
+    Without a group over the same ranks, gradients are summed in that of the bucket.
+
     Args:
-        slice_bytes: the most that is summed at once.
         observer: is called when a part starts; it must not block.
+        chunks: the model chunks; without any there is nothing to sum.
+        kept: the parameters that are kept apart.
+        slice_bytes: the most that is all-reduced at once.
+        groups: our process groups, by ranks.
 
     Attributes:
         gradients: those of each chunk.
     """
 
-    def __init__(self, slice_bytes: int, observer: Observer) -> None:
-        self.gradients: Mapping[Any, StageGradients] = {}
-        self._slice_bytes = slice_bytes
-        self._observer = observer
-        self._clock: Clock
-        self._groups: Mapping[Ranks, dist.ProcessGroup] = {}
-        self._in_flight: dict[Any, _InFlight] = {}
-        self._keeping: dict[Any, list[Any]] = {}
-
-    def connect(
+    def __init__(
         self,
-        chunks: Sequence[Any],
-        reduced_in_iteration: AbstractSet[torch.nn.Parameter] = frozenset(),
+        observer: Observer,
+        chunks: Sequence[Any] = (),
+        kept: AbstractSet[torch.nn.Parameter] = frozenset(),
+        slice_bytes: int = UNCUT,
         groups: Mapping[Ranks, dist.ProcessGroup] | None = None,
     ) -> None:
-        """Set the model chunks, the parameters that are kept apart, and groups by ranks.
-
-        Without a group over the same ranks, gradients are summed in that of the bucket.
-        """
-        self._clock = Clock(next(chunks[0].parameters()).device)
-        self._groups = groups or {}
+        self._observer, self._groups = observer, groups or {}
         self.gradients = {
-            chunk: StageGradients(chunk, reduced_in_iteration, self._slice_bytes, self._group_of)
-            for chunk in chunks
+            chunk: StageGradients(chunk, kept, slice_bytes, self._group_of) for chunk in chunks
         }
+        self._in_flight: dict[Any, _InFlight] = {}
+        self._keeping: dict[Any, list[Any]] = {}
 
     def complete(self, chunk: Any, unfinished: Collection[torch.Tensor] = ()) -> Sequence[Piece]:
         """Note which of a chunk's gradients are complete: see `StageGradients.complete`."""
@@ -100,8 +94,9 @@ class Sums:
         if pieces := self.gradients[chunk].take(end):
             ends = self._observer(chunk, end, sum(piece.num_bytes for piece in pieces))
             works = [piece.reduce() for piece in pieces]
+            clock = Clock(pieces[0].views[0].device)
             in_flight.works += works
-            in_flight.ends += [each for each in ends if not self._clock.when_done(works, each)]
+            in_flight.ends += [each for each in ends if not clock.when_done(works, each)]
 
     def start_left(self) -> None:
         """Start all that is complete and was not started, lowest chunk first."""

@@ -8,16 +8,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
-from megatron.fold3d.runtime.grad_sync.slices import (
-    ShardedSlice,
-    Slice,
+from megatron.fold3d.runtime.grad_sync.pieces import Piece, split_after
+from megatron.fold3d.runtime.grad_sync.stage_gradients import (
+    StageGradients,
     in_iteration_offsets,
     outside,
     ranges_of,
     slices,
-    split_after,
 )
-from megatron.fold3d.runtime.grad_sync.stage_gradients import StageGradients
 from megatron.fold3d.runtime.grad_sync.sums import Sums
 from tests.distributed import run_distributed
 
@@ -77,17 +75,19 @@ def test_each_gradient_is_scaled_and_handed_over_once(bucket: Any):
     gradients = StageGradients(chunk, frozenset(), 1 << 60)
 
     def complete(*unfinished: torch.nn.Parameter) -> list[list[int]]:
-        return numbers(piece.data for piece in gradients.complete(set(unfinished)))
+        return numbers(
+            view for piece in gradients.complete(set(unfinished)) for view in piece.views
+        )
 
     assert complete(B) == [[0, 2], [10, 12, 14, 16, 18]]
     assert complete(B) == []
     assert complete() == [[4, 6, 8]]
     assert complete() == []
-    assert numbers(piece.data for piece in gradients.take(1000)) == [
+    assert numbers(view for piece in gradients.take(1000) for view in piece.views) == [
         *([0, 2], [10, 12, 14, 16, 18]),
         [4, 6, 8],
     ]
-    assert numbers(piece.data for piece in gradients.take(1000)) == []
+    assert numbers(view for piece in gradients.take(1000) for view in piece.views) == []
     assert group.grad_reduce_finished
 
 
@@ -109,8 +109,10 @@ def test_a_slice_is_a_view_of_the_bucket(bucket: Any):
 def test_a_part_is_exact_to_the_element(
     bucket: Any, left: int, first: list[list[int]], rest: list[list[int]]
 ):
-    whole = [Slice(data, None, None) for data in slices(bucket, (), 16)]
-    found = [numbers(part.data for part in parts) for parts in split_after(whole, left)]
+    whole = [Piece(((data,),), None, None) for data in slices(bucket, (), 16)]
+    found = [
+        numbers(view for part in parts for view in part.views) for parts in split_after(whole, left)
+    ]
     assert found == [first, rest]
 
 
@@ -119,8 +121,9 @@ def test_shares_are_from_0_to_1():
         DeferredSync(0.5, slice_bytes=4096, bounded=False, timeout=None).set_shares((0.5, 1.5))
 
 
-def sharded(data: torch.Tensor, begin: int, end: int) -> ShardedSlice:
-    return ShardedSlice.of(data, begin, end, None, None, 2)
+def sharded(data: torch.Tensor, begin: int, end: int) -> Piece:
+    group: Any = SimpleNamespace(size=lambda: 2)
+    return Piece.of_shards(data, begin, end, None, group)
 
 
 def test_what_is_reduced_in_the_iteration_of_one_shard_is_so_of_all(bucket: Any):
@@ -135,7 +138,7 @@ def test_what_is_reduced_in_the_iteration_of_one_shard_is_so_of_all(bucket: Any)
     assert list(outside([], 5)) == [(0, 5)]
 
 
-def test_a_sharded_slice_is_the_same_part_of_every_shard(bucket: Any):
+def test_a_piece_of_shards_is_the_same_part_of_every_shard(bucket: Any):
     part = sharded(bucket.grad_data, 1, 3)
     assert numbers(part.views) == [[1, 2], [6, 7]]
     assert (part.num_elements, part.num_bytes) == (4, 16)
@@ -193,8 +196,7 @@ def _start_in_parts() -> list[int]:
     )
     chunk = Chunk(1, 1)
     chunk.bucket_groups, chunk.expert_parallel_bucket_groups = [group], []
-    sums = Sums(1 << 60, observe)
-    sums.connect([chunk])
+    sums = Sums(observe, [chunk])
     for end, unfinished in ((200, {A, B}), (200, {A, B}), (750, {A, B}), (700, ()), (1000, ())):
         started.append(0)
         sums.complete(chunk, unfinished)

@@ -1,0 +1,160 @@
+"""Pieces of a model chunk's gradients; one collective sums each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron.fold3d.runtime.device import Launched
+
+
+class Transfer(Launched, Protocol):
+    """Communication that has been started, such as a `dist.Work`."""
+
+    def wait(self) -> object:
+        """Wait for its result, which is then valid on the current stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Gradients that one collective sums in place: an all-reduce, a reduce or a reduce-scatter.
+
+    What a rank holds afterwards of a sum that it does not need is undefined.
+
+    Attributes:
+        shards: views of a bucket's gradient buffer, by shard. Each is ``[num_elements of the
+            view]``, contiguous, in the dtype in which DDP reduces; DDP owns the memory. Those of
+            each shard of a reduce-scatter are together equally large. Other collectives have one
+            shard, of one view.
+        op: the reduce op, sum or average.
+        group: the ranks that reduce it together.
+        owner: the only rank of the group that needs the sum, and gets it; None is all of them.
+        scatters: whether each rank of the group needs the sum of its shard alone.
+        bucket: the bucket's gradients, if the piece is all of them, in their order.
+    """
+
+    shards: tuple[tuple[torch.Tensor, ...], ...]
+    op: Any
+    group: dist.ProcessGroup
+    owner: int | None = None
+    scatters: bool = False
+    bucket: torch.Tensor | None = None
+
+    @classmethod
+    def of_shards(
+        cls, data: torch.Tensor, begin: int, end: int, op: Any, group: dist.ProcessGroup
+    ) -> "Piece":
+        """Return the same part, from ``begin`` to ``end``, of the shard of every rank."""
+        shards = data.chunk(group.size())
+        is_whole = end - begin == shards[0].numel()
+        parts = tuple((shard[begin:end],) for shard in shards)
+        return cls(parts, op, group, scatters=True, bucket=data if is_whole else None)
+
+    @property
+    def views(self) -> tuple[torch.Tensor, ...]:
+        """The views, by shard."""
+        return tuple(chain.from_iterable(self.shards))
+
+    @property
+    def num_elements(self) -> int:
+        """The number of gradients, in all shards together."""
+        return sum(data.numel() for data in self.views)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all views in bytes."""
+        return sum(data.nbytes for data in self.views)
+
+    def reduce(self) -> Transfer:
+        """Start to reduce it in place, asynchronously, and return the work.
+
+        The views must be complete on the current stream. The result is valid on the stream that is
+        current when the caller waits for the work. The input of a reduce-scatter has to be
+        contiguous: if the piece is not a whole bucket, its views are copied.
+        """
+        if self.scatters:
+            return _Scatter(self)
+        (data,) = self.views
+        work: dist.Work | None
+        if self.owner is None:
+            work = dist.all_reduce(data, self.op, group=self.group, async_op=True)
+        else:
+            work = dist.reduce(
+                data, group_dst=self.owner, op=self.op, group=self.group, async_op=True
+            )
+        assert work is not None
+        return work
+
+    def cut(self, size: int) -> tuple["Piece", "Piece"]:
+        """Split every shard at the same size; the first piece has at most ``size`` elements."""
+        nothing = replace(self, shards=((),) * len(self.shards), bucket=None)
+        if size >= self.num_elements:
+            return self, nothing
+        if size < len(self.shards):
+            return nothing, self
+        both = [_first_of(shard, size // len(self.shards)) for shard in self.shards]
+        first, rest = (replace(nothing, shards=shards) for shards in zip(*both, strict=True))
+        return first, rest
+
+
+class _Scatter:
+    """The reduce-scatter of a piece under way."""
+
+    def __init__(self, piece: Piece) -> None:
+        group = piece.group
+        self._own = piece.shards[group.rank()]
+        whole = piece.bucket
+        self._together = torch.cat(piece.views) if whole is None else whole  # kept while read
+        sums = self._own[0]
+        if len(self._own) > 1:
+            sums = self._together.new_empty(self._together.numel() // group.size())
+        self._sums = sums
+        work: dist.Work | None = dist.reduce_scatter_tensor(
+            sums, self._together, piece.op, group=group, async_op=True
+        )
+        assert work is not None
+        self._work = work
+
+    def get_future(self) -> Any:
+        """Return a future that is done when the sums are there."""
+        return self._work.get_future()
+
+    def is_completed(self) -> bool:
+        """Return True if the sums are there."""
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        """Wait for the sums, and put them where they belong in the own shard."""
+        self._work.wait()
+        if len(self._own) > 1:
+            sizes = [data.numel() for data in self._own]
+            for data, sums in zip(self._own, self._sums.split(sizes), strict=True):
+                data.copy_(sums)
+
+
+def _first_of(
+    views: Sequence[torch.Tensor], size: int
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Split views ``[num_elements of the view]`` into the first ``size`` elements and the rest."""
+    first: list[torch.Tensor] = []
+    rest: list[torch.Tensor] = []
+    for data in views:
+        first += [data[:size]] if size else []
+        rest += [data[size:]] if data.numel() > size else []
+        size -= min(size, data.numel())
+    return tuple(first), tuple(rest)
+
+
+def split_after(whole: Sequence[Piece], left: int) -> tuple[list[Piece], list[Piece]]:
+    """Split pieces into the first ``left`` elements, counted together, and the rest."""
+    first: list[Piece] = []
+    rest: list[Piece] = []
+    for part in whole:
+        ours, others = part.cut(left)
+        left -= ours.num_elements
+        first += [ours] if ours.num_elements else []
+        rest += [others] if others.num_elements else []
+    return first, rest
