@@ -164,3 +164,18 @@ def test_search_says_what_it_has_read(fold3d):
     code, printed, _ = fold3d(f"search --cluster h100x2 --top 1 --from-flags '{flags}'")
     assert code == 0
     assert printed.startswith("read from --from-flags: 2 layers of 64, 4 heads, gated feed-forward")
+
+
+@pytest.mark.search
+def test_of_a_script_the_search_says_what_to_append_and_what_to_drop(fold3d, tmp_path: Path):
+    file = tmp_path / "train.sh"
+    file.write_text(
+        f"torchrun --nproc-per-node 8 pretrain_gpt.py {FLAGS} --global-batch-size 8 --bf16 \\\n"
+        "    --vocab-size 128 --norm-epsilon 1e-6 --recompute-granularity full --schedule aiao\n"
+    )
+    code, said, _ = fold3d(f"search --cluster h100x2 --top 1 --from-script {file}")
+    assert code == 0
+    *_, how, flags, without = said.splitlines()
+    assert how.endswith(f", appended to those of {file}:")
+    assert flags.startswith("--bf16 --tensor-model-parallel-size ")
+    assert without == "and without --recompute-granularity full --schedule aiao"

@@ -88,7 +88,8 @@ class Described:
         expert_tensor_parallel: ranks that share each expert, likewise; 0 if none are asked for.
         small_gradients: whether gradients are summed in 16 bits.
         notes: the flags that were read, and the values that are assumed; one line each.
-        own: the words of the flags; none of a script, whose words are not flags alone.
+        words: all of them; a script's are not flags alone.
+        script: the file, if they were read from one.
     """
 
     shape: ModelShape
@@ -100,7 +101,8 @@ class Described:
     expert_tensor_parallel: int
     small_gradients: bool
     notes: tuple[str, ...]
-    own: tuple[str, ...] = ()
+    words: tuple[str, ...]
+    script: Path | None = None
 
 
 def from_flags(line: str) -> Described:
@@ -113,7 +115,7 @@ def from_flags(line: str) -> Described:
         words = shlex.split(line)
     except ValueError as error:
         raise ValueError(f"--from-flags: {error}; quote the flags as one word") from None
-    return replace(_described(words, "--from-flags"), own=tuple(words))
+    return _described(words, "--from-flags")
 
 
 def from_script(file: Path) -> Described:
@@ -123,7 +125,8 @@ def from_script(file: Path) -> Described:
         ValueError: as above.
         OSError: the file cannot be read.
     """
-    return _described([*_script_words(read_text(file))], str(file))
+    described = _described([*_script_words(read_text(file))], str(file))
+    return replace(described, script=file)
 
 
 def shape_of(args: Namespace) -> ModelShape:
@@ -216,6 +219,7 @@ def _described(words: Sequence[str], source: str) -> Described:
         expert_tensor_parallel=shared["expert-tensor-parallel-size"],
         small_gradients=precision != "32 bits" and not _sums_in_32_bits(flags, fp16=fp16),
         notes=tuple(notes),
+        words=tuple(words),
     )
 
 

@@ -10,7 +10,12 @@ from typing import Any, get_args
 from megatron.fold3d.commands.console import OK, Progress, write
 from megatron.fold3d.commands.hardware_options import add_hardware_options, named_hardware
 from megatron.fold3d.commands.megatron_flags import Described, from_flags, from_script
-from megatron.fold3d.commands.training_flags import check_trains, training_flags
+from megatron.fold3d.commands.training_flags import (
+    check_trains,
+    to_drop,
+    training_flags,
+    undecided,
+)
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.presets import SCRIPTS
@@ -50,13 +55,16 @@ class _Answer:
         return stock
 
     def flags(self, shape: ModelShape, cluster: Cluster) -> str:
-        """Return the best one's flags.
+        """Return the best one's flags, of a script those to append to its own.
 
         Raises:
             ValueError: there is no training script that takes them.
         """
-        fp16, own = (self.described.fp16, self.described.own) if self.described else (False, ())
-        return training_flags(shape, cluster, self.best.candidate, fp16=fp16, own=own)
+        candidate, user = self.best.candidate, self.described
+        if user is None:
+            return training_flags(shape, cluster, candidate)
+        own = () if user.script else tuple(undecided(user.words))
+        return training_flags(shape, cluster, candidate, fp16=user.fp16, own=own)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -102,7 +110,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="the rows as one JSON object")
     form.add_argument(
-        "--emit", action="store_true", help="nothing but the best one's flags of pretrain_gpt.py"
+        "--emit",
+        action="store_true",
+        help="nothing but the best one's flags of pretrain_gpt.py; "
+        "of a script, those to append to its own",
     )
 
 
@@ -207,16 +218,26 @@ def _lines(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str
         )
     yield from _bought(found)
     yield from _assumptions_of(answer, shape, cluster)
+    script = answer.described and answer.described.script
+    where = f", appended to those of {script}:" if script else ":"
     if answer.best.candidate.is_stock:
-        yield "AIAO gains nothing here, use these stock flags:"
+        yield f"AIAO gains nothing here, use these stock flags{where}"
     elif stock is None:
-        yield "no stock configuration fits; use these flags:"
+        yield f"no stock configuration fits; use these flags{where}"
     else:
-        yield f"{answer.gain:.1%} faster than the best of stock Megatron, with these flags:"
+        yield f"{answer.gain:.1%} faster than the best of stock Megatron, with these flags{where}"
     try:
-        yield answer.flags(shape, cluster)
+        flags = answer.flags(shape, cluster)
     except ValueError as error:
         yield f"({error})"
+        return
+    yield flags
+    if (
+        script
+        and answer.described
+        and (dropped := " ".join(to_drop(answer.described.words, flags)))
+    ):
+        yield f"and without {dropped}"
 
 
 def _bought(found: Found) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """The flags of a training script for what the planner chose."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from shlex import quote
 
 from megatron.fold3d.predict.cost_model.cluster import Cluster
@@ -50,14 +50,13 @@ def training_flags(
     candidate: Candidate,
     *,
     fp16: bool = False,
-    own: Sequence[str] = (),
+    own: Sequence[str] | None = None,
 ) -> str:
     """Return the flags for the model, the split and the schedule.
 
     Args:
         fp16: the 16-bit type, where the cluster has bf16 too.
-        own: the words of the user's own flags, if the model was read from them. Those that the
-            planner does not decide are returned as they are, in place of the shape's.
+        own: words that say what the planner does not decide, in place of the shape's flags.
 
     Raises:
         ValueError: ``pretrain_gpt.py`` does not train such a model.
@@ -68,7 +67,7 @@ def training_flags(
     if candidate.setup.fp32:
         precision = ""
     flags = [
-        *map(quote, _undecided(own) if own else shape_flags(shape)),
+        *map(quote, shape_flags(shape) if own is None else own),
         *precision.split(),
         *_split(candidate),
         *_schedule(candidate),
@@ -76,14 +75,29 @@ def training_flags(
     return " ".join(flags)
 
 
-def _undecided(words: Sequence[str]) -> Iterator[str]:
+def undecided(words: Iterable[str]) -> Iterator[str]:
     """Yield a user's flags with their values, without those that the planner decides."""
-    stays = False
+    return (word for word, decided in _marked(words) if decided is False)
+
+
+def to_drop(words: Iterable[str], flags: str) -> Iterator[str]:
+    """Yield a user's flags that the planner decides and has not among its own ``flags``."""
+    anew = {word for word in flags.split() if word.startswith("--")}
+    kept = False
+    for word, decided in _marked(words):
+        if word.startswith("--"):
+            kept = word.partition("=")[0] in anew
+        if decided and not kept:
+            yield word
+
+
+def _marked(words: Iterable[str]) -> Iterator[tuple[str, bool | None]]:
+    """Yield the words, and whether the planner decides their flag; None where it is no flag's."""
+    decided = None
     for word in words:
         if word.startswith("--"):
-            stays = word[2:].partition("=")[0] not in _DECIDED
-        if stays:
-            yield word
+            decided = word[2:].partition("=")[0] in _DECIDED
+        yield word, decided
 
 
 def _split(candidate: Candidate) -> Iterator[str]:
