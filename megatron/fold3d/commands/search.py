@@ -218,8 +218,8 @@ def _lines(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str
         )
     yield from _bought(found)
     yield from _assumptions_of(answer, shape, cluster)
-    script = answer.described and answer.described.script
-    where = f", appended to those of {script}:" if script else ":"
+    user = answer.described if answer.described and answer.described.script else None
+    where = f", appended to those of {user.script}:" if user else ":"
     if answer.best.candidate.is_stock:
         yield f"AIAO gains nothing here, use these stock flags{where}"
     elif stock is None:
@@ -232,11 +232,7 @@ def _lines(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str
         yield f"({error})"
         return
     yield flags
-    if (
-        script
-        and answer.described
-        and (dropped := " ".join(to_drop(answer.described.words, flags)))
-    ):
+    if user and (dropped := " ".join(to_drop(user.words, flags))):
         yield f"and without {dropped}"
 
 
