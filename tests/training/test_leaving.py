@@ -89,6 +89,22 @@ def _fail_to_save(folder: Path, failed: int) -> int:
     return _fail_with(folder, CheckpointException("write", failures), num_failing=3)
 
 
+def test_a_rank_that_notices_late_adds_nothing_behind_the_last_line(tmp_path: Path) -> None:
+    assert run_distributed(_fail_after_the_last_word, 3, tmp_path) == [1] * 3
+    cause, last, late = _said(tmp_path, 3)
+    assert cause.splitlines()[-2].endswith("RuntimeError: disk is full")
+    assert "error: the first to fail was rank 0" in last.splitlines()[-1]
+    assert late == ""
+
+
+def _fail_after_the_last_word(folder: Path) -> int:
+    """Fail in the order of ranks: the cause, who speaks last, and who notices when that is gone."""
+    rank = int(os.environ["RANK"])
+    error = RuntimeError("disk is full" if rank == 0 else GONE)
+    waits = ("", "failures", leaving._LAST_WORD)[rank]
+    return _fail_with(folder, error, num_failing=3, waits=waits)
+
+
 def test_the_silent_rank_is_named_where_a_preemptible_transfer_does_not_end(tmp_path: Path) -> None:
     late = "send to rank 1: no end within 600 s of its start"
     assert run_distributed(_fail, 3, tmp_path, {0: late, 2: late}) == [1, -9, 1]
@@ -114,7 +130,9 @@ def _fail(folder: Path, reasons: dict[int, str], by_hook: bool = False) -> int:
     """End a process of this rank with an error, those of the cause first, or by a signal."""
     rank = int(os.environ["RANK"])
     error = RuntimeError(reasons[rank]) if rank in reasons else None
-    waits = reasons.get(rank) == GONE and set(reasons.values()) != {GONE}
+    waits = ""
+    if reasons.get(rank) == GONE and set(reasons.values()) != {GONE}:
+        waits = "failures"
     return _fail_with(folder, error, num_failing=len(reasons), waits=waits, by_hook=by_hook)
 
 
@@ -123,10 +141,10 @@ def _fail_with(
     error: BaseException | None,
     *,
     num_failing: int,
-    waits: bool = False,
+    waits: str = "",
     by_hook: bool = False,
 ) -> int:
-    """End a process as above once all that fail are about to, or if it ``waits``, one has."""
+    """End a process as above once all that fail are about to; ``waits`` names what to wait for."""
     rank = int(os.environ["RANK"])
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"errors{rank}")
 
@@ -136,7 +154,7 @@ def _fail_with(
         store = leaving._store()
         _wait_for(store, "about to fail", num_failing, counts=1)
         if waits:
-            _wait_for(store, "failures", 1)
+            _wait_for(store, waits, 1)
         error.add_note(f"fold3d: pipeline rank {rank} was at 2B1")
         raise error
 

@@ -33,6 +33,7 @@ from typing import Any, NoReturn, Self
 _PR_SET_PDEATHSIG = 1
 _PATIENCE_S = 1.0  # time for all ranks that fail for one reason to say so
 _STORE_S = 3.0
+_LAST_WORD = "the last word"  # the task of one rank
 # Error messages of a rank whose neighbour is gone, or has failed.
 _OF_ANOTHER = re.compile(
     r"connection (closed|reset)|broken pipe|timed? ?out|remote process exited|connection refused|"
@@ -136,7 +137,7 @@ def _tell(error: BaseException) -> None:
     A rank that fails because of another rank says so in one line; its traceback is in torchrun's
     error file. It prints the traceback only if no rank has reported before it, for example because
     the other was killed. It then waits, so that the launcher, which ends all ranks with the first,
-    sees the other rank end first.
+    sees the other rank end first. A rank that notices only then adds nothing behind the last line.
     """
     from torch.distributed.elastic.multiprocessing import errors
 
@@ -150,13 +151,13 @@ def _tell(error: BaseException) -> None:
         return
     if is_first:
         sys.excepthook(type(error), error, error.__traceback__)
-    else:
+    elif not job.is_done(_LAST_WORD):
         _say(mine.text)
     time.sleep(_PATIENCE_S)
     summary = job.summary(mine)
     error.add_note(f"fold3d: {summary}")
     errors.get_error_handler().record_exception(error)
-    if job.is_mine("the last word"):
+    if job.is_mine(_LAST_WORD):
         _say(summary)
 
 
@@ -232,6 +233,10 @@ class _Job:
     def is_mine(self, task: str) -> bool:
         """Return True if no other rank has taken a task before this one."""
         return self._ask(lambda: int(self._store.add(task, 1)) == 1, True)
+
+    def is_done(self, task: str) -> bool:
+        """Return True if a rank has taken a task."""
+        return self._ask(lambda: int(self._store.add(task, 0)) > 0, False)
 
     def _reports(self) -> list[_Report]:
         there = range(1, int(self._store.add("failures", 0)) + 1)
