@@ -334,6 +334,7 @@ def _carried_sync(run: _Run) -> "Part":
     deferred, step, others = _deferred_sync(run, config.backward_share, auto)
     feature = DeferredGradSync(
         deferred,
+        run.plans,
         slices=config.slices_dp_sync,
         places_gathers=config.gathers_params and config.plan_file is None,
         recorder=run.recorder,
@@ -391,7 +392,7 @@ def _auto_schedule(run: _Run) -> "Part":
 
         deferred, step, others = _deferred_sync(run, FIRST_SHARE, _auto_shares(run))
         auto = make(deferred=deferred)
-        sync = DeferredGradSync(deferred, recorder=run.recorder)
+        sync = DeferredGradSync(deferred, run.plans, recorder=run.recorder)
         return (auto, sync), (noted_step.patch(auto, step), *others)
     if config.auto_replicates:
         from fold3d_patches.schedule import replicated_step

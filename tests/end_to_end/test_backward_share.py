@@ -111,26 +111,26 @@ ROWS = (
     Row(ours=f"{AIAO} 1 {EARLY}", flags="--bf16", segments=4),
     Row(ours=f"{AIAO} 0.3 {EARLY}", flags="--ddp-bucket-size 5000", clip=2.2, whole=4, segments=4),
     Row(
-        ours=f"{AIAO} 0 {EARLY}", flags=f"{UNTIED} {FP16}", clip=2.2, whole=5, skipped=3, segments=4
+        ours=f"{AIAO} 0 {EARLY}", flags=f"{UNTIED} {FP16}", clip=2.8, whole=4, skipped=3, segments=4
     ),
-    Row(ours=f"{AIAO} 0.5 {EARLY_ALL}", flags=f"{SP} {PER_TOKEN}", dp=1, clip=2.2, whole=3),
+    Row(ours=f"{AIAO} 0.5 {EARLY_ALL}", flags=f"{SP} {PER_TOKEN}", dp=1, clip=2.2, whole=4),
     # Clipping: some steps are clipped, some could be, some cannot.
-    Row(ours=f"{AIAO} 0.5", flags="", clip=2.2, whole=3),
-    Row(ours=f"{AIAO} 0.5 --dp-slices on", flags="", clip=2.2, whole=3),
+    Row(ours=f"{AIAO} 0.5", flags="", clip=2.2, whole=4),
+    Row(ours=f"{AIAO} 0.5 --dp-slices on", flags="", clip=2.2, whole=4),
     Row(ours=f"{AIAO} auto --dp-slices on", flags="--bf16 --no-align-grad-reduce", segments=4),
-    Row(ours=f"{AIAO} 0.5", flags=f"{UNTIED} --bf16", clip=2.2, whole=5),
-    Row(ours="--schedule 1f1b --backward-share 0.5", flags=SP, pp=1, segments=1, clip=2.2, whole=4),
-    Row(ours=f"{AIAO} 0.5", flags="--calculate-per-token-loss", clip=2.2, whole=3),
+    Row(ours=f"{AIAO} 0.5", flags=f"{UNTIED} --bf16", clip=2.5, whole=5),
+    Row(ours="--schedule 1f1b --backward-share 0.5", flags=SP, pp=1, segments=1, clip=2.2, whole=5),
+    Row(ours=f"{AIAO} 0.5", flags="--calculate-per-token-loss", clip=2.2, whole=4),
     # Loss scaling: the first two steps overflow and are skipped.
-    Row(ours=f"{AIAO} 0.5", flags=FP16, clip=2.2, whole=4, skipped=2),
+    Row(ours=f"{AIAO} 0.5", flags=FP16, clip=2.8, whole=3, skipped=2),
     # The distributed optimizer: no step is clipped, and none could be; some are; all are.
-    Row(ours=f"{AIAO} 0.3", flags=f"{UNTIED} {SHARDED}", clip=100, segments=4),
-    Row(ours=f"{AIAO} 0.5", flags=f"{SHARDED} --bf16", clip=2.2, whole=3),
-    Row(ours=f"{AIAO} 0.5 --dp-slices on", flags=f"{SHARDED} --bf16", clip=2.2, whole=3),
+    Row(ours=f"{AIAO} 0.3", flags=f"{UNTIED} {SHARDED}", clip=100, whole=1, segments=4),
+    Row(ours=f"{AIAO} 0.5", flags=f"{SHARDED} --bf16", clip=2.2, whole=4),
+    Row(ours=f"{AIAO} 0.5 --dp-slices on", flags=f"{SHARDED} --bf16", clip=2.2, whole=4),
     Row(ours=f"{AIAO} auto", flags=f"{SHARDED} {FULL}", clip=0.1, whole=6),
-    Row(ours=f"{AIAO} 0.5", flags=f"{SHARDED} {FP16}", clip=2.2, whole=4, skipped=2),
+    Row(ours=f"{AIAO} 0.5", flags=f"{SHARDED} {FP16}", clip=2.8, whole=3, skipped=2),
     Row(ours=f"{ONE} 0.5", flags=f"{ZERO} {PER_TOKEN}", pp=1, segments=1, clip=2.2, whole=5),
-    Row(ours=f"{ONE} 0.5", flags=f"{SP} {NOT_ALIGNED}", pp=1, segments=1, clip=2.2, whole=4),
+    Row(ours=f"{ONE} 0.5", flags=f"{SP} {NOT_ALIGNED}", pp=1, segments=1, clip=2.2, whole=5),
     Row(ours=f"{ONE} 0.5", flags=f"{SHARDED} {RAMP_UP}", pp=1, segments=1),
 )
 SAVED = Row(ours=f"{AIAO} 0.5", flags="--bf16", clip=2.2)
@@ -155,10 +155,14 @@ def test_losses_norms_and_parameters_are_those_of_stock(row: Row, tmp_path: Path
     (speaker,) = (run for run in ours if run.steps)
     assert speaker.steps == [(6 - row.whole, row.whole)]
     assert len(speaker.norms) == 6 - row.whole
-    # After a step that waited for all gradients, and at the start, nothing is kept back.
-    conditional = row.clip > 0 or FP16 in row.flags
-    was_late = [not conditional, *(iteration in speaker.norms for iteration in range(1, 6))]
-    assert speaker.keeps_back == was_late
+    late = [iteration in speaker.norms for iteration in range(1, 7)]
+    assert speaker.free[0] == (not (row.clip > 0 or FP16 in row.flags))
+    # What had to wait ends the free iterations, and nothing else does.
+    assert speaker.free[1:] == [
+        was_late or (is_free and not was_free)
+        for was_late, was_free, is_free in zip(late, speaker.free, speaker.free[1:], strict=False)
+    ]
+    assert all(was_free for was_free, was_late in zip(speaker.free, late, strict=True) if was_late)
     assert sum(float.fromhex(i["skipped"]) for i in stock[0].record.iterations) == row.skipped
     for iteration, norm in speaker.norms.items():
         # The same squares, summed segment by segment.
@@ -258,7 +262,7 @@ def test_shares_may_change_from_one_iteration_to_the_next() -> None:
 def test_shares_that_are_measured_anew_in_each_iteration_change_no_result(
     ours: str, flags: str
 ) -> None:
-    row = Row(ours=ours, flags=flags, clip=2.2)
+    row = Row(ours=ours, flags=flags, clip=100)
     trained, decided = zip(
         *run_distributed(train_and_decide_often, 4, row.command(row.ours)), strict=True
     )
@@ -276,7 +280,7 @@ class Heard:
     norms: dict[int, float]
     bounds: dict[int, float]
     steps: list[tuple[int, int]]
-    keeps_back: list[bool]  # by iteration, whether some of DP.sync may stay for the next one
+    free: list[bool]  # by iteration, whether steps may be due at its end
 
     def since(self, iteration: int) -> "Heard":
         """Return the run without its first iterations and its first evaluation."""
@@ -373,17 +377,17 @@ def train_and_listen(argv: Sequence[str], traced: Path | None = None) -> Heard:
     norms: dict[int, float] = {}
     bounds: dict[int, float] = {}
     steps: list[tuple[int, int]] = []
-    keeps_back: list[bool] = []
+    free: list[bool] = []
 
     from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
 
-    begin = DeferredSync.begin_iteration
+    step = DeferredSync.step
 
-    def noted(self: DeferredSync, num_segments: int) -> tuple[float, ...]:
-        keeps_back.append(not self.waited)
-        return begin(self, num_segments)
+    def noted(self: DeferredSync, *args: Any, **kwargs: Any) -> Any:
+        free.append(self.is_free)
+        return step(self, *args, **kwargs)
 
-    DeferredSync.begin_iteration = noted
+    DeferredSync.step = noted
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -397,7 +401,7 @@ def train_and_listen(argv: Sequence[str], traced: Path | None = None) -> Heard:
     logger.setLevel(logging.INFO)
     logger.addHandler(Listener())
     record = train_as_planned(argv, traced) if traced else train(argv)
-    return Heard(record, norms, bounds, steps, keeps_back)
+    return Heard(record, norms, bounds, steps, free)
 
 
 @functools.cache

@@ -5,13 +5,14 @@ evaluation may have its own.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.compile import Options, compile_plan, forward_only
-from megatron.fold3d.plan.ir import Plan, PlanError
-from megatron.fold3d.plan.ops import COPY_OPS
+from megatron.fold3d.plan.ir import Op, Plan, PlanError
+from megatron.fold3d.plan.ops import COPY_OPS, SYNC_OPS, UPDATE_OPS
 from megatron.fold3d.plan.schedules import build
 
 if TYPE_CHECKING:
@@ -29,14 +30,16 @@ class Plans:
     Attributes:
         latest: the plan of the latest training iteration, with the offloads that this rank chose.
         fixes_offload: whether the user's plan has OFFLOAD actions of its own.
+        carries: whether DP.sync may reach into the next iteration where the choice says so.
     """
 
     def __init__(self, config: Fold3DConfig) -> None:
         self.name = str(config.plan_file or config.schedule)
         self.latest: Plan | None = None
         self.fixes_offload = False
+        self.carries = True
         self._config = config
-        self._made: dict[tuple[int, str, OffloadChoice | None], Plan] = {}
+        self._made: dict[tuple[int, str, OffloadChoice | None, bool], Plan] = {}
         self._arrange: Arrange | None = None
         self._replicated_stages: tuple[int, ...] = config.replicated_stages
         self._choices: dict[int, RunChoice] = {}
@@ -98,7 +101,7 @@ class Plans:
         make: Callable[[int], Plan],
         offloaded: "OffloadChoice | None" = None,
     ) -> Plan:
-        key = num_microbatches, make.__name__, offloaded
+        key = num_microbatches, make.__name__, offloaded, self.carries
         if key not in self._made:
             try:
                 order = make(num_microbatches)
@@ -117,37 +120,34 @@ class Plans:
             from megatron.fold3d.plan.passes.offload import OffloadChoice
 
             offloaded = OffloadChoice()  # all
-        choice = self.choice(order.num_microbatches)
-        if choice is not None:
-            return Options(
-                delay_weight_grads=choice.delayed,
-                steps_shards=config.steps_shards,
-                gathers_params=config.gathers_params,
-                replicated_stages=choice.replicated_stages,
-                carried_stages=range(order.num_stages if choice.defers else 0),
-                reduces_early=config.reduces_early,
-                early_dp_sync=choice.reduced_early,
-                receives_late=config.receives_late,
-                receives_ahead=config.receives_ahead,
-            )
-        sliced_later = config.slices_dp_sync and bool(config.carried_stages)  # by `revise_plan`
-        return Options(
+        late = config.carried_stages if self.carries else ()
+        sliced_later = config.slices_dp_sync and bool(late)  # by `revise_plan`
+        options = Options(
             delay_weight_grads=() if config.auto_weight_grads else config.delay_weight_grads,
             recompute_early=config.recompute_early,
             steps_shards=config.steps_shards,
             gathers_params=config.gathers_params,
-            replicated_stages=self._replicated_stages,
+            replicated_stages=config.replicated_stages,
             shards_params=config.shards_params,
             shards_grads=config.shards_grads,
             overlap_tensor_parallel=config.overlap_tensor_parallel,
             grad_sync="overlap" if config.overlap_grad_reduce else "serial",
             offload=offloaded,
-            carried_stages=config.carried_stages,
+            carried_stages=late,
             slices=config.slices_dp_sync and not sliced_later,
             reduces_early=config.reduces_early and not sliced_later,
             early_dp_sync=config.reduced_early,
             receives_late=config.receives_late,
             receives_ahead=config.receives_ahead,
+        )
+        if (choice := self.choice(order.num_microbatches)) is None:
+            return options
+        return replace(
+            options,
+            delay_weight_grads=choice.delayed,
+            replicated_stages=choice.replicated_stages,
+            carried_stages=range(order.num_stages if choice.defers and self.carries else 0),
+            early_dp_sync=choice.reduced_early,
         )
 
     def _training_order(self, num_microbatches: int) -> Plan:
@@ -157,7 +157,7 @@ class Plans:
 
             order = read_order(config, config.plan_file, num_microbatches)
             self.fixes_offload = order.has(*COPY_OPS)
-            return order
+            return order if self.carries else order.select(frozenset(Op) - SYNC_OPS - UPDATE_OPS)
         if (choice := self.choice(num_microbatches)) is not None:
             return choice.order
         schedule = config.schedule

@@ -15,6 +15,7 @@ from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.runtime.feature import Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
 from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
+from megatron.fold3d.runtime.plans import Plans
 
 if TYPE_CHECKING:
     from megatron.fold3d.runtime.trace.recorder import Recorder
@@ -25,6 +26,7 @@ class DeferredGradSync(GradSync):
 
     Args:
         deferred: owns reductions and optimizer steps across iterations.
+        plans: the plans of the run.
         slices: whether the plan starts DP.sync in slices, one before each computation.
         places_gathers: whether `revise_plan` may move all-gathers of parameters.
         recorder: the recorder of the trace, if there is one.
@@ -35,17 +37,25 @@ class DeferredGradSync(GradSync):
     def __init__(
         self,
         deferred: DeferredSync,
+        plans: Plans,
         *,
         slices: bool = False,
         places_gathers: bool = False,
         recorder: "Recorder | None" = None,
     ) -> None:
         super().__init__(recorder)
-        self._deferred = deferred
+        self._deferred, self._plans = deferred, plans
         self._slices, self._places_gathers = slices, places_gathers
         self._revised: dict[tuple[int, tuple[float, ...], tuple[int, ...]], tuple[Plan, Plan]] = {}
         self._carried: frozenset[int] = frozenset()  # segments
         self._plan_gathers = False
+
+    def choose_plan(self, plan: Plan, rank: int) -> Plan:
+        """Return the plan of a free iteration, or that of one that may be clipped."""
+        if self._plans.carries == self._deferred.is_free:
+            return plan
+        self._plans.carries = self._deferred.is_free
+        return self._plans.training(plan.num_microbatches)
 
     def revise_plan(self, plan: Plan, rank: int) -> Plan:
         """Cut DP.sync by the latest shares, and move all-gathers behind what is left of it.

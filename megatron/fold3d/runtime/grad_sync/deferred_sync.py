@@ -25,8 +25,9 @@ data in the order in which the forward needs it.
     DP.sync            ── 0a ── 0b ─┬─ gather 0 ── 1b ─┬─ gather 1 ── 2b ─
     compute                         step 0   .. 0F ..  step 1 .. 0F .. │ 1F
 
-If an iteration had to wait for all gradients, the next one starts all of its DP.sync with its
-backwards. It will most likely have to wait as well, and then deferring gradients only costs time.
+A run that may clip or skip steps has two plans: `free` carries DP.sync, `clipped` ends it with the
+iteration. It begins with `clipped`, and goes on with `free` behind a step that is not clipped. If a step of
+`free` has to wait for all gradients, it goes back, and needs twice as many such steps in a row.
 
 Keeps one invariant: from the start of a chunk's reduction until its step, no other code reads the
 chunk's gradients, adds to them or zeroes them, or reads its parameters. Gradients that Megatron
@@ -67,6 +68,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MOST_NEEDED = 64  # steps that are not clipped, before one may be late
+
 Outcome = tuple[bool, float | None, int | None]
 """The result of Megatron's ``step``: update successful, gradient norm, zeros in the gradients."""
 
@@ -93,6 +96,7 @@ class DeferredSync:
 
     Attributes:
         sums: the reductions in flight.
+        is_free: whether the next iteration may leave steps due; the same on all ranks.
     """
 
     def __init__(
@@ -107,6 +111,7 @@ class DeferredSync:
         recorder: Recorder | None = None,
     ) -> None:
         self.sums = Sums(self._observe)  # of no chunk yet
+        self.is_free = not bounded  # a young model's gradients are large: expect to wait
         self._backward_share, self._bounded = backward_share, bounded
         self._slice_bytes = slice_bytes
         self._timeout, self._communicator = timeout, communicator
@@ -135,10 +140,10 @@ class DeferredSync:
         self._report: Report | None = None
         self._is_logged = False  # its norm
         self._bound: Bound | None = None
-        self._was_late = not bounded  # a young model's gradients are large: expect to wait
+        self._num_calm = 0  # of the latest steps: in a row neither clipped nor skipped
+        self._needed = 1  # of these, before a step may be late
         self._due: set[Any] = set()  # chunks
         self._num_late = self._num_whole = 0  # of all steps
-        self._num_normed = self._num_clipped = 0  # of those that deferred nothing
 
     def prepare(
         self,
@@ -167,8 +172,6 @@ class DeferredSync:
         if self._auto is not None and (shares := self._auto.begin_iteration()):
             self.set_shares(shares)
         self._shares = self._next_shares or (self._backward_share,) * num_segments
-        if not self._was_late:
-            self._shares = (1.0,) * num_segments
         return self._shares
 
     def set_shares(self, shares: Sequence[float]) -> None:
@@ -179,22 +182,6 @@ class DeferredSync:
         if not all(0 <= share <= 1 for share in shares):
             raise ValueError(f"shares of DP.sync {shares}: give numbers from 0 to 1")
         self._next_shares = tuple(shares)
-
-    @property
-    def waited(self) -> bool:
-        """Whether the last step of an iteration that deferred something waited for all gradients.
-
-        It is the same on all ranks.
-        """
-        return not self._was_late
-
-    @property
-    def clipped(self) -> float:
-        """The share of the steps that deferred nothing whose gradients were clipped.
-
-        It is the same on all ranks. Each of them would have waited for all gradients.
-        """
-        return self._num_clipped / max(1, self._num_normed)
 
     @property
     def has_due(self) -> bool:
@@ -281,22 +268,18 @@ class DeferredSync:
         self._report_norm()
         late = [chunk for chunk in self._chunks if self.sums.is_running(chunk)]
         reduced = [chunk for chunk in self._chunks if chunk not in late]
-        if not late:  # nothing was deferred
-            outcome = whole_step()
-            self._note_norm(optimizer.config.clip_grad, outcome)
-            return outcome
-        if not self._may_be_late(optimizer, reduced, late):
+        if not (late and self._may_be_late(optimizer, reduced, late)):
             self._num_whole += 1
-            self._was_late = False
-            self._count_rest(0)
             self.sums.start_left()
             for chunk in late:
                 self._wait_for(chunk)
-            return whole_step()
+            outcome = whole_step()
+            self._choose_next(optimizer.config, outcome, had_to_wait=bool(late))
+            return outcome
         self._is_logged = logs or not (self._num_late or self._num_whole)
         self._report = report
         self._num_late += 1
-        self._was_late = True
+        self._needed = max(1, self._needed // 2)
         self._count_rest(sum(self._rest_bytes()))
         self._step = PartialStep(optimizer, iteration, self._alone)
         if parameters := [p for chunk in reduced for p in chunk.parameters()]:
@@ -339,18 +322,19 @@ class DeferredSync:
         Do nothing after an error, since other ranks may be gone. Do nothing either if this rank
         leaves within an iteration, since the others continue it.
         """
-        if not self._chunks or self._in_iteration or error is not None:
+        if self._in_iteration or error is not None:
             return
         self.drain()
         for chunk in self._chunks:
             self._wait_for(chunk)
-        log_single_rank(
-            logger,
-            logging.INFO,
-            "steps: %s reached into the next iteration, %s waited for all gradients",
-            self._num_late,
-            self._num_whole,
-        )
+        if self._num_late or self._num_whole:
+            log_single_rank(
+                logger,
+                logging.INFO,
+                "steps: %s reached into the next iteration, %s waited for all gradients",
+                self._num_late,
+                self._num_whole,
+            )
 
     def _may_be_late(self, optimizer: Any, reduced: Sequence[Any], late: Sequence[Any]) -> bool:
         """True if the step is certain to be neither clipped nor skipped."""
@@ -361,12 +345,18 @@ class DeferredSync:
         self._bound = self._norm_bound.total(optimizer.get_loss_scale().item(), scaling)
         return self._bound.allows_late_steps(optimizer.config)
 
-    def _note_norm(self, clip_grad: float, outcome: Outcome) -> None:
-        """Count a step that deferred nothing, if it was taken and its norm is known."""
+    def _choose_next(self, config: Any, outcome: Outcome, *, had_to_wait: bool) -> None:
+        """Decide, behind a whole step, whether the next iteration may leave steps due."""
         taken, norm, _ = outcome
-        if taken and norm is not None:
-            self._num_normed += 1
-            self._num_clipped += bool(0 < clip_grad < norm)
+        if norm is None:
+            is_calm = taken and not is_conditional(config)
+        else:
+            is_calm = taken and Bound(norm, peak=0.0).allows_late_steps(config)
+        self._num_calm = self._num_calm + 1 if is_calm and not had_to_wait else 0
+        if had_to_wait:
+            self._count_rest(0)
+            self._needed = min(2 * self._needed, _MOST_NEEDED)
+        self.is_free = self._num_calm >= self._needed
 
     def _connect(self, chunks: Sequence[Any], groups: ProcessGroupCollection) -> None:
         """Make the process groups."""
