@@ -67,17 +67,29 @@ class Grid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """An experiment's grids, and what to know about them."""
+    """An experiment's grids, and what to know about them.
+
+    Attributes:
+        name: of the experiment.
+        title: what it shows.
+        grids: its numbers.
+        verdicts: claims of the text that are no numbers, and whether they hold here.
+        notes: what to know, such as what no simulation gives.
+    """
 
     name: str
     title: str
     grids: tuple[Grid, ...]
+    verdicts: tuple[tuple[str, bool], ...] = ()
     notes: tuple[str, ...] = ()
 
     def text(self) -> str:
         """Return the result for people."""
         parts = [f"{self.name}: {self.title}"]
         parts += ["\n".join(_lines(grid)) for grid in self.grids]
+        if self.verdicts:
+            answers = {True: "holds", False: "does not hold"}
+            parts.append("\n".join(f"{claim}: {answers[is_so]}" for claim, is_so in self.verdicts))
         if self.notes:
             parts.append("\n".join(f"! {note}" for note in self.notes))
         return "\n\n".join(parts)
@@ -124,4 +136,5 @@ def _cell(number: Number | None) -> str:
 
 
 def _short(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}"
+    decimals = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return f"{value:.{decimals}f}"
