@@ -1,6 +1,8 @@
 """Print a table or figure of the paper, ours beside the published, and draw it.
 
-python -m scripts.paper table2
+python -m scripts.paper table2                             # simulated
+python -m scripts.paper ablation --emit out/ablation       # jobs for SLURM
+python -m scripts.paper ablation --collect out/ablation    # the same picture, of what ran
 """
 
 import argparse
@@ -10,6 +12,7 @@ from pathlib import Path
 
 from scripts.paper import figures
 from scripts.paper.draw import NEEDS, can_draw, draw
+from scripts.paper.jobs import collect, emit
 from scripts.paper.results import Result
 from scripts.paper.tables import table2, table3
 
@@ -33,11 +36,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--pictures", type=Path, default=PICTURES, metavar="DIR", help=f"({PICTURES})"
     )
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--simulate", action="store_true", help="(the default)")
+    source.add_argument("--emit", type=Path, metavar="DIR", help="write sbatch files into DIR")
+    source.add_argument("--collect", type=Path, metavar="DIR", help="show what those of DIR ran")
     args = parser.parse_args(argv)
-    result = EXPERIMENTS[args.name]()
+    try:
+        if args.emit:
+            print("\n".join(emit(args.name, args.emit)))
+            return 0
+        result = collect(args.name, args.collect) if args.collect else EXPERIMENTS[args.name]()
+    except ValueError as error:
+        parser.error(str(error))
     print(result.text())
     if can_draw():
-        print("\ndrawn in", *draw(result, args.pictures))
+        pictures = draw(result, args.pictures, measured=args.collect is not None)
+        print("\ndrawn in", *pictures)
     else:
         print(f"\n{NEEDS}")
     return 0

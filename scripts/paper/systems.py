@@ -26,6 +26,7 @@ class Layout:
     sequences: int = 1
     """Of a batch, for each GPU."""
     fp16: bool = False
+    on_cpu: bool = False
     one_queue: bool = False
     """Whether CUDA_DEVICE_MAX_CONNECTIONS is 1: tensor parallelism on GPUs before Blackwell."""
 
@@ -50,8 +51,10 @@ class System:
 
     def refusal(self, layout: Layout) -> str | None:
         """Return why it cannot run a layout, or None."""
-        if not self.candidate:
-            return "no fp16 in Megatron's FSDP2; use GPUs that have bf16" if layout.fp16 else None
+        if not self.candidate and layout.fp16:
+            return "no fp16 in Megatron's FSDP2; use GPUs that have bf16"
+        if not self.candidate and layout.on_cpu:
+            return "Megatron's FSDP2 asks for a mesh of GPUs; scripts/bench/shards.py gives it CPUs"
         if layout.pipeline_ranks == 1 and self.segments(layout) > 1:
             return "Megatron cuts layers into chunks in a pipeline only; give 2 ranks or more"
         if layout.one_queue and _PREEMPT in self.flags:
@@ -160,6 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--microbatches", type=int, default=8, metavar="N", help="(8)")
     parser.add_argument("--sequences", type=int, default=1, metavar="N", help="per GPU (1)")
     parser.add_argument("--one-queue", action="store_true", help="CUDA_DEVICE_MAX_CONNECTIONS is 1")
+    parser.add_argument("--on-cpu", action="store_true", help="the job has no GPUs")
     parser.add_argument("--fp16", action="store_true", help="the job trains in fp16, as on V100")
     args = parser.parse_args(argv)
     if args.name not in SYSTEMS:
@@ -170,6 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         microbatches=args.microbatches,
         sequences=args.sequences,
         fp16=args.fp16,
+        on_cpu=args.on_cpu,
         one_queue=args.one_queue,
     )
     try:
