@@ -38,11 +38,11 @@ from megatron.fold3d.plan.ops import TABLE, Place
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.schedules import LastSegment, build
 from megatron.fold3d.policy.offload_choice import offloaded
-from megatron.fold3d.predict.paper.perf_model import aiao_activation_bytes
 from megatron.fold3d.runtime.device import peak_device_bytes, synchronize
 from megatron.fold3d.runtime.offload.host_memory import take
 from megatron.fold3d.runtime.offload.offload_library import batched_copy, kernel_copy
 from megatron.fold3d.runtime.offload.offloader import Offloader
+from scripts.paper.perf_model import aiao_activation_bytes
 
 MIB = 1 << 20
 Hooks = AbstractContextManager[object]

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from scripts.paper.systems import SYSTEMS, Layout
+
 _DISTRIBUTED_OPTIMIZER = "--use-distributed-optimizer"
 
 
@@ -113,12 +115,13 @@ class Variant:
 
 
 SHARES = (0, 25, 50, 60, 70, 80, 100)  # percent of DP.sync behind the backward
-DEFAULT = Variant("stock-default", ())  # the paper's baseline: 1F1B, and nothing overlaps
+DEFAULT = Variant("stock-default", ())  # 1F1B, and nothing overlaps: the weakest that is compared
 
 
 def known(job: Job) -> Iterator[Variant]:
-    """Yield stock's default, the sweep that has stock's strongest in it, and ours."""
+    """Yield stock's default, systems by name, a sweep with stock's strongest, and ours."""
     yield DEFAULT
+    yield from _by_name(job)
     yield Variant("stock-default-do", (_DISTRIBUTED_OPTIMIZER,))
     yield from _with_optimizers("stock-1f1b-overlap", ("--overlap-grad-reduce",))
     for segments in job.segment_counts:
@@ -140,6 +143,18 @@ def known(job: Job) -> Iterator[Variant]:
         for percent in SHARES if segments > 1 else ():
             share = ("--backward-share", str(percent / 100))
             yield Variant(f"aiao-s{segments}-share{percent}", (*aiao, *share))
+
+
+def _by_name(job: Job) -> Iterator[Variant]:
+    """Yield the systems that can run the job, in the largest number of segments."""
+    layout = Layout(
+        pipeline_ranks=job.num_ranks,
+        segments=max(job.segment_counts, default=1),
+        microbatches=job.num_microbatches,
+    )
+    for name, system in SYSTEMS.items():
+        if system.candidate and not system.refusal(layout):  # others change the job's layout
+            yield Variant(name, system.words(layout))
 
 
 def _with_optimizers(name: str, flags: tuple[str, ...]) -> Iterator[Variant]:

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # What the .sbatch files share: one training run on all tasks of an allocation, a rank per task.
 #
-#     run.sh SCRIPT MICROBATCHES FLAGS...     pretrain_gpt.py say; micro-batches per iteration
+#     run.sh SCRIPT LAYOUT FLAGS... -- USER...     pretrain_gpt.py say; options of systems.py
 #
-# Task 0 of the job array is stock Megatron as it hides communication best, task 1 is AIAO on the
-# same model chunks. They are jobs of their own: each has its log, its checkpoints and its place in
-# the queue, and can be preempted alone. As in the paper, both reduce gradients without the
-# distributed optimizer; --use-distributed-optimizer --overlap-param-gather adds it to either.
+# Each task of the job array is a system of scripts/paper/systems.py: by default stock Megatron as it
+# hides communication best, and ours as we recommend it. SYSTEMS="megatron dspeed3d fold3d" names
+# others, with sbatch --array=0-2. They are jobs of their own: each has its log, its checkpoints and
+# its place in the queue, and can be preempted alone.
 set -euo pipefail
 
 [[ -f $1 ]] || {
@@ -15,24 +15,39 @@ set -euo pipefail
 }
 PATH=$PWD/.venv/bin:$PATH # of `make venv`; where there is none, the python that sbatch was run with
 
-case ${SLURM_ARRAY_TASK_ID:-1} in
-    0) # The order of computation is AIAO's: one group of all micro-batches.
-        name=stock
-        schedule=(--schedule stock --overlap-p2p-communication-warmup-flush
-            --microbatch-group-size-per-virtual-pipeline-stage "$2")
-        ;;
-    *)
-        name=aiao
-        schedule=(--schedule aiao)
-        ;;
-esac
+read -ra systems <<<"${SYSTEMS:-megatron-best auto}"
+name=${systems[${SLURM_ARRAY_TASK_ID:-1}]:-}
+[[ -n $name ]] || {
+    echo "run.sh: error: no system for task ${SLURM_ARRAY_TASK_ID:-1}: name one more in SYSTEMS" >&2
+    exit 2
+}
+read -ra layout <<<"$2"
+[[ ${CUDA_DEVICE_MAX_CONNECTIONS-} != 1 ]] || layout+=(--one-queue)
+chosen=$(python -m scripts.paper.systems "$name" "${layout[@]}") # says why, if it cannot run here
+read -ra system <<<"${chosen//$'\n'/ }"
+
+# The job's flags stand before the system's, which may change its layout; the user's come last.
+script=$1 job=()
+shift 2
+while [[ ${1---} != -- ]]; do
+    job+=("$1")
+    shift
+done
+flags=("${@:2}")
+if [[ " ${system[*]} ${flags[*]-} " == *" --offload-activations "* ]]; then
+    # What is offloaded is whole on each tensor-parallel rank.
+    for i in "${!job[@]}"; do
+        [[ ${job[i]} != --distribute-saved-activations ]] || unset "job[i]"
+    done
+fi
+# FSDP2 has no tensor parallelism, and refuses what that asks for.
+[[ " ${system[*]} " != *" --use-torch-fsdp2 "* ]] || unset CUDA_DEVICE_MAX_CONNECTIONS
 
 # A job keeps its id when it is requeued, so it finds here what it saved. The first time there is
 # nothing to load, and Megatron says so. On a cluster, out/ is on a file system that nodes share.
 checkpoints=out/slurm/${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}/$name
 
-# Both tasks get the user's words. In a folder that they name, each task writes to one of its own.
-flags=("${@:3}")
+# All tasks get the user's words. In a folder that they name, each task writes to one of its own.
 for i in "${!flags[@]}"; do
     case ${flags[i]} in
         --save | --tensorboard-dir | --trace | --wandb-save-dir) named=$((i + 1)) ;;
@@ -66,9 +81,9 @@ exec "$@"'
 
 # Every task sees all GPUs of its node and takes the one of its LOCAL_RANK: --gpus-per-task would
 # hide the others, and with them NVLink. Flags that are given twice count as given last: the user's.
-srun --kill-on-bad-exit=1 --mpi=none bash -c "$as_rank" rank python "$1" \
+srun --kill-on-bad-exit=1 --mpi=none bash -c "$as_rank" rank python "$script" \
     --save "$checkpoints" --load "$checkpoints" --save-interval 500 --exit-signal-handler \
-    --segments 4 --overlap-grad-reduce "${schedule[@]}" ${flags[@]+"${flags[@]}"} &
+    "${job[@]}" "${system[@]}" ${flags[@]+"${flags[@]}"} &
 ranks=$!
 
 while true; do

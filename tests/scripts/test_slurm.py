@@ -22,7 +22,7 @@ from megatron.fold3d.predict.cost_model.presets import preset_flags
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path("scripts/slurm")
 PATH = f"{os.environ['PATH']}:/usr/sbin"  # where Debian has the daemons
-TASKS = ("stock", "aiao")  # of the job array
+TASKS = ("megatron-best", "auto")  # of the job array
 LOSS = re.compile(r"iteration +(\d+)/.* lm loss: (\S+)")
 
 
@@ -71,10 +71,10 @@ def test_a_pair_trains_the_papers_configuration(
     assert (args.data_parallel_size, args.pipeline_model_parallel_size) == (dp, pp)
     assert (args.tensor_model_parallel_size, args.global_batch_size) == (tp, batch)
     config = Fold3DConfig.from_args(args)
-    assert (config.schedule, config.num_segments) == (task, 3 if model == "bert" else 4)
+    schedule = {"megatron-best": "stock", "auto": "auto"}[task]
+    assert (config.schedule, config.num_segments) == (schedule, 3 if model == "bert" else 4)
     num_microbatches = batch // (args.micro_batch_size * dp)
-    one_group = num_microbatches if task == "stock" else None
-    assert args.microbatch_group_size_per_vp_stage == one_group
+    assert args.microbatch_group_size_per_vp_stage == num_microbatches
     assert args.exit_signal_handler
     assert args.load == args.save == f"out/slurm/7/{task}"
 
@@ -102,7 +102,7 @@ def test_the_pages_command_asks_for_a_run(parser: ArgumentParser, checkout: Path
     (command,) = re.findall(rf"^sbatch {SCRIPTS}/(a100.sbatch gpt3.*)$", text, re.M)
     script, *words = command.split()
     args = parser.parse_args(_asked_for(checkout, script, words))
-    assert (args.train_iters, args.mock_data, args.schedule) == (50, True, "aiao")
+    assert (args.train_iters, args.mock_data, args.schedule) == (50, True, "auto")
 
 
 @pytest.mark.processes
@@ -145,7 +145,7 @@ def test_the_job_fails_as_its_ranks_do(checkout: Path):
 
 
 def _asked_for(
-    checkout: Path, script: str, words: Sequence[str], task: str = "aiao", srun_then: str = ""
+    checkout: Path, script: str, words: Sequence[str], task: str = "auto", srun_then: str = ""
 ) -> list[str]:
     """Return the flags that a task of the job array hands to the training script."""
     srun = checkout.parent / "bin" / "srun"

@@ -6,7 +6,7 @@ import pytest
 from megatron.fold3d.policy.num_segments import overlapping_s
 from megatron.fold3d.predict.cost_model import transformer
 from megatron.fold3d.predict.cost_model.ring_times import group_bandwidths
-from megatron.fold3d.predict.paper import perf_model
+from scripts.paper import perf_model
 from tests.predict.paper import formulas
 from tests.predict.paper.formulas import Layer4D
 

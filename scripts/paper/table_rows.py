@@ -7,7 +7,7 @@ their FLOPs. These are fitted, on the calibration rows alone:
 - per cluster, the bandwidth at which ZeRO-3 gathers its parameters;
 - one overhead per task of a model chunk, from the iterations.
 
-Everything else follows from the shapes.
+Everything else follows from the shapes. `row_sizes` has the columns of memory and throughput.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,17 +17,17 @@ from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.transformer import p2p_bytes
-from megatron.fold3d.predict.paper.perf_model import grad_sync_s
-from megatron.fold3d.predict.paper.published_rows import (
+from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.simulate import simulate
+from scripts.paper.perf_model import grad_sync_s
+from scripts.paper.published_rows import (
     GRADIENT_BYTES,
     MICROBATCH_SIZE,
     Row,
     Tables,
     published_ms,
 )
-from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution
-from megatron.fold3d.predict.simulator.simulate import simulate
 
 MEGATRON_SEGMENTS = 2  # explains the published bubble of each Megatron row
 ITERATIONS = 4  # until a schedule that defers DP.sync is steady
@@ -49,7 +49,7 @@ def predict(tables: Tables, row: Row, fit: Fit) -> dict[str, float]:
 
 def _predict_pipeline(tables: Tables, row: Row, fit: Fit) -> dict[str, float]:
     shape, measured = tables.shapes[row["model"]], tables.measured(row)
-    segments = row.get("ns") or (MEGATRON_SEGMENTS if row["system"].startswith("Megatron") else 1)
+    segments = segments_of(row)
     microbatches = row["batch"] // row["dp"] // MICROBATCH_SIZE
     sizes = {
         "num_ranks": row["pp"],
@@ -93,6 +93,11 @@ def _predict_pipeline(tables: Tables, row: Row, fit: Fit) -> dict[str, float]:
         "dpsync_ms": exposed.grad_sync_s * 1e3,
     }
     return {**columns, "ppsync_ms": timeline.period_s * 1e3 - sum(columns.values())}
+
+
+def segments_of(row: Row) -> int:
+    """Return a row's model chunks per rank."""
+    return row.get("ns") or (MEGATRON_SEGMENTS if row["system"].startswith("Megatron") else 1)
 
 
 def _predict_zero3(tables: Tables, row: Row, fit: Fit) -> dict[str, float]:

@@ -1,15 +1,13 @@
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
-from megatron.fold3d.predict.paper.published_rows import Tables, published_ms
-from megatron.fold3d.predict.paper.table_rows import calibrate, error, predict
+from scripts.paper.published_rows import Tables, published_ms
+from scripts.paper.table_rows import calibrate, error, predict
 
 ROOT = Path(__file__).parents[3]
 FILE = ROOT / "tests/data/fold3d_tables.json"
@@ -90,25 +88,3 @@ def test_a_row_that_cannot_be_predicted_says_what_it_lacks(tmp_path, tables, cha
     file.write_text(json.dumps({"table_III": [row | change]}))
     with pytest.raises(ValueError, match=re.escape(message)):
         Tables.read(file)
-
-
-def run(*arguments):
-    script = [sys.executable, "scripts/bench/paper_tables.py", *arguments]
-    return subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=250)
-
-
-@pytest.mark.processes
-def test_the_command_prints_a_list_of_rows():
-    rows = json.loads(run(str(FILE), "--calibrate-on", CALIBRATION, "--json").stdout)
-    assert len(rows) == 24
-    keys = {"cluster", "model", "system", "iteration_ms_published", "iteration_ms_predicted"}
-    assert all(keys <= set(row) for row in rows)
-    assert [row["system"] for row in rows if row["misprints"]] == ["Fold3D"]
-
-
-@pytest.mark.processes
-def test_the_command_says_what_it_cannot_do():
-    none = run(str(FILE), "--calibrate-on", "GPT-5")
-    assert (none.returncode, "Traceback" in none.stderr) == (2, False)
-    assert "no calibration row of A100x128" in none.stderr
-    assert "absent.json" in run("absent.json", "--calibrate-on", "x").stderr

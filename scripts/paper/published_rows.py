@@ -13,6 +13,7 @@ from megatron.fold3d.predict.cost_model.model_shape import SHAPES, ModelShape
 MICROBATCH_SIZE = 4  # "without further specifications", Sec. VI
 GRADIENT_BYTES = 2
 COLUMNS = ("fwd_ms", "bwd_ms", "bubble_ms", "dpsync_ms", "ppsync_ms")
+SIZES = ("gmem_gb", "excmem_gb", "thrp_tflops", "util_pct")
 
 _MISPRINT = 0.01  # Util. and Thrp. of a row agree to this, or one of them is wrong
 
@@ -86,7 +87,9 @@ class Tables:
 
 
 def published_ms(row: Row) -> float:
-    """Return a row's iteration, the sum of its columns."""
+    """Return a row's iteration: the sum of its columns, or what is said of a withheld row."""
+    if "withheld" in row:
+        return float(row.get("iteration_ms") or 0.0)
     return float(sum(row[column] or 0.0 for column in COLUMNS))
 
 

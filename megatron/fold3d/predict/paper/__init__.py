@@ -1,1 +1,0 @@
-"""The paper's formulas and the rows of its tables."""

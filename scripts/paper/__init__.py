@@ -1,0 +1,1 @@
+"""The paper's evaluation by name: ``python -m scripts.paper table2``."""

@@ -1,0 +1,61 @@
+"""Print a table or figure of the paper, ours beside the published, and draw it.
+
+python -m scripts.paper table2                             # simulated
+python -m scripts.paper ablation --emit out/ablation       # jobs for SLURM
+python -m scripts.paper ablation --collect out/ablation    # the same picture, of what ran
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from scripts.paper import figures
+from scripts.paper.draw import NEEDS, can_draw, draw
+from scripts.paper.jobs import collect, emit
+from scripts.paper.results import Result
+from scripts.paper.tables import table2, table3
+
+EXPERIMENTS: dict[str, Callable[[], Result]] = {
+    "table2": table2,
+    "table3": table3,
+    "table4": figures.table4,
+    "fig2": figures.fig2,
+    **{f"fig{number}": getattr(figures, f"fig{number}") for number in range(5, 15)},
+    "ablation": figures.ablation,
+}
+PICTURES = Path("out/paper")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print and draw the experiment that the command line names."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.paper", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("name", choices=EXPERIMENTS, help="a table or figure of the paper")
+    parser.add_argument(
+        "--pictures", type=Path, default=PICTURES, metavar="DIR", help=f"({PICTURES})"
+    )
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--simulate", action="store_true", help="(the default)")
+    source.add_argument("--emit", type=Path, metavar="DIR", help="write sbatch files into DIR")
+    source.add_argument("--collect", type=Path, metavar="DIR", help="show what those of DIR ran")
+    args = parser.parse_args(argv)
+    try:
+        if args.emit:
+            print("\n".join(emit(args.name, args.emit)))
+            return 0
+        result = collect(args.name, args.collect) if args.collect else EXPERIMENTS[args.name]()
+    except ValueError as error:
+        parser.error(str(error))
+    print(result.text())
+    if can_draw():
+        pictures = draw(result, args.pictures, measured=args.collect is not None)
+        print("\ndrawn in", *pictures)
+    else:
+        print(f"\n{NEEDS}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

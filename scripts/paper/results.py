@@ -1,0 +1,140 @@
+"""What an experiment found: numbers of ours beside the paper's, and their text form."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+Published = float | tuple[float, float] | None
+"""A number of the paper, the two ends of a range that it states, or nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """One number of a table or figure."""
+
+    row: str
+    column: str
+    ours: float | None
+    """None where no simulation gives it."""
+    published: Published = None
+
+    @property
+    def error(self) -> float | None:
+        """Ours relative to the paper's: zero within a range, else from its nearer end."""
+        if self.ours is None or self.published is None:
+            return None
+        if isinstance(self.published, tuple):
+            low, high = self.published
+            nearest = min(max(self.ours, low), high)
+        else:
+            nearest = self.published
+        return self.ours / nearest - 1 if nearest else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Numbers by row and column.
+
+    Attributes:
+        title: what they are, with their unit.
+        numbers: in the order of rows and columns.
+        drawn: the columns that a picture has; empty means that the grid is not drawn.
+    """
+
+    title: str
+    numbers: tuple[Number, ...]
+    drawn: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> list[str]:
+        """The names of the rows."""
+        return list(dict.fromkeys(number.row for number in self.numbers))
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the columns."""
+        return list(dict.fromkeys(number.column for number in self.numbers))
+
+    def at(self, row: str, column: str) -> Number | None:
+        """Return the number of a cell."""
+        return next((n for n in self.numbers if (n.row, n.column) == (row, column)), None)
+
+    def errors(self, column: str) -> list[float]:
+        """Return the absolute errors of a column."""
+        found = (number.error for number in self.numbers if number.column == column)
+        return [abs(error) for error in found if error is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """An experiment's grids, and what to know about them.
+
+    Attributes:
+        name: of the experiment.
+        title: what it shows.
+        grids: its numbers.
+        verdicts: claims of the text that are no numbers, and whether they hold here.
+        notes: what to know, such as what no simulation gives.
+    """
+
+    name: str
+    title: str
+    grids: tuple[Grid, ...]
+    verdicts: tuple[tuple[str, bool], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """Return the result for people."""
+        parts = [f"{self.name}: {self.title}"]
+        parts += ["\n".join(_lines(grid)) for grid in self.grids]
+        if self.verdicts:
+            answers = {True: "holds", False: "does not hold"}
+            parts.append("\n".join(f"{claim}: {answers[is_so]}" for claim, is_so in self.verdicts))
+        if self.notes:
+            parts.append("\n".join(f"! {note}" for note in self.notes))
+        return "\n\n".join(parts)
+
+
+def claims(*found: tuple[str, Published, float]) -> Grid:
+    """Return the grid of what the paper's text claims: a row per claim, published and ours."""
+    return Grid(
+        title="The text's claims",
+        numbers=tuple(Number(text, "value", ours, published) for text, published, ours in found),
+    )
+
+
+def _lines(grid: Grid) -> Iterator[str]:
+    """Yield a grid's title, header, rows and mean errors, in aligned columns."""
+    cells = [[row, *(_cell(grid.at(row, column)) for column in grid.columns)] for row in grid.rows]
+    means = [f"{fmean(e):.1%}" if (e := grid.errors(column)) else "" for column in grid.columns]
+    table = [["", *grid.columns], *cells]
+    if any(means):
+        table.append(["mean error", *means])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    yield f"{grid.title}; published > ours (error)"
+    yield from (_aligned(line, widths) for line in table)
+
+
+def _aligned(words: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others = zip(words, widths, strict=True)
+    padded = [first[0].ljust(first[1]), *(word.rjust(width) for word, width in others)]
+    return "  ".join(padded).rstrip()
+
+
+def _cell(number: Number | None) -> str:
+    if number is None:
+        return "-"
+    published, ours = number.published, number.ours
+    if isinstance(published, tuple):
+        words = "-".join(map(_short, published))
+    else:
+        words = "?" if published is None else _short(published)
+    if ours is None:
+        return f"{words} > -"
+    error = "" if number.error is None else f" ({number.error:+.1%})"
+    return f"{words} > {_short(ours)}{error}"
+
+
+def _short(value: float) -> str:
+    decimals = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return f"{value:.{decimals}f}"

@@ -1,0 +1,189 @@
+"""The systems of the paper and ours, by name: the one table of their flags.
+
+    python -m scripts.paper.systems fold3d --segments 4 --microbatches 16
+
+prints the flags of a run, one a line, for `scripts/slurm/run.sh`. Benchmarks and the simulator
+read the same rows. The job itself (model, batch, layout, precision) is not here.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+CHUNKS = 2
+"""Model chunks of the paper's Megatron, chosen there by trials: they explain its bubbles."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What a system's flags depend on, and what may rule it out."""
+
+    pipeline_ranks: int
+    segments: int
+    microbatches: int
+    sequences: int = 1
+    """Of a batch, for each GPU."""
+    fp16: bool = False
+    on_cpu: bool = False
+    one_queue: bool = False
+    """Whether CUDA_DEVICE_MAX_CONNECTIONS is 1: tensor parallelism on GPUs before Blackwell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """A way to train the same job.
+
+    Attributes:
+        about: in one line, what it is.
+        flags: of the training script; names in braces are of the layout.
+        candidate: the fields of a simulated `Candidate`; empty for what is no pipeline.
+        serial: whether all DP.sync is simulated behind all computation.
+        chunks: its number of model chunks, whatever the layout's.
+    """
+
+    about: str
+    flags: str
+    candidate: Mapping[str, Any] = field(default_factory=dict)
+    serial: bool = False
+    chunks: int | None = None
+
+    def refusal(self, layout: Layout) -> str | None:
+        """Return why it cannot run a layout, or None."""
+        if not self.candidate and layout.fp16:
+            return "no fp16 in Megatron's FSDP2; use GPUs that have bf16"
+        if not self.candidate and layout.on_cpu:
+            return "Megatron's FSDP2 asks for a mesh of GPUs; scripts/bench/shards.py gives it CPUs"
+        if layout.pipeline_ranks == 1 and self.segments(layout) > 1:
+            return "Megatron cuts layers into chunks in a pipeline only; give 2 ranks or more"
+        if layout.one_queue and _PREEMPT in self.flags:
+            return (
+                f"{_PREEMPT} needs a hardware queue for each stream, and Megatron asserts one for "
+                "tensor parallelism before Blackwell; take aiao+split or auto"
+            )
+        return None
+
+    def segments(self, layout: Layout) -> int:
+        """Return its model chunks per rank."""
+        if self.candidate.get("schedule", "1f1b") == "1f1b":
+            return 1
+        return self.chunks or layout.segments
+
+    def words(self, layout: Layout) -> tuple[str, ...]:
+        """Return its flags.
+
+        Raises:
+            ValueError: it cannot run this layout.
+        """
+        if reason := self.refusal(layout):
+            raise ValueError(reason)
+        sizes = asdict(layout) | {"segments": self.segments(layout)}
+        return tuple(self.flags.format(**sizes).split())
+
+
+_CHUNKS = "--num-virtual-stages-per-pipeline-rank {segments}"
+_ONE_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage {microbatches}"
+_SHARDED = "--use-distributed-optimizer --overlap-param-gather"
+_AIAO = "--schedule aiao --segments {segments} --overlap-grad-reduce"
+_SPLIT = "--backward-share auto"
+_OFFLOAD = "--offload-activations auto"
+_PREEMPT = "--preemptive-comm"
+
+
+def _ours(*features: str, **candidate: Any) -> System:
+    about = {_SPLIT: "DP.sync reaches into the next forward", _PREEMPT: "PP.sync preempts DP.sync"}
+    about[_OFFLOAD] = "checkpoints wait in host memory"
+    return System(
+        about="; ".join(["AIAO's order", *map(about.__getitem__, features)]),
+        flags=" ".join((_AIAO, *features)),
+        candidate={"schedule": "aiao", "is_stock": False} | candidate,
+    )
+
+
+SYSTEMS = {
+    "megatron": System(
+        about="the paper's Megatron: interleaved, all DP.sync behind it",
+        flags=_CHUNKS,
+        candidate={"schedule": "interleaved", "is_stock": True},
+        serial=True,
+        chunks=CHUNKS,
+    ),
+    "megatron-best": System(
+        about="stock with all that overlaps: breadth-first chunks, shards of the optimizer",
+        flags=f"{_CHUNKS} {_ONE_GROUP} --overlap-p2p-communication-warmup-flush "
+        f"--overlap-grad-reduce {_SHARDED}",
+        candidate={"schedule": "interleaved", "is_stock": True, "breadth_first": True},
+    ),
+    "dspeed3d": System(
+        about="the paper's DeepSpeed 3D: 1F1B and ZeRO-1, nothing overlaps",
+        flags="--use-distributed-optimizer",
+        candidate={"schedule": "1f1b", "is_stock": True},
+        serial=True,
+    ),
+    "zero3": System(
+        about="ZeRO-3 as Megatron's FSDP2: no pipeline, no tensor parallelism, untied embeddings",
+        flags="--use-torch-fsdp2 --ckpt-format torch_dist --no-gradient-accumulation-fusion "
+        "--untie-embeddings-and-output-weights "
+        "--pipeline-model-parallel-size 1 --tensor-model-parallel-size 1 "
+        "--micro-batch-size {sequences}",
+    ),
+    "aiao": _ours(),
+    "aiao+split": _ours(_SPLIT, backward_share="auto"),
+    "aiao+offload": _ours(_OFFLOAD, offload=True),
+    "aiao+preempt": _ours(_PREEMPT, preemptive=True),
+    "fold3d": _ours(
+        *(_SPLIT, _OFFLOAD, _PREEMPT), backward_share="auto", offload=True, preemptive=True
+    ),
+    "auto": System(
+        about="what we recommend: the run chooses the order, and starts in stock's",
+        flags=f"--schedule auto --segments {{segments}} --overlap-grad-reduce {_SHARDED} "
+        f"{_ONE_GROUP}",
+        candidate={"schedule": "auto", "is_stock": False},
+    ),
+}
+"""By name; flags of ours are those of ours alone.
+
+ZeRO-3 refuses CUDA_DEVICE_MAX_CONNECTIONS=1 too, and no tensor parallelism of its asks for it.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the flags of the system that the command line names, or why it cannot run."""
+    table = "\n".join(f"  {name:14}{system.about}" for name, system in SYSTEMS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.paper.systems",
+        description=(__doc__ or "").partition("\n")[0],
+        epilog=f"systems:\n{table}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="SYSTEM")
+    parser.add_argument("--pp", type=int, default=2, metavar="N", help="pipeline ranks (2)")
+    parser.add_argument("--segments", type=int, default=4, metavar="N", help="(4)")
+    parser.add_argument("--microbatches", type=int, default=8, metavar="N", help="(8)")
+    parser.add_argument("--sequences", type=int, default=1, metavar="N", help="per GPU (1)")
+    parser.add_argument("--one-queue", action="store_true", help="CUDA_DEVICE_MAX_CONNECTIONS is 1")
+    parser.add_argument("--on-cpu", action="store_true", help="the job has no GPUs")
+    parser.add_argument("--fp16", action="store_true", help="the job trains in fp16, as on V100")
+    args = parser.parse_args(argv)
+    if args.name not in SYSTEMS:
+        parser.error(f"{args.name} is no system; choose from {', '.join(SYSTEMS)}")
+    layout = Layout(
+        pipeline_ranks=args.pp,
+        segments=args.segments,
+        microbatches=args.microbatches,
+        sequences=args.sequences,
+        fp16=args.fp16,
+        on_cpu=args.on_cpu,
+        one_queue=args.one_queue,
+    )
+    try:
+        print("\n".join(SYSTEMS[args.name].words(layout)))
+    except ValueError as reason:
+        print(f"{args.name} cannot run here: {reason}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

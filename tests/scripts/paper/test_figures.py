@@ -1,0 +1,101 @@
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from scripts.paper import __main__ as command
+from scripts.paper.draw import can_draw, draw
+from scripts.paper.figures import ablation
+from scripts.paper.results import Grid, Result
+from scripts.paper.simulated import Point, iteration
+from scripts.paper.tables import predicted
+
+# By experiment: the largest error of any number that the paper has, and the mean of all.
+ERRORS = {
+    "table4": (0.31, 0.14),
+    "fig2": (0.08, 0.05),
+    "fig5": (0.69, 0.18),  # the bubble of 79 ms
+    "fig6": (0.13, 0.05),
+    "fig7": (0.08, 0.05),
+    "fig11": (0.0, 0.0),
+    "fig12": (0.11, 0.06),
+    "fig13": (0.53, 0.20),  # DSpeed3D on links of 25 Gb/s
+    "fig14": (0.08, 0.05),
+    "ablation": (0.11, 0.06),
+}
+VERDICTS = {
+    "table4": [True],
+    "fig8": [True, True],
+    "fig9": [True, True],
+    "fig10": [False, False],  # tp=4 is as fast here: the model has no slower small kernels
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Result]:
+    return {name: run() for name, run in command.EXPERIMENTS.items()}
+
+
+def test_every_table_and_figure_of_the_evaluation_has_a_name():
+    figures = [2, *range(5, 15)]
+    names = {"table2", "table3", "table4", "ablation", *(f"fig{n}" for n in figures)}
+    assert set(command.EXPERIMENTS) == names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ERRORS)
+def test_numbers_are_within_the_stated_error(results, name):
+    errors = [abs(n.error) for g in results[name].grids for n in g.numbers if n.error is not None]
+    largest, mean = ERRORS[name]
+    assert errors
+    assert max(errors) <= largest
+    assert fmean(errors) <= mean
+
+
+@pytest.mark.slow
+def test_claims_that_are_no_numbers_hold_or_are_known_not_to(results):
+    found = {name: [is_so for _, is_so in r.verdicts] for name, r in results.items() if r.verdicts}
+    assert found == VERDICTS
+
+
+@pytest.mark.slow
+def test_what_no_simulation_gives_is_named(results):
+    for name in ("fig12", "fig14"):
+        (note,) = (note for note in results[name].notes if "from no simulation" in note)
+        assert "need training of GPT-3 39B" in note
+
+
+@pytest.mark.slow
+def test_the_figures_model_predicts_withheld_iterations_as_the_tables_does():
+    point = Point(node="a100", model="gpt3-39b", batch=256, dp=4, pp=4, tp=8)
+    row, _ = predicted("A100x128", "GPT-3 39B", "Fold3D")
+    assert iteration(point, "fold3d").total_s * 1e3 == pytest.approx(row["iteration_ms"], rel=0.001)
+
+
+@pytest.mark.slow
+def test_the_ablation_names_the_system_that_a_cluster_cannot_run():
+    assert any(note.startswith("zero3 on V100 100 Gb/s: no fp16") for note in ablation().notes)
+
+
+def test_without_matplotlib_one_line_says_how_to_get_pictures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(command, "can_draw", lambda: False)
+    assert command.main(["fig14"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "no pictures without matplotlib: .venv/bin/pip install -e '.[plots]'"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_draw(), reason="needs matplotlib")
+def test_a_picture_says_that_it_is_simulated_and_has_published_values(results, tmp_path: Path):
+    paths = draw(results["fig12"], tmp_path)
+    assert [path.name for path in paths] == ["fig12.svg", "fig12.png"]
+    assert all(path.stat().st_size > 1000 for path in paths)
+    assert "(simulated)" in paths[0].read_text()
+    assert "published" in paths[0].read_text()
+
+
+def test_a_grid_without_drawn_columns_has_no_picture(tmp_path: Path):
+    result = Result(name="x", title="x", grids=(Grid(title="x", numbers=()),))
+    assert not can_draw() or draw(result, tmp_path) == []
