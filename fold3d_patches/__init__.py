@@ -120,20 +120,27 @@ def _checked_plans(
     plans = Plans(config)
     measured = _measured_order(config, plans)
     if config.schedule != "stock":
-        plan = plans.training(num_microbatches)
-        if config.overlap_tensor_parallel:
-            from megatron.fold3d.plan.passes.pairs import check_pairs
-
-            check_pairs(plan)
-        if config.delay_weight_grads and config.has_engine_modules:
-            from megatron.fold3d.plan.weight_order import check_oldest_first
-
-            check_oldest_first(plan)
-        if config.recomputes_means:
-            from megatron.fold3d.plan.recompute_order import check_recompute_order
-
-            check_recompute_order(plan)
+        has_two = bool(config.carried_stages) and config.clips_or_scales
+        for carries in (False, True) if has_two else (True,):
+            plans.carries = carries
+            _check_order(config, plans.training(num_microbatches))
     return plans, measured
+
+
+def _check_order(config: "Fold3DConfig", plan: "Plan") -> None:
+    """Raise `PlanError` if the model cannot be computed in the order of a plan."""
+    if config.overlap_tensor_parallel:
+        from megatron.fold3d.plan.passes.pairs import check_pairs
+
+        check_pairs(plan)
+    if config.delay_weight_grads and config.has_engine_modules:
+        from megatron.fold3d.plan.weight_order import check_oldest_first
+
+        check_oldest_first(plan)
+    if config.recomputes_means:
+        from megatron.fold3d.plan.recompute_order import check_recompute_order
+
+        check_recompute_order(plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,11 +165,10 @@ def _parts(run: _Run) -> "Iterator[Part]":
     c = run.config
     weights = c.delay_weight_grads or c.auto_delays
     one_queue = c.receives_late and c.overlap_grad_reduce and c.num_segments > 1
-    replicates = c.replicated_segments or c.auto_replicated
     dp_sync = (  # the first of these that is on
-        (c.schedule == "auto", _auto_schedule),
+        (c.schedule == "auto" or c.auto_replicates, _auto_schedule),
         (c.backward_share is not None, _carried_sync),
-        (replicates, _replicated_steps),
+        (c.replicated_segments, _replicated_steps),
         (True, _grad_sync),
     )
     for is_on, make in (  # the outermost first
@@ -410,27 +416,8 @@ def _replicated_steps(run: _Run) -> "Part":
     from fold3d_patches.schedule import replicated_step
     from megatron.fold3d.runtime.grad_sync.replicated_steps import ReplicatedSteps
 
-    config = run.config
-    replicated = ReplicatedSteps(config.replicated_segments, run.recorder)
-    patches = (replicated_step.patch(replicated),)
-    if not config.auto_replicated:
-        return (replicated,), patches
-
-    from megatron.fold3d.predict.search.replicated_choice import SimulatedIteration
-    from megatron.fold3d.runtime.grad_sync.measured_replication import MeasuredReplication
-
-    measured = MeasuredReplication(
-        run.plans,
-        replicated,
-        partial(
-            SimulatedIteration.measured,
-            reduces_early=config.reduces_early,
-            early=config.early_dp_sync,
-        ),
-        delayed=config.delay_weight_grads,
-        tied=config.ties_embeddings,
-    )
-    return (measured, replicated), patches
+    replicated = ReplicatedSteps(run.config.replicated_segments, run.recorder)
+    return (replicated,), (replicated_step.patch(replicated),)
 
 
 def _auto_shares(run: _Run) -> "AutoShares":

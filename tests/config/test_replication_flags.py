@@ -26,9 +26,9 @@ def test_segments_of_all_ranks_are_replicated(parser: ArgumentParser):
     found = config(parser, f"{AIAO} --replicate-optimizer 0,2")
     assert found.replicated_stages == (0, 1, 4, 5)
     assert found.ties_embeddings
-    assert not found.auto_replicated
+    assert not found.auto_replicates
     auto = config(parser, f"{AIAO} --replicate-optimizer auto")
-    assert (auto.auto_replicated, auto.replicated_segments) == (True, ())
+    assert (auto.auto_replicates, auto.replicated_segments) == (True, ())
 
 
 @pytest.mark.parametrize(

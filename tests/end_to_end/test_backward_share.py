@@ -31,7 +31,7 @@ MODEL = (
 )
 EVALUATE = "--eval-iters 1"
 UNTIED = "--untie-embeddings-and-output-weights"
-SKIPPED_ABOVE = 2.2  # what norms are in some iterations
+SKIPPED_ABOVE = 2.3  # what norms are in some iterations
 NORM = re.compile(r"grad norm of iteration (\d+): ([^,]+)(?:, bound (.+))?")
 STEPS = re.compile(r"steps: (\d+) reached into the next iteration, (\d+) waited .*")
 
@@ -262,7 +262,7 @@ def test_shares_may_change_from_one_iteration_to_the_next() -> None:
 def test_shares_that_are_measured_anew_in_each_iteration_change_no_result(
     ours: str, flags: str
 ) -> None:
-    row = Row(ours=ours, flags=flags, clip=100)
+    row = Row(ours=ours, flags=flags)
     trained, decided = zip(
         *run_distributed(train_and_decide_often, 4, row.command(row.ours)), strict=True
     )

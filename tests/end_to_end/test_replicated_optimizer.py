@@ -6,11 +6,12 @@ replicas' are gone from the optimizer when a step is done.
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron.fold3d.runtime.feature import Iteration
 from tests.distributed import run_distributed
 from tests.end_to_end.test_checkpoints import resuming, saving
 from tests.end_to_end.test_equal_to_stock import (
@@ -89,9 +90,13 @@ def test_auto_keeps_what_was_faster_and_changes_no_result(with_s: float) -> None
     )
     assert differences(ours, _reference(2, AUTO.command(STOCK))) == []
     predicted, judged = told[0]
-    assert predicted.startswith("segments that every replica steps in full: 0, tried until iter")
-    kept = "none" if with_s else "0"
-    assert judged.startswith(f"segments that every replica steps in full from now on: {kept}; iter")
+    assert predicted.startswith(
+        "--replicate-optimizer auto tries --schedule 1f1b --replicate-optimizer 0, predicted 0.1 s"
+    )
+    kept = "" if with_s else " --replicate-optimizer 0"
+    assert judged.startswith(
+        f"from now on, as --replicate-optimizer auto chose: --schedule 1f1b{kept}; iterations took "
+    )
     assert told[1] == []  # one rank tells
 
 
@@ -100,14 +105,18 @@ def train_and_choose(argv: Sequence[str], with_s: float) -> tuple[Record, list[s
 
     Returns also what is told of the choice.
     """
-    from megatron.fold3d.runtime.grad_sync import measured_replication
+    from megatron.fold3d.predict.search.choice_search import ChoiceSearch, Predicted
+    from megatron.fold3d.runtime import auto_schedule
 
-    class Timed(measured_replication.MeasuredReplication):
-        def _judge(self, iteration: Iteration) -> None:
-            for i in (5, 6):
-                size, seconds = self._times_s.get(i, (2, 0.0))
-                self._times_s[i] = size, (seconds + 1) * with_s
-            super()._judge(iteration)
+    def to_try(self: ChoiceSearch) -> list[Predicted]:
+        return [Predicted(choice=replace(self.stock.choice, replicated=(0,)), seconds=0.1)]
+
+    note_step = auto_schedule.AutoSchedule.note_step
+
+    def noted(self: Any, *, taken: bool) -> None:
+        note_step(self, taken=taken)
+        if self._took_s is not None and self._index:
+            self._took_s = with_s
 
     told: list[str] = []
 
@@ -115,10 +124,10 @@ def train_and_choose(argv: Sequence[str], with_s: float) -> tuple[Record, list[s
         def emit(self, record: logging.LogRecord) -> None:
             told.append(record.getMessage())
 
-    measured_replication.choose_replicated = lambda *_: ((0,), 0.1)
-    measured_replication.MeasuredReplication = Timed
-    measured_replication.logger.setLevel(logging.INFO)
-    measured_replication.logger.addHandler(Listener())
+    ChoiceSearch.to_try = to_try
+    auto_schedule.AutoSchedule.note_step = noted
+    auto_schedule.logger.setLevel(logging.INFO)
+    auto_schedule.logger.addHandler(Listener())
     return train(argv), told
 
 

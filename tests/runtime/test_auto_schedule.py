@@ -1,6 +1,5 @@
 """When ``--schedule auto`` times, compares and changes what runs; no process group is made."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.policy.run_choice import RunChoice
 from megatron.fold3d.predict.search.choice_search import Predicted
 from megatron.fold3d.runtime import auto_schedule
-from megatron.fold3d.runtime.auto_schedule import FIRST_REST, WINDOW, AutoSchedule, _Trial
+from megatron.fold3d.runtime.auto_schedule import AutoSchedule, _Trial
 from megatron.fold3d.runtime.plans import Plans
 from tests.configs import CONFIG
 
@@ -28,11 +27,9 @@ def choice(schedule: str, m: int, *, defers: bool = False) -> RunChoice:
 class Run:
     """A run whose iterations take what a test says, of which rank 0 is played."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, *, defers: bool = False, rests: bool = False
-    ) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, defers: bool = False) -> None:
         self.now_s = 0.0
-        self.deferred = SimpleNamespace(waited=False, has_due=True, set_shares=lambda shares: None)
+        self.deferred = SimpleNamespace(is_free=True, has_due=True, set_shares=lambda shares: None)
         self.plans = Plans(AUTO)
         self.auto = AutoSchedule(
             AUTO,
@@ -41,8 +38,7 @@ class Run:
             deferred=self.deferred if defers else None,
         )
         self.names: list[str] = []  # of what ran, iteration by iteration
-        self.told: list[str] = []
-        self._defers, self._rests = defers, rests
+        self._defers = defers
         monkeypatch.setattr(auto_schedule, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
         monkeypatch.setattr(auto_schedule.dist, "all_reduce", lambda *_: None)
         monkeypatch.setattr(auto_schedule.dist, "get_rank", lambda: 0)
@@ -54,9 +50,7 @@ class Run:
     def _decide(self, _: Any, iteration: Any) -> None:
         m = iteration.plan.num_microbatches
         some = [choice("interleaved", m), choice("aiao", m, defers=self._defers), choice("afab", m)]
-        if self._rests:
-            some.append(some.pop(1))
-        self.auto._trials[m] = _Trial(some, rests=self._rests)
+        self.auto._trials[m] = _Trial(some)
 
     def iterate(
         self,
@@ -65,6 +59,7 @@ class Run:
         *,
         taken: bool = True,
         ends: bool = True,
+        waits: bool = False,
     ) -> str:
         """Run a training iteration; return what ran.
 
@@ -73,6 +68,7 @@ class Run:
             m: micro-batches.
             taken: whether the step is taken.
             ends: whether there is a step.
+            waits: whether the step waits for all gradients, if any are left for the next iteration.
         """
         plan = self.auto.choose_plan(self.plans.training(m), 0)
         iteration: Any = SimpleNamespace(trains=True, plan=plan, rank=0, device=torch.device("cpu"))
@@ -82,6 +78,8 @@ class Run:
         self.now_s += seconds[name] if isinstance(seconds, dict) else seconds
         if ends:
             self.auto.note_step(taken=taken)
+        if waits and chosen is not None and chosen.defers:
+            self.deferred.is_free = False
         self.now_s += 100  # an evaluation, a checkpoint
         self.names.append(name)
         return name
@@ -90,7 +88,7 @@ class Run:
         return [self.iterate(seconds) for _ in range(count)]
 
 
-TRIED = ["interleaved"] * 4 + ["aiao"] * 3 + ["afab"] * 2
+TRIED = ["interleaved"] * 4 + ["aiao"] * 3 + ["afab"] * 3
 
 
 @pytest.fixture
@@ -99,22 +97,22 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 @pytest.mark.parametrize("fastest", ["interleaved", "aiao", "afab"])
-def test_the_fastest_goes_on_from_the_tenth_iteration(run: Run, fastest: str):
+def test_the_fastest_goes_on_from_the_eleventh_iteration(run: Run, fastest: str):
     seconds = {"interleaved": 2.0, "aiao": 2.1, "afab": 2.2} | {fastest: 1.0}
-    assert run.iterations(9, seconds) == TRIED
+    assert run.iterations(10, seconds) == TRIED
     assert run.iterations(30, seconds) == [fastest] * 30
 
 
 def test_of_equally_fast_ones_stocks_order_goes_on(run: Run):
-    assert run.iterations(10, 1.0)[9:] == ["interleaved"]
+    assert run.iterations(11, 1.0)[10:] == ["interleaved"]
 
 
 @pytest.mark.parametrize("killed", [{"taken": False}, {"ends": False}])
 def test_an_iteration_without_a_step_does_not_count(run: Run, killed: dict[str, bool]):
     """It is shorter, and would win."""
     seconds = {"interleaved": 1.0, "aiao": 2.0, "afab": 2.0}
-    run.iterations(8, seconds)
-    for _ in range(5):  # in place of the ninth
+    run.iterations(9, seconds)
+    for _ in range(5):  # in place of the tenth
         assert run.iterate(0.1, **killed) == "afab"
     assert run.iterations(2, seconds) == ["afab", "interleaved"]
 
@@ -123,59 +121,49 @@ def test_a_slow_iteration_does_not_decide(run: Run):
     seconds = {"interleaved": 2.0, "aiao": 1.0, "afab": 3.0}
     run.iterations(5, seconds)
     run.iterate(60.0)  # a hiccup
-    assert run.iterations(4, seconds)[-1] == "aiao"
+    assert run.iterations(5, seconds)[-1] == "aiao"
 
 
 def test_each_number_of_micro_batches_has_a_choice(run: Run):
     seconds = {"interleaved": 2.0, "aiao": 1.0, "afab": 3.0}
     run.iterations(6, seconds)
     assert run.iterate(seconds, m=2) == "interleaved"  # it changes in the middle of a trial
-    assert run.iterations(10, seconds) == [*TRIED, "aiao"]
+    assert run.iterations(6, seconds) == ["aiao"] * 2 + ["afab"] * 3 + ["aiao"]
     slower = {"interleaved": 1.0, "aiao": 2.0, "afab": 3.0}
-    assert [run.iterate(slower, m=6) for _ in range(11)] == [*TRIED, *["interleaved"] * 2]
+    assert [run.iterate(slower, m=6) for _ in range(12)] == [*TRIED, *["interleaved"] * 2]
     assert run.iterate(seconds) == "aiao"  # as chosen
     assert run.iterate(seconds, m=6) == "interleaved"
 
 
-def clipping(run: Run, kinds: Iterable[bool]) -> list[str]:
-    """Run iterations of which some wait for all gradients, if anything is deferred."""
-    names = []
-    for waits in kinds:
-        chosen = run.auto._now(run.plans.training(4))
-        if chosen is not None and chosen.defers:
-            run.deferred.waited, run.deferred.has_due = waits, not waits
-        slow = 3.0 if waits else 1.0
-        names.append(run.iterate({"interleaved": 2.0, "aiao": slow, "afab": 2.5}))
-        if names[-1] == "aiao":
-            run.deferred.waited, run.deferred.has_due = waits, not waits
-    return names
+SECONDS = {"interleaved": 2.0, "aiao": 1.0, "afab": 2.5}
 
 
-def test_a_choice_that_lost_to_clipping_is_tried_again_and_then_goes_on(monkeypatch: Any):
+def test_what_leaves_steps_due_is_tried_once_steps_are_not_clipped(monkeypatch: Any):
     run = Run(monkeypatch, defers=True)
-    names = clipping(run, [True] * (9 + FIRST_REST + 1))
-    assert names[9:] == ["interleaved"] * FIRST_REST + ["aiao"]  # one waits, and that is enough
-    assert clipping(run, [True] * 2 * FIRST_REST) == ["interleaved"] * 2 * FIRST_REST
-    assert clipping(run, [False] * 50) == ["aiao"] * 50
-
-
-def test_a_choice_that_rests_is_not_tried_until_later(monkeypatch: Any):
-    run = Run(monkeypatch, defers=True, rests=True)
-    names = clipping(run, [True] * (7 + FIRST_REST + 1))
+    run.deferred.is_free = False
     stock = "interleaved"
-    assert names == [stock] * 4 + ["afab"] * 3 + [stock] * FIRST_REST + ["aiao"]
-    assert clipping(run, [True] * 2 * FIRST_REST) == [stock] * 2 * FIRST_REST
-    assert clipping(run, [False] * 50) == ["aiao"] * 50
+    assert run.iterations(8, SECONDS) == [stock] * 4 + ["afab"] * 3 + [stock]
+    run.deferred.is_free = True
+    assert run.iterations(10, SECONDS) == ["aiao"] * 10
 
 
-def test_a_choice_that_won_gives_way_once_most_steps_wait(monkeypatch: Any):
+def test_what_leaves_steps_due_does_not_run_where_they_may_be_clipped(monkeypatch: Any):
     run = Run(monkeypatch, defers=True)
-    assert clipping(run, [False] * 40)[9:] == ["aiao"] * 31
-    half = WINDOW // 2
-    assert clipping(run, [True, False] * half) == ["aiao"] * 2 * half  # as many as not: it stays
-    names = clipping(run, [True] * 10)
-    assert names[0] == "aiao"
-    assert names[-1] == "interleaved"
+    assert run.iterations(20, SECONDS)[10:] == ["aiao"] * 10
+    assert run.iterate(SECONDS, waits=True) == "aiao"
+    assert run.iterations(5, SECONDS) == ["interleaved"] * 5
+    run.deferred.is_free = True
+    assert run.iterations(5, SECONDS) == ["aiao"] * 5
+
+
+def test_a_step_that_waits_for_all_gradients_interrupts_the_trial(monkeypatch: Any):
+    run = Run(monkeypatch, defers=True)
+    run.iterations(5, SECONDS)
+    assert run.iterate(0.1, waits=True) == "aiao"  # its time does not count
+    assert run.iterations(4, SECONDS) == ["afab"] * 3 + ["interleaved"]
+    run.deferred.is_free = True
+    slow = SECONDS | {"aiao": 3.0}
+    assert run.iterations(4, slow) == ["aiao"] * 3 + ["interleaved"]
 
 
 def test_an_iteration_behind_an_evaluation_does_not_count_where_steps_were_due(monkeypatch: Any):
@@ -186,11 +174,18 @@ def test_an_iteration_behind_an_evaluation_does_not_count_where_steps_were_due(m
     assert run.iterate(0.5) == "aiao"
     assert run.iterate(0.5) == "aiao"
     run.deferred.has_due = True
-    assert run.iterations(4, seconds) == ["aiao", "afab", "afab", "interleaved"]
+    assert run.iterations(6, seconds) == ["aiao"] * 2 + ["afab"] * 3 + ["interleaved"]
+
+
+def test_evaluations_behind_each_iteration_do_not_keep_the_trial_from_its_end(monkeypatch: Any):
+    run = Run(monkeypatch, defers=True)
+    run.iterations(4, SECONDS)
+    run.deferred.has_due = False
+    assert run.iterations(10, SECONDS) == ["aiao"] * 6 + ["afab"] * 3 + ["aiao"]
 
 
 def test_plans_are_lowered_as_chosen():
-    plans = Plans(replace(AUTO, auto_defers=True))
+    plans = Plans(replace(AUTO, auto_defers=True, overlap_grad_reduce=True))
     some = choice("aiao", 4, defers=True)
     assert plans.training(4).programs != lower(some.order, Options()).programs
     plans.choose(4, some)

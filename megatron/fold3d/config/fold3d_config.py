@@ -65,11 +65,11 @@ class Fold3DConfig:
         gathers_params: whether the plan gathers parameters that are updated in shards.
         shards_params: whether a segment's parameters are whole only while it computes.
         replicated_segments: those that every replica steps in full, beside others in shards.
-        auto_replicated: whether measured times choose ``replicated_segments``.
         ties_embeddings: whether the first and the last stage share word embeddings.
         auto_defers: whether ``auto`` may let DP.sync reach into the next iteration.
         auto_delays: whether it may compute weight gradients apart from their backwards.
-        auto_replicates: whether it may let every replica step some segments in full.
+        auto_replicates: whether it, or ``--replicate-optimizer auto``, may let every replica step
+            some segments in full.
         keeps_forwards: whether it has to keep stock's order of forwards, as with dropout.
         keeps_sums: whether it has to keep stock's sums over replicas bit for bit.
         shards_grads: whether a replica keeps its shard alone of a segment's reduced gradients.
@@ -129,7 +129,6 @@ class Fold3DConfig:
     gathers_params: bool = False
     shards_params: bool = False
     replicated_segments: tuple[int, ...] = ()
-    auto_replicated: bool = False
     ties_embeddings: bool = False
     auto_defers: bool = False
     auto_delays: bool = False

@@ -41,17 +41,11 @@ class Plans:
         self._config = config
         self._made: dict[tuple[int, str, OffloadChoice | None, bool], Plan] = {}
         self._arrange: Arrange | None = None
-        self._replicated_stages: tuple[int, ...] = config.replicated_stages
         self._choices: dict[int, RunChoice] = {}
 
     def arrange(self, arrange: "Arrange") -> None:
         """From now on let ``arrange`` make the orders of all plans."""
         self._arrange = arrange
-        self._made.clear()
-
-    def replicate(self, stages: tuple[int, ...]) -> None:
-        """From now on leave out the all-gathers of these stages, which every replica steps."""
-        self._replicated_stages = stages
         self._made.clear()
 
     def choose(self, num_microbatches: int, choice: "RunChoice | None") -> None:

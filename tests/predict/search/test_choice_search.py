@@ -120,17 +120,6 @@ def test_weight_gradients_are_delayed_only_where_that_is_allowed():
     assert (splitting, whole) == (f"{plain} --delay-weight-grads auto", plain)
 
 
-def test_a_clipped_step_takes_what_it_takes_without_a_rest_for_the_next_iteration():
-    found = search()
-    best = found.to_try()[0].choice
-    free_s, waiting_s = found.seconds(best), found.seconds(replace(best, shares=None))
-    assert free_s < waiting_s
-    half = replace(found, clipped=0.5)
-    assert half.seconds(best) == pytest.approx((free_s + waiting_s) / 2, rel=1e-12)
-    assert half.seconds(replace(best, shares=None)) == waiting_s
-    assert replace(found, clipped=1.0).seconds(best) == pytest.approx(waiting_s, rel=1e-12)
-
-
 def test_the_first_segment_is_replicated_if_weight_gradients_can_hide_its_all_reduce():
     # Links are fast: only the first segment's DP.sync is exposed, half of it at either end.
     costs = replace(

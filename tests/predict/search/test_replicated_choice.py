@@ -1,12 +1,15 @@
 """Simulated iterations in which every replica steps some segments in full."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.policy.measured_times import MeasuredTimes
 from megatron.fold3d.policy.replicated_segments import choose_replicated, units
+from megatron.fold3d.policy.run_choice import RunChoice
+from megatron.fold3d.predict.search.choice_search import ChoiceSearch
 from megatron.fold3d.predict.search.replicated_choice import SimulatedIteration, with_replicated
 from megatron.fold3d.predict.simulator.costs import Costs
 
@@ -59,7 +62,22 @@ def test_measured_all_reduces_are_halved_and_gathers_have_the_size_of_parameters
         transfer_s=0.0,
         grad_sync_s=(6.0,) * 3,
     )
-    assert SimulatedIteration.measured(ORDER, (), times, 1.0).seconds((1,)) == 30.0
-    in_16_bits = SimulatedIteration.measured(ORDER, (), times, 0.5)
-    # Gathers take 1.5 s each: only the first one is exposed.
-    assert in_16_bits.seconds(()) == pytest.approx(1.5 + 6 + 18 + 3)
+    measured = partial(
+        ChoiceSearch.measured,
+        times,
+        num_ranks=1,
+        num_segments=3,
+        num_microbatches=ORDER.num_microbatches,
+        group_size=None,
+        room=float("inf"),
+        sizes=(0.0,) * 3,
+        gathers=True,
+        replicates=True,
+        only=RunChoice(name="as configured", order=ORDER),
+    )
+    found = measured(parameter_share=1.0)
+    (best,) = found.to_try()
+    assert (best.choice.order, best.choice.replicated, best.seconds) == (ORDER, (1,), 30.0)
+    # Gathers of parameters in 16 bits take 1.5 s each: only the first one is exposed.
+    assert measured(parameter_share=0.5).stock.seconds == pytest.approx(1.5 + 6 + 18 + 3)
+    assert measured(parameter_share=1.0, room=1.0, sizes=(2.0,) * 3).to_try() == []

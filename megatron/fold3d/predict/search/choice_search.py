@@ -71,7 +71,7 @@ class Predicted:
 
     Attributes:
         choice: the choice.
-        seconds: the mean time of an iteration, over clipped steps and others; none is skipped.
+        seconds: the time of an iteration whose step is neither clipped nor skipped.
         num_early: how many delayed segments hold their operands at different times, since their
             weight gradients follow their own backwards.
     """
@@ -110,9 +110,9 @@ class ChoiceSearch:
             fullest rank does without.
         nic_of_rank: as in `Execution`.
         routes: as in `Execution`.
-        clipped: the share of steps that are clipped, and so wait for all gradients.
         shard_shares: as in `Execution`.
         most_actions: how many are simulated; the order of stock is simulated in any case.
+        only: what takes the place of stock's order, and the only order that is tried.
     """
 
     num_ranks: int
@@ -125,9 +125,9 @@ class ChoiceSearch:
     held: Callable[[Plan], HeldSizes] = HeldSizes.counted
     nic_of_rank: tuple[int, ...] | None = None
     routes: Routes = NO_SWITCHES
-    clipped: float = 0.0
     shard_shares: tuple[tuple[float, float], ...] = ()
     most_actions: int = MOST_ACTIONS
+    only: RunChoice | None = None
 
     @classmethod
     def measured(
@@ -141,8 +141,8 @@ class ChoiceSearch:
         parameter_share: float,
         room: float,
         sizes: Sequence[float],
-        clipped: float = 0.0,
         shard_shares: tuple[tuple[float, float], ...] = (),
+        only: RunChoice | None = None,
         **scope: bool,
     ) -> Self:
         """Return the search of a run that has measured ``times``; DP.sync is of all-reduces.
@@ -156,8 +156,8 @@ class ChoiceSearch:
             parameter_share: bytes of the parameters, as a share of those of their gradients.
             room: bytes that every rank has free.
             sizes: the bytes that a rank takes more for each segment that is replicated.
-            clipped: as above.
             shard_shares: as above.
+            only: as above.
             scope: the features that may be chosen, as fields of `Scope`.
         """
         chosen = Scope(**scope)
@@ -183,13 +183,13 @@ class ChoiceSearch:
             group_size=group_size,
             fits=fits,
             held=HeldSizes.counted if held is None else lambda _: held,
-            clipped=clipped,
             shard_shares=shard_shares,
+            only=only,
         )
 
     @cached_property
     def stock(self) -> Predicted:
-        """The order of stock Megatron with these model chunks."""
+        """The order of stock Megatron with these model chunks, or what takes its place."""
         choice = next(self._orders())
         return Predicted(choice=choice, seconds=self.seconds(choice))
 
@@ -203,9 +203,7 @@ class ChoiceSearch:
         there is no such choice, the second is the fastest that changes nothing but the order, if it
         differs from the first.
         """
-        gaining = [
-            one for one in self._found() if one.price < self.stock.seconds * (1 - LEAST_GAIN)
-        ]
+        gaining = [one for one in self._found() if one.price < self.stock.price * (1 - LEAST_GAIN)]
         gaining.sort(key=lambda one: one.price)
         kinds: dict[bool, Predicted] = {}
         any_early = any(one.choice.early for one in gaining)
@@ -246,11 +244,7 @@ class ChoiceSearch:
         choice = replace(choice, shares=auto_shares(plan, costs, execution))
         assert choice.shares is not None
         shared = with_shares(plan, costs, choice.shares)
-        seconds = steady_state(shared, costs, execution).period_s
-        if self.clipped:  # all of DP.sync starts with the backwards and ends with the iteration
-            waiting_s = self.seconds(replace(choice, shares=None))
-            seconds += self.clipped * (waiting_s - seconds)
-        return seconds, choice
+        return steady_state(shared, costs, execution).period_s, choice
 
     def _predicted(self, choice: RunChoice, seconds: float) -> Predicted:
         early = self._options(choice).early_segments(self.num_ranks)
@@ -272,6 +266,9 @@ class ChoiceSearch:
 
     def _orders(self) -> Iterator[RunChoice]:
         """Yield stock's order, then the others that these model chunks can run in."""
+        if self.only is not None:
+            yield self.only
+            return
         schedule = stock_schedule(self.num_segments)
         name = f"--schedule {schedule}"
         if self.group_size is not None and self.num_segments > 1:

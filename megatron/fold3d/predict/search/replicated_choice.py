@@ -2,17 +2,14 @@
 
 from collections.abc import Container
 from dataclasses import replace
-from typing import Self
 
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.ir import Plan, stages_of
-from megatron.fold3d.policy.measured_times import MeasuredTimes
 from megatron.fold3d.policy.replicated_segments import Segments
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape, Split
 from megatron.fold3d.predict.cost_model.sizes import Setup, replicated_bytes
-from megatron.fold3d.predict.search.auto_order import costs_from_times
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
 from megatron.fold3d.predict.simulator.routes import NO_SWITCHES, Routes
@@ -97,32 +94,6 @@ class SimulatedIteration:
             routes=routes,
             shard_shares=shard_shares,
         )
-
-    @classmethod
-    def measured(
-        cls,
-        order: Plan,
-        delayed: Segments,
-        times: MeasuredTimes,
-        parameter_share: float,
-        *,
-        reduces_early: bool = False,
-        early: Segments = (),
-    ) -> Self:
-        """Return iterations with a run's own times.
-
-        Args:
-            order: the order of computation.
-            delayed: as above.
-            times: the measured times of the run; their DP.sync is all-reduces.
-            parameter_share: bytes of the parameters, as a share of those of their gradients.
-            reduces_early: as above.
-            early: as above.
-        """
-        halves = tuple(s / 2 for s in times.grad_sync_s)
-        gathers = tuple(s * parameter_share for s in halves)
-        costs = replace(costs_from_times(times), grad_sync_s=halves, param_gather_s=gathers)
-        return cls(order, delayed, costs, reduces_early=reduces_early, early=early)
 
     def seconds(self, replicated: Segments) -> float:
         """Return what an iteration takes that replicates some segments, in s."""

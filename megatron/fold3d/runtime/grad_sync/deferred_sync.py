@@ -25,9 +25,10 @@ data in the order in which the forward needs it.
     DP.sync            ── 0a ── 0b ─┬─ gather 0 ── 1b ─┬─ gather 1 ── 2b ─
     compute                         step 0   .. 0F ..  step 1 .. 0F .. │ 1F
 
-A run that may clip or skip steps has two plans: `free` carries DP.sync, `clipped` ends it with the
-iteration. It begins with `clipped`, and goes on with `free` behind a step that is not clipped. If a step of
-`free` has to wait for all gradients, it goes back, and needs twice as many such steps in a row.
+A run that may clip or skip steps has two plans. `free` carries DP.sync, `clipped` ends it with the
+iteration. The run begins with `clipped`, and goes on with `free` behind a step that is not clipped.
+If a step of `free` has to wait for all gradients, the run goes back to `clipped`. It then needs
+twice as many steps in a row that are not clipped.
 
 Keeps one invariant: from the start of a chunk's reduction until its step, no other code reads the
 chunk's gradients, adds to them or zeroes them, or reads its parameters. Gradients that Megatron
