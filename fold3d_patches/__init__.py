@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from megatron.fold3d.config.fold3d_config import Fold3DConfig
     from megatron.fold3d.plan.ir import Plan
     from megatron.fold3d.runtime.feature import Feature
-    from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
-    from megatron.fold3d.runtime.grad_sync.measured_shares import AutoShares
+    from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
     from megatron.fold3d.runtime.plans import Plans
     from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
     from megatron.fold3d.runtime.shard_buffers import Data
@@ -164,13 +163,6 @@ def _parts(run: _Run) -> "Iterator[Part]":
     """Yield what a run adds to the executor; what is off is not made, and not imported."""
     c = run.config
     weights = c.delay_weight_grads or c.auto_delays
-    one_queue = c.receives_late and c.overlap_grad_reduce and c.num_segments > 1
-    dp_sync = (  # the first of these that is on
-        (c.schedule == "auto" or c.auto_replicates, _auto_schedule),
-        (c.backward_share is not None, _carried_sync),
-        (c.replicated_segments, _replicated_steps),
-        (True, _grad_sync),
-    )
     for is_on, make in (  # the outermost first
         (c.preemptive_comm, _preemption),
         (c.num_ranks > 1, _transfers),
@@ -178,8 +170,7 @@ def _parts(run: _Run) -> "Iterator[Part]":
         (run.recorder is not None, _recorded_actions),
         (c.shards_params, partial(_shard_buffers, "param_data")),
         (run.measured, lambda run: (run.measured, ())),
-        (one_queue and c.backward_share is None, _alternating_sync),
-        (True, next(make for is_on, make in dp_sync if is_on)),
+        (True, _dp_sync),
         (c.shards_grads, partial(_shard_buffers, "grad_data")),
         (weights and c.has_engine_modules, _engine_weight_grads),
         (weights and not c.has_engine_modules, _weight_grads),
@@ -203,11 +194,7 @@ def _install(
     if config.schedule == "stock":
         return apply(marks)
 
-    from fold3d_patches.schedule import (
-        embedding_grads,
-        get_forward_backward_func,
-        script_settings,
-    )
+    from fold3d_patches.schedule import get_forward_backward_func, script_settings
     from megatron.fold3d.runtime.executor import Executor
 
     run = _Run(
@@ -228,11 +215,11 @@ def _install(
         from fold3d_patches.schedule import gradient_buckets
 
         patches += gradient_buckets.patches()
-    always = (
-        get_forward_backward_func.patch(executor),
-        embedding_grads.patch(),
-        *script_settings.patches(),
-    )
+    if config.steps_shards:
+        from fold3d_patches.schedule import embedding_grads
+
+        patches.append(embedding_grads.patch())
+    always = (get_forward_backward_func.patch(executor), *script_settings.patches())
     stack = apply([*always, *marks, *patches])
     stack.push(executor)
     return stack
@@ -318,40 +305,41 @@ def _shard_buffers(data: "Data", _: _Run) -> "Part":
     return (ShardBuffers(data),), ()
 
 
-def _alternating_sync(run: _Run) -> "Part":
-    """Let reductions use two communicators in turns, if all streams of a GPU share one queue."""
-    from megatron.fold3d.runtime.grad_sync.alternating_sync import AlternatingSync
-
-    return (AlternatingSync(run.timeout),), ()
-
-
-def _grad_sync(run: _Run) -> "Part":
-    from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
-
-    return (GradSync(run.recorder),), ()
-
-
-def _carried_sync(run: _Run) -> "Part":
-    from megatron.fold3d.runtime.grad_sync.deferred_grad_sync import DeferredGradSync
+def _dp_sync(run: _Run) -> "Part":
+    """Return DP.sync with what it needs, and around it the feature that chooses, if any does."""
+    from megatron.fold3d.runtime.grad_sync.dp_sync import DPSync
 
     config = run.config
-    assert config.backward_share is not None
-    auto = _auto_shares(run) if config.auto_share else None
-    deferred, step, others = _deferred_sync(run, config.backward_share, auto)
-    feature = DeferredGradSync(
-        deferred,
-        run.plans,
-        slices=config.slices_dp_sync,
-        places_gathers=config.gathers_params and config.plan_file is None,
-        recorder=run.recorder,
-    )
-    return (feature,), (step, *others)
+    chooses = config.schedule == "auto" or config.auto_replicates
+    due = replicated = second_lane = step = None
+    others: Sequence[Patch] = ()
+    if config.backward_share is not None or config.auto_defers:
+        due, step, others = _due_steps(run)
+    elif config.replicated_segments or config.auto_replicates:
+        from fold3d_patches.schedule import replicated_step
+        from megatron.fold3d.runtime.grad_sync.other_shards import ReplicatedSegments
+
+        replicated = ReplicatedSegments(config.replicated_segments)
+        step = replicated_step.patch(replicated)
+    has_one_queue = config.receives_late and config.overlap_grad_reduce
+    if due is None and has_one_queue and config.num_segments > 1:
+        from megatron.fold3d.runtime.grad_sync.second_lane import SecondLane
+
+        second_lane = SecondLane(run.timeout)
+    features = [DPSync(run.recorder, due=due, replicated=replicated, second_lane=second_lane)]
+    if chooses:
+        from fold3d_patches.schedule import noted_step
+        from megatron.fold3d.predict.search.choice_search import ChoiceSearch
+        from megatron.fold3d.runtime.auto_schedule import AutoSchedule
+
+        search = ChoiceSearch.measured
+        auto = AutoSchedule(config, run.plans, search, due=due, replicated=replicated)
+        return (auto, *features), (noted_step.patch(auto, step), *others)
+    return features, (*([] if step is None else [step]), *others)
 
 
-def _deferred_sync(
-    run: _Run, backward_share: float, auto: "AutoShares | None"
-) -> "tuple[DeferredSync, Patch, Sequence[Patch]]":
-    """Return the feature whose steps reach into the next iteration, and its patches.
+def _due_steps(run: _Run) -> "tuple[DueSteps, Patch, Sequence[Patch]]":
+    """Return what owns steps that reach into the next iteration, and its patches.
 
     The patch of the optimizer's step comes first.
     """
@@ -362,68 +350,27 @@ def _deferred_sync(
         scale_gradients,
         zero_grad_buffer,
     )
-    from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
+    from megatron.fold3d.policy.backward_shares import FIRST_SHARE
+    from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
+    from megatron.fold3d.runtime.grad_sync.measured_shares import AutoShares
     from megatron.fold3d.runtime.grad_sync.sums import UNCUT
 
     config = run.config
-    deferred = DeferredSync(
-        backward_share,
+    due = DueSteps(
+        FIRST_SHARE if config.backward_share is None else config.backward_share,
+        run.plans,
+        slices=config.slices_dp_sync,
+        places_gathers=config.gathers_params and config.plan_file is None,
         slice_bytes=UNCUT if config.slices_dp_sync else config.dp_slice_bytes,
         bounded=config.clips_or_scales,
         timeout=run.timeout,
         communicator=None if config.schedule == "auto" else run.communicator,
-        auto=auto,
+        auto=AutoShares(run.timeout) if config.auto_share or config.auto_defers else None,
         recorder=run.recorder,
     )
     others = (checkpoint_and_decide_exit, save_checkpoint, scale_gradients, zero_grad_buffer)
-    return (
-        deferred,
-        optimizer_step.patch(deferred, _metrics()),
-        [other.patch(deferred) for other in others],
-    )
-
-
-def _auto_schedule(run: _Run) -> "Part":
-    """Return the feature that chooses, and a gradient sync that can run each of its choices."""
-    from fold3d_patches.schedule import noted_step
-    from megatron.fold3d.policy.backward_shares import FIRST_SHARE
-    from megatron.fold3d.predict.search.choice_search import ChoiceSearch
-    from megatron.fold3d.runtime.auto_schedule import AutoSchedule
-    from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
-
-    config = run.config
-    make = partial(AutoSchedule, config, run.plans, ChoiceSearch.measured)
-    if config.auto_defers:
-        from megatron.fold3d.runtime.grad_sync.deferred_grad_sync import DeferredGradSync
-
-        deferred, step, others = _deferred_sync(run, FIRST_SHARE, _auto_shares(run))
-        auto = make(deferred=deferred)
-        sync = DeferredGradSync(deferred, run.plans, recorder=run.recorder)
-        return (auto, sync), (noted_step.patch(auto, step), *others)
-    if config.auto_replicates:
-        from fold3d_patches.schedule import replicated_step
-        from megatron.fold3d.runtime.grad_sync.replicated_steps import ReplicatedSteps
-
-        replicated = ReplicatedSteps((), run.recorder)
-        auto = make(replicated=replicated)
-        step = replicated_step.patch(replicated)
-        return (auto, replicated), (noted_step.patch(auto, step),)
-    auto = make()
-    return (auto, GradSync(run.recorder)), (noted_step.patch(auto),)
-
-
-def _replicated_steps(run: _Run) -> "Part":
-    from fold3d_patches.schedule import replicated_step
-    from megatron.fold3d.runtime.grad_sync.replicated_steps import ReplicatedSteps
-
-    replicated = ReplicatedSteps(run.config.replicated_segments, run.recorder)
-    return (replicated,), (replicated_step.patch(replicated),)
-
-
-def _auto_shares(run: _Run) -> "AutoShares":
-    from megatron.fold3d.runtime.grad_sync.measured_shares import AutoShares
-
-    return AutoShares(run.timeout)
+    step = optimizer_step.patch(due, _metrics())
+    return due, step, [other.patch(due) for other in others]
 
 
 def _engine_weight_grads(_: _Run) -> "Part":

@@ -223,7 +223,7 @@ OFF = tuple(
     for name in (
         *("runtime.offload", "runtime.preemption", "runtime.weight_grads", "runtime.trace"),
         *("runtime.tensor_parallel", "config.pair_flags"),
-        *("runtime.grad_sync.deferred_grad_sync", "runtime.grad_sync.deferred_sync"),
+        *("runtime.grad_sync.second_lane", "runtime.grad_sync.due_steps"),
         *("runtime.grad_sync.measured_shares", "runtime.transfers.host_link"),
         "runtime.transfers.lazy_p2p",
         *("observe", "predict", "commands"),

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from fold3d_patches.registry import Patch
 
 if TYPE_CHECKING:
-    from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
+    from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
 
 
-def patch(deferred: "DeferredSync") -> Patch:
+def patch(due: "DueSteps") -> Patch:
     """Return the patch of the end of an iteration; all ranks take the same decision."""
 
     def make(upstream: Callable[..., bool]) -> Callable[..., bool]:
@@ -26,7 +26,7 @@ def patch(deferred: "DeferredSync") -> Patch:
         ) -> bool:
             exits = upstream(model, optimizer, opt_param_scheduler, iteration, *others)
             if exits or iteration >= get_args().train_iters:
-                deferred.drain()
+                due.drain()
             return exits
 
         return checkpoint_and_decide_exit

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from fold3d_patches.registry import Patch
 
 if TYPE_CHECKING:
-    from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
+    from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
     from megatron.fold3d.runtime.trace.metrics import Metrics
 
 
-def patch(deferred: "DeferredSync", metrics: "Metrics") -> Patch:
+def patch(due: "DueSteps", metrics: "Metrics") -> Patch:
     """Return the patch of the optimizer step at the end of an iteration."""
 
     def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,7 +32,7 @@ def patch(deferred: "DeferredSync", metrics: "Metrics") -> Patch:
             iteration = args.curr_iteration + 1
             num_samples = args.consumed_train_samples + get_current_running_global_batch_size()
             writes = iteration % args.tensorboard_log_interval == 0
-            return deferred.step(
+            return due.step(
                 self,
                 iteration,
                 whole_step=lambda: upstream(self),

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from fold3d_patches.registry import Patch
 
 if TYPE_CHECKING:
-    from megatron.fold3d.runtime.grad_sync.replicated_steps import ReplicatedSteps
+    from megatron.fold3d.runtime.grad_sync.other_shards import ReplicatedSegments
 
 
-def patch(replicated: "ReplicatedSteps") -> Patch:
+def patch(replicated: "ReplicatedSegments") -> Patch:
     """Return the patch of the optimizer step at the end of an iteration."""
 
     def make(upstream: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 from fold3d_patches.registry import Patch
 
 if TYPE_CHECKING:
-    from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
+    from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
 
 
-def patch(deferred: "DeferredSync") -> Patch:
+def patch(due: "DueSteps") -> Patch:
     """Return the patch of the only function that writes checkpoints."""
 
     def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
         def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            deferred.drain()
+            due.drain()
             return upstream(*args, **kwargs)
 
         return save_checkpoint

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 from fold3d_patches.registry import Patch
 
 if TYPE_CHECKING:
-    from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
+    from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
 
 
-def patch(deferred: "DeferredSync") -> Patch:
+def patch(due: "DueSteps") -> Patch:
     """Return the patch of the scaling of a model chunk's gradients."""
 
     def make(upstream: Callable[..., None]) -> Callable[..., None]:
         def scale_gradients(self: Any, scaling_factor: Any) -> None:
-            if not deferred.defer_scaling(self, scaling_factor):
+            if not due.defer_scaling(self, scaling_factor):
                 upstream(self, scaling_factor)
 
         return scale_gradients

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 from fold3d_patches.registry import Patch
 
 if TYPE_CHECKING:
-    from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
+    from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
 
 
-def patch(deferred: "DeferredSync") -> Patch:
+def patch(due: "DueSteps") -> Patch:
     """Return the patch of the zeroing of a model chunk's gradients."""
 
     def make(upstream: Callable[..., None]) -> Callable[..., None]:
         def zero_grad_buffer(self: Any) -> None:
-            if not deferred.defer_zeroing(self):
+            if not due.defer_zeroing(self):
                 upstream(self)
 
         return zero_grad_buffer

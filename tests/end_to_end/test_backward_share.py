@@ -341,15 +341,15 @@ def train_below_a_norm(argv: Sequence[str], of: str) -> "Heard":
 
 def train_with_changing_shares(argv: Sequence[str]) -> "Heard":
     """Train with other shares of the two segments in each iteration."""
-    from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
+    from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
 
-    step, shares = DeferredSync.step, itertools.cycle([(0.2, 1.0), (1.0, 0.0), (0.0, 0.7)])
+    step, shares = DueSteps.step, itertools.cycle([(0.2, 1.0), (1.0, 0.0), (0.0, 0.7)])
 
-    def changed(self: DeferredSync, *args: Any, **kwargs: Any) -> Any:
+    def changed(self: DueSteps, *args: Any, **kwargs: Any) -> Any:
         self.set_shares(next(shares))
         return step(self, *args, **kwargs)
 
-    DeferredSync.step = changed
+    DueSteps.step = changed
     return train_and_listen(argv)
 
 
@@ -379,15 +379,15 @@ def train_and_listen(argv: Sequence[str], traced: Path | None = None) -> Heard:
     steps: list[tuple[int, int]] = []
     free: list[bool] = []
 
-    from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
+    from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
 
-    step = DeferredSync.step
+    step = DueSteps.step
 
-    def noted(self: DeferredSync, *args: Any, **kwargs: Any) -> Any:
+    def noted(self: DueSteps, *args: Any, **kwargs: Any) -> Any:
         free.append(self.is_free)
         return step(self, *args, **kwargs)
 
-    DeferredSync.step = noted
+    DueSteps.step = noted
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -397,7 +397,7 @@ def train_and_listen(argv: Sequence[str], traced: Path | None = None) -> Heard:
             if found := STEPS.fullmatch(record.getMessage()):
                 steps.append((int(found[1]), int(found[2])))
 
-    logger = logging.getLogger("megatron.fold3d.runtime.grad_sync.deferred_sync")
+    logger = logging.getLogger("megatron.fold3d.runtime.grad_sync.due_steps")
     logger.setLevel(logging.INFO)
     logger.addHandler(Listener())
     record = train_as_planned(argv, traced) if traced else train(argv)

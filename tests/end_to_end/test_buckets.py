@@ -25,16 +25,16 @@ def test_hooks_start_every_bucket_on_every_rank_and_segment() -> None:
 
 def buckets_that_hooks_started(argv: Sequence[str]) -> list[list[tuple[int, int]]]:
     """Train; of each iteration and segment, the buckets under way at ALL_REDUCE, and all."""
-    from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
+    from megatron.fold3d.runtime.grad_sync.dp_sync import DPSync
 
     seen: list[tuple[int, int]] = []
-    complete = GradSync.complete
+    complete = DPSync.complete
 
     def watched(self: Any, segment: int) -> None:
         groups = self._chunks[segment].bucket_groups
         seen.append((sum(g.grad_reduce_handle is not None for g in groups), len(groups)))
         complete(self, segment)
 
-    GradSync.complete = watched  # type: ignore[method-assign]
+    DPSync.complete = watched  # type: ignore[method-assign]
     train(argv)
     return [seen[start : start + 2] for start in range(0, len(seen), 2)]

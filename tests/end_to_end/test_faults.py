@@ -149,7 +149,7 @@ def _train_with_fault(
     argv: Sequence[str],
 ) -> Record:
     """Train on the rank's host; rank 1 meets its fault in the second iteration, in mid-sync."""
-    from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
+    from megatron.fold3d.runtime.grad_sync.dp_sync import DPSync
 
     namespaces, address, folder = place
     rank = int(os.environ["RANK"])
@@ -157,7 +157,7 @@ def _train_with_fault(
         os.setns(namespace.fileno(), os.CLONE_NEWNET)
     os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
-    complete, count = GradSync.complete, 0
+    complete, count = DPSync.complete, 0
 
     def complete_and_meet_fault(self: Any, segment: int) -> None:
         nonlocal count
@@ -174,5 +174,5 @@ def _train_with_fault(
                 time.sleep(0.01)
 
     if rank == 1:
-        GradSync.complete = complete_and_meet_fault  # type: ignore[method-assign]
+        DPSync.complete = complete_and_meet_fault  # type: ignore[method-assign]
     return train(argv)

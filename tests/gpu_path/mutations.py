@@ -323,7 +323,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an iteration does not wait for DP.sync that started between weight gradients",
-        "grad_sync.ddp_sync:GradSync.wait",
+        "grad_sync.dp_sync:DPSync.wait",
         "self._in_parts.wait(chunk)",
         "pass",
         _EARLY,

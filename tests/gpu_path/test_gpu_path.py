@@ -13,7 +13,7 @@ from megatron.core.distributed import param_and_grad_buffer
 
 from megatron.fold3d.runtime.feature import Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups
-from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
+from megatron.fold3d.runtime.grad_sync.dp_sync import DPSync
 from megatron.fold3d.runtime.preemption.communicator import extension
 from tests.distributed import run_distributed
 from tests.end_to_end.training import Record, differences, train
@@ -73,9 +73,9 @@ def _train_with_one_queue(argv: Sequence[str]) -> tuple[Record, dict[tuple[str, 
     """Train; also return the groups of reductions and all-gathers of even and odd segments."""
     used: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
     buckets: list[tuple[int, int, int]] = []  # whether its segment is odd, its begin, its end
-    prepare = GradSync.prepare
+    prepare = DPSync.prepare
 
-    def prepare_and_look(self: GradSync, iteration: Iteration) -> None:
+    def prepare_and_look(self: DPSync, iteration: Iteration) -> None:
         prepare(self, iteration)
         buckets[:] = [
             (segment % 2, memory.data_ptr(), memory.data_ptr() + memory.nbytes)
@@ -96,7 +96,7 @@ def _train_with_one_queue(argv: Sequence[str]) -> tuple[Record, dict[tuple[str, 
         return note
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GradSync, "prepare", prepare_and_look)
+        patch.setattr(DPSync, "prepare", prepare_and_look)
         for kind, function, megatrons in (
             ("reduce", "all_reduce", None),
             ("reduce", "reduce_scatter_tensor", "dist_reduce_scatter_func"),

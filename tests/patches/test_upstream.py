@@ -36,8 +36,8 @@ from fold3d_patches.schedule import (
 )
 from megatron.fold3d.predict.search.choice_search import ChoiceSearch
 from megatron.fold3d.runtime.auto_schedule import AutoSchedule
-from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
-from megatron.fold3d.runtime.grad_sync.replicated_steps import ReplicatedSteps
+from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
+from megatron.fold3d.runtime.grad_sync.other_shards import ReplicatedSegments
 from megatron.fold3d.runtime.offload.offloader import Offloader
 from megatron.fold3d.runtime.plans import Plans
 from megatron.fold3d.runtime.tensor_parallel.baton import Baton
@@ -47,7 +47,7 @@ from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGra
 from megatron.fold3d.runtime.weight_grads.engine_modules import EngineWeightGrads
 from tests.configs import CONFIG
 
-DEFERRED = DeferredSync(0.5, slice_bytes=4096, bounded=False, timeout=timedelta(minutes=1))
+DUE = DueSteps(0.5, Plans(CONFIG), slice_bytes=4096, bounded=False, timeout=timedelta(minutes=1))
 TRACED = replace(CONFIG, trace=Path("trace"))
 NO_METRICS = Metrics(lambda: None, lambda: None)
 PATCHES = (
@@ -55,11 +55,11 @@ PATCHES = (
     checkpoint.patch(Offloader(torch.device("cpu"), everything=False)),
     get_forward_backward_func.patch(lambda **_: []),
     *script_settings.patches(),
-    checkpoint_and_decide_exit.patch(DEFERRED),
-    optimizer_step.patch(DEFERRED, NO_METRICS),
-    save_checkpoint.patch(DEFERRED),
-    scale_gradients.patch(DEFERRED),
-    zero_grad_buffer.patch(DEFERRED),
+    checkpoint_and_decide_exit.patch(DUE),
+    optimizer_step.patch(DUE, NO_METRICS),
+    save_checkpoint.patch(DUE),
+    scale_gradients.patch(DUE),
+    zero_grad_buffer.patch(DUE),
     embedding_grads.patch(),
     *gradient_buckets.patches(),
     linear.patch(DelayedWeightGrads()),
@@ -72,7 +72,7 @@ PATCHES = (
 )
 AUTO = AutoSchedule(CONFIG, Plans(CONFIG), ChoiceSearch.measured)
 NEVER_BESIDE_THESE = (  # their flags exclude these
-    replicated_step.patch(ReplicatedSteps([0])),
+    replicated_step.patch(ReplicatedSegments([0])),
     noted_step.patch(AUTO),
 )
 ROOT = Path(__file__).parents[2]

@@ -35,7 +35,7 @@ class Run:
             AUTO,
             self.plans,
             lambda *_, **__: pytest.fail("decided otherwise"),
-            deferred=self.deferred if defers else None,
+            due=self.deferred if defers else None,
         )
         self.names: list[str] = []  # of what ran, iteration by iteration
         self._defers = defers

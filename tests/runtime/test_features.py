@@ -11,7 +11,7 @@ from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.runtime.executor import Executor
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
-from megatron.fold3d.runtime.grad_sync.ddp_sync import GradSync
+from megatron.fold3d.runtime.grad_sync.dp_sync import DPSync
 from megatron.fold3d.runtime.plans import Plans
 from tests.configs import CONFIG
 from tests.distributed import RankError, run_distributed
@@ -91,7 +91,7 @@ def train(*features: Feature, m: int = 2, config: Fold3DConfig = AFAB) -> Losses
     reports: Losses = []
     with (
         fold3d_patches.install_platform("cpu"),
-        Executor(Plans(config), [GradSync(), *features]) as executor,
+        Executor(Plans(config), [DPSync(), *features]) as executor,
     ):
         for num_microbatches, forward_only in ((m, False), (1, True)):
             reports += executor(

@@ -10,7 +10,7 @@ manual and from the sources of NCCL, torch, Megatron and FOLD3D. **No GPU has co
    makes a process group per direction, and `ProcessGroupNCCL` gives each pair of ranks in a group a
    communicator and a stream. DP.sync has one stream, copies to the host and to the device one each.
    With one queue, receives of odd micro-batches have a stream of their own (`AlternatingP2P`), and
-   reductions of odd segments have one too (`AlternatingSync`), unless they are carried.
+   reductions of odd segments have one too (`SecondLane`), unless they are carried.
 3. An item of communication, or a copy, begins when the computations issued before it have ended.
    (`ProcessGroupNCCL` makes its stream wait for an event of the current stream; `Copies` does the
    same.)

@@ -11,7 +11,7 @@ checkpoints are not counted. If an iteration's step is skipped, or the iteration
 does not count and the next one takes its place. Each number of micro-batches has its own choice.
 
 If DP.sync reaches into the next iteration, a step that may be clipped has to wait for all gradients
-and gains nothing. So such a choice runs only while `DeferredSync.is_free`, and is tried then; in
+and gains nothing. So such a choice runs only while `DueSteps.is_free`, and is tried then; in
 between the fastest of the others runs.
 
 Keeps one invariant: all ranks choose in the same iteration, from the same numbers.
@@ -42,8 +42,8 @@ from megatron.fold3d.runtime.measured_order import DECIDED, MEASURED, MeasuredTi
 from megatron.fold3d.runtime.plans import Plans
 
 if TYPE_CHECKING:
-    from megatron.fold3d.runtime.grad_sync.deferred_sync import DeferredSync
-    from megatron.fold3d.runtime.grad_sync.replicated_steps import ReplicatedSteps
+    from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
+    from megatron.fold3d.runtime.grad_sync.other_shards import ReplicatedSegments
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class AutoSchedule(MeasuredTimesFeature):
         config: the configuration of the run.
         plans: the plans of the run.
         search: makes the prediction from measured times; see `ChoiceSearch.measured`.
-        deferred: takes the steps that reach into the next iteration, if the run may have any.
+        due: takes the steps that reach into the next iteration, if the run may have any.
         replicated: takes the steps of replicated segments, if the run may have any.
     """
 
@@ -128,12 +128,12 @@ class AutoSchedule(MeasuredTimesFeature):
         plans: Plans,
         search: Callable[..., Chooser],
         *,
-        deferred: "DeferredSync | None" = None,
-        replicated: "ReplicatedSteps | None" = None,
+        due: "DueSteps | None" = None,
+        replicated: "ReplicatedSegments | None" = None,
     ) -> None:
         super().__init__()
         self._config, self._plans, self._search = config, plans, search
-        self._deferred, self._replicated = deferred, replicated
+        self._due, self._replicated = due, replicated
         self._trials: dict[int, _Trial] = {}
         self._size = 0  # micro-batches of the iterations that `_iterations` counts
         self._index = 0  # of the choice that runs
@@ -153,7 +153,7 @@ class AutoSchedule(MeasuredTimesFeature):
 
     @property
     def _is_free(self) -> bool:
-        return self._deferred is None or self._deferred.is_free
+        return self._due is None or self._due.is_free
 
     def choose_plan(self, plan: Plan, rank: int) -> Plan:
         """Take account of the iteration before; return the plan of the choice that runs now."""
@@ -183,7 +183,7 @@ class AutoSchedule(MeasuredTimesFeature):
         trial = self._trials.get(self._size)
         if trial is not None and trial.untimed(free=self._is_free):
             defers = trial.choices[self._index].defers
-            self._is_steady = not defers or self._deferred is None or self._deferred.has_due
+            self._is_steady = not defers or self._due is None or self._due.has_due
             synchronize(iteration.device)
             self._began_s = time.perf_counter()
 
@@ -277,8 +277,8 @@ class AutoSchedule(MeasuredTimesFeature):
         self._applied = choice
         if self._replicated is not None:
             self._replicated.choose(() if choice is None else choice.replicated)
-        if self._deferred is not None and choice is not None and choice.shares is not None:
-            self._deferred.set_shares(choice.shares[rank::num_ranks])
+        if self._due is not None and choice is not None and choice.shares is not None:
+            self._due.set_shares(choice.shares[rank::num_ranks])
 
     def _count(self, iteration: Iteration) -> None:
         """Note the time of an iteration that has ended; with a choice's last one, compare."""

@@ -4,7 +4,7 @@ That number changes within a run: batch size ramp-up changes it between iteratio
 evaluation may have its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -114,7 +114,12 @@ class Plans:
             from megatron.fold3d.plan.passes.offload import OffloadChoice
 
             offloaded = OffloadChoice()  # all
-        late = config.carried_stages if self.carries else ()
+        choice = self.choice(order.num_microbatches)
+        late: Collection[int] = config.carried_stages
+        if choice is not None:
+            late = range(order.num_stages if choice.defers else 0)
+        if not self.carries:
+            late = ()
         sliced_later = config.slices_dp_sync and bool(late)  # by `revise_plan`
         options = Options(
             delay_weight_grads=() if config.auto_weight_grads else config.delay_weight_grads,
@@ -134,13 +139,12 @@ class Plans:
             receives_late=config.receives_late,
             receives_ahead=config.receives_ahead,
         )
-        if (choice := self.choice(order.num_microbatches)) is None:
+        if choice is None:
             return options
         return replace(
             options,
             delay_weight_grads=choice.delayed,
             replicated_stages=choice.replicated_stages,
-            carried_stages=range(order.num_stages if choice.defers and self.carries else 0),
             early_dp_sync=choice.reduced_early,
         )
 

@@ -1,4 +1,13 @@
-"""The other replicas' shards of a distributed optimizer, stepped on this rank as well.
+"""``--replicate-optimizer``: segments that every replica steps in full.
+
+Their gradients are all-reduced during the backward, and their forward needs no all-gather. So bytes
+move from the forward, which is often too short for the all-gathers of all segments, to the
+backward. This does not depend on the gradient norm, so it also works in a step that is clipped.
+
+    segment 1 is replicated
+
+    compute    .. 2F 2B     1B        0B        │ norm, steps │ 0F        1F        2F
+    DP.sync             2rs ─── 1ar ────── 0rs ─│             │─ 0ag ─ 2ag ─
 
 Megatron's distributed optimizer steps one shard of each bucket per replica. Inside `widened`, the
 shards of the other replicas are appended to its lists. So Megatron itself unscales, clips and steps
@@ -11,12 +20,13 @@ them, and writes the parameters:
 The gradients of the whole bucket must have been all-reduced. Every replica then computes the same
 bits, so no all-gather is needed.
 
-Keeps one invariant: outside of `widened` the optimizer is as Megatron made it, so its checkpoints
-do not change.
+Keeps two invariants. Outside of `widened` the optimizer is as Megatron made it, so its checkpoints
+do not change. Between two steps a replicated segment's parameters are whole on every replica.
 """
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +35,8 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import Range
 from megatron.core.optimizer.optimizer import copy_optimizer_param_metadata
 from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
+
+from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups
 
 Key = tuple[int, int, int]
 """Indices of a parameter: the buffer in the optimizer, then bucket and parameter in the buffer."""
@@ -85,6 +97,64 @@ class _Copy:
     model: torch.Tensor
     stepped: torch.Tensor
     state: dict[str, Any] = field(default_factory=dict)
+
+
+_MEGATRONS = "megatron.core.distributed.param_and_grad_buffer"
+
+
+class ReplicatedSegments:
+    """The segments of one rank that every replica steps in full.
+
+    Args:
+        segments: these segments; `choose` may change them.
+    """
+
+    def __init__(self, segments: Collection[int]) -> None:
+        self._chosen = frozenset(segments)
+        self._replicated: frozenset[int] = frozenset()  # in the latest training iteration
+        self._whole: frozenset[int] | None = None  # behind the latest step; None is before any
+        self._chunks: Sequence[Any] = ()
+        self._others: Sequence[OtherShards] | None = None
+        logging.getLogger(_MEGATRONS).addFilter(_is_news)
+
+    def choose(self, segments: Collection[int]) -> None:
+        """From the next training iteration on, step these segments in full."""
+        self._chosen = frozenset(segments)
+
+    def prepare(self, chunks: Sequence[Any]) -> None:
+        """Begin an iteration: all-reduce these segments' gradients, and gather nothing."""
+        self._chunks = chunks
+        if self._replicated != self._chosen:
+            self._replicated, self._others = self._chosen, None
+        for segment in self._replicated:
+            chunks[segment].force_all_reduce = True  # Megatron resets it behind each iteration
+            if self._whole is None or segment in self._whole:
+                for bucket_group in bucket_groups(chunks[segment]):
+                    bucket_group.param_gather_dispatched = True  # so that no hook starts it
+
+    @contextmanager
+    def widened(self, optimizer: Any) -> Iterator[None]:
+        """Let Megatron's ``ChainedOptimizer`` step these segments in full, inside the block.
+
+        All ranks of the job enter it together.
+        """
+        if self._others is None:
+            chunks = [self._chunks[segment] for segment in sorted(self._replicated)]
+            self._others = [
+                OtherShards(part, chunks)
+                for part in (optimizer.chained_optimizers if chunks else ())
+                if not part.is_stub_optimizer
+            ]
+        with ExitStack() as stack:
+            for others in self._others:
+                stack.enter_context(others.widened())
+            yield
+        self._whole = self._replicated
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Drop the line that Megatron logs for each all-reduce with the distributed optimizer."""
+    return "because force_all_reduce=True" not in record.getMessage()
 
 
 class OtherShards:

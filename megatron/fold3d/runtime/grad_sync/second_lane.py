@@ -16,15 +16,14 @@ forward needs the first of them first.
 **No GPU has run this.**
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron.fold3d.plan.device_queues import reduced_apart
-from megatron.fold3d.plan.ir import Action, Op
-from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
+from megatron.fold3d.runtime.feature import Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     Ranks,
     bucket_groups,
@@ -35,12 +34,8 @@ from megatron.fold3d.runtime.grad_sync.bucket_groups import (
 )
 
 
-class AlternatingSync(Feature):
-    """Reduces odd segments in process groups of their own, over the ranks of Megatron's.
-
-    It sets them right before a segment's last backward, in which DDP's hooks may start to reduce.
-    By then the segment's all-gathers have ended. When the iteration ends, Megatron's groups are
-    back.
+class SecondLane:
+    """Process groups for the reductions of odd segments, over the ranks of Megatron's.
 
     Args:
         timeout: the timeout of a reduction.
@@ -52,29 +47,23 @@ class AlternatingSync(Feature):
 
     def prepare(self, iteration: Iteration) -> None:
         """Make the process groups at the start of the first training iteration."""
-        if self._groups is None and iteration.trains:
+        if self._groups is None:
             odd = map(group_of, bucket_groups(*iteration.chunks[1::2]))
             several = [group for group in odd if group.size() > 1]
             self._groups = connect(several, iteration.device, self._timeout)
 
-    def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
-        """Return the handler of `BACKWARD`, which sets a segment's groups before its last one."""
+    def stages(self, iteration: Iteration) -> Collection[int]:
+        """Return the stages to `enter` in a training iteration."""
         if not iteration.trains:
-            return {}
-        run_backward = inner[Op.BACKWARD]
-        apart = reduced_apart(iteration.program, iteration.plan.num_ranks)
-        backwards = (a for a in iteration.program if a.op is Op.BACKWARD)
-        last = {a.stage: a for a in backwards if a.stage in apart}
+            return ()
+        return reduced_apart(iteration.program, iteration.plan.num_ranks)
 
-        def backward(action: Action) -> None:
-            if action == last.get(action.stage):
-                self._switch(iteration, iteration.chunks[iteration.segment(action)])
-            run_backward(action)
+    def enter(self, iteration: Iteration, chunk: Any) -> None:
+        """Set our groups for the rest of the iteration.
 
-        return {Op.BACKWARD: backward}
-
-    def _switch(self, iteration: Iteration, chunk: Any) -> None:
-        """Set our groups for the rest of the iteration."""
+        It is called right before a segment's last backward, in which DDP's hooks may start to
+        reduce. By then the segment's all-gathers have ended.
+        """
         assert self._groups is not None
         for bucket_group in bucket_groups(chunk):
             megatrons = group_of(bucket_group)

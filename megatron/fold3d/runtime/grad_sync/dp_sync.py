@@ -1,7 +1,7 @@
 """DP.sync, one segment at a time, through Megatron's DDP and its hooks, or in parts.
 
-A sum that the plan cuts into parts is started part by part, in the process groups of its buckets.
-Where weight gradients are computed parameter by parameter, a part sums what is complete:
+A sum that the plan cuts into parts is started part by part. Where weight gradients are computed
+parameter by parameter, a part sums what is complete:
 
     compute    .. 0B0 0B1 │ 0W:250 │ 0W:500 │ 0W:1000 │
     DP.sync               └─ norms ├─ :250 ─┼─ :500 ──┼─── the rest
@@ -16,40 +16,70 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.fold3d.plan.ir import WHOLE, Action, Op, carried, hooked
+from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, carried, hooked
 from megatron.fold3d.plan.ops import SUM_OPS
 from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, first_layer_first
 
 if TYPE_CHECKING:
+    from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
+    from megatron.fold3d.runtime.grad_sync.other_shards import ReplicatedSegments
+    from megatron.fold3d.runtime.grad_sync.second_lane import SecondLane
     from megatron.fold3d.runtime.grad_sync.sums import Sums
     from megatron.fold3d.runtime.trace.recorder import Recorder
 
 
-class GradSync(Feature):
+class DPSync(Feature):
     """Gradient reduction and parameter all-gather of one rank's model chunks.
 
     DDP's hooks are disabled from the start of an iteration, as in Megatron's ``no_sync``. Where the
     plan sums a segment right behind its last backward, its hooks are enabled before that backward.
-    `reduce` then starts the reductions that the hooks did not start.
+    `start_reduction` then starts the reductions that the hooks did not start.
 
     Args:
         recorder: the recorder of the trace, if there is one.
+        due: owns the sums and steps of carried segments, if the run may have any.
+        replicated: owns the segments that every replica steps in full, if the run may have any.
+        second_lane: has process groups for odd segments, if the streams of a GPU share one queue.
     """
 
     draining = "the last sums of gradients, behind its program"
 
-    def __init__(self, recorder: "Recorder | None" = None) -> None:
+    def __init__(
+        self,
+        recorder: "Recorder | None" = None,
+        *,
+        due: "DueSteps | None" = None,
+        replicated: "ReplicatedSegments | None" = None,
+        second_lane: "SecondLane | None" = None,
+    ) -> None:
         self._recorder = recorder
+        self._due, self._replicated, self._second_lane = due, replicated, second_lane
         self._in_parts: Sums | None = None
         self._sums: dict[Any, Action] = {}  # by chunk, the sum of all of its gradients
         self._chunks: Sequence[Any] = ()
         self._quiet: Sequence[ExitStack] = ()
         self._no_sync: Sequence[Callable[..., Any]] | None = None
         self._gathers = False
+        if due is not None:
+            self.preparing = "STEP before evaluation"
+
+    def choose_plan(self, plan: Plan, rank: int) -> Plan:
+        """Return the plan of a free iteration, or that of one that may be clipped."""
+        return plan if self._due is None else self._due.choose_plan(plan)
+
+    def revise_plan(self, plan: Plan, rank: int) -> Plan:
+        """Cut carried sums by the latest shares."""
+        return plan if self._due is None else self._due.revise_plan(plan, rank)
 
     def prepare(self, iteration: Iteration) -> None:
-        """Disable DDP's hooks until a segment's sum, or until the iteration ends."""
+        """Disable DDP's hooks until a segment's sum, or until the iteration ends.
+
+        If it is an evaluation or carries nothing, first take all due steps.
+        """
+        carries = iteration.trains and bool(carried(iteration.program))
+        if self._due is not None and not carries:
+            self._due.drain()
         config, self._chunks = iteration.config, iteration.chunks
         self._quiet = [iteration.ends.enter_context(ExitStack()) for _ in self._chunks]
         # Megatron sets no_sync_func with --overlap-grad-reduce; without it nothing can start early.
@@ -63,53 +93,105 @@ class GradSync(Feature):
         }
         for segment in range(len(self._chunks)):
             self._hush(segment)
+        if self._due is not None and carries:
+            self._due.prepare(self._chunks, iteration.groups, self._sums)
+        if self._replicated is not None and iteration.trains:
+            self._replicated.prepare(self._chunks)
+        if self._second_lane is not None and iteration.trains:
+            self._second_lane.prepare(iteration)
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return the handlers of DP.sync; `BACKWARD` enables hooks that may start a sum."""
-        program = iteration.program
-        run_backward, free_grads = inner[Op.BACKWARD], inner[Op.FREE_GRAD]
-        by_hooks = hooked(program)
-        backwards = {a.stage: a for a in program if a.op is Op.BACKWARD and a.stage in by_hooks}
-        last = frozenset(backwards.values())
+        program, due = iteration.program, self._due
         late = carried(program)
         cut = {a.stage for a in program if a.op in SUM_OPS and a.microbatch is not None}
-        in_parts = (cut - late.keys()) if self._no_sync is not None else set()
+        in_parts = cut if self._no_sync is not None else set()
+        last = {a.stage: a for a in program if a.op is Op.BACKWARD}
+        by_hooks = hooked(program)
+        switched = self._second_lane.stages(iteration) if self._second_lane is not None else ()
+        plan_gathers = any(action.op is Op.ALL_GATHER for action in program)
+        stepped: set[int] = set()  # carried stages; what follows is of this iteration
 
         def backward(action: Action) -> None:
-            if action in last:
-                self._quiet[iteration.segment(action)].close()
-            run_backward(action)
+            if action == last[action.stage]:
+                segment = iteration.segment(action)
+                if self._second_lane is not None and action.stage in switched:
+                    self._second_lane.enter(iteration, self._chunks[segment])
+                if action.stage in by_hooks:
+                    self._quiet[segment].close()
+            inner[Op.BACKWARD](action)
 
         def reduce(action: Action) -> None:
-            segment, is_last = iteration.segment(action), action.end == WHOLE
+            segment = iteration.segment(action)
+            chunk, unfinished = self._chunks[segment], iteration.unfinished.get(action.stage, ())
+            if due is not None and action.stage in late:
+                if action.stage in stepped:
+                    due.complete(chunk, unfinished)
+                due.sums.start_until(chunk, action.end)
+                return
             if action.stage in in_parts:
-                chunk, sums = self._chunks[segment], self._sums_in_parts()
-                sums.complete(chunk, iteration.unfinished.get(action.stage, ()))
-                sums.start_until(chunk, action.end)
-            if is_last:
+                self._sums_in_parts().complete(chunk, unfinished)
+                self._sums_in_parts().start_until(chunk, action.end)
+            if action.end == WHOLE:
                 self.complete(segment)
                 self.start_reduction(segment)
+
+        def step(action: Action) -> None:
+            segment = iteration.segment(action)
+            if due is None or action.stage not in late:
+                self.wait(segment)
+                return
+            stepped.add(action.stage)
+            chunk = self._chunks[segment]
+            if due.finish_step(chunk) and not plan_gathers:
+                due.gather(chunk)
+            self._quiet[segment].close()
+            self._hush(segment)  # zeroing the gradients resets DDP's state and re-enables its hooks
+
+        def gather(action: Action) -> None:
+            chunk = self._chunks[iteration.segment(action)]
+            if not self._gathers:
+                return
+            if due is not None and action.stage in late:
+                due.gather(chunk)
+                return
+            for bucket_group in first_layer_first(chunk):
+                if not bucket_group.param_gather_dispatched:
+                    bucket_group.start_param_sync()
 
         def free(action: Action) -> None:
             if action.stage not in late:
                 self.wait(iteration.segment(action))
-            free_grads(action)
+            inner[Op.FREE_GRAD](action)
 
-        def of_segment(act: Callable[[int], None]) -> Handler:
-            return lambda action: act(iteration.segment(action))
-
-        return {
+        handlers: dict[Op, Handler] = {
             Op.BACKWARD: backward,
             Op.ALL_REDUCE: reduce,
             Op.REDUCE_SCATTER: reduce,
-            Op.STEP: of_segment(self.wait),
+            Op.STEP: step,
             Op.FREE_GRAD: free,
-            # DDP's hooks wait in the forward, so that a layer waits for its own buckets only.
-            Op.ALL_GATHER: of_segment(self.gather),
+            # In the forward, DDP's hook of each layer waits for the layer's own buckets, and
+            # starts their all-gather if that has not been started.
+            Op.ALL_GATHER: gather,
         }
+        if due is not None:
+
+            def keep(action: Action) -> None:
+                segment = iteration.segment(action)
+                self.complete(segment)
+                due.complete(self._chunks[segment])
+                due.sums.keep(self._chunks[segment])
+
+            def finalize(action: Action) -> None:
+                due.sums.finish_kept(self._chunks[iteration.segment(action)])
+
+            handlers |= {Op.REDUCE_KEPT: keep, Op.FINALIZE: finalize}
+        return handlers
 
     def drain(self, iteration: Iteration) -> None:
         """Call Megatron's ``finalize_model_grads`` at the end of a training iteration."""
+        if self._due is not None and iteration.trains:
+            self._due.finish_backward()
         config = iteration.config
         if config.finalize_model_grads_func is not None and iteration.trains:
             config.finalize_model_grads_func(
@@ -118,6 +200,11 @@ class GradSync(Feature):
                 pg_collection=iteration.groups,
                 force_all_reduce=iteration.force_all_reduce,
             )
+
+    def close(self, error: BaseException | None) -> None:
+        """Take the steps that are due."""
+        if self._due is not None:
+            self._due.close(error)
 
     def complete(self, segment: int) -> None:
         """Note that a segment's gradients are complete; DDP's hooks may run again."""
@@ -145,17 +232,6 @@ class GradSync(Feature):
             self._in_parts.wait(chunk)
         if self._no_sync is not None:
             chunk.finish_grad_sync(force_all_reduce=chunk.force_all_reduce)
-
-    def gather(self, segment: int) -> None:
-        """Start the all-gathers of the segment's updated parameters, first layers first.
-
-        In the forward, DDP's hook of each layer waits for the layer's buckets. If an all-gather has
-        not been started, the hook starts it.
-        """
-        if self._gathers:
-            for bucket_group in first_layer_first(self._chunks[segment]):
-                if not bucket_group.param_gather_dispatched:
-                    bucket_group.start_param_sync()
 
     def _sums_in_parts(self) -> "Sums":
         if self._in_parts is None:

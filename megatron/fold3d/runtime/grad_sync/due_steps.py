@@ -47,7 +47,11 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
 
-from megatron.fold3d.plan.ir import Action
+from megatron.fold3d.plan.ir import Action, Plan, carried
+from megatron.fold3d.plan.passes.carried_grad_sync import is_cut, share_grad_sync
+from megatron.fold3d.plan.passes.gather_later import gather_later
+from megatron.fold3d.plan.passes.sliced_grad_sync import slice_grad_sync
+from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.policy.backward_shares import forwards_before_gather
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     bucket_groups,
@@ -61,6 +65,7 @@ from megatron.fold3d.runtime.grad_sync.norm_bound import Bound, NormBound, is_co
 from megatron.fold3d.runtime.grad_sync.partial_step import PartialStep
 from megatron.fold3d.runtime.grad_sync.reduced_in_iteration import reduced_in_iteration
 from megatron.fold3d.runtime.grad_sync.sums import Sums
+from megatron.fold3d.runtime.plans import Plans
 from megatron.fold3d.runtime.trace.recorder import Recorder, no_end
 
 if TYPE_CHECKING:
@@ -78,7 +83,7 @@ Report = Callable[[float], None]
 """Called on all ranks with the norm of an iteration's gradients, once all of them are reduced."""
 
 
-class DeferredSync:
+class DueSteps:
     """What one rank's model chunks reduce, and when they are stepped, over all iterations.
 
     A chunk's step becomes *due* when Megatron asks for the optimizer step. Megatron may run an
@@ -86,6 +91,9 @@ class DeferredSync:
 
     Args:
         backward_share: the part of every segment's DP.sync that starts with its backward.
+        plans: the plans of the run.
+        slices: whether plans start DP.sync in slices, one before each computation.
+        places_gathers: whether `revise_plan` may move all-gathers of parameters.
         slice_bytes: the largest slice that is reduced at once. More urgent communication waits
             for the slice in flight.
         bounded: whether steps may be clipped or skipped. A step is then deferred only if a bound
@@ -103,7 +111,10 @@ class DeferredSync:
     def __init__(
         self,
         backward_share: float,
+        plans: Plans,
         *,
+        slices: bool = False,
+        places_gathers: bool = False,
         slice_bytes: int,
         bounded: bool,
         timeout: timedelta,
@@ -113,6 +124,8 @@ class DeferredSync:
     ) -> None:
         self.sums = Sums(self._observe)  # of no chunk yet
         self.is_free = not bounded  # a young model's gradients are large: expect to wait
+        self._plans, self._slices, self._places_gathers = plans, slices, places_gathers
+        self._revised: dict[tuple[int, tuple[float, ...], tuple[int, ...]], tuple[Plan, Plan]] = {}
         self._backward_share, self._bounded = backward_share, bounded
         self._slice_bytes = slice_bytes
         self._timeout, self._communicator = timeout, communicator
@@ -146,6 +159,38 @@ class DeferredSync:
         self._due: set[Any] = set()  # chunks
         self._num_late = self._num_whole = 0  # of all steps
 
+    def choose_plan(self, plan: Plan) -> Plan:
+        """Return the plan of a free iteration, or that of one that may be clipped."""
+        if self._plans.carries == self.is_free:
+            return plan
+        self._plans.carries = self.is_free
+        return self._plans.training(plan.num_microbatches)
+
+    def revise_plan(self, plan: Plan, rank: int) -> Plan:
+        """Cut carried sums by the latest shares, and move all-gathers behind what is left of them.
+
+        What other ranks do is as if their shares were the same. A plan whose sums are cut already
+        stays as it is. All replicas of a stage call this together.
+        """
+        if not carried(plan.programs[rank]):
+            return plan
+        if self._auto is not None and (shares := self._auto.begin_iteration()):
+            self.set_shares(shares)
+        segments, ranks = plan.num_segments, plan.num_ranks
+        forwards = self._forwards_before_gathers(plan.num_microbatches, segments)
+        self._shares = self._next_shares or (self._backward_share,) * segments
+        if is_cut(plan.programs[rank]):
+            return plan
+        key = id(plan), self._shares, forwards
+        if key not in self._revised:
+            of_stage = [stage // ranks for stage in range(plan.num_stages)]
+            moved = {stage: forwards[segment] for stage, segment in enumerate(of_stage)}
+            cut = slice_grad_sync if self._slices else share_grad_sync
+            revised = cut(gather_later(plan, moved), [self._shares[s] for s in of_stage])
+            verify(revised)
+            self._revised[key] = plan, revised  # the plan, so that nothing else gets its id
+        return self._revised[key][1]
+
     def prepare(
         self,
         chunks: Sequence[torch.nn.Module],
@@ -164,16 +209,6 @@ class DeferredSync:
         self._noted.clear()
         if not self._chunks:
             self._connect(chunks, groups)
-
-    def begin_iteration(self, num_segments: int) -> tuple[float, ...]:
-        """Return the share of each segment that starts with its backward in the next iteration.
-
-        All replicas of a stage call this together, once for each iteration that carries DP.sync.
-        """
-        if self._auto is not None and (shares := self._auto.begin_iteration()):
-            self.set_shares(shares)
-        self._shares = self._next_shares or (self._backward_share,) * num_segments
-        return self._shares
 
     def set_shares(self, shares: Sequence[float]) -> None:
         """From the next iteration on, start ``shares[segment]`` of DP.sync with the backward.
@@ -232,18 +267,6 @@ class DeferredSync:
         """
         if self._is_sharded:
             self.sums.gather(chunk)
-
-    def forwards_before_gathers(self, num_microbatches: int, num_segments: int) -> tuple[int, ...]:
-        """Return, by segment, how many forwards of the one before overlap what is left of it.
-
-        The other forwards of the segment before overlap the segment's all-gather.
-        """
-        if not self._due:
-            return (0,) * num_segments
-        return tuple(
-            forwards_before_gather(rest, gathered, num_microbatches)
-            for rest, gathered in zip(self._rest_bytes(), self._parameter_bytes, strict=True)
-        )
 
     def step(
         self,
@@ -384,6 +407,18 @@ class DeferredSync:
         self.sums.wait(chunk)
         if (factor := self._scaling.pop(chunk, None)) is not None:
             chunk.scale_gradients(factor)
+
+    def _forwards_before_gathers(self, num_microbatches: int, num_segments: int) -> tuple[int, ...]:
+        """Return, by segment, how many forwards of the one before overlap what is left of it.
+
+        The other forwards of the segment before overlap the segment's all-gather.
+        """
+        if not (self._places_gathers and self._due):
+            return (0,) * num_segments
+        return tuple(
+            forwards_before_gather(rest, gathered, num_microbatches)
+            for rest, gathered in zip(self._rest_bytes(), self._parameter_bytes, strict=True)
+        )
 
     def _rest_bytes(self) -> list[float]:
         """Return, by segment, what the latest iteration has left for the next one."""
