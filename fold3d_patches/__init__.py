@@ -310,7 +310,7 @@ def _dp_sync(run: _Run) -> "Part":
     from megatron.fold3d.runtime.grad_sync.dp_sync import DPSync
 
     config = run.config
-    chooses = config.schedule == "auto" or config.auto_replicates
+    chooses = config.schedule == "auto" or config.auto_replicates or config.auto_share
     due = replicated = second_lane = step = None
     others: Sequence[Patch] = ()
     if config.backward_share is not None or config.auto_defers:
@@ -352,7 +352,6 @@ def _due_steps(run: _Run) -> "tuple[DueSteps, Patch, Sequence[Patch]]":
     )
     from megatron.fold3d.policy.backward_shares import FIRST_SHARE
     from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
-    from megatron.fold3d.runtime.grad_sync.measured_shares import AutoShares
     from megatron.fold3d.runtime.grad_sync.sums import UNCUT
 
     config = run.config
@@ -365,7 +364,6 @@ def _due_steps(run: _Run) -> "tuple[DueSteps, Patch, Sequence[Patch]]":
         bounded=config.clips_or_scales,
         timeout=run.timeout,
         communicator=None if config.schedule == "auto" else run.communicator,
-        auto=AutoShares(run.timeout) if config.auto_share or config.auto_defers else None,
         recorder=run.recorder,
     )
     others = (checkpoint_and_decide_exit, save_checkpoint, scale_gradients, zero_grad_buffer)

@@ -224,7 +224,7 @@ OFF = tuple(
         *("runtime.offload", "runtime.preemption", "runtime.weight_grads", "runtime.trace"),
         *("runtime.tensor_parallel", "config.pair_flags"),
         *("runtime.grad_sync.second_lane", "runtime.grad_sync.due_steps"),
-        *("runtime.grad_sync.measured_shares", "runtime.transfers.host_link"),
+        "runtime.transfers.host_link",
         "runtime.transfers.lazy_p2p",
         *("observe", "predict", "commands"),
     )

@@ -259,17 +259,18 @@ def test_shares_may_change_from_one_iteration_to_the_next() -> None:
         (f"{AIAO} auto --delay-weight-grads 1", f"{SHARDED} --bf16"),
     ],
 )
-def test_shares_that_are_measured_anew_in_each_iteration_change_no_result(
-    ours: str, flags: str
-) -> None:
+def test_shares_that_follow_measured_times_change_no_result(ours: str, flags: str) -> None:
     row = Row(ours=ours, flags=flags)
     trained, decided = zip(
-        *run_distributed(train_and_decide_often, 4, row.command(row.ours)), strict=True
+        *run_distributed(train_and_decide, 4, row.command(row.ours)), strict=True
     )
     assert differences(*_comparable(trained, _stock(4, row.command("--schedule stock")))) == []
-    # Of each stage's two replicas the first one tells, twice, what both have decided.
-    assert [len(told) for told in decided] == [2, 0, 2, 0]
-    assert "the first measured" in decided[0][0]
+    # One rank tells the shares of all four stages, and of what.
+    assert [len(told) for told in decided] == [2, 0, 0, 0]
+    shares, choice = decided[0]
+    assert shares.startswith("shares of DP.sync that start behind a stage's backwards, as --backwa")
+    assert shares.count(".") == 1 + 4
+    assert choice.startswith(f"from now on, as --backward-share auto chose: {ours}; nothing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,19 +354,18 @@ def train_with_changing_shares(argv: Sequence[str]) -> "Heard":
     return train_and_listen(argv)
 
 
-def train_and_decide_often(argv: Sequence[str]) -> tuple["Heard", list[str]]:
-    """Train with shares that are decided every second iteration; with what is told of that."""
-    from megatron.fold3d.runtime.grad_sync import measured_shares
+def train_and_decide(argv: Sequence[str]) -> tuple["Heard", list[str]]:
+    """Train with shares that follow measured times; with what is told of them."""
+    from megatron.fold3d.runtime import auto_schedule
 
-    measured_shares.WARM_UP, measured_shares.EVERY, measured_shares.DRIFT = 1, 2, -1.0
     told: list[str] = []
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             told.append(record.getMessage())
 
-    measured_shares.logger.setLevel(logging.INFO)
-    measured_shares.logger.addHandler(Listener())
+    auto_schedule.logger.setLevel(logging.INFO)
+    auto_schedule.logger.addHandler(Listener())
     return train_and_listen(argv), told
 
 

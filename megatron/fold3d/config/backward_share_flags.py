@@ -24,10 +24,9 @@ def add_share_flags(group: ArgumentGroup) -> None:
         metavar="X",
         help="Let DP.sync reach into the next iteration: the share X, from 0 to 1, of a segment's "
         "gradients is reduced behind its backward, the rest behind the next forward. auto measures "
-        "how much fits; with the distributed optimizer it is 1, unless weight gradients are "
-        "delayed. If an iteration had to wait for all gradients, to clip them for example, the "
-        "next one reduces all behind its backward. By default, an iteration ends when all "
-        "gradients are reduced.",
+        "an iteration and computes how much fits; with the distributed optimizer it is 1, unless "
+        "weight gradients are delayed. While steps are clipped or skipped, as by default, an "
+        "iteration ends when all gradients are reduced.",
     )
 
 

@@ -32,6 +32,7 @@ from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.ops import WEIGHT_OPS
 from megatron.fold3d.plan.passes.weight_grads import split_in_place
+from megatron.fold3d.policy.backward_shares import FIRST_SHARE
 from megatron.fold3d.policy.measured_times import MeasuredTimes
 from megatron.fold3d.policy.run_choice import RunChoice
 from megatron.fold3d.policy.shard_order import started_shares
@@ -108,7 +109,8 @@ class _Trial:
         return min(self._fitting(free=free), key=self.measured_s.__getitem__)
 
     def _fitting(self, *, free: bool) -> list[int]:
-        return [i for i, choice in enumerate(self.choices) if free or not choice.defers]
+        """Return what may run; if that is nothing, the first, whose plan then carries nothing."""
+        return [i for i, choice in enumerate(self.choices) if free or not choice.defers] or [0]
 
 
 class AutoSchedule(MeasuredTimesFeature):
@@ -148,8 +150,9 @@ class AutoSchedule(MeasuredTimesFeature):
 
     @property
     def _flag(self) -> str:
-        chooses_all = self._config.schedule == "auto"
-        return "--schedule auto" if chooses_all else "--replicate-optimizer auto"
+        if self._config.schedule == "auto":
+            return "--schedule auto"
+        return f"{'--backward-share' if self._config.auto_share else '--replicate-optimizer'} auto"
 
     @property
     def _is_free(self) -> bool:
@@ -215,6 +218,7 @@ class AutoSchedule(MeasuredTimesFeature):
                 sizes=sizes,
                 shard_shares=started_shares(_num_layers(iteration), replicas),
                 reduces_early=config.reduces_early,
+                preemptive=config.preemptive_comm,
                 only=None if chooses_all else self._as_configured(plan.num_microbatches),
             )
             cuts = not chooses_all or config.may_cut_sums(replicas)
@@ -248,12 +252,13 @@ class AutoSchedule(MeasuredTimesFeature):
         self._trials[self._size] = _Trial(found[0])
 
     def _as_configured(self, size: int) -> RunChoice:
-        """Return what the flags say, with no segment replicated."""
+        """Return what the flags say, with no segment replicated and equal shares of DP.sync."""
         config, order = self._config, self._plans.order(size)
         flag = "--schedule" if config.plan_file is None else "--plan-file"
         return RunChoice(
             name=f"{flag} {self._plans.name}",
             order=order,
+            shares=(FIRST_SHARE,) * order.num_stages if config.auto_share else None,
             delayed=() if order.has(*WEIGHT_OPS) else config.delay_weight_grads,
             early=config.early_dp_sync,
         )
@@ -265,9 +270,10 @@ class AutoSchedule(MeasuredTimesFeature):
             self._index = trial.current(free=self._is_free)
             return trial.choices[self._index]
         self._index = 0
-        if number == MEASURED and self._config.auto_delays:
-            order = split_in_place(self._plans.order(plan.num_microbatches))
-            return RunChoice(name="stock's order, measured", order=order)
+        order = self._plans.order(plan.num_microbatches)
+        splits = self._config.auto_delays or self._config.delay_weight_grads
+        if number == MEASURED and splits and not order.has(*WEIGHT_OPS):
+            return RunChoice(name="the first choice, measured", order=split_in_place(order))
         return None
 
     def _apply(self, choice: RunChoice | None, rank: int, num_ranks: int) -> None:
@@ -314,6 +320,13 @@ class AutoSchedule(MeasuredTimesFeature):
 
     def _tell_of_trial(self, predicted: Sequence[Expected]) -> None:
         first, *others = predicted
+        shares = next((one.choice.shares for one in predicted if one.choice.defers), None) or ()
+        if shares:
+            logger.info(
+                "shares of DP.sync that start behind a stage's backwards, as %s chose: %s",
+                self._flag,
+                ", ".join(f"{share:.2f}" for share in shares),
+            )
         if not others:
             logger.info(
                 "from now on, as %s chose: %s; nothing that fits is predicted to be faster than "

@@ -113,6 +113,7 @@ class ChoiceSearch:
         shard_shares: as in `Execution`.
         most_actions: how many are simulated; the order of stock is simulated in any case.
         only: what takes the place of stock's order, and the only order that is tried.
+        preemptive: as in `Execution`.
     """
 
     num_ranks: int
@@ -128,6 +129,7 @@ class ChoiceSearch:
     shard_shares: tuple[tuple[float, float], ...] = ()
     most_actions: int = MOST_ACTIONS
     only: RunChoice | None = None
+    preemptive: bool = False
 
     @classmethod
     def measured(
@@ -143,6 +145,7 @@ class ChoiceSearch:
         sizes: Sequence[float],
         shard_shares: tuple[tuple[float, float], ...] = (),
         only: RunChoice | None = None,
+        preemptive: bool = False,
         **scope: bool,
     ) -> Self:
         """Return the search of a run that has measured ``times``; DP.sync is of all-reduces.
@@ -158,6 +161,7 @@ class ChoiceSearch:
             sizes: the bytes that a rank takes more for each segment that is replicated.
             shard_shares: as above.
             only: as above.
+            preemptive: as above.
             scope: the features that may be chosen, as fields of `Scope`.
         """
         chosen = Scope(**scope)
@@ -185,13 +189,14 @@ class ChoiceSearch:
             held=HeldSizes.counted if held is None else lambda _: held,
             shard_shares=shard_shares,
             only=only,
+            preemptive=preemptive,
         )
 
     @cached_property
     def stock(self) -> Predicted:
         """The order of stock Megatron with these model chunks, or what takes its place."""
-        choice = next(self._orders())
-        return Predicted(choice=choice, seconds=self.seconds(choice))
+        seconds, choice = self._simulated(next(self._orders()))
+        return Predicted(choice=choice, seconds=seconds)
 
     def to_try(self) -> list[Predicted]:
         """Return at most two choices worth trying, besides stock's order; the faster one first.
@@ -234,7 +239,7 @@ class ChoiceSearch:
             nic_of_rank=self.nic_of_rank,
             routes=self.routes,
             in_order=True,
-            preemptive=False,
+            preemptive=self.preemptive,
             shard_shares=self.shard_shares,
         )
         if not choice.defers:

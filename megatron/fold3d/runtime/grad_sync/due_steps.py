@@ -69,7 +69,6 @@ from megatron.fold3d.runtime.plans import Plans
 from megatron.fold3d.runtime.trace.recorder import Recorder, no_end
 
 if TYPE_CHECKING:
-    from megatron.fold3d.runtime.grad_sync.measured_shares import AutoShares
     from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
 
 logger = logging.getLogger(__name__)
@@ -100,7 +99,6 @@ class DueSteps:
             on the gradient norm rules both out.
         timeout: the timeout of a reduction.
         communicator: starts the slices; without one they start at once.
-        auto: measures some iterations and from then on decides the share of each segment.
         recorder: the recorder of the trace, if there is one.
 
     Attributes:
@@ -119,7 +117,6 @@ class DueSteps:
         bounded: bool,
         timeout: timedelta,
         communicator: "PreemptiveCommunicator | None" = None,
-        auto: "AutoShares | None" = None,
         recorder: Recorder | None = None,
     ) -> None:
         self.sums = Sums(self._observe)  # of no chunk yet
@@ -129,7 +126,7 @@ class DueSteps:
         self._backward_share, self._bounded = backward_share, bounded
         self._slice_bytes = slice_bytes
         self._timeout, self._communicator = timeout, communicator
-        self._auto, self._recorder = auto, recorder
+        self._recorder = recorder
 
         # Known with the first iteration.
         self._chunks: Sequence[Any] = ()
@@ -174,8 +171,6 @@ class DueSteps:
         """
         if not carried(plan.programs[rank]):
             return plan
-        if self._auto is not None and (shares := self._auto.begin_iteration()):
-            self.set_shares(shares)
         segments, ranks = plan.num_segments, plan.num_ranks
         forwards = self._forwards_before_gathers(plan.num_microbatches, segments)
         self._shares = self._next_shares or (self._backward_share,) * segments
@@ -232,9 +227,6 @@ class DueSteps:
             unfinished: the parameters, of any shape, whose gradients are not complete.
         """
         pieces = self.sums.complete(chunk, unfinished)
-        if self._auto is not None and pieces:
-            num_bytes = sum(piece.num_bytes for piece in pieces)
-            self._auto.ready(self._chunks.index(chunk), num_bytes)
         if self._norm_bound is not None and pieces:
             more = chunk in self._noted
             self._norm_bound.add(self._chunks.index(chunk), pieces, more=more)
@@ -393,8 +385,6 @@ class DueSteps:
         if self._communicator is not None:
             ours = {ranks: self._communicator.group(group) for ranks, group in ours.items()}
         self.sums = Sums(self._observe, chunks, self._reduced_in_iteration, self._slice_bytes, ours)
-        if self._auto is not None:
-            self._auto.connect(len(chunks), groups.dp_cp, device)
         self._late_bytes = [self.sums.gradients[chunk].num_bytes for chunk in chunks]
         self._parameter_bytes = [sum(p.nbytes for p in chunk.parameters()) for chunk in chunks]
         if self._bounded:
@@ -434,13 +424,11 @@ class DueSteps:
         if all_bytes := sum(bucket.grad_data.nbytes for bucket in buckets):
             self._recorder.count("deferred_grad_sync_share", num_bytes / all_bytes)
 
-    def _observe(self, chunk: Any, end: int, num_bytes: int) -> list[Callable[[], None]]:
-        """Note that a chunk starts to reduce ``num_bytes``; return callbacks for its end."""
-        ends = []
-        if self._auto is not None:
-            ends.append(self._auto.open_transfer(num_bytes))
-        if self._recorder is not None:
-            ends.append(self._recorder.open_span(self._names[chunk].until(end), "grad_sync"))
+    def _observe(self, chunk: Any, end: int, _: int) -> list[Callable[[], None]]:
+        """Note that a chunk starts to reduce a part; return callbacks for its end."""
+        if self._recorder is None:
+            return []
+        ends = [self._recorder.open_span(self._names[chunk].until(end), "grad_sync")]
         return [end for end in ends if end is not no_end]
 
     def _report_norm(self) -> None:
