@@ -350,16 +350,12 @@ def _due_steps(run: _Run) -> "tuple[DueSteps, Patch, Sequence[Patch]]":
         scale_gradients,
         zero_grad_buffer,
     )
-    from megatron.fold3d.policy.backward_shares import FIRST_SHARE
     from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
     from megatron.fold3d.runtime.grad_sync.sums import UNCUT
 
     config = run.config
     due = DueSteps(
-        FIRST_SHARE if config.backward_share is None else config.backward_share,
         run.plans,
-        slices=config.slices_dp_sync,
-        places_gathers=config.gathers_params and config.plan_file is None,
         slice_bytes=UNCUT if config.slices_dp_sync else config.dp_slice_bytes,
         bounded=config.clips_or_scales,
         timeout=run.timeout,

@@ -341,16 +341,26 @@ def train_below_a_norm(argv: Sequence[str], of: str) -> "Heard":
 
 
 def train_with_changing_shares(argv: Sequence[str]) -> "Heard":
-    """Train with other shares of the two segments in each iteration."""
+    """Train with other shares of the four stages in each iteration."""
     from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
+    from megatron.fold3d.runtime.plans import Plans
 
-    step, shares = DueSteps.step, itertools.cycle([(0.2, 1.0), (1.0, 0.0), (0.0, 0.7)])
+    options, choose_plan = Plans._options, DueSteps.choose_plan
+    every = itertools.cycle([(0.2, 0.2, 1.0, 1.0), (1.0, 1.0, 0.0, 0.0), (0.0, 0.0, 0.7, 0.4)])
+    shares: tuple[float, ...] = ()
 
-    def changed(self: DueSteps, *args: Any, **kwargs: Any) -> Any:
-        self.set_shares(next(shares))
-        return step(self, *args, **kwargs)
+    def changed(self: Plans, *args: Any) -> Any:
+        found = options(self, *args)
+        return replace(found, shares=shares) if found.shares else found
 
-    DueSteps.step = changed
+    def chosen(self: DueSteps, plan: Any) -> Any:
+        nonlocal shares
+        choose_plan(self, plan)
+        shares = next(every)
+        self._plans._made.clear()
+        return self._plans.training(plan.num_microbatches)
+
+    Plans._options, DueSteps.choose_plan = changed, chosen
     return train_and_listen(argv)
 
 

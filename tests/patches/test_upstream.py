@@ -47,7 +47,7 @@ from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGra
 from megatron.fold3d.runtime.weight_grads.engine_modules import EngineWeightGrads
 from tests.configs import CONFIG
 
-DUE = DueSteps(0.5, Plans(CONFIG), slice_bytes=4096, bounded=False, timeout=timedelta(minutes=1))
+DUE = DueSteps(Plans(CONFIG), slice_bytes=4096, bounded=False, timeout=timedelta(minutes=1))
 TRACED = replace(CONFIG, trace=Path("trace"))
 NO_METRICS = Metrics(lambda: None, lambda: None)
 PATCHES = (

@@ -16,6 +16,7 @@ from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, bui
 from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.search.candidate_timeline import plan_of
 from megatron.fold3d.predict.search.candidates import Candidate, Schedule
+from megatron.fold3d.predict.search.simulated_shares import with_shares
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.simulate import simulate
 from megatron.fold3d.runtime.plans import Plans
@@ -108,6 +109,10 @@ def test_the_planner_and_training_compile_one_plan(
             preemptive=True,
         )
     )
+    if share is not None:
+        alike = replace(Costs.uniform(RANKS * segments, grad_sync_s=1.0), param_gather_s=())
+        alike = replace(alike, param_gather_s=alike.grad_sync_s) if gathers else alike
+        searched = with_shares(searched, alike, (share,) * searched.num_stages)
     assert trained.select(frozenset(Op) - P2P_OPS) == searched
 
 

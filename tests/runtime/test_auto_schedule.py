@@ -29,7 +29,7 @@ class Run:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, defers: bool = False) -> None:
         self.now_s = 0.0
-        self.deferred = SimpleNamespace(is_free=True, has_due=True, set_shares=lambda shares: None)
+        self.deferred = SimpleNamespace(is_free=True, has_due=True)
         self.plans = Plans(AUTO)
         self.auto = AutoSchedule(
             AUTO,
@@ -189,7 +189,8 @@ def test_plans_are_lowered_as_chosen():
     some = choice("aiao", 4, defers=True)
     assert plans.training(4).programs != lower(some.order, Options()).programs
     plans.choose(4, some)
-    assert plans.training(4) == lower(some.order, Options(carried_stages=range(4)))
+    shared = Options(carried_stages=range(4), shares=(0.5,) * 4)
+    assert plans.training(4) == lower(some.order, shared)
     assert plans.order(2) == build("interleaved", num_ranks=2, num_segments=2, num_microbatches=2)
     plans.choose(4, None)
     assert plans.order(4) == build("interleaved", num_ranks=2, num_segments=2, num_microbatches=4)

@@ -205,6 +205,7 @@ def read_config(args: Namespace) -> Fold3DConfig:
         activation_memory_bytes=args.activation_memory_bytes,
         overlap_tensor_parallel=args.overlap_tensor_parallel,
         overlap_grad_reduce=args.overlap_grad_reduce,
+        parameter_share=_parameter_share(args),
         clips_or_scales=_clips_or_scales(args),
         trace=args.trace,
         trace_iterations=iterations(args.trace_iterations),
@@ -252,6 +253,11 @@ def _recompute_count_problems(args: Namespace, schedule: str, num_segments: int)
 
     num_ranks = args.pipeline_model_parallel_size
     return recompute_count_problems(args, schedule, num_ranks, num_segments)
+
+
+def _parameter_share(args: Namespace) -> float:
+    is_small = args.bf16 or args.fp16
+    return 0.5 if is_small and args.accumulate_allreduce_grads_in_fp32 else 1.0
 
 
 def _clips_or_scales(args: Namespace) -> bool:

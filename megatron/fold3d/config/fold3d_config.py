@@ -49,6 +49,7 @@ class Fold3DConfig:
         overlap_tensor_parallel: whether neighbouring micro-batches run in pairs, each during the
             other's tensor-parallel collectives.
         overlap_grad_reduce: whether DDP's hooks reduce gradients inside a stage's last backward.
+        parameter_share: bytes of a parameter, as a share of those of its gradient.
         clips_or_scales: whether Megatron may clip gradients, or skip a step over their norm or a
             loss scale.
         trace: the folder that a trace is written to.
@@ -112,6 +113,7 @@ class Fold3DConfig:
     activation_memory_bytes: int | None = None
     overlap_tensor_parallel: bool = False
     overlap_grad_reduce: bool = False
+    parameter_share: float = 1.0
     clips_or_scales: bool = False
     trace: Path | None = None
     trace_iterations: range | None = None

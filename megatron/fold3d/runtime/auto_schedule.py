@@ -139,7 +139,6 @@ class AutoSchedule(MeasuredTimesFeature):
         self._trials: dict[int, _Trial] = {}
         self._size = 0  # micro-batches of the iterations that `_iterations` counts
         self._index = 0  # of the choice that runs
-        self._applied: RunChoice | None = None
 
         # Of the latest training iteration.
         self._latest: Iteration | None = None
@@ -174,7 +173,8 @@ class AutoSchedule(MeasuredTimesFeature):
         if choice is not self._plans.choice(size):
             self._plans.choose(size, choice)
             plan = self._plans.training(size)
-        self._apply(choice, rank, plan.num_ranks)
+        if self._replicated is not None:
+            self._replicated.choose(() if choice is None else choice.replicated)
         return plan
 
     def prepare(self, iteration: Iteration) -> None:
@@ -213,7 +213,7 @@ class AutoSchedule(MeasuredTimesFeature):
                 group_size=config.microbatch_group_size,
                 tied=config.ties_embeddings,
                 keeps_forwards=config.keeps_forwards,
-                parameter_share=parameter_share(iteration),
+                parameter_share=config.parameter_share,
                 room=room,
                 sizes=sizes,
                 shard_shares=started_shares(_num_layers(iteration), replicas),
@@ -275,16 +275,6 @@ class AutoSchedule(MeasuredTimesFeature):
         if number == MEASURED and splits and not order.has(*WEIGHT_OPS):
             return RunChoice(name="the first choice, measured", order=split_in_place(order))
         return None
-
-    def _apply(self, choice: RunChoice | None, rank: int, num_ranks: int) -> None:
-        """Pass the choice on to the features that take optimizer steps."""
-        if choice is self._applied:
-            return
-        self._applied = choice
-        if self._replicated is not None:
-            self._replicated.choose(() if choice is None else choice.replicated)
-        if self._due is not None and choice is not None and choice.shares is not None:
-            self._due.set_shares(choice.shares[rank::num_ranks])
 
     def _count(self, iteration: Iteration) -> None:
         """Note the time of an iteration that has ended; with a choice's last one, compare."""
@@ -369,16 +359,6 @@ def _advise(predicted: Sequence[Expected], sharded: Expected) -> None:
             sharded.seconds,
             own_s,
         )
-
-
-def parameter_share(iteration: Iteration) -> float:
-    """Return the ratio of the bytes of parameters to the bytes of their gradients."""
-    parameters: list[Any] = [
-        p for chunk in iteration.chunks for p in chunk.parameters() if p.requires_grad
-    ]
-    num_bytes: int = sum(p.nbytes for p in parameters)
-    gradient_bytes: int = sum(p.main_grad.nbytes for p in parameters)
-    return num_bytes / gradient_bytes
 
 
 def replication_room(iteration: Iteration) -> tuple[float, Sequence[float]]:

@@ -128,8 +128,6 @@ class Executor:
         plan = self._plans.training(num_microbatches)
         for feature in self._features:
             plan = feature.choose_plan(plan, rank)
-        for feature in self._features:
-            plan = feature.revise_plan(plan, rank)
         self._plans.latest = plan
         return plan
 

@@ -120,10 +120,6 @@ class Feature:
         """Return the plan of a training iteration, or another one of the run's plans."""
         return plan
 
-    def revise_plan(self, plan: Plan, rank: int) -> Plan:
-        """Return the chosen plan with this feature's changes for ``rank``."""
-        return plan
-
     def prepare(self, iteration: Iteration) -> None:
         """Prepare for an iteration; outermost features first, on all ranks together."""
 

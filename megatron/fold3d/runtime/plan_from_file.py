@@ -60,7 +60,8 @@ def _check_sums(config: Fold3DConfig, program: Program) -> None:
                     f"found {action} in the plan; in this run it is {action._replace(op=ours)}, "
                     "by --use-distributed-optimizer and --replicate-optimizer"
                 )
-            if end is not None and stage not in early and not config.slices_dp_sync:
+            is_slice = end is not None and stage not in early and stage not in late
+            if is_slice and not config.slices_dp_sync:
                 raise PlanError(f"found {action}, a slice of DP.sync; give --dp-slices on")
         if stage in late and op is Op.STEP and stage not in config.carried_stages:
             raise PlanError(

@@ -4,7 +4,7 @@ That number changes within a run: batch size ramp-up changes it between iteratio
 evaluation may have its own.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -115,12 +115,11 @@ class Plans:
 
             offloaded = OffloadChoice()  # all
         choice = self.choice(order.num_microbatches)
-        late: Collection[int] = config.carried_stages
-        if choice is not None:
-            late = range(order.num_stages if choice.defers else 0)
+        shares = () if choice is None else choice.shares or ()
+        if choice is None and config.backward_share is not None:
+            shares = (config.backward_share,) * order.num_stages
         if not self.carries:
-            late = ()
-        sliced_later = config.slices_dp_sync and bool(late)  # by `revise_plan`
+            shares = ()
         options = Options(
             delay_weight_grads=() if config.auto_weight_grads else config.delay_weight_grads,
             recompute_early=config.recompute_early,
@@ -132,9 +131,11 @@ class Plans:
             overlap_tensor_parallel=config.overlap_tensor_parallel,
             grad_sync="overlap" if config.overlap_grad_reduce else "serial",
             offload=offloaded,
-            carried_stages=late,
-            slices=config.slices_dp_sync and not sliced_later,
-            reduces_early=config.reduces_early and not sliced_later,
+            carried_stages=range(order.num_stages if shares else 0),
+            shares=shares,
+            forwards_before_gather=self._forwards_before_gather(order, shares),
+            slices=config.slices_dp_sync,
+            reduces_early=config.reduces_early,
             early_dp_sync=config.reduced_early,
             receives_late=config.receives_late,
             receives_ahead=config.receives_ahead,
@@ -147,6 +148,17 @@ class Plans:
             replicated_stages=choice.replicated_stages,
             early_dp_sync=choice.reduced_early,
         )
+
+    def _forwards_before_gather(self, order: Plan, shares: Sequence[float]) -> dict[int, int]:
+        """Return how many forwards overlap what is left of a stage, before its all-gather."""
+        config = self._config
+        if not (shares and config.gathers_params) or config.plan_file is not None:
+            return {}
+
+        from megatron.fold3d.policy.backward_shares import forwards_before_gather
+
+        size, m = config.parameter_share, order.num_microbatches
+        return {s: forwards_before_gather(1 - share, size, m) for s, share in enumerate(shares)}
 
     def _training_order(self, num_microbatches: int) -> Plan:
         config = self._config

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
 from megatron.fold3d.runtime.grad_sync.pieces import Piece, split_after
 from megatron.fold3d.runtime.grad_sync.stage_gradients import (
     StageGradients,
@@ -17,8 +16,6 @@ from megatron.fold3d.runtime.grad_sync.stage_gradients import (
     slices,
 )
 from megatron.fold3d.runtime.grad_sync.sums import Sums
-from megatron.fold3d.runtime.plans import Plans
-from tests.configs import CONFIG
 from tests.distributed import run_distributed
 
 A, B, C = (torch.nn.Parameter(torch.zeros(1)) for _ in range(3))
@@ -116,13 +113,6 @@ def test_a_part_is_exact_to_the_element(
         numbers(view for part in parts for view in part.views) for parts in split_after(whole, left)
     ]
     assert found == [first, rest]
-
-
-def test_shares_are_from_0_to_1():
-    with pytest.raises(ValueError, match="give numbers from 0 to 1"):
-        DueSteps(0.5, Plans(CONFIG), slice_bytes=4096, bounded=False, timeout=None).set_shares(
-            (0.5, 1.5)
-        )
 
 
 def sharded(data: torch.Tensor, begin: int, end: int) -> Piece:

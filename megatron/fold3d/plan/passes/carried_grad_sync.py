@@ -24,7 +24,6 @@ from itertools import pairwise
 
 from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, Program, carried
 from megatron.fold3d.plan.ops import SUM_OPS
-from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
 
 _NEED_STEP = frozenset({Op.FORWARD, Op.ALL_GATHER})
 
@@ -49,16 +48,6 @@ def share_grad_sync(plan: Plan, shares: Sequence[float]) -> Plan:
         shares: by stage, the part that starts there, to a thousandth.
     """
     return Plan(tuple(_shared(program, shares) for program in plan.programs))
-
-
-def is_cut(program: Program) -> bool:
-    """Return True if carried sums are in slices, or partly in the next iteration, already."""
-    late, early = carried(program), stages_in_parts(program)
-    return any(
-        index < late[stage] or (end is not None and stage not in early)
-        for index, (stage, op, end) in enumerate(program)
-        if op in SUM_OPS and stage in late
-    )
 
 
 def _with_carried_step(program: Program, stages: Container[int]) -> Program:

@@ -68,10 +68,6 @@ class DPSync(Feature):
         """Return the plan of a free iteration, or that of one that may be clipped."""
         return plan if self._due is None else self._due.choose_plan(plan)
 
-    def revise_plan(self, plan: Plan, rank: int) -> Plan:
-        """Cut carried sums by the latest shares."""
-        return plan if self._due is None else self._due.revise_plan(plan, rank)
-
     def prepare(self, iteration: Iteration) -> None:
         """Disable DDP's hooks until a segment's sum, or until the iteration ends.
 

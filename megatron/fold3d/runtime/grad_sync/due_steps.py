@@ -47,12 +47,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
 
-from megatron.fold3d.plan.ir import Action, Plan, carried
-from megatron.fold3d.plan.passes.carried_grad_sync import is_cut, share_grad_sync
-from megatron.fold3d.plan.passes.gather_later import gather_later
-from megatron.fold3d.plan.passes.sliced_grad_sync import slice_grad_sync
-from megatron.fold3d.plan.verify import verify
-from megatron.fold3d.policy.backward_shares import forwards_before_gather
+from megatron.fold3d.plan.ir import Action, Plan
 from megatron.fold3d.runtime.grad_sync.bucket_groups import (
     bucket_groups,
     connect,
@@ -89,10 +84,7 @@ class DueSteps:
     iteration again, which it decides before that; its reductions are then dropped.
 
     Args:
-        backward_share: the part of every segment's DP.sync that starts with its backward.
         plans: the plans of the run.
-        slices: whether plans start DP.sync in slices, one before each computation.
-        places_gathers: whether `revise_plan` may move all-gathers of parameters.
         slice_bytes: the largest slice that is reduced at once. More urgent communication waits
             for the slice in flight.
         bounded: whether steps may be clipped or skipped. A step is then deferred only if a bound
@@ -108,11 +100,8 @@ class DueSteps:
 
     def __init__(
         self,
-        backward_share: float,
         plans: Plans,
         *,
-        slices: bool = False,
-        places_gathers: bool = False,
         slice_bytes: int,
         bounded: bool,
         timeout: timedelta,
@@ -121,9 +110,7 @@ class DueSteps:
     ) -> None:
         self.sums = Sums(self._observe)  # of no chunk yet
         self.is_free = not bounded  # a young model's gradients are large: expect to wait
-        self._plans, self._slices, self._places_gathers = plans, slices, places_gathers
-        self._revised: dict[tuple[int, tuple[float, ...], tuple[int, ...]], tuple[Plan, Plan]] = {}
-        self._backward_share, self._bounded = backward_share, bounded
+        self._plans, self._bounded = plans, bounded
         self._slice_bytes = slice_bytes
         self._timeout, self._communicator = timeout, communicator
         self._recorder = recorder
@@ -136,13 +123,9 @@ class DueSteps:
         self._in_iteration = False
         self._is_sharded = False
         self._gathers_later = False  # parameters: not within the optimizer's step
-        self._late_bytes: Sequence[int] = ()  # by segment, gradients that may be reduced late
-        self._parameter_bytes: Sequence[int] = ()  # by segment
 
         # Of the iteration that runs.
         self._names: Mapping[Any, Action] = {}  # of each chunk's sum, for traces
-        self._shares: tuple[float, ...] = ()  # by segment
-        self._next_shares: tuple[float, ...] = ()
         self._scaling: dict[Any, Any] = {}  # by chunk that is still being reduced
         self._noted: set[Any] = set()  # chunks whose norms are bounded
 
@@ -163,29 +146,6 @@ class DueSteps:
         self._plans.carries = self.is_free
         return self._plans.training(plan.num_microbatches)
 
-    def revise_plan(self, plan: Plan, rank: int) -> Plan:
-        """Cut carried sums by the latest shares, and move all-gathers behind what is left of them.
-
-        What other ranks do is as if their shares were the same. A plan whose sums are cut already
-        stays as it is. All replicas of a stage call this together.
-        """
-        if not carried(plan.programs[rank]):
-            return plan
-        segments, ranks = plan.num_segments, plan.num_ranks
-        forwards = self._forwards_before_gathers(plan.num_microbatches, segments)
-        self._shares = self._next_shares or (self._backward_share,) * segments
-        if is_cut(plan.programs[rank]):
-            return plan
-        key = id(plan), self._shares, forwards
-        if key not in self._revised:
-            of_stage = [stage // ranks for stage in range(plan.num_stages)]
-            moved = {stage: forwards[segment] for stage, segment in enumerate(of_stage)}
-            cut = slice_grad_sync if self._slices else share_grad_sync
-            revised = cut(gather_later(plan, moved), [self._shares[s] for s in of_stage])
-            verify(revised)
-            self._revised[key] = plan, revised  # the plan, so that nothing else gets its id
-        return self._revised[key][1]
-
     def prepare(
         self,
         chunks: Sequence[torch.nn.Module],
@@ -204,15 +164,6 @@ class DueSteps:
         self._noted.clear()
         if not self._chunks:
             self._connect(chunks, groups)
-
-    def set_shares(self, shares: Sequence[float]) -> None:
-        """From the next iteration on, start ``shares[segment]`` of DP.sync with the backward.
-
-        All replicas of a stage must be given the same shares.
-        """
-        if not all(0 <= share <= 1 for share in shares):
-            raise ValueError(f"shares of DP.sync {shares}: give numbers from 0 to 1")
-        self._next_shares = tuple(shares)
 
     @property
     def has_due(self) -> bool:
@@ -296,7 +247,7 @@ class DueSteps:
         self._report = report
         self._num_late += 1
         self._needed = max(1, self._needed // 2)
-        self._count_rest(sum(self._rest_bytes()))
+        self._count_rest(sum(self.sums.gradients[chunk].num_left_bytes for chunk in late))
         self._step = PartialStep(optimizer, iteration, self._alone)
         if parameters := [p for chunk in reduced for p in chunk.parameters()]:
             self._step.take(parameters)
@@ -385,8 +336,6 @@ class DueSteps:
         if self._communicator is not None:
             ours = {ranks: self._communicator.group(group) for ranks, group in ours.items()}
         self.sums = Sums(self._observe, chunks, self._reduced_in_iteration, self._slice_bytes, ours)
-        self._late_bytes = [self.sums.gradients[chunk].num_bytes for chunk in chunks]
-        self._parameter_bytes = [sum(p.nbytes for p in chunk.parameters()) for chunk in chunks]
         if self._bounded:
             self._norm_bound = NormBound(rank_groups, chunks, device, self._timeout)
             self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -397,24 +346,6 @@ class DueSteps:
         self.sums.wait(chunk)
         if (factor := self._scaling.pop(chunk, None)) is not None:
             chunk.scale_gradients(factor)
-
-    def _forwards_before_gathers(self, num_microbatches: int, num_segments: int) -> tuple[int, ...]:
-        """Return, by segment, how many forwards of the one before overlap what is left of it.
-
-        The other forwards of the segment before overlap the segment's all-gather.
-        """
-        if not (self._places_gathers and self._due):
-            return (0,) * num_segments
-        return tuple(
-            forwards_before_gather(rest, gathered, num_microbatches)
-            for rest, gathered in zip(self._rest_bytes(), self._parameter_bytes, strict=True)
-        )
-
-    def _rest_bytes(self) -> list[float]:
-        """Return, by segment, what the latest iteration has left for the next one."""
-        return [
-            (1 - share) * late for share, late in zip(self._shares, self._late_bytes, strict=True)
-        ]
 
     def _count_rest(self, num_bytes: float) -> None:
         """Record in the trace which share of the gradients is reduced in the next iteration."""
