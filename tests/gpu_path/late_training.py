@@ -139,6 +139,18 @@ def _queue_operators(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
     patch.setattr(Executor, "_run_iteration", run_queued)
     patch.setattr(Baton, "run", run_both_queued)
     wait_for_reads(patch, device)
+    _copy_objects(patch)
+
+
+def _copy_objects(patch: pytest.MonkeyPatch) -> None:
+    """Copy the bytes of an object that is sent, as to a GPU, into memory of its allocator."""
+    make = c10d._object_to_tensor
+
+    def copied(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        data, size = make(*args)
+        return data.clone(), size
+
+    patch.setattr(c10d, "_object_to_tensor", copied)
 
 
 def wait_for_reads(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
