@@ -252,15 +252,17 @@ def test_shares_may_change_from_one_iteration_to_the_next() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ours", "flags"),
+    ("ours", "flags", "clip"),
     [
-        (f"{AIAO} auto", ""),
-        (f"{AIAO} auto --delay-weight-grads 1 --early-dp-sync 1", ""),
-        (f"{AIAO} auto --delay-weight-grads 1", f"{SHARDED} --bf16"),
+        (f"{AIAO} auto", "", 2.2),
+        (f"{AIAO} auto --delay-weight-grads 1 --early-dp-sync 1", "", 0),
+        (f"{AIAO} auto --delay-weight-grads 1", f"{SHARDED} --bf16", 0),
     ],
 )
-def test_shares_that_follow_measured_times_change_no_result(ours: str, flags: str) -> None:
-    row = Row(ours=ours, flags=flags)
+def test_shares_that_follow_measured_times_change_no_result(
+    ours: str, flags: str, clip: float
+) -> None:
+    row = Row(ours=ours, flags=flags, clip=clip)
     trained, decided = zip(
         *run_distributed(train_and_decide, 4, row.command(row.ours)), strict=True
     )

@@ -229,7 +229,7 @@ class AutoSchedule(MeasuredTimesFeature):
             }
             own = search(defers=config.auto_defers and cuts, **allowed)
             predicted = [own.stock, *own.to_try()]
-            if not self._is_free:  # so the run has an all-reduce: nothing else defers
+            if chooses_all and not self._is_free:  # so it has an all-reduce: nothing else defers
                 known = [one.choice for one in predicted]
                 more = search(defers=False, **allowed).to_try()
                 predicted += [one for one in more if one.choice not in known]
