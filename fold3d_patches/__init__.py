@@ -283,13 +283,14 @@ def _transfers(run: _Run) -> "Part":
 
 
 def _pairs(run: _Run) -> "Part":
-    from fold3d_patches.schedule import tensor_parallel_group
+    from fold3d_patches.schedule import tensor_parallel_group, token_dispatcher
     from megatron.fold3d.runtime.tensor_parallel.baton import Baton
     from megatron.fold3d.runtime.tensor_parallel.paired_microbatches import PairedMicrobatches
 
     baton = Baton()
     feature = PairedMicrobatches(baton, hooks_reduce=run.config.overlap_grad_reduce)
-    return (feature,), (tensor_parallel_group.patch(baton, run.recorder),)
+    group = tensor_parallel_group.patch(baton, run.recorder)
+    return (feature,), (group, token_dispatcher.patch(baton))
 
 
 def _recorded_actions(run: _Run) -> "Part":

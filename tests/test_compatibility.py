@@ -20,6 +20,7 @@ from tests.end_to_end import (
     test_equal_to_stock,
     test_measured_counts,
     test_offload,
+    test_paired_experts,
     test_param_shards,
     test_preemptive_comm,
     test_replicated_optimizer,
@@ -73,6 +74,8 @@ def comparisons() -> Iterator[tuple[str, Sequence[str]]]:
     for moved in test_offload.ROWS:
         ours = f"--schedule {moved.schedule} {moved.recompute} {moved.moves}"
         yield f"test_offload.py: {moved}", moved.command(ours)
+    for paired in test_paired_experts.ROWS:
+        yield f"test_paired_experts.py: {paired}", paired.command(paired.ours)
     model = test_preemptive_comm.MODEL
     for flags, ours in test_preemptive_comm.ROWS:
         words = [*f"{model} {flags}".split(), *test_preemptive_comm.traced(ours, folder)]

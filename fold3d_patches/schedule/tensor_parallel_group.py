@@ -33,6 +33,11 @@ def patch(baton: "Baton | None" = None, recorder: "Recorder | None" = None) -> P
             parallel_state._TENSOR_MODEL_PARALLEL_GROUP = PairedGroup(
                 parallel_state.get_tensor_model_parallel_group(), hand_over, recorder
             )
+            experts = parallel_state.get_expert_model_parallel_group()
+            if baton is not None and experts.size() > 1:
+                parallel_state._EXPERT_MODEL_PARALLEL_GROUP = PairedGroup(
+                    experts, hand_over, recorder
+                )
 
         return initialize_model_parallel
 

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 import pretrain_gpt
 from fold3d_patches import registry
 from scripts.bench import (
+    expert_pacing,
     fsdp2,
     fused_adam,
     held,
@@ -30,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--forward-ms", type=float, help="pace the forward of each layer")
     parser.add_argument("--backward-ms", type=float, help="pace the backward of each layer")
+    parser.add_argument("--half-ms", type=float, help="sleep in attention and in the experts")
     parser.add_argument("--nccl-order", action="store_true", help="collectives as NCCL runs them")
     parser.add_argument("--resident", action="store_true", help="say what the rank has held")
     parser.add_argument("--held", action="store_true", help="say what activations it has held")
@@ -39,6 +41,8 @@ def main(argv: Sequence[str]) -> int:
     if args.forward_ms or args.backward_ms:
         pace_s = [(ms or 0.0) / 1e3 for ms in (args.forward_ms, args.backward_ms)]
         patches += layer_pacing.patches(*pace_s)
+    if args.half_ms:
+        patches += expert_pacing.patches(args.half_ms / 1e3, 2 * args.half_ms / 1e3)
     if args.nccl_order:
         patches += nccl_order.patches()
     with ExitStack() as ends:

@@ -19,6 +19,10 @@ MODEL = (
     "--tensor-model-parallel-size 2"
 )
 AIAO = "--schedule aiao --segments 2"
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 "
+    "--moe-token-dispatcher-type alltoall"
+)
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 
@@ -37,7 +41,10 @@ REFUSED = {
     f"{AIAO} --attention-dropout 0.1": "--attention-dropout 0.1",
     f"{AIAO} --hidden-dropout 0.1": "--hidden-dropout 0.1",
     f"{AIAO} --transformer-impl transformer_engine": "--transformer-impl transformer_engine",
-    f"{AIAO} --num-experts 4": "--num-experts 4",
+    f"{AIAO} {EXPERTS} --moe-token-dispatcher-type allgather": (
+        "--num-experts 4 and --moe-token-dispatcher-type allgather"
+    ),
+    f"{AIAO} {EXPERTS} --moe-input-jitter-eps 0.1": "--num-experts 4 and --moe-input-jitter-eps",
     f"{AIAO} --mtp-num-layers 1": "--mtp-num-layers 1",
     f"{AIAO} --context-parallel-size 2": "--context-parallel-size 2",
     f"{AIAO} --timing-log-level 2": "--timing-log-level 2",

@@ -15,11 +15,14 @@ def pair_problems(args: Namespace, schedule: str) -> Iterator[str]:
     if schedule == "stock":
         yield f"{_FLAG} with --schedule stock: only a plan has pairs; give --schedule aiao"
         return
-    if args.tensor_model_parallel_size == 1:
+    shares_experts = args.num_experts and args.expert_model_parallel_size > 1
+    if args.tensor_model_parallel_size == 1 and not shares_experts:
         yield (
             f"{_FLAG} with --tensor-model-parallel-size 1: there is no tensor-parallel collective "
             "to overlap; drop it, or give at least 2"
         )
+    if args.num_experts:
+        yield from _expert_problems(args)
     for flag, dropout in (
         ("--attention-dropout", args.attention_dropout),
         ("--hidden-dropout", args.hidden_dropout),
@@ -42,11 +45,30 @@ def pair_problems(args: Namespace, schedule: str) -> Iterator[str]:
     yield from _never_run(args)
 
 
+def _expert_problems(args: Namespace) -> Iterator[str]:
+    """Refuse experts whose two micro-batches would share more than the dispatcher's notes."""
+    dispatcher, experts = args.moe_token_dispatcher_type, f"--num-experts {args.num_experts}"
+    if dispatcher != "alltoall":
+        yield (
+            f"{_FLAG} with {experts} and --moe-token-dispatcher-type {dispatcher}: only an "
+            "all-to-all hands over; give --moe-token-dispatcher-type alltoall"
+        )
+    for flag, is_there in (
+        ("--moe-input-jitter-eps", args.moe_input_jitter_eps is not None),
+        ("--moe-router-force-load-balancing", args.moe_router_force_load_balancing),
+        ("--moe-enable-routing-replay", getattr(args, "moe_enable_routing_replay", False)),
+    ):
+        if is_there:
+            yield (
+                f"{_FLAG} with {experts} and {flag}: it draws or records in the order in which "
+                f"micro-batches run; {_DROP}"
+            )
+
+
 def _never_run(args: Namespace) -> Iterator[str]:
     """Refuse options with process-wide state or further collectives, untested with pairs."""
     for flag, value, is_there in (
         ("--transformer-impl", args.transformer_impl, args.transformer_impl != "local"),
-        ("--num-experts", args.num_experts, args.num_experts),
         ("--mtp-num-layers", args.mtp_num_layers, args.mtp_num_layers),
         (
             "--context-parallel-size",

@@ -45,8 +45,9 @@ def add_schedule_flags(group: ArgumentGroup) -> None:
         "--overlap-tensor-parallel",
         action="store_true",
         help="Run neighbouring micro-batches in pairs: one computes while a tensor-parallel "
-        "collective of the other is in flight. A schedule then counts pairs, so it has the bubble "
-        "and holds the activations of micro-batches twice as large.",
+        "collective, or an experts' all-to-all, of the other is in flight. A schedule then "
+        "counts pairs, so it has the bubble and holds the activations of micro-batches twice as "
+        "large.",
     )
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 BEFORE_2_13 = {
     "all_gather_single": "_allgather_base",
+    "all_to_all_single": "alltoall_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "reduce_scatter_single": "_reduce_scatter_base",
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",

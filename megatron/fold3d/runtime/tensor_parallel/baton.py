@@ -78,6 +78,11 @@ class Baton:
         if self._error is not None:
             raise self._error
 
+    @property
+    def side(self) -> int:
+        """1 on the thread of the second function while `run` runs, else 0."""
+        return int(threading.get_ident() == self._threads[_SECOND])
+
     def hand_over(self) -> None:
         """Let the other side run until it hands the baton back or ends.
 

@@ -4,6 +4,7 @@ Keeps one invariant: a collective starts when it is called, so all ranks of the 
 collectives in the same order. Only waiting for a collective lets the other micro-batch run.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,11 +20,11 @@ from megatron.fold3d.runtime.trace.recorder import Recorder, no_end
 class PairedGroup(dist.ProcessGroup):
     """The ranks of ``group``, with collectives whose `wait` first calls ``hand_over``.
 
-    These are the collectives of tensor-parallel layers: all-reduce, all-gather and reduce-scatter
-    of one tensor. All other calls are passed on to ``group``.
+    These are the collectives of tensor-parallel layers and of experts: all-reduce, all-gather,
+    reduce-scatter and all-to-all of one tensor. All other calls are passed on to ``group``.
 
     Tensors are the caller's: contiguous, of any dtype, and complete on the stream that is current
-    at the call. The caller keeps them alive and unwritten until it has waited. Each of the three
+    at the call. The caller keeps them alive and unwritten until it has waited. Each of the four
     returns a work; results are valid on the stream that is current in its ``wait``.
 
     Args:
@@ -42,6 +43,7 @@ class PairedGroup(dist.ProcessGroup):
         self.group = group
         self._hand_over = hand_over
         self._recorder = recorder
+        self._together = _Together()
         # torch's own functions look a group up by its object.
         known = dist.distributed_c10d._world
         known.pg_map[self] = known.pg_map[group]
@@ -73,6 +75,34 @@ class PairedGroup(dist.ProcessGroup):
         reduce_scatter = method_of(self.group, "reduce_scatter_single")
         return self._start(reduce_scatter, share, whole, options)
 
+    def all_to_all_single(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        options: Any = None,
+    ) -> Any:
+        """Start to send each rank its rows of ``sent``; ``received`` gets theirs, by rank.
+
+        Sizes count rows, one number per rank; if there are none, all are equal.
+        """
+        options = options or dist.AllToAllOptions()
+        all_to_all = method_of(self.group, "all_to_all_single")
+        return self._start(all_to_all, received, sent, received_sizes, sent_sizes, options)
+
+    def begin_together(self) -> None:
+        """From here to `end_together`, start collectives of this thread and wait for none."""
+        self._together.works = []
+
+    def end_together(self) -> None:
+        """Hand the baton over once, and wait for what was started together when it is back."""
+        works, self._together.works = self._together.works, None
+        if works:
+            self._hand_over()
+        for work in works or ():
+            work.finish()
+
     def broadcast(self, *tensors_and_options: Any) -> Any:
         """Start a broadcast, without a hand-over."""
         return self.group.broadcast(*tensors_and_options)
@@ -89,7 +119,14 @@ class PairedGroup(dist.ProcessGroup):
         """Return the name of the backend that does the work."""
         return str(dist.get_backend(self.group))
 
-    def _start(self, collective: Callable[..., Any], *arguments: Any) -> "_PairedWork":
+    def _start(self, collective: Callable[..., Any], *arguments: Any) -> Any:
+        work = self._launch(collective, *arguments)
+        if self._together.works is None:
+            return work
+        self._together.works.append(work)
+        return _NotYet()
+
+    def _launch(self, collective: Callable[..., Any], *arguments: Any) -> "_PairedWork":
         # A call that waits at once would run on NCCL's stream of the caller, and overlap nothing.
         arguments[-1].asyncOp = True
         if self._recorder is None:
@@ -102,6 +139,20 @@ class PairedGroup(dist.ProcessGroup):
 
         end = self._recorder.collective("TP.sync", "tp_sync", launch)
         return _PairedWork(works[0], self._hand_over, end)
+
+
+class _Together(threading.local):
+    """The works that a thread has started and not waited for, between the two calls."""
+
+    works: "list[_PairedWork] | None" = None
+
+
+class _NotYet:
+    """A collective that `PairedGroup.end_together` waits for."""
+
+    def wait(self, *_timeout: Any) -> bool:
+        """Return at once; what the collective writes must not be read yet."""
+        return True
 
 
 class _PairedWork:
@@ -119,8 +170,12 @@ class _PairedWork:
         """Hand the baton over; wait for the collective when it is back."""
         if self._is_over:
             return bool(self._work.wait(*timeout))
-        self._is_over = True
         self._hand_over()
+        return self.finish(*timeout)
+
+    def finish(self, *timeout: Any) -> bool:
+        """Wait for the collective, without a hand-over."""
+        self._is_over = True
         done = bool(self._work.wait(*timeout))
         self._end()
         return done

@@ -1,0 +1,146 @@
+"""Pairs of micro-batches with experts on several ranks train what stock trains, bit for bit."""
+
+import functools
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.distributed import RankError, run_distributed
+from tests.end_to_end.training import Record, _digest, _exact, differences, train
+
+pytestmark = pytest.mark.gloo
+
+MODEL = (
+    "--device cpu --num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--max-position-embeddings 16 --attention-dropout 0 --hidden-dropout 0 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 63 --num-workers 0 --micro-batch-size 1 "
+    "--lr 1e-2 --eval-iters 1 --eval-interval 3 --train-iters 6 --lr-decay-iters 10 "
+    "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --num-experts 4 "
+    "--moe-token-dispatcher-type alltoall --disable-bias-linear"
+)
+AUX = "--moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"
+BIAS = (
+    "--moe-router-topk 2 --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
+    "--moe-router-load-balancing-type none"
+)
+FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method uniform"
+SHARED = "--moe-shared-expert-intermediate-size 64"
+PAIRS = "--overlap-tensor-parallel"
+AIAO = f"--segments 2 --schedule aiao {PAIRS}"
+ONE = f"--segments 1 --schedule 1f1b {PAIRS}"
+INTERLEAVED = f"--segments 2 --schedule interleaved {PAIRS}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One run, of two pipeline ranks and two replicas that share the experts.
+
+    Attributes:
+        flags: of the experts.
+        ours: segments and schedule.
+        tp: tensor-parallel ranks.
+        m: micro-batches; stock's interleaved order takes them as one group.
+    """
+
+    flags: str
+    ours: str = AIAO
+    tp: int = 1
+    m: int = 4
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of processes."""
+        return 4 * self.tp
+
+    def command(self, ours: str) -> tuple[str, ...]:
+        """Return the flags of a run."""
+        tensors = f"--tensor-model-parallel-size {self.tp}"
+        if self.tp > 1:
+            tensors += " --sequence-parallel"
+        line = f"{MODEL} {tensors} --global-batch-size {2 * self.m} {self.flags} {ours}"
+        return tuple(shlex.split(line))
+
+    @property
+    def stock(self) -> str:
+        """The flags of stock's run."""
+        group = f"--microbatch-group-size-per-virtual-pipeline-stage {self.m}"
+        segments = self.ours.partition(" --schedule")[0]
+        return f"{segments} --schedule stock {group if self.m % 2 and '2' in segments else ''}"
+
+
+ROWS = (
+    Row("--moe-router-topk 1 --moe-router-pre-softmax"),
+    Row(AUX),
+    Row(AUX, ours=ONE),
+    Row(BIAS, ours=INTERLEAVED),
+    Row(AUX.replace("aux_loss", "global_aux_loss", 1), ours=ONE),
+    Row(AUX.replace("aux_loss", "seq_aux_loss", 1) + " --moe-z-loss-coeff 0.001"),
+    Row(f"{AUX} {FULL}"),
+    Row(f"{AUX} {SHARED}", ours=INTERLEAVED),
+    Row(f"{AUX} {SHARED} --moe-shared-expert-overlap"),
+    Row(f"{AUX} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    Row(f"{AUX} --bf16 --overlap-grad-reduce", m=5),
+    Row(f"{AUX} --moe-expert-capacity-factor 1.0", ours=ONE),
+    Row(f"{AUX} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"),
+    Row(f"{AUX} --expert-tensor-parallel-size 1", tp=2),
+)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_losses_norms_parameters_and_biases_are_those_of_stock(row: Row) -> None:
+    ours = run_distributed(trained, row.num_ranks, row.command(row.ours))
+    stock = run_distributed(trained, row.num_ranks, row.command(row.stock))
+    assert differences(ours, stock) == []
+    assert len(stock[0].iterations) == 6
+
+
+def test_a_dispatcher_that_both_micro_batches_share_is_found() -> None:
+    row = ROWS[1]
+    try:
+        ours = run_distributed(trained_with_one_dispatcher, row.num_ranks, row.command(row.ours))
+    except RankError:
+        return
+    stock = run_distributed(trained, row.num_ranks, row.command(row.stock))
+    assert differences(ours, stock) != []
+
+
+def trained_with_one_dispatcher(argv: Sequence[str]) -> Record:
+    """Train with the notes of both micro-batches in one place."""
+    from megatron.fold3d.runtime.tensor_parallel import paired_experts
+
+    paired_experts.copy = SimpleNamespace(copy=lambda one: one)
+    return trained(argv)
+
+
+def trained(argv: Sequence[str]) -> Record:
+    """Train, and record what only experts have: their losses, biases and counts."""
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    from megatron.core.utils import unwrap_model
+    from megatron.training import training
+
+    train_step = training.train_step
+    losses: list[dict[str, str]] = []
+    models: list[Any] = []
+
+    @functools.wraps(train_step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        models[:] = args[2]
+        result = train_step(*args, **kwargs)
+        row = {}
+        for name, entry in get_moe_metrics_tracker().metrics.items():
+            row |= {f"{name} {i}": v for i, v in enumerate(entry.values.tolist())}
+        losses.append(_exact(row))
+        return result
+
+    training.train_step = step
+    record = train(argv)
+    for row, more in zip(record.iterations, losses, strict=True):
+        row |= more
+    for number, chunk in enumerate(models):
+        for name, buffer in unwrap_model(chunk).named_buffers():
+            record.parameters[f"chunk {number} buffer {name}"] = _digest(buffer)
+    return record
