@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 
 from megatron.fold3d.config import gpu_settings
-from megatron.fold3d.config.gpu_settings import default_flags, gpu_problems
+from megatron.fold3d.config.gpu_settings import (
+    default_flags,
+    gpu_problems,
+    put_tensor_parallel_first,
+)
 from megatron.fold3d.training import launch
 
 AIAO = "--schedule aiao --pipeline-model-parallel-size 2"
@@ -64,6 +68,15 @@ def test_collectives_with_timed_events_are_refused_with_one_queue(
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     (message,) = problems(parser, AIAO)
     assert message.startswith(f"{name}=1: with CUDA_DEVICE_MAX_CONNECTIONS=1: ")
+
+
+def test_tensor_parallel_streams_get_priority_unless_the_user_says_which(
+    parser: ArgumentParser,
+) -> None:
+    for flags, groups in (("", ["tp"]), ("--high-priority-stream-groups pp dp", ["pp", "dp"])):
+        args = parser.parse_args(f"--tensor-model-parallel-size 2 {flags}".split())
+        put_tensor_parallel_first(args)
+        assert args.high_priority_stream_groups == groups
 
 
 def test_training_asks_before_process_groups_exist(
