@@ -17,7 +17,8 @@ MOST_CONNECTIONS = 32  # hardware queues; CUDA takes more for 32
 TOO_FEW_CONNECTIONS = (
     "with --preemptive-comm: a rank has more streams than that, and of two that share a hardware "
     "queue one may hold back a send that another rank needs; give "
-    f"{MOST_CONNECTIONS}, with tensor parallelism too"
+    f"{MOST_CONNECTIONS}, with tensor parallelism too; with 1, --dp-slices on starts slices where "
+    "the plan has them"
 )
 MANY_QUEUES = (
     f"CUDA_DEVICE_MAX_CONNECTIONS={MOST_CONNECTIONS}: a layer's collective may start behind the "
