@@ -39,14 +39,15 @@ def install_platform(device: str) -> ExitStack:
     Raises:
         PatchError: the installed Megatron is not the one the patches were written for.
     """
-    from fold3d_patches import compile_helpers, cpu, unfused_layers
-    from megatron.fold3d.config.gpu_settings import has_fusion_kernel
+    from fold3d_patches import compile_helpers, cpu, many_queues, unfused_layers
+    from megatron.fold3d.config.gpu_settings import has_fusion_kernel, has_many_queues
 
     patches = [compile_helpers.patch()]
     if device == "cpu":
         patches += cpu.patches()
-    elif not has_fusion_kernel():
-        patches += unfused_layers.patches()
+    else:
+        patches += () if has_fusion_kernel() else unfused_layers.patches()
+        patches += (many_queues.patch(),) if has_many_queues() else ()
     return apply(patches)
 
 

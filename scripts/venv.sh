@@ -53,13 +53,24 @@ if [[ $wanted != "$everything" ]]; then
     echo "Installed: .venv/bin/fold3d"
     exit 0
 fi
+# PyPI's torch is built with CUDA 13, which needs a driver for it. A driver for CUDA 12 runs what is
+# built with 12.6.
+build=
+if [[ $(nvidia-smi 2>/dev/null) == *"CUDA Version: 12."* ]]; then
+    build=cu126
+    install+=(--extra-index-url "https://download.pytorch.org/whl/$build")
+    echo "This node's driver is for CUDA 12, so PyTorch is the one of $build."
+fi
 # The pins of the extra are constraints too: else pip loads the newest torch as well, before it
 # reads that the tests run with another one.
-.venv/bin/python >.venv/constraints.txt <<'PYTHON'
+.venv/bin/python - "$build" >.venv/constraints.txt <<'PYTHON'
+import sys
 import tomllib
 
 with open("pyproject.toml", "rb") as file:
-    print(*tomllib.load(file)["project"]["optional-dependencies"]["dev"], sep="\n")
+    for pin in tomllib.load(file)["project"]["optional-dependencies"]["dev"]:
+        is_torch = sys.argv[1] and pin.startswith("torch==")
+        print(f"{pin}+{sys.argv[1]}" if is_torch else pin)
 PYTHON
 "${install[@]}" --constraint .venv/constraints.txt --editable '.[train,dev]'
 echo "$wanted" >"$STAMP"

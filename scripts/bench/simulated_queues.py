@@ -4,17 +4,32 @@
 
 Simulated; no GPU has run it. Each row is a configuration on 128 A100 with tp=8: the best ones that
 are found, and the best of stock under the same rules.
+
+    .venv/bin/python -m scripts.bench.simulated_queues --preemption
+
+prints what preemption (paper Sec. V-A) gains in the paper's layouts, and whether one queue can have
+it: AIAO, 4 segments, full recomputation.
 """
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 
+from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape, model_shape
-from megatron.fold3d.predict.search.candidate_timeline import timeline_of
+from megatron.fold3d.predict.cost_model.sizes import Setup
+from megatron.fold3d.predict.search.candidate_timeline import plan_of, timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate, Given
 from megatron.fold3d.predict.search.planner import search
+from megatron.fold3d.predict.search.simulated_shares import auto_shares
+from megatron.fold3d.predict.simulator.execution import Device, Execution
+from megatron.fold3d.predict.simulator.simulate import simulate
+
+PAPER = {"gpt3-18b": (2, 8), "gpt3-39b": (4, 16)}
+"""Pipeline ranks and micro-batches of its A100 rows, with tp=8 and a batch of 256."""
 
 
 def rows(
@@ -43,6 +58,53 @@ def rows(
         )
 
 
+def preemption(model: str, gigabits: float, *, sharded: bool) -> str:
+    """Return a row: milliseconds with one queue and with 32, without preemption and with it.
+
+    Slices that give way are what one queue could have at best: they stop at once for a transfer.
+    The last column is TP.sync that one queue may hide and that 32 may not; no other column has it.
+
+    Args:
+        model: one of `PAPER`.
+        gigabits: of a node.
+        sharded: whether the optimizer is distributed; if not, DP.sync ends in the next forward.
+    """
+    pp, microbatches = PAPER[model]
+    setup = Setup(
+        tensor_parallel=8,
+        data_parallel=16 // pp,
+        microbatch_size=4,
+        sequence_parallel=True,
+        recompute="full",
+        distributed_optimizer=sharded,
+    )
+    plain = Candidate(
+        schedule="aiao",
+        is_stock=False,
+        setup=setup,
+        num_ranks=pp,
+        num_segments=4,
+        num_microbatches=microbatches,
+    )
+    c = plain if sharded else replace(plain, backward_share="auto")
+    gpus = cluster(f"a100x128-{gigabits:g}g")
+    known = estimate(model_shape(model), gpus, setup, num_ranks=pp, num_segments=4)
+    rules = Execution(nic_of_rank=known.nic_of_rank, preemptive=False, in_order=True)
+    shares = () if sharded else auto_shares(plan_of(c), known.costs, rules)
+    sliced = add_p2p(plan_of(c, shares=shares, slices=True), receives_late=True)
+    one = replace(rules, device=Device(connections=1))
+    seconds = (
+        timeline_of(plain, known).period_s,
+        simulate(sliced, known.costs, one, iterations=3).period_s,
+        simulate(sliced, known.costs, replace(one, preemptive=True), iterations=3).period_s,
+        timeline_of(c, known, connections=32).period_s,
+        timeline_of(replace(c, preemptive=True), known, connections=32).period_s,
+        microbatches * max(sum(known.costs.tp_sync_s[rank::pp]) for rank in range(pp)),
+    )
+    words = f"{model} {'distributed optimizer' if sharded else 'split'} {gigabits:g}"
+    return f"| {words} | {' | '.join(f'{s * 1e3:.0f}' for s in seconds)} |"
+
+
 def _words(c: Candidate) -> str:
     sizes = f"pp={c.num_ranks} segments={c.num_segments} micro-batch {c.setup.microbatch_size}"
     share = f" share {c.backward_share}" if c.backward_share is not None else ""
@@ -58,7 +120,14 @@ def main() -> None:
     parser.add_argument("--global-batch-size", type=int, default=256)
     parser.add_argument("--pp", type=int, help="pipeline ranks (default: searched)")
     parser.add_argument("--top", type=int, default=3)
+    parser.add_argument("--preemption", action="store_true", help="the paper's two layouts")
     args = parser.parse_args()
+    if args.preemption:
+        print("| ms | 1 queue | slices | that give way | 32 | preemption | TP.sync |")
+        print("|---|--:|--:|--:|--:|--:|--:|")
+        for sharded, model, gigabits in product((False, True), PAPER, args.gigabits):
+            print(preemption(model, gigabits, sharded=sharded), flush=True)
+        return
     print("| Gb/s | configuration | 1 queue, ms | 32 queues | ratio | stock's best / 1 queue |")
     print("|--:|---|--:|--:|--:|--:|")
     for gigabits in args.gigabits:

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from scripts.bench import queues
+from scripts.bench import queues, simulated_queues
 from tests.gpu_path.late_device import Delays, LateDevice
 
 IN_TIME = Delays(share=0)
@@ -33,3 +33,14 @@ def test_one_queue_is_told_from_many(num_queues: int, verdict: str) -> None:
 def test_without_a_gpu_the_queue_test_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert queues.main() == 2
     assert "error: torch sees no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.search
+def test_slices_in_one_queue_are_no_preemption() -> None:
+    for sharded in (False, True):
+        row = simulated_queues.preemption("gpt3-39b", 100, sharded=sharded)
+        *_, slices, gives_way, many, preempts, tp_sync = map(
+            float, row.strip("| ").split(" | ")[1:]
+        )
+        assert min(slices, gives_way) > max(many, preempts)
+        assert tp_sync == 150

@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 
 from megatron.fold3d.config import gpu_settings
-from megatron.fold3d.config.gpu_settings import default_flags, gpu_problems
+from megatron.fold3d.config.gpu_settings import (
+    default_flags,
+    gpu_problems,
+    put_tensor_parallel_first,
+)
 from megatron.fold3d.training import launch
 
 AIAO = "--schedule aiao --pipeline-model-parallel-size 2"
@@ -66,6 +70,15 @@ def test_collectives_with_timed_events_are_refused_with_one_queue(
     assert message.startswith(f"{name}=1: with CUDA_DEVICE_MAX_CONNECTIONS=1: ")
 
 
+def test_tensor_parallel_streams_get_priority_unless_the_user_says_which(
+    parser: ArgumentParser,
+) -> None:
+    for flags, groups in (("", ["tp"]), ("--high-priority-stream-groups pp dp", ["pp", "dp"])):
+        args = parser.parse_args(f"--tensor-model-parallel-size 2 {flags}".split())
+        put_tensor_parallel_first(args)
+        assert args.high_priority_stream_groups == groups
+
+
 def test_training_asks_before_process_groups_exist(
     parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +112,7 @@ def test_preemption_asks_for_more_queues_than_cudas_default(
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     (message,) = problems(parser, f"{AIAO} --preemptive-comm")
     assert message.startswith("CUDA_DEVICE_MAX_CONNECTIONS, unset and so 8, with --preemptive-comm")
-    assert "; give 32" in message
+    assert "; give 32, " in message
+    assert "; with 1, --dp-slices on starts slices where " in message
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     assert problems(parser, f"{AIAO} --preemptive-comm") == []

@@ -91,6 +91,29 @@ def test_what_cannot_begin_is_refused_with_exit_code_2(flags: str, reason: str) 
     assert "Traceback" not in err
 
 
+SPLIT = f"{FLAGS} --segments 2 --tensor-model-parallel-size 2 --sequence-parallel"
+
+
+def test_tensor_parallelism_takes_many_queues_and_preemption() -> None:
+    for flags in ("--preemptive-comm", "--backward-share 0.5 --dp-slices on"):
+        argv = f"{SPLIT} {flags} --check a100x16-100g".split()
+        ((code, out, err),) = run_distributed(_run, 1, None, argv, MANY_QUEUES)
+        assert code == 0, err
+        assert out.startswith("can begin: 16 ranks, dp=4 pp=2 tp=2\n")
+
+
+def test_before_blackwell_many_queues_and_user_buffers_exclude_each_other() -> None:
+    argv = f"{SPLIT} --tp-comm-overlap --check"
+    ((code, out, err),) = run_distributed(_run, 1, None, argv.split(), MANY_QUEUES)
+    assert (code, out) == (2, "")
+    assert err.startswith(
+        "pretrain_gpt.py: error: --tp-comm-overlap with CUDA_DEVICE_MAX_CONNECTIONS=32: "
+    )
+    assert err.endswith("drop --tp-comm-overlap, or give CUDA_DEVICE_MAX_CONNECTIONS=1\n")
+    ((code, _, err),) = run_distributed(_run, 1, None, f"{argv} b200x16".split(), MANY_QUEUES)
+    assert code == 0, err
+
+
 def test_a_login_node_without_gpu_software_hears_of_the_run_alone(tmp_path: Path) -> None:
     flags = FLAGS.replace("--transformer-impl local ", "") + " --segments 2 --check a100x16-100g"
     environment = {name: value for name, value in os.environ.items() if name not in OF_A_JOB}

@@ -159,6 +159,20 @@ CASES = (
         ours="--schedule aiao --recompute-early all",
         flags=FULL,
     ),
+    Case(
+        name="preemption beside tensor parallelism",
+        ours="--schedule aiao --preemptive-comm --backward-share 0.5",
+        flags=f"{LATER} --sequence-parallel",
+        tp=2,
+        dp=2,
+    ),
+    Case(
+        name="slices and early parts beside tensor parallelism",
+        ours=f"--schedule aiao {EARLY} --backward-share 0.5 --early-dp-sync 0,1 --dp-slices on",
+        flags=f"{LATER} --sequence-parallel",
+        tp=2,
+        dp=2,
+    ),
 )
 _BY_FLAGS = {  # what reaches the mutations of these flags
     "": CASES[0],

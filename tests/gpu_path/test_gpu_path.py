@@ -47,7 +47,7 @@ def test_late_streams_train_what_stock_trains(case: Case, num_queues: int, tmp_p
     assert wrong(case, Late(num_queues=num_queues), tmp_path) == []
 
 
-@pytest.mark.parametrize("case", [*CASES[3:10], *CASES[11:19]], ids=str)
+@pytest.mark.parametrize("case", [*CASES[3:10], *CASES[11:19], *CASES[20:]], ids=str)
 def test_late_collectives_train_what_stock_trains(case: Case, tmp_path: Path) -> None:
     assert wrong(case, Late(num_queues=MANY, keeps_tensors=True), tmp_path) == []
 

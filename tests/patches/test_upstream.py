@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from fold3d_patches import compile_helpers, cpu, trace, unfused_layers
+from fold3d_patches import compile_helpers, cpu, many_queues, trace, unfused_layers
 from fold3d_patches.registry import Patch, apply
 from fold3d_patches.schedule import (
     backward_post_hook,
@@ -52,6 +52,7 @@ TRACED = replace(CONFIG, trace=Path("trace"))
 NO_METRICS = Metrics(lambda: None, lambda: None)
 PATCHES = (
     compile_helpers.patch(),
+    many_queues.patch(),
     checkpoint.patch(Offloader(torch.device("cpu"), everything=False)),
     get_forward_backward_func.patch(lambda **_: []),
     *script_settings.patches(),

@@ -133,8 +133,10 @@ def installer(machine: Machine) -> Machine:
         case "$1 $2 $3" in
             "-m venv --clear") mkdir -p "$4/bin"; cat "$0" >"$4/bin/python"
                                /bin/chmod +x "$4/bin/python"; echo venv >>{log} ;;
-            "-m pip install") echo "pip ${{@: -1}}" >>{log}; [[ ! -f {log.parent}/fails ]] ;;
+            "-m pip install") echo "pip ${{@: -1}}" >>{log}; echo "$@" >{log.parent}/pip
+                              [[ ! -f {log.parent}/fails ]] ;;
             "- 3.12 3.13") echo 3.12.1 ;;
+            "- cu126 "|"-  ") exec {sys.executable} "$@" ;;
         esac
         """,
     )
@@ -155,6 +157,23 @@ def work(machine: Machine, *options: str) -> list[str]:
 def test_second_run_does_nothing(installer: Machine):
     assert work(installer) == ["venv", INSTALLS]
     assert work(installer) == []
+
+
+@pytest.mark.parametrize(
+    ("driver", "pin"),
+    [
+        ("", "torch==2.13.0"),
+        ("Driver Version: 550.54.15   CUDA Version: 12.4", "torch==2.13.0+cu126"),
+        ("Driver Version: 580.159.04  CUDA Version: 13.0", "torch==2.13.0"),
+    ],
+)
+def test_torch_is_built_for_the_driver(installer: Machine, driver: str, pin: str):
+    if driver:
+        installer.command("nvidia-smi", f"echo '| NVIDIA-SMI 1   {driver} |'")
+    assert work(installer) == ["venv", INSTALLS]
+    assert pin in (installer.checkout / ".venv/constraints.txt").read_text().splitlines()
+    asked = (installer.bin.parent / "pip").read_text()
+    assert ("https://download.pytorch.org/whl/cu126" in asked) == pin.endswith("+cu126")
 
 
 def test_the_planner_is_installed_without_torch_and_training_over_it(installer: Machine):

@@ -12,13 +12,19 @@ from pathlib import Path
 
 OFFLOAD_LIBRARY = Path(__file__).parents[1] / "runtime" / "offload" / "_offload.so"
 FUSION_KERNEL = "fused_weight_gradient_mlp_cuda"  # of NVIDIA's apex
+BLACKWELL = 10  # major compute capability, before which Megatron asserts one hardware queue
 MOST_CONNECTIONS = 32  # hardware queues; CUDA takes more for 32
 TOO_FEW_CONNECTIONS = (
     "with --preemptive-comm: a rank has more streams than that, and of two that share a hardware "
     "queue one may hold back a send that another rank needs; give "
-    f"{MOST_CONNECTIONS}, and drop --preemptive-comm where Megatron asserts 1: for tensor and "
-    "context parallelism on GPUs before Blackwell"
+    f"{MOST_CONNECTIONS}, with tensor parallelism too; with 1, --dp-slices on starts slices where "
+    "the plan has them"
 )
+MANY_QUEUES = (
+    f"CUDA_DEVICE_MAX_CONNECTIONS={MOST_CONNECTIONS}: a layer's collective may start behind the "
+    "weight gradient that would hide it, where 1 starts it first; high-priority streams: %s"
+)
+"""What is lost with tensor or context parallelism before Blackwell."""
 
 _ON = ("1", "y", "yes", "t", "true", "detail")  # as torch reads them
 _WAITS = "the host would wait for every transfer and reduction, and nothing would overlap"
@@ -63,6 +69,33 @@ def default_flags() -> tuple[str, ...]:
     """
     fuses = has_fusion_kernel() or find_spec("transformer_engine") is not None
     return () if fuses else ("--no-gradient-accumulation-fusion",)
+
+
+def has_many_queues() -> bool:
+    """Tell whether the user gives CUDA its most hardware queues.
+
+    Megatron asserts one for tensor and context parallelism before Blackwell. There it takes this
+    very number to have more.
+    """
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == str(MOST_CONNECTIONS)
+
+
+def put_tensor_parallel_first(args: Namespace) -> None:
+    """Prepare validated flags of GPUs before Blackwell for tensor parallelism with many queues.
+
+    Only one hardware queue keeps the order in which Megatron's layers launch a collective and the
+    matmul that hides it. With many, priority of its stream has to do.
+
+    Raises:
+        ValueError: a flag cannot work without that order.
+    """
+    if args.tp_comm_overlap:
+        raise ValueError(
+            f"--tp-comm-overlap with CUDA_DEVICE_MAX_CONNECTIONS={MOST_CONNECTIONS}: before "
+            "Blackwell its kernels need the order of one hardware queue; drop --tp-comm-overlap, "
+            "or give CUDA_DEVICE_MAX_CONNECTIONS=1"
+        )
+    args.high_priority_stream_groups = args.high_priority_stream_groups or ["tp"]
 
 
 def connection_problems() -> Iterator[str]:

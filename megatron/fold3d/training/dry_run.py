@@ -15,6 +15,7 @@ from megatron.fold3d.commands.megatron_flags import shape_of
 from megatron.fold3d.commands.plan_source import in_words
 from megatron.fold3d.config.bucket_flags import has_one_queue
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.gpu_settings import has_many_queues
 from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.plan.ir import Plan
@@ -140,6 +141,8 @@ class _Expected:
             num_segments=candidate.num_segments,
             layers=stage_layers(args),
         )
+        if has_many_queues():
+            known = replace(known, cuda_connections=None)
         timeline = timeline_of(candidate, known, order=_order(args, plan))
         row = mean(exposure(timeline))
         parts = {"bubble": row.bubble_s, "DP.sync": row.grad_sync_s, "PP.sync": row.p2p_s}

@@ -30,7 +30,15 @@ from fold3d_patches.registry import check_version
 from megatron.fold3d.commands.console import suggestion
 from megatron.fold3d.config.all_flags import add_arguments, megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.config.gpu_settings import FUSION_KERNEL, default_flags, gpu_problems
+from megatron.fold3d.config.gpu_settings import (
+    BLACKWELL,
+    FUSION_KERNEL,
+    MANY_QUEUES,
+    default_flags,
+    gpu_problems,
+    has_many_queues,
+    put_tensor_parallel_first,
+)
 from megatron.fold3d.config.run_flags import data_problems, run_problems
 from megatron.fold3d.config.schedule_flags import schedule_of
 from megatron.fold3d.config.segment_flags import AUTO
@@ -178,10 +186,22 @@ def prepare(
         args = parse_and_validate_args(
             add_all, ignore_unknown_args, args_defaults=defaults | megatron_defaults(args)
         )
+    if not on_cpu and has_many_queues() and _asserts_one_queue(args):
+        put_tensor_parallel_first(args)
+        if _speaks():
+            logger.info(MANY_QUEUES, " ".join(args.high_priority_stream_groups))
     # Once more: validation may bring options along, from a checkpoint say.
     if target is None:
         install(args, patched)
     return args
+
+
+def _asserts_one_queue(args: Namespace) -> bool:
+    """Return whether Megatron would assert one hardware queue for validated flags of GPUs."""
+    import torch
+
+    splits = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
+    return bool(splits and torch.cuda.get_device_properties(0).major < BLACKWELL)
 
 
 def install(args: Namespace, patched: ExitStack) -> None:

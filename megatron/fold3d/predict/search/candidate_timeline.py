@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.compile import GradSync, Options, lower
+from megatron.fold3d.plan.device_queues import MOST_OUTSTANDING
 from megatron.fold3d.plan.ir import Op, Plan, PlanError, stages_of
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.passes.pairs import in_pairs, num_pairs, pair_microbatches
@@ -229,6 +230,8 @@ def _device(candidate: Candidate, estimate: Estimate, connections: int | None) -
             connections=estimate.cuda_connections,
         ),
         in_backward=launches_in_backward(candidate, estimate),
+        # With preemption a thread of its own launches slices, so the host runs on.
+        most_outstanding=None if candidate.preemptive else MOST_OUTSTANDING,
     )
 
 

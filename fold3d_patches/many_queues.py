@@ -1,0 +1,30 @@
+"""Patch ``megatron.training.utils.get_device_arch_version``.
+
+Why: for tensor or context parallelism before Blackwell Megatron asserts one hardware queue. It is
+    a matter of speed: with FSDP and with overlapped experts Megatron warns instead.
+Change: to Megatron, which asks only while it validates flags, the GPUs are Blackwell, for which it
+    demands no number of queues. The environment stays as it is, so CUDA reads the user's number.
+Remove when: Megatron warns about more than one queue.
+"""
+
+from collections.abc import Callable
+
+from fold3d_patches.registry import Patch
+from megatron.fold3d.config.gpu_settings import BLACKWELL
+
+
+def _blackwell(_upstream: Callable[[], int]) -> Callable[[], int]:
+    return lambda: BLACKWELL
+
+
+def patch() -> Patch:
+    """The generation of the GPU, as Megatron's validation asks for it."""
+    return Patch(
+        target="megatron.training.utils.common_utils:get_device_arch_version",
+        rebinds=(
+            "megatron.training.utils:get_device_arch_version",
+            "megatron.training.arguments:get_device_arch_version",
+        ),
+        parameters=(),
+        make=_blackwell,
+    )
