@@ -16,10 +16,12 @@ from megatron.fold3d.commands.training_flags import (
     training_flags,
     undecided,
 )
+from megatron.fold3d.observe.breakdown import Flops
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.presets import SCRIPTS
 from megatron.fold3d.predict.cost_model.sizes import Recompute
+from megatron.fold3d.predict.cost_model.training_flops import training_flops
 from megatron.fold3d.predict.search.candidates import Assumption, Given
 from megatron.fold3d.predict.search.planner import search
 from megatron.fold3d.predict.search.search_result import WORTHWHILE, JudgedCandidate
@@ -218,6 +220,7 @@ def _lines(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str
         )
     yield from _bought(found)
     yield from _assumptions_of(answer, shape, cluster)
+    yield f"per GPU: {_flops(answer.best, shape, cluster)}"
     user = answer.described if answer.described and answer.described.script else None
     where = f", appended to those of {user.script}:" if user else ":"
     if answer.best.candidate.is_stock:
@@ -234,6 +237,15 @@ def _lines(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str
     yield flags
     if user and (dropped := " ".join(to_drop(user.words, flags))):
         yield f"and without {dropped}"
+
+
+def _flops(choice: JudgedCandidate, shape: ModelShape, cluster: Cluster) -> Flops:
+    """Return the FLOP/s of a GPU."""
+    c, setup = choice.candidate, choice.candidate.setup
+    split = c.layers or c.num_ranks * c.num_segments
+    each = training_flops(shape, setup.recompute, split, c.recompute_layers)
+    batch = setup.microbatch_size * setup.data_parallel * c.num_microbatches
+    return each.times(batch / choice.iteration_s / cluster.num_gpus)
 
 
 def _bought(found: Found) -> Iterator[str]:
@@ -301,6 +313,7 @@ def _line(choice: JudgedCandidate, width: int) -> str:
 def _as_json(answer: _Answer, shape: ModelShape, cluster: Cluster) -> dict[str, Any]:
     def row(choice: JudgedCandidate) -> dict[str, Any]:
         c, setup = choice.candidate, choice.candidate.setup
+        flops = _flops(choice, shape, cluster)
         return {
             "schedule": c.schedule,
             "offload": c.offload,
@@ -327,6 +340,8 @@ def _as_json(answer: _Answer, shape: ModelShape, cluster: Cluster) -> dict[str, 
             "recompute_early": c.recompute_early,
             "overlap_tensor_parallel": c.overlap_tensor_parallel,
             "iteration_s": choice.iteration_s,
+            "flops_per_gpu_s": flops.model,
+            "hardware_flops_per_gpu_s": flops.hardware,
             "device_bytes": choice.device_bytes,
             "host_bytes": choice.host_bytes,
             "exposure": asdict(choice.exposed),
