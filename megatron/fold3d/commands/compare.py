@@ -75,11 +75,12 @@ def run(args: Namespace) -> int:
         paths, unfinished = runs_in(paths[0])
         if unfinished:
             complain(unfinished)
-        args.svg = args.svg or args.runs[0] / "losses.svg"
     runs = [
         read_run(path, name, args.warmup) for path, name in zip(paths, _names(paths), strict=True)
     ]
     check_same_job(runs)
+    if len(args.runs) == 1 and any(run.losses() for run in runs):
+        args.svg = args.svg or args.runs[0] / "losses.svg"
     compared = _compared(runs)
     if args.svg:
         args.svg.write_text(_losses_svg(runs), encoding="utf-8")

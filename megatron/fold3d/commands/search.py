@@ -24,7 +24,7 @@ from megatron.fold3d.predict.cost_model.sizes import Recompute
 from megatron.fold3d.predict.cost_model.training_flops import training_flops
 from megatron.fold3d.predict.search.candidates import Assumption, Given
 from megatron.fold3d.predict.search.planner import search
-from megatron.fold3d.predict.search.search_result import WORTHWHILE, JudgedCandidate
+from megatron.fold3d.predict.search.search_result import JudgedCandidate
 from megatron.fold3d.predict.search.search_result import Search as Found
 from megatron.fold3d.predict.search.sensitivity import gains_if_off_by_half
 
@@ -38,31 +38,13 @@ class _Answer:
     found: Found
     described: Described | None
 
-    @property
-    def ours(self) -> JudgedCandidate | None:
-        return next((c for c in self.found.best if not c.candidate.is_stock), None)
-
-    @property
-    def gain(self) -> float:
-        """By how much the best of ours is faster than the best of stock."""
-        if self.found.best_stock is None or self.ours is None:
-            return 0.0
-        return self.found.best_stock.iteration_s / self.ours.iteration_s - 1
-
-    @property
-    def best(self) -> JudgedCandidate:
-        stock = self.found.best_stock
-        if stock is None or (self.ours is not None and self.gain >= WORTHWHILE):
-            return self.ours or self.found.best[0]
-        return stock
-
     def flags(self, shape: ModelShape, cluster: Cluster) -> str:
         """Return the best one's flags, of a script those to append to its own.
 
         Raises:
             ValueError: there is no training script that takes them.
         """
-        candidate, user = self.best.candidate, self.described
+        candidate, user = self.found.choice.candidate, self.described
         if user is None:
             return training_flags(shape, cluster, candidate)
         own = () if user.script else tuple(undecided(user.words))
@@ -220,15 +202,15 @@ def _lines(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str
         )
     yield from _bought(found)
     yield from _assumptions_of(answer, shape, cluster)
-    yield f"per GPU: {_flops(answer.best, shape, cluster)}"
+    yield f"per GPU: {_flops(found.choice, shape, cluster)}"
     user = answer.described if answer.described and answer.described.script else None
     where = f", appended to those of {user.script}:" if user else ":"
-    if answer.best.candidate.is_stock:
+    if found.choice.candidate.is_stock:
         yield f"AIAO gains nothing here, use these stock flags{where}"
     elif stock is None:
         yield f"no stock configuration fits; use these flags{where}"
     else:
-        yield f"{answer.gain:.1%} faster than the best of stock Megatron, with these flags{where}"
+        yield f"{found.gain:.1%} faster than the best of stock Megatron, with these flags{where}"
     try:
         flags = answer.flags(shape, cluster)
     except ValueError as error:
@@ -283,11 +265,12 @@ def _sizes_of(choice: JudgedCandidate) -> tuple[tuple[str, object], ...]:
 
 def _assumptions_of(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str]:
     """Say what the gain rests on."""
-    ours, stock = answer.ours, answer.found.best_stock
+    found = answer.found
+    ours, stock = found.ours, found.best_stock
     if ours is None or stock is None:
         return
     yield "the best of ours is faster than the best of stock by"
-    yield f"  {answer.gain:>6.1%}  as assumed: stock waits for its sends, and efficiencies as below"
+    yield f"  {found.gain:>6.1%}  as assumed: stock waits for its sends, and efficiencies as below"
     for assumption, gain in gains_if_off_by_half(shape, cluster, ours.candidate, stock.candidate):
         yield f"  {gain:>6.1%}  if {assumption}"
 
@@ -352,8 +335,8 @@ def _as_json(answer: _Answer, shape: ModelShape, cluster: Cluster) -> dict[str, 
     return {
         "rows": list(map(row, found.best)),
         "best_stock": found.best_stock and row(found.best_stock),
-        "best": row(answer.best),
-        "gain": answer.gain,
+        "best": row(answer.found.choice),
+        "gain": answer.found.gain,
         "flags": answer.flags(shape, cluster) if shape.family in SCRIPTS else None,
         "considered": found.considered,
         "too_large": found.too_large,
