@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.fold3d.commands import compare
-from megatron.fold3d.observe.runs import Comparison, compare_losses
+from megatron.fold3d.observe.runs import Comparison, compare_losses, read_run
 from megatron.fold3d.observe.runs import Run as Training
-from megatron.fold3d.observe.trace_timeline import read_trace
 from megatron.fold3d.observe.training_log import Spread
 from scripts.bench.runner import Bench, preload
 from scripts.bench.summary import Run
@@ -182,11 +181,9 @@ def train(job: Job, link: Link | None, args: argparse.Namespace) -> tuple[Traini
             progress.end(run)
             rounds[arm].append(run)
     return tuple(
-        Training(
-            name=arm.title,
+        replace(
+            read_run(args.output / arm.name, arm.title, arm.warmup),
             rounds=tuple(run.iterations for run in runs),
-            warmup=arm.warmup,
-            timeline=read_trace(args.output / arm.name),
         )
         for arm, runs in rounds.items()
     )

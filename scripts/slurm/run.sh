@@ -69,19 +69,8 @@ trap : TERM # SLURM sends it to this script too, which waits for its ranks
 trap 'requeue=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 requeue=
 
-# What torchrun would say to its ranks. Without it SIGTERM reaches them with nobody in between, and
-# srun ends all ranks when one fails. The first node, which runs this script, has rank 0.
-export WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
-export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
-export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
-export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun no longer takes it from sbatch
-# shellcheck disable=SC2016  # the variables are those of each task
-as_rank='export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID MASTER_ADDR=$SLURM_LAUNCH_NODE_IPADDR
-exec "$@"'
-
-# Every task sees all GPUs of its node and takes the one of its LOCAL_RANK: --gpus-per-task would
-# hide the others, and with them NVLink. Flags that are given twice count as given last: the user's.
-srun --kill-on-bad-exit=1 --mpi=none bash -c "$as_rank" rank python "$script" \
+# Flags that are given twice count as given last: the user's.
+scripts/slurm/ranks.sh "$script" \
     --save "$checkpoints" --load "$checkpoints" --save-interval 500 --exit-signal-handler \
     "${job[@]}" "${system[@]}" ${flags[@]+"${flags[@]}"} &
 ranks=$!

@@ -6,6 +6,12 @@ import pytest
 
 from tests.commands.traces import write_traces
 
+ARGUMENTS = """
+------------------------ arguments ------------------------
+  global_batch_size ............................... 16
+  num_layers ...................................... 8
+  seed ............................................ 1234
+"""
 LINE = (
     " [2026-11-21 02:14:45] iteration {number:8d}/      20 | consumed samples: {samples:12d} | "
     "elapsed time per iteration (ms): {ms:.1f} | throughput per GPU (TFLOP/s/GPU): 100.5 | "
@@ -39,11 +45,11 @@ def test_the_ratio_is_of_throughputs_after_warmup(fold3d, runs: tuple[Path, Path
     code, out, err = fold3d("compare {} {}".format(*runs))
     assert (code, err) == (0, "")
     assert out.splitlines() == [
-        "         ms per iteration (quartiles)  samples/s  TFLOP/s per GPU  "
+        "         ms per iteration (quartiles)  samples/s  model TFLOP/s per GPU  "
         "speed-up by B aiao (95% CI)",
-        "A stock              1515 (1500-1530)      10.55            100.5  "
+        "A stock              1515 (1500-1530)      10.55                  100.5  "
         "        1.500 (1.485-1.515)",
-        "B aiao               1010 (1000-1020)      15.83            100.5",
+        "B aiao               1010 (1000-1020)      15.83                  100.5",
         "B aiao is faster than A stock: 1.500 times as fast, 95% CI 1.485-1.515 (bootstrap)",
         "",
         "loss: equal in every digit in 20 of 20 iterations",
@@ -242,6 +248,86 @@ def test_terminal_picture_and_page_have_one_verdict(fold3d, tmp_path: Path):
         assert f"<title>{verdict}</title>" in text
     assert "<td>1.500 (1.485-1.515)</td>" in page
     assert "Loss: equal in every digit in 20 of 20 iterations" in page
-    table = [line.split()[:3] for line in out.splitlines()[-2:]]
+    assert out.splitlines()[-2:] == [f"timelines  {svg}", f"page       {html}"]
+    table = [line.split()[:3] for line in out.splitlines()[-5:-3]]
     assert table[0] == ["C", "-", "A"]
     assert table[1] == ["C", "-", "B"]
+
+
+def arms(folder: Path, rounds: dict[str, tuple[bool, ...]]) -> None:
+    """Write runs of several rounds, of which each is finished or not."""
+    for name, finished in rounds.items():
+        for number, is_finished in enumerate(finished, 1):
+            place = folder / name / f"round-{number}"
+            place.mkdir(parents=True)
+            file = "train.log" if is_finished else "train.part"
+            (place / file).write_text(log(1000.0 * (2 if name == "given" else 1) + number))
+
+
+def test_a_folder_of_runs_is_compared_with_all_their_rounds(fold3d, tmp_path: Path):
+    arms(tmp_path, {"given": (True, True), "ours": (True, True)})
+    code, out, err = fold3d(f"compare {tmp_path}")
+    assert (code, err) == (0, "")
+    assert "B ours is faster than A given: 1.99" in out
+    assert out.splitlines()[-1] == f"losses     {tmp_path}/losses.svg"
+    result = json.loads(fold3d(f"compare {tmp_path} --json")[1])
+    assert [run["iterations"] for run in result["runs"]] == [20, 20]
+
+
+def test_rounds_that_have_not_finished_are_named_with_how_to_go_on(fold3d, tmp_path: Path):
+    arms(tmp_path, {"given": (True, False), "ours": (True, True), "search": (False, False)})
+    (tmp_path / "resume").write_text("sbatch it\n")
+    told = "not finished: given/round-2, search/round-1, search/round-2; to go on: sbatch it"
+    code, out, err = fold3d(f"compare {tmp_path}")
+    assert code == 0
+    assert f"{tmp_path}: {told}" in err
+    assert "B ours is faster than A given" in out
+    assert "search" not in out
+
+
+def test_a_folder_without_finished_runs_says_which_are_missing(fold3d, tmp_path: Path):
+    arms(tmp_path, {"given": (True,), "ours": (False,)})
+    code, out, err = fold3d(f"compare {tmp_path}")
+    assert (code, out) == (2, "")
+    assert f"{tmp_path}: not finished: ours/round-1; to go on: train them to their end" in err
+    (tmp_path / "ours/round-1/train.log").write_text(log(1.0, range(1, 20)))  # of 20
+    assert "not finished: ours/round-1" in fold3d(f"compare {tmp_path}")[2]
+    code, _, err = fold3d(f"compare {tmp_path}/given/round-1")
+    assert code == 2
+    assert "0 runs in it; give two runs, or a folder of them" in err
+
+
+@pytest.mark.parametrize(
+    ("flag", "what"), [("num_layers", "model"), ("global_batch_size", "batch"), ("seed", "seed")]
+)
+def test_runs_of_another_job_are_refused_by_name(fold3d, runs, flag: str, what: str):
+    stock, aiao = runs
+    stock.write_text(ARGUMENTS + log(1500.0))
+    aiao.write_text(re.sub(rf"({flag} \.+) \d+", r"\1 4", ARGUMENTS) + log(1000.0))
+    code, out, err = fold3d(f"compare {stock} {aiao}")
+    assert (code, out) == (2, "")
+    assert f"B aiao trained another {what} than A stock: {flag} 4, not " in err
+    assert "compare runs of one model, batch and seed" in err
+
+
+def test_memory_and_what_is_recomputed_come_from_the_trace(fold3d, tmp_path: Path):
+    for name, ms in (("stock", 1500.0), ("aiao", 1000.0)):
+        write_traces(tmp_path / name, flops=3e12, recomputed=1e12)
+        (tmp_path / name / "run.log").write_text(log(ms))
+    line = f"compare {tmp_path}/stock {tmp_path}/aiao"
+    titles, row = fold3d(line)[1].splitlines()[:2]
+    for title in ("model TFLOP/s per GPU", "hardware TFLOP/s", "GPU GiB", "host GiB"):
+        assert title in titles
+    assert row.split()[5:9] == ["100.5", "134", "3", "2"]
+    assert json.loads(fold3d(f"{line} --json")[1])["runs"][0]["gpu_gib"] == 3
+
+
+def test_every_run_has_a_line_of_its_own_in_the_picture(fold3d, tmp_path: Path):
+    for number in range(30):
+        (tmp_path / f"run{number:02}").mkdir()
+        (tmp_path / f"run{number:02}/a.log").write_text(log(1000.0 + number))
+    code, out, _ = fold3d(f"compare {tmp_path}")
+    assert code == 0
+    assert "AD run29" in out
+    lines = re.findall(r"<polyline", (tmp_path / "losses.svg").read_text())
+    assert len(lines) == 2 * 30

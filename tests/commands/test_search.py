@@ -32,6 +32,9 @@ def test_search_says_what_is_best_and_how_to_run_it(fold3d):
     seconds = [row["iteration_s"] for row in result["rows"]]
     assert seconds == sorted(seconds)
     assert result["best_stock"]["stock"]
+    best = result["best"]
+    told = f"per GPU: {best['flops_per_gpu_s'] / 1e12:.1f} TFLOP/s of the model, "
+    assert f"{told}{best['hardware_flops_per_gpu_s'] / 1e12:.1f} computed" in out.splitlines()
 
 
 def test_search_says_that_aiao_gains_nothing_where_it_does_not(fold3d):

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from megatron.fold3d.predict.cost_model.model_shape import SHAPES
+
 SIMULATE = "simulate --schedule aiao --pp 2 --segments 2 --microbatches 4"
 
 
@@ -680,3 +682,18 @@ def test_layers_that_cannot_be_are_refused(fold3d, line: str, message: str):
     code, _, err = fold3d(line)
     assert code == 2
     assert message in err
+
+
+def test_flops_are_the_models_and_those_with_what_is_recomputed(fold3d):
+    line = (
+        "simulate --schedule 1f1b --pp 4 --microbatches 8 --model gpt3-14b --cluster a100x32 --tp 8"
+    )
+    _, out, _ = fold3d(f"{line} --recompute full")
+    assert re.search(r"^per GPU +\d+\.\d TFLOP/s of the model, \d+\.\d computed$", out, re.M)
+    found = {
+        how: json.loads(fold3d(f"{line} --recompute {how} --json")[1]) for how in ("none", "full")
+    }
+    none, full = (found[how]["hardware_flops_per_gpu_s"] for how in ("none", "full"))
+    assert none == found["none"]["flops_per_gpu_s"]
+    head = SHAPES["gpt3-14b"].head_flops / sum(SHAPES["gpt3-14b"].stage_flops(1))
+    assert full / found["full"]["flops_per_gpu_s"] == pytest.approx((4 - head) / 3)

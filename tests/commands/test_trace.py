@@ -54,7 +54,8 @@ def test_the_page_names_the_context_parallel_rank_where_there_are_several(fold3d
 def test_a_model_and_a_peak_give_throughput_and_utilisation(fold3d, folder: Path):
     line = f"trace {folder} --model 12-1024-16-512 --micro-batch-size 4 --peak-tflops 312"
     _, out, _ = fold3d(line)
-    assert re.search(r"per GPU +\d+\.\d TFLOP/s, \d+\.\d% of peak", out)
+    told = r"per GPU +\d+\.\d TFLOP/s of the model, \d+\.\d computed, \d+\.\d% of peak"
+    assert re.search(told, out)
     _, out, _ = fold3d(f"{line} --json")
     measured = json.loads(out)["measured"]
     assert measured["utilisation"] == pytest.approx(measured["flops_per_gpu_s"] / 312e12)

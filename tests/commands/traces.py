@@ -24,6 +24,7 @@ def write_traces(
     slower: float = 1.0,
     counts: Mapping[str, float] | None = None,
     flops: float = 0.0,
+    recomputed: float = 0.0,
 ) -> None:
     """Write the files of two pipeline ranks, two iterations of 8 micro-batches."""
     order = build(schedule, num_ranks=2, num_segments=segments, num_microbatches=8)
@@ -67,6 +68,7 @@ def write_traces(
             plan=plan.to_text() if with_plan and number == 0 else "",
             iterations=tuple(rows),
             microbatch_flops=flops,
+            recomputed_flops=recomputed,
         )
         (folder / trace.file_name).write_text(trace.to_json())
 

@@ -12,7 +12,7 @@ from megatron.fold3d.observe.trace_files import (
     pipeline,
     read_ranks,
 )
-from megatron.fold3d.observe.trace_timeline import read_trace, to_timeline
+from megatron.fold3d.observe.trace_timeline import to_timeline
 from megatron.fold3d.plan.ir import Action
 
 
@@ -141,7 +141,7 @@ def test_a_folder_is_read_as_it_was_written(tmp_path: Path):
     for trace in (FIRST, SECOND):
         (tmp_path / trace.file_name).write_text(trace.to_json())
     assert read_ranks(tmp_path) == (FIRST, SECOND)
-    assert read_trace(tmp_path) == to_timeline([FIRST, SECOND])
+    assert to_timeline(pipeline(read_ranks(tmp_path))) == to_timeline([FIRST, SECOND])
 
 
 def test_a_trace_of_version_1_has_the_words_of_this_version():

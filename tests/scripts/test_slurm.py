@@ -144,10 +144,50 @@ def test_the_job_fails_as_its_ranks_do(checkout: Path):
     assert caught.value.returncode == 5
 
 
+@pytest.mark.processes
+def test_arms_train_in_turns_and_what_has_finished_is_not_run_again(checkout: Path):
+    folder = checkout / "out/compare/7"
+    log = "".join(
+        f" iteration {n:8d}/      14 | elapsed time per iteration (ms): 10{n}.0 |\n"
+        for n in range(1, 15)
+    )
+    (checkout.parent / "train.log").write_text(log)
+    for number, arm in enumerate(("given", "auto"), 1):
+        (folder / f"{number}-{arm}/round-1").mkdir(parents=True)
+        (folder / f"{number}-{arm}/round-2").mkdir()
+        (folder / f"{number}-{arm}/flags").write_text(f"--arm\n{arm}\n")
+    (folder / "resume").write_text("sbatch again\n")
+    (folder / "1-given/round-1/train.log").write_text(log)
+    train = f"case $* in *auto*round-2*) exit 1 ;; esac; cat {checkout.parent}/train.log"
+
+    said = _started(checkout, "compare.sbatch", ["--mock-data"], srun_then=train)
+    turns = ["2-auto round-1", "1-given round-2", "2-auto round-2"]
+    assert [
+        line.partition(" ")[2] for line in said if line.endswith(("round-1", "round-2"))
+    ] == turns
+    part = Path("out/compare/7/2-auto/round-2/train.part")
+    assert f"2-auto round-2 failed; see {part}" in said
+    assert (checkout / part).read_text().splitlines()[-4:-2] == ["--arm", "auto"]
+    assert "No difference shown between B 2-auto and A 1-given" in "\n".join(said)
+
+    said = _started(
+        checkout, "compare.sbatch", ["--mock-data"], srun_then=f"cat {checkout.parent}/train.log"
+    )
+    assert [line.partition(" ")[2] for line in said if line.endswith("round-2")] == turns[-1:]
+
+
 def _asked_for(
     checkout: Path, script: str, words: Sequence[str], task: str = "auto", srun_then: str = ""
 ) -> list[str]:
     """Return the flags that a task of the job array hands to the training script."""
+    shown = _started(checkout, script, words, task, srun_then)
+    return shown[shown.index(TRAINING[_family(words)]) + 1 :]
+
+
+def _started(
+    checkout: Path, script: str, words: Sequence[str], task: str = "auto", srun_then: str = ""
+) -> list[str]:
+    """Return what a script prints with an `srun` that prints its words, and then does more."""
     srun = checkout.parent / "bin" / "srun"
     srun.parent.mkdir(exist_ok=True)
     srun.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@"\n{srun_then}\n')
@@ -159,7 +199,7 @@ def _asked_for(
         "SLURM_NTASKS": "128",
         "SLURM_NTASKS_PER_NODE": "8",
     }
-    shown = subprocess.run(
+    return subprocess.run(
         ["bash", SCRIPTS / script, *words],
         cwd=checkout,
         env=environment,
@@ -168,7 +208,6 @@ def _asked_for(
         check=True,
         timeout=200,
     ).stdout.splitlines()
-    return shown[shown.index(TRAINING[_family(words)]) + 1 :]
 
 
 def _family(words: Sequence[str]) -> Family:
@@ -244,6 +283,44 @@ def test_a_job_that_is_requeued_twice_ends_with_the_losses_of_one_that_is_not(
         # In the second line after a start Megatron logs the mean of the first two iterations.
         del ours[restart + 2], theirs[restart + 2]
     assert ours == theirs
+
+
+JOB = """--device cpu --model-preset 4-32-4-16 --attention-dropout 0 --hidden-dropout 0
+    --pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 4
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 63 --lr 1e-3
+    --eval-iters 0 --eval-interval 1000 --log-interval 1 --train-iters 14"""
+ARMS = ("1-given", "2-strongest", "3-search", "4-auto")
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(900)  # 60 s of an idle machine with two cores
+def test_a_users_own_job_trains_in_four_arms_and_goes_on_where_it_was_stopped(
+    slurm: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(checkout)
+    monkeypatch.setenv("CLUSTER", "testbedx2")
+    monkeypatch.setenv("ROUNDS", "1")
+    script = SCRIPTS / "compare.sbatch"
+    options = ("--parsable", "--nodes=2", "--ntasks-per-node=1", "--time=30")
+    job = _run("sbatch", *options, script, *JOB.split())
+    folder, out = Path("out/compare", job), Path(f"slurm-{job}.out")
+
+    _wait_for("2-strongest round-1", out)  # the first arm's first round has finished
+    first = folder / "1-given/round-1/train.log"
+    finished_at = first.stat().st_mtime
+    _run("scancel", "--batch", "--signal=USR1", job)  # as before the time limit
+    _wait_for("(bootstrap)", out)
+    assert first.stat().st_mtime == finished_at
+    text = out.read_text()
+    starts = re.findall(r"(\d-\w+) round-1$", text, re.M)
+    assert (list(dict.fromkeys(starts)), starts.count("1-given")) == (list(ARMS), 1)
+    verdict = r"^(D 4-auto is (faster|slower) than|No difference shown between D 4-auto and) [ABC] "
+    assert re.search(verdict, text, re.M)
+    assert "host GiB" in text
+    assert f"losses     {folder}/losses.svg" in text
+    assert (folder / "resume").read_text() == (
+        f"COMPARE={folder} sbatch --nodes=2 --ntasks-per-node=1 {script} pretrain_gpt.py\n"
+    )
 
 
 def _run(*command: str | Path) -> str:

@@ -4,28 +4,26 @@ import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from itertools import pairwise
+from itertools import chain, pairwise, product
 from pathlib import Path
 from statistics import fmean
+from string import ascii_uppercase
 from typing import Any
 
 from megatron.fold3d.commands import exposure_table
-from megatron.fold3d.commands.console import OK, write
-from megatron.fold3d.observe.breakdown import (
-    Breakdown,
-    exposure_of_ranks,
-    seconds_of,
-    shown_columns,
-)
-from megatron.fold3d.observe.exposure import Exposure, mean
+from megatron.fold3d.commands.console import OK, complain, write
+from megatron.fold3d.observe.breakdown import Breakdown, seconds_of, shown_columns
+from megatron.fold3d.observe.exposure import Exposure
 from megatron.fold3d.observe.report.draw import Pipeline, draw_together
 from megatron.fold3d.observe.report.page import View, page
 from megatron.fold3d.observe.report.plot import Panel, plot
 from megatron.fold3d.observe.runs import (
     Comparison,
     Run,
+    check_same_job,
     compare_losses,
     read_run,
+    runs_in,
     time_to_loss,
 )
 from megatron.fold3d.observe.timeline import Timeline
@@ -34,12 +32,18 @@ from megatron.fold3d.observe.training_log import Spread
 EXAMPLE = "fold3d compare runs/default runs/tuned runs/auto --html comparison.html"
 
 _A_LITTLE_MORE = 1.02
+_SPEEDS = {
+    "samples_per_s": "samples/s",
+    "tflops_per_gpu": "model TFLOP/s per GPU",
+    "hardware_tflops_per_gpu": "hardware TFLOP/s",
+    "gpu_gib": "GPU GiB",
+    "host_gib": "host GiB",
+}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of this command."""
-    parser.add_argument("first", type=Path, metavar="RUN_A")
-    parser.add_argument("others", type=Path, nargs="+", metavar="RUN_B")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="or one folder of runs")
     parser.add_argument(
         "--warmup",
         type=int,
@@ -66,10 +70,17 @@ def run(args: Namespace) -> int:
     """Print the comparison; returns the exit code."""
     if args.warmup < 0:
         raise ValueError(f"--warmup {args.warmup}: it is zero or more")
-    paths = [args.first, *args.others]
+    paths = args.runs
+    if len(paths) == 1:
+        paths, unfinished = runs_in(paths[0])
+        if unfinished:
+            complain(unfinished)
     runs = [
         read_run(path, name, args.warmup) for path, name in zip(paths, _names(paths), strict=True)
     ]
+    check_same_job(runs)
+    if len(args.runs) == 1 and any(run.losses() for run in runs):
+        args.svg = args.svg or args.runs[0] / "losses.svg"
     compared = _compared(runs)
     if args.svg:
         args.svg.write_text(_losses_svg(runs), encoding="utf-8")
@@ -79,8 +90,10 @@ def run(args: Namespace) -> int:
         args.html.write_text(timelines_page(runs, compared), encoding="utf-8")
     if args.json:
         write(json.dumps(_as_json(runs, compared)) + "\n")
-    else:
-        write("\n".join(_lines(runs, compared)) + "\n")
+        return OK
+    written = {"losses": args.svg, "timelines": args.timelines, "page": args.html}
+    files = [f"{what:<10} {file}" for what, file in written.items() if file]
+    write("\n".join((*_lines(runs, compared), *([""] if files else ()), *files)) + "\n")
     return OK
 
 
@@ -93,7 +106,8 @@ def _names(paths: Sequence[Path]) -> list[str]:
         and len({of_path[-1] for of_path in parts}) == 1
     ):
         parts = [of_path[:-1] for of_path in parts]
-    return [f"{chr(ord('A') + i)} {of_path[-1]}" for i, of_path in enumerate(parts)]
+    letters = chain(ascii_uppercase, map("".join, product(ascii_uppercase, repeat=2)))
+    return [f"{letter} {of_path[-1]}" for letter, of_path in zip(letters, parts, strict=False)]
 
 
 def _compared(runs: Sequence[Run]) -> Comparison | None:
@@ -142,7 +156,7 @@ def _speed_table(compared: Comparison) -> Iterator[tuple[str, ...]]:
     speeds = [_speed(run) for run in runs]
     known = {
         title: texts
-        for name, title in (("samples_per_s", "samples/s"), ("tflops_per_gpu", "TFLOP/s per GPU"))
+        for name, title in _SPEEDS.items()
         if any(texts := [_number(speed[name]) for speed in speeds])
     }
     last = runs[-1].name
@@ -222,18 +236,26 @@ def _all_of(names: Sequence[str]) -> str:
 
 
 def _exposure(run: Run) -> Exposure | None:
-    return mean(exposure_of_ranks(run.timeline)) if run.timeline else None
+    return run.row.iteration if run.row else None
 
 
 def _speed(run: Run) -> dict[str, float | None]:
-    """Means over the timed iterations; None for what the log does not say."""
+    """Means over the timed iterations, and peaks; None for what neither log nor trace says."""
     rows = run.timed
     samples = [row.batch_size for row in rows if row.batch_size is not None]
     tflops = [row.tflops for row in rows if row.tflops is not None]
     whole = len(samples) == len(rows) and rows
+    traced = run.row or Breakdown(iteration=Exposure())
+    model = fmean(tflops) if tflops else None
+    hardware = traced.flops and traced.flops.hardware / 1e12
+    if traced.flops is not None and model is not None:  # as much more as in the trace
+        hardware = model * traced.flops.hardware / traced.flops.model
     return {
         "samples_per_s": sum(samples) / sum(run.times_s) if whole else None,
-        "tflops_per_gpu": fmean(tflops) if tflops else None,
+        "tflops_per_gpu": model or (traced.flops and traced.flops.model / 1e12),
+        "hardware_tflops_per_gpu": hardware,
+        "gpu_gib": traced.device_bytes and traced.device_bytes / 2**30,
+        "host_gib": traced.host_bytes and traced.host_bytes / 2**30,
     }
 
 
@@ -259,7 +281,7 @@ def timelines_svg(runs: Sequence[Run], compared: Comparison | None) -> str:
     """Draw all for the time of one steady iteration of the slowest run, and a little more."""
     timelines = _timelines(runs, "--timelines")
     starts_s = [_steady_from_s(timeline) for timeline in timelines]
-    rows = [mean(exposure_of_ranks(timeline)) for timeline in timelines]
+    rows = [run.row.iteration for run in runs if run.row]
     shown_s = _A_LITTLE_MORE * max(row.total_s for row in rows)
     return draw_together(
         [
@@ -274,9 +296,9 @@ def timelines_svg(runs: Sequence[Run], compared: Comparison | None) -> str:
 def timelines_page(runs: Sequence[Run], compared: Comparison | None) -> str:
     """Return the page of all runs; it begins with the last one."""
     views = [
-        View(name=run.name, timeline=timeline, row=Breakdown(iteration=mean(rows), of_rank=rows))
+        View(name=run.name, timeline=timeline, row=run.row)
         for run, timeline in zip(runs, _timelines(runs, "--html"), strict=True)
-        for rows in [exposure_of_ranks(timeline)]
+        if run.row
     ]
     table = list(_speed_table(compared)) if compared else ()
     caption = loss_line(runs).capitalize() if compared else ""

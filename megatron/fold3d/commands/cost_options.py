@@ -1,6 +1,7 @@
 """Where the costs of a simulation come from: numbers, a file, or a model on a cluster."""
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -13,6 +14,7 @@ from megatron.fold3d.commands.cost_flags import (
     spelled_flag,
 )
 from megatron.fold3d.commands.hardware_options import MODELS, NODE_NAMES, named_hardware
+from megatron.fold3d.observe.breakdown import Flops
 from megatron.fold3d.observe.fields import read_text
 from megatron.fold3d.observe.memory_curve import Footprint, memory
 from megatron.fold3d.observe.timeline import Timeline
@@ -25,6 +27,7 @@ from megatron.fold3d.predict.cost_model.launches import launches
 from megatron.fold3d.predict.cost_model.layers import layers_of_stages
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.sizes import Setup
+from megatron.fold3d.predict.cost_model.training_flops import training_flops
 from megatron.fold3d.predict.search.order_choice import held_sizes
 from megatron.fold3d.predict.search.planner import USABLE_MEMORY
 from megatron.fold3d.predict.simulator.costs import Costs
@@ -56,6 +59,12 @@ class Hardware:
     def shard_shares(self) -> tuple[tuple[float, float], ...]:
         """How reductions to shards start between weight gradients, as in `Execution`."""
         return started_shares(min(self.layers), self.setup.num_replicas)
+
+    def flops(self, period_s: float, num_microbatches: int, counts: Sequence[int] | None) -> Flops:
+        """Return the FLOP/s of a GPU; ``counts`` layers of each stage are recomputed, if given."""
+        each = training_flops(self.shape, self.setup.recompute, self.layers, counts or ())
+        batch = self.setup.microbatch_size * self.setup.data_parallel * num_microbatches
+        return each.times(batch / period_s / self.cluster.num_gpus)
 
     def peaks(self, timeline: Timeline) -> list[float]:
         """Return the most bytes that each rank's GPU holds."""

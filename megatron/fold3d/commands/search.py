@@ -16,13 +16,15 @@ from megatron.fold3d.commands.training_flags import (
     training_flags,
     undecided,
 )
+from megatron.fold3d.observe.breakdown import Flops
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.presets import SCRIPTS
 from megatron.fold3d.predict.cost_model.sizes import Recompute
+from megatron.fold3d.predict.cost_model.training_flops import training_flops
 from megatron.fold3d.predict.search.candidates import Assumption, Given
 from megatron.fold3d.predict.search.planner import search
-from megatron.fold3d.predict.search.search_result import WORTHWHILE, JudgedCandidate
+from megatron.fold3d.predict.search.search_result import JudgedCandidate
 from megatron.fold3d.predict.search.search_result import Search as Found
 from megatron.fold3d.predict.search.sensitivity import gains_if_off_by_half
 
@@ -36,31 +38,13 @@ class _Answer:
     found: Found
     described: Described | None
 
-    @property
-    def ours(self) -> JudgedCandidate | None:
-        return next((c for c in self.found.best if not c.candidate.is_stock), None)
-
-    @property
-    def gain(self) -> float:
-        """By how much the best of ours is faster than the best of stock."""
-        if self.found.best_stock is None or self.ours is None:
-            return 0.0
-        return self.found.best_stock.iteration_s / self.ours.iteration_s - 1
-
-    @property
-    def best(self) -> JudgedCandidate:
-        stock = self.found.best_stock
-        if stock is None or (self.ours is not None and self.gain >= WORTHWHILE):
-            return self.ours or self.found.best[0]
-        return stock
-
     def flags(self, shape: ModelShape, cluster: Cluster) -> str:
         """Return the best one's flags, of a script those to append to its own.
 
         Raises:
             ValueError: there is no training script that takes them.
         """
-        candidate, user = self.best.candidate, self.described
+        candidate, user = self.found.choice.candidate, self.described
         if user is None:
             return training_flags(shape, cluster, candidate)
         own = () if user.script else tuple(undecided(user.words))
@@ -218,14 +202,15 @@ def _lines(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str
         )
     yield from _bought(found)
     yield from _assumptions_of(answer, shape, cluster)
+    yield f"per GPU: {_flops(found.choice, shape, cluster)}"
     user = answer.described if answer.described and answer.described.script else None
     where = f", appended to those of {user.script}:" if user else ":"
-    if answer.best.candidate.is_stock:
+    if found.choice.candidate.is_stock:
         yield f"AIAO gains nothing here, use these stock flags{where}"
     elif stock is None:
         yield f"no stock configuration fits; use these flags{where}"
     else:
-        yield f"{answer.gain:.1%} faster than the best of stock Megatron, with these flags{where}"
+        yield f"{found.gain:.1%} faster than the best of stock Megatron, with these flags{where}"
     try:
         flags = answer.flags(shape, cluster)
     except ValueError as error:
@@ -234,6 +219,15 @@ def _lines(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str
     yield flags
     if user and (dropped := " ".join(to_drop(user.words, flags))):
         yield f"and without {dropped}"
+
+
+def _flops(choice: JudgedCandidate, shape: ModelShape, cluster: Cluster) -> Flops:
+    """Return the FLOP/s of a GPU."""
+    c, setup = choice.candidate, choice.candidate.setup
+    split = c.layers or c.num_ranks * c.num_segments
+    each = training_flops(shape, setup.recompute, split, c.recompute_layers)
+    batch = setup.microbatch_size * setup.data_parallel * c.num_microbatches
+    return each.times(batch / choice.iteration_s / cluster.num_gpus)
 
 
 def _bought(found: Found) -> Iterator[str]:
@@ -271,11 +265,12 @@ def _sizes_of(choice: JudgedCandidate) -> tuple[tuple[str, object], ...]:
 
 def _assumptions_of(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str]:
     """Say what the gain rests on."""
-    ours, stock = answer.ours, answer.found.best_stock
+    found = answer.found
+    ours, stock = found.ours, found.best_stock
     if ours is None or stock is None:
         return
     yield "the best of ours is faster than the best of stock by"
-    yield f"  {answer.gain:>6.1%}  as assumed: stock waits for its sends, and efficiencies as below"
+    yield f"  {found.gain:>6.1%}  as assumed: stock waits for its sends, and efficiencies as below"
     for assumption, gain in gains_if_off_by_half(shape, cluster, ours.candidate, stock.candidate):
         yield f"  {gain:>6.1%}  if {assumption}"
 
@@ -301,6 +296,7 @@ def _line(choice: JudgedCandidate, width: int) -> str:
 def _as_json(answer: _Answer, shape: ModelShape, cluster: Cluster) -> dict[str, Any]:
     def row(choice: JudgedCandidate) -> dict[str, Any]:
         c, setup = choice.candidate, choice.candidate.setup
+        flops = _flops(choice, shape, cluster)
         return {
             "schedule": c.schedule,
             "offload": c.offload,
@@ -327,6 +323,8 @@ def _as_json(answer: _Answer, shape: ModelShape, cluster: Cluster) -> dict[str, 
             "recompute_early": c.recompute_early,
             "overlap_tensor_parallel": c.overlap_tensor_parallel,
             "iteration_s": choice.iteration_s,
+            "flops_per_gpu_s": flops.model,
+            "hardware_flops_per_gpu_s": flops.hardware,
             "device_bytes": choice.device_bytes,
             "host_bytes": choice.host_bytes,
             "exposure": asdict(choice.exposed),
@@ -337,8 +335,8 @@ def _as_json(answer: _Answer, shape: ModelShape, cluster: Cluster) -> dict[str, 
     return {
         "rows": list(map(row, found.best)),
         "best_stock": found.best_stock and row(found.best_stock),
-        "best": row(answer.best),
-        "gain": answer.gain,
+        "best": row(answer.found.choice),
+        "gain": answer.found.gain,
         "flags": answer.flags(shape, cluster) if shape.family in SCRIPTS else None,
         "considered": found.considered,
         "too_large": found.too_large,

@@ -158,12 +158,15 @@ def run(args: Namespace) -> int:
         args.html.write_text(html, encoding="utf-8")
     bounds = bounds_of(plan, source.costs, source.nic_of_rank)
     source = _with_shards(source, plan)
+    flops = None
+    if source.hardware:
+        flops = source.hardware.flops(timeline.period_s, plan.num_microbatches, counts)
     peaks = source.hardware.peaks(timeline) if source.hardware else []
     if args.json:
-        found = report_json(name, plan, timeline, peaks, bounds) | {"layers": args.layers}
+        found = report_json(name, plan, timeline, peaks, bounds, flops) | {"layers": args.layers}
         write(json.dumps(found) + "\n")
     else:
-        head, *rest = report_lines(name, plan, timeline, peaks, bounds)
+        head, *rest = report_lines(name, plan, timeline, peaks, bounds, flops)
         write("\n".join((head, *layout_lines(args.layers, how), *rest)) + "\n")
     return OK if source.hardware is None else judge_memory(source.hardware, timeline, peaks)
 

@@ -9,7 +9,7 @@ from megatron.fold3d.commands.console import OK, REJECTED, complain
 from megatron.fold3d.commands.cost_options import Hardware
 from megatron.fold3d.commands.plan_source import in_words, sizes
 from megatron.fold3d.commands.training_flags import layout_of
-from megatron.fold3d.observe.breakdown import seconds_of, shown_columns
+from megatron.fold3d.observe.breakdown import Flops, seconds_of, shown_columns
 from megatron.fold3d.observe.exposure import Exposure, exposure, mean
 from megatron.fold3d.observe.report.grid import to_text
 from megatron.fold3d.observe.timeline import Lane, Timeline
@@ -18,7 +18,12 @@ from megatron.fold3d.predict.simulator.lower_bound import Bounds
 
 
 def report_lines(
-    name: str, plan: Plan, timeline: Timeline, peaks: list[float], bounds: Bounds
+    name: str,
+    plan: Plan,
+    timeline: Timeline,
+    peaks: list[float],
+    bounds: Bounds,
+    flops: Flops | None,
 ) -> Iterator[str]:
     """Yield the result for a terminal: times, memory, exposure, and the grid if it fits."""
     row, iterations = mean(exposure(timeline)), len(timeline.iteration_ends_s(0))
@@ -31,6 +36,8 @@ def report_lines(
     yield f"peak activations  {counts}  per rank"
     if peaks:
         yield f"peak memory       {' '.join(f'{b / 2**30:.1f}' for b in peaks)}  GiB per rank"
+    if flops is not None:
+        yield f"per GPU           {flops}"
     yield ""
     yield from _table(row)
     if grid := _grid(timeline):
@@ -78,7 +85,12 @@ def _grid(timeline: Timeline) -> str:
 
 
 def report_json(
-    name: str, plan: Plan, timeline: Timeline, peaks: list[float], bounds: Bounds
+    name: str,
+    plan: Plan,
+    timeline: Timeline,
+    peaks: list[float],
+    bounds: Bounds,
+    flops: Flops | None,
 ) -> dict[str, Any]:
     """Return the result for ``--json``."""
     rows = exposure(timeline)
@@ -96,6 +108,8 @@ def report_json(
         "exposure": row.to_dict(),
         "exposure_of_rank": [r.to_dict() for r in rows],
         "peak_bytes": peaks or None,
+        "flops_per_gpu_s": flops and flops.model,
+        "hardware_flops_per_gpu_s": flops and flops.hardware,
     }
 
 

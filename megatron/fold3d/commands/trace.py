@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from statistics import fmean
 
 from megatron.fold3d.commands import exposure_table
 from megatron.fold3d.commands.console import OK, complain, write
@@ -14,10 +13,11 @@ from megatron.fold3d.commands.cost_options import costs_from
 from megatron.fold3d.commands.plan_source import in_words
 from megatron.fold3d.observe.breakdown import (
     Breakdown,
+    Flops,
     exposure_of_ranks,
+    measured,
     seconds_of,
     shown_columns,
-    tp_sync_s,
 )
 from megatron.fold3d.observe.exposure import mean
 from megatron.fold3d.observe.report.chrome import to_chrome
@@ -25,7 +25,6 @@ from megatron.fold3d.observe.report.page import View, page
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.observe.trace_files import (
     CLOCKS,
-    IterationTrace,
     RankTrace,
     pipeline,
     read_ranks,
@@ -33,6 +32,7 @@ from megatron.fold3d.observe.trace_files import (
 from megatron.fold3d.observe.trace_timeline import to_timeline
 from megatron.fold3d.plan.ir import Plan, PlanError, carried
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
+from megatron.fold3d.predict.cost_model.training_flops import training_flops
 from megatron.fold3d.predict.simulator.execution import sends_stock_waits_for
 from megatron.fold3d.predict.simulator.replay import (
     as_synced,
@@ -82,8 +82,8 @@ def run(args: Namespace) -> int:
     timeline = to_timeline(chosen)
     if not timeline.makespan_s:
         raise ValueError(f"{args.folder}: the ranks have no iteration in common; trace again")
-    measured = _measured(timeline, ranks, args)
-    views = [View(name="measured", timeline=timeline, row=measured)]
+    row = _measured(timeline, ranks, args)
+    views = [View(name="measured", timeline=timeline, row=row)]
     try:
         simulated = _simulated(timeline, chosen, args.costs)
     except PlanError as error:  # an order that was cut off, or one with steps the plan lacks
@@ -118,44 +118,20 @@ def _check(args: Namespace) -> None:
 
 
 def _measured(timeline: Timeline, ranks: Sequence[RankTrace], args: Namespace) -> Breakdown:
-    """The row of the measured pipeline; bytes are the maximum over all ranks of the run."""
-    row = _row(timeline)
-    iterations = [iteration for rank in ranks for iteration in rank.iterations]
-    device = [i.gpu_memory_bytes for i in iterations if i.gpu_memory_bytes is not None]
-    shares = _counted(iterations, "deferred_grad_sync_share")
-    flops_s = utilisation = None
-    # A run without a GPU has no TFLOP/s of one, unless the user asks.
-    microbatch_flops = ranks[0].microbatch_flops if device or args.peak_tflops else 0.0
+    """Return the row of the measured pipeline."""
+    peak, flops = args.peak_tflops, None
     if args.model is not None:
-        of_one = 3 * sum(model_shape(args.model).stage_flops(1))
-        microbatch_flops = of_one * (args.micro_batch_size or 1)
-    elif args.peak_tflops is not None and not microbatch_flops:
-        raise ValueError(
-            f"--peak-tflops {args.peak_tflops} without --model: this trace does not tell the "
-            "model's FLOPs; give --model"
-        )
-    if microbatch_flops:
-        pipelines = len(ranks) // ranks[0].num_ranks  # tensor-parallel ranks of a replica share one
-        replicas = 1 + max(rank.dp_rank for rank in ranks)
-        flops = microbatch_flops * ranks[0].num_microbatches * replicas
-        flops_s = flops / row.iteration.total_s / (pipelines * ranks[0].num_ranks)
-        utilisation = flops_s / (args.peak_tflops * 1e12) if args.peak_tflops else None
-    return Breakdown(
-        iteration=row.iteration,
-        of_rank=row.of_rank,
-        device_bytes=max(device, default=None),
-        host_bytes=max(iteration.host_memory_bytes for iteration in iterations),
-        flops_per_gpu_s=flops_s,
-        utilisation=utilisation,
-        offloaded_bytes=max(_counted(iterations, "offloaded_bytes"), default=None),
-        deferred_share=fmean(shares) if shares else None,
-        tp_sync_s=tp_sync_s(timeline),
-    )
-
-
-def _counted(iterations: Sequence[IterationTrace], name: str) -> list[float]:
-    """The ranks' counter of this name, one number per iteration."""
-    return [iteration.counts[name] for iteration in iterations if name in iteration.counts]
+        model = training_flops(model_shape(args.model), "none").model * (args.micro_batch_size or 1)
+        flops = Flops(model, model + ranks[0].recomputed_flops)
+    elif peak is not None:
+        if not (model := ranks[0].microbatch_flops):
+            raise ValueError(
+                f"--peak-tflops {peak} without --model: this trace does not tell the "
+                "model's FLOPs; give --model"
+            )
+        flops = Flops(model, model + ranks[0].recomputed_flops)
+    row = measured(ranks, timeline, flops)
+    return replace(row, utilisation=row.flops.model / (peak * 1e12)) if peak and row.flops else row
 
 
 def _row(timeline: Timeline) -> Breakdown:
@@ -211,27 +187,27 @@ def _lines(title: str, views: Sequence[View]) -> Iterator[str]:
         times_s = seconds_of(view.row.iteration, shown)
         yield exposure_table.line(f"{view.name:<11}", (1e3 * time_s for time_s in times_s))
         yield exposure_table.line(f"{'':<11}", map(view.row.iteration.share, times_s), ".1%")
-    measured = views[0].row
+    row = views[0].row
     yield ""
-    if measured.device_bytes is not None:
-        yield f"GPU memory   {measured.device_bytes / 2**30:.1f} GiB at peak, of the fullest GPU"
-    if measured.host_bytes is not None:
-        yield f"host memory  {measured.host_bytes / 2**30:.1f} GiB at peak, of the largest process"
-    if measured.offloaded_bytes is not None:
-        gib = measured.offloaded_bytes / 2**30
+    if row.device_bytes is not None:
+        yield f"GPU memory   {row.device_bytes / 2**30:.1f} GiB at peak, of the fullest GPU"
+    if row.host_bytes is not None:
+        yield f"host memory  {row.host_bytes / 2**30:.1f} GiB at peak, of the largest process"
+    if row.offloaded_bytes is not None:
+        gib = row.offloaded_bytes / 2**30
         yield f"offloaded    {gib:.3g} GiB per iteration, by the process that offloads most"
-    if measured.tp_sync_s is not None:
-        total_s = measured.iteration.total_s
+    if row.tp_sync_s is not None:
+        total_s = row.iteration.total_s
         yield (
-            f"TP.sync      {1e3 * measured.tp_sync_s:.1f} ms under way in an iteration, "
-            f"{measured.tp_sync_s / total_s:.1%}, inside forwards and backwards"
+            f"TP.sync      {1e3 * row.tp_sync_s:.1f} ms under way in an iteration, "
+            f"{row.tp_sync_s / total_s:.1%}, inside forwards and backwards"
         )
-    if measured.deferred_share is not None:
-        share = measured.deferred_share
+    if row.deferred_share is not None:
+        share = row.deferred_share
         yield f"deferred     {share:.1%} of the gradients, reduced behind the next forward"
-    if measured.flops_per_gpu_s is not None:
-        used = f", {measured.utilisation:.1%} of peak" if measured.utilisation is not None else ""
-        yield f"per GPU      {measured.flops_per_gpu_s / 1e12:.1f} TFLOP/s{used}"
+    if row.flops is not None:
+        used = f", {row.utilisation:.1%} of peak" if row.utilisation is not None else ""
+        yield f"per GPU      {row.flops}{used}"
 
 
 def _as_json(row: Breakdown) -> dict[str, object]:
@@ -240,7 +216,8 @@ def _as_json(row: Breakdown) -> dict[str, object]:
         "of_rank": [of_rank.to_dict() for of_rank in row.of_rank],
         "device_bytes": row.device_bytes,
         "host_bytes": row.host_bytes,
-        "flops_per_gpu_s": row.flops_per_gpu_s,
+        "flops_per_gpu_s": row.flops and row.flops.model,
+        "hardware_flops_per_gpu_s": row.flops and row.flops.hardware,
         "utilisation": row.utilisation,
         "offloaded_bytes": row.offloaded_bytes,
         "deferred_share": row.deferred_share,

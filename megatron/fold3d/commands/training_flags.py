@@ -1,6 +1,6 @@
 """The flags of a training script for what the planner chose."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from shlex import quote
 
 from megatron.fold3d.predict.cost_model.cluster import Cluster
@@ -77,27 +77,29 @@ def training_flags(
 
 def undecided(words: Iterable[str]) -> Iterator[str]:
     """Yield a user's flags with their values, without those that the planner decides."""
-    return (word for word, decided in _marked(words) if decided is False)
+    return without(words, _DECIDED)
+
+
+def without(words: Iterable[str], names: Container[str]) -> Iterator[str]:
+    """Yield flags with their values, without those of these names."""
+    dropped = False
+    for word in words:
+        if word.startswith("--"):
+            dropped = word[2:].partition("=")[0] in names
+        if not dropped:
+            yield word
 
 
 def to_drop(words: Iterable[str], flags: str) -> Iterator[str]:
     """Yield a user's flags that the planner decides and has not among its own ``flags``."""
     anew = {word for word in flags.split() if word.startswith("--")}
-    kept = False
-    for word, decided in _marked(words):
-        if word.startswith("--"):
-            kept = word.partition("=")[0] in anew
-        if decided and not kept:
-            yield word
-
-
-def _marked(words: Iterable[str]) -> Iterator[tuple[str, bool | None]]:
-    """Yield the words, and whether the planner decides their flag; None where it is no flag's."""
-    decided = None
+    drops = False
     for word in words:
         if word.startswith("--"):
-            decided = word[2:].partition("=")[0] in _DECIDED
-        yield word, decided
+            name = word.partition("=")[0]
+            drops = name[2:] in _DECIDED and name not in anew
+        if drops:
+            yield word
 
 
 def _split(candidate: Candidate) -> Iterator[str]:

@@ -56,6 +56,7 @@ class Fold3DConfig:
         trace_iterations: the iterations that are recorded; None is two after warm-up.
         records_tp_sync: whether a trace has tensor-parallel collectives.
         microbatch_flops: FLOPs of the model's forward and backward, for the trace; 0 if unknown.
+        recomputed_flops: of what a backward computes again, likewise.
         cuts_every_segment: whether every segment's gradients are reduced in buckets.
         slices_dp_sync: whether the plan starts DP.sync in slices, one before each computation.
         reduces_early: whether DP.sync may start between delayed weight gradients.
@@ -119,6 +120,7 @@ class Fold3DConfig:
     trace_iterations: range | None = None
     records_tp_sync: bool = False
     microbatch_flops: float = 0.0
+    recomputed_flops: float = 0.0
     offload_activations: Offload = "off"
     lazy_inter_segment: bool = False
     offload_everything: bool = False

@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import NamedTuple
 
 from megatron.fold3d.observe.exposure import Exposure, exposure, mean
 from megatron.fold3d.observe.timeline import Lane, Timeline
+from megatron.fold3d.observe.trace_files import RankTrace
 
 COLUMNS = {
     "forward_s": "forward",
@@ -19,6 +22,21 @@ COLUMNS = {
 _NOT_IN_THE_PAPER = ("optimizer_s", "copy_s")
 
 
+class Flops(NamedTuple):
+    """FLOPs, or FLOP/s, as Megatron and as the paper count them."""
+
+    model: float
+    hardware: float
+    """With what backwards compute again."""
+
+    def times(self, factor: float) -> "Flops":
+        """Return as many times of both."""
+        return Flops(factor * self.model, factor * self.hardware)
+
+    def __str__(self) -> str:
+        return f"{self.model / 1e12:.1f} TFLOP/s of the model, {self.hardware / 1e12:.1f} computed"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
     """One row: seconds of an iteration as means over ranks, and other known quantities.
@@ -28,8 +46,8 @@ class Breakdown:
         of_rank: each rank's own seconds.
         device_bytes: the most that any GPU held; None where there is none.
         host_bytes: the most that any process held.
-        flops_per_gpu_s: the model's FLOPs over time and GPUs; None where they are not known.
-        utilisation: the share of the GPU's peak FLOP/s.
+        flops: FLOP/s of a GPU; None where they are not known.
+        utilisation: the model's share of the GPU's peak FLOP/s.
         offloaded_bytes: the most that any process copied to the host in an iteration; None without
             offload.
         tp_sync_s: seconds of an iteration in which tensor-parallel collectives are under way, the
@@ -42,11 +60,46 @@ class Breakdown:
     of_rank: tuple[Exposure, ...] = ()
     device_bytes: float | None = None
     host_bytes: float | None = None
-    flops_per_gpu_s: float | None = None
+    flops: Flops | None = None
     utilisation: float | None = None
     offloaded_bytes: float | None = None
     deferred_share: float | None = None
     tp_sync_s: float | None = None
+
+
+def measured(
+    ranks: Sequence[RankTrace], timeline: Timeline, flops: Flops | None = None
+) -> Breakdown:
+    """Return the row of a traced pipeline; bytes are the maximum over all ranks of the run.
+
+    Args:
+        ranks: all that were traced.
+        timeline: of the pipeline.
+        flops: of one micro-batch; by default as traced, if there are GPUs.
+    """
+    iterations = [iteration for rank in ranks for iteration in rank.iterations]
+    device = [i.gpu_memory_bytes for i in iterations if i.gpu_memory_bytes is not None]
+
+    def counted(name: str) -> list[float]:
+        return [iteration.counts[name] for iteration in iterations if name in iteration.counts]
+
+    shares, of_rank = counted("deferred_grad_sync_share"), exposure_of_ranks(timeline)
+    row = mean(of_rank)
+    # Tensor-parallel ranks of a replica share one micro-batch.
+    replicas = 1 + max(rank.dp_rank for rank in ranks)
+    per_gpu_s = ranks[0].num_microbatches * replicas / len(ranks) / row.total_s
+    if flops is None and device and (model := ranks[0].microbatch_flops):
+        flops = Flops(model, model + ranks[0].recomputed_flops)
+    return Breakdown(
+        iteration=row,
+        of_rank=of_rank,
+        device_bytes=max(device, default=None),
+        host_bytes=max(iteration.host_memory_bytes for iteration in iterations),
+        flops=flops.times(per_gpu_s) if flops else None,
+        offloaded_bytes=max(counted("offloaded_bytes"), default=None),
+        deferred_share=fmean(shares) if shares else None,
+        tp_sync_s=tp_sync_s(timeline),
+    )
 
 
 def exposure_of_ranks(timeline: Timeline) -> tuple[Exposure, ...]:

@@ -1,11 +1,12 @@
 """Training runs and how they compare: speed, losses, and where the time went.
 
-A run is read from Megatron's log, our traces, or both in one folder.
+A run is read from Megatron's log, our traces, or both in one folder. Where it ran several times,
+the folder has one for each time, ``round-1`` and so on.
 """
 
 import glob
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain
 from math import inf
@@ -13,11 +14,19 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
+from megatron.fold3d.observe.breakdown import Breakdown, measured
 from megatron.fold3d.observe.timeline import Timeline
-from megatron.fold3d.observe.trace_timeline import read_trace
-from megatron.fold3d.observe.training_log import LoggedIteration, parse
+from megatron.fold3d.observe.trace_files import pipeline, read_ranks
+from megatron.fold3d.observe.trace_timeline import to_timeline
+from megatron.fold3d.observe.training_log import LoggedIteration, arguments, parse
 
 _LOGS = ("*.log", "*.out", "*.txt")
+_RESUME = "resume"  # a file with the command that runs what is missing in a folder
+_MODEL = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length"),
+    *("vocab_size", "num_experts"),
+)
+_JOB = {**dict.fromkeys(_MODEL, "model"), "global_batch_size": "batch", "seed": "seed"}
 _RESAMPLES = 2000
 _MOST_TIMES = 500  # iterations to resample, the last ones of a longer run
 
@@ -31,12 +40,16 @@ class Run:
         rounds: the lines of its log, each iteration once, in order; for each time that it ran.
         warmup: how many of the first iterations are not timed.
         timeline: the timeline of its traced iterations, if there are any.
+        row: what they say beside the timeline.
+        flags: the values of Megatron's flags that the log lists.
     """
 
     name: str
     rounds: tuple[tuple[LoggedIteration, ...], ...]
     warmup: int
     timeline: Timeline | None
+    row: Breakdown | None = None
+    flags: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def iterations(self) -> tuple[LoggedIteration, ...]:
@@ -95,27 +108,84 @@ def read_run(path: Path, name: str, warmup: int) -> Run:
         ValueError: the path has no record of a run.
         OSError: the path cannot be read.
     """
-    files = [path]
-    if path.is_dir():
-        files = _logs(path, _LOGS) or _logs_beside(path.absolute())
-    iterations: dict[int, LoggedIteration] = {}
-    for file in files:
+    rounds, traces, text = [], [], ""
+    for place in rounds_of(path):
+        files = [place]
+        if place.is_dir():
+            files = _logs(place, _LOGS) or _logs_beside(place.absolute())
         # An iteration that ran again after a restart counts as in its last run.
-        for row in parse(file.read_text(encoding="utf-8", errors="replace")):
-            iterations[row.number] = row
-    traces = [folder for folder in (path, path / "trace") if any(folder.glob("rank-*.json"))]
-    if not iterations and not traces:
+        texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+        iterations = {row.number: row for each in texts for row in parse(each)}
+        if iterations:
+            rounds.append(tuple(iterations[number] for number in sorted(iterations)))
+            text = texts[0]
+        traces += [folder for folder in (place, place / "trace") if any(folder.glob("rank-*.json"))]
+    if not rounds and not traces:
         raise ValueError(
             f"{path}: found no line with 'elapsed time per iteration' and no trace; give the "
             "output of a training run, or a folder with it and what --trace wrote"
         )
-    ordered = tuple(iterations[number] for number in sorted(iterations))
+    ranks = read_ranks(traces[-1]) if traces else ()
+    timeline = to_timeline(pipeline(ranks)) if ranks else None
     return Run(
         name=name,
-        rounds=(ordered,) if ordered else (),
+        rounds=tuple(rounds),
         warmup=warmup,
-        timeline=read_trace(traces[0]) if traces else None,
+        timeline=timeline,
+        row=measured(ranks, timeline) if timeline else None,
+        flags=arguments(text),
     )
+
+
+def rounds_of(path: Path) -> list[Path]:
+    """Return the folder of each time that a run ran, or the run's own."""
+    return sorted(path.glob("round-*"), key=lambda each: (len(each.name), each.name)) or [path]
+
+
+def runs_in(folder: Path) -> tuple[list[Path], str]:
+    """Return the finished runs in a folder of them, in the order of their names.
+
+    The second is what has not finished, and how to go on; empty if all have.
+
+    Raises:
+        ValueError: fewer than two have finished once.
+    """
+    finished, missing = [], []
+    for path in sorted(each for each in folder.iterdir() if each.is_dir()):
+        lacking = [place for place in rounds_of(path) if not _has_finished(place)]
+        missing += [str(place.relative_to(folder)) for place in lacking]
+        if lacking != rounds_of(path):
+            finished.append(path)
+    resume = folder / _RESUME
+    how = resume.read_text().strip() if resume.exists() else "train them to their end"
+    told = f"{folder}: not finished: {', '.join(missing)}; to go on: {how}" if missing else ""
+    if len(finished) < 2:
+        raise ValueError(
+            told or f"{folder}: {len(finished)} runs in it; give two runs, or a folder of them"
+        )
+    return finished, told
+
+
+def _has_finished(place: Path) -> bool:
+    rows = [row for file in _logs(place, _LOGS) for row in parse(file.read_text(errors="replace"))]
+    return bool(rows) and rows[-1].number == rows[-1].last
+
+
+def check_same_job(runs: Sequence[Run]) -> None:
+    """Return if all runs train one model on batches of one size from one seed.
+
+    Raises:
+        ValueError: a run does not; what no log lists is not known.
+    """
+    first = runs[0]
+    for run in runs[1:]:
+        for flag, what in _JOB.items():
+            ours, theirs = first.flags.get(flag), run.flags.get(flag)
+            if ours and theirs and ours != theirs:
+                raise ValueError(
+                    f"{run.name} trained another {what} than {first.name}: {flag} {theirs}, not "
+                    f"{ours}; compare runs of one model, batch and seed"
+                )
 
 
 def _logs(folder: Path, patterns: Iterable[str]) -> list[Path]:

@@ -91,7 +91,10 @@ class IterationTrace:
                 raise ValueError(f"found an event of kind {event.kind!r}; known are {known}")
 
 
-_MAY_BE_ZERO = ("rank", "pp_rank", "dp_rank", "tp_rank", "cp_rank", "microbatch_flops")
+_MAY_BE_ZERO = (
+    *("rank", "pp_rank", "dp_rank", "tp_rank", "cp_rank"),
+    *("microbatch_flops", "recomputed_flops"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,8 @@ class RankTrace:
     microbatch_flops: float = 0.0
     """Of the model's forward and backward of one micro-batch, without recomputation; 0 if the
     planner does not know the model."""
+    recomputed_flops: float = 0.0
+    """Of what a micro-batch's backward computes again."""
     cp_rank: int = 0
     clock: str = "host"
     """Where its times come from: `CLOCKS`."""

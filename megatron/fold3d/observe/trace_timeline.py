@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
-from pathlib import Path
 
 from megatron.fold3d.observe.messages import message_to, send_of, source_of
 from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline
@@ -17,21 +16,10 @@ from megatron.fold3d.observe.trace_files import (
     Event,
     IterationTrace,
     RankTrace,
-    pipeline,
-    read_ranks,
 )
 from megatron.fold3d.plan.ir import Action, PlanError, gc_paused
 from megatron.fold3d.plan.ops import SYNC_OPS
 from megatron.fold3d.plan.passes.pairs import second_of
-
-
-def read_trace(folder: Path) -> Timeline:
-    """Return the timeline of the first pipeline of a traced run.
-
-    Raises:
-        ValueError: there is no trace, or not one of every pipeline rank.
-    """
-    return to_timeline(pipeline(read_ranks(folder)))
 
 
 @gc_paused()

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from math import inf
 from statistics import median, quantiles
 
-_ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|(.*)")
+_ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|(.*)")
+_ARGUMENT = re.compile(r"^ {2}(\w+) \.* ?(\S.*)$", re.M)
 _FIELDS = {
     "elapsed_ms": re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)"),
     # Megatron's, or where a script has a loss of its own the first that is named so.
@@ -26,6 +27,8 @@ class LoggedIteration:
     """
 
     number: int
+    last: int | None = None
+    """The number of the run's last one."""
     elapsed_ms: float
     loss: float | None = None
     grad_norm: float | None = None
@@ -67,10 +70,16 @@ def parse(text: str) -> list[LoggedIteration]:
             fields = {
                 name: float(value[1])
                 for name, pattern in _FIELDS.items()
-                if (value := pattern.search(found[2]))
+                if (value := pattern.search(found[3]))
             }
         except ValueError:
             continue
         if 0 < fields.get("elapsed_ms", 0) < inf:
-            iterations.append(LoggedIteration(number=int(found[1]), **fields))
+            row = LoggedIteration(number=int(found[1]), last=int(found[2]), **fields)
+            iterations.append(row)
     return iterations
+
+
+def arguments(text: str) -> dict[str, str]:
+    """Return the values of Megatron's flags, by the names under which its log lists them."""
+    return dict(_ARGUMENT.findall(text))

@@ -43,6 +43,7 @@ from megatron.fold3d.config.run_flags import data_problems, run_problems
 from megatron.fold3d.config.schedule_flags import schedule_of
 from megatron.fold3d.config.segment_flags import AUTO
 from megatron.fold3d.config.unread_flags import unread_flags
+from megatron.fold3d.observe.breakdown import Flops
 from megatron.fold3d.predict.cost_model.model_shape import Family
 from megatron.fold3d.predict.cost_model.presets import preset_flags
 from megatron.fold3d.training.checkpoint_fit import check_checkpoint
@@ -212,7 +213,8 @@ def install(args: Namespace, patched: ExitStack) -> None:
     """
     config = Fold3DConfig.from_args(args)
     if config.trace is not None:
-        config = replace(config, microbatch_flops=_microbatch_flops(args))
+        model, hardware = _microbatch_flops(args)
+        config = replace(config, microbatch_flops=model, recomputed_flops=hardware - model)
     patched.enter_context(
         fold3d_patches.install_schedule(config, _num_microbatches(args), _ranks_here(args))
     )
@@ -326,19 +328,28 @@ def _num_microbatches(args: Namespace) -> int:
     )
 
 
-def _microbatch_flops(args: Namespace) -> float:
+def _microbatch_flops(args: Namespace) -> Flops:
     """Return the FLOPs of a forward and a backward; 0 for a model that the planner does not know.
 
-    A vocabulary that only the tokenizer knows is such a case.
+    A vocabulary that only the tokenizer knows is such a case. What ``--recompute-layers auto``
+    chooses later is not counted.
     """
     from megatron.fold3d.commands.megatron_flags import shape_of
+    from megatron.fold3d.predict.cost_model.training_flops import training_flops
+    from megatron.fold3d.training.trained_setup import recomputed_layers, stage_layers
 
     if not args.vocab_size:
-        return 0.0
+        return Flops(0.0, 0.0)
     try:
-        return float(3 * args.micro_batch_size * sum(shape_of(args).stage_flops(1)))
+        flops = training_flops(
+            shape_of(args),
+            args.recompute_granularity or "none",
+            stage_layers(args),
+            recomputed_layers(args),
+        )
     except ValueError:
-        return 0.0
+        return Flops(0.0, 0.0)
+    return flops.times(args.micro_batch_size)
 
 
 def _ranks_here(args: Namespace) -> list[int]:

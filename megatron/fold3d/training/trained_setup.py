@@ -62,6 +62,16 @@ def stage_layers(args: Namespace) -> tuple[int, ...]:
     return tuple(stages)
 
 
+def recomputed_layers(args: Namespace) -> tuple[int, ...]:
+    """Return how many layers each stage recomputes where not all do; else nothing."""
+    if args.recompute_method != "block":
+        return ()
+    split, counts = stage_layers(args), getattr(args, "recompute_layers", None)
+    if counts == "auto":
+        return (0,) * len(split)
+    return tuple(counts or (min(n, args.recompute_num_layers) for n in split))
+
+
 def _without_recomputation(args: Namespace) -> Recompute:
     """Fused attention keeps no scores and computes them again, as selective recomputation."""
     return "selective" if args.transformer_impl == "transformer_engine" else "none"

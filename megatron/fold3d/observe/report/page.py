@@ -143,9 +143,10 @@ def _tiles(views: Sequence[View]) -> Iterator[str]:
     for field, name in exposed.items():
         share, *others_share = [_share(view.row.iteration, field) for view in views]
         yield tile(share, name, *others_share)
-    if row.flops_per_gpu_s is not None:
+    if row.flops is not None:
         used = f", {row.utilisation:.1%} of peak" if row.utilisation is not None else ""
-        yield f"<li><b>{row.flops_per_gpu_s / 1e12:.1f}</b><span>TFLOP/s per GPU{used}</span></li>"
+        name = f"TFLOP/s of the model per GPU{used}"
+        yield f"<li><b>{row.flops.model / 1e12:.1f}</b><span>{name}</span></li>"
 
 
 def _share(row: Exposure, field: str) -> str:
@@ -206,7 +207,8 @@ def _extra_columns(rows: Sequence[Breakdown]) -> Iterator[tuple[str, list[str]]]
         ("host GiB", [(r.host_bytes, 2**30, ".1f") for r in rows]),
         ("offloaded GiB", [(r.offloaded_bytes, 2**30, ".3g") for r in rows]),
         ("deferred", [(r.deferred_share, 1, ".1%") for r in rows]),
-        ("TFLOP/s per GPU", [(r.flops_per_gpu_s, 1e12, ".1f") for r in rows]),
+        ("model TFLOP/s", [(r.flops and r.flops.model, 1e12, ".1f") for r in rows]),
+        ("hardware TFLOP/s", [(r.flops and r.flops.hardware, 1e12, ".1f") for r in rows]),
         ("utilisation", [(r.utilisation, 1, ".1%") for r in rows]),
     )
     for name, values in columns:

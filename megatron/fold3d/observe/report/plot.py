@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from math import ceil, floor, isfinite, log10
 
-from megatron.fold3d.observe.report.palette import STYLE, color
+from megatron.fold3d.observe.report.palette import HUES, STYLE, color
 from megatron.fold3d.observe.report.svg import WIDTH, opening, text
 
 HEIGHT = 436
 _TOP, _BOTTOM, _LEFT, _RIGHT = 108, 56, 66, 22
 _MOST_POINTS = 1500  # per line; a screen shows no more
-_COLORS = (color("forward", 0, 1), color("backward", 0, 1), color("sync", 0, 1))
+_FIRST = ("forward", "backward", "sync")
+_COLORS = tuple(color(kind, 0, 1) for kind in dict.fromkeys((*_FIRST, *HUES)))
 
 Points = Sequence[tuple[float, float]]
 
@@ -34,7 +36,7 @@ def _elements(title: str, panels: Sequence[Panel]) -> Iterator[str]:
     yield text(24, 38, 19, title, bold=True)
     x = 24.0
     names = list(panels[0].lines)
-    for name, paint in zip(names, _COLORS, strict=False):
+    for name, paint in zip(names, cycle(_COLORS), strict=False):
         yield f'<path d="M{x} 60h22" stroke="{paint}" stroke-width="3" stroke-linecap="round"/>\n'
         yield text(x + 29, 64.5, 13.5, name)
         x += 29 + len(name) * 7.4 + 26
@@ -68,7 +70,7 @@ def _panel(panel: Panel, left: float, width: float) -> Iterator[str]:
         yield text(at_x(tick), bottom + 20, 12, label, "soft", anchor="middle")
     yield text(left + _LEFT + room_x, bottom + 42, 13, panel.x_label, anchor="end")
     yield text(left + _LEFT, _TOP - 10, 13, panel.y_label)
-    for i, (line, paint) in enumerate(zip(lines, _COLORS, strict=False)):
+    for i, (line, paint) in enumerate(zip(lines, cycle(_COLORS), strict=False)):
         kept = _thinned(line)
         path = " ".join(f"{at_x(x):.1f},{at_y(y):.1f}" for x, y in kept)
         # Where lines lie on each other, the ones below shine through the gaps of those above.

@@ -36,6 +36,7 @@ from megatron.fold3d.predict.cost_model.sizes import (
     working_bytes,
 )
 from megatron.fold3d.predict.cost_model.stragglers import slowdowns
+from megatron.fold3d.predict.cost_model.training_flops import recomputed_flops
 from megatron.fold3d.predict.cost_model.transformer import tensor_parallel_elements
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.routes import NO_SWITCHES, Routes
@@ -231,20 +232,11 @@ def _tp_sync_s(
 def _recompute_s(
     shape: ModelShape, cluster: Cluster, setup: Setup, split: Split, slower: Sequence[float]
 ) -> tuple[float, ...]:
-    """What a backward of each stage recomputes: layers with TP.sync, or attention scores alone.
-
-    Embedding, head and loss are never recomputed.
-    """
+    """What a backward of each stage recomputes: layers with TP.sync, or attention scores alone."""
     rate = _flops_per_s(cluster, setup) * setup.context_parallel
-    of_layers = shape.stage_layers(split)
-    if setup.recompute == "none":
-        return (0.0,) * len(of_layers)
+    flops = recomputed_flops(shape, setup.recompute, split)
     whole = setup.recompute == "full"
-    flops = (
-        sum(shape.layer_flops(n) - (0 if whole else shape.linear_flops(n)) for n in layers)
-        for layers in of_layers
-    )
-    sync_s = _tp_sync_s(shape, cluster, setup, split) if whole else (0.0,) * len(of_layers)
+    sync_s = _tp_sync_s(shape, cluster, setup, split) if whole else (0.0,) * len(flops)
     return tuple(
         factor * setup.microbatch_size * each / rate + s
         for factor, each, s in zip(slower, flops, sync_s, strict=True)

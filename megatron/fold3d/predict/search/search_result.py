@@ -47,3 +47,22 @@ class Search:
     """The best one without delayed weight gradients, if it has them."""
     unsharded: JudgedCandidate | None = None
     """The best of ours that keeps parameters and gradients whole, if the best one does not."""
+
+    @property
+    def ours(self) -> JudgedCandidate | None:
+        """The best of ours, if there is any."""
+        return next((c for c in self.best if not c.candidate.is_stock), None)
+
+    @property
+    def gain(self) -> float:
+        """By how much the best of ours is faster than the best of stock."""
+        if self.best_stock is None or self.ours is None:
+            return 0.0
+        return self.best_stock.iteration_s / self.ours.iteration_s - 1
+
+    @property
+    def choice(self) -> JudgedCandidate:
+        """The one to take: stock's unless ours is worthwhile."""
+        if self.best_stock is None or (self.ours is not None and self.gain >= WORTHWHILE):
+            return self.ours or self.best[0]
+        return self.best_stock

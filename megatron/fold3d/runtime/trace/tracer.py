@@ -110,6 +110,7 @@ class Tracer:
             plan="" if plan is None else plan.to_text(),
             iterations=tuple(self._recorded),
             microbatch_flops=self._config.microbatch_flops,
+            recomputed_flops=self._config.recomputed_flops,
             clock="polls" if runs_behind(torch.device(self._config.device)) else "host",
         )
         path = self._folder / trace.file_name

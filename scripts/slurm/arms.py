@@ -1,0 +1,159 @@
+"""Write the arms that ``compare.sbatch`` trains: a user's job as it is, and what may beat it.
+
+    python -m scripts.slurm.arms out/compare/7 pretrain_gpt.py -- --num-layers 24 ...
+
+An arm is a folder with its flags, one word a line, and a folder for each of its rounds. `given` has
+the user's flags; `strongest` is the fastest of stock in the same layout, by simulation; `search` is
+what `fold3d search` proposes; `auto` has the chunks of `strongest` and ``--schedule auto``.
+"""
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron.fold3d.commands.megatron_flags import Described, from_flags
+from megatron.fold3d.commands.training_flags import training_flags, undecided, without
+from megatron.fold3d.predict.cost_model.cluster import Cluster, cluster
+from megatron.fold3d.predict.cost_model.presets import SCRIPTS, preset_flags
+from megatron.fold3d.predict.search.candidates import Candidate, Given
+from megatron.fold3d.predict.search.planner import search
+from megatron.fold3d.predict.search.search_result import Search
+
+ROUNDS = 3
+_FEWEST_ITERATIONS = 12
+_OURS = ("schedule", "plan-file")
+_OWN_FOLDERS = ("save", "load", "save-interval", "trace", "trace-iterations", "tensorboard-dir")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the arms' folders, and say which arms there are."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.slurm.arms", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("script")
+    parser.add_argument("flags", nargs="+")
+    args = parser.parse_args(argv)
+    try:
+        found, notes = arms(args.flags, args.script, _allocated(os.environ))
+    except ValueError as error:
+        parser.error(str(error))
+    for number, (name, words) in enumerate(found.items(), 1):
+        arm = args.folder / f"{number}-{name}"
+        for round_ in range(1, int(os.environ.get("ROUNDS", ROUNDS)) + 1):
+            (arm / f"round-{round_}").mkdir(parents=True, exist_ok=True)
+        (arm / "flags").write_text("\n".join(words) + "\n")
+        print(f"{arm.name}: {shlex.join(words)}")
+    print("\n".join(notes), flush=True)
+    (args.folder / "resume").write_text(_resume(args.folder, args.script, os.environ) + "\n")
+    return 0
+
+
+def arms(
+    flags: Sequence[str], script: str, hardware: Cluster
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the flags of each arm, and why one is missing.
+
+    Raises:
+        ValueError: the flags are no job that arms can differ from.
+    """
+    words = list(without(flags, _OWN_FOLDERS))
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name, otherwise in (
+        ("--tensor-model-parallel-size", 1),
+        ("--pipeline-model-parallel-size", 1),
+        ("--micro-batch-size", None),
+        ("--train-iters", None),
+    ):
+        own.add_argument(name, type=int, default=otherwise)
+    own.add_argument("--model-preset")
+    args, _ = own.parse_known_args(words)
+    if given := [f"--{name}" for name in _OURS if list(without(words, [name])) != words]:
+        raise ValueError(f"{given[0]}: arms differ in it; give the flags of a job of stock")
+    if args.train_iters is None or args.train_iters < _FEWEST_ITERATIONS:
+        raise ValueError(
+            f"--train-iters {args.train_iters}: auto tries its choices in the first nine; give 30"
+        )
+    last_two = f"{args.train_iters - 1}-{args.train_iters}"
+    traced = ["--trace-iterations", last_two]
+    found, notes = {"given": [*words, *traced]}, []
+    if args.model_preset:
+        family = next(family for family, name in SCRIPTS.items() if name == script)
+        words = [*preset_flags(args.model_preset, family), *without(words, ["model-preset"])]
+
+    def arm(candidate: Candidate) -> list[str]:
+        rest = list(undecided(words))
+        chosen = training_flags(described.shape, hardware, candidate, fp16=described.fp16, own=rest)
+        return [*shlex.split(chosen), *traced]
+
+    described = from_flags(shlex.join(words))
+    layout = {
+        "tensor_parallel": args.tensor_model_parallel_size,
+        "num_ranks": args.pipeline_model_parallel_size,
+        "microbatch_size": args.micro_batch_size,
+    }
+    stock = _search(described, hardware, **layout).best_stock
+    if stock is None:
+        notes.append("no strongest and no auto: no stock configuration of this layout fits")
+    else:
+        found["strongest"] = arm(stock.candidate)
+    found["search"] = arm(_search(described, hardware).choice.candidate)
+    if stock is not None:
+        found["auto"] = arm(replace(stock.candidate, schedule="auto", is_stock=False))
+    return found, notes
+
+
+def _search(described: Described, hardware: Cluster, **layout: Any) -> Search:
+    """Search for what is described, in this layout or in any."""
+    given = Given(
+        fp32=described.fp32,
+        context_parallel=described.context_parallel,
+        expert_parallel=described.expert_parallel,
+        expert_tensor_parallel=described.expert_tensor_parallel,
+        small_gradients=described.small_gradients,
+    )
+    return search(
+        described.shape,
+        hardware,
+        global_batch_size=described.global_batch_size,
+        given=replace(given, **layout),
+    )
+
+
+def _allocated(environment: Mapping[str, str]) -> Cluster:
+    """Return the cluster that CLUSTER names, which must be the allocation.
+
+    Raises:
+        ValueError: there is none, or its GPUs are not those of the tasks.
+    """
+    if not (name := environment.get("CLUSTER")):
+        raise ValueError("no CLUSTER: name the nodes as for `fold3d search`, CLUSTER=a100x64-200g")
+    found, tasks = cluster(name), int(environment["SLURM_NTASKS"])
+    if found.num_gpus != tasks:
+        raise ValueError(
+            f"CLUSTER={name} has {found.num_gpus} GPUs, and the job {tasks} tasks; name as many"
+        )
+    return found
+
+
+def _resume(folder: Path, script: str, environment: Mapping[str, str]) -> str:
+    """Return the command that runs what is missing in a folder, in an allocation like this one."""
+    options = {
+        "--nodes": "SLURM_JOB_NUM_NODES",
+        "--ntasks-per-node": "SLURM_NTASKS_PER_NODE",
+        "--gpus-per-node": "SLURM_GPUS_PER_NODE",
+    }
+    given = [
+        f"{option}={environment[name]}" for option, name in options.items() if name in environment
+    ]
+    words = ["sbatch", *given, "scripts/slurm/compare.sbatch", script]
+    return f"COMPARE={shlex.quote(str(folder))} {shlex.join(words)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

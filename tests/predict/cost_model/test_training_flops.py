@@ -1,0 +1,27 @@
+import pytest
+
+from megatron.fold3d.predict.cost_model.model_shape import SHAPES, model_shape
+from megatron.fold3d.predict.cost_model.training_flops import training_flops
+
+SHAPE = SHAPES["gpt3-39b"]
+
+
+def test_full_recomputation_computes_what_megatrons_paper_counts():
+    """96 B s l h^2 (1 + s/6h + V/16lh), Narayanan et al., Sec. 5.1; its logits are not repeated."""
+    s, h, layers, vocab = SHAPE.seq_length, SHAPE.hidden_size, SHAPE.num_layers, SHAPE.vocab_size
+    published = 96 * s * layers * h**2 * (1 + s / (6 * h) + vocab / (16 * layers * h))
+    assert training_flops(SHAPE, "full").hardware == pytest.approx(published, rel=1e-9)
+
+
+def test_the_models_flops_are_those_without_recomputation():
+    none, selective, full = (training_flops(SHAPE, how) for how in ("none", "selective", "full"))
+    assert none.model == none.hardware == selective.model == full.model
+    again = SHAPE.num_layers * SHAPE.score_flops
+    assert selective.hardware - selective.model == again < full.hardware - full.model
+
+
+def test_stages_that_recompute_some_of_their_layers_compute_these_again():
+    shape = model_shape("8-64-4-32")
+    some = training_flops(shape, "full", (4, 4), (1, 2))
+    assert some.hardware - some.model == 3 * shape.layer_flops(0)
+    assert training_flops(shape, "full", (4, 4), (4, 4)) == training_flops(shape, "full")
