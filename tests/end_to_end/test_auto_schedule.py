@@ -48,7 +48,8 @@ def test_losses_norms_and_parameters_are_those_of_stock(row: Row, tried: tuple[T
     assert differences(*_comparable(ours, _stock(num_ranks, row.command("--schedule stock")))) == []
     assert told[1] == []  # one rank tells
     if tried:
-        trial, chosen = told[0]
+        *shares, trial, chosen = told[0]
+        assert len(shares) == any(defers for _, defers, *_ in tried)
         assert trial.startswith(f"--schedule auto tries --schedule {tried[0][0]}")
         assert chosen.startswith("from now on, as --schedule auto chose: --schedule aiao")
 
@@ -71,8 +72,8 @@ def test_sums_of_four_replicas_may_be_rounded_otherwise_and_that_is_told() -> No
         )
         assert losses == pytest.approx(expected, rel=1e-6)  # fp32 keeps seven digits
         if told:
-            assert "adds up the gradients of 4 replicas in another order" in told[1]
-            assert told[2].endswith(
+            assert "adds up the gradients of 4 replicas in another order" in told[2]
+            assert told[3].endswith(
                 "iterations took --schedule 1f1b: 0.3 s, --schedule 1f1b "
                 "--backward-share auto: 0.1 s"
             )

@@ -355,9 +355,9 @@ def train_with_changing_shares(argv: Sequence[str]) -> "Heard":
         found = options(self, *args)
         return replace(found, shares=shares) if found.shares else found
 
-    def chosen(self: DueSteps, plan: Any) -> Any:
+    def chosen(self: DueSteps, plan: Any, rank: int) -> Any:
         nonlocal shares
-        choose_plan(self, plan)
+        choose_plan(self, plan, rank)
         shares = next(every)
         self._plans._made.clear()
         return self._plans.training(plan.num_microbatches)

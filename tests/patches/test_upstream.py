@@ -32,6 +32,7 @@ from fold3d_patches.schedule import (
     scale_gradients,
     script_settings,
     tensor_parallel_group,
+    token_dispatcher,
     zero_grad_buffer,
 )
 from megatron.fold3d.predict.search.choice_search import ChoiceSearch
@@ -67,6 +68,7 @@ PATCHES = (
     backward_post_hook.patch(EngineWeightGrads()),
     nccl_options.patch(3, 1),
     tensor_parallel_group.patch(Baton()),
+    token_dispatcher.patch(Baton()),
     *unfused_layers.patches(),
     *cpu.patches(),
     *trace.patches(Tracer(TRACED, Plans(TRACED), NO_METRICS), "stock"),

@@ -59,6 +59,15 @@ class Plans:
         """Return what was chosen for iterations of this size, if anything was."""
         return self._choices.get(num_microbatches)
 
+    def shares(self, order: Plan) -> tuple[float, ...]:
+        """Return, by stage, the part of DP.sync that starts in its iteration; empty is all."""
+        if not self.carries:
+            return ()
+        if (choice := self.choice(order.num_microbatches)) is not None:
+            return choice.shares or ()
+        share = self._config.backward_share
+        return () if share is None else (share,) * order.num_stages
+
     def order(self, num_microbatches: int) -> Plan:
         """Return the order of a training iteration: its computations only.
 
@@ -115,11 +124,7 @@ class Plans:
 
             offloaded = OffloadChoice()  # all
         choice = self.choice(order.num_microbatches)
-        shares = () if choice is None else choice.shares or ()
-        if choice is None and config.backward_share is not None:
-            shares = (config.backward_share,) * order.num_stages
-        if not self.carries:
-            shares = ()
+        shares = self.shares(order)
         options = Options(
             delay_weight_grads=() if config.auto_weight_grads else config.delay_weight_grads,
             recompute_early=config.recompute_early,

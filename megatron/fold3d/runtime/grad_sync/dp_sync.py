@@ -66,7 +66,7 @@ class DPSync(Feature):
 
     def choose_plan(self, plan: Plan, rank: int) -> Plan:
         """Return the plan of a free iteration, or that of one that may be clipped."""
-        return plan if self._due is None else self._due.choose_plan(plan)
+        return plan if self._due is None else self._due.choose_plan(plan, rank)
 
     def prepare(self, iteration: Iteration) -> None:
         """Disable DDP's hooks until a segment's sum, or until the iteration ends.

@@ -126,6 +126,7 @@ class DueSteps:
 
         # Of the iteration that runs.
         self._names: Mapping[Any, Action] = {}  # of each chunk's sum, for traces
+        self._shares: tuple[float, ...] = ()  # by segment, of its sum; empty is all
         self._scaling: dict[Any, Any] = {}  # by chunk that is still being reduced
         self._noted: set[Any] = set()  # chunks whose norms are bounded
 
@@ -139,12 +140,13 @@ class DueSteps:
         self._due: set[Any] = set()  # chunks
         self._num_late = self._num_whole = 0  # of all steps
 
-    def choose_plan(self, plan: Plan) -> Plan:
+    def choose_plan(self, plan: Plan, rank: int) -> Plan:
         """Return the plan of a free iteration, or that of one that may be clipped."""
-        if self._plans.carries == self.is_free:
-            return plan
-        self._plans.carries = self.is_free
-        return self._plans.training(plan.num_microbatches)
+        if self._plans.carries != self.is_free:
+            self._plans.carries = self.is_free
+            plan = self._plans.training(plan.num_microbatches)
+        self._shares = self._plans.shares(plan)[rank :: plan.num_ranks]
+        return plan
 
     def prepare(
         self,
@@ -247,7 +249,12 @@ class DueSteps:
         self._report = report
         self._num_late += 1
         self._needed = max(1, self._needed // 2)
-        self._count_rest(sum(self.sums.gradients[chunk].num_left_bytes for chunk in late))
+        self._count_rest(
+            sum(
+                (1 - share) * self.sums.gradients[chunk].num_bytes
+                for chunk, share in zip(self._chunks, self._shares, strict=True)
+            )
+        )
         self._step = PartialStep(optimizer, iteration, self._alone)
         if parameters := [p for chunk in reduced for p in chunk.parameters()]:
             self._step.take(parameters)

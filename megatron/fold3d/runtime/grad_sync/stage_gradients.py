@@ -46,6 +46,8 @@ class StageGradients:
         slice_bytes: the most that is all-reduced at once.
         our_group: returns the process group that sums a bucket group, but for parts of its shards.
 
+    Attributes:
+        num_bytes: of all gradients that are not kept apart.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class StageGradients:
             for bucket in bucket_group.buckets
             for piece in self._pieces(bucket_group, bucket, 0, bucket.grad_data.numel())
         ]
+        self.num_bytes = sum(piece.num_bytes for piece in whole)
         self._num_elements = sum(piece.num_elements for piece in whole)
         self.restart()
 
@@ -73,11 +76,6 @@ class StageGradients:
         self._waiting: dict[Any, Piece] = {}  # by bucket, for other shards
         self._left: list[Piece] = []
         self._num_taken = 0
-
-    @property
-    def num_left_bytes(self) -> int:
-        """The bytes that are complete and not taken."""
-        return sum(piece.num_bytes for piece in self._left)
 
     def complete(self, unfinished: Collection[torch.Tensor] = ()) -> Sequence[Piece]:
         """Note which gradients are complete; return those that can be taken since this call.
