@@ -112,11 +112,23 @@ def test_layers_that_were_not_paced_are_not_predicted():
         predict.rows(report("--no-pacing"))
 
 
+UNPREDICTED = {  # systems of the paper, and ours that measures: these are refused by name
+    "aiao+offload": "--offload-activations",
+    "aiao+preempt": "--preemptive-comm",
+    "fold3d": "--offload-activations",
+    "auto": "--schedule: invalid choice: 'auto'",
+}
+
+
 def test_every_known_variant_is_one_that_the_planner_knows():
     args = compare.parse_arguments(["--untied", "--clip-grad", "0"])
     bench, every = compare._read(args)
     job = predict.Job.read({key: str(value) for key, value in vars(args).items()})
     for variant in every:
+        if found := UNPREDICTED.get(variant.name):
+            with pytest.raises(ValueError, match=found):
+                job.candidate(variant.flags)
+            continue
         candidate = job.candidate(variant.flags)
         assert candidate.is_stock == variant.is_stock
         assert candidate.setup.distributed_optimizer == variant.is_distributed_optimizer

@@ -372,7 +372,7 @@ MUTATIONS = (
     # Pairs of micro-batches.
     Mutation(
         "a layer does not wait for the collective during which the other micro-batch ran",
-        "tensor_parallel.paired_group:_PairedWork.wait",
+        "tensor_parallel.paired_group:_PairedWork.finish",
         "    done = bool(self._work.wait(*timeout))\n",
         "    done = True\n",
         _PAIRS,
