@@ -98,13 +98,6 @@ def put_tensor_parallel_first(args: Namespace) -> None:
     args.high_priority_stream_groups = args.high_priority_stream_groups or ["tp"]
 
 
-def connection_problems() -> Iterator[str]:
-    """Yield one message if ``--preemptive-comm`` is given fewer hardware queues than it needs."""
-    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    if connections is not None and connections != str(MOST_CONNECTIONS):
-        yield f"CUDA_DEVICE_MAX_CONNECTIONS={connections} {TOO_FEW_CONNECTIONS}"
-
-
 def blocking_settings(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield each setting that blocks or hangs every plan of ours on GPUs, and the rule."""
     has_one_queue = environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
