@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Everything that waits for a GPU: build, test, train, measure. One GPU is enough; about twenty
-# minutes. With two or more it also trains pipelines and replicas.
+# minutes. Two also train pipelines and replicas, four tensor parallelism and the distributed
+# optimizer, eight all of it at once.
 #
 #   scripts/gpu.sh [--dry-run] [FOLDER [PYTHON [STEP...]]]
 #
 # Each step's output goes to a file of FOLDER (out/gpu) as well, and one that fails stops no other.
 # It fails if it takes longer than STEP_SECONDS (900), or if losses are not those of stock. Names of
-# steps choose among them. At the end it prints one table, and puts all of it into FOLDER/report.txt:
-# attach that file to a bug report. --dry-run prints the commands alone; GPUS and IMPLEMENTATIONS
+# steps choose among them. At the end it prints one table, and what the steps say about each claim of
+# docs/gpu.md. All of it is in FOLDER/report.txt: attach that file to a bug report. --dry-run prints the commands alone; GPUS and IMPLEMENTATIONS
 # then say for how many GPUs and which layers.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -26,6 +27,7 @@ gpt3=(rank --hidden-size 6144 --heads 48 --tensor-parallel 8 --layers 5 --micro-
 naming=yes # the first time through, steps only say their names
 known=" "
 failed=()
+ran=" "
 rows=()
 
 step() { # a name, then a command
@@ -40,9 +42,10 @@ step() { # a name, then a command
     fi
     printf '== %s: %s\n' "$name" "$*"
     [[ $dry ]] && return
-    [[ $1 == same_losses ]] && limit=()
+    [[ $1 == same_losses || $1 == as_fast ]] && limit=() # functions
     ${limit[@]+"${limit[@]}"} "$@" 2>&1 | tee "$folder/$name.log" || status=1
     ((status)) && failed+=("$name")
+    ran+="$name "
     rows+=("$(printf '%-24s %-6s %5d s  %s' "$name" "$( ((status)) && echo FAILED || echo ok)" \
         $((SECONDS - begin)) "$(summary "$folder/$name.log")")")
 }
@@ -71,16 +74,49 @@ same_losses() { # two runs
         echo "equal in every digit: $found losses"
 }
 
+as_fast() { # two runs: the first may take 5% longer, in the median of the last ten iterations
+    local run times=()
+    for run in "$1" "$2"; do
+        times+=("$(grep -o 'per iteration (ms): [0-9.]*' "$folder/$run.log" | grep -o '[0-9.]*$' |
+            tail -10 | sort -n | sed -n 5p)")
+        [[ ${times[-1]} ]] || {
+            echo "there are no ten iterations in $run.log"
+            return 1
+        }
+    done
+    echo "$1 ${times[0]} ms, $2 ${times[1]} ms"
+    awk "BEGIN { exit !(${times[0]} <= 1.05 * ${times[1]}) }"
+}
+
+claims() { # of docs/gpu.md: what the steps that it names say about each
+    local claim steps name word verdict
+    while IFS='|' read -r _ claim _ steps _; do
+        verdict="not run"
+        for word in $(tr -d '`,' <<<"$steps"); do
+            for name in $ran; do
+                # shellcheck disable=SC2053  # the page has patterns
+                [[ $name == $word || $name == $word-losses || $name == $word-time ]] || continue
+                [[ $verdict == CONTRADICTED ]] || verdict=confirmed
+                [[ $verdict == CONTRADICTED || $name != copies && $name != rank-* ]] || verdict=measured
+                [[ " ${failed[*]-} " != *" $name "* ]] || verdict=CONTRADICTED
+            done
+        done
+        printf '%-13s%s\n' "$verdict" "$claim"
+    done < <(sed -n '/^| claim /,/^$/p' docs/gpu.md | tail -n +3 | grep '`[^|]*|$')
+}
+
 # A small GPT: 8 layers, hidden size 1024. Every run has the same data, so losses can be compared.
+# QUEUES is for CUDA: 32 if it is not set.
 train() { # a name, the number of ranks, then flags
-    local name=$1 ranks=$2
-    step "$name" "$python" -m torch.distributed.run --nproc-per-node "$ranks" pretrain_gpt.py \
+    local name=$1 ranks=$2 trace=(--trace "$folder/trace/$1")
+    [[ $name != *-untraced ]] || trace=()
+    step "$name" env CUDA_DEVICE_MAX_CONNECTIONS="${QUEUES:-32}" "$python" -m torch.distributed.run --nproc-per-node "$ranks" pretrain_gpt.py \
         --num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 \
         --max-position-embeddings 1024 --bf16 --micro-batch-size 1 --global-batch-size 16 \
         --attention-dropout 0 --hidden-dropout 0 \
         --overlap-grad-reduce --train-iters 20 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer \
         --vocab-size 50257 --eval-iters 0 --eval-interval 1000 --log-interval 1 \
-        --trace "$folder/trace/$name" "${@:3}"
+        ${trace[@]+"${trace[@]}"} "${@:3}"
     if [[ "$*" == *"--schedule stock"* ]]; then
         reference=$name
     else
@@ -101,6 +137,7 @@ all_steps() {
     for connections in 1 8 32; do
         step "queue-$connections" env CUDA_DEVICE_MAX_CONNECTIONS=$connections "$python" -m scripts.bench.queues
     done
+    step timed-event-1 env CUDA_DEVICE_MAX_CONNECTIONS=1 "$python" -m scripts.bench.queues --timed-event
 
     implementations=${IMPLEMENTATIONS:-local}
     if [[ -z ${IMPLEMENTATIONS-} ]] && "$python" -c 'import transformer_engine.pytorch' 2>/dev/null; then
@@ -124,10 +161,42 @@ all_steps() {
                 --lazy-inter-segment
             train "$layers-dp-stock" 2 --schedule stock "${as[@]}" --clip-grad 0
             train "$layers-dp-share" 2 --schedule 1f1b "${as[@]}" --clip-grad 0 --backward-share 0.5
+            QUEUES=1 train "$layers-pp-one-queue" 2 --schedule stock "${as[@]}" "${pp[@]}"
+            QUEUES=1 train "$layers-pp-traced" 2 --schedule aiao "${as[@]}" "${pp[@]}"
+            QUEUES=1 train "$layers-pp-untraced" 2 --schedule aiao "${as[@]}" "${pp[@]}"
+            step "$layers-pp-traced-time" as_fast "$layers-pp-traced" "$layers-pp-untraced"
         fi
         if ((gpus >= 4)); then
             train "$layers-pp-dp-stock" 4 --schedule stock "${as[@]}" "${pp[@]}"
             train "$layers-pp-dp-aiao" 4 --schedule aiao "${as[@]}" "${pp[@]}"
+            train "$layers-pp-dp-preempt" 4 --schedule aiao "${as[@]}" "${pp[@]}" --preemptive-comm
+
+            zero=("${pp[@]}" --use-distributed-optimizer --overlap-param-gather
+                --untie-embeddings-and-output-weights)
+            train "$layers-zero-stock" 4 --schedule stock "${as[@]}" "${zero[@]}"
+            train "$layers-zero-aiao" 4 --schedule aiao "${as[@]}" "${zero[@]}"
+            train "$layers-zero-auto" 4 --schedule auto "${as[@]}" "${zero[@]}"
+            train "$layers-zero-shards" 4 --schedule aiao "${as[@]}" "${zero[@]}" \
+                --shard-segments gradients
+            train "$layers-zero-replicated" 4 --schedule aiao "${as[@]}" "${zero[@]}" \
+                --replicate-optimizer 1
+
+            tp=("${pp[@]}" --tensor-model-parallel-size 2)
+            # Megatron's own norms lack sequence parallelism without apex.
+            [[ $layers == local ]] || tp+=(--sequence-parallel)
+            QUEUES=1 train "$layers-tp-stock" 4 --schedule stock "${as[@]}" "${tp[@]}"
+            QUEUES=1 train "$layers-tp-aiao" 4 --schedule aiao "${as[@]}" "${tp[@]}"
+            train "$layers-tp-queues" 4 --schedule aiao "${as[@]}" "${tp[@]}"
+            [[ $layers != local ]] ||
+                QUEUES=1 train "$layers-tp-pairs" 4 --schedule aiao "${as[@]}" "${tp[@]}" \
+                    --overlap-tensor-parallel
+        fi
+        if ((gpus >= 8)); then
+            QUEUES=1 train "$layers-all-stock" 8 --schedule stock "${as[@]}" "${tp[@]}" --clip-grad 0
+            QUEUES=1 train "$layers-all-share" 8 --schedule aiao "${as[@]}" "${tp[@]}" --clip-grad 0 \
+                --backward-share 0.5
+            train "$layers-all-queues" 8 --schedule aiao "${as[@]}" "${tp[@]}" --clip-grad 0 \
+                --backward-share 0.5 --preemptive-comm "${offload[@]}"
         fi
     done
 
@@ -149,7 +218,7 @@ done
 [[ $dry ]] || mkdir -p "$folder"
 all_steps
 [[ $dry ]] && exit
-table=$(printf '%s\n' "${rows[@]}")
+table=$(printf '%s\n' "${rows[@]}" && printf '\nClaims of docs/gpu.md:\n' && claims)
 printf '\n%s\n' "$table"
 {
     git log -1 --format='fold3d %H %cI' 2>/dev/null

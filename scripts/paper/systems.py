@@ -60,7 +60,8 @@ class System:
         if layout.one_queue and _PREEMPT in self.flags:
             return (
                 f"{_PREEMPT} needs a hardware queue for each stream, and Megatron asserts one for "
-                "tensor parallelism before Blackwell; take aiao+split or auto"
+                "tensor parallelism before Blackwell unless CUDA_DEVICE_MAX_CONNECTIONS=32; give "
+                "that, or take aiao+split or auto"
             )
         return None
 

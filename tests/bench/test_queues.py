@@ -21,17 +21,20 @@ class Device(LateDevice):
             stream.synchronize()
 
 
+@pytest.mark.parametrize("timed", [False, True], ids=["kernel", "event"])
 @pytest.mark.parametrize(
     ("num_queues", "verdict"), [(1, "it waited"), (32, "it did not wait")], ids=["one", "many"]
 )
-def test_one_queue_is_told_from_many(num_queues: int, verdict: str) -> None:
+def test_one_queue_is_told_from_many(num_queues: int, verdict: str, timed: bool) -> None:
     device = Device(IN_TIME, num_queues)
     device.is_queued = True  # no operator runs on the host, so a stream is entered at once
-    assert queues.verdict(*queues.times_ms(device)) == verdict
+    # On a busy machine a thread may be late, but never early.
+    tries = [queues.times_ms(device, timed=timed) for _ in range(3)]
+    assert queues.verdict(*min(tries, key=lambda ms: ms[1] / ms[0])) == verdict
 
 
 def test_without_a_gpu_the_queue_test_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert queues.main() == 2
+    assert queues.main([]) == 2
     assert "error: torch sees no GPU" in capsys.readouterr().err
 
 

@@ -1,16 +1,14 @@
 """What a run on GPUs lacks is found before it begins, or done without."""
 
+import re
 from argparse import ArgumentParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron.fold3d.config import gpu_settings
-from megatron.fold3d.config.gpu_settings import (
-    default_flags,
-    gpu_problems,
-    put_tensor_parallel_first,
-)
+from megatron.fold3d.config.gpu_settings import default_flags, gpu_problems
 from megatron.fold3d.training import launch
 
 AIAO = "--schedule aiao --pipeline-model-parallel-size 2"
@@ -70,13 +68,29 @@ def test_collectives_with_timed_events_are_refused_with_one_queue(
     assert message.startswith(f"{name}=1: with CUDA_DEVICE_MAX_CONNECTIONS=1: ")
 
 
-def test_tensor_parallel_streams_get_priority_unless_the_user_says_which(
+@pytest.mark.parametrize(
+    ("flags", "major", "groups"),
+    [
+        ("", 8, ["tp"]),
+        ("--high-priority-stream-groups pp dp", 9, ["pp", "dp"]),
+        ("", 10, []),  # Blackwell
+    ],
+)
+def test_with_many_queues_tensor_parallel_streams_get_priority_and_the_log_says_what_is_lost(
     parser: ArgumentParser,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    flags: str,
+    major: int,
+    groups: list[str],
 ) -> None:
-    for flags, groups in (("", ["tp"]), ("--high-priority-stream-groups pp dp", ["pp", "dp"])):
-        args = parser.parse_args(f"--tensor-model-parallel-size 2 {flags}".split())
-        put_tensor_parallel_first(args)
-        assert args.high_priority_stream_groups == groups
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(major=major))
+    args = parser.parse_args(f"--tensor-model-parallel-size 2 {flags}".split())
+    with caplog.at_level("INFO"):
+        launch._put_tensor_parallel_first(args)
+    assert args.high_priority_stream_groups == groups
+    said = f"may start behind the weight gradient that would hide it, .*: {' '.join(groups)}$"
+    assert [bool(re.search(said, text)) for text in caplog.messages] == [True] * bool(groups)
 
 
 def test_training_asks_before_process_groups_exist(

@@ -1,10 +1,13 @@
 """What `make` runs before Python does: finding an interpreter, filling `.venv` once."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from argparse import ArgumentParser
+from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ from megatron.fold3d.config.fold3d_config import Fold3DConfig
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
-GPU_PAGE = (ROOT / "docs/gpu.md").read_text()
+CLAIMS = (ROOT / "docs/gpu.md").read_text().partition("| claim ")[2].partition("\n\n")[0]
 NEEDED_COMMANDS = ("bash", "cat", "dirname", "env", "mkdir")
 
 
@@ -231,6 +234,54 @@ def test_a_step_that_the_gpu_script_lacks_is_refused(tmp_path: Path):
     assert "no step is called copys; there are machine doctor build extension" in done.stderr
 
 
+@pytest.fixture
+def gpu_node(machine: Machine) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run steps of the GPU script with a Python whose runs print what Megatron would."""
+    folder = machine.bin.parent / "out"
+    python = machine.command(
+        "stub",
+        """
+        [[ $* == *"--backward-share"* ]] && loss=2.000001E+00 || loss=2.000000E+00
+        [[ $* == *"/trace/"* ]] && ms=100.0 || ms=$SLOW
+        for i in {1..20}; do
+            echo " iteration $i/ 20 | elapsed time per iteration (ms): $ms | lm loss: $loss |"
+        done
+        """,
+    )
+
+    def run(*steps: str, untraced_ms: str = "99.0") -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "GPUS": "4", "IMPLEMENTATIONS": "local", "SLOW": untraced_ms}
+        command = [ROOT / "scripts/gpu.sh", folder, python, *steps]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+    return run
+
+
+PIPELINE = "two pipeline ranks train what stock trains, over NCCL"
+TRACES = "traces and `auto` do not hold up the one queue"
+
+
+def test_the_gpu_script_says_which_claims_its_steps_confirm(gpu_node, tmp_path: Path):
+    done = gpu_node(*(f"local-pp-{name}" for name in ("stock", "aiao", "aiao-losses")))
+    assert done.returncode == 0, done.stderr
+    table = done.stdout.partition("local-pp-aiao-losses ")[2]
+    assert "equal in every digit: 20 losses" in table
+    for claim, said in ((PIPELINE, "confirmed"), (TRACES, "not run")):
+        assert f"\n{said:13} {claim} \n" in table
+    report = (tmp_path / "out/report.txt").read_text()
+    assert table.partition("all of it: ")[0].strip() in report
+
+
+def test_other_losses_and_slow_traces_contradict_claims(gpu_node):
+    deferred = [f"local-dp-{name}" for name in ("stock", "share", "share-losses")]
+    traced = [f"local-pp-{name}" for name in ("traced", "untraced", "traced-time")]
+    done = gpu_node(*deferred, *traced, untraced_ms="90.0")
+    assert done.returncode == 1
+    assert "failed: local-dp-share-losses local-pp-traced-time; see " in done.stderr
+    assert f"\nCONTRADICTED  {TRACES} \n" in done.stdout
+    assert "\nCONTRADICTED  activations and messages in host memory and DP.sync in " in done.stdout
+
+
 def test_every_stress_check_is_run_with_options_that_it_has(machine: Machine):
     (machine.bin / "date").symlink_to(shutil.which("date"))
     machine.command(str(machine.checkout / ".venv/bin/python"), 'echo "run: $*"; exit 1')
@@ -247,22 +298,27 @@ def test_every_stress_check_is_run_with_options_that_it_has(machine: Machine):
             assert not option.startswith("--") or f'"{option}"' in source
 
 
-def test_what_the_gpu_script_would_train_is_valid(parser: ArgumentParser, tmp_path: Path):
-    environment = {**os.environ, "GPUS": "4", "IMPLEMENTATIONS": "local transformer_engine"}
+def test_what_the_gpu_script_would_train_is_valid(
+    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    environment = {**os.environ, "GPUS": "8", "IMPLEMENTATIONS": "local transformer_engine"}
     command = [ROOT / "scripts/gpu.sh", "--dry-run", tmp_path / "out", "python"]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=60, check=True
     )
     assert not (tmp_path / "out").exists()
+    claimed = re.findall(r"`(\S+?)`", "".join(row.split("|")[3] for row in CLAIMS.split("\n")[2:]))
     trained = {}
     for line in done.stdout.splitlines():
         if "pretrain_gpt.py" in line:
             name, words = line.removeprefix("== ").split(": ", 1)
+            monkeypatch.setenv(*words.split()[1].split("="))
             args = parser.parse_args(words.split("pretrain_gpt.py ")[1].split())
             trained[name] = Fold3DConfig.from_args(args).schedule
-            assert f"`*{name[name.index('-') :]}`" in GPU_PAGE
-    assert len(trained) == 2 * 11
+            assert any(fnmatch(name, pattern) for pattern in claimed)
+    assert len(trained) == 2 * 27 - 1  # pairs are for Megatron's own layers
     assert {trained["local-stock"], trained["transformer_engine-pp-aiao"]} == {"stock", "aiao"}
+    assert {*trained.values()} == {"stock", "aiao", "1f1b", "auto"}
     for connections in (1, 8, 32):
         assert (
             f"== queue-{connections}: env CUDA_DEVICE_MAX_CONNECTIONS={connections} " in done.stdout

@@ -59,7 +59,7 @@ def test_a_pair_trains_the_papers_configuration(
     _has_gpu(monkeypatch, major={"a100": 8, "v100": 7}[gpu])
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as the script does, for Megatron
     text = (ROOT / SCRIPTS / f"{gpu}.sbatch").read_text()
-    assert "\nexport CUDA_DEVICE_MAX_CONNECTIONS=1" in text
+    assert "\nexport CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}" in text
     num_nodes, per_node = (
         int(re.findall(rf"^#SBATCH --{option}=(\d+)$", text, re.M)[0])
         for option in ("nodes", "ntasks-per-node")

@@ -20,11 +20,6 @@ TOO_FEW_CONNECTIONS = (
     f"{MOST_CONNECTIONS}, with tensor parallelism too; with 1, --dp-slices on starts slices where "
     "the plan has them"
 )
-MANY_QUEUES = (
-    f"CUDA_DEVICE_MAX_CONNECTIONS={MOST_CONNECTIONS}: a layer's collective may start behind the "
-    "weight gradient that would hide it, where 1 starts it first; high-priority streams: %s"
-)
-"""What is lost with tensor or context parallelism before Blackwell."""
 
 _ON = ("1", "y", "yes", "t", "true", "detail")  # as torch reads them
 _WAITS = "the host would wait for every transfer and reduction, and nothing would overlap"
@@ -78,31 +73,6 @@ def has_many_queues() -> bool:
     very number to have more.
     """
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == str(MOST_CONNECTIONS)
-
-
-def put_tensor_parallel_first(args: Namespace) -> None:
-    """Prepare validated flags of GPUs before Blackwell for tensor parallelism with many queues.
-
-    Only one hardware queue keeps the order in which Megatron's layers launch a collective and the
-    matmul that hides it. With many, priority of its stream has to do.
-
-    Raises:
-        ValueError: a flag cannot work without that order.
-    """
-    if args.tp_comm_overlap:
-        raise ValueError(
-            f"--tp-comm-overlap with CUDA_DEVICE_MAX_CONNECTIONS={MOST_CONNECTIONS}: before "
-            "Blackwell its kernels need the order of one hardware queue; drop --tp-comm-overlap, "
-            "or give CUDA_DEVICE_MAX_CONNECTIONS=1"
-        )
-    args.high_priority_stream_groups = args.high_priority_stream_groups or ["tp"]
-
-
-def connection_problems() -> Iterator[str]:
-    """Yield one message if ``--preemptive-comm`` is given fewer hardware queues than it needs."""
-    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    if connections is not None and connections != str(MOST_CONNECTIONS):
-        yield f"CUDA_DEVICE_MAX_CONNECTIONS={connections} {TOO_FEW_CONNECTIONS}"
 
 
 def blocking_settings(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:

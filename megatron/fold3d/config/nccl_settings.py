@@ -5,17 +5,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megatron.fold3d.config.argument_group import ArgumentGroup
+from megatron.fold3d.config.gpu_settings import TOO_FEW_CONNECTIONS, has_many_queues
 
-# With --preemptive-comm one thread starts what is ready while another runs ahead on the compute
-# stream, and every rank's gate has its own timing. So a setting that makes the device keep the
-# order of launches can deadlock ranks.
-_UNSAFE = {
-    "NCCL_LAUNCH_ORDER_IMPLICIT": (
-        "groups would have to start their operations in one order on all ranks, and a gate delays "
-        "those of one rank",
-        "unset it",
-    ),
-}
 _CLASS_OF_ALL = ("NCCL_IB_SL", "NCCL_IB_TC")
 _CLASSES = range(256)
 
@@ -33,13 +24,19 @@ def add_traffic_class_flags(group: ArgumentGroup) -> None:
 
 
 def launch_problems() -> Iterator[str]:
-    """Yield one message (found, rule, fix) per setting that may hang ``--preemptive-comm``."""
-    from megatron.fold3d.config.gpu_settings import connection_problems
+    """Yield one message (found, rule, fix) per setting that may hang ``--preemptive-comm``.
 
-    yield from connection_problems()
-    for name, (rule, fix) in _UNSAFE.items():
-        if os.environ.get(name) == "1":
-            yield f"{name}=1 with --preemptive-comm: {rule}; {fix}"
+    One thread starts what is ready while another runs ahead on the compute stream, and every rank's
+    gate has its own timing. So what makes the device keep the order of launches can deadlock ranks.
+    """
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if connections is not None and not has_many_queues():
+        yield f"CUDA_DEVICE_MAX_CONNECTIONS={connections} {TOO_FEW_CONNECTIONS}"
+    if os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1":
+        yield (
+            "NCCL_LAUNCH_ORDER_IMPLICIT=1 with --preemptive-comm: groups would have to start their "
+            "operations in one order on all ranks, and a gate delays those of one rank; unset it"
+        )
 
 
 def traffic_class_problems(args: Namespace) -> Iterator[str]:

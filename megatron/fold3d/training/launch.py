@@ -33,11 +33,10 @@ from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.gpu_settings import (
     BLACKWELL,
     FUSION_KERNEL,
-    MANY_QUEUES,
+    MOST_CONNECTIONS,
     default_flags,
     gpu_problems,
     has_many_queues,
-    put_tensor_parallel_first,
 )
 from megatron.fold3d.config.run_flags import data_problems, run_problems
 from megatron.fold3d.config.schedule_flags import schedule_of
@@ -187,22 +186,41 @@ def prepare(
         args = parse_and_validate_args(
             add_all, ignore_unknown_args, args_defaults=defaults | megatron_defaults(args)
         )
-    if not on_cpu and has_many_queues() and _asserts_one_queue(args):
-        put_tensor_parallel_first(args)
-        if _speaks():
-            logger.info(MANY_QUEUES, " ".join(args.high_priority_stream_groups))
+    if not on_cpu and has_many_queues():
+        _put_tensor_parallel_first(args)
     # Once more: validation may bring options along, from a checkpoint say.
     if target is None:
         install(args, patched)
     return args
 
 
-def _asserts_one_queue(args: Namespace) -> bool:
-    """Return whether Megatron would assert one hardware queue for validated flags of GPUs."""
+def _put_tensor_parallel_first(args: Namespace) -> None:
+    """Give tensor-parallel collectives streams of high priority, where Megatron asserts one queue.
+
+    One queue would keep the order in which Megatron's layers launch a collective and the matmul
+    that hides it. The user's own choice of streams stays.
+
+    Raises:
+        ValueError: a flag cannot work without that order.
+    """
     import torch
 
     splits = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
-    return bool(splits and torch.cuda.get_device_properties(0).major < BLACKWELL)
+    if not splits or torch.cuda.get_device_properties(0).major >= BLACKWELL:
+        return
+    queues = f"CUDA_DEVICE_MAX_CONNECTIONS={MOST_CONNECTIONS}"
+    if args.tp_comm_overlap:
+        raise ValueError(
+            f"--tp-comm-overlap with {queues}: before Blackwell its kernels need the order of one "
+            "hardware queue; drop --tp-comm-overlap, or give CUDA_DEVICE_MAX_CONNECTIONS=1"
+        )
+    args.high_priority_stream_groups = args.high_priority_stream_groups or ["tp"]
+    if _speaks():
+        logger.info(
+            "%s: a layer's collective may start behind the weight gradient that would hide it, "
+            "where 1 starts it first; high-priority streams: %s",
+            *(queues, " ".join(args.high_priority_stream_groups)),
+        )
 
 
 def install(args: Namespace, patched: ExitStack) -> None:

@@ -245,10 +245,10 @@ def _of_segments(
 
 
 def _can_preempt(setup: Setup) -> bool:
-    """True if there is DP.sync to interrupt, and Megatron lets streams overtake each other.
+    """True if there is DP.sync to interrupt, and streams may overtake each other.
 
-    With tensor or context parallelism on GPUs before Blackwell it asserts
-    CUDA_DEVICE_MAX_CONNECTIONS=1, with which the preemptive communicator cannot work.
+    With tensor or context parallelism a search assumes Megatron's one hardware queue, with which
+    the preemptive communicator cannot work.
     """
     return setup.num_replicas > 1 and setup.tensor_parallel == setup.context_parallel == 1
 
