@@ -95,7 +95,7 @@ class Result:
         return "\n\n".join(parts)
 
 
-def claims(*found: tuple[str, Published, float]) -> Grid:
+def claims(*found: tuple[str, Published, float | None]) -> Grid:
     """Return the grid of what the paper's text claims: a row per claim, published and ours."""
     return Grid(
         title="The text's claims",
