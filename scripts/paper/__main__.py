@@ -56,6 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     print(result.text())
+    if result.curves:
+        args.pictures.mkdir(parents=True, exist_ok=True)
+        file = args.pictures / f"{result.name}-curves.svg"
+        file.write_text(result.curves, encoding="utf-8")
+        print(f"\ncurves in {file}")
     if can_draw():
         pictures = draw(result, args.pictures, measured=args.collect is not None)
         print("\ndrawn in", *pictures)

@@ -99,7 +99,7 @@ def test_what_ran_is_shown_in_the_experiments_own_table(tmp_path: Path):
     for task, ms in zip(tasks, (5400, 7100, 8100), strict=False):  # of batch 256
         (tmp_path / array_of(task) / f"{task['number']}.out").write_text(log(ms) + "\n")
     result = collect("fig12", command.EXPERIMENTS["fig12"], tmp_path)
-    rates, gains, times = result.grids
+    rates, gains, _, times = result.grids
     found = {(n.row, n.column): n.ours for n in rates.numbers}
     assert found["batch 256", "fold3d"] == pytest.approx(120.7, abs=0.1)
     assert found["batch 256", "megatron"] == pytest.approx(120.7 * 5400 / 7100, abs=0.1)
