@@ -16,13 +16,17 @@ from scripts.paper.jobs import collect, emit
 from scripts.paper.results import Result
 from scripts.paper.tables import table2, table3
 
-EXPERIMENTS: dict[str, Callable[[], Result]] = {
+EXPERIMENTS: dict[str, Callable[..., Result]] = {
     "table2": table2,
     "table3": table3,
     "table4": figures.table4,
     "fig2": figures.fig2,
     **{f"fig{number}": getattr(figures, f"fig{number}") for number in range(5, 15)},
     "ablation": figures.ablation,
+}
+OF_NO_RUN = {
+    "table4": "an iteration's trace has no copies that computation hides",
+    "fig5": "its bars are columns of table2",
 }
 PICTURES = Path("out/paper")
 
@@ -42,13 +46,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     source.add_argument("--collect", type=Path, metavar="DIR", help="show what those of DIR ran")
     args = parser.parse_args(argv)
     try:
+        experiment, reason = EXPERIMENTS[args.name], OF_NO_RUN.get(args.name)
+        if reason and (args.emit or args.collect):
+            parser.error(f"{args.name} has no jobs: {reason}")
         if args.emit:
-            print("\n".join(emit(args.name, args.emit)))
+            print("\n".join(emit(args.name, experiment, args.emit)))
             return 0
-        result = collect(args.name, args.collect) if args.collect else EXPERIMENTS[args.name]()
+        result = collect(args.name, experiment, args.collect) if args.collect else experiment()
     except ValueError as error:
         parser.error(str(error))
     print(result.text())
+    if result.curves:
+        args.pictures.mkdir(parents=True, exist_ok=True)
+        file = args.pictures / f"{result.name}-curves.svg"
+        file.write_text(result.curves, encoding="utf-8")
+        print(f"\ncurves in {file}")
     if can_draw():
         pictures = draw(result, args.pictures, measured=args.collect is not None)
         print("\ndrawn in", *pictures)

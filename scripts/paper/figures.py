@@ -4,12 +4,15 @@ The text gives few of the figures' values, so most of what is compared are its c
 it does not give are chosen here, and named in a note.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
+from megatron.fold3d.observe.exposure import Exposure
 from megatron.fold3d.policy.num_segments import overlapping_s
 from megatron.fold3d.predict.cost_model.cluster import NODES
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES
 from megatron.fold3d.predict.cost_model.sizes import Setup, layer_bytes
+from scripts.paper.curves import TARGET, picture, stored
 from scripts.paper.perf_model import (
     aiao_activation_bytes,
     bubble_s,
@@ -17,9 +20,10 @@ from scripts.paper.perf_model import (
     overlapped_s,
     p2p_s,
 )
+from scripts.paper.points import Point, Times, tflops
 from scripts.paper.published_rows import MICROBATCH_SIZE
 from scripts.paper.results import Grid, Number, Published, Result, claims
-from scripts.paper.simulated import Point, iteration, tflops
+from scripts.paper.simulated import iteration
 from scripts.paper.systems import SYSTEMS
 from scripts.paper.tables import predicted, published
 
@@ -30,7 +34,8 @@ _WEAK = {  # GPUs to job; the text names the models
     128: _39B,
     256: Point(node="a100", model="gpt3-81b", batch=256, dp=4, pp=8, tp=8),
 }
-_TFLOPS = "TFLOP/s of a GPU"
+_TFLOPS = "Hardware TFLOP/s of a GPU, which are 1.33 of the model's"
+_CPU = Point(node="cpu", model="8-64-4-32", batch=8, dp=2, pp=2, tp=1, microbatch_size=1)
 _BASELINES = ("fold3d", "megatron", "dspeed3d", "zero3")
 _ON_ONE_QUEUE = "systems with preemption are simulated with a queue per stream, as in the paper"
 
@@ -68,19 +73,19 @@ def table4() -> Result:
     )
 
 
-def fig2() -> Result:
+def fig2(times: Times = iteration) -> Result:
     """Fig. 2: FOLD3D under weak scaling."""
-    return _weak_scaling("fig2", "Fig. 2, weak scaling of FOLD3D", ("fold3d",))
+    return _weak_scaling("fig2", "Fig. 2, weak scaling of FOLD3D", ("fold3d",), times)
 
 
-def fig7() -> Result:
+def fig7(times: Times = iteration) -> Result:
     """Fig. 7: three systems under weak scaling."""
-    return _weak_scaling("fig7", "Fig. 7, weak scaling", ("fold3d", "megatron", "zero3"))
+    return _weak_scaling("fig7", "Fig. 7, weak scaling", ("fold3d", "megatron", "zero3"), times)
 
 
-def _weak_scaling(name: str, title: str, systems: Sequence[str]) -> Result:
-    grid = _throughputs(((f"{n} GPUs {p.model}", p, {}) for n, p in _WEAK.items()), systems)
-    gains = [(f"FOLD3D over Megatron, {n} GPUs", 1.31, _gain(p)) for n, p in _WEAK.items()]
+def _weak_scaling(name: str, title: str, systems: Sequence[str], times: Times) -> Result:
+    grid = _throughputs(((f"{n} GPUs {p.model}", p, {}) for n, p in _WEAK.items()), systems, times)
+    gains = [(f"FOLD3D over Megatron, {n} GPUs", 1.31, _gain(times, p)) for n, p in _WEAK.items()]
     return Result(
         name=name,
         title=title,
@@ -132,7 +137,7 @@ def fig5() -> Result:
     )
 
 
-def fig6() -> Result:
+def fig6(times: Times = iteration) -> Result:
     """Fig. 6: models on 64 V100; Table II has the values of two."""
     paper = {"fold3d": (43.5, 51.1), "megatron": (32.7, 41.2), "dspeed3d": (30.2, None)}
     paper["zero3"] = (21.6, 24.7)
@@ -147,7 +152,7 @@ def fig6() -> Result:
     return Result(
         name="fig6",
         title="Fig. 6, models on 64 V100",
-        grids=(_throughputs(jobs, _BASELINES),),
+        grids=(_throughputs(jobs, _BASELINES, times),),
         notes=(
             "published values are Table II's; layouts of BERT and CPM are taken from GPT-3 39B",
             "T-NLG and T5: the cost model splits neither 28 heads in 8 nor a T5's decoder",
@@ -155,7 +160,7 @@ def fig6() -> Result:
     )
 
 
-def fig8() -> Result:
+def fig8(times: Times = iteration) -> Result:
     """Fig. 8: pipeline against data parallelism."""
     jobs = [
         (f"{node} pp={pp} dp={gpus // 8 // pp}", _laid_out(node, gpus // 8 // pp, pp, 8))
@@ -169,27 +174,28 @@ def fig8() -> Result:
         jobs,
         lambda values: max(values) not in (values[0], values[-1]),
         "the best is neither the smallest nor the largest pipeline",
+        times,
     )
 
 
-def fig9() -> Result:
+def fig9(times: Times = iteration) -> Result:
     """Fig. 9: pipeline against tensor parallelism."""
     jobs = [
         (f"{node} tp={tp} pp={32 // tp}", _laid_out(node, dp, 32 // tp, tp))
         for node, dp in (("a100", 4), ("v100", 2))
         for tp in (1, 2, 4, 8, 16)
     ]
-    return _layouts("fig9", "Fig. 9, PP against TP", jobs, *_TP_IN_HOST)
+    return _layouts("fig9", "Fig. 9, PP against TP", jobs, *_TP_IN_HOST, times)
 
 
-def fig10() -> Result:
+def fig10(times: Times = iteration) -> Result:
     """Fig. 10: data against tensor parallelism."""
     jobs = [
         (f"{node} tp={tp} dp={gpus // 4 // tp}", _laid_out(node, gpus // 4 // tp, 4, tp))
         for node, gpus in (("a100", 128), ("v100", 64))
         for tp in (1, 2, 4, 8, 16)
     ]
-    return _layouts("fig10", "Fig. 10, DP against TP, pp=4", jobs, *_TP_IN_HOST)
+    return _layouts("fig10", "Fig. 10, DP against TP, pp=4", jobs, *_TP_IN_HOST, times)
 
 
 _TP_IN_HOST: tuple[Callable[[Sequence[float]], bool], str] = (
@@ -198,20 +204,20 @@ _TP_IN_HOST: tuple[Callable[[Sequence[float]], bool], str] = (
 )
 
 
-def fig11() -> Result:
+def fig11(times: Times = iteration) -> Result:
     """Fig. 11: the number of segments."""
     models = {"gpt3-39b": (4, 4, (1, 2, 3, 4, 6, 12)), "gpt3-14b": (8, 2, (1, 2, 4, 8, 16))}
     jobs: list[tuple[str, Point]] = []
-    best: list[tuple[str, Published, float]] = []
+    best: list[tuple[str, Published, float | None]] = []
     for model, (dp, pp, counts) in models.items():
         points = {
             n: Point(node="a100", model=model, batch=256, dp=dp, pp=pp, tp=8, segments=n)
             for n in counts
         }
         jobs += [(f"{model} ns={n}", point) for n, point in points.items()]
-        fastest = max(points, key=lambda n: tflops(points[n], "fold3d"))
+        fastest = _fastest(points, times)
         best.append((f"best number of segments, {model}", (2.0, 4.0), fastest))
-    grid = _throughputs(((label, point, {}) for label, point in jobs), ("fold3d",))
+    grid = _throughputs(((label, point, {}) for label, point in jobs), ("fold3d",), times)
     return Result(
         name="fig11",
         title="Fig. 11, number of segments",
@@ -220,42 +226,45 @@ def fig11() -> Result:
     )
 
 
-def fig12() -> Result:
+def fig12(times: Times = iteration) -> Result:
     """Fig. 12: batch sizes."""
     points = {batch: _job(batch) for batch in (256, 512, 1024)}
     known: dict[int, dict[str, Published]] = {
         256: {"fold3d": 116.1, "megatron": 88.3, "dspeed3d": 78.3, "zero3": 36.1}
     }
     grid = _throughputs(
-        ((f"batch {n}", point, known.get(n, {})) for n, point in points.items()), _BASELINES
+        ((f"batch {n}", point, known.get(n, {})) for n, point in points.items()),
+        _BASELINES,
+        times,
     )
     found = claims(
-        ("FOLD3D over Megatron, batch 256", 1.315, _gain(points[256])),
-        ("FOLD3D over Megatron, batch 1024", 1.107, _gain(points[1024])),
-        ("FOLD3D over DSpeed3D, batch 256", 1.482, _gain(points[256], "dspeed3d")),
-        ("FOLD3D over DSpeed3D, batch 1024", 1.272, _gain(points[1024], "dspeed3d")),
+        ("FOLD3D over Megatron, batch 256", 1.315, _gain(times, points[256])),
+        ("FOLD3D over Megatron, batch 1024", 1.107, _gain(times, points[1024])),
+        ("FOLD3D over DSpeed3D, batch 256", 1.482, _gain(times, points[256], "dspeed3d")),
+        ("FOLD3D over DSpeed3D, batch 1024", 1.272, _gain(times, points[1024], "dspeed3d")),
     )
     return Result(
         name="fig12",
-        title="Fig. 12b, batch sizes, GPT-3 39B on 128 A100",
-        grids=(grid, found),
+        title="Fig. 12, batch sizes, GPT-3 39B on 128 A100",
+        grids=(grid, found, _times_to_a_loss()),
+        curves=picture(stored()),
         notes=(
-            "12a and 12c, loss curves and time to a loss of 3.3, follow from no simulation: they "
-            "need training of GPT-3 39B until it converges",
+            "12a and 12c follow from no simulation, and their curves need training of GPT-3 39B "
+            "until it converges: ours are of a small GPT (curves.py)",
             "the text calls the second baseline DSpeedZ3; its 48.2% is that of DSpeed3D",
         ),
     )
 
 
-def fig13() -> Result:
+def fig13(times: Times = iteration) -> Result:
     """Fig. 13: link rates, with the batch size that the text calls best for each."""
     points = {gbps: _job(batch, gbps) for gbps, batch in _BEST_BATCH.items()}
-    grid = _throughputs(((f"{n} Gb/s", p, {}) for n, p in points.items()), _BASELINES[:3])
-    found: list[tuple[str, Published, float]] = []
+    grid = _throughputs(((f"{n} Gb/s", p, {}) for n, p in points.items()), _BASELINES[:3], times)
+    found: list[tuple[str, Published, float | None]] = []
     for gbps, point in points.items():
         found += [
-            (f"FOLD3D over Megatron, {gbps} Gb/s", (1.304, 1.367), _gain(point)),
-            (f"FOLD3D over DSpeed3D, {gbps} Gb/s", (1.382, 1.456), _gain(point, "dspeed3d")),
+            (f"FOLD3D over Megatron, {gbps} Gb/s", (1.304, 1.367), _gain(times, point)),
+            (f"FOLD3D over DSpeed3D, {gbps} Gb/s", (1.382, 1.456), _gain(times, point, "dspeed3d")),
         ]
     return Result(
         name="fig13",
@@ -271,54 +280,80 @@ def fig13() -> Result:
 _BEST_BATCH = {25: 1024, 40: 1024, 100: 512, 200: 256}
 
 
-def fig14() -> Result:
+def _times_to_a_loss() -> Grid:
+    """Return when each system of the kept run of a small GPT reached one loss."""
+    seconds = {name: curve.seconds_to(TARGET) for name, curve in stored().items()}
+    base = seconds["megatron"]
+    numbers = [Number(name, "s", found) for name, found in seconds.items()]
+    if base:
+        numbers += [
+            Number(name, "% of megatron's", 100 * found / base)
+            for name, found in seconds.items()
+            if found is not None
+        ]
+    return Grid(title=f"Measured time to a loss of {TARGET}, small GPT", numbers=tuple(numbers))
+
+
+def _of_table(point: Point, name: str) -> Exposure:
+    """Return the iteration of a row of Table II, which has this point."""
+    system = {"fold3d": "Fold3D", "megatron": "Megatron-SP"}[name]
+    _, columns = predicted("A100x128", "GPT-3 39B", system)
+    return Exposure(forward_s=columns["iteration_ms"] / 1e3)
+
+
+def fig14(times: Times = _of_table) -> Result:
     """Fig. 14: the time to a loss, which is that of as many iterations."""
-    (_, ours), (_, theirs) = (
-        predicted("A100x128", "GPT-3 39B", name) for name in ("Fold3D", "Megatron-SP")
-    )
-    less = 1 - ours["iteration_ms"] / theirs["iteration_ms"]
+    ratio = _gain(times, _39B)
+    less = None if ratio is None else 1 - 1 / ratio
+    claim = ("time that FOLD3D saves, %", 23.7, None if less is None else less * 100)
     grid = Grid(
         title="Time to the same loss, % of Megatron's",
-        numbers=(Number("GPT-3 39B", "fold3d", (1 - less) * 100, 100 - 23.7),),
+        numbers=(Number("GPT-3 39B", "fold3d", None if less is None else (1 - less) * 100, 76.3),),
         drawn=("fold3d",),
     )
     return Result(
         name="fig14",
         title="Fig. 14, time to a loss, GPT-3 39B on 128 A100",
-        grids=(grid, claims(("time that FOLD3D saves, %", 23.7, less * 100))),
+        grids=(grid, claims(claim), _times_to_a_loss()),
+        curves=picture(stored()),
         notes=(
-            "the curves follow from no simulation: they need training of GPT-3 39B; that both "
-            "losses are equal is tested bit for bit, tests/end_to_end/test_equal_to_stock.py",
+            "the curves follow from no simulation, and need training of GPT-3 39B: ours are of a "
+            "small GPT (curves.py); that losses are equal is tested bit for bit, "
+            "tests/end_to_end/test_equal_to_stock.py",
         ),
     )
 
 
-def ablation() -> Result:
+def ablation(times: Times = iteration) -> Result:
     """Systems by name on three clusters: what each feature of the paper gains."""
-    points = {
+    points: dict[str, tuple[Point, dict[str, Published]]] = {
         "A100 200 Gb/s": (_39B, {"megatron": 88.3, "dspeed3d": 78.3, "fold3d": 116.1}),
         "A100 100 Gb/s": (_job(256, 100), {}),
         "V100 100 Gb/s": (_V100, {"megatron": 41.2, "fold3d": 51.1}),
     }
-    numbers = tuple(
-        Number(name, column, tflops(point, name), known.get(name))
-        for name in SYSTEMS
-        for column, (point, known) in points.items()
-        if not SYSTEMS[name].refusal(point.layout)
-    )
-    refused = [
-        f"{name} on {column}: {reason}"
+    if times is not iteration:
+        points["CPU"] = (_CPU, {})
+    refused = {
+        (name, column): reason
         for name, system in SYSTEMS.items()
         for column, (point, _) in points.items()
         if (reason := system.refusal(point.layout))
-    ]
+    }
+    numbers = tuple(
+        Number(name, column, tflops(times, point, name), known.get(name))
+        for name in SYSTEMS
+        for column, (point, known) in points.items()
+        if (name, column) not in refused
+    )
+    notes = (f"{name} on {column}: {reason}" for (name, column), reason in refused.items())
     grid = Grid(title=_TFLOPS, numbers=numbers, drawn=tuple(points))
     title = "GPT-3 39B by system, batches of 256 and 128"
-    return Result(name="ablation", title=title, grids=(grid,), notes=(_ON_ONE_QUEUE, *refused))
+    return Result(name="ablation", title=title, grids=(grid,), notes=(_ON_ONE_QUEUE, *notes))
 
 
 def _job(batch: int, gigabits: float | None = None) -> Point:
-    return Point(node="a100", model="gpt3-39b", batch=batch, dp=4, pp=4, tp=8, gigabits=gigabits)
+    own = gigabits in (None, 200)
+    return replace(_39B, batch=batch, gigabits=None if own else gigabits)
 
 
 def _laid_out(node: str, dp: int, pp: int, tp: int) -> Point:
@@ -328,15 +363,22 @@ def _laid_out(node: str, dp: int, pp: int, tp: int) -> Point:
     return Point(node=node, model="gpt3-39b", batch=batch, dp=dp, pp=pp, tp=tp, segments=segments)
 
 
-def _gain(point: Point, over: str = "megatron") -> float:
-    return iteration(point, over).total_s / iteration(point, "fold3d").total_s
+def _gain(times: Times, point: Point, over: str = "megatron") -> float | None:
+    """Return how many times as fast FOLD3D is; None if one of the two has not run."""
+    theirs, ours = times(point, over), times(point, "fold3d")
+    return theirs.total_s / ours.total_s if ours and theirs else None
+
+
+def _fastest(points: Mapping[int, Point], times: Times) -> int | None:
+    found = {n: rate for n, p in points.items() if (rate := tflops(times, p, "fold3d"))}
+    return max(found, key=found.__getitem__, default=None)
 
 
 def _throughputs(
-    jobs: Iterable[tuple[str, Point, dict[str, Published]]], systems: Sequence[str]
+    jobs: Iterable[tuple[str, Point, dict[str, Published]]], systems: Sequence[str], times: Times
 ) -> Grid:
     numbers = tuple(
-        Number(label, name, tflops(point, name), known.get(name))
+        Number(label, name, tflops(times, point, name), known.get(name))
         for label, point, known in jobs
         for name in systems
     )
@@ -349,13 +391,15 @@ def _layouts(
     jobs: Sequence[tuple[str, Point]],
     is_claimed: Callable[[Sequence[float]], bool],
     claim: str,
+    times: Times,
 ) -> Result:
     """Return FOLD3D's throughputs, and whether each cluster's are as the text claims."""
-    grid = _throughputs(((label, point, {}) for label, point in jobs), ("fold3d",))
+    grid = _throughputs(((label, point, {}) for label, point in jobs), ("fold3d",), times)
     judged = []
     for node in ("a100", "v100"):
         values = [n.ours for n in grid.numbers if n.row.startswith(node) and n.ours is not None]
-        judged.append((f"{node}: {claim}", is_claimed(values)))
+        if len(values) == sum(label.startswith(node) for label, _ in jobs):
+            judged.append((f"{node}: {claim}", is_claimed(values)))
     return Result(
         name=name,
         title=f"{title}, GPT-3 39B",

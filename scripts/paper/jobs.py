@@ -1,152 +1,258 @@
-"""Run an experiment on a cluster: sbatch files for its systems, and a result from their logs.
+"""Run an experiment on a cluster: sbatch files for its systems, and its result from their logs.
 
-Each file is a job array, a task per system, in the allocation that `scripts/slurm` has for its kind
-of node. Logs and checkpoints are in folders of their own.
+An experiment asks for the times of points by system. Asked without any, it tells what it needs:
+one task each, in a job array per allocation. Asked again with what the tasks measured, it is the
+experiment's result. Each task has its own log, trace and checkpoints.
 """
 
 import json
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from megatron.fold3d.commands.training_flags import layout_of
+from megatron.fold3d.observe.breakdown import measured
+from megatron.fold3d.observe.exposure import Exposure
+from megatron.fold3d.observe.trace_files import pipeline, read_ranks
+from megatron.fold3d.observe.trace_timeline import to_timeline
 from megatron.fold3d.observe.training_log import parse
-from scripts.paper.results import Grid, Number, Published, Result
-from scripts.paper.systems import SYSTEMS, Layout
+from megatron.fold3d.predict.cost_model.layers import layers_of_stages
+from megatron.fold3d.predict.cost_model.model_shape import model_shape
+from scripts.paper.points import Point, Times
+from scripts.paper.results import Grid, Number, Result
+from scripts.paper.simulated import usable_share
+from scripts.paper.systems import SYSTEMS
 
 ROOT = Path(__file__).parents[2]
 _SLURM = Path("scripts/slurm")
-_INDEX = "systems.json"
+_INDEX = "tasks.json"
 _ITERATIONS = 20
 _WARMUP = 10  # iterations; `auto` tries its choices in the first nine
+_WITHOUT_PREEMPTION = {"fold3d": "aiao+split"}
+"""What runs instead where tensor parallelism leaves one hardware queue."""
+Experiment = Callable[[Times], Result]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What one kind of node trains.
+class Task:
+    """A training run: a task of the job array of its allocation.
 
     Attributes:
-        layout: which systems it rules out.
-        words: of its script in `scripts/slurm`.
-        published: TFLOP/s per GPU of systems that the paper has.
+        point: what is trained.
+        system: by which.
+        number: in its array.
     """
 
-    layout: Layout
-    words: tuple[str, ...]
-    published: dict[str, Published]
+    point: Point
+    system: str
+    number: int
+
+    @property
+    def array(self) -> str:
+        """The name of its allocation."""
+        return f"{self.point.node}x{self.point.gpus}"
+
+    def log(self, folder: Path) -> Path:
+        """Return where its log is."""
+        return folder / self.array / f"{self.number}.out"
+
+    def words(self, folder: Path) -> list[str]:
+        """Return the words of its sbatch file in `scripts/slurm`."""
+        own, point = folder.resolve() / self.array / str(self.number), self.point
+        flags = {
+            "--train-iters": _ITERATIONS,
+            "--save": own / "saved",
+            "--trace": own / "trace",
+            "--trace-iterations": f"{_ITERATIONS - 1}-{_ITERATIONS}",
+        }
+        if point.node == "cpu":
+            return [*_RECOMPUTED.split(), *_spelled(flags)]
+        sizes: dict[str, object] = {
+            "--global-batch-size": point.batch,
+            "--vocab-size": _vocabulary(point.model),
+        }
+        system, layers = SYSTEMS[self.system], model_shape(point.model).num_layers
+        if system.candidate:  # ZeRO-3 has its own layout
+            sizes |= {
+                "--pipeline-model-parallel-size": point.pp,
+                "--tensor-model-parallel-size": point.tp,
+            }
+            segments = system.segments(point.layout)
+            if layers % (point.pp * segments):
+                split = layout_of(layers_of_stages(layers, point.pp, segments))
+                sizes["--pipeline-model-parallel-layout"] = split
+        return [point.model, *_DATA.split(), *_spelled(sizes | flags)]
 
 
 _DATA = "--mock-data --tokenizer-type NullTokenizer"
-_39B = ("gpt3-39b", *_DATA.split(), "--vocab-size", "50257")
 _RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-ABLATION = {
-    "a100": Job(
-        layout=Layout(pipeline_ranks=4, segments=4, microbatches=16, one_queue=True),
-        words=_39B,
-        published={"megatron": 88.3, "dspeed3d": 78.3},
-    ),
-    "v100": Job(
-        layout=Layout(pipeline_ranks=4, segments=4, microbatches=16, one_queue=True, fp16=True),
-        words=_39B,
-        published={"megatron": 41.2},
-    ),
-    "cpu": Job(
-        layout=Layout(pipeline_ranks=2, segments=4, microbatches=4, on_cpu=True),
-        words=tuple(_RECOMPUTED.split()),
-        published={},
-    ),
-}
-EMITTED = {"ablation": ABLATION}
 
 
-def emit(name: str, folder: Path) -> list[str]:
-    """Write an sbatch file for each kind of node; returns what to tell the user, in lines.
+def _that_runs(point: Point, system: str) -> str:
+    """Return the system that runs for one: on GPUs without preemption."""
+    return system if point.node == "cpu" else _WITHOUT_PREEMPTION.get(system, system)
+
+
+def _spelled(flags: dict[str, object]) -> list[str]:
+    return [str(word) for flag in flags.items() for word in flag]
+
+
+def _vocabulary(model: str) -> int:
+    """Return the tokens of a model: GPT's are padded to those of its shape."""
+    padded = model_shape(model).vocab_size
+    return 50_257 if padded == 51_200 else padded
+
+
+def emit(name: str, experiment: Experiment, folder: Path) -> list[str]:
+    """Write an sbatch file for each allocation; returns what to tell the user, in lines.
 
     Raises:
-        ValueError: the experiment has no jobs.
+        ValueError: no run gives a number of this experiment.
     """
-    jobs = _jobs(name)
-    folder.mkdir(parents=True, exist_ok=True)
-    index, told = {}, []
-    for node, job in jobs.items():
-        refused = {n: why for n, s in SYSTEMS.items() if (why := s.refusal(job.layout))}
-        index[node] = [system for system in SYSTEMS if system not in refused]
-        file = folder / f"{name}-{node}.sbatch"
-        file.write_text(_script(name, node, job, index[node], folder))
-        told.append(f"sbatch {file}    # {len(index[node])} systems")
-        told += [f"    without {system}: {why}" for system, why in refused.items()]
-    (folder / _INDEX).write_text(json.dumps(index, indent=1) + "\n")
-    return told
+    tasks, refused = _tasks(experiment)
+    if not tasks:
+        raise ValueError(f"{name} has no job that can run: {'; '.join(refused)}")
+    arrays = list(dict.fromkeys(task.array for task in tasks))
+    told = []
+    for array in arrays:
+        own = [task for task in tasks if task.array == array]
+        file = folder / f"{array}.sbatch"
+        (folder / array).mkdir(parents=True, exist_ok=True)
+        file.write_text(_script(name, own, folder))
+        told.append(f"sbatch {file}    # {len(own)} tasks")
+    (folder / _INDEX).write_text(json.dumps([asdict(task) for task in tasks], indent=1) + "\n")
+    return [*told, *(f"    without {reason}" for reason in refused)]
 
 
-def collect(name: str, folder: Path) -> Result:
-    """Return the result of the jobs that have run.
+def _tasks(experiment: Experiment) -> tuple[list[Task], list[str]]:
+    """Return the tasks of an experiment, and which points cannot run, with the reason."""
+    asked: dict[tuple[Point, str], None] = {}  # in order, each once
+
+    def ask(point: Point, system: str) -> None:
+        asked[point, _that_runs(point, system)] = None
+
+    experiment(ask)
+    tasks: list[Task] = []
+    refused: dict[str, list[str]] = {}
+    for point, system in asked:
+        if reason := _refusal(point, system):
+            refused.setdefault(f"{_described(point)}: {reason}", []).append(system)
+            continue
+        task = Task(point=point, system=system, number=0)
+        number = sum(other.array == task.array for other in tasks)
+        tasks.append(replace(task, number=number))
+    return tasks, [f"{', '.join(names)} on {where}" for where, names in refused.items()]
+
+
+def _refusal(point: Point, system: str) -> str | None:
+    """Return why no run gives a point's time, or None."""
+    if point.node == "cpu":
+        return SYSTEMS[system].refusal(point.layout)
+    if point.gigabits is not None:
+        return "a run does not set the rate of links"
+    if point.model == "bert":
+        return "BERT has no mock data; give scripts/slurm yours"
+    if reason := SYSTEMS[system].refusal(replace(point.layout, one_queue=True)):
+        return reason
+    heads = model_shape(point.model).num_attention_heads
+    if SYSTEMS[system].candidate and heads % point.tp:
+        return f"tp={point.tp} does not divide {heads} heads"
+    if (share := usable_share(point, system)) > 1:
+        return f"its states and activations are {share:.1f} times what a GPU can use"
+    return None
+
+
+def _described(point: Point) -> str:
+    layout = f"({point.dp}, {point.pp}, {point.tp})"
+    cluster = f"{point.node}x{point.gpus}" + (f"-{point.gigabits:g}g" if point.gigabits else "")
+    return f"{cluster} {point.model} {layout}, batch {point.batch}, {point.segments} segments"
+
+
+def collect(name: str, experiment: Experiment, folder: Path) -> Result:
+    """Return the result of the tasks that have run.
 
     Raises:
-        ValueError: the folder has no jobs of this experiment, or none of them has run.
+        ValueError: the folder has no tasks, or none of them has run.
     """
-    jobs = _jobs(name)
     try:
-        index = json.loads((folder / _INDEX).read_text())
+        rows = json.loads((folder / _INDEX).read_text())
     except OSError as error:
         raise ValueError(f"{error}; --emit {folder} writes it") from None
-    times, rates, missing = [], [], []
-    for node, systems in index.items():
-        for task, system in enumerate(systems):
-            log = folder / f"{node}-{task}.out"
-            if not log.exists():
-                continue
-            lines = [line for line in parse(log.read_text()) if line.number > _WARMUP]
-            if not lines:
-                missing.append(f"{system} on {node}: no iteration after {_WARMUP} in {log}")
-                continue
-            times.append(Number(system, node, median(line.elapsed_ms for line in lines)))
-            if node != "cpu" and (tflops := [n for line in lines if (n := line.tflops)]):
-                known = jobs[node].published.get(system)
-                rates.append(Number(system, node, median(tflops), known))
-    if not times:
-        reasons = "; ".join(missing) or f"no logs in {folder}"
-        raise ValueError(f"no job has run: {reasons}")
-    grids = [
-        Grid(title=title, numbers=tuple(numbers), drawn=tuple({n.column: 0 for n in numbers}))
-        for title, numbers in (("TFLOP/s of a GPU", rates), ("ms of an iteration", times))
-        if numbers
+    tasks = [Task(**row | {"point": Point(**row["point"])}) for row in rows]
+    found = {(task.point, task.system): _measured(task, folder) for task in tasks}
+    missing = [
+        f"{task.system} on {_described(task.point)}: no iteration after {_WARMUP} in "
+        f"{task.log(folder)}; sbatch --array={task.number} {folder / task.array}.sbatch"
+        for task in tasks
+        if found[task.point, task.system] is None
     ]
-    return Result(
+    if len(missing) == len(tasks):
+        raise ValueError(f"no job has run: {missing[0]}")
+    result = experiment(lambda point, system: found.get((point, _that_runs(point, system))))
+    times = Grid(title="ms of an iteration", numbers=tuple(_times(found)))
+    instead = [f"{new} ran as {old}" for old, new in _WITHOUT_PREEMPTION.items()]
+    return replace(
+        result,
         name=f"{name}-measured",
-        title=f"{name.capitalize()}, systems by name",
-        grids=tuple(grids),
-        notes=tuple(missing),
+        grids=(*result.grids, times),
+        notes=(*result.notes, *instead, *missing),
     )
 
 
-def _jobs(name: str) -> dict[str, Job]:
-    if name not in EMITTED:
-        raise ValueError(f"{name} has no jobs; those of {', '.join(EMITTED)} can be run")
-    return EMITTED[name]
+def _times(found: dict[tuple[Point, str], Exposure | None]) -> Iterator[Number]:
+    for (point, system), exposed in found.items():
+        if exposed:
+            yield Number(_described(point), system, exposed.total_s * 1e3)
 
 
-def _script(name: str, node: str, job: Job, systems: Sequence[str], folder: Path) -> str:
+def _measured(task: Task, folder: Path) -> Exposure | None:
+    """Return where a task's time went; without a trace all of it counts as forward."""
+    log = task.log(folder)
+    rows = parse(log.read_text()) if log.exists() else []
+    times_s = [row.elapsed_ms / 1e3 for row in rows if row.number > _WARMUP]
+    if not times_s:
+        return None
+    row = Exposure(forward_s=1.0)
+    trace = folder / task.array / str(task.number) / "trace" / task.system
+    if trace.exists():
+        ranks = read_ranks(trace)
+        row = measured(ranks, to_timeline(pipeline(ranks))).iteration
+    longer = median(times_s) / row.total_s  # the log has more iterations than the trace
+    return Exposure(**{part: seconds * longer for part, seconds in asdict(row).items()})
+
+
+def _script(name: str, tasks: Sequence[Task], folder: Path) -> str:
     """Return a job array in the allocation of a node's own script."""
-    own = ROOT / _SLURM / f"{node}.sbatch"
+    point = tasks[0].point
+    own = ROOT / _SLURM / f"{point.node}.sbatch"
     kept = [
         line
         for line in own.read_text().splitlines()
-        if line.startswith("#SBATCH") and "--array" not in line and "--job-name" not in line
+        if line.startswith("#SBATCH")
+        and not any(option in line for option in ("--array", "--job-name", "--nodes"))
     ]
-    place = folder.resolve()
-    words = [*job.words, "--train-iters", str(_ITERATIONS), "--save", str(place / f"{node}-saved")]
+    nodes = 2 if point.node == "cpu" else -(-point.gpus // 8)
+    cases = [
+        f"    {task.number}) export SYSTEMS={task.system} SEGMENTS={task.point.segments}"
+        f" && set -- {shlex.join(task.words(folder))} ;;"
+        for task in tasks
+    ]
     return "\n".join(
         [
             "#!/usr/bin/env bash",
-            f"# The systems of `python -m scripts.paper {name}`; run sbatch in the checkout.",
-            f"#SBATCH --job-name={name}-{node}",
-            f"#SBATCH --array=0-{len(systems) - 1}",
-            f"#SBATCH --output={place}/{node}-%a.out",
+            f"# Runs of `python -m scripts.paper {name}`; run sbatch in the checkout.",
+            f"#SBATCH --job-name={name}-{tasks[0].array}",
+            f"#SBATCH --array=0-{len(tasks) - 1}",
+            f"#SBATCH --output={folder.resolve() / tasks[0].array}/%a.out",
+            f"#SBATCH --nodes={nodes}",
             *kept,
-            f"export SYSTEMS={shlex.quote(' '.join(systems))}",
-            f"exec bash {_SLURM}/{node}.sbatch {shlex.join(words)}",
+            "case $SLURM_ARRAY_TASK_ID in",
+            *cases,
+            "esac",
+            "export SLURM_ARRAY_TASK_ID=0 # of SYSTEMS",
+            f'exec bash {_SLURM}/{point.node}.sbatch "$@"',
             "",
         ]
     )

@@ -75,6 +75,7 @@ class Result:
         grids: its numbers.
         verdicts: claims of the text that are no numbers, and whether they hold here.
         notes: what to know, such as what no simulation gives.
+        curves: an SVG of loss curves, if it has any.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Result:
     grids: tuple[Grid, ...]
     verdicts: tuple[tuple[str, bool], ...] = ()
     notes: tuple[str, ...] = ()
+    curves: str = ""
 
     def text(self) -> str:
         """Return the result for people."""
@@ -95,7 +97,7 @@ class Result:
         return "\n\n".join(parts)
 
 
-def claims(*found: tuple[str, Published, float]) -> Grid:
+def claims(*found: tuple[str, Published, float | None]) -> Grid:
     """Return the grid of what the paper's text claims: a row per claim, published and ours."""
     return Grid(
         title="The text's claims",

@@ -5,10 +5,11 @@ and one overhead per task. A model computes as fast as in its Megatron row; one 
 as the model of `_AS`. As in the paper, no stream waits for another to have its turn in a queue.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 from megatron.fold3d.observe.exposure import Exposure, exposure, mean
+from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.predict.cost_model.cluster import Cluster, cluster
@@ -18,63 +19,18 @@ from megatron.fold3d.predict.cost_model.model_shape import SHAPES
 from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.search.candidate_timeline import order_of, timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate
+from megatron.fold3d.predict.search.planner import USABLE_MEMORY
 from megatron.fold3d.predict.simulator.execution import Execution, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
+from scripts.paper.points import PASSES, Point, flops
 from scripts.paper.published_rows import GRADIENT_BYTES, MICROBATCH_SIZE
-from scripts.paper.systems import SYSTEMS, Layout
+from scripts.paper.row_sizes import STATE_BYTES
+from scripts.paper.systems import SYSTEMS
 from scripts.paper.tables import published
 
-PASSES = 4  # a forward, its recomputation, and a backward of twice the work
 _CLUSTERS = {"a100": "A100x128", "v100": "V100x64"}  # as the tables name them
 _MODELS = {"gpt3-18b": "GPT-3 18B", "gpt3-39b": "GPT-3 39B", "bert": "BERT", "cpm": "CPM"}
 _AS = {"gpt3-81b": "gpt3-39b", "gpt3-14b": "gpt3-18b"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """A job of the paper: a model on a cluster in one layout."""
-
-    node: str
-    model: str
-    batch: int
-    dp: int
-    pp: int
-    tp: int
-    segments: int = 4
-    gigabits: float | None = None
-    """Of a node; None is the cluster's own."""
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of the whole job."""
-        return self.dp * self.pp * self.tp
-
-    @property
-    def layout(self) -> Layout:
-        """What the table of systems has to know."""
-        return Layout(
-            pipeline_ranks=self.pp,
-            segments=self.segments,
-            microbatches=self.batch // self.dp // MICROBATCH_SIZE,
-            sequences=max(1, self.batch // self.gpus),
-            fp16=self.node == "v100",
-        )
-
-    @property
-    def hardware(self) -> Cluster:
-        """The cluster, as the 18B rows calibrate it."""
-        _, fit = published()
-        name = _CLUSTERS[self.node]
-        own = cluster(f"{self.node}x{self.gpus}")
-        rate = own.nic_bytes_per_s if self.gigabits is None else self.gigabits / 8 * 1e9
-        return replace(
-            own,
-            is_blackwell=True,
-            nic_bytes_per_s=rate,
-            nic_efficiency=fit.sync_bytes_per_s[name] / own.nic_bytes_per_s,
-            task_overhead_s=fit.task_overhead_s,
-            compute_efficiency=_efficiency(self.node, self.model),
-        )
 
 
 @cache
@@ -92,27 +48,50 @@ def iteration(point: Point, name: str) -> Exposure:
     return mean(exposure(_timeline(point, name)))
 
 
-def tflops(point: Point, name: str) -> float:
-    """Return a system's TFLOP/s per GPU, recomputation included, as the paper counts."""
-    return _flops(point) / iteration(point, name).total_s / point.gpus / 1e12
-
-
-def _flops(point: Point) -> float:
-    return PASSES * point.batch * float(sum(SHAPES[point.model].stage_flops(1)))
-
-
 def _auto(point: Point) -> list[Timeline]:
     """Return the orders among which a run with the distributed optimizer chooses."""
     return [_timeline(point, "megatron-best"), _timeline(point, "aiao", sharded=True)]
 
 
-def _timeline(point: Point, name: str, *, sharded: bool = False) -> Timeline:
+def _hardware(point: Point) -> Cluster:
+    """Return the cluster, as the 18B rows calibrate it."""
+    _, fit = published()
+    name = _CLUSTERS[point.node]
+    own = cluster(f"{point.node}x{point.gpus}")
+    rate = own.nic_bytes_per_s if point.gigabits is None else point.gigabits / 8 * 1e9
+    return replace(
+        own,
+        is_blackwell=True,
+        nic_bytes_per_s=rate,
+        nic_efficiency=fit.sync_bytes_per_s[name] / own.nic_bytes_per_s,
+        task_overhead_s=fit.task_overhead_s,
+        compute_efficiency=_efficiency(point.node, point.model),
+    )
+
+
+def usable_share(point: Point, name: str) -> float:
+    """Return a system's peak of a GPU's memory, as part of what a run can use of it."""
+    hardware = cluster(f"{point.node}x{point.gpus}")
+    usable_bytes = USABLE_MEMORY * hardware.gpu_memory_bytes
+    if not SYSTEMS[name].candidate:  # all states are in shards
+        return STATE_BYTES * SHAPES[point.model].num_parameters / point.gpus / usable_bytes
+    sharded = name in ("auto", "dspeed3d")
+    candidate = _candidate(point, "aiao" if name == "auto" else name, sharded=sharded)
+    if point.node == "v100":  # as scripts/slurm/v100.sbatch has it
+        setup = replace(candidate.setup, sequence_parallel=False, local_layers=True)
+        candidate = replace(candidate, setup=setup)
+    costs = _estimate(point, candidate, hardware)
+    peaks = memory(timeline_of(candidate, costs), costs.footprint)
+    return max(rank.device.peak_bytes for rank in peaks) / usable_bytes
+
+
+def _candidate(point: Point, name: str, *, sharded: bool = False) -> Candidate:
     system, layout = SYSTEMS[name], point.layout
     segments = system.segments(layout)
     fields = dict(system.candidate)
     breadth_first = fields.pop("breadth_first", False)
     layers = layers_of_stages(SHAPES[point.model].num_layers, point.pp, segments)
-    candidate = Candidate(
+    return Candidate(
         **fields,
         setup=_setup(point, sharded=sharded or breadth_first),
         num_ranks=point.pp,
@@ -121,7 +100,12 @@ def _timeline(point: Point, name: str, *, sharded: bool = False) -> Timeline:
         group_size=layout.microbatches if breadth_first else None,
         layers=layers,
     )
-    costs = _estimate(point, candidate, point.hardware)
+
+
+def _timeline(point: Point, name: str, *, sharded: bool = False) -> Timeline:
+    system = SYSTEMS[name]
+    candidate = _candidate(point, name, sharded=sharded)
+    costs = _estimate(point, candidate, _hardware(point))
     if not system.serial:
         return timeline_of(candidate, costs)
     plan = lower(order_of(candidate), Options(transfers=False, grad_sync="serial"))
@@ -131,7 +115,7 @@ def _timeline(point: Point, name: str, *, sharded: bool = False) -> Timeline:
     execution = Execution(
         nic_of_rank=costs.nic_of_rank,
         in_order=True,
-        sends_waited_for=sends_stock_waits_for(segments),
+        sends_waited_for=sends_stock_waits_for(candidate.num_segments),
     )
     return simulate(plan, seconds, execution)
 
@@ -140,7 +124,7 @@ def _setup(point: Point, *, sharded: bool = False) -> Setup:
     return Setup(
         tensor_parallel=point.tp,
         data_parallel=point.dp,
-        microbatch_size=MICROBATCH_SIZE,
+        microbatch_size=point.microbatch_size,
         sequence_parallel=point.tp > 1,
         recompute="full",
         small_gradients=True,
@@ -193,14 +177,12 @@ def _efficiency(node: str, model: str) -> float:
 def _zero3(point: Point) -> Exposure:
     """Return ZeRO-3's iteration: a gather of all parameters in forward and backward, or more."""
     _, fit = published()
-    hardware = point.hardware
+    hardware = _hardware(point)
     faster = hardware.nic_bytes_per_s / cluster(f"{point.node}x{point.gpus}").nic_bytes_per_s
     nodes, name = hardware.num_nodes, _CLUSTERS[point.node]
     sent = GRADIENT_BYTES * SHAPES[point.model].num_parameters * (nodes - 1) / nodes
     gather_s = sent / (fit.gather_bytes_per_s[name] * faster)
-    compute_s = _flops(point) / (
-        point.gpus * hardware.gpu_flops_per_s * hardware.compute_efficiency
-    )
+    compute_s = flops(point) / (point.gpus * hardware.gpu_flops_per_s * hardware.compute_efficiency)
     return Exposure(
         forward_s=max(gather_s, compute_s / PASSES),
         backward_s=max(gather_s, compute_s * (PASSES - 1) / PASSES),

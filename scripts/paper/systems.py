@@ -1,6 +1,6 @@
 """The systems of the paper and ours, by name: the one table of their flags.
 
-    python -m scripts.paper.systems fold3d --segments 4 --microbatches 16
+    python -m scripts.paper.systems fold3d --segments 4 --ranks 8 -- --global-batch-size 64
 
 prints the flags of a run, one a line, for `scripts/slurm/run.sh`. Benchmarks and the simulator
 read the same rows. The job itself (model, batch, layout, precision) is not here.
@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
 
 CHUNKS = 2
 """Model chunks of the paper's Megatron, chosen there by trials: they explain its bubbles."""
@@ -29,6 +29,29 @@ class Layout:
     on_cpu: bool = False
     one_queue: bool = False
     """Whether CUDA_DEVICE_MAX_CONNECTIONS is 1: tensor parallelism on GPUs before Blackwell."""
+
+    @classmethod
+    def of(cls, flags: Sequence[str], *, ranks: int, segments: int, one_queue: bool) -> Self:
+        """Return the layout that a job's flags say; the last of each counts, as in Megatron."""
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+        parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+        parser.add_argument("--micro-batch-size", type=int, default=1)
+        parser.add_argument("--global-batch-size", type=int, default=ranks)
+        parser.add_argument("--fp16", action="store_true")
+        parser.add_argument("--device")
+        args, _ = parser.parse_known_args(flags)
+        pp = args.pipeline_model_parallel_size
+        replicas = max(1, ranks // (pp * args.tensor_model_parallel_size))
+        return cls(
+            pipeline_ranks=pp,
+            segments=segments,
+            microbatches=args.global_batch_size // (args.micro_batch_size * replicas),
+            sequences=max(1, args.global_batch_size // ranks),
+            fp16=args.fp16,
+            on_cpu=args.device == "cpu",
+            one_queue=one_queue,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,28 +178,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.paper.systems",
         description=(__doc__ or "").partition("\n")[0],
-        epilog=f"systems:\n{table}",
+        epilog=f"Behind -- follow the job's flags: its layout and batch.\n\nsystems:\n{table}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", metavar="SYSTEM")
-    parser.add_argument("--pp", type=int, default=2, metavar="N", help="pipeline ranks (2)")
     parser.add_argument("--segments", type=int, default=4, metavar="N", help="(4)")
-    parser.add_argument("--microbatches", type=int, default=8, metavar="N", help="(8)")
-    parser.add_argument("--sequences", type=int, default=1, metavar="N", help="per GPU (1)")
+    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="of the job (4)")
     parser.add_argument("--one-queue", action="store_true", help="CUDA_DEVICE_MAX_CONNECTIONS is 1")
-    parser.add_argument("--on-cpu", action="store_true", help="the job has no GPUs")
-    parser.add_argument("--fp16", action="store_true", help="the job trains in fp16, as on V100")
-    args = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    at = words.index("--") if "--" in words else len(words)
+    args = parser.parse_args(words[:at])
     if args.name not in SYSTEMS:
         parser.error(f"{args.name} is no system; choose from {', '.join(SYSTEMS)}")
-    layout = Layout(
-        pipeline_ranks=args.pp,
-        segments=args.segments,
-        microbatches=args.microbatches,
-        sequences=args.sequences,
-        fp16=args.fp16,
-        on_cpu=args.on_cpu,
-        one_queue=args.one_queue,
+    layout = Layout.of(
+        words[at + 1 :], ranks=args.ranks, segments=args.segments, one_queue=args.one_queue
     )
     try:
         print("\n".join(SYSTEMS[args.name].words(layout)))

@@ -1,8 +1,10 @@
 """Tables II and III, and the figures that show parts of them: all 32 rows, predicted."""
 
 from functools import cache
+from math import prod
 from pathlib import Path
 
+from scripts.paper.points import Point, Times, flops
 from scripts.paper.published_rows import COLUMNS, SIZES, Row, Tables, published_ms
 from scripts.paper.results import Grid, Number, Result
 from scripts.paper.row_sizes import predict_sizes
@@ -40,24 +42,27 @@ def predicted(cluster: str, model: str, system: str) -> tuple[Row, dict[str, flo
     raise KeyError(f"no row of {system}, {model} on {cluster}")
 
 
-def table2() -> Result:
-    """Table II: five systems train GPT-3 on both clusters."""
-    return _table("table2", "II")
+def table2(times: Times | None = None) -> Result:
+    """Table II: five systems train GPT-3 on both clusters; simulated, or as ``times`` measured."""
+    return _table("table2", "II", times)
 
 
-def table3() -> Result:
-    """Table III: four systems train four other models on the A100 cluster."""
-    return _table("table3", "III")
+def table3(times: Times | None = None) -> Result:
+    """Table III: four systems train four other models on the A100 cluster, likewise."""
+    return _table("table3", "III", times)
 
 
-def _table(name: str, number: str) -> Result:
+def _table(name: str, number: str, times: Times | None) -> Result:
     tables, fit = published()
     of_table = [row for row in (*tables.rows, *withheld_rows()) if row["model"] in _ROMAN[number]]
     keys = list(dict.fromkeys((row["cluster"], row["model"]) for row in of_table))
     rows = sorted(of_table, key=lambda row: keys.index((row["cluster"], row["model"])))
     numbers = []
     for row in rows:
-        row, ours = predicted(row["cluster"], row["model"], row["system"])
+        if times:
+            ours = _measured(row, times)
+        else:
+            row, ours = predicted(row["cluster"], row["model"], row["system"])
         theirs = row | {_ITERATION: published_ms(row) or None}
         numbers += [
             Number(_label(row), column.partition("_")[0], ours.get(column), theirs.get(column))
@@ -79,6 +84,34 @@ def _table(name: str, number: str) -> Result:
     )
     title = f"Table {number}, breakdown of an iteration by system"
     return Result(name=name, title=title, grids=(grid,), notes=tuple(notes))
+
+
+_SYSTEMS = {"Fold3D": "fold3d", "DSpeed3D": "dspeed3d", "DSpeedZ3": "zero3"}
+
+
+def _measured(row: Row, times: Times) -> dict[str, float]:
+    """Return the columns that a run of a row's system has; none if it has not run."""
+    point = _point(row)
+    found = times(point, _SYSTEMS.get(row["system"], "megatron")) if point else None
+    if point is None or found is None:
+        return {}
+    each = (found.forward_s, found.backward_s, found.bubble_s, found.grad_sync_s, found.p2p_s)
+    traced = {name: s * 1e3 for name, s in zip(COLUMNS, each, strict=True) if found.backward_s}
+    rate = flops(point) / found.total_s / point.gpus / 1e12
+    return {_ITERATION: found.total_s * 1e3, **traced, "thrp_tflops": rate}
+
+
+def _point(row: Row) -> Point | None:
+    """Return the job of a row; None for T5, which Megatron-core cannot train in a pipeline."""
+    model = row["model"].lower().replace("gpt-3 ", "gpt3-")
+    node, _, gpus = row["cluster"].lower().partition("x")
+    if model == "t5":
+        return None
+    sizes = {"dp": row["dp"], "pp": row["pp"] or 1, "tp": row["tp"] or 1}
+    if model == "t-nlg" and sizes["tp"] == 8:  # which does not divide its 28 heads
+        sizes |= {"pp": 2 * sizes["pp"], "tp": 4}
+    assert prod(sizes.values()) == int(gpus)
+    return Point(node=node, model=model, batch=row["batch"], segments=row["ns"] or 4, **sizes)
 
 
 def _label(row: Row) -> str:

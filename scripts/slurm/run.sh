@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # What the .sbatch files share: one training run on all tasks of an allocation, a rank per task.
 #
-#     run.sh SCRIPT LAYOUT FLAGS... -- USER...     pretrain_gpt.py say; options of systems.py
+#     run.sh SCRIPT SEGMENTS FLAGS... -- USER...     pretrain_gpt.py say, and model chunks per rank
 #
 # Each task of the job array is a system of scripts/paper/systems.py: by default stock Megatron as it
 # hides communication best, and ours as we recommend it. SYSTEMS="megatron dspeed3d fold3d" names
-# others, with sbatch --array=0-2. They are jobs of their own: each has its log, its checkpoints and
+# others, with sbatch --array=0-2, and SEGMENTS another number of chunks. They are jobs of their own: each has its log, its checkpoints and
 # its place in the queue, and can be preempted alone.
 set -euo pipefail
 
@@ -21,19 +21,18 @@ name=${systems[${SLURM_ARRAY_TASK_ID:-1}]:-}
     echo "run.sh: error: no system for task ${SLURM_ARRAY_TASK_ID:-1}: name one more in SYSTEMS" >&2
     exit 2
 }
-read -ra layout <<<"$2"
-[[ ${CUDA_DEVICE_MAX_CONNECTIONS-} != 1 ]] || layout+=(--one-queue)
-chosen=$(python -m scripts.paper.systems "$name" "${layout[@]}") # says why, if it cannot run here
-read -ra system <<<"${chosen//$'\n'/ }"
-
 # The job's flags stand before the system's, which may change its layout; the user's come last.
-script=$1 job=()
+script=$1 layout=(--ranks "$SLURM_NTASKS" --segments "${SEGMENTS:-$2}") job=()
+[[ ${CUDA_DEVICE_MAX_CONNECTIONS-} != 1 ]] || layout+=(--one-queue)
 shift 2
 while [[ ${1---} != -- ]]; do
     job+=("$1")
     shift
 done
 flags=("${@:2}")
+# It says why, if it cannot run here.
+chosen=$(python -m scripts.paper.systems "$name" "${layout[@]}" -- "${job[@]}" "${flags[@]}")
+read -ra system <<<"${chosen//$'\n'/ }"
 if [[ " ${system[*]} ${flags[*]-} " == *" --offload-activations "* ]]; then
     # What is offloaded is whole on each tensor-parallel rank.
     for i in "${!job[@]}"; do

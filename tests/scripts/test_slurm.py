@@ -46,11 +46,16 @@ def checkout(tmp_path: Path) -> Path:
     ("gpu", "model", "dp_pp_tp", "batch"),
     [  # of the paper's Tables II and III
         ("a100", "gpt3-18b", (8, 2, 8), 256),
+        ("a100", "gpt3-14b", (8, 2, 8), 256),
         ("a100", "gpt3-39b", (4, 4, 8), 256),
+        ("a100", "gpt3-81b", (4, 8, 8), 256),
+        ("a100", "t-nlg", (8, 4, 4), 256),
         ("a100", "cpm", (4, 4, 8), 256),
         ("a100", "bert", (4, 4, 8), 256),
         ("v100", "gpt3-18b", (4, 2, 8), 128),
         ("v100", "gpt3-39b", (2, 4, 8), 128),
+        ("v100", "t-nlg", (4, 4, 4), 128),
+        ("v100", "bert", (2, 4, 8), 128),
     ],
 )
 def test_a_pair_trains_the_papers_configuration(
@@ -64,8 +69,9 @@ def test_a_pair_trains_the_papers_configuration(
         int(re.findall(rf"^#SBATCH --{option}=(\d+)$", text, re.M)[0])
         for option in ("nodes", "ntasks-per-node")
     )
-    words = _asked_for(checkout, f"{gpu}.sbatch", [model, "--mock-data"], task)
-    args = _validated(parser, words, num_nodes * per_node)
+    num_ranks = num_nodes * per_node * (2 if model == "gpt3-81b" else 1)
+    words = _asked_for(checkout, f"{gpu}.sbatch", [model, "--mock-data"], task, ranks=num_ranks)
+    args = _validated(parser, words, num_ranks)
 
     dp, pp, tp = dp_pp_tp
     assert (args.data_parallel_size, args.pipeline_model_parallel_size) == (dp, pp)
@@ -117,8 +123,11 @@ def test_what_is_offloaded_on_v100_is_not_split_over_ranks(checkout: Path, offlo
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "name a model: gpt3-18b, gpt3-39b, cpm or bert"),
-        (["gpt3-81b"], "error: gpt3-81b is none of gpt3-18b, gpt3-39b, cpm and bert"),
+        ([], "name a model: gpt3-14b, gpt3-18b, gpt3-39b, gpt3-81b, t-nlg, cpm or bert"),
+        (
+            ["t5"],
+            "error: t5 is none of gpt3-14b, gpt3-18b, gpt3-39b, gpt3-81b, t-nlg, cpm and bert",
+        ),
     ],
 )
 def test_a_model_that_a_slurm_script_does_not_know_is_refused(
@@ -177,15 +186,25 @@ def test_arms_train_in_turns_and_what_has_finished_is_not_run_again(checkout: Pa
 
 
 def _asked_for(
-    checkout: Path, script: str, words: Sequence[str], task: str = "auto", srun_then: str = ""
+    checkout: Path,
+    script: str,
+    words: Sequence[str],
+    task: str = "auto",
+    srun_then: str = "",
+    ranks: int = 128,
 ) -> list[str]:
     """Return the flags that a task of the job array hands to the training script."""
-    shown = _started(checkout, script, words, task, srun_then)
+    shown = _started(checkout, script, words, task, srun_then, ranks)
     return shown[shown.index(TRAINING[_family(words)]) + 1 :]
 
 
 def _started(
-    checkout: Path, script: str, words: Sequence[str], task: str = "auto", srun_then: str = ""
+    checkout: Path,
+    script: str,
+    words: Sequence[str],
+    task: str = "auto",
+    srun_then: str = "",
+    ranks: int = 128,
 ) -> list[str]:
     """Return what a script prints with an `srun` that prints its words, and then does more."""
     srun = checkout.parent / "bin" / "srun"
@@ -196,7 +215,7 @@ def _started(
         "PATH": f"{srun.parent}:{PATH}",
         "SLURM_JOB_ID": "7",
         "SLURM_ARRAY_TASK_ID": str(TASKS.index(task)),
-        "SLURM_NTASKS": "128",
+        "SLURM_NTASKS": str(ranks),
         "SLURM_NTASKS_PER_NODE": "8",
     }
     return subprocess.run(

@@ -132,6 +132,8 @@ class _Expected:
 
     @classmethod
     def of(cls, args: Namespace, plan: Plan | None, target: Target) -> "_Expected":
+        if args.use_torch_fsdp2 or args.use_megatron_fsdp:
+            raise ValueError("the planner does not model FSDP, whose replicas share all states")
         candidate, shape = _candidate(args), shape_of(args)
         known = estimate(
             shape,

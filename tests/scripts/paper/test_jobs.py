@@ -1,67 +1,141 @@
 import json
+import os
 import re
-from argparse import ArgumentParser
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scripts.paper import __main__ as command
-from scripts.paper.jobs import ABLATION, collect, emit
+from scripts.paper.jobs import collect, emit
 from scripts.paper.systems import SYSTEMS
+from tests.commands.traces import write_traces
+from tests.distributed import run_distributed
+from tests.end_to_end.test_check import _run as checked
 
 LINE = (
     " [2026-01-01 00:00:00] iteration {number:8d}/      20 | consumed samples: 8 | "
-    "elapsed time per iteration (ms): {ms:.1f} | throughput per GPU (TFLOP/s/GPU): {rate:.1f} | "
-    "lm loss: 5.0E+00 |"
+    "elapsed time per iteration (ms): {ms:.1f} | lm loss: 5.0E+00 |"
 )
+RUNNABLE = [name for name in command.EXPERIMENTS if name not in command.OF_NO_RUN]
 
 
-def log(ms: float, rate: float) -> str:
+def log(ms: float) -> str:
     """Twenty iterations, of which the first ten are slower."""
-    return "\n".join(
-        LINE.format(number=n, ms=ms * (3 if n <= 10 else 1), rate=rate / (3 if n <= 10 else 1))
-        for n in range(1, 21)
+    return "\n".join(LINE.format(number=n, ms=ms * (3 if n <= 10 else 1)) for n in range(1, 21))
+
+
+def tasks_of(name: str, folder: Path) -> tuple[list[dict[str, Any]], str]:
+    told = "\n".join(emit(name, command.EXPERIMENTS[name], folder))
+    return json.loads((folder / "tasks.json").read_text()), told
+
+
+def array_of(task: dict[str, Any]) -> str:
+    point = task["point"]
+    return f"{point['node']}x{point['dp'] * point['pp'] * point['tp']}"
+
+
+def test_each_allocation_has_a_task_for_each_system_that_it_can_run(tmp_path: Path):
+    tasks, told = tasks_of("ablation", tmp_path)
+    systems: dict[str, list[str]] = {}
+    for task in tasks:
+        systems.setdefault(array_of(task), []).append(task["system"])
+    assert systems["cpux4"] == [name for name in SYSTEMS if name != "zero3"]
+    assert not {"fold3d", "aiao+preempt"} & {*systems["a100x128"], *systems["v100x64"]}
+    assert (
+        "without aiao+preempt on a100x128 gpt3-39b (4, 4, 8), batch 256, 4 segments: --pre" in told
     )
+    for array, names in systems.items():
+        text = (tmp_path / f"{array}.sbatch").read_text()
+        assert re.findall(r"^#SBATCH --array=(.*)$", text, re.M) == [f"0-{len(names) - 1}"]
+        assert f"#SBATCH --output={tmp_path}/{array}/%a.out" in text
+        for number, name in enumerate(names):
+            assert f"    {number}) export SYSTEMS={name} SEGMENTS=4 && set -- " in text
+            assert f"--save {tmp_path}/{array}/{number}/saved --trace" in text
 
 
-def test_each_kind_of_node_has_a_task_for_each_system_that_it_can_run(tmp_path: Path):
-    told = "\n".join(emit("ablation", tmp_path))
-    index = json.loads((tmp_path / "systems.json").read_text())
-    assert index["cpu"] == [name for name in SYSTEMS if name != "zero3"]
-    assert not {"fold3d", "aiao+preempt"} & {*index["a100"], *index["v100"]}
-    assert "without fold3d: --preemptive-comm needs a hardware queue" in told
-    for node, systems in index.items():
-        text = (tmp_path / f"ablation-{node}.sbatch").read_text()
-        assert re.findall(r"^#SBATCH --array=(.*)$", text, re.M) == [f"0-{len(systems) - 1}"]
-        assert f"#SBATCH --output={tmp_path}/{node}-%a.out" in text
-        assert f"export SYSTEMS='{' '.join(systems)}'" in text
-        assert f"--save {tmp_path}/{node}-saved" in text
-        words = re.findall(rf"^exec bash scripts/slurm/{node}.sbatch (.*)$", text, re.M)
-        assert len(words) == 1
+@pytest.mark.gloo
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_what_is_emitted_passes_the_check(name: str, tmp_path: Path):
+    """The first and the last task of each array; `aiao+offload` needs an extension for GPUs."""
+    tasks, _ = tasks_of(name, tmp_path)
+    on_gpus = [t for t in tasks if t["point"]["node"] != "cpu" and t["system"] != "aiao+offload"]
+    arrays = {array_of(task): task["point"] for task in on_gpus}
+    assert arrays
+    for array in arrays:
+        own = [task for task in on_gpus if array_of(task) == array]
+        for task in (own[0], own[-1]):
+            words = [*_asked_for(tmp_path, array, task["number"]), "--check", array]
+            queues = {} if task["system"] == "zero3" else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+            ((code, out, err),) = run_distributed(checked, 1, None, words, queues)
+            assert code == 0, err
+            assert out.startswith(f"can begin: {array.partition('x')[2]} ranks, dp=")
 
 
-def test_what_ran_is_shown_beside_what_is_published(tmp_path: Path):
-    emit("ablation", tmp_path)
-    systems = json.loads((tmp_path / "systems.json").read_text())["a100"]
-    for system, ms, rate in (("megatron", 7000, 90.0), ("aiao", 5400, 117.0)):
-        (tmp_path / f"a100-{systems.index(system)}.out").write_text(log(ms, rate))
-    (tmp_path / f"a100-{systems.index('auto')}.out").write_text("it has just begun")
-    result = collect("ablation", tmp_path)
-    rates, times = result.grids
-    assert [(n.row, n.ours, n.published) for n in rates.numbers] == [
-        ("megatron", 90.0, ABLATION["a100"].published["megatron"]),
-        ("aiao", 117.0, None),
-    ]
-    assert [n.ours for n in times.numbers] == [7000.0, 5400.0]
-    (note,) = result.notes
-    assert note.startswith("auto on a100: no iteration after 10 in")
+def _asked_for(folder: Path, array: str, number: int) -> list[str]:
+    """Return the words of a task's training script, with an `srun` that prints them."""
+    srun = folder / "bin" / "srun"
+    srun.parent.mkdir(exist_ok=True)
+    srun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    srun.chmod(0o755)
+    environment = {
+        "PATH": f"{srun.parent}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_ARRAY_TASK_ID": str(number),
+        "SLURM_NTASKS": array.partition("x")[2],
+        "SLURM_NTASKS_PER_NODE": "8",
+    }
+    command = ["bash", str(folder / f"{array}.sbatch")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    words = done.stdout.splitlines()
+    return words[words.index("pretrain_gpt.py") + 1 :]
+
+
+def test_what_ran_is_shown_in_the_experiments_own_table(tmp_path: Path):
+    tasks, _ = tasks_of("fig12", tmp_path)
+    for task, ms in zip(tasks, (5400, 7100, 8100), strict=False):  # of batch 256
+        (tmp_path / array_of(task) / f"{task['number']}.out").write_text(log(ms) + "\n")
+    result = collect("fig12", command.EXPERIMENTS["fig12"], tmp_path)
+    rates, gains, _, times = result.grids
+    found = {(n.row, n.column): n.ours for n in rates.numbers}
+    assert found["batch 256", "fold3d"] == pytest.approx(120.7, abs=0.1)
+    assert found["batch 256", "megatron"] == pytest.approx(120.7 * 5400 / 7100, abs=0.1)
+    assert found["batch 512", "fold3d"] is None
+    assert gains.numbers[0].ours == pytest.approx(7100 / 5400)
+    assert gains.numbers[1].ours is None
+    assert [n.ours for n in times.numbers] == [5400.0, 7100.0, 8100.0]
+    assert "aiao+split ran as fold3d" in result.notes
+    again = (
+        f"no iteration after 10 in {tmp_path}/a100x128/3.out; sbatch --array=3 {tmp_path}/a100x128"
+    )
+    assert any(again in note for note in result.notes)
+    assert "megatron  88.3 >" not in result.text()
+    assert "? > -" in result.text()
+
+
+def test_columns_of_a_table_come_from_the_trace_and_its_iteration_from_the_log(tmp_path: Path):
+    tasks, _ = tasks_of("table2", tmp_path)
+    first = tasks[0]
+    own = tmp_path / array_of(first) / str(first["number"])
+    own.with_suffix(".out").write_text(log(5000.0) + "\n")
+    write_traces(own / "trace" / first["system"])
+    (grid, _) = collect("table2", command.EXPERIMENTS["table2"], tmp_path).grids
+    row = {n.column: n.ours for n in grid.numbers if n.row == "A100x128 GPT-3 18B Fold3D *"}
+    assert row["iteration"] == pytest.approx(5000.0)
+    assert row["bwd"] == pytest.approx(2 * row["fwd"], rel=1e-3)
+    columns = [row[name] for name in ("fwd", "bwd", "bubble", "dpsync", "ppsync")]
+    assert sum(columns) == pytest.approx(5000.0)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["fig12", "--emit"], "fig12 has no jobs; those of ablation can be run"),
-        (["ablation", "--collect"], "systems.json'; --emit"),
+        (["fig5", "--emit"], "fig5 has no jobs: its bars are columns of table2"),
+        (["table4", "--collect"], "table4 has no jobs: an iteration's trace has no copies"),
+        (["ablation", "--collect"], "tasks.json'; --emit"),
     ],
 )
 def test_what_cannot_be_run_or_collected_says_why(
@@ -73,12 +147,6 @@ def test_what_cannot_be_run_or_collected_says_why(
 
 
 def test_nothing_is_collected_before_a_job_has_run(tmp_path: Path):
-    emit("ablation", tmp_path)
-    with pytest.raises(ValueError, match="no job has run: no logs in"):
-        collect("ablation", tmp_path)
-
-
-def test_the_jobs_words_are_flags_of_the_training_script(parser: ArgumentParser):
-    for job in ABLATION.values():
-        flags = [word for word in job.words if not word.startswith("gpt3")]
-        parser.parse_args(flags)
+    tasks_of("fig14", tmp_path)
+    with pytest.raises(ValueError, match="no job has run: megatron on a100x128 gpt3-39b"):
+        collect("fig14", command.EXPERIMENTS["fig14"], tmp_path)

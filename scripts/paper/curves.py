@@ -1,0 +1,56 @@
+"""Loss curves of a small GPT on real text by system, as in Figs. 12a, 12c and 14.
+
+`train_curves` trains it, and `curves.json` keeps what its last run measured.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean
+
+from megatron.fold3d.observe.report.plot import Panel, plot
+
+FILE = Path(__file__).with_name("curves.json")
+TARGET = 2.9
+"""The loss that all systems are timed to, as a mean of `_SMOOTHED` iterations."""
+_SMOOTHED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A system's training: what each iteration took, and the loss that it began with."""
+
+    times_ms: list[float]
+    losses: list[float]
+
+    def points(self) -> list[tuple[float, float]]:
+        """Return seconds of training so far, and the mean loss of the last iterations then."""
+        seconds = [ms / 1e3 for ms in accumulate(self.times_ms)]
+        return [
+            (seconds[i], fmean(self.losses[i + 1 - _SMOOTHED : i + 1]))
+            for i in range(_SMOOTHED - 1, len(seconds))
+        ]
+
+    def seconds_to(self, loss: float) -> float | None:
+        """Return when the mean loss is first as low; None if it never is."""
+        return next((time_s for time_s, found in self.points() if found <= loss), None)
+
+
+def stored() -> dict[str, Curve]:
+    """Return the curves of the run that is kept, by system."""
+    return {name: Curve(**found) for name, found in json.loads(FILE.read_text()).items()}
+
+
+def picture(curves: Mapping[str, Curve]) -> str:
+    """Return the SVG of the losses, over iterations and over time."""
+    over_time = {name: curve.points() for name, curve in curves.items()}
+    over_steps = {
+        name: [(float(n), loss) for n, (_, loss) in enumerate(points, _SMOOTHED)]
+        for name, points in over_time.items()
+    }
+    return plot(
+        "Loss of a small GPT on real text, measured",
+        [Panel("iteration", "loss", over_steps), Panel("seconds", "loss", over_time)],
+    )
