@@ -61,7 +61,6 @@ def load_schedule(**options: Any) -> None:
         plan_file=None,
         num_ranks=2,
         num_segments=2,
-        aiao_last_segment="1f1b",
         device="cpu",
         microbatch_group_size=None,
         distributed_timeout_minutes=1,

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
@@ -36,7 +36,7 @@ from megatron.fold3d.plan.ir import Action, Plan, Program
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.ops import TABLE, Place
 from megatron.fold3d.plan.passes.offload import OffloadChoice
-from megatron.fold3d.plan.schedules import LastSegment, build
+from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.policy.offload_choice import offloaded
 from megatron.fold3d.runtime.device import peak_device_bytes, synchronize
 from megatron.fold3d.runtime.offload.host_memory import take
@@ -127,12 +127,11 @@ class Way:
         """Return one of `WAYS`."""
         is_1f1b = name == "1f1b"
         order = build(
-            "1f1b" if is_1f1b else "aiao",
+            "1f1b" if is_1f1b else args.schedule,
             num_ranks=args.ranks,
             num_segments=1 if is_1f1b else args.segments,
             # 1F1B has one segment: as many computations of as many layers.
             num_microbatches=args.micro_batches * (args.segments if is_1f1b else 1),
-            last_segment=args.last_segment,
         )
         if name == "offload":
             offloader = Offloader(device, everything=True)
@@ -249,7 +248,7 @@ def _report(rank: Rank, way: Way, args: argparse.Namespace) -> None:
     held = peak_activations(way.order)[args.rank] * saved_bytes
     print(
         f"host memory: {pool.num_bytes / held:.3f} of what the schedule holds (goal: within 5%), "
-        f"{pool.num_bytes / equation_7:.3f} of equation 7, which is --last-segment afab's"
+        f"{pool.num_bytes / equation_7:.3f} of equation 7, which is --schedule afab's"
     )
 
 
@@ -359,7 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         rank.add_argument(f"--{name}", type=int, default=default)
     rank.add_argument("--sequence-parallel", action="store_true")
-    rank.add_argument("--last-segment", choices=get_args(LastSegment), default="1f1b")
+    rank.add_argument("--schedule", choices=("aiao", "afab"), default="aiao")
     rank.add_argument("--only", nargs="+", choices=WAYS, default=WAYS)
     copies = commands.add_parser("copies", help="bare copies to and from a GPU")
     copies.set_defaults(run=run_copies)

@@ -10,7 +10,7 @@ from scripts.bench.offload import WAYS, main
 def test_one_rank_is_run_in_every_way(capsys: pytest.CaptureFixture[str]):
     sizes = "--hidden-size 32 --heads 2 --seq-length 8 --micro-batches 4 --iterations 1"
     sizes += " --tensor-parallel 2 --sequence-parallel"
-    assert main(f"rank --device cpu --last-segment afab {sizes}".split()) == 0
+    assert main(f"rank --device cpu --schedule afab {sizes}".split()) == 0
     out = capsys.readouterr().out
     rows = [line.split(" | ") for line in out.splitlines()[2:6]]
     assert [row[0].strip("| ") for row in rows] == list(WAYS)

@@ -3,7 +3,6 @@
 from argparse import Namespace
 from collections.abc import Sequence
 
-from megatron.fold3d.config.backward_share_flags import AUTO
 from megatron.fold3d.observe.report.playground import (
     MOST_FORWARDS,
     Fixed,
@@ -13,6 +12,7 @@ from megatron.fold3d.observe.report.playground import (
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.memory import peak_activations
+from megatron.fold3d.policy.schedule_word import AUTO
 from megatron.fold3d.predict.simulator.costs import Costs
 
 _PLAIN = frozenset(

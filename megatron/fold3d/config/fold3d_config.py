@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.fold3d.plan.ir import stages_of
-from megatron.fold3d.plan.schedules import LastSegment
 
 Device = Literal["cuda", "cpu"]
 Offload = Literal["off", "auto", "on"]
@@ -24,7 +23,6 @@ class Fold3DConfig:
         plan_file: the plan to run; given with ``plan-file`` only.
         num_ranks: pipeline ranks: Megatron's ``--pipeline-model-parallel-size``.
         num_segments: model chunks per pipeline rank, from whichever flag says so.
-        aiao_last_segment: how ``aiao`` runs its last segment.
         backward_share: share of DP.sync, from 0 to 1, that starts during the backwards; the rest,
             and what they do not hide, runs in the next iteration. None ends DP.sync with the
             iteration.
@@ -92,7 +90,6 @@ class Fold3DConfig:
     plan_file: Path | None
     num_ranks: int
     num_segments: int
-    aiao_last_segment: LastSegment
     device: Device
     microbatch_group_size: int | None
     distributed_timeout_minutes: float
@@ -144,6 +141,11 @@ class Fold3DConfig:
     pp_traffic_class: int | None = None
     dp_traffic_class: int | None = None
     saved_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """The order, as ``--schedule`` has it."""
+        return self.schedule if self.plan_file is None else f"plan={self.plan_file}"
 
     @property
     def carried_stages(self) -> range:

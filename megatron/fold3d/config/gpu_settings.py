@@ -17,7 +17,7 @@ MOST_CONNECTIONS = 32  # hardware queues; CUDA takes more for 32
 TOO_FEW_CONNECTIONS = (
     "with --preemptive-comm: a rank has more streams than that, and of two that share a hardware "
     "queue one may hold back a send that another rank needs; give "
-    f"{MOST_CONNECTIONS}, with tensor parallelism too; with 1, --dp-slices on starts slices where "
+    f"{MOST_CONNECTIONS}, with tensor parallelism too; with 1, slices=on starts slices where "
     "the plan has them"
 )
 

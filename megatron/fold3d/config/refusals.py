@@ -63,7 +63,7 @@ def spelled(flag: str, value: object) -> str:
 
 def named(schedule: str) -> str:
     """Return the flag that picks a schedule."""
-    return "--plan-file" if schedule == "plan-file" else f"--schedule {schedule}"
+    return f"--schedule {'plan=FILE' if schedule == 'plan-file' else schedule}"
 
 
 def _more_shards(shards: str, ranks: str) -> Callable[[Namespace], bool]:

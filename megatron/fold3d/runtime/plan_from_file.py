@@ -1,4 +1,4 @@
-"""``--plan-file``: the order of an iteration from a file."""
+"""``--schedule plan=FILE``: the order of an iteration from a file."""
 
 from pathlib import Path
 
@@ -21,12 +21,12 @@ def read_order(config: Fold3DConfig, path: Path, num_microbatches: int) -> Plan:
     if found != needed:
         raise PlanError(
             f"found {_sizes(*found)}, this run has {_sizes(*needed)}; "
-            "a plan file fits one size: change the flags, or use --schedule"
+            "a plan file fits one size: change the flags, or name a schedule"
         )
     if plan.has(*WEIGHT_OPS) and not config.delay_weight_grads:
-        raise PlanError("found W in the plan; give --delay-weight-grads with its segments")
+        raise PlanError("found W in the plan; add wgrad=last@ with its segments")
     if plan.has(Op.RECOMPUTE) and not config.recompute_early:
-        raise PlanError("found R in the plan; give --recompute-early with its stages")
+        raise PlanError("found R in the plan; add recompute=early@ with its segments")
     if not config.shards_params and plan.has(*FREE_OPS):
         raise PlanError("found FREE_PARAM in the plan; give --shard-segments weights")
     if not config.shards_grads and plan.has(Op.FREE_GRAD):
@@ -58,15 +58,15 @@ def _check_sums(config: Fold3DConfig, program: Program) -> None:
                 ours = Op.REDUCE_SCATTER if in_shards else Op.ALL_REDUCE
                 raise PlanError(
                     f"found {action} in the plan; in this run it is {action._replace(op=ours)}, "
-                    "by --use-distributed-optimizer and --replicate-optimizer"
+                    "by --use-distributed-optimizer and optimizer=replicated"
                 )
             is_slice = end is not None and stage not in early and stage not in late
             if is_slice and not config.slices_dp_sync:
-                raise PlanError(f"found {action}, a slice of DP.sync; give --dp-slices on")
+                raise PlanError(f"found {action}, a slice of DP.sync; add slices=on")
         if stage in late and op is Op.STEP and stage not in config.carried_stages:
             raise PlanError(
                 f"found {action} before {stage}F0, which ends DP.sync of the iteration before: "
-                "give --backward-share, or move the action to the end"
+                "add step=next, or move the action to the end"
             )
 
 

@@ -204,7 +204,7 @@ def launches_in_backward(candidate: Candidate, estimate: Estimate) -> bool:
 
 
 def is_sliced(candidate: Candidate, estimate: Estimate) -> bool:
-    """Whether training starts DP.sync in the plan's slices, as ``--dp-slices auto`` does."""
+    """Whether training starts DP.sync in the plan's slices, as ``slices=`` has it by default."""
     if candidate.preemptive:
         return False
     return estimate.cuda_connections == 1 and candidate.backward_share is not None
