@@ -127,6 +127,6 @@ def test_preemption_asks_for_more_queues_than_cudas_default(
     (message,) = problems(parser, f"{AIAO} --preemptive-comm")
     assert message.startswith("CUDA_DEVICE_MAX_CONNECTIONS, unset and so 8, with --preemptive-comm")
     assert "; give 32, " in message
-    assert "; with 1, --dp-slices on starts slices where " in message
+    assert "; with 1, slices=on starts slices where " in message
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     assert problems(parser, f"{AIAO} --preemptive-comm") == []

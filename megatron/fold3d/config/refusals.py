@@ -56,7 +56,7 @@ def refused(rows: Iterable[Refusal], args: Namespace, schedule: str, beside: str
 
 def spelled(flag: str, value: object) -> str:
     """Return a flag and its value as a user types them."""
-    if isinstance(value, bool):
+    if isinstance(value, bool) or "=" in flag:  # or a part of the word, which has its value
         return flag
     return " ".join([flag, *map(str, value if isinstance(value, list) else [value])])
 

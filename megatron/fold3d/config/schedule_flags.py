@@ -163,6 +163,11 @@ def schedule_problems(args: Namespace, schedule: str) -> Iterator[str]:
         found = f"group={args.schedule_group}"
         if schedule != "interleaved":
             yield f"{found} with {named(schedule)}: only interleaved has groups; drop it"
+        elif args.schedule_group < args.pipeline_model_parallel_size:
+            yield (
+                f"{found}: ranks wait for one another when a group is smaller than "
+                f"--pipeline-model-parallel-size; give {args.pipeline_model_parallel_size} or more"
+            )
         elif of_megatron not in (None, args.schedule_group):
             yield (
                 f"{found} with --microbatch-group-size-per-virtual-pipeline-stage {of_megatron}: "
