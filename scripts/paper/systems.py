@@ -109,8 +109,8 @@ class System:
 _CHUNKS = "--num-virtual-stages-per-pipeline-rank {segments}"
 _ONE_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage {microbatches}"
 _SHARDED = "--use-distributed-optimizer --overlap-param-gather"
-_AIAO = "--schedule aiao --segments {segments} --overlap-grad-reduce"
-_SPLIT = "--backward-share auto"
+_AIAO = "--segments {segments} --overlap-grad-reduce --schedule aiao"
+_SPLIT = ":step=next"
 _OFFLOAD = "--offload-activations auto"
 _PREEMPT = "--preemptive-comm"
 
@@ -120,7 +120,7 @@ def _ours(*features: str, **candidate: Any) -> System:
     about[_OFFLOAD] = "checkpoints wait in host memory"
     return System(
         about="; ".join(["AIAO's order", *map(about.__getitem__, features)]),
-        flags=" ".join((_AIAO, *features)),
+        flags=" ".join((_AIAO, *features)).replace(f" {_SPLIT}", _SPLIT),
         candidate={"schedule": "aiao", "is_stock": False} | candidate,
     )
 

@@ -31,7 +31,7 @@ MANY_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
 def test_the_plan_the_memory_and_the_time_are_told_without_a_gpu() -> None:
-    argv = "--segments 2 --backward-share auto --check a100-80gx16-100g"
+    argv = "--segments 2 --schedule aiao:step=next --check a100-80gx16-100g"
     ((code, out, err),) = run_distributed(_run, 1, None, f"{FLAGS} {argv}".split())
     assert code == 0, err
     lines = out.splitlines()  # and nothing of Megatron's
@@ -66,10 +66,8 @@ def test_what_auto_would_try_is_told_without_a_gpu() -> None:
     lines = out.splitlines()
     assert lines[1].startswith("plan: auto begins in stock's order, 2 ranks, 4 segments, 8 micro")
     at = lines.index("--schedule auto measures, and is then predicted to try:")
-    assert lines[at + 1].startswith("  stock's order  --schedule interleaved  ")
-    assert re.fullmatch(
-        r"  tries +--schedule .* --delay-weight-grads auto .* s  \d\.\d\d x", lines[at + 2]
-    )
+    assert lines[at + 1].startswith("  stock's order  interleaved  ")
+    assert re.fullmatch(r"  tries +\S+:wgrad=gaps .* s  \d\.\d\d x", lines[at + 2])
 
 
 @pytest.mark.parametrize(
@@ -95,7 +93,7 @@ SPLIT = f"{FLAGS} --segments 2 --tensor-model-parallel-size 2 --sequence-paralle
 
 
 def test_tensor_parallelism_takes_many_queues_and_preemption() -> None:
-    for flags in ("--preemptive-comm", "--backward-share 0.5 --dp-slices on"):
+    for flags in ("--preemptive-comm", "--schedule aiao:step=next:share=0.5:slices=on"):
         argv = f"{SPLIT} {flags} --check a100x16-100g".split()
         ((code, out, err),) = run_distributed(_run, 1, None, argv, MANY_QUEUES)
         assert code == 0, err

@@ -49,7 +49,7 @@ def test_what_is_drawn_is_legal() -> None:
 
 
 def test_a_random_plan_has_every_computation_once() -> None:
-    flags = FlagSet(pp=2, segments=2, m=3, settings={"weight gradients": "--delay-weight-grads 1"})
+    flags = FlagSet(pp=2, segments=2, m=3, settings={"weight gradients": ":wgrad=last@1"})
     ranks = [line.split() for line in random_plan(flags).splitlines()]
     for rank, actions in enumerate(ranks):
         stages = (rank, rank + 2)

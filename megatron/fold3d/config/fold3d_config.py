@@ -68,7 +68,7 @@ class Fold3DConfig:
         ties_embeddings: whether the first and the last stage share word embeddings.
         auto_defers: whether ``auto`` may let DP.sync reach into the next iteration.
         auto_delays: whether it may compute weight gradients apart from their backwards.
-        auto_replicates: whether it, or ``--replicate-optimizer auto``, may let every replica step
+        auto_replicates: whether it, or ``optimizer=auto``, may let every replica step
             some segments in full.
         keeps_forwards: whether it has to keep stock's order of forwards, as with dropout.
         keeps_sums: whether it has to keep stock's sums over replicas bit for bit.

@@ -99,18 +99,20 @@ def place_problems(args: Namespace, schedule: str, num_segments: int) -> Iterato
     if not isinstance(delayed, tuple) or schedule in (AUTO, "stock", *SPLIT_SCHEDULES):
         return
     defers, sharded = args.backward_share is not None, args.use_distributed_optimizer
-    if not behind:
-        if delayed and not defers and not sharded and reduces_early(args):
-            yield (
-                f"{weight_grad_part(args)} with an all-reduce that ends with the iteration: it "
-                "starts between weight gradients behind the segment's own backwards; give "
-                f"{Part('wgrad', 'behind', delayed)}, or step=next"
-            )
+    whole = args.replicate_optimizer if sharded else delayed
+    is_early = reduces_early(args) and not defers and schedule != "plan-file"
+    reduced_between = {*delayed} & {*whole} if is_early and isinstance(whole, tuple) else set()
+    if wrong := reduced_between - {*behind}:
+        yield (
+            f"{weight_grad_part(args)} with an all-reduce that ends with the iteration: it starts "
+            "between weight gradients, behind the segment's own backwards; give "
+            f"{Part('wgrad', 'behind', tuple(sorted(wrong)))}, or step=next"
+        )
+    if {*behind} <= reduced_between:
         return
     found = str(Part("wgrad", "behind", behind))
     if schedule == "plan-file":
-        if defers or sharded:
-            yield f"{found} with --schedule plan=FILE: the plan says when DP.sync starts; give last"
+        yield f"{found} with --schedule plan=FILE: the plan says where they are; give last"
     elif defers and sharded:
         yield (
             f"{found} with step=next and --use-distributed-optimizer: what is deferred is cut "
@@ -136,11 +138,6 @@ def place_problems(args: Namespace, schedule: str, num_segments: int) -> Iterato
         yield (
             f"{found} with {other}: DP.sync then starts where that says, not as soon as gradients "
             "are complete; give last, or drop the other"
-        )
-    elif not defers and not sharded and {*behind} < {*delayed}:
-        yield (
-            f"{weight_grad_part(args)} with an all-reduce that ends with the iteration: it starts "
-            f"between all of them; give {Part('wgrad', 'behind', delayed)}, or step=next"
         )
 
 

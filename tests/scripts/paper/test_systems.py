@@ -49,7 +49,7 @@ def test_megatron_takes_a_systems_flags_for_the_papers_39b(
 
 
 def test_flags_of_ours_are_those_of_ours_alone():
-    ours = {"--schedule", "--segments", "--backward-share", "--offload-activations"}
+    ours = {"--schedule", "--segments", "--offload-activations"}
     for name, system in SYSTEMS.items():
         is_ours = name.startswith(("aiao", "fold3d", "auto"))
         assert bool(ours & set(system.words(LAYOUT))) == is_ours
