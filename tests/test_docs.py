@@ -6,7 +6,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from argparse import ArgumentParser
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.policy.schedule_word import VALUES
 from megatron.fold3d.predict.cost_model.model_shape import Family
 from megatron.fold3d.predict.cost_model.presets import SCRIPTS, preset_flags
 from tests.commands.traces import write_traces
@@ -288,9 +289,13 @@ def test_the_rules_of_import_are_those_that_are_tested():
 
 def test_the_page_of_flags_has_a_row_for_every_flag_of_ours(parser: ArgumentParser):
     (group,) = (g for g in parser._action_groups if g.title == "FOLD3D")
-    ours = sorted(flag for action in group._group_actions for flag in action.option_strings)
+    shown = (action for action in group._group_actions if action.help != SUPPRESS)
+    ours = sorted(flag for action in shown for flag in action.option_strings)
     (section,) = re.findall(
         r"^## Every flag\n(.*?)^## ", (ROOT / "docs/flags.md").read_text(), re.M | re.S
     )
-    rows = re.findall(r"^\| (`--.*?) \|", section, re.M)
+    rows = re.findall(r"^(?:\| (?=`--)|### )(.*?)(?: \||$)", section, re.M)
     assert sorted(flag for row in rows for flag in re.findall(r"`(--[\w-]+)", row)) == ours
+    assert len(ours) == 14
+    for key in VALUES:
+        assert f"`{key}=" in section

@@ -141,7 +141,11 @@ class Job:
             args, unknown = parser.parse_known_args(list(flags))
         except argparse.ArgumentError as error:
             raise ValueError(str(error)) from None
-        if args.schedule not in (None, "aiao") or {*args.schedule_keys} - {"step", "wgrad"}:
+        if args.schedule not in (None, "aiao") or {*args.schedule_keys} - {
+            "step",
+            "share",
+            "wgrad",
+        }:
             unknown = ["an order or a choice of its own"]
         if unknown:
             raise ValueError(f"found {unknown[0]}; it is not predicted")

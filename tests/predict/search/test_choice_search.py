@@ -26,7 +26,7 @@ def flags(found: ChoiceSearch) -> list[str]:
 
 def test_the_fastest_of_either_kind_is_tried_the_faster_first():
     found = search()
-    assert str(found.stock.choice) == "--schedule interleaved"
+    assert str(found.stock.choice) == "interleaved"
     first, second = found.to_try()
     assert first.choice.defers
     assert not second.choice.defers
