@@ -66,7 +66,7 @@ def lines(stock: Predicted, tried: list[Predicted]) -> Iterator[str]:
 
 
 def _as_json(one: Predicted) -> dict[str, object]:
-    return {"flags": str(one.choice), "seconds": one.seconds}
+    return {"schedule": str(one.choice), "seconds": one.seconds}
 
 
 def _search(source: Source, order: Plan) -> ChoiceSearch:

@@ -18,7 +18,7 @@ from megatron.fold3d.policy.schedule_word import AUTO, ORDERS, PLAN, VALUES, Par
 ALL = "all"  # of the segments, as long as their number is not known
 
 # What a namespace has without a word: the attributes that a word sets.
-_DEFAULTS: dict[str, Any] = {
+WORD_DEFAULTS: dict[str, Any] = {
     "schedule": None,
     "plan_file": None,
     "schedule_keys": (),
@@ -37,7 +37,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class _ReadWord(Action):
-    """Sets the attributes of `_DEFAULTS` from a word."""
+    """Sets the attributes of `WORD_DEFAULTS` from a word."""
 
     def __call__(
         self,
@@ -51,13 +51,13 @@ class _ReadWord(Action):
             word = Word.parse(str(values))
         except ValueError as error:
             raise ArgumentError(self, str(error)) from None
-        for name, value in (_DEFAULTS | attributes_of(word)).items():
+        for name, value in (WORD_DEFAULTS | attributes_of(word)).items():
             setattr(namespace, name, value)
 
 
 def add_schedule_word(group: ArgumentGroup | ArgumentParser, text: str, **options: Any) -> None:
     """Add ``--schedule`` to a parser, with this help."""
-    group.set_defaults(**_DEFAULTS)
+    group.set_defaults(**WORD_DEFAULTS)
     group.add_argument("--schedule", action=_ReadWord, metavar="WORD", help=text, **options)
 
 
@@ -133,7 +133,7 @@ _READERS: dict[str, Callable[[Part], dict[str, Any]]] = {
 def written_out(args: Namespace, num_segments: int) -> Namespace:
     """Return a namespace that has the numbers of segments where a word has none."""
     every, found = tuple(range(max(1, num_segments))), vars(args)
-    return Namespace(**found | {name: every for name in _DEFAULTS if found[name] == ALL})
+    return Namespace(**found | {name: every for name in WORD_DEFAULTS if found[name] == ALL})
 
 
 def schedule_of(args: Namespace) -> str:
