@@ -90,8 +90,7 @@ class Word:
         kind, _, file = order.partition("=")
         if order not in ORDERS and not (kind == PLAN and file):
             raise ValueError(f"{order!r} is no order; give {', '.join(ORDERS)}, or plan=FILE")
-        keys = [*VALUES]
-        parts = sorted(map(_part, words), key=lambda p: (keys.index(p.key), p.segments or ()))
+        parts = sorted(map(_part, words), key=_place)
         for key, given in groupby(parts, lambda part: part.key):
             _check_apart(key, [*given])
         return cls(order, tuple(parts))
@@ -117,6 +116,13 @@ def spelled(segments: Sequence[int]) -> str:
 def parts_of(key: str, by_value: Iterable[tuple[str, Segments]]) -> Iterator[Part]:
     """Yield a part for each value that has segments."""
     return (Part(key, value, segments) for value, segments in by_value if segments)
+
+
+def _place(part: Part) -> tuple[int, int]:
+    """Return where a part stands in a word: by key, then by value."""
+    values = VALUES[part.key]
+    value = values.index(part.value) if part.value in values else 0
+    return [*VALUES].index(part.key), value
 
 
 def _part(word: str) -> Part:
