@@ -62,7 +62,7 @@ def test_runs_of_segments_are_spelled_from_three_on():
         ("aiao:wgrad=last@", "'' are no segments; give them as 1,3,6-8"),
         ("aiao:wgrad=last@1,1", "'1,1' names a segment twice or none; give each once"),
         ("aiao:wgrad=last@4-2", "'4-2' names a segment twice or none"),
-        ("aiao:step=next:step=end", "step=next and step=end: a segment has one value of step"),
+        ("aiao:step=next:step=end", "step=end and step=next: a segment has one value of step"),
         ("aiao:wgrad=last:wgrad=behind@1", "a segment has one value of wgrad; drop one"),
         ("aiao:wgrad=last@1,2:wgrad=behind@2", "a segment has one value of wgrad; drop one"),
     ],
