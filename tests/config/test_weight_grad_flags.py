@@ -98,12 +98,11 @@ SHARDS = f"{REDUCE} --use-distributed-optimizer"
 def test_weight_grads_are_behind_their_own_backwards_where_the_word_says(parser: ArgumentParser):
     carried = "aiao:step=next:wgrad=behind@2,3:wgrad=last@1"
     found = config(parser, f"{REDUCE} --schedule {carried}")
-    assert (found.delay_weight_grads, found.early_dp_sync) == ((1, 2, 3), (2, 3))
+    assert (found.delay_weight_grads, found.behind_backwards) == ((1, 2, 3), (2, 3))
     shards = f"{SHARDS} --overlap-param-gather --schedule aiao:wgrad=behind@1:wgrad=last@2"
-    assert config(parser, shards).early_dp_sync == (1,)
-    # An all-reduce that ends with the iteration starts between all of them.
+    assert config(parser, shards).behind_backwards == (1,)
     whole = config(parser, f"{REDUCE} --schedule aiao:wgrad=behind@1,2")
-    assert (whole.delay_weight_grads, whole.early_dp_sync) == ((1, 2), ())
+    assert (whole.delay_weight_grads, whole.behind_backwards) == ((1, 2), (1, 2))
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ REDUCES_EARLY = replace(
     backward_share=0.5,
     overlap_grad_reduce=True,
     delay_weight_grads=(0, 1),
-    early_dp_sync=(1,),
+    behind_backwards=(1,),
     reduces_early=True,
 )
 

@@ -74,7 +74,6 @@ from megatron.fold3d.config.trace_flags import (
 )
 from megatron.fold3d.config.weight_grad_flags import (
     place_problems,
-    reduced_behind,
     split_segments,
     weight_grad_problems,
 )
@@ -190,7 +189,7 @@ def read_config(args: Namespace) -> Fold3DConfig:
         dp_slice_bytes=args.dp_slice_bytes or SLICE_BYTES[args.device],
         auto_slices=args.dp_slice_bytes is None,
         delay_weight_grads=split_segments(args, schedule, segments),
-        early_dp_sync=reduced_behind(args),
+        behind_backwards=args.behind_backwards,
         has_engine_modules=args.transformer_impl == "transformer_engine",
         forwards_ahead=None if args.forwards_ahead == AUTO else args.forwards_ahead,
         auto_ahead=args.forwards_ahead == AUTO,

@@ -31,8 +31,8 @@ class Fold3DConfig:
         auto_slices: whether preemption may choose smaller slices.
         delay_weight_grads: the segments whose weight gradients are split from their backwards;
             unless the order itself places them, they follow all backwards.
-        early_dp_sync: of these, the ones whose DP.sync starts between their weight gradients
-            although it may reach into the next iteration, or reduces to shards.
+        behind_backwards: of these, the ones that follow their segment's own backwards, and between
+            which DP.sync starts.
         has_engine_modules: whether the model's layers are Transformer Engine's.
         forwards_ahead: forwards that 1F1B runs ahead per rank behind; None is the schedule's own.
         auto_ahead: whether measured times choose ``forwards_ahead``.
@@ -98,7 +98,7 @@ class Fold3DConfig:
     dp_slice_bytes: int = 0
     auto_slices: bool = False
     delay_weight_grads: tuple[int, ...] = ()
-    early_dp_sync: tuple[int, ...] = ()
+    behind_backwards: tuple[int, ...] = ()
     has_engine_modules: bool = False
     forwards_ahead: int | None = None
     auto_ahead: bool = False
@@ -159,8 +159,8 @@ class Fold3DConfig:
 
     @property
     def reduced_early(self) -> tuple[int, ...]:
-        """The stages of ``early_dp_sync``."""
-        return stages_of(self.early_dp_sync, self.num_ranks)
+        """The stages of ``behind_backwards``."""
+        return stages_of(self.behind_backwards, self.num_ranks)
 
     def may_cut_sums(self, num_replicas: int) -> bool:
         """Return True if ``auto`` may cut gradients into other slices than stock.

@@ -141,12 +141,6 @@ def place_problems(args: Namespace, schedule: str, num_segments: int) -> Iterato
         )
 
 
-def reduced_behind(args: Namespace) -> tuple[int, ...]:
-    """Return the segments of ``wgrad=behind`` whose DP.sync is carried, or reduces to shards."""
-    named = args.backward_share is not None or args.use_distributed_optimizer
-    return args.behind_backwards if named else ()
-
-
 def _local_problems(args: Namespace, found: str) -> Iterator[str]:
     if args.transformer_impl != "local":
         yield (

@@ -259,7 +259,7 @@ class AutoSchedule(MeasuredTimesFeature):
             order=order,
             shares=(FIRST_SHARE,) * order.num_stages if config.auto_share else None,
             delayed=() if order.has(*WEIGHT_OPS) else config.delay_weight_grads,
-            early=config.early_dp_sync,
+            early=config.behind_backwards,
             steps_shards=config.steps_shards,
             reduces_early=config.reduces_early,
         )

@@ -66,6 +66,8 @@ def plan_of(
         carried_stages=range(num_stages if deferred else 0),
         shares=shares,
         slices=slices,
+        reduces_early=bool(candidate.behind_backwards),
+        early_dp_sync=stages_of(candidate.behind_backwards, candidate.num_ranks),
     )
     return lower(order_of(candidate) if order is None else order, options)
 

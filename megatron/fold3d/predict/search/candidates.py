@@ -55,7 +55,9 @@ class Candidate:
     preemptive: bool = False
     """True if PP.sync goes before DP.sync on a link."""
     delayed_weight_grads: tuple[int, ...] = ()
-    """The segments whose weight gradients are computed after all backwards."""
+    """The segments whose weight gradients are apart from their backwards."""
+    behind_backwards: tuple[int, ...] = ()
+    """Of these, the ones that follow their own backwards, and between which DP.sync starts."""
     forwards_ahead: int | None = None
     """Per rank behind; None is the schedule's own."""
     shards: Shards = "off"
@@ -98,10 +100,11 @@ class Candidate:
         """What ``--schedule`` takes for it; ``stock`` stands for Megatron's own flags."""
         if self.is_stock:
             return Word(STOCK)
+        last = tuple(s for s in self.delayed_weight_grads if s not in self.behind_backwards)
         parts = [
             *parts_of("optimizer", [("replicated", self.replicated)]),
             *([] if self.backward_share is None else [Part("step", "next")]),
-            *parts_of("wgrad", [("last", self.delayed_weight_grads)]),
+            *parts_of("wgrad", [("behind", self.behind_backwards), ("last", last)]),
             *([Part("wgrad", "gaps")] if self.places_weight_grads else []),
             *([Part("recompute", "early")] if self.recompute_early else []),
             *([] if self.forwards_ahead is None else [Part("ahead", str(self.forwards_ahead))]),

@@ -30,7 +30,6 @@ from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.placement import routes
 from megatron.fold3d.predict.cost_model.recompute_by_stage import (
-    estimate_with_counts,
     fewest_recomputed,
 )
 from megatron.fold3d.predict.search.bounds import (
@@ -40,6 +39,7 @@ from megatron.fold3d.predict.search.bounds import (
     exact_bytes,
     least_sharded_bytes,
 )
+from megatron.fold3d.predict.search.candidate_estimate import estimate_with_choices
 from megatron.fold3d.predict.search.candidate_timeline import (
     order_of,
     timeline_of,
@@ -65,7 +65,6 @@ from megatron.fold3d.predict.search.neighbours import (
     with_replicated_segments,
 )
 from megatron.fold3d.predict.search.rank_work import rank_times
-from megatron.fold3d.predict.search.replicated_choice import estimate_with_replicated
 from megatron.fold3d.predict.search.search_result import WORTHWHILE, JudgedCandidate, Search
 
 USABLE_MEMORY = 0.85  # the rest is CUDA's, NCCL's and what the allocator cannot use
@@ -235,9 +234,7 @@ class _Judge:
         """Return the costs of a candidate."""
         c = candidate
         known = self._estimate(c.setup, c.num_ranks, c.num_segments, c.layers)
-        known = estimate_with_counts(known, self._shape, c.setup, c.recompute_layers, c.layers)
-        split = c.layers or c.num_ranks * c.num_segments
-        return estimate_with_replicated(known, self._shape, c.setup, split, c.replicated)
+        return estimate_with_choices(known, self._shape, c)
 
     def can_place(self, candidate: Candidate) -> bool:
         """Return True if nodes of a pipeline rank have equal ways through the switches."""
