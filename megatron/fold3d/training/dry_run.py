@@ -19,15 +19,15 @@ from megatron.fold3d.config.gpu_settings import has_many_queues
 from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.plan.ops import COMPUTE_OPS, COPY_OPS, WEIGHT_OPS
+from megatron.fold3d.plan.ops import COMPUTE_OPS, COPY_OPS
+from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.policy.run_choice import RunChoice, stock_schedule
-from megatron.fold3d.policy.shard_order import started_shares
 from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster, cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.sharded_footprint import sharded_footprint
 from megatron.fold3d.predict.cost_model.sizes import replicated_bytes
 from megatron.fold3d.predict.search.candidate_estimate import estimate_of
-from megatron.fold3d.predict.search.candidate_timeline import plan_of, timeline_of
+from megatron.fold3d.predict.search.candidate_timeline import order_of, plan_of, timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.choice_search import ChoiceSearch, Predicted, Scope
 from megatron.fold3d.predict.search.order_choice import held_sizes
@@ -114,7 +114,7 @@ def report(args: Namespace, plan: Plan | None) -> Iterator[str]:
         yield f"plan: {args.plan_file or args.schedule}{begins}, {shape}, verified"
     target = Target.named(args.check)
     try:
-        expected = _Expected.of(args, plan, target)
+        expected = Expected.of(args, plan, target)
     except ValueError as error:  # of the planner; the run does not ask it
         yield f"no estimate of memory and time: {error}"
         return
@@ -122,7 +122,7 @@ def report(args: Namespace, plan: Plan | None) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Expected:
+class Expected:
     """The planner's estimate of a run."""
 
     iteration_s: float
@@ -133,7 +133,17 @@ class _Expected:
     """With --schedule auto: stock's order, and what it would try."""
 
     @classmethod
-    def of(cls, args: Namespace, plan: Plan | None, target: Target) -> "_Expected":
+    def of(cls, args: Namespace, plan: Plan | None, target: Target) -> "Expected":
+        """Return the estimate of Megatron's validated namespace.
+
+        Args:
+            args: the namespace.
+            plan: the plan of an iteration; None for stock Megatron's schedule.
+            target: the cluster, if one is named.
+
+        Raises:
+            ValueError: the planner does not model it.
+        """
         if args.use_torch_fsdp2 or args.use_megatron_fsdp:
             raise ValueError("the planner does not model FSDP, whose replicas share all states")
         candidate = _candidate(args)
@@ -142,7 +152,7 @@ class _Expected:
         )
         if has_many_queues():
             known = replace(known, cuda_connections=None)
-        order = _order(candidate, plan)
+        order = _order(args, candidate, plan)
         timeline = timeline_of(candidate, known, order=order)
         footprint = known.footprint
         if candidate.shards != "off":
@@ -213,6 +223,7 @@ def _candidate(args: Namespace) -> Candidate:
         places_weight_grads=config.auto_weight_grads,
         delayed_weight_grads=() if config.auto_weight_grads else config.delay_weight_grads,
         behind_backwards=config.behind_backwards,
+        reduces_early=config.reduces_early,
         replicated=config.replicated_segments,
         shards=args.shard_segments,
         recompute_layers=config.recompute_layers or (),
@@ -258,17 +269,20 @@ def _tried(args: Namespace, known: Estimate, candidate: Candidate) -> tuple[Pred
         held=lambda plan: held_sizes(known.footprint, plan, memory_bytes),
         nic_of_rank=known.nic_of_rank,
         routes=known.routes,
-        shard_shares=started_shares(min(stage_layers(args)), candidate.setup.num_replicas),
+        shard_shares=known.shard_shares,
     )
     return search.stock, *search.to_try()
 
 
-def _order(candidate: Candidate, plan: Plan | None) -> Plan | None:
-    """Return the order that runs, unless the estimate places weight gradients in it."""
-    if plan is None or candidate.places_weight_grads:
+def _order(args: Namespace, candidate: Candidate, plan: Plan | None) -> Plan | None:
+    """Return the order that runs, where the candidate does not say it: a file's, for example."""
+    if plan is not None and args.plan_file:
+        return plan.select(COMPUTE_OPS | COPY_OPS)
+    if not candidate.recompute_early:
         return None
-    kept = COMPUTE_OPS | COPY_OPS
-    return plan.select(kept - WEIGHT_OPS if candidate.behind_backwards else kept)
+    stages = Fold3DConfig.from_args(args).recompute_early  # may be some of them
+    order = order_of(replace(candidate, recompute_early=False))
+    return recompute_early(order, stages, in_pairs=candidate.overlap_tensor_parallel)
 
 
 def _left_out(args: Namespace) -> Iterator[str]:

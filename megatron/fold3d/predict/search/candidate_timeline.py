@@ -66,7 +66,7 @@ def plan_of(
         carried_stages=range(num_stages if deferred else 0),
         shares=shares,
         slices=slices,
-        reduces_early=bool(candidate.behind_backwards),
+        reduces_early=candidate.reduces_early or bool(candidate.behind_backwards),
         early_dp_sync=stages_of(candidate.behind_backwards, candidate.num_ranks),
     )
     return lower(order_of(candidate) if order is None else order, options)
@@ -150,6 +150,7 @@ def _timeline(
         sends_waited_for=_sends_waited_for(candidate) if waits_for_sends else frozenset(),
         device=_device(candidate, estimate, connections),
         overlap_tensor_parallel=candidate.overlap_tensor_parallel,
+        shard_shares=estimate.shard_shares,
     )
     if share is None:
         return simulated(plan, _stepping_last(costs, candidate.num_ranks))

@@ -58,6 +58,8 @@ class Candidate:
     """The segments whose weight gradients are apart from their backwards."""
     behind_backwards: tuple[int, ...] = ()
     """Of these, the ones that follow their own backwards, and between which DP.sync starts."""
+    reduces_early: bool = False
+    """Whether DP.sync may start between weight gradients that are apart."""
     forwards_ahead: int | None = None
     """Per rank behind; None is the schedule's own."""
     shards: Shards = "off"
