@@ -151,7 +151,7 @@ all_steps() {
             --no-gradient-accumulation-fusion)
         train "$layers-stock" 1 --schedule stock "${as[@]}"
         train "$layers-aiao" 1 --schedule aiao "${as[@]}"
-        train "$layers-aiao-weights" 1 --schedule aiao:wgrad=last "${as[@]}"
+        train "$layers-aiao-weights" 1 --schedule aiao:wgrad=behind "${as[@]}"
         train "$layers-aiao-offload" 1 --schedule aiao "${as[@]}" "${offload[@]}"
         if ((gpus >= 2)); then
             pp=(--pipeline-model-parallel-size 2 --segments 2)
