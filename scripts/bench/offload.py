@@ -123,8 +123,10 @@ class Way:
         return program
 
     @classmethod
-    def named(cls, name: str, device: torch.device, args: argparse.Namespace) -> "Way":
-        """Return one of `WAYS`."""
+    def named(
+        cls, name: str, device: torch.device, saved_bytes: int, args: argparse.Namespace
+    ) -> "Way":
+        """Return one of `WAYS`, for stages that save so much for each micro-batch."""
         is_1f1b = name == "1f1b"
         order = build(
             "1f1b" if is_1f1b else "aiao",
@@ -135,7 +137,7 @@ class Way:
             last_segment=args.last_segment,
         )
         if name == "offload":
-            offloader = Offloader(device, everything=True)
+            offloader = Offloader(device, everything=True, saved_bytes=saved_bytes)
             offloader.counts_early = True
             return cls(order, offloader=offloader)
         if name == "save_on_cpu":
@@ -198,7 +200,8 @@ class Rank:
 def run_rank(args: argparse.Namespace) -> int:
     """Compare the ways to keep activations; returns the exit code."""
     rank = Rank(args)
-    ways = {name: Way.named(name, rank.device, args) for name in args.only}
+    saved_bytes = args.layers * rank.hidden_bytes
+    ways = {name: Way.named(name, rank.device, saved_bytes, args) for name in args.only}
     for number in tqdm(range(args.warm_up + args.iterations), disable=None):
         for way in ways.values():
             _iterate(rank, way, counts=number >= args.warm_up)
