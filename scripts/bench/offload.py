@@ -331,7 +331,7 @@ def run_copies(args: argparse.Namespace) -> int:
             print(f"| {name} | {count} | {mib} | {shown} | {rates[TRAINING] / ceiling:.2f} |")
         print(f"| {name} | 1 | {args.most / MIB:.0f} | {ceiling:.1f} | | | 1 |")
     faster = faster_than_training(of_sizes)
-    print(f"{TRAINING}, as in training, is slower than another way in {faster} of {len(of_sizes)} rows")
+    print(f"training's way, {TRAINING}, is slower than another in {faster} of {len(of_sizes)} rows")
     return int(faster > 0)
 
 
