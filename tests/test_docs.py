@@ -59,7 +59,7 @@ def commands(page: Path) -> Iterator[Command]:
                 yield Command(page.name, _words(line), "\n".join(printed).strip())
     for block in INDENTED.findall(text):
         for line in block.replace("\\\n", " ").splitlines():
-            if re.match(r"    (sudo |\S*python|torchrun|fold3d|sbatch) ", line):
+            if re.match(r"    (sudo|\S*python|torchrun|fold3d|sbatch|scripts/gpu.sh)( |$)", line):
                 yield Command(page.name, _words(line))
 
 
@@ -79,17 +79,17 @@ def test_a_command_is_one_that_its_program_takes(
     program = Path(words[0]).name
     if program == "fold3d":
         _check_fold3d(command, words, tmp_path_factory)
+    elif program in OTHERS:
+        OTHERS[program](words)
     elif program == "torchrun" and "fold3d" in words:
         command_at = words.index("fold3d") + 1
         _takes([FOLD3D, words[command_at]], words[command_at + 1 :])
     elif program == "torchrun" or Path(words[1]).name in SCRIPTS.values():
         _check_training(parser, words[: words.index(">")] if ">" in words else words)
     elif program.startswith("python"):
-        _check_script(words[1:])
+        _check_script(words[3:] if words[1:3] == ["-W", "ignore"] else words[1:])
     elif program == "sbatch":
         _check_sbatch(parser, words[1:])
-    elif program in OTHERS:
-        OTHERS[program](words)
     else:
         pytest.fail(f"{command}: say here how {program} is checked")
 
@@ -212,9 +212,17 @@ def _check_export(words: Sequence[str]) -> None:
     assert re.fullmatch(r"\w+=\S+", words[1])
 
 
+def _check_gpu_script(words: Sequence[str]) -> None:
+    listed = [ROOT / words[0], "--dry-run", *words[1:]]
+    environment = {**os.environ, "GPUS": "8", "IMPLEMENTATIONS": "local"}
+    done = subprocess.run(listed, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("== ")
+
+
 OTHERS: dict[str, Callable[[Sequence[str]], None]] = {
     "apt-get": _check_apt,
     "export": _check_export,
+    "gpu.sh": _check_gpu_script,
     "local_cluster.sh": _check_local_cluster,
     "make": _check_make,
     "mkdir": _check_folder,

@@ -75,6 +75,10 @@ def test_auto_has_a_limit(parser: ArgumentParser):
         (f"{AUTO} --device cpu", "--recompute-layers auto with --device cpu"),
         (f"{AUTO} --activation-memory-bytes 0", "--activation-memory-bytes 0: "),
         (f"{AIAO} --activation-memory-bytes 9", "--activation-memory-bytes 9 without --recompute"),
+        (
+            f"{AIAO} --offload-activations on --activation-memory-bytes 0",
+            "--activation-memory-bytes 0: ",
+        ),
         (f"{AUTO} --schedule stock", "--recompute-layers auto with --schedule stock"),
         (f"{AUTO} --num-experts 2", "--recompute-layers auto with --num-experts 2"),
         (f"{AUTO} --mtp-num-layers 1", "--recompute-layers auto with --mtp-num-layers 1"),

@@ -198,7 +198,7 @@ def wrong(
     except RankError as error:
         return [str(error)]
     stock = _stock(case.num_ranks, case.command("--schedule stock"))
-    return differences(*_comparable(records, stock))
+    return differences(*comparable(records, stock))
 
 
 def found_by(mutation: Mutation, folder: object) -> list[str]:
@@ -232,7 +232,7 @@ def _stock(num_ranks: int, argv: Sequence[str]) -> list[Record]:
     return records
 
 
-def _comparable(
+def comparable(
     ours: Sequence[Record], stock: Sequence[Record]
 ) -> tuple[Sequence[Record], Sequence[Record]]:
     """Drop from stock's records the norms that ours did not know when the iteration ended."""

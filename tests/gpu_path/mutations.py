@@ -184,6 +184,13 @@ MUTATIONS = (
     ),
     # Copies to host memory and back.
     Mutation(
+        "host memory is page-locked when a micro-batch finds no room",
+        "offload.pinned_pool:PinnedPool.take",
+        "return None",
+        "self.reserve({size: 1 + self._slots[size]})",
+        _TO_HOST,
+    ),
+    Mutation(
         "a copy starts ahead of the computation before it",
         "offload.copies:Copies._copy",
         "stream.wait_stream(self._backend.current_stream())",

@@ -43,7 +43,8 @@ class Fold3DConfig:
         auto_recompute_layers: whether measured bytes choose these numbers.
         recomputes_means: whether recomputations update means over an iteration's micro-batches.
         activation_memory_bytes: what saved activations may then take on a rank; None is what the
-            GPU has left.
+            GPU has left. Or the host memory that they have in the first iteration with offload;
+            None is what ``saved_bytes`` gives.
         overlap_tensor_parallel: whether neighbouring micro-batches run in pairs, each during the
             other's tensor-parallel collectives.
         overlap_grad_reduce: whether DDP's hooks reduce gradients inside a stage's last backward.

@@ -63,12 +63,12 @@ def recompute_count_problems(
 
 
 def _limit_problems(args: Namespace) -> Iterator[str]:
-    """Refuse a limit without `auto` or below one byte, and `auto` on a CPU without a limit."""
+    """Refuse a limit that nothing uses or below one byte, and `auto` on a CPU without a limit."""
     limit, auto = args.activation_memory_bytes, args.recompute_layers == AUTO
-    if limit is not None and not auto:
+    if limit is not None and not auto and args.offload_activations == "off":
         yield (
-            f"{_LIMIT} {limit} without {_FLAG} auto: only auto uses the limit; drop it, or add "
-            f"{_FLAG} auto"
+            f"{_LIMIT} {limit} without {_FLAG} auto or --offload-activations: only these use the "
+            "limit; drop it, or add one of them"
         )
     elif limit is not None and limit < 1:
         yield f"{_LIMIT} {limit}: saved activations take some bytes; give at least 1"

@@ -28,7 +28,8 @@ def add_recompute_flags(group: ArgumentGroup) -> None:
         type=int,
         metavar="N",
         help="With --recompute-layers auto, the memory for saved activations on each rank "
-        "(default: what the GPU has left).",
+        "(default: what the GPU has left); with --offload-activations, the host memory for them "
+        "in the first iteration (default: what they take, if the flags say it).",
     )
 
 

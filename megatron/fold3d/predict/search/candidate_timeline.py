@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.compile import GradSync, Options, lower
-from megatron.fold3d.plan.device_queues import MOST_OUTSTANDING
+from megatron.fold3d.plan.device_queues import CONNECTIONS, MOST_OUTSTANDING
 from megatron.fold3d.plan.ir import Op, Plan, PlanError, stages_of
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.passes.pairs import in_pairs, num_pairs, pair_microbatches
@@ -97,6 +97,22 @@ def timeline_of(
         _timeline(candidate, estimate, each, waits_for_sends, connections) for each in orders
     )
     return min(timelines, key=lambda timeline: timeline.period_s)
+
+
+def many_queues_s(
+    candidate: Candidate, estimate: Estimate, *, memory_bytes: float | None = None
+) -> tuple[float, float]:
+    """Return the seconds of an iteration with 32 hardware queues: at least, and at most.
+
+    One queue starts the collective of an input gradient before the weight gradient that hides it.
+    With 32 it may start behind, so at most the TP.sync of all backwards of a rank is added.
+    """
+    timeline = timeline_of(
+        candidate, estimate, memory_bytes=memory_bytes, connections=max(CONNECTIONS)
+    )
+    sync_s, ranks = estimate.costs.tp_sync_s, candidate.num_ranks
+    hidden_s = candidate.num_microbatches * max(sum(sync_s[rank::ranks]) for rank in range(ranks))
+    return timeline.period_s, timeline.period_s + hidden_s
 
 
 def _placed(candidate: Candidate, estimate: Estimate, memory_bytes: float | None) -> Iterator[Plan]:

@@ -41,6 +41,7 @@ from megatron.fold3d.predict.search.bounds import (
 )
 from megatron.fold3d.predict.search.candidate_estimate import estimate_with_choices
 from megatron.fold3d.predict.search.candidate_timeline import (
+    many_queues_s,
     order_of,
     timeline_of,
     undisturbed,
@@ -180,7 +181,7 @@ def _search(
     fitting += balanced
     stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
     best = _plainest_first(judge.best(fitting, kept))
-    return Search(
+    found = Search(
         best=best[:top],
         best_stock=stock[0] if stock else None,
         considered=len(everything) + len(better),
@@ -189,6 +190,7 @@ def _search(
         undelayed=judge.undelayed(best[0].candidate),
         unsharded=judge.unsharded(best[0].candidate, fitting),
     )
+    return replace(found, many_queues_s=judge.with_many_queues(found.choice.candidate))
 
 
 def _processes(cluster: Cluster) -> AbstractContextManager[Executor | None]:
@@ -388,6 +390,14 @@ class _Judge:
         while started:
             end_one()
         return tuple(choice for seconds, _, choice in found if seconds <= most_s())
+
+    def with_many_queues(self, candidate: Candidate) -> tuple[float, float] | None:
+        """Return `many_queues_s` of a candidate that shares one queue and does not take long."""
+        known = self.estimate(candidate)
+        forwards = candidate.num_ranks * candidate.num_segments * candidate.num_microbatches
+        if known.cuda_connections != 1 or forwards > _MOST_FORWARDS:
+            return None
+        return many_queues_s(candidate, known, memory_bytes=self.limit_bytes)
 
     def undelayed(self, candidate: Candidate) -> JudgedCandidate | None:
         """Return a candidate without the delayed weight gradients that it has."""
