@@ -42,10 +42,9 @@ class RunChoice:
     @property
     def behind(self) -> Segments:
         """Of ``delayed``, the segments whose weight gradients follow their own backwards."""
-        if self.defers:
-            return self.early
         whole = self.replicated if self.steps_shards else self.delayed
-        behind = {*self.early, *(whole if self.reduces_early else ())}
+        starts_early = self.reduces_early and not self.defers
+        behind = {*self.early, *(whole if starts_early else ())}
         return tuple(segment for segment in self.delayed if segment in behind)
 
     @property

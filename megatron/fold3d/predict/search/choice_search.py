@@ -536,4 +536,4 @@ class ChoiceSearch:
             except PlanError:
                 return  # memory has no room: for none of them
             name = f"{start.name}:wgrad=gaps"
-            tried(replace(start, name=name, order=order, delayed=()))
+            tried(replace(start, name=name, order=order, delayed=(), early=()))
