@@ -30,8 +30,6 @@ _SLURM = Path("scripts/slurm")
 _INDEX = "tasks.json"
 _ITERATIONS = 20
 _WARMUP = 10  # iterations; `auto` tries its choices in the first nine
-_WITHOUT_PREEMPTION = {"fold3d": "aiao+split"}
-"""What runs instead where tensor parallelism leaves one hardware queue."""
 Experiment = Callable[[Times], Result]
 
 
@@ -90,11 +88,6 @@ _DATA = "--mock-data --tokenizer-type NullTokenizer"
 _RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
-def _that_runs(point: Point, system: str) -> str:
-    """Return the system that runs for one: on GPUs without preemption."""
-    return system if point.node == "cpu" else _WITHOUT_PREEMPTION.get(system, system)
-
-
 def _spelled(flags: dict[str, object]) -> list[str]:
     return [str(word) for flag in flags.items() for word in flag]
 
@@ -131,7 +124,7 @@ def _tasks(experiment: Experiment) -> tuple[list[Task], list[str]]:
     asked: dict[tuple[Point, str], None] = {}  # in order, each once
 
     def ask(point: Point, system: str) -> None:
-        asked[point, _that_runs(point, system)] = None
+        asked[point, system] = None
 
     experiment(ask)
     tasks: list[Task] = []
@@ -148,14 +141,12 @@ def _tasks(experiment: Experiment) -> tuple[list[Task], list[str]]:
 
 def _refusal(point: Point, system: str) -> str | None:
     """Return why no run gives a point's time, or None."""
-    if point.node == "cpu":
-        return SYSTEMS[system].refusal(point.layout)
+    if (reason := SYSTEMS[system].refusal(point.layout)) or point.node == "cpu":
+        return reason
     if point.gigabits is not None:
         return "a run does not set the rate of links"
     if point.model == "bert":
         return "BERT has no mock data; give scripts/slurm yours"
-    if reason := SYSTEMS[system].refusal(replace(point.layout, one_queue=True)):
-        return reason
     heads = model_shape(point.model).num_attention_heads
     if SYSTEMS[system].candidate and heads % point.tp:
         return f"tp={point.tp} does not divide {heads} heads"
@@ -190,14 +181,13 @@ def collect(name: str, experiment: Experiment, folder: Path) -> Result:
     ]
     if len(missing) == len(tasks):
         raise ValueError(f"no job has run: {missing[0]}")
-    result = experiment(lambda point, system: found.get((point, _that_runs(point, system))))
+    result = experiment(lambda point, system: found.get((point, system)))
     times = Grid(title="ms of an iteration", numbers=tuple(_times(found)))
-    instead = [f"{new} ran as {old}" for old, new in _WITHOUT_PREEMPTION.items()]
     return replace(
         result,
         name=f"{name}-measured",
         grids=(*result.grids, times),
-        notes=(*result.notes, *instead, *missing),
+        notes=(*result.notes, *missing),
     )
 
 

@@ -62,9 +62,8 @@ def test_a_pair_trains_the_papers_configuration(
     parser: ArgumentParser, checkout: Path, monkeypatch, gpu, model, dp_pp_tp, batch, task
 ):
     _has_gpu(monkeypatch, major={"a100": 8, "v100": 7}[gpu])
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as the script does, for Megatron
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as ranks.sh does, for Megatron
     text = (ROOT / SCRIPTS / f"{gpu}.sbatch").read_text()
-    assert "\nexport CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}" in text
     num_nodes, per_node = (
         int(re.findall(rf"^#SBATCH --{option}=(\d+)$", text, re.M)[0])
         for option in ("nodes", "ntasks-per-node")
@@ -109,6 +108,19 @@ def test_the_pages_command_asks_for_a_run(parser: ArgumentParser, checkout: Path
     script, *words = command.split()
     args = parser.parse_args(_asked_for(checkout, script, words))
     assert (args.train_iters, args.mock_data, args.schedule) == (50, True, "auto")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("flags", "queues"),
+    [([], "1"), (["--preemptive-comm"], "32"), (["--use-torch-fsdp2", "--lr", "1"], "8")],
+)
+def test_a_run_has_the_hardware_queues_that_its_flags_need(
+    checkout: Path, flags: list[str], queues: str
+):
+    shown = 'echo "$CUDA_DEVICE_MAX_CONNECTIONS queues"'
+    words = _asked_for(checkout, "a100.sbatch", ["gpt3-18b", *flags], srun_then=shown)
+    assert words[-1] == f"{queues} queues"
 
 
 @pytest.mark.processes
