@@ -27,7 +27,7 @@ def draw(result: Result, folder: Path, *, measured: bool = False) -> list[Path]:
         measured: whether ours come from runs: then bars are plain, and the title says so.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = [grid for grid in result.grids if grid.drawn]
+    drawn = [grid for grid in result.grids if any(map(grid.has_ours, grid.drawn))]
     written = []
     for index, grid in enumerate(drawn):
         stem = result.name if index == 0 else f"{result.name}-{index + 1}"
@@ -38,7 +38,7 @@ def draw(result: Result, folder: Path, *, measured: bool = False) -> list[Path]:
 def _picture(result: Result, grid: Grid, stem: Path, *, measured: bool) -> list[Path]:
     from matplotlib.figure import Figure
 
-    rows, columns = grid.rows, grid.drawn
+    rows, columns = grid.rows, list(filter(grid.has_ours, grid.drawn))
     width = 0.8 / len(columns)
     figure = Figure(figsize=(max(6.0, 0.9 * len(rows) + 2), 4.5), layout="constrained")
     axes = figure.subplots()
@@ -54,6 +54,9 @@ def _picture(result: Result, grid: Grid, stem: Path, *, measured: bool) -> list[
             hatch=None if measured else _HATCHES[index % len(_HATCHES)],
             edgecolor="white",
         )
+        for x, spread in ((x, n.spread) for x, n in zip(at, found, strict=True) if n):
+            if spread:
+                axes.vlines(x, *spread, color="black", linewidth=1.2)
         outlined = [
             (x, n.published)
             for x, n in zip(at, found, strict=True)

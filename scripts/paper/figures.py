@@ -6,6 +6,7 @@ it does not give are chosen here, and named in a note.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 
 from megatron.fold3d.observe.exposure import Exposure
 from megatron.fold3d.policy.num_segments import overlapping_s
@@ -13,6 +14,7 @@ from megatron.fold3d.predict.cost_model.cluster import NODES
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES
 from megatron.fold3d.predict.cost_model.sizes import Setup, layer_bytes
 from scripts.paper.curves import TARGET, picture, stored
+from scripts.paper.on_testbed import POINT
 from scripts.paper.perf_model import (
     aiao_activation_bytes,
     bubble_s,
@@ -20,7 +22,7 @@ from scripts.paper.perf_model import (
     overlapped_s,
     p2p_s,
 )
-from scripts.paper.points import Point, Times, tflops
+from scripts.paper.points import Iteration, Point, Times, number, tflops
 from scripts.paper.published_rows import MICROBATCH_SIZE
 from scripts.paper.results import Grid, Number, Published, Result, claims
 from scripts.paper.simulated import iteration
@@ -50,7 +52,7 @@ def table4() -> Result:
     numbers, hidden = [], []
     for model, (act_mib, fwd_ms, bwd_ms, copies_ms) in rows.items():
         point = Point(node="v100", model=model, batch=128, dp=2, pp=4, tp=8)
-        found = iteration(point, "fold3d")
+        found = iteration(point, "fold3d").parts
         saved = layer_bytes(SHAPES[model], Setup(microbatch_size=MICROBATCH_SIZE), "full")
         layers = SHAPES[model].num_layers / point.pp
         host_bytes = aiao_activation_bytes(1, point.layout.microbatches, saved * layers)
@@ -294,11 +296,11 @@ def _times_to_a_loss() -> Grid:
     return Grid(title=f"Measured time to a loss of {TARGET}, small GPT", numbers=tuple(numbers))
 
 
-def _of_table(point: Point, name: str) -> Exposure:
+def _of_table(point: Point, name: str) -> Iteration:
     """Return the iteration of a row of Table II, which has this point."""
     system = {"fold3d": "Fold3D", "megatron": "Megatron-SP"}[name]
     _, columns = predicted("A100x128", "GPT-3 39B", system)
-    return Exposure(forward_s=columns["iteration_ms"] / 1e3)
+    return Iteration(parts=Exposure(forward_s=columns["iteration_ms"] / 1e3))
 
 
 def fig14(times: Times = _of_table) -> Result:
@@ -306,11 +308,11 @@ def fig14(times: Times = _of_table) -> Result:
     ratio = _gain(times, _39B)
     less = None if ratio is None else 1 - 1 / ratio
     claim = ("time that FOLD3D saves, %", 23.7, None if less is None else less * 100)
-    grid = Grid(
-        title="Time to the same loss, % of Megatron's",
-        numbers=(Number("GPT-3 39B", "fold3d", None if less is None else (1 - less) * 100, 76.3),),
-        drawn=("fold3d",),
+    time = _against_megatron(
+        "GPT-3 39B", "fold3d", times, _39B, "fold3d", lambda part: 100 * part, 76.3
     )
+    title = "Time to the same loss, % of Megatron's"
+    grid = Grid(title=title, numbers=(time,), drawn=("fold3d",))
     return Result(
         name="fig14",
         title="Fig. 14, time to a loss, GPT-3 39B on 128 A100",
@@ -325,30 +327,64 @@ def fig14(times: Times = _of_table) -> Result:
 
 
 def ablation(times: Times = iteration) -> Result:
-    """Systems by name on three clusters: what each feature of the paper gains."""
-    points: dict[str, tuple[Point, dict[str, Published]]] = {
+    """Systems by name, on the clusters and on CPUs: what each feature of the paper gains."""
+    points: dict[str, tuple[Point, dict[str, float]]] = {
         "A100 200 Gb/s": (_39B, {"megatron": 88.3, "dspeed3d": 78.3, "fold3d": 116.1}),
         "A100 100 Gb/s": (_job(256, 100), {}),
         "V100 100 Gb/s": (_V100, {"megatron": 41.2, "fold3d": 51.1}),
     }
     if times is not iteration:
-        points["CPU"] = (_CPU, {})
+        points |= {"CPU": (_CPU, {}), "testbed 180 Mb/s": (POINT, {})}
     refused = {
         (name, column): reason
         for name, system in SYSTEMS.items()
         for column, (point, _) in points.items()
         if (reason := system.refusal(point.layout))
     }
-    numbers = tuple(
-        Number(name, column, tflops(times, point, name), known.get(name))
-        for name in SYSTEMS
-        for column, (point, known) in points.items()
-        if (name, column) not in refused
+    rates, gains = [], []
+    for name, column in product(SYSTEMS, points):
+        if (name, column) in refused:
+            continue
+        point, known = points[column]
+        if not point.on_cpu:
+            rates.append(_rate(name, column, times, point, name, known.get(name)))
+        gain = known[name] / known["megatron"] if name in known else None
+        gains.append(_against_megatron(name, column, times, point, name, _inverse, gain))
+    grids = (
+        Grid(title=_TFLOPS, numbers=tuple(rates)),
+        Grid(title="Times as fast as megatron", numbers=tuple(gains), drawn=tuple(points)),
     )
     notes = (f"{name} on {column}: {reason}" for (name, column), reason in refused.items())
-    grid = Grid(title=_TFLOPS, numbers=numbers, drawn=tuple(points))
     title = "GPT-3 39B by system, batches of 256 and 128"
-    return Result(name="ablation", title=title, grids=(grid,), notes=(_ON_ONE_QUEUE, *notes))
+    return Result(name="ablation", title=title, grids=grids, notes=(_ON_ONE_QUEUE, *notes))
+
+
+def _inverse(part: float) -> float:
+    return 1 / part
+
+
+def _against_megatron(
+    row: str,
+    column: str,
+    times: Times,
+    point: Point,
+    name: str,
+    value: Callable[[float], float],
+    published: Published,
+) -> Number:
+    """Return a number that follows from a system's time as part of Megatron's."""
+    base, found = times(point, "megatron"), times(point, name)
+    if base is None:
+        return Number(row, column, None, published)
+    return number(row, column, found, lambda seconds: value(seconds / base.total_s), published)
+
+
+def _rate(
+    row: str, column: str, times: Times, point: Point, name: str, published: Published = None
+) -> Number:
+    """Return a system's TFLOP/s of a GPU."""
+    found = times(point, name)
+    return number(row, column, found, lambda seconds: tflops(point, seconds), published)
 
 
 def _job(batch: int, gigabits: float | None = None) -> Point:
@@ -370,15 +406,15 @@ def _gain(times: Times, point: Point, over: str = "megatron") -> float | None:
 
 
 def _fastest(points: Mapping[int, Point], times: Times) -> int | None:
-    found = {n: rate for n, p in points.items() if (rate := tflops(times, p, "fold3d"))}
-    return max(found, key=found.__getitem__, default=None)
+    found = {n: ran.total_s for n, p in points.items() if (ran := times(p, "fold3d"))}
+    return min(found, key=found.__getitem__, default=None)
 
 
 def _throughputs(
     jobs: Iterable[tuple[str, Point, dict[str, Published]]], systems: Sequence[str], times: Times
 ) -> Grid:
     numbers = tuple(
-        Number(label, name, tflops(times, point, name), known.get(name))
+        _rate(label, name, times, point, name, known.get(name))
         for label, point, known in jobs
         for name in systems
     )

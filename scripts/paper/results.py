@@ -17,6 +17,8 @@ class Number:
     ours: float | None
     """None where no simulation gives it."""
     published: Published = None
+    spread: tuple[float, float] | None = None
+    """The quartiles of a measured one."""
 
     @property
     def error(self) -> float | None:
@@ -58,6 +60,10 @@ class Grid:
     def at(self, row: str, column: str) -> Number | None:
         """Return the number of a cell."""
         return next((n for n in self.numbers if (n.row, n.column) == (row, column)), None)
+
+    def has_ours(self, column: str) -> bool:
+        """Return whether a column has a number of ours."""
+        return any(n.ours is not None for n in self.numbers if n.column == column)
 
     def errors(self, column: str) -> list[float]:
         """Return the absolute errors of a column."""
@@ -133,8 +139,9 @@ def _cell(number: Number | None) -> str:
         words = "?" if published is None else _short(published)
     if ours is None:
         return f"{words} > -"
+    spread = f" [{'-'.join(map(_short, number.spread))}]" if number.spread else ""
     error = "" if number.error is None else f" ({number.error:+.1%})"
-    return f"{words} > {_short(ours)}{error}"
+    return f"{words} > {_short(ours)}{spread}{error}"
 
 
 def _short(value: float) -> str:

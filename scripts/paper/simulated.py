@@ -22,7 +22,7 @@ from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.planner import USABLE_MEMORY
 from megatron.fold3d.predict.simulator.execution import Execution, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
-from scripts.paper.points import PASSES, Point, flops
+from scripts.paper.points import PASSES, Iteration, Point, flops
 from scripts.paper.published_rows import GRADIENT_BYTES, MICROBATCH_SIZE
 from scripts.paper.row_sizes import STATE_BYTES
 from scripts.paper.systems import SYSTEMS
@@ -34,18 +34,20 @@ _AS = {"gpt3-81b": "gpt3-39b", "gpt3-14b": "gpt3-18b"}
 
 
 @cache
-def iteration(point: Point, name: str) -> Exposure:
-    """Return where the time of a system's iteration goes, in the mean of its ranks.
+def iteration(point: Point, name: str) -> Iteration:
+    """Return a system's iteration of a point.
 
     Raises:
         ValueError: the system, or the model, cannot have this layout.
     """
     system = SYSTEMS[name]
     if not system.candidate:
-        return _zero3(point)
-    if name == "auto":
-        return min(map(mean, map(exposure, _auto(point))), key=lambda found: found.total_s)
-    return mean(exposure(_timeline(point, name)))
+        return Iteration(parts=_zero3(point))
+    timelines = _auto(point) if name == "auto" else [_timeline(point, name)]
+    return min(
+        (Iteration(parts=mean(exposure(timeline))) for timeline in timelines),
+        key=lambda found: found.total_s,
+    )
 
 
 def _auto(point: Point) -> list[Timeline]:

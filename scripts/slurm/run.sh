@@ -43,7 +43,9 @@ fi
 # nothing to load, and Megatron says so. On a cluster, out/ is on a file system that nodes share.
 checkpoints=out/slurm/${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}/$name
 
-# All tasks get the user's words. In a folder that they name, each task writes to one of its own.
+# All tasks get the user's words. In a folder that they name, each of several systems writes to one of
+# its own.
+((${#systems[@]} > 1)) && nested=/$name || nested=
 for i in "${!flags[@]}"; do
     case ${flags[i]} in
         --save | --tensorboard-dir | --trace | --wandb-save-dir) named=$((i + 1)) ;;
@@ -51,7 +53,7 @@ for i in "${!flags[@]}"; do
         *) continue ;;
     esac
     [[ -n ${flags[named]-} ]] || continue # Megatron says what is missing
-    flags[named]+=/$name
+    flags[named]+=$nested
     [[ ${flags[i]} != --save* ]] || checkpoints=${flags[named]#--save=}
 done
 mkdir -p "$checkpoints"

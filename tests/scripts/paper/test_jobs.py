@@ -14,6 +14,7 @@ from scripts.paper.jobs import collect, emit
 from scripts.paper.systems import SYSTEMS
 from tests.commands.traces import write_traces
 from tests.distributed import run_distributed
+from tests.end_to_end.test_bert import data as bert_data  # noqa: F401  # a fixture
 from tests.end_to_end.test_check import _run as checked
 
 LINE = (
@@ -33,9 +34,14 @@ def tasks_of(name: str, folder: Path) -> tuple[list[dict[str, Any]], str]:
     return json.loads((folder / "tasks.json").read_text()), told
 
 
+def place_of(task: dict[str, Any], folder: Path) -> Path:
+    return folder / array_of(task) / str(task["number"])
+
+
 def array_of(task: dict[str, Any]) -> str:
     point = task["point"]
-    return f"{point['node']}x{point['dp'] * point['pp'] * point['tp']}"
+    gpus = point["dp"] * point["pp"] * point["tp"]
+    return f"{point['node']}x{gpus}" + "-bert" * (point["model"] == "bert")
 
 
 def test_each_allocation_has_a_task_for_each_system_that_it_can_run(tmp_path: Path):
@@ -43,50 +49,57 @@ def test_each_allocation_has_a_task_for_each_system_that_it_can_run(tmp_path: Pa
     systems: dict[str, list[str]] = {}
     for task in tasks:
         systems.setdefault(array_of(task), []).append(task["system"])
-    assert systems["cpux4"] == [name for name in SYSTEMS if name != "zero3"]
+    on_cpus = [name for name in SYSTEMS if name != "zero3"]
+    assert (systems["cpux4"], systems["testbedx4"]) == (on_cpus, on_cpus)
+    assert f"bash {tmp_path}/testbedx4.sh    # 9 tasks" in told
     assert systems["a100x128"] == [*SYSTEMS]
     assert "without aiao, aiao+split, aiao+preempt on v100x64 gpt3-39b (2, 4, 8), batch 128" in told
+    del systems["testbedx4"]
     for array, names in systems.items():
+        assert f"sbatch {tmp_path}/{array}.sbatch    # {len(names)} tasks" in told
         text = (tmp_path / f"{array}.sbatch").read_text()
         assert re.findall(r"^#SBATCH --array=(.*)$", text, re.M) == [f"0-{len(names) - 1}"]
-        assert f"#SBATCH --output={tmp_path}/{array}/%a.out" in text
+        assert f"#SBATCH --output={tmp_path}/{array}/%a/train.log" in text
         for number, name in enumerate(names):
             assert f"    {number}) export SYSTEMS={name} SEGMENTS=4 && set -- " in text
-            assert f"--save {tmp_path}/{array}/{number}/saved --trace" in text
+            assert f"--trace {tmp_path}/{array}/{number}/trace --trace-" in text
+            assert f"--save {tmp_path}/{array}/{number}/saved" in text
 
 
 @pytest.mark.gloo
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # 90 s of an idle machine
-def test_every_task_that_is_emitted_passes_the_check(tmp_path: Path):
+def test_every_task_that_is_emitted_passes_the_check(tmp_path: Path, bert_data: list[str]):  # noqa: F811
     seen: set[tuple[str, ...]] = set()
     for name in RUNNABLE:
         tasks, _ = tasks_of(name, tmp_path / name)
         for task in tasks:
             point, system = task["point"], task["system"]
             key = (*map(str, point.values()), system)
-            if point["node"] == "cpu" or key in seen:
+            if point["node"] in ("cpu", "testbed") or key in seen:
                 continue
             seen.add(key)
-            array = array_of(task)
-            queues, words = _asked_for(tmp_path / name, array, task["number"])
+            array, cluster = array_of(task), array_of(task).removesuffix("-bert")
+            data = bert_data if cluster != array else []
+            queues, words = _asked_for(tmp_path / name, array, task["number"], data)
             assert queues == {"zero3": "8", "fold3d": "32", "aiao+preempt": "32"}.get(system, "1")
-            told = run_distributed(_checked, 1, [*words, "--check", array], queues)
-            ((code, out, err),) = told
+            ((code, out, err),) = run_distributed(_checked, 1, [*words, "--check", cluster], queues)
             assert code == 0, f"{name}, {task}: {err}"
-            assert out.startswith(f"can begin: {array.partition('x')[2]} ranks, dp=")
+            assert out.startswith(f"can begin: {cluster.partition('x')[2]} ranks, dp=")
     assert {system for *_, system in seen} == {*SYSTEMS}
 
 
 def _checked(words: Sequence[str], queues: str) -> tuple[int, str, str]:
     """Check a task where `make build-cuda` has built its library, for which a file stands in."""
     gpu_settings.OFFLOAD_LIBRARY = Path(__file__)
-    return checked(None, words, {"CUDA_DEVICE_MAX_CONNECTIONS": queues})
+    program, *flags = words
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
+    return checked(None, flags, environment, program.removesuffix(".py"))
 
 
-def _asked_for(folder: Path, array: str, number: int) -> tuple[str, list[str]]:
-    """Return a task's hardware queues and its script's words; an `srun` prints them."""
+def _asked_for(folder: Path, array: str, number: int, own: Sequence[str]) -> tuple[str, list[str]]:
+    """Return a task's hardware queues, and its script with its words; an `srun` prints them."""
     srun = folder / "bin" / "srun"
     srun.parent.mkdir(exist_ok=True)
     srun.write_text('#!/bin/sh\nprintf "%s\\n" "$CUDA_DEVICE_MAX_CONNECTIONS" "$@"\n')
@@ -95,19 +108,19 @@ def _asked_for(folder: Path, array: str, number: int) -> tuple[str, list[str]]:
         "PATH": f"{srun.parent}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "7",
         "SLURM_ARRAY_TASK_ID": str(number),
-        "SLURM_NTASKS": array.partition("x")[2],
+        "SLURM_NTASKS": array.removesuffix("-bert").partition("x")[2],
         "SLURM_NTASKS_PER_NODE": "8",
     }
-    command = ["bash", str(folder / f"{array}.sbatch")]
+    command = ["bash", str(folder / f"{array}.sbatch"), *own]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     words = done.stdout.splitlines()
-    return words[0], words[words.index("pretrain_gpt.py") + 1 :]
+    return words[0], words[words.index("python") + 1 :]
 
 
 def test_what_ran_is_shown_in_the_experiments_own_table(tmp_path: Path):
     tasks, _ = tasks_of("fig12", tmp_path)
     for task, ms in zip(tasks, (5400, 7100, 8100), strict=False):  # of batch 256
-        (tmp_path / array_of(task) / f"{task['number']}.out").write_text(log(ms) + "\n")
+        (place_of(task, tmp_path) / "train.log").write_text(log(ms) + "\n")
     result = collect("fig12", command.EXPERIMENTS["fig12"], tmp_path)
     rates, gains, _, times = result.grids
     found = {(n.row, n.column): n.ours for n in rates.numbers}
@@ -117,10 +130,11 @@ def test_what_ran_is_shown_in_the_experiments_own_table(tmp_path: Path):
     assert gains.numbers[0].ours == pytest.approx(7100 / 5400)
     assert gains.numbers[1].ours is None
     assert [n.ours for n in times.numbers] == [5400.0, 7100.0, 8100.0]
-    again = (
-        f"no iteration after 10 in {tmp_path}/a100x128/3.out; sbatch --array=3 {tmp_path}/a100x128"
+    assert result.notes[-1] == (
+        f"no iteration after 10 in {tmp_path}/a100x128 of 3 zero3, 4 fold3d, 5 megatron, "
+        "6 dspeed3d, 7 zero3, 8 fold3d, 9 megatron, 10 dspeed3d, 11 zero3; "
+        f"sbatch --array=3,4,5,6,7,8,9,10,11 {tmp_path}/a100x128.sbatch"
     )
-    assert any(again in note for note in result.notes)
     assert "megatron  88.3 >" not in result.text()
     assert "? > -" in result.text()
 
@@ -128,9 +142,9 @@ def test_what_ran_is_shown_in_the_experiments_own_table(tmp_path: Path):
 def test_columns_of_a_table_come_from_the_trace_and_its_iteration_from_the_log(tmp_path: Path):
     tasks, _ = tasks_of("table2", tmp_path)
     first = tasks[0]
-    own = tmp_path / array_of(first) / str(first["number"])
-    own.with_suffix(".out").write_text(log(5000.0) + "\n")
-    write_traces(own / "trace" / first["system"])
+    own = place_of(first, tmp_path)
+    (own / "train.log").write_text(log(5000.0) + "\n")
+    write_traces(own / "trace")
     (grid, _) = collect("table2", command.EXPERIMENTS["table2"], tmp_path).grids
     row = {n.column: n.ours for n in grid.numbers if n.row == "A100x128 GPT-3 18B Fold3D *"}
     assert row["iteration"] == pytest.approx(5000.0)
@@ -157,5 +171,7 @@ def test_what_cannot_be_run_or_collected_says_why(
 
 def test_nothing_is_collected_before_a_job_has_run(tmp_path: Path):
     tasks_of("fig14", tmp_path)
-    with pytest.raises(ValueError, match="no job has run: megatron on a100x128 gpt3-39b"):
+    with pytest.raises(
+        ValueError, match=r"no job has run: no iteration after 10 in .*/a100x128 of 0 m"
+    ):
         collect("fig14", command.EXPERIMENTS["fig14"], tmp_path)
