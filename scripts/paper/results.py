@@ -54,16 +54,12 @@ class Grid:
 
     @property
     def columns(self) -> list[str]:
-        """The names of the columns."""
-        return list(dict.fromkeys(number.column for number in self.numbers))
+        """The names of the columns that have a number of ours."""
+        return list(dict.fromkeys(n.column for n in self.numbers if n.ours is not None))
 
     def at(self, row: str, column: str) -> Number | None:
         """Return the number of a cell."""
         return next((n for n in self.numbers if (n.row, n.column) == (row, column)), None)
-
-    def has_ours(self, column: str) -> bool:
-        """Return whether a column has a number of ours."""
-        return any(n.ours is not None for n in self.numbers if n.column == column)
 
     def errors(self, column: str) -> list[float]:
         """Return the absolute errors of a column."""
@@ -94,7 +90,7 @@ class Result:
     def text(self) -> str:
         """Return the result for people."""
         parts = [f"{self.name}: {self.title}"]
-        parts += ["\n".join(_lines(grid)) for grid in self.grids]
+        parts += ["\n".join(_lines(grid)) for grid in self.grids if grid.columns]
         if self.verdicts:
             answers = {True: "holds", False: "does not hold"}
             parts.append("\n".join(f"{claim}: {answers[is_so]}" for claim, is_so in self.verdicts))

@@ -18,6 +18,8 @@ from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.predict.cost_model.model_shape import Family
 from megatron.fold3d.predict.cost_model.presets import SCRIPTS as TRAINING
 from megatron.fold3d.predict.cost_model.presets import preset_flags
+from scripts.paper.figures import ablation
+from scripts.paper.jobs import collect, emit
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path("scripts/slurm")
@@ -352,6 +354,30 @@ def test_a_users_own_job_trains_in_four_arms_and_goes_on_where_it_was_stopped(
     assert (folder / "resume").read_text() == (
         f"COMPARE={folder} sbatch --nodes=2 --ntasks-per-node=1 {script} pretrain_gpt.py\n"
     )
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(900)  # 60 s of an idle machine with two cores
+def test_an_ablation_is_collected_from_a_cluster(
+    slurm: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(checkout)
+    folder = Path("out/ablation")
+    told = emit("ablation", ablation, folder)
+    assert f"sbatch {folder}/cpux4.sbatch    # 9 tasks" in told
+    _run("sbatch", "--wait", "--array=0,7", folder / "cpux4.sbatch")
+    result = collect("ablation", ablation, folder)
+    gains, times = (grid for grid in result.grids if grid.columns)
+    ours = gains.at("fold3d", "CPU")
+    (milliseconds,) = (n for n in times.numbers if n.column == "fold3d")
+    for number in (ours, milliseconds):
+        assert number is not None
+        assert number.spread is not None
+        assert number.spread[0] <= number.ours <= number.spread[1]
+    assert gains.at("megatron", "CPU").ours == 1
+    assert gains.columns == ["CPU"]
+    missing = "1 megatron-best, 2 dspeed3d, 3 aiao, 4 aiao+split, 5 aiao+offload, 6 aiao+preempt"
+    assert any(f"cpux4 of {missing}, 8 auto; sbatch" in note for note in result.notes)
 
 
 def _run(*command: str | Path) -> str:

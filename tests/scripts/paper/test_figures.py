@@ -108,6 +108,7 @@ def test_without_matplotlib_one_line_says_how_to_get_pictures(
     assert last == "no pictures without matplotlib: .venv/bin/pip install -e '.[plots]'"
 
 
+@pytest.mark.processes  # matplotlib lists the system's fonts once
 @pytest.mark.slow
 @pytest.mark.skipif(not can_draw(), reason="needs matplotlib")
 def test_a_picture_says_that_it_is_simulated_and_has_published_values(results, tmp_path: Path):

@@ -15,6 +15,7 @@ from scripts.paper.systems import SYSTEMS
 from tests.commands.traces import write_traces
 from tests.distributed import run_distributed
 from tests.end_to_end.test_bert import data as bert_data  # noqa: F401  # a fixture
+from tests.end_to_end.test_check import ROOT
 from tests.end_to_end.test_check import _run as checked
 
 LINE = (
@@ -25,8 +26,9 @@ RUNNABLE = [name for name in command.EXPERIMENTS if name not in command.OF_NO_RU
 
 
 def log(ms: float) -> str:
-    """Twenty iterations, of which the first ten are slower."""
-    return "\n".join(LINE.format(number=n, ms=ms * (3 if n <= 10 else 1)) for n in range(1, 21))
+    """Twenty iterations, of which the first ten are slower, and the others vary by 9 ms."""
+    times_ms = (ms * 3 if n <= 10 else ms + n - 15.5 for n in range(1, 21))
+    return "\n".join(LINE.format(number=n, ms=m) for n, m in enumerate(times_ms, 1))
 
 
 def tasks_of(name: str, folder: Path) -> tuple[list[dict[str, Any]], str]:
@@ -130,6 +132,7 @@ def test_what_ran_is_shown_in_the_experiments_own_table(tmp_path: Path):
     assert gains.numbers[0].ours == pytest.approx(7100 / 5400)
     assert gains.numbers[1].ours is None
     assert [n.ours for n in times.numbers] == [5400.0, 7100.0, 8100.0]
+    assert times.numbers[0].spread == (5397.75, 5402.25)
     assert result.notes[-1] == (
         f"no iteration after 10 in {tmp_path}/a100x128 of 3 zero3, 4 fold3d, 5 megatron, "
         "6 dspeed3d, 7 zero3, 8 fold3d, 9 megatron, 10 dspeed3d, 11 zero3; "
@@ -137,6 +140,24 @@ def test_what_ran_is_shown_in_the_experiments_own_table(tmp_path: Path):
     )
     assert "megatron  88.3 >" not in result.text()
     assert "? > -" in result.text()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(600)  # 60 s of an idle machine
+def test_an_ablation_is_collected_from_the_testbed(tmp_path: Path):
+    as_user = ["unshare", "--user", "--map-root-user"]
+    if subprocess.run([*as_user, "unshare", "--net", "true"], capture_output=True).returncode:
+        pytest.skip("users may not make namespaces here")
+    tasks_of("ablation", tmp_path)
+    subprocess.run([*as_user, "bash", tmp_path / "testbedx4.sh", "0", "3"], cwd=ROOT, check=True)
+    result = collect("ablation", command.EXPERIMENTS["ablation"], tmp_path)
+    gains, _ = (grid for grid in result.grids if grid.columns)
+    measured = {n.row: n for n in gains.numbers if n.ours is not None}
+    assert gains.columns == ["testbed 180 Mb/s"]
+    assert list(measured) == ["megatron", "aiao"]
+    assert measured["megatron"].ours == 1.0
+    low, high = measured["aiao"].spread or (0.0, 0.0)
+    assert low <= measured["aiao"].ours <= high
 
 
 def test_columns_of_a_table_come_from_the_trace_and_its_iteration_from_the_log(tmp_path: Path):
