@@ -76,6 +76,10 @@ class Iteration:
         return self.parts.total_s
 
 
+A100_39B = Point(node="a100", model="gpt3-39b", batch=256, dp=4, pp=4, tp=8)
+V100_39B = Point(node="v100", model="gpt3-39b", batch=128, dp=2, pp=4, tp=8)
+TFLOPS = "Hardware TFLOP/s of a GPU, which are 1.33 of the model's"
+"""The title of what `rate` returns."""
 Times = Callable[[Point, str], Iteration | None]
 """A system's iteration of a point; None if it has not run."""
 
@@ -105,3 +109,33 @@ def tflops(point: Point, seconds: float) -> float:
 def flops(point: Point) -> float:
     """Return the FLOPs of an iteration, recomputation included."""
     return point.batch * training_flops(model_shape(point.model), "full").hardware
+
+
+def rate(
+    row: str, column: str, times: Times, point: Point, name: str, published: Published = None
+) -> Number:
+    """Return a system's TFLOP/s of a GPU."""
+    found = times(point, name)
+    return number(row, column, found, lambda seconds: tflops(point, seconds), published)
+
+
+def against_megatron(
+    row: str,
+    column: str,
+    times: Times,
+    point: Point,
+    name: str,
+    value: Callable[[float], float],
+    published: Published,
+) -> Number:
+    """Return a number that follows from a system's time as part of Megatron's."""
+    base, found = times(point, "megatron"), times(point, name)
+    if base is None:
+        return Number(row, column, None, published)
+    return number(row, column, found, lambda seconds: value(seconds / base.total_s), published)
+
+
+def gain(times: Times, point: Point, over: str = "megatron") -> float | None:
+    """Return how many times as fast FOLD3D is; None if one of the two has not run."""
+    theirs, ours = times(point, over), times(point, "fold3d")
+    return theirs.total_s / ours.total_s if ours and theirs else None

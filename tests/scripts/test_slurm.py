@@ -18,7 +18,7 @@ from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.predict.cost_model.model_shape import Family
 from megatron.fold3d.predict.cost_model.presets import SCRIPTS as TRAINING
 from megatron.fold3d.predict.cost_model.presets import preset_flags
-from scripts.paper.figures import ablation
+from scripts.paper.ablation import ablation
 from scripts.paper.jobs import collect, emit
 
 ROOT = Path(__file__).parents[2]

@@ -4,9 +4,9 @@ from statistics import fmean
 import pytest
 
 from scripts.paper import __main__ as command
+from scripts.paper.ablation import ablation
 from scripts.paper.curves import TARGET, stored
 from scripts.paper.draw import can_draw, draw
-from scripts.paper.figures import ablation
 from scripts.paper.results import Grid, Result
 from scripts.paper.simulated import Point, iteration
 from scripts.paper.systems import SYSTEMS
@@ -53,6 +53,24 @@ def test_numbers_are_within_the_stated_error(results, name):
     assert errors
     assert max(errors) <= largest
     assert fmean(errors) <= mean
+
+
+@pytest.mark.slow
+def test_equations_stand_beside_what_is_simulated(results):
+    _, equations, _ = results["fig5"].grids
+    for model in ("GPT-3 18B", "GPT-3 39B"):
+        value = {
+            (row, column): equations.at(f"{model}, {row}", column).ours
+            for row in ("eqs. 1-7", "simulated")
+            for column in ("Megatron (1)", "FOLD3D (2)")
+        }
+        assert value["eqs. 1-7", "Megatron (1)"] == pytest.approx(
+            value["simulated", "Megatron (1)"], rel=0.06
+        )
+        assert 0.85 < value["eqs. 1-7", "FOLD3D (2)"] / value["simulated", "FOLD3D (2)"] < 0.9
+        held = equations.at(f"{model}, eqs. 1-7", "FOLD3D GB (7)").ours
+        _, columns = predicted("A100x128", model, "Fold3D")
+        assert held == pytest.approx(columns["excmem_gb"])
 
 
 @pytest.mark.slow
