@@ -365,7 +365,10 @@ def test_an_ablation_is_collected_from_a_cluster(
     folder = Path("out/ablation")
     told = emit("ablation", ablation, folder)
     assert f"sbatch {folder}/cpux4.sbatch    # 9 tasks" in told
-    _run("sbatch", "--wait", "--array=0,7", folder / "cpux4.sbatch")
+    _run("sbatch", "--array=0,7", folder / "cpux4.sbatch")
+    for task in ("0", "7"):
+        log = folder / "cpux4" / task / "train.log"
+        _wait_for("successfully saved checkpoint from iteration      20", log)
     result = collect("ablation", ablation, folder)
     gains, times = (grid for grid in result.grids if grid.columns)
     ours = gains.at("fold3d", "CPU")

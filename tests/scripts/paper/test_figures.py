@@ -1,5 +1,6 @@
 from pathlib import Path
 from statistics import fmean
+from xml.etree import ElementTree
 
 import pytest
 
@@ -26,6 +27,7 @@ ERRORS = {
     "fig14": (0.08, 0.05),
     "ablation": (0.11, 0.06),
 }
+PICTURES = Path(__file__).parents[3] / "docs/images/paper"
 VERDICTS = {
     "table4": [True],
     "fig8": [True, True],
@@ -135,6 +137,16 @@ def test_a_picture_says_that_it_is_simulated_and_has_published_values(results, t
     assert all(path.stat().st_size > 1000 for path in paths)
     assert "(simulated)" in paths[0].read_text()
     assert "published" in paths[0].read_text()
+
+
+@pytest.mark.slow
+def test_pictures_of_the_docs_show_todays_numbers(results):
+    """Else: for each name, python -m scripts.paper NAME --pictures docs/images/paper."""
+    for name, result in results.items():
+        picture = ElementTree.parse(PICTURES / f"{name}.svg")
+        (described,) = picture.iter("{http://purl.org/dc/elements/1.1/}description")
+        assert described.text == result.text()
+    assert (PICTURES / "fig12-curves.svg").read_text() == results["fig12"].curves
 
 
 def test_a_grid_without_drawn_columns_has_no_picture(tmp_path: Path):
