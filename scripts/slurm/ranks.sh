@@ -8,7 +8,8 @@
 set -euo pipefail
 
 export WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
-export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+MASTER_PORT=$(python -c 'import socket; print(socket.create_server(("", 0)).getsockname()[1])')
+export MASTER_PORT # free now; a job's id would not tell apart two clusters on one machine
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun no longer takes it from sbatch
 # Hardware queues, unless you give a number. With tensor parallelism before Blackwell Megatron asserts
