@@ -13,8 +13,8 @@ export MASTER_PORT # free now; a job's id would not tell apart two clusters on o
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun no longer takes it from sbatch
 # Hardware queues, unless you give a number. With tensor parallelism before Blackwell Megatron asserts
-# one: kernels start in the order of their launch, and hide what they are to hide. Preemption needs
-# one for each stream, and FSDP2 refuses a single one.
+# one, in which collectives start before the kernels that hide them. Preemption needs one for each
+# stream, and FSDP2 refuses a single one.
 case " $* " in
     *" --preemptive-comm "*) queues=32 ;;
     *" --use-torch-fsdp2 "*) queues=8 ;; # CUDA's default
