@@ -78,11 +78,11 @@ def script(name: str, tasks: Sequence[Task], folder: Path) -> str:
 
 
 def _testbed(tasks: Sequence[Task], folder: Path) -> Iterator[str]:
-    """Yield a loop over the tasks that its arguments name, all by default; it needs root."""
+    """Yield a loop over the tasks that its arguments name, by default all; one may fail alone."""
     own = shlex.quote(str(tasks[0].place(folder).parent))
     bench = f"--hosts {tasks[0].point.gpus} --rate {on_testbed.RATE} --logs {own}/$1"
     rank = f"python -m scripts.bench.rank {' '.join(on_testbed.RANK_FLAGS)}"
-    yield "set -euo pipefail"
+    yield "# As root, or under: unshare -Ur"
     yield "PATH=$PWD/.venv/bin:$PATH"
     yield "train() { # a task, and the flags of its system"
     yield f"    python -m scripts.bench.testbed {bench} -- {rank} -- \\"
@@ -100,6 +100,7 @@ def _testbed(tasks: Sequence[Task], folder: Path) -> Iterator[str]:
 def _job_array(name: str, tasks: Sequence[Task], folder: Path) -> Iterator[str]:
     """Yield a job array in the allocation of a node's own script; words of the user's win."""
     point = tasks[0].point
+    yield "# A task saves its whole model; remove the folders `saved` when all have run."
     yield f"#SBATCH --job-name={name}-{tasks[0].array}"
     yield f"#SBATCH --array=0-{len(tasks) - 1}"
     yield f"#SBATCH --output={tasks[0].place(folder).parent}/%a/train.log"

@@ -30,14 +30,20 @@ def emit(name: str, experiment: Experiment, folder: Path) -> list[str]:
     """Write a script for each allocation; returns what to tell the user, in lines.
 
     Raises:
-        ValueError: no run gives a number of this experiment.
+        ValueError: no run gives a number of this experiment, or the folder has other tasks.
     """
     tasks, refused = _tasks(experiment)
     if not tasks:
         raise ValueError(f"{name} has no job that can run: {'; '.join(refused)}")
+    index, text = folder / _INDEX, json.dumps([asdict(task) for task in tasks], indent=1) + "\n"
+    if index.exists() and index.read_text() != text:
+        raise ValueError(
+            f"{index} has other tasks, whose logs would be taken for {name}'s; name "
+            "another folder, or remove this one"
+        )
     for task in tasks:
         task.place(folder).mkdir(parents=True, exist_ok=True)
-    (folder / _INDEX).write_text(json.dumps([asdict(task) for task in tasks], indent=1) + "\n")
+    index.write_text(text)
     told = []
     for own in _by_allocation(tasks):
         file = own[0].script(folder)

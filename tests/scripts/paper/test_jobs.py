@@ -190,6 +190,13 @@ def test_what_cannot_be_run_or_collected_says_why(
     assert message in capsys.readouterr().err
 
 
+def test_a_folder_of_another_experiment_is_refused(tmp_path: Path):
+    tasks_of("fig14", tmp_path)
+    with pytest.raises(ValueError, match=r"tasks.json has other tasks, .* name another folder, or"):
+        tasks_of("fig2", tmp_path)
+    tasks_of("fig14", tmp_path)  # the same again
+
+
 def test_nothing_is_collected_before_a_job_has_run(tmp_path: Path):
     tasks_of("fig14", tmp_path)
     with pytest.raises(
