@@ -64,7 +64,8 @@ def fig6(times: Times = iteration) -> Result:
         grids=(_throughputs(jobs, _BASELINES, times),),
         notes=(
             "published values are Table II's; layouts of BERT and CPM are taken from GPT-3 39B",
-            "T-NLG and T5: the cost model splits neither 28 heads in 8 nor a T5's decoder",
+            "no T-NLG: its rows of Table III have 1.8 times the FLOPs of Table I's shape and more; "
+            "no T5: the cost model splits no decoder",
         ),
     )
 

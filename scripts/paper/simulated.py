@@ -23,10 +23,10 @@ from megatron.fold3d.predict.search.planner import USABLE_MEMORY
 from megatron.fold3d.predict.simulator.execution import Execution, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
 from scripts.paper.points import PASSES, Iteration, Point, flops
-from scripts.paper.published_rows import GRADIENT_BYTES, MICROBATCH_SIZE
+from scripts.paper.published_rows import GRADIENT_BYTES
 from scripts.paper.row_sizes import STATE_BYTES
 from scripts.paper.systems import SYSTEMS
-from scripts.paper.tables import published
+from scripts.paper.tables import point_of, published
 
 _CLUSTERS = {"a100": "A100x128", "v100": "V100x64"}  # as the tables name them
 _MODELS = {"gpt3-18b": "GPT-3 18B", "gpt3-39b": "GPT-3 39B", "bert": "BERT", "cpm": "CPM"}
@@ -159,20 +159,19 @@ def _efficiency(node: str, model: str) -> float:
         there = _efficiency("a100", model) / _efficiency("a100", "gpt3-39b")
         return _efficiency(node, "gpt3-39b") * there
     (row,) = found
-    shape = SHAPES[_AS.get(model, model)]
-    setup = Setup(tensor_parallel=row["tp"], data_parallel=row["dp"], sequence_parallel=True)
-    setup = replace(setup, microbatch_size=MICROBATCH_SIZE, recompute="full")
-    own = cluster(f"{node}x{row['dp'] * row['pp'] * row['tp']}")
+    point = point_of(row)
+    assert point is not None  # only T5 has none
+    shape, own = SHAPES[point.model], cluster(f"{node}x{point.gpus}")
+    setup = replace(_setup(point), small_gradients=False)
 
     def computing_s(efficiency: float) -> float:
         hardware = replace(own, compute_efficiency=efficiency)
-        costs = estimate(shape, hardware, setup, num_ranks=row["pp"], num_segments=1).costs
+        costs = estimate(shape, hardware, setup, num_ranks=point.pp, num_segments=1).costs
         return sum(costs.forward_s) + sum(costs.backward_s)
 
     at_peak_s = computing_s(1.0)
     flops_s = computing_s(0.5) - at_peak_s  # the rest of it is TP.sync
-    microbatches = row["batch"] // row["dp"] // MICROBATCH_SIZE
-    published_s = (row["fwd_ms"] + row["bwd_ms"]) / 1e3 * row["pp"] / microbatches
+    published_s = (row["fwd_ms"] + row["bwd_ms"]) / 1e3 * point.pp / point.layout.microbatches
     return float(flops_s / (published_s - (at_peak_s - flops_s)))
 
 

@@ -100,7 +100,7 @@ def _measured(
     row: Row, times: Times, peak_tflops: float
 ) -> tuple[dict[str, float], tuple[float, float] | None]:
     """Return the columns that a run of a row's system has, and the quartiles of its iterations."""
-    point = _point(row)
+    point = point_of(row)
     found = times(point, _SYSTEMS.get(row["system"], "megatron")) if point else None
     if point is None or found is None:
         return {}, None
@@ -118,7 +118,7 @@ def _measured(
     return columns, (low_s * 1e3, high_s * 1e3)
 
 
-def _point(row: Row) -> Point | None:
+def point_of(row: Row) -> Point | None:
     """Return the job of a row; None for T5, which Megatron-core cannot train in a pipeline."""
     model = row["model"].lower().replace("gpt-3 ", "gpt3-")
     node, _, gpus = row["cluster"].lower().partition("x")
