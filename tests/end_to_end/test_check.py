@@ -1,6 +1,7 @@
 """``--check`` tells on one process without a GPU what a job of many ranks would begin with."""
 
 import contextlib
+import importlib
 import io
 import os
 import re
@@ -164,11 +165,12 @@ def test_a_script_of_ones_own_ends_where_it_would_begin(tmp_path: Path) -> None:
 
 
 def _run(
-    script: str | None, argv: Sequence[str], environment: Mapping[str, str] = {}
+    script: str | None,
+    argv: Sequence[str],
+    environment: Mapping[str, str] = {},
+    program: str = "pretrain_gpt",
 ) -> tuple[int, str, str]:
-    """Run a script as on a login node; returns its exit code, stdout and stderr."""
-    import pretrain_gpt
-
+    """Run a script, or a program of ours, as on a login node; returns its exit code and outputs."""
     os.environ.update(environment)
 
     for name in OF_A_JOB:
@@ -177,7 +179,7 @@ def _run(
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         if script is None:
-            code = pretrain_gpt.main(argv)
+            code = importlib.import_module(program).main(argv)
         else:
             with pytest.raises(SystemExit) as left:
                 runpy.run_path(script, run_name="__main__")
