@@ -78,7 +78,7 @@ def test_routers_that_are_recomputed_may_keep_means(
     [
         (
             "0F0 0F1 0R1 0R0 0B0 0B1\n1F0 1R0 1B0 1F1 1R1 1B1",
-            f":recompute=early {FULL}",
+            f" {FULL}",
             "0R1 comes before 0R0, and routers keep a mean",
         ),
         ("0F0 0F1 0B1 0B0\n1F0 1F1 1B1 1B0", f" {FULL}", "0B1 comes before 0B0"),
@@ -108,3 +108,18 @@ def test_the_page_has_every_reason():
         *("--distribute-saved-activations", "--fp8-format", "--offload-activations"),
     ):
         assert option in page
+
+
+def test_what_a_plan_file_holds_is_on_without_a_part_of_the_word(
+    parser: ArgumentParser, tmp_path: Path
+):
+    file = tmp_path / "plan.txt"
+    file.write_text("0F0 0R0 0B0 0W0 2F0 2R0 2B0\n1F0 1B0 1W0 3F0 3B0")
+    whole = f"--schedule plan={file} --segments 2 {FULL}"
+    line = f"{whole} --transformer-impl local --no-gradient-accumulation-fusion"
+    found = config(parser, line)
+    assert (found.delay_weight_grads, found.recompute_early) == ((0,), (0, 1, 2, 3))
+    assert not found.slices_dp_sync
+    for part in ("wgrad=last@0", "recompute=early", "slices=on"):
+        with pytest.raises(ValueError, match="the actions of the plan say it; drop it"):
+            config(parser, line.replace(str(file), f"{file}:{part}"))

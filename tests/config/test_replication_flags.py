@@ -77,3 +77,10 @@ def test_the_page_names_every_refused_option():
     page = PAGE.read_text().split("## With `optimizer=replicated`")[1].split("## ")[0]
     for row in REFUSALS:
         assert f"`{row.flag}`" in page
+
+
+def test_shards_without_a_distributed_optimizer_are_refused(parser: ArgumentParser):
+    for order in ("aiao", "auto"):
+        line = f"--schedule {order}:optimizer=sharded --segments 3 --overlap-grad-reduce"
+        with pytest.raises(ValueError, match="^optimizer=sharded without --use-distributed-opt"):
+            config(parser, line)

@@ -79,7 +79,7 @@ PLANS = {
     ),
     "recomputation ahead of the gradient": (
         "0F0 0F1 0R0 0B0 0R1 0B1\n1F0 1B0 1F1 1B1",
-        "found R in the plan; add recompute=early@ with its segments",
+        "recompute=early@0 without --recompute-granularity full",
     ),
     "another size": ("0F0 0B0\n1F0 1B0", "1 micro-batches.*2 micro-batches"),
 }

@@ -222,7 +222,7 @@ ROWS = (
         name="of fold3d plan, recomputed, in buckets, untied",
         dp=2,
         flags=f"--overlap-grad-reduce {BUCKETS} {UNTIED} {FULL} uniform",
-        ours="--schedule plan=PLAN:wgrad=last@0",
+        ours="--schedule plan=PLAN",
         plan="fold3d plan --schedule 1f1b:wgrad=gaps:ahead=auto --pp 2 --microbatches 4 "
         "--compute-only --p2p-s 1.5",
     ),
@@ -267,7 +267,7 @@ ROWS = (
     Row(
         tp=2,
         m=2,
-        ours="--schedule plan=PLAN:wgrad=last@0",
+        ours="--schedule plan=PLAN",
         plan="0F0 0F1 0B0 0W0 0B1 0W1\n1F0 1B0 1F1 1W0 1B1 1W1",
     ),
     # Recomputation ahead of the gradient.
@@ -288,7 +288,7 @@ ROWS = (
         tp=2,
         m=2,
         flags=f"--sequence-parallel {DROPOUT} {FULL} uniform --recompute-num-layers 2",
-        ours="--schedule plan=PLAN:recompute=early",
+        ours="--schedule plan=PLAN",
         plan="0F0 0F1 0R1 0R0 0B0 0B1\n1F0 1R0 1B0 1F1 1B1",
     ),
     # A number of recomputed layers for each stage.
@@ -460,7 +460,7 @@ ROWS = (
         dp=2,
         m=2,
         flags="--overlap-grad-reduce --bf16",
-        ours="--schedule plan=PLAN:slices=on",
+        ours="--schedule plan=PLAN",
         plan=SLICED,
     ),
     Row(
@@ -468,7 +468,7 @@ ROWS = (
         dp=2,
         m=2,
         flags="--overlap-grad-reduce --bf16",
-        ours="--schedule plan=PLAN:wgrad=last@0:slices=on",
+        ours="--schedule plan=PLAN",
         plan="0F0 0F1 0B0 0B1 0W:500 0ALL_REDUCE:500 0W:1000 0ALL_REDUCE 0STEP\n"
         "1F0 1B0 1F1 1B1 1ALL_REDUCE:400 1ALL_REDUCE 1STEP",
     ),

@@ -12,6 +12,7 @@ from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from tempfile import NamedTemporaryFile
 from unittest.mock import patch
 
 from megatron.training.arguments import add_megatron_arguments
@@ -218,7 +219,10 @@ class FlagSet:
         """Return the command of our run; PLAN and FOLDER stand for files."""
         settings = [self.setting(name) for name in OURS if name != "checkpoint"]
         # What begins with a colon goes on with the word of the schedule; a flag may follow it.
-        parts = "".join(text.partition(" ")[0] for text in settings if text.startswith(":"))
+        found = [text.partition(" ")[0] for text in settings if text.startswith(":")]
+        if "PLAN" in settings[0]:  # its actions say where weight gradients and recomputation are
+            found = [part for part in found if not part.startswith((":wgrad", ":recompute"))]
+        parts = "".join(found)
         flags = [text.partition(" ")[2] if text.startswith(":") else text for text in settings[1:]]
         return self._words(f"{settings[0]}{parts}", *flags, self.saving("FOLDER"))
 
@@ -288,7 +292,7 @@ def draw(seed: str, variants: int) -> tuple[list[FlagSet], list[str]]:
         found: dict[tuple[str, ...], FlagSet] = {}
         for _ in range(40):
             ours = _ours(shared, dice)
-            problems = refusal(ours.ours(), ours.num_ranks) or _another_order(ours)
+            problems = refusal_of(ours) or _another_order(ours)
             if problems:
                 refused.append(problems)
             else:
@@ -353,9 +357,20 @@ def _another_order(ours: FlagSet) -> str:
     return ""
 
 
+def refusal_of(ours: FlagSet) -> str:
+    """Return what the project's own checks say to a run of ours, with its plan file if any."""
+    if "PLAN" not in ours.setting("schedule"):
+        return refusal(ours.ours(), ours.num_ranks)
+    with NamedTemporaryFile("w", suffix=".plan") as file:
+        file.write(random_plan(ours))
+        file.flush()
+        words = [word.replace("PLAN", file.name) for word in ours.ours()]
+        return refusal(words, ours.num_ranks)
+
+
 def refusal(words: Sequence[str], num_ranks: int) -> str:
     """Return what the project's own checks say to a command, nothing if they let it pass."""
-    text = shlex.join(words).replace("plan=PLAN", f"plan={__file__}")
+    text = shlex.join(words)
     try:
         args = _parser().parse_args([*cpu_flags.FLAGS, *shlex.split(text)])
         cpu_flags.check(args)

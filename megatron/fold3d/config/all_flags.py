@@ -57,6 +57,7 @@ from megatron.fold3d.config.schedule_flags import (
     group_of,
     schedule_of,
     schedule_problems,
+    with_plan,
     written_out,
 )
 from megatron.fold3d.config.segment_flags import (
@@ -154,7 +155,7 @@ def read_config(args: Namespace) -> Fold3DConfig:
     if problems := [*size_problems(args)]:  # the other rules divide by these sizes
         raise ValueError("\n".join(problems))
     schedule, segments = schedule_of(args), num_segments(args)
-    args = written_out(args, segments)
+    args = with_plan(args) if args.plan_file else written_out(args, segments)
     problems = [
         *schedule_problems(args, schedule),
         *auto_schedule_problems(args, schedule),

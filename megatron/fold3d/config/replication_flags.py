@@ -32,6 +32,11 @@ def replication_problems(args: Namespace, schedule: str, num_segments: int) -> I
         num_segments: segments per rank; 0 if not known yet.
     """
     if not args.replicate_optimizer:
+        if "optimizer" in args.schedule_keys and not args.use_distributed_optimizer:
+            yield (
+                "optimizer=sharded without --use-distributed-optimizer: that is what shards it; "
+                "add it, with --overlap-param-gather, or drop the part"
+            )
         return
     segments = given_segments(args)
     found = str(Part("optimizer", "replicated", segments) if segments else _AUTO)

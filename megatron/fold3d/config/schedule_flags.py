@@ -5,13 +5,16 @@ read a number or segments, not a word.
 """
 
 from argparse import Action, ArgumentError, ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.fold3d.config.argument_group import ArgumentGroup
 from megatron.fold3d.config.refusals import named, scales_by_order
-from megatron.fold3d.plan.ir import PlanError
+from megatron.fold3d.plan.files import read_plan
+from megatron.fold3d.plan.ir import Op, PlanError
+from megatron.fold3d.plan.ops import WEIGHT_OPS
+from megatron.fold3d.plan.passes.sliced_grad_sync import has_slices
 from megatron.fold3d.plan.schedules import check_forwards_ahead
 from megatron.fold3d.policy.schedule_word import AUTO, ORDERS, PLAN, VALUES, Part, Word
 
@@ -136,6 +139,28 @@ def written_out(args: Namespace, num_segments: int) -> Namespace:
     return Namespace(**found | {name: every for name in WORD_DEFAULTS if found[name] == ALL})
 
 
+def with_plan(args: Namespace) -> Namespace:
+    """Return a namespace with what the plan of its file needs, if it has a file with a plan.
+
+    Weight gradients apart, early recomputation and slices of DP.sync follow from the actions.
+    """
+    try:
+        plan = read_plan(args.plan_file)
+    except (OSError, ValueError):
+        return args  # it is refused where its sizes are compared
+
+    def segments(ops: Collection[Op]) -> tuple[int, ...]:
+        stages = {stage for program in plan.programs for stage, op, _ in program if op in ops}
+        return tuple(sorted({stage // plan.num_ranks for stage in stages}))
+
+    needed: dict[str, Any] = {
+        "delay_weight_grads": segments(WEIGHT_OPS),
+        "recompute_early": segments({Op.RECOMPUTE}),
+        "dp_slices": "on" if any(map(has_slices, plan.programs)) else args.dp_slices,
+    }
+    return Namespace(**vars(args) | needed)
+
+
 def schedule_of(args: Namespace) -> str:
     """Return a name of `plan.schedules.SCHEDULES`, ``auto``, ``stock`` or ``plan-file``."""
     return "plan-file" if args.plan_file else args.schedule or "stock"
@@ -156,6 +181,9 @@ def schedule_problems(args: Namespace, schedule: str) -> Iterator[str]:
     """Yield one message (found, rule, fix) for each problem with the order of computation."""
     if args.plan_file and not args.plan_file.is_file():
         yield f"--schedule plan={args.plan_file}: no such file; write one with `fold3d plan`"
+    for key in ("wgrad", "recompute", "slices") if args.plan_file else ():
+        if key in args.schedule_keys:
+            yield f"{key}= with {named(schedule)}: the actions of the plan say it; drop it"
     if "share" in args.schedule_keys and args.backward_share is None:
         yield "share= without step=next: it is a share of what that defers; add step=next"
     of_megatron = args.microbatch_group_size_per_vp_stage

@@ -11,6 +11,7 @@ from megatron.fold3d.config.bucket_flags import delays_dp_sync, gathers_by_plan,
 from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES
 from megatron.fold3d.policy.schedule_word import AUTO, Part, parts_of
 
+_ELSEWHERE = (AUTO, "stock", "plan-file")  # where weight gradients are is not the word's
 OLDEST_ENGINE = 2, 8  # as Megatron asks for with its own --delay-wgrad-compute
 
 
@@ -41,7 +42,7 @@ def weight_grad_problems(args: Namespace, schedule: str, num_segments: int) -> I
         num_segments: segments per rank; 0 if not known yet.
     """
     auto = args.delay_weight_grads == AUTO
-    found = weight_grad_part(args)
+    found = "W in the plan" if schedule == "plan-file" else weight_grad_part(args)
     if (most := args.most_activations) is not None and (not auto or most < 1):
         yield (
             f"held={most}: it limits what wgrad=gaps holds, and a rank holds at least one; give "
@@ -63,11 +64,10 @@ def weight_grad_problems(args: Namespace, schedule: str, num_segments: int) -> I
         pass  # these have one segment, which is checked elsewhere
     elif args.segments == "auto":  # not imported: its module brings the simulator along
         yield f"{found} with --segments auto: which segments that are is not known; give a number"
-    elif auto:
-        if schedule == "plan-file":
-            yield f"{found} with --schedule plan=FILE: a plan has its order; drop one of the two"
-    elif num_segments and (
-        unknown := [s for s in args.delay_weight_grads if not 0 <= s < num_segments]
+    elif (
+        not auto
+        and num_segments
+        and (unknown := [s for s in args.delay_weight_grads if not 0 <= s < num_segments])
     ):
         yield (
             f"{found}: there is no segment {unknown[0]}, a rank holds {num_segments}; "
@@ -96,11 +96,11 @@ def place_problems(args: Namespace, schedule: str, num_segments: int) -> Iterato
         num_segments: segments per rank; 0 if not known yet.
     """
     delayed, behind = args.delay_weight_grads, args.behind_backwards
-    if not isinstance(delayed, tuple) or schedule in (AUTO, "stock", *SPLIT_SCHEDULES):
+    if not isinstance(delayed, tuple) or schedule in (*_ELSEWHERE, *SPLIT_SCHEDULES):
         return
     defers, sharded = args.backward_share is not None, args.use_distributed_optimizer
     whole = args.replicate_optimizer if sharded else delayed
-    is_early = reduces_early(args) and not defers and schedule != "plan-file"
+    is_early = reduces_early(args) and not defers
     reduced_between = {*delayed} & {*whole} if is_early and isinstance(whole, tuple) else set()
     if wrong := reduced_between - {*behind}:
         yield (
@@ -111,9 +111,7 @@ def place_problems(args: Namespace, schedule: str, num_segments: int) -> Iterato
     if {*behind} <= reduced_between:
         return
     found = str(Part("wgrad", "behind", behind))
-    if schedule == "plan-file":
-        yield f"{found} with --schedule plan=FILE: the plan says where they are; give last"
-    elif defers and sharded:
+    if defers and sharded:
         yield (
             f"{found} with step=next and --use-distributed-optimizer: what is deferred is cut "
             "shard by shard, not parameter by parameter; give last, or drop one of the others"
