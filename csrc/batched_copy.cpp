@@ -45,7 +45,7 @@ cudaError_t batched_copy(void* const* targets, const void* const* sources, const
                          std::size_t count, cudaStream_t stream) {
   static std::atomic<bool> has_batches{true};
   if (count == 0) return cudaSuccess;
-  if (has_batches) {
+  if (has_batches && count > 1) {  // alone, a copy of its own is as fast or faster
     const cudaError_t error = in_one_launch(targets, sources, bytes, count, stream);
     if (!is_missing(error)) return error;
     cudaGetLastError();  // it is answered here

@@ -10,8 +10,8 @@ namespace fold3d {
 // What a launch takes at most; more are split over launches.
 constexpr int kMostPieces = 64;
 
-// Copies `bytes[i]` bytes from `sources[i]` to `targets[i]`, through the copy engine, in one call
-// where the runtime has cudaMemcpyBatchAsync (12.8 and later) and in `count` calls before. The
+// Copies `bytes[i]` bytes from `sources[i]` to `targets[i]`, through the copy engine: several in one
+// call where the runtime has cudaMemcpyBatchAsync (12.8 and later), and in `count` calls before. The
 // stream must not be the default one.
 cudaError_t batched_copy(void* const* targets, const void* const* sources, const std::size_t* bytes,
                          std::size_t count, cudaStream_t stream);

@@ -13,5 +13,5 @@ if ! command -v "$nvcc" >/dev/null; then
     exit 1
 fi
 "$nvcc" -O2 -std=c++20 -shared -Xcompiler -fPIC,-Wall,-Wextra,-Werror "-arch=$architecture" \
-    csrc/batched_copy.cu csrc/batched_copy.cpp csrc/pinned_pool.cpp csrc/offload.cpp -o "$output"
+    -Xlinker --no-undefined csrc/batched_copy.cu csrc/batched_copy.cpp csrc/pinned_pool.cpp csrc/offload.cpp -o "$output"
 echo "built $output"

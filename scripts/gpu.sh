@@ -151,7 +151,7 @@ all_steps() {
             --no-gradient-accumulation-fusion)
         train "$layers-stock" 1 --schedule stock "${as[@]}"
         train "$layers-aiao" 1 --schedule aiao "${as[@]}"
-        train "$layers-aiao-weights" 1 --schedule aiao "${as[@]}" --delay-weight-grads 0
+        train "$layers-aiao-weights" 1 --schedule aiao:wgrad=behind "${as[@]}"
         train "$layers-aiao-offload" 1 --schedule aiao "${as[@]}" "${offload[@]}"
         if ((gpus >= 2)); then
             pp=(--pipeline-model-parallel-size 2 --segments 2)
@@ -160,7 +160,8 @@ all_steps() {
             train "$layers-pp-aiao-offload" 2 --schedule aiao "${as[@]}" "${pp[@]}" "${offload[@]}" \
                 --lazy-inter-segment
             train "$layers-dp-stock" 2 --schedule stock "${as[@]}" --clip-grad 0
-            train "$layers-dp-share" 2 --schedule 1f1b "${as[@]}" --clip-grad 0 --backward-share 0.5
+            train "$layers-dp-share" 2 --schedule 1f1b:step=next:share=0.5 "${as[@]}" \
+                --clip-grad 0
             QUEUES=1 train "$layers-pp-one-queue" 2 --schedule stock "${as[@]}" "${pp[@]}"
             QUEUES=1 train "$layers-pp-traced" 2 --schedule aiao "${as[@]}" "${pp[@]}"
             QUEUES=1 train "$layers-pp-untraced" 2 --schedule aiao "${as[@]}" "${pp[@]}"
@@ -178,8 +179,8 @@ all_steps() {
             train "$layers-zero-auto" 4 --schedule auto "${as[@]}" "${zero[@]}"
             train "$layers-zero-shards" 4 --schedule aiao "${as[@]}" "${zero[@]}" \
                 --shard-segments gradients
-            train "$layers-zero-replicated" 4 --schedule aiao "${as[@]}" "${zero[@]}" \
-                --replicate-optimizer 1
+            train "$layers-zero-replicated" 4 --schedule aiao:optimizer=replicated@1 \
+                "${as[@]}" "${zero[@]}"
 
             tp=("${pp[@]}" --tensor-model-parallel-size 2)
             # Megatron's own norms lack sequence parallelism without apex.
@@ -188,15 +189,14 @@ all_steps() {
             QUEUES=1 train "$layers-tp-aiao" 4 --schedule aiao "${as[@]}" "${tp[@]}"
             train "$layers-tp-queues" 4 --schedule aiao "${as[@]}" "${tp[@]}"
             [[ $layers != local ]] ||
-                QUEUES=1 train "$layers-tp-pairs" 4 --schedule aiao "${as[@]}" "${tp[@]}" \
-                    --overlap-tensor-parallel
+                QUEUES=1 train "$layers-tp-pairs" 4 --schedule aiao:pairs=on "${as[@]}" "${tp[@]}"
         fi
         if ((gpus >= 8)); then
             QUEUES=1 train "$layers-all-stock" 8 --schedule stock "${as[@]}" "${tp[@]}" --clip-grad 0
-            QUEUES=1 train "$layers-all-share" 8 --schedule aiao "${as[@]}" "${tp[@]}" --clip-grad 0 \
-                --backward-share 0.5
-            train "$layers-all-queues" 8 --schedule aiao "${as[@]}" "${tp[@]}" --clip-grad 0 \
-                --backward-share 0.5 --preemptive-comm "${offload[@]}"
+            QUEUES=1 train "$layers-all-share" 8 --schedule aiao:step=next:share=0.5 "${as[@]}" \
+                "${tp[@]}" --clip-grad 0
+            train "$layers-all-queues" 8 --schedule aiao:step=next:share=0.5 "${as[@]}" \
+                "${tp[@]}" --clip-grad 0 --preemptive-comm "${offload[@]}"
         fi
     done
 

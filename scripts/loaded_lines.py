@@ -32,7 +32,7 @@ DEFERRED = (
     "--num-workers 0 --micro-batch-size 1 --global-batch-size 8 --train-iters 4 --lr 1e-2 "
     "--eval-iters 0 --eval-interval 9 --pipeline-model-parallel-size 2 --segments 2 "
     "--overlap-grad-reduce --use-distributed-optimizer --overlap-param-gather --clip-grad 100 "
-    "--schedule aiao --backward-share 0.5 --delay-weight-grads 1"
+    "--schedule aiao:step=next:share=0.5:wgrad=last@1"
 )
 
 
@@ -61,7 +61,6 @@ def load_schedule(**options: Any) -> None:
         plan_file=None,
         num_ranks=2,
         num_segments=2,
-        aiao_last_segment="1f1b",
         device="cpu",
         microbatch_group_size=None,
         distributed_timeout_minutes=1,
@@ -133,8 +132,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--offload-activations", choices=("off", "auto", "on"), default="off")
     parser.add_argument("--preemptive-comm", action="store_true")
-    parser.add_argument("--backward-share", type=float)
-    parser.add_argument("--delay-weight-grads", type=int, nargs="*", default=(), metavar="SEGMENT")
     parser.add_argument("--lazy-inter-segment", action="store_true")
     parser.add_argument("--called", action="store_true", help="what a gradient passes instead")
     options = vars(parser.parse_args(argv))
@@ -145,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.INFO)  # Megatron's training logs to stdout
     sys.path.insert(0, str(ROOT))
-    load_schedule(**options | {"delay_weight_grads": tuple(options["delay_weight_grads"])})
+    load_schedule(**options)
     lines = loaded_lines()
     for name, count in lines.items():
         print(f"{count:6,} {name}")

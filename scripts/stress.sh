@@ -15,6 +15,7 @@ checks=(
     "gpu_path --seconds {seconds}"
     "one_queue --seconds {quarter} --seed $seed"
     "searches"
+    "predictions --jobs 200 --seed $seed"
     "built_models --jobs 500 --seed $seed"
 )
 minutes=${STRESS_MINUTES:-60}

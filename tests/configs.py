@@ -7,7 +7,6 @@ CONFIG = Fold3DConfig(
     plan_file=None,
     num_ranks=1,
     num_segments=1,
-    aiao_last_segment="1f1b",
     device="cpu",
     microbatch_group_size=None,
     distributed_timeout_minutes=1,

@@ -9,10 +9,12 @@ from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from megatron.fold3d.policy.schedule_word import Word
 from tests.end_to_end import (
     test_auto_schedule,
     test_backward_share,
@@ -29,6 +31,7 @@ from tests.end_to_end import (
 
 PAGE = Path(__file__).parents[1] / "docs" / "compatibility.md"
 OPTION = re.compile(r"`(--[a-z0-9-]+[^`]*)`")
+OURS = re.compile(r"`(--[a-z0-9-]+[^`]*|[a-z-]+=[^`]*)`")  # and parts of the word of --schedule
 # A section about flags of ours names what was run beside them in a paragraph or a table.
 SECTION = re.compile(r"^## With (`.+?)\n(.*?)(?=^## |\Z)", re.M | re.S)
 RUN_BESIDE = re.compile(r"^Run beside .*?(?=^$)", re.M | re.S)
@@ -89,9 +92,14 @@ class Run:
     name: str
     line: str
     options: frozenset[str]
+    word: Word
 
     def has(self, words: str) -> bool:
-        """Whether it runs an option, with a value if ``words`` has one."""
+        """Whether it runs an option, with a value if ``words`` has one, or a part of the word."""
+        if not words.startswith("--"):
+            return any(str(part).startswith(words) for part in self.word.parts)
+        if words.startswith("--schedule "):
+            return words.split()[1] == self.word.order
         return words.split()[0] in self.options and f" {words} " in f" {self.line} "
 
 
@@ -103,7 +111,9 @@ def runs(parser: ArgumentParser) -> list[Run]:
         args = parser.parse_args(list(words))
         given = {word for word in words if word in actions}
         options = {f for f in given if getattr(args, actions[f].dest) != actions[f].default}
-        found.append(Run(name, " ".join(words), frozenset(options)))
+        last = [word for flag, word in pairwise(words) if flag == "--schedule"][-1:]
+        scheduled = Word.parse(*last or ["stock"])
+        found.append(Run(name, " ".join(words), frozenset(options), scheduled))
     return found
 
 
@@ -140,9 +150,9 @@ def claims() -> Iterator[tuple[str, str]]:
     """Yield each flag of ours that has a section, with each option that was run beside it."""
     for heading, text in SECTION.findall(page()):
         works = REFUSED.sub("", text)
-        beside = OPTION.findall(" ".join(RUN_BESIDE.findall(works) + NO_STAR.findall(works)))
+        beside = OURS.findall(" ".join(RUN_BESIDE.findall(works) + NO_STAR.findall(works)))
         assert beside, f"docs/compatibility.md does not say what was run beside {heading}"
-        yield from ((flag, words) for flag in OPTION.findall(heading) for words in beside)
+        yield from ((flag, words) for flag in OURS.findall(heading) for words in beside)
 
 
 def test_what_works_beside_a_flag_of_ours_is_run_beside_it(runs: list[Run]) -> None:

@@ -20,8 +20,9 @@ from argparse import ArgumentParser
 from megatron.fold3d.config.all_flags import add_arguments
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 parser = add_arguments(ArgumentParser())
-assert parser.parse_args(["--aiao-last-segment", "afab"]).aiao_last_segment == "afab"
-assert "aiao_last_segment" in Fold3DConfig.__dataclass_fields__
+word = "1f1b:wgrad=gaps:held=3"
+assert parser.parse_args(["--schedule", word]).most_activations == 3
+assert "most_activations" in Fold3DConfig.__dataclass_fields__
 """,
     "A patch": """
 from fold3d_patches import compile_helpers

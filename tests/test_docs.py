@@ -6,7 +6,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from argparse import ArgumentParser
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.policy.schedule_word import VALUES
 from megatron.fold3d.predict.cost_model.model_shape import Family
 from megatron.fold3d.predict.cost_model.presets import SCRIPTS, preset_flags
 from tests.commands.traces import write_traces
@@ -58,7 +59,7 @@ def commands(page: Path) -> Iterator[Command]:
                 yield Command(page.name, _words(line), "\n".join(printed).strip())
     for block in INDENTED.findall(text):
         for line in block.replace("\\\n", " ").splitlines():
-            if re.match(r"    (sudo |\S*python|torchrun|fold3d|sbatch) ", line):
+            if re.match(r"    (sudo|\S*python|torchrun|fold3d|sbatch|scripts/gpu.sh)( |$)", line):
                 yield Command(page.name, _words(line))
 
 
@@ -78,17 +79,17 @@ def test_a_command_is_one_that_its_program_takes(
     program = Path(words[0]).name
     if program == "fold3d":
         _check_fold3d(command, words, tmp_path_factory)
+    elif program in OTHERS:
+        OTHERS[program](words)
     elif program == "torchrun" and "fold3d" in words:
         command_at = words.index("fold3d") + 1
         _takes([FOLD3D, words[command_at]], words[command_at + 1 :])
     elif program == "torchrun" or Path(words[1]).name in SCRIPTS.values():
         _check_training(parser, words[: words.index(">")] if ">" in words else words)
     elif program.startswith("python"):
-        _check_script(words[1:])
+        _check_script(words[3:] if words[1:3] == ["-W", "ignore"] else words[1:])
     elif program == "sbatch":
         _check_sbatch(parser, words[1:])
-    elif program in OTHERS:
-        OTHERS[program](words)
     else:
         pytest.fail(f"{command}: say here how {program} is checked")
 
@@ -211,9 +212,17 @@ def _check_export(words: Sequence[str]) -> None:
     assert re.fullmatch(r"\w+=\S+", words[1])
 
 
+def _check_gpu_script(words: Sequence[str]) -> None:
+    listed = [ROOT / words[0], "--dry-run", *words[1:]]
+    environment = {**os.environ, "GPUS": "8", "IMPLEMENTATIONS": "local"}
+    done = subprocess.run(listed, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("== ")
+
+
 OTHERS: dict[str, Callable[[Sequence[str]], None]] = {
     "apt-get": _check_apt,
     "export": _check_export,
+    "gpu.sh": _check_gpu_script,
     "local_cluster.sh": _check_local_cluster,
     "make": _check_make,
     "mkdir": _check_folder,
@@ -288,9 +297,13 @@ def test_the_rules_of_import_are_those_that_are_tested():
 
 def test_the_page_of_flags_has_a_row_for_every_flag_of_ours(parser: ArgumentParser):
     (group,) = (g for g in parser._action_groups if g.title == "FOLD3D")
-    ours = sorted(flag for action in group._group_actions for flag in action.option_strings)
+    shown = (action for action in group._group_actions if action.help != SUPPRESS)
+    ours = sorted(flag for action in shown for flag in action.option_strings)
     (section,) = re.findall(
         r"^## Every flag\n(.*?)^## ", (ROOT / "docs/flags.md").read_text(), re.M | re.S
     )
-    rows = re.findall(r"^\| (`--.*?) \|", section, re.M)
+    rows = re.findall(r"^(?:\| (?=`--)|### )(.*?)(?: \||$)", section, re.M)
     assert sorted(flag for row in rows for flag in re.findall(r"`(--[\w-]+)", row)) == ours
+    assert len(ours) == 14
+    for key in VALUES:
+        assert f"`{key}=" in section

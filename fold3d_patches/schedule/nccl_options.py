@@ -51,6 +51,6 @@ def check_traffic_classes() -> None:
     )
     if not known:
         raise ValueError(
-            f"--pp-traffic-class, --dp-traffic-class: NCCL's options in torch {torch.__version__} "
+            f"--traffic-class: NCCL's options in torch {torch.__version__} "
             "have no traffic_class; use a torch that has it, such as 2.13, or drop the flags"
         )

@@ -33,8 +33,8 @@ VARIANTS = {
     "stock 1f1b": "",
     "stock interleaved": _VIRTUAL,
     "aiao": "--schedule aiao --segments 2",
-    "aiao in pairs": "--schedule aiao --segments 2 --overlap-tensor-parallel",
-    "1f1b in pairs": "--schedule 1f1b --segments 1 --overlap-tensor-parallel",
+    "aiao in pairs": "--schedule aiao:pairs=on --segments 2",
+    "1f1b in pairs": "--schedule 1f1b:pairs=on --segments 1",
 }
 
 

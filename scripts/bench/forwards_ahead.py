@@ -22,14 +22,13 @@ def main() -> None:
     columns = "".join(f"{f'N={n}':>10}" for n in FORWARDS_AHEAD)
     print(f"{'p':>2} {'ns':>2} {'m':>2}  transfer       k=m{columns}  hides")
     for num_ranks, num_segments, num_microbatches in SIZES:
-        aiao = partial(
+        order = partial(
             build,
-            "aiao",
             num_ranks=num_ranks,
             num_segments=num_segments,
             num_microbatches=num_microbatches,
         )
-        plans = [aiao(last_segment="afab"), *(aiao(forwards_ahead=n) for n in FORWARDS_AHEAD)]
+        plans = [order("afab"), *(order("aiao", forwards_ahead=n) for n in FORWARDS_AHEAD)]
         for transfer in TRANSFERS:
             costs = Costs.uniform(num_ranks * num_segments, p2p_s=transfer)
             times = "".join(f"{simulate(plan, costs).makespan_s:>10.2f}" for plan in plans)

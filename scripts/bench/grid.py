@@ -38,7 +38,7 @@ from scripts.bench.testbed import (
     parse_rate,
     refuse,
 )
-from scripts.bench.variants import DEFAULT, Job, Variant
+from scripts.bench.variants import DEFAULT, Job, Variant, with_parts
 
 _UNCLIPPED = ("--clip-grad", "0")
 _NEVER_CLIPS = ("--clip-grad", "1000")  # above every bound here
@@ -133,15 +133,17 @@ def chosen(job: Job) -> list[Variant]:
     if job.data_parallel == 1 or job.recompute:  # forwards are too short to hide an all-gather
         ours.append(order)
     if job.data_parallel > 1:
-        split = (*order.flags, "--backward-share", "auto")
-        middle = ("--delay-weight-grads", f"{most // 2 - 1},{most // 2}")
+        split = with_parts(order.flags, ":step=next")
+        middle = f":wgrad=last@{most // 2 - 1},{most // 2}"
         ours.append(Variant(f"{order.name}-auto-bound", (*split, *_NEVER_CLIPS)))
-        ours.append(Variant(f"{order.name}-auto-delay", (*split, *middle, *_NEVER_CLIPS)))
+        ours.append(
+            Variant(f"{order.name}-auto-delay", (*with_parts(split, middle), *_NEVER_CLIPS))
+        )
         ours.append(Variant(f"{order.name}-auto-noclip", (*split, *_UNCLIPPED)))
         ours.append(Variant(f"{order.name}-auto-sometimes", (*split, *_SOMETIMES_CLIPS)))
-        whole = (*distributed.flags, "--replicate-optimizer", "auto")
+        whole = with_parts(distributed.flags, ":optimizer=auto")
         ours.append(Variant(f"{distributed.name}-replicate", whole))
-        ours.append(Variant(f"{distributed.name}-delay-replicate", (*whole, *middle)))
+        ours.append(Variant(f"{distributed.name}-delay-replicate", with_parts(whole, middle)))
         group = ("--microbatch-group-size-per-virtual-pipeline-stage", str(job.num_microbatches))
         for run, ending in ((order, ""), (distributed, "-do")):
             chooses = ("--schedule", "auto", *run.flags[2:], *group)

@@ -22,7 +22,7 @@ SCHEDULES = {
     "1f1b": "--schedule 1f1b",
     "zb-h1": "--schedule zb-h1",
     "zb-h2": "--schedule zb-h2",
-    "both auto": "--schedule 1f1b --forwards-ahead auto --delay-weight-grads auto",
+    "both auto": "--schedule 1f1b:ahead=auto:wgrad=gaps",
     "interleaved": "--schedule interleaved --segments 2",
     "aiao": "--schedule aiao --segments 2",
 }

@@ -31,8 +31,8 @@ _SP = "--sequence-parallel"
 VARIANTS = {
     "stock": ("--schedule", "stock"),
     "stock, sequence parallel": ("--schedule", "stock", _SP),
-    "ours in pairs": ("--schedule", "afab", "--overlap-tensor-parallel"),
-    "ours in pairs, sequence parallel": ("--schedule", "afab", "--overlap-tensor-parallel", _SP),
+    "ours in pairs": ("--schedule", "afab:pairs=on"),
+    "ours in pairs, sequence parallel": ("--schedule", "afab:pairs=on", _SP),
 }
 
 

@@ -49,7 +49,7 @@ def stock_s(num_ranks: int, num_microbatches: int, costs: partial[Costs]) -> dic
         for group in (num_ranks, num_microbatches):
             if group == num_ranks or (segments > 1 and group > num_ranks):
                 schedule = "1f1b" if segments == 1 else "interleaved"
-                plan = build(schedule, num_segments=segments, group_size=group, **sizes)  # type: ignore[arg-type]
+                plan = build(schedule, num_segments=segments, group_size=group, **sizes)
                 waits = replace(OURS, sends_waited_for=sends_stock_waits_for(segments))
                 name = schedule if segments == 1 else f"v{segments}-n{group}"
                 found[name] = simulate(plan, costs(segments), waits).period_s

@@ -23,8 +23,8 @@ _MESSAGE_BYTES = 4 * 16 * 64 * 64  # fp32, 16 sequences of 64 tokens, hidden siz
 _FORWARD_MS, _BACKWARD_MS = 9, 18  # of a layer: four ranks on two cores keep this pace
 
 _OVERLAPS = ("--overlap-grad-reduce",)
-AHEAD = Variant("1f1b-ahead", ("--schedule", "1f1b", "--forwards-ahead", "auto", *_OVERLAPS))
-PLACED = Variant("1f1b-placed", (*AHEAD.flags, "--delay-weight-grads", "auto"))
+AHEAD = Variant("1f1b-ahead", ("--schedule", "1f1b:ahead=auto", *_OVERLAPS))
+PLACED = Variant("1f1b-placed", ("--schedule", "1f1b:ahead=auto:wgrad=gaps", *_OVERLAPS))
 
 
 def slower_than(slow_down: float) -> str:

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.fold3d.config.backward_share_flags import share_or_auto
-from megatron.fold3d.config.weight_grad_flags import segment_list
+from megatron.fold3d.config.schedule_flags import add_schedule_word
 from megatron.fold3d.predict.cost_model.cluster import Cluster, cluster
 from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES, ModelShape
@@ -125,14 +124,12 @@ class Job:
     def candidate(self, flags: Sequence[str]) -> Candidate:
         """Return what the planner calls a variant; how launches are aligned makes no difference."""
         parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-        parser.add_argument("--schedule", choices=("aiao",))
+        add_schedule_word(parser, "the order, and what goes with it")
         parser.add_argument("--segments", type=int)
         parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, dest="segments")
         parser.add_argument(
             "--microbatch-group-size-per-virtual-pipeline-stage", type=int, dest="group"
         )
-        parser.add_argument("--backward-share", type=share_or_auto)
-        parser.add_argument("--delay-weight-grads", type=segment_list, default=())
         parser.add_argument("--clip-grad")  # a step that waits for the norm is not predicted
         for flag in (
             *("--overlap-grad-reduce", "--overlap-param-gather", "--use-distributed-optimizer"),
@@ -144,6 +141,12 @@ class Job:
             args, unknown = parser.parse_known_args(list(flags))
         except argparse.ArgumentError as error:
             raise ValueError(str(error)) from None
+        if args.schedule not in (None, "aiao") or {*args.schedule_keys} - {
+            "step",
+            "share",
+            "wgrad",
+        }:
+            unknown = ["an order or a choice of its own"]
         if unknown:
             raise ValueError(f"found {unknown[0]}; it is not predicted")
         segments = args.segments or 1

@@ -25,7 +25,6 @@ from scripts.bench.variants import Job
 _ROOT = Path(__file__).parents[2]
 _RANKS = 4
 _WARMUP = 2
-_EARLY = ("--recompute-early", "all")
 
 
 def variants(num_layers: int, segments: int) -> Iterator[tuple[str, tuple[int, ...], bool]]:
@@ -111,8 +110,13 @@ def _rows(args: argparse.Namespace) -> Iterator[Sequence[str]]:
         )
         first_ms = first_s = 0.0
         for number, (name, counts, early) in enumerate(variants(args.layers, args.segments)):
-            flags = ["--schedule", "aiao", "--segments", str(args.segments)]
-            flags += ["--recompute-layers", ",".join(map(str, counts)), *(_EARLY if early else ())]
+            flags = [
+                "--schedule",
+                f"aiao{':recompute=early' * early}",
+                "--segments",
+                str(args.segments),
+            ]
+            flags += ["--recompute-layers", ",".join(map(str, counts))]
             logs = args.logs / f"m{microbatches}-{number}"
             iteration_ms = measure(job, flags, logs, args)
             iteration_s = simulated_s(

@@ -21,7 +21,7 @@ from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape, model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup
-from megatron.fold3d.predict.search.candidate_timeline import plan_of, timeline_of
+from megatron.fold3d.predict.search.candidate_timeline import many_queues_s, plan_of, timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate, Given
 from megatron.fold3d.predict.search.planner import search
 from megatron.fold3d.predict.search.simulated_shares import auto_shares
@@ -93,13 +93,14 @@ def preemption(model: str, gigabits: float, *, sharded: bool) -> str:
     shares = () if sharded else auto_shares(plan_of(c), known.costs, rules)
     sliced = add_p2p(plan_of(c, shares=shares, slices=True), receives_late=True)
     one = replace(rules, device=Device(connections=1))
+    many_s, most_s = many_queues_s(c, known)
     seconds = (
         timeline_of(plain, known).period_s,
         simulate(sliced, known.costs, one, iterations=3).period_s,
         simulate(sliced, known.costs, replace(one, preemptive=True), iterations=3).period_s,
-        timeline_of(c, known, connections=32).period_s,
+        many_s,
         timeline_of(replace(c, preemptive=True), known, connections=32).period_s,
-        microbatches * max(sum(known.costs.tp_sync_s[rank::pp]) for rank in range(pp)),
+        most_s - many_s,
     )
     words = f"{model} {'distributed optimizer' if sharded else 'split'} {gigabits:g}"
     return f"| {words} | {' | '.join(f'{s * 1e3:.0f}' for s in seconds)} |"

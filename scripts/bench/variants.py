@@ -106,7 +106,7 @@ class Variant:
     @property
     def is_stock(self) -> bool:
         """Whether Megatron's own schedule runs."""
-        return not {"--schedule", "--plan-file"} & set(self.flags)
+        return "--schedule" not in self.flags
 
     @property
     def is_distributed_optimizer(self) -> bool:
@@ -139,10 +139,16 @@ def known(job: Job) -> Iterator[Variant]:
         aiao = ("--schedule", "aiao", "--segments", str(segments), "--overlap-grad-reduce")
         yield from _with_optimizers(f"aiao-s{segments}", aiao)
         if segments > 1:
-            yield Variant(f"aiao-s{segments}-auto", (*aiao, "--backward-share", "auto"))
+            yield Variant(f"aiao-s{segments}-auto", with_parts(aiao, ":step=next"))
         for percent in SHARES if segments > 1 else ():
-            share = ("--backward-share", str(percent / 100))
-            yield Variant(f"aiao-s{segments}-share{percent}", (*aiao, *share))
+            share = with_parts(aiao, f":step=next:share={percent / 100}")
+            yield Variant(f"aiao-s{segments}-share{percent}", share)
+
+
+def with_parts(flags: tuple[str, ...], parts: str) -> tuple[str, ...]:
+    """Return flags of ours with further parts of the word that ``--schedule`` takes."""
+    at = flags.index("--schedule") + 1
+    return (*flags[:at], flags[at] + parts, *flags[at + 1 :])
 
 
 def _by_name(job: Job) -> Iterator[Variant]:

@@ -11,18 +11,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from scripts.paper import figures
+from scripts.paper.ablation import ablation
+from scripts.paper.breakdowns import fig5, table4
 from scripts.paper.draw import NEEDS, can_draw, draw
 from scripts.paper.jobs import collect, emit
+from scripts.paper.losses import fig14
 from scripts.paper.results import Result
 from scripts.paper.tables import table2, table3
 
 EXPERIMENTS: dict[str, Callable[..., Result]] = {
     "table2": table2,
     "table3": table3,
-    "table4": figures.table4,
+    "table4": table4,
     "fig2": figures.fig2,
-    **{f"fig{number}": getattr(figures, f"fig{number}") for number in range(5, 15)},
-    "ablation": figures.ablation,
+    "fig5": fig5,
+    **{f"fig{number}": getattr(figures, f"fig{number}") for number in range(6, 14)},
+    "fig14": fig14,
+    "ablation": ablation,
 }
 OF_NO_RUN = {
     "table4": "an iteration's trace has no copies that computation hides",

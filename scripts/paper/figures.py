@@ -1,4 +1,4 @@
-"""Table IV and Figures 2 to 14: what is simulated of each, and what the text says of it.
+"""Figures of throughputs, 2 and 6 to 13: what is simulated, and what the text says of it.
 
 The text gives few of the figures' values, so most of what is compared are its claims. Layouts that
 it does not give are chosen here, and named in a note.
@@ -7,70 +7,19 @@ it does not give are chosen here, and named in a note.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from megatron.fold3d.observe.exposure import Exposure
-from megatron.fold3d.policy.num_segments import overlapping_s
-from megatron.fold3d.predict.cost_model.cluster import NODES
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES
-from megatron.fold3d.predict.cost_model.sizes import Setup, layer_bytes
-from scripts.paper.curves import TARGET, picture, stored
-from scripts.paper.perf_model import (
-    aiao_activation_bytes,
-    bubble_s,
-    exposed_s,
-    overlapped_s,
-    p2p_s,
-)
-from scripts.paper.points import Point, Times, tflops
-from scripts.paper.published_rows import MICROBATCH_SIZE
-from scripts.paper.results import Grid, Number, Published, Result, claims
+from scripts.paper.curves import picture, stored
+from scripts.paper.losses import times_to_a_loss
+from scripts.paper.points import A100_39B, TFLOPS, Point, Times, gain, rate
+from scripts.paper.results import Grid, Published, Result, claims
 from scripts.paper.simulated import iteration
-from scripts.paper.systems import SYSTEMS
-from scripts.paper.tables import predicted, published
 
-_39B = Point(node="a100", model="gpt3-39b", batch=256, dp=4, pp=4, tp=8)
-_V100 = Point(node="v100", model="gpt3-39b", batch=128, dp=2, pp=4, tp=8)
 _WEAK = {  # GPUs to job; the text names the models
     64: Point(node="a100", model="gpt3-18b", batch=256, dp=4, pp=2, tp=8),
-    128: _39B,
+    128: A100_39B,
     256: Point(node="a100", model="gpt3-81b", batch=256, dp=4, pp=8, tp=8),
 }
-_TFLOPS = "Hardware TFLOP/s of a GPU, which are 1.33 of the model's"
-_CPU = Point(node="cpu", model="8-64-4-32", batch=8, dp=2, pp=2, tp=1, microbatch_size=1)
 _BASELINES = ("fold3d", "megatron", "dspeed3d", "zero3")
-_ON_ONE_QUEUE = "systems with preemption are simulated with a queue per stream, as in the paper"
-
-
-def table4() -> Result:
-    """Table IV: what a node copies to its host memory and back, beside its computation."""
-    rows = {  # MiB of a checkpoint, then milliseconds
-        "bert": (56.6, 4081.2, 11271.7, 2343.8),
-        "gpt3-39b": (64.0, 2901.7, 7902.3, 1472.5),
-        "cpm": (40.0, 1673.2, 4707.9, 1097.3),
-    }
-    numbers, hidden = [], []
-    for model, (act_mib, fwd_ms, bwd_ms, copies_ms) in rows.items():
-        point = Point(node="v100", model=model, batch=128, dp=2, pp=4, tp=8)
-        found = iteration(point, "fold3d")
-        saved = layer_bytes(SHAPES[model], Setup(microbatch_size=MICROBATCH_SIZE), "full")
-        layers = SHAPES[model].num_layers / point.pp
-        host_bytes = aiao_activation_bytes(1, point.layout.microbatches, saved * layers)
-        copied_s = 2 * host_bytes / NODES["v100"].host_copy_bytes_per_s
-        hidden.append(copied_s < found.forward_s + found.backward_s)
-        numbers += [
-            Number(model, "checkpoint MiB", saved / 2**20, act_mib),
-            Number(model, "fwd", found.forward_s * 1e3, fwd_ms),
-            Number(model, "bwd", found.backward_s * 1e3, bwd_ms),
-            Number(model, "copies", copied_s * 1e3, copies_ms),
-        ]
-    return Result(
-        name="table4",
-        title="Table IV, cost of offloading on V100, micro-batches of 4",
-        grids=(Grid(title="ms", numbers=tuple(numbers), drawn=("fwd", "bwd", "copies")),),
-        verdicts=(("copies take less time than forwards and backwards", all(hidden)),),
-        notes=(
-            "layouts of BERT and CPM are taken from GPT-3 39B; their rates from their A100 rows",
-        ),
-    )
 
 
 def fig2(times: Times = iteration) -> Result:
@@ -85,7 +34,7 @@ def fig7(times: Times = iteration) -> Result:
 
 def _weak_scaling(name: str, title: str, systems: Sequence[str], times: Times) -> Result:
     grid = _throughputs(((f"{n} GPUs {p.model}", p, {}) for n, p in _WEAK.items()), systems, times)
-    gains = [(f"FOLD3D over Megatron, {n} GPUs", 1.31, _gain(times, p)) for n, p in _WEAK.items()]
+    gains = [(f"FOLD3D over Megatron, {n} GPUs", 1.31, gain(times, p)) for n, p in _WEAK.items()]
     return Result(
         name=name,
         title=title,
@@ -94,46 +43,6 @@ def _weak_scaling(name: str, title: str, systems: Sequence[str], times: Times) -
             "batches of 256; 81B is laid out as (4, 8, 8), 18B as (4, 2, 8): the text has neither",
             "the text's 31% over DSpeedZ3 contradicts its Table II, where 39B gains 222%",
         ),
-    )
-
-
-def fig5() -> Result:
-    """Fig. 5: where the time of two models goes, in FOLD3D and in Megatron."""
-    _, fit = published()
-    numbers: list[Number] = []
-    found: list[tuple[str, Published, float]] = []
-    for model, system, less in (
-        ("GPT-3 18B", "Megatron-PTD", 0.689),
-        ("GPT-3 39B", "Megatron-SP", 0.726),
-    ):
-        ours, theirs = (predicted("A100x128", model, name) for name in ("Fold3D", system))
-        for name, (row, columns) in (("Fold3D", ours), (system, theirs)):
-            for column in ("fwd_ms", "bwd_ms", "bubble_ms", "dpsync_ms", "ppsync_ms"):
-                label, series = f"{model} {name}", column.partition("_")[0]
-                numbers.append(Number(label, series, columns[column], row[column]))
-        row, columns = ours
-        saved = 1 - columns["dpsync_ms"] / theirs[1]["dpsync_ms"]
-        found.append((f"{model}: DP.sync that FOLD3D saves, %", less * 100, saved * 100))
-        segments, microbatches = row["ns"], row["batch"] // row["dp"] // MICROBATCH_SIZE
-        compute_s = (columns["fwd_ms"] + columns["bwd_ms"]) / 1e3
-        shape = SHAPES[model.lower().replace("gpt-3 ", "gpt3-")]
-        message = layer_bytes(shape, Setup(microbatch_size=MICROBATCH_SIZE), "full")
-        sent_s = p2p_s(2 * microbatches * segments, message, fit.sync_bytes_per_s["A100x128"])
-        sync_s = theirs[1]["dpsync_ms"] / 1e3
-        modelled_s = overlapped_s(
-            compute_s,
-            overlapping_s(sent_s, sync_s, segments, microbatches),
-            exposed_s(sent_s, sync_s, 0.0, segments, microbatches),
-            bubble_s(compute_s, row["pp"], segments, microbatches),
-        )
-        longer = columns["iteration_ms"] / 1e3 / modelled_s
-        found.append((f"{model}: iteration over that of eq. 2", (1.0, 1.05), longer))
-    grid = Grid(title="ms", numbers=tuple(numbers), drawn=("fwd", "bwd", "bubble", "dpsync"))
-    return Result(
-        name="fig5",
-        title="Fig. 5, breakdown of two models",
-        grids=(grid, claims(*found)),
-        notes=("the published columns of 18B are 1.11 of equation 2 as well, not 1.05 at most",),
     )
 
 
@@ -155,7 +64,8 @@ def fig6(times: Times = iteration) -> Result:
         grids=(_throughputs(jobs, _BASELINES, times),),
         notes=(
             "published values are Table II's; layouts of BERT and CPM are taken from GPT-3 39B",
-            "T-NLG and T5: the cost model splits neither 28 heads in 8 nor a T5's decoder",
+            "no T-NLG: its rows of Table III have 1.8 times the FLOPs of Table I's shape and more; "
+            "no T5: the cost model splits no decoder",
         ),
     )
 
@@ -238,15 +148,15 @@ def fig12(times: Times = iteration) -> Result:
         times,
     )
     found = claims(
-        ("FOLD3D over Megatron, batch 256", 1.315, _gain(times, points[256])),
-        ("FOLD3D over Megatron, batch 1024", 1.107, _gain(times, points[1024])),
-        ("FOLD3D over DSpeed3D, batch 256", 1.482, _gain(times, points[256], "dspeed3d")),
-        ("FOLD3D over DSpeed3D, batch 1024", 1.272, _gain(times, points[1024], "dspeed3d")),
+        ("FOLD3D over Megatron, batch 256", 1.315, gain(times, points[256])),
+        ("FOLD3D over Megatron, batch 1024", 1.107, gain(times, points[1024])),
+        ("FOLD3D over DSpeed3D, batch 256", 1.482, gain(times, points[256], "dspeed3d")),
+        ("FOLD3D over DSpeed3D, batch 1024", 1.272, gain(times, points[1024], "dspeed3d")),
     )
     return Result(
         name="fig12",
         title="Fig. 12, batch sizes, GPT-3 39B on 128 A100",
-        grids=(grid, found, _times_to_a_loss()),
+        grids=(grid, found, times_to_a_loss()),
         curves=picture(stored()),
         notes=(
             "12a and 12c follow from no simulation, and their curves need training of GPT-3 39B "
@@ -263,8 +173,8 @@ def fig13(times: Times = iteration) -> Result:
     found: list[tuple[str, Published, float | None]] = []
     for gbps, point in points.items():
         found += [
-            (f"FOLD3D over Megatron, {gbps} Gb/s", (1.304, 1.367), _gain(times, point)),
-            (f"FOLD3D over DSpeed3D, {gbps} Gb/s", (1.382, 1.456), _gain(times, point, "dspeed3d")),
+            (f"FOLD3D over Megatron, {gbps} Gb/s", (1.304, 1.367), gain(times, point)),
+            (f"FOLD3D over DSpeed3D, {gbps} Gb/s", (1.382, 1.456), gain(times, point, "dspeed3d")),
         ]
     return Result(
         name="fig13",
@@ -280,80 +190,9 @@ def fig13(times: Times = iteration) -> Result:
 _BEST_BATCH = {25: 1024, 40: 1024, 100: 512, 200: 256}
 
 
-def _times_to_a_loss() -> Grid:
-    """Return when each system of the kept run of a small GPT reached one loss."""
-    seconds = {name: curve.seconds_to(TARGET) for name, curve in stored().items()}
-    base = seconds["megatron"]
-    numbers = [Number(name, "s", found) for name, found in seconds.items()]
-    if base:
-        numbers += [
-            Number(name, "% of megatron's", 100 * found / base)
-            for name, found in seconds.items()
-            if found is not None
-        ]
-    return Grid(title=f"Measured time to a loss of {TARGET}, small GPT", numbers=tuple(numbers))
-
-
-def _of_table(point: Point, name: str) -> Exposure:
-    """Return the iteration of a row of Table II, which has this point."""
-    system = {"fold3d": "Fold3D", "megatron": "Megatron-SP"}[name]
-    _, columns = predicted("A100x128", "GPT-3 39B", system)
-    return Exposure(forward_s=columns["iteration_ms"] / 1e3)
-
-
-def fig14(times: Times = _of_table) -> Result:
-    """Fig. 14: the time to a loss, which is that of as many iterations."""
-    ratio = _gain(times, _39B)
-    less = None if ratio is None else 1 - 1 / ratio
-    claim = ("time that FOLD3D saves, %", 23.7, None if less is None else less * 100)
-    grid = Grid(
-        title="Time to the same loss, % of Megatron's",
-        numbers=(Number("GPT-3 39B", "fold3d", None if less is None else (1 - less) * 100, 76.3),),
-        drawn=("fold3d",),
-    )
-    return Result(
-        name="fig14",
-        title="Fig. 14, time to a loss, GPT-3 39B on 128 A100",
-        grids=(grid, claims(claim), _times_to_a_loss()),
-        curves=picture(stored()),
-        notes=(
-            "the curves follow from no simulation, and need training of GPT-3 39B: ours are of a "
-            "small GPT (curves.py); that losses are equal is tested bit for bit, "
-            "tests/end_to_end/test_equal_to_stock.py",
-        ),
-    )
-
-
-def ablation(times: Times = iteration) -> Result:
-    """Systems by name on three clusters: what each feature of the paper gains."""
-    points: dict[str, tuple[Point, dict[str, Published]]] = {
-        "A100 200 Gb/s": (_39B, {"megatron": 88.3, "dspeed3d": 78.3, "fold3d": 116.1}),
-        "A100 100 Gb/s": (_job(256, 100), {}),
-        "V100 100 Gb/s": (_V100, {"megatron": 41.2, "fold3d": 51.1}),
-    }
-    if times is not iteration:
-        points["CPU"] = (_CPU, {})
-    refused = {
-        (name, column): reason
-        for name, system in SYSTEMS.items()
-        for column, (point, _) in points.items()
-        if (reason := system.refusal(point.layout))
-    }
-    numbers = tuple(
-        Number(name, column, tflops(times, point, name), known.get(name))
-        for name in SYSTEMS
-        for column, (point, known) in points.items()
-        if (name, column) not in refused
-    )
-    notes = (f"{name} on {column}: {reason}" for (name, column), reason in refused.items())
-    grid = Grid(title=_TFLOPS, numbers=numbers, drawn=tuple(points))
-    title = "GPT-3 39B by system, batches of 256 and 128"
-    return Result(name="ablation", title=title, grids=(grid,), notes=(_ON_ONE_QUEUE, *notes))
-
-
 def _job(batch: int, gigabits: float | None = None) -> Point:
     own = gigabits in (None, 200)
-    return replace(_39B, batch=batch, gigabits=None if own else gigabits)
+    return replace(A100_39B, batch=batch, gigabits=None if own else gigabits)
 
 
 def _laid_out(node: str, dp: int, pp: int, tp: int) -> Point:
@@ -363,26 +202,20 @@ def _laid_out(node: str, dp: int, pp: int, tp: int) -> Point:
     return Point(node=node, model="gpt3-39b", batch=batch, dp=dp, pp=pp, tp=tp, segments=segments)
 
 
-def _gain(times: Times, point: Point, over: str = "megatron") -> float | None:
-    """Return how many times as fast FOLD3D is; None if one of the two has not run."""
-    theirs, ours = times(point, over), times(point, "fold3d")
-    return theirs.total_s / ours.total_s if ours and theirs else None
-
-
 def _fastest(points: Mapping[int, Point], times: Times) -> int | None:
-    found = {n: rate for n, p in points.items() if (rate := tflops(times, p, "fold3d"))}
-    return max(found, key=found.__getitem__, default=None)
+    found = {n: ran.total_s for n, p in points.items() if (ran := times(p, "fold3d"))}
+    return min(found, key=found.__getitem__, default=None)
 
 
 def _throughputs(
     jobs: Iterable[tuple[str, Point, dict[str, Published]]], systems: Sequence[str], times: Times
 ) -> Grid:
     numbers = tuple(
-        Number(label, name, tflops(times, point, name), known.get(name))
+        rate(label, name, times, point, name, known.get(name))
         for label, point, known in jobs
         for name in systems
     )
-    return Grid(title=_TFLOPS, numbers=numbers, drawn=tuple(systems))
+    return Grid(title=TFLOPS, numbers=numbers, drawn=tuple(systems))
 
 
 def _layouts(

@@ -1,129 +1,63 @@
-"""Run an experiment on a cluster: sbatch files for its systems, and its result from their logs.
+"""Run an experiment on a cluster: scripts for its systems, and its result from what they wrote.
 
-An experiment asks for the times of points by system. Asked without any, it tells what it needs:
-one task each, in a job array per allocation. Asked again with what the tasks measured, it is the
-experiment's result. Each task has its own log, trace and checkpoints.
+An experiment asks for iterations of points by system. Asked without any, it tells what it needs:
+one task each, in one script per allocation. Asked again with what the tasks measured, it is the
+experiment's result. Each task has a folder of its own for log, trace and checkpoints.
 """
 
 import json
-import shlex
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
 
-from megatron.fold3d.commands.training_flags import layout_of
-from megatron.fold3d.observe.breakdown import measured
+from megatron.fold3d.observe.breakdown import Breakdown
 from megatron.fold3d.observe.exposure import Exposure
-from megatron.fold3d.observe.trace_files import pipeline, read_ranks
-from megatron.fold3d.observe.trace_timeline import to_timeline
-from megatron.fold3d.observe.training_log import parse
-from megatron.fold3d.predict.cost_model.layers import layers_of_stages
+from megatron.fold3d.observe.runs import read_run
+from megatron.fold3d.observe.training_log import Spread
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
-from scripts.paper.points import Point, Times
-from scripts.paper.results import Grid, Number, Result
+from scripts.paper.job_scripts import DATA, GPUS_PER_NODE, Task, command, script
+from scripts.paper.points import Iteration, Point, Times, number
+from scripts.paper.results import Grid, Result
 from scripts.paper.simulated import usable_share
 from scripts.paper.systems import SYSTEMS
 
-ROOT = Path(__file__).parents[2]
-_SLURM = Path("scripts/slurm")
 _INDEX = "tasks.json"
-_ITERATIONS = 20
 _WARMUP = 10  # iterations; `auto` tries its choices in the first nine
-_WITHOUT_PREEMPTION = {"fold3d": "aiao+split"}
-"""What runs instead where tensor parallelism leaves one hardware queue."""
 Experiment = Callable[[Times], Result]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """A training run: a task of the job array of its allocation.
-
-    Attributes:
-        point: what is trained.
-        system: by which.
-        number: in its array.
-    """
-
-    point: Point
-    system: str
-    number: int
-
-    @property
-    def array(self) -> str:
-        """The name of its allocation."""
-        return f"{self.point.node}x{self.point.gpus}"
-
-    def log(self, folder: Path) -> Path:
-        """Return where its log is."""
-        return folder / self.array / f"{self.number}.out"
-
-    def words(self, folder: Path) -> list[str]:
-        """Return the words of its sbatch file in `scripts/slurm`."""
-        own, point = folder.resolve() / self.array / str(self.number), self.point
-        flags = {
-            "--train-iters": _ITERATIONS,
-            "--save": own / "saved",
-            "--trace": own / "trace",
-            "--trace-iterations": f"{_ITERATIONS - 1}-{_ITERATIONS}",
-        }
-        if point.node == "cpu":
-            return [*_RECOMPUTED.split(), *_spelled(flags)]
-        sizes: dict[str, object] = {
-            "--global-batch-size": point.batch,
-            "--vocab-size": _vocabulary(point.model),
-        }
-        system, layers = SYSTEMS[self.system], model_shape(point.model).num_layers
-        if system.candidate:  # ZeRO-3 has its own layout
-            sizes |= {
-                "--pipeline-model-parallel-size": point.pp,
-                "--tensor-model-parallel-size": point.tp,
-            }
-            segments = system.segments(point.layout)
-            if layers % (point.pp * segments):
-                split = layout_of(layers_of_stages(layers, point.pp, segments))
-                sizes["--pipeline-model-parallel-layout"] = split
-        return [point.model, *_DATA.split(), *_spelled(sizes | flags)]
-
-
-_DATA = "--mock-data --tokenizer-type NullTokenizer"
-_RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-
-
-def _that_runs(point: Point, system: str) -> str:
-    """Return the system that runs for one: on GPUs without preemption."""
-    return system if point.node == "cpu" else _WITHOUT_PREEMPTION.get(system, system)
-
-
-def _spelled(flags: dict[str, object]) -> list[str]:
-    return [str(word) for flag in flags.items() for word in flag]
-
-
-def _vocabulary(model: str) -> int:
-    """Return the tokens of a model: GPT's are padded to those of its shape."""
-    padded = model_shape(model).vocab_size
-    return 50_257 if padded == 51_200 else padded
-
-
 def emit(name: str, experiment: Experiment, folder: Path) -> list[str]:
-    """Write an sbatch file for each allocation; returns what to tell the user, in lines.
+    """Write a script for each allocation; returns what to tell the user, in lines.
 
     Raises:
-        ValueError: no run gives a number of this experiment.
+        ValueError: no run gives a number of this experiment, or the folder has other tasks.
     """
     tasks, refused = _tasks(experiment)
     if not tasks:
         raise ValueError(f"{name} has no job that can run: {'; '.join(refused)}")
-    arrays = list(dict.fromkeys(task.array for task in tasks))
+    index, text = folder / _INDEX, json.dumps([asdict(task) for task in tasks], indent=1) + "\n"
+    if index.exists() and index.read_text() != text:
+        raise ValueError(
+            f"{index} has other tasks, whose logs would be taken for {name}'s; name "
+            "another folder, or remove this one"
+        )
+    for task in tasks:
+        task.place(folder).mkdir(parents=True, exist_ok=True)
+    index.write_text(text)
     told = []
-    for array in arrays:
-        own = [task for task in tasks if task.array == array]
-        file = folder / f"{array}.sbatch"
-        (folder / array).mkdir(parents=True, exist_ok=True)
-        file.write_text(_script(name, own, folder))
-        told.append(f"sbatch {file}    # {len(own)} tasks")
-    (folder / _INDEX).write_text(json.dumps([asdict(task) for task in tasks], indent=1) + "\n")
+    for own in _by_allocation(tasks):
+        file = own[0].script(folder)
+        file.write_text(script(name, own, folder))
+        data = f" {DATA}" if own[0].needs_data else ""
+        told.append(f"{command(file)}{data}    # {len(own)} tasks")
     return [*told, *(f"    without {reason}" for reason in refused)]
+
+
+def _by_allocation(tasks: Iterable[Task]) -> list[list[Task]]:
+    arrays: dict[str, list[Task]] = {}
+    for task in tasks:
+        arrays.setdefault(task.array, []).append(task)
+    return list(arrays.values())
 
 
 def _tasks(experiment: Experiment) -> tuple[list[Task], list[str]]:
@@ -131,7 +65,7 @@ def _tasks(experiment: Experiment) -> tuple[list[Task], list[str]]:
     asked: dict[tuple[Point, str], None] = {}  # in order, each once
 
     def ask(point: Point, system: str) -> None:
-        asked[point, _that_runs(point, system)] = None
+        asked[point, system] = None
 
     experiment(ask)
     tasks: list[Task] = []
@@ -141,26 +75,22 @@ def _tasks(experiment: Experiment) -> tuple[list[Task], list[str]]:
             refused.setdefault(f"{_described(point)}: {reason}", []).append(system)
             continue
         task = Task(point=point, system=system, number=0)
-        number = sum(other.array == task.array for other in tasks)
-        tasks.append(replace(task, number=number))
+        others = sum(other.array == task.array for other in tasks)
+        tasks.append(replace(task, number=others))
     return tasks, [f"{', '.join(names)} on {where}" for where, names in refused.items()]
 
 
 def _refusal(point: Point, system: str) -> str | None:
     """Return why no run gives a point's time, or None."""
-    if point.node == "cpu":
-        return SYSTEMS[system].refusal(point.layout)
+    if (reason := SYSTEMS[system].refusal(point.layout)) or point.on_cpu:
+        return reason
     if point.gigabits is not None:
         return "a run does not set the rate of links"
-    if point.model == "bert":
-        return "BERT has no mock data; give scripts/slurm yours"
-    if reason := SYSTEMS[system].refusal(replace(point.layout, one_queue=True)):
-        return reason
     heads = model_shape(point.model).num_attention_heads
     if SYSTEMS[system].candidate and heads % point.tp:
         return f"tp={point.tp} does not divide {heads} heads"
     if (share := usable_share(point, system)) > 1:
-        return f"its states and activations are {share:.1f} times what a GPU can use"
+        return f"its states and activations are {share:.2f} times what a GPU can use"
     return None
 
 
@@ -182,77 +112,49 @@ def collect(name: str, experiment: Experiment, folder: Path) -> Result:
         raise ValueError(f"{error}; --emit {folder} writes it") from None
     tasks = [Task(**row | {"point": Point(**row["point"])}) for row in rows]
     found = {(task.point, task.system): _measured(task, folder) for task in tasks}
-    missing = [
-        f"{task.system} on {_described(task.point)}: no iteration after {_WARMUP} in "
-        f"{task.log(folder)}; sbatch --array={task.number} {folder / task.array}.sbatch"
-        for task in tasks
-        if found[task.point, task.system] is None
-    ]
-    if len(missing) == len(tasks):
+    missing = list(_missing([t for t in tasks if not found[t.point, t.system]], folder))
+    if not any(found.values()):
         raise ValueError(f"no job has run: {missing[0]}")
-    result = experiment(lambda point, system: found.get((point, _that_runs(point, system))))
-    times = Grid(title="ms of an iteration", numbers=tuple(_times(found)))
-    instead = [f"{new} ran as {old}" for old, new in _WITHOUT_PREEMPTION.items()]
+    result = experiment(lambda point, system: found.get((point, system)))
+    numbers = (
+        number(_described(point), system, ran, lambda seconds: seconds * 1e3)
+        for (point, system), ran in found.items()
+        if ran
+    )
+    times = Grid(title="ms of an iteration [quartiles]", numbers=tuple(numbers))
     return replace(
         result,
         name=f"{name}-measured",
         grids=(*result.grids, times),
-        notes=(*result.notes, *instead, *missing),
+        notes=(*result.notes, *missing),
     )
 
 
-def _times(found: dict[tuple[Point, str], Exposure | None]) -> Iterator[Number]:
-    for (point, system), exposed in found.items():
-        if exposed:
-            yield Number(_described(point), system, exposed.total_s * 1e3)
+def _missing(tasks: Iterable[Task], folder: Path) -> Iterator[str]:
+    """Yield a line for each allocation with tasks to run: which, and how."""
+    for own in _by_allocation(tasks):
+        names = ", ".join(f"{task.number} {task.system}" for task in own)
+        how = command(own[0].script(folder), own)
+        yield f"no iteration after {_WARMUP} in {folder / own[0].array} of {names}; {how}"
 
 
-def _measured(task: Task, folder: Path) -> Exposure | None:
-    """Return where a task's time went; without a trace all of it counts as forward."""
-    log = task.log(folder)
-    rows = parse(log.read_text()) if log.exists() else []
-    times_s = [row.elapsed_ms / 1e3 for row in rows if row.number > _WARMUP]
-    if not times_s:
+def _measured(task: Task, folder: Path) -> Iteration | None:
+    """Return a task's iteration, or None; without a trace all its time counts as forward."""
+    try:
+        run = read_run(task.place(folder), task.system, _WARMUP)
+    except ValueError:
         return None
-    row = Exposure(forward_s=1.0)
-    trace = folder / task.array / str(task.number) / "trace" / task.system
-    if trace.exists():
-        ranks = read_ranks(trace)
-        row = measured(ranks, to_timeline(pipeline(ranks))).iteration
-    longer = median(times_s) / row.total_s  # the log has more iterations than the trace
-    return Exposure(**{part: seconds * longer for part, seconds in asdict(row).items()})
-
-
-def _script(name: str, tasks: Sequence[Task], folder: Path) -> str:
-    """Return a job array in the allocation of a node's own script."""
-    point = tasks[0].point
-    own = ROOT / _SLURM / f"{point.node}.sbatch"
-    kept = [
-        line
-        for line in own.read_text().splitlines()
-        if line.startswith("#SBATCH")
-        and not any(option in line for option in ("--array", "--job-name", "--nodes"))
-    ]
-    nodes = 2 if point.node == "cpu" else -(-point.gpus // 8)
-    cases = [
-        f"    {task.number}) export SYSTEMS={task.system} SEGMENTS={task.point.segments}"
-        f" && set -- {shlex.join(task.words(folder))} ;;"
-        for task in tasks
-    ]
-    return "\n".join(
-        [
-            "#!/usr/bin/env bash",
-            f"# Runs of `python -m scripts.paper {name}`; run sbatch in the checkout.",
-            f"#SBATCH --job-name={name}-{tasks[0].array}",
-            f"#SBATCH --array=0-{len(tasks) - 1}",
-            f"#SBATCH --output={folder.resolve() / tasks[0].array}/%a.out",
-            f"#SBATCH --nodes={nodes}",
-            *kept,
-            "case $SLURM_ARRAY_TASK_ID in",
-            *cases,
-            "esac",
-            "export SLURM_ARRAY_TASK_ID=0 # of SYSTEMS",
-            f'exec bash {_SLURM}/{point.node}.sbatch "$@"',
-            "",
-        ]
+    if not run.times_s:
+        return None
+    spread = Spread.of([seconds * 1e3 for seconds in run.times_s])
+    row = run.row or Breakdown(iteration=Exposure(forward_s=1.0))
+    traced = row.iteration
+    longer = spread.median_ms / 1e3 / traced.total_s  # the log has more iterations than the trace
+    parts = {part: seconds * longer for part, seconds in asdict(traced).items()}
+    offloaded = row.offloaded_bytes
+    return Iteration(
+        parts=Exposure(**parts),
+        quartiles_s=(spread.lower_ms / 1e3, spread.upper_ms / 1e3),
+        gpu_bytes=row.device_bytes,
+        host_bytes=offloaded and offloaded * GPUS_PER_NODE,
     )

@@ -17,6 +17,8 @@ class Number:
     ours: float | None
     """None where no simulation gives it."""
     published: Published = None
+    spread: tuple[float, float] | None = None
+    """The quartiles of a measured one."""
 
     @property
     def error(self) -> float | None:
@@ -52,8 +54,8 @@ class Grid:
 
     @property
     def columns(self) -> list[str]:
-        """The names of the columns."""
-        return list(dict.fromkeys(number.column for number in self.numbers))
+        """The names of the columns that have a number of ours."""
+        return list(dict.fromkeys(n.column for n in self.numbers if n.ours is not None))
 
     def at(self, row: str, column: str) -> Number | None:
         """Return the number of a cell."""
@@ -88,7 +90,7 @@ class Result:
     def text(self) -> str:
         """Return the result for people."""
         parts = [f"{self.name}: {self.title}"]
-        parts += ["\n".join(_lines(grid)) for grid in self.grids]
+        parts += ["\n".join(_lines(grid)) for grid in self.grids if grid.columns]
         if self.verdicts:
             answers = {True: "holds", False: "does not hold"}
             parts.append("\n".join(f"{claim}: {answers[is_so]}" for claim, is_so in self.verdicts))
@@ -133,8 +135,9 @@ def _cell(number: Number | None) -> str:
         words = "?" if published is None else _short(published)
     if ours is None:
         return f"{words} > -"
+    spread = f" [{'-'.join(map(_short, number.spread))}]" if number.spread else ""
     error = "" if number.error is None else f" ({number.error:+.1%})"
-    return f"{words} > {_short(ours)}{error}"
+    return f"{words} > {_short(ours)}{spread}{error}"
 
 
 def _short(value: float) -> str:

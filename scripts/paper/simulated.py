@@ -22,11 +22,11 @@ from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.planner import USABLE_MEMORY
 from megatron.fold3d.predict.simulator.execution import Execution, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
-from scripts.paper.points import PASSES, Point, flops
-from scripts.paper.published_rows import GRADIENT_BYTES, MICROBATCH_SIZE
+from scripts.paper.points import PASSES, Iteration, Point, flops
+from scripts.paper.published_rows import GRADIENT_BYTES
 from scripts.paper.row_sizes import STATE_BYTES
 from scripts.paper.systems import SYSTEMS
-from scripts.paper.tables import published
+from scripts.paper.tables import point_of, published
 
 _CLUSTERS = {"a100": "A100x128", "v100": "V100x64"}  # as the tables name them
 _MODELS = {"gpt3-18b": "GPT-3 18B", "gpt3-39b": "GPT-3 39B", "bert": "BERT", "cpm": "CPM"}
@@ -34,18 +34,20 @@ _AS = {"gpt3-81b": "gpt3-39b", "gpt3-14b": "gpt3-18b"}
 
 
 @cache
-def iteration(point: Point, name: str) -> Exposure:
-    """Return where the time of a system's iteration goes, in the mean of its ranks.
+def iteration(point: Point, name: str) -> Iteration:
+    """Return a system's iteration of a point.
 
     Raises:
         ValueError: the system, or the model, cannot have this layout.
     """
     system = SYSTEMS[name]
     if not system.candidate:
-        return _zero3(point)
-    if name == "auto":
-        return min(map(mean, map(exposure, _auto(point))), key=lambda found: found.total_s)
-    return mean(exposure(_timeline(point, name)))
+        return Iteration(parts=_zero3(point))
+    timelines = _auto(point) if name == "auto" else [_timeline(point, name)]
+    return min(
+        (Iteration(parts=mean(exposure(timeline))) for timeline in timelines),
+        key=lambda found: found.total_s,
+    )
 
 
 def _auto(point: Point) -> list[Timeline]:
@@ -157,20 +159,19 @@ def _efficiency(node: str, model: str) -> float:
         there = _efficiency("a100", model) / _efficiency("a100", "gpt3-39b")
         return _efficiency(node, "gpt3-39b") * there
     (row,) = found
-    shape = SHAPES[_AS.get(model, model)]
-    setup = Setup(tensor_parallel=row["tp"], data_parallel=row["dp"], sequence_parallel=True)
-    setup = replace(setup, microbatch_size=MICROBATCH_SIZE, recompute="full")
-    own = cluster(f"{node}x{row['dp'] * row['pp'] * row['tp']}")
+    point = point_of(row)
+    assert point is not None  # only T5 has none
+    shape, own = SHAPES[point.model], cluster(f"{node}x{point.gpus}")
+    setup = replace(_setup(point), small_gradients=False)
 
     def computing_s(efficiency: float) -> float:
         hardware = replace(own, compute_efficiency=efficiency)
-        costs = estimate(shape, hardware, setup, num_ranks=row["pp"], num_segments=1).costs
+        costs = estimate(shape, hardware, setup, num_ranks=point.pp, num_segments=1).costs
         return sum(costs.forward_s) + sum(costs.backward_s)
 
     at_peak_s = computing_s(1.0)
     flops_s = computing_s(0.5) - at_peak_s  # the rest of it is TP.sync
-    microbatches = row["batch"] // row["dp"] // MICROBATCH_SIZE
-    published_s = (row["fwd_ms"] + row["bwd_ms"]) / 1e3 * row["pp"] / microbatches
+    published_s = (row["fwd_ms"] + row["bwd_ms"]) / 1e3 * point.pp / point.layout.microbatches
     return float(flops_s / (published_s - (at_peak_s - flops_s)))
 
 

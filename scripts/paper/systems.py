@@ -27,11 +27,9 @@ class Layout:
     """Of a batch, for each GPU."""
     fp16: bool = False
     on_cpu: bool = False
-    one_queue: bool = False
-    """Whether CUDA_DEVICE_MAX_CONNECTIONS is 1: tensor parallelism on GPUs before Blackwell."""
 
     @classmethod
-    def of(cls, flags: Sequence[str], *, ranks: int, segments: int, one_queue: bool) -> Self:
+    def of(cls, flags: Sequence[str], *, ranks: int, segments: int) -> Self:
         """Return the layout that a job's flags say; the last of each counts, as in Megatron."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
@@ -50,7 +48,6 @@ class Layout:
             sequences=max(1, args.global_batch_size // ranks),
             fp16=args.fp16,
             on_cpu=args.device == "cpu",
-            one_queue=one_queue,
         )
 
 
@@ -80,12 +77,6 @@ class System:
             return "Megatron's FSDP2 asks for a mesh of GPUs; scripts/bench/shards.py gives it CPUs"
         if layout.pipeline_ranks == 1 and self.segments(layout) > 1:
             return "Megatron cuts layers into chunks in a pipeline only; give 2 ranks or more"
-        if layout.one_queue and _PREEMPT in self.flags:
-            return (
-                f"{_PREEMPT} needs a hardware queue for each stream, and Megatron asserts one for "
-                "tensor parallelism before Blackwell unless CUDA_DEVICE_MAX_CONNECTIONS=32; give "
-                "that, or take aiao+split or auto"
-            )
         return None
 
     def segments(self, layout: Layout) -> int:
@@ -109,8 +100,8 @@ class System:
 _CHUNKS = "--num-virtual-stages-per-pipeline-rank {segments}"
 _ONE_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage {microbatches}"
 _SHARDED = "--use-distributed-optimizer --overlap-param-gather"
-_AIAO = "--schedule aiao --segments {segments} --overlap-grad-reduce"
-_SPLIT = "--backward-share auto"
+_AIAO = "--segments {segments} --overlap-grad-reduce --schedule aiao"
+_SPLIT = ":step=next"
 _OFFLOAD = "--offload-activations auto"
 _PREEMPT = "--preemptive-comm"
 
@@ -120,7 +111,7 @@ def _ours(*features: str, **candidate: Any) -> System:
     about[_OFFLOAD] = "checkpoints wait in host memory"
     return System(
         about="; ".join(["AIAO's order", *map(about.__getitem__, features)]),
-        flags=" ".join((_AIAO, *features)),
+        flags=" ".join((_AIAO, *features)).replace(f" {_SPLIT}", _SPLIT),
         candidate={"schedule": "aiao", "is_stock": False} | candidate,
     )
 
@@ -166,10 +157,7 @@ SYSTEMS = {
         candidate={"schedule": "auto", "is_stock": False},
     ),
 }
-"""By name; flags of ours are those of ours alone.
-
-ZeRO-3 refuses CUDA_DEVICE_MAX_CONNECTIONS=1 too, and no tensor parallelism of its asks for it.
-"""
+"""By name; flags of ours are those of ours alone."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -184,15 +172,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("name", metavar="SYSTEM")
     parser.add_argument("--segments", type=int, default=4, metavar="N", help="(4)")
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="of the job (4)")
-    parser.add_argument("--one-queue", action="store_true", help="CUDA_DEVICE_MAX_CONNECTIONS is 1")
     words = sys.argv[1:] if argv is None else list(argv)
     at = words.index("--") if "--" in words else len(words)
     args = parser.parse_args(words[:at])
     if args.name not in SYSTEMS:
         parser.error(f"{args.name} is no system; choose from {', '.join(SYSTEMS)}")
-    layout = Layout.of(
-        words[at + 1 :], ranks=args.ranks, segments=args.segments, one_queue=args.one_queue
-    )
+    layout = Layout.of(words[at + 1 :], ranks=args.ranks, segments=args.segments)
     try:
         print("\n".join(SYSTEMS[args.name].words(layout)))
     except ValueError as reason:

@@ -78,7 +78,7 @@ def _predict_pipeline(tables: Tables, row: Row, fit: Fit) -> dict[str, float]:
         ),
     )
     if folds:
-        order = build("aiao", last_segment="afab", **sizes)
+        order = build("afab", **sizes)
         plan = lower(order, Options(transfers=False, carried_stages=range(order.num_stages)))
         timeline = simulate(plan, costs, Execution(grad_sync_order="edf"), iterations=ITERATIONS)
     else:

@@ -4,7 +4,7 @@ from functools import cache
 from math import prod
 from pathlib import Path
 
-from scripts.paper.points import Point, Times, flops
+from scripts.paper.points import Point, Times, tflops
 from scripts.paper.published_rows import COLUMNS, SIZES, Row, Tables, published_ms
 from scripts.paper.results import Grid, Number, Result
 from scripts.paper.row_sizes import predict_sizes
@@ -59,13 +59,20 @@ def _table(name: str, number: str, times: Times | None) -> Result:
     rows = sorted(of_table, key=lambda row: keys.index((row["cluster"], row["model"])))
     numbers = []
     for row in rows:
+        spread = None
         if times:
-            ours = _measured(row, times)
+            ours, spread = _measured(row, times, tables.peak_tflops[row["cluster"]])
         else:
             row, ours = predicted(row["cluster"], row["model"], row["system"])
         theirs = row | {_ITERATION: published_ms(row) or None}
         numbers += [
-            Number(_label(row), column.partition("_")[0], ours.get(column), theirs.get(column))
+            Number(
+                _label(row),
+                column.partition("_")[0],
+                ours.get(column),
+                theirs.get(column),
+                spread if column == _ITERATION else None,
+            )
             for column in (_ITERATION, *COLUMNS, *SIZES)
             if column in ours or theirs.get(column) is not None
         ]
@@ -89,19 +96,29 @@ def _table(name: str, number: str, times: Times | None) -> Result:
 _SYSTEMS = {"Fold3D": "fold3d", "DSpeed3D": "dspeed3d", "DSpeedZ3": "zero3"}
 
 
-def _measured(row: Row, times: Times) -> dict[str, float]:
-    """Return the columns that a run of a row's system has; none if it has not run."""
-    point = _point(row)
+def _measured(
+    row: Row, times: Times, peak_tflops: float
+) -> tuple[dict[str, float], tuple[float, float] | None]:
+    """Return the columns that a run of a row's system has, and the quartiles of its iterations."""
+    point = point_of(row)
     found = times(point, _SYSTEMS.get(row["system"], "megatron")) if point else None
     if point is None or found is None:
-        return {}
-    each = (found.forward_s, found.backward_s, found.bubble_s, found.grad_sync_s, found.p2p_s)
-    traced = {name: s * 1e3 for name, s in zip(COLUMNS, each, strict=True) if found.backward_s}
-    rate = flops(point) / found.total_s / point.gpus / 1e12
-    return {_ITERATION: found.total_s * 1e3, **traced, "thrp_tflops": rate}
+        return {}, None
+    parts = found.parts
+    each = (parts.forward_s, parts.backward_s, parts.bubble_s, parts.grad_sync_s, parts.p2p_s)
+    columns = {_ITERATION: found.total_s * 1e3}
+    if parts.backward_s:  # else the run has no trace
+        columns |= {name: s * 1e3 for name, s in zip(COLUMNS, each, strict=True)}
+    for column, held in (("gmem_gb", found.gpu_bytes), ("excmem_gb", found.host_bytes)):
+        if held is not None:
+            columns[column] = held / 1e9
+    rate = tflops(point, found.total_s)
+    columns |= {"thrp_tflops": rate, "util_pct": rate / peak_tflops * 100}
+    low_s, high_s = found.quartiles_s or (found.total_s, found.total_s)
+    return columns, (low_s * 1e3, high_s * 1e3)
 
 
-def _point(row: Row) -> Point | None:
+def point_of(row: Row) -> Point | None:
     """Return the job of a row; None for T5, which Megatron-core cannot train in a pipeline."""
     model = row["model"].lower().replace("gpt-3 ", "gpt3-")
     node, _, gpus = row["cluster"].lower().partition("x")

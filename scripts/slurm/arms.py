@@ -26,7 +26,7 @@ from megatron.fold3d.predict.search.search_result import Search
 
 ROUNDS = 3
 _FEWEST_ITERATIONS = 12
-_OURS = ("schedule", "plan-file")
+_OURS = ("schedule",)
 _OWN_FOLDERS = ("save", "load", "save-interval", "trace", "trace-iterations", "tensorboard-dir")
 
 

@@ -8,9 +8,19 @@
 set -euo pipefail
 
 export WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
-export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+MASTER_PORT=$(python -c 'import socket; print(socket.create_server(("", 0)).getsockname()[1])')
+export MASTER_PORT # free now; a job's id would not tell apart two clusters on one machine
 export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun no longer takes it from sbatch
+# Hardware queues, unless you give a number. With tensor parallelism before Blackwell Megatron asserts
+# one, in which collectives start before the kernels that hide them. Preemption needs one for each
+# stream, and FSDP2 refuses a single one.
+case " $* " in
+    *" --preemptive-comm "*) queues=32 ;;
+    *" --use-torch-fsdp2 "*) queues=8 ;; # CUDA's default
+    *) queues=1 ;;
+esac
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-$queues}
 # shellcheck disable=SC2016  # the variables are those of each task
 as_rank='export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID MASTER_ADDR=$SLURM_LAUNCH_NODE_IPADDR
 exec "$@"'

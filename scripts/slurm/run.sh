@@ -5,8 +5,8 @@
 #
 # Each task of the job array is a system of scripts/paper/systems.py: by default stock Megatron as it
 # hides communication best, and ours as we recommend it. SYSTEMS="megatron dspeed3d fold3d" names
-# others, with sbatch --array=0-2, and SEGMENTS another number of chunks. They are jobs of their own: each has its log, its checkpoints and
-# its place in the queue, and can be preempted alone.
+# others, with sbatch --array=0-2, and SEGMENTS another number of chunks. They are jobs of their own:
+# each has its log, its checkpoints and its place in the queue, and can be preempted alone.
 set -euo pipefail
 
 [[ -f $1 ]] || {
@@ -23,7 +23,6 @@ name=${systems[${SLURM_ARRAY_TASK_ID:-1}]:-}
 }
 # The job's flags stand before the system's, which may change its layout; the user's come last.
 script=$1 layout=(--ranks "$SLURM_NTASKS" --segments "${SEGMENTS:-$2}") job=()
-[[ ${CUDA_DEVICE_MAX_CONNECTIONS-} != 1 ]] || layout+=(--one-queue)
 shift 2
 while [[ ${1---} != -- ]]; do
     job+=("$1")
@@ -39,14 +38,14 @@ if [[ " ${system[*]} ${flags[*]-} " == *" --offload-activations "* ]]; then
         [[ ${job[i]} != --distribute-saved-activations ]] || unset "job[i]"
     done
 fi
-# FSDP2 has no tensor parallelism, and refuses what that asks for.
-[[ " ${system[*]} " != *" --use-torch-fsdp2 "* ]] || unset CUDA_DEVICE_MAX_CONNECTIONS
 
 # A job keeps its id when it is requeued, so it finds here what it saved. The first time there is
 # nothing to load, and Megatron says so. On a cluster, out/ is on a file system that nodes share.
 checkpoints=out/slurm/${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}/$name
 
-# All tasks get the user's words. In a folder that they name, each task writes to one of its own.
+# All tasks get the user's words. In a folder that they name, each of several systems writes to one of
+# its own.
+((${#systems[@]} > 1)) && nested=/$name || nested=
 for i in "${!flags[@]}"; do
     case ${flags[i]} in
         --save | --tensorboard-dir | --trace | --wandb-save-dir) named=$((i + 1)) ;;
@@ -54,7 +53,7 @@ for i in "${!flags[@]}"; do
         *) continue ;;
     esac
     [[ -n ${flags[named]-} ]] || continue # Megatron says what is missing
-    flags[named]+=/$name
+    flags[named]+=$nested
     [[ ${flags[i]} != --save* ]] || checkpoints=${flags[named]#--save=}
 done
 mkdir -p "$checkpoints"

@@ -116,7 +116,7 @@ UNPREDICTED = {  # systems of the paper, and ours that measures: these are refus
     "aiao+offload": "--offload-activations",
     "aiao+preempt": "--preemptive-comm",
     "fold3d": "--offload-activations",
-    "auto": "--schedule: invalid choice: 'auto'",
+    "auto": "an order or a choice of its own",
 }
 
 
@@ -137,7 +137,7 @@ def test_every_known_variant_is_one_that_the_planner_knows():
 
 def test_delayed_weight_grads_are_predicted():
     job = predict.Job.read(report("--rate", "400mbit")["arguments"])
-    flags = ["--schedule", "aiao", "--segments", "8", "--backward-share", "auto"]
-    delayed = [*flags, "--delay-weight-grads", "7,4"]
+    flags = ["--segments", "8", "--schedule", "aiao:step=next"]
+    delayed = [*flags[:-1], "aiao:step=next:wgrad=last@4,7"]
     assert job.candidate(delayed).delayed_weight_grads == (4, 7)
     assert job.iteration_ms(delayed) < job.iteration_ms(flags)

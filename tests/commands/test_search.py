@@ -37,6 +37,17 @@ def test_search_says_what_is_best_and_how_to_run_it(fold3d):
     assert f"{told}{best['hardware_flops_per_gpu_s'] / 1e12:.1f} computed" in out.splitlines()
 
 
+def test_search_shows_many_hardware_queues_beside_the_one_of_tensor_parallelism(fold3d):
+    line = "search --model 12-1024-16-512 --cluster a100x8 --global-batch-size 16 --top 1 --tp"
+    _, out, _ = fold3d(f"{line} 2")
+    result = json.loads(fold3d(f"{line} 2 --json")[1])
+    least_s, most_s = result["many_queues_s"]
+    assert least_s < most_s
+    said = f"with CUDA_DEVICE_MAX_CONNECTIONS=32: {least_s:.3f}s, or up to {most_s:.3f}s"
+    assert said in out
+    assert json.loads(fold3d(f"{line} 1 --json")[1])["many_queues_s"] is None
+
+
 def test_search_says_that_aiao_gains_nothing_where_it_does_not(fold3d):
     _, out, _ = fold3d("search --model 24-2048-16 --cluster h100x8 --global-batch-size 64 --top 2")
     *_, verdict, flags = out.splitlines()

@@ -68,7 +68,7 @@ def test_a_plan_file_is_simulated_like_its_schedule(fold3d, tmp_path: Path):
     fold3d(f"plan --schedule aiao --pp 2 --segments 2 --microbatches 4 --output {path}")
     by_name, by_file = (
         json.loads(fold3d(f"{line} --p2p-s 0.2 --grad-sync-s 3 --json")[1])
-        for line in (SIMULATE, f"simulate --plan-file {path}")
+        for line in (SIMULATE, f"simulate --schedule plan={path}")
     )
     assert by_file["period_s"] == by_name["period_s"]
     assert by_file["exposure"] == by_name["exposure"]
@@ -77,7 +77,7 @@ def test_a_plan_file_is_simulated_like_its_schedule(fold3d, tmp_path: Path):
 def test_a_plan_that_cannot_run_is_not_simulated(fold3d, tmp_path: Path):
     path = tmp_path / "plan.txt"
     path.write_text("0F0 0SEND_F0 0RECV_B0 0B0\n1RECV_F0 1F0 1B0\n")
-    code, out, err = fold3d(f"simulate --plan-file {path}")
+    code, out, err = fold3d(f"simulate --schedule plan={path}")
     assert (code, out) == (1, "")
     assert err.startswith(f"{path}: 0RECV_B0 has no 1SEND_B0 to go with it\n")
 
@@ -118,7 +118,7 @@ def test_simulate_writes_a_page_whose_sliders_begin_where_it_is(fold3d, tmp_path
     assert data["fixed"] is None  # the page simulates just this
 
     line = "simulate --schedule 1f1b --pp 2 --microbatches 4 --p2p-s 0.4"
-    code, _, err = fold3d(f"{line} --forwards-ahead 2 --delay-weight-grads auto --html {page}")
+    code, _, err = fold3d(f"{line} --schedule 1f1b:ahead=2:wgrad=gaps --html {page}")
     assert (code, err) == (0, "")
     settings = embedded(page)["settings"]
     assert (settings["ahead"], settings["gaps"]) == (2, True)
@@ -126,7 +126,7 @@ def test_simulate_writes_a_page_whose_sliders_begin_where_it_is(fold3d, tmp_path
 
 def test_what_the_page_cannot_simulate_is_on_it_as_it_is(fold3d, tmp_path: Path):
     page = tmp_path / "page.html"
-    line = f"{SIMULATE} --grad-sync-s 4 --delay-weight-grads 1 --html {page} --json"
+    line = f"{SIMULATE} --grad-sync-s 4 --schedule aiao:wgrad=behind@1 --html {page} --json"
     code, out, err = fold3d(line)
     assert (code, err) == (0, "")
     fixed = embedded(page)["fixed"]
@@ -270,9 +270,9 @@ def test_layers_that_do_not_divide_are_refused_with_segments_that_do(fold3d):
 def test_recomputation_starts_before_its_gradient_is_there(fold3d):
     line = "simulate --schedule 1f1b --pp 4 --microbatches 8 --backward-s 3 --json"
     late = json.loads(fold3d(f"{line} --recompute-s 1")[1])
-    early = json.loads(fold3d(f"{line} --recompute-s 1 --recompute-early all")[1])
+    early = json.loads(fold3d(f"{line} --recompute-s 1 --schedule 1f1b:recompute=early")[1])
     assert (late["period_s"], early["period_s"]) == (44.0, 41.0)  # Merak's two first numbers
-    code, _, err = fold3d(f"{line} --recompute-early all")
+    code, _, err = fold3d(f"{line} --schedule 1f1b:recompute=early")
     assert code == 2
     assert "1f1b recomputes early, and costs have no recomputation: give --recompute-s" in err
 
@@ -280,47 +280,47 @@ def test_recomputation_starts_before_its_gradient_is_there(fold3d):
 def test_auto_takes_the_fewest_forwards_ahead_that_take_the_least_time(fold3d):
     line = "simulate --schedule 1f1b --pp 4 --microbatches 16 --json"
     for transfer_s, chosen in ((0, 1), (0.5, 2), (1.25, 3)):
-        costed = f"{line} --p2p-s {transfer_s} --forwards-ahead"
-        found = json.loads(fold3d(f"{costed} auto")[1])
-        assert found["name"] == f"1f1b --forwards-ahead {chosen}"
-        times = [json.loads(fold3d(f"{costed} {n}")[1])["period_s"] for n in range(1, 7)]
+        costed = f"{line} --p2p-s {transfer_s} --schedule 1f1b:ahead"
+        found = json.loads(fold3d(f"{costed}=auto")[1])
+        assert found["name"] == f"1f1b:ahead={chosen}"
+        times = [json.loads(fold3d(f"{costed}={n}")[1])["period_s"] for n in range(1, 7)]
         assert found["period_s"] == min(times) == times[chosen - 1]
         assert min(times[: chosen - 1], default=1e9) > min(times)
-    code, _, err = fold3d("simulate --schedule afab --pp 2 --microbatches 4 --forwards-ahead auto")
+    code, _, err = fold3d("simulate --schedule afab:ahead=auto --pp 2 --microbatches 4")
     assert code == 2
-    assert "--forwards-ahead auto with --schedule afab: only 1f1b, aiao, interleaved read it" in err
+    assert "ahead=auto with --schedule afab: only 1f1b, aiao, interleaved read it" in err
 
 
 def test_auto_puts_weight_gradients_where_ranks_would_wait(fold3d):
-    line = "simulate --schedule 1f1b --pp 4 --microbatches 8 --p2p-s 0.4 --json"
+    line = "simulate --pp 4 --microbatches 8 --p2p-s 0.4 --json --schedule 1f1b"
 
     def found(more: str) -> dict:
-        code, out, err = fold3d(f"{line} {more}")
+        code, out, err = fold3d(f"{line}{more}")
         assert (code, err) == (0, "")
         return json.loads(out)
 
-    both = found("--forwards-ahead auto --delay-weight-grads auto")
-    assert both["name"] == "1f1b --forwards-ahead 2 --delay-weight-grads auto"
-    assert both["period_s"] < 0.95 * found("--forwards-ahead auto")["period_s"]
-    little = found("--delay-weight-grads auto")
+    both = found(":ahead=auto:wgrad=gaps")
+    assert both["name"] == "1f1b:ahead=2:wgrad=gaps"
+    assert both["period_s"] < 0.95 * found(":ahead=auto")["period_s"]
+    little = found(":wgrad=gaps")
     assert max(little["peak_activations"]) == 4
     assert both["period_s"] < little["period_s"] < found("")["period_s"]
-    assert found("--delay-weight-grads auto --most-activations 9")["period_s"] <= little["period_s"]
+    assert found(":wgrad=gaps:held=9")["period_s"] <= little["period_s"]
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--delay-weight-grads auto --most-activations 3", "would hold 4 with 0F3 and may hold 3"),
-        ("--delay-weight-grads auto --most-activations 0", "--most-activations 0: .* at least one"),
-        ("--most-activations 4", "limits what --delay-weight-grads auto holds"),
-        ("--delay-weight-grads some", "'some' is not a list of segments"),
+        ("wgrad=gaps:held=3", "would hold 4 with 0F3 and may hold 3"),
+        ("wgrad=gaps:held=0", "held=0: .* at least one"),
+        ("held=4", "limits what wgrad=gaps holds"),
+        ("wgrad=last@some", "'some' are no segments; give them as"),
     ],
 )
 def test_limits_on_delayed_weight_grads_that_cannot_hold_are_refused(
     fold3d, line: str, message: str
 ):
-    code, out, err = fold3d(f"simulate --schedule 1f1b --pp 4 --microbatches 8 {line}")
+    code, out, err = fold3d(f"simulate --schedule 1f1b:{line} --pp 4 --microbatches 8")
     assert (code, out) == (2, "")
     assert re.search(message, err)
 
@@ -341,9 +341,9 @@ def test_simulate_plays_a_plan_on_gpus_with_one_queue(fold3d):
     buckets = "--grad-sync-launches 7"
     assert period_s(f"--cuda-connections 8 {buckets}") < whole_s
     assert period_s(f"--cuda-connections 1 {buckets}") > 1.25 * whole_s
-    slices = "--backward-share 0.5 --grad-sync-launches 137"
+    slices = "--schedule aiao:step=next:share=0.5 --grad-sync-launches 137"
     assert period_s(f"--cuda-connections 1 {slices}") > 1.35 * whole_s
-    planned = "--backward-share 0.75 --dp-slices"
+    planned = "--schedule aiao:step=next:share=0.75:slices=on"
     assert period_s(f"--cuda-connections 1 {planned}") < 0.88 * whole_s
 
 
@@ -352,9 +352,12 @@ def test_simulate_plays_a_plan_on_gpus_with_one_queue(fold3d):
     [
         ("--grad-sync-launches 7", "give --cuda-connections 1"),
         ("--cuda-connections 1 --grad-sync-launches 0", "at least one collective"),
-        ("--cuda-connections 1 --dp-slices --grad-sync-launches 7", "a slice is one collective"),
-        ("--dp-slices --grad-sync serial", "slices follow each other"),
-        ("--cuda-connections 1 --grad-sync deferred", "give --backward-share"),
+        (
+            "--cuda-connections 1 --schedule aiao:slices=on --grad-sync-launches 7",
+            "a slice is one collective",
+        ),
+        ("--schedule aiao:slices=on --grad-sync serial", "slices follow each other"),
+        ("--cuda-connections 1 --grad-sync deferred", "give step=next"),
         ("--cuda-connections 1 --preemptive-comm", "give 8 or 32"),
     ],
 )
@@ -375,14 +378,15 @@ def test_one_queue_costs_a_model_little_since_training_heeds_it(fold3d):
         return float(json.loads(fold3d(f"{line} {more}")[1])["period_s"])
 
     assert period_s("--cuda-connections 1") < 1.03 * period_s("--cuda-connections 8")
-    sliced_s = period_s("--cuda-connections 1 --backward-share 0.8")
-    assert sliced_s == period_s("--cuda-connections 1 --backward-share 0.8 --dp-slices")
+    share = "--schedule aiao:step=next:share=0.8"
+    sliced_s = period_s(f"--cuda-connections 1 {share}")
+    assert sliced_s == period_s(f"--cuda-connections 1 {share}:slices=on")
     # 134 slices of 8 MiB in a row
-    in_a_row = "--cuda-connections 1 --backward-share 0.8 --grad-sync-launches 134"
+    in_a_row = f"--cuda-connections 1 {share} --grad-sync-launches 134"
     assert period_s(in_a_row) > 1.5 * sliced_s
 
 
-PAIRED = "simulate --schedule aiao --pp 2 --microbatches 4 --overlap-tensor-parallel"
+PAIRED = "simulate --schedule aiao:pairs=on --pp 2 --microbatches 4"
 
 
 def test_pairs_hide_tensor_parallel_collectives(fold3d):
@@ -397,8 +401,8 @@ def test_pairs_hide_tensor_parallel_collectives(fold3d):
         (PAIRED, "no tensor-parallel collective in the costs: give --tp-sync-s"),
         (f"{PAIRED} --tp-sync-s 2", "2.0 in tp_sync_s; it is a part of a forward of 1"),
         (f"{PAIRED} --tp-sync-s 1 --microbatches 1", "no pair in a plan of 1 micro-batches"),
-        (f"{PAIRED} --tp-sync-s 1 --delay-weight-grads 0", "with --delay-weight-grads"),
-        (f"{PAIRED} --tp-sync-s 1 --schedule zb-h1", "with --schedule zb-h1"),
+        (f"{PAIRED} --tp-sync-s 1 --schedule aiao:pairs=on:wgrad=last", "pairs=on with wgrad="),
+        (f"{PAIRED} --tp-sync-s 1 --schedule zb-h1:pairs=on", "with --schedule zb-h1"),
     ],
 )
 def test_pairs_that_cannot_be_simulated_are_refused(fold3d, line: str, message: str):
@@ -428,7 +432,7 @@ def test_the_fewest_recomputed_layers_that_fit_are_found(fold3d):
     [
         ("--recompute-layers auto", "give --model and --cluster with --recompute full"),
         ("--recompute full --recompute-layers 1,1", "needs as many numbers"),
-        ("--recompute full --recompute-layers auto --forwards-ahead auto", "give a number"),
+        ("--recompute full --recompute-layers auto --schedule aiao:ahead=auto", "give a number"),
     ],
 )
 def test_numbers_of_recomputed_layers_that_cannot_be_are_refused(fold3d, line: str, message: str):
@@ -451,10 +455,10 @@ def test_replicated_segments_shorten_an_iteration_that_waits_for_all_gradients(f
         assert (code, err) == (0, "")
         return json.loads(out)
 
-    without, auto = found(""), found("--replicate-optimizer auto")
+    without, auto = found(""), found("--schedule aiao:optimizer=auto")
     assert auto["period_s"] < 0.98 * without["period_s"]
-    segments = auto["name"].removeprefix("aiao --replicate-optimizer ")
-    assert found(f"--replicate-optimizer {segments}")["period_s"] == auto["period_s"]
+    segments = auto["name"].removeprefix("aiao:optimizer=replicated@")
+    assert found(f"--schedule {auto['name']}")["period_s"] == auto["period_s"]
     # Of fp32 Adam's eight bytes, the half that the other replica keeps.
     more = auto["peak_bytes"][0] - without["peak_bytes"][0]
     layers = len(segments.split(","))
@@ -464,15 +468,15 @@ def test_replicated_segments_shorten_an_iteration_that_waits_for_all_gradients(f
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--replicate-optimizer 8", "there is no segment 8, a rank holds 8; give some of 0 to 7"),
-        ("--replicate-optimizer auto --backward-share 1", "drop --grad-sync, --backward-share"),
-        ("--replicate-optimizer 1 --cuda-connections 1", "--cuda-connections and gathers"),
+        ("replicated@8", "there is no segment 8 in --schedule aiao, a rank holds 8; give some of"),
+        ("auto:step=next", "drop --grad-sync, step=next"),
+        ("replicated@1 --cuda-connections 1", "--cuda-connections and gathers"),
     ],
 )
 def test_what_replicated_segments_cannot_be_simulated_with_is_refused(
     fold3d, line: str, message: str
 ):
-    code, _, err = fold3d(f"{REPLICATED} {line}")
+    code, _, err = fold3d(f"{REPLICATED} --schedule aiao:optimizer={line}")
     assert code == 2
     assert message in err
     assert len(err.splitlines()) == 1
@@ -487,33 +491,30 @@ def test_what_auto_would_try_is_told_with_what_is_expected(fold3d):
     assert (code, err) == (0, "")
     title, stock, *tried = out.splitlines()
     assert title == "auto: 2 ranks, 4 segments, 4 micro-batches"
-    assert re.fullmatch(r"stock's order  --schedule interleaved +70.6 s", stock)
-    assert ["--backward-share auto" in line for line in tried] == [False, True]
+    assert re.fullmatch(r"stock's order  interleaved +70.6 s", stock)
+    assert [":step=next" in line for line in tried] == [False, True]
     _, out, _ = fold3d(f"{AUTO} --grad-sync-s 6 --p2p-s 0.4 --json")
     found = json.loads(out)
-    assert found["stock"] == {"flags": "--schedule interleaved", "seconds": pytest.approx(70.6)}
+    assert found["stock"] == {"schedule": "interleaved", "seconds": pytest.approx(70.6)}
     for line, one in zip(tried, found["tries"], strict=True):
         assert line.split("  ")[-1] == f"{70.6 / one['seconds']:.2f} x"
-        assert one["flags"] in line
+        assert one["schedule"] in line
 
 
 @pytest.mark.search
 def test_auto_replicates_segments_of_a_distributed_optimizer(fold3d):
     line = REPLICATED.replace("--schedule aiao", "--schedule auto")
     _, out, _ = fold3d(f"{line} --json")
-    _, chosen, _ = fold3d(f"{REPLICATED} --replicate-optimizer auto --json")
+    _, chosen, _ = fold3d(f"{REPLICATED} --schedule aiao:optimizer=auto --json")
     early, late = json.loads(out)["tries"]
-    assert "--delay-weight-grads 0,1,2,3,4,5,6,7 --early-dp-sync" in early["flags"]
+    assert early["schedule"].endswith(":wgrad=behind@0-7")
     # Their DP.sync starts between their weight gradients, which the other command is not asked for.
-    segments = late["flags"].rpartition(" ")[2]
-    assert late["flags"] == (
-        f"--schedule aiao --delay-weight-grads {segments} --replicate-optimizer {segments}"
-    )
+    segments = late["schedule"].rpartition("@")[2]
+    assert late["schedule"] == f"aiao:optimizer=replicated@{segments}:wgrad=behind@{segments}"
     assert early["seconds"] < late["seconds"] < 0.98 * json.loads(chosen)["period_s"]
     # The same flags take the same time.
     for one in (early, late):
-        flags = one["flags"].removeprefix("--schedule aiao")
-        _, again, _ = fold3d(f"{REPLICATED} {flags} --json")
+        _, again, _ = fold3d(f"{REPLICATED} --schedule {one['schedule']} --json")
         assert json.loads(again)["period_s"] == pytest.approx(one["seconds"], rel=1e-9)
 
 
@@ -521,7 +522,7 @@ def test_auto_replicates_segments_of_a_distributed_optimizer(fold3d):
 def test_auto_tries_with_more_replicas_what_it_tries_with_two(fold3d):
     line = REPLICATED.replace("--schedule aiao", "--schedule auto").replace("x4-", "x8-")
     _, out, _ = fold3d(f"{line} --json")
-    assert any("--replicate-optimizer" in one["flags"] for one in json.loads(out)["tries"])
+    assert any(":optimizer=replicated" in one["schedule"] for one in json.loads(out)["tries"])
 
 
 @pytest.mark.search
@@ -531,7 +532,7 @@ def test_auto_defers_no_dp_sync_where_one_queue_holds_all_streams(fold3d, tp: in
     job = f"--model 12-1024-16-512 --cluster a100x16-50g --tp {tp}"
     _, out, _ = fold3d(f"{line} {job} --json")
     tried = json.loads(out)["tries"]
-    assert any("--backward-share" in one["flags"] for one in tried) == defers
+    assert any(":step=next" in one["schedule"] for one in tried) == defers
 
 
 def test_where_nothing_waits_auto_tries_nothing(fold3d):
@@ -542,7 +543,7 @@ def test_where_nothing_waits_auto_tries_nothing(fold3d):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("--forwards-ahead 2", "--forwards-ahead 2 with --schedule auto: it says which"),
+        ("--schedule auto:step=end", "step= with --schedule auto: it says which"),
         ("--preemptive-comm", "--preemptive-comm with --schedule auto: it says which"),
         ("--svg a.svg", "--svg a.svg with --schedule auto"),
     ],
@@ -675,7 +676,7 @@ def test_layers_and_what_they_recompute_are_chosen_together(fold3d):
         (f"{SPLIT} --layers 24,23,1,1", "together they are the 48 layers"),
         (f"{SPLIT} --layers even", "'even' is neither a list of numbers of layers such as"),
         (f"{SPLIT} --layers auto --recompute-layers 1,1,1,1", "that is for layers that are known"),
-        (f"{SPLIT} --layers auto --forwards-ahead auto", "that is for layers that are known"),
+        (f"{SPLIT} --layers auto --schedule 1f1b:ahead=auto", "that is for layers that are known"),
     ],
 )
 def test_layers_that_cannot_be_are_refused(fold3d, line: str, message: str):

@@ -15,7 +15,7 @@ from tests.config.test_fold3d_config import MODEL, given_on, option_of
 RUN = f"{MODEL} --pipeline-model-parallel-size 2 --global-batch-size 8"
 LOCAL = "--transformer-impl local --no-gradient-accumulation-fusion"
 GATHERED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-DELAYED = f"--segments 2 --delay-weight-grads 1 --overlap-grad-reduce {LOCAL}"
+DELAYED = f"--segments 2 --overlap-grad-reduce {LOCAL}"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 # The flags, those that the advice replaces, and what it replaces them by.
@@ -26,52 +26,46 @@ ADVICE = (
     ("--schedule aiao", "--segments 0", "--segments 1"),
     ("--schedule 1f1b", "--segments 2", "--segments 1"),
     ("--segments 2", "--schedule 1f1b", "--schedule aiao"),
-    ("", "--schedule 1f1b --aiao-last-segment afab", "--schedule aiao --aiao-last-segment afab"),
-    ("", "--schedule afab --forwards-ahead 2", "--schedule afab"),
+    ("", "--schedule afab:ahead=2", "--schedule afab"),
+    (f"--schedule aiao:wgrad=behind@0 {GATHERED} {LOCAL}", "", "--segments 2"),
     (
-        f"--schedule aiao {GATHERED} {LOCAL} --delay-weight-grads 0 --early-dp-sync 0",
-        "",
-        "--segments 2",
+        f"{GATHERED} {LOCAL}",
+        "--schedule aiao:wgrad=behind@0",
+        "--schedule aiao:wgrad=last@0",
     ),
+    (DELAYED, "--schedule aiao:wgrad=last@1", "--schedule aiao:wgrad=behind@1"),
+    (DELAYED, "--schedule aiao:wgrad=last@1", "--schedule aiao:wgrad=last@1:step=next"),
     (
-        f"--schedule aiao {GATHERED} {LOCAL} --delay-weight-grads 0",
-        "--early-dp-sync 0",
-        "",
-    ),
-    (f"--schedule aiao {DELAYED} --early-dp-sync 1", "", "--backward-share 1"),
-    (f"--schedule aiao {DELAYED} --early-dp-sync 1", "", "--use-distributed-optimizer"),
-    (
-        f"--schedule aiao {DELAYED} --early-dp-sync 1 --use-distributed-optimizer",
+        f"--schedule aiao:wgrad=behind@1 {DELAYED} --use-distributed-optimizer",
         "",
         "--overlap-param-gather",
     ),
-    (f"--schedule aiao {DELAYED} --backward-share 1", "--early-dp-sync 0", "--early-dp-sync 1"),
-    (f"--schedule aiao {DELAYED}", "--delay-weight-grads 5", "--delay-weight-grads 1"),
+    (DELAYED, "--schedule aiao:wgrad=behind@5", "--schedule aiao:wgrad=behind@1"),
     (
-        "--schedule aiao --segments 2 --delay-weight-grads 1",
+        "--schedule aiao:wgrad=last@1 --segments 2",
         "--transformer-impl local",
         LOCAL,
     ),
-    (f"--schedule zb-h1 {LOCAL}", "--delay-weight-grads 0", ""),
-    ("--schedule 1f1b --recompute-early 0", "", FULL),
-    (f"--schedule 1f1b {FULL}", "--recompute-early 2", "--recompute-early 1"),
-    (f"--recompute-early 0 {FULL}", "--schedule stock", "--schedule 1f1b"),
-    (f"--schedule 1f1b --recompute-early 0 {FULL}", "--distribute-saved-activations", ""),
+    (LOCAL, "--schedule zb-h1:wgrad=last@0", "--schedule zb-h1"),
+    ("--schedule 1f1b:recompute=early", "", FULL),
+    (FULL, "--schedule 1f1b:recompute=early@2", "--schedule 1f1b:recompute=early@0"),
+    (FULL, "--schedule stock:recompute=early", "--schedule 1f1b:recompute=early"),
+    (f"--schedule 1f1b:recompute=early {FULL}", "--distribute-saved-activations", ""),
     ("--schedule 1f1b", "--recompute-layers 1", "--recompute-layers 1,1"),
     ("--schedule 1f1b", "--recompute-layers 5,1", "--recompute-layers 4,1"),
     ("--schedule 1f1b --recompute-layers 1,1", "--recompute-method uniform", ""),
     ("--schedule 1f1b --activation-memory-bytes 9", "", "--recompute-layers auto"),
-    ("--schedule 1f1b --fp8-format hybrid", "--forwards-ahead 2", ""),
-    ("--schedule 1f1b --forwards-ahead 2", "--fp8-format hybrid", "--fp8-recipe tensorwise"),
-    ("--backward-share 1 --overlap-grad-reduce", "--schedule stock", "--schedule aiao"),
-    ("--schedule aiao --backward-share 1", "", "--overlap-grad-reduce"),
+    ("--fp8-format hybrid", "--schedule 1f1b:ahead=2", "--schedule 1f1b"),
+    ("--schedule 1f1b:ahead=2", "--fp8-format hybrid", "--fp8-recipe tensorwise"),
+    ("--overlap-grad-reduce", "--schedule stock:step=next", "--schedule aiao:step=next"),
+    ("--schedule aiao:step=next", "", "--overlap-grad-reduce"),
     ("--schedule aiao --shard-segments weights", "", GATHERED),
-    ("--schedule aiao --replicate-optimizer 0", "", GATHERED),
+    ("--schedule aiao:optimizer=replicated", "", GATHERED),
     ("--lazy-inter-segment", "--schedule stock", "--schedule aiao --segments 2"),
     ("--schedule aiao --lazy-inter-segment", "", "--segments 2"),
     ("--schedule aiao --offload-activations on", "", FULL),
-    ("--schedule auto", "--backward-share 1", ""),
-    ("--schedule auto", "--forwards-ahead 2", ""),
+    ("", "--schedule auto:step=next", "--schedule auto:step=end"),
+    ("", "--schedule auto:ahead=2", "--schedule 1f1b:ahead=2"),
     ("--schedule aiao --trace-iterations 4-5", "", "--trace new"),
 )
 
@@ -111,7 +105,9 @@ def test_who_follows_advice_meets_no_refusal_twice(
     assert before, "no refusal"
     advised = [word for word in instead.split() if word not in f"{flags} {found}".split()]
     advice = " ".join(line.rpartition("; ")[2] + line for line in before)
-    if advised and advised[0].startswith("--"):
+    if advised and advised[0].startswith("--schedule"):
+        assert advised[-1] in advice or advised[-1].rpartition(":")[2] in advice
+    elif advised and advised[0].startswith("--"):
         assert advised[0] in advice
     assert not before & problems(parser, f"{flags} {instead}")
 
@@ -136,7 +132,7 @@ def follow(row: Refusal, parser: ArgumentParser, beside: str, option: str) -> It
 
 ROWS = [("--schedule aiao", row) for row in REFUSALS if "aiao" in row.schedules]
 ROWS += [
-    ("--schedule aiao --backward-share 1 --overlap-grad-reduce", row)
+    ("--schedule aiao:step=next --overlap-grad-reduce", row)
     for row in backward_share_refusals.REFUSALS
 ]
 

@@ -45,6 +45,16 @@ def test_flags_say_what_may_be_chosen(
     assert not any((named.auto_defers, named.auto_delays, named.auto_replicates))
 
 
+def test_a_default_in_the_word_is_not_among_the_choices(parser: ArgumentParser):
+    for line, part, name in (
+        (f"{REDUCE} {SPLITS}", "step=end", "auto_defers"),
+        (f"{REDUCE} {SPLITS}", "wgrad=backward", "auto_delays"),
+        (ZERO, "optimizer=sharded", "auto_replicates"),
+    ):
+        assert getattr(config(parser, line), name)
+        assert not getattr(config(parser, f"{line} --schedule auto:{part}"), name)
+
+
 def test_sums_of_more_than_two_replicas_are_cut_unless_results_have_to_be_stocks(
     parser: ArgumentParser,
 ):
@@ -61,19 +71,21 @@ def test_stocks_groups_are_accepted(parser: ArgumentParser):
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("--forwards-ahead 2", "--forwards-ahead 2 with --schedule auto: only 1f1b"),
-        (f"{SPLITS} --delay-weight-grads 1,2", "--delay-weight-grads 1,2 with --schedule auto"),
-        ("--early-dp-sync 1", "--early-dp-sync 1 with --schedule auto: it chooses"),
-        ("--backward-share auto", "--backward-share auto with --schedule auto: it chooses"),
+        ("--schedule auto:ahead=2", "ahead=2 with --schedule auto: only 1f1b"),
+        (f"{SPLITS} --schedule auto:wgrad=last@1,2", "wgrad= with --schedule auto: it chooses"),
+        ("--schedule auto:step=next", "step= with --schedule auto: it chooses"),
         (f"{SPLITS} --offload-activations on", "--offload-activations on with --schedule auto"),
         ("--preemptive-comm", "--preemptive-comm with --schedule auto: never shown"),
         ("--lazy-inter-segment", "--lazy-inter-segment with --schedule auto"),
-        ("--dp-slices on", "--dp-slices on with --schedule auto"),
+        ("--schedule auto:slices=on", "slices=on with --schedule auto"),
         (
             "--recompute-layers auto --activation-memory-bytes 999999",
             "--recompute-layers auto with --schedule auto: it compares",
         ),
-        (f"{ZERO} --replicate-optimizer 1 --untie-embeddings-and-output-weights", "--replicate-o"),
+        (
+            f"{ZERO} --schedule auto:optimizer=replicated@1 --untie-embeddings-and-output-weights",
+            "optimizer= with --schedule auto: it chooses",
+        ),
         (f"{ZERO} --shard-segments weights", "--shard-segments weights with --schedule auto"),
         (
             "--microbatch-group-size-per-virtual-pipeline-stage 1",

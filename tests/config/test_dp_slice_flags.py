@@ -1,4 +1,4 @@
-"""When the plan has slices of DP.sync, and what ``--dp-slices on`` refuses."""
+"""When the plan has slices of DP.sync, and what ``slices=on`` refuses."""
 
 from argparse import ArgumentParser
 
@@ -7,7 +7,7 @@ import pytest
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 
 MODEL = "--num-layers 8 --schedule aiao --pipeline-model-parallel-size 2"
-SHARE = "--overlap-grad-reduce --backward-share 0.5"
+SHARE = "--overlap-grad-reduce --schedule aiao:step=next"
 
 
 @pytest.mark.parametrize(
@@ -19,9 +19,9 @@ SHARE = "--overlap-grad-reduce --backward-share 0.5"
         (SHARE, "", False),
         ("--overlap-grad-reduce", "1", False),
         (f"{SHARE} --device cpu", "1", False),
-        (f"{SHARE} --dp-slices off", "1", False),
-        (f"{SHARE} --dp-slices on --device cpu", "", True),
-        ("--overlap-grad-reduce --dp-slices on", "", True),
+        (f"{SHARE}:slices=off", "1", False),
+        (f"{SHARE}:slices=on --device cpu", "", True),
+        ("--overlap-grad-reduce --schedule aiao:slices=on", "", True),
     ],
 )
 def test_auto_slices_what_one_queue_would_stop_computation_for(
@@ -41,24 +41,24 @@ def test_auto_slices_what_one_queue_would_stop_computation_for(
     ("flags", "problem"),
     [
         (
-            "--schedule stock --overlap-grad-reduce",
-            "--dp-slices on with --schedule stock: only a plan has slices of DP.sync; drop it, or "
+            "--overlap-grad-reduce --schedule stock:slices=on",
+            "slices=on with --schedule stock: only a plan has slices of DP.sync; drop it, or "
             "give --schedule aiao",
         ),
         (
-            "",
-            "--dp-slices on without --overlap-grad-reduce: Megatron then reduces all gradients at "
-            "the end of the iteration; add --overlap-grad-reduce",
+            "--schedule aiao:slices=on",
+            "slices=on without --overlap-grad-reduce: Megatron then reduces all gradients at the "
+            "end of the iteration; add --overlap-grad-reduce",
         ),
         (
-            "--overlap-grad-reduce --preemptive-comm",
-            "--preemptive-comm with --dp-slices on: its scheduler decides when slices start; drop "
+            "--overlap-grad-reduce --preemptive-comm --schedule aiao:slices=on",
+            "--preemptive-comm with slices=on: its scheduler decides when slices start; drop "
             "one of the two",
         ),
     ],
 )
 def test_what_cannot_be_sliced_is_refused(parser: ArgumentParser, flags: str, problem: str) -> None:
-    args = parser.parse_args(f"{MODEL} {flags} --dp-slices on".split())
+    args = parser.parse_args(f"{MODEL} {flags}".split())
     with pytest.raises(ValueError) as refused:  # noqa: PT011  # the whole text is compared
         Fold3DConfig.from_args(args)
     assert str(refused.value) == problem

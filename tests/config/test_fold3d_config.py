@@ -116,7 +116,7 @@ def test_help_needs_no_gpu(monkeypatch, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         launch.train(["--help"], "gpt")
     assert ended.value.code == 0
-    assert "--backward-share" in capsys.readouterr().out
+    assert "--shard-segments" in capsys.readouterr().out
 
 
 def test_a_bare_assertion_of_megatrons_names_its_flags() -> None:
@@ -139,7 +139,6 @@ def test_the_default_is_stock_megatron(parse: Parse) -> None:
         plan_file=None,
         num_ranks=1,
         num_segments=1,
-        aiao_last_segment="1f1b",
         device="cuda",
         microbatch_group_size=None,
         distributed_timeout_minutes=10,
@@ -153,7 +152,7 @@ def test_the_default_is_stock_megatron(parse: Parse) -> None:
 
 def test_every_flag_reaches_the_configuration(parse: Parse, tmp_path: Path) -> None:
     args = parse(
-        "--schedule aiao --segments 2 --aiao-last-segment afab --device cpu "
+        "--schedule aiao --segments 2 --device cpu "
         "--pipeline-model-parallel-size 2 --distributed-timeout-minutes 3"
     )
     assert Fold3DConfig.from_args(args) == Fold3DConfig(
@@ -161,7 +160,6 @@ def test_every_flag_reaches_the_configuration(parse: Parse, tmp_path: Path) -> N
         plan_file=None,
         num_ranks=2,
         num_segments=2,
-        aiao_last_segment="afab",
         device="cpu",
         receives_ahead=3,
         microbatch_group_size=None,
@@ -177,9 +175,12 @@ def test_every_flag_reaches_the_configuration(parse: Parse, tmp_path: Path) -> N
         "--microbatch-group-size-per-virtual-pipeline-stage 3"
     )
     assert Fold3DConfig.from_args(grouped).microbatch_group_size == 3
+    by_word = parse("--schedule interleaved:group=3 --segments 2 --pipeline-model-parallel-size 2")
+    assert Fold3DConfig.from_args(by_word).microbatch_group_size == 3
+    assert megatron_defaults(by_word)["microbatch_group_size_per_vp_stage"] == 3
     plan = tmp_path / "plan.txt"
     plan.touch()
-    planned = Fold3DConfig.from_args(parse(f"--plan-file {plan}"))
+    planned = Fold3DConfig.from_args(parse(f"--schedule plan={plan}"))
     assert (planned.schedule, planned.plan_file) == ("plan-file", plan)
 
 
@@ -191,24 +192,21 @@ def test_every_schedule_of_the_library_can_be_asked_for(parse: Parse, schedule: 
 
 
 @pytest.mark.parametrize(
-    ("flags", "found"),
+    ("word", "found"),
     [
-        ("--schedule stock", "3 with --schedule stock: only 1f1b, aiao, interleaved read it"),
-        ("--schedule afab", "3 with --schedule afab: only 1f1b, aiao, interleaved read it"),
-        ("--schedule aiao --aiao-last-segment afab", "3 with --aiao-last-segment afab: "),
-        ("--schedule 1f1b --forwards-ahead 0", "0: a rank runs at least one forward ahead"),
+        ("stock:ahead=3", "3 with --schedule stock: only 1f1b, aiao, interleaved read it"),
+        ("afab:ahead=3", "3 with --schedule afab: only 1f1b, aiao, interleaved read it"),
+        ("1f1b:ahead=0", "0: a rank runs at least one forward ahead"),
     ],
 )
-def test_forwards_ahead_that_nothing_reads_are_refused(
-    parse: Parse, flags: str, found: str
-) -> None:
-    problem = only_problem(parse(f"--forwards-ahead 3 {flags} {TWO_RANKS}"))
-    assert problem.startswith(f"--forwards-ahead {found}")
-    given = Fold3DConfig.from_args(parse("--schedule 1f1b --forwards-ahead 3"))
+def test_forwards_ahead_that_nothing_reads_are_refused(parse: Parse, word: str, found: str) -> None:
+    problem = only_problem(parse(f"--schedule {word} {TWO_RANKS}"))
+    assert problem.startswith(f"ahead={found}")
+    given = Fold3DConfig.from_args(parse("--schedule 1f1b:ahead=3"))
     assert (given.forwards_ahead, given.auto_ahead) == (3, False)
-    auto = Fold3DConfig.from_args(parse("--schedule interleaved --forwards-ahead auto"))
+    auto = Fold3DConfig.from_args(parse("--schedule interleaved:ahead=auto"))
     assert (auto.forwards_ahead, auto.auto_ahead) == (None, True)
-    both = parse(f"--schedule aiao --forwards-ahead auto --offload-activations on {TWO_RANKS}")
+    both = parse(f"--schedule aiao:ahead=auto --offload-activations on {TWO_RANKS}")
     assert any("auto with --offload-activations on: each" in line for line in problems(both))
 
 
@@ -359,29 +357,28 @@ def test_segments_that_only_a_checkpoint_knows_are_asked_for(parse: Parse) -> No
     assert problem.endswith("use --segments")
 
 
-# Flags of ours that would be ignored
+# Parts of the word that would be ignored
 
 
-@pytest.mark.parametrize("schedule", ["stock", "afab", "breadth-first"])
-def test_only_aiao_reads_how_its_last_segment_runs(parse: Parse, schedule: str) -> None:
-    args = parse(f"--schedule {schedule} --aiao-last-segment 1f1b")
-    assert only_problem(args) == (
-        f"--aiao-last-segment 1f1b with --schedule {schedule}: only aiao reads it; "
-        "drop it or give --schedule aiao"
-    )
-
-
-def test_a_plan_file_is_a_schedule(parse: Parse, tmp_path: Path) -> None:
-    plan = tmp_path / "plan.txt"
-    plan.touch()
-    assert only_problem(parse(f"--plan-file {plan} --schedule aiao")) == (
-        f"--plan-file {plan} with --schedule aiao: a plan is a schedule; give one of the two"
-    )
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("--schedule aiao:group=4", "group=4 with --schedule aiao: only interleaved has groups"),
+        ("--schedule interleaved:group=1", "group=1: ranks wait for one another"),
+        (
+            "--schedule interleaved:group=4 --microbatch-group-size-per-virtual-pipeline-stage 2",
+            "group=4 with --microbatch-group-size-per-virtual-pipeline-stage 2: both are",
+        ),
+        ("--schedule aiao:share=0.5", "share= without step=next: it is a share of"),
+    ],
+)
+def test_a_part_that_nothing_reads_is_refused(parse: Parse, line: str, problem: str) -> None:
+    assert only_problem(parse(f"{line} --segments 2 {TWO_RANKS}")).startswith(problem)
 
 
 def test_a_plan_file_must_be_there(parse: Parse) -> None:
-    assert only_problem(parse("--plan-file no/such.plan")) == (
-        "--plan-file no/such.plan: no such file; write one with `fold3d plan`"
+    assert only_problem(parse("--schedule plan=no/such.plan")) == (
+        "--schedule plan=no/such.plan: no such file; write one with `fold3d plan`"
     )
 
 
@@ -395,11 +392,11 @@ def test_a_yaml_configuration_hides_our_flags() -> None:
 
 def test_every_broken_rule_is_reported_at_once_on_a_line_of_its_own(parse: Parse) -> None:
     args = parse(
-        f"--schedule 1f1b --segments 4 {TWO_RANKS} --aiao-last-segment afab "
+        f"--schedule 1f1b:group=2 --segments 4 {TWO_RANKS} "
         "--cuda-graph-impl local --use-megatron-fsdp"
     )
     assert [problem.partition(":")[0] for problem in problems(args)] == [
-        "--aiao-last-segment afab with --schedule 1f1b",
+        "group=2 with --schedule 1f1b",
         "4 segments with --schedule 1f1b",
         "--cuda-graph-impl local with --schedule 1f1b",
         "--use-megatron-fsdp with --schedule 1f1b",
@@ -423,8 +420,8 @@ def test_groups_of_interleaved_hold_a_microbatch_per_rank(parse: Parse) -> None:
 def test_a_plan_file_is_for_one_number_of_microbatches(parse: Parse, tmp_path: Path) -> None:
     plan = tmp_path / "plan.txt"
     plan.touch()
-    problem = only_problem(parse(f"--plan-file {plan} --rampup-batch-size 2 2 8"))
-    assert problem.startswith("--rampup-batch-size 2 2 8 with --plan-file:")
+    problem = only_problem(parse(f"--schedule plan={plan} --rampup-batch-size 2 2 8"))
+    assert problem.startswith("--rampup-batch-size 2 2 8 with --schedule plan=FILE:")
 
 
 def test_delayed_scaling_of_fp8_needs_the_order_of_stock(parse: Parse) -> None:
@@ -432,8 +429,8 @@ def test_delayed_scaling_of_fp8_needs_the_order_of_stock(parse: Parse) -> None:
     assert "stock's order is another" in only_problem(parse(f"--schedule aiao {fp8}"))
     for line in ("--schedule aiao --fp8-recipe tensorwise", "--schedule 1f1b"):
         Fold3DConfig.from_args(parse(f"{line} {fp8}"))
-    for moved in ("--forwards-ahead 2", "--delay-weight-grads auto"):
-        problem = only_problem(parse(f"--schedule 1f1b {moved} {fp8}"))
+    for moved in ("ahead=2", "wgrad=gaps"):
+        problem = only_problem(parse(f"--schedule 1f1b:{moved} {fp8}"))
         assert problem.startswith(f"{moved} with --fp8-format hybrid: delayed scaling reads")
 
 

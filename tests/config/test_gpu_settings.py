@@ -114,6 +114,22 @@ def test_a_missing_offload_library_is_found_before_the_run(
     assert problems(parser, f"{AIAO} {flag}") == []
 
 
+def test_lazy_transfers_between_nodes_ask_for_the_network_that_they_take(
+    parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_settings, "OFFLOAD_LIBRARY", Path(__file__))
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    lazy = f"{AIAO} --lazy-inter-segment"
+    assert problems(parser, lazy) == []  # on one node, as far as is known
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    (message,) = problems(parser, lazy)
+    assert message.startswith("--lazy-inter-segment on several nodes without GLOO_SOCKET_IFNAME: ")
+    assert problems(parser, AIAO) == problems(parser, f"{lazy} --device cpu") == []
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    assert problems(parser, lazy) == []
+
+
 def test_the_offload_library_is_looked_for_where_it_is_built() -> None:
     from megatron.fold3d.runtime.offload.offload_library import LIBRARY
 
@@ -127,6 +143,6 @@ def test_preemption_asks_for_more_queues_than_cudas_default(
     (message,) = problems(parser, f"{AIAO} --preemptive-comm")
     assert message.startswith("CUDA_DEVICE_MAX_CONNECTIONS, unset and so 8, with --preemptive-comm")
     assert "; give 32, " in message
-    assert "; with 1, --dp-slices on starts slices where " in message
+    assert "; with 1, slices=on starts slices where " in message
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     assert problems(parser, f"{AIAO} --preemptive-comm") == []

@@ -46,21 +46,32 @@ def test_environment_variables_that_do_not_hang_preemption_are_accepted(
 
 
 def test_traffic_classes_reach_the_configuration(parser: ArgumentParser) -> None:
-    args = parser.parse_args([*NEEDED.split(), "--pp-traffic-class", "184"])
+    args = parser.parse_args([*NEEDED.split(), "--traffic-class", "pp=184"])
     config = Fold3DConfig.from_args(args)
     assert (config.pp_traffic_class, config.dp_traffic_class) == (184, None)
 
 
-@pytest.mark.parametrize("flag", ["--pp-traffic-class", "--dp-traffic-class"])
-def test_traffic_classes_are_refused_over_gloo(parser: ArgumentParser, flag: str) -> None:
-    message = problem(parser, f"{flag} 3 --device cpu")
-    assert message.startswith(f"{flag} with --device cpu: gloo does not mark its packets; drop")
+@pytest.mark.parametrize("classes", ["pp=3", "dp=3", "pp=3,dp=0"])
+def test_traffic_classes_are_refused_over_gloo(parser: ArgumentParser, classes: str) -> None:
+    message = problem(parser, f"--traffic-class {classes} --device cpu")
+    assert message.startswith(
+        f"--traffic-class {classes} with --device cpu: gloo does not mark its packets; drop"
+    )
 
 
 def test_traffic_class_must_fit_in_a_byte(parser: ArgumentParser) -> None:
-    assert problem(parser, "--pp-traffic-class 256").startswith(
-        "--pp-traffic-class 256: a class is a number from 0 to 255"
+    assert problem(parser, "--traffic-class pp=256").startswith(
+        "--traffic-class pp=256: 256 is no class, which is a number from 0 to 255"
     )
+
+
+@pytest.mark.parametrize("classes", ["3", "pp=x", "tp=3", "pp=1,pp=2", "pp=-1"])
+def test_what_is_no_pair_of_classes_is_refused(
+    parser: ArgumentParser, capsys: pytest.CaptureFixture[str], classes: str
+) -> None:
+    with pytest.raises(SystemExit):
+        parser.parse_args([*NEEDED.split(), "--traffic-class", classes])
+    assert "a class is a number for pp, dp or both; give pp=N,dp=N" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("setting", ["NCCL_IB_SL", "NCCL_IB_TC"])
@@ -68,5 +79,5 @@ def test_nccl_variables_that_override_traffic_classes_are_refused(
     parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
     monkeypatch.setenv(setting, "106")
-    message = problem(parser, "--pp-traffic-class 1 --dp-traffic-class 0")
-    assert message.startswith(f"{setting}=106 with --pp-traffic-class and --dp-traffic-class: ")
+    message = problem(parser, "--traffic-class pp=1,dp=0")
+    assert message.startswith(f"{setting}=106 with --traffic-class pp=1,dp=0: ")

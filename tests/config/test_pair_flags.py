@@ -1,5 +1,6 @@
-"""What ``--overlap-tensor-parallel`` accepts."""
+"""What ``pairs=on`` accepts."""
 
+import re
 from argparse import ArgumentParser
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
 
 def test_pairs_are_off_unless_asked_for(parser: ArgumentParser):
     assert not config(parser, AIAO).overlap_tensor_parallel
-    assert config(parser, f"{AIAO} --overlap-tensor-parallel").overlap_tensor_parallel
+    assert config(parser, f"{AIAO} --schedule aiao:pairs=on").overlap_tensor_parallel
 
 
 REFUSED = {
@@ -51,8 +52,8 @@ REFUSED = {
     f"{AIAO} --tp-comm-overlap": "--tp-comm-overlap",
     f"{AIAO} --preemptive-comm --device cpu": "--preemptive-comm",
     f"{AIAO} --offload-activations on": "--offload-activations on",
-    f"{AIAO} --overlap-grad-reduce --backward-share 0.5 --device cpu": "--backward-share 0.5",
-    f"{AIAO} --delay-weight-grads 1 --no-gradient-accumulation-fusion": "--delay-weight-grads",
+    "--schedule aiao:step=next --segments 2 --overlap-grad-reduce --device cpu": "step=next",
+    "--schedule aiao:wgrad=last@1 --segments 2 --no-gradient-accumulation-fusion": "wgrad=",
     f"{AIAO} --recompute-activations --distribute-saved-activations": (
         "--distribute-saved-activations"
     ),
@@ -67,11 +68,11 @@ REFUSED = {
 def test_what_pairs_cannot_run_with_is_refused_with_a_fix(
     parser: ArgumentParser, line: str, found: str
 ):
-    with pytest.raises(ValueError, match="overlap-tensor-parallel") as raised:
-        config(parser, f"--overlap-tensor-parallel {line}")
+    with pytest.raises(ValueError, match="pairs=on") as raised:
+        config(parser, re.sub(r"(--schedule \S+)", r"\1:pairs=on", line))
     problems = str(raised.value).splitlines()
-    (problem,) = (p for p in problems if p.startswith("--overlap-tensor-parallel"))
-    assert problem.startswith(f"--overlap-tensor-parallel with {found}: ")
+    (problem,) = (p for p in problems if p.startswith("pairs=on"))
+    assert problem.startswith(f"pairs=on with {found}: ")
     assert "; " in problem
 
 
@@ -83,6 +84,6 @@ def test_a_run_without_a_pair_is_refused():
 
 
 def test_the_page_has_every_reason():
-    page = PAGE.read_text().split("## With `--overlap-tensor-parallel`")[1].split("## ")[0]
+    page = PAGE.read_text().split("## With `pairs=on`")[1].split("## ")[0]
     for found in REFUSED.values():
         assert found.split()[0] in page

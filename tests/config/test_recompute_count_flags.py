@@ -75,15 +75,19 @@ def test_auto_has_a_limit(parser: ArgumentParser):
         (f"{AUTO} --device cpu", "--recompute-layers auto with --device cpu"),
         (f"{AUTO} --activation-memory-bytes 0", "--activation-memory-bytes 0: "),
         (f"{AIAO} --activation-memory-bytes 9", "--activation-memory-bytes 9 without --recompute"),
+        (
+            f"{AIAO} --offload-activations on --activation-memory-bytes 0",
+            "--activation-memory-bytes 0: ",
+        ),
         (f"{AUTO} --schedule stock", "--recompute-layers auto with --schedule stock"),
         (f"{AUTO} --num-experts 2", "--recompute-layers auto with --num-experts 2"),
         (f"{AUTO} --mtp-num-layers 1", "--recompute-layers auto with --mtp-num-layers 1"),
-        (f"{AUTO} --delay-weight-grads 1", "--recompute-layers auto with --delay-weight-grads"),
+        (f"{AUTO} --schedule 1f1b:wgrad=last@0", "--recompute-layers auto with wgrad="),
         (f"{AUTO} --schedule zb-h1 --segments 1", "--recompute-layers auto with --schedule zb-h1"),
-        (f"{AUTO} --forwards-ahead auto", "--recompute-layers auto with --forwards-ahead auto"),
+        (f"{AUTO} --schedule 1f1b:ahead=auto", "--recompute-layers auto with ahead=auto"),
         (
-            f"{AUTO} --overlap-tensor-parallel",
-            "--recompute-layers auto with --overlap-tensor-parallel",
+            f"{AUTO} --schedule 1f1b:pairs=on",
+            "--recompute-layers auto with pairs=on",
         ),
         (
             f"{AUTO} --heterogeneous-layers-config-path layers.json",
@@ -110,6 +114,6 @@ def test_the_page_has_every_reason():
         *("--schedule stock", "--segments auto", "--recompute-granularity selective"),
         *("--recompute-method uniform", "--offload-activations", "--fp8-format"),
         *("--num-experts", "--heterogeneous-layers-config-path", "--mtp-num-layers"),
-        *("--overlap-tensor-parallel", "--delay-weight-grads", "--forwards-ahead auto"),
+        *("pairs=on", "wgrad=", "ahead=auto"),
     ):
         assert option in page

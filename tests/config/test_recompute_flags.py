@@ -1,6 +1,6 @@
-"""What ``--recompute-early`` accepts."""
+"""What ``recompute=early`` accepts."""
 
-from argparse import ArgumentError, ArgumentParser
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,8 @@ MODEL = (
     "--max-position-embeddings 32 --micro-batch-size 2 --pipeline-model-parallel-size 2"
 )
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-AIAO = f"--schedule aiao --segments 2 {FULL}"
+TWO = f"--segments 2 {FULL}"
+AIAO = f"--schedule aiao {TWO}"
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 
@@ -22,28 +23,29 @@ def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
     return Fold3DConfig.from_args(parser.parse_args(f"{MODEL} {line}".split()))
 
 
-def test_stages_are_named_or_all(parser: ArgumentParser):
+def test_segments_are_named_or_all(parser: ArgumentParser):
     assert config(parser, AIAO).recompute_early == ()
-    assert config(parser, f"{AIAO} --recompute-early 3,0").recompute_early == (3, 0)
-    assert config(parser, f"{AIAO} --recompute-early all").recompute_early == (0, 1, 2, 3)
+    assert config(parser, f"{AIAO} --schedule aiao:recompute=early@1").recompute_early == (2, 3)
+    assert config(parser, f"{AIAO} --schedule aiao:recompute=early").recompute_early == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize(
-    ("line", "found"),
+    ("order", "line", "found"),
     [
-        (FULL, "all with --schedule stock"),
-        ("--schedule 1f1b", "all without --recompute-granularity full"),
-        ("--schedule 1f1b --recompute-activations", "all without --recompute-granularity full"),
-        (f"--schedule aiao --segments auto {FULL}", "all with --segments auto"),
-        (f"{AIAO} --recompute-early 1,4", "1,4: there is no stage 4; the plan has stages 0 to 3"),
-        (f"{AIAO} --distribute-saved-activations", "all with --distribute-saved-activations"),
-        (f"{AIAO} --fp8-format hybrid --fp8-recipe tensorwise", "all with --fp8-format"),
-        (f"{AIAO} --offload-activations on", "all with --offload-activations on"),
+        ("stock", FULL, "@0 with --schedule stock"),
+        ("1f1b", "", "@0 without --recompute-granularity full"),
+        ("1f1b", "--recompute-activations", "@0 without --recompute-granularity full"),
+        ("aiao", f"--segments auto {FULL}", "@0 with --segments auto"),
+        ("aiao", f"{TWO} --distribute-saved-activations", "@0,1 with --distribute-saved-act"),
+        ("aiao", f"{TWO} --fp8-format hybrid --fp8-recipe tensorwise", "@0,1 with --fp8-format"),
+        ("aiao", f"{TWO} --offload-activations on", "@0,1 with --offload-activations on"),
     ],
 )
-def test_what_cannot_work_is_refused_with_its_fix(parser: ArgumentParser, line: str, found: str):
-    with pytest.raises(ValueError, match=f"^--recompute-early {found}") as raised:
-        config(parser, f"--recompute-early all {line}")
+def test_what_cannot_work_is_refused_with_its_fix(
+    parser: ArgumentParser, order: str, line: str, found: str
+):
+    with pytest.raises(ValueError, match=f"^recompute=early{found}") as raised:
+        config(parser, f"--schedule {order}:recompute=early {line}")
     (problem,) = str(raised.value).splitlines()
     assert "; " in problem
 
@@ -76,11 +78,11 @@ def test_routers_that_are_recomputed_may_keep_means(
     [
         (
             "0F0 0F1 0R1 0R0 0B0 0B1\n1F0 1R0 1B0 1F1 1R1 1B1",
-            f"{FULL} --recompute-early 0,1",
+            f" {FULL}",
             "0R1 comes before 0R0, and routers keep a mean",
         ),
-        ("0F0 0F1 0B1 0B0\n1F0 1F1 1B1 1B0", FULL, "0B1 comes before 0B0"),
-        ("0F0 0F1 0B1 0B0\n1F0 1F1 1B1 1B0", "--moe-layer-recompute", "0B1 comes before 0B0"),
+        ("0F0 0F1 0B1 0B0\n1F0 1F1 1B1 1B0", f" {FULL}", "0B1 comes before 0B0"),
+        ("0F0 0F1 0B1 0B0\n1F0 1F1 1B1 1B0", " --moe-layer-recompute", "0B1 comes before 0B0"),
     ],
 )
 def test_a_plan_that_recomputes_out_of_order_is_refused_where_that_changes_a_mean(
@@ -88,21 +90,36 @@ def test_a_plan_that_recomputes_out_of_order_is_refused_where_that_changes_a_mea
 ):
     file = tmp_path / "plan.txt"
     file.write_text(plan)
-    line = f"--plan-file {file} {flags}"
+    line = f"--schedule plan={file}{flags}"
     with pytest.raises(PlanError, match=reason):
         check_schedule(config(parser, f"{line} {EXPERTS} global_aux_loss"), 2)
     check_schedule(config(parser, f"{line} {EXPERTS} aux_loss"), 2)
 
 
-def test_what_is_no_list_of_stages_is_refused(parser: ArgumentParser):
-    with pytest.raises((ArgumentError, SystemExit)):
-        config(parser, f"{AIAO} --recompute-early 1-2")
+def test_a_segment_that_there_is_not_is_refused(parser: ArgumentParser):
+    with pytest.raises(ValueError, match="early@1,2: there is no segment 2, a rank holds 2; give"):
+        config(parser, f"{AIAO} --schedule aiao:recompute=early@1,2")
 
 
 def test_the_page_has_every_reason():
-    page = PAGE.read_text().split("## With `--recompute-early`")[1].split("## ")[0]
+    page = PAGE.read_text().split("## With `recompute=early`")[1].split("## ")[0]
     for option in (
         *("--schedule stock", "--segments auto", "--recompute-granularity full"),
         *("--distribute-saved-activations", "--fp8-format", "--offload-activations"),
     ):
         assert option in page
+
+
+def test_what_a_plan_file_holds_is_on_without_a_part_of_the_word(
+    parser: ArgumentParser, tmp_path: Path
+):
+    file = tmp_path / "plan.txt"
+    file.write_text("0F0 0R0 0B0 0W0 2F0 2R0 2B0\n1F0 1B0 1W0 3F0 3B0")
+    whole = f"--schedule plan={file} --segments 2 {FULL}"
+    line = f"{whole} --transformer-impl local --no-gradient-accumulation-fusion"
+    found = config(parser, line)
+    assert (found.delay_weight_grads, found.recompute_early) == ((0,), (0, 1, 2, 3))
+    assert not found.slices_dp_sync
+    for part in ("wgrad=last@0", "recompute=early", "slices=on"):
+        with pytest.raises(ValueError, match="the actions of the plan say it; drop it"):
+            config(parser, line.replace(str(file), f"{file}:{part}"))

@@ -1,4 +1,4 @@
-"""What ``--replicate-optimizer`` accepts."""
+"""What ``optimizer=`` accepts."""
 
 from argparse import ArgumentParser
 from pathlib import Path
@@ -14,6 +14,8 @@ MODEL = (
 )
 REDUCE = "--use-distributed-optimizer --overlap-grad-reduce"
 AIAO = f"--schedule aiao --segments 3 {REDUCE} --overlap-param-gather"
+WHOLE = "optimizer=replicated@1"
+ONE = f"{AIAO} --schedule aiao:{WHOLE}"
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 
@@ -23,52 +25,62 @@ def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
 
 def test_segments_of_all_ranks_are_replicated(parser: ArgumentParser):
     assert config(parser, AIAO).replicated_stages == ()
-    found = config(parser, f"{AIAO} --replicate-optimizer 0,2")
+    found = config(parser, f"{AIAO} --schedule aiao:optimizer=replicated@0,2")
     assert found.replicated_stages == (0, 1, 4, 5)
     assert found.ties_embeddings
     assert not found.auto_replicates
-    auto = config(parser, f"{AIAO} --replicate-optimizer auto")
+    auto = config(parser, f"{AIAO} --schedule aiao:optimizer=auto")
     assert (auto.auto_replicates, auto.replicated_segments) == (True, ())
 
 
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        (REDUCE, "--replicate-optimizer 1 with --schedule stock"),
-        (f"--schedule aiao --segments 3 {REDUCE}", "--replicate-optimizer 1 without --overlap-par"),
+        (f"--schedule stock:{WHOLE} {REDUCE}", f"{WHOLE} with --schedule stock"),
+        (f"--schedule aiao:{WHOLE} --segments 3 {REDUCE}", f"{WHOLE} without --overlap-par"),
         (
-            "--schedule aiao --segments 3 --overlap-grad-reduce",
-            "--replicate-optimizer 1 without --use-distributed-optimizer and --overlap-param-gat",
+            f"--schedule aiao:{WHOLE} --segments 3 --overlap-grad-reduce",
+            f"{WHOLE} without --use-distributed-optimizer and --overlap-param-gat",
         ),
-        (f"{AIAO} --segments 1", "--replicate-optimizer 1: there is no segment 1, a rank holds 1"),
-        (f"{AIAO} --segments auto", "--replicate-optimizer 1 with --segments auto"),
-        (f"{AIAO} --backward-share 1", "--backward-share 1.0 with --replicate-optimizer 1"),
-        (f"{AIAO} --shard-segments weights", "--shard-segments weights with --replicate-optimizer"),
-        (f"{AIAO} --preemptive-comm", "--preemptive-comm with --replicate-optimizer 1"),
-        (f"{AIAO} --dp-slices on", "--dp-slices on with --replicate-optimizer 1"),
-        (f"{AIAO} --replicate-optimizer 0,1", "--replicate-optimizer 0,1 with tied embeddings"),
+        (f"{ONE} --segments 1", f"{WHOLE}: there is no segment 1, a rank holds 1"),
+        (f"{ONE} --segments auto", f"{WHOLE} with --segments auto"),
+        (f"{ONE} --schedule aiao:{WHOLE}:step=next", f"step=next with {WHOLE}"),
+        (f"{ONE} --shard-segments weights", f"--shard-segments weights with {WHOLE}"),
+        (f"{ONE} --preemptive-comm", f"--preemptive-comm with {WHOLE}"),
+        (f"{ONE} --schedule aiao:{WHOLE}:slices=on", f"slices=on with {WHOLE}"),
         (
-            f"{AIAO} --replicate-optimizer auto --delay-weight-grads auto --transformer-impl local "
+            f"{AIAO} --schedule aiao:optimizer=replicated@0,1",
+            "optimizer=replicated@0,1 with tied embeddings",
+        ),
+        (
+            f"{AIAO} --schedule aiao:optimizer=auto:wgrad=gaps --transformer-impl local "
             "--no-gradient-accumulation-fusion",
-            "--replicate-optimizer auto with --delay-weight-grads auto",
+            "optimizer=auto with wgrad=gaps",
         ),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_fix(parser: ArgumentParser, line: str, found: str):
     with pytest.raises(ValueError, match=f"^{found}") as raised:
-        config(parser, f"--replicate-optimizer 1 {line}")
+        config(parser, line)
     (problem,) = str(raised.value).splitlines()
     assert "; " in problem
 
 
 def test_one_replica_is_refused_once_their_number_is_known(parser: ArgumentParser):
-    args = parser.parse_args(f"{MODEL} {AIAO} --replicate-optimizer 1".split())
+    args = parser.parse_args(f"{MODEL} {ONE}".split())
     args.data_parallel_size = 1
     with pytest.raises(ValueError, match="with one replica"):
         Fold3DConfig.from_args(args)
 
 
 def test_the_page_names_every_refused_option():
-    page = PAGE.read_text().split("## With `--replicate-optimizer`")[1].split("## ")[0]
+    page = PAGE.read_text().split("## With `optimizer=replicated`")[1].split("## ")[0]
     for row in REFUSALS:
         assert f"`{row.flag}`" in page
+
+
+def test_shards_without_a_distributed_optimizer_are_refused(parser: ArgumentParser):
+    for order in ("aiao", "auto"):
+        line = f"--schedule {order}:optimizer=sharded --segments 3 --overlap-grad-reduce"
+        with pytest.raises(ValueError, match=r"^optimizer=sharded without --use"):
+            config(parser, line)

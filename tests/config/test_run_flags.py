@@ -240,9 +240,9 @@ def test_a_checkpoint_is_where_the_flags_say(
     [
         "--use-mp-args-from-checkpoint-args --segments 2",
         "--use-mp-args-from-checkpoint-args --segments 2 --lazy-inter-segment",
-        "--use-mp-args-from-checkpoint-args --segments 2 --delay-weight-grads 1",
+        "--use-mp-args-from-checkpoint-args --segments 2 --schedule aiao:wgrad=last@1",
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
-        "--lazy-inter-segment --delay-weight-grads 1",
+        "--lazy-inter-segment",
     ],
 )
 def test_segments_of_a_checkpoint_are_judged_when_it_is_read(
@@ -312,7 +312,7 @@ def test_a_plan_file_is_verified_before_megatron_prints_its_flags(
     path.write_text(plan)
     monkeypatch.setenv("WORLD_SIZE", "4")
     words = [word for pair in RUN.items() for word in pair if word]
-    flags = f"--plan-file {path} --pipeline-model-parallel-size 2 --global-batch-size 8"
+    flags = f"--schedule plan={path} --pipeline-model-parallel-size 2 --global-batch-size 8"
     args = parser.parse_args([*words, "--device", "cpu", *flags.split()])
     args.world_size = 4
     with pytest.raises(PlanError, match=re.escape(f"{path}: ")) as raised:

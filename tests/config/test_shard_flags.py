@@ -73,9 +73,11 @@ def test_whole_gradients_cannot_be_saved_from_shards(parser: ArgumentParser):
 
 
 def test_gradients_that_are_freed_are_not_reduced_in_slices_later(parser: ArgumentParser):
-    assert config(parser, f"{AIAO} --dp-slices on --shard-segments weights").slices_dp_sync
-    with pytest.raises(ValueError, match=r"^--dp-slices on with --shard-segments gradients"):
-        config(parser, f"{AIAO} --dp-slices on --shard-segments gradients")
+    assert config(
+        parser, f"{AIAO} --schedule aiao:slices=on --shard-segments weights"
+    ).slices_dp_sync
+    with pytest.raises(ValueError, match=r"^slices=on with --shard-segments gradients"):
+        config(parser, f"{AIAO} --schedule aiao:slices=on --shard-segments gradients")
 
 
 def test_one_replica_is_refused_once_their_number_is_known(parser: ArgumentParser):

@@ -1,6 +1,6 @@
-"""What ``--delay-weight-grads`` accepts."""
+"""What ``wgrad=`` accepts."""
 
-from argparse import ArgumentError, ArgumentParser
+from argparse import ArgumentParser
 from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +14,7 @@ MODEL = (
     "--max-position-embeddings 32 --micro-batch-size 2 --pipeline-model-parallel-size 2"
 )
 AIAO = "--schedule aiao --segments 4 --transformer-impl local --no-gradient-accumulation-fusion"
-ENGINE = "--schedule aiao --segments 4 --delay-weight-grads 1 --transformer-impl transformer_engine"
+ENGINE = "--schedule aiao:wgrad=last@1 --segments 4 --transformer-impl transformer_engine"
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 
@@ -24,36 +24,33 @@ def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
 
 def test_segments_are_read_in_any_order(parser: ArgumentParser):
     assert config(parser, AIAO).delay_weight_grads == ()
-    assert config(parser, f"{AIAO} --delay-weight-grads 2,1").delay_weight_grads == (1, 2)
+    assert config(parser, f"{AIAO} --schedule aiao:wgrad=last").delay_weight_grads == (0, 1, 2, 3)
+    assert config(parser, f"{AIAO} --schedule aiao:wgrad=last@2,1").delay_weight_grads == (1, 2)
 
 
 LOCAL = "--transformer-impl local --no-gradient-accumulation-fusion"
 
 
 def test_auto_may_split_every_segment(parser: ArgumentParser):
-    auto = config(parser, f"{AIAO} --delay-weight-grads auto --most-activations 9")
+    auto = config(parser, f"{AIAO} --schedule aiao:wgrad=gaps:held=9")
     assert (auto.delay_weight_grads, auto.auto_weight_grads) == ((0, 1, 2, 3), True)
     assert auto.most_activations == 9
-    for line in (
-        "--delay-weight-grads 1 --most-activations 9",
-        "--delay-weight-grads auto --most-activations 0",
-    ):
-        with pytest.raises(ValueError, match=r"--most-activations .: it limits .*; give both"):
-            config(parser, f"{AIAO} {line}")
+    for word in ("aiao:wgrad=last@1:held=9", "aiao:wgrad=gaps:held=0"):
+        with pytest.raises(ValueError, match=r"held=.: it limits .*; give both"):
+            config(parser, f"{AIAO} --schedule {word}")
 
 
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("--delay-weight-grads 1", "1 with --schedule stock"),
-        (f"{AIAO} --delay-weight-grads 1,4", "1,4: there is no segment 4, a rank holds 4"),
-        (f"{AIAO} --delay-weight-grads -1", "there is no segment -1"),
-        (f"{AIAO} --segments auto --delay-weight-grads 1", "1 with --segments auto"),
-        (f"{AIAO} --segments auto --delay-weight-grads auto", "auto with --segments auto"),
-        ("--schedule zb-h1 --delay-weight-grads auto " + LOCAL, "auto with --schedule zb-h1"),
-        ("--delay-weight-grads auto", "auto with --schedule stock"),
+        ("--schedule stock:wgrad=last@1", "1 with --schedule stock"),
+        (f"{AIAO} --schedule aiao:wgrad=last@1,4", "1,4: there is no segment 4, a rank holds 4"),
+        (f"{AIAO} --segments auto --schedule aiao:wgrad=last@1", "1 with --segments auto"),
+        (f"{AIAO} --segments auto --schedule aiao:wgrad=gaps", "gaps with --segments auto"),
+        ("--schedule zb-h1:wgrad=gaps " + LOCAL, "gaps with --schedule zb-h1"),
+        ("--schedule stock:wgrad=gaps", "gaps with --schedule stock"),
         (
-            f"{AIAO} --delay-weight-grads 1 --transformer-impl inference_optimized",
+            f"{AIAO} --schedule aiao:wgrad=last@1 --transformer-impl inference_optimized",
             "1 with --transformer-impl inference_optimized",
         ),
         (f"{ENGINE} --tp-comm-overlap --sequence-parallel", "1 with --tp-comm-overlap"),
@@ -68,13 +65,13 @@ def test_auto_may_split_every_segment(parser: ArgumentParser):
         ),
         (f"{ENGINE} --num-experts 4", "1 with --num-experts 4 and biases"),
         (f"{ENGINE} --offload-activations on", "1 with --offload-activations on"),
-        (f"{AIAO} --delay-weight-grads 1 --num-experts 4", "1 with --num-experts 4"),
+        (f"{AIAO} --schedule aiao:wgrad=last@1 --num-experts 4", "1 with --num-experts 4"),
         (
-            f"{AIAO} --delay-weight-grads 1 --offload-activations on",
+            f"{AIAO} --schedule aiao:wgrad=last@1 --offload-activations on",
             "1 with --offload-activations on",
         ),
         (
-            "--schedule aiao --segments 4 --transformer-impl local --delay-weight-grads 1",
+            "--schedule aiao:wgrad=last@1 --segments 4 --transformer-impl local",
             "1 with fused weight gradients",
         ),
     ],
@@ -82,7 +79,7 @@ def test_auto_may_split_every_segment(parser: ArgumentParser):
 def test_flags_that_delayed_weight_grads_exclude_are_refused_with_a_fix(
     parser: ArgumentParser, line: str, found: str
 ):
-    with pytest.raises(ValueError, match=f"--delay-weight-grads .*{found}|{found}") as raised:
+    with pytest.raises(ValueError, match=f"wgrad=.*{found}") as raised:
         config(parser, line)
     _, reason = str(raised.value).split(": ", 1)
     assert "; " in reason
@@ -94,54 +91,58 @@ def test_transformer_engine_splits_fused_backwards_and_experts(parser: ArgumentP
         assert (found.delay_weight_grads, found.has_engine_modules) == ((1,), True)
 
 
-DEFERS = f"{AIAO} --overlap-grad-reduce --delay-weight-grads 1,2,3"
+REDUCE = f"{AIAO} --overlap-grad-reduce"
+SHARDS = f"{REDUCE} --use-distributed-optimizer"
 
 
-def test_dp_sync_that_may_be_deferred_starts_early_where_it_is_asked_for(parser: ArgumentParser):
-    found = config(parser, f"{DEFERS} --backward-share auto --early-dp-sync 3,2")
-    assert found.early_dp_sync == (2, 3)
-    assert config(parser, DEFERS).early_dp_sync == ()
-    shards = f"{DEFERS} --use-distributed-optimizer --overlap-param-gather --early-dp-sync 1"
-    assert config(parser, shards).early_dp_sync == (1,)
+def test_weight_grads_are_behind_their_own_backwards_where_the_word_says(parser: ArgumentParser):
+    carried = "aiao:step=next:wgrad=behind@2,3:wgrad=last@1"
+    found = config(parser, f"{REDUCE} --schedule {carried}")
+    assert (found.delay_weight_grads, found.behind_backwards) == ((1, 2, 3), (2, 3))
+    shards = f"{SHARDS} --overlap-param-gather --schedule aiao:wgrad=behind@1:wgrad=last@2"
+    assert config(parser, shards).behind_backwards == (1,)
+    whole = config(parser, f"{REDUCE} --schedule aiao:wgrad=behind@1,2")
+    assert (whole.delay_weight_grads, whole.behind_backwards) == ((1, 2), (1, 2))
 
 
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        (f"{DEFERS} --early-dp-sync 3", "3 without --backward-share or"),
+        (f"{REDUCE} --schedule aiao:wgrad=last@3", "last@3 with an all-reduce that ends"),
         (
-            f"{DEFERS.replace('--segments 4', '').replace('1,2,3', '0')} --early-dp-sync 0 "
-            "--use-distributed-optimizer --overlap-param-gather",
-            "0 with --use-distributed-optimizer and one segment",
-        ),
-        (f"{DEFERS} --backward-share 1 --early-dp-sync 0,3", "0,3 with --delay-weight-grads 1,2,3"),
-        (f"{AIAO} --backward-share 1 --early-dp-sync 3", "3 with --delay-weight-grads not given"),
-        (
-            f"{AIAO} --delay-weight-grads auto --backward-share 1 --early-dp-sync 3",
-            "3 with --delay-weight-grads auto",
+            f"{REDUCE} --schedule aiao:wgrad=last@3:wgrad=behind@1",
+            "behind@1:wgrad=last@3 with an all-reduce that ends",
         ),
         (
-            f"{DEFERS} --backward-share auto --early-dp-sync 3 --use-distributed-optimizer",
-            "3 with --backward-share and --use-distributed-optimizer",
+            f"{SHARDS} --segments 1 --overlap-param-gather --schedule aiao:wgrad=behind@0",
+            "behind@0 with --use-distributed-optimizer and one segment",
         ),
         (
-            f"{AIAO} --delay-weight-grads 3 --early-dp-sync 3 --use-distributed-optimizer",
-            "3 without --overlap-grad-reduce",
+            f"{SHARDS} --schedule aiao:step=next:wgrad=behind@3",
+            "behind@3 with step=next and --use-distributed-optimizer",
         ),
         (
-            f"{DEFERS} --early-dp-sync 3 --use-distributed-optimizer",
-            "3 with --use-distributed-optimizer: it needs a plan",
+            f"{AIAO} --schedule aiao:wgrad=behind@3 --use-distributed-optimizer",
+            "behind@3 without --overlap-grad-reduce",
         ),
         (
-            f"{DEFERS} --backward-share auto --early-dp-sync 3 --preemptive-comm",
-            "3 with --preemptive-comm: DP.sync",
+            f"{SHARDS} --schedule aiao:wgrad=behind@3",
+            "behind@3 with --use-distributed-optimizer: it needs a plan",
+        ),
+        (
+            f"{REDUCE} --preemptive-comm --schedule aiao:step=next:wgrad=behind@3",
+            "behind@3 with --preemptive-comm: DP.sync",
+        ),
+        (
+            f"{REDUCE} --deterministic-mode --schedule aiao:wgrad=behind@3",
+            "behind@3 with --deterministic-mode: DP.sync",
         ),
     ],
 )
-def test_early_dp_sync_is_refused_with_a_fix_where_it_cannot_be(
+def test_weight_grads_that_cannot_be_where_the_word_says_are_refused_with_a_fix(
     parser: ArgumentParser, line: str, found: str
 ):
-    with pytest.raises(ValueError, match=f"--early-dp-sync {found}.*; (drop|name|add)"):
+    with pytest.raises(ValueError, match=f"wgrad={found}.*; (add|give)"):
         config(parser, line)
 
 
@@ -172,7 +173,7 @@ def test_zero_bubble_splits_the_backwards_of_its_segment(parser: ArgumentParser)
         ("--schedule zb-h2 --transformer-impl local", "with fused weight gradients"),
         (f"--schedule zb-h1 {LOCAL} --num-experts 4", "with --num-experts 4"),
         (f"--schedule zb-h1 {LOCAL} --offload-activations on", "with --offload-activations on"),
-        (f"--schedule zb-h1 {LOCAL} --delay-weight-grads 0", "it has all weight gradients apart"),
+        (f"--schedule zb-h1:wgrad=last@0 {LOCAL}", "it has all weight gradients apart"),
     ],
 )
 def test_zero_bubble_refuses_what_splits_no_backward(parser: ArgumentParser, line: str, found: str):
@@ -183,14 +184,6 @@ def test_zero_bubble_refuses_what_splits_no_backward(parser: ArgumentParser, lin
     assert "; " in problem
 
 
-@pytest.mark.parametrize(("text", "reason"), [("3-4", "not a list of segments"), ("1,1", "twice")])
-def test_delay_weight_grads_refuses_text_that_is_no_list_of_segments(
-    parser: ArgumentParser, text: str, reason: str
-):
-    with pytest.raises((ArgumentError, SystemExit)):
-        config(parser, f"{AIAO} --delay-weight-grads {text}")
-
-
 def test_compatibility_page_lists_what_delayed_weight_grads_exclude():
     page = PAGE.read_text()
     for option in (
@@ -198,4 +191,4 @@ def test_compatibility_page_lists_what_delayed_weight_grads_exclude():
         *("--tp-comm-overlap", "--use-transformer-engine-op-fuser", "--mtp-use-repeated-layer"),
         *("--overlap-dispatch-backward-with-experts-wgrad", "--disable-bias-linear"),
     ):
-        assert option in page.split("## With `--delay-weight-grads`")[1]
+        assert option in page.split("## With `wgrad=`")[1]

@@ -50,8 +50,8 @@ def test_losses_norms_and_parameters_are_those_of_stock(row: Row, tried: tuple[T
     if tried:
         *shares, trial, chosen = told[0]
         assert len(shares) == any(defers for _, defers, *_ in tried)
-        assert trial.startswith(f"--schedule auto tries --schedule {tried[0][0]}")
-        assert chosen.startswith("from now on, as --schedule auto chose: --schedule aiao")
+        assert trial.startswith(f"--schedule auto tries {tried[0][0]}")
+        assert chosen.startswith("from now on, as --schedule auto chose: aiao")
 
 
 def test_sums_of_four_replicas_may_be_rounded_otherwise_and_that_is_told() -> None:
@@ -73,10 +73,7 @@ def test_sums_of_four_replicas_may_be_rounded_otherwise_and_that_is_told() -> No
         assert losses == pytest.approx(expected, rel=1e-6)  # fp32 keeps seven digits
         if told:
             assert "adds up the gradients of 4 replicas in another order" in told[2]
-            assert told[3].endswith(
-                "iterations took --schedule 1f1b: 0.3 s, --schedule 1f1b "
-                "--backward-share auto: 0.1 s"
-            )
+            assert told[3].endswith("iterations took 1f1b: 0.3 s, 1f1b:step=next: 0.1 s")
 
 
 def test_four_replicas_keep_stocks_sums_with_deterministic_mode(
@@ -88,7 +85,7 @@ def test_four_replicas_keep_stocks_sums_with_deterministic_mode(
     runs = run_distributed(train_and_choose, 4, row.command(row.ours), (("1f1b", False, (0,), ()),))
     ours, told = zip(*runs, strict=True)
     assert differences(*_comparable(ours, _stock(4, row.command("--schedule stock")))) == []
-    assert told[0][0].startswith("--schedule auto tries --schedule 1f1b --delay")
+    assert told[0][0].startswith("--schedule auto tries 1f1b:wgrad=last@0, predicted ")
     assert "another order" not in " ".join(told[0])
 
 
@@ -101,7 +98,7 @@ def train_and_choose(argv: Sequence[str], tried: Sequence[Tried]) -> tuple[Heard
     from megatron.fold3d.runtime import auto_schedule
 
     def to_try(self: ChoiceSearch) -> list[Predicted]:
-        of_name = {one.name.split()[1]: one for one in self._orders()}
+        of_name = {one.name.partition(":")[0]: one for one in self._orders()}
         return [
             Predicted(
                 choice=replace(

@@ -68,7 +68,7 @@ class Row:
         return tuple(shlex.split(f"{MODEL} {layout} {self.evaluation} {self.flags} {scheduled}"))
 
 
-AIAO = "--schedule aiao --backward-share"
+AIAO = "--schedule aiao:step=next"
 
 SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 
@@ -88,54 +88,65 @@ PER_TOKEN = "--calculate-per-token-loss"
 
 RAMP_UP = "--step-batch-size-schedule '0:4 128:8'"  # thresholds count tokens
 
-EARLY = "--delay-weight-grads 1,2,3 --early-dp-sync 2,3"
+EARLY = ":wgrad=behind@2,3:wgrad=last@1"
 
-EARLY_ALL = "--delay-weight-grads 0,1 --early-dp-sync 0,1"
+EARLY_ALL = ":wgrad=behind@0,1"
 
-ONE = "--schedule 1f1b --backward-share"
+ONE = "--schedule 1f1b:step=next"
 
 ROWS = (
-    Row(ours=f"{AIAO} 0 --aiao-last-segment afab"),
-    Row(ours=f"{AIAO} 1 --dp-slice-bytes 4096", flags=f"{UNTIED} --ddp-bucket-size 5000"),
-    Row(ours=f"{AIAO} 0.5 {TO_HOST}", flags="--position-embedding-type rope"),
-    Row(ours=f"{AIAO} 0.3", flags="--bf16 --no-align-grad-reduce", segments=4),
-    Row(ours=f"{AIAO} 0.5", flags="", pp=4, dp=1),
-    Row(ours=f"{AIAO} 0.5", flags=f"{UNTIED} --optimizer sgd --no-align-grad-reduce"),
-    Row(ours=f"{AIAO} 0.5", flags=f"{SP} --qk-layernorm", dp=1),
-    Row(ours=f"{AIAO} 0.5 --delay-weight-grads 1,2", flags="", clip=2.2, whole=4, segments=4),
-    Row(ours="--schedule zb-h2 --backward-share 0.5", flags="--bf16", segments=1),
-    Row(ours="--schedule interleaved --backward-share 0.3", evaluation="--eval-iters 0"),
-    Row(ours=f"{AIAO} 0.5 --forwards-ahead auto --delay-weight-grads auto"),
-    Row(ours="--schedule 1f1b --backward-share 0.5", flags="", pp=1, segments=1),
+    Row(ours="--schedule afab:step=next:share=0"),
+    Row(ours=f"{AIAO}:share=1:slice-bytes=4096", flags=f"{UNTIED} --ddp-bucket-size 5000"),
+    Row(ours=f"{AIAO}:share=0.5 {TO_HOST}", flags="--position-embedding-type rope"),
+    Row(ours=f"{AIAO}:share=0.3", flags="--bf16 --no-align-grad-reduce", segments=4),
+    Row(ours=f"{AIAO}:share=0.5", flags="", pp=4, dp=1),
+    Row(ours=f"{AIAO}:share=0.5", flags=f"{UNTIED} --optimizer sgd --no-align-grad-reduce"),
+    Row(ours=f"{AIAO}:share=0.5", flags=f"{SP} --qk-layernorm", dp=1),
+    Row(ours=f"{AIAO}:share=0.5:wgrad=last@1,2", flags="", clip=2.2, whole=4, segments=4),
+    Row(ours="--schedule zb-h2:step=next:share=0.5", flags="--bf16", segments=1),
+    Row(ours="--schedule interleaved:step=next:share=0.3", evaluation="--eval-iters 0"),
+    Row(ours=f"{AIAO}:share=0.5:wgrad=gaps:ahead=auto"),
+    Row(ours="--schedule 1f1b:step=next:share=0.5", flags="", pp=1, segments=1),
     # DP.sync that starts between weight gradients: all, a part and nothing of it in its share.
-    Row(ours=f"{AIAO} 1 {EARLY}", flags="--bf16", segments=4),
-    Row(ours=f"{AIAO} 0.3 {EARLY}", flags="--ddp-bucket-size 5000", clip=2.2, whole=4, segments=4),
+    Row(ours=f"{AIAO}:share=1{EARLY}", flags="--bf16", segments=4),
     Row(
-        ours=f"{AIAO} 0 {EARLY}", flags=f"{UNTIED} {FP16}", clip=2.8, whole=4, skipped=3, segments=4
+        ours=f"{AIAO}:share=0.3{EARLY}",
+        flags="--ddp-bucket-size 5000",
+        clip=2.2,
+        whole=4,
+        segments=4,
     ),
-    Row(ours=f"{AIAO} 0.5 {EARLY_ALL}", flags=f"{SP} {PER_TOKEN}", dp=1, clip=2.2, whole=4),
+    Row(
+        ours=f"{AIAO}:share=0{EARLY}",
+        flags=f"{UNTIED} {FP16}",
+        clip=2.8,
+        whole=4,
+        skipped=3,
+        segments=4,
+    ),
+    Row(ours=f"{AIAO}:share=0.5{EARLY_ALL}", flags=f"{SP} {PER_TOKEN}", dp=1, clip=2.2, whole=4),
     # Clipping: some steps are clipped, some could be, some cannot.
-    Row(ours=f"{AIAO} 0.5", flags="", clip=2.2, whole=4),
-    Row(ours=f"{AIAO} 0.5 --dp-slices on", flags="", clip=2.2, whole=4),
-    Row(ours=f"{AIAO} auto --dp-slices on", flags="--bf16 --no-align-grad-reduce", segments=4),
-    Row(ours=f"{AIAO} 0.5", flags=f"{UNTIED} --bf16", clip=2.5, whole=5),
-    Row(ours="--schedule 1f1b --backward-share 0.5", flags=SP, pp=1, segments=1, clip=2.2, whole=5),
-    Row(ours=f"{AIAO} 0.5", flags="--calculate-per-token-loss", clip=2.2, whole=4),
+    Row(ours=f"{AIAO}:share=0.5", flags="", clip=2.2, whole=4),
+    Row(ours=f"{AIAO}:share=0.5:slices=on", flags="", clip=2.2, whole=4),
+    Row(ours=f"{AIAO}:slices=on", flags="--bf16 --no-align-grad-reduce", segments=4),
+    Row(ours=f"{AIAO}:share=0.5", flags=f"{UNTIED} --bf16", clip=2.5, whole=5),
+    Row(ours="--schedule 1f1b:step=next:share=0.5", flags=SP, pp=1, segments=1, clip=2.2, whole=5),
+    Row(ours=f"{AIAO}:share=0.5", flags="--calculate-per-token-loss", clip=2.2, whole=4),
     # Loss scaling: the first two steps overflow and are skipped.
-    Row(ours=f"{AIAO} 0.5", flags=FP16, clip=2.8, whole=3, skipped=2),
+    Row(ours=f"{AIAO}:share=0.5", flags=FP16, clip=2.8, whole=3, skipped=2),
     # The distributed optimizer: no step is clipped, and none could be; some are; all are.
-    Row(ours=f"{AIAO} 0.3", flags=f"{UNTIED} {SHARDED}", clip=100, whole=1, segments=4),
-    Row(ours=f"{AIAO} 0.5", flags=f"{SHARDED} --bf16", clip=2.2, whole=4),
-    Row(ours=f"{AIAO} 0.5 --dp-slices on", flags=f"{SHARDED} --bf16", clip=2.2, whole=4),
-    Row(ours=f"{AIAO} auto", flags=f"{SHARDED} {FULL}", clip=0.1, whole=6),
-    Row(ours=f"{AIAO} 0.5", flags=f"{SHARDED} {FP16}", clip=2.8, whole=3, skipped=2),
-    Row(ours=f"{ONE} 0.5", flags=f"{ZERO} {PER_TOKEN}", pp=1, segments=1, clip=2.2, whole=5),
-    Row(ours=f"{ONE} 0.5", flags=f"{SP} {NOT_ALIGNED}", pp=1, segments=1, clip=2.2, whole=5),
-    Row(ours=f"{ONE} 0.5", flags=f"{SHARDED} {RAMP_UP}", pp=1, segments=1),
+    Row(ours=f"{AIAO}:share=0.3", flags=f"{UNTIED} {SHARDED}", clip=100, whole=1, segments=4),
+    Row(ours=f"{AIAO}:share=0.5", flags=f"{SHARDED} --bf16", clip=2.2, whole=4),
+    Row(ours=f"{AIAO}:share=0.5:slices=on", flags=f"{SHARDED} --bf16", clip=2.2, whole=4),
+    Row(ours=AIAO, flags=f"{SHARDED} {FULL}", clip=0.1, whole=6),
+    Row(ours=f"{AIAO}:share=0.5", flags=f"{SHARDED} {FP16}", clip=2.8, whole=3, skipped=2),
+    Row(ours=f"{ONE}:share=0.5", flags=f"{ZERO} {PER_TOKEN}", pp=1, segments=1, clip=2.2, whole=5),
+    Row(ours=f"{ONE}:share=0.5", flags=f"{SP} {NOT_ALIGNED}", pp=1, segments=1, clip=2.2, whole=5),
+    Row(ours=f"{ONE}:share=0.5", flags=f"{SHARDED} {RAMP_UP}", pp=1, segments=1),
 )
-SAVED = Row(ours=f"{AIAO} 0.5", flags="--bf16", clip=2.2)
-SHARDED_SAVED = Row(ours=f"{AIAO} 0.5", flags=f"{SHARDED} --bf16", clip=2.2)
-ALONE_SAVED = replace(SHARDED_SAVED, ours=f"{ONE} 0.5", pp=1, segments=1)
+SAVED = Row(ours=f"{AIAO}:share=0.5", flags="--bf16", clip=2.2)
+SHARDED_SAVED = Row(ours=f"{AIAO}:share=0.5", flags=f"{SHARDED} --bf16", clip=2.2)
+ALONE_SAVED = replace(SHARDED_SAVED, ours=f"{ONE}:share=0.5", pp=1, segments=1)
 OLD_SAVED = replace(ALONE_SAVED, flags=f"{ZERO} --bf16 --ckpt-format torch")
 SHARDED_CASES = (
     (SHARDED_SAVED, SHARDED_SAVED.ours, "--schedule stock"),
@@ -177,7 +188,7 @@ def test_four_replicas_differ_from_stock_by_rounding() -> None:
     # A ring adds up an element's terms in an order that its place in the reduction decides, and
     # slices have other places than whole buckets. SGD does not blow up what that changes.
     row = Row(
-        ours="--schedule 1f1b --backward-share 0.5 --dp-slice-bytes 8192",
+        ours="--schedule 1f1b:step=next:share=0.5:slice-bytes=8192",
         flags="--optimizer sgd",
         pp=1,
         segments=1,
@@ -193,7 +204,7 @@ def test_four_replicas_differ_from_stock_by_rounding() -> None:
         assert losses == pytest.approx(expected, rel=1e-6)  # fp32 keeps seven digits
 
 
-@pytest.mark.parametrize("resumes", ["--schedule stock", f"{AIAO} 0.5"])
+@pytest.mark.parametrize("resumes", ["--schedule stock", f"{AIAO}:share=0.5"])
 def test_a_checkpoint_holds_what_stock_would_have_written(resumes: str, tmp_path: Path) -> None:
     save_and_resume(SAVED, SAVED.ours, resumes, tmp_path)
 
@@ -223,7 +234,7 @@ def save_and_resume(row: Row, saves: str, resumes: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("of", ["namespace", "optimizer"])
 def test_a_norm_above_which_steps_are_skipped_is_obeyed(of: str) -> None:
-    row = Row(ours="--schedule 1f1b --backward-share 0.5", flags="", pp=1, segments=1)
+    row = Row(ours="--schedule 1f1b:step=next:share=0.5", flags="", pp=1, segments=1)
     ours, stock = (
         run_distributed(train_below_a_norm, 2, row.command(schedule), of)
         for schedule in (row.ours, "--schedule stock")
@@ -237,7 +248,7 @@ def test_a_norm_above_which_steps_are_skipped_is_obeyed(of: str) -> None:
 
 
 def test_an_iteration_that_is_run_again_counts_once() -> None:
-    row = Row(ours=f"{AIAO} 0.5", flags="--bf16", clip=2.2)
+    row = Row(ours=f"{AIAO}:share=0.5", flags="--bf16", clip=2.2)
     ours, runs = zip(
         *run_distributed(train_each_iteration_twice, 4, row.command(row.ours)), strict=True
     )
@@ -246,7 +257,7 @@ def test_an_iteration_that_is_run_again_counts_once() -> None:
 
 
 def test_shares_may_change_from_one_iteration_to_the_next() -> None:
-    row = Row(ours=f"{AIAO} 0.5", flags="", clip=2.2)
+    row = Row(ours=f"{AIAO}:share=0.5", flags="", clip=2.2)
     ours = run_distributed(train_with_changing_shares, 4, row.command(row.ours))
     assert differences(*_comparable(ours, _stock(4, row.command("--schedule stock")))) == []
 
@@ -254,9 +265,9 @@ def test_shares_may_change_from_one_iteration_to_the_next() -> None:
 @pytest.mark.parametrize(
     ("ours", "flags", "clip"),
     [
-        (f"{AIAO} auto", "", 2.2),
-        (f"{AIAO} auto --delay-weight-grads 1 --early-dp-sync 1", "", 0),
-        (f"{AIAO} auto --delay-weight-grads 1", f"{SHARDED} --bf16", 0),
+        (AIAO, "", 2.2),
+        (f"{AIAO}:wgrad=behind@1", "", 0),
+        (f"{AIAO}:wgrad=last@1", f"{SHARDED} --bf16", 0),
     ],
 )
 def test_shares_that_follow_measured_times_change_no_result(
@@ -270,9 +281,13 @@ def test_shares_that_follow_measured_times_change_no_result(
     # One rank tells the shares of all four stages, and of what.
     assert [len(told) for told in decided] == [2, 0, 0, 0]
     shares, choice = decided[0]
-    assert shares.startswith("shares of DP.sync that start behind a stage's backwards, as --backwa")
+    assert shares.startswith(
+        "shares of DP.sync that start behind a stage's backwards, as step=next"
+    )
     assert shares.count(".") == 1 + 4
-    assert choice.startswith(f"from now on, as --backward-share auto chose: {ours}; nothing")
+    assert choice.startswith(
+        f"from now on, as step=next chose: {ours.removeprefix('--schedule ')}; nothing"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ PLANS = {
     ),
     "recomputation ahead of the gradient": (
         "0F0 0F1 0R0 0B0 0R1 0B1\n1F0 1B0 1F1 1B1",
-        "found R in the plan; give --recompute-early with its stages",
+        "recompute=early@0 without --recompute-granularity full",
     ),
     "another size": ("0F0 0B0\n1F0 1B0", "1 micro-batches.*2 micro-batches"),
 }
@@ -91,7 +91,7 @@ def test_a_plan_that_cannot_run_is_refused_before_training(
 ) -> None:
     plan_file = tmp_path / "plan.txt"
     plan_file.write_text(plan)
-    _refused(Row(m=2).command(f"--plan-file {plan_file}"), reason)
+    _refused(Row(m=2).command(f"--schedule plan={plan_file}"), reason)
 
 
 def test_missing_data_is_refused() -> None:
@@ -241,7 +241,7 @@ def test_a_hanging_rank_ends_the_job_when_transfers_time_out() -> None:
 
 
 PAIRED = Row(pp=1, tp=2)
-PAIRS = "--schedule afab --overlap-tensor-parallel"
+PAIRS = "--schedule afab:pairs=on"
 
 
 def test_a_rank_killed_within_a_pair_ends_the_job_with_the_action_of_the_other() -> None:

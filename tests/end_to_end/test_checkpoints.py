@@ -95,7 +95,7 @@ def test_fewer_micro_batches_than_ranks_in_segments_go_on_as_stock_would_in_one(
     assert merged(resumed) == merged(whole)
 
 
-KNOWS_ITS_SIZES = Row(segments=2, ours=f"{AIAO} --delay-weight-grads 1 --lazy-inter-segment")
+KNOWS_ITS_SIZES = Row(segments=2, ours=f"{AIAO}:wgrad=last@1 --lazy-inter-segment")
 SIZES = (
     *("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"),
     *(

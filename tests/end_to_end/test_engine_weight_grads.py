@@ -23,7 +23,7 @@ MODEL = (
     "--micro-batch-size 1 --global-batch-size 8 --lr 1e-2 --train-iters 3 --lr-decay-iters 10 "
     "--eval-iters 1 --eval-interval 2 --pipeline-model-parallel-size 2"
 )
-AIAO = "--schedule aiao --segments 2 --delay-weight-grads"
+AIAO = "--segments 2 --schedule aiao:wgrad"
 OVERLAP = "--overlap-grad-reduce"
 
 
@@ -42,11 +42,11 @@ class Row:
 
 
 ROWS = (
-    Row(name="some segments", ours=f"{AIAO} 1", flags="", ranks=2),
-    Row(name="fused, overlapped", ours=f"{AIAO} 0,1", flags=OVERLAP, fuses=True),
+    Row(name="some segments", ours=f"{AIAO}=last@1", flags="", ranks=2),
+    Row(name="fused, overlapped", ours=f"{AIAO}=behind", flags=OVERLAP, fuses=True),
     Row(
         name="sequence parallel, recomputed",
-        ours=f"{AIAO} 0,1",
+        ours=f"{AIAO}=last",
         flags="--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full "
         "--recompute-method uniform --recompute-num-layers 1",
         fuses=True,

@@ -109,8 +109,7 @@ EXPERTS = (
 )
 EP = "--expert-model-parallel-size 2"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
-PAIRS = "--overlap-tensor-parallel"
-AFAB_TAIL = "--schedule aiao --aiao-last-segment afab"
+PAIRS = ":pairs=on"
 # Micro-batches: 1, 3, 3, 5; thresholds count tokens.
 RAMP_UP = "--step-batch-size-schedule '0:1 16:3 112:5' --train-samples 12 --lr-decay-samples 30"
 RAMP_UP_BY_TWO = (  # 2, 4, 4, 6, 6; stock's evaluation is not to have fewer than ranks
@@ -120,25 +119,24 @@ RAMP_UP_BY_TWO = (  # 2, 4, 4, 6, 6; stock's evaluation is not to have fewer tha
 
 # The first two steps overflow and are skipped.
 FP16 = "--fp16 --initial-loss-scale 524288 --hysteresis 1 --no-check-for-nan-in-loss-and-grad"
-PLACED = "--forwards-ahead auto --delay-weight-grads auto"
+PLACED = ":wgrad=gaps:ahead=auto"
 
 ROWS = (
     # Every schedule, against one run of stock for each layout.
     Row(segments=2),
-    Row(segments=2, ours=AFAB_TAIL),
     Row(segments=2, ours="--schedule afab"),
     Row(segments=2, ours="--schedule interleaved"),
     Row(segments=2, ours="--schedule breadth-first"),
     Row(
         name="of fold3d plan",
         segments=2,
-        ours="--plan-file PLAN",
+        ours="--schedule plan=PLAN",
         plan="fold3d plan --schedule aiao --pp 2 --segments 2 --microbatches 4",
     ),
     Row(
         name="written by hand",
         segments=2,
-        ours="--plan-file PLAN",
+        ours="--schedule plan=PLAN",
         plan="0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3 2B0 2B1 0B0 0B1 2B2 2B3 0B2 0B3\n"
         "1F0 1F1 1F2 1F3 3F0 3F1 3B0 3B1 3F2 1B0 1B1 3B2 3F3 3B3 1B2 1B3",
     ),
@@ -148,8 +146,8 @@ ROWS = (
     Row(pp=4, m=6, ours="--schedule shifted-critical-path"),
     Row(pp=4, m=6, ours="--schedule zb-h1"),
     Row(pp=4, m=6, ours="--schedule zb-h2"),
-    Row(pp=4, m=6, ours="--schedule 1f1b --forwards-ahead 2"),
-    Row(segments=2, ours="--schedule aiao --forwards-ahead 3"),
+    Row(pp=4, m=6, ours="--schedule 1f1b:ahead=2"),
+    Row(segments=2, ours="--schedule aiao:ahead=3"),
     # Weight gradients apart from their backwards.
     Row(
         name="recomputed and overlapped",
@@ -165,27 +163,27 @@ ROWS = (
         flags=f"--overlap-grad-reduce {BUCKETS} {UNTIED}",
         ours="--schedule zb-h2",
     ),
-    Row(segments=2, ours="--schedule aiao --delay-weight-grads 0,1"),
+    Row(segments=2, ours="--schedule aiao:wgrad=last@0,1"),
     # Orders that measured times choose: one until the third iteration, another from the fourth on.
     Row(
         name="bf16",
         m=6,
         flags="--bf16",
-        ours="--schedule 1f1b --forwards-ahead auto --delay-weight-grads auto",
+        ours="--schedule 1f1b:wgrad=gaps:ahead=auto",
     ),
     Row(
         name="recomputed and overlapped",
         segments=2,
         dp=2,
         flags=f"{OVERLAP} {FULL} uniform",
-        ours="--schedule aiao --forwards-ahead auto --delay-weight-grads auto",
+        ours="--schedule aiao:wgrad=gaps:ahead=auto",
     ),
     Row(
         name="sequence parallel",
         tp=2,
         segments=2,
         flags=f"--sequence-parallel {BUCKETS}",
-        ours="--schedule interleaved --delay-weight-grads auto --most-activations 8",
+        ours="--schedule interleaved:wgrad=gaps:held=8",
     ),
     *(
         Row(
@@ -194,7 +192,7 @@ ROWS = (
             flags=f"--sequence-parallel {FULL} uniform {FP16} {RAMP_UP}",
             ours=f"--schedule {ours}",
         )
-        for ours in ("zb-h1", "zb-h2", f"1f1b {PLACED}")
+        for ours in ("zb-h1", "zb-h2", f"1f1b{PLACED}")
     ),
     *(
         Row(
@@ -204,36 +202,36 @@ ROWS = (
             flags=f"{OVERLAP} --bf16 --add-qkv-bias {FULL} uniform",
             ours=f"--schedule {ours}",
         )
-        for ours in ("zb-h2", f"1f1b {PLACED}")
+        for ours in ("zb-h2", f"1f1b{PLACED}")
     ),
     Row(
         name="all overlapped, fp16, some iterations skipped",
         segments=2,
         dp=2,
         flags=f"{OVERLAP} {FP16}",
-        ours=f"--schedule interleaved {PLACED}",
+        ours=f"--schedule interleaved{PLACED}",
     ),
     Row(
         name="sequence parallel, bf16, ramp-up",
         segments=2,
         tp=2,
         flags=f"--sequence-parallel --bf16 {RAMP_UP_BY_TWO}",
-        ours=f"--schedule aiao {PLACED} --most-activations 20",
+        ours=f"--schedule aiao:held=20{PLACED}",
     ),
     Row(
         name="of fold3d plan, recomputed, in buckets, untied",
         dp=2,
         flags=f"--overlap-grad-reduce {BUCKETS} {UNTIED} {FULL} uniform",
-        ours="--plan-file PLAN --delay-weight-grads 0",
-        plan="fold3d plan --schedule 1f1b --pp 2 --microbatches 4 --compute-only --p2p-s 1.5 "
-        "--forwards-ahead auto --delay-weight-grads auto",
+        ours="--schedule plan=PLAN",
+        plan="fold3d plan --schedule 1f1b:wgrad=gaps:ahead=auto --pp 2 --microbatches 4 "
+        "--compute-only --p2p-s 1.5",
     ),
     Row(
         name="recomputed and overlapped",
         segments=2,
         dp=2,
         flags=f"{OVERLAP} --bf16 --add-qkv-bias {FULL} uniform",
-        ours="--schedule aiao --delay-weight-grads 1",
+        ours="--schedule aiao:wgrad=last@1",
     ),
     # DP.sync between weight gradients, which are computed parameter by parameter.
     Row(
@@ -241,14 +239,14 @@ ROWS = (
         segments=2,
         dp=2,
         flags="--overlap-grad-reduce --bf16 --add-qkv-bias",
-        ours="--schedule aiao --delay-weight-grads 0",
+        ours="--schedule aiao:wgrad=behind@0",
     ),
     Row(
         name="reduced between weight gradients, fp16, in buckets, loss per token",
         segments=2,
         dp=2,
         flags=f"--overlap-grad-reduce {FP16} {BUCKETS} --calculate-per-token-loss",
-        ours="--schedule aiao --delay-weight-grads 0,1",
+        ours="--schedule aiao:wgrad=behind",
     ),
     Row(  # what RMSNorm returns has strides with which not every matmul is folded
         name="RMSNorm, swiglu, rope",
@@ -257,19 +255,19 @@ ROWS = (
         m=2,
         flags="--normalization RMSNorm --swiglu --disable-bias-linear "
         f"--position-embedding-type rope {UNTIED}",
-        ours="--schedule aiao --delay-weight-grads 0",
+        ours="--schedule aiao:wgrad=last@0",
     ),
     Row(
         name="no bias, selectively recomputed",
         tp=2,
         segments=2,
         flags=f"--sequence-parallel --disable-bias-linear --swiglu {SELECTIVE} {DROPOUT}",
-        ours="--schedule interleaved --delay-weight-grads 1",
+        ours="--schedule interleaved:wgrad=last@1",
     ),
     Row(
         tp=2,
         m=2,
-        ours="--plan-file PLAN --delay-weight-grads 0",
+        ours="--schedule plan=PLAN",
         plan="0F0 0F1 0B0 0W0 0B1 0W1\n1F0 1B0 1F1 1W0 1B1 1W1",
     ),
     # Recomputation ahead of the gradient.
@@ -277,38 +275,38 @@ ROWS = (
         pp=4,
         m=6,
         flags=f"{DROPOUT} {FULL} uniform",
-        ours="--schedule shifted-critical-path --recompute-early 0,1,2",
+        ours="--schedule shifted-critical-path:recompute=early",
     ),
     Row(
         segments=2,
         dp=2,
         flags=f"{OVERLAP} --bf16 {FULL} block",
-        ours="--schedule aiao --recompute-early all --delay-weight-grads 1",
+        ours="--schedule aiao:wgrad=last@1:recompute=early",
     ),
     Row(
         name="sequence parallel, by a plan file",
         tp=2,
         m=2,
         flags=f"--sequence-parallel {DROPOUT} {FULL} uniform --recompute-num-layers 2",
-        ours="--plan-file PLAN --recompute-early 0",
+        ours="--schedule plan=PLAN",
         plan="0F0 0F1 0R1 0R0 0B0 0B1\n1F0 1R0 1B0 1F1 1B1",
     ),
     # A number of recomputed layers for each stage.
     Row(
         segments=2,
         flags=DROPOUT,
-        ours="--schedule aiao --recompute-layers 2,0,1,0 --recompute-early 0,2",
+        ours="--schedule aiao:recompute=early --recompute-layers 2,0,1,0",
         stock=ONE_GROUP,
     ),
     # Pairs of micro-batches, each computed during the other's tensor-parallel collectives.
-    Row(pp=1, tp=2, ours=f"--schedule aiao {PAIRS}"),
+    Row(pp=1, tp=2, ours=f"--schedule aiao{PAIRS}"),
     Row(
         name="an odd number, sequence parallel, recomputed",
         pp=1,
         tp=2,
         m=3,
         flags=f"--sequence-parallel --bf16 {FULL} uniform",
-        ours=f"--schedule afab {PAIRS}",
+        ours=f"--schedule afab{PAIRS}",
     ),
     Row(
         name="recomputed and overlapped",
@@ -316,7 +314,7 @@ ROWS = (
         tp=2,
         m=5,
         flags=f"--sequence-parallel --bf16 {FULL} block {OVERLAP}",
-        ours=f"--schedule aiao {PAIRS}",
+        ours=f"--schedule aiao{PAIRS}",
         stock=ONE_GROUP,
     ),
     Row(
@@ -325,7 +323,7 @@ ROWS = (
         tp=2,
         dp=2,
         flags=f"--overlap-grad-reduce {BUCKETS} {SELECTIVE} {UNTIED}",
-        ours=f"--schedule 1f1b {PAIRS}",
+        ours=f"--schedule 1f1b{PAIRS}",
     ),
     # Reductions to shards that start between weight gradients.
     Row(
@@ -334,7 +332,7 @@ ROWS = (
         dp=2,
         m=3,
         flags=f"{OVERLAP} --bf16",
-        ours="--schedule aiao --delay-weight-grads 0,1,2,3 --early-dp-sync 0,1,2,3",
+        ours="--schedule aiao:wgrad=behind@0-3",
         stock=ONE_GROUP,
     ),
     Row(
@@ -343,7 +341,7 @@ ROWS = (
         dp=2,
         flags=f"{OVERLAP} --fp16 --initial-loss-scale 64 {UNTIED} {BUCKETS} "
         "--calculate-per-token-loss",
-        ours="--schedule aiao --delay-weight-grads 0,1 --early-dp-sync 0",
+        ours="--schedule aiao:wgrad=behind@0:wgrad=last@1",
     ),
     Row(
         name="sequence parallel, some replicated",
@@ -351,8 +349,7 @@ ROWS = (
         dp=2,
         tp=2,
         flags=f"{OVERLAP} {UNTIED} --sequence-parallel",
-        ours="--schedule interleaved --delay-weight-grads 0,1 --early-dp-sync 0 "
-        "--replicate-optimizer 1",
+        ours="--schedule interleaved:optimizer=replicated@1:wgrad=behind",
     ),
     # Recomputation early, by numbers, and in pairs.
     Row(
@@ -361,7 +358,7 @@ ROWS = (
         segments=4,
         m=6,
         flags=f"--sequence-parallel --bf16 {OVERLAP}",
-        ours=f"--schedule aiao {PAIRS} --recompute-layers 1,0,1,0,1,1,0,1 --recompute-early all",
+        ours=f"--schedule aiao:recompute=early{PAIRS} --recompute-layers 1,0,1,0,1,1,0,1",
         stock=ONE_GROUP,
     ),
     Row(
@@ -370,8 +367,8 @@ ROWS = (
         tp=2,
         segments=3,
         flags="--num-layers 12",
-        ours=f"--schedule aiao {PAIRS} --recompute-layers 1,1,1,1,1,1,0,0,1,0,1,0 "
-        "--recompute-early 1,2,8",
+        ours=f"--schedule aiao{PAIRS}:recompute=early@0,2 "
+        "--recompute-layers 1,1,1,1,1,1,0,0,1,0,1,0",
         stock=ONE_GROUP,
     ),
     # Models: the presets' heads, few layers.
@@ -446,7 +443,7 @@ ROWS = (
         segments=2,
         dp=2,
         flags=f"{OVERLAP} --clip-grad 0 {BUCKETS}",
-        ours=AFAB_TAIL,
+        ours="--schedule afab",
     ),
     Row(
         name="all overlapped, by a plan file",
@@ -454,7 +451,7 @@ ROWS = (
         dp=2,
         m=2,
         flags=f"{OVERLAP} --bf16",
-        ours="--plan-file PLAN",
+        ours="--schedule plan=PLAN",
         plan=GATHERED,
     ),
     Row(
@@ -463,7 +460,7 @@ ROWS = (
         dp=2,
         m=2,
         flags="--overlap-grad-reduce --bf16",
-        ours="--plan-file PLAN --dp-slices on",
+        ours="--schedule plan=PLAN",
         plan=SLICED,
     ),
     Row(
@@ -471,7 +468,7 @@ ROWS = (
         dp=2,
         m=2,
         flags="--overlap-grad-reduce --bf16",
-        ours="--plan-file PLAN --dp-slices on --delay-weight-grads 0",
+        ours="--schedule plan=PLAN",
         plan="0F0 0F1 0B0 0B1 0W:500 0ALL_REDUCE:500 0W:1000 0ALL_REDUCE 0STEP\n"
         "1F0 1B0 1F1 1B1 1ALL_REDUCE:400 1ALL_REDUCE 1STEP",
     ),
@@ -481,7 +478,7 @@ ROWS = (
         dp=2,
         m=2,
         flags=f"{OVERLAP} --bf16",
-        ours="--schedule aiao --dp-slices on",
+        ours="--schedule aiao:slices=on",
     ),
     Row(
         name="all overlapped, fp16, some iterations skipped",
@@ -580,7 +577,9 @@ ROWS = (
         segments=2,
         flags=f"{SELECTIVE} --recompute-modules core_attn mlp --disable-bias-linear",
     ),
-    Row(name="full recompute, uniform", segments=2, flags=f"{FULL} uniform", ours=AFAB_TAIL),
+    Row(
+        name="full recompute, uniform", segments=2, flags=f"{FULL} uniform", ours="--schedule afab"
+    ),
     Row(name="full recompute, block", segments=2, flags=f"{FULL} block --bf16"),
     Row(name="bf16", pp=4, segments=2, flags="--bf16"),
     Row(name="fp16 with loss scaling", segments=2, flags="--fp16 --initial-loss-scale 65536"),
@@ -686,7 +685,7 @@ def test_another_order_of_backwards_would_be_seen(tmp_path: Path) -> None:
     plan_file = tmp_path / "plan"
     plan_file.write_text("0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0\n1F0 1F1 1F2 1F3 1B3 1B2 1B1 1B0")
     row = Row()
-    ours = run_distributed(train, 2, row.command(f"--plan-file {plan_file}"))
+    ours = run_distributed(train, 2, row.command(f"--schedule plan={plan_file}"))
     stock = _reference(2, row.command("--schedule stock"))
 
     assert ours[1].iterations[0]["lm loss"] == stock[1].iterations[0]["lm loss"]

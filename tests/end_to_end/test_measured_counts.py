@@ -17,7 +17,7 @@ ROWS = (
     Row(
         segments=2,
         flags=DROPOUT,
-        ours=f"--schedule aiao {AUTO} 260000 --recompute-early 1",
+        ours=f"--schedule aiao:recompute=early@0 {AUTO} 260000",
         stock=ONE_GROUP,
     ),
     Row(

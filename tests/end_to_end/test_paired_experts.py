@@ -29,10 +29,10 @@ BIAS = (
 )
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method uniform"
 SHARED = "--moe-shared-expert-intermediate-size 64"
-PAIRS = "--overlap-tensor-parallel"
-AIAO = f"--segments 2 --schedule aiao {PAIRS}"
-ONE = f"--segments 1 --schedule 1f1b {PAIRS}"
-INTERLEAVED = f"--segments 2 --schedule interleaved {PAIRS}"
+PAIRS = ":pairs=on"
+AIAO = f"--segments 2 --schedule aiao{PAIRS}"
+ONE = f"--segments 1 --schedule 1f1b{PAIRS}"
+INTERLEAVED = f"--segments 2 --schedule interleaved{PAIRS}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,8 +47,8 @@ MORE_AND_MORE = (  # 2, 4 and 4 micro-batches
     "--eval-global-batch-size 4"
 )
 STOCK = "--schedule stock"
-AIAO = "--schedule aiao --shard-segments weights"
-GRADIENTS = "--schedule aiao --shard-segments gradients"
+AIAO = "--shard-segments weights --schedule aiao"
+GRADIENTS = "--shard-segments gradients --schedule aiao"
 
 # One segment on one rank, whose gradients are freed before layer norms' are summed over tp ranks.
 FREED_EARLY = "0ALL_GATHER 0F0 0B0 0F1 0B1 0FREE_PARAM_B 0REDUCE_SCATTER 0FREE_GRAD 0STEP"
@@ -62,7 +62,7 @@ ROWS = (
         segments=4,
         m=3,
         flags=f"{OVERLAP} --bf16 {BUCKETS} {FULL} uniform {UNTIED}",
-        ours=f"{GRADIENTS} --recompute-early all",
+        ours=f"{GRADIENTS}:recompute=early",
         stock=ONE_GROUP,
     ),
     Row(
@@ -71,7 +71,7 @@ ROWS = (
         segments=4,
         m=3,
         flags=f"{OVERLAP} --bf16 --no-align-param-gather",
-        ours=f"{GRADIENTS} --delay-weight-grads 1,2",
+        ours=f"{GRADIENTS}:wgrad=last@1,2",
         stock=ONE_GROUP,
     ),
     Row(
@@ -81,7 +81,7 @@ ROWS = (
         pp=1,
         m=2,
         flags=f"{OVERLAP} --sequence-parallel {SELECTIVE} {DROPOUT} --calculate-per-token-loss",
-        ours="--plan-file PLAN --shard-segments gradients",
+        ours="--schedule plan=PLAN --shard-segments gradients",
         plan=FREED_EARLY,
     ),
     Row(
@@ -90,7 +90,7 @@ ROWS = (
         segments=4,
         m=3,
         flags=f"{OVERLAP} --bf16 {BUCKETS} {FULL} uniform",
-        ours=f"{AIAO} --delay-weight-grads 1,2",
+        ours=f"{AIAO}:wgrad=last@1,2",
         stock=ONE_GROUP,
     ),
     Row(
@@ -100,7 +100,7 @@ ROWS = (
         pp=1,
         m=2,
         flags=f"{OVERLAP} --bf16 --sequence-parallel",
-        ours="--plan-file PLAN --shard-segments weights",
+        ours="--schedule plan=PLAN --shard-segments weights",
         plan=FREED_EARLY.replace("0FREE_GRAD ", ""),
     ),
     Row(
@@ -133,7 +133,7 @@ ROWS = (
         segments=4,
         m=3,
         flags=f"{OVERLAP} --clip-grad 0",
-        ours=f"{AIAO} --backward-share 0.5",
+        ours=f"{AIAO}:step=next:share=0.5",
         stock=ONE_GROUP,
     ),
     Row(
@@ -142,7 +142,7 @@ ROWS = (
         segments=4,
         m=3,
         flags=f"{OVERLAP} --bf16 --clip-grad 1000",
-        ours=f"{GRADIENTS} --backward-share 0.5",
+        ours=f"{GRADIENTS}:step=next:share=0.5",
         stock=ONE_GROUP,
     ),
     Row(
@@ -150,7 +150,7 @@ ROWS = (
         dp=2,
         segments=4,
         flags=f"{OVERLAP} {MORE_AND_MORE}",
-        ours=f"{GRADIENTS} --backward-share 1",
+        ours=f"{GRADIENTS}:step=next:share=1",
     ),
     Row(
         name="preemptive",
@@ -276,7 +276,7 @@ def test_it_trains_what_stock_does_and_reads_nothing_that_is_freed(
     command = row.command(row.ours.replace("PLAN", str(plan_file)))
     ours = run_distributed(train_poisoned, row.num_ranks, command, tmp_path)
     stock = _reference(row.num_ranks, row.command(f"--schedule stock {row.stock}"))
-    if "--backward-share" in row.ours:  # a norm is known when all gradients have arrived
+    if "step=next" in row.ours:  # a norm is known when all gradients have arrived
         for iteration in (i for record in (*ours, *stock) for i in record.iterations):
             iteration.pop("grad norm", None)
     assert differences(ours, stock) == []
@@ -297,7 +297,7 @@ def test_bytes_are_those_that_the_plan_predicts(
     options = Options(shards_params=True, shards_grads=mode == "gradients")
     plan = compile_plan(order, replace(options, carried_stages=range(8 if deferred else 0)))
     # The optimizer's state is made in the first step, and so in the second iteration.
-    late = "--backward-share 1 --clip-grad 0 --train-iters 4" if deferred else ""
+    late = "--schedule aiao:step=next:share=1 --clip-grad 0 --train-iters 4" if deferred else ""
     traced = f"--trace {tmp_path} --trace-iterations 2"
     argv = row.command(f"--schedule aiao --shard-segments {mode} {traced} {late}")
     for number, found in enumerate(run_distributed(count, row.num_ranks, argv)):

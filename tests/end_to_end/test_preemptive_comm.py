@@ -23,13 +23,17 @@ MODEL = (
     "--train-iters 4 --lr 1e-2 --lr-decay-iters 10 --eval-iters 1 --eval-interval 3 "
     "--pipeline-model-parallel-size 2 --segments 2 --global-batch-size 8 --overlap-grad-reduce"
 )
-PREEMPTS = "--schedule aiao --preemptive-comm --dp-slice-bytes 4096"
+PREEMPTS = "--preemptive-comm --schedule aiao:slice-bytes=4096"
 
 
 # Flags of both runs, and those of ours.
 ROWS = (
     ("--bf16 --use-distributed-optimizer --overlap-param-gather", PREEMPTS),
-    ("--clip-grad 0", f"{PREEMPTS} --backward-share 0.5"),
+    ("--clip-grad 0", f"{PREEMPTS}:step=next:share=0.5"),
+    (
+        "--clip-grad 0 --tensor-model-parallel-size 2 --sequence-parallel",
+        f"{PREEMPTS}:step=next:share=0.5:wgrad=last",
+    ),
     (
         "--use-distributed-optimizer --recompute-granularity selective",
         f"{PREEMPTS} --offload-activations on --lazy-inter-segment",
@@ -44,15 +48,16 @@ def traced(ours: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize(("flags", "ours"), ROWS)
 def test_losses_and_parameters_are_those_of_stock(flags: str, ours: str, tmp_path: Path) -> None:
     command = shlex.split(f"{MODEL} {flags}")
-    record = run_distributed(train, 4, (*command, *traced(ours, tmp_path)))
-    stock = run_distributed(train, 4, (*command, "--schedule", "stock"))
+    num_ranks = 8 if "--tensor" in flags else 4
+    record = run_distributed(train, num_ranks, (*command, *traced(ours, tmp_path)))
+    stock = run_distributed(train, num_ranks, (*command, "--schedule", "stock"))
 
-    if "--backward-share" in ours:  # norms are then logged an iteration later
+    if "step=next" in ours:  # norms are then logged an iteration later
         _drop_norms(record)
         _drop_norms(stock)
     assert differences(record, stock) == []
     ranks = read_ranks(tmp_path)
-    assert len(ranks) == 4
+    assert len(ranks) == num_ranks
     for rank in ranks:
         assert [row.iteration for row in rank.iterations] == [3, 4]
         for row in rank.iterations:

@@ -1,4 +1,4 @@
-"""``--replicate-optimizer`` trains what stock's distributed optimizer does, bit for bit.
+"""``optimizer=replicated`` trains what stock's distributed optimizer does, bit for bit.
 
 Beside losses and parameters the rows compare each replica's own shards and moments: the other
 replicas' are gone from the optimizer when a step is done.
@@ -29,7 +29,7 @@ from tests.end_to_end.training import Record, differences, train, train_as_plann
 pytestmark = pytest.mark.gloo
 
 STOCK = "--schedule stock"
-ALONE = "--schedule 1f1b --replicate-optimizer 0"
+ALONE = "--schedule 1f1b:optimizer=replicated@0"
 SKIPS = "--fp16 --no-check-for-nan-in-loss-and-grad --initial-loss-scale 524288 --hysteresis 1"
 
 ROWS = (
@@ -39,7 +39,7 @@ ROWS = (
         dp=2,
         m=3,
         flags=f"{OVERLAP} --bf16 {BUCKETS}",
-        ours="--schedule aiao --replicate-optimizer 0,2,3 --delay-weight-grads 1",
+        ours="--schedule aiao:optimizer=replicated@0,2,3:wgrad=last@1",
         stock=ONE_GROUP,
     ),
     Row(
@@ -49,7 +49,7 @@ ROWS = (
         dp=2,
         m=3,
         flags=f"{OVERLAP} --bf16 --sequence-parallel {UNTIED}",
-        ours="--schedule aiao --replicate-optimizer 0 --delay-weight-grads 0",
+        ours="--schedule aiao:optimizer=replicated@0:wgrad=behind@0",
         stock=ONE_GROUP,
     ),
     Row(
@@ -71,7 +71,11 @@ ROWS = (
     ),
 )
 AUTO = Row(
-    pp=1, dp=2, m=2, flags=f"{OVERLAP} --bf16 --train-iters 9", ours=ALONE.replace("0", "auto")
+    pp=1,
+    dp=2,
+    m=2,
+    flags=f"{OVERLAP} --bf16 --train-iters 9",
+    ours="--schedule 1f1b:optimizer=auto",
 )
 SAVED = Row(pp=1, dp=2, m=2, flags=f"{OVERLAP} --bf16")
 
@@ -90,13 +94,9 @@ def test_auto_keeps_what_was_faster_and_changes_no_result(with_s: float) -> None
     )
     assert differences(ours, _reference(2, AUTO.command(STOCK))) == []
     predicted, judged = told[0]
-    assert predicted.startswith(
-        "--replicate-optimizer auto tries --schedule 1f1b --replicate-optimizer 0, predicted 0.1 s"
-    )
-    kept = "" if with_s else " --replicate-optimizer 0"
-    assert judged.startswith(
-        f"from now on, as --replicate-optimizer auto chose: --schedule 1f1b{kept}; iterations took "
-    )
+    assert predicted.startswith("optimizer=auto tries 1f1b:optimizer=replicated@0, predicted 0.1 s")
+    kept = "" if with_s else ":optimizer=replicated@0"
+    assert judged.startswith(f"from now on, as optimizer=auto chose: 1f1b{kept}; iterations took")
     assert told[1] == []  # one rank tells
 
 

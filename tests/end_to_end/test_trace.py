@@ -78,7 +78,7 @@ def test_tensor_parallel_collectives_have_a_lane_with_and_without_pairs(
 ) -> None:
     sizes = f"{SIZES} --pipeline-model-parallel-size 1 --segments 1 --tensor-model-parallel-size 2"
     runs = []
-    for schedule in ("stock", "afab --overlap-tensor-parallel"):
+    for schedule in ("stock", "afab:pairs=on"):
         folder = tmp_path / schedule.split()[0]
         flags = f"--global-batch-size 2 --train-iters 4 --sequence-parallel --schedule {schedule}"
         argv = shlex.split(f"{sizes} {flags} --trace {folder} --trace-iterations 2-3")
@@ -176,7 +176,7 @@ def _train_with_full_disk(argv: list[str], folder: Path, fault: str) -> list[str
 def test_weights_and_biases_is_told_of_every_iteration_that_ends_before_it(tmp_path: Path) -> None:
     """Without TensorBoard Megatron says nothing to it, and its step stands still."""
     flags = (
-        "--global-batch-size 4 --train-iters 4 --schedule aiao --backward-share 0.5 "
+        "--global-batch-size 4 --train-iters 4 --schedule aiao:step=next:share=0.5 "
         "--overlap-grad-reduce --clip-grad 0 --untie-embeddings-and-output-weights "
         f"--offload-activations on --trace {tmp_path} --trace-iterations 2 "
         f"--wandb-project fold3d --wandb-exp-name run --wandb-save-dir {tmp_path}"

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.gloo
 TO_HOST = "--offload-activations on --lazy-inter-segment"
 ROWS = (
     Row(segments=2),
-    Row(segments=2, flags="--overlap-grad-reduce", ours="--schedule aiao --backward-share 0.5"),
-    Row(pp=1, dp=2, flags="--overlap-grad-reduce", ours="--schedule 1f1b --backward-share auto"),
-    Row(segments=2, ours="--schedule aiao --delay-weight-grads 1"),
+    Row(segments=2, flags="--overlap-grad-reduce", ours="--schedule aiao:step=next:share=0.5"),
+    Row(pp=1, dp=2, flags="--overlap-grad-reduce", ours="--schedule 1f1b:step=next"),
+    Row(segments=2, ours="--schedule aiao:wgrad=last@1"),
     Row(segments=2, ours="--schedule aiao --preemptive-comm"),
     Row(pp=1, dp=2, flags=OVERLAP, ours="--schedule 1f1b --preemptive-comm"),
     Row(segments=2, flags=f"{FULL} uniform", ours=f"--schedule aiao {TO_HOST}"),
@@ -28,7 +28,7 @@ ROWS = (
         segments=2,
         dp=2,
         flags=f"{FULL} uniform --overlap-grad-reduce",
-        ours="--schedule aiao --backward-share 0.5 --delay-weight-grads 1 --preemptive-comm "
+        ours="--schedule aiao:step=next:wgrad=last@1:share=0.5 --preemptive-comm "
         "--lazy-inter-segment --trace TRACE",
     ),
 )

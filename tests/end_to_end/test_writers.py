@@ -20,21 +20,21 @@ DEFERRED = f"--overlap-grad-reduce {WRITTEN}"
 FP16 = "--fp16 --initial-loss-scale 524288 --hysteresis 1"
 ROWS = (
     Row(flags=f"{WRITTEN} --log-params-norm --log-num-zeros-in-grad"),
-    Row(flags=f"{DEFERRED} --clip-grad 0", ours="--schedule aiao --backward-share 0.5"),
-    Row(flags=f"{DEFERRED} {FP16}", ours="--schedule aiao --backward-share 0.5"),
+    Row(flags=f"{DEFERRED} --clip-grad 0", ours="--schedule aiao:step=next:share=0.5"),
+    Row(flags=f"{DEFERRED} {FP16}", ours="--schedule aiao:step=next:share=0.5"),
     Row(
         name="every second iteration",
         pp=1,
         dp=2,
         flags=f"{DEFERRED} --clip-grad 0 --eval-iters 0 --tensorboard-log-interval 2",
-        ours="--schedule 1f1b --backward-share 0.5",
+        ours="--schedule 1f1b:step=next:share=0.5",
     ),
     Row(
         name="ended early",
         pp=1,
         dp=2,
         flags=f"{DEFERRED} --clip-grad 0 --exit-interval 2",
-        ours="--schedule 1f1b --backward-share 0.5",
+        ours="--schedule 1f1b:step=next:share=0.5",
     ),
 )
 

@@ -25,13 +25,14 @@ ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 TRACED = "--trace TRACE"
 UNTIED = "--untie-embeddings-and-output-weights"
 SHARDS = "--shard-segments gradients"
-EARLY = "--delay-weight-grads 0,1"
+EARLY = "--schedule aiao:wgrad=behind"
 LATER = "--overlap-grad-reduce --clip-grad 0"
 EXPERTS = (
     "--num-experts 2 --moe-aux-loss-coeff 0.01 --moe-router-topk 1 --moe-router-pre-softmax "
     "--disable-bias-linear --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2"
 )
-PAIRS = "--schedule aiao --overlap-tensor-parallel"
+PAIRS = "--schedule aiao:pairs=on"
+SHARE = "--schedule 1f1b:step=next:share=0.5"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,7 @@ class Case:
     @property
     def allows_one_queue(self) -> bool:
         """False if the flags are refused with one hardware queue."""
-        return "--early-dp-sync" not in self.ours
+        return "wgrad=behind" not in self.ours
 
     @property
     def num_ranks(self) -> int:
@@ -82,10 +83,10 @@ CASES = (
         ours=f"--schedule aiao {TO_HOST} --trace TRACE --trace-iterations 1-3",
         flags=FULL,
     ),
-    Case(name="weight gradients apart", ours="--schedule aiao --delay-weight-grads 0,1"),
+    Case(name="weight gradients apart", ours="--schedule aiao:wgrad=last@0,1"),
     Case(
         name="gradients in the next iteration",
-        ours="--schedule 1f1b --backward-share 0.5",
+        ours=SHARE,
         flags=f"{LATER} {UNTIED}",
         pp=1,
         segments=1,
@@ -93,7 +94,7 @@ CASES = (
     ),
     Case(name="distributed optimizer", flags=ZERO, pp=1, segments=1, dp=2, ours="--schedule 1f1b"),
     Case(
-        name="all of it", ours=f"--schedule aiao {TO_HOST} --backward-share 0.5", flags=LATER, dp=2
+        name="all of it", ours=f"--schedule aiao:step=next:share=0.5 {TO_HOST}", flags=LATER, dp=2
     ),
     Case(
         name="preemption",
@@ -107,12 +108,10 @@ CASES = (
         flags=f"{ZERO} {UNTIED}",
         dp=2,
     ),
-    Case(
-        name="DP.sync between weight gradients", ours=f"--schedule aiao {EARLY}", flags=LATER, dp=2
-    ),
+    Case(name="DP.sync between weight gradients", ours=EARLY, flags=LATER, dp=2),
     Case(
         name="DP.sync between weight gradients, and deferred",
-        ours=f"--schedule aiao {EARLY} --backward-share 0.5 --early-dp-sync 0,1",
+        ours=f"{EARLY}:step=next:share=0.5",
         flags=LATER,
         dp=2,
     ),
@@ -121,7 +120,7 @@ CASES = (
     ),
     Case(
         name="reductions to shards between weight gradients",
-        ours=f"--schedule aiao {EARLY} --early-dp-sync 0,1",
+        ours=EARLY,
         flags=f"{ZERO} {UNTIED}",
         dp=2,
     ),
@@ -141,7 +140,7 @@ CASES = (
     Case(name="tensor parallelism", flags="--sequence-parallel", tp=2),
     Case(
         name="replicated optimizer",
-        ours="--schedule aiao --replicate-optimizer 1",
+        ours="--schedule aiao:optimizer=replicated@1",
         flags=f"{ZERO} {UNTIED}",
         dp=2,
     ),
@@ -156,19 +155,19 @@ CASES = (
     ),
     Case(
         name="recomputation ahead of the gradient",
-        ours="--schedule aiao --recompute-early all",
+        ours="--schedule aiao:recompute=early",
         flags=FULL,
     ),
     Case(
         name="preemption beside tensor parallelism",
-        ours="--schedule aiao --preemptive-comm --backward-share 0.5",
+        ours="--schedule aiao:step=next:share=0.5 --preemptive-comm",
         flags=f"{LATER} --sequence-parallel",
         tp=2,
         dp=2,
     ),
     Case(
         name="slices and early parts beside tensor parallelism",
-        ours=f"--schedule aiao {EARLY} --backward-share 0.5 --early-dp-sync 0,1 --dp-slices on",
+        ours=f"{EARLY}:step=next:share=0.5:slices=on",
         flags=f"{LATER} --sequence-parallel",
         tp=2,
         dp=2,
@@ -177,7 +176,7 @@ CASES = (
 _BY_FLAGS = {  # what reaches the mutations of these flags
     "": CASES[0],
     TO_HOST: CASES[1],
-    "--backward-share 0.5": CASES[3],
+    SHARE: CASES[3],
     LATER: CASES[5],
     SHARDS: CASES[7],
     EARLY: CASES[8],
@@ -199,7 +198,7 @@ def wrong(
     except RankError as error:
         return [str(error)]
     stock = _stock(case.num_ranks, case.command("--schedule stock"))
-    return differences(*_comparable(records, stock))
+    return differences(*comparable(records, stock))
 
 
 def found_by(mutation: Mutation, folder: object) -> list[str]:
@@ -233,7 +232,7 @@ def _stock(num_ranks: int, argv: Sequence[str]) -> list[Record]:
     return records
 
 
-def _comparable(
+def comparable(
     ours: Sequence[Record], stock: Sequence[Record]
 ) -> tuple[Sequence[Record], Sequence[Record]]:
     """Drop from stock's records the norms that ours did not know when the iteration ended."""

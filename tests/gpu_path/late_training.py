@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from megatron.fold3d.config import all_flags, bucket_flags, dp_slice_flags
 from megatron.fold3d.runtime import device as fold3d_device
 from megatron.fold3d.runtime.executor import Executor
-from megatron.fold3d.runtime.offload import copies, host_slots
+from megatron.fold3d.runtime.offload import copies, host_memory, host_slots
 from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool, Slot
 from megatron.fold3d.runtime.tensor_parallel.baton import Baton
 from megatron.fold3d.runtime.transfers import host_link, lazy_p2p
@@ -67,6 +67,7 @@ def lateness(late: Late) -> Iterator[LateDevice]:
         patch.setattr(copies, "batched_copy", device.copy)
         patch.setattr(host_link, "PinnedPool", functools.partial(_LinkPool, device))
         patch.setattr(host_slots, "PinnedPool", functools.partial(_OffloadPool, device))
+        patch.setattr(host_memory, "take", _page_locking(device))
         _queue_operators(patch, device)
         _empty_storages(patch, device)
         record = device.memory.record_stream
@@ -183,6 +184,20 @@ def _empty_storages(patch: pytest.MonkeyPatch, device: LateDevice) -> None:
         return resize(self, size)
 
     patch.setattr(torch.UntypedStorage, "resize_", resize_)
+
+
+def _page_locking(device: LateDevice) -> Callable[..., torch.Tensor]:
+    """Return `take` as it is on a GPU, where page-locking may wait for the device.
+
+    The CUDA programming guide lists it under "Implicit Synchronization".
+    """
+    take = host_memory.take
+
+    def take_and_note(*args: Any) -> torch.Tensor:
+        device.note_host_wait()
+        return take(*args)
+
+    return take_and_note
 
 
 class _OffloadPool(PinnedPool):

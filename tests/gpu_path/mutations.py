@@ -86,13 +86,13 @@ def _function(found: Any) -> FunctionType:
     return function
 
 
-_PAIRS = "--schedule aiao --overlap-tensor-parallel"
+_PAIRS = "--schedule aiao:pairs=on"
 _TO_HOST = "--offload-activations on --lazy-inter-segment"
-_SHARE = "--backward-share 0.5"
+_SHARE = "--schedule 1f1b:step=next:share=0.5"
 _TIED = "--overlap-grad-reduce --clip-grad 0"
 _TRACE = "--trace TRACE"
 _SHARDS = "--shard-segments gradients"
-_EARLY = "--delay-weight-grads 0,1"
+_EARLY = "--schedule aiao:wgrad=behind"
 LANES = "--preemptive-comm --num-experts 2"
 FULL_QUEUE = "--preemptive-comm"
 _at_its_start = functools.partial(  # a task counts as over when its operations have started
@@ -183,6 +183,13 @@ MUTATIONS = (
         "    work.wait()\n    tensor.sum().item()\n",
     ),
     # Copies to host memory and back.
+    Mutation(
+        "host memory is page-locked when a micro-batch finds no room",
+        "offload.pinned_pool:PinnedPool.take",
+        "return None",
+        "self.reserve({size: 1 + self._slots[size]})",
+        _TO_HOST,
+    ),
     Mutation(
         "a copy starts ahead of the computation before it",
         "offload.copies:Copies._copy",

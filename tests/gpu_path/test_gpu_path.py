@@ -54,7 +54,7 @@ def test_late_collectives_train_what_stock_trains(case: Case, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("flags", "ours"),
-    [(ZERO, "--schedule aiao"), ("--overlap-grad-reduce", "--schedule aiao --dp-slices on")],
+    [(ZERO, "--schedule aiao"), ("--overlap-grad-reduce", "--schedule aiao:slices=on")],
     ids=("distributed optimizer", "slices"),
 )
 def test_with_one_queue_odd_segments_are_reduced_in_another_group(flags: str, ours: str) -> None:

@@ -1,4 +1,4 @@
-"""The quick start's commands for GPUs, as far as they run without: a small model, late device."""
+"""The pages' commands for GPUs, as far as they run without: a small model, late device."""
 
 import os
 import re
@@ -16,12 +16,23 @@ from tests.distributed import run_distributed
 from tests.end_to_end.training import differences, train
 from tests.gpu_path.late_training import Late, train_late
 
-PAGE = Path(__file__).parents[2] / "docs/quickstart.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/quickstart.md"
 SMALLER = {
     "24-2048-16-1024": "8-32-4-16",
     "--global-batch-size 16": "--global-batch-size 4",
     "--train-iters 20": "--train-iters 5",
 }
+
+
+ELIDED = (  # what `...` stands for in the README: a model, and the check that the host waits for
+    "--device cpu --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--max-position-embeddings 16 --mock-data --tokenizer-type NullTokenizer --vocab-size 63 "
+    "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --num-workers 0 "
+    "--eval-iters 1 --eval-interval 10 --attention-dropout 0 --hidden-dropout 0 "
+    "--no-check-for-nan-in-loss-and-grad"
+)
+RANKS = 4  # of 8: with more than two replicas sums have another order
 
 
 def commands() -> list[str]:
@@ -62,6 +73,32 @@ def test_the_commands_for_gpus_train_alike_on_the_late_device(
     assert not differences(late, run_distributed(train, 2, stock, timeout_s=150))
     assert main(["compare", str(tmp_path / "stock"), str(tmp_path / "aiao")]) == 0
     assert "aiao" in capsys.readouterr().out
+
+
+def readme_commands() -> list[tuple[str, str]]:
+    """Return the environment and the flags of each run in the README."""
+    text = (ROOT / "README.md").read_text().replace("\\\n", " ")
+    run = r"^export (\S+)$\n^torchrun --nproc-per-node 8 \w+\.py (.*) \.\.\.(?: |$)"
+    return re.findall(run, text, re.M)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("number", "sizes"),  # auto tries two orders until iteration 11
+    [(0, "--num-layers 8 --train-iters 11"), (1, "--num-layers 16 --train-iters 13")],
+    ids=["auto", "own script"],
+)
+def test_the_readmes_commands_train_alike_on_the_late_device(
+    number: int, sizes: str, tmp_path: Path
+) -> None:
+    found = readme_commands()
+    assert len(found) == (ROOT / "README.md").read_text().count("torchrun")
+    setting, words = found[number]
+    assert setting == "CUDA_DEVICE_MAX_CONNECTIONS=32"
+    ours = shlex.split(f"{words.replace('out/', f'{tmp_path}/')} {sizes} {ELIDED}")
+    late = run_distributed(train_late, RANKS, ours, Late(num_queues=32), timeout_s=200)
+    stock = run_distributed(train, RANKS, [*ours, "--schedule", "stock"], timeout_s=200)
+    assert not differences(late, stock)
 
 
 @pytest.mark.processes

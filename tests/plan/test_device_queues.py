@@ -38,7 +38,6 @@ def orders(draw: st.DrawFn) -> Plan:
         num_ranks=pp,
         num_segments=1 if schedule in ONE_SEGMENT_SCHEDULES else draw(st.integers(1, 4)),
         num_microbatches=draw(st.integers(1, 16)),
-        last_segment=draw(st.sampled_from(("1f1b", "afab"))) if schedule == "aiao" else "1f1b",
         group_size=draw(st.integers(pp, 2 * pp + 2)) if schedule == "interleaved" else None,
     )
 

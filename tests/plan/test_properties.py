@@ -24,7 +24,6 @@ from megatron.fold3d.plan.schedules import (
     ONE_SEGMENT_SCHEDULES,
     SCHEDULES,
     SPLIT_SCHEDULES,
-    LastSegment,
     build,
 )
 from megatron.fold3d.plan.verify import verify
@@ -36,7 +35,6 @@ class Case:
     pp: int
     segments: int
     microbatches: int
-    last_segment: LastSegment
     group_size: int
 
     def build(self) -> Plan:
@@ -45,7 +43,6 @@ class Case:
             num_ranks=self.pp,
             num_segments=self.segments,
             num_microbatches=self.microbatches,
-            last_segment=self.last_segment,
             group_size=self.group_size,
         )
 
@@ -59,7 +56,6 @@ def cases(draw: st.DrawFn, max_microbatches: int = 12) -> Case:
         pp=pp,
         segments=1 if schedule in ONE_SEGMENT_SCHEDULES else draw(st.integers(1, 4)),
         microbatches=draw(st.integers(1, max_microbatches)),
-        last_segment=draw(st.sampled_from(("1f1b", "afab"))),
         group_size=draw(st.integers(pp, 2 * pp + 2)),
     )
 
@@ -170,8 +166,6 @@ PEAKS: dict[str, Callable[[Case, int], int]] = {
     "zb-h2": lambda c, r: min(c.microbatches, 2 * c.pp - 1),
     "aiao": lambda c, r: (
         (c.segments - 1) * c.microbatches + min(c.microbatches, 2 * (c.pp - 1 - r) + 1)
-        if c.last_segment == "1f1b"
-        else c.segments * c.microbatches
     ),
     "breadth-first": lambda c, r: min(
         c.segments * c.microbatches, 2 * (c.pp - 1 - r) + (c.segments - 1) * c.microbatches + 1

@@ -109,7 +109,7 @@ def test_forwards_ahead_counts_for_each_rank_behind():
 def test_forwards_ahead_is_of_the_last_segment_of_aiao():
     assert rows("aiao", 2, 2, 3, forwards_ahead=2) == rows("aiao", 2, 2, 3)
     assert rows("aiao", 2, 2, 3, forwards_ahead=99) == [
-        rows("aiao", 2, 2, 3, last_segment="afab")[0],
+        rows("afab", 2, 2, 3)[0],
         "1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2",
     ]
     assert rows("aiao", 2, 2, 3, forwards_ahead=1)[0] == (
@@ -123,15 +123,10 @@ def test_forwards_ahead_is_of_the_last_segment_of_aiao():
         ("afab", {"forwards_ahead": 2}, "2 with --schedule afab: only .*interleaved read it; drop"),
         ("1f1b", {"forwards_ahead": 0}, "0: a rank runs at least one .*; the default is 1"),
         ("aiao", {"forwards_ahead": -2}, "-2: a rank runs at least one .*; the default is 2"),
-        (
-            "aiao",
-            {"forwards_ahead": 1, "last_segment": "afab"},
-            "1 with --aiao-last-segment afab: that runs all forwards ahead; drop one",
-        ),
     ],
 )
 def test_what_cannot_run_ahead_is_refused(schedule: str, options: dict, message: str):
-    with pytest.raises(PlanError, match=f"^--forwards-ahead {message}"):
+    with pytest.raises(PlanError, match=f"^ahead={message}"):
         rows(schedule, 2, 1, 4, **options)
 
 
@@ -175,7 +170,7 @@ def test_breadth_first_is_aiao_with_a_1f1b_tail():
 
 
 def test_aiao_passes_all_microbatches_through_one_segment_before_the_next():
-    assert rows("aiao", 2, 2, 3, last_segment="afab") == [
+    assert rows("afab", 2, 2, 3) == [
         "0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2",
         "1F0 1F1 1F2 3F0 3F1 3F2 3B0 3B1 3B2 1B0 1B1 1B2",
     ]

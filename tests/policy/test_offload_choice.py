@@ -199,7 +199,7 @@ def test_a_run_measures_chooses_and_is_as_fast_as_was_predicted(
 ):
     monkeypatch.setattr(offload_tuner, "free_device_bytes", lambda _: spare * 512 * 10 // 9 + spare)
     device = VirtualDevice(monkeypatch, copy_s)
-    offloads = Offloader(CPU, everything=True, sparing=sparing, copies=device)
+    offloads = Offloader(CPU, everything=True, sparing=sparing, saved_bytes=512, copies=device)
     assert [iterate(offloads, device)[2] for _ in range(2)] == [OffloadChoice()] * 2
     for _ in range(2):
         num_late, waited_s, choice = iterate(offloads, device)

@@ -1,4 +1,4 @@
-"""Plans of a run with ``--backward-share`` and ``--delay-weight-grads``."""
+"""Plans of a run with ``step=next`` and ``wgrad=``."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -50,8 +50,6 @@ def test_a_plan_file_may_delay_weight_gradients_if_the_run_does(tmp_path: Path):
     lowered = "0F0 0B0 0W0 0ALL_REDUCE 0STEP\n"
     assert Plans(wanted).training(1).to_text() == lowered
     assert Plans(replace(wanted, plan_file=whole)).training(1).to_text() == lowered
-    with pytest.raises(PlanError, match="found W in the plan; give --delay-weight-grads"):
-        Plans(replace(wanted, delay_weight_grads=())).training(1)
 
 
 def test_a_plan_file_may_reduce_between_weight_gradients_if_the_run_can(tmp_path: Path):
@@ -84,7 +82,7 @@ REDUCES_EARLY = replace(
     backward_share=0.5,
     overlap_grad_reduce=True,
     delay_weight_grads=(0, 1),
-    early_dp_sync=(1,),
+    behind_backwards=(1,),
     reduces_early=True,
 )
 

@@ -241,7 +241,7 @@ def gpu_node(machine: Machine) -> Callable[..., subprocess.CompletedProcess[str]
     python = machine.command(
         "stub",
         """
-        [[ $* == *"--backward-share"* ]] && loss=2.000001E+00 || loss=2.000000E+00
+        [[ $* == *":step=next"* ]] && loss=$LOSS || loss=2.000000E+00
         [[ $* == *"/trace/"* ]] && ms=100.0 || ms=$SLOW
         for i in {1..20}; do
             echo " iteration $i/ 20 | elapsed time per iteration (ms): $ms | lm loss: $loss |"
@@ -249,10 +249,17 @@ def gpu_node(machine: Machine) -> Callable[..., subprocess.CompletedProcess[str]
         """,
     )
 
-    def run(*steps: str, untraced_ms: str = "99.0") -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "GPUS": "4", "IMPLEMENTATIONS": "local", "SLOW": untraced_ms}
+    for tool in ("nvidia-smi", "nvcc"):
+        machine.command(tool, "exit 0")
+
+    def run(
+        *steps: str, loss: str = "2.000000E+00", untraced_ms: str = "99.0"
+    ) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "GPUS": "8", "IMPLEMENTATIONS": "local transformer_engine"}
+        environment |= {"LOSS": loss, "SLOW": untraced_ms}
+        environment |= {"PATH": f"{machine.bin}:{environment['PATH']}", "CUDA_HOME": ""}
         command = [ROOT / "scripts/gpu.sh", folder, python, *steps]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
 
     return run
 
@@ -272,10 +279,22 @@ def test_the_gpu_script_says_which_claims_its_steps_confirm(gpu_node, tmp_path: 
     assert table.partition("all of it: ")[0].strip() in report
 
 
+def test_the_gpu_script_runs_every_step_and_judges_every_claim(gpu_node, tmp_path: Path):
+    done = gpu_node()
+    assert done.returncode == 0, done.stderr
+    judged = done.stdout.partition("Claims of docs/gpu.md:\n")[2].splitlines()
+    named = [row.split("|") for row in CLAIMS.split("\n")[2:] if "`" in row.split("|")[3]]
+    verdicts = {line[13:].strip(): line[:13].strip() for line in judged}
+    of_claims = {verdicts[row[1].strip()] for row in named}
+    assert of_claims == {"confirmed", "measured"}
+    report = (tmp_path / "out/report.txt").read_text()
+    assert report.count("\n===== ") == done.stdout.count("\n== ") + 1
+
+
 def test_other_losses_and_slow_traces_contradict_claims(gpu_node):
     deferred = [f"local-dp-{name}" for name in ("stock", "share", "share-losses")]
     traced = [f"local-pp-{name}" for name in ("traced", "untraced", "traced-time")]
-    done = gpu_node(*deferred, *traced, untraced_ms="90.0")
+    done = gpu_node(*deferred, *traced, loss="2.000001E+00", untraced_ms="90.0")
     assert done.returncode == 1
     assert "failed: local-dp-share-losses local-pp-traced-time; see " in done.stderr
     assert f"\nCONTRADICTED  {TRACES} \n" in done.stdout

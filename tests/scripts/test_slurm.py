@@ -18,6 +18,8 @@ from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.predict.cost_model.model_shape import Family
 from megatron.fold3d.predict.cost_model.presets import SCRIPTS as TRAINING
 from megatron.fold3d.predict.cost_model.presets import preset_flags
+from scripts.paper.ablation import ablation
+from scripts.paper.jobs import collect, emit
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path("scripts/slurm")
@@ -54,7 +56,9 @@ def checkout(tmp_path: Path) -> Path:
         ("a100", "bert", (4, 4, 8), 256),
         ("v100", "gpt3-18b", (4, 2, 8), 128),
         ("v100", "gpt3-39b", (2, 4, 8), 128),
+        ("v100", "gpt3-14b", (4, 2, 8), 128),
         ("v100", "t-nlg", (4, 4, 4), 128),
+        ("v100", "cpm", (2, 4, 8), 128),
         ("v100", "bert", (2, 4, 8), 128),
     ],
 )
@@ -62,9 +66,8 @@ def test_a_pair_trains_the_papers_configuration(
     parser: ArgumentParser, checkout: Path, monkeypatch, gpu, model, dp_pp_tp, batch, task
 ):
     _has_gpu(monkeypatch, major={"a100": 8, "v100": 7}[gpu])
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as the script does, for Megatron
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as ranks.sh does, for Megatron
     text = (ROOT / SCRIPTS / f"{gpu}.sbatch").read_text()
-    assert "\nexport CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}" in text
     num_nodes, per_node = (
         int(re.findall(rf"^#SBATCH --{option}=(\d+)$", text, re.M)[0])
         for option in ("nodes", "ntasks-per-node")
@@ -109,6 +112,19 @@ def test_the_pages_command_asks_for_a_run(parser: ArgumentParser, checkout: Path
     script, *words = command.split()
     args = parser.parse_args(_asked_for(checkout, script, words))
     assert (args.train_iters, args.mock_data, args.schedule) == (50, True, "auto")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("flags", "queues"),
+    [([], "1"), (["--preemptive-comm"], "32"), (["--use-torch-fsdp2", "--lr", "1"], "8")],
+)
+def test_a_run_has_the_hardware_queues_that_its_flags_need(
+    checkout: Path, flags: list[str], queues: str
+):
+    shown = 'echo "$CUDA_DEVICE_MAX_CONNECTIONS queues"'
+    words = _asked_for(checkout, "a100.sbatch", ["gpt3-18b", *flags], srun_then=shown)
+    assert words[-1] == f"{queues} queues"
 
 
 @pytest.mark.processes
@@ -340,6 +356,33 @@ def test_a_users_own_job_trains_in_four_arms_and_goes_on_where_it_was_stopped(
     assert (folder / "resume").read_text() == (
         f"COMPARE={folder} sbatch --nodes=2 --ntasks-per-node=1 {script} pretrain_gpt.py\n"
     )
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(900)  # 60 s of an idle machine with two cores
+def test_an_ablation_is_collected_from_a_cluster(
+    slurm: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(checkout)
+    folder = Path("out/ablation")
+    told = emit("ablation", ablation, folder)
+    assert f"sbatch {folder}/cpux4.sbatch    # 9 tasks" in told
+    _run("sbatch", "--array=0,7", folder / "cpux4.sbatch")
+    for task in ("0", "7"):
+        log = folder / "cpux4" / task / "train.log"
+        _wait_for("successfully saved checkpoint from iteration      20", log)
+    result = collect("ablation", ablation, folder)
+    gains, times = (grid for grid in result.grids if grid.columns)
+    ours = gains.at("fold3d", "CPU")
+    (milliseconds,) = (n for n in times.numbers if n.column == "fold3d")
+    for number in (ours, milliseconds):
+        assert number is not None
+        assert number.spread is not None
+        assert number.spread[0] <= number.ours <= number.spread[1]
+    assert gains.at("megatron", "CPU").ours == 1
+    assert gains.columns == ["CPU"]
+    missing = "1 megatron-best, 2 dspeed3d, 3 aiao, 4 aiao+split, 5 aiao+offload, 6 aiao+preempt"
+    assert any(f"cpux4 of {missing}, 8 auto; sbatch" in note for note in result.notes)
 
 
 def _run(*command: str | Path) -> str:

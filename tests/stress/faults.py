@@ -77,14 +77,13 @@ class Features:
 FEATURES: Mapping[str, Features] = {
     "plain": Features(PIPELINE),
     "preemptive": Features(
-        f"{PIPELINE} --overlap-grad-reduce --backward-share 0.5 --preemptive-comm --clip-grad 0"
+        f"{PIPELINE}:step=next:share=0.5 --overlap-grad-reduce --preemptive-comm --clip-grad 0"
     ),
     "offloaded": Features(f"{PIPELINE} --offload-activations on --lazy-inter-segment"),
-    "delayed": Features(f"{PIPELINE} --delay-weight-grads 0,1 --bf16"),
+    "delayed": Features(f"{PIPELINE}:wgrad=last --bf16"),
     "in background": Features(f"{PIPELINE} --async-save --trace FOLDER/trace"),
     "pairs": Features(
-        "--tensor-model-parallel-size 2 --global-batch-size 4 --schedule afab "
-        "--overlap-tensor-parallel"
+        "--tensor-model-parallel-size 2 --global-batch-size 4 --schedule afab:pairs=on"
     ),
     "replicas": Features(
         f"{PIPELINE} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "

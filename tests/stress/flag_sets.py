@@ -12,6 +12,7 @@ from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from tempfile import NamedTemporaryFile
 from unittest.mock import patch
 
 from megatron.training.arguments import add_megatron_arguments
@@ -113,28 +114,27 @@ SHARED: Mapping[str, Sequence[str]] = {
 OURS: Mapping[str, Sequence[str]] = {
     "schedule": (
         "--schedule aiao",
-        "--schedule aiao --aiao-last-segment afab",
-        "--schedule aiao --forwards-ahead 1",
-        "--schedule aiao --forwards-ahead 3",
+        "--schedule aiao:ahead=1",
+        "--schedule aiao:ahead=3",
         "--schedule afab",
         "--schedule 1f1b",
-        "--schedule 1f1b --forwards-ahead 2",
+        "--schedule 1f1b:ahead=2",
         "--schedule interleaved",
         "--schedule breadth-first",
         "--schedule shifted-critical-path",
         "--schedule zb-h1",
         "--schedule zb-h2",
-        "--plan-file PLAN",
+        "--schedule plan=PLAN",
     ),
     "deferral": (
         "",
-        "--backward-share 0",
-        "--backward-share 0.4",
-        "--backward-share 1",
-        "--backward-share auto",
-        "--backward-share 0.4 --dp-slice-bytes 4096",
+        ":step=next:share=0",
+        ":step=next:share=0.4",
+        ":step=next:share=1",
+        ":step=next",
+        ":step=next:share=0.4:slice-bytes=4096",
     ),
-    "preemption": ("", "--preemptive-comm", "--preemptive-comm --dp-slice-bytes 4096"),
+    "preemption": ("", "--preemptive-comm", ":slice-bytes=4096 --preemptive-comm"),
     "host memory": (
         "",
         "--offload-activations on",
@@ -142,8 +142,14 @@ OURS: Mapping[str, Sequence[str]] = {
         "--lazy-inter-segment",
         "--offload-activations on --lazy-inter-segment",
     ),
-    "weight gradients": ("", "--delay-weight-grads 0", "--delay-weight-grads {segments}"),
-    "early recomputation": ("", "--recompute-early all", "--recompute-early 0"),
+    "weight gradients": (
+        "",
+        ":wgrad=last@0",
+        ":wgrad=last@{segments}",
+        ":wgrad=behind@0",
+        ":wgrad=behind@{segments}",
+    ),
+    "early recomputation": ("", ":recompute=early", ":recompute=early@0"),
     "trace": ("", "--trace FOLDER/trace --trace-iterations 1-2"),
     # Who saves after the second iteration, and who goes on from there.
     "checkpoint": ("", "ours, ours", "ours, stock", "stock, ours"),
@@ -211,8 +217,14 @@ class FlagSet:
 
     def ours(self) -> tuple[str, ...]:
         """Return the command of our run; PLAN and FOLDER stand for files."""
-        words = (self.setting(name) for name in OURS if name != "checkpoint")
-        return self._words(*words, self.saving("FOLDER"))
+        settings = [self.setting(name) for name in OURS if name != "checkpoint"]
+        # What begins with a colon goes on with the word of the schedule; a flag may follow it.
+        found = [text.partition(" ")[0] for text in settings if text.startswith(":")]
+        if "PLAN" in settings[0]:  # its actions say where weight gradients and recomputation are
+            found = [part for part in found if not part.startswith((":wgrad", ":recompute"))]
+        parts = "".join(found)
+        flags = [text.partition(" ")[2] if text.startswith(":") else text for text in settings[1:]]
+        return self._words(f"{settings[0]}{parts}", *flags, self.saving("FOLDER"))
 
     def saving(self, folder: str) -> str:
         """Return the flags of the run that writes a checkpoint, if one is written."""
@@ -280,7 +292,7 @@ def draw(seed: str, variants: int) -> tuple[list[FlagSet], list[str]]:
         found: dict[tuple[str, ...], FlagSet] = {}
         for _ in range(40):
             ours = _ours(shared, dice)
-            problems = refusal(ours.ours(), ours.num_ranks) or _another_order(ours)
+            problems = refusal_of(ours) or _another_order(ours)
             if problems:
                 refused.append(problems)
             else:
@@ -345,9 +357,20 @@ def _another_order(ours: FlagSet) -> str:
     return ""
 
 
+def refusal_of(ours: FlagSet) -> str:
+    """Return what the project's own checks say to a run of ours, with its plan file if any."""
+    if "PLAN" not in ours.setting("schedule"):
+        return refusal(ours.ours(), ours.num_ranks)
+    with NamedTemporaryFile("w", suffix=".plan") as file:
+        file.write(random_plan(ours))
+        file.flush()
+        words = [word.replace("PLAN", file.name) for word in ours.ours()]
+        return refusal(words, ours.num_ranks)
+
+
 def refusal(words: Sequence[str], num_ranks: int) -> str:
     """Return what the project's own checks say to a command, nothing if they let it pass."""
-    text = shlex.join(words).replace("--plan-file PLAN", f"--plan-file {__file__}")
+    text = shlex.join(words)
     try:
         args = _parser().parse_args([*cpu_flags.FLAGS, *shlex.split(text)])
         cpu_flags.check(args)
@@ -374,8 +397,8 @@ def random_plan(ours: FlagSet) -> str:
     dice = random.Random(ours.plan_seed)
     split = _numbers(ours.setting("weight gradients"), ours)
     last = ours.stages - 1
-    early = {"": set(), "--recompute-early 0": {0}}.get(
-        ours.setting("early recomputation"), set(range(ours.stages))
+    early = {"": range(0), ":recompute=early@0": range(ours.pp)}.get(
+        ours.setting("early recomputation"), range(ours.stages)
     )
     done: set[str] = set()
     programs: list[list[str]] = [[] for _ in range(ours.pp)]
@@ -414,4 +437,5 @@ def random_plan(ours: FlagSet) -> str:
 
 
 def _numbers(setting: str, ours: FlagSet) -> set[int]:
-    return {ours.segments - 1 if "{" in word else int(word) for word in setting.split()[1:]}
+    numbers = filter(None, [setting.partition("@")[2]])
+    return {ours.segments - 1 if "{" in number else int(number) for number in numbers}

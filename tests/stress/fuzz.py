@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.distributed import RankError, run_distributed
 from tests.end_to_end.training import Record, differences, train
-from tests.stress.flag_sets import FlagSet, draw, random_plan, refusal
+from tests.stress.flag_sets import FlagSet, draw, random_plan, refusal, refusal_of
 
 VARIANTS = 6  # of ours for one run of stock
 SAVED = 2  # the iteration after which a checkpoint is taken
@@ -158,9 +158,7 @@ def shrink(result: Result) -> Result:
     while tried:
         tried = False
         for candidate in _smaller(smallest.flags):
-            if refusal(candidate.stock(), candidate.num_ranks) or refusal(
-                candidate.ours(), candidate.num_ranks
-            ):
+            if refusal(candidate.stock(), candidate.num_ranks) or refusal_of(candidate):
                 continue
             (found,) = compare([candidate])
             if found.outcome == result.outcome:

@@ -103,8 +103,6 @@ def cases(schedules: Sequence[str] = SCHEDULES) -> Iterator[Case]:
 
 def _variants(schedule: str, ranks: int) -> Iterator[dict[str, Any]]:
     yield {}
-    if schedule == "aiao":
-        yield {"last_segment": "afab"}
     if schedule == "interleaved":
         yield {"group_size": ranks + 1}
     if schedule in FORWARDS_AHEAD:

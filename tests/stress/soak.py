@@ -34,7 +34,7 @@ RUN = (
     "--eval-interval 1000 --pipeline-model-parallel-size 2 --segments 2 --bf16 "
     "--overlap-grad-reduce --log-interval 100 --distributed-timeout-minutes 1"
 )
-OURS = "--schedule aiao --backward-share 0.5 --preemptive-comm"
+OURS = "--schedule aiao:step=next:share=0.5 --preemptive-comm"
 FAULTS = ("SIGKILL", "SIGTERM", "killed while saving", "stopped for 3 s")
 LAST = 5  # iterations whose losses are compared as well
 TRACKER = "latest_checkpointed_iteration.txt"

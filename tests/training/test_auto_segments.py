@@ -63,7 +63,7 @@ def test_measured_costs_add_the_embedding_and_the_head_to_the_end_stages():
 
 
 def test_slow_gradients_ask_for_segments_and_slow_messages_against_them(parse: Parse):
-    args = parse("--schedule aiao --backward-share 0.5")
+    args = parse("--schedule aiao:step=next")
     choice = choose(args, MEASURED, num_microbatches=8)
     assert choice.num_segments == 8
     assert f"the paper's rule says {choice.rule.num_segments}" in str(choice)
@@ -78,7 +78,7 @@ PLENTY = lambda *_: True  # noqa: E731
 
 @pytest.mark.slow
 def test_a_heavy_head_moves_layers_off_the_last_rank(parse: Parse):
-    args = parse("--schedule aiao --backward-share 0.5")
+    args = parse("--schedule aiao:step=next")
     choice = choose(args, HEAVY_HEAD, 4, PLENTY)
     *_, last = choice.layers
     of_rank = [sum(choice.layers[rank::2]) for rank in range(2)]

@@ -13,13 +13,9 @@ from megatron.fold3d.policy.run_choice import RunChoice, stock_schedule
 from megatron.fold3d.predict.cost_model.sizes import replicated_bytes
 from megatron.fold3d.predict.search.choice_search import ChoiceSearch, Predicted, Scope
 
-NAME = "auto"
 _UNFIT = (
-    *("aiao_last_segment", "forwards_ahead", "recompute_early", "shard_segments"),
-    *("overlap_tensor_parallel", "delay_weight_grads", "most_activations", "grad_sync"),
-    *("backward_share", "early_dp_sync", "replicate_optimizer", "preemptive_comm"),
-    *("cuda_connections", "grad_sync_launches", "dp_slices", "iterations", "svg"),
-    "recompute_layers",
+    *("shard_segments", "grad_sync", "preemptive_comm", "cuda_connections", "grad_sync_launches"),
+    *("iterations", "svg", "recompute_layers"),
 )
 
 
@@ -30,6 +26,11 @@ def what_auto_would_try(args: Namespace) -> str:
         PlanError: not even stock's order can run.
         ValueError: an option has no reader.
     """
+    if args.schedule_keys:
+        raise ValueError(
+            f"{args.schedule_keys[0]}= with --schedule auto: it says which settings training would "
+            "try; drop it, or name a schedule"
+        )
     for name in _UNFIT:
         if (value := getattr(args, name)) not in (None, False):
             flag = "--" + name.replace("_", "-")
@@ -44,7 +45,7 @@ def what_auto_would_try(args: Namespace) -> str:
     segments = 1 if args.segments is None else args.segments
     plain = Namespace(**{**vars(args), "schedule": stock_schedule(segments)})
     order = compute_plan(plain)
-    search = _search(costs_of(plain, order), order, args.group_size)
+    search = _search(costs_of(plain, order), order)
     tried = search.to_try()
     if args.json:
         rows = {"stock": _as_json(search.stock), "tries": [_as_json(one) for one in tried]}
@@ -65,10 +66,10 @@ def lines(stock: Predicted, tried: list[Predicted]) -> Iterator[str]:
 
 
 def _as_json(one: Predicted) -> dict[str, object]:
-    return {"flags": str(one.choice), "seconds": one.seconds}
+    return {"schedule": str(one.choice), "seconds": one.seconds}
 
 
-def _search(source: Source, order: Plan, group_size: int | None) -> ChoiceSearch:
+def _search(source: Source, order: Plan) -> ChoiceSearch:
     hardware = source.hardware
     has_replicas = hardware is None or hardware.setup.data_parallel > 1
     gathers = source.gathers_params
@@ -90,7 +91,6 @@ def _search(source: Source, order: Plan, group_size: int | None) -> ChoiceSearch
             reduces_early=source.cuda_connections != 1,
             tied=hardware is not None and order.num_ranks > 1 and not hardware.shape.untied,
         ),
-        group_size=group_size,
         fits=lambda choice, plan: hardware is None or _fits(hardware, choice, plan),
         held=HeldSizes.counted if hardware is None else hardware.held_sizes,
         nic_of_rank=source.nic_of_rank,

@@ -3,10 +3,10 @@
 from argparse import Namespace
 
 from megatron.fold3d.commands.cost_options import Source
-from megatron.fold3d.commands.schedule_options import spelled
-from megatron.fold3d.config.backward_share_flags import AUTO
+from megatron.fold3d.config.weight_grad_flags import weight_grad_part
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.ir import Plan, stages_of
+from megatron.fold3d.policy.schedule_word import AUTO, Part
 from megatron.fold3d.predict.search.candidate_timeline import PAUSE_SHARE
 from megatron.fold3d.predict.search.simulated_shares import auto_shares, with_shares
 from megatron.fold3d.predict.simulator.execution import Device, Execution
@@ -26,11 +26,10 @@ def grad_sync_of(args: Namespace) -> str | None:
     if share is None:
         return str(args.grad_sync) if args.grad_sync else None
     if share != AUTO and not 0 <= share <= 1:
-        raise ValueError(f"--backward-share {share}: it is a share of DP.sync, from 0 to 1")
+        raise ValueError(f"share={share}: it is a share of DP.sync, from 0 to 1")
     if args.grad_sync is not None:
         raise ValueError(
-            f"--backward-share {share} with --grad-sync {args.grad_sync}: a share has its own "
-            "order; drop one"
+            f"step=next with --grad-sync {args.grad_sync}: it has its own order; drop one"
         )
     return "deferred"
 
@@ -51,43 +50,51 @@ def reduces_early(args: Namespace, source: Source, grad_sync: str | None) -> boo
 def stages_reduced_early(
     args: Namespace, source: Source, num_ranks: int, *, may: bool
 ) -> tuple[int, ...]:
-    """Return the stages of ``--early-dp-sync``; ``may`` tells whether DP.sync may start early.
+    """Return the stages of ``wgrad=behind`` whose DP.sync is carried, or reduces to shards.
+
+    An all-reduce that ends with the iteration starts between weight gradients wherever it may.
+
+    Args:
+        args: the command's arguments.
+        source: the source of the costs.
+        num_ranks: pipeline ranks.
+        may: whether DP.sync may start early.
 
     Raises:
-        ValueError: found, rule and fix.
+        ValueError: weight gradients cannot be where the word has them; found, rule and fix.
     """
-    segments = args.early_dp_sync or ()
-    delayed = args.delay_weight_grads or ()
+    segments, delayed = args.behind_backwards, args.delay_weight_grads
+    defers, named = args.backward_share is not None, stages_of(segments, num_ranks)
+    if delayed == AUTO:
+        return ()
+    if not defers and not source.gathers_params:
+        if may and {*segments} < {*delayed}:
+            raise ValueError(
+                f"{weight_grad_part(args)}: an all-reduce that ends with the iteration starts "
+                f"between weight gradients; give {Part('wgrad', 'behind', delayed)}, or step=next"
+            )
+        named = ()
     if not segments:
         return ()
-    found = f"--early-dp-sync {spelled(segments)}"
-    if args.backward_share is None and not source.gathers_params:
+    found = str(Part("wgrad", "behind", segments))
+    if defers and source.gathers_params:
         raise ValueError(
-            f"{found} without --backward-share or --distributed-optimizer: DP.sync then starts "
-            "between all delayed weight gradients; drop it, or give one of them"
-        )
-    if args.backward_share is not None and source.gathers_params:
-        raise ValueError(
-            f"{found} with --backward-share and parameters that are gathered: what is deferred is "
-            "cut shard by shard, not parameter by parameter; drop one of the three"
-        )
-    if delayed == AUTO or not {*segments} <= {*delayed}:
-        raise ValueError(
-            f"{found} with --delay-weight-grads {spelled(delayed) or 'not given'}: the first names "
-            "some segments of the second; name them in both"
+            f"{found} with step=next and parameters that are gathered: what is deferred is cut "
+            "shard by shard, not parameter by parameter; give last, or drop one of the others"
         )
     if not may:
         raise ValueError(
-            f"{found}: it starts DP.sync as soon as gradients are complete; drop it, or what "
-            "starts it elsewhere: slices, one hardware queue, pairs, shards or --preemptive-comm"
+            f"{found}: it starts DP.sync as soon as gradients are complete; give last, or drop "
+            "what starts it elsewhere: slices, one hardware queue, pairs, shards or "
+            "--preemptive-comm"
         )
-    return stages_of(segments, num_ranks)
+    return named
 
 
 def is_sliced(args: Namespace, source: Source) -> bool:
     """Tell whether DP.sync is cut into slices: if asked to, or where training would."""
-    if args.dp_slices or args.grad_sync_launches is not None or source.hardware is None:
-        return bool(args.dp_slices)
+    if args.dp_slices != AUTO or args.grad_sync_launches is not None or source.hardware is None:
+        return bool(args.dp_slices == "on")
     return args.cuda_connections == 1 and args.backward_share is not None
 
 
@@ -111,14 +118,14 @@ def check_device_options(args: Namespace, grad_sync: str | None) -> None:
         ValueError: found, rule and fix.
     """
     connections, launches = args.cuda_connections, args.grad_sync_launches
-    if args.dp_slices and launches is not None:
+    if args.dp_slices == "on" and launches is not None:
         raise ValueError(
-            f"--dp-slices with --grad-sync-launches {launches}: a slice is one collective; drop one"
+            f"slices=on with --grad-sync-launches {launches}: a slice is one collective; drop one"
         )
-    if args.dp_slices and grad_sync is not None and args.backward_share is None:
+    if args.dp_slices == "on" and grad_sync is not None and args.backward_share is None:
         raise ValueError(
-            f"--dp-slices with --grad-sync {grad_sync}: slices follow each other in the plan's "
-            "order; drop one, or give --backward-share"
+            f"slices=on with --grad-sync {grad_sync}: slices follow each other in the plan's "
+            "order; drop one, or give step=next"
         )
     if launches is not None and connections is None:
         raise ValueError(
@@ -135,7 +142,7 @@ def check_device_options(args: Namespace, grad_sync: str | None) -> None:
     if grad_sync == "deferred" and args.backward_share is None:
         raise ValueError(
             f"--grad-sync deferred with --cuda-connections {connections}: NCCL runs DP.sync in the "
-            "order of its launch, not the most urgent first; give --backward-share"
+            "order of its launch, not the most urgent first; give step=next"
         )
     if args.preemptive_comm and connections == 1:
         raise ValueError(

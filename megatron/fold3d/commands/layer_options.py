@@ -6,9 +6,10 @@ from math import inf
 
 from megatron.fold3d.commands.cost_options import Source, costs_of
 from megatron.fold3d.commands.schedule_options import asks_to_choose
-from megatron.fold3d.config.recompute_flags import AUTO, counts_list
+from megatron.fold3d.config.recompute_flags import counts_list
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.policy.partition import Layers, best_partition
+from megatron.fold3d.policy.schedule_word import AUTO
 from megatron.fold3d.predict.search.rank_work import rank_times
 
 _MOST_SIMULATED = 100
@@ -45,8 +46,8 @@ def with_chosen_layers(
     shape, start = source.hardware.shape, source.hardware.layers
     of_one_split = (
         "--recompute-layers with numbers" if isinstance(args.recompute_layers, tuple) else "",
-        "--replicate-optimizer" if args.replicate_optimizer is not None else "",
-        "--forwards-ahead auto or --delay-weight-grads auto" if asks_to_choose(args) else "",
+        "optimizer=" if args.replicate_optimizer else "",
+        "ahead=auto or wgrad=gaps" if asks_to_choose(args) else "",
     )
     for found in filter(None, of_one_split):
         raise ValueError(

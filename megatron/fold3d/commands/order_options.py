@@ -1,17 +1,15 @@
-"""``--forwards-ahead auto`` and ``--delay-weight-grads auto``: the order that takes least time."""
+"""``ahead=auto`` and ``wgrad=gaps``: the order that takes least time."""
 
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any
 
 from megatron.fold3d.commands.cost_options import Source
 from megatron.fold3d.commands.schedule_options import compute_plan
-from megatron.fold3d.config.backward_share_flags import AUTO
-from megatron.fold3d.config.recompute_flags import stages_of
 from megatron.fold3d.plan.compile import Options, lower
-from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.ir import Plan, stages_of
 from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
 from megatron.fold3d.plan.passes.recompute import recompute_early
+from megatron.fold3d.policy.schedule_word import AUTO
 from megatron.fold3d.predict.search.order_choice import (
     Judge,
     at_most,
@@ -39,16 +37,16 @@ def chosen_order(args: Namespace, source: Source, judge: Judge | None = None) ->
     if places:
         stage_times(source.costs)  # or there is nothing to place
     if args.most_activations is not None:
-        check_most(compute_plan(_without(args, "recompute_early"), 1), args.most_activations)
+        check_most(compute_plan(_computing(args), 1), args.most_activations)
     auto_ahead = args.forwards_ahead == AUTO
     numbers = worth_trying(source.costs, args.pp, args.microbatches) if auto_ahead else (None,)
 
     def recomputing(plan: Plan) -> Plan:
-        early = stages_of(args.recompute_early, plan.num_stages)
+        early = stages_of(args.recompute_early, plan.num_ranks)
         return recompute_early(plan, early, in_pairs=bool(args.overlap_tensor_parallel))
 
     choice = choose_order(
-        lambda ahead: compute_plan(_without(args, "recompute_early"), ahead),
+        lambda ahead: compute_plan(_computing(args), ahead),
         source.costs,
         judge or _judged_alone(source),
         forwards_ahead=numbers,
@@ -58,9 +56,9 @@ def chosen_order(args: Namespace, source: Source, judge: Judge | None = None) ->
     )
     name = str(args.schedule)
     if auto_ahead:
-        name += f" --forwards-ahead {choice.forwards_ahead}"
+        name += f":ahead={choice.forwards_ahead}"
     if choice.splits:
-        name += " --delay-weight-grads auto"
+        name += ":wgrad=gaps"
     return name, choice.plan
 
 
@@ -83,6 +81,5 @@ def _judged_alone(source: Source) -> Judge:
     return judge
 
 
-def _without(args: Namespace, name: str) -> Namespace:
-    values: dict[str, Any] = {**vars(args), name: None}
-    return Namespace(**values)
+def _computing(args: Namespace) -> Namespace:
+    return Namespace(**vars(args) | {"recompute_early": ()})

@@ -7,19 +7,20 @@ from pathlib import Path
 from megatron.fold3d.commands.console import OK, write
 from megatron.fold3d.commands.cost_flags import add_cost_flags, given_costs
 from megatron.fold3d.commands.plan_source import sizes
-from megatron.fold3d.commands.schedule_options import add_size_options, asks_to_choose, compute_plan
+from megatron.fold3d.commands.schedule_options import (
+    add_schedule_options,
+    asks_to_choose,
+    check_named,
+    compute_plan,
+)
 from megatron.fold3d.plan.compile import Options, lower
-from megatron.fold3d.plan.schedules import SCHEDULES
 
 EXAMPLE = "fold3d plan --schedule aiao --pp 2 --segments 2 --microbatches 3"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of this command."""
-    parser.add_argument(
-        "--schedule", required=True, choices=SCHEDULES, metavar="NAME", help=", ".join(SCHEDULES)
-    )
-    add_size_options(parser, required=True)
+    add_schedule_options(parser, required=True)
     parser.add_argument(
         "--compute-only", action="store_true", help="without transfers and gradient sync"
     )
@@ -32,6 +33,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the plan; returns the exit code."""
+    args = check_named(args)
     plan = compute_plan(args)
     if asks_to_choose(args):
         from megatron.fold3d.commands.cost_options import costs_of
@@ -40,8 +42,8 @@ def run(args: Namespace) -> int:
         _, plan = chosen_order(args, costs_of(args, plan))
     elif given := given_costs(args):
         raise ValueError(
-            f"{given} without an auto: only --forwards-ahead auto and --delay-weight-grads auto "
-            "read costs here; drop it, or give one of them"
+            f"{given} without an auto: only ahead=auto and wgrad=gaps read costs "
+            "here; drop it, or give one of them"
         )
     if not args.compute_only:
         options = Options(

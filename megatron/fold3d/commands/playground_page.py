@@ -3,7 +3,7 @@
 from argparse import Namespace
 from collections.abc import Sequence
 
-from megatron.fold3d.config.backward_share_flags import AUTO
+from megatron.fold3d.config.schedule_flags import WORD_DEFAULTS
 from megatron.fold3d.observe.report.playground import (
     MOST_FORWARDS,
     Fixed,
@@ -13,6 +13,7 @@ from megatron.fold3d.observe.report.playground import (
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.memory import peak_activations
+from megatron.fold3d.policy.schedule_word import AUTO
 from megatron.fold3d.predict.simulator.costs import Costs
 
 _PLAIN = frozenset(
@@ -82,5 +83,7 @@ def playground_page(
 
 def _is_plain(args: Namespace) -> bool:
     """Return True if the page simulates just what the command does."""
-    others = (value for option, value in vars(args).items() if option not in _PLAIN)
-    return all(value is None or value is False for value in others)
+    known = _PLAIN.union(WORD_DEFAULTS)
+    others = (value for option, value in vars(args).items() if option not in known)
+    as_named = not (args.plan_file or args.schedule_keys)
+    return as_named and all(value is None or value is False for value in others)

@@ -5,8 +5,8 @@ from dataclasses import replace
 from operator import gt
 
 from megatron.fold3d.commands.cost_options import Source
-from megatron.fold3d.config.backward_share_flags import AUTO
 from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.policy.schedule_word import AUTO
 from megatron.fold3d.predict.cost_model.recompute_by_stage import (
     costs_with_counts,
     fewest_recomputed,
@@ -34,7 +34,7 @@ def with_recompute_counts(
     shape, setup, footprint = hardware.shape, hardware.setup, hardware.footprint
     if args.forwards_ahead == AUTO and given == AUTO:
         raise ValueError(
-            "--recompute-layers auto with --forwards-ahead auto: how many forwards run ahead "
+            "--recompute-layers auto with ahead=auto: how many forwards run ahead "
             "decides what fits; give a number for one of the two"
         )
     layers = hardware.layers

@@ -1,14 +1,13 @@
-"""``--replicate-optimizer``: the segments stepped in full, given or chosen by simulation."""
+"""``optimizer=``: the segments stepped in full, given or chosen by simulation."""
 
 from argparse import Namespace
 from dataclasses import replace
 
 from megatron.fold3d.commands.cost_options import Hardware, Source
-from megatron.fold3d.commands.schedule_options import spelled
-from megatron.fold3d.config.backward_share_flags import AUTO
 from megatron.fold3d.plan.ir import Op, Plan, stages_of
 from megatron.fold3d.plan.ops import GATHER_OPS, WEIGHT_OPS
 from megatron.fold3d.policy.replicated_segments import choose_replicated, units
+from megatron.fold3d.policy.schedule_word import AUTO, Part
 from megatron.fold3d.predict.cost_model.sizes import replicated_bytes
 from megatron.fold3d.predict.search.replicated_choice import (
     SimulatedIteration,
@@ -32,7 +31,7 @@ def chosen_segments(
         ValueError: the flag cannot be simulated with another option.
     """
     given = args.replicate_optimizer
-    found = f"--replicate-optimizer {given if given == AUTO else spelled(given)}"
+    found = "optimizer=auto" if given == AUTO else str(Part("optimizer", "replicated", given))
     if source.hardware is None or not source.gathers_params:
         raise ValueError(
             f"{found}: it chooses which segments are updated in shards; give --model, --cluster "
@@ -41,7 +40,7 @@ def chosen_segments(
     if grad_sync is not None or args.cuda_connections is not None or order.has(*GATHER_OPS):
         raise ValueError(
             f"{found}: it is simulated where an iteration waits for all gradients, with a queue "
-            "for each stream; drop --grad-sync, --backward-share, --cuda-connections and gathers "
+            "for each stream; drop --grad-sync, step=next, --cuda-connections and gathers "
             "of a plan's own"
         )
     if given != AUTO:
@@ -53,7 +52,7 @@ def chosen_segments(
         return tuple(given)
 
     hardware = source.hardware
-    delayed = args.delay_weight_grads or ()
+    delayed = args.delay_weight_grads
     if reduces_early and delayed != AUTO:  # where they go depends on what is replicated
         order = order.select(frozenset(Op) - WEIGHT_OPS)
     iteration = SimulatedIteration(
@@ -63,7 +62,7 @@ def chosen_segments(
         source.nic_of_rank,
         source.routes,
         reduces_early=reduces_early,
-        early=args.early_dp_sync or (),
+        early=args.behind_backwards,
         shard_shares=hardware.shard_shares,
     )
     peaks = hardware.peaks(iteration.timeline(()))

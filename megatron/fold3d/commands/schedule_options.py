@@ -1,84 +1,63 @@
 """The options that name a schedule and its sizes, and the compute plan that they stand for."""
 
 from argparse import ArgumentParser, Namespace
-from typing import get_args
 
-from megatron.fold3d.config.backward_share_flags import AUTO
-from megatron.fold3d.config.recompute_flags import stage_list, stages_of
-from megatron.fold3d.config.schedule_flags import int_or_auto
-from megatron.fold3d.config.weight_grad_flags import segments_or_auto
-from megatron.fold3d.plan.ir import Plan, PlanError
+from megatron.fold3d.config.retired_flags import add_retired_flags
+from megatron.fold3d.config.schedule_flags import add_schedule_word, written_out
+from megatron.fold3d.config.weight_grad_flags import weight_grad_part
+from megatron.fold3d.plan.ir import Plan, PlanError, stages_of
 from megatron.fold3d.plan.passes.pairs import check_pairs, in_pairs, num_pairs
 from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.passes.shard_params import shard_params
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
-from megatron.fold3d.plan.schedules import (
-    SPLIT_SCHEDULES,
-    LastSegment,
-    build,
-    check_forwards_ahead,
-)
+from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES, build, check_forwards_ahead
+from megatron.fold3d.policy.schedule_word import AUTO, STOCK
 
 
-def add_size_options(parser: ArgumentParser, *, required: bool) -> None:
-    """Add everything but ``--schedule`` itself."""
+def add_schedule_options(parser: ArgumentParser, *, required: bool) -> None:
+    """Add ``--schedule`` and the sizes of a plan, which a plan file has if not ``required``."""
+    add_schedule_word(
+        parser,
+        "the word that training takes: an order and its choices, such as aiao:step=next",
+        required=True,
+    )
+    add_retired_flags(parser)
     parser.add_argument("--pp", required=required, type=int, metavar="N", help="pipeline ranks")
     parser.add_argument(
         "--segments", type=int, metavar="N", help="model chunks per rank (default: 1)"
     )
     parser.add_argument("--microbatches", required=required, type=int, metavar="N")
     parser.add_argument(
-        "--aiao-last-segment",
-        choices=get_args(LastSegment),
-        help="1f1b (default) holds fewer activations in the same time than the paper's afab",
-    )
-    parser.add_argument(
-        "--group-size",
-        type=int,
-        metavar="N",
-        help="micro-batches per group of interleaved (default: as many as ranks)",
-    )
-    parser.add_argument(
-        "--forwards-ahead",
-        type=int_or_auto,
-        metavar="N",
-        help="forwards that 1f1b (default: 1), interleaved and the last segment of aiao (default: "
-        "2) run for each rank behind before backwards; auto is what takes least time",
-    )
-    parser.add_argument(
-        "--recompute-early",
-        type=stage_list,
-        metavar="N,N",
-        help="recompute these stages, or all, while they wait for the gradient (R)",
-    )
-    parser.add_argument(
         "--shard-segments",
         choices=("weights", "gradients"),
         help="weights: free a stage's parameters behind its last use and gather them again before "
         "its backwards; gradients: also keep only a shard of its reduced gradients",
     )
-    parser.add_argument(
-        "--overlap-tensor-parallel",
-        action="store_true",
-        default=None,
-        help="in pairs of neighbouring micro-batches, each computed during the other's "
-        "tensor-parallel collectives",
-    )
-    parser.add_argument(
-        "--delay-weight-grads",
-        type=segments_or_auto,
-        metavar="N,N",
-        help="compute the weight gradients of these segments when all backwards are through; auto "
-        "puts those of all segments where ranks would wait, if that takes less time",
-    )
-    parser.add_argument(
-        "--most-activations",
-        type=int,
-        metavar="N",
-        help="with --delay-weight-grads auto: micro-batches of a model chunk that a rank holds, "
-        "those whose weight gradients are missing included (default: as many as the fullest rank "
-        "without them, or what a model leaves of the GPUs' memory)",
-    )
+
+
+def check_named(args: Namespace) -> Namespace:
+    """Return arguments with the numbers of segments, for an order that commands know.
+
+    Raises:
+        ValueError: the word names an order, or a choice, that the command has not.
+    """
+    if args.schedule == STOCK:
+        raise ValueError(
+            "--schedule stock: here it is the order that Megatron picks; give 1f1b, or interleaved "
+            "with several segments"
+        )
+    if "share" in args.schedule_keys and args.backward_share is None:
+        raise ValueError("share= without step=next: it is a share of what that defers; add it")
+    segments = 1 if args.segments is None else args.segments
+    args = written_out(args, segments)
+    for name in ("delay_weight_grads", "recompute_early", "replicate_optimizer"):
+        for segment in getattr(args, name) if isinstance(getattr(args, name), tuple) else ():
+            if segment >= segments and args.plan_file is None:
+                raise ValueError(
+                    f"there is no segment {segment} in --schedule {args.schedule}, a rank holds "
+                    f"{segments}; give some of 0 to {segments - 1}"
+                )
+    return args
 
 
 def asks_to_choose(args: Namespace) -> bool:
@@ -91,33 +70,28 @@ def compute_plan(args: Namespace, forwards_ahead: int | None = None) -> Plan:
 
     Args:
         args: the command's arguments.
-        forwards_ahead: replaces ``--forwards-ahead auto``; all weight gradients then stay in their
-            backwards.
+        forwards_ahead: replaces ``ahead=auto``; all weight gradients then stay in their backwards.
 
     Raises:
-        PlanError: no such plan can run, or an option has no reader.
+        PlanError: no such plan can run, or a part of the word has no reader.
     """
-    for flag, value, reader in (
-        ("--aiao-last-segment", args.aiao_last_segment, "aiao"),
-        ("--group-size", args.group_size, "interleaved"),
-    ):
-        if value is not None and args.schedule != reader:
-            raise PlanError(
-                f"{flag} {value} with --schedule {args.schedule}: only {reader} reads it; "
-                f"drop it or give --schedule {reader}"
-            )
+    group = args.schedule_group
+    if group is not None and args.schedule != "interleaved":
+        raise PlanError(
+            f"group={group} with --schedule {args.schedule}: only interleaved has groups; drop it"
+        )
     if args.forwards_ahead == AUTO:
-        check_forwards_ahead("auto", args.schedule, args.aiao_last_segment)
-    delayed = args.delay_weight_grads or ()
+        check_forwards_ahead("auto", args.schedule)
+    delayed = args.delay_weight_grads
     if delayed and args.schedule in SPLIT_SCHEDULES:
         raise PlanError(
-            f"--delay-weight-grads {spelled(delayed)} with --schedule "
-            f"{args.schedule}: it has all weight gradients apart already; drop one of the two"
+            f"{weight_grad_part(args)} with --schedule {args.schedule}: it has all weight "
+            "gradients apart already; drop one of the two"
         )
     if args.most_activations is not None and (delayed != AUTO or args.most_activations < 1):
         raise PlanError(
-            f"--most-activations {args.most_activations}: it limits what --delay-weight-grads auto "
-            "holds, and a rank holds at least one; give both, or drop it"
+            f"held={args.most_activations}: it limits what wgrad=gaps holds, and a rank holds at "
+            "least one; give both, or drop it"
         )
     paired = bool(args.overlap_tensor_parallel)
     if paired:
@@ -127,15 +101,14 @@ def compute_plan(args: Namespace, forwards_ahead: int | None = None) -> Plan:
         num_ranks=args.pp,
         num_segments=1 if args.segments is None else args.segments,
         num_microbatches=num_pairs(args.microbatches) if paired else args.microbatches,
-        last_segment=args.aiao_last_segment or "1f1b",
-        group_size=args.group_size,
+        group_size=group,
         forwards_ahead=forwards_ahead if args.forwards_ahead == AUTO else args.forwards_ahead,
     )
     if paired:
         plan = in_pairs(plan, args.microbatches)
         check_pairs(plan)
     plan = delay_weight_grads(plan, () if delayed == AUTO else delayed)
-    early = stages_of(args.recompute_early, plan.num_stages)
+    early = stages_of(args.recompute_early, plan.num_ranks)
     plan = recompute_early(plan, early, in_pairs=paired)
     return plan if args.shard_segments is None else shard_params(plan)
 
@@ -149,13 +122,11 @@ def _check_paired(args: Namespace) -> None:
     """Refuse what training refuses beside pairs, as far as it concerns the plan."""
     if args.schedule in SPLIT_SCHEDULES:
         raise PlanError(
-            f"--overlap-tensor-parallel with --schedule {args.schedule}: weight gradients are "
-            "computed apart for one micro-batch at a time; give --schedule 1f1b"
+            f"pairs=on with --schedule {args.schedule}: weight gradients are computed apart for "
+            "one micro-batch at a time; give --schedule 1f1b"
         )
-    for name in ("delay_weight_grads", "group_size"):
-        if getattr(args, name) is not None:
-            flag = "--" + name.replace("_", "-")
+    for key, given in (("wgrad", args.delay_weight_grads), ("group", args.schedule_group)):
+        if given:
             raise PlanError(
-                f"--overlap-tensor-parallel with {flag}: never shown to train what stock does; "
-                "drop one of the two"
+                f"pairs=on with {key}=: never shown to train what stock does; drop one of the two"
             )

@@ -203,6 +203,12 @@ def _lines(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str
     yield from _bought(found)
     yield from _assumptions_of(answer, shape, cluster)
     yield f"per GPU: {_flops(found.choice, shape, cluster)}"
+    if found.many_queues_s is not None:
+        least_s, most_s = found.many_queues_s
+        yield (
+            f"with CUDA_DEVICE_MAX_CONNECTIONS=32: {least_s:.3f}s, or up to {most_s:.3f}s as it "
+            f"may expose TP.sync that one queue hides; with 1: {found.choice.iteration_s:.3f}s"
+        )
     user = answer.described if answer.described and answer.described.script else None
     where = f", appended to those of {user.script}:" if user else ":"
     if found.choice.candidate.is_stock:
@@ -337,6 +343,7 @@ def _as_json(answer: _Answer, shape: ModelShape, cluster: Cluster) -> dict[str, 
         "best_stock": found.best_stock and row(found.best_stock),
         "best": row(answer.found.choice),
         "gain": answer.found.gain,
+        "many_queues_s": found.many_queues_s,
         "flags": answer.flags(shape, cluster) if shape.family in SCRIPTS else None,
         "considered": found.considered,
         "too_large": found.too_large,

@@ -24,6 +24,7 @@ from megatron.fold3d.commands.recompute_options import with_recompute_counts
 from megatron.fold3d.commands.replication_options import chosen_segments, replicated_source
 from megatron.fold3d.commands.schedule_options import (
     asks_to_choose,
+    check_named,
     compute_plan,
     spelled,
 )
@@ -34,7 +35,6 @@ from megatron.fold3d.commands.simulate_report import (
     report_json,
     report_lines,
 )
-from megatron.fold3d.config.backward_share_flags import AUTO
 from megatron.fold3d.observe.report.draw import caption_of, draw
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.compile import Options, lower
@@ -42,11 +42,13 @@ from megatron.fold3d.plan.ir import Op, Plan, PlanError, stages_of
 from megatron.fold3d.plan.ops import HOST_OPS, SUM_OPS, WEIGHT_OPS
 from megatron.fold3d.plan.passes.recompute import recomputed
 from megatron.fold3d.plan.verify import verify
+from megatron.fold3d.policy.schedule_word import AUTO, Part
 from megatron.fold3d.predict.simulator.lower_bound import bounds_of
 
 EXAMPLE = "fold3d simulate --schedule aiao --pp 2 --segments 2 --microbatches 4"
 
 _MOST_ITERATIONS = 1000
+_OF_ORDERS = ("wgrad", "recompute", "ahead", "held", "group", "pairs")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -57,7 +59,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print what is predicted; returns the exit code."""
-    if args.schedule == auto_options.NAME:
+    args = check_named(args)
+    if args.schedule == AUTO:
         write(auto_options.what_auto_would_try(args))
         return OK
     name, compute = _plan(args)
@@ -81,7 +84,7 @@ def run(args: Namespace) -> int:
         )
     if args.overlap_tensor_parallel and not any(source.costs.tp_sync_s):
         raise ValueError(
-            "--overlap-tensor-parallel: there is no tensor-parallel collective in the costs: give "
+            "pairs=on: there is no tensor-parallel collective in the costs: give "
             "--tp-sync-s, or --tp 2 or more with a model, or tp_sync_s in --costs"
         )
     if args.layers is not None and source.hardware is None:
@@ -137,9 +140,9 @@ def run(args: Namespace) -> int:
 
     if asks_to_choose(args):
         name, compute = chosen_order(args, source, judged)
-    if args.replicate_optimizer is not None:
+    if args.replicate_optimizer:
         segments = chosen_segments(args, source, compute, grad_sync, reduces_early=early)
-        name += f" --replicate-optimizer {spelled(segments) or 'none'}"
+        name += f":{Part('optimizer', 'replicated', segments) if segments else 'optimizer=sharded'}"
         options = replace(options, replicated_stages=stages_of(segments, compute.num_ranks))
         source = replicated_source(source, compute, segments)
     plan, timeline = simulated(compute, source)
@@ -195,16 +198,19 @@ def _plan(args: Namespace) -> tuple[str, Plan]:
             if value is None:
                 raise ValueError(f"--schedule {args.schedule} without {flag}: give {flag} N")
         return args.schedule, compute_plan(args)
-    for name in (
-        *("pp", "segments", "microbatches", "aiao_last_segment", "group_size"),
-        *("delay_weight_grads", "forwards_ahead", "recompute_early", "most_activations"),
-        *("overlap_tensor_parallel", "shard_segments", "early_dp_sync"),
+    for flag, value in (
+        ("--pp", args.pp),
+        ("--segments", args.segments),
+        ("--microbatches", args.microbatches),
+        ("--shard-segments", args.shard_segments),
     ):
-        if (value := getattr(args, name)) is not None:
-            flag = "--" + name.replace("_", "-")
-            if value is True:
-                raise ValueError(f"{flag} with --plan-file: a plan has its order; drop {flag}")
+        if value is not None:
             raise ValueError(
-                f"{flag} {spelled(value)} with --plan-file: a plan has its sizes; drop {flag}"
+                f"{flag} {value} with --schedule plan={args.plan_file}: a plan has its sizes; drop "
+                f"{flag}"
             )
+    if kept := [key for key in args.schedule_keys if key in _OF_ORDERS]:
+        raise ValueError(
+            f"{kept[0]}= with --schedule plan={args.plan_file}: a plan has its order; drop it"
+        )
     return str(args.plan_file), plan_from(args.plan_file)

@@ -3,59 +3,22 @@
 from argparse import ArgumentParser
 from pathlib import Path
 
-from megatron.fold3d.commands import auto_options
 from megatron.fold3d.commands.layer_options import layers_or_auto
-from megatron.fold3d.commands.schedule_options import add_size_options
-from megatron.fold3d.config.backward_share_flags import share_or_auto
+from megatron.fold3d.commands.schedule_options import add_schedule_options
 from megatron.fold3d.config.recompute_flags import counts_or_auto
-from megatron.fold3d.config.weight_grad_flags import segment_list, segments_or_auto
 from megatron.fold3d.plan.device_queues import CONNECTIONS
-from megatron.fold3d.plan.schedules import SCHEDULES
 
 _GRAD_SYNC: tuple[str, ...] = ("serial", "overlap", "deferred")
 
 
 def add_simulate_flags(parser: ArgumentParser) -> None:
     """Add the options that say what is simulated, and what is written."""
-    order = parser.add_mutually_exclusive_group(required=True)
-    order.add_argument(
-        "--schedule",
-        choices=(*SCHEDULES, auto_options.NAME),
-        metavar="NAME",
-        help=f"{', '.join(SCHEDULES)}; auto says what training "
-        "with --schedule auto would try, and what it expects",
-    )
-    order.add_argument(
-        "--plan-file", type=Path, metavar="FILE", help="what `fold3d plan` wrote; - is stdin"
-    )
-    add_size_options(parser, required=False)
+    add_schedule_options(parser, required=False)
     parser.add_argument(
         "--grad-sync",
         choices=_GRAD_SYNC,
         help="DP.sync after everything, behind other segments' backwards (default), or also "
         "behind the next iteration's forwards, the most urgent first",
-    )
-    parser.add_argument(
-        "--backward-share",
-        type=share_or_auto,
-        metavar="X",
-        help="DP.sync in order of issue, this share of it behind backwards and the rest behind the "
-        "next iteration's forwards, as training's --backward-share has it; auto is what fits of "
-        "each segment",
-    )
-    parser.add_argument(
-        "--early-dp-sync",
-        type=segment_list,
-        metavar="N,N",
-        help="with --backward-share or --distributed-optimizer: segments of --delay-weight-grads "
-        "whose DP.sync starts between their weight gradients",
-    )
-    parser.add_argument(
-        "--replicate-optimizer",
-        type=segments_or_auto,
-        metavar="N,N",
-        help="with --distributed-optimizer of a model: all-reduce the gradients of these segments, "
-        "and gather nothing for them; auto is what shortens the iteration",
     )
     parser.add_argument(
         "--preemptive-comm",
@@ -76,12 +39,6 @@ def add_simulate_flags(parser: ArgumentParser) -> None:
         metavar="N",
         help="with --cuda-connections: collectives that DP.sync of a model chunk is launched as "
         "(default: 1; of a model, as training cuts it)",
-    )
-    parser.add_argument(
-        "--dp-slices",
-        action="store_true",
-        help="DP.sync in slices, one before each computation that may hide it, as training's "
-        "--dp-slices has it (default: with a model, --backward-share and one queue)",
     )
     parser.add_argument(
         "--iterations",

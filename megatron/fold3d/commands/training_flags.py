@@ -19,17 +19,14 @@ _DECIDED = frozenset(
         *("expert-model-parallel-size", "expert-tensor-parallel-size", "use-tp-pp-dp-mapping"),
         *("micro-batch-size", "global-batch-size", "sequence-parallel"),
         *("recompute-activations", "recompute-granularity", "recompute-method"),
-        *("recompute-num-layers", "recompute-modules", "recompute-layers", "recompute-early"),
+        *("recompute-num-layers", "recompute-modules", "recompute-layers"),
         *("pipeline-model-parallel-layout", "num-virtual-stages-per-pipeline-rank"),
         *("num-layers-per-virtual-pipeline-stage", "decoder-first-pipeline-num-layers"),
         *("decoder-last-pipeline-num-layers", "account-for-embedding-in-pipeline-split"),
         *("account-for-loss-in-pipeline-split", "overlap-p2p-communication-warmup-flush"),
         *("microbatch-group-size-per-virtual-pipeline-stage", "overlap-grad-reduce"),
         *("use-distributed-optimizer", "overlap-param-gather"),
-        *("schedule", "plan-file", "segments", "aiao-last-segment", "forwards-ahead"),
-        *("shard-segments", "replicate-optimizer", "backward-share", "early-dp-sync", "dp-slices"),
-        *("delay-weight-grads", "most-activations", "overlap-tensor-parallel", "preemptive-comm"),
-        "offload-activations",
+        *("schedule", "segments", "shard-segments", "preemptive-comm", "offload-activations"),
     )
 )
 
@@ -133,14 +130,14 @@ def _schedule(candidate: Candidate) -> Iterator[str]:
     if candidate.layers:
         yield f"--pipeline-model-parallel-layout {quote(layout_of(candidate.layers))}"
     if not candidate.is_stock:
-        yield f"--schedule {candidate.schedule}"
+        yield f"--schedule {candidate.word}"
         if not candidate.layers:
             yield f"--segments {candidate.num_segments}"
     elif candidate.num_segments > 1:
         if not candidate.layers:
             yield f"--num-virtual-stages-per-pipeline-rank {candidate.num_segments}"
         yield "--overlap-p2p-communication-warmup-flush"  # or only its steady state overlaps
-    if candidate.group_size not in (None, candidate.num_ranks):
+    if candidate.is_stock and candidate.group_size not in (None, candidate.num_ranks):
         groups = "--microbatch-group-size-per-virtual-pipeline-stage"
         yield f"{groups} {candidate.group_size}"
     if candidate.setup.num_replicas > 1:  # or no DP.sync starts before the last backward
@@ -149,21 +146,8 @@ def _schedule(candidate: Candidate) -> Iterator[str]:
         yield "--use-distributed-optimizer --overlap-param-gather"
     if candidate.shards != "off":
         yield f"--shard-segments {candidate.shards}"
-    if candidate.replicated:
-        yield f"--replicate-optimizer {candidate.replicated_segments}"
-    if candidate.backward_share is not None:
-        yield f"--backward-share {candidate.backward_share}"
-    if candidate.delayed_weight_grads:
-        yield f"--delay-weight-grads {candidate.delayed_segments}"
-    if candidate.forwards_ahead is not None:
-        yield f"--forwards-ahead {candidate.forwards_ahead}"
-    if candidate.places_weight_grads:
-        yield "--delay-weight-grads auto"
-    if candidate.recompute_early:
-        yield "--recompute-early all"
     if candidate.overlap_tensor_parallel:  # run with Megatron's own layers and without dropout
-        yield "--overlap-tensor-parallel --transformer-impl local"
-        yield "--attention-dropout 0 --hidden-dropout 0"
+        yield "--transformer-impl local --attention-dropout 0 --hidden-dropout 0"
     if candidate.preemptive:
         yield "--preemptive-comm"
     if candidate.offload:

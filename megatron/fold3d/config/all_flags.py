@@ -19,7 +19,6 @@ from megatron.fold3d.config.auto_schedule_flags import (
     may_replicate,
 )
 from megatron.fold3d.config.backward_share_flags import (
-    add_share_flags,
     first_share,
     measures_shares,
     share_problems,
@@ -30,11 +29,7 @@ from megatron.fold3d.config.bucket_flags import (
     has_one_queue,
     reduces_early,
 )
-from megatron.fold3d.config.dp_slice_flags import (
-    add_dp_slice_flags,
-    dp_slice_problems,
-    slices_dp_sync,
-)
+from megatron.fold3d.config.dp_slice_flags import dp_slice_problems, slices_dp_sync
 from megatron.fold3d.config.fold3d_config import Device, Fold3DConfig
 from megatron.fold3d.config.minimum_sizes import size_problems
 from megatron.fold3d.config.nccl_settings import add_traffic_class_flags, traffic_class_problems
@@ -49,18 +44,23 @@ from megatron.fold3d.config.recompute_flags import (
     add_recompute_flags,
     recompute_problems,
     recomputes_means,
-    stages_of,
 )
 from megatron.fold3d.config.refusals import refusals
 from megatron.fold3d.config.replication_flags import (
-    add_replication_flags,
     given_segments,
     replication_problems,
     ties_embeddings,
 )
-from megatron.fold3d.config.schedule_flags import add_schedule_flags, schedule_of, schedule_problems
+from megatron.fold3d.config.retired_flags import add_retired_flags
+from megatron.fold3d.config.schedule_flags import (
+    add_schedule_flags,
+    group_of,
+    schedule_of,
+    schedule_problems,
+    with_plan,
+    written_out,
+)
 from megatron.fold3d.config.segment_flags import (
-    AUTO,
     add_segment_flags,
     num_segments,
     segment_problems,
@@ -74,12 +74,13 @@ from megatron.fold3d.config.trace_flags import (
     trace_problems,
 )
 from megatron.fold3d.config.weight_grad_flags import (
-    add_weight_grad_flags,
-    early_sync_problems,
+    place_problems,
     split_segments,
     weight_grad_problems,
 )
+from megatron.fold3d.plan.ir import stages_of
 from megatron.fold3d.plan.passes.transfers import RECEIVES_AHEAD
+from megatron.fold3d.policy.schedule_word import AUTO
 
 # A slice has to take much longer than its launch, and much less than an activation's transfer.
 SLICE_BYTES: dict[Device, int] = {"cuda": 8 << 20, "cpu": 1 << 19}
@@ -88,15 +89,12 @@ _FLAGS_OF_FEATURES = (
     add_schedule_flags,
     add_segment_flags,
     add_recompute_flags,
-    add_share_flags,
     add_shard_flags,
-    add_replication_flags,
-    add_dp_slice_flags,
-    add_weight_grad_flags,
     add_preemption_flags,
     add_offload_flags,
     add_traffic_class_flags,
     add_trace_flags,
+    add_retired_flags,
 )
 
 
@@ -134,6 +132,8 @@ def megatron_defaults(args: Namespace) -> dict[str, Any]:
     defaults: dict[str, Any] = {}
     if args.segments not in (None, AUTO) and not virtual_stage_flag(args):
         defaults["num_virtual_stages_per_pipeline_rank"] = args.segments
+    if args.schedule_group is not None:
+        defaults["microbatch_group_size_per_vp_stage"] = args.schedule_group
     if args.recompute_layers is not None:
         defaults |= {"recompute_granularity": "full", "recompute_method": "block"}
         auto = args.recompute_layers == AUTO
@@ -155,6 +155,7 @@ def read_config(args: Namespace) -> Fold3DConfig:
     if problems := [*size_problems(args)]:  # the other rules divide by these sizes
         raise ValueError("\n".join(problems))
     schedule, segments = schedule_of(args), num_segments(args)
+    args = with_plan(args) if args.plan_file else written_out(args, segments)
     problems = [
         *schedule_problems(args, schedule),
         *auto_schedule_problems(args, schedule),
@@ -166,8 +167,8 @@ def read_config(args: Namespace) -> Fold3DConfig:
         *dp_slice_problems(args, schedule),
         *offload_problems(args, schedule, segments),
         *weight_grad_problems(args, schedule, segments),
-        *early_sync_problems(args, schedule, segments),
-        *recompute_problems(args, schedule, args.pipeline_model_parallel_size * segments),
+        *place_problems(args, schedule, segments),
+        *recompute_problems(args, schedule, segments),
         *_pair_problems(args, schedule),
         *_recompute_count_problems(args, schedule, segments),
         *trace_problems(args, schedule),
@@ -181,24 +182,21 @@ def read_config(args: Namespace) -> Fold3DConfig:
         plan_file=args.plan_file,
         num_ranks=args.pipeline_model_parallel_size,
         num_segments=segments,
-        aiao_last_segment=args.aiao_last_segment or "1f1b",
         device=args.device,
-        microbatch_group_size=args.microbatch_group_size_per_vp_stage,
+        microbatch_group_size=group_of(args),
         distributed_timeout_minutes=args.distributed_timeout_minutes,
         backward_share=first_share(args),
         auto_share=measures_shares(args),
         dp_slice_bytes=args.dp_slice_bytes or SLICE_BYTES[args.device],
         auto_slices=args.dp_slice_bytes is None,
         delay_weight_grads=split_segments(args, schedule, segments),
-        early_dp_sync=args.early_dp_sync,
+        behind_backwards=args.behind_backwards,
         has_engine_modules=args.transformer_impl == "transformer_engine",
         forwards_ahead=None if args.forwards_ahead == AUTO else args.forwards_ahead,
         auto_ahead=args.forwards_ahead == AUTO,
         auto_weight_grads=args.delay_weight_grads == AUTO,
         most_activations=args.most_activations,
-        recompute_early=stages_of(
-            args.recompute_early, args.pipeline_model_parallel_size * segments
-        ),
+        recompute_early=stages_of(args.recompute_early, args.pipeline_model_parallel_size),
         recompute_layers=None if args.recompute_layers == AUTO else args.recompute_layers,
         auto_recompute_layers=args.recompute_layers == AUTO,
         recomputes_means=recomputes_means(args),

@@ -8,31 +8,29 @@ from megatron.fold3d.config.bucket_flags import has_one_queue
 from megatron.fold3d.config.refusals import spelled
 from megatron.fold3d.config.replication_flags import replication_problems
 from megatron.fold3d.config.weight_grad_flags import weight_grad_problems
+from megatron.fold3d.policy.schedule_word import VALUES
 
 NAME = "auto"
 _CHOOSES = "it chooses that itself"
 _COMPARES = "it compares iterations, and that changes while it does"
 _UNSHOWN = "never shown to train what stock does"
 
-_UNFIT = {
-    "delay_weight_grads": _CHOOSES,
-    "early_dp_sync": _CHOOSES,
-    "backward_share": _CHOOSES,
-    "replicate_optimizer": _CHOOSES,
-    "recompute_early": _UNSHOWN,
-    "overlap_tensor_parallel": _UNSHOWN,
-    "preemptive_comm": _UNSHOWN,
-    "lazy_inter_segment": _UNSHOWN,
+# What the word may not say beside `auto`, unless it is the value that all have by default.
+_CHOSEN = {
+    "optimizer": ("replicate_optimizer", _CHOOSES),
+    "step": ("backward_share", _CHOOSES),
+    "wgrad": ("delay_weight_grads", _CHOOSES),
+    "recompute": ("recompute_early", _UNSHOWN),
+    "pairs": ("overlap_tensor_parallel", _UNSHOWN),
 }
+_UNFIT = {"preemptive_comm": _UNSHOWN, "lazy_inter_segment": _UNSHOWN}
 _UNFIT_VALUES = (
     ("recompute_layers", "auto", _COMPARES),
     ("offload_activations", "auto", _COMPARES),
     ("offload_activations", "on", _UNSHOWN),
     ("shard_segments", "weights", _UNSHOWN),
     ("shard_segments", "gradients", _UNSHOWN),
-    ("dp_slices", "on", _UNSHOWN),
 )
-_NOTHING: tuple[object, ...] = (None, (), False)
 _DRAWS = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps", "fp8", "fp4")
 
 
@@ -40,13 +38,20 @@ def auto_schedule_problems(args: Namespace, schedule: str) -> Iterator[str]:
     """Yield one message (found, rule, fix) per setting ``--schedule auto`` cannot run with."""
     if schedule != NAME:
         return
-    given = [(name, rule) for name, rule in _UNFIT.items() if getattr(args, name) not in _NOTHING]
+    for key, (name, rule) in _CHOSEN.items():
+        if getattr(args, name):
+            default = f"{key}={VALUES[key][0]}"
+            yield (
+                f"{key}= with --schedule auto: {rule}; drop it, give {default} to rule it out, or "
+                "name a schedule"
+            )
+    if args.dp_slices == "on":
+        yield f"slices=on with --schedule auto: {_UNSHOWN}; drop it, or name a schedule"
+    given = [(name, rule) for name, rule in _UNFIT.items() if getattr(args, name)]
     given += [(name, rule) for name, value, rule in _UNFIT_VALUES if getattr(args, name) == value]
     for name, rule in given:
-        value, flag = getattr(args, name), "--" + name.replace("_", "-")
-        if isinstance(value, tuple):
-            value = ",".join(map(str, value))
-        yield (f"{spelled(flag, value)} with --schedule auto: {rule}; drop it, or name a schedule")
+        found = spelled("--" + name.replace("_", "-"), getattr(args, name))
+        yield f"{found} with --schedule auto: {rule}; drop it, or name a schedule"
 
 
 def may_defer(args: Namespace, schedule: str) -> bool:
@@ -57,6 +62,7 @@ def may_defer(args: Namespace, schedule: str) -> bool:
     """
     return (
         schedule == NAME
+        and "step" not in args.schedule_keys
         and args.overlap_grad_reduce
         and not args.use_distributed_optimizer
         and not has_one_queue(args)
@@ -67,13 +73,15 @@ def may_defer(args: Namespace, schedule: str) -> bool:
 def may_delay(args: Namespace, schedule: str, num_segments: int) -> bool:
     """Tell whether weight gradients may be apart from their backwards."""
     as_if = _with(args, delay_weight_grads=NAME, segments=num_segments)
-    return schedule == NAME and not any(weight_grad_problems(as_if, schedule, num_segments))
+    is_left = schedule == NAME and "wgrad" not in args.schedule_keys
+    return is_left and not any(weight_grad_problems(as_if, schedule, num_segments))
 
 
 def may_replicate(args: Namespace, schedule: str, num_segments: int) -> bool:
     """Tell whether every replica may step some segments in full."""
     as_if = _with(args, replicate_optimizer=NAME, segments=num_segments)
-    return schedule == NAME and not any(replication_problems(as_if, schedule, num_segments))
+    is_left = schedule == NAME and "optimizer" not in args.schedule_keys
+    return is_left and not any(replication_problems(as_if, schedule, num_segments))
 
 
 def keeps_forwards(args: Namespace) -> bool:

@@ -1,4 +1,4 @@
-"""Options of Megatron that ``--backward-share`` cannot be combined with; see `share_problems`."""
+"""Options of Megatron that ``step=next`` cannot be combined with; see `share_problems`."""
 
 from megatron.fold3d.config.optimizer_refusals import STEP_REFUSALS
 from megatron.fold3d.config.refusals import Refusal
@@ -6,7 +6,7 @@ from megatron.fold3d.config.refusals import Refusal
 _AFTER = "it changes gradients that are reduced, and some are reduced in the next iteration"
 _READS = "it reads parameters between iterations, when some of their steps are still due"
 _GRADS = "it reads gradients between iterations, when some are not reduced yet"
-_DROP = "drop it, or drop --backward-share"
+_DROP = "drop it, or drop step=next"
 
 REFUSALS = (
     Refusal(

@@ -53,7 +53,7 @@ def delays_dp_sync(args: Namespace) -> Iterator[str]:
             args.ddp_reduce_scatter_with_fp32_accumulation
         ),
         "--preemptive-comm": args.preemptive_comm,
-        "--overlap-tensor-parallel": args.overlap_tensor_parallel,
+        "pairs=on": args.overlap_tensor_parallel,
     }
     return (spelled for spelled, is_set in settings.items() if is_set)
 

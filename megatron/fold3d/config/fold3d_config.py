@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.fold3d.plan.ir import stages_of
-from megatron.fold3d.plan.schedules import LastSegment
 
 Device = Literal["cuda", "cpu"]
 Offload = Literal["off", "auto", "on"]
@@ -24,7 +23,6 @@ class Fold3DConfig:
         plan_file: the plan to run; given with ``plan-file`` only.
         num_ranks: pipeline ranks: Megatron's ``--pipeline-model-parallel-size``.
         num_segments: model chunks per pipeline rank, from whichever flag says so.
-        aiao_last_segment: how ``aiao`` runs its last segment.
         backward_share: share of DP.sync, from 0 to 1, that starts during the backwards; the rest,
             and what they do not hide, runs in the next iteration. None ends DP.sync with the
             iteration.
@@ -33,8 +31,8 @@ class Fold3DConfig:
         auto_slices: whether preemption may choose smaller slices.
         delay_weight_grads: the segments whose weight gradients are split from their backwards;
             unless the order itself places them, they follow all backwards.
-        early_dp_sync: of these, the ones whose DP.sync starts between their weight gradients
-            although it may reach into the next iteration, or reduces to shards.
+        behind_backwards: of these, the ones that follow their segment's own backwards, and between
+            which DP.sync starts.
         has_engine_modules: whether the model's layers are Transformer Engine's.
         forwards_ahead: forwards that 1F1B runs ahead per rank behind; None is the schedule's own.
         auto_ahead: whether measured times choose ``forwards_ahead``.
@@ -45,7 +43,8 @@ class Fold3DConfig:
         auto_recompute_layers: whether measured bytes choose these numbers.
         recomputes_means: whether recomputations update means over an iteration's micro-batches.
         activation_memory_bytes: what saved activations may then take on a rank; None is what the
-            GPU has left.
+            GPU has left. Or the host memory that they have in the first iteration with offload;
+            None is what ``saved_bytes`` gives.
         overlap_tensor_parallel: whether neighbouring micro-batches run in pairs, each during the
             other's tensor-parallel collectives.
         overlap_grad_reduce: whether DDP's hooks reduce gradients inside a stage's last backward.
@@ -70,7 +69,7 @@ class Fold3DConfig:
         ties_embeddings: whether the first and the last stage share word embeddings.
         auto_defers: whether ``auto`` may let DP.sync reach into the next iteration.
         auto_delays: whether it may compute weight gradients apart from their backwards.
-        auto_replicates: whether it, or ``--replicate-optimizer auto``, may let every replica step
+        auto_replicates: whether it, or ``optimizer=auto``, may let every replica step
             some segments in full.
         keeps_forwards: whether it has to keep stock's order of forwards, as with dropout.
         keeps_sums: whether it has to keep stock's sums over replicas bit for bit.
@@ -92,7 +91,6 @@ class Fold3DConfig:
     plan_file: Path | None
     num_ranks: int
     num_segments: int
-    aiao_last_segment: LastSegment
     device: Device
     microbatch_group_size: int | None
     distributed_timeout_minutes: float
@@ -101,7 +99,7 @@ class Fold3DConfig:
     dp_slice_bytes: int = 0
     auto_slices: bool = False
     delay_weight_grads: tuple[int, ...] = ()
-    early_dp_sync: tuple[int, ...] = ()
+    behind_backwards: tuple[int, ...] = ()
     has_engine_modules: bool = False
     forwards_ahead: int | None = None
     auto_ahead: bool = False
@@ -146,6 +144,11 @@ class Fold3DConfig:
     saved_bytes: int = 0
 
     @property
+    def name(self) -> str:
+        """The order, as ``--schedule`` has it."""
+        return self.schedule if self.plan_file is None else f"plan={self.plan_file}"
+
+    @property
     def carried_stages(self) -> range:
         """The stages whose DP.sync may reach into the next iteration."""
         return range(0 if self.backward_share is None else self.num_ranks * self.num_segments)
@@ -157,8 +160,8 @@ class Fold3DConfig:
 
     @property
     def reduced_early(self) -> tuple[int, ...]:
-        """The stages of ``early_dp_sync``."""
-        return stages_of(self.early_dp_sync, self.num_ranks)
+        """The stages of ``behind_backwards``."""
+        return stages_of(self.behind_backwards, self.num_ranks)
 
     def may_cut_sums(self, num_replicas: int) -> bool:
         """Return True if ``auto`` may cut gradients into other slices than stock.

@@ -17,7 +17,7 @@ MOST_CONNECTIONS = 32  # hardware queues; CUDA takes more for 32
 TOO_FEW_CONNECTIONS = (
     "with --preemptive-comm: a rank has more streams than that, and of two that share a hardware "
     "queue one may hold back a send that another rank needs; give "
-    f"{MOST_CONNECTIONS}, with tensor parallelism too; with 1, --dp-slices on starts slices where "
+    f"{MOST_CONNECTIONS}, with tensor parallelism too; with 1, slices=on starts slices where "
     "the plan has them"
 )
 
@@ -46,6 +46,7 @@ _TIMING = dict.fromkeys(
     _TIMED,
 )
 """The same where all streams share one hardware queue."""
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def has_fusion_kernel() -> bool:
@@ -84,6 +85,12 @@ def blocking_settings(environment: Mapping[str, str]) -> Iterator[tuple[str, str
             yield f"{name}={value}", rule
 
 
+def _spans_nodes(environment: Mapping[str, str]) -> bool:
+    """Tell whether torchrun has started ranks on other nodes, too."""
+    num_ranks = environment.get("WORLD_SIZE", "1")
+    return int(num_ranks) > int(environment.get("LOCAL_WORLD_SIZE", num_ranks))
+
+
 def gpu_problems(args: Namespace, schedule: str) -> Iterator[str]:
     """Yield one message (found, rule, fix) per setting with which a run on GPUs would fail."""
     if args.device != "cuda" or schedule == "stock":
@@ -92,6 +99,12 @@ def gpu_problems(args: Namespace, schedule: str) -> Iterator[str]:
         yield f"{found}: {rule}; unset it, or use --schedule stock"
     if args.preemptive_comm and "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
         yield f"CUDA_DEVICE_MAX_CONNECTIONS, unset and so 8, {TOO_FEW_CONNECTIONS}"
+    if args.lazy_inter_segment and _spans_nodes(os.environ) and _GLOO_INTERFACE not in os.environ:
+        yield (
+            f"--lazy-inter-segment on several nodes without {_GLOO_INTERFACE}: its tensors go from "
+            "host to host over gloo, which takes the network of the host's name, often the one for "
+            f"management; give the fast one, such as {_GLOO_INTERFACE}=ib0, or drop the flag"
+        )
     flags = {
         f"--offload-activations {args.offload_activations}": args.offload_activations != "off",
         "--lazy-inter-segment": args.lazy_inter_segment,

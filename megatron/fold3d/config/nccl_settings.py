@@ -1,26 +1,52 @@
 """Settings of NCCL and CUDA that would hang a run, or contradict a flag."""
 
 import os
-from argparse import Namespace
-from collections.abc import Iterator
+from argparse import Action, ArgumentError, ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from megatron.fold3d.config.argument_group import ArgumentGroup
 from megatron.fold3d.config.gpu_settings import TOO_FEW_CONNECTIONS, has_many_queues
 
 _CLASS_OF_ALL = ("NCCL_IB_SL", "NCCL_IB_TC")
 _CLASSES = range(256)
+_FLAG = "--traffic-class"
 
 
 def add_traffic_class_flags(group: ArgumentGroup) -> None:
-    """Add the flags that mark NCCL's packets with traffic classes."""
-    for groups in ("pp", "dp"):
-        group.add_argument(
-            f"--{groups}-traffic-class",
-            type=int,
-            metavar="N",
-            help=f"Mark the packets of {groups.upper()}.sync over NCCL, so that switches and cards "
-            "can put PP.sync first: on InfiniBand a service level, on RoCE four times a DSCP.",
-        )
+    """Add the flag that marks NCCL's packets with traffic classes."""
+    group.set_defaults(pp_traffic_class=None, dp_traffic_class=None)
+    group.add_argument(
+        _FLAG,
+        action=_ReadClasses,
+        metavar="pp=N,dp=N",
+        help="Mark the packets of PP.sync, of DP.sync or of both over NCCL, so that switches and "
+        "cards can put PP.sync first: on InfiniBand a service level, on RoCE four times a DSCP.",
+    )
+
+
+class _ReadClasses(Action):
+    """Sets ``pp_traffic_class`` and ``dp_traffic_class`` from ``pp=N,dp=N``."""
+
+    def __call__(
+        self,
+        parser: ArgumentParser,
+        namespace: Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        """Read the classes; the last of several flags counts."""
+        pairs = [pair.partition("=") for pair in str(values).split(",")]
+        classes = {name: number for name, _, number in pairs}
+        if len(classes) < len(pairs) or not (
+            classes.keys() <= {"pp", "dp"} and all(map(str.isdecimal, classes.values()))
+        ):
+            raise ArgumentError(
+                self, f"{values!r}: a class is a number for pp, dp or both; give pp=N,dp=N"
+            )
+        for name in ("pp", "dp"):
+            given = classes.get(name)
+            setattr(namespace, f"{name}_traffic_class", None if given is None else int(given))
 
 
 def launch_problems() -> Iterator[str]:
@@ -40,26 +66,25 @@ def launch_problems() -> Iterator[str]:
 
 
 def traffic_class_problems(args: Namespace) -> Iterator[str]:
-    """Yield the problems of ``--pp-traffic-class`` and ``--dp-traffic-class``."""
-    given = {
-        "--pp-traffic-class": args.pp_traffic_class,
-        "--dp-traffic-class": args.dp_traffic_class,
-    }
-    flags = {flag: value for flag, value in given.items() if value is not None}
-    for flag, value in flags.items():
-        if value not in _CLASSES:
-            yield (
-                f"{flag} {value}: a class is a number from {_CLASSES[0]} to {_CLASSES[-1]}; on "
-                "InfiniBand the service level, 0 to 15, on RoCE four times the DSCP"
-            )
-    if flags and args.device == "cpu":
+    """Yield the problems of ``--traffic-class``."""
+    given = {"pp": args.pp_traffic_class, "dp": args.dp_traffic_class}
+    classes = {name: value for name, value in given.items() if value is not None}
+    if not classes:
+        return
+    found = f"{_FLAG} {','.join(f'{name}={value}' for name, value in classes.items())}"
+    if unknown := [value for value in classes.values() if value not in _CLASSES]:
         yield (
-            f"{' and '.join(flags)} with --device cpu: gloo does not mark its packets; "
-            "drop the flag, or train on GPUs"
+            f"{found}: {unknown[0]} is no class, which is a number from {_CLASSES[0]} to "
+            f"{_CLASSES[-1]}; on InfiniBand the service level, 0 to 15, on RoCE four times the DSCP"
         )
-    for name in _CLASS_OF_ALL if flags and args.device == "cuda" else ():
+    if args.device == "cpu":
+        yield (
+            f"{found} with --device cpu: gloo does not mark its packets; drop the flag, or train "
+            "on GPUs"
+        )
+    for name in _CLASS_OF_ALL if args.device == "cuda" else ():
         if (value := os.environ.get(name)) is not None:
             yield (
-                f"{name}={value} with {' and '.join(flags)}: it sets the class of all of NCCL's "
-                "connections and wins; drop one of the two"
+                f"{name}={value} with {found}: it sets the class of all of NCCL's connections and "
+                "wins; drop one of the two"
             )

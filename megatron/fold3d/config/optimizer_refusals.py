@@ -1,6 +1,6 @@
 """Options of Megatron that change how the optimizer steps or how parameters are gathered.
 
-``--backward-share`` and ``--replicate-optimizer`` step segment by segment. Both refuse these
+``step=next`` and ``optimizer=replicated`` step segment by segment. Both refuse these
 options, and each has further rows of its own.
 """
 

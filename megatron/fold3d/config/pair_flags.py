@@ -1,12 +1,12 @@
-"""``--overlap-tensor-parallel``: the options that pairs of micro-batches exclude."""
+"""``pairs=on``: the options that pairs of micro-batches exclude."""
 
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megatron.fold3d.config.backward_share_flags import AUTO
 from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES
+from megatron.fold3d.policy.schedule_word import AUTO
 
-_FLAG = "--overlap-tensor-parallel"
+_FLAG = "pairs=on"
 _DROP = "drop one of the two"
 
 
@@ -75,7 +75,7 @@ def _never_run(args: Namespace) -> Iterator[str]:
             args.context_parallel_size,
             args.context_parallel_size > 1,
         ),
-        ("--backward-share", args.backward_share, args.backward_share is not None),
+        ("step=next", None, args.backward_share is not None),
         (
             "--offload-activations",
             args.offload_activations,
@@ -86,12 +86,12 @@ def _never_run(args: Namespace) -> Iterator[str]:
             args.microbatch_group_size_per_vp_stage,
             args.microbatch_group_size_per_vp_stage,
         ),
-        ("--forwards-ahead", args.forwards_ahead, args.forwards_ahead == AUTO),
+        ("ahead=auto", None, args.forwards_ahead == AUTO),
         ("--shard-segments", args.shard_segments, args.shard_segments != "off"),
-        ("--dp-slices", args.dp_slices, args.dp_slices == "on"),
+        ("slices=on", None, args.dp_slices == "on"),
         ("--tp-comm-overlap", None, args.tp_comm_overlap),
         ("--distribute-saved-activations", None, args.distribute_saved_activations),
-        ("--delay-weight-grads", None, args.delay_weight_grads),
+        ("wgrad=", None, args.delay_weight_grads),
         ("--preemptive-comm", None, args.preemptive_comm),
     ):
         if is_there:

@@ -8,20 +8,12 @@ from megatron.fold3d.config.nccl_settings import launch_problems
 
 
 def add_preemption_flags(group: ArgumentGroup) -> None:
-    """Add ``--preemptive-comm``, and the size of the slices that it and a backward share use."""
+    """Add ``--preemptive-comm``."""
     group.add_argument(
         "--preemptive-comm",
         action="store_true",
         help="Let PP.sync preempt DP.sync: gradients are reduced in slices, and none starts while "
         "a transfer between pipeline ranks is in flight.",
-    )
-    group.add_argument(
-        "--dp-slice-bytes",
-        type=int,
-        metavar="N",
-        help="With --backward-share or --preemptive-comm, reduce N bytes of gradients at once, so "
-        "that what is needed sooner waits no longer than these take (default: 8388608, on CPUs "
-        "524288; preemption measures, and takes less if that costs DP.sync little).",
     )
 
 

@@ -4,8 +4,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megatron.fold3d.config.layer_split import layers_per_rank
-from megatron.fold3d.config.recompute_flags import AUTO
 from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES
+from megatron.fold3d.policy.schedule_word import AUTO
 
 _FLAG = "--recompute-layers"
 _LIMIT = "--activation-memory-bytes"
@@ -63,12 +63,12 @@ def recompute_count_problems(
 
 
 def _limit_problems(args: Namespace) -> Iterator[str]:
-    """Refuse a limit without `auto` or below one byte, and `auto` on a CPU without a limit."""
+    """Refuse a limit that nothing uses or below one byte, and `auto` on a CPU without a limit."""
     limit, auto = args.activation_memory_bytes, args.recompute_layers == AUTO
-    if limit is not None and not auto:
+    if limit is not None and not auto and args.offload_activations == "off":
         yield (
-            f"{_LIMIT} {limit} without {_FLAG} auto: only auto uses the limit; drop it, or add "
-            f"{_FLAG} auto"
+            f"{_LIMIT} {limit} without {_FLAG} auto or --offload-activations: only these use the "
+            "limit; drop it, or add one of them"
         )
     elif limit is not None and limit < 1:
         yield f"{_LIMIT} {limit}: saved activations take some bytes; give at least 1"
@@ -98,12 +98,12 @@ def _not_measured(args: Namespace, schedule: str, found: str) -> Iterator[str]:
             "its layers are not measured",
         ),
         (
-            "--overlap-tensor-parallel",
+            "pairs=on",
             args.overlap_tensor_parallel,
             "the bytes of two concurrent micro-batches cannot be measured separately",
         ),
         (
-            "--delay-weight-grads",
+            "wgrad=",
             args.delay_weight_grads,
             "the operands of delayed weight gradients are not measured",
         ),
@@ -113,7 +113,7 @@ def _not_measured(args: Namespace, schedule: str, found: str) -> Iterator[str]:
             "the operands of delayed weight gradients are not measured",
         ),
         (
-            "--forwards-ahead auto",
+            "ahead=auto",
             args.forwards_ahead == AUTO,
             "each would depend on the memory that the other leaves",
         ),

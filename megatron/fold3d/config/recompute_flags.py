@@ -1,6 +1,6 @@
-"""``--recompute-early``, ``--recompute-layers`` and ``--activation-memory-bytes``.
+"""``recompute=early``, ``--recompute-layers`` and ``--activation-memory-bytes``.
 
-The options that the first flag excludes are here; `recompute_count_flags` has the others'.
+The options that the first excludes are here; `recompute_count_flags` has the others'.
 """
 
 import re
@@ -8,22 +8,13 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 
 from megatron.fold3d.config.argument_group import ArgumentGroup
+from megatron.fold3d.policy.schedule_word import AUTO, Part
 
-ALL = "all"
-AUTO = "auto"
 _KEEP_MEANS = {"global_aux_loss", "quantile_balancing"}
 
 
 def add_recompute_flags(group: ArgumentGroup) -> None:
     """Add the flags that say what is recomputed, and when."""
-    group.add_argument(
-        "--recompute-early",
-        type=stage_list,
-        metavar="N,N",
-        help="With full recomputation, recompute these stages, counted over all ranks from 0, or "
-        "all, while they wait for the gradient; each then holds one micro-batch's activations of "
-        "all its layers.",
-    )
     group.add_argument(
         "--recompute-layers",
         type=counts_or_auto,
@@ -37,16 +28,9 @@ def add_recompute_flags(group: ArgumentGroup) -> None:
         type=int,
         metavar="N",
         help="With --recompute-layers auto, the memory for saved activations on each rank "
-        "(default: what the GPU has left).",
+        "(default: what the GPU has left); with --offload-activations, the host memory for them "
+        "in the first iteration (default: what they take, if the flags say it).",
     )
-
-
-def stage_list(text: str) -> tuple[int, ...] | str:
-    """Read the value of ``--recompute-early``: stages, separated by commas, or all."""
-    try:
-        return text if text == ALL else tuple(map(int, text.split(",")))
-    except ValueError:
-        raise ArgumentTypeError(f"{text!r} is neither a list of stages nor {ALL}") from None
 
 
 def counts_or_auto(text: str) -> tuple[int, ...] | str:
@@ -61,28 +45,6 @@ def counts_list(text: str) -> tuple[int, ...]:
             f"{text!r} is neither a list of numbers of layers such as 2,1,0,0 nor {AUTO}"
         )
     return tuple(map(int, text.split(",")))
-
-
-def spelled_stages(named: tuple[int, ...] | str) -> str:
-    """Return the flag as a user types it."""
-    value = named if isinstance(named, str) else ",".join(map(str, named))
-    return f"--recompute-early {value}"
-
-
-def stages_of(named: tuple[int, ...] | str | None, num_stages: int) -> tuple[int, ...]:
-    """Return the stages that the value stands for.
-
-    Raises:
-        ValueError: the plan does not have one of them.
-    """
-    if isinstance(named, str):
-        return tuple(range(num_stages))
-    if unknown := [stage for stage in named or () if not 0 <= stage < num_stages]:
-        raise ValueError(
-            f"{spelled_stages(named or ())}: there is no stage {unknown[0]}; the plan has stages 0 "
-            f"to {num_stages - 1}"
-        )
-    return named or ()
 
 
 def recomputes_means(args: Namespace) -> bool:
@@ -102,21 +64,22 @@ def recomputes_means(args: Namespace) -> bool:
     )
 
 
-def recompute_problems(args: Namespace, schedule: str, num_stages: int) -> Iterator[str]:
-    """Yield one message (found, rule, fix) per setting ``--recompute-early`` cannot run with."""
-    if args.recompute_early is None:
+def recompute_problems(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
+    """Yield one message (found, rule, fix) per setting ``recompute=early`` cannot run with."""
+    segments = args.recompute_early
+    if not segments:
         return
-    found = spelled_stages(args.recompute_early)
+    found = str(Part("recompute", "early", segments))
     if schedule == "stock":
         yield f"{found} with --schedule stock: only a plan has it apart; give --schedule 1f1b"
         return
     if args.segments == "auto":
-        yield f"{found} with --segments auto: which stages that are is not known; give a number"
-    else:
-        try:
-            stages_of(args.recompute_early, num_stages)
-        except ValueError as error:
-            yield str(error)
+        yield f"{found} with --segments auto: which segments that is is not known; give a number"
+    elif num_segments and (unknown := [s for s in segments if s >= num_segments]):
+        yield (
+            f"{found}: there is no segment {unknown[0]}, a rank holds {num_segments}; "
+            f"give some of 0 to {num_segments - 1}"
+        )
     if args.recompute_granularity != "full" and args.recompute_layers is None:
         yield (
             f"{found} without --recompute-granularity full: only what recomputes whole layers does "

@@ -56,14 +56,14 @@ def refused(rows: Iterable[Refusal], args: Namespace, schedule: str, beside: str
 
 def spelled(flag: str, value: object) -> str:
     """Return a flag and its value as a user types them."""
-    if isinstance(value, bool):
+    if isinstance(value, bool) or "=" in flag:  # or a part of the word, which has its value
         return flag
     return " ".join([flag, *map(str, value if isinstance(value, list) else [value])])
 
 
 def named(schedule: str) -> str:
     """Return the flag that picks a schedule."""
-    return "--plan-file" if schedule == "plan-file" else f"--schedule {schedule}"
+    return f"--schedule {'plan=FILE' if schedule == 'plan-file' else schedule}"
 
 
 def _more_shards(shards: str, ranks: str) -> Callable[[Namespace], bool]:

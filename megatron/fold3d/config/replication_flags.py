@@ -1,31 +1,14 @@
-"""``--replicate-optimizer``: the flag, and the options that it excludes."""
+"""``optimizer=replicated`` and ``optimizer=auto``, and the options that they exclude."""
 
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megatron.fold3d.config.argument_group import ArgumentGroup
-from megatron.fold3d.config.backward_share_flags import AUTO
 from megatron.fold3d.config.optimizer_refusals import STEP_REFUSALS
 from megatron.fold3d.config.refusals import Refusal, refused
-from megatron.fold3d.config.weight_grad_flags import segments_or_auto
+from megatron.fold3d.policy.schedule_word import AUTO, Part
 
+_AUTO = Part("optimizer", AUTO)
 _NEEDED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
-
-
-def add_replication_flags(group: ArgumentGroup) -> None:
-    """Add ``--replicate-optimizer``."""
-    group.add_argument(
-        "--replicate-optimizer",
-        type=segments_or_auto,
-        metavar="N,N",
-        default=(),
-        help="With the distributed optimizer: let every replica step these segments, counted from "
-        "0, in full. Their gradients are all-reduced behind the backward, and their parameters are "
-        "not gathered for the forward. It takes the memory of their whole optimizer "
-        "state, and gains where forwards are too short for their all-gathers, in steps that are "
-        "clipped too. auto tries what measured times predict to be best, and keeps it if "
-        "iterations got shorter.",
-    )
 
 
 def given_segments(args: Namespace) -> tuple[int, ...]:
@@ -41,7 +24,7 @@ def ties_embeddings(args: Namespace) -> bool:
 
 
 def replication_problems(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
-    """Yield one message (found, rule, fix) per setting ``--replicate-optimizer`` cannot run with.
+    """Yield one message (found, rule, fix) per setting of ``optimizer=`` cannot run with.
 
     Args:
         args: Megatron's namespace.
@@ -49,9 +32,14 @@ def replication_problems(args: Namespace, schedule: str, num_segments: int) -> I
         num_segments: segments per rank; 0 if not known yet.
     """
     if not args.replicate_optimizer:
+        if "optimizer" in args.schedule_keys and not args.use_distributed_optimizer:
+            yield (
+                "optimizer=sharded without --use-distributed-optimizer: that is what shards it; "
+                "add it, with --overlap-param-gather, or drop the part"
+            )
         return
     segments = given_segments(args)
-    found = f"--replicate-optimizer {','.join(map(str, segments)) or AUTO}"
+    found = str(Part("optimizer", "replicated", segments) if segments else _AUTO)
     if schedule == "stock":
         yield f"{found} with --schedule stock: only a plan has segments; give --schedule aiao"
         return
@@ -82,12 +70,12 @@ def replication_problems(args: Namespace, schedule: str, num_segments: int) -> I
 
 def _auto_problems(args: Namespace, schedule: str, found: str) -> Iterator[str]:
     if schedule == "plan-file":
-        yield f"{found} with --plan-file: a plan has its gathers; give --schedule instead"
-    for flag in ("--forwards-ahead", "--delay-weight-grads"):
-        if getattr(args, flag[2:].replace("-", "_")) == AUTO:
+        yield f"{found} with --schedule plan=FILE: a plan has its gathers; drop one of the two"
+    for part, name in (("ahead=auto", "forwards_ahead"), ("wgrad=gaps", "delay_weight_grads")):
+        if getattr(args, name) == AUTO:
             yield (
-                f"{found} with {flag} auto: both compare iterations, and one would change what the "
-                "other compares; give numbers for one of them"
+                f"{found} with {part}: both compare iterations, and one would change what the "
+                "other compares; give numbers, or segments, for one of them"
             )
 
 
@@ -121,7 +109,7 @@ REFUSALS = (
         found=lambda args: args.shard_segments != "off",
     ),
     Refusal(
-        "--backward-share",
+        "step=next",
         "backward_share",
         "a step that reaches into the next iteration is that of this replica's shards",
         _DROP,
@@ -129,7 +117,7 @@ REFUSALS = (
     ),
     Refusal("--preemptive-comm", "preemptive_comm", "nothing has tested them together", _DROP),
     Refusal(
-        "--dp-slices",
+        "slices=on",
         "dp_slices",
         "slices of all segments are reduced alike, into shards",
         _DROP,

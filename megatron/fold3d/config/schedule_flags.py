@@ -1,54 +1,164 @@
-"""The flags that name the order of computation, and the options that they exclude."""
+"""``--schedule``: the word that names the order of computation and what goes with it.
 
-from argparse import ArgumentTypeError, Namespace
-from collections.abc import Iterator
+`policy.schedule_word` has the grammar. The parser sets one attribute for each key, so that rules
+read a number or segments, not a word.
+"""
+
+from argparse import Action, ArgumentError, ArgumentParser, Namespace
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any
 
 from megatron.fold3d.config.argument_group import ArgumentGroup
 from megatron.fold3d.config.refusals import named, scales_by_order
-from megatron.fold3d.plan.ir import PlanError
-from megatron.fold3d.plan.schedules import SCHEDULES, LastSegment, check_forwards_ahead
+from megatron.fold3d.plan.files import read_plan
+from megatron.fold3d.plan.ir import Op, PlanError
+from megatron.fold3d.plan.ops import WEIGHT_OPS
+from megatron.fold3d.plan.passes.sliced_grad_sync import has_slices
+from megatron.fold3d.plan.schedules import check_forwards_ahead
+from megatron.fold3d.policy.schedule_word import AUTO, ORDERS, PLAN, VALUES, Part, Word
+
+ALL = "all"  # of the segments, as long as their number is not known
+
+# What a namespace has without a word: the attributes that a word sets.
+WORD_DEFAULTS: dict[str, Any] = {
+    "schedule": None,
+    "plan_file": None,
+    "schedule_keys": (),
+    "replicate_optimizer": (),
+    "backward_share": None,
+    "delay_weight_grads": (),
+    "behind_backwards": (),
+    "recompute_early": (),
+    "forwards_ahead": None,
+    "most_activations": None,
+    "schedule_group": None,
+    "dp_slices": AUTO,
+    "dp_slice_bytes": None,
+    "overlap_tensor_parallel": False,
+}
+
+
+class _ReadWord(Action):
+    """Sets the attributes of `WORD_DEFAULTS` from a word."""
+
+    def __call__(
+        self,
+        parser: ArgumentParser,
+        namespace: Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        """Read the word; the last of several counts."""
+        try:
+            word = Word.parse(str(values))
+        except ValueError as error:
+            raise ArgumentError(self, str(error)) from None
+        for name, value in (WORD_DEFAULTS | attributes_of(word)).items():
+            setattr(namespace, name, value)
+
+
+def add_schedule_word(group: ArgumentGroup | ArgumentParser, text: str, **options: Any) -> None:
+    """Add ``--schedule`` to a parser, with this help."""
+    group.set_defaults(**WORD_DEFAULTS)
+    group.add_argument("--schedule", action=_ReadWord, metavar="WORD", help=text, **options)
 
 
 def add_schedule_flags(group: ArgumentGroup) -> None:
-    """Add the flags that name the order of computation."""
-    group.add_argument(
-        "--schedule",
-        choices=("stock", "auto", *SCHEDULES),
-        help="Pipeline schedule; stock, the default, is the one Megatron picks. auto begins in its "
-        "order, measures, and tries what is predicted to be faster for a few iterations: the "
-        "schedule, --backward-share, --delay-weight-grads and --replicate-optimizer, as far as "
-        "memory has room and sums stay the same. The fastest is kept, which may be stock's order.",
+    """Add ``--schedule`` to Megatron's parser."""
+    keys = "; ".join(f"{key}={'|'.join(values)}" for key, values in VALUES.items())
+    add_schedule_word(
+        group,
+        f"The pipeline schedule: an order ({', '.join(ORDERS)}, or {PLAN}=FILE, as `fold3d plan` "
+        "writes it), then :key=value[@segments] for each further choice. stock, the default, is "
+        "the schedule that Megatron picks. auto begins in its order, measures, and tries what is "
+        "predicted to be faster for a few iterations, as far as memory has room and sums stay the "
+        f"same; the fastest is kept, which may be stock's order. Keys: {keys}. docs/flags.md says "
+        "what each does.",
     )
-    group.add_argument(
-        "--plan-file",
-        type=Path,
-        metavar="FILE",
-        help="Run the plan in FILE, in the text form of `fold3d plan`, instead of a --schedule.",
-    )
-    group.add_argument(
-        "--aiao-last-segment",
-        choices=get_args(LastSegment),
-        help="Last segment of aiao: 1f1b, the default, holds fewer activations than the paper's "
-        "afab in the same time.",
-    )
-    group.add_argument(
-        "--forwards-ahead",
-        type=int_or_auto,
-        metavar="N",
-        help="How many forwards 1f1b, interleaved and the last segment of aiao run for each rank "
-        "behind before they begin to alternate with backwards: more hide slower transfers and hold "
-        "more activations (default: 1 for 1f1b, else 2). auto measures the first iterations.",
-    )
-    group.add_argument(
-        "--overlap-tensor-parallel",
-        action="store_true",
-        help="Run neighbouring micro-batches in pairs: one computes while a tensor-parallel "
-        "collective, or an experts' all-to-all, of the other is in flight. A schedule then "
-        "counts pairs, so it has the bubble and holds the activations of micro-batches twice as "
-        "large.",
-    )
+
+
+def attributes_of(word: Word) -> dict[str, Any]:
+    """Return the attributes that a word sets, beside their defaults."""
+    kind, _, file = word.order.partition("=")
+    found: dict[str, Any] = {"schedule_keys": tuple(part.key for part in word.parts)}
+    found |= {"plan_file": Path(file)} if kind == PLAN else {"schedule": word.order}
+    for part in word.parts:
+        for name, value in _READERS[part.key](part).items():
+            found[name] = _joined(found.get(name, ()), value)
+    share = word.value("share")
+    if share is not None and found.get("backward_share") == AUTO:
+        found["backward_share"] = float(share)
+    return found
+
+
+def _joined(before: Any, value: Any) -> Any:
+    """Return the segments of two parts of one key; of other values there is one."""
+    both = isinstance(before, tuple) and isinstance(value, tuple)
+    return tuple(sorted(before + value)) if both else value
+
+
+def _segments(part: Part) -> Any:
+    return ALL if part.segments is None else part.segments
+
+
+def _optimizer(part: Part) -> dict[str, Any]:
+    values = {"sharded": (), "replicated": _segments(part), AUTO: AUTO}
+    return {"replicate_optimizer": values[part.value]}
+
+
+def _wgrad(part: Part) -> dict[str, Any]:
+    if part.value in ("backward", "gaps"):
+        return {"delay_weight_grads": AUTO if part.value == "gaps" else ()}
+    delayed = {"delay_weight_grads": _segments(part)}
+    return delayed | ({"behind_backwards": _segments(part)} if part.value == "behind" else {})
+
+
+def _number(part: Part) -> int | str:
+    return AUTO if part.value == AUTO else int(part.value)
+
+
+_READERS: dict[str, Callable[[Part], dict[str, Any]]] = {
+    "optimizer": _optimizer,
+    "step": lambda part: {"backward_share": AUTO if part.value == "next" else None},
+    "wgrad": _wgrad,
+    "recompute": lambda part: {"recompute_early": _segments(part) if part.value == "early" else ()},
+    "ahead": lambda part: {"forwards_ahead": _number(part)},
+    "held": lambda part: {"most_activations": int(part.value)},
+    "group": lambda part: {"schedule_group": int(part.value)},
+    "share": lambda _: {},
+    "slices": lambda part: {"dp_slices": part.value},
+    "slice-bytes": lambda part: {"dp_slice_bytes": int(part.value)},
+    "pairs": lambda part: {"overlap_tensor_parallel": part.value == "on"},
+}
+
+
+def written_out(args: Namespace, num_segments: int) -> Namespace:
+    """Return a namespace that has the numbers of segments where a word has none."""
+    every, found = tuple(range(max(1, num_segments))), vars(args)
+    return Namespace(**found | {name: every for name in WORD_DEFAULTS if found[name] == ALL})
+
+
+def with_plan(args: Namespace) -> Namespace:
+    """Return a namespace with what the plan of its file needs, if it has a file with a plan.
+
+    Weight gradients apart, early recomputation and slices of DP.sync follow from the actions.
+    """
+    try:
+        plan = read_plan(args.plan_file)
+    except (OSError, ValueError):
+        return args  # it is refused where its sizes are compared
+
+    def segments(ops: Collection[Op]) -> tuple[int, ...]:
+        stages = {stage for program in plan.programs for stage, op, _ in program if op in ops}
+        return tuple(sorted({stage // plan.num_ranks for stage in stages}))
+
+    needed: dict[str, Any] = {
+        "delay_weight_grads": segments(WEIGHT_OPS),
+        "recompute_early": segments({Op.RECOMPUTE}),
+        "dp_slices": "on" if any(map(has_slices, plan.programs)) else args.dp_slices,
+    }
+    return Namespace(**vars(args) | needed)
 
 
 def schedule_of(args: Namespace) -> str:
@@ -56,46 +166,59 @@ def schedule_of(args: Namespace) -> str:
     return "plan-file" if args.plan_file else args.schedule or "stock"
 
 
+def group_of(args: Namespace) -> int | None:
+    """Return the micro-batches of a group, from the word or from Megatron's flag."""
+    group: int | None = args.schedule_group or args.microbatch_group_size_per_vp_stage
+    return group
+
+
+def part_of(key: str, value: str, segments: tuple[int, ...] | str = ()) -> str:
+    """Return a part of the word, as a message names it."""
+    return str(Part(key, value, segments if isinstance(segments, tuple) and segments else None))
+
+
 def schedule_problems(args: Namespace, schedule: str) -> Iterator[str]:
     """Yield one message (found, rule, fix) for each problem with the order of computation."""
-    if args.plan_file and args.schedule:
-        yield (
-            f"--plan-file {args.plan_file} with --schedule {args.schedule}: a plan is a schedule; "
-            "give one of the two"
-        )
     if args.plan_file and not args.plan_file.is_file():
-        yield f"--plan-file {args.plan_file}: no such file; write one with `fold3d plan`"
-    if args.aiao_last_segment and schedule != "aiao":
-        yield (
-            f"--aiao-last-segment {args.aiao_last_segment} with {named(schedule)}: only aiao "
-            "reads it; drop it or give --schedule aiao"
-        )
+        yield f"--schedule plan={args.plan_file}: no such file; write one with `fold3d plan`"
+    for key in ("wgrad", "recompute", "slices") if args.plan_file else ():
+        if key in args.schedule_keys:
+            yield f"{key}= with {named(schedule)}: the actions of the plan say it; drop it"
+    if "share" in args.schedule_keys and args.backward_share is None:
+        yield "share= without step=next: it is a share of what that defers; add step=next"
+    of_megatron = args.microbatch_group_size_per_vp_stage
+    if args.schedule_group is not None:
+        found = f"group={args.schedule_group}"
+        if schedule != "interleaved":
+            yield f"{found} with {named(schedule)}: only interleaved has groups; drop it"
+        elif args.schedule_group < args.pipeline_model_parallel_size:
+            yield (
+                f"{found}: ranks wait for one another when a group is smaller than "
+                f"--pipeline-model-parallel-size; give {args.pipeline_model_parallel_size} or more"
+            )
+        elif of_megatron not in (None, args.schedule_group):
+            yield (
+                f"{found} with --microbatch-group-size-per-virtual-pipeline-stage {of_megatron}: "
+                "both are the micro-batches of a group; drop one of the two"
+            )
     if args.forwards_ahead is not None:
         try:
-            check_forwards_ahead(args.forwards_ahead, schedule, args.aiao_last_segment)
+            check_forwards_ahead(args.forwards_ahead, schedule)
         except PlanError as error:
             yield str(error)
-    if args.forwards_ahead == "auto" and args.offload_activations != "off":
+    if args.forwards_ahead == AUTO and args.offload_activations != "off":
         yield (
-            f"--forwards-ahead auto with --offload-activations {args.offload_activations}: each "
-            "measures an iteration that the other changes; give a number"
+            f"ahead=auto with --offload-activations {args.offload_activations}: each measures an "
+            "iteration that the other changes; give a number"
         )
     if scales_by_order(args) and schedule in ("1f1b", "interleaved"):
-        for flag, is_given in (
-            (f"--forwards-ahead {args.forwards_ahead}", args.forwards_ahead is not None),
-            ("--delay-weight-grads auto", args.delay_weight_grads == "auto"),
+        for part, is_given in (
+            (f"ahead={args.forwards_ahead}", args.forwards_ahead is not None),
+            ("wgrad=gaps", args.delay_weight_grads == AUTO),
         ):
             if is_given:
                 yield (
-                    f"{flag} with --fp8-format {args.fp8}: delayed scaling reads what a rank has "
+                    f"{part} with --fp8-format {args.fp8}: delayed scaling reads what a rank has "
                     "computed last, and stock's order is another; drop it, or give --fp8-recipe "
                     "tensorwise"
                 )
-
-
-def int_or_auto(text: str) -> int | Literal["auto"]:
-    """Read the value of ``--forwards-ahead``."""
-    try:
-        return "auto" if text == "auto" else int(text)
-    except ValueError:
-        raise ArgumentTypeError(f"{text!r} is neither a number nor auto") from None

@@ -14,8 +14,7 @@ from megatron.fold3d.config.layer_split import (
 )
 from megatron.fold3d.config.refusals import named, spelled
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES
-
-AUTO = "auto"
+from megatron.fold3d.policy.schedule_word import AUTO
 
 # The flags from which Megatron derives virtual stages; it accepts one of them at a time.
 _VIRTUAL_STAGE_FLAGS = {

@@ -70,7 +70,7 @@ REFUSALS = (
 
 GRADIENT_REFUSALS = (
     Refusal(
-        "--dp-slices",
+        "slices=on",
         "dp_slices",
         "a segment's gradients are freed before later computations start slices of them",
         "give --shard-segments weights",

@@ -1,55 +1,18 @@
-"""``--delay-weight-grads``: the flag, and what a split backward cannot be combined with.
+"""``wgrad=``: what a split backward cannot be combined with.
 
-Schedules such as zb-h1 split the backward without that flag, and have the same limits.
+Schedules such as zb-h1 split the backward without that key, and have the same limits.
 """
 
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Iterator
 from importlib import metadata
 
-from megatron.fold3d.config.argument_group import ArgumentGroup
-from megatron.fold3d.config.backward_share_flags import AUTO
-from megatron.fold3d.config.bucket_flags import delays_dp_sync, gathers_by_plan
+from megatron.fold3d.config.bucket_flags import delays_dp_sync, gathers_by_plan, reduces_early
 from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES
+from megatron.fold3d.policy.schedule_word import AUTO, Part, parts_of
 
+_ELSEWHERE = (AUTO, "stock", "plan-file")  # where weight gradients are is not the word's
 OLDEST_ENGINE = 2, 8  # as Megatron asks for with its own --delay-wgrad-compute
-
-
-def add_weight_grad_flags(group: ArgumentGroup) -> None:
-    """Add ``--delay-weight-grads`` and the flags that go with it."""
-    group.add_argument(
-        "--delay-weight-grads",
-        type=segments_or_auto,
-        metavar="N,N",
-        default=(),
-        help="Compute the weight gradients of these segments, counted from 0, when all backwards "
-        "are through: the DP.sync of the segment that is needed first is hidden behind them. If "
-        "DP.sync is an all-reduce that ends with the iteration, compute them when the segment's "
-        "own backwards are through, parameter by parameter, and start DP.sync in between. auto "
-        "computes those of all segments where ranks would wait, by measured times.",
-    )
-    group.add_argument(
-        "--early-dp-sync",
-        type=segment_list,
-        metavar="N,N",
-        default=(),
-        help="With --backward-share or the distributed optimizer: of the segments of "
-        "--delay-weight-grads, those whose weight gradients are computed when the segment's own "
-        "backwards are through, parameter by parameter, with DP.sync in between.",
-    )
-    group.add_argument(
-        "--most-activations",
-        type=int,
-        metavar="N",
-        help="With --delay-weight-grads auto: micro-batches of a segment that a rank holds at "
-        "most, those whose weight gradients are missing included (default: what GPUs have memory "
-        "for, on CPUs as many as without delayed weight gradients).",
-    )
-
-
-def segments_or_auto(text: str) -> tuple[int, ...] | str:
-    """Read the value of ``--delay-weight-grads``: segments, or ``auto``."""
-    return text if text == AUTO else segment_list(text)
 
 
 def split_segments(args: Namespace, schedule: str, num_segments: int) -> tuple[int, ...]:
@@ -60,15 +23,14 @@ def split_segments(args: Namespace, schedule: str, num_segments: int) -> tuple[i
     return tuple(range(num_segments)) if isinstance(delayed, str) else delayed
 
 
-def segment_list(text: str) -> tuple[int, ...]:
-    """Read the value of ``--delay-weight-grads``: segments, separated by commas."""
-    try:
-        segments = tuple(sorted(map(int, text.split(","))))
-    except ValueError:
-        raise ArgumentTypeError(f"{text!r} is not a list of segments such as 3,4") from None
-    if len(set(segments)) < len(segments):
-        raise ArgumentTypeError(f"{text!r} names a segment twice")
-    return segments
+def weight_grad_part(args: Namespace) -> str:
+    """Return ``wgrad=`` as the word has it."""
+    delayed = args.delay_weight_grads
+    if not isinstance(delayed, tuple):
+        return str(Part("wgrad", "gaps"))
+    behind = args.behind_backwards
+    last = tuple(segment for segment in delayed if segment not in behind)
+    return ":".join(map(str, parts_of("wgrad", (("behind", behind), ("last", last)))))
 
 
 def weight_grad_problems(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
@@ -80,12 +42,11 @@ def weight_grad_problems(args: Namespace, schedule: str, num_segments: int) -> I
         num_segments: segments per rank; 0 if not known yet.
     """
     auto = args.delay_weight_grads == AUTO
-    named = AUTO if auto else ",".join(map(str, args.delay_weight_grads))
-    found = f"--delay-weight-grads {named}"
+    found = "W in the plan" if schedule == "plan-file" else weight_grad_part(args)
     if (most := args.most_activations) is not None and (not auto or most < 1):
         yield (
-            f"--most-activations {most}: it limits what --delay-weight-grads auto holds, and a "
-            "rank holds at least one; give both, or drop it"
+            f"held={most}: it limits what wgrad=gaps holds, and a rank holds at least one; give "
+            "both, or drop it"
         )
     if schedule in SPLIT_SCHEDULES:
         if args.delay_weight_grads:
@@ -103,11 +64,10 @@ def weight_grad_problems(args: Namespace, schedule: str, num_segments: int) -> I
         pass  # these have one segment, which is checked elsewhere
     elif args.segments == "auto":  # not imported: its module brings the simulator along
         yield f"{found} with --segments auto: which segments that are is not known; give a number"
-    elif auto:
-        if schedule == "plan-file":
-            yield f"{found} with --plan-file: a plan has its order; give --schedule instead"
-    elif num_segments and (
-        unknown := [s for s in args.delay_weight_grads if not 0 <= s < num_segments]
+    elif (
+        not auto
+        and num_segments
+        and (unknown := [s for s in args.delay_weight_grads if not 0 <= s < num_segments])
     ):
         yield (
             f"{found}: there is no segment {unknown[0]}, a rank holds {num_segments}; "
@@ -124,41 +84,50 @@ def weight_grad_problems(args: Namespace, schedule: str, num_segments: int) -> I
         )
 
 
-def early_sync_problems(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
-    """Yield one message (found, rule, fix) per setting ``--early-dp-sync`` cannot run with.
+def place_problems(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
+    """Yield one message (found, rule, fix) per place of weight gradients that there is not.
+
+    An all-reduce that ends with the iteration starts between delayed weight gradients wherever it
+    can: behind the segment's own backwards. Elsewhere they are last unless the word says otherwise.
 
     Args:
         args: Megatron's namespace.
         schedule: the schedule that will run.
         num_segments: segments per rank; 0 if not known yet.
     """
-    if not args.early_dp_sync or schedule == AUTO:
+    delayed, behind = args.delay_weight_grads, args.behind_backwards
+    if not isinstance(delayed, tuple) or schedule in (*_ELSEWHERE, *SPLIT_SCHEDULES):
         return
-    found = f"--early-dp-sync {','.join(map(str, args.early_dp_sync))}"
-    if args.backward_share is None and not args.use_distributed_optimizer:
+    defers, sharded = args.backward_share is not None, args.use_distributed_optimizer
+    whole = args.replicate_optimizer if sharded else delayed
+    is_early = reduces_early(args) and not defers
+    reduced_between = {*delayed} & {*whole} if is_early and isinstance(whole, tuple) else set()
+    if wrong := reduced_between - {*behind}:
         yield (
-            f"{found} without --backward-share or --use-distributed-optimizer: DP.sync then starts "
-            "between all delayed weight gradients; drop it, or give one of them"
+            f"{weight_grad_part(args)} with an all-reduce that ends with the iteration: it starts "
+            "between weight gradients, behind the segment's own backwards; give "
+            f"{Part('wgrad', 'behind', tuple(sorted(wrong)))}, or step=next"
         )
-    elif schedule == "plan-file":
-        yield f"{found} with --plan-file: the plan says when DP.sync starts; drop one of the two"
-    elif args.backward_share is not None and args.use_distributed_optimizer:
+    if {*behind} <= reduced_between:
+        return
+    found = str(Part("wgrad", "behind", behind))
+    if defers and sharded:
         yield (
-            f"{found} with --backward-share and --use-distributed-optimizer: what is deferred is "
-            "cut shard by shard, not parameter by parameter; drop one of the three"
+            f"{found} with step=next and --use-distributed-optimizer: what is deferred is cut "
+            "shard by shard, not parameter by parameter; give last, or drop one of the others"
         )
     elif not args.overlap_grad_reduce:
         yield (
             f"{found} without --overlap-grad-reduce: Megatron then reduces all gradients at the "
-            "end of the iteration; add --overlap-grad-reduce"
+            "end of the iteration; add --overlap-grad-reduce, or give last"
         )
-    elif args.use_distributed_optimizer and num_segments == 1:
+    elif sharded and num_segments == 1:
         yield (
             f"{found} with --use-distributed-optimizer and one segment: it needs a plan that "
             "gathers parameters, and Megatron turns alignment of gathers off where there are no "
-            "virtual stages; drop it, or give --segments 2 or more"
+            "virtual stages; give last, or --segments 2 or more"
         )
-    elif args.use_distributed_optimizer and not gathers_by_plan(args):
+    elif sharded and not gathers_by_plan(args):
         yield (
             f"{found} with --use-distributed-optimizer: it needs a plan that gathers parameters; "
             "add --overlap-param-gather, without --no-align-param-gather"
@@ -166,14 +135,7 @@ def early_sync_problems(args: Namespace, schedule: str, num_segments: int) -> It
     elif other := next(delays_dp_sync(args), None):
         yield (
             f"{found} with {other}: DP.sync then starts where that says, not as soon as gradients "
-            "are complete; drop one of the two"
-        )
-    delayed = args.delay_weight_grads
-    if delayed == AUTO or not {*args.early_dp_sync} <= {*delayed}:
-        yield (
-            f"{found} with --delay-weight-grads "
-            f"{AUTO if delayed == AUTO else ','.join(map(str, delayed)) or 'not given'}: the first "
-            "names some segments of the second; name them in both"
+            "are complete; give last, or drop the other"
         )
 
 

@@ -17,7 +17,6 @@ from typing import Literal
 
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, gc_paused
 
-LastSegment = Literal["1f1b", "afab"]
 _MOST_FORWARDS = 10_000_000  # about 10 GB of actions, with their backwards and transfers
 
 
@@ -103,20 +102,18 @@ def aiao(
     num_ranks: int,
     num_segments: int,
     num_microbatches: int,
-    last_segment: LastSegment = "1f1b",
     forwards_ahead: int = 2,
 ) -> Iterator[Action]:
     """Yield all-in-all-out: all micro-batches pass one segment before the next (Sec. III-B).
 
-    ``last_segment="afab"`` is Algorithm 1 as printed. ``"1f1b"`` runs each micro-batch's backward
-    of the last segment as soon as it can. It takes the same time, but a rank holds at most
-    ``2 (p - 1 - r) + 1`` of the last segment's activations instead of m, and the last rank only one
-    micro-batch's logits. Slower links need ``forwards_ahead`` above 2, see `policy.forwards_ahead`.
+    Algorithm 1 as printed is `afab`. This one runs each micro-batch's backward of the last segment
+    as soon as it can. It takes the same time, but a rank holds at most ``2 (p - 1 - r) + 1`` of the
+    last segment's activations instead of m, and the last rank only one micro-batch's logits.
+    Slower links need ``forwards_ahead`` above 2, see `policy.forwards_ahead`.
     """
     *stages, last = _stages(rank, num_ranks, num_segments)
-    ahead = num_microbatches if last_segment == "afab" else forwards_ahead * (num_ranks - 1 - rank)
     yield from _forwards(stages, num_microbatches)
-    yield from _one_f_one_b([last], num_microbatches, ahead)
+    yield from _one_f_one_b([last], num_microbatches, forwards_ahead * (num_ranks - 1 - rank))
     yield from _backwards(stages, num_microbatches)
 
 
@@ -138,7 +135,6 @@ def build(
     num_ranks: int,
     num_segments: int,
     num_microbatches: int,
-    last_segment: LastSegment = "1f1b",
     group_size: int | None = None,
     forwards_ahead: int | None = None,
 ) -> Plan:
@@ -146,7 +142,6 @@ def build(
 
     Args:
         schedule: one of `SCHEDULES`.
-        last_segment: how ``aiao`` runs its last segment.
         group_size: micro-batches per group of ``interleaved``; the number of ranks if None.
         forwards_ahead: forwards that ``1f1b``, ``interleaved`` and the last segment of ``aiao`` run
             per rank behind before they alternate with backwards; `FORWARDS_AHEAD` if None.
@@ -177,11 +172,11 @@ def build(
             "try --segments 1, or --schedule aiao or interleaved"
         )
     if forwards_ahead is not None:
-        check_forwards_ahead(forwards_ahead, schedule, last_segment)
+        check_forwards_ahead(forwards_ahead, schedule)
     ahead = FORWARDS_AHEAD.get(schedule, 0) if forwards_ahead is None else forwards_ahead
     looped = (num_ranks, num_segments, num_microbatches)
     generators: dict[str, Callable[[int], Iterable[Action]]] = {
-        "aiao": lambda rank: aiao(rank, *looped, last_segment, ahead),
+        "aiao": lambda rank: aiao(rank, *looped, ahead),
         "afab": lambda rank: afab(rank, *looped),
         "1f1b": lambda rank: one_f_one_b(rank, num_ranks, num_microbatches, ahead),
         "interleaved": lambda rank: interleaved(rank, *looped, group_size, ahead),
@@ -200,15 +195,13 @@ def build(
     return Plan.generate(generators[schedule], num_ranks)
 
 
-def check_forwards_ahead(
-    forwards_ahead: int | Literal["auto"], schedule: str, last_segment: LastSegment | None
-) -> None:
+def check_forwards_ahead(forwards_ahead: int | Literal["auto"], schedule: str) -> None:
     """Check that a schedule can run this far ahead.
 
     Raises:
         PlanError: the number is below one, or the schedule has no such option.
     """
-    found = f"--forwards-ahead {forwards_ahead}"
+    found = f"ahead={forwards_ahead}"
     if schedule not in FORWARDS_AHEAD:
         raise PlanError(
             f"{found} with --schedule {schedule}: only {', '.join(FORWARDS_AHEAD)} read it; "
@@ -218,11 +211,6 @@ def check_forwards_ahead(
         raise PlanError(
             f"{found}: a rank runs at least one forward ahead for each rank behind it; the default "
             f"is {FORWARDS_AHEAD[schedule]}"
-        )
-    if last_segment == "afab" and schedule == "aiao":
-        raise PlanError(
-            f"{found} with --aiao-last-segment afab: that runs all forwards ahead; drop one of the "
-            "two"
         )
 
 

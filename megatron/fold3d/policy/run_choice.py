@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron.fold3d.plan.ir import Plan, stages_of
 from megatron.fold3d.policy.replicated_segments import Segments
+from megatron.fold3d.policy.schedule_word import Part, parts_of
 
 LEAST_GAIN = 0.002  # relative to stock's iteration: a smaller predicted gain is not tried
 
@@ -17,7 +18,7 @@ class RunChoice:
     """One way to run the iterations of some number of micro-batches.
 
     Attributes:
-        name: the name of the order, as flags.
+        name: the order, as the word of ``--schedule`` begins.
         order: the order of computation, with the weight gradients that it places.
         shares: by stage, the share of DP.sync behind the backwards, if the rest reaches into the
             next iteration; None ends DP.sync with the iteration.
@@ -25,6 +26,8 @@ class RunChoice:
         early: of these, the ones whose DP.sync starts between their weight gradients although it
             may reach into the next iteration, or reduces to shards.
         replicated: segments that every replica steps in full.
+        steps_shards: whether the optimizer is distributed.
+        reduces_early: whether DP.sync may start between delayed weight gradients.
     """
 
     name: str
@@ -33,6 +36,16 @@ class RunChoice:
     delayed: Segments = ()
     early: Segments = ()
     replicated: Segments = ()
+    steps_shards: bool = False
+    reduces_early: bool = False
+
+    @property
+    def behind(self) -> Segments:
+        """Of ``delayed``, the segments whose weight gradients follow their own backwards."""
+        whole = self.replicated if self.steps_shards else self.delayed
+        starts_early = self.reduces_early and not self.defers
+        behind = {*self.early, *(whole if starts_early else ())}
+        return tuple(segment for segment in self.delayed if segment in behind)
 
     @property
     def defers(self) -> bool:
@@ -55,18 +68,15 @@ class RunChoice:
         return stages_of(self.early, self.order.num_ranks)
 
     def __str__(self) -> str:
-        """Return the flags that ask for the same."""
-        parts = [self.name]
-        if self.defers:
-            parts.append("--backward-share auto")
-        for flag, some in (
-            ("--delay-weight-grads", self.delayed),
-            ("--early-dp-sync", self.early),
-            ("--replicate-optimizer", self.replicated),
-        ):
-            if some:
-                parts.append(f"{flag} {','.join(map(str, some))}")
-        return " ".join(parts)
+        """Return the word of ``--schedule`` that asks for the same."""
+        behind = self.behind
+        last = tuple(segment for segment in self.delayed if segment not in behind)
+        parts = [
+            *parts_of("optimizer", [("replicated", self.replicated)]),
+            *([Part("step", "next")] if self.defers else []),
+            *parts_of("wgrad", [("behind", behind), ("last", last)]),
+        ]
+        return ":".join([self.name, *map(str, parts)])
 
 
 def stock_schedule(num_segments: int) -> str:

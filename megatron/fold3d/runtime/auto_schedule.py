@@ -1,4 +1,4 @@
-"""``--schedule auto``, ``--replicate-optimizer auto``: try the best predictions, keep the fastest.
+"""``--schedule auto``, ``optimizer=auto``: try the best predictions, keep the fastest.
 
     iteration  1       2         3          4      5        6      7      8        9      10     11
                starts  measured  predicted  timed  changes  timed  timed  changes  timed  timed  ..
@@ -151,7 +151,7 @@ class AutoSchedule(MeasuredTimesFeature):
     def _flag(self) -> str:
         if self._config.schedule == "auto":
             return "--schedule auto"
-        return f"{'--backward-share' if self._config.auto_share else '--replicate-optimizer'} auto"
+        return "step=next" if self._config.auto_share else "optimizer=auto"
 
     @property
     def _is_free(self) -> bool:
@@ -254,13 +254,14 @@ class AutoSchedule(MeasuredTimesFeature):
     def _as_configured(self, size: int) -> RunChoice:
         """Return what the flags say, with no segment replicated and equal shares of DP.sync."""
         config, order = self._config, self._plans.order(size)
-        flag = "--schedule" if config.plan_file is None else "--plan-file"
         return RunChoice(
-            name=f"{flag} {self._plans.name}",
+            name=self._plans.name,
             order=order,
             shares=(FIRST_SHARE,) * order.num_stages if config.auto_share else None,
             delayed=() if order.has(*WEIGHT_OPS) else config.delay_weight_grads,
-            early=config.early_dp_sync,
+            early=config.behind_backwards,
+            steps_shards=config.steps_shards,
+            reduces_early=config.reduces_early,
         )
 
     def _now(self, plan: Plan) -> RunChoice | None:

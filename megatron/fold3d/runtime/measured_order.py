@@ -1,4 +1,4 @@
-"""``--forwards-ahead auto`` and ``--delay-weight-grads auto``: an order from measured times.
+"""``ahead=auto`` and ``wgrad=gaps``: an order from measured times.
 
 The second training iteration is timed on the device's own clock. Before the third, ranks time a
 transfer and DP.sync, exchange all times, and choose the order that runs from the fourth on.

@@ -1,11 +1,11 @@
-"""``--plan-file``: the order of an iteration from a file."""
+"""``--schedule plan=FILE``: the order of an iteration from a file."""
 
 from pathlib import Path
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.files import parse_plan, read_file
 from megatron.fold3d.plan.ir import Op, Plan, PlanError, Program, carried
-from megatron.fold3d.plan.ops import FREE_OPS, SUM_OPS, TABLE, UPDATE_OPS, WEIGHT_OPS
+from megatron.fold3d.plan.ops import FREE_OPS, SUM_OPS, TABLE, UPDATE_OPS
 from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
 
 
@@ -21,12 +21,8 @@ def read_order(config: Fold3DConfig, path: Path, num_microbatches: int) -> Plan:
     if found != needed:
         raise PlanError(
             f"found {_sizes(*found)}, this run has {_sizes(*needed)}; "
-            "a plan file fits one size: change the flags, or use --schedule"
+            "a plan file fits one size: change the flags, or name a schedule"
         )
-    if plan.has(*WEIGHT_OPS) and not config.delay_weight_grads:
-        raise PlanError("found W in the plan; give --delay-weight-grads with its segments")
-    if plan.has(Op.RECOMPUTE) and not config.recompute_early:
-        raise PlanError("found R in the plan; give --recompute-early with its stages")
     if not config.shards_params and plan.has(*FREE_OPS):
         raise PlanError("found FREE_PARAM in the plan; give --shard-segments weights")
     if not config.shards_grads and plan.has(Op.FREE_GRAD):
@@ -51,22 +47,19 @@ def _check_sums(config: Fold3DConfig, program: Program) -> None:
                 "gradients): move them there"
             )
     for action in program:
-        stage, op, end = action
+        stage, op, _ = action
         if op in SUM_OPS:
             in_shards = config.steps_shards and stage not in config.replicated_stages
             if (op is Op.REDUCE_SCATTER) != in_shards:
                 ours = Op.REDUCE_SCATTER if in_shards else Op.ALL_REDUCE
                 raise PlanError(
                     f"found {action} in the plan; in this run it is {action._replace(op=ours)}, "
-                    "by --use-distributed-optimizer and --replicate-optimizer"
+                    "by --use-distributed-optimizer and optimizer=replicated"
                 )
-            is_slice = end is not None and stage not in early and stage not in late
-            if is_slice and not config.slices_dp_sync:
-                raise PlanError(f"found {action}, a slice of DP.sync; give --dp-slices on")
         if stage in late and op is Op.STEP and stage not in config.carried_stages:
             raise PlanError(
                 f"found {action} before {stage}F0, which ends DP.sync of the iteration before: "
-                "give --backward-share, or move the action to the end"
+                "add step=next, or move the action to the end"
             )
 
 

@@ -34,7 +34,7 @@ class Plans:
     """
 
     def __init__(self, config: Fold3DConfig) -> None:
-        self.name = str(config.plan_file or config.schedule)
+        self.name = config.name
         self.latest: Plan | None = None
         self.fixes_offload = False
         self.carries = True
@@ -186,7 +186,6 @@ class Plans:
             num_ranks=config.num_ranks,
             num_segments=config.num_segments,
             num_microbatches=num_microbatches,
-            last_segment=config.aiao_last_segment,
             group_size=config.microbatch_group_size,
         )
         if config.overlap_tensor_parallel:

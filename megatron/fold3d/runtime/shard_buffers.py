@@ -16,7 +16,7 @@ optimizer keep referring to the same storage object.
                                              ───2────┘
     whole           none      3       2, 3    1, 2    0, 1          all: each replica its shard
 
-With ``--backward-share`` a segment's gradients stay whole until the next iteration. They are
+With ``step=next`` a segment's gradients stay whole until the next iteration. They are
 reduced there, and the step is taken right before the all-gather, in a parameter buffer that is
 allocated for it. Then no copy of a gradient shard is kept:
 

@@ -20,12 +20,14 @@ from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.ops import COMPUTE_OPS, COPY_OPS
+from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.policy.run_choice import RunChoice, stock_schedule
-from megatron.fold3d.policy.shard_order import started_shares
 from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster, cluster
-from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
+from megatron.fold3d.predict.cost_model.estimate import Estimate
+from megatron.fold3d.predict.cost_model.sharded_footprint import sharded_footprint
 from megatron.fold3d.predict.cost_model.sizes import replicated_bytes
-from megatron.fold3d.predict.search.candidate_timeline import timeline_of
+from megatron.fold3d.predict.search.candidate_estimate import estimate_of
+from megatron.fold3d.predict.search.candidate_timeline import order_of, plan_of, timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.choice_search import ChoiceSearch, Predicted, Scope
 from megatron.fold3d.predict.search.order_choice import held_sizes
@@ -112,7 +114,7 @@ def report(args: Namespace, plan: Plan | None) -> Iterator[str]:
         yield f"plan: {args.plan_file or args.schedule}{begins}, {shape}, verified"
     target = Target.named(args.check)
     try:
-        expected = _Expected.of(args, plan, target)
+        expected = Expected.of(args, plan, target)
     except ValueError as error:  # of the planner; the run does not ask it
         yield f"no estimate of memory and time: {error}"
         return
@@ -120,7 +122,7 @@ def report(args: Namespace, plan: Plan | None) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Expected:
+class Expected:
     """The planner's estimate of a run."""
 
     iteration_s: float
@@ -131,26 +133,36 @@ class _Expected:
     """With --schedule auto: stock's order, and what it would try."""
 
     @classmethod
-    def of(cls, args: Namespace, plan: Plan | None, target: Target) -> "_Expected":
+    def of(cls, args: Namespace, plan: Plan | None, target: Target) -> "Expected":
+        """Return the estimate of Megatron's validated namespace.
+
+        Args:
+            args: the namespace.
+            plan: the plan of an iteration; None for stock Megatron's schedule.
+            target: the cluster, if one is named.
+
+        Raises:
+            ValueError: the planner does not model it.
+        """
         if args.use_torch_fsdp2 or args.use_megatron_fsdp:
             raise ValueError("the planner does not model FSDP, whose replicas share all states")
-        candidate, shape = _candidate(args), shape_of(args)
-        known = estimate(
-            shape,
-            target.cluster or _some_cluster(args.world_size),
-            candidate.setup,
-            num_ranks=candidate.num_ranks,
-            num_segments=candidate.num_segments,
-            layers=stage_layers(args),
+        candidate = _candidate(args)
+        known = estimate_of(
+            shape_of(args), target.cluster or _some_cluster(args.world_size), candidate
         )
         if has_many_queues():
             known = replace(known, cuda_connections=None)
-        timeline = timeline_of(candidate, known, order=_order(args, plan))
+        order = _order(args, candidate, plan)
+        timeline = timeline_of(candidate, known, order=order)
+        footprint = known.footprint
+        if candidate.shards != "off":
+            freeing = plan_of(candidate, order)
+            footprint = sharded_footprint(footprint, freeing, known.gradient_bytes, candidate.setup)
         row = mean(exposure(timeline))
         parts = {"bubble": row.bubble_s, "DP.sync": row.grad_sync_s, "PP.sync": row.p2p_s}
         return cls(
             timeline.period_s,
-            tuple(rank.device.peak_bytes for rank in memory(timeline, known.footprint)),
+            tuple(rank.device.peak_bytes for rank in memory(timeline, footprint)),
             ", ".join(f"{name} {row.share(seconds):.0%}" for name, seconds in parts.items()),
             tuple(_left_out(args)),
             _tried(args, known, candidate) if target.cluster and args.schedule == "auto" else (),
@@ -202,12 +214,21 @@ def _candidate(args: Namespace) -> Candidate:
         num_ranks=config.num_ranks,
         num_segments=config.num_segments,
         num_microbatches=num_microbatches,
-        group_size=args.microbatch_group_size_per_vp_stage if schedule == "interleaved" else None,
+        group_size=config.microbatch_group_size if schedule == "interleaved" else None,
+        layers=stage_layers(args),
         backward_share="auto" if config.auto_share else config.backward_share,
         offload=config.offload_activations != "off",
         preemptive=config.preemptive_comm,
         forwards_ahead=config.forwards_ahead,
         places_weight_grads=config.auto_weight_grads,
+        delayed_weight_grads=() if config.auto_weight_grads else config.delay_weight_grads,
+        behind_backwards=config.behind_backwards,
+        reduces_early=config.reduces_early,
+        replicated=config.replicated_segments,
+        shards=args.shard_segments,
+        recompute_layers=config.recompute_layers or (),
+        recompute_early=bool(config.recompute_early),
+        overlap_tensor_parallel=config.overlap_tensor_parallel,
     )
 
 
@@ -248,16 +269,20 @@ def _tried(args: Namespace, known: Estimate, candidate: Candidate) -> tuple[Pred
         held=lambda plan: held_sizes(known.footprint, plan, memory_bytes),
         nic_of_rank=known.nic_of_rank,
         routes=known.routes,
-        shard_shares=started_shares(min(stage_layers(args)), candidate.setup.num_replicas),
+        shard_shares=known.shard_shares,
     )
     return search.stock, *search.to_try()
 
 
-def _order(args: Namespace, plan: Plan | None) -> Plan | None:
-    """Return the order that runs, unless measured times are to place weight gradients in it."""
-    if plan is None or args.delay_weight_grads == "auto":
+def _order(args: Namespace, candidate: Candidate, plan: Plan | None) -> Plan | None:
+    """Return the order that runs, where the candidate does not say it: a file's, for example."""
+    if plan is not None and args.plan_file:
+        return plan.select(COMPUTE_OPS | COPY_OPS)
+    if not candidate.recompute_early:
         return None
-    return plan.select(COMPUTE_OPS | COPY_OPS)
+    stages = Fold3DConfig.from_args(args).recompute_early  # may be some of them
+    order = order_of(replace(candidate, recompute_early=False))
+    return recompute_early(order, stages, in_pairs=candidate.overlap_tensor_parallel)
 
 
 def _left_out(args: Namespace) -> Iterator[str]:
@@ -267,13 +292,10 @@ def _left_out(args: Namespace) -> Iterator[str]:
         "--recompute-num-layers": full and args.recompute_num_layers != 1,
         "--recompute-modules": args.recompute_granularity == "selective"
         and args.recompute_modules not in (None, ["core_attn"]),
-        "--recompute-layers": args.recompute_layers is not None,
-        "--shard-segments": args.shard_segments != "off",
-        "--replicate-optimizer": args.replicate_optimizer,
-        "--overlap-tensor-parallel": args.overlap_tensor_parallel,
+        "--recompute-layers auto": args.recompute_layers == "auto",
+        "optimizer=auto": args.replicate_optimizer == "auto",
         "--lazy-inter-segment": args.lazy_inter_segment,
-        "--forwards-ahead auto": args.forwards_ahead == "auto",
-        "--early-dp-sync": args.early_dp_sync,
+        "ahead=auto": args.forwards_ahead == "auto",
         "--num-distributed-optimizer-instances": args.num_distributed_optimizer_instances > 1,
         "--optimizer-cpu-offload": args.optimizer_cpu_offload,
         "one hardware queue": args.tensor_model_parallel_size == 1 and has_one_queue(args),

@@ -39,8 +39,7 @@ _TESTED = {"torch": "train", "transformer-engine": "gpu"}
 _GLOO = "what ranks on CPUs talk over; every build of torch for Linux has it"
 _SCHEDULES = {
     "aiao": "--schedule aiao",
-    "DP.sync across iterations": "--schedule aiao --backward-share 0.5 --overlap-grad-reduce "
-    "--clip-grad 0",
+    "DP.sync across iterations": "--schedule aiao:step=next --overlap-grad-reduce --clip-grad 0",
     "tracing stock": "--schedule stock --trace unused",
 }
 

@@ -63,7 +63,7 @@ def test_a_plan_tells_which_of_its_stages_are_carried_and_whether_a_step_is_not(
 
 
 def test_what_is_left_of_a_sum_starts_in_the_order_in_which_forwards_need_it():
-    order = build("aiao", num_ranks=1, num_segments=3, num_microbatches=1, last_segment="afab")
+    order = build("afab", num_ranks=1, num_segments=3, num_microbatches=1)
     every = carry_grad_sync(lower(order), range(3))
     assert rows(share_grad_sync(every, (0.0, 0.25, 0.5))) == [
         "1ALL_REDUCE 2ALL_REDUCE 0STEP 0F0 1STEP 1F0 2STEP 2F0 2B0 2REDUCE_KEPT 2ALL_REDUCE:500 "

@@ -26,7 +26,7 @@ from megatron.fold3d.plan.passes import (
 from megatron.fold3d.plan.schedules import build
 
 AFAB = build("afab", num_ranks=2, num_segments=1, num_microbatches=2)
-AIAO = build("aiao", num_ranks=2, num_segments=2, num_microbatches=2, last_segment="afab")
+AIAO = build("afab", num_ranks=2, num_segments=2, num_microbatches=2)
 THREE = build("aiao", num_ranks=2, num_segments=3, num_microbatches=1)
 DELAYED = weight_grads.delay_weight_grads(
     build("afab", num_ranks=1, num_segments=1, num_microbatches=2), [0]

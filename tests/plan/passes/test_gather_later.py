@@ -20,7 +20,7 @@ SHARDED = Options(gathers_params=True, carried_stages=range(3))
 
 
 def test_what_is_gathered_has_been_stepped():
-    plan = build("aiao", num_ranks=1, num_segments=2, num_microbatches=2, last_segment="afab")
+    plan = build("afab", num_ranks=1, num_segments=2, num_microbatches=2)
     carried = lower(plan, SHARDED)
     assert rows(carried) == [
         "0STEP 0ALL_GATHER 1STEP 1ALL_GATHER 0F0 0F1 1F0 1F1 1B0 1B1 1REDUCE_KEPT 1REDUCE_SCATTER "
@@ -32,7 +32,7 @@ def test_what_is_gathered_has_been_stepped():
 
 
 def test_a_reduce_scatter_ends_behind_forwards_of_the_stage_before():
-    plan = build("aiao", num_ranks=1, num_segments=3, num_microbatches=2, last_segment="afab")
+    plan = build("afab", num_ranks=1, num_segments=3, num_microbatches=2)
     carried = lower(plan, SHARDED)
     after = (
         "0STEP 0ALL_GATHER 0F0 1STEP 1ALL_GATHER 0F1 1F0 1F1 2STEP 2ALL_GATHER 2F0 2F1 "

@@ -84,6 +84,6 @@ def test_what_is_told_names_the_choice(defers: bool):
     auto = replace(BOTH, defers=defers)
     plan = auto.arranged(TIMES, told.append)(one_f_one_b)
     verify(lower(plan))
-    assert "8 micro-batches, --forwards-ahead " in told[0]
+    assert "8 micro-batches, ahead=" in told[0]
     assert ", weight gradients in the gaps; predicted " in told[0]
     assert str(TIMES) == "F 1e+03 ms, B 1e+03 ms, W 1e+03 ms, transfer 500 ms"

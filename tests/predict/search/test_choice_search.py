@@ -26,25 +26,25 @@ def flags(found: ChoiceSearch) -> list[str]:
 
 def test_the_fastest_of_either_kind_is_tried_the_faster_first():
     found = search()
-    assert str(found.stock.choice) == "--schedule interleaved"
+    assert str(found.stock.choice) == "interleaved"
     first, second = found.to_try()
     assert first.choice.defers
     assert not second.choice.defers
     assert first.seconds < second.seconds < found.stock.seconds
     assert first.seconds == found.seconds(first.choice)
-    assert "--backward-share auto" in str(first.choice)
+    assert ":step=next" in str(first.choice)
 
 
 def test_stocks_groups_are_those_of_the_flag():
     found = search(group_size=4)
-    name = "--schedule interleaved --microbatch-group-size-per-virtual-pipeline-stage 4"
+    name = "interleaved:group=4"
     assert str(found.stock.choice) == name
     assert found.stock.seconds < search().stock.seconds
     assert flags(replace(found, scope=Scope())) == []  # it is the order of aiao
 
 
 def test_one_segment_runs_further_ahead_where_transfers_are_slow():
-    assert flags(search(1, scope=Scope())) == ["--schedule 1f1b --forwards-ahead 2"]
+    assert flags(search(1, scope=Scope())) == ["1f1b:ahead=2"]
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ def test_segments_are_replicated_with_a_distributed_optimizer_as_far_as_memory_h
 def test_weight_gradients_are_delayed_only_where_that_is_allowed():
     bound = {"num_ranks": 4, "costs": Costs.uniform(4, p2p_s=0.4), "num_microbatches": 8}
     (plain,) = flags(search(1, **bound, scope=Scope()))
-    assert plain == "--schedule 1f1b --forwards-ahead 2"
+    assert plain == "1f1b:ahead=2"
     splitting, whole = flags(search(1, **bound, scope=Scope(delays=True)))
-    assert (splitting, whole) == (f"{plain} --delay-weight-grads auto", plain)
+    assert (splitting, whole) == (f"{plain}:wgrad=gaps", plain)
 
 
 def test_the_first_segment_is_replicated_if_weight_gradients_can_hide_its_all_reduce():
@@ -144,7 +144,7 @@ def test_dp_sync_of_the_last_segments_starts_early_where_the_link_is_the_limit()
     assert best.choice.early
     assert best.choice.early == best.choice.delayed[-len(best.choice.early) :]
     assert best.choice.early[-1] == 3
-    assert str(best.choice).endswith(f"--early-dp-sync {','.join(map(str, best.choice.early))}")
+    assert str(best.choice).endswith(":step=next:wgrad=behind@2,3")
     late, *_ = search(costs=costs).to_try()
     assert best.seconds < late.seconds
     # At least the weight gradients of one segment, but those of one parameter.

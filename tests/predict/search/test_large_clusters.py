@@ -59,7 +59,7 @@ def test_replicated_segments_are_reduced_for_longer_gathered_never_and_held_whol
         for a, b in zip(sharded.footprint.static_bytes, found.footprint.static_bytes, strict=True)
     ] == pytest.approx(more)
     assert replicated.name == "aiao+O1"
-    assert "--replicate-optimizer 1" in training_flags(SMALL, SLOW, replicated)
+    assert "--schedule aiao:optimizer=replicated@1 " in training_flags(SMALL, SLOW, replicated)
 
 
 def test_no_simulation_of_replicated_segments_is_faster_than_its_bound():

@@ -7,6 +7,7 @@ from megatron.fold3d.commands.training_flags import training_flags
 from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.verify import verify
+from megatron.fold3d.policy.schedule_word import spelled
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.layers import layers_of_stages
@@ -377,9 +378,8 @@ def test_weight_gradients_are_delayed_on_request_where_that_hides_dp_sync():
     assert best.candidate.backward_share == "auto"
     assert tried.undelayed.candidate == replace(best.candidate, delayed_weight_grads=())
     assert best.iteration_s < tried.undelayed.iteration_s / (1 + WORTHWHILE)
-    assert training_flags(SMALL, hosts, best.candidate).endswith(
-        f" --delay-weight-grads {best.candidate.delayed_segments}"
-    )
+    delayed = spelled(best.candidate.delayed_weight_grads)
+    assert f":step=next:wgrad=last@{delayed} " in training_flags(SMALL, hosts, best.candidate)
 
 
 @pytest.mark.parametrize(

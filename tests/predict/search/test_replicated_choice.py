@@ -14,7 +14,7 @@ from megatron.fold3d.predict.search.replicated_choice import SimulatedIteration,
 from megatron.fold3d.predict.simulator.costs import Costs
 
 # Of one rank, three segments and two micro-batches: forwards take 2 s each, backwards 6.
-ORDER = build("aiao", num_ranks=1, num_segments=3, num_microbatches=2, last_segment="afab")
+ORDER = build("afab", num_ranks=1, num_segments=3, num_microbatches=2)
 SHARDED = replace(
     Costs.uniform(3, backward_s=3.0, grad_sync_s=3.0),
     param_gather_s=(3.0, 3.0, 3.0),

@@ -41,17 +41,27 @@ def test_slots_are_reused_first_in_first_out_and_taken_from_the_host_once():
     assert (pool.num_bytes, pool.num_growths, pool.high_water_bytes) == (1536, 1, 1536)
 
 
-def test_a_pinned_pool_that_is_too_small_grows_and_logs_it(caplog: pytest.LogCaptureFixture):
+def test_a_pinned_pool_gives_no_more_slots_than_it_has_and_grows_when_it_is_told_to():
     pool = PinnedPool(torch.device("cpu"))
     pool.reserve({512: 1})
     pool.take(512)
-    with caplog.at_level("INFO"):
-        assert pool.take(1).memory.numel() == 512
-    assert "no slot of 512 bytes is free" in caplog.text
+    assert pool.take(1) is None
     pool.reserve({512: 2})
+    assert pool.take(1).memory.numel() == 512
     assert pool.num_growths == 2
     with pytest.raises(HostMemoryError, match="are available"):
-        pool.take(1 << 60)
+        pool.reserve({1 << 60: 1})
+
+
+def test_memory_that_was_reserved_before_sizes_were_known_is_cut_into_slots():
+    pool = PinnedPool(torch.device("cpu"))
+    pool.reserve_bytes(2500)  # 5 x 512
+    assert [pool.take(size).memory.numel() for size in (1000, 512)] == [1024, 512]
+    assert pool.take(1025) is None
+    pool.reserve({512: 3, 1024: 1})
+    assert (pool.num_bytes, pool.num_growths) == (2560, 1)  # the third was cut of what was left
+    pool.reserve({512: 4, 1024: 1})
+    assert (pool.num_bytes, pool.num_growths) == (3072, 2)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,36 @@ def test_the_library_compiles_and_says_what_is_wrong_without_a_driver(
     offload_library._library.cache_clear()
 
 
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc: needs the CUDA toolkit")
+def test_the_library_copies_in_one_call_alone_or_one_by_one_as_the_driver_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    library = tmp_path / "_offload.so"
+    names = ("batched_copy.cpp", "pinned_pool.cpp", "offload.cpp")
+    sources = [*(ROOT / "csrc" / name for name in names), Path(__file__).with_name("cuda_stub.cpp")]
+    build = ["nvcc", "-std=c++20", "-shared", "-Xcompiler", "-fPIC,-Wall,-Werror", "-cudart=none"]
+    more = [f"-I{ROOT / 'csrc'}", "-Xlinker", "--no-undefined,-Bsymbolic", "-o", library]
+    subprocess.run([*build, *sources, *more], check=True, timeout=250)
+    monkeypatch.setattr(offload_library, "LIBRARY", library)
+    offload_library._library.cache_clear()
+    stub = ctypes.CDLL(str(library))
+
+    memory = offload_library.PinnedMemory(3 * 4096)
+    assert stub.stub_pinned() == 1
+    for count, calls in ((3, (0, 1)), (1, (1, 1)), (3, (4, 1)), (3, (7, 1))):
+        sent = [torch.randint(256, (4096,), dtype=torch.uint8) for _ in range(count)]
+        offload_library.batched_copy(memory.tensor.split(4096)[:count], sent, 2)
+        assert torch.equal(memory.tensor[: count * 4096], torch.cat(sent))
+        assert (stub.stub_singles(), stub.stub_batches()) == calls
+        if count == 1:
+            stub.stub_gets_an_old_driver()
+    with pytest.raises(RuntimeError, match="copy of activations: no CUDA-capable device"):
+        offload_library.kernel_copy(sent, sent, 2, num_blocks=1)
+    memory.close()
+    assert stub.stub_pinned() == 0
+    offload_library._library.cache_clear()
+
+
 def test_without_the_library_a_gpu_run_is_told_how_to_build_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

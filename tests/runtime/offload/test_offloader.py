@@ -119,12 +119,15 @@ def test_gradients_are_the_same_bits(copies: Callable[..., Copies], options: dic
     offloader = Offloader(CPU, everything=True, copies=copies(CPU))
     offloader.depth = options.get("depth", 1)
 
-    for _ in range(3):
+    for number in range(3):
         ours = run(plan.programs[0], model, model, offloader)
         theirs = run(plan.programs[0], model, model, None)
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-        assert (offloader.peak,) == peak_activations(plan, depth=offloader.depth)
         assert offloader.held == 0
+        if number == 0:  # nothing has said yet what it takes, so all of it stays
+            assert (offloader.peak, offloader.pool.num_growths) == (8, 0)
+            continue
+        assert (offloader.peak,) == peak_activations(plan, depth=offloader.depth)
         assert len(offloader._returned) <= 8  # one iteration's marks, however many there were
     assert offloader.pool.num_growths == 1
     assert offloader.pool.num_bytes == offloader.pool.high_water_bytes
@@ -132,19 +135,38 @@ def test_gradients_are_the_same_bits(copies: Callable[..., Copies], options: dic
 
 def test_what_recomputation_starts_from_is_all_that_auto_moves():
     model, plan = mlp(), queue(6)
-    offloader = Offloader(CPU, everything=False)
+    offloader = Offloader(CPU, everything=False, saved_bytes=8 * HIDDEN * 4)
     with apply([*cpu.patches(), checkpoint.patch(offloader)]):
         layer = recomputed(model)
-        ours = run(plan.programs[0], model, layer, offloader)
-        theirs = run(plan.programs[0], model, layer, None)
+        for _ in range(2):
+            ours = run(plan.programs[0], model, layer, offloader)
+            theirs = run(plan.programs[0], model, layer, None)
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+            assert offloader.pool.high_water_bytes == 6 * 8 * HIDDEN * 4  # one input each
+    assert (offloader.pool.num_bytes, offloader.pool.num_growths) == (6 * 8 * HIDDEN * 4, 1)
 
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    assert offloader.pool.high_water_bytes == 6 * 8 * HIDDEN * 4  # one input each
+
+def test_too_little_memory_keeps_the_rest_of_the_first_iteration_on_the_device(
+    caplog: pytest.LogCaptureFixture,
+):
+    model, plan, size = torch.nn.LayerNorm(HIDDEN), queue(6), 8 * HIDDEN * 4
+    offloader = Offloader(CPU, everything=True, saved_bytes=size, first_bytes=2 * size)
+    moved = []
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            before = offloader.num_reloads
+            ours = run(plan.programs[0], model, model, offloader)
+            theirs = run(plan.programs[0], model, model, None)
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+            moved.append(offloader.num_reloads - before)
+    assert moved == [2, 6]
+    assert f"have {6 * size:,} bytes of host memory from now on, {2 * size:,} until" in caplog.text
+    assert f"--activation-memory-bytes {6 * size} gives all of it" in caplog.text
 
 
 def test_weights_and_small_tensors_stay():
     model, plan = torch.nn.LayerNorm(HIDDEN), queue(4)
-    offloader = Offloader(CPU, everything=True)
+    offloader = Offloader(CPU, everything=True, first_bytes=1 << 20)
     run(plan.programs[0], model, model, offloader)
     assert offloader.copies.num_tensors == 2 * 4  # the input alone, not means and deviations
 
@@ -156,7 +178,7 @@ def test_a_storage_leaves_once_however_many_views_are_saved():
         halves = (x * 2).view(-1)
         return halves[: 4 * HIDDEN].sin() * halves[4 * HIDDEN :].cos()
 
-    offloader = Offloader(CPU, everything=True, copies=LateCopies())
+    offloader = Offloader(CPU, everything=True, first_bytes=1 << 20, copies=LateCopies())
     ours = run(plan.programs[0], model, layer, offloader)
     assert all(
         torch.equal(a, b)
@@ -192,33 +214,33 @@ def test_an_emptied_storage_and_the_next_at_its_address_are_two():
 def test_auto_leaves_on_the_device_what_finds_no_room_on_the_host(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    size, grow = 8 * HIDDEN * 4, PinnedPool._grow
+    size, allocate = 8 * HIDDEN * 4, PinnedPool._allocate
     available, taken = [3 * size * 10 // 9 + 1], []
 
-    def counted(self: PinnedPool, new: dict[int, int]) -> None:
-        grow(self, new)
-        taken.append(new)
-        available[0] -= sum(size * count for size, count in new.items())
+    def counted(self: PinnedPool, num_bytes: int) -> Tensor:
+        memory = allocate(self, num_bytes)
+        taken.append(num_bytes)
+        available[0] -= num_bytes
+        return memory
 
-    monkeypatch.setattr(PinnedPool, "_grow", counted)
+    monkeypatch.setattr(PinnedPool, "_allocate", counted)
     monkeypatch.setattr(host_memory, "available_bytes", lambda: available[0])
     model, plan = mlp(), build("afab", num_ranks=1, num_segments=1, num_microbatches=8)
     offloader = Offloader(CPU, everything=False, sparing=True)
     with apply([*cpu.patches(), checkpoint.patch(offloader)]):
         layer = recomputed(model)
-        for moved in (3, 3):
+        for moved in (0, 3):  # nothing has said before the first what it takes
             program = offloaded(plan.programs[0], offloader.choice(plan.programs[0]))
             before = offloader.num_reloads
             ours = run(program, model, layer, offloader)
             theirs = run(program, model, layer, None)
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
             assert (offloader.num_reloads - before, offloader.held) == (moved, 0)
-    assert "the host has memory for 3 of 8 activations that should be there" in caplog.text
-    assert caplog.text.count("the others stay on the device") == 2  # then the choice knows
-    assert taken == [{size: 3}]
+    assert f"8 activations of {size:,} bytes should leave, the host has memory for 3" in caplog.text
+    assert taken == [3 * size]
     assert (offloader.peak,) == peak_activations(Plan((program,)))
 
-    offloader = Offloader(CPU, everything=False)  # `on` moves all, or ends
+    offloader = Offloader(CPU, everything=False, saved_bytes=size)  # `on` moves all, or ends
     with (
         apply([*cpu.patches(), checkpoint.patch(offloader)]),
         pytest.raises(HostMemoryError, match=f"{8 * size:,} bytes of host memory"),
@@ -227,7 +249,7 @@ def test_auto_leaves_on_the_device_what_finds_no_room_on_the_host(
 
 
 def test_the_device_forgets_what_has_left():
-    offloader = Offloader(CPU, everything=True)
+    offloader = Offloader(CPU, everything=True, first_bytes=1 << 20)
     plan = Plan.from_text("0F0 0OFFLOAD0 0F1 0RELOAD0 0B1 0B0").programs[0]
     model = mlp()
     offloader.begin_iteration(plan, [model], 8 * HIDDEN * 4)

@@ -76,6 +76,15 @@ def pass_on_as(rank: int, port: int) -> None:
     assert growths == 1
 
 
+def test_a_pool_without_a_free_slot_waits_for_a_copy_and_does_not_grow():
+    link = HostLink({}, {}, torch.device("cpu"), timedelta(seconds=1), num_ranks=2)
+    link.pool.reserve({512: 1})
+    slot = link._stage((128,), torch.float32).slot
+    link._copying.append((link._copies.now(), slot))
+    assert link._stage((128,), torch.float32).slot is slot
+    assert link.pool.num_growths == 1
+
+
 @pytest.mark.gloo
 def test_what_arrives_is_what_was_sent_and_no_slot_is_lost():
     found: list[Any] = run_distributed(pass_on, 2, "cpu")

@@ -1,12 +1,13 @@
 from pathlib import Path
 from statistics import fmean
+from xml.etree import ElementTree
 
 import pytest
 
 from scripts.paper import __main__ as command
+from scripts.paper.ablation import ablation
 from scripts.paper.curves import TARGET, stored
 from scripts.paper.draw import can_draw, draw
-from scripts.paper.figures import ablation
 from scripts.paper.results import Grid, Result
 from scripts.paper.simulated import Point, iteration
 from scripts.paper.systems import SYSTEMS
@@ -26,6 +27,7 @@ ERRORS = {
     "fig14": (0.08, 0.05),
     "ablation": (0.11, 0.06),
 }
+PICTURES = Path(__file__).parents[3] / "docs/images/paper"
 VERDICTS = {
     "table4": [True],
     "fig8": [True, True],
@@ -53,6 +55,24 @@ def test_numbers_are_within_the_stated_error(results, name):
     assert errors
     assert max(errors) <= largest
     assert fmean(errors) <= mean
+
+
+@pytest.mark.slow
+def test_equations_stand_beside_what_is_simulated(results):
+    _, equations, _ = results["fig5"].grids
+    for model in ("GPT-3 18B", "GPT-3 39B"):
+        value = {
+            (row, column): equations.at(f"{model}, {row}", column).ours
+            for row in ("eqs. 1-7", "simulated")
+            for column in ("Megatron (1)", "FOLD3D (2)")
+        }
+        assert value["eqs. 1-7", "Megatron (1)"] == pytest.approx(
+            value["simulated", "Megatron (1)"], rel=0.06
+        )
+        assert 0.85 < value["eqs. 1-7", "FOLD3D (2)"] / value["simulated", "FOLD3D (2)"] < 0.9
+        held = equations.at(f"{model}, eqs. 1-7", "FOLD3D GB (7)").ours
+        _, columns = predicted("A100x128", model, "Fold3D")
+        assert held == pytest.approx(columns["excmem_gb"])
 
 
 @pytest.mark.slow
@@ -108,6 +128,7 @@ def test_without_matplotlib_one_line_says_how_to_get_pictures(
     assert last == "no pictures without matplotlib: .venv/bin/pip install -e '.[plots]'"
 
 
+@pytest.mark.processes  # matplotlib lists the system's fonts once
 @pytest.mark.slow
 @pytest.mark.skipif(not can_draw(), reason="needs matplotlib")
 def test_a_picture_says_that_it_is_simulated_and_has_published_values(results, tmp_path: Path):
@@ -116,6 +137,16 @@ def test_a_picture_says_that_it_is_simulated_and_has_published_values(results, t
     assert all(path.stat().st_size > 1000 for path in paths)
     assert "(simulated)" in paths[0].read_text()
     assert "published" in paths[0].read_text()
+
+
+@pytest.mark.slow
+def test_pictures_of_the_docs_show_todays_numbers(results):
+    """Else: for each name, python -m scripts.paper NAME --pictures docs/images/paper."""
+    for name, result in results.items():
+        picture = ElementTree.parse(PICTURES / f"{name}.svg")
+        (described,) = picture.iter("{http://purl.org/dc/elements/1.1/}description")
+        assert described.text == result.text()
+    assert (PICTURES / "fig12-curves.svg").read_text() == results["fig12"].curves
 
 
 def test_a_grid_without_drawn_columns_has_no_picture(tmp_path: Path):

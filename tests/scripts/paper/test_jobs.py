@@ -2,16 +2,20 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.fold3d.config import gpu_settings
 from scripts.paper import __main__ as command
 from scripts.paper.jobs import collect, emit
 from scripts.paper.systems import SYSTEMS
 from tests.commands.traces import write_traces
 from tests.distributed import run_distributed
+from tests.end_to_end.test_bert import data as bert_data  # noqa: F401  # a fixture
+from tests.end_to_end.test_check import ROOT
 from tests.end_to_end.test_check import _run as checked
 
 LINE = (
@@ -22,8 +26,9 @@ RUNNABLE = [name for name in command.EXPERIMENTS if name not in command.OF_NO_RU
 
 
 def log(ms: float) -> str:
-    """Twenty iterations, of which the first ten are slower."""
-    return "\n".join(LINE.format(number=n, ms=ms * (3 if n <= 10 else 1)) for n in range(1, 21))
+    """Twenty iterations, of which the first ten are slower, and the others vary by 9 ms."""
+    times_ms = (ms * 3 if n <= 10 else ms + n - 15.5 for n in range(1, 21))
+    return "\n".join(LINE.format(number=n, ms=m) for n, m in enumerate(times_ms, 1))
 
 
 def tasks_of(name: str, folder: Path) -> tuple[list[dict[str, Any]], str]:
@@ -31,9 +36,14 @@ def tasks_of(name: str, folder: Path) -> tuple[list[dict[str, Any]], str]:
     return json.loads((folder / "tasks.json").read_text()), told
 
 
+def place_of(task: dict[str, Any], folder: Path) -> Path:
+    return folder / array_of(task) / str(task["number"])
+
+
 def array_of(task: dict[str, Any]) -> str:
     point = task["point"]
-    return f"{point['node']}x{point['dp'] * point['pp'] * point['tp']}"
+    gpus = point["dp"] * point["pp"] * point["tp"]
+    return f"{point['node']}x{gpus}" + "-bert" * (point["model"] == "bert")
 
 
 def test_each_allocation_has_a_task_for_each_system_that_it_can_run(tmp_path: Path):
@@ -41,63 +51,78 @@ def test_each_allocation_has_a_task_for_each_system_that_it_can_run(tmp_path: Pa
     systems: dict[str, list[str]] = {}
     for task in tasks:
         systems.setdefault(array_of(task), []).append(task["system"])
-    assert systems["cpux4"] == [name for name in SYSTEMS if name != "zero3"]
-    assert not {"fold3d", "aiao+preempt"} & {*systems["a100x128"], *systems["v100x64"]}
-    assert (
-        "without aiao+preempt on a100x128 gpt3-39b (4, 4, 8), batch 256, 4 segments: --pre" in told
-    )
+    on_cpus = [name for name in SYSTEMS if name != "zero3"]
+    assert (systems["cpux4"], systems["testbedx4"]) == (on_cpus, on_cpus)
+    assert f"bash {tmp_path}/testbedx4.sh    # 9 tasks" in told
+    assert systems["a100x128"] == [*SYSTEMS]
+    assert "without aiao, aiao+split, aiao+preempt on v100x64 gpt3-39b (2, 4, 8), batch 128" in told
+    del systems["testbedx4"]
     for array, names in systems.items():
+        assert f"sbatch {tmp_path}/{array}.sbatch    # {len(names)} tasks" in told
         text = (tmp_path / f"{array}.sbatch").read_text()
         assert re.findall(r"^#SBATCH --array=(.*)$", text, re.M) == [f"0-{len(names) - 1}"]
-        assert f"#SBATCH --output={tmp_path}/{array}/%a.out" in text
+        assert f"#SBATCH --output={tmp_path}/{array}/%a/train.log" in text
         for number, name in enumerate(names):
             assert f"    {number}) export SYSTEMS={name} SEGMENTS=4 && set -- " in text
-            assert f"--save {tmp_path}/{array}/{number}/saved --trace" in text
+            assert f"--trace {tmp_path}/{array}/{number}/trace --trace-" in text
+            assert f"--save {tmp_path}/{array}/{number}/saved" in text
 
 
 @pytest.mark.gloo
 @pytest.mark.processes
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", RUNNABLE)
-def test_what_is_emitted_passes_the_check(name: str, tmp_path: Path):
-    """The first and the last task of each array; `aiao+offload` needs an extension for GPUs."""
-    tasks, _ = tasks_of(name, tmp_path)
-    on_gpus = [t for t in tasks if t["point"]["node"] != "cpu" and t["system"] != "aiao+offload"]
-    arrays = {array_of(task): task["point"] for task in on_gpus}
-    assert arrays
-    for array in arrays:
-        own = [task for task in on_gpus if array_of(task) == array]
-        for task in (own[0], own[-1]):
-            words = [*_asked_for(tmp_path, array, task["number"]), "--check", array]
-            queues = {} if task["system"] == "zero3" else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-            ((code, out, err),) = run_distributed(checked, 1, None, words, queues)
-            assert code == 0, err
-            assert out.startswith(f"can begin: {array.partition('x')[2]} ranks, dp=")
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # 90 s of an idle machine
+def test_every_task_that_is_emitted_passes_the_check(tmp_path: Path, bert_data: list[str]):  # noqa: F811
+    seen: set[tuple[str, ...]] = set()
+    for name in RUNNABLE:
+        tasks, _ = tasks_of(name, tmp_path / name)
+        for task in tasks:
+            point, system = task["point"], task["system"]
+            key = (*map(str, point.values()), system)
+            if point["node"] in ("cpu", "testbed") or key in seen:
+                continue
+            seen.add(key)
+            array, cluster = array_of(task), array_of(task).removesuffix("-bert")
+            data = bert_data if cluster != array else []
+            queues, words = _asked_for(tmp_path / name, array, task["number"], data)
+            assert queues == {"zero3": "8", "fold3d": "32", "aiao+preempt": "32"}.get(system, "1")
+            ((code, out, err),) = run_distributed(_checked, 1, [*words, "--check", cluster], queues)
+            assert code == 0, f"{name}, {task}: {err}"
+            assert out.startswith(f"can begin: {cluster.partition('x')[2]} ranks, dp=")
+    assert {system for *_, system in seen} == {*SYSTEMS}
 
 
-def _asked_for(folder: Path, array: str, number: int) -> list[str]:
-    """Return the words of a task's training script, with an `srun` that prints them."""
+def _checked(words: Sequence[str], queues: str) -> tuple[int, str, str]:
+    """Check a task where `make build-cuda` has built its library, for which a file stands in."""
+    gpu_settings.OFFLOAD_LIBRARY = Path(__file__)
+    program, *flags = words
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
+    return checked(None, flags, environment, program.removesuffix(".py"))
+
+
+def _asked_for(folder: Path, array: str, number: int, own: Sequence[str]) -> tuple[str, list[str]]:
+    """Return a task's hardware queues, and its script with its words; an `srun` prints them."""
     srun = folder / "bin" / "srun"
     srun.parent.mkdir(exist_ok=True)
-    srun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    srun.write_text('#!/bin/sh\nprintf "%s\\n" "$CUDA_DEVICE_MAX_CONNECTIONS" "$@"\n')
     srun.chmod(0o755)
     environment = {
         "PATH": f"{srun.parent}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "7",
         "SLURM_ARRAY_TASK_ID": str(number),
-        "SLURM_NTASKS": array.partition("x")[2],
+        "SLURM_NTASKS": array.removesuffix("-bert").partition("x")[2],
         "SLURM_NTASKS_PER_NODE": "8",
     }
-    command = ["bash", str(folder / f"{array}.sbatch")]
+    command = ["bash", str(folder / f"{array}.sbatch"), *own]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     words = done.stdout.splitlines()
-    return words[words.index("pretrain_gpt.py") + 1 :]
+    return words[0], words[words.index("python") + 1 :]
 
 
 def test_what_ran_is_shown_in_the_experiments_own_table(tmp_path: Path):
     tasks, _ = tasks_of("fig12", tmp_path)
     for task, ms in zip(tasks, (5400, 7100, 8100), strict=False):  # of batch 256
-        (tmp_path / array_of(task) / f"{task['number']}.out").write_text(log(ms) + "\n")
+        (place_of(task, tmp_path) / "train.log").write_text(log(ms) + "\n")
     result = collect("fig12", command.EXPERIMENTS["fig12"], tmp_path)
     rates, gains, _, times = result.grids
     found = {(n.row, n.column): n.ours for n in rates.numbers}
@@ -107,21 +132,40 @@ def test_what_ran_is_shown_in_the_experiments_own_table(tmp_path: Path):
     assert gains.numbers[0].ours == pytest.approx(7100 / 5400)
     assert gains.numbers[1].ours is None
     assert [n.ours for n in times.numbers] == [5400.0, 7100.0, 8100.0]
-    assert "aiao+split ran as fold3d" in result.notes
-    again = (
-        f"no iteration after 10 in {tmp_path}/a100x128/3.out; sbatch --array=3 {tmp_path}/a100x128"
+    assert times.numbers[0].spread == (5397.75, 5402.25)
+    assert result.notes[-1] == (
+        f"no iteration after 10 in {tmp_path}/a100x128 of 3 zero3, 4 fold3d, 5 megatron, "
+        "6 dspeed3d, 7 zero3, 8 fold3d, 9 megatron, 10 dspeed3d, 11 zero3; "
+        f"sbatch --array=3,4,5,6,7,8,9,10,11 {tmp_path}/a100x128.sbatch"
     )
-    assert any(again in note for note in result.notes)
     assert "megatron  88.3 >" not in result.text()
     assert "? > -" in result.text()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(600)  # 60 s of an idle machine
+def test_an_ablation_is_collected_from_the_testbed(tmp_path: Path):
+    as_user = ["unshare", "--user", "--map-root-user"]
+    if subprocess.run([*as_user, "unshare", "--net", "true"], capture_output=True).returncode:
+        pytest.skip("users may not make namespaces here")
+    tasks_of("ablation", tmp_path)
+    subprocess.run([*as_user, "bash", tmp_path / "testbedx4.sh", "0", "3"], cwd=ROOT, check=True)
+    result = collect("ablation", command.EXPERIMENTS["ablation"], tmp_path)
+    gains, _ = (grid for grid in result.grids if grid.columns)
+    measured = {n.row: n for n in gains.numbers if n.ours is not None}
+    assert gains.columns == ["testbed 180 Mb/s"]
+    assert list(measured) == ["megatron", "aiao"]
+    assert measured["megatron"].ours == 1.0
+    low, high = measured["aiao"].spread or (0.0, 0.0)
+    assert low <= measured["aiao"].ours <= high
 
 
 def test_columns_of_a_table_come_from_the_trace_and_its_iteration_from_the_log(tmp_path: Path):
     tasks, _ = tasks_of("table2", tmp_path)
     first = tasks[0]
-    own = tmp_path / array_of(first) / str(first["number"])
-    own.with_suffix(".out").write_text(log(5000.0) + "\n")
-    write_traces(own / "trace" / first["system"])
+    own = place_of(first, tmp_path)
+    (own / "train.log").write_text(log(5000.0) + "\n")
+    write_traces(own / "trace")
     (grid, _) = collect("table2", command.EXPERIMENTS["table2"], tmp_path).grids
     row = {n.column: n.ours for n in grid.numbers if n.row == "A100x128 GPT-3 18B Fold3D *"}
     assert row["iteration"] == pytest.approx(5000.0)
@@ -146,7 +190,16 @@ def test_what_cannot_be_run_or_collected_says_why(
     assert message in capsys.readouterr().err
 
 
+def test_a_folder_of_another_experiment_is_refused(tmp_path: Path):
+    tasks_of("fig14", tmp_path)
+    with pytest.raises(ValueError, match=r"tasks.json has other tasks, .* name another folder, or"):
+        tasks_of("fig2", tmp_path)
+    tasks_of("fig14", tmp_path)  # the same again
+
+
 def test_nothing_is_collected_before_a_job_has_run(tmp_path: Path):
     tasks_of("fig14", tmp_path)
-    with pytest.raises(ValueError, match="no job has run: megatron on a100x128 gpt3-39b"):
+    with pytest.raises(
+        ValueError, match=r"no job has run: no iteration after 10 in .*/a100x128 of 0 m"
+    ):
         collect("fig14", command.EXPERIMENTS["fig14"], tmp_path)

@@ -77,7 +77,7 @@ def check_pairs(plan: Plan) -> None:
     """
     if not any(map(pairs, plan.programs)):
         raise PlanError(
-            f"--overlap-tensor-parallel: found no pair in a plan of {plan.num_microbatches} "
+            f"pairs=on: found no pair in a plan of {plan.num_microbatches} "
             "micro-batches; a pair is two neighbours of one stage, the first of them even: raise "
             "--global-batch-size, change the plan file, or drop the flag"
         )

@@ -43,6 +43,12 @@ def slice_grad_sync(plan: Plan, shares: Sequence[float]) -> Plan:
     return Plan(tuple(_sliced(program, shares) for program in plan.programs))
 
 
+def has_slices(program: Program) -> bool:
+    """Tell whether a rank's DP.sync is cut where weight gradients or the next iteration do not."""
+    apart = {*carried(program), *(stage for stage, op, _ in program if op is Op.WEIGHT_PART)}
+    return any(op in SUM_OPS and end is not None and s not in apart for s, op, end in program)
+
+
 def _sliced(program: Program, shares: Sequence[float]) -> Program:
     reduces = [i for i, action in enumerate(program) if action.op in SUM_OPS]
     late = carried(program)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from math import prod
 
 from megatron.fold3d.observe.memory_curve import Footprint
+from megatron.fold3d.policy.shard_order import started_shares
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape, Split
 from megatron.fold3d.predict.cost_model.placement import gpus_together, routes
@@ -55,6 +56,8 @@ class Estimate:
     """Hardware queues that the streams of a GPU share; None is one for each."""
     routes: Routes = NO_SWITCHES
     """Links between switches that are scarcer than NICs."""
+    shard_shares: tuple[tuple[float, float], ...] = ()
+    """As in `Execution`, of reductions to shards between weight gradients."""
 
 
 def estimate(
@@ -164,6 +167,7 @@ def estimate(
         # Megatron demands one with tensor parallelism; CUDA's default is enough for our streams.
         1 if _needs_one_queue(setup) and not cluster.is_blackwell else None,
         routes(cluster, setup, num_ranks),
+        started_shares(min(map(len, shape.stage_layers(split))), setup.num_replicas),
     )
 
 

@@ -11,7 +11,7 @@ from megatron.fold3d.policy.gradient_cut import cuts_every_segment
 from megatron.fold3d.predict.cost_model.sizes import Setup
 
 SLICE_BYTES = 8 << 20
-"""Training's default for GPUs (``--dp-slice-bytes``)."""
+"""Training's default for GPUs (``slice-bytes=``)."""
 _BUCKET = 40_000_000  # Megatron's default for --ddp-bucket-size, parameters
 _BUCKET_PER_REPLICA = 1_000_000  # but at least
 

@@ -94,7 +94,7 @@ class AutoOrder:
         plan = choice.plan
         parts = [f"{plan.num_microbatches} micro-batches"]
         if self.auto_ahead:
-            parts.append(f"--forwards-ahead {choice.forwards_ahead}")
+            parts.append(f"ahead={choice.forwards_ahead}")
         if self.auto_weight_grads:
             where = "in the gaps" if choice.splits else "in their backwards"
             parts.append(f"weight gradients {where}")

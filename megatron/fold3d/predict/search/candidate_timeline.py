@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.compile import GradSync, Options, lower
-from megatron.fold3d.plan.device_queues import MOST_OUTSTANDING
+from megatron.fold3d.plan.device_queues import CONNECTIONS, MOST_OUTSTANDING
 from megatron.fold3d.plan.ir import Op, Plan, PlanError, stages_of
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.passes.pairs import in_pairs, num_pairs, pair_microbatches
@@ -66,6 +66,8 @@ def plan_of(
         carried_stages=range(num_stages if deferred else 0),
         shares=shares,
         slices=slices,
+        reduces_early=candidate.reduces_early or bool(candidate.behind_backwards),
+        early_dp_sync=stages_of(candidate.behind_backwards, candidate.num_ranks),
     )
     return lower(order_of(candidate) if order is None else order, options)
 
@@ -95,6 +97,22 @@ def timeline_of(
         _timeline(candidate, estimate, each, waits_for_sends, connections) for each in orders
     )
     return min(timelines, key=lambda timeline: timeline.period_s)
+
+
+def many_queues_s(
+    candidate: Candidate, estimate: Estimate, *, memory_bytes: float | None = None
+) -> tuple[float, float]:
+    """Return the seconds of an iteration with 32 hardware queues: at least, and at most.
+
+    One queue starts the collective of an input gradient before the weight gradient that hides it.
+    With 32 it may start behind, so at most the TP.sync of all backwards of a rank is added.
+    """
+    timeline = timeline_of(
+        candidate, estimate, memory_bytes=memory_bytes, connections=max(CONNECTIONS)
+    )
+    sync_s, ranks = estimate.costs.tp_sync_s, candidate.num_ranks
+    hidden_s = candidate.num_microbatches * max(sum(sync_s[rank::ranks]) for rank in range(ranks))
+    return timeline.period_s, timeline.period_s + hidden_s
 
 
 def _placed(candidate: Candidate, estimate: Estimate, memory_bytes: float | None) -> Iterator[Plan]:
@@ -148,6 +166,7 @@ def _timeline(
         sends_waited_for=_sends_waited_for(candidate) if waits_for_sends else frozenset(),
         device=_device(candidate, estimate, connections),
         overlap_tensor_parallel=candidate.overlap_tensor_parallel,
+        shard_shares=estimate.shard_shares,
     )
     if share is None:
         return simulated(plan, _stepping_last(costs, candidate.num_ranks))
@@ -204,7 +223,7 @@ def launches_in_backward(candidate: Candidate, estimate: Estimate) -> bool:
 
 
 def is_sliced(candidate: Candidate, estimate: Estimate) -> bool:
-    """Whether training starts DP.sync in the plan's slices, as ``--dp-slices auto`` does."""
+    """Whether training starts DP.sync in the plan's slices, as ``slices=`` has it by default."""
     if candidate.preemptive:
         return False
     return estimate.cuda_connections == 1 and candidate.backward_share is not None

@@ -8,6 +8,7 @@ from typing import Literal
 
 from megatron.fold3d.plan.passes.pairs import num_pairs
 from megatron.fold3d.plan.schedules import groups_of
+from megatron.fold3d.policy.schedule_word import AUTO, STOCK, Part, Word, parts_of, spelled
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.layers import layers_of_stages
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
@@ -54,7 +55,11 @@ class Candidate:
     preemptive: bool = False
     """True if PP.sync goes before DP.sync on a link."""
     delayed_weight_grads: tuple[int, ...] = ()
-    """The segments whose weight gradients are computed after all backwards."""
+    """The segments whose weight gradients are apart from their backwards."""
+    behind_backwards: tuple[int, ...] = ()
+    """Of these, the ones that follow their own backwards, and between which DP.sync starts."""
+    reduces_early: bool = False
+    """Whether DP.sync may start between weight gradients that are apart."""
     forwards_ahead: int | None = None
     """Per rank behind; None is the schedule's own."""
     shards: Shards = "off"
@@ -75,9 +80,9 @@ class Candidate:
         """The name of its schedule in tables."""
         one_group = self.group_size == self.num_microbatches
         order = "breadth-first" if one_group else self.schedule
-        delayed = "+W" + self.delayed_segments if self.delayed_weight_grads else ""
+        delayed = "+W" + spelled(self.delayed_weight_grads) if self.delayed_weight_grads else ""
         ahead = f"+F{self.forwards_ahead}" if self.forwards_ahead else ""
-        whole = "+O" + self.replicated_segments if self.replicated else ""
+        whole = "+O" + spelled(self.replicated) if self.replicated else ""
         sharded = "" if self.shards == "off" else f"+{self.shards}"
         ours = (
             sharded
@@ -93,14 +98,26 @@ class Candidate:
         return "stock " * self.is_stock + order + ours + placed
 
     @property
-    def delayed_segments(self) -> str:
-        """The segments whose weight gradients are delayed, as the flag has them."""
-        return ",".join(map(str, self.delayed_weight_grads))
-
-    @property
-    def replicated_segments(self) -> str:
-        """The segments that are stepped in full, as the flag has them."""
-        return ",".join(map(str, self.replicated))
+    def word(self) -> Word:
+        """What ``--schedule`` takes for it; ``stock`` stands for Megatron's own flags."""
+        if self.is_stock:
+            return Word(STOCK)
+        last = tuple(s for s in self.delayed_weight_grads if s not in self.behind_backwards)
+        parts = [
+            *parts_of("optimizer", [("replicated", self.replicated)]),
+            *([] if self.backward_share is None else [Part("step", "next")]),
+            *parts_of("wgrad", [("behind", self.behind_backwards), ("last", last)]),
+            *([Part("wgrad", "gaps")] if self.places_weight_grads else []),
+            *([Part("recompute", "early")] if self.recompute_early else []),
+            *([] if self.forwards_ahead is None else [Part("ahead", str(self.forwards_ahead))]),
+        ]
+        if self.group_size not in (None, self.num_ranks):
+            parts.append(Part("group", str(self.group_size)))
+        if self.backward_share not in (None, AUTO):
+            parts.append(Part("share", str(self.backward_share)))
+        if self.overlap_tensor_parallel:
+            parts.append(Part("pairs", "on"))
+        return Word(self.schedule, tuple(parts))
 
     def most_activations(self, rank: int) -> int:
         """Return how many (segment, micro-batch) activations a rank's device holds at most."""

@@ -7,7 +7,7 @@ from the best choice so far, so the search may stop at any time.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Self
 
 from megatron.fold3d.plan.compile import Options, forward_only, lower
@@ -275,20 +275,22 @@ class ChoiceSearch:
             yield self.only
             return
         schedule = stock_schedule(self.num_segments)
-        name = f"--schedule {schedule}"
-        if self.group_size is not None and self.num_segments > 1:
-            name += f" --microbatch-group-size-per-virtual-pipeline-stage {self.group_size}"
-        yield RunChoice(name=name, order=self._order(schedule, self.group_size))
+        made = partial(
+            RunChoice, steps_shards=self.scope.gathers, reduces_early=self.scope.reduces_early
+        )
+        grouped = self.group_size is not None and self.num_segments > 1
+        name = f"{schedule}:group={self.group_size}" if grouped else schedule
+        yield made(name=name, order=self._order(schedule, self.group_size))
         if self.num_ranks == 1:
             return  # one rank waits for no other: the order changes nothing
         if self.num_segments > 1:
             for schedule in ("aiao", "breadth-first"):
-                yield RunChoice(name=f"--schedule {schedule}", order=self._order(schedule))
+                yield made(name=schedule, order=self._order(schedule))
             return
         for ahead in worth_trying(self.costs, self.num_ranks, self.num_microbatches):
             if ahead != FORWARDS_AHEAD[schedule]:
-                yield RunChoice(
-                    name=f"--schedule {schedule} --forwards-ahead {ahead}",
+                yield made(
+                    name=f"{schedule}:ahead={ahead}",
                     order=self._order(schedule, ahead=ahead),
                 )
 
@@ -533,5 +535,5 @@ class ChoiceSearch:
                 )
             except PlanError:
                 return  # memory has no room: for none of them
-            name = f"{start.name} --delay-weight-grads auto"
-            tried(replace(start, name=name, order=order, delayed=()))
+            name = f"{start.name}:wgrad=gaps"
+            tried(replace(start, name=name, order=order, delayed=(), early=()))

@@ -1,6 +1,6 @@
 """Choose the order of computation that takes the least time: forwards ahead, and where W goes.
 
-`--forwards-ahead auto` and `--delay-weight-grads auto` ask for it, in commands and in training.
+`ahead=auto` and `wgrad=gaps` ask for it, in commands and in training.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -104,7 +104,7 @@ def stage_times(costs: Costs) -> StageTimes:
     """
     if not any(costs.weight_s):
         raise PlanError(
-            "--delay-weight-grads auto: costs have no weight gradients to place; give weight_s, "
+            "wgrad=gaps: costs have no weight gradients to place; give weight_s, "
             "the part of backward_s that they are"
         )
     return StageTimes(

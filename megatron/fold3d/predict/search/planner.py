@@ -30,7 +30,6 @@ from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.placement import routes
 from megatron.fold3d.predict.cost_model.recompute_by_stage import (
-    estimate_with_counts,
     fewest_recomputed,
 )
 from megatron.fold3d.predict.search.bounds import (
@@ -40,7 +39,9 @@ from megatron.fold3d.predict.search.bounds import (
     exact_bytes,
     least_sharded_bytes,
 )
+from megatron.fold3d.predict.search.candidate_estimate import estimate_with_choices
 from megatron.fold3d.predict.search.candidate_timeline import (
+    many_queues_s,
     order_of,
     timeline_of,
     undisturbed,
@@ -65,7 +66,6 @@ from megatron.fold3d.predict.search.neighbours import (
     with_replicated_segments,
 )
 from megatron.fold3d.predict.search.rank_work import rank_times
-from megatron.fold3d.predict.search.replicated_choice import estimate_with_replicated
 from megatron.fold3d.predict.search.search_result import WORTHWHILE, JudgedCandidate, Search
 
 USABLE_MEMORY = 0.85  # the rest is CUDA's, NCCL's and what the allocator cannot use
@@ -181,7 +181,7 @@ def _search(
     fitting += balanced
     stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
     best = _plainest_first(judge.best(fitting, kept))
-    return Search(
+    found = Search(
         best=best[:top],
         best_stock=stock[0] if stock else None,
         considered=len(everything) + len(better),
@@ -190,6 +190,7 @@ def _search(
         undelayed=judge.undelayed(best[0].candidate),
         unsharded=judge.unsharded(best[0].candidate, fitting),
     )
+    return replace(found, many_queues_s=judge.with_many_queues(found.choice.candidate))
 
 
 def _processes(cluster: Cluster) -> AbstractContextManager[Executor | None]:
@@ -235,9 +236,7 @@ class _Judge:
         """Return the costs of a candidate."""
         c = candidate
         known = self._estimate(c.setup, c.num_ranks, c.num_segments, c.layers)
-        known = estimate_with_counts(known, self._shape, c.setup, c.recompute_layers, c.layers)
-        split = c.layers or c.num_ranks * c.num_segments
-        return estimate_with_replicated(known, self._shape, c.setup, split, c.replicated)
+        return estimate_with_choices(known, self._shape, c)
 
     def can_place(self, candidate: Candidate) -> bool:
         """Return True if nodes of a pipeline rank have equal ways through the switches."""
@@ -391,6 +390,14 @@ class _Judge:
         while started:
             end_one()
         return tuple(choice for seconds, _, choice in found if seconds <= most_s())
+
+    def with_many_queues(self, candidate: Candidate) -> tuple[float, float] | None:
+        """Return `many_queues_s` of a candidate that shares one queue and does not take long."""
+        known = self.estimate(candidate)
+        forwards = candidate.num_ranks * candidate.num_segments * candidate.num_microbatches
+        if known.cuda_connections != 1 or forwards > _MOST_FORWARDS:
+            return None
+        return many_queues_s(candidate, known, memory_bytes=self.limit_bytes)
 
     def undelayed(self, candidate: Candidate) -> JudgedCandidate | None:
         """Return a candidate without the delayed weight gradients that it has."""

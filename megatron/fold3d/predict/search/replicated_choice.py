@@ -68,7 +68,7 @@ class SimulatedIteration:
         nic_of_rank: as in `Execution`.
         routes: as in `Execution`.
         reduces_early: as in `Options`.
-        early: the segments of ``--early-dp-sync``.
+        early: the segments of ``wgrad=behind`` that reduce to shards.
         shard_shares: as in `Execution`.
     """
 

@@ -48,6 +48,10 @@ class Search:
     unsharded: JudgedCandidate | None = None
     """The best of ours that keeps parameters and gradients whole, if the best one does not."""
 
+    many_queues_s: tuple[float, float] | None = None
+    """What the choice takes with 32 hardware queues, if it was simulated with one: at least, and if
+    TP.sync is exposed that one queue may hide."""
+
     @property
     def ours(self) -> JudgedCandidate | None:
         """The best of ours, if there is any."""

@@ -4,12 +4,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron.fold3d.predict.cost_model.cluster import Cluster
-from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
-from megatron.fold3d.predict.cost_model.recompute_by_stage import estimate_with_counts
+from megatron.fold3d.predict.search.candidate_estimate import estimate_of
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate
-from megatron.fold3d.predict.search.replicated_choice import estimate_with_replicated
 
 
 def gains_if_off_by_half(
@@ -27,19 +25,7 @@ def gains_if_off_by_half(
     """
 
     def seconds(candidate: Candidate, on: Cluster, *, waits: bool = True) -> float:
-        known = estimate(
-            shape,
-            on,
-            candidate.setup,
-            num_ranks=candidate.num_ranks,
-            num_segments=candidate.num_segments,
-            layers=candidate.layers,
-        )
-        known = estimate_with_counts(
-            known, shape, candidate.setup, candidate.recompute_layers, candidate.layers
-        )
-        split = candidate.layers or candidate.num_ranks * candidate.num_segments
-        known = estimate_with_replicated(known, shape, candidate.setup, split, candidate.replicated)
+        known = estimate_of(shape, on, candidate)
         return timeline_of(candidate, known, waits_for_sends=waits).period_s
 
     ours_s = seconds(ours, cluster)

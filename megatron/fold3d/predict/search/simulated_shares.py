@@ -1,4 +1,4 @@
-"""The shares that ``--backward-share auto`` would choose, from a simulation.
+"""The shares that ``step=next`` would choose, from a simulation.
 
 They are chosen as in training: from the times at which gradients are ready in an iteration with
 `FIRST_SHARE`, and from the time that the network needs for them during the backward. With the

@@ -1,4 +1,4 @@
-"""``--replicate-optimizer``: segments that every replica steps in full.
+"""``optimizer=replicated``: segments that every replica steps in full.
 
 Their gradients are all-reduced during the backward, and their forward needs no all-gather. So bytes
 move from the forward, which is often too short for the all-gathers of all segments, to the

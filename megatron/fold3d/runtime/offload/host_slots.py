@@ -1,6 +1,7 @@
 """Slots of host memory for one rank's activations: as many and as large as its program needs.
 
-The first micro-batch of a stage shows how much the stage saves; all its slots are allocated then.
+All memory is allocated between iterations. What the first one needs is estimated; its micro-batches
+show how much each stage saves, and the second one begins with what that takes.
 """
 
 import logging
@@ -10,10 +11,11 @@ import torch
 
 from megatron.fold3d.plan.ir import Program
 from megatron.fold3d.plan.memory import peak_on_host
+from megatron.fold3d.plan.ops import TO_HOST_OPS
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.policy.offload_choice import CAUTION, offloaded
 from megatron.fold3d.runtime.offload import host_memory
-from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool
+from megatron.fold3d.runtime.offload.pinned_pool import PinnedPool, aligned
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,7 @@ class HostSlots:
         device: the device that copies to this memory and from it.
         sparing: take no more than the host has free; otherwise too little memory is an error.
         saved_bytes: estimated bytes that one micro-batch's forward of a stage saves.
+        first_bytes: of the first iteration; None is what ``saved_bytes`` gives.
         num_local: the number of ranks on this node, which share its memory.
 
     Attributes:
@@ -32,14 +35,20 @@ class HostSlots:
     """
 
     def __init__(
-        self, device: torch.device, *, sparing: bool, saved_bytes: int, num_local: int
+        self,
+        device: torch.device,
+        *,
+        sparing: bool,
+        saved_bytes: int,
+        first_bytes: int | None,
+        num_local: int,
     ) -> None:
         self.pool = PinnedPool(device)
         self._sparing = sparing
         self._saved_bytes = saved_bytes
+        self._first_bytes = first_bytes
         self._num_local = num_local
         self._bytes_of_stage: dict[int, int] = {}
-        self._program: Program = ()
 
     @property
     def activation_bytes(self) -> int:
@@ -51,27 +60,35 @@ class HostSlots:
         return stage in self._bytes_of_stage
 
     def reserve_program(self, program: Program) -> None:
-        """Reserve the slots that a program needs, for stages whose sizes are known.
+        """Reserve the host memory that a program needs; with ``sparing`` what there is room for.
 
         Raises:
             HostMemoryError: the host has less memory than the program takes.
         """
-        self._program = program
-        self._reserve()
+        room = self._room_bytes() if self._sparing else None
+        if not self._bytes_of_stage:
+            self._reserve_unknown(program, room)
+            return
+        before = self.pool.num_bytes
+        slots = peak_on_host(program, self._bytes_of_stage)
+        lacking = self.pool.reserve(slots, room)
+        if lacking:
+            logger.warning(
+                "--offload-activations auto: the host has memory for %d of %d activations that "
+                "should be there at once; the others stay on the device",
+                *(slots.total() - lacking, slots.total()),
+            )
+        elif self.pool.num_bytes > before:
+            logger.info(
+                "offloaded activations have %s bytes of host memory from now on, %s until now: "
+                "what found no room stayed on the device; --activation-memory-bytes %d gives all "
+                "of it to the first iteration",
+                *(f"{self.pool.num_bytes:,}", f"{before:,}", self.pool.num_bytes),
+            )
 
     def learn_stage(self, stage: int, num_bytes: int) -> None:
-        """Reserve all slots of a stage when its first micro-batch shows their size.
-
-        Raises:
-            HostMemoryError: the host has less memory than the program takes.
-        """
-        if self._bytes_of_stage.get(stage, 0) < num_bytes:
-            self._bytes_of_stage[stage] = num_bytes
-            self._reserve()
-
-    def has_room(self, num_bytes: int) -> bool:
-        """Return True if a slot is free, or if the pool may grow: not with ``sparing``."""
-        return not self._sparing or self.pool.has_free(num_bytes)
+        """Note how much a micro-batch of a stage saves, for the next iteration."""
+        self._bytes_of_stage[stage] = max(num_bytes, self._bytes_of_stage.get(stage, 0))
 
     def fit_choice(self, computations: Program, choice: OffloadChoice) -> OffloadChoice:
         """Return the choice, reduced to what the host has memory for if ``sparing``."""
@@ -90,20 +107,14 @@ class HostSlots:
         )
         return replace(choice, at_most=room)
 
-    def _reserve(self) -> None:
-        """Reserve all slots that the program needs; with ``sparing`` those that there is room for.
-
-        Raises:
-            HostMemoryError: the host has less memory than the program takes.
-        """
-        slots = peak_on_host(self._program, self._bytes_of_stage)
-        lacking = self.pool.reserve(slots, self._room_bytes() if self._sparing else None)
-        if lacking:
-            logger.warning(
-                "--offload-activations auto: the host has memory for %d of %d activations that "
-                "should be there at once; the others stay on the device",
-                *(slots.total() - lacking, slots.total()),
-            )
+    def _reserve_unknown(self, program: Program, room: int | None) -> None:
+        """Reserve memory for a program whose activations have sizes that no iteration has shown."""
+        wanted = self._first_bytes
+        if wanted is None:
+            sizes = {a.stage: aligned(self._saved_bytes) for a in program if a.op in TO_HOST_OPS}
+            wanted = sum(size * count for size, count in peak_on_host(program, sizes).items())
+        if num_bytes := wanted if room is None else min(wanted, room):
+            self.pool.reserve_bytes(num_bytes)
 
     def _room_bytes(self) -> int:
         """Return this rank's share of the host memory that is still available to its node."""

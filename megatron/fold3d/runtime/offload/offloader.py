@@ -54,6 +54,8 @@ class Offloader:
         sparing: offload no more than the device's memory requires, as measured in the first two
             iterations, and no more than the host has room for.
         saved_bytes: estimated bytes that one micro-batch's forward of a stage saves.
+        first_bytes: of host memory for the first iteration; None is as many as ``saved_bytes``
+            gives. What finds no place there stays on the device.
         num_local: the number of ranks on this node, which share its memory.
         copies: the copy engine; by default one of its own.
 
@@ -75,11 +77,16 @@ class Offloader:
         everything: bool,
         sparing: bool = False,
         saved_bytes: int = 0,
+        first_bytes: int | None = None,
         num_local: int = 1,
         copies: Copies | None = None,
     ) -> None:
         self._slots = HostSlots(
-            device, sparing=sparing, saved_bytes=saved_bytes, num_local=num_local
+            device,
+            sparing=sparing,
+            saved_bytes=saved_bytes,
+            first_bytes=first_bytes,
+            num_local=num_local,
         )
         self._tuner = OffloadTuner(device, sparing=sparing, slots=self._slots)
         self.pool = self._slots.pool
@@ -107,6 +114,7 @@ class Offloader:
             everything=config.offload_everything,
             sparing=config.offload_activations == "auto",
             saved_bytes=config.saved_bytes,
+            first_bytes=config.activation_memory_bytes,
             num_local=num_local,
         )
 
@@ -194,29 +202,26 @@ class Offloader:
     def offload(self, action: Action, held: torch.Tensor | None) -> None:
         """Start to copy a micro-batch's activations to the host.
 
-        Their device memory is freed after `depth` more computations. With ``sparing`` they stay on
-        the device if the host has no room.
+        Their device memory is freed after `depth` more computations. They stay on the device if
+        the pool has no room.
 
         Args:
             action: the OFFLOAD.
             held: the stage's input, ``[seq, batch, hidden]``. The schedule owns it and needs only
                 its gradient from now on; its storage is emptied too. None in the first stage.
-
-        Raises:
-            HostMemoryError: the host has too little memory.
         """
         away = self._away[action.stage, action.microbatch]
         sources = away.saved.flat()
         begins, num_bytes = _layout(sources)
         self._slots.learn_stage(action.stage, num_bytes)
-        if not self._slots.has_room(num_bytes):
+        slot = self.pool.take(num_bytes)
+        if slot is None:
             del self._away[action.stage, action.microbatch]
             return
-        away.num_bytes, away.held = num_bytes, held
-        away.slot = self.pool.take(num_bytes)
+        away.num_bytes, away.held, away.slot = num_bytes, held, slot
         self._recorder.count(_OFFLOADED, num_bytes)
         targets = [
-            away.slot.memory[begin : begin + source.numel()]
+            slot.memory[begin : begin + source.numel()]
             for source, begin in zip(sources, begins, strict=True)
         ]
         away.copied = self.copies.to_host(targets, sources, lambda: self._watch(action, "offload"))

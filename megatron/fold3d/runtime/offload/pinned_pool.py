@@ -1,19 +1,20 @@
 """Slots of pinned host memory, allocated once and reused in every iteration.
 
-Memory is allocated in a few large pieces and cut into slots, before an iteration if its need is
+Keeps one invariant: only `reserve` and `reserve_bytes` allocate, and they are called between
+iterations. Page-locking takes locks of the node and may wait for the device, so within an iteration
+it could wait for another rank that waits for this one.
+
+Memory is allocated in a few large pieces and cut into slots, on demand if their sizes were not
 known. Slots of one size are reused first in, first out, since AIAO offloads and reloads
 micro-batches in that order.
 """
 
-import logging
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from megatron.fold3d.runtime.offload import host_memory
-
-logger = logging.getLogger(__name__)
 
 ALIGNMENT = 512
 """Alignment in bytes, that of a device's own allocator, which kernels may rely on."""
@@ -46,6 +47,15 @@ class PinnedPool:
         self._in_use_bytes = 0
         self._slots: Counter[int] = Counter()  # how many there are, by size
         self._free: dict[int, deque[Slot]] = {}
+        self._uncut = torch.empty(0, dtype=torch.uint8)
+
+    def reserve_bytes(self, num_bytes: int) -> None:
+        """Allocate memory for slots whose sizes are not known yet.
+
+        Raises:
+            HostMemoryError: the host has less.
+        """
+        self._uncut = self._allocate(aligned(num_bytes))
 
     def reserve(self, slots: Mapping[int, int], most_bytes: int | None = None) -> int:
         """Make sure that the pool has at least ``slots[size]`` slots of each size, in use or free.
@@ -60,34 +70,26 @@ class PinnedPool:
         Raises:
             HostMemoryError: the host has less memory than the slots take.
         """
-        new: dict[int, int] = {}
-        left, num_lacking = most_bytes, 0
+        left, num_lacking, new = most_bytes, 0, Counter[int]()
         for size, count in slots.items():
             lacking = max(0, count - self._slots[size])
+            while lacking and self._cut(size):
+                lacking -= 1
             made = lacking if left is None else min(lacking, left // size)
             left = None if left is None else left - made * size
             num_lacking += lacking - made
-            if made:
-                new[size] = made
-        if new:
-            self._grow(new)
+            new[size] = made
+        if total := sum(size * count for size, count in new.items()):
+            self._add(self._allocate(total).split(list(new.elements())))
         return num_lacking
 
-    def has_free(self, num_bytes: int) -> bool:
-        """Return True if there is a free slot of that size, or a larger one."""
-        return self._best(num_bytes) is not None
-
-    def take(self, num_bytes: int) -> Slot:
-        """Return the smallest free slot that fits; if there is none, grow the pool by one.
-
-        Raises:
-            HostMemoryError: the host has no memory left for it.
-        """
+    def take(self, num_bytes: int) -> Slot | None:
+        """Return the smallest free slot that fits, or a new one of uncut memory; None without."""
         size = self._best(num_bytes)
         if size is None:
             size = aligned(num_bytes)
-            logger.info("no slot of %s bytes is free: the pool of host memory grows", f"{size:,}")
-            self._grow({size: 1})
+            if not self._cut(size):
+                return None
         slot = self._free[size].popleft()
         self._in_use_bytes += size
         self.high_water_bytes = max(self.high_water_bytes, self._in_use_bytes)
@@ -103,15 +105,23 @@ class PinnedPool:
         fitting = (size for size, free in self._free.items() if free and size >= num_bytes)
         return min(fitting, default=None)
 
-    def _grow(self, new: Mapping[int, int]) -> None:
-        total = sum(size * count for size, count in new.items())
-        piece = host_memory.take(total, self._device)
-        self.num_bytes += total
-        self.num_growths += 1
-        sizes = [size for size, count in new.items() for _ in range(count)]
-        for memory in piece.split(sizes):
+    def _cut(self, size: int) -> bool:
+        """Make a free slot of uncut memory; returns False if there is too little."""
+        if self._uncut.numel() < size:
+            return False
+        slot, self._uncut = self._uncut[:size], self._uncut[size:]
+        self._add([slot])
+        return True
+
+    def _add(self, slots: Iterable[torch.Tensor]) -> None:
+        for memory in slots:
             self._free.setdefault(memory.numel(), deque()).append(Slot(memory))
-        self._slots.update(new)
+            self._slots[memory.numel()] += 1
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        self.num_bytes += num_bytes
+        self.num_growths += 1
+        return host_memory.take(num_bytes, self._device)
 
 
 def aligned(num_bytes: int) -> int:

@@ -40,7 +40,7 @@ def measured(
     if dist.get_rank() == 0:
         logger.info(
             "DP.sync in slices of %s bytes: to start one takes %.3g ms, a byte %.3g ns; "
-            "--dp-slice-bytes %s repeats it",
+            "--schedule ...:slice-bytes=%s repeats it",
             num_bytes,
             1e3 * cost[1],
             1e9 * cost[0],

@@ -1,4 +1,4 @@
-"""``--overlap-tensor-parallel``: pairs of micro-batches as a feature of the executor.
+"""``pairs=on``: pairs of micro-batches as a feature of the executor.
 
 The handler of a pair's first action does nothing; that of the second runs both. In the program the
 two are adjacent, so every action that needs the first one's result follows the second.

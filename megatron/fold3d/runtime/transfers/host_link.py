@@ -162,7 +162,9 @@ class HostLink:
 
     def _stage(self, shape: Sequence[int], dtype: torch.dtype) -> "_Staged":
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        slot = self.pool.take(num_bytes)
+        while (slot := self.pool.take(num_bytes)) is None:  # the host is far ahead of the device
+            self._copying[0][0].synchronize()
+            self._recycle()
         return _Staged(slot, slot.memory[:num_bytes].view(dtype).view(tuple(shape)))
 
     def _finish_first(self) -> None:

@@ -1,0 +1,164 @@
+"""The word that ``--schedule`` takes: an order of computation, and what else of it is chosen.
+
+    word   =  order { ":" key "=" value [ "@" segments ] }
+    order  =  "stock" | "auto" | a name of `plan.schedules.SCHEDULES` | "plan=" file
+
+``aiao:step=next:wgrad=behind@1,3`` is the order ``aiao``; optimizer steps reach into the next
+iteration, and weight gradients of segments 1 and 3 are computed behind the segment's backwards.
+Segments count from 0; ``4-7`` is all from 4 to 7, and a part without segments is for all of them.
+No character of a word is special to a shell. Training, logs, `fold3d` and pages use this spelling.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from megatron.fold3d.plan.schedules import SCHEDULES
+from megatron.fold3d.policy.replicated_segments import Segments
+
+AUTO = "auto"
+STOCK = "stock"
+PLAN = "plan"
+ORDERS = (STOCK, AUTO, *SCHEDULES)
+
+# The values of each key, the default first; a text in <> is a number.
+VALUES: Mapping[str, tuple[str, ...]] = {
+    "optimizer": ("sharded", "replicated", AUTO),
+    "step": ("end", "next"),
+    "wgrad": ("backward", "behind", "last", "gaps"),
+    "recompute": ("late", "early"),
+    "ahead": ("<n>", AUTO),
+    "held": ("<n>",),
+    "group": ("<n>",),
+    "share": ("<x>",),
+    "slices": ("off", "on"),
+    "slice-bytes": ("<n>",),
+    "pairs": ("off", "on"),
+}
+_OF_SEGMENTS = frozenset({("optimizer", "replicated"), ("wgrad", "behind"), ("wgrad", "last")}) | {
+    ("recompute", "early")
+}
+_SEGMENTS = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
+_NUMBER = {"<n>": re.compile(r"-?\d{1,18}"), "<x>": re.compile(r"-?\d*\.?\d+|-?\d+\.")}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One choice beside the order.
+
+    Attributes:
+        key: a key of `VALUES`.
+        value: as it is spelled.
+        segments: those that it is for, in ascending order; None is all.
+    """
+
+    key: str
+    value: str
+    segments: Segments | None = None
+
+    def __str__(self) -> str:
+        """Return ``key=value@segments``."""
+        at = "" if self.segments is None else f"@{spelled(self.segments)}"
+        return f"{self.key}={self.value}{at}"
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What ``--schedule`` says; `parse` and `str` are inverse.
+
+    Attributes:
+        order: a name of `ORDERS`, or ``plan=`` and a file.
+        parts: in the order of `VALUES`, none twice.
+    """
+
+    order: str
+    parts: tuple[Part, ...] = ()
+
+    def __str__(self) -> str:
+        """Return the word as ``--schedule`` takes it."""
+        return ":".join([self.order, *map(str, self.parts)])
+
+    @classmethod
+    def parse(cls, text: str) -> "Word":
+        """Read a word.
+
+        Raises:
+            ValueError: found, rule and fix, in one line.
+        """
+        order, *words = text.split(":")
+        kind, _, file = order.partition("=")
+        if order not in ORDERS and not (kind == PLAN and file):
+            raise ValueError(f"{order!r} is no order; give {', '.join(ORDERS)}, or plan=FILE")
+        parts = sorted(map(_part, words), key=_place)
+        for key, given in groupby(parts, lambda part: part.key):
+            _check_apart(key, [*given])
+        return cls(order, tuple(parts))
+
+    def value(self, key: str) -> str | None:
+        """Return the value of a key that is given once; None if it is not given."""
+        return next((part.value for part in self.parts if part.key == key), None)
+
+
+def spelled(segments: Sequence[int]) -> str:
+    """Return segments in ascending order as a word has them: ``1,3,6-8``."""
+    runs: list[list[int]] = []
+    for segment in segments:
+        if runs and segment == runs[-1][-1] + 1:
+            runs[-1].append(segment)
+        else:
+            runs.append([segment])
+    return ",".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs
+    )
+
+
+def parts_of(key: str, by_value: Iterable[tuple[str, Segments]]) -> Iterator[Part]:
+    """Yield a part for each value that has segments."""
+    return (Part(key, value, segments) for value, segments in by_value if segments)
+
+
+def _place(part: Part) -> tuple[int, int]:
+    """Return where a part stands in a word: by key, then by value."""
+    values = VALUES[part.key]
+    value = values.index(part.value) if part.value in values else 0
+    return [*VALUES].index(part.key), value
+
+
+def _part(word: str) -> Part:
+    key, _, rest = word.partition("=")
+    value, at, segments = rest.partition("@")
+    if key not in VALUES:
+        raise ValueError(f"{word!r}: there is no key {key!r}; give one of {', '.join(VALUES)}")
+    known = VALUES[key]
+    if not (value in known and value not in _NUMBER) and not any(
+        pattern.fullmatch(value) for kind, pattern in _NUMBER.items() if kind in known
+    ):
+        choices = " or ".join("a number" if one in _NUMBER else one for one in known)
+        raise ValueError(f"{word!r}: {key} has no value {value!r}; give {choices}")
+    if not at:
+        return Part(key, value)
+    if (key, value) not in _OF_SEGMENTS:
+        raise ValueError(f"{word!r}: {key}={value} is for all segments; drop @{segments}")
+    return Part(key, value, _read_segments(word, segments))
+
+
+def _read_segments(word: str, text: str) -> Segments:
+    if not _SEGMENTS.fullmatch(text):
+        raise ValueError(f"{word!r}: {text!r} are no segments; give them as 1,3,6-8")
+    found: list[int] = []
+    for run in text.split(","):
+        first, _, last = run.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    if len({*found}) < len(found) or not found:
+        raise ValueError(f"{word!r}: {text!r} names a segment twice or none; give each once")
+    return tuple(sorted(found))
+
+
+def _check_apart(key: str, parts: Sequence[Part]) -> None:
+    """Refuse a key that has two values for a segment."""
+    named = [part.segments for part in parts if part.segments is not None]
+    every = [segment for segments in named for segment in segments]
+    if len(parts) > max(1, len(named)) or len({*every}) < len(every):
+        found = " and ".join(map(str, parts))
+        raise ValueError(f"{found}: a segment has one value of {key}; drop one of the two")

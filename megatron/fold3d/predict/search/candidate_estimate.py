@@ -1,0 +1,31 @@
+"""The costs and the memory of a candidate, from a model and a cluster."""
+
+from megatron.fold3d.predict.cost_model.cluster import Cluster
+from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
+from megatron.fold3d.predict.cost_model.model_shape import ModelShape
+from megatron.fold3d.predict.cost_model.recompute_by_stage import estimate_with_counts
+from megatron.fold3d.predict.search.candidates import Candidate
+from megatron.fold3d.predict.search.replicated_choice import estimate_with_replicated
+
+
+def estimate_of(shape: ModelShape, cluster: Cluster, candidate: Candidate) -> Estimate:
+    """Return the estimate of a candidate.
+
+    Args:
+        shape: the model.
+        cluster: the GPUs and their links.
+        candidate: sizes, layers, recomputation and replicated segments.
+    """
+    c = candidate
+    known = estimate(
+        shape, cluster, c.setup, num_ranks=c.num_ranks, num_segments=c.num_segments, layers=c.layers
+    )
+    return estimate_with_choices(known, shape, c)
+
+
+def estimate_with_choices(known: Estimate, shape: ModelShape, candidate: Candidate) -> Estimate:
+    """Return the estimate of a candidate, from that of its sizes and layers."""
+    c = candidate
+    known = estimate_with_counts(known, shape, c.setup, c.recompute_layers, c.layers)
+    split = c.layers or c.num_ranks * c.num_segments
+    return estimate_with_replicated(known, shape, c.setup, split, c.replicated)

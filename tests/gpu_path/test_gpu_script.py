@@ -1,0 +1,95 @@
+"""What `scripts/gpu.sh` trains, run without a GPU: a small model, late device."""
+
+import functools
+import os
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import run_distributed
+from tests.end_to_end.training import Record, differences, train
+from tests.gpu_path.cases import UNCHECKED, comparable
+from tests.gpu_path.late_training import Late, train_late
+
+ROOT = Path(__file__).parents[2]
+SMALLER = {
+    "--hidden-size 1024 --num-attention-heads 16": "--hidden-size 32 --num-attention-heads 4",
+    "--seq-length 1024 --max-position-embeddings 1024": "--seq-length 16 "
+    "--max-position-embeddings 16",
+    "--global-batch-size 16": "--global-batch-size 8",
+    "--vocab-size 50257": "--vocab-size 63",
+    "--train-iters 20": "--train-iters {iterations}",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run of the script: its flags, and those of the run whose losses it must have."""
+
+    name: str
+    ranks: int
+    queues: int
+    flags: str
+    stock: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def runs() -> list[Run]:
+    """Return all runs of ours that the script starts with Megatron's own layers."""
+    found: list[Run] = []
+    stock = ""
+    done = subprocess.run(
+        [ROOT / "scripts/gpu.sh", "--dry-run", "OUT", "python"],
+        env={**os.environ, "GPUS": "8", "IMPLEMENTATIONS": "local"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    for line in done.stdout.splitlines():
+        command, _, flags = line.partition(" pretrain_gpt.py ")
+        if not flags:
+            continue
+        _, name, _, queues, *_, ranks = command.split()
+        if "--schedule stock" in flags:
+            stock = flags
+            continue
+        number = int(queues.partition("=")[2])
+        found.append(Run(name.rstrip(":"), int(ranks), number, flags, stock))
+    return found
+
+
+RUNS = runs()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_a_run_of_the_gpu_script_trains_what_its_stock_run_trains(run: Run, tmp_path: Path) -> None:
+    iterations = 11 if "--schedule auto" in run.flags else 3  # auto tries two orders until then
+    late = Late(num_queues=run.queues)
+    ours = run_distributed(train_late, run.ranks, _small(run.flags, iterations, tmp_path), late)
+    stock = _stock(run.ranks, _small(run.stock, iterations, None))
+    assert differences(*comparable(ours, stock)) == []
+
+
+@functools.cache
+def _stock(ranks: int, argv: Sequence[str]) -> list[Record]:
+    records: list[Record] = run_distributed(train, ranks, argv)
+    return records
+
+
+def _small(flags: str, iterations: int, folder: Path | None) -> tuple[str, ...]:
+    for old, new in SMALLER.items():
+        assert old in flags
+        flags = flags.replace(old, new.format(iterations=iterations))
+    words = shlex.split(flags)
+    at = words.index("--trace") if "--trace" in words else len(words)
+    trace = () if folder is None or at == len(words) else ("--trace", str(folder))
+    more = shlex.split(f"--device cpu --num-workers 0 {UNCHECKED}")
+    return (*words[:at], *words[at + 2 :], *trace, *more)
