@@ -67,13 +67,17 @@ class Job:
 def draw(dice: random.Random) -> Job:
     """Return a job; one in some is refused, by both."""
     ranks, replicas = dice.choice((1, 2, 2, 4)), dice.choice((1, 2, 2, 4))
-    order = dice.choice(("aiao", "aiao", "afab", "interleaved", "1f1b", "breadth-first", "zb-h1"))
+    order = dice.choice(
+        (*("stock", "aiao", "aiao", "afab", "interleaved", "1f1b", "breadth-first", "zb-h1"),)
+    )
     segments = 1 if order in ONE_SEGMENT_SCHEDULES or ranks == 1 else dice.choice((1, 2, 3, 4))
     each = dice.choice((1, 2, 3))  # layers of a stage
     layers, hidden, length = each * ranks * segments, dice.choice((1024, 2048)), 1024
     microbatches, size = dice.randint(ranks, 3 * ranks + 2), dice.choice((1, 2))
+    if order == "stock":
+        microbatches = ranks * dice.randint(1, 4)
     sharded = replicas > 1 and segments > 1 and dice.random() < 0.5
-    recomputes = dice.random() < 0.3
+    recomputes = order != "stock" and dice.random() < 0.3
     word, shards = _word(order, ranks, segments, replicas, sharded, recomputes, dice)
     flags = [
         *(_MODEL, f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads 16"),
@@ -115,6 +119,8 @@ def _word(
     """Return a word, and whether segments are sharded."""
     some = tuple(sorted(dice.sample(range(segments), dice.randint(1, segments))))
     parts, shards, defers = [], False, False
+    if order == "stock":
+        return Word(order), False
     if sharded and dice.random() < 0.3:
         ends = {0, segments - 1} <= {*some} or not {0, segments - 1} & {*some} or ranks == 1
         if ends:  # tied embeddings

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron.fold3d.commands.console import OK, write
 from megatron.fold3d.commands.cost_flags import add_cost_flags, given_costs
+from megatron.fold3d.commands.grad_sync_options import where_it_starts
 from megatron.fold3d.commands.plan_source import sizes
 from megatron.fold3d.commands.schedule_options import (
     add_schedule_options,
@@ -49,6 +50,7 @@ def run(args: Namespace) -> int:
         options = Options(
             overlap_tensor_parallel=bool(args.overlap_tensor_parallel),
             shards_grads=args.shard_segments == "gradients",
+            grad_sync=where_it_starts(args, None, plan.num_segments),
         )
         plan = lower(plan, options)
     if args.json:

@@ -11,7 +11,10 @@ from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.passes.shard_params import shard_params
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES, build, check_forwards_ahead
+from megatron.fold3d.policy.run_choice import stock_schedule
 from megatron.fold3d.policy.schedule_word import AUTO, STOCK
+
+_OURS = ("shard_segments", "recompute_layers", "preemptive_comm")  # options for our schedules
 
 
 def add_schedule_options(parser: ArgumentParser, *, required: bool) -> None:
@@ -36,19 +39,28 @@ def add_schedule_options(parser: ArgumentParser, *, required: bool) -> None:
 
 
 def check_named(args: Namespace) -> Namespace:
-    """Return arguments with the numbers of segments, for an order that commands know.
+    """Return arguments with the numbers of segments, and the order that stock's schedule has.
 
     Raises:
         ValueError: the word names an order, or a choice, that the command has not.
     """
-    if args.schedule == STOCK:
+    segments = 1 if args.segments is None else args.segments
+    is_stock = args.schedule == STOCK
+    if is_stock and (own := [key for key in args.schedule_keys if key != "group"]):
         raise ValueError(
-            "--schedule stock: here it is the order that Megatron picks; give 1f1b, or interleaved "
-            "with several segments"
+            f"{own[0]}= with --schedule stock: only a schedule of ours has it; drop it, or name one"
         )
+    for name in _OURS if is_stock else ():
+        if value := getattr(args, name, None):
+            flag = "--" + name.replace("_", "-")
+            found = flag if value is True else f"{flag} {spelled(value)}"
+            raise ValueError(
+                f"{found} with --schedule stock: only a schedule of ours has it; drop one"
+            )
+    named = stock_schedule(segments) if is_stock else args.schedule
+    args = Namespace(**vars(args) | {"schedule": named, "is_stock": is_stock})
     if "share" in args.schedule_keys and args.backward_share is None:
         raise ValueError("share= without step=next: it is a share of what that defers; add it")
-    segments = 1 if args.segments is None else args.segments
     args = written_out(args, segments)
     for name in ("delay_weight_grads", "recompute_early", "replicate_optimizer"):
         for segment in getattr(args, name) if isinstance(getattr(args, name), tuple) else ():

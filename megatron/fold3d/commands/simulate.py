@@ -16,6 +16,7 @@ from megatron.fold3d.commands.grad_sync_options import (
     simulated_timeline,
     slice_shares,
     stages_reduced_early,
+    where_it_starts,
 )
 from megatron.fold3d.commands.layer_options import with_chosen_layers
 from megatron.fold3d.commands.order_options import chosen_order
@@ -100,7 +101,7 @@ def run(args: Namespace) -> int:
         overlap_tensor_parallel=bool(args.overlap_tensor_parallel),
         shards_grads=args.shard_segments == "gradients",
         transfers=bool(args.overlap_tensor_parallel),  # sends stand behind both of a pair
-        grad_sync="serial" if grad_sync == "serial" else "overlap",
+        grad_sync=where_it_starts(args, grad_sync, compute.num_segments),
         carried_stages=range(compute.num_stages if grad_sync == "deferred" else 0),
         reduces_early=early,
         early_dp_sync=stages_reduced_early(args, source, compute.num_ranks, may=early),
@@ -197,7 +198,7 @@ def _plan(args: Namespace) -> tuple[str, Plan]:
         for flag, value in (("--pp", args.pp), ("--microbatches", args.microbatches)):
             if value is None:
                 raise ValueError(f"--schedule {args.schedule} without {flag}: give {flag} N")
-        return args.schedule, compute_plan(args)
+        return "stock " * args.is_stock + args.schedule, compute_plan(args)
     for flag, value in (
         ("--pp", args.pp),
         ("--segments", args.segments),
