@@ -5,7 +5,6 @@ from argparse import Namespace
 from megatron.fold3d.commands.cost_options import Source
 from megatron.fold3d.config.weight_grad_flags import weight_grad_part
 from megatron.fold3d.observe.timeline import Timeline
-from megatron.fold3d.plan.compile import GradSync
 from megatron.fold3d.plan.ir import Plan, stages_of
 from megatron.fold3d.policy.schedule_word import AUTO, Part
 from megatron.fold3d.predict.search.candidate_timeline import PAUSE_SHARE
@@ -41,16 +40,6 @@ def grad_sync_of(args: Namespace) -> str | None:
             f"step=next with --grad-sync {args.grad_sync}: it has its own order; drop one"
         )
     return "deferred"
-
-
-def where_it_starts(args: Namespace, grad_sync: str | None, num_segments: int) -> GradSync:
-    """Return where DP.sync starts in the plan; stock's starts on all ranks of a segment at once.
-
-    Without virtual stages its hooks start it in the last backward, if at all.
-    """
-    if grad_sync == "serial" or (args.is_stock and num_segments == 1):
-        return "serial"
-    return "aligned" if args.is_stock else "overlap"
 
 
 def reduces_early(args: Namespace, source: Source, grad_sync: str | None) -> bool:

@@ -115,7 +115,7 @@ def from_flags(line: str) -> Described:
         words = shlex.split(line)
     except ValueError as error:
         raise ValueError(f"--from-flags: {error}; quote the flags as one word") from None
-    return _described(words, "--from-flags")
+    return described(words, "--from-flags")
 
 
 def from_script(file: Path) -> Described:
@@ -125,8 +125,7 @@ def from_script(file: Path) -> Described:
         ValueError: as above.
         OSError: the file cannot be read.
     """
-    described = _described([*_script_words(read_text(file))], str(file))
-    return replace(described, script=file)
+    return replace(described([*_script_words(read_text(file))], str(file)), script=file)
 
 
 def shape_of(args: Namespace) -> ModelShape:
@@ -178,8 +177,13 @@ def _words(line: str, values: Mapping[str, str]) -> Iterator[str]:
         ).split()
 
 
-def _described(words: Sequence[str], source: str) -> Described:
-    flags, twice = _flags(words)
+def described(words: Sequence[str], source: str) -> Described:
+    """Return what flags say; ``source`` is where they come from, for messages.
+
+    Raises:
+        ValueError: flags are missing, no numbers, or ask for what is not modelled.
+    """
+    flags, twice = flags_of(words)
     if missing := [f"--{name}" for name in _NEEDED if not flags.get(name)]:
         raise ValueError(
             f"{source} has no {', '.join(missing)}; the model and the batch are read from them"
@@ -198,13 +202,13 @@ def _described(words: Sequence[str], source: str) -> Described:
         own = " and ".join(f"--{name}" for name in uneven)
         assumed.append(f"the search divides the layers itself, instead of {own}")
     assumed += [f"--{name} is there several times; the last counts" for name in twice]
-    shared = {name: _number(flags, name, other) for name, other in _SHARED.items()}
+    shared = {name: number(flags, name, other) for name, other in _SHARED.items()}
     fixed = [f"--{name} {n}" for name, n in shared.items() if n > 1 or n != _SHARED[name]]
     if fixed:
         assumed.append(
             f"{' and '.join(fixed)} stay; no computation hides what these ranks exchange"
         )
-    batch = _number(flags, "global-batch-size")
+    batch = number(flags, "global-batch-size")
     notes = [
         f"read from {source}: {_in_words(shape)}, {batch} sequences per iteration, {precision}",
         *(f"assumed: {line}" for line in assumed),
@@ -236,7 +240,7 @@ def _check_modelled(flags: Mapping[str, str], source: str) -> None:
             raise ValueError(f"{source}: --{name}: the planner does not model {what}; drop it")
 
 
-def _flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def flags_of(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Return each flag's first value, and which flags of a model have two values."""
     flags: dict[str, str] = {}
     twice: list[str] = []
@@ -255,20 +259,20 @@ def _flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 def _shape(flags: Mapping[str, str], source: str) -> tuple[ModelShape, list[str]]:
     assumed = []
     sizes: dict[str, Any] = {
-        field: _number(flags, name) for name, field in _SIZES.items() if name in flags
+        field: number(flags, name) for name, field in _SIZES.items() if name in flags
     }
-    vocabulary = _number(flags, "vocab-size") if "vocab-size" in flags else 0
+    vocabulary = number(flags, "vocab-size") if "vocab-size" in flags else 0
     if not vocabulary:
         assumed.append(
             f"a vocabulary of {_DEFAULT_VOCABULARY}; --vocab-size is not among the flags"
         )
-    unit = _number(flags, "make-vocab-size-divisible-by", 128)
+    unit = number(flags, "make-vocab-size-divisible-by", 128)
     swiglu = "swiglu" in flags
     if swiglu and "ffn-hidden-size" not in flags:  # as Megatron derives it
         sizes["ffn_hidden_size"] = int(4 * sizes["hidden_size"] * 2 / 3 / 64) * 64
     rotary = flags.get("position-embedding-type", "learned_absolute") != "learned_absolute"
     if "multi-latent-attention" in flags:
-        sizes |= {n.replace("-", "_"): _number(flags, n, size) for n, size in _LATENT.items()}
+        sizes |= {n.replace("-", "_"): number(flags, n, size) for n, size in _LATENT.items()}
         flags = {name: value for name, value in flags.items() if name != "group-query-attention"}
     experts = sizes.get("num_experts", 0)
     dense = _FREQUENCY.fullmatch(flags.get("moe-layer-freq", "1").replace(" ", ""))
@@ -283,21 +287,26 @@ def _shape(flags: Mapping[str, str], source: str) -> tuple[ModelShape, list[str]
         vocab_size=-(-vocabulary // unit) * unit or _DEFAULT_VOCABULARY,
         untied="untie-embeddings-and-output-weights" in flags,
         num_query_groups=(
-            _number(flags, "num-query-groups", 1) if "group-query-attention" in flags else 0
+            number(flags, "num-query-groups", 1) if "group-query-attention" in flags else 0
         ),
         swiglu=swiglu,
-        rotary_base=_number(flags, "rotary-base", 10_000) if rotary else 0,
+        rotary_base=number(flags, "rotary-base", 10_000) if rotary else 0,
         rms_norm=flags.get("normalization") == "RMSNorm",
         biases="disable-bias-linear" not in flags,
         qkv_bias="add-qkv-bias" in flags,
         qk_norm="qk-layernorm" in flags,
         vocab_unit=unit,
-        experts_per_token=_number(flags, "moe-router-topk", 2) if experts else 0,
+        experts_per_token=number(flags, "moe-router-topk", 2) if experts else 0,
         num_dense_layers=int(dense[1]) if dense and experts else 0,
     ), assumed
 
 
-def _number(flags: Mapping[str, str], name: str, otherwise: int = 0) -> int:
+def number(flags: Mapping[str, str], name: str, otherwise: int = 0) -> int:
+    """Return a flag's whole number.
+
+    Raises:
+        ValueError: it has none.
+    """
     text = flags.get(name, str(otherwise))
     if not re.fullmatch(r"\d+", text):
         raise ValueError(f"found --{name} {text or 'without a value'}; it is a whole number")

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from megatron.fold3d.commands.console import OK, write
 from megatron.fold3d.commands.cost_flags import add_cost_flags, given_costs
-from megatron.fold3d.commands.grad_sync_options import where_it_starts
 from megatron.fold3d.commands.plan_source import sizes
 from megatron.fold3d.commands.schedule_options import (
     add_schedule_options,
     asks_to_choose,
     check_named,
     compute_plan,
+    where_it_starts,
 )
 from megatron.fold3d.plan.compile import Options, lower
 

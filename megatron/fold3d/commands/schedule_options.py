@@ -5,6 +5,7 @@ from argparse import ArgumentParser, Namespace
 from megatron.fold3d.config.retired_flags import add_retired_flags
 from megatron.fold3d.config.schedule_flags import add_schedule_word, written_out
 from megatron.fold3d.config.weight_grad_flags import weight_grad_part
+from megatron.fold3d.plan.compile import GradSync
 from megatron.fold3d.plan.ir import Plan, PlanError, stages_of
 from megatron.fold3d.plan.passes.pairs import check_pairs, in_pairs, num_pairs
 from megatron.fold3d.plan.passes.recompute import recompute_early
@@ -18,11 +19,11 @@ _OURS = ("shard_segments", "recompute_layers", "preemptive_comm")  # options for
 
 
 def add_schedule_options(parser: ArgumentParser, *, required: bool) -> None:
-    """Add ``--schedule`` and the sizes of a plan, which a plan file has if not ``required``."""
+    """Add ``--schedule`` and the sizes of a plan; if not ``required``, flags may say them."""
     add_schedule_word(
         parser,
         "the word that training takes: an order and its choices, such as aiao:step=next",
-        required=True,
+        required=required,
     )
     add_retired_flags(parser)
     parser.add_argument("--pp", required=required, type=int, metavar="N", help="pipeline ranks")
@@ -123,6 +124,16 @@ def compute_plan(args: Namespace, forwards_ahead: int | None = None) -> Plan:
     early = stages_of(args.recompute_early, plan.num_ranks)
     plan = recompute_early(plan, early, in_pairs=paired)
     return plan if args.shard_segments is None else shard_params(plan)
+
+
+def where_it_starts(args: Namespace, grad_sync: str | None, num_segments: int) -> GradSync:
+    """Return where DP.sync starts in the plan; stock's starts on all ranks of a segment at once.
+
+    Without virtual stages its hooks start it in the last backward, if at all.
+    """
+    if grad_sync == "serial" or (args.is_stock and num_segments == 1):
+        return "serial"
+    return "aligned" if args.is_stock else "overlap"
 
 
 def spelled(value: object) -> str:

@@ -16,7 +16,6 @@ from megatron.fold3d.commands.grad_sync_options import (
     simulated_timeline,
     slice_shares,
     stages_reduced_early,
-    where_it_starts,
 )
 from megatron.fold3d.commands.layer_options import with_chosen_layers
 from megatron.fold3d.commands.order_options import chosen_order
@@ -28,6 +27,7 @@ from megatron.fold3d.commands.schedule_options import (
     check_named,
     compute_plan,
     spelled,
+    where_it_starts,
 )
 from megatron.fold3d.commands.simulate_flags import add_simulate_flags
 from megatron.fold3d.commands.simulate_report import (
@@ -36,6 +36,7 @@ from megatron.fold3d.commands.simulate_report import (
     report_json,
     report_lines,
 )
+from megatron.fold3d.commands.training_job import with_training_flags
 from megatron.fold3d.observe.report.draw import caption_of, draw
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.compile import Options, lower
@@ -60,7 +61,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print what is predicted; returns the exit code."""
-    args = check_named(args)
+    args = check_named(with_training_flags(args))
     if args.schedule == AUTO:
         write(auto_options.what_auto_would_try(args))
         return OK
@@ -168,9 +169,12 @@ def run(args: Namespace) -> int:
     peaks = source.hardware.peaks(timeline) if source.hardware else []
     if args.json:
         found = report_json(name, plan, timeline, peaks, bounds, flops) | {"layers": args.layers}
+        found |= {"left_out": args.job.left_out} if args.job is not None else {}
         write(json.dumps(found) + "\n")
     else:
         head, *rest = report_lines(name, plan, timeline, peaks, bounds, flops)
+        if args.job is not None and args.job.left_out:
+            rest.append(f"not in these estimates: {', '.join(args.job.left_out)}")
         write("\n".join((head, *layout_lines(args.layers, how), *rest)) + "\n")
     return OK if source.hardware is None else judge_memory(source.hardware, timeline, peaks)
 

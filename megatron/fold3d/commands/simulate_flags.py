@@ -13,6 +13,13 @@ _GRAD_SYNC: tuple[str, ...] = ("serial", "overlap", "deferred")
 
 def add_simulate_flags(parser: ArgumentParser) -> None:
     """Add the options that say what is simulated, and what is written."""
+    parser.add_argument(
+        "flags",
+        nargs="*",
+        metavar="FLAGS",
+        help="behind --, with --cluster: the flags of a training, in place of --schedule, sizes, "
+        "and options of a model",
+    )
     add_schedule_options(parser, required=False)
     parser.add_argument(
         "--grad-sync",
