@@ -7,14 +7,15 @@ not matter to it are ignored.
 
 import re
 import shlex
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.fold3d.observe.fields import read_text
-from megatron.fold3d.predict.cost_model.model_shape import ModelShape
+from megatron.fold3d.predict.cost_model.model_shape import ModelShape, model_shape
+from megatron.fold3d.predict.cost_model.presets import preset_flags
 
 # Fields of a shape, by the flag that says them.
 _SIZES = {
@@ -89,6 +90,7 @@ class Described:
         small_gradients: whether gradients are summed in 16 bits.
         notes: the flags that were read, and the values that are assumed; one line each.
         words: all of them; a script's are not flags alone.
+        flags: by name, each flag's first value, with those of a preset.
         script: the file, if they were read from one.
     """
 
@@ -102,7 +104,35 @@ class Described:
     small_gradients: bool
     notes: tuple[str, ...]
     words: tuple[str, ...]
+    flags: Mapping[str, str]
     script: Path | None = None
+
+
+def add_training_flags(parser: ArgumentParser, purpose: str) -> None:
+    """Add a training's flags behind ``--``, or in a shell script."""
+    parser.add_argument(
+        "flags", nargs="*", metavar="FLAGS", help=f"behind --, the flags of a training: {purpose}"
+    )
+    parser.add_argument(
+        "--from-script",
+        type=Path,
+        metavar="FILE",
+        help="likewise, from a shell script that starts a training",
+    )
+
+
+def given_training(args: Namespace) -> Described:
+    """Return what the training flags of a command say.
+
+    Raises:
+        ValueError: as below.
+        OSError: the script cannot be read.
+    """
+    if args.flags and args.from_script is not None:
+        raise ValueError("flags behind -- with --from-script: both say the training; drop one")
+    if args.from_script is not None:
+        return from_script(args.from_script)
+    return described(args.flags, "the command line")
 
 
 def from_flags(line: str) -> Described:
@@ -114,8 +144,8 @@ def from_flags(line: str) -> Described:
     try:
         words = shlex.split(line)
     except ValueError as error:
-        raise ValueError(f"--from-flags: {error}; quote the flags as one word") from None
-    return described(words, "--from-flags")
+        raise ValueError(f"{line!r}: {error}; quote the flags as one word") from None
+    return described(words, "the command line")
 
 
 def from_script(file: Path) -> Described:
@@ -183,7 +213,9 @@ def described(words: Sequence[str], source: str) -> Described:
     Raises:
         ValueError: flags are missing, no numbers, or ask for what is not modelled.
     """
-    flags, twice = flags_of(words)
+    flags, twice = _flags(words)
+    if name := flags.get("model-preset"):
+        flags, twice = _flags([*words, *preset_flags(name, model_shape(name).family)])
     if missing := [f"--{name}" for name in _NEEDED if not flags.get(name)]:
         raise ValueError(
             f"{source} has no {', '.join(missing)}; the model and the batch are read from them"
@@ -224,6 +256,7 @@ def described(words: Sequence[str], source: str) -> Described:
         small_gradients=precision != "32 bits" and not _sums_in_32_bits(flags, fp16=fp16),
         notes=tuple(notes),
         words=tuple(words),
+        flags=flags,
     )
 
 
@@ -240,7 +273,7 @@ def _check_modelled(flags: Mapping[str, str], source: str) -> None:
             raise ValueError(f"{source}: --{name}: the planner does not model {what}; drop it")
 
 
-def flags_of(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def _flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Return each flag's first value, and which flags of a model have two values."""
     flags: dict[str, str] = {}
     twice: list[str] = []

@@ -7,16 +7,15 @@ refused beside them. No Megatron is needed: flags are read as words.
 """
 
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron.fold3d.commands.megatron_flags import Described, described, flags_of, number
+from megatron.fold3d.commands.megatron_flags import Described, given_training, number
 from megatron.fold3d.config.recompute_flags import counts_or_auto
 from megatron.fold3d.config.schedule_flags import WORD_DEFAULTS, attributes_of
 from megatron.fold3d.policy.schedule_word import STOCK, Word
 from megatron.fold3d.predict.cost_model.cluster import cluster
-from megatron.fold3d.predict.cost_model.model_shape import ModelShape, model_shape
-from megatron.fold3d.predict.cost_model.presets import preset_flags
+from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.sizes import Recompute, Setup
 
 _SAID = (
@@ -54,7 +53,7 @@ def with_training_flags(args: Namespace) -> Namespace:
     Raises:
         ValueError: flags are missing or not modelled, or say what an option says too.
     """
-    if not args.flags:
+    if not args.flags and args.from_script is None:
         if args.schedule is None and args.plan_file is None:
             raise ValueError("no --schedule, and no training flags behind --: give one of the two")
         return Namespace(**vars(args) | {"job": None})
@@ -63,7 +62,8 @@ def with_training_flags(args: Namespace) -> Namespace:
         raise ValueError(f"{flag} beside training flags, which say it; drop it")
     if args.cluster is None:
         raise ValueError("training flags without --cluster: it says which GPUs; give --cluster")
-    flags, about = _read(args.flags)
+    about = given_training(args)
+    flags = about.flags
     ranks = number(flags, "pipeline-model-parallel-size", 1)
     setup = _setup(flags, about, cluster(args.cluster).num_gpus, ranks)
     batch = setup.microbatch_size * setup.data_parallel
@@ -88,14 +88,6 @@ def with_training_flags(args: Namespace) -> Namespace:
         "job": TrainingJob(about.shape, setup, (*_left_out(flags, setup),)),
     }
     return Namespace(**vars(args) | WORD_DEFAULTS | _schedule(flags, segments) | options)
-
-
-def _read(words: Sequence[str]) -> tuple[Mapping[str, str], Described]:
-    flags, _ = flags_of(words)
-    if name := flags.get("model-preset"):
-        words = [*words, *preset_flags(name, model_shape(name).family)]
-        flags, _ = flags_of(words)
-    return flags, described(words, "the command line")
 
 
 def _schedule(flags: Mapping[str, str], segments: int) -> dict[str, object]:
