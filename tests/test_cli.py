@@ -56,7 +56,7 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
         ("verify", "the following arguments are required: --plan-file"),
         ("verify --plan-file /nowhere/plan.txt", "/nowhere/plan.txt: No such file or directory"),
         ("verify --plan-file /", "/: Is a directory"),
-        ("simulate", "the following arguments are required: --schedule"),
+        ("simulate", "no --schedule, and no training flags behind --"),
         ("simulate --schedule aiao --pp 2", "--schedule aiao without --microbatches"),
         (
             "simulate --schedule plan=x --pp 2",

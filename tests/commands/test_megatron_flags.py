@@ -102,7 +102,7 @@ def test_multi_latent_attention_is_read_with_megatrons_defaults():
 def test_the_search_keeps_context_and_expert_parallelism(fold3d):
     flags = f"{FLAGS} --global-batch-size 8 --bf16 --vocab-size 128 --num-experts 4"
     flags += " --context-parallel-size 2 --expert-model-parallel-size 4"
-    code, said, _ = fold3d(f"search --cluster h100x8 --top 1 --pp 2 --tp 1 --from-flags '{flags}'")
+    code, said, _ = fold3d(f"search --cluster h100x8 --top 1 --pp 2 --tp 1 -- {flags}")
     assert code == 0
     assert "stay; no computation hides what these ranks exchange" in said
     assert "--context-parallel-size 2 --expert-model-parallel-size 4" in said.splitlines()[-1]
@@ -116,14 +116,14 @@ def test_half_of_multi_latent_attention_is_refused():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (FLAGS, "--from-flags has no --global-batch-size; the model and the batch are read"),
-        (f"{FLAGS} --global-batch-size", "--from-flags has no --global-batch-size"),
+        (FLAGS, "the command line has no --global-batch-size; the model and the batch are read"),
+        (f"{FLAGS} --global-batch-size", "the command line has no --global-batch-size"),
         (f"{FLAGS} --global-batch-size x", "found --global-batch-size x; it is a whole number"),
         (
             f"{FLAGS} --global-batch-size 8 --mtp-num-layers 1",
             "--mtp-num-layers: the planner does not model the layers of multi-token prediction",
         ),
-        (f"{FLAGS} '", "--from-flags: No closing quotation; quote the flags as one word"),
+        (f"{FLAGS} '", "No closing quotation; quote the flags as one word"),
     ],
 )
 def test_flags_that_are_not_modelled_are_refused(flags: str, message: str):
@@ -147,8 +147,8 @@ def test_what_is_not_said_is_an_assumption():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("", "no model: give one of --model, --from-flags and --from-script"),
-        ("--model 2-64-4 --from-flags x", "--model with --from-flags: give one of"),
+        ("", "no model: give one of --model, flags behind --, --from-script"),
+        ("--model 2-64-4 -- x", "--model with flags behind --: give one of"),
         ("--model 2-64-4", "--global-batch-size is missing"),
     ],
 )
@@ -161,9 +161,11 @@ def test_search_takes_one_description_of_a_model(fold3d, options: str, message: 
 @pytest.mark.search
 def test_search_says_what_it_has_read(fold3d):
     flags = f"{FLAGS} --global-batch-size 8 --bf16 --vocab-size 128 --swiglu"
-    code, printed, _ = fold3d(f"search --cluster h100x2 --top 1 --from-flags '{flags}'")
+    code, printed, _ = fold3d(f"search --cluster h100x2 --top 1 -- {flags}")
     assert code == 0
-    assert printed.startswith("read from --from-flags: 2 layers of 64, 4 heads, gated feed-forward")
+    assert printed.startswith(
+        "read from the command line: 2 layers of 64, 4 heads, gated feed-forward"
+    )
 
 
 @pytest.mark.search

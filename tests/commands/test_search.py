@@ -67,8 +67,8 @@ def test_what_no_gpu_has_timed_is_tried_on_request(fold3d):
 
 def test_the_type_of_the_users_own_flags_is_kept(fold3d):
     line = (
-        "search --cluster a100x4-25g --emit --from-flags '--num-layers 12 --hidden-size 1024 "
-        "--num-attention-heads 16 --seq-length 512 --global-batch-size 16 {}'"
+        "search --cluster a100x4-25g --emit -- --num-layers 12 --hidden-size 1024 "
+        "--num-attention-heads 16 --seq-length 512 --global-batch-size 16 {}"
     )
     for precision in (
         *("--fp16", "--fp16 --accumulate-allreduce-grads-in-fp32"),
@@ -87,12 +87,12 @@ def test_what_the_search_does_not_choose_is_kept_of_the_users_own_flags(fold3d):
         "--global-batch-size 16 --tensor-model-parallel-size=4 --recompute-granularity full "
         "--decoder-first-pipeline-num-layers 5 --sequence-parallel --schedule auto"
     )
-    line = f"search --cluster a100x4-25g --from-flags '{own} {decided}'"
-    told = fold3d(f"{line} --emit")[1]
+    line = f"-- {own} {decided}"
+    told = fold3d(f"search --cluster a100x4-25g --emit {line}")[1]
     assert told.startswith(own.replace(" --bf16", "").replace('"', "'") + " --bf16 --tensor-model")
     for flag in ("-size=4", "decoder-first", "--schedule auto", "--num-layers 12 --num-layers"):
         assert flag not in told
-    said = fold3d(line)[1]
+    said = fold3d(f"search --cluster a100x4-25g {line}")[1]
     assert said.splitlines()[-1] == told.strip()
     assert "instead of --decoder-first-pipeline-num-layers" in said
 

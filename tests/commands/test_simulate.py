@@ -698,3 +698,33 @@ def test_flops_are_the_models_and_those_with_what_is_recomputed(fold3d):
     assert none == found["none"]["flops_per_gpu_s"]
     head = SHAPES["gpt3-14b"].head_flops / sum(SHAPES["gpt3-14b"].stage_flops(1))
     assert full / found["full"]["flops_per_gpu_s"] == pytest.approx((4 - head) / 3)
+
+
+def test_stock_waits_for_its_sends_and_sums_segments_on_all_ranks_at_once(fold3d):
+    def period_s(line: str) -> float:
+        code, out, err = fold3d(f"simulate {line} --microbatches 4 --p2p-s 0.5 --json")
+        assert (code, err) == (0, "")
+        return float(json.loads(out)["period_s"])
+
+    sizes = "--pp 2 --segments 2 --grad-sync-s 2"
+    assert period_s(f"--schedule stock {sizes}") == 34.0
+    assert period_s(f"--schedule interleaved {sizes}") == 33.5
+    assert period_s(f"--schedule stock {sizes} --grad-sync serial") > 34.0
+    _, out, _ = fold3d("plan --schedule stock --pp 2 --segments 2 --microbatches 4 --compute-only")
+    assert out.startswith("0F0 0F1 2F0 2F1 0F2")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (":step=next", "step= with --schedule stock: only a schedule of ours has it"),
+        (" --preemptive-comm", "--preemptive-comm with --schedule stock: only a schedule of ours"),
+        (" --shard-segments weights", "--shard-segments weights with --schedule stock"),
+        (" --grad-sync deferred", "--grad-sync deferred with --schedule stock"),
+    ],
+)
+def test_what_is_ours_alone_is_refused_beside_stock(fold3d, more: str, message: str):
+    code, _, err = fold3d(f"simulate --schedule stock{more} --pp 2 --segments 2 --microbatches 4")
+    assert code == 2
+    assert message in err
+    assert len(err.splitlines()) == 1

@@ -4,6 +4,7 @@ import pytest
 
 from megatron.fold3d.commands.training_flags import layout_of, training_flags
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.schedule_flags import group_of
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup
@@ -61,9 +62,7 @@ def test_pretrain_gpt_accepts_every_flag_that_is_emitted(
     assert config.delay_weight_grads == candidate.delayed_weight_grads
     assert config.preemptive_comm == candidate.preemptive
     assert config.offload_activations == ("on" if candidate.offload else "off")
-    assert args.microbatch_group_size_per_vp_stage == (
-        8 if options.get("group_size") == 8 else None
-    )
+    assert group_of(args) == (8 if options.get("group_size") == 8 else None)
 
 
 def test_layers_are_spelled_as_megatron_reads_them():

@@ -18,6 +18,7 @@ GIVEN = {
     "--delay-weight-grads": ("1,3", ":wgrad=last@1,3"),
     "--early-dp-sync": ("3", ":wgrad=behind@3"),
     "--most-activations": ("9", ":held=9"),
+    "--from-flags": ("x", "the flags themselves, behind --"),
     "--group-size": ("8", "interleaved:group=8"),
     "--replicate-optimizer": ("0,2", ":optimizer=replicated@0,2"),
     "--recompute-early": ("0-3", ":recompute=early@"),

@@ -1,7 +1,7 @@
-"""Random jobs, each predicted in two ways that have to agree.
+"""Random jobs, each predicted in three ways that have to agree.
 
-`--check` reads Megatron's validated namespace; `fold3d simulate` reads a model's name and sizes.
-Both predict the time of an iteration and the memory of each pipeline rank.
+`--check` reads Megatron's validated namespace; `fold3d simulate` reads the same flags as words, or
+a model's name and sizes. All predict the time of an iteration and the memory of each pipeline rank.
 
     .venv/bin/python -m tests.stress.predictions --seed 7 --jobs 200
 """
@@ -24,7 +24,7 @@ from megatron.fold3d.config.all_flags import add_arguments, megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SPLIT_SCHEDULES
 from megatron.fold3d.policy.schedule_word import Part, Word
-from megatron.fold3d.training.dry_run import Expected, Target
+from megatron.fold3d.training.dry_run import RunEstimate, Target
 
 _CLUSTER = """
 num_nodes = {gpus}
@@ -40,8 +40,7 @@ nic_latency_s = 5e-6
 _MODEL = (
     "--tokenizer-type NullTokenizer --vocab-size 51199 --mock-data --lr 1e-4 --train-iters 9 "
     "--eval-interval 9 --bf16 --transformer-impl local --attention-dropout 0 --hidden-dropout 0 "
-    "--no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion "
-    "--overlap-grad-reduce"
+    "--no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion"
 )
 _SHARDED = "--use-distributed-optimizer --overlap-param-gather"
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -67,13 +66,17 @@ class Job:
 def draw(dice: random.Random) -> Job:
     """Return a job; one in some is refused, by both."""
     ranks, replicas = dice.choice((1, 2, 2, 4)), dice.choice((1, 2, 2, 4))
-    order = dice.choice(("aiao", "aiao", "afab", "interleaved", "1f1b", "breadth-first", "zb-h1"))
+    order = dice.choice(
+        (*("stock", "aiao", "aiao", "afab", "interleaved", "1f1b", "breadth-first", "zb-h1"),)
+    )
     segments = 1 if order in ONE_SEGMENT_SCHEDULES or ranks == 1 else dice.choice((1, 2, 3, 4))
     each = dice.choice((1, 2, 3))  # layers of a stage
     layers, hidden, length = each * ranks * segments, dice.choice((1024, 2048)), 1024
     microbatches, size = dice.randint(ranks, 3 * ranks + 2), dice.choice((1, 2))
+    if order == "stock":
+        microbatches = ranks * dice.randint(1, 4)
     sharded = replicas > 1 and segments > 1 and dice.random() < 0.5
-    recomputes = dice.random() < 0.3
+    recomputes = order != "stock" and dice.random() < 0.3
     word, shards = _word(order, ranks, segments, replicas, sharded, recomputes, dice)
     flags = [
         *(_MODEL, f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads 16"),
@@ -85,6 +88,10 @@ def draw(dice: random.Random) -> Job:
         f"--schedule {word} --pp {ranks} --segments {segments} --microbatches {microbatches}",
         f"--model {layers}-{hidden}-16-{length} --micro-batch-size {size}",
     ]
+    if word.parts or sharded or dice.random() < 0.7:
+        flags.append("--overlap-grad-reduce")
+    else:
+        options.append("--grad-sync serial")
     if sharded:
         flags.append(_SHARDED)
         options.append("--distributed-optimizer")
@@ -115,6 +122,8 @@ def _word(
     """Return a word, and whether segments are sharded."""
     some = tuple(sorted(dice.sample(range(segments), dice.randint(1, segments))))
     parts, shards, defers = [], False, False
+    if order == "stock":
+        return Word(order), False
     if sharded and dice.random() < 0.3:
         ends = {0, segments - 1} <= {*some} or not {0, segments - 1} & {*some} or ranks == 1
         if ends:  # tied embeddings
@@ -154,19 +163,19 @@ def of_check(job: Job, parser: ArgumentParser, cluster: Path) -> tuple[float, li
     config = Fold3DConfig.from_args(args)
     batch = args.micro_batch_size * args.data_parallel_size
     plan = check_schedule(config, args.global_batch_size // batch)
-    found = Expected.of(args, plan, Target.named(str(cluster)))
+    found = RunEstimate.of(args, plan, Target.named(str(cluster)))
     return found.iteration_s, list(found.peaks)
 
 
-def of_simulate(job: Job, cluster: Path) -> tuple[float, list[float]]:
-    """Return seconds and peaks in bytes, from a name and sizes.
+def of_simulate(options: Sequence[str], cluster: Path) -> tuple[float, list[float]]:
+    """Return seconds and peaks in bytes, from words.
 
     Raises:
         ValueError: the job is refused.
     """
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        fold3d(["simulate", *job.options.split(), "--cluster", str(cluster), "--json"])
+        fold3d(["simulate", "--cluster", str(cluster), "--json", *options])
     if not out.getvalue():
         raise ValueError(err.getvalue())
     found = json.loads(out.getvalue())
@@ -174,23 +183,30 @@ def of_simulate(job: Job, cluster: Path) -> tuple[float, list[float]]:
 
 
 def difference(job: Job, parser: ArgumentParser, folder: Path) -> str:
-    """Return how the two predictions of a job differ; empty if they agree to nine digits."""
+    """Return how the predictions of a job differ; empty if they agree to nine digits."""
     cluster = folder / "cluster.toml"
     cluster.write_text(job.cluster)
-    found = []
-    for predicted in (lambda: of_check(job, parser, cluster), lambda: of_simulate(job, cluster)):
+    found: dict[str, tuple[float, list[float]] | str] = {}
+    for name, predicted in (
+        ("--check", lambda: of_check(job, parser, cluster)),
+        ("simulate", lambda: of_simulate(job.options.split(), cluster)),
+        ("simulate -- FLAGS", lambda: of_simulate(["--", *job.flags.split()], cluster)),
+    ):
         try:
-            found.append(predicted())
+            found[name] = predicted()
         except ValueError as error:
-            found.append(str(error))
-    checked, simulated = found
-    if isinstance(checked, str) or isinstance(simulated, str):
-        both = isinstance(checked, str) and isinstance(simulated, str)
-        return "" if both else f"--check: {checked}, simulate: {simulated}"
-    (seconds, peaks), (others, other_peaks) = checked, simulated
-    pairs = [(seconds, others), *zip(peaks, other_peaks, strict=True)]
-    agree = all(abs(one - other) <= 1e-9 * abs(other) for one, other in pairs)
-    return "" if agree else f"--check: {seconds} s {peaks}, simulate: {others} s {other_peaks}"
+            found[name] = str(error)
+    if all(isinstance(each, str) for each in found.values()):
+        return ""
+    alike = {_rounded(each) for each in found.values()}
+    return "" if len(alike) == 1 else "; ".join(f"{name}: {each}" for name, each in found.items())
+
+
+def _rounded(found: tuple[float, list[float]] | str) -> object:
+    if isinstance(found, str):
+        return "refused"
+    seconds, peaks = found
+    return tuple(f"{value:.8e}" for value in (seconds, *peaks))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -170,18 +170,23 @@ def _from_model(args: Namespace, plan: Plan) -> Source:
             f"{spelled_flag(given)} without {' and '.join(lacking)}: it is for the costs of a "
             f"model on a cluster; give {' and '.join(lacking)}"
         )
-    shape, cluster = named_hardware(args)
+    job = getattr(args, "job", None)  # `fold3d plan` takes no training flags
+    shape, cluster = named_hardware(args, None if job is None else job.shape)
     tp = 1 if args.tp is None else args.tp
-    setup = Setup(
-        tensor_parallel=tp,
-        data_parallel=_data_parallel(args.dp, tp, plan.num_ranks, cluster),
-        microbatch_size=1 if args.micro_batch_size is None else args.micro_batch_size,
-        sequence_parallel=tp > 1,
-        distributed_optimizer=bool(args.distributed_optimizer),
-        recompute=args.recompute or "none",
-        order="tp-pp-dp" if args.use_tp_pp_dp_mapping else "tp-dp-pp",
-        fp32=bool(args.fp32),
-        small_gradients=bool(args.grad_reduce_in_bf16),
+    setup = (
+        job.setup
+        if job is not None
+        else Setup(
+            tensor_parallel=tp,
+            data_parallel=_data_parallel(args.dp, tp, plan.num_ranks, cluster),
+            microbatch_size=1 if args.micro_batch_size is None else args.micro_batch_size,
+            sequence_parallel=tp > 1,
+            distributed_optimizer=bool(args.distributed_optimizer),
+            recompute=args.recompute or "none",
+            order="tp-pp-dp" if args.use_tp_pp_dp_mapping else "tp-dp-pp",
+            fp32=bool(args.fp32),
+            small_gradients=bool(args.grad_reduce_in_bf16),
+        )
     )
     layers = _layers(args, shape, plan)
     known = estimate(

@@ -9,7 +9,11 @@ from megatron.fold3d.plan.ir import Plan, stages_of
 from megatron.fold3d.policy.schedule_word import AUTO, Part
 from megatron.fold3d.predict.search.candidate_timeline import PAUSE_SHARE
 from megatron.fold3d.predict.search.simulated_shares import auto_shares, with_shares
-from megatron.fold3d.predict.simulator.execution import Device, Execution
+from megatron.fold3d.predict.simulator.execution import (
+    Device,
+    Execution,
+    sends_stock_waits_for,
+)
 from megatron.fold3d.predict.simulator.simulate import simulate
 from megatron.fold3d.predict.simulator.steady import steady_state
 
@@ -23,6 +27,10 @@ def grad_sync_of(args: Namespace) -> str | None:
         ValueError: they say it twice, or give no share.
     """
     share = args.backward_share
+    if args.is_stock and args.grad_sync == "deferred":
+        raise ValueError(
+            "--grad-sync deferred with --schedule stock: only a schedule of ours defers; drop one"
+        )
     if share is None:
         return str(args.grad_sync) if args.grad_sync else None
     if share != AUTO and not 0 <= share <= 1:
@@ -39,7 +47,8 @@ def reduces_early(args: Namespace, source: Source, grad_sync: str | None) -> boo
     one_queue = 1 in (args.cuda_connections, source.cuda_connections)
     waits = args.preemptive_comm or args.overlap_tensor_parallel
     return not (
-        one_queue
+        args.is_stock
+        or one_queue
         or waits
         or args.shard_segments is not None
         or grad_sync == "serial"
@@ -155,6 +164,8 @@ def _device(args: Namespace, plan: Plan, source: Source) -> Device | None:
     """Return the GPUs that run the plan, if they share queues."""
     if args.cuda_connections is None:
         return None
+    if args.is_stock:
+        return Device(connections=args.cuda_connections)
     if args.grad_sync_launches is not None:
         launches = (args.grad_sync_launches,) * plan.num_stages
     elif is_sliced(args, source):  # a slice is one collective
@@ -179,6 +190,7 @@ def simulated_timeline(args: Namespace, plan: Plan, source: Source) -> tuple[Pla
         pause_share=PAUSE_SHARE,
         grad_sync_order="edf" if args.grad_sync == "deferred" else "fifo",
         in_order=True,
+        sends_waited_for=sends_stock_waits_for(plan.num_segments) if args.is_stock else frozenset(),
         overlap_tensor_parallel=bool(args.overlap_tensor_parallel),
         shard_shares=() if source.hardware is None else source.hardware.shard_shares,
     )

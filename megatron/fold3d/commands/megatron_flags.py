@@ -7,14 +7,15 @@ not matter to it are ignored.
 
 import re
 import shlex
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.fold3d.observe.fields import read_text
-from megatron.fold3d.predict.cost_model.model_shape import ModelShape
+from megatron.fold3d.predict.cost_model.model_shape import ModelShape, model_shape
+from megatron.fold3d.predict.cost_model.presets import preset_flags
 
 # Fields of a shape, by the flag that says them.
 _SIZES = {
@@ -89,6 +90,7 @@ class Described:
         small_gradients: whether gradients are summed in 16 bits.
         notes: the flags that were read, and the values that are assumed; one line each.
         words: all of them; a script's are not flags alone.
+        flags: by name, each flag's first value, with those of a preset.
         script: the file, if they were read from one.
     """
 
@@ -102,7 +104,35 @@ class Described:
     small_gradients: bool
     notes: tuple[str, ...]
     words: tuple[str, ...]
+    flags: Mapping[str, str]
     script: Path | None = None
+
+
+def add_training_flags(parser: ArgumentParser, purpose: str) -> None:
+    """Add a training's flags behind ``--``, or in a shell script."""
+    parser.add_argument(
+        "flags", nargs="*", metavar="FLAGS", help=f"behind --, the flags of a training: {purpose}"
+    )
+    parser.add_argument(
+        "--from-script",
+        type=Path,
+        metavar="FILE",
+        help="likewise, from a shell script that starts a training",
+    )
+
+
+def given_training(args: Namespace) -> Described:
+    """Return what the training flags of a command say.
+
+    Raises:
+        ValueError: as below.
+        OSError: the script cannot be read.
+    """
+    if args.flags and args.from_script is not None:
+        raise ValueError("flags behind -- with --from-script: both say the training; drop one")
+    if args.from_script is not None:
+        return from_script(args.from_script)
+    return described(args.flags, "the command line")
 
 
 def from_flags(line: str) -> Described:
@@ -114,8 +144,8 @@ def from_flags(line: str) -> Described:
     try:
         words = shlex.split(line)
     except ValueError as error:
-        raise ValueError(f"--from-flags: {error}; quote the flags as one word") from None
-    return _described(words, "--from-flags")
+        raise ValueError(f"{line!r}: {error}; quote the flags as one word") from None
+    return described(words, "the command line")
 
 
 def from_script(file: Path) -> Described:
@@ -125,8 +155,7 @@ def from_script(file: Path) -> Described:
         ValueError: as above.
         OSError: the file cannot be read.
     """
-    described = _described([*_script_words(read_text(file))], str(file))
-    return replace(described, script=file)
+    return replace(described([*_script_words(read_text(file))], str(file)), script=file)
 
 
 def shape_of(args: Namespace) -> ModelShape:
@@ -178,8 +207,15 @@ def _words(line: str, values: Mapping[str, str]) -> Iterator[str]:
         ).split()
 
 
-def _described(words: Sequence[str], source: str) -> Described:
+def described(words: Sequence[str], source: str) -> Described:
+    """Return what flags say; ``source`` is where they come from, for messages.
+
+    Raises:
+        ValueError: flags are missing, no numbers, or ask for what is not modelled.
+    """
     flags, twice = _flags(words)
+    if name := flags.get("model-preset"):
+        flags, twice = _flags([*words, *preset_flags(name, model_shape(name).family)])
     if missing := [f"--{name}" for name in _NEEDED if not flags.get(name)]:
         raise ValueError(
             f"{source} has no {', '.join(missing)}; the model and the batch are read from them"
@@ -198,13 +234,13 @@ def _described(words: Sequence[str], source: str) -> Described:
         own = " and ".join(f"--{name}" for name in uneven)
         assumed.append(f"the search divides the layers itself, instead of {own}")
     assumed += [f"--{name} is there several times; the last counts" for name in twice]
-    shared = {name: _number(flags, name, other) for name, other in _SHARED.items()}
+    shared = {name: number(flags, name, other) for name, other in _SHARED.items()}
     fixed = [f"--{name} {n}" for name, n in shared.items() if n > 1 or n != _SHARED[name]]
     if fixed:
         assumed.append(
             f"{' and '.join(fixed)} stay; no computation hides what these ranks exchange"
         )
-    batch = _number(flags, "global-batch-size")
+    batch = number(flags, "global-batch-size")
     notes = [
         f"read from {source}: {_in_words(shape)}, {batch} sequences per iteration, {precision}",
         *(f"assumed: {line}" for line in assumed),
@@ -220,6 +256,7 @@ def _described(words: Sequence[str], source: str) -> Described:
         small_gradients=precision != "32 bits" and not _sums_in_32_bits(flags, fp16=fp16),
         notes=tuple(notes),
         words=tuple(words),
+        flags=flags,
     )
 
 
@@ -255,20 +292,20 @@ def _flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 def _shape(flags: Mapping[str, str], source: str) -> tuple[ModelShape, list[str]]:
     assumed = []
     sizes: dict[str, Any] = {
-        field: _number(flags, name) for name, field in _SIZES.items() if name in flags
+        field: number(flags, name) for name, field in _SIZES.items() if name in flags
     }
-    vocabulary = _number(flags, "vocab-size") if "vocab-size" in flags else 0
+    vocabulary = number(flags, "vocab-size") if "vocab-size" in flags else 0
     if not vocabulary:
         assumed.append(
             f"a vocabulary of {_DEFAULT_VOCABULARY}; --vocab-size is not among the flags"
         )
-    unit = _number(flags, "make-vocab-size-divisible-by", 128)
+    unit = number(flags, "make-vocab-size-divisible-by", 128)
     swiglu = "swiglu" in flags
     if swiglu and "ffn-hidden-size" not in flags:  # as Megatron derives it
         sizes["ffn_hidden_size"] = int(4 * sizes["hidden_size"] * 2 / 3 / 64) * 64
     rotary = flags.get("position-embedding-type", "learned_absolute") != "learned_absolute"
     if "multi-latent-attention" in flags:
-        sizes |= {n.replace("-", "_"): _number(flags, n, size) for n, size in _LATENT.items()}
+        sizes |= {n.replace("-", "_"): number(flags, n, size) for n, size in _LATENT.items()}
         flags = {name: value for name, value in flags.items() if name != "group-query-attention"}
     experts = sizes.get("num_experts", 0)
     dense = _FREQUENCY.fullmatch(flags.get("moe-layer-freq", "1").replace(" ", ""))
@@ -283,21 +320,26 @@ def _shape(flags: Mapping[str, str], source: str) -> tuple[ModelShape, list[str]
         vocab_size=-(-vocabulary // unit) * unit or _DEFAULT_VOCABULARY,
         untied="untie-embeddings-and-output-weights" in flags,
         num_query_groups=(
-            _number(flags, "num-query-groups", 1) if "group-query-attention" in flags else 0
+            number(flags, "num-query-groups", 1) if "group-query-attention" in flags else 0
         ),
         swiglu=swiglu,
-        rotary_base=_number(flags, "rotary-base", 10_000) if rotary else 0,
+        rotary_base=number(flags, "rotary-base", 10_000) if rotary else 0,
         rms_norm=flags.get("normalization") == "RMSNorm",
         biases="disable-bias-linear" not in flags,
         qkv_bias="add-qkv-bias" in flags,
         qk_norm="qk-layernorm" in flags,
         vocab_unit=unit,
-        experts_per_token=_number(flags, "moe-router-topk", 2) if experts else 0,
+        experts_per_token=number(flags, "moe-router-topk", 2) if experts else 0,
         num_dense_layers=int(dense[1]) if dense and experts else 0,
     ), assumed
 
 
-def _number(flags: Mapping[str, str], name: str, otherwise: int = 0) -> int:
+def number(flags: Mapping[str, str], name: str, otherwise: int = 0) -> int:
+    """Return a flag's whole number.
+
+    Raises:
+        ValueError: it has none.
+    """
     text = flags.get(name, str(otherwise))
     if not re.fullmatch(r"\d+", text):
         raise ValueError(f"found --{name} {text or 'without a value'}; it is a whole number")

@@ -12,6 +12,7 @@ from megatron.fold3d.commands.schedule_options import (
     asks_to_choose,
     check_named,
     compute_plan,
+    where_it_starts,
 )
 from megatron.fold3d.plan.compile import Options, lower
 
@@ -49,6 +50,7 @@ def run(args: Namespace) -> int:
         options = Options(
             overlap_tensor_parallel=bool(args.overlap_tensor_parallel),
             shards_grads=args.shard_segments == "gradients",
+            grad_sync=where_it_starts(args, None, plan.num_segments),
         )
         plan = lower(plan, options)
     if args.json:

@@ -5,21 +5,25 @@ from argparse import ArgumentParser, Namespace
 from megatron.fold3d.config.retired_flags import add_retired_flags
 from megatron.fold3d.config.schedule_flags import add_schedule_word, written_out
 from megatron.fold3d.config.weight_grad_flags import weight_grad_part
+from megatron.fold3d.plan.compile import GradSync
 from megatron.fold3d.plan.ir import Plan, PlanError, stages_of
 from megatron.fold3d.plan.passes.pairs import check_pairs, in_pairs, num_pairs
 from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.passes.shard_params import shard_params
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES, build, check_forwards_ahead
+from megatron.fold3d.policy.run_choice import stock_schedule
 from megatron.fold3d.policy.schedule_word import AUTO, STOCK
+
+_OURS = ("shard_segments", "recompute_layers", "preemptive_comm")  # options for our schedules
 
 
 def add_schedule_options(parser: ArgumentParser, *, required: bool) -> None:
-    """Add ``--schedule`` and the sizes of a plan, which a plan file has if not ``required``."""
+    """Add ``--schedule`` and the sizes of a plan; if not ``required``, flags may say them."""
     add_schedule_word(
         parser,
         "the word that training takes: an order and its choices, such as aiao:step=next",
-        required=True,
+        required=required,
     )
     add_retired_flags(parser)
     parser.add_argument("--pp", required=required, type=int, metavar="N", help="pipeline ranks")
@@ -36,19 +40,28 @@ def add_schedule_options(parser: ArgumentParser, *, required: bool) -> None:
 
 
 def check_named(args: Namespace) -> Namespace:
-    """Return arguments with the numbers of segments, for an order that commands know.
+    """Return arguments with the numbers of segments, and the order that stock's schedule has.
 
     Raises:
         ValueError: the word names an order, or a choice, that the command has not.
     """
-    if args.schedule == STOCK:
+    segments = 1 if args.segments is None else args.segments
+    is_stock = args.schedule == STOCK
+    if is_stock and (own := [key for key in args.schedule_keys if key != "group"]):
         raise ValueError(
-            "--schedule stock: here it is the order that Megatron picks; give 1f1b, or interleaved "
-            "with several segments"
+            f"{own[0]}= with --schedule stock: only a schedule of ours has it; drop it, or name one"
         )
+    for name in _OURS if is_stock else ():
+        if value := getattr(args, name, None):
+            flag = "--" + name.replace("_", "-")
+            found = flag if value is True else f"{flag} {spelled(value)}"
+            raise ValueError(
+                f"{found} with --schedule stock: only a schedule of ours has it; drop one"
+            )
+    named = stock_schedule(segments) if is_stock else args.schedule
+    args = Namespace(**vars(args) | {"schedule": named, "is_stock": is_stock})
     if "share" in args.schedule_keys and args.backward_share is None:
         raise ValueError("share= without step=next: it is a share of what that defers; add it")
-    segments = 1 if args.segments is None else args.segments
     args = written_out(args, segments)
     for name in ("delay_weight_grads", "recompute_early", "replicate_optimizer"):
         for segment in getattr(args, name) if isinstance(getattr(args, name), tuple) else ():
@@ -111,6 +124,16 @@ def compute_plan(args: Namespace, forwards_ahead: int | None = None) -> Plan:
     early = stages_of(args.recompute_early, plan.num_ranks)
     plan = recompute_early(plan, early, in_pairs=paired)
     return plan if args.shard_segments is None else shard_params(plan)
+
+
+def where_it_starts(args: Namespace, grad_sync: str | None, num_segments: int) -> GradSync:
+    """Return where DP.sync starts in the plan; stock's starts on all ranks of a segment at once.
+
+    Without virtual stages its hooks start it in the last backward, if at all.
+    """
+    if grad_sync == "serial" or (args.is_stock and num_segments == 1):
+        return "serial"
+    return "aligned" if args.is_stock else "overlap"
 
 
 def spelled(value: object) -> str:

@@ -4,12 +4,15 @@ import json
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, get_args
 
 from megatron.fold3d.commands.console import OK, Progress, write
 from megatron.fold3d.commands.hardware_options import add_hardware_options, named_hardware
-from megatron.fold3d.commands.megatron_flags import Described, from_flags, from_script
+from megatron.fold3d.commands.megatron_flags import (
+    Described,
+    add_training_flags,
+    given_training,
+)
 from megatron.fold3d.commands.training_flags import (
     check_trains,
     to_drop,
@@ -54,17 +57,7 @@ class _Answer:
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of this command."""
     add_hardware_options(parser, required=True, model_required=False)
-    parser.add_argument(
-        "--from-flags",
-        metavar="FLAGS",
-        help="read model, batch and precision from Megatron flags, instead of --model",
-    )
-    parser.add_argument(
-        "--from-script",
-        type=Path,
-        metavar="FILE",
-        help="likewise, from a shell script that starts a training",
-    )
+    add_training_flags(parser, "read model, batch and precision from them, instead of --model")
     parser.add_argument(
         "--global-batch-size", type=int, metavar="N", help="sequences per iteration"
     )
@@ -156,15 +149,16 @@ def _described(args: Namespace) -> Described | None:
     Raises:
         ValueError: the model is described twice or not at all.
     """
-    sources = ("model", "from_flags", "from_script")
-    given = [f"--{name.replace('_', '-')}" for name in sources if getattr(args, name) is not None]
-    if len(given) != 1:
-        found = " with ".join(given) or "no model"
-        raise ValueError(f"{found}: give one of --model, --from-flags and --from-script")
-    if args.from_flags is not None:
-        return from_flags(args.from_flags)
-    if args.from_script is not None:
-        return from_script(args.from_script)
+    given = {
+        "--model": args.model is not None,
+        "flags behind --": bool(args.flags),
+        "--from-script": args.from_script is not None,
+    }
+    if sum(given.values()) != 1:
+        found = " with ".join(name for name, is_given in given.items() if is_given) or "no model"
+        raise ValueError(f"{found}: give one of {', '.join(given)}")
+    if args.flags or args.from_script is not None:
+        return given_training(args)
     if args.global_batch_size is None:
         raise ValueError("--global-batch-size is missing: sequences per iteration; give 256, say")
     return None

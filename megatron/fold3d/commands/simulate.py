@@ -27,6 +27,7 @@ from megatron.fold3d.commands.schedule_options import (
     check_named,
     compute_plan,
     spelled,
+    where_it_starts,
 )
 from megatron.fold3d.commands.simulate_flags import add_simulate_flags
 from megatron.fold3d.commands.simulate_report import (
@@ -35,6 +36,7 @@ from megatron.fold3d.commands.simulate_report import (
     report_json,
     report_lines,
 )
+from megatron.fold3d.commands.training_job import with_training_flags
 from megatron.fold3d.observe.report.draw import caption_of, draw
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.compile import Options, lower
@@ -59,7 +61,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print what is predicted; returns the exit code."""
-    args = check_named(args)
+    args = check_named(with_training_flags(args))
     if args.schedule == AUTO:
         write(auto_options.what_auto_would_try(args))
         return OK
@@ -100,7 +102,7 @@ def run(args: Namespace) -> int:
         overlap_tensor_parallel=bool(args.overlap_tensor_parallel),
         shards_grads=args.shard_segments == "gradients",
         transfers=bool(args.overlap_tensor_parallel),  # sends stand behind both of a pair
-        grad_sync="serial" if grad_sync == "serial" else "overlap",
+        grad_sync=where_it_starts(args, grad_sync, compute.num_segments),
         carried_stages=range(compute.num_stages if grad_sync == "deferred" else 0),
         reduces_early=early,
         early_dp_sync=stages_reduced_early(args, source, compute.num_ranks, may=early),
@@ -167,9 +169,12 @@ def run(args: Namespace) -> int:
     peaks = source.hardware.peaks(timeline) if source.hardware else []
     if args.json:
         found = report_json(name, plan, timeline, peaks, bounds, flops) | {"layers": args.layers}
+        found |= {"left_out": args.job.left_out} if args.job is not None else {}
         write(json.dumps(found) + "\n")
     else:
         head, *rest = report_lines(name, plan, timeline, peaks, bounds, flops)
+        if args.job is not None and args.job.left_out:
+            rest.append(f"not in these estimates: {', '.join(args.job.left_out)}")
         write("\n".join((head, *layout_lines(args.layers, how), *rest)) + "\n")
     return OK if source.hardware is None else judge_memory(source.hardware, timeline, peaks)
 
@@ -197,7 +202,7 @@ def _plan(args: Namespace) -> tuple[str, Plan]:
         for flag, value in (("--pp", args.pp), ("--microbatches", args.microbatches)):
             if value is None:
                 raise ValueError(f"--schedule {args.schedule} without {flag}: give {flag} N")
-        return args.schedule, compute_plan(args)
+        return "stock " * args.is_stock + args.schedule, compute_plan(args)
     for flag, value in (
         ("--pp", args.pp),
         ("--segments", args.segments),

@@ -4,6 +4,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 from megatron.fold3d.commands.layer_options import layers_or_auto
+from megatron.fold3d.commands.megatron_flags import add_training_flags
 from megatron.fold3d.commands.schedule_options import add_schedule_options
 from megatron.fold3d.config.recompute_flags import counts_or_auto
 from megatron.fold3d.plan.device_queues import CONNECTIONS
@@ -13,6 +14,7 @@ _GRAD_SYNC: tuple[str, ...] = ("serial", "overlap", "deferred")
 
 def add_simulate_flags(parser: ArgumentParser) -> None:
     """Add the options that say what is simulated, and what is written."""
+    add_training_flags(parser, "with --cluster, in place of --schedule, sizes and a model")
     add_schedule_options(parser, required=False)
     parser.add_argument(
         "--grad-sync",

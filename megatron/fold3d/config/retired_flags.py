@@ -17,6 +17,7 @@ RETIRED = {
     "--dp-slice-bytes": "--schedule ORDER:slice-bytes={}",
     "--delay-weight-grads": "--schedule ORDER:wgrad=last@{}, wgrad=behind@{} where an all-reduce "
     "ends with the iteration, or wgrad=gaps for auto",
+    "--from-flags": "the flags themselves, behind --",
     "--group-size": "--schedule interleaved:group={}",
     "--early-dp-sync": "--schedule ORDER:wgrad=behind@{}",
     "--most-activations": "--schedule ORDER:held={}",

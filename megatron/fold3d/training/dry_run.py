@@ -114,7 +114,7 @@ def report(args: Namespace, plan: Plan | None) -> Iterator[str]:
         yield f"plan: {args.plan_file or args.schedule}{begins}, {shape}, verified"
     target = Target.named(args.check)
     try:
-        expected = Expected.of(args, plan, target)
+        expected = RunEstimate.of(args, plan, target)
     except ValueError as error:  # of the planner; the run does not ask it
         yield f"no estimate of memory and time: {error}"
         return
@@ -122,7 +122,7 @@ def report(args: Namespace, plan: Plan | None) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class RunEstimate:
     """The planner's estimate of a run."""
 
     iteration_s: float
@@ -133,7 +133,7 @@ class Expected:
     """With --schedule auto: stock's order, and what it would try."""
 
     @classmethod
-    def of(cls, args: Namespace, plan: Plan | None, target: Target) -> "Expected":
+    def of(cls, args: Namespace, plan: Plan | None, target: Target) -> "RunEstimate":
         """Return the estimate of Megatron's validated namespace.
 
         Args:
@@ -223,6 +223,7 @@ def _candidate(args: Namespace) -> Candidate:
         places_weight_grads=config.auto_weight_grads,
         delayed_weight_grads=() if config.auto_weight_grads else config.delay_weight_grads,
         behind_backwards=config.behind_backwards,
+        sums_last=not config.overlap_grad_reduce,
         reduces_early=config.reduces_early,
         replicated=config.replicated_segments,
         shards=args.shard_segments,
@@ -302,7 +303,6 @@ def _left_out(args: Namespace) -> Iterator[str]:
         "no --overlap-param-gather": args.use_distributed_optimizer
         and args.data_parallel_size > 1
         and not args.overlap_param_gather,
-        "no --overlap-grad-reduce": args.data_parallel_size > 1 and not args.overlap_grad_reduce,
         "--fp8-format": args.fp8 is not None,
         "--optimizer": args.optimizer != "adam",
     }

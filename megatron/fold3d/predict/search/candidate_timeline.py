@@ -255,8 +255,8 @@ def _device(candidate: Candidate, estimate: Estimate, connections: int | None) -
 
 
 def _grad_sync(candidate: Candidate) -> GradSync:
-    if candidate.schedule == "1f1b":  # its hooks start in the last backward, if at all
-        return "serial"
+    if candidate.sums_last or candidate.schedule == "1f1b":
+        return "serial"  # the hooks of 1F1B start in the last backward, if at all
     return "aligned" if candidate.is_stock else "overlap"
 
 

@@ -58,6 +58,8 @@ class Candidate:
     """The segments whose weight gradients are apart from their backwards."""
     behind_backwards: tuple[int, ...] = ()
     """Of these, the ones that follow their own backwards, and between which DP.sync starts."""
+    sums_last: bool = False
+    """Whether all DP.sync starts behind all backwards: without ``--overlap-grad-reduce``."""
     reduces_early: bool = False
     """Whether DP.sync may start between weight gradients that are apart."""
     forwards_ahead: int | None = None
