@@ -30,6 +30,8 @@ for check in "${checks[@]}"; do
     # shellcheck disable=SC2086  # the words of a line
     OMP_NUM_THREADS=1 .venv/bin/python -W ignore -m tests.stress.$check || failed+=("${check%% *}")
 done
+echo "== tests marked stress"
+.venv/bin/python -m pytest -q --stress -m stress || failed+=(marked)
 if ((${#failed[@]})); then
     echo "failed: ${failed[*]}; seed $seed, logs in $out" >&2
     exit 1

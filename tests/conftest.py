@@ -56,7 +56,13 @@ def pytest_report_header() -> str:
     return f"hardware: {len(os.sched_getaffinity(0))} CPU cores, {gpus}"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--stress", action="store_true", help="run tests that are marked stress too")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("stress") and not item.config.getoption("--stress"):
+        pytest.skip("takes long: make stress runs it")
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU, and torch sees none")
 

@@ -60,7 +60,7 @@ def test_a_script_that_parses_by_itself_takes_the_patches_later(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("heading", "flags", "reason"),
     [
-        ("Your own script", "--schedule aio", "invalid choice: 'aio'"),
+        ("Your own script", "--schedule aio", "'aio' is no order"),
         (
             "A script that parses by itself",
             "--schedule aiao --segments 2",

@@ -358,6 +358,7 @@ def test_a_users_own_job_trains_in_four_arms_and_goes_on_where_it_was_stopped(
     )
 
 
+@pytest.mark.stress
 @pytest.mark.processes
 @pytest.mark.timeout(900)  # 60 s of an idle machine with two cores
 def test_an_ablation_is_collected_from_a_cluster(

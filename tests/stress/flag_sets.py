@@ -222,7 +222,8 @@ class FlagSet:
         found = [text.partition(" ")[0] for text in settings if text.startswith(":")]
         if "PLAN" in settings[0]:  # its actions say where weight gradients and recomputation are
             found = [part for part in found if not part.startswith((":wgrad", ":recompute"))]
-        parts = "".join(found)
+        words = dict.fromkeys(word for part in found for word in part[1:].split(":"))
+        parts = "".join(f":{word}" for word in words)
         flags = [text.partition(" ")[2] if text.startswith(":") else text for text in settings[1:]]
         return self._words(f"{settings[0]}{parts}", *flags, self.saving("FOLDER"))
 

@@ -137,7 +137,8 @@ def _schedule(candidate: Candidate) -> Iterator[str]:
         if not candidate.layers:
             yield f"--num-virtual-stages-per-pipeline-rank {candidate.num_segments}"
         yield "--overlap-p2p-communication-warmup-flush"  # or only its steady state overlaps
-    if candidate.is_stock and candidate.group_size not in (None, candidate.num_ranks):
+    in_word = not candidate.is_stock and candidate.schedule == "interleaved"
+    if not in_word and candidate.group_size not in (None, candidate.num_ranks):
         groups = "--microbatch-group-size-per-virtual-pipeline-stage"
         yield f"{groups} {candidate.group_size}"
     if candidate.setup.num_replicas > 1:  # or no DP.sync starts before the last backward

@@ -142,6 +142,7 @@ def test_what_ran_is_shown_in_the_experiments_own_table(tmp_path: Path):
     assert "? > -" in result.text()
 
 
+@pytest.mark.stress
 @pytest.mark.processes
 @pytest.mark.timeout(600)  # 60 s of an idle machine
 def test_an_ablation_is_collected_from_the_testbed(tmp_path: Path):

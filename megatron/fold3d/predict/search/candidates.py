@@ -113,7 +113,7 @@ class Candidate:
             *([Part("recompute", "early")] if self.recompute_early else []),
             *([] if self.forwards_ahead is None else [Part("ahead", str(self.forwards_ahead))]),
         ]
-        if self.group_size not in (None, self.num_ranks):
+        if self.schedule == "interleaved" and self.group_size not in (None, self.num_ranks):
             parts.append(Part("group", str(self.group_size)))
         if self.backward_share not in (None, AUTO):
             parts.append(Part("share", str(self.backward_share)))
