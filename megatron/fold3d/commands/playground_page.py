@@ -19,7 +19,7 @@ from megatron.fold3d.predict.simulator.costs import Costs
 _PLAIN = frozenset(
     {
         *("command", "schedule", "pp", "segments", "microbatches", "grad_sync", "html", "svg"),
-        *("json", "run", "forward_s", "backward_s", "p2p_s", "grad_sync_s"),
+        *("json", "run", "flags", "forward_s", "backward_s", "p2p_s", "grad_sync_s"),
     }
 )
 """Options that the page's sliders and buttons have, or that do not change the simulation."""
