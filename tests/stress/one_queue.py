@@ -19,7 +19,6 @@ from random import Random
 from typing import Any, NamedTuple
 
 from megatron.fold3d.plan.compile import Options, lower
-from megatron.fold3d.plan.device_queues import verify_on_device
 from megatron.fold3d.plan.ir import Plan, PlanError
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.schedules import (
@@ -29,6 +28,7 @@ from megatron.fold3d.plan.schedules import (
     SPLIT_SCHEDULES,
     build,
 )
+from megatron.fold3d.predict.simulator.device_run import verify_on_device
 
 MOST_RANKS, MOST_SEGMENTS, MOST_MICROBATCHES = 8, 4, 16
 _ALL = range(MOST_RANKS * MOST_SEGMENTS)

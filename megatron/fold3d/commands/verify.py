@@ -6,9 +6,10 @@ from pathlib import Path
 
 from megatron.fold3d.commands.console import OK, REJECTED, complain, counted, write
 from megatron.fold3d.commands.plan_source import in_words, plan_from, sizes
-from megatron.fold3d.plan.device_queues import CONNECTIONS, verify_on_device
+from megatron.fold3d.plan.device_queues import CONNECTIONS
 from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.plan.verify import verify
+from megatron.fold3d.predict.simulator.device_run import verify_on_device
 
 EXAMPLE = "fold3d verify --plan-file my-plan.txt"
 

@@ -25,9 +25,12 @@ from megatron.fold3d.plan.ops import (
     SEND_OPS,
     SUM_OPS,
     SYNC_OPS,
+    WAYS,
 )
 from megatron.fold3d.predict.simulator.execution import Device
 from megatron.fold3d.predict.simulator.steps import NO_FACT, Name, Step, Steps
+
+_READ_MESSAGES = {way.compute for way in WAYS}
 
 
 class Kind(IntEnum):
@@ -37,7 +40,7 @@ class Kind(IntEnum):
     WAIT = 1  # takes no time
     COLLECTIVE = 2
     TRANSFER = 3  # one side of it
-    COPY = 4
+    COPY = 4  # or a collective inside a node: neither uses the network
     UPDATE = 5  # the optimizer's step
 
 
@@ -68,6 +71,10 @@ class Items:
         grad_sync_s: seconds of each stage's whole DP.sync.
         sends_waited_for: as in `Execution`.
         alternates: whether receives and reductions use two streams, as ours do with one queue.
+
+    Attributes:
+        num_facts: how many facts come true: those of the steps, and that a collective which cuts a
+            computation is over.
     """
 
     def __init__(
@@ -83,6 +90,7 @@ class Items:
         self._grad_sync_s = grad_sync_s
         self._sends_waited_for = sends_waited_for
         self._alternates = alternates
+        self.num_facts = len(steps.named)
 
     def of(self, program: Sequence[Step]) -> list[Item]:
         """Return the items of one iteration of a rank, in the order of issue."""
@@ -123,6 +131,12 @@ class Items:
 
     def _issue_computation(self, issued: "_Issued", step: Step, reduction: Step | None) -> None:
         """Issue a computation; hooks cut it into parts and launch ``reduction`` behind these."""
+        if self._device.tensor_parallel and step.action.op in _READ_MESSAGES:
+            issued.cut(step, self.num_facts)
+            self.num_facts += 1
+            if reduction is not None:
+                issued.launch(reduction, 0, 1)
+            return
         count = 1 if reduction is None else self._launches(reduction)
         for part in range(count):
             issued.compute(step, part, count)
@@ -166,6 +180,15 @@ class _Issued:
         needs = self._wait_for_sync(step)
         self._add(Kind.COMPUTE, step, step.seconds / count, needs, fact=part + 1 == count)
         self._computed += 1
+
+    def cut(self, step: Step, fact: int) -> None:
+        """Issue a computation in two parts, with a collective of its node between them."""
+        self.compute(step, 0, 2)
+        self.items.append(
+            Item(Kind.COPY, Stream.TP_SYNC, step.action, 0.0, self._computed, (), fact)
+        )
+        self.wait_for(step.action, fact)
+        self.compute(step, 1, 2)
 
     def update(self, step: Step) -> None:
         """Issue what is between two iterations, if it waits for something or takes time."""

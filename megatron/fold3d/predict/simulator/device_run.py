@@ -11,20 +11,48 @@ attributed to it; for a transfer, from the moment when it flows.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron.fold3d.observe.messages import message_from, send_of
+from megatron.fold3d.observe.messages import message_from, message_to, send_of
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
 from megatron.fold3d.plan.device_queues import Stream, queue_of, stream_of
-from megatron.fold3d.plan.ir import Action, PlanError
+from megatron.fold3d.plan.ir import Action, Plan, PlanError, gc_paused
 from megatron.fold3d.plan.ops import SEND_OPS
+from megatron.fold3d.plan.passes.transfers import add_p2p
+from megatron.fold3d.plan.verify import error_at
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.device_items import Item, Items, Kind
-from megatron.fold3d.predict.simulator.execution import Device, Execution
+from megatron.fold3d.predict.simulator.execution import PLAIN, Device, Execution
 from megatron.fold3d.predict.simulator.network import Network
 from megatron.fold3d.predict.simulator.steps import NO_FACT, Steps
 
 _COMPUTE = Stream.COMPUTE
 _NCCL = (Kind.COLLECTIVE, Kind.TRANSFER)
+_ITERATIONS = 2  # a DP.sync that the first carries may hold up the second
+_NAMED = 8  # ranks in an error
+
+
+@gc_paused()
+def verify_on_device(plan: Plan, connections: int, *, tensor_parallel: bool = False) -> None:
+    """Check that the plan cannot deadlock on GPUs with this many hardware queues.
+
+    Nothing takes time here, since whether a plan ends does not depend on it: what can begin stays
+    able to until it does. The plan must have passed `verify`, whose checks are not repeated.
+
+    Args:
+        plan: if it has no transfers, those are checked that `add_p2p` adds for this many queues.
+        connections: hardware queues, ``CUDA_DEVICE_MAX_CONNECTIONS``.
+        tensor_parallel: whether collectives cut the computations.
+
+    Raises:
+        PlanError: ranks block each other; the message shows each rank's action, and marks it.
+    """
+    if connections < 1:
+        raise PlanError(f"found {connections} hardware queues; CUDA has from 1 to 32")
+    if plan.num_ranks > 1 and not plan.has_p2p:
+        plan = add_p2p(plan, receives_late=connections == 1)
+    costs = Costs.uniform(plan.num_stages, forward_s=0.0, backward_s=0.0)
+    device = Device(connections=connections, tensor_parallel=tensor_parallel)
+    DeviceRun(Steps(plan, costs), costs, PLAIN, device, _ITERATIONS).timeline()
 
 
 class _Queue:
@@ -118,7 +146,7 @@ class DeviceRun:
         self.alternates = device.connections == 1 and not execution.sends_waited_for
         items = Items(steps, device, costs.grad_sync_s, waited_for, alternates=self.alternates)
         programs = list(map(items.of, steps.programs))
-        self.times_true = [0] * len(steps.named)
+        self.times_true = [0] * items.num_facts
         self.begun: dict[int, _Rank] = {}  # transfers of which one side has begun, by their fact
         self.ranks = [
             _Rank(number, program, device.connections) for number, program in enumerate(programs)
@@ -133,18 +161,52 @@ class DeviceRun:
         for rank in self.ranks:
             self._advance(rank)
         self.clock.run(between=self.network.update_rates)
-        if stuck := [rank for rank in self.ranks if self._head(rank) is not None]:
-            where = ", ".join(f"rank {rank.number} at {self._head(rank)}" for rank in stuck[:8])
-            raise PlanError(
-                f"deadlock with {self.device.connections} hardware queues: {where}; `fold3d verify "
-                f"--cuda-connections {self.device.connections}` says why"
-            )
+        if any(map(self._heads, self.ranks)):
+            raise self._deadlock()
         return Timeline.of(rank.spans for rank in self.ranks)
 
-    def _head(self, rank: _Rank) -> Action | None:
-        """Return an action that a rank cannot begin, when no event is left."""
-        heads = (q.items[q.position] for q in rank.queues if q.iteration < self.iterations)
-        return next((item.action for item in heads), None)
+    def _heads(self, rank: _Rank) -> list[tuple[int, int]]:
+        """Return what is at the heads of a rank's queues: iterations, and numbers of items."""
+        return sorted(
+            (q.iteration, q.numbers[q.position])
+            for q in rank.queues
+            if q.iteration < self.iterations
+        )
+
+    def _deadlock(self) -> PlanError:
+        """Return the error that names what each rank waits for, when no event is left."""
+        programs = self.steps.plan.programs
+        marked, reasons = {}, []
+        for rank in self.ranks:
+            if heads := self._heads(rank):
+                at, reason = self._held_up(rank, *heads[0])
+                marked[rank.number] = programs[rank.number].index(at)
+                reasons.append(f"rank {rank.number}{reason}")
+        connections = self.device.connections
+        queues = "one hardware queue" if connections == 1 else f"{connections} hardware queues"
+        text = f"deadlock with {queues}: {'; '.join(reasons[:_NAMED])}"
+        return error_at(self.steps.plan, marked, text)
+
+    def _held_up(self, rank: _Rank, iteration: int, number: int) -> tuple[Action, str]:
+        """Return where a rank waits, and for what."""
+        limit, items = self.most_outstanding, rank.items
+        if limit is not None and rank.issued < rank.released * len(items):
+            at = items[rank.issued % len(items)].action
+            return at, f"'s host waits at {at} with {limit} of NCCL's operations unfinished"
+        item = items[number]
+        if item.kind is Kind.WAIT:
+            return item.action, f" lets its computations wait until {item.action} is over"
+        if rank.busy[item.stream]:
+            before = [other.action for other in items[:number] if other.stream is item.stream]
+            needed = before[-1]
+        elif rank.computed < iteration * rank.per_iteration + item.after:
+            computations = [other.action for other in items if other.stream is _COMPUTE]
+            needed = computations[rank.computed % rank.per_iteration]
+        else:
+            unmet = (f for f, ago in item.needs if self.times_true[f] <= iteration - ago)
+            name = Action(*self.steps.named[next(unmet)])
+            needed = message_to(name) or name
+        return item.action, f" is held up at {item.action} until {needed} is over"
 
     def _advance(self, rank: _Rank) -> None:
         """Begin all of a rank's items that can begin."""

@@ -27,6 +27,11 @@ class Device:
     """
     most_outstanding: int | None = MOST_OUTSTANDING
     """Outstanding NCCL operations at which the host waits; None is no limit."""
+    tensor_parallel: bool = False
+    """Whether a collective, which takes no time here, cuts each forward and backward in two.
+
+    How long it takes is part of the computation; that it is there may let a plan not end.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

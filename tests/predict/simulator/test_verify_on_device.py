@@ -11,7 +11,6 @@ from megatron.fold3d.plan.device_queues import (
     CONNECTIONS,
     MOST_OUTSTANDING,
     UNFINISHED_SENDS,
-    verify_on_device,
 )
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError
 from megatron.fold3d.plan.ops import COMPUTE_OPS
@@ -20,6 +19,7 @@ from megatron.fold3d.plan.passes.stock_grad_sync import aligned_grad_sync
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
 from megatron.fold3d.plan.verify import verify
+from megatron.fold3d.predict.simulator.device_run import verify_on_device
 from megatron.fold3d.runtime.transfers import p2p
 
 # Rank 0 posts the receive of 1B2's result while rank 1 needs 0F1 to come to it.
