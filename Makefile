@@ -23,7 +23,7 @@ quick: venv  ## run the tests that take little time and start no other process; 
 	@.venv/bin/python -m pytest -q -n 2 --dist loadfile -m "not (gloo or processes or gpu or search or slow)" $(ARGS)
 
 test: venv  ## run all tests: half an hour on two cores
-	@.venv/bin/python -m pytest $(ARGS)
+	@scripts/test.sh $(ARGS)
 
 stress: venv  ## fuzz against stock for STRESS_MINUTES, soak with faults and restarts
 	@scripts/stress.sh
