@@ -16,12 +16,27 @@ from megatron.fold3d.policy.recompute_choice import (
     fewest_counts,
     kept_layers,
     most_live,
-    predicted_peak,
 )
 
 
 def sizes(limit: float, *, kept: float = 10.0, recomputed: float = 1.0) -> LayerBytes:
     return LayerBytes(static=50.0, working=10.0, kept=kept, recomputed=recomputed, limit=limit)
+
+
+def predicted_peak(
+    live: Sequence[Mapping[int, int]],
+    layers: Mapping[int, int],
+    kept: Mapping[int, int],
+    sizes: LayerBytes,
+) -> float:
+    """Return the bytes that a rank takes at its worst moment."""
+
+    def of_microbatch(stage: int) -> float:
+        own = kept[stage]
+        return own * sizes.kept + (layers[stage] - own) * sizes.recomputed
+
+    held = (sum(n * of_microbatch(stage) for stage, n in moment.items()) for moment in live)
+    return sizes.static + sizes.working + max(held)
 
 
 def live_of(text: str) -> list[dict[int, int]]:

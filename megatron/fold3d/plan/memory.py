@@ -10,7 +10,7 @@ gradient        whole gradients                                        stage
 """
 
 from collections import Counter, deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from megatron.fold3d.plan.ir import WHOLE, Op, Plan, Program, carried
@@ -77,35 +77,6 @@ def peak_recomputed(plan: Plan) -> tuple[int, ...]:
     return tuple(_peak(program, "recomputed") for program in plan.programs)
 
 
-def peak_gathered(plan: Plan) -> tuple[int, ...]:
-    """Return, per rank, the most stages whose parameters are whole on the device at once.
-
-    They are whole from the start of their all-gather until they are freed, or always if the plan
-    frees none. The optimizer's step, between two iterations, is not counted.
-    """
-    return tuple(
-        _peak(program, "parameter") if _has(program, FREE_OPS) else plan.num_segments
-        for program in plan.programs
-    )
-
-
-def peak_whole_grads(plan: Plan) -> tuple[int, ...]:
-    """Return, per rank, the most stages whose gradients are whole on the device at once.
-
-    They are whole from the stage's first backward until they are freed, possibly in the next
-    iteration, or always if the plan frees none. `finalize_model_grads` and the optimizer's step,
-    between two iterations, are not counted.
-    """
-
-    def peak(program: Program) -> int:
-        if not _has(program, {Op.FREE_GRAD}):
-            return plan.num_segments
-        late = [Held(stage, None) for stage in carried(program)]
-        return _peak(program, "gradient", at_start=late)
-
-    return tuple(map(peak, plan.programs))
-
-
 def peak_resident(
     program: Program,
     parameter_bytes: Mapping[int, float],
@@ -165,27 +136,24 @@ def _peak(
     what: str,
     stages: Container[int] | None = None,
     *,
-    at_start: Sequence[Held] = (),
     depth: int = 1,
 ) -> int:
     """Return the most that a rank holds of something at once, of all stages or of some."""
-    now = peak = len(at_start)
-    for taken, given in _changes(program, what, at_start, depth):
+    now = peak = 0
+    for taken, given in _changes(program, what, depth):
         now += sum(stages is None or each.stage in stages for each in taken)
         peak = max(peak, now)
         now -= sum(stages is None or each.stage in stages for each in given)
     return peak
 
 
-def _changes(
-    program: Program, what: str, at_start: Iterable[Held], depth: int
-) -> Iterator[tuple[list[Held], list[Held]]]:
+def _changes(program: Program, what: str, depth: int) -> Iterator[tuple[list[Held], list[Held]]]:
     """Yield what each action takes when it begins, and what is given back when it ends.
 
     What a copy frees is free when ``depth`` more computations have run.
     """
     split = split_stages(program) if what == "saved" else frozenset()
-    held = Counter(at_start)
+    held: Counter[Held] = Counter()
     in_parts: dict[int, int] = {}  # by stage, the micro-batches of its parts
     leaving: deque[list[Held]] = deque([] for _ in range(depth))
     for action in program:

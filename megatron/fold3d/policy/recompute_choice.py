@@ -225,22 +225,6 @@ def kept_layers(
     return _Search(live, layers, room).best()
 
 
-def predicted_peak(
-    live: Sequence[Mapping[int, int]],
-    layers: Mapping[int, int],
-    kept: Mapping[int, int],
-    sizes: LayerBytes,
-) -> float:
-    """Return the bytes that a rank takes at its worst moment."""
-    extra = sizes.kept - sizes.recomputed
-    left = (
-        _room(moment, layers, sizes)
-        - extra * sum(count * kept[stage] for stage, count in moment.items())
-        for moment in live
-    )
-    return sizes.limit - min(left)
-
-
 def _too_little(found: float, limit: float) -> str:
     return (
         f"found {found:.0f} bytes with all layers recomputed, and {limit:.0f} bytes of memory; "

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.fold3d.plan.compile import Options, compile_plan, lower
 from megatron.fold3d.plan.ir import Op, Plan, PlanError, Program
-from megatron.fold3d.plan.memory import peak_resident, peak_whole_grads
+from megatron.fold3d.plan.memory import peak_resident
 from megatron.fold3d.plan.ops import COMPUTE_OPS, GATHER_OPS
 from megatron.fold3d.plan.passes.shard_grads import shard_grads
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
@@ -20,6 +20,18 @@ def aiao(num_ranks: int, num_segments: int) -> Plan:
     return build(
         "aiao", num_ranks=num_ranks, num_segments=num_segments, num_microbatches=2 * num_ranks
     )
+
+
+def peak_whole_grads(plan: Plan) -> tuple[int, ...]:
+    """Return, per rank, the most stages whose gradients are whole at once, in an iteration."""
+    parameters, gradients = (dict.fromkeys(range(plan.num_stages), n) for n in (0.0, 1.0))
+
+    def peak(rank: int) -> float:
+        own = range(rank, plan.num_stages, plan.num_ranks)
+        of_rank = ({stage: of[stage] for stage in own} for of in (parameters, gradients))
+        return peak_resident(plan.programs[rank], *of_rank, replicas=10**6)
+
+    return tuple(int(peak(rank)) for rank in range(plan.num_ranks))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
