@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from fold3d_patches.registry import Patch, PatchError, apply
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
     from megatron.fold3d.runtime.plans import Plans
     from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
-    from megatron.fold3d.runtime.shard_buffers import Data
     from megatron.fold3d.runtime.trace.metrics import Metrics
     from megatron.fold3d.runtime.trace.recorder import Recorder
     from megatron.fold3d.runtime.transfers.carrier import Transfers
@@ -163,25 +163,53 @@ class _Run:
 def _parts(run: _Run) -> "Iterator[Part]":
     """Yield what a run adds to the executor; what is off is not made, and not imported."""
     c = run.config
-    weights = c.delay_weight_grads or c.auto_delays
-    for is_on, make in (  # the outermost first
-        (c.preemptive_comm, _preemption),
+    splits, measures = bool(c.delay_weight_grads or c.auto_delays), c.auto_recompute_layers
+    counts = c.recompute_layers is not None and not measures
+    table: tuple[tuple[object, Callable[[_Run], Part]], ...] = (  # the outermost feature first
+        (
+            c.preemptive_comm,
+            _made("preemption.preemption:Preemption", run.communicator, run.timeout),
+        ),
         (c.num_ranks > 1, _transfers),
         (c.overlap_tensor_parallel, _pairs),
-        (run.recorder is not None, _recorded_actions),
-        (c.shards_params, partial(_shard_buffers, "param_data")),
+        (run.recorder is not None, _made("trace.recorded_actions:RecordedActions", run.recorder)),
+        (c.shards_params, _made("shard_buffers:ShardBuffers", "param_data")),
         (run.measured, lambda run: (run.measured, ())),
         (True, _dp_sync),
-        (c.shards_grads, partial(_shard_buffers, "grad_data")),
-        (weights and c.has_engine_modules, _engine_weight_grads),
-        (weights and not c.has_engine_modules, _weight_grads),
-        (c.auto_recompute_layers, _measured_counts),
-        (c.recompute_layers is not None and not c.auto_recompute_layers, _recompute_counts),
-        (c.recompute_early, _recompute),
+        (c.shards_grads, _made("shard_buffers:ShardBuffers", "grad_data")),
+        (
+            splits and c.has_engine_modules,
+            _made("weight_grads.engine_modules:EngineWeightGrads", patch="backward_post_hook"),
+        ),
+        (
+            splits and not c.has_engine_modules,
+            _made("weight_grads.delayed_linear:DelayedWeightGrads", patch="linear"),
+        ),
+        (measures, _made("measured_counts:MeasuredCounts", c.activation_memory_bytes)),
+        (counts, _made("recompute_counts:RecomputeCounts", c.recompute_layers)),
+        (c.recompute_early, _made("early_recompute:EarlyRecompute", patch="checkpoint")),
         (c.offload_activations != "off", _offload),
-    ):
-        if is_on:
-            yield make(run)
+    )
+    return (make(run) for is_on, make in table if is_on)
+
+
+def _made(feature: str, *args: object, patch: str = "") -> "Callable[[_Run], Part]":
+    """Return what makes a feature, ``module:Class`` of `megatron.fold3d.runtime`, when called.
+
+    Args:
+        feature: its module and its class.
+        args: what the class takes.
+        patch: a module of `fold3d_patches.schedule` whose patch takes the feature, if any.
+    """
+
+    def make(_: _Run) -> "Part":
+        module, name = feature.split(":")
+        made = getattr(import_module(f"megatron.fold3d.runtime.{module}"), name)(*args)
+        if not patch:
+            return (made,), ()
+        return (made,), (import_module(f"fold3d_patches.schedule.{patch}").patch(made),)
+
+    return make
 
 
 def _install(
@@ -246,13 +274,6 @@ def _communicator(config: "Fold3DConfig") -> "PreemptiveCommunicator | None":
     return PreemptiveCommunicator.of(config)
 
 
-def _preemption(run: _Run) -> "Part":
-    from megatron.fold3d.runtime.preemption.preemption import Preemption
-
-    assert run.communicator is not None
-    return (Preemption(run.communicator, run.timeout),), ()
-
-
 def _transfers(run: _Run) -> "Part":
     from megatron.fold3d.runtime.transfers.p2p import P2P
     from megatron.fold3d.runtime.transfers.pipeline_transfers import PipelineTransfers
@@ -292,19 +313,6 @@ def _pairs(run: _Run) -> "Part":
     feature = PairedMicrobatches(baton, hooks_reduce=run.config.overlap_grad_reduce)
     group = tensor_parallel_group.patch(baton, run.recorder)
     return (feature,), (group, token_dispatcher.patch(baton))
-
-
-def _recorded_actions(run: _Run) -> "Part":
-    from megatron.fold3d.runtime.trace.recorded_actions import RecordedActions
-
-    assert run.recorder is not None
-    return (RecordedActions(run.recorder),), ()
-
-
-def _shard_buffers(data: "Data", _: _Run) -> "Part":
-    from megatron.fold3d.runtime.shard_buffers import ShardBuffers
-
-    return (ShardBuffers(data),), ()
 
 
 def _dp_sync(run: _Run) -> "Part":
@@ -367,43 +375,6 @@ def _due_steps(run: _Run) -> "tuple[DueSteps, Patch, Sequence[Patch]]":
     others = (checkpoint_and_decide_exit, save_checkpoint, scale_gradients, zero_grad_buffer)
     step = optimizer_step.patch(due, _metrics())
     return due, step, [other.patch(due) for other in others]
-
-
-def _engine_weight_grads(_: _Run) -> "Part":
-    from fold3d_patches.schedule import backward_post_hook
-    from megatron.fold3d.runtime.weight_grads.engine_modules import EngineWeightGrads
-
-    engine = EngineWeightGrads()
-    return (engine,), (backward_post_hook.patch(engine),)
-
-
-def _weight_grads(_: _Run) -> "Part":
-    from fold3d_patches.schedule import linear
-    from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGrads
-
-    weight_grads = DelayedWeightGrads()
-    return (weight_grads,), (linear.patch(weight_grads),)
-
-
-def _measured_counts(run: _Run) -> "Part":
-    from megatron.fold3d.runtime.measured_counts import MeasuredCounts
-
-    return (MeasuredCounts(run.config.activation_memory_bytes),), ()
-
-
-def _recompute_counts(run: _Run) -> "Part":
-    from megatron.fold3d.runtime.recompute_counts import RecomputeCounts
-
-    assert run.config.recompute_layers is not None
-    return (RecomputeCounts(run.config.recompute_layers),), ()
-
-
-def _recompute(_: _Run) -> "Part":
-    from fold3d_patches.schedule import checkpoint
-    from megatron.fold3d.runtime.early_recompute import EarlyRecompute
-
-    early = EarlyRecompute()
-    return (early,), (checkpoint.patch(early=early),)
 
 
 def _offload(run: _Run) -> "Part":

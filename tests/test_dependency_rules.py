@@ -222,7 +222,7 @@ OFF = tuple(
     f"{FOLD3D}.{name}"
     for name in (
         *("runtime.offload", "runtime.preemption", "runtime.weight_grads", "runtime.trace"),
-        *("runtime.tensor_parallel", "config.pair_flags"),
+        "runtime.tensor_parallel",
         *("runtime.grad_sync.second_lane", "runtime.grad_sync.due_steps"),
         "runtime.transfers.host_link",
         "runtime.transfers.lazy_p2p",

@@ -9,7 +9,6 @@ Remove when: Megatron offloads the inputs of recomputation, and recomputes ahead
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from fold3d_patches.registry import Patch
@@ -19,17 +18,14 @@ if TYPE_CHECKING:
     from megatron.fold3d.runtime.offload.offloader import Offloader
 
 
-def patch(offloader: "Offloader | None" = None, early: "EarlyRecompute | None" = None) -> Patch:
+def patch(units: "Offloader | EarlyRecompute") -> Patch:
     """Return the patch of the function that full and selective recomputation call."""
 
     def make(upstream: Callable[..., Any]) -> Callable[..., Any]:
         def checkpoint(
             function: Callable[..., Any], distribute_saved_activations: bool, *args: Any
         ) -> Any:
-            with nullcontext() if offloader is None else offloader.checkpoint():
-                if early is not None:
-                    return early.checkpoint(upstream, function, distribute_saved_activations, *args)
-                return upstream(function, distribute_saved_activations, *args)
+            return units.checkpoint(upstream, function, distribute_saved_activations, *args)
 
         return checkpoint
 

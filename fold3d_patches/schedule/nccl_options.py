@@ -52,5 +52,5 @@ def check_traffic_classes() -> None:
     if not known:
         raise ValueError(
             f"--traffic-class: NCCL's options in torch {torch.__version__} "
-            "have no traffic_class; use a torch that has it, such as 2.13, or drop the flags"
+            "have no traffic_class; use a torch that has it, such as 2.13, or drop the flag"
         )

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron.fold3d.config import backward_share_refusals
 from megatron.fold3d.config.all_flags import megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.config.refusals import REFUSALS, Refusal
-from tests.config.test_fold3d_config import MODEL, given_on, option_of
+from tests.config.rows import ORDERS, Row, option_of, rows
+from tests.config.test_fold3d_config import MODEL, given_on
 
 RUN = f"{MODEL} --pipeline-model-parallel-size 2 --global-batch-size 8"
 LOCAL = "--transformer-impl local --no-gradient-accumulation-fusion"
@@ -112,7 +111,7 @@ def test_who_follows_advice_meets_no_refusal_twice(
     assert not before & problems(parser, f"{flags} {instead}")
 
 
-def follow(row: Refusal, parser: ArgumentParser, beside: str, option: str) -> Iterator[str]:
+def follow(row: Row, parser: ArgumentParser, beside: str, option: str) -> Iterator[str]:
     """Yield the command lines that a row advises, in place of ``beside`` and ``option``."""
     actions = {flag: action for action in parser._actions for flag in action.option_strings}
     for words in re.split(r", or |(?<=\w) or (?=--)", row.fix):
@@ -130,16 +129,13 @@ def follow(row: Refusal, parser: ArgumentParser, beside: str, option: str) -> It
         yield f"{beside} {kept} {f'{flag} {value}' if takes else given_on(action)}"
 
 
-ROWS = [("--schedule aiao", row) for row in REFUSALS if "aiao" in row.schedules]
-ROWS += [
-    ("--schedule aiao:step=next --overlap-grad-reduce", row)
-    for row in backward_share_refusals.REFUSALS
-]
+ROWS = [("--schedule aiao", row) for row in rows(*ORDERS) if "aiao" in ORDERS[row.value]]
+ROWS += [("--schedule aiao:step=next --overlap-grad-reduce", row) for row in rows("step=next")]
 
 
 @pytest.mark.parametrize(("beside", "row"), ROWS, ids=lambda value: getattr(value, "flag", None))
 def test_the_advice_of_each_row_ends_its_refusal(
-    parser: ArgumentParser, beside: str, row: Refusal
+    parser: ArgumentParser, beside: str, row: Row
 ) -> None:
     option = given_on(option_of(row, parser))
     before = {p for p in problems(parser, f"{beside} {option}") if row.rule in p}

@@ -72,8 +72,11 @@ def test_stocks_groups_are_accepted(parser: ArgumentParser):
     ("line", "found"),
     [
         ("--schedule auto:ahead=2", "ahead=2 with --schedule auto: only 1f1b"),
-        (f"{SPLITS} --schedule auto:wgrad=last@1,2", "wgrad= with --schedule auto: it chooses"),
-        ("--schedule auto:step=next", "step= with --schedule auto: it chooses"),
+        (
+            f"{SPLITS} --schedule auto:wgrad=last@1,2",
+            "wgrad=last@1,2 with --schedule auto: it chooses",
+        ),
+        ("--schedule auto:step=next", "step=next with --schedule auto: it chooses"),
         (f"{SPLITS} --offload-activations on", "--offload-activations on with --schedule auto"),
         ("--preemptive-comm", "--preemptive-comm with --schedule auto: never shown"),
         ("--lazy-inter-segment", "--lazy-inter-segment with --schedule auto"),
@@ -84,7 +87,7 @@ def test_stocks_groups_are_accepted(parser: ArgumentParser):
         ),
         (
             f"{ZERO} --schedule auto:optimizer=replicated@1 --untie-embeddings-and-output-weights",
-            "optimizer= with --schedule auto: it chooses",
+            "optimizer=replicated@1 with --schedule auto: it chooses",
         ),
         (f"{ZERO} --shard-segments weights", "--shard-segments weights with --schedule auto"),
         (

@@ -3,13 +3,11 @@
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from megatron.fold3d.config.backward_share_refusals import REFUSALS
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.config.refusals import Refusal
+from tests.config.rows import Row, option_of, rows
 
 NEEDED = "--schedule aiao:step=next:share=0.5 --overlap-grad-reduce"
 
@@ -134,12 +132,11 @@ def test_gradients_that_megatron_reduces_at_the_end_are_refused(parse: Parse) ->
     ]
 
 
-@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.flag)
+@pytest.mark.parametrize("row", rows("step=next"), ids=lambda row: row.flag)
 def test_a_refusal_is_made_with_a_share_and_not_without(
-    parser: ArgumentParser, parse: Parse, row: Refusal
+    parser: ArgumentParser, parse: Parse, row: Row
 ) -> None:
-    action = next(a for a in parser._actions if row.flag in a.option_strings)
-    assert action.dest == row.attribute
+    action = option_of(row, parser)
     flag = row.flag
     if action.nargs != 0:
         flag += f" {list(action.choices)[-1] if action.choices else 2}"
@@ -151,11 +148,3 @@ def test_a_refusal_is_made_with_a_share_and_not_without(
     Fold3DConfig.from_args(parse(f"{line} --overlap-grad-reduce {flag}"))
     flags = {name for a in parser._actions for name in a.option_strings}
     assert set(re.findall(r"--[a-z0-9-]+", f"{row.rule} {row.fix}")) <= flags
-
-
-def test_the_documentation_lists_what_is_refused() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text()
-    section = page.split("## With `step=next`")[1].split("## ")[0]
-    rows = re.findall(r"^- ((?:`--[\w-]+` ?)+): (.*)$", section, re.M)
-    listed = [(flag, why) for flags, why in rows for flag in re.findall(r"`([^`]+)`", flags)]
-    assert sorted(listed) == sorted((row.flag, f"{row.rule}; {row.fix}") for row in REFUSALS)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from megatron.fold3d.config.all_flags import megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.minimum_sizes import _SIZES
-from megatron.fold3d.config.refusals import OURS, REFUSALS, Refusal, refusals
+from megatron.fold3d.config.refusals import refusals
 from megatron.fold3d.plan.schedules import SCHEDULES
 from megatron.fold3d.training import launch
+from tests.config.rows import ORDERS, OURS, Row, option_of, rows, under
 
 DOCS = Path(__file__).parents[2] / "docs" / "compatibility.md"
 REVIEWED = Path(__file__).parents[1] / "reviewed_options.txt"
@@ -437,8 +438,8 @@ def test_delayed_scaling_of_fp8_needs_the_order_of_stock(parse: Parse) -> None:
 @pytest.mark.parametrize("schedule", ["stock", *sorted(OURS)])
 def test_defaults_are_refused_by_no_schedule(parse: Parse, schedule: str) -> None:
     args = parse("--pipeline-model-parallel-size 2")
-    assert list(refusals(args, schedule)) == []
-    assert list(refusals(validate(args, world_size=2), schedule)) == []
+    assert list(refusals(under(args, schedule))) == []
+    assert list(refusals(under(validate(args, world_size=2), schedule))) == []
 
 
 def given_on(action: Action) -> str:
@@ -450,33 +451,31 @@ def given_on(action: Action) -> str:
         return f"{flag} muon --use-distributed-optimizer"
     if action.nargs == 0:
         return flag
+    if flag == "--pipeline-model-parallel-comm-backend":
+        return f"{flag} ucc"
     value = list(action.choices)[-1] if action.choices else 2
     return " ".join([flag, *[str(value)] * (action.nargs if isinstance(action.nargs, int) else 1)])
 
 
-def option_of(row: Refusal, parser: ArgumentParser) -> Action:
-    return next(a for a in options(parser) if row.flag in a.option_strings)
-
-
-@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.flag)
+@pytest.mark.parametrize("row", rows(*ORDERS), ids=lambda row: row.setting)
 def test_a_refusal_names_an_option_of_the_installed_megatron(
-    parser: ArgumentParser, row: Refusal
+    parser: ArgumentParser, row: Row
 ) -> None:
-    assert option_of(row, parser).dest == row.attribute
+    assert option_of(row, parser) in options(parser)
     ours = {"--schedule", "--segments"}
     flags = {flag for a in options(parser) for flag in a.option_strings}
     assert set(re.findall(r"--[a-z0-9-]+", f"{row.rule} {row.fix}")) <= flags | ours
 
 
-@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.flag)
+@pytest.mark.parametrize("row", rows(*ORDERS), ids=lambda row: row.setting)
 def test_a_refusal_is_made_for_its_schedules_and_never_for_stock(
-    parser: ArgumentParser, parse: Parse, row: Refusal
+    parser: ArgumentParser, parse: Parse, row: Row
 ) -> None:
     args = parse(f"--pipeline-model-parallel-size 4 {given_on(option_of(row, parser))}")
     for schedule in OURS:
-        refused = [line for line in refusals(args, schedule) if row.rule in line]
-        assert bool(refused) == (schedule in row.schedules)
-    assert list(refusals(args, "stock")) == []
+        refused = [line for line in refusals(under(args, schedule)) if row.rule in line]
+        assert bool(refused) == (schedule in ORDERS[row.value])
+    assert list(refusals(under(args, "stock"))) == []
 
 
 def test_every_option_of_megatron_was_looked_at(parser: ArgumentParser) -> None:
@@ -504,33 +503,15 @@ def documented() -> dict[str, list[list[str]]]:
     return rows
 
 
-def where(row: Refusal) -> str:
-    if row.schedules == OURS:
-        return "refused"
-    if len(row.schedules) <= 2:
-        return f"refused with {' '.join(sorted(row.schedules))}"
-    return f"refused but with {' '.join(sorted(OURS - row.schedules))}"
-
-
-def test_the_documentation_lists_the_refusals_as_they_are() -> None:
-    refused = {
-        f: [r for r in rows if r[0].startswith("refused")] for f, rows in documented().items()
-    }
-    expected: dict[str, list[list[str]]] = {}
-    for row in REFUSALS:
-        expected.setdefault(row.flag, []).append([where(row), row.rule, row.fix])
-    assert {flag: rows for flag, rows in refused.items() if rows} == expected
-
-
 def test_what_the_documentation_says_works_is_not_refused(
     parser: ArgumentParser, parse: Parse
 ) -> None:
     by_flag = {flag: a for a in options(parser) for flag in a.option_strings}
-    for flag, rows in documented().items():
-        if len(rows) == 1 and rows[0][0] == "works":
+    for flag, cells in documented().items():
+        if len(cells) == 1 and cells[0][0] == "works":
             assert flag in by_flag, flag
             args = parse(f"--pipeline-model-parallel-size 2 {given_on(by_flag[flag])}")
-            assert list(refusals(args, "aiao")) == [], flag
+            assert list(refusals(under(args, "aiao"))) == [], flag
 
 
 def test_a_trace_has_a_folder_and_iterations(parse: Parse, tmp_path: Path) -> None:

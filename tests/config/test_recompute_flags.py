@@ -16,7 +16,6 @@ MODEL = (
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 TWO = f"--segments 2 {FULL}"
 AIAO = f"--schedule aiao {TWO}"
-PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 
 def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
@@ -99,15 +98,6 @@ def test_a_plan_that_recomputes_out_of_order_is_refused_where_that_changes_a_mea
 def test_a_segment_that_there_is_not_is_refused(parser: ArgumentParser):
     with pytest.raises(ValueError, match="early@1,2: there is no segment 2, a rank holds 2; give"):
         config(parser, f"{AIAO} --schedule aiao:recompute=early@1,2")
-
-
-def test_the_page_has_every_reason():
-    page = PAGE.read_text().split("## With `recompute=early`")[1].split("## ")[0]
-    for option in (
-        *("--schedule stock", "--segments auto", "--recompute-granularity full"),
-        *("--distribute-saved-activations", "--fp8-format", "--offload-activations"),
-    ):
-        assert option in page
 
 
 def test_what_a_plan_file_holds_is_on_without_a_part_of_the_word(

@@ -1,12 +1,10 @@
 """What ``optimizer=`` accepts."""
 
 from argparse import ArgumentParser
-from pathlib import Path
 
 import pytest
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.config.replication_flags import REFUSALS
 
 MODEL = (
     "--num-layers 12 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -16,7 +14,6 @@ REDUCE = "--use-distributed-optimizer --overlap-grad-reduce"
 AIAO = f"--schedule aiao --segments 3 {REDUCE} --overlap-param-gather"
 WHOLE = "optimizer=replicated@1"
 ONE = f"{AIAO} --schedule aiao:{WHOLE}"
-PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 
 def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
@@ -71,12 +68,6 @@ def test_one_replica_is_refused_once_their_number_is_known(parser: ArgumentParse
     args.data_parallel_size = 1
     with pytest.raises(ValueError, match="with one replica"):
         Fold3DConfig.from_args(args)
-
-
-def test_the_page_names_every_refused_option():
-    page = PAGE.read_text().split("## With `optimizer=replicated`")[1].split("## ")[0]
-    for row in REFUSALS:
-        assert f"`{row.flag}`" in page
 
 
 def test_shards_without_a_distributed_optimizer_are_refused(parser: ArgumentParser):

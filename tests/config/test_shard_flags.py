@@ -1,12 +1,10 @@
 """What ``--shard-segments`` accepts."""
 
 from argparse import ArgumentParser
-from pathlib import Path
 
 import pytest
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.config.shard_flags import GRADIENT_REFUSALS, REFUSALS
 
 MODEL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -14,7 +12,6 @@ MODEL = (
 )
 REDUCE = "--use-distributed-optimizer --overlap-grad-reduce"
 AIAO = f"--schedule aiao --segments 2 {REDUCE} --overlap-param-gather"
-PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 
 def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
@@ -85,9 +82,3 @@ def test_one_replica_is_refused_once_their_number_is_known(parser: ArgumentParse
     args.data_parallel_size = 1
     with pytest.raises(ValueError, match="with one replica"):
         Fold3DConfig.from_args(args)
-
-
-def test_the_page_names_every_refused_option():
-    page = PAGE.read_text().split("## With `--shard-segments`")[1].split("## ")[0]
-    for row in (*REFUSALS, *GRADIENT_REFUSALS):
-        assert f"`{row.flag}`" in page

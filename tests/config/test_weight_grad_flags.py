@@ -3,7 +3,6 @@
 from argparse import ArgumentParser
 from contextlib import nullcontext
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,6 @@ MODEL = (
 )
 AIAO = "--schedule aiao --segments 4 --transformer-impl local --no-gradient-accumulation-fusion"
 ENGINE = "--schedule aiao:wgrad=last@1 --segments 4 --transformer-impl transformer_engine"
-PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 
 def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
@@ -182,13 +180,3 @@ def test_zero_bubble_refuses_what_splits_no_backward(parser: ArgumentParser, lin
     (problem,) = str(raised.value).splitlines()
     assert found in problem
     assert "; " in problem
-
-
-def test_compatibility_page_lists_what_delayed_weight_grads_exclude():
-    page = PAGE.read_text()
-    for option in (
-        *("--transformer-impl", "--gradient-accumulation-fusion", "--num-experts"),
-        *("--tp-comm-overlap", "--use-transformer-engine-op-fuser", "--mtp-use-repeated-layer"),
-        *("--overlap-dispatch-backward-with-experts-wgrad", "--disable-bias-linear"),
-    ):
-        assert option in page.split("## With `wgrad=`")[1]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megatron.fold3d.config import all_flags, bucket_flags, dp_slice_flags
+from megatron.fold3d.config import bucket_flags, read_config
 from megatron.fold3d.runtime import device as fold3d_device
 from megatron.fold3d.runtime.executor import Executor
 from megatron.fold3d.runtime.offload import copies, host_memory, host_slots
@@ -75,7 +75,7 @@ def lateness(late: Late) -> Iterator[LateDevice]:
         _collect_futures(patch)
         undo.enter_context(streams_for_cpp(device))
         if late.num_queues == 1:  # as with CUDA_DEVICE_MAX_CONNECTIONS=1
-            for module in (all_flags, bucket_flags, dp_slice_flags):
+            for module in (bucket_flags, read_config):
                 patch.setattr(module, "has_one_queue", lambda _: True)
         yield device
         device.check()

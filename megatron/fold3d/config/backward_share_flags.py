@@ -1,13 +1,12 @@
-"""``step=next`` and ``share=``, and the options that they exclude.
+"""``step=next`` and ``share=``: optimizer steps that reach into the next iteration.
 
-With it, optimizer steps reach into the next iteration. That is exact as long as nothing needs all
-gradients before the first step, and nothing reads parameters or gradients between iterations.
+That is exact as long as nothing needs all gradients before the first step, and nothing reads
+parameters or gradients between iterations.
 """
 
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megatron.fold3d.config.refusals import refused
 from megatron.fold3d.policy.schedule_word import AUTO
 
 _SMALLEST_SLICE = 4096  # below, a message costs more than what it carries
@@ -37,8 +36,8 @@ def measures_shares(args: Namespace) -> bool:
     return args.backward_share == AUTO and not is_sharded
 
 
-def share_problems(args: Namespace, schedule: str) -> Iterator[str]:
-    """Yield one message (found, rule, fix) per setting ``step=next`` cannot run with."""
+def share_problems(args: Namespace) -> Iterator[str]:
+    """Yield one message (found, rule, fix) per share, or size of slices, that there cannot be."""
     share, slice_bytes = args.backward_share, args.dp_slice_bytes
     if slice_bytes is not None and slice_bytes < _SMALLEST_SLICE:
         yield (
@@ -50,22 +49,5 @@ def share_problems(args: Namespace, schedule: str) -> Iterator[str]:
             f"slice-bytes={slice_bytes} without step=next: DP.sync is Megatron's, in buckets; add "
             "step=next, or give --ddp-bucket-size"
         )
-    if share is None:
-        return
-    if share != AUTO and not 0 <= share <= 1:
+    if share not in (None, AUTO) and not 0 <= share <= 1:
         yield f"share={share}: it is a share of DP.sync; give a number from 0 to 1"
-    if schedule == "stock":
-        yield (
-            "step=next with --schedule stock: only a plan defers DP.sync; drop it, or give "
-            "--schedule aiao"
-        )
-        return
-
-    from megatron.fold3d.config.backward_share_refusals import REFUSALS
-
-    yield from refused(REFUSALS, args, schedule, "step=next")
-    if not args.overlap_grad_reduce:
-        yield (
-            "step=next without --overlap-grad-reduce: Megatron then reduces all gradients at the "
-            "end of the iteration; add --overlap-grad-reduce"
-        )

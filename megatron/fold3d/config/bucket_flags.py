@@ -1,4 +1,4 @@
-"""Which runs reduce every segment in buckets, inside its last backward.
+"""Which runs reduce every segment in buckets or slices, and where their DP.sync starts.
 
 Stock Megatron cuts only the first model chunk of the first pipeline rank into buckets: its
 schedules hide the others' DP.sync behind further backwards. With a plan, buckets can save time on
@@ -9,7 +9,20 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator
 
+from megatron.fold3d.config.schedule_flags import part_of, schedule_of
+from megatron.fold3d.config.settings import asked
+from megatron.fold3d.config.weight_grad_flags import weight_grad_part
+from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES
 from megatron.fold3d.policy import gradient_cut
+from megatron.fold3d.policy.schedule_word import AUTO, STOCK
+
+_ELSEWHERE = (AUTO, STOCK, "plan-file")  # where weight gradients are is not the word's
+_UNSLICED = ("--preemptive-comm", "--ddp-param-name-patterns-for-fp32-local-accumulation")
+_NOT_EARLY = (
+    *("--deterministic-mode", "--ddp-param-name-patterns-for-fp32-local-accumulation"),
+    *("--num-distributed-optimizer-instances above 1", "--shard-segments"),
+    *("--ddp-reduce-scatter-with-fp32-accumulation", "--preemptive-comm", "pairs=on"),
+)
 
 
 def has_one_queue(args: Namespace) -> bool:
@@ -39,23 +52,21 @@ def gathers_by_plan(args: Namespace) -> bool:
 
 def delays_dp_sync(args: Namespace) -> Iterator[str]:
     """Yield the settings, as they are spelled, with which no DP.sync starts early."""
-    settings = {
-        "CUDA_DEVICE_MAX_CONNECTIONS=1": has_one_queue(args),
-        "--deterministic-mode": getattr(args, "deterministic_mode", False),
-        "--ddp-param-name-patterns-for-fp32-local-accumulation": (
-            args.ddp_param_name_patterns_for_fp32_local_accumulation
-        ),
-        f"--num-distributed-optimizer-instances {args.num_distributed_optimizer_instances}": (
-            args.num_distributed_optimizer_instances != 1
-        ),
-        f"--shard-segments {args.shard_segments}": args.shard_segments != "off",
-        "--ddp-reduce-scatter-with-fp32-accumulation": (
-            args.ddp_reduce_scatter_with_fp32_accumulation
-        ),
-        "--preemptive-comm": args.preemptive_comm,
-        "pairs=on": args.overlap_tensor_parallel,
-    }
-    return (spelled for spelled, is_set in settings.items() if is_set)
+    if has_one_queue(args):
+        yield "CUDA_DEVICE_MAX_CONNECTIONS=1"
+    yield from filter(None, (asked(args, setting) for setting in _NOT_EARLY))
+
+
+def slices_dp_sync(args: Namespace) -> bool:
+    """Tell whether the plan starts DP.sync in slices, one before each computation.
+
+    Unless the word says, it does with ``step=next`` where CUDA_DEVICE_MAX_CONNECTIONS=1:
+    collectives that are launched in a row would block computation there.
+    """
+    if args.dp_slices != AUTO:
+        return bool(args.dp_slices == "on")
+    fits = not any(asked(args, setting) for setting in _UNSLICED)
+    return bool(fits and args.backward_share is not None and has_one_queue(args))
 
 
 def cuts_every_segment(args: Namespace) -> bool:
@@ -70,3 +81,57 @@ def cuts_every_segment(args: Namespace) -> bool:
     return bool(args.overlap_grad_reduce) and gradient_cut.cuts_every_segment(
         one_queue=has_one_queue(args), distributed_optimizer=args.use_distributed_optimizer
     )
+
+
+def place_problems(args: Namespace, num_segments: int) -> Iterator[str]:
+    """Yield one message (found, rule, fix) per place of weight gradients that there is not.
+
+    An all-reduce that ends with the iteration starts between delayed weight gradients wherever it
+    can: behind the segment's own backwards. Elsewhere they are last unless the word says otherwise.
+
+    Args:
+        args: Megatron's namespace.
+        num_segments: segments per rank; 0 if not known yet.
+    """
+    delayed, behind = args.delay_weight_grads, args.behind_backwards
+    if not isinstance(delayed, tuple) or schedule_of(args) in (*_ELSEWHERE, *SPLIT_SCHEDULES):
+        return
+    defers, sharded = args.backward_share is not None, args.use_distributed_optimizer
+    whole = args.replicate_optimizer if sharded else delayed
+    is_early = reduces_early(args) and not defers
+    reduced_between = {*delayed} & {*whole} if is_early and isinstance(whole, tuple) else set()
+    if wrong := reduced_between - {*behind}:
+        yield (
+            f"{weight_grad_part(args)} with an all-reduce that ends with the iteration: it starts "
+            "between weight gradients, behind the segment's own backwards; give "
+            f"{part_of('wgrad', 'behind', tuple(sorted(wrong)))}, or step=next"
+        )
+    if {*behind} <= reduced_between:
+        return
+    found = part_of("wgrad", "behind", behind)
+    if defers and sharded:
+        yield (
+            f"{found} with step=next and --use-distributed-optimizer: what is deferred is cut "
+            "shard by shard, not parameter by parameter; give last, or drop one of the others"
+        )
+    elif not args.overlap_grad_reduce:
+        yield (
+            f"{found} without --overlap-grad-reduce: Megatron then reduces all gradients at the "
+            "end of the iteration; add --overlap-grad-reduce, or give last"
+        )
+    elif sharded and num_segments == 1:
+        yield (
+            f"{found} with --use-distributed-optimizer and one segment: it needs a plan that "
+            "gathers parameters, and Megatron turns alignment of gathers off where there are no "
+            "virtual stages; give last, or --segments 2 or more"
+        )
+    elif sharded and not gathers_by_plan(args):
+        yield (
+            f"{found} with --use-distributed-optimizer: it needs a plan that gathers parameters; "
+            "add --overlap-param-gather, without --no-align-param-gather"
+        )
+    elif other := next(delays_dp_sync(args), None):
+        yield (
+            f"{found} with {other}: DP.sync then starts where that says, not as soon as gradients "
+            "are complete; give last, or drop the other"
+        )

@@ -1,6 +1,6 @@
 """The frozen configuration of a run, from our flags and Megatron's, once they are checked.
 
-`config/all_flags.py` makes it. Code that only runs a configuration need not load the flags.
+`config/read_config.py` makes it. Code that only runs a configuration need not load the flags.
 """
 
 from argparse import Namespace
@@ -180,6 +180,6 @@ class Fold3DConfig:
         Raises:
             ValueError: one line for each rule that is broken.
         """
-        from megatron.fold3d.config.all_flags import read_config
+        from megatron.fold3d.config.read_config import read_config
 
         return read_config(args)

@@ -3,6 +3,8 @@
 from argparse import Namespace
 from collections.abc import Iterator
 
+from megatron.fold3d.config.spelling import flag_of
+
 # Attributes of Megatron's namespace; each is named as its flag is.
 _SIZES = (
     "tensor_model_parallel_size",
@@ -29,4 +31,4 @@ def size_problems(args: Namespace) -> Iterator[str]:
     """Yield one message (found, rule, fix) for each given size below one."""
     for name in _SIZES:
         if (size := getattr(args, name, None)) is not None and size < 1:
-            yield f"--{name.replace('_', '-')} {size}: it is at least one; give another number"
+            yield f"{flag_of(name)} {size}: it is at least one; give another number"

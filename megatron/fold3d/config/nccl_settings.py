@@ -1,11 +1,9 @@
 """Settings of NCCL and CUDA that would hang a run, or contradict a flag."""
 
 import os
-from argparse import Action, ArgumentError, ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
-from typing import Any
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Iterator
 
-from megatron.fold3d.config.argument_group import ArgumentGroup
 from megatron.fold3d.config.gpu_settings import TOO_FEW_CONNECTIONS, has_many_queues
 
 _CLASS_OF_ALL = ("NCCL_IB_SL", "NCCL_IB_TC")
@@ -13,48 +11,25 @@ _CLASSES = range(256)
 _FLAG = "--traffic-class"
 
 
-def add_traffic_class_flags(group: ArgumentGroup) -> None:
-    """Add the flag that marks NCCL's packets with traffic classes."""
-    group.set_defaults(pp_traffic_class=None, dp_traffic_class=None)
-    group.add_argument(
-        _FLAG,
-        action=_ReadClasses,
-        metavar="pp=N,dp=N",
-        help="Mark the packets of PP.sync, of DP.sync or of both over NCCL, so that switches and "
-        "cards can put PP.sync first: on InfiniBand a service level, on RoCE four times a DSCP.",
-    )
+def traffic_classes(text: str) -> dict[str, int]:
+    """Read the value of ``--traffic-class``: a class for ``pp``, for ``dp`` or for both."""
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    classes = {name: number for name, _, number in pairs}
+    if len(classes) < len(pairs) or not (
+        classes.keys() <= {"pp", "dp"} and all(map(str.isdecimal, classes.values()))
+    ):
+        raise ArgumentTypeError(f"{text!r}: a class is a number for pp, dp or both; give pp=N,dp=N")
+    return {name: int(number) for name, number in classes.items()}
 
 
-class _ReadClasses(Action):
-    """Sets ``pp_traffic_class`` and ``dp_traffic_class`` from ``pp=N,dp=N``."""
-
-    def __call__(
-        self,
-        parser: ArgumentParser,
-        namespace: Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        """Read the classes; the last of several flags counts."""
-        pairs = [pair.partition("=") for pair in str(values).split(",")]
-        classes = {name: number for name, _, number in pairs}
-        if len(classes) < len(pairs) or not (
-            classes.keys() <= {"pp", "dp"} and all(map(str.isdecimal, classes.values()))
-        ):
-            raise ArgumentError(
-                self, f"{values!r}: a class is a number for pp, dp or both; give pp=N,dp=N"
-            )
-        for name in ("pp", "dp"):
-            given = classes.get(name)
-            setattr(namespace, f"{name}_traffic_class", None if given is None else int(given))
-
-
-def launch_problems() -> Iterator[str]:
+def launch_problems(args: Namespace) -> Iterator[str]:
     """Yield one message (found, rule, fix) per setting that may hang ``--preemptive-comm``.
 
     One thread starts what is ready while another runs ahead on the compute stream, and every rank's
     gate has its own timing. So what makes the device keep the order of launches can deadlock ranks.
     """
+    if args.device != "cuda" or not args.preemptive_comm:
+        return
     connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if connections is not None and not has_many_queues():
         yield f"CUDA_DEVICE_MAX_CONNECTIONS={connections} {TOO_FEW_CONNECTIONS}"
@@ -67,8 +42,7 @@ def launch_problems() -> Iterator[str]:
 
 def traffic_class_problems(args: Namespace) -> Iterator[str]:
     """Yield the problems of ``--traffic-class``."""
-    given = {"pp": args.pp_traffic_class, "dp": args.dp_traffic_class}
-    classes = {name: value for name, value in given.items() if value is not None}
+    classes: dict[str, int] = args.traffic_class
     if not classes:
         return
     found = f"{_FLAG} {','.join(f'{name}={value}' for name, value in classes.items())}"

@@ -1,36 +1,17 @@
-"""``recompute=early``, ``--recompute-layers`` and ``--activation-memory-bytes``.
-
-The options that the first excludes are here; `recompute_count_flags` has the others'.
-"""
+"""``--recompute-layers`` and ``--activation-memory-bytes``: values, and what is wrong with them."""
 
 import re
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 
-from megatron.fold3d.config.argument_group import ArgumentGroup
-from megatron.fold3d.policy.schedule_word import AUTO, Part
+from megatron.fold3d.config.layer_split import layers_per_rank
+from megatron.fold3d.config.schedule_flags import schedule_of
+from megatron.fold3d.config.spelling import typed
+from megatron.fold3d.policy.schedule_word import AUTO, STOCK
 
+_FLAG = "--recompute-layers"
+_LIMIT = "--activation-memory-bytes"
 _KEEP_MEANS = {"global_aux_loss", "quantile_balancing"}
-
-
-def add_recompute_flags(group: ArgumentGroup) -> None:
-    """Add the flags that say what is recomputed, and when."""
-    group.add_argument(
-        "--recompute-layers",
-        type=counts_or_auto,
-        metavar="N,N|auto",
-        help="Recompute so many layers of each stage, counted over all ranks from 0: stands for "
-        "--recompute-granularity full --recompute-method block, with a number for each stage. auto "
-        "measures a layer's bytes in the first iteration, and recomputes as few as memory allows.",
-    )
-    group.add_argument(
-        "--activation-memory-bytes",
-        type=int,
-        metavar="N",
-        help="With --recompute-layers auto, the memory for saved activations on each rank "
-        "(default: what the GPU has left); with --offload-activations, the host memory for them "
-        "in the first iteration (default: what they take, if the flags say it).",
-    )
 
 
 def counts_or_auto(text: str) -> tuple[int, ...] | str:
@@ -64,39 +45,52 @@ def recomputes_means(args: Namespace) -> bool:
     )
 
 
-def recompute_problems(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
-    """Yield one message (found, rule, fix) per setting ``recompute=early`` cannot run with."""
-    segments = args.recompute_early
-    if not segments:
+def recompute_count_problems(args: Namespace, num_segments: int) -> Iterator[str]:
+    """Yield one message (found, rule, fix) per number of layers, or limit, that cannot be."""
+    yield from _limit_problems(args)
+    counts = args.recompute_layers
+    if counts in (None, AUTO) or args.segments == AUTO or schedule_of(args) == STOCK:
         return
-    found = str(Part("recompute", "early", segments))
-    if schedule == "stock":
-        yield f"{found} with --schedule stock: only a plan has it apart; give --schedule 1f1b"
+    found, num_stages = typed(_FLAG, counts), args.pipeline_model_parallel_size * num_segments
+    if len(counts) != num_stages:
+        yield (
+            f"{found}: these are {len(counts)} numbers, one for each stage, and the plan has "
+            f"{num_stages} stages; give as many"
+        )
+    else:
+        yield from _too_many(args, found, num_segments)
+
+
+def _limit_problems(args: Namespace) -> Iterator[str]:
+    """Refuse a limit that nothing uses or below one byte, and `auto` on a CPU without a limit."""
+    limit, auto = args.activation_memory_bytes, args.recompute_layers == AUTO
+    if limit is not None and not auto and args.offload_activations == "off":
+        yield (
+            f"{_LIMIT} {limit} without {_FLAG} auto or --offload-activations: only these use the "
+            "limit; drop it, or add one of them"
+        )
+    elif limit is not None and limit < 1:
+        yield f"{_LIMIT} {limit}: saved activations take some bytes; give at least 1"
+    elif limit is None and auto and args.device == "cpu":
+        yield (
+            f"{_FLAG} auto with --device cpu: a CPU has no device memory to measure; "
+            f"give {_LIMIT} N"
+        )
+
+
+def _too_many(args: Namespace, found: str, num_segments: int) -> Iterator[str]:
+    """Refuse numbers above the layers of a stage, if all stages have equally many."""
+    ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
+    if args.pipeline_model_parallel_layout is not None or ends != (None, None):
+        return  # the executor looks when it has the model
+    per_rank = layers_per_rank(args) if args.num_layers else ()
+    if not per_rank or per_rank[0] % num_segments:
         return
-    if args.segments == "auto":
-        yield f"{found} with --segments auto: which segments that is is not known; give a number"
-    elif num_segments and (unknown := [s for s in segments if s >= num_segments]):
-        yield (
-            f"{found}: there is no segment {unknown[0]}, a rank holds {num_segments}; "
-            f"give some of 0 to {num_segments - 1}"
-        )
-    if args.recompute_granularity != "full" and args.recompute_layers is None:
-        yield (
-            f"{found} without --recompute-granularity full: only what recomputes whole layers does "
-            "so ahead of their backward; add it, with --recompute-method and --recompute-num-layers"
-        )
-    if args.distribute_saved_activations:
-        yield (
-            f"{found} with --distribute-saved-activations: inputs are cut up until the backward "
-            "gathers them; drop one of the two"
-        )
-    if args.fp8 or args.fp4:
-        yield (
-            f"{found} with --{'fp8' if args.fp8 else 'fp4'}-format: Transformer Engine recomputes "
-            "by itself; drop one of the two"
-        )
-    if args.offload_activations != "off":
-        yield (
-            f"{found} with --offload-activations {args.offload_activations}: activations come back "
-            "for the backward, not for what is computed ahead of it; drop one of the two"
-        )
+    layers = per_rank[0] // num_segments
+    for stage, number in enumerate(args.recompute_layers):
+        if number > layers:
+            yield (
+                f"{found}: {number} layers of stage {stage} are to be recomputed, and a stage has "
+                f"{layers}; give at most as many"
+            )
+            return

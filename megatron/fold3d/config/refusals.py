@@ -1,271 +1,442 @@
-"""The options of Megatron that cannot work with a schedule of ours, one row each.
+"""What a run cannot do, in one table by value: it refuses a choice, and bounds what `auto` tries.
 
-A row names the attribute that its flag sets in Megatron's namespace; a test looks each up in the
-installed Megatron's parser. ``stock`` is Megatron's own schedule, and works with every option.
+A row names a setting that a value cannot be combined with (`config.settings` has the words), why
+not, and the way out. ``stock`` is Megatron's own schedule, and works with every option of its own.
+docs/compatibility.md is printed from the table by scripts/print_refusals.py.
+
+    "{} with step=next": {                            a value, and how messages name it
+        "stock's schedule": "rule; fix",              stock has no such value
+        "--qk-clip, --log-params-norm": "rule; fix",  each of these is refused beside it
+        "without --a and --b": "rule; add {}",        what is missing of these is needed
+    },
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
-from megatron.fold3d.plan.schedules import SCHEDULES
+from megatron.fold3d.config.bucket_flags import has_one_queue
+from megatron.fold3d.config.schedule_flags import attributes_of, schedule_of
+from megatron.fold3d.config.settings import asked
+from megatron.fold3d.policy.schedule_word import AUTO, STOCK, VALUES, Word
 
-OURS = frozenset({*SCHEDULES, "auto", "plan-file"})
+STOCKS, WITHOUT = "stock's schedule", "without "
+# Values that stock's schedule has.
+_OF_STOCK = ("--trace of stock's schedule", "share=", "optimizer=sharded")
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """One option that is refused.
+def refusals(args: Namespace, but: str = "") -> Iterator[str]:
+    """Yield one message (found, rule, fix) per combination in ``args`` that cannot work.
 
-    Attributes:
-        flag: as the user spells it.
-        attribute: the attribute that the flag sets in Megatron's namespace.
-        rule: why it cannot work.
-        fix: the way out, such as another flag.
-        found: whether a namespace asks for it; by default, whether the attribute is set.
-        schedules: the schedules with which it cannot work.
+    Args:
+        args: Megatron's namespace, with numbers of segments in place of ``all``.
+        but: a value whose rows are left out.
     """
-
-    flag: str
-    attribute: str
-    rule: str
-    fix: str = "drop it, or use --schedule stock"
-    found: Callable[[Namespace], bool] | None = None
-    schedules: frozenset[str] = OURS
-
-    def applies(self, args: Namespace, schedule: str) -> bool:
-        """Return True if ``args`` asks for this option under ``schedule``."""
-        if schedule not in self.schedules:
-            return False
-        # Validation deletes the attributes of some deprecated flags.
-        return self.found(args) if self.found else bool(getattr(args, self.attribute, None))
+    is_stock = schedule_of(args) == STOCK
+    for form, rows in TABLE.items():
+        value = value_of(form)
+        found = "" if value == but else asked(args, value)
+        if found and is_stock and value not in _OF_STOCK:
+            yield from [f"{found} with --schedule stock: {rows[STOCKS]}"] if STOCKS in rows else ()
+        elif found:
+            for settings, why in rows.items():
+                yield from _of_row(args, form.replace(value, found), settings, why)
 
 
-def refusals(args: Namespace, schedule: str) -> Iterator[str]:
-    """Yield one message (found, rule, fix) per option in ``args`` that ``schedule`` refuses."""
-    yield from refused(REFUSALS, args, schedule, named(schedule))
+def _of_row(args: Namespace, form: str, settings: str, why: str) -> Iterator[str]:
+    """Yield the messages of a row in a form such as ``{} with step=next``."""
+    if settings.startswith(WITHOUT):
+        needed = settings.removeprefix(WITHOUT).split(" and ")
+        if missing := [setting for setting in needed if not asked(args, setting)]:
+            found = value_of(form)
+            yield f"{found} without {' and '.join(missing)}: {why.replace('{}', ' '.join(missing))}"
+        return
+    for setting in settings.split(", "):
+        if other := asked(args, setting):
+            yield f"{form.replace('{}', other)}: {why}"
 
 
-def refused(rows: Iterable[Refusal], args: Namespace, schedule: str, beside: str) -> Iterator[str]:
-    """Yield one message (found, rule, fix) per row that applies; ``beside`` is what refuses it."""
-    for row in rows:
-        if row.applies(args, schedule):
-            found = spelled(row.flag, getattr(args, row.attribute))
-            yield f"{found} with {beside}: {row.rule}; {row.fix}"
+def value_of(form: str) -> str:
+    """Return the value that a key of the table is about: ``step=next`` of ``{} with step=next``."""
+    return form.removeprefix("{} with ").removesuffix(" with {}")
 
 
-def spelled(flag: str, value: object) -> str:
-    """Return a flag and its value as a user types them."""
-    if isinstance(value, bool) or "=" in flag:  # or a part of the word, which has its value
-        return flag
-    return " ".join([flag, *map(str, value if isinstance(value, list) else [value])])
+def unknown_segments(args: Namespace, num_segments: int) -> Iterator[str]:
+    """Yield one message (found, rule, fix) per part for segments that a rank does not have.
+
+    Args:
+        args: Megatron's namespace, with numbers of segments in place of ``all``.
+        num_segments: segments per rank; 0 if not known yet.
+    """
+    for setting, segments in (
+        ("wgrad=", args.delay_weight_grads),
+        ("optimizer=", args.replicate_optimizer),
+        ("recompute=early", args.recompute_early),
+    ):
+        found = asked(args, setting)
+        if not found or schedule_of(args) == STOCK:
+            continue
+        if args.segments == AUTO:
+            yield f"{found} with --segments auto: which segments is not known; give a number"
+        elif isinstance(segments, tuple) and 0 < num_segments <= segments[-1]:
+            unknown = next(segment for segment in segments if segment >= num_segments)
+            yield (
+                f"{found}: there is no segment {unknown}, a rank holds {num_segments}; "
+                f"give some of 0 to {num_segments - 1}"
+            )
 
 
-def named(schedule: str) -> str:
-    """Return the flag that picks a schedule."""
-    return f"--schedule {'plan=FILE' if schedule == 'plan-file' else schedule}"
+def may_try(args: Namespace, part: str) -> bool:
+    """Tell whether ``--schedule auto`` may try a part of the word: nothing says or refuses it.
+
+    Args:
+        args: as of `refusals`.
+        part: the part, such as ``step=next``.
+    """
+    key = part.partition("=")[0]
+    if schedule_of(args) != AUTO or key in args.schedule_keys:
+        return False
+    asks = attributes_of(Word.parse(f"{AUTO}:{part}")) | {"schedule_keys": args.schedule_keys}
+    return not any(refusals(Namespace(**vars(args) | asks), but="--schedule auto"))
 
 
-def _more_shards(shards: str, ranks: str) -> Callable[[Namespace], bool]:
-    """Return True if weights are cut into more shards than there are tensor-parallel ranks."""
+def may_defer(args: Namespace) -> bool:
+    """Tell whether ``auto`` may let DP.sync reach into the next iteration.
 
-    def found(args: Namespace) -> bool:
-        num_ranks = getattr(args, ranks) or args.tensor_model_parallel_size
-        return bool((getattr(args, shards) or num_ranks) > num_ranks)
-
-    return found
-
-
-def _blocking_p2p(args: Namespace) -> bool:
-    # Without virtual stages, validation turns the overlap off by itself.
-    turned_off = getattr(args, "virtual_pipeline_model_parallel_size", 1) is None
-    return not (args.overlap_p2p_comm or turned_off)
+    With the distributed optimizer this gains nothing. With one hardware queue it would need slices,
+    which the plan would have to place.
+    """
+    gains = not args.use_distributed_optimizer and not has_one_queue(args)
+    return gains and may_try(args, "step=next")
 
 
-def _group_below_ranks(args: Namespace) -> bool:
-    group_size = args.microbatch_group_size_per_vp_stage
-    return group_size is not None and bool(group_size < args.pipeline_model_parallel_size)
-
-
-def _shards_layers(args: Namespace) -> bool:
-    # Validation replaces one attribute by the other.
-    sharded = args.use_distributed_optimizer or getattr(
-        args, "use_layer_wise_distributed_optimizer", False
-    )
-    return args.optimizer == "dist_muon" or (args.optimizer not in ("adam", "sgd") and sharded)
-
-
-def scales_by_order(args: Namespace) -> bool:
-    """Return True if fp8 scales follow from what a rank has computed before, in whatever order."""
-    return bool(args.fp8) and args.fp8_recipe == "delayed"
-
+_STOCK = "drop it, or use --schedule stock"
+_BOTH = "drop one of the two"
+_NO_STEP = "drop it, or drop step=next"
+_NO_TRACE = "drop it, or drop --trace"
+_NAME_ONE = "drop it, or name a schedule"
 
 _GRAPH = "a captured graph replays the order and the buffers that it was captured with"
 _FSDP = "it replaces the gradient buckets of Megatron's DDP, which a schedule reduces"
 _COMBINED = "it replaces the schedule by one that runs a forward and a backward as one"
 _GTP = "gathers of weights are chained in the order in which the first iteration used them"
-_ONE_SIZE = "a plan is for one number of micro-batches"
+_SCALING = "delayed scaling reads what a rank has computed last, and stock's order is another"
+_LATE_GRADS = "Megatron then reduces all gradients at the end of the iteration"
+_STEP = "it changes the optimizer step, and segments are stepped one by one"
+_AFTER = "it changes gradients that are reduced, and some are reduced in the next iteration"
+_DUE = "it reads parameters between iterations, when some of their steps are still due"
+_GRADS = "it reads gradients between iterations, when some are not reduced yet"
+_WHOLE = "it reads whole parameters between iterations, when each replica has its shard"
+_APART = "the operands of delayed weight gradients are not measured"
+_TWICE = "both compare iterations, and one would change what the other compares"
+_ENGINE = "Transformer Engine recomputes by itself"
+_CHOOSES = "it chooses that itself"
+_COMPARES = "it compares iterations, and that changes while it does"
+_UNSHOWN = "never shown to train what stock does"
 
-REFUSALS = (
-    # Options that fix the order of an iteration.
-    Refusal(
-        "--cuda-graph-impl",
-        "cuda_graph_impl",
-        _GRAPH,
-        found=lambda args: args.cuda_graph_impl != "none",
-    ),
-    Refusal("--enable-cuda-graph", "enable_cuda_graph", _GRAPH),
-    Refusal("--external-cuda-graph", "external_cuda_graph", _GRAPH),
-    Refusal("--optimizer-cuda-graph", "optimizer_cuda_graph", _GRAPH),
-    Refusal(
-        "--fine-grained-activation-offloading",
-        "fine_grained_activation_offloading",
-        "it learns from the order of stock's first iteration when to copy which tensor",
-        "use --recompute-granularity selective",
-    ),
-    Refusal(
-        "--cpu-offloading-num-layers",
-        "cpu_offloading_num_layers",
-        "it expects every backward right after its forward",
-        "use --recompute-granularity full",
-    ),
-    Refusal(
-        "--moe-paged-stash",
-        "moe_paged_stash",
-        "its pages are laid out by the order of stock's first iteration",
-        "use --moe-layer-recompute",
-    ),
-    Refusal(
-        "--tensor-parallel-num-weight-shards",
-        "tensor_parallel_num_weight_shards",
-        _GTP,
-        found=_more_shards("tensor_parallel_num_weight_shards", "tensor_model_parallel_size"),
-    ),
-    Refusal(
-        "--expert-tensor-parallel-num-weight-shards",
-        "expert_tensor_parallel_num_weight_shards",
-        _GTP,
-        found=_more_shards(
-            "expert_tensor_parallel_num_weight_shards", "expert_tensor_parallel_size"
-        ),
-    ),
-    # Options that replace the schedule, or the loop around it.
-    Refusal("--overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm", _COMBINED),
-    Refusal("--delay-wgrad-compute", "delay_wgrad_compute", _COMBINED),
-    Refusal(
-        "--ep-overlap-early-attn-memory-release", "ep_overlap_early_attn_memory_release", _COMBINED
-    ),
-    Refusal(
-        "--defer-embedding-wgrad-compute",
-        "defer_embedding_wgrad_compute",
-        "stock's schedules compute the deferred gradients at their end, a plan does not",
-        "drop it",
-    ),
-    Refusal(
-        "--moe-expert-rank-capacity-factor",
-        "moe_expert_rank_capacity_factor",
-        "an iteration that overflows its buffers is run again, a plan is run once",
-        "use --moe-expert-capacity-factor",
-    ),
-    Refusal(
-        "--perform-rl-step",
-        "perform_rl_step",
-        "generation and training share an iteration, a plan has only training",
-    ),
-    Refusal(
-        "--inprocess-restart",
-        "inprocess_restart",
-        "our process groups and buffers are made once, when the process starts",
-        "start the job again from its last checkpoint, with --save and --load, as a requeued "
-        "SLURM job does",
-    ),
-    # Options that change gradients, parameters or transfers in a way that plans do not expect.
-    Refusal("--use-megatron-fsdp", "use_megatron_fsdp", _FSDP, "use --use-distributed-optimizer"),
-    Refusal("--use-torch-fsdp2", "use_torch_fsdp2", _FSDP, "use --use-distributed-optimizer"),
-    Refusal(
-        "--optimizer",
-        "optimizer",
-        "with --use-distributed-optimizer it shards whole layers, but a plan cuts other buckets",
-        "drop --use-distributed-optimizer, or use --schedule stock",
-        found=_shards_layers,
-    ),
-    Refusal(
-        "--hybrid-context-parallel",
-        "hybrid_context_parallel",
-        "micro-batches differ in length, and a plan's transfers have one shape",
-        "use --context-parallel-size alone",
-    ),
-    Refusal(
-        "--pipeline-model-parallel-layout",
-        "pipeline_model_parallel_layout",
-        "multi-token prediction before the last stage sends tensors of another shape",
-        "move every m to the last stage",
-        found=lambda args: "m" in (args.pipeline_model_parallel_layout or "").rpartition("|")[0],
-    ),
-    Refusal(
-        "--use-ring-exchange-p2p",
-        "use_ring_exchange_p2p",
-        "a ring exchange blocks, but a plan's transfers overlap compute",
-        "drop it",
-    ),
-    Refusal(
-        "--no-overlap-p2p-communication",
-        "overlap_p2p_comm",
-        "a plan's transfers overlap compute",
-        "drop it",
-        found=_blocking_p2p,
-    ),
-    Refusal(
-        "--pipeline-model-parallel-comm-backend",
-        "pipeline_model_parallel_comm_backend",
-        "a plan's transfers run in groups of their own, over NCCL or gloo",
-        "drop it",
-        found=lambda args: args.pipeline_model_parallel_comm_backend == "ucc",
-    ),
-    # Options whose results depend on the order of computations: see plan/recompute_order.py.
-    Refusal(
-        "--fp8-format",
-        "fp8",
-        "delayed scaling reads what a rank has computed last, and stock's order is another",
-        "use --fp8-recipe tensorwise, or --schedule 1f1b or interleaved",
-        found=scales_by_order,
-        schedules=OURS - {"1f1b", "interleaved"},
-    ),
-    # Options that would have no effect, without a warning.
-    Refusal(
-        "--freeze-all-layers",
-        "freeze_all_layers",
-        "it freezes only models from a provider function, and ours is built from a configuration",
-        "drop it",
-    ),
-    # Options that only some schedules read.
-    Refusal(
-        "--microbatch-group-size-per-virtual-pipeline-stage",
-        "microbatch_group_size_per_vp_stage",
-        "the schedule has no groups",
-        "drop it, or use --schedule interleaved",
-        schedules=OURS - {"interleaved", "auto"},
-    ),
-    Refusal(
-        "--microbatch-group-size-per-virtual-pipeline-stage",
-        "microbatch_group_size_per_vp_stage",
-        "ranks wait for one another when a group is smaller than --pipeline-model-parallel-size",
-        "give at least that many",
-        found=_group_below_ranks,
-        schedules=frozenset({"interleaved", "auto"}),
-    ),
-    Refusal(
-        "--rampup-batch-size",
-        "rampup_batch_size",
-        _ONE_SIZE,
-        "use --schedule",
-        schedules=frozenset({"plan-file"}),
-    ),
-    Refusal(
-        "--step-batch-size-schedule",
-        "step_batch_size_schedule",
-        _ONE_SIZE,
-        "use --schedule",
-        schedules=frozenset({"plan-file"}),
-    ),
+_FLAGS_OF_SHARDS = (
+    "--use-distributed-optimizer and --overlap-grad-reduce and --overlap-param-gather"
 )
+# What changes how the optimizer steps or how parameters are gathered: `step=next` and
+# `optimizer=replicated` step segment by segment.
+_STEP_ROWS = {
+    "--num-distributed-optimizer-instances above 1": "a segment is reduced and gathered in one "
+    f"group of ranks, and an instance has its own; {_BOTH}",
+    "--overlap-param-gather-with-optimizer-step, --use-precision-aware-optimizer, "
+    "--optimizer-cpu-offload, --fp8-param-gather, --fp4-param-gather": f"{_STEP}; {_BOTH}",
+}
+_READERS = (
+    "--save-params-interval, --log-params-norm, --qk-clip, "
+    "--check-weight-hash-across-dp-replicas-interval"
+)
+
+TABLE: Mapping[str, Mapping[str, str]] = {
+    "{} with a schedule of ours": {
+        # Options that fix the order of an iteration.
+        "--cuda-graph-impl, --enable-cuda-graph, --external-cuda-graph, "
+        "--optimizer-cuda-graph": f"{_GRAPH}; {_STOCK}",
+        "--fine-grained-activation-offloading": "it learns from the order of stock's first "
+        "iteration when to copy which tensor; use --recompute-granularity selective",
+        "--cpu-offloading-num-layers": "it expects every backward right after its forward; use "
+        "--recompute-granularity full",
+        "--moe-paged-stash": "its pages are laid out by the order of stock's first iteration; "
+        "use --moe-layer-recompute",
+        "--tensor-parallel-num-weight-shards above the ranks, "
+        "--expert-tensor-parallel-num-weight-shards above the ranks": f"{_GTP}; {_STOCK}",
+        # Options that replace the schedule, or the loop around it.
+        "--overlap-moe-expert-parallel-comm, --delay-wgrad-compute, "
+        "--ep-overlap-early-attn-memory-release": f"{_COMBINED}; {_STOCK}",
+        "--defer-embedding-wgrad-compute": "stock's schedules compute the deferred gradients "
+        "at their end, a plan does not; drop it",
+        "--moe-expert-rank-capacity-factor": "an iteration that overflows its buffers is run "
+        "again, a plan is run once; use --moe-expert-capacity-factor",
+        "--perform-rl-step": "generation and training share an iteration, a plan has only "
+        f"training; {_STOCK}",
+        "--inprocess-restart": "our process groups and buffers are made once, when the process "
+        "starts; start the job again from its last checkpoint, with --save and --load, as a "
+        "requeued SLURM job does",
+        # Options that change gradients, parameters or transfers as plans do not expect.
+        "--use-megatron-fsdp, --use-torch-fsdp2": f"{_FSDP}; use --use-distributed-optimizer",
+        "--optimizer that shards whole layers": "with --use-distributed-optimizer it shards "
+        "whole layers, but a plan cuts other buckets; drop --use-distributed-optimizer, or use "
+        "--schedule stock",
+        "--hybrid-context-parallel": "micro-batches differ in length, and a plan's transfers "
+        "have one shape; use --context-parallel-size alone",
+        "--pipeline-model-parallel-layout with an m before the last stage": "multi-token "
+        "prediction before the last stage sends tensors of another shape; move every m to the "
+        "last stage",
+        "--use-ring-exchange-p2p": "a ring exchange blocks, but a plan's transfers overlap "
+        "compute; drop it",
+        "--no-overlap-p2p-communication": "a plan's transfers overlap compute; drop it",
+        "--pipeline-model-parallel-comm-backend ucc": "a plan's transfers run in groups of "
+        "their own, over NCCL or gloo; drop it",
+        # An option that would have no effect, without a warning.
+        "--freeze-all-layers": "it freezes only models from a provider function, and ours is "
+        "built from a configuration; drop it",
+    },
+    # Results that depend on the order of computations: see plan/recompute_order.py.
+    "{} with another order than stock's": {
+        "--fp8-format with --fp8-recipe delayed": f"{_SCALING}; use --fp8-recipe tensorwise, "
+        "or --schedule 1f1b or interleaved",
+    },
+    "ahead= with {}": {
+        "--fp8-format with --fp8-recipe delayed": f"{_SCALING}; drop it, or give --fp8-recipe "
+        "tensorwise",
+    },
+    "wgrad=gaps with {}": {
+        "--fp8-format with --fp8-recipe delayed": f"{_SCALING}; drop it, or give --fp8-recipe "
+        "tensorwise",
+    },
+    "{} with a schedule without groups": {
+        "--microbatch-group-size-per-virtual-pipeline-stage": "the schedule has no groups; "
+        "drop it, or use --schedule interleaved",
+    },
+    "{} with a schedule with groups": {
+        "--microbatch-group-size-per-virtual-pipeline-stage below the ranks": "ranks wait for "
+        "one another when a group is smaller than --pipeline-model-parallel-size; give at "
+        "least that many",
+    },
+    "{} with a plan file": {
+        "--rampup-batch-size, --step-batch-size-schedule": "a plan is for one number of "
+        "micro-batches; use --schedule",
+        "wgrad= in the word, recompute= in the word, slices= in the word": "the actions of the "
+        "plan say it; drop it",
+    },
+    "{} with --schedule auto": {
+        **{
+            settings: f"{rule}; drop it, give {key}={VALUES[key][0]} to rule it out, or name a "
+            "schedule"
+            for key, settings, rule in (
+                ("optimizer", "optimizer=", _CHOOSES),
+                ("step", "step=next", _CHOOSES),
+                ("wgrad", "wgrad=", _CHOOSES),
+                ("recompute", "recompute=early", _UNSHOWN),
+                ("pairs", "pairs=on", _UNSHOWN),
+            )
+        },
+        "--recompute-layers auto, --offload-activations auto": f"{_COMPARES}; {_NAME_ONE}",
+        "--offload-activations on, --lazy-inter-segment, --preemptive-comm, --shard-segments, "
+        "slices=on": f"{_UNSHOWN}; {_NAME_ONE}",
+    },
+    "ahead=auto with {}": {
+        "--offload-activations": "each measures an iteration that the other changes; give a number",
+    },
+    "share= with {}": {"without step=next": "it is a share of what that defers; add step=next"},
+    "{} with step=next": {
+        "stock's schedule": "only a plan defers DP.sync; drop it, or give --schedule aiao",
+        "--optimizer other than adam or sgd": "segments are stepped one by one, which this "
+        "optimizer does not support; use --optimizer adam or sgd",
+        **_STEP_ROWS,
+        "--ddp-reduce-scatter-with-fp32-accumulation": "it has its own reduction, of whole "
+        f"buckets; {_NO_STEP}",
+        "--mtp-num-layers": f"{_AFTER}; {_NO_STEP}",
+        "--ddp-param-name-patterns-for-fp32-local-accumulation": "gradients are copied back "
+        f"when they are reduced; {_NO_STEP}",
+        "--log-num-zeros-in-grad, --save-wgrads-interval": f"{_GRADS}; {_NO_STEP}",
+        _READERS: f"{_DUE}; {_NO_STEP}",
+        "--timing-log-level": "its barriers are inside optimizer steps, which ranks take at "
+        "different times; give --timing-log-level 0",
+        "without --overlap-grad-reduce": f"{_LATE_GRADS}; add {{}}",
+    },
+    "{} with slices=on": {
+        "stock's schedule": "only a plan has slices of DP.sync; drop it, or give --schedule aiao",
+        "--preemptive-comm": f"its scheduler decides when slices start; {_BOTH}",
+        "--ddp-param-name-patterns-for-fp32-local-accumulation": "gradients are copied back "
+        f"when Megatron's own buckets are reduced; {_BOTH}",
+        "without --overlap-grad-reduce": f"{_LATE_GRADS}; add {{}}",
+    },
+    "weight gradients apart with {}": {
+        "stock's schedule": "only a plan has them apart; give --schedule aiao",
+        "--offload-activations": "what weight gradients are computed from would come back "
+        f"for the backward and stay; {_BOTH}",
+    },
+    "wgrad= with {}": {
+        "--schedule zb-h1, --schedule zb-h2": f"it has all weight gradients apart already; {_BOTH}",
+    },
+    "weight gradients apart in Megatron's layers with {}": {
+        "--transformer-impl other than local": "only the linear layers of Megatron itself and "
+        "of Transformer Engine are split in two; give --transformer-impl local or "
+        "transformer_engine",
+        "fused weight gradients": "in Megatron's own layers the kernel is a part of the "
+        "backward; add --no-gradient-accumulation-fusion",
+        "--num-experts": f"the linear layers of Megatron's own experts are not split; {_BOTH}",
+    },
+    # What Transformer Engine's own split (`wgrad_store`, `backward_dw`) cannot do.
+    "weight gradients apart in Transformer Engine's with {}": {
+        "Transformer Engine before 2.8": "its split of a backward is complete from 2.8 on; "
+        "install that, or give --transformer-impl local",
+        "--tp-comm-overlap": "Transformer Engine does not delay a weight gradient whose matmul "
+        f"overlaps its own communication; {_BOTH}",
+        "--use-transformer-engine-op-fuser": "fused operations compute their weight gradients "
+        f"in the backward; {_BOTH}",
+        "--mtp-use-repeated-layer": "a layer that a micro-batch passes twice has one gradient, "
+        f"and Transformer Engine would compute two; {_BOTH}",
+        "--overlap-dispatch-backward-with-experts-wgrad": "both say when the experts' weight "
+        f"gradients are computed; {_BOTH}",
+        "--num-experts and biases": "Transformer Engine does not split the gradients of "
+        "experts' biases; add --disable-bias-linear",
+    },
+    "recompute=early with {}": {
+        "stock's schedule": "only a plan has it apart; give --schedule 1f1b",
+        "without --recompute-granularity full": "only what recomputes whole layers does so "
+        "ahead of their backward; add it, with --recompute-method and --recompute-num-layers",
+        "--distribute-saved-activations": "inputs are cut up until the backward gathers them; "
+        f"{_BOTH}",
+        "--fp8-format, --fp4-format": f"{_ENGINE}; {_BOTH}",
+        "--offload-activations": "activations come back for the backward, not for what is "
+        f"computed ahead of it; {_BOTH}",
+    },
+    "--shard-segments with {}": {
+        "stock's schedule": "only a plan gathers by segment; give --schedule aiao",
+        f"without {_FLAGS_OF_SHARDS}": "the shards are those that the optimizer updates, and "
+        "each segment gathers its own; add {}",
+        "one replica": "there is nobody to share parameters with; drop it",
+    },
+    "{} with --shard-segments": {
+        "--fp8-format, --fp4-format": "Transformer Engine keeps converted copies of whole "
+        f"parameters; {_BOTH}",
+        "--num-distributed-optimizer-instances above 1": "an instance gathers among its own "
+        f"replicas, and nothing has tested that; {_BOTH}",
+        _READERS: f"{_WHOLE}; {_BOTH}",
+        "--use-nccl-ub": f"NCCL registers the buffers, and they are freed; {_BOTH}",
+    },
+    "{} with --shard-segments gradients": {
+        "slices=on": "a segment's gradients are freed before later computations start slices "
+        "of them; give --shard-segments weights",
+        "--save-wgrads-interval": "it saves whole gradients behind an iteration, when each "
+        "replica has its shard; give --shard-segments weights",
+    },
+    "optimizer=sharded with {}": {
+        "without --use-distributed-optimizer": "that is what shards it; add it, with "
+        "--overlap-param-gather, or drop the part",
+    },
+    "optimizer= with {}": {
+        "stock's schedule": "only a plan has segments; give --schedule aiao",
+        f"without {_FLAGS_OF_SHARDS}": "it chooses which segments are updated in shards and "
+        "gathered; add {}",
+        "half of tied embeddings": "the first and the last segment add up gradients of the "
+        "same parameters, so both are reduced alike; give both or neither, or add "
+        "--untie-embeddings-and-output-weights",
+        "one replica": "it steps everything in full already; drop it",
+        "a plan file": f"a plan has its gathers; {_BOTH}",
+    },
+    "{} with optimizer=": {
+        "--optimizer other than adam": "replicas that step the same shard get the same bits "
+        "with element-wise steps alone; use --optimizer adam",
+        **_STEP_ROWS,
+        "--ddp-reduce-scatter-with-fp32-accumulation": "an all-reduce adds up in the type of "
+        f"the gradients, so results would differ; {_BOTH}",
+        "--shard-segments": f"one keeps parameters in shards, the other whole; {_BOTH}",
+        "step=next": "a step that reaches into the next iteration is that of this replica's "
+        f"shards; {_BOTH}",
+        "--preemptive-comm": f"nothing has tested them together; {_BOTH}",
+        "slices=on": f"slices of all segments are reduced alike, into shards; {_BOTH}",
+    },
+    "optimizer=auto with {}": {
+        "ahead=auto, wgrad=gaps": f"{_TWICE}; give numbers, or segments, for one of them",
+    },
+    "--recompute-layers with {}": {
+        "stock's schedule": "Megatron has one number for all stages; give --recompute-num-layers, "
+        "or --schedule 1f1b",
+        "--segments auto for given numbers": "how many stages there are is not known; give a "
+        "number",
+        "--recompute-granularity selective": "it counts layers that are recomputed as a whole; "
+        f"{_BOTH}",
+        "--recompute-method other than block": "groups of layers have no number of their own; "
+        "give block, or drop it",
+        "--offload-activations": "activations of some layers would stay and of some leave; "
+        f"{_BOTH}",
+        "--fp8-format, --fp4-format": f"{_ENGINE}; {_BOTH}",
+    },
+    # Its measurement of one layer has to give the bytes of all.
+    "--recompute-layers auto with {}": {
+        settings: f"{rule}; give numbers, or {_BOTH}"
+        for settings, rule in (
+            ("--num-experts", "the bytes of a layer with experts change with each micro-batch"),
+            ("--heterogeneous-layers-config-path", "layers differ, and one is measured"),
+            ("--mtp-num-layers", "its layers are not measured"),
+            (
+                "pairs=on",
+                "the bytes of two concurrent micro-batches cannot be measured separately",
+            ),
+            ("wgrad=, --schedule zb-h1, --schedule zb-h2", _APART),
+            ("ahead=auto", "each would depend on the memory that the other leaves"),
+        )
+    },
+    "pairs=on with {}": {
+        "stock's schedule": "only a plan has pairs; give --schedule aiao",
+        "--tensor-model-parallel-size 1 unless ranks share experts": "there is no "
+        "tensor-parallel collective to overlap; drop it, or give at least 2",
+        # Two micro-batches of these would share more than the dispatcher's notes.
+        "--num-experts and --moe-token-dispatcher-type other than alltoall": "only an "
+        "all-to-all hands over; give --moe-token-dispatcher-type alltoall",
+        "--num-experts and --moe-input-jitter-eps, "
+        "--num-experts and --moe-router-force-load-balancing, "
+        "--num-experts and --moe-enable-routing-replay": "it draws or records in the order in "
+        f"which micro-batches run; {_BOTH}",
+        "--attention-dropout, --hidden-dropout": "two micro-batches at a time draw other masks "
+        "than one after the other; give 0, or drop pairs=on",
+        "--schedule zb-h1, --schedule zb-h2": "weight gradients are computed apart for one "
+        "micro-batch at a time; give --schedule 1f1b",
+        "--timing-log-level above 1": "Megatron's timer of a forward measures one at a time; "
+        "give --timing-log-level 1",
+        # Options with process-wide state or further collectives.
+        "--transformer-impl other than local, --mtp-num-layers, "
+        "--context-parallel-size above 1, step=next, --offload-activations, "
+        "--microbatch-group-size-per-virtual-pipeline-stage, ahead=auto, --shard-segments, "
+        "slices=on, --tp-comm-overlap, --distribute-saved-activations, wgrad=, "
+        "--preemptive-comm": f"{_UNSHOWN}; {_BOTH}",
+    },
+    "{} with --preemptive-comm": {
+        "stock's schedule": "it schedules the transfers of a plan; give --schedule aiao, or drop "
+        "it",
+        "--num-distributed-optimizer-instances above 1": "sums over the instances are not "
+        f"sliced; {_BOTH}",
+        "--ddp-reduce-scatter-with-fp32-accumulation": f"its all-to-alls are not sliced; {_BOTH}",
+    },
+    "--offload-activations with {}": {
+        "stock's schedule": "the copies are actions of a plan; give --schedule aiao",
+        "--distribute-saved-activations": "it puts shards together in the tensors that they "
+        "were cut from, which have left; use --sequence-parallel, which saves shards of its "
+        "own",
+        "--fp8-format and full recomputation, --fp4-format and full recomputation, "
+        "--fp8-format and --recompute-modules of the engine, "
+        "--fp4-format and --recompute-modules of the engine": "Transformer Engine then "
+        "recomputes by a checkpoint of its own, whose inputs nothing would offload; use "
+        "--recompute-granularity selective with other modules than mlp, moe, shared_experts, "
+        f"or {_BOTH}",
+        "without recomputation": "what it starts from would leave, and there is none; add "
+        "--recompute-granularity full or selective, or give --offload-activations on "
+        "--no-gradient-accumulation-fusion",
+    },
+    "--lazy-inter-segment with {}": {
+        "stock's schedule": "it sends itself; give --schedule aiao",
+        "one segment": "nothing goes from the last rank to the first; drop it, or give "
+        "--segments 2 or more",
+    },
+    "{} with --trace of stock's schedule": {
+        "--cuda-graph-impl": "a captured graph replays what it computes without telling when; "
+        f"{_NO_TRACE}",
+        "--overlap-moe-expert-parallel-comm": "a forward and a backward run as one, and "
+        f"neither has a time of its own; {_NO_TRACE}",
+    },
+}

@@ -1,8 +1,8 @@
 """Flags of ours that are parts of ``--schedule`` now: refused, with the new spelling."""
 
-from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, Namespace
-from collections.abc import Sequence
-from typing import Any
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
+from functools import partial
+from typing import NoReturn
 
 from megatron.fold3d.config.argument_group import ArgumentGroup
 
@@ -28,21 +28,18 @@ RETIRED = {
 }
 
 
-class _Refuse(Action):
-    def __call__(
-        self,
-        parser: ArgumentParser,
-        namespace: Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        """Refuse the flag; the message names it."""
-        value = "X" if values is None else str(values)
-        instead = RETIRED[self.option_strings[0]].replace("{}", value)
-        raise ArgumentError(self, f"there is no such flag any more; give {instead}")
-
-
 def add_retired_flags(group: ArgumentGroup | ArgumentParser) -> None:
     """Add flags that are refused, and shown in no help."""
-    for flag in RETIRED:
-        group.add_argument(flag, action=_Refuse, nargs="?", default=SUPPRESS, help=SUPPRESS)
+    for flag, instead in RETIRED.items():
+        group.add_argument(
+            flag,
+            type=partial(_refuse, instead),
+            nargs="?",
+            const="X",
+            default=SUPPRESS,
+            help=SUPPRESS,
+        )
+
+
+def _refuse(instead: str, value: str) -> NoReturn:
+    raise ArgumentTypeError(f"there is no such flag any more; give {instead.replace('{}', value)}")

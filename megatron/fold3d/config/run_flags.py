@@ -17,6 +17,7 @@ from megatron.fold3d.config.minimum_sizes import size_problems
 from megatron.fold3d.config.run_folders import folder_problems
 from megatron.fold3d.config.schedule_flags import schedule_of
 from megatron.fold3d.config.segment_flags import written_out
+from megatron.fold3d.config.spelling import flag_of
 from megatron.fold3d.policy.schedule_word import AUTO
 
 # Attributes of Megatron's namespace; each is named as its flag is.
@@ -69,7 +70,7 @@ def _missing(args: Namespace) -> Iterator[str]:
         yield "--seq-length is missing: the tokens of a sequence; give --seq-length 1024, say"
     for name, rule in _SIZES.items():
         if getattr(args, name) is None:
-            yield f"--{name.replace('_', '-')} is missing: {rule}"
+            yield f"{flag_of(name)} is missing: {rule}"
 
 
 def _tokenizer(args: Namespace) -> Iterator[str]:
@@ -115,7 +116,7 @@ def _clashes(args: Namespace) -> Iterator[str]:
         )
     for name in ("hidden_dropout", "attention_dropout"):
         if not 0 <= (share := getattr(args, name)) <= 1:
-            yield f"--{name.replace('_', '-')} {share}: it is a probability; give 0 to 1"
+            yield f"{flag_of(name)} {share}: it is a probability; give 0 to 1"
     if args.swiglu and args.squared_relu:
         yield "--swiglu with --squared-relu: an MLP has one activation; drop one of the two"
     length, positions = args.seq_length, args.max_position_embeddings
@@ -287,7 +288,7 @@ def _ranks(args: Namespace) -> Iterator[str]:
     model, world = math.prod(sizes.values()), int(os.environ.get("WORLD_SIZE", "1"))
     if world % model:
         product = f"{' * '.join(map(str, sizes.values()))} = " if len(sizes) > 1 else ""
-        flags = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in sizes.items())
+        flags = " ".join(f"{flag_of(name)} {size}" for name, size in sizes.items())
         yield (
             f"{world} {'rank' if world == 1 else 'ranks'} with {flags}: a model takes {product}"
             f"{model} ranks; start torchrun with "

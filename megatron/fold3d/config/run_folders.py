@@ -9,6 +9,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron.fold3d.config.spelling import flag_of
+
 _ITERATION = re.compile(r"iter_(\d{7,})")  # Megatron's folder of one
 _TRACKER = "latest_checkpointed_iteration.txt"
 _WRITTEN = {
@@ -24,7 +26,7 @@ def folder_problems(args: Namespace) -> Iterator[str]:
         return  # paths may name objects of a store
     for name, holds in _WRITTEN.items():
         if (path := getattr(args, name)) is not None:
-            yield from unwritable(f"--{name.replace('_', '-')}", Path(path), holds)
+            yield from unwritable(flag_of(name), Path(path), holds)
     if args.save is not None and not (args.save_interval or 0) > 0:
         yield (
             f"--save {args.save} without --save-interval: Megatron saves after so many "

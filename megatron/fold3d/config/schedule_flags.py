@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fold3d.config.argument_group import ArgumentGroup
-from megatron.fold3d.config.refusals import named, scales_by_order
+from megatron.fold3d.config.spelling import named
 from megatron.fold3d.plan.files import read_plan
 from megatron.fold3d.plan.ir import Op, PlanError
 from megatron.fold3d.plan.ops import WEIGHT_OPS
 from megatron.fold3d.plan.passes.sliced_grad_sync import has_slices
 from megatron.fold3d.plan.schedules import check_forwards_ahead
-from megatron.fold3d.policy.schedule_word import AUTO, ORDERS, PLAN, VALUES, Part, Word
+from megatron.fold3d.policy.schedule_word import AUTO, PLAN, Part, Word
 
 ALL = "all"  # of the segments, as long as their number is not known
 
@@ -62,20 +62,6 @@ def add_schedule_word(group: ArgumentGroup | ArgumentParser, text: str, **option
     """Add ``--schedule`` to a parser, with this help."""
     group.set_defaults(**WORD_DEFAULTS)
     group.add_argument("--schedule", action=_ReadWord, metavar="WORD", help=text, **options)
-
-
-def add_schedule_flags(group: ArgumentGroup) -> None:
-    """Add ``--schedule`` to Megatron's parser."""
-    keys = "; ".join(f"{key}={'|'.join(values)}" for key, values in VALUES.items())
-    add_schedule_word(
-        group,
-        f"The pipeline schedule: an order ({', '.join(ORDERS)}, or {PLAN}=FILE, as `fold3d plan` "
-        "writes it), then :key=value[@segments] for each further choice. stock, the default, is "
-        "the schedule that Megatron picks. auto begins in its order, measures, and tries what is "
-        "predicted to be faster for a few iterations, as far as memory has room and sums stay the "
-        f"same; the fastest is kept, which may be stock's order. Keys: {keys}. docs/flags.md says "
-        "what each does.",
-    )
 
 
 def attributes_of(word: Word) -> dict[str, Any]:
@@ -181,11 +167,6 @@ def schedule_problems(args: Namespace, schedule: str) -> Iterator[str]:
     """Yield one message (found, rule, fix) for each problem with the order of computation."""
     if args.plan_file and not args.plan_file.is_file():
         yield f"--schedule plan={args.plan_file}: no such file; write one with `fold3d plan`"
-    for key in ("wgrad", "recompute", "slices") if args.plan_file else ():
-        if key in args.schedule_keys:
-            yield f"{key}= with {named(schedule)}: the actions of the plan say it; drop it"
-    if "share" in args.schedule_keys and args.backward_share is None:
-        yield "share= without step=next: it is a share of what that defers; add step=next"
     of_megatron = args.microbatch_group_size_per_vp_stage
     if args.schedule_group is not None:
         found = f"group={args.schedule_group}"
@@ -206,19 +187,10 @@ def schedule_problems(args: Namespace, schedule: str) -> Iterator[str]:
             check_forwards_ahead(args.forwards_ahead, schedule)
         except PlanError as error:
             yield str(error)
-    if args.forwards_ahead == AUTO and args.offload_activations != "off":
+    if (most := args.most_activations) is not None and (
+        args.delay_weight_grads != AUTO or most < 1
+    ):
         yield (
-            f"ahead=auto with --offload-activations {args.offload_activations}: each measures an "
-            "iteration that the other changes; give a number"
+            f"held={most}: it limits what wgrad=gaps holds, and a rank holds at least one; give "
+            "both, or drop it"
         )
-    if scales_by_order(args) and schedule in ("1f1b", "interleaved"):
-        for part, is_given in (
-            (f"ahead={args.forwards_ahead}", args.forwards_ahead is not None),
-            ("wgrad=gaps", args.delay_weight_grads == AUTO),
-        ):
-            if is_given:
-                yield (
-                    f"{part} with --fp8-format {args.fp8}: delayed scaling reads what a rank has "
-                    "computed last, and stock's order is another; drop it, or give --fp8-recipe "
-                    "tensorwise"
-                )

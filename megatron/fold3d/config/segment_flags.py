@@ -1,10 +1,9 @@
-"""``--segments``: the flag, the virtual stages that it stands for, and how layers are split."""
+"""``--segments``: its value, the virtual stages that it stands for, and how layers are split."""
 
 import re
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 
-from megatron.fold3d.config.argument_group import ArgumentGroup
 from megatron.fold3d.config.layer_split import (
     fitting_segments,
     layers_per_rank,
@@ -12,7 +11,7 @@ from megatron.fold3d.config.layer_split import (
     num_layers,
     uneven_ranks,
 )
-from megatron.fold3d.config.refusals import named, spelled
+from megatron.fold3d.config.spelling import named, typed
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES
 from megatron.fold3d.policy.schedule_word import AUTO
 
@@ -25,18 +24,6 @@ _VIRTUAL_STAGE_FLAGS = {
 
 # `(...)*n` or `x*n` in --pipeline-model-parallel-layout.
 _REPEATED = re.compile(r"(?:\(([^)]+)\)|(.))\*(\d+)")
-
-
-def add_segment_flags(group: ArgumentGroup) -> None:
-    """Add ``--segments``."""
-    group.add_argument(
-        "--segments",
-        type=segments_or_auto,
-        metavar="N",
-        help="Model chunks per pipeline rank: sets Megatron's virtual stages. auto measures "
-        "the hardware when the run starts, and chooses this number and the layers of each "
-        "stage.",
-    )
 
 
 def segments_or_auto(text: str) -> int | str:
@@ -79,7 +66,7 @@ def virtual_stage_flag(args: Namespace) -> str | None:
     """Return the flag of Megatron's that sets virtual stages, with its value."""
     for attribute, flag in _VIRTUAL_STAGE_FLAGS.items():
         if (value := getattr(args, attribute)) is not None:
-            return spelled(flag, value)
+            return typed(flag, value)
     return None
 
 

@@ -1,31 +1,10 @@
-"""``--trace`` and ``--trace-iterations``: the flags, and what cannot be recorded."""
+"""``--trace`` and ``--trace-iterations``: which iterations, and what cannot be written."""
 
 import re
 from argparse import Namespace
 from collections.abc import Iterator
-from pathlib import Path
-
-from megatron.fold3d.config.argument_group import ArgumentGroup
-from megatron.fold3d.config.refusals import Refusal, refused
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-
-
-def add_trace_flags(group: ArgumentGroup) -> None:
-    """Add ``--trace`` and ``--trace-iterations``."""
-    group.add_argument(
-        "--trace",
-        type=Path,
-        metavar="DIR",
-        help="Record when each action begins and ends on each rank, and write one file per rank "
-        "into DIR; see `fold3d trace`.",
-    )
-    group.add_argument(
-        "--trace-iterations",
-        metavar="A-B",
-        help="The iterations to record, as the log numbers them (default: the fourth and the "
-        "fifth of this run).",
-    )
 
 
 def iterations(text: str | None) -> range | None:
@@ -46,7 +25,7 @@ def iterations(text: str | None) -> range | None:
     return range(first, last + 1)
 
 
-def trace_problems(args: Namespace, schedule: str) -> Iterator[str]:
+def trace_problems(args: Namespace) -> Iterator[str]:
     """Yield one message (found, rule, fix) for each setting that ``--trace`` cannot run with."""
     try:
         chosen = iterations(args.trace_iterations)
@@ -69,29 +48,6 @@ def trace_problems(args: Namespace, schedule: str) -> Iterator[str]:
             f"--trace-iterations {args.trace_iterations} with --train-iters {args.train_iters}: "
             "the run ends before; give iterations that it has"
         )
-    yield from refused(REFUSALS, args, schedule, "--trace")
-
-
-_GRAPH = "a captured graph replays what it computes without telling when"
-_DROP = "drop it, or drop --trace"
-
-REFUSALS = (
-    Refusal(
-        "--cuda-graph-impl",
-        "cuda_graph_impl",
-        _GRAPH,
-        _DROP,
-        found=lambda args: args.cuda_graph_impl != "none",
-        schedules=frozenset({"stock"}),
-    ),
-    Refusal(
-        "--overlap-moe-expert-parallel-comm",
-        "overlap_moe_expert_parallel_comm",
-        "a forward and a backward run as one, and neither has a time of its own",
-        _DROP,
-        schedules=frozenset({"stock"}),
-    ),
-)
 
 
 def records_tp_sync(args: Namespace) -> bool:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron.fold3d.config.spelling import flag_of
+
 # What decides how large tensors are, or how they are named.
 _SIZES = (
     "num_layers",
@@ -110,5 +112,5 @@ def _differences(args: Namespace, saved: Namespace, is_sharded: bool) -> Iterato
         theirs, ours = getattr(saved, name), getattr(args, name, None)
         if theirs != ours:
             fix = "give --no-load-optim" if name in _OPTIMIZER else "load another checkpoint"
-            flag = _FLAGS.get(name) or f"--{name.replace('_', '-')}"
+            flag = _FLAGS.get(name) or flag_of(name)
             yield f"{name} {theirs}, this run has {ours}; change {flag}, or {fix}"

@@ -40,6 +40,7 @@ from megatron.fold3d.config.gpu_settings import (
 )
 from megatron.fold3d.config.run_flags import data_problems, run_problems
 from megatron.fold3d.config.schedule_flags import schedule_of
+from megatron.fold3d.config.spelling import flag_of
 from megatron.fold3d.config.unread_flags import unread_flags
 from megatron.fold3d.observe.breakdown import Flops
 from megatron.fold3d.policy.schedule_word import AUTO
@@ -433,5 +434,5 @@ def _reason(error: Exception) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     lines = linecache.getlines(frame.filename)[(frame.lineno or 1) - 1 : frame.end_lineno]
     demand = " ".join("".join(lines).split()).removeprefix("assert ")
-    flags = re.sub(r"\bargs\.(\w+)", lambda found: "--" + found[1].replace("_", "-"), demand)
+    flags = re.sub(r"\bargs\.(\w+)", lambda found: flag_of(found[1]), demand)
     return f"Megatron demands: {flags}"

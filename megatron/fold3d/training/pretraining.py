@@ -19,6 +19,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron.fold3d.commands.installation import install
 from megatron.fold3d.config.run_flags import no_data
+from megatron.fold3d.config.spelling import flag_of
 
 # Options that Megatron's flags and its datasets call by one name.
 SAME_NAMES = (
@@ -92,7 +93,7 @@ def check_run(args: Namespace, foreign: tuple[str, ...], trains: str) -> None:
     Raises:
         ValueError: one message in the form found, rule, fix.
     """
-    if found := ["--" + name.replace("_", "-") for name in foreign if getattr(args, name)]:
+    if found := [flag_of(name) for name in foreign if getattr(args, name)]:
         raise ValueError(f"{', '.join(found)}: this script trains {trains}")
     if args.check is None and (absent := [*absent_packages(args)]):
         raise ValueError("\n".join(absent))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fold3d.config.offload_flags import Offload
+from megatron.fold3d.config.fold3d_config import Offload
 from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.runtime.plans import Plans

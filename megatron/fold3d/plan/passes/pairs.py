@@ -79,7 +79,7 @@ def check_pairs(plan: Plan) -> None:
         raise PlanError(
             f"pairs=on: found no pair in a plan of {plan.num_microbatches} "
             "micro-batches; a pair is two neighbours of one stage, the first of them even: raise "
-            "--global-batch-size, change the plan file, or drop the flag"
+            "--global-batch-size, change the plan file, or drop pairs=on"
         )
 
 

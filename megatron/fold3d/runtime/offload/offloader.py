@@ -19,7 +19,7 @@ and the computation after waits for it. Neither the host nor another rank waits.
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, Self
 
@@ -193,11 +193,12 @@ class Offloader:
         over()
         self._release()
 
-    def checkpoint(self) -> AbstractContextManager[Any]:
-        """Return a context that collects the inputs saved by the recomputation inside."""
+    def checkpoint(self, upstream: Callable[..., Any], *args: Any) -> Any:
+        """Run what is recomputed as Megatron's ``checkpoint`` does; collect the inputs it saves."""
         if self._collecting is None or self._everything:
-            return nullcontext()
-        return self._collecting.hooks()
+            return upstream(*args)
+        with self._collecting.hooks():
+            return upstream(*args)
 
     def offload(self, action: Action, held: torch.Tensor | None) -> None:
         """Start to copy a micro-batch's activations to the host.

@@ -1,0 +1,217 @@
+"""What a command line asks for, by the words in which tables and pages name it.
+
+A *setting* is a text:
+
+    --num-experts                        a flag that is given, and not off
+    --segments auto                      one with this value
+    --optimizer other than adam or sgd   one with another value than these
+    --timing-log-level above 1           one with a larger number
+    one replica                          a name, or a flag with further words, of `_NAMED`
+    --num-experts and biases             both
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+
+from megatron.fold3d.config.offload_flags import engine_modules, offloads_everything, recomputes
+from megatron.fold3d.config.replication_flags import halves_embeddings
+from megatron.fold3d.config.schedule_flags import part_of, schedule_of
+from megatron.fold3d.config.segment_flags import num_segments
+from megatron.fold3d.config.spelling import named, typed
+from megatron.fold3d.config.weight_grad_flags import old_engine, weight_grad_part
+from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES
+from megatron.fold3d.policy.schedule_word import AUTO, STOCK
+
+# Where a flag and the attribute that it sets have two names.
+_ATTRIBUTES = {
+    "--fp8-format": "fp8",
+    "--fp4-format": "fp4",
+    "--use-nccl-ub": "nccl_ub",
+    "--no-overlap-p2p-communication": "overlap_p2p_comm",
+    "--microbatch-group-size-per-virtual-pipeline-stage": "microbatch_group_size_per_vp_stage",
+}
+_OFF: tuple[object, ...] = (None, False, "", "off", "none", (), [])  # 0, too
+
+
+def attribute_of(flag: str) -> str:
+    """Return the attribute of Megatron's namespace that a flag sets."""
+    return _ATTRIBUTES.get(flag, flag[2:].replace("-", "_"))
+
+
+def asked(args: Namespace, setting: str) -> str:
+    """Return what a namespace asks for of a setting, as a user types it; empty if nothing."""
+    if " and " in setting:
+        parts = [asked(args, part) for part in setting.split(" and ")]
+        return " and ".join(parts) if all(parts) else ""
+    flag, *rest = setting.split()
+    # Validation deletes the attributes of some deprecated flags.
+    value = getattr(args, attribute_of(flag), None)
+    if setting in _NAMED:
+        found = _NAMED[setting](args)
+        if isinstance(found, str):
+            return found
+    elif not rest:
+        found = value not in _OFF
+    elif rest[0] == "other":
+        found = value is not None and str(value) not in rest
+    elif rest[0] == "above":
+        found = value is not None and value > int(rest[1])
+    else:
+        found = str(value) == rest[0]
+    if not found:
+        return ""
+    return typed(flag, value) if flag.startswith("--") else setting
+
+
+def scales_by_order(args: Namespace) -> bool:
+    """Return True if fp8 scales follow from what a rank has computed before, in whatever order."""
+    return bool(args.fp8) and args.fp8_recipe == "delayed"
+
+
+def _named_of(schedules: Callable[[str], bool]) -> Callable[[Namespace], str]:
+    def found(args: Namespace) -> str:
+        schedule = schedule_of(args)
+        return named(schedule) if schedules(schedule) else ""
+
+    return found
+
+
+def _more_shards(shards: str, ranks: str) -> Callable[[Namespace], bool]:
+    """Return True if weights are cut into more shards than there are tensor-parallel ranks."""
+
+    def found(args: Namespace) -> bool:
+        num_ranks = getattr(args, ranks) or args.tensor_model_parallel_size
+        return bool((getattr(args, shards) or num_ranks) > num_ranks)
+
+    return found
+
+
+def _blocking_p2p(args: Namespace) -> bool:
+    # Without virtual stages, validation turns the overlap off by itself.
+    turned_off = getattr(args, "virtual_pipeline_model_parallel_size", 1) is None
+    return not (args.overlap_p2p_comm or turned_off)
+
+
+def _group_below_ranks(args: Namespace) -> bool:
+    size = args.microbatch_group_size_per_vp_stage
+    return size is not None and bool(size < args.pipeline_model_parallel_size)
+
+
+def _shards_layers(args: Namespace) -> bool:
+    # Validation replaces one attribute by the other.
+    sharded = args.use_distributed_optimizer or getattr(
+        args, "use_layer_wise_distributed_optimizer", False
+    )
+    return args.optimizer == "dist_muon" or (args.optimizer not in ("adam", "sgd") and sharded)
+
+
+def _recomputes_selectively(args: Namespace) -> str:
+    by_short_form = getattr(args, "recompute_activations", False)
+    is_selective = args.recompute_granularity not in (None, "full") or by_short_form
+    return "--recompute-granularity selective" if is_selective else ""
+
+
+def _shares_no_layers(args: Namespace) -> bool:
+    """Return True if tensor-parallel ranks share neither layers nor experts."""
+    shares_experts = args.num_experts and args.expert_model_parallel_size > 1
+    return args.tensor_model_parallel_size == 1 and not shares_experts
+
+
+def _optimizer_part(args: Namespace) -> str:
+    given = args.replicate_optimizer
+    return part_of("optimizer", AUTO if given == AUTO else "replicated", given) if given else ""
+
+
+def _weights_apart(args: Namespace) -> str:
+    if not args.delay_weight_grads:
+        return ""
+    return "W in the plan" if args.plan_file else weight_grad_part(args)
+
+
+def _split_backwards(args: Namespace) -> str:
+    schedule = schedule_of(args)
+    return named(schedule) if schedule in SPLIT_SCHEDULES else _weights_apart(args)
+
+
+def _in_word(key: str) -> Callable[[Namespace], str]:
+    return lambda args: f"{key}=" if key in args.schedule_keys else ""
+
+
+_STOCKS_ORDER = ("1f1b", "interleaved")
+_LAYOUT = "--pipeline-model-parallel-layout"
+
+_NAMED: Mapping[str, Callable[[Namespace], bool | str]] = {
+    # The order of computation.
+    "stock's schedule": _named_of(lambda schedule: schedule == STOCK),
+    "--trace of stock's schedule": lambda args: bool(args.trace) and schedule_of(args) == STOCK,
+    "a schedule of ours": _named_of(lambda schedule: schedule != STOCK),
+    "another order than stock's": _named_of(lambda name: name not in (STOCK, *_STOCKS_ORDER)),
+    "a schedule with groups": _named_of(lambda name: name in ("interleaved", AUTO)),
+    "a schedule without groups": _named_of(
+        lambda schedule: schedule not in (STOCK, "interleaved", AUTO)
+    ),
+    "a plan file": _named_of(lambda schedule: schedule == "plan-file"),
+    # Parts of the word.
+    "step=next": lambda args: args.backward_share is not None,
+    "slices=on": lambda args: args.dp_slices == "on",
+    "pairs=on": lambda args: args.overlap_tensor_parallel,
+    "share=": _in_word("share"),
+    "ahead=": lambda args: (
+        "" if args.forwards_ahead is None else part_of("ahead", str(args.forwards_ahead))
+    ),
+    "ahead=auto": lambda args: args.forwards_ahead == AUTO,
+    "wgrad=": _weights_apart,
+    "wgrad=gaps": lambda args: args.delay_weight_grads == AUTO,
+    "weight gradients apart": _split_backwards,
+    "weight gradients apart in Megatron's layers": lambda args: (
+        _split_backwards(args) if args.transformer_impl != "transformer_engine" else ""
+    ),
+    "weight gradients apart in Transformer Engine's": lambda args: (
+        _split_backwards(args) if args.transformer_impl == "transformer_engine" else ""
+    ),
+    "optimizer=": _optimizer_part,
+    "optimizer=auto": lambda args: args.replicate_optimizer == AUTO,
+    "optimizer=sharded": lambda args: (
+        "optimizer" in args.schedule_keys and not args.replicate_optimizer
+    ),
+    "recompute=early": lambda args: (
+        part_of("recompute", "early", args.recompute_early) if args.recompute_early else ""
+    ),
+    "wgrad= in the word": _in_word("wgrad"),
+    "recompute= in the word": _in_word("recompute"),
+    "slices= in the word": _in_word("slices"),
+    # Flags of Megatron's with a condition.
+    "--tensor-parallel-num-weight-shards above the ranks": _more_shards(
+        "tensor_parallel_num_weight_shards", "tensor_model_parallel_size"
+    ),
+    "--expert-tensor-parallel-num-weight-shards above the ranks": _more_shards(
+        "expert_tensor_parallel_num_weight_shards", "expert_tensor_parallel_size"
+    ),
+    "--no-overlap-p2p-communication": _blocking_p2p,
+    "--optimizer that shards whole layers": _shards_layers,
+    f"{_LAYOUT} with an m before the last stage": lambda args: (
+        "m" in (args.pipeline_model_parallel_layout or "").rpartition("|")[0]
+    ),
+    "--fp8-format with --fp8-recipe delayed": scales_by_order,
+    "--microbatch-group-size-per-virtual-pipeline-stage below the ranks": _group_below_ranks,
+    "--tensor-model-parallel-size 1 unless ranks share experts": _shares_no_layers,
+    "--recompute-granularity selective": _recomputes_selectively,
+    "--recompute-granularity full": lambda args: (
+        args.recompute_granularity == "full" or args.recompute_layers is not None
+    ),
+    "--recompute-modules of the engine": engine_modules,
+    "--segments auto for given numbers": lambda args: (
+        args.segments == AUTO and args.recompute_layers != AUTO
+    ),
+    # What has no flag of its own.
+    "one replica": lambda args: getattr(args, "data_parallel_size", None) == 1,  # once validated
+    "one segment": lambda args: num_segments(args) == 1,
+    "half of tied embeddings": lambda args: (
+        "tied embeddings" if halves_embeddings(args, num_segments(args)) else ""
+    ),
+    "full recomputation": lambda args: args.recompute_granularity == "full",
+    "recomputation": lambda args: recomputes(args) or offloads_everything(args),
+    "fused weight gradients": lambda args: args.gradient_accumulation_fusion,
+    "biases": lambda args: args.add_bias_linear,
+    "Transformer Engine before 2.8": old_engine,
+}

@@ -1,0 +1,20 @@
+"""How messages spell flags and their values: as a user types them."""
+
+
+def flag_of(attribute: str) -> str:
+    """Return the flag that sets an attribute of Megatron's namespace."""
+    return f"--{attribute.replace('_', '-')}"
+
+
+def typed(flag: str, value: object) -> str:
+    """Return a flag and its value."""
+    if isinstance(value, bool):
+        return flag
+    if isinstance(value, tuple):
+        return f"{flag} {','.join(map(str, value))}"
+    return " ".join([flag, *map(str, value if isinstance(value, list) else [value])])
+
+
+def named(schedule: str) -> str:
+    """Return the flag that picks a schedule."""
+    return f"--schedule {'plan=FILE' if schedule == 'plan-file' else schedule}"
