@@ -1,7 +1,7 @@
 """Flags of ours that are parts of ``--schedule`` now: refused, with the new spelling."""
 
 from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.fold3d.config.argument_group import ArgumentGroup
@@ -37,12 +37,16 @@ class _Refuse(Action):
         option_string: str | None = None,
     ) -> None:
         """Refuse the flag; the message names it."""
-        value = "X" if values is None else str(values)
-        instead = RETIRED[self.option_strings[0]].replace("{}", value)
+        text = str(self.const)  # which stands for no value
+        instead = text.replace("{}", "X" if values == text else str(values))
         raise ArgumentError(self, f"there is no such flag any more; give {instead}")
 
 
-def add_retired_flags(group: ArgumentGroup | ArgumentParser) -> None:
+def add_retired_flags(
+    group: ArgumentGroup | ArgumentParser, retired: Mapping[str, str] = RETIRED
+) -> None:
     """Add flags that are refused, and shown in no help."""
-    for flag in RETIRED:
-        group.add_argument(flag, action=_Refuse, nargs="?", default=SUPPRESS, help=SUPPRESS)
+    for flag, instead in retired.items():
+        group.add_argument(
+            flag, action=_Refuse, nargs="?", const=instead, default=SUPPRESS, help=SUPPRESS
+        )
