@@ -2,7 +2,7 @@
 
 Exit codes: 0 is yes, 1 is no (a plan that cannot run), 2 is a mistake in the command line or a
 file that cannot be read. A user's mistake ends in one message on stderr and never in a traceback.
-Only the module of the requested sub-command is loaded, so that `fold3d plan` does not load the
+Only the module of the requested sub-command is loaded, so that `fold3d verify` does not load the
 simulator.
 """
 
@@ -60,8 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 commands.add_parser(name, help=summary)
         if asked is parser:  # no command: an option that is nearly --help or --version
             _suggest(parser, words)
+        behind: list[str] = []
+        if asked.get_default("words") is not None and "--" in words:
+            at = words.index("--")
+            words, behind = words[:at], words[at + 1 :]
         args, unknown = parser.parse_known_args(words)
-        if unknown:  # with the usage of the command that was asked for
+        if hasattr(args, "words"):  # a training's flags
+            args.words = unknown, behind
+        elif unknown:  # with the usage of the command that was asked for
             asked.error(f"unrecognized arguments: {' '.join(unknown)}")
         return int(args.run(args))
     except ValueError as error:  # PlanError is one

@@ -16,11 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.fold3d.commands.megatron_flags import Described, from_flags
+from megatron.fold3d.commands.megatron_flags import Described, described
 from megatron.fold3d.commands.training_flags import training_flags, undecided, without
 from megatron.fold3d.predict.cost_model.cluster import Cluster, cluster
 from megatron.fold3d.predict.cost_model.presets import SCRIPTS, preset_flags
-from megatron.fold3d.predict.search.candidates import Candidate, Given
+from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.planner import search
 from megatron.fold3d.predict.search.search_result import Search
 
@@ -88,40 +88,34 @@ def arms(
 
     def arm(candidate: Candidate) -> list[str]:
         rest = list(undecided(words))
-        chosen = training_flags(described.shape, hardware, candidate, fp16=described.fp16, own=rest)
+        fp16 = said.args.fp16
+        chosen = training_flags(said.model(), hardware, candidate, fp16=fp16, own=rest)
         return [*shlex.split(chosen), *traced]
 
-    described = from_flags(shlex.join(words))
+    said = described(words)
     layout = {
         "tensor_parallel": args.tensor_model_parallel_size,
         "num_ranks": args.pipeline_model_parallel_size,
         "microbatch_size": args.micro_batch_size,
     }
-    stock = _search(described, hardware, **layout).best_stock
+    stock = _search(said, hardware, **layout).best_stock
     if stock is None:
         notes.append("no strongest and no auto: no stock configuration of this layout fits")
     else:
         found["strongest"] = arm(stock.candidate)
-    found["search"] = arm(_search(described, hardware).choice.candidate)
+    found["search"] = arm(_search(said, hardware).choice.candidate)
     if stock is not None:
         found["auto"] = arm(replace(stock.candidate, schedule="auto", is_stock=False))
     return found, notes
 
 
-def _search(described: Described, hardware: Cluster, **layout: Any) -> Search:
+def _search(said: Described, hardware: Cluster, **layout: Any) -> Search:
     """Search for what is described, in this layout or in any."""
-    given = Given(
-        fp32=described.fp32,
-        context_parallel=described.context_parallel,
-        expert_parallel=described.expert_parallel,
-        expert_tensor_parallel=described.expert_tensor_parallel,
-        small_gradients=described.small_gradients,
-    )
     return search(
-        described.shape,
+        said.model(),
         hardware,
-        global_batch_size=described.global_batch_size,
-        given=replace(given, **layout),
+        global_batch_size=said.args.global_batch_size,
+        given=replace(said.given(), **layout),
     )
 
 

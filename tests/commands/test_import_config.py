@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fold3d.commands.import_config import megatron_flags
-from megatron.fold3d.commands.megatron_flags import from_flags
+from megatron.fold3d.commands.megatron_flags import described
 from megatron.fold3d.predict.cost_model.presets import model_shape
 
 LLAMA = {
@@ -78,7 +78,7 @@ def test_a_configuration_becomes_flags_that_the_planner_reads(fold3d, tmp_path: 
     code, printed, _ = fold3d(f"import {file}")
     assert code == 0
     line = f"{printed.strip()} --seq-length 8192 --global-batch-size 128 --bf16"
-    assert from_flags(line).shape.num_parameters == 8_030_261_248
+    assert described(line.split()).model().num_parameters == 8_030_261_248
 
 
 def test_megatron_parses_the_flags(parser):
@@ -104,9 +104,9 @@ def test_megatron_parses_the_flags_of_latent_attention_and_of_experts_in_groups(
     assert (args.moe_router_num_groups, args.moe_router_group_topk) == (8, 4)
     assert (args.moe_router_score_function, args.moe_router_topk_scaling_factor) == ("sigmoid", 2.5)
     assert (args.mtp_num_layers, args.moe_aux_loss_coeff) == (1, [1e-4])
-    line = shlex.join(megatron_flags(DEEPSEEK_V3 | {"num_nextn_predict_layers": 0}))
-    described = from_flags(f"{line} --seq-length 4096 --global-batch-size 128 --bf16")
-    assert described.shape.num_parameters == model_shape("deepseek-v3").num_parameters
+    line = " ".join(megatron_flags(DEEPSEEK_V3 | {"num_nextn_predict_layers": 0}))
+    read = described(f"{line} --seq-length 4096 --global-batch-size 128 --bf16".split())
+    assert read.model().num_parameters == model_shape("deepseek-v3").num_parameters
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatron.fold3d.commands.megatron_flags import from_flags, from_script
+from megatron.fold3d.commands.megatron_flags import described, given_training
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES
 from megatron.fold3d.predict.cost_model.presets import preset_flags
 from megatron.fold3d.predict.cost_model.sizes import Setup, layer_bytes
@@ -36,12 +37,12 @@ torchrun --nproc_per_node 8 pretrain_gpt.py ${MODEL_ARGS[@]} $TRAINING --lr 1e-4
 def test_a_script_is_read_with_its_variables(tmp_path: Path):
     file = tmp_path / "train.sh"
     file.write_text(SCRIPT)
-    found = from_script(file)
-    shape = found.shape
+    found = given_training(Namespace(words=((), ()), from_script=file))
+    shape = found.model()
     assert (shape.num_layers, shape.num_attention_heads, shape.seq_length) == (32, 32, 8192)
     assert shape.num_parameters == SHAPES["llama3-8b"].num_parameters == 8_030_261_248
-    assert (found.global_batch_size, found.fp32) == (128, False)
-    assert found.notes == (
+    assert (found.args.global_batch_size, found.given().fp32) == (128, False)
+    assert found.notes() == (
         f"read from {file}: 32 layers of 4096, 32 heads (8 of keys and values), gated "
         "feed-forward layers of 14336, sequences of 8192, a vocabulary of 128256: 8.0 billion "
         "parameters, 128 sequences per iteration, bf16",
@@ -52,9 +53,9 @@ def test_a_script_is_read_with_its_variables(tmp_path: Path):
     "name", ["llama3-70b", "mixtral-8x7b", "qwen2.5-7b", "gpt3-18b", "deepseek-v3"]
 )
 def test_the_flags_of_a_preset_are_read_as_its_shape(name: str):
-    flags = " ".join([*preset_flags(name, "gpt"), "--global-batch-size 8"])
     preset = SHAPES[name]
-    shape = from_flags(f"{flags} --vocab-size {preset.vocab_size}").shape
+    more = f"--global-batch-size 8 --vocab-size {preset.vocab_size}".split()
+    shape = described([*preset_flags(name, "gpt"), *more]).model()
     assert shape.num_parameters == preset.num_parameters
     assert shape.stage_flops(1) == preset.stage_flops(1)
 
@@ -86,10 +87,11 @@ def test_a_gated_layer_saves_three_matrices_widths_and_experts_one_copy_per_expe
 
 def test_multi_latent_attention_is_read_with_megatrons_defaults():
     flags = f"{FLAGS} --global-batch-size 8 --multi-latent-attention --q-lora-rank 48"
-    found = from_flags(f"{flags} --qk-layernorm --group-query-attention --disable-bias-linear")
-    shape, h, a = found.shape, 64, 4
+    flags += " --qk-layernorm --group-query-attention --disable-bias-linear"
+    found = described(flags.split())
+    shape, h, a = found.model(), 64, 4
     assert (shape.q_lora_rank, shape.kv_lora_rank, shape.num_query_groups) == (48, 32, 0)
-    assert "4 heads of multi-latent attention (32 of keys and values)" in found.notes[0]
+    assert "4 heads of multi-latent attention (32 of keys and values)" in found.notes()[0]
     queries, keys_and_values = 48 * (h + a * 192), h * (32 + 64) + 32 * a * (128 + 128)
     norms = 2 * (2 * h + 48 + 32)
     feed_forward = 2 * h * 4 * h
@@ -118,24 +120,21 @@ def test_half_of_multi_latent_attention_is_refused():
     [
         (FLAGS, "the command line has no --global-batch-size; the model and the batch are read"),
         (f"{FLAGS} --global-batch-size", "the command line has no --global-batch-size"),
-        (f"{FLAGS} --global-batch-size x", "found --global-batch-size x; it is a whole number"),
+        (f"{FLAGS} --global-batch-size x", "--global-batch-size: invalid int value: 'x'"),
         (
             f"{FLAGS} --global-batch-size 8 --mtp-num-layers 1",
             "--mtp-num-layers: the planner does not model the layers of multi-token prediction",
         ),
-        (f"{FLAGS} '", "No closing quotation; quote the flags as one word"),
     ],
 )
 def test_flags_that_are_not_modelled_are_refused(flags: str, message: str):
     with pytest.raises(ValueError, match=message):
-        from_flags(flags)
+        described(flags.split())
 
 
 def test_what_is_not_said_is_an_assumption():
-    notes = from_flags(
-        f"{FLAGS} --global-batch-size 8 --fp16 --fp8-format hybrid --tensor-model-parallel-size 2 "
-        "--num-layers 4"
-    ).notes
+    flags = f"{FLAGS} --global-batch-size 8 --fp16 --fp8-format hybrid --num-layers 4"
+    notes = described(f"{flags} --tensor-model-parallel-size 2".split()).notes()
     assert [note.partition(";")[0] for note in notes[1:]] == [
         "assumed: a vocabulary of 51200",
         "assumed: fp8 and fp4 compute as fast as 16 bits",
@@ -147,8 +146,8 @@ def test_what_is_not_said_is_an_assumption():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("", "no model: give one of --model, flags behind --, --from-script"),
-        ("--model 2-64-4 -- x", "--model with flags behind --: give one of"),
+        ("", "no model: give --model NAME, or a training's flags behind --, or --from-script"),
+        ("--model 2-64-4 -- --num-layers 2", "--model with --num-layers: both say the model"),
         ("--model 2-64-4", "--global-batch-size is missing"),
     ],
 )

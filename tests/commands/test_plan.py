@@ -35,13 +35,13 @@ def test_plan_prints_transfers_and_gradient_sync_by_default(fold3d):
 
 
 def test_the_weight_gradients_of_a_segment_can_be_delayed(fold3d):
-    line = "--schedule aiao:wgrad=last@1 --pp 1 --segments 2 --microbatches 2"
+    line = "--schedule aiao:step=next:wgrad=last@1 --pp 1 --segments 2 --microbatches 2"
     code, out, _ = fold3d(f"plan {line} --compute-only")
     assert code == 0
     assert out == "0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1 1W0 1W1\n"
-    # F 4, B of both segments 4 + 2, W 2 beside segment 0's DP.sync of 2; segment 1's follows.
-    line = line.replace("last", "behind")  # between which DP.sync starts, and is no longer
-    _, out, _ = fold3d(f"simulate {line} --grad-sync-s 2 --json")
+    # DP.sync starts between the weight gradients of a segment, and is no longer than they are.
+    line = line.replace("step=next:wgrad=last", "wgrad=behind")
+    _, out, _ = fold3d(f"simulate {line} --seconds sum=2 --json")
     assert json.loads(out)["period_s"] == 4 + 4 + 2 + 2 + 2
 
 
@@ -62,12 +62,13 @@ def test_zero_bubble_prints_its_weight_gradients(fold3d):
 
 
 def test_segments_can_recompute_early(fold3d):
-    line = "plan --pp 1 --segments 2 --microbatches 1 --compute-only --schedule aiao:recompute"
+    line = "plan --pp 1 --segments 2 --microbatches 1 --recompute full --compute-only"
+    line += " --schedule aiao:recompute"
     assert fold3d(f"{line}=early@0")[1] == "0F0 1F0 1B0 0R0 0B0\n"
     assert fold3d(f"{line}=early")[1] == "0F0 1F0 1R0 1B0 0R0 0B0\n"
     code, _, err = fold3d(f"{line}=early@0,2")
     assert code == 2
-    assert "there is no segment 2 in --schedule aiao, a rank holds 2; give some of 0 to 1" in err
+    assert "recompute=early@0,2: there is no segment 2, a rank holds 2; give some of 0 to 1" in err
 
 
 def test_more_forwards_run_ahead(fold3d):
@@ -101,17 +102,17 @@ def test_auto_prints_the_order_that_takes_least_time(fold3d):
     _, placed, _ = fold3d(f"{line} --schedule 1f1b:wgrad=gaps")
     assert placed == zero_bubble  # a forward takes 1, a backward 1 and weight gradients 1
     line = line.replace("8", "16")
-    _, further, _ = fold3d(f"{line} --schedule 1f1b:ahead=auto --p2p-s 1.25")
+    _, further, _ = fold3d(f"{line} --schedule 1f1b:ahead=auto --seconds p2p=1.25")
     _, three, _ = fold3d(f"{line} --schedule 1f1b:ahead=3")
     assert further == three
-    code, _, err = fold3d(f"{line} --p2p-s 1")
+    code, _, err = fold3d(f"{line} --seconds p2p=1")
     assert code == 2
-    assert "--p2p-s without an auto" in err
+    assert "--seconds without an auto" in err
 
 
 def test_parameters_can_be_whole_only_while_their_stage_computes(fold3d):
     line = "plan --schedule aiao --pp 1 --segments 3 --microbatches 1 --shard-segments weights"
-    code, out, err = fold3d(f"{line} --compute-only")
+    code, out, err = fold3d(f"{line} --use-distributed-optimizer --compute-only")
     assert (code, err) == (0, "")
     assert out == (
         "0ALL_GATHER 1ALL_GATHER 0F0 0FREE_PARAM 2ALL_GATHER 1F0 2F0 2B0 2FREE_PARAM_B "

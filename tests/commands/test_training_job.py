@@ -1,25 +1,50 @@
 """``fold3d simulate -- FLAGS``: a training's own flags, without Megatron."""
 
 import json
+from argparse import ArgumentParser
+from pathlib import Path
 
 import pytest
+
+from megatron.fold3d.commands.training_words import read_words
 
 MODEL = "--num-layers 16 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --bf16"
 SPLIT = "--pipeline-model-parallel-size 2 --segments 4 --micro-batch-size 2 --global-batch-size 64"
 JOB = f"{MODEL} {SPLIT} --transformer-impl local --overlap-grad-reduce"
+FULL = "--recompute-granularity full"
 SIMULATE = "simulate --cluster a100x8-100g"
 
 
-def test_flags_say_what_options_say(fold3d):
+def test_short_forms_say_what_flags_say(fold3d):
     by_flags = fold3d(f"{SIMULATE} --json -- {JOB} --schedule aiao:step=next --lr 1e-4")
-    by_options = fold3d(
+    short = fold3d(
         f"{SIMULATE} --json --schedule aiao:step=next --pp 2 --segments 4 --microbatches 8 "
-        "--model 16-1024-16-1024 --micro-batch-size 2"
+        "--model 16-1024-16-1024 --micro-batch-size 2 --recompute none"
     )
-    found, other = (json.loads(out) for _, out, _ in (by_flags, by_options))
+    found, other = (json.loads(out) for _, out, _ in (by_flags, short))
     assert found["period_s"] == other["period_s"]
     assert found["peak_bytes"] == other["peak_bytes"]
     assert found["left_out"] == []
+
+
+def test_what_is_typed_overrides_a_script(fold3d, tmp_path: Path):
+    script = tmp_path / "train.sh"
+    script.write_text(f"python pretrain_gpt.py {JOB} --schedule aiao --lr $RATE\n")
+    line = f"{SIMULATE} --from-script {script}"
+    assert fold3d(line)[1].startswith("aiao: 2 ranks, 4 segments, 8 micro-batches")
+    code, out, err = fold3d(f"{line} --pp 4 --segments 2 --schedule aiao:step=next")
+    assert (code, err) == (0, "")
+    assert out.startswith("aiao:step=next: 4 ranks, 2 segments, 16 micro-batches")
+
+
+def test_defaults_are_megatrons(parser: ArgumentParser):
+    of_megatron = vars(parser.parse_args([]))
+    ours = vars(read_words(()))
+    both = {name for name in ours if name in of_megatron}
+    assert len(both) > 100
+    assert {
+        n: (ours[n], of_megatron[n]) for n in both if (ours[n] or 0) != (of_megatron[n] or 0)
+    } == {}
 
 
 def test_without_a_schedule_it_is_stocks_with_its_groups(fold3d):
@@ -50,16 +75,17 @@ def test_what_is_not_simulated_is_named(fold3d):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("simulate", "no --schedule, and no training flags behind --: give one of the two"),
-        (f"{SIMULATE} --pp 2 -- {JOB}", "--pp beside training flags, which say it; drop it"),
-        (f"simulate -- {JOB}", "training flags without --cluster"),
-        (f"{SIMULATE} -- {SPLIT}", "the command line has no --num-layers, --hidden-size"),
+        (f"simulate -- {JOB}", "a model without --cluster"),
+        (f"{SIMULATE} -- {SPLIT}", "the command line has no model: give --model NAME"),
+        (f"{SIMULATE} -- {SPLIT} --num-layers 9", "has no --hidden-size, --num-attention-heads"),
+        (f"{SIMULATE} --model 24-1024-16 -- {JOB}", "--model with --num-layers: both say"),
+        (f"{SIMULATE} --segmnts 2 -- {JOB}", "unrecognized arguments: --segmnts 2; did you mean"),
         (f"{SIMULATE} -- {JOB} --schedule aia", "'aia' is no order"),
-        (f"{SIMULATE} -- {JOB} --schedule aiao:wgrad=last@7", "there is no segment 7"),
+        (f"{SIMULATE} -- {JOB} --schedule aiao:recompute=early@7 {FULL}", "no segment 7"),
         (f"{SIMULATE} -- {MODEL} --global-batch-size 9", "8 replicas: each computes equally many"),
         (
             f"{SIMULATE} -- {JOB} --tensor-model-parallel-size 3",
-            "take 6 GPUs for a model, and the cluster has 8",
+            "take 6 GPUs for a model, and a100x8-100g has 8",
         ),
         (f"{SIMULATE} -- {JOB} --recompute-layers x", "--recompute-layers: 'x' is neither a list"),
         (f"{SIMULATE} -- {JOB} --mtp-num-layers 1", "does not model the layers of multi-token"),

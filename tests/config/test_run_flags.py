@@ -252,7 +252,9 @@ def test_segments_of_a_checkpoint_are_judged_when_it_is_read(
     line = f"--schedule aiao --use-checkpoint-args --load x {local} {flags}"
     Fold3DConfig.from_args(parser.parse_args(line.split()))
     with pytest.raises(ValueError, match=r"segment|layers"):
-        Fold3DConfig.from_args(parser.parse_args(line.replace("--use-checkpoint-args", "").split()))
+        Fold3DConfig.from_args(
+            parser.parse_args(line.replace("--use-checkpoint-args", "--num-layers 3").split())
+        )
 
 
 def test_a_misspelt_flag_is_told_the_next_one(

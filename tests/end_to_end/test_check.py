@@ -55,8 +55,8 @@ def test_what_an_estimate_leaves_out_is_told() -> None:
     ((code, out, err),) = run_distributed(_run, 1, None, argv.split(), one_queue)
     assert code == 0, err
     assert out.splitlines()[-1] == (
-        "not in these estimates: --num-distributed-optimizer-instances, one hardware queue, "
-        "no --overlap-param-gather"
+        "not in these estimates: --num-distributed-optimizer-instances, no --overlap-param-gather, "
+        "one hardware queue"
     )
 
 

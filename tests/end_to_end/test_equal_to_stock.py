@@ -224,7 +224,7 @@ ROWS = (
         flags=f"--overlap-grad-reduce {BUCKETS} {UNTIED} {FULL} uniform",
         ours="--schedule plan=PLAN",
         plan="fold3d plan --schedule 1f1b:wgrad=gaps:ahead=auto --pp 2 --microbatches 4 "
-        "--compute-only --p2p-s 1.5",
+        "--compute-only --seconds p2p=1.5",
     ),
     Row(
         name="recomputed and overlapped",

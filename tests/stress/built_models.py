@@ -31,14 +31,15 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.fold3d.commands.megatron_flags import from_flags, shape_of
+from megatron.fold3d.commands.job import setup_of
+from megatron.fold3d.commands.megatron_flags import described, shape_of
+from megatron.fold3d.config.layer_split import stage_layers
 from megatron.fold3d.predict.cost_model.sizes import (
     expert_gradient_bytes,
     gradient_bytes,
     held_parameters,
 )
 from megatron.fold3d.training import launch
-from megatron.fold3d.training.trained_setup import setup_of, stage_layers
 
 REST = (
     "--device cpu --mock-data --tokenizer-type NullTokenizer --lr 1e-2 --eval-iters 0 "
@@ -254,16 +255,17 @@ def _counted(args: Namespace) -> list[Sizes]:
 
 def _by_words(job: Job, args: Namespace) -> Iterator[str]:
     """Yield a line if the flags as words, which `fold3d search` reads, say something else."""
-    words, setup = from_flags(job.flags), setup_of(args, args.data_parallel_size)
+    words, setup = described(job.flags.split()), setup_of(args, args.data_parallel_size)
+    given = words.given()
     tp = setup.tensor_parallel
     as_words, validated = (
         (*shape.padded(tp).stage_parameters(1), *shape.padded(tp).stage_flops(1), *rest)
         for shape, *rest in (
             (
-                words.shape,
-                words.expert_tensor_parallel or tp,
-                words.expert_parallel,
-                words.small_gradients,
+                words.model(),
+                given.expert_tensor_parallel or tp,
+                given.expert_parallel,
+                given.small_gradients,
             ),
             (shape_of(args), *setup.expert_ranks, setup.small_gradients),
         )

@@ -1,7 +1,7 @@
 """Random jobs, each predicted in three ways that have to agree.
 
 `--check` reads Megatron's validated namespace; `fold3d simulate` reads the same flags as words, or
-a model's name and sizes. All predict the time of an iteration and the memory of each pipeline rank.
+their short forms. All predict the time of an iteration and the memory of each pipeline rank.
 
     .venv/bin/python -m tests.stress.predictions --seed 7 --jobs 200
 """
@@ -52,13 +52,13 @@ class Job:
 
     Attributes:
         flags: of training.
-        options: of the command.
+        short: the same in short forms.
         cluster: the text of a cluster's file.
         gpus: all ranks.
     """
 
     flags: str
-    options: str
+    short: str
     cluster: str
     gpus: int
 
@@ -84,30 +84,33 @@ def draw(dice: random.Random) -> Job:
         f"--pipeline-model-parallel-size {ranks} --segments {segments}",
         f"--micro-batch-size {size} --global-batch-size {microbatches * replicas * size}",
     ]
-    options = [
-        f"--schedule {word} --pp {ranks} --segments {segments} --microbatches {microbatches}",
-        f"--model {layers}-{hidden}-16-{length} --micro-batch-size {size}",
+    short = [
+        f"--schedule {word} --pp {ranks} --segments {segments} --micro-batch-size {size}",
+        f"--model {layers}-{hidden}-16-{length}",
     ]
     if word.parts or sharded or dice.random() < 0.7:
         flags.append("--overlap-grad-reduce")
+        short.append(f"--microbatches {microbatches}")
     else:
-        options.append("--grad-sync serial")
+        short.append(f"--global-batch-size {microbatches * replicas * size}")
     if sharded:
         flags.append(_SHARDED)
-        options.append("--distributed-optimizer")
+        short.append("--use-distributed-optimizer")
     if recomputes and each > 1 and dice.random() < 0.5:
         counts = ",".join(str(dice.randint(0, each)) for _ in range(ranks * segments))
         flags.append(f"--recompute-layers {counts}")
-        options.append(f"--recompute full --recompute-layers {counts}")
+        short.append(f"--recompute-layers {counts}")
     elif recomputes:
         flags.append(_FULL)
-        options.append("--recompute full")
+        short.append("--recompute full")
+    else:
+        short.append("--recompute none")
     if shards:
         flags.append("--shard-segments weights")
-        options.append("--shard-segments weights")
+        short.append("--shard-segments weights")
     gpus = ranks * replicas
     cluster = _CLUSTER.format(gpus=gpus, nic=dice.choice((3e9, 6.25e9, 2.5e10)))
-    return Job(" ".join(flags), " ".join(options), cluster, gpus)
+    return Job(" ".join(flags), " ".join(short), cluster, gpus)
 
 
 def _word(
@@ -162,12 +165,12 @@ def of_check(job: Job, parser: ArgumentParser, cluster: Path) -> tuple[float, li
         validate_args(args, megatron_defaults(args))
     config = Fold3DConfig.from_args(args)
     batch = args.micro_batch_size * args.data_parallel_size
-    plan = check_schedule(config, args.global_batch_size // batch)
-    found = RunEstimate.of(args, plan, Target.named(str(cluster)))
+    check_schedule(config, args.global_batch_size // batch)
+    found = RunEstimate.of(args, Target.named(str(cluster)))
     return found.iteration_s, list(found.peaks)
 
 
-def of_simulate(options: Sequence[str], cluster: Path) -> tuple[float, list[float]]:
+def of_simulate(words: Sequence[str], cluster: Path) -> tuple[float, list[float]]:
     """Return seconds and peaks in bytes, from words.
 
     Raises:
@@ -175,7 +178,7 @@ def of_simulate(options: Sequence[str], cluster: Path) -> tuple[float, list[floa
     """
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        fold3d(["simulate", "--cluster", str(cluster), "--json", *options])
+        fold3d(["simulate", "--cluster", str(cluster), "--json", *words])
     if not out.getvalue():
         raise ValueError(err.getvalue())
     found = json.loads(out.getvalue())
@@ -189,7 +192,7 @@ def difference(job: Job, parser: ArgumentParser, folder: Path) -> str:
     found: dict[str, tuple[float, list[float]] | str] = {}
     for name, predicted in (
         ("--check", lambda: of_check(job, parser, cluster)),
-        ("simulate", lambda: of_simulate(job.options.split(), cluster)),
+        ("simulate", lambda: of_simulate(job.short.split(), cluster)),
         ("simulate -- FLAGS", lambda: of_simulate(["--", *job.flags.split()], cluster)),
     ):
         try:
@@ -226,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             job = draw(dice)
             if told := difference(job, parser, Path(folder)):
                 wrong += 1
-                print(f"job {number}: {told}\n  {job.flags}\n  fold3d simulate {job.options}")
+                print(f"job {number}: {told}\n  {job.flags}\n  fold3d simulate {job.short}")
     print(f"seed {args.seed}: {args.jobs} jobs, {wrong} differ")
     return int(wrong > 0)
 

@@ -1,77 +1,36 @@
 """A user's own Megatron flags, from a command line or a shell script, as the planner's model.
 
-Nothing is run: flags are read as words, and variables are replaced if the script sets them itself.
-A flag that changes the model in a way that the planner does not model is refused; flags that do
-not matter to it are ignored.
+A flag that changes the model in a way that the planner does not model is refused; flags that do not
+matter to it are ignored.
 """
 
 import re
-import shlex
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.fold3d.commands.training_words import (
+    LATENT,
+    NOT_MODELLED,
+    SIZES,
+    help_of_flags,
+    read_words,
+    script_words,
+)
 from megatron.fold3d.observe.fields import read_text
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape, model_shape
 from megatron.fold3d.predict.cost_model.presets import preset_flags
+from megatron.fold3d.predict.search.candidates import Given
 
-# Fields of a shape, by the flag that says them.
-_SIZES = {
-    "num-layers": "num_layers",
-    "hidden-size": "hidden_size",
-    "num-attention-heads": "num_attention_heads",
-    "seq-length": "seq_length",
-    "max-position-embeddings": "max_positions",
-    "ffn-hidden-size": "ffn_hidden_size",
-    "kv-channels": "kv_channels",
-    "num-experts": "num_experts",
-    "moe-ffn-hidden-size": "expert_ffn_hidden_size",
-    "moe-shared-expert-intermediate-size": "shared_expert_ffn_hidden_size",
-}
-# Likewise, with Megatron's defaults, where attention is multi-latent.
-_LATENT = {
-    "q-lora-rank": 0,
-    "kv-lora-rank": 32,
-    "qk-head-dim": 128,
-    "qk-pos-emb-head-dim": 64,
-    "v-head-dim": 128,
-}
-# What the search does not choose, with values if not given.
-_SHARED = {
-    "context-parallel-size": 1,
-    "expert-model-parallel-size": 1,
-    "expert-tensor-parallel-size": 0,
-}
-_NEEDED = ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "global-batch-size")
-_NOT_MODELLED = {
-    "hybrid-layer-pattern": "layers that are no transformer's",
-    "mtp-num-layers": "the layers of multi-token prediction",
-    "heterogeneous-layers-config-path": "layers that differ",
-    "heterogeneous-layers-config-encoded-json": "layers that differ",
-    "yaml-cfg": "a file of options",
-}
-# What `_shape` reads beside these.
-_OTHERS = (
-    *(
-        "multi-latent-attention",
-        "vocab-size",
-        "make-vocab-size-divisible-by",
-        "swiglu",
-        "position-embedding-type",
-    ),
-    *("moe-layer-freq", "untie-embeddings-and-output-weights", "num-query-groups"),
-    *("group-query-attention", "rotary-base", "normalization", "add-qkv-bias", "moe-router-topk"),
-    "qk-layernorm",
-)
-_UNEVEN = (
-    *("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"),
-    "pipeline-model-parallel-layout",
-)
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 _DEFAULT_VOCABULARY = 51_200
-_VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)")
-_ASSIGNMENT = re.compile(r"\s*(?:export\s+|local\s+|readonly\s+)?(\w+)\+?=(.*)", re.S)
+# Flags that a script should have once.
+_ALONE = (
+    *("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"),
+    *("--global-batch-size", "--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
+)
 _FREQUENCY = re.compile(r"\(?\[0\]\*(\d+)\+\[1\]\*(\d+)\)?")
 
 
@@ -80,270 +39,255 @@ class Described:
     """What flags say about a run.
 
     Attributes:
-        shape: the model.
-        global_batch_size: sequences per iteration.
-        fp32: whether neither 16-bit type is asked for.
-        fp16: whether it is fp16.
-        context_parallel: ranks that share a sequence, which the search does not choose.
-        expert_parallel: ranks that share the experts of a layer, likewise.
-        expert_tensor_parallel: ranks that share each expert, likewise; 0 if none are asked for.
-        small_gradients: whether gradients are summed in 16 bits.
-        notes: the flags that were read, and the values that are assumed; one line each.
-        words: all of them; a script's are not flags alone.
-        flags: by name, each flag's first value, with those of a preset.
+        args: the namespace of the flags, with defaults for those that are not given.
+        typed: likewise, of those alone that were typed for a command.
+        shape: the model; None if no flag says any of it.
+        source: where the flags come from, for messages.
+        words: the flags; a script's words are not flags alone.
         script: the file, if they were read from one.
     """
 
-    shape: ModelShape
-    global_batch_size: int
-    fp32: bool
-    fp16: bool
-    context_parallel: int
-    expert_parallel: int
-    expert_tensor_parallel: int
-    small_gradients: bool
-    notes: tuple[str, ...]
+    args: Namespace
+    typed: Namespace
+    shape: ModelShape | None
+    source: str
     words: tuple[str, ...]
-    flags: Mapping[str, str]
     script: Path | None = None
 
+    def given(self) -> Given:
+        """Return what the search does not choose: what was typed for it, and what it never does."""
+        args, typed = self.args, self.typed
+        return Given(
+            tensor_parallel=typed.tp,
+            data_parallel=typed.dp,
+            num_ranks=typed.pp,
+            num_segments=typed.segments,
+            microbatch_size=typed.micro_batch_size,
+            recompute=typed.recompute,
+            fp32=not (args.bf16 or args.fp16),
+            context_parallel=args.context_parallel_size,
+            expert_parallel=args.expert_model_parallel_size,
+            expert_tensor_parallel=args.expert_tensor_parallel_size or 0,
+            small_gradients=has_small_gradients(args),
+        )
 
-def add_training_flags(parser: ArgumentParser, purpose: str) -> None:
-    """Add a training's flags behind ``--``, or in a shell script."""
-    parser.add_argument(
-        "flags", nargs="*", metavar="FLAGS", help=f"behind --, the flags of a training: {purpose}"
-    )
-    parser.add_argument(
+    def model(self) -> ModelShape:
+        """Return the model.
+
+        Raises:
+            ValueError: no flag, or not all flags of a model are given.
+        """
+        if self.shape is None:
+            raise ValueError(
+                f"{self.source} has no model: give --model NAME, or a training's flags behind --, "
+                "or --from-script FILE"
+            )
+        return self.shape
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what was read, and what is assumed; nothing of a model with a name."""
+        args = self.args
+        if args.model is not None:
+            return ()
+        precision = "fp16" if args.fp16 else "bf16" if args.bf16 else "32 bits"
+        return (
+            f"read from {self.source}: {_in_words(self.model())}, {args.global_batch_size} "
+            f"sequences per iteration, {precision}",
+            *(f"assumed: {line}" for line in _assumed(args, self.words)),
+        )
+
+
+def add_training_flags(parser: ArgumentParser, rule: str = "") -> None:
+    """Let a command read a training's flags: typed, behind ``--``, or in a script.
+
+    Args:
+        parser: the command's parser.
+        rule: what the command does with some of them, for the help.
+    """
+    flags = parser.add_argument_group("flags of a training", help_of_flags(rule))
+    flags.add_argument(
         "--from-script",
         type=Path,
         metavar="FILE",
-        help="likewise, from a shell script that starts a training",
+        help="the flags in a shell script that starts a training",
     )
+    parser.set_defaults(words=((), ()))
 
 
 def given_training(args: Namespace) -> Described:
     """Return what the training flags of a command say.
 
     Raises:
-        ValueError: as below.
+        ValueError: as below, or flags are given twice.
         OSError: the script cannot be read.
     """
-    if args.flags and args.from_script is not None:
+    typed, behind = args.words
+    if behind and args.from_script is not None:
         raise ValueError("flags behind -- with --from-script: both say the training; drop one")
     if args.from_script is not None:
-        return from_script(args.from_script)
-    return described(args.flags, "the command line")
+        words = tuple(script_words(read_text(args.from_script)))
+        return described(words, str(args.from_script), typed=typed, script=args.from_script)
+    return described(behind, "the command line", typed=typed)
 
 
-def from_flags(line: str) -> Described:
-    """Read one line of flags.
+def described(
+    words: Sequence[str],
+    source: str = "the command line",
+    *,
+    typed: Sequence[str] = (),
+    script: Path | None = None,
+) -> Described:
+    """Return what flags say.
+
+    Args:
+        words: a training's flags.
+        source: where they come from, for messages.
+        typed: flags that were typed for a command.
+        script: as in `Described`.
 
     Raises:
         ValueError: flags are missing, no numbers, or ask for what is not modelled.
     """
-    try:
-        words = shlex.split(line)
-    except ValueError as error:
-        raise ValueError(f"{line!r}: {error}; quote the flags as one word") from None
-    return described(words, "the command line")
+    args = read_words(words, typed)
+    if args.model_preset:
+        family = model_shape(args.model_preset).family
+        args = read_words([*preset_flags(args.model_preset, family), *words], typed)
+    shape = None
+    if args.model is not None:
+        if args.num_layers:
+            raise ValueError("--model with --num-layers: both say the model; drop one of the two")
+        shape = model_shape(args.model)
+        for name, field in SIZES.items():
+            setattr(args, name, getattr(shape, field) or None)
+        args.bf16 = not (args.fp32 or args.fp16)
+        args.untie_embeddings_and_output_weights = shape.untied
+    elif any(getattr(args, name) for name in _NEEDED):
+        missing = [name for name in (*_NEEDED, "global_batch_size") if not getattr(args, name)]
+        if args.microbatches is not None and missing[-1:] == ["global_batch_size"]:
+            missing.pop()
+        if missing:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+            raise ValueError(f"{source} has no {flags}; the model and the batch are read from them")
+        shape = shape_of(args)
+    else:
+        args.untie_embeddings_and_output_weights = True  # there are none
+    return Described(
+        args=args,
+        typed=read_words((), typed),
+        shape=shape,
+        source=source,
+        words=(*words, *typed),
+        script=script,
+    )
 
 
-def from_script(file: Path) -> Described:
-    """Read the flags in a shell script that starts a training.
-
-    Raises:
-        ValueError: as above.
-        OSError: the file cannot be read.
-    """
-    return replace(described([*_script_words(read_text(file))], str(file)), script=file)
+def has_small_gradients(args: Namespace) -> bool:
+    """Tell whether gradients are summed in 16 bits: fp16's default, which bf16 has to ask for."""
+    if args.fp16:
+        return not args.accumulate_allreduce_grads_in_fp32
+    return bool(args.bf16 and (args.main_grads_dtype != "fp32" or args.grad_reduce_in_bf16))
 
 
 def shape_of(args: Namespace) -> ModelShape:
-    """Return the model of Megatron's namespace, validated.
+    """Return the model of Megatron's namespace, as parsed or as validated.
 
     Raises:
         ValueError: it asks for what is not modelled.
     """
-    flags: dict[str, str] = {}
-    for name in (*_SIZES, *_NOT_MODELLED, *_LATENT, *_OTHERS):
-        value = getattr(args, name.replace("-", "_"), None)
-        if value is not None and value is not False:
-            flags[name] = "" if value is True else str(value)
-    if getattr(args, "padded_vocab_size", None):  # at which validation has rounded up
-        flags["vocab-size"] = str(args.padded_vocab_size)
-    if not args.add_bias_linear:
-        flags["disable-bias-linear"] = ""
-    if isinstance(pattern := getattr(args, "moe_layer_freq", 1), list):
-        dense = pattern.index(1) if 1 in pattern else len(pattern)
-        flags["moe-layer-freq"] = f"([0]*{dense}+[1]*{len(pattern) - dense})"
-        if sorted(pattern) != pattern:
-            flags["moe-layer-freq"] = str(pattern)
-    _check_modelled(flags, "the model")
-    return _shape(flags, "the model")[0]
-
-
-def _script_words(text: str) -> Iterator[str]:
-    """Yield the words of a script; of its variables those that it gives a value."""
-    values: dict[str, str] = {}
-    for line in re.sub(r"\\\n", " ", text).splitlines():
-        assigned = _ASSIGNMENT.fullmatch(line)
-        if assigned and not assigned[2].lstrip().startswith("("):
-            value = " ".join(_words(assigned[2], values))
-            values[assigned[1]] = value
-            line = value if "--" in value else ""
-        elif assigned:
-            line = assigned[2].strip().strip("()")
-        yield from _words(line, values)
-
-
-def _words(line: str, values: Mapping[str, str]) -> Iterator[str]:
-    try:
-        found = shlex.split(line, comments=True)
-    except ValueError:  # a quote that another line closes
-        found = line.replace('"', " ").replace("'", " ").split()
-    for word in found:
-        yield from _VARIABLE.sub(
-            lambda name: values.get(name[1] or name[3], (name[2] or "").strip("\"'")), word
-        ).split()
-
-
-def described(words: Sequence[str], source: str) -> Described:
-    """Return what flags say; ``source`` is where they come from, for messages.
-
-    Raises:
-        ValueError: flags are missing, no numbers, or ask for what is not modelled.
-    """
-    flags, twice = _flags(words)
-    if name := flags.get("model-preset"):
-        flags, twice = _flags([*words, *preset_flags(name, model_shape(name).family)])
-    if missing := [f"--{name}" for name in _NEEDED if not flags.get(name)]:
-        raise ValueError(
-            f"{source} has no {', '.join(missing)}; the model and the batch are read from them"
-        )
-    _check_modelled(flags, source)
-    shape, assumed = _shape(flags, source)
-    fp16 = "fp16" in flags
-    precision = "fp16" if fp16 else "bf16" if "bf16" in flags else "32 bits"
-    if any(name.startswith(("fp8-", "fp4-")) for name in flags):
-        assumed.append("fp8 and fp4 compute as fast as 16 bits")
-    kept = [n for n in ("tensor-model-parallel-size", "pipeline-model-parallel-size") if n in flags]
-    if kept:
-        own = ", ".join(f"--{name} {flags[name]}" for name in kept)
-        assumed.append(f"the search chooses sizes anew, instead of {own}; --tp and --pp keep them")
-    if uneven := [n for n in _UNEVEN if n in flags]:
-        own = " and ".join(f"--{name}" for name in uneven)
-        assumed.append(f"the search divides the layers itself, instead of {own}")
-    assumed += [f"--{name} is there several times; the last counts" for name in twice]
-    shared = {name: number(flags, name, other) for name, other in _SHARED.items()}
-    fixed = [f"--{name} {n}" for name, n in shared.items() if n > 1 or n != _SHARED[name]]
-    if fixed:
-        assumed.append(
-            f"{' and '.join(fixed)} stay; no computation hides what these ranks exchange"
-        )
-    batch = number(flags, "global-batch-size")
-    notes = [
-        f"read from {source}: {_in_words(shape)}, {batch} sequences per iteration, {precision}",
-        *(f"assumed: {line}" for line in assumed),
-    ]
-    return Described(
-        shape=shape,
-        global_batch_size=batch,
-        fp32=precision == "32 bits",
-        fp16=fp16,
-        context_parallel=shared["context-parallel-size"],
-        expert_parallel=shared["expert-model-parallel-size"],
-        expert_tensor_parallel=shared["expert-tensor-parallel-size"],
-        small_gradients=precision != "32 bits" and not _sums_in_32_bits(flags, fp16=fp16),
-        notes=tuple(notes),
-        words=tuple(words),
-        flags=flags,
-    )
-
-
-def _sums_in_32_bits(flags: Mapping[str, str], *, fp16: bool) -> bool:
-    if fp16:
-        return "accumulate-allreduce-grads-in-fp32" in flags
-    in_16_bits = flags.get("main-grads-dtype", "fp32") != "fp32"
-    return not (in_16_bits or "grad-reduce-in-bf16" in flags)
-
-
-def _check_modelled(flags: Mapping[str, str], source: str) -> None:
-    for name, what in _NOT_MODELLED.items():
-        if name in flags:
-            raise ValueError(f"{source}: --{name}: the planner does not model {what}; drop it")
-
-
-def _flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return each flag's first value, and which flags of a model have two values."""
-    flags: dict[str, str] = {}
-    twice: list[str] = []
-    name = ""
-    for word in words:
-        if word.startswith("--") and len(word) > 2:
-            name, _, value = word[2:].partition("=")
-            before, flags[name] = flags.get(name), value
-        elif name and not flags[name]:
-            flags[name] = word
-            if before not in (None, "", word) and name in (*_SIZES, *_NEEDED):
-                twice.append(name)
-    return flags, twice
-
-
-def _shape(flags: Mapping[str, str], source: str) -> tuple[ModelShape, list[str]]:
-    assumed = []
+    for name, what in NOT_MODELLED.items():
+        if getattr(args, name, None):
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag}: the planner does not model {what}; drop it")
     sizes: dict[str, Any] = {
-        field: number(flags, name) for name, field in _SIZES.items() if name in flags
+        field: size for name, field in SIZES.items() if (size := getattr(args, name, None))
     }
-    vocabulary = number(flags, "vocab-size") if "vocab-size" in flags else 0
-    if not vocabulary:
-        assumed.append(
-            f"a vocabulary of {_DEFAULT_VOCABULARY}; --vocab-size is not among the flags"
-        )
-    unit = number(flags, "make-vocab-size-divisible-by", 128)
-    swiglu = "swiglu" in flags
-    if swiglu and "ffn-hidden-size" not in flags:  # as Megatron derives it
-        sizes["ffn_hidden_size"] = int(4 * sizes["hidden_size"] * 2 / 3 / 64) * 64
-    rotary = flags.get("position-embedding-type", "learned_absolute") != "learned_absolute"
-    if "multi-latent-attention" in flags:
-        sizes |= {n.replace("-", "_"): number(flags, n, size) for n, size in _LATENT.items()}
-        flags = {name: value for name, value in flags.items() if name != "group-query-attention"}
-    experts = sizes.get("num_experts", 0)
-    dense = _FREQUENCY.fullmatch(flags.get("moe-layer-freq", "1").replace(" ", ""))
-    if experts and dense is None and flags.get("moe-layer-freq", "1") != "1":
-        raise ValueError(
-            f"{source}: --moe-layer-freq {flags['moe-layer-freq']}: the planner models layers "
-            "without experts before those with experts; give ([0]*N+[1]*M)"
-        )
+    if args.swiglu and not args.ffn_hidden_size:  # as Megatron derives it
+        sizes["ffn_hidden_size"] = int(4 * args.hidden_size * 2 / 3 / 64) * 64
+    latent = bool(args.multi_latent_attention)
+    if latent:
+        sizes |= {name: getattr(args, name) or 0 for name in LATENT}
+    grouped = args.group_query_attention and not latent
+    rotary = args.position_embedding_type != "learned_absolute"
+    unit = args.make_vocab_size_divisible_by
+    # Validation has rounded it up.
+    vocabulary = getattr(args, "padded_vocab_size", None) or args.vocab_size or 0
+    experts = bool(args.num_experts)
     return ModelShape(
         name="flags",
         **sizes,
         vocab_size=-(-vocabulary // unit) * unit or _DEFAULT_VOCABULARY,
-        untied="untie-embeddings-and-output-weights" in flags,
-        num_query_groups=(
-            number(flags, "num-query-groups", 1) if "group-query-attention" in flags else 0
-        ),
-        swiglu=swiglu,
-        rotary_base=number(flags, "rotary-base", 10_000) if rotary else 0,
-        rms_norm=flags.get("normalization") == "RMSNorm",
-        biases="disable-bias-linear" not in flags,
-        qkv_bias="add-qkv-bias" in flags,
-        qk_norm="qk-layernorm" in flags,
+        untied=bool(args.untie_embeddings_and_output_weights),
+        num_query_groups=args.num_query_groups if grouped else 0,
+        swiglu=bool(args.swiglu),
+        rotary_base=args.rotary_base if rotary else 0,
+        rms_norm=args.normalization == "RMSNorm",
+        biases=bool(args.add_bias_linear),
+        qkv_bias=bool(args.add_qkv_bias),
+        qk_norm=bool(args.qk_layernorm),
         vocab_unit=unit,
-        experts_per_token=number(flags, "moe-router-topk", 2) if experts else 0,
-        num_dense_layers=int(dense[1]) if dense and experts else 0,
-    ), assumed
+        experts_per_token=args.moe_router_topk if experts else 0,
+        num_dense_layers=_num_dense_layers(args.moe_layer_freq) if experts else 0,
+    )
 
 
-def number(flags: Mapping[str, str], name: str, otherwise: int = 0) -> int:
-    """Return a flag's whole number.
+def _num_dense_layers(frequency: object) -> int:
+    """Return the layers before those with experts; ``frequency`` is text, or a list as evaluated.
 
     Raises:
-        ValueError: it has none.
+        ValueError: there are such layers behind.
     """
-    text = flags.get(name, str(otherwise))
-    if not re.fullmatch(r"\d+", text):
-        raise ValueError(f"found --{name} {text or 'without a value'}; it is a whole number")
-    return int(text)
+    if isinstance(frequency, list) and sorted(frequency) == frequency:
+        return frequency.count(0)
+    found = _FREQUENCY.fullmatch(str(frequency).replace(" ", ""))
+    if found is None and str(frequency) != "1":
+        raise ValueError(
+            f"--moe-layer-freq {frequency}: the planner models layers without experts before those "
+            "with experts; give ([0]*N+[1]*M)"
+        )
+    return int(found[1]) if found else 0
+
+
+def _assumed(args: Namespace, words: Sequence[str]) -> Iterator[str]:
+    """Yield what a prediction assumes beside what flags say."""
+    if not args.vocab_size:
+        yield f"a vocabulary of {_DEFAULT_VOCABULARY}; --vocab-size is not among the flags"
+    if args.fp8 or args.fp4:
+        yield "fp8 and fp4 compute as fast as 16 bits"
+    flags = {name: [*_values(words, name)] for name in _ALONE}
+    sizes = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size")
+    if own := [f"{name} {flags[name][-1]}" for name in sizes if flags[name]]:
+        yield (
+            f"the search chooses sizes anew, instead of {', '.join(own)}; --tp and --pp keep them"
+        )
+    uneven = (
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+        "pipeline_model_parallel_layout",
+    )
+    if own := [f"--{name.replace('_', '-')}" for name in uneven if getattr(args, name)]:
+        yield f"the search divides the layers itself, instead of {' and '.join(own)}"
+    for name, values in flags.items():
+        if len({*values}) > 1:
+            yield f"{name} is there several times; the last counts"
+    shared = {
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": None,
+    }
+    if fixed := [
+        f"--{name.replace('_', '-')} {getattr(args, name)}"
+        for name, default in shared.items()
+        if getattr(args, name) != default
+    ]:
+        yield f"{' and '.join(fixed)} stay; no computation hides what these ranks exchange"
+
+
+def _values(words: Sequence[str], flag: str) -> Iterator[str]:
+    """Yield the values of a flag that is given once or several times."""
+    for word, following in zip(words, (*words[1:], ""), strict=True):
+        name, equals, value = word.partition("=")
+        if name == flag:
+            yield value if equals else following
 
 
 def _in_words(shape: ModelShape) -> str:

@@ -1,27 +1,22 @@
-"""``fold3d plan``: print the plan of a schedule."""
+"""``fold3d plan``: print the plan of a training."""
 
 import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from megatron.fold3d.commands.console import OK, write
-from megatron.fold3d.commands.cost_flags import add_cost_flags, given_costs
+from megatron.fold3d.commands.cost_sources import add_number_options, in_numbers
+from megatron.fold3d.commands.job import config_of, run_of
+from megatron.fold3d.commands.megatron_flags import add_training_flags, given_training
 from megatron.fold3d.commands.plan_source import sizes
-from megatron.fold3d.commands.schedule_options import (
-    add_schedule_options,
-    asks_to_choose,
-    check_named,
-    compute_plan,
-    where_it_starts,
-)
-from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.ops import COMPUTE_OPS, GATHER_OPS, HOST_OPS
+from megatron.fold3d.predict.search.candidate_timeline import plan_of
 
 EXAMPLE = "fold3d plan --schedule aiao --pp 2 --segments 2 --microbatches 3"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of this command."""
-    add_schedule_options(parser, required=True)
     parser.add_argument(
         "--compute-only", action="store_true", help="without transfers and gradient sync"
     )
@@ -29,33 +24,29 @@ def add_arguments(parser: ArgumentParser) -> None:
     form.add_argument("--format", choices=("text", "csv"), default="text")
     form.add_argument("--json", action="store_true", help="sizes, peak activations and programs")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write here, not to stdout")
-    add_cost_flags(parser)  # for what is `auto`
+    add_number_options(parser)  # for what is `auto`
+    add_training_flags(parser)
 
 
 def run(args: Namespace) -> int:
     """Print the plan; returns the exit code."""
-    args = check_named(args)
-    plan = compute_plan(args)
-    if asks_to_choose(args):
-        from megatron.fold3d.commands.cost_options import costs_of
-        from megatron.fold3d.commands.order_options import chosen_order
-
-        _, plan = chosen_order(args, costs_of(args, plan))
-    elif given := given_costs(args):
+    said = given_training(args)
+    config = config_of(said)
+    its = run_of(said.args, config, in_numbers(args))
+    is_open = its.auto_ahead or its.candidate.places_weight_grads
+    if not is_open and (given := [n for n in ("seconds", "costs") if getattr(args, n)]):
         raise ValueError(
-            f"{given} without an auto: only ahead=auto and wgrad=gaps read costs "
-            "here; drop it, or give one of them"
+            f"--{given[0]} without an auto: only ahead=auto and wgrad=gaps read costs here; drop "
+            "it, or give one of them"
         )
-    if not args.compute_only:
-        options = Options(
-            overlap_tensor_parallel=bool(args.overlap_tensor_parallel),
-            shards_grads=args.shard_segments == "gradients",
-            grad_sync=where_it_starts(args, None, plan.num_segments),
-        )
-        plan = lower(plan, options)
+    its, order = its.settled()
+    plan = plan_of(its.candidate, order, transfers=not args.compute_only)
+    if args.compute_only:
+        sharded = config.shards_params
+        plan = plan.select(COMPUTE_OPS | HOST_OPS | (GATHER_OPS if sharded else frozenset()))
     if args.json:
         programs = list(plan.programs_as_words())
-        text = json.dumps({"schedule": args.schedule, **sizes(plan), "programs": programs}) + "\n"
+        text = json.dumps({"schedule": config.name, **sizes(plan), "programs": programs}) + "\n"
     else:
         text = plan.to_csv() if args.format == "csv" else plan.to_text()
     if args.output:

@@ -1,9 +1,8 @@
 """The page of ``fold3d simulate --html``: sliders that begin where the command line is."""
 
-from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 
-from megatron.fold3d.config.schedule_flags import WORD_DEFAULTS
 from megatron.fold3d.observe.report.playground import (
     MOST_FORWARDS,
     Fixed,
@@ -13,35 +12,21 @@ from megatron.fold3d.observe.report.playground import (
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.memory import peak_activations
-from megatron.fold3d.policy.schedule_word import AUTO
-from megatron.fold3d.predict.simulator.costs import Costs
-
-_PLAIN = frozenset(
-    {
-        *("command", "schedule", "pp", "segments", "microbatches", "grad_sync", "html", "svg"),
-        *("json", "run", "flags", "forward_s", "backward_s", "p2p_s", "grad_sync_s"),
-    }
-)
-"""Options that the page's sliders and buttons have, or that do not change the simulation."""
+from megatron.fold3d.predict.search.settled import PredictedRun
 
 
 def playground_page(
-    args: Namespace,
-    name: str,
-    plan: Plan,
-    timeline: Timeline,
-    costs: Costs,
-    where: str,
+    file: Path, name: str, run: PredictedRun, plan: Plan, timeline: Timeline, *, is_plain: bool
 ) -> str:
     """Return the page.
 
     Args:
-        args: the command's arguments.
-        name: the name of the simulated plan.
-        plan: the simulated plan.
+        file: the file that it is for.
+        name: the name of the simulated run.
+        run: the run, with the costs whose means the sliders begin with.
+        plan: its plan.
         timeline: its timeline. It is shown as it is, unless the page simulates just that.
-        costs: the costs whose means the sliders begin with.
-        where: where DP.sync goes: serial, overlap or deferred.
+        is_plain: whether the page simulates just that.
 
     Raises:
         ValueError: the plan is too large for a page.
@@ -49,20 +34,21 @@ def playground_page(
     ranks, microbatches = plan.num_ranks, plan.num_microbatches
     if (forwards := plan.num_stages * microbatches) > MOST_FORWARDS:
         raise ValueError(
-            f"--html {args.html}: {forwards} forwards; a browser simulates up to {MOST_FORWARDS} "
+            f"--html {file}: {forwards} forwards; a browser simulates up to {MOST_FORWARDS} "
             "while a slider moves; give fewer --microbatches or --segments, or --svg"
         )
 
     def of_rank(seconds: Sequence[float]) -> float:
         return sum(seconds) / ranks
 
+    c, costs = run.candidate, run.known.costs
     forward_s = of_rank(costs.forward_s)
     if not forward_s:
         raise ValueError(
-            f"--html {args.html}: forwards take no time, and the page counts in forwards; give "
-            "--forward-s above zero"
+            f"--html {file}: forwards take no time, and the page counts in forwards; give "
+            "--seconds forward=S above zero"
         )
-    others = set() if args.schedule is None else {args.schedule}
+    where = "overlap" if c.backward_share is None else "deferred"
     settings = Settings(
         num_ranks=ranks,
         num_microbatches=microbatches,
@@ -71,19 +57,11 @@ def playground_page(
         transfer=costs.p2p_s / forward_s,
         grad_sync=of_rank(costs.grad_sync_s) / forward_s,
         forward_s=forward_s,
-        where=where,
-        forwards_ahead=args.forwards_ahead if isinstance(args.forwards_ahead, int) else 1,
-        weight_grads_in_gaps=args.delay_weight_grads == AUTO,
-        messages_first=bool(args.preemptive_comm),
-        schedules=tuple({"1f1b", "interleaved", "aiao"} | others),
+        where="serial" if c.sums_last else where,
+        forwards_ahead=c.forwards_ahead or 1,
+        weight_grads_in_gaps=c.places_weight_grads,
+        messages_first=c.preemptive,
+        schedules=tuple({"1f1b", "interleaved", "aiao", c.schedule}),
     )
     fixed = Fixed(name=name, timeline=timeline, peak_activations=peak_activations(plan))
-    return playground(settings, None if _is_plain(args) else fixed)
-
-
-def _is_plain(args: Namespace) -> bool:
-    """Return True if the page simulates just what the command does."""
-    known = _PLAIN.union(WORD_DEFAULTS)
-    others = (value for option, value in vars(args).items() if option not in known)
-    as_named = not (args.plan_file or args.schedule_keys)
-    return as_named and all(value is None or value is False for value in others)
+    return playground(settings, None if is_plain else fixed)

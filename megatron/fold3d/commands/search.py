@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from megatron.fold3d.commands.console import OK, Progress, write
-from megatron.fold3d.commands.hardware_options import add_hardware_options, named_hardware
+from megatron.fold3d.commands.cost_sources import add_cluster_options, named_cluster
 from megatron.fold3d.commands.megatron_flags import (
     Described,
     add_training_flags,
@@ -19,13 +19,11 @@ from megatron.fold3d.commands.training_flags import (
     training_flags,
     undecided,
 )
-from megatron.fold3d.observe.breakdown import Flops
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.presets import SCRIPTS
-from megatron.fold3d.predict.cost_model.sizes import Recompute
-from megatron.fold3d.predict.cost_model.training_flops import training_flops
-from megatron.fold3d.predict.search.candidates import Assumption, Given
+from megatron.fold3d.predict.search.candidate_estimate import flops_of
+from megatron.fold3d.predict.search.candidates import Assumption
 from megatron.fold3d.predict.search.planner import search
 from megatron.fold3d.predict.search.search_result import JudgedCandidate
 from megatron.fold3d.predict.search.search_result import Search as Found
@@ -36,10 +34,10 @@ EXAMPLE = "fold3d search --model gpt3-18b --cluster a100x64-200g --global-batch-
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The search's findings, and the one to take; ``fp16`` if the user's flags ask for it."""
+    """The search's findings, and what the user's flags say."""
 
     found: Found
-    described: Described | None
+    described: Described
 
     def flags(self, shape: ModelShape, cluster: Cluster) -> str:
         """Return the best one's flags, of a script those to append to its own.
@@ -48,18 +46,19 @@ class _Answer:
             ValueError: there is no training script that takes them.
         """
         candidate, user = self.found.choice.candidate, self.described
-        if user is None:
+        if user.args.model is not None:
             return training_flags(shape, cluster, candidate)
         own = () if user.script else tuple(undecided(user.words))
-        return training_flags(shape, cluster, candidate, fp16=user.fp16, own=own)
+        return training_flags(shape, cluster, candidate, fp16=user.args.fp16, own=own)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of this command."""
-    add_hardware_options(parser, required=True, model_required=False)
-    add_training_flags(parser, "read model, batch and precision from them, instead of --model")
-    parser.add_argument(
-        "--global-batch-size", type=int, metavar="N", help="sequences per iteration"
+    add_cluster_options(parser)
+    add_training_flags(
+        parser,
+        "typed for the search, --tp, --pp, --dp, --segments, --micro-batch-size and --recompute "
+        "are not chosen",
     )
     parser.add_argument("--top", type=int, default=10, metavar="N", help="rows (default: 10)")
     parser.add_argument(
@@ -69,20 +68,6 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="WHAT",
         help="also try what no GPU has timed, separated by commas: "
         f"{', '.join(get_args(Assumption))}",
-    )
-    given = parser.add_argument_group("what is not to be chosen")
-    for flag, what in (
-        ("--tp", "tensor-parallel size"),
-        ("--pp", "pipeline ranks"),
-        ("--dp", "data-parallel size"),
-        ("--segments", "model chunks per rank"),
-        ("--micro-batch-size", "sequences"),
-    ):
-        given.add_argument(flag, type=int, metavar="N", help=what)
-    given.add_argument("--recompute", choices=get_args(Recompute))
-    given.add_argument("--fp32", action="store_true", help="train in 32 bits instead of 16")
-    given.add_argument(
-        "--grad-reduce-in-bf16", action="store_true", help="sum gradients in 16 bits instead of 32"
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="the rows as one JSON object")
@@ -98,9 +83,11 @@ def run(args: Namespace) -> int:
     """Print the choices; returns the exit code."""
     if args.top < 1:
         raise ValueError(f"--top {args.top}: show at least one")
-    described = _described(args)
-    shape, cluster = named_hardware(args, described.shape if described else None)
-    batch = args.global_batch_size or (described.global_batch_size if described else 0)
+    described = given_training(args)
+    shape = described.model()
+    cluster = named_cluster(args, shape)
+    if (batch := described.args.global_batch_size) is None:
+        raise ValueError("--global-batch-size is missing: sequences per iteration; give 256, say")
     if args.emit:
         check_trains(shape)
     if shape.num_experts and "delay-weight-grads" in args.assume:
@@ -114,25 +101,12 @@ def run(args: Namespace) -> int:
             cluster,
             global_batch_size=batch,
             top=args.top,
-            given=Given(
-                tensor_parallel=args.tp,
-                data_parallel=args.dp,
-                num_ranks=args.pp,
-                num_segments=args.segments,
-                microbatch_size=args.micro_batch_size,
-                recompute=args.recompute,
-                fp32=args.fp32 or (described is not None and described.fp32),
-                context_parallel=described.context_parallel if described else 1,
-                expert_parallel=described.expert_parallel if described else 1,
-                expert_tensor_parallel=described.expert_tensor_parallel if described else 0,
-                small_gradients=args.grad_reduce_in_bf16
-                or (described is not None and described.small_gradients),
-            ),
+            given=described.given(),
             assumed=args.assume,
             progress=progress,
         )
     answer = _Answer(found, described)
-    notes = described.notes if described else ()
+    notes = described.notes()
     if args.json:
         rows = _as_json(answer, shape, cluster)
         write(json.dumps(rows | {"notes": notes}) + "\n")
@@ -141,27 +115,6 @@ def run(args: Namespace) -> int:
     else:
         write(f"{answer.flags(shape, cluster)}\n")
     return OK
-
-
-def _described(args: Namespace) -> Described | None:
-    """Read the user's own flags, if they are what describes the model.
-
-    Raises:
-        ValueError: the model is described twice or not at all.
-    """
-    given = {
-        "--model": args.model is not None,
-        "flags behind --": bool(args.flags),
-        "--from-script": args.from_script is not None,
-    }
-    if sum(given.values()) != 1:
-        found = " with ".join(name for name, is_given in given.items() if is_given) or "no model"
-        raise ValueError(f"{found}: give one of {', '.join(given)}")
-    if args.flags or args.from_script is not None:
-        return given_training(args)
-    if args.global_batch_size is None:
-        raise ValueError("--global-batch-size is missing: sequences per iteration; give 256, say")
-    return None
 
 
 def _assumptions(text: str) -> frozenset[str]:
@@ -196,14 +149,14 @@ def _lines(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str
         )
     yield from _bought(found)
     yield from _assumptions_of(answer, shape, cluster)
-    yield f"per GPU: {_flops(found.choice, shape, cluster)}"
+    yield f"per GPU: {flops_of(shape, cluster, found.choice.candidate, found.choice.iteration_s)}"
     if found.many_queues_s is not None:
         least_s, most_s = found.many_queues_s
         yield (
             f"with CUDA_DEVICE_MAX_CONNECTIONS=32: {least_s:.3f}s, or up to {most_s:.3f}s as it "
             f"may expose TP.sync that one queue hides; with 1: {found.choice.iteration_s:.3f}s"
         )
-    user = answer.described if answer.described and answer.described.script else None
+    user = answer.described if answer.described.script else None
     where = f", appended to those of {user.script}:" if user else ":"
     if found.choice.candidate.is_stock:
         yield f"AIAO gains nothing here, use these stock flags{where}"
@@ -219,15 +172,6 @@ def _lines(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str
     yield flags
     if user and (dropped := " ".join(to_drop(user.words, flags))):
         yield f"and without {dropped}"
-
-
-def _flops(choice: JudgedCandidate, shape: ModelShape, cluster: Cluster) -> Flops:
-    """Return the FLOP/s of a GPU."""
-    c, setup = choice.candidate, choice.candidate.setup
-    split = c.layers or c.num_ranks * c.num_segments
-    each = training_flops(shape, setup.recompute, split, c.recompute_layers)
-    batch = setup.microbatch_size * setup.data_parallel * c.num_microbatches
-    return each.times(batch / choice.iteration_s / cluster.num_gpus)
 
 
 def _bought(found: Found) -> Iterator[str]:
@@ -296,7 +240,7 @@ def _line(choice: JudgedCandidate, width: int) -> str:
 def _as_json(answer: _Answer, shape: ModelShape, cluster: Cluster) -> dict[str, Any]:
     def row(choice: JudgedCandidate) -> dict[str, Any]:
         c, setup = choice.candidate, choice.candidate.setup
-        flops = _flops(choice, shape, cluster)
+        flops = flops_of(shape, cluster, c, choice.iteration_s)
         return {
             "schedule": c.schedule,
             "offload": c.offload,

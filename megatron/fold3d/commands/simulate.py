@@ -1,157 +1,102 @@
-"""``fold3d simulate``: predict how long a plan takes and where its time goes."""
+"""``fold3d simulate``: predict how long a training takes and where its time goes."""
 
 import json
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
-from math import inf
+from pathlib import Path
 
-from megatron.fold3d.commands import auto_options
+from megatron.fold3d.commands import auto_tries
 from megatron.fold3d.commands.console import OK, REJECTED, complain, write
-from megatron.fold3d.commands.cost_options import Source, add_cost_options, costs_of
-from megatron.fold3d.commands.grad_sync_options import (
-    check_device_options,
-    grad_sync_of,
-    is_sliced,
-    reduces_early,
-    simulated_timeline,
-    slice_shares,
-    stages_reduced_early,
+from megatron.fold3d.commands.cost_sources import (
+    CostsOf,
+    add_cost_options,
+    in_numbers,
+    named_cluster,
+    on_cluster,
 )
-from megatron.fold3d.commands.layer_options import with_chosen_layers
-from megatron.fold3d.commands.order_options import chosen_order
-from megatron.fold3d.commands.plan_source import plan_from
-from megatron.fold3d.commands.recompute_options import with_recompute_counts
-from megatron.fold3d.commands.replication_options import chosen_segments, replicated_source
-from megatron.fold3d.commands.schedule_options import (
-    asks_to_choose,
-    check_named,
-    compute_plan,
-    spelled,
-    where_it_starts,
-)
-from megatron.fold3d.commands.simulate_flags import add_simulate_flags
-from megatron.fold3d.commands.simulate_report import (
-    judge_memory,
-    layout_lines,
-    report_json,
-    report_lines,
-)
-from megatron.fold3d.commands.training_job import with_training_flags
+from megatron.fold3d.commands.job import config_of, left_out, run_of, usable_bytes
+from megatron.fold3d.commands.megatron_flags import Described, add_training_flags, given_training
+from megatron.fold3d.commands.plan_source import in_words
+from megatron.fold3d.commands.simulate_report import Report, judge_memory
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.observe.report.draw import caption_of, draw
-from megatron.fold3d.observe.timeline import Timeline
-from megatron.fold3d.plan.compile import Options, lower
-from megatron.fold3d.plan.ir import Op, Plan, PlanError, stages_of
-from megatron.fold3d.plan.ops import HOST_OPS, SUM_OPS, WEIGHT_OPS
-from megatron.fold3d.plan.passes.recompute import recomputed
+from megatron.fold3d.plan.device_queues import CONNECTIONS
+from megatron.fold3d.plan.files import read_plan
+from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.plan.verify import verify
-from megatron.fold3d.policy.schedule_word import AUTO, Part
-from megatron.fold3d.predict.simulator.lower_bound import bounds_of
+from megatron.fold3d.policy.schedule_word import AUTO
+from megatron.fold3d.predict.cost_model.cluster import Cluster
+from megatron.fold3d.predict.cost_model.estimate import Estimate
+from megatron.fold3d.predict.search.candidates import Candidate
+from megatron.fold3d.predict.search.settled import PredictedRun
 
 EXAMPLE = "fold3d simulate --schedule aiao --pp 2 --segments 2 --microbatches 4"
 
-_MOST_ITERATIONS = 1000
-_OF_ORDERS = ("wgrad", "recompute", "ahead", "held", "group", "pairs")
+_MOST_LAUNCHES = 10_000
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of this command."""
-    add_simulate_flags(parser)
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the diagram here")
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write a page that simulates schedules side by side, with sliders that begin here",
+    )
+    parser.add_argument("--json", action="store_true", help="the result as one JSON object")
+    parser.add_argument(
+        "--cuda-connections",
+        type=int,
+        choices=CONNECTIONS,
+        metavar="N",
+        help="on GPUs with CUDA_DEVICE_MAX_CONNECTIONS=N: 1, 8 or 32 hardware queues that all "
+        "streams share (default: a queue for each, and launches hold up nothing)",
+    )
+    parser.add_argument(
+        "--grad-sync-launches",
+        type=int,
+        metavar="N",
+        help="with --cuda-connections: collectives that DP.sync of a model chunk is launched as "
+        "(default: 1; of a model, as training cuts it)",
+    )
     add_cost_options(parser)
+    add_training_flags(parser)
 
 
 def run(args: Namespace) -> int:
     """Print what is predicted; returns the exit code."""
-    args = check_named(with_training_flags(args))
-    if args.schedule == AUTO:
-        write(auto_options.what_auto_would_try(args))
-        return OK
-    name, compute = _plan(args)
-    try:
-        if args.plan_file:  # a generated schedule is known to run
-            verify(compute)
-    except PlanError as error:
-        complain(f"{name}: {error}")
-        return REJECTED
-    grad_sync = grad_sync_of(args)
-    if compute.has(*SUM_OPS) and grad_sync is not None:
+    _check_options(args)
+    said = given_training(args)
+    hardware = None if args.cluster is None else named_cluster(args, said.model())
+    if said.shape is not None and not any((args.cluster, args.costs, args.seconds)):
         raise ValueError(
-            f"--grad-sync {grad_sync} or a share: the plan has its own DP.sync; drop it"
+            "a model without --cluster: what it takes depends on the GPUs; give --cluster NAME, or "
+            "times with --seconds or --costs"
         )
-    check_device_options(args, grad_sync)
-    source = costs_of(args, compute)
-    if any(map(recomputed, compute.programs)) and not any(source.costs.recompute_s):
-        raise ValueError(
-            f"{name} recomputes early, and costs have no recomputation: give --recompute-s with "
-            "--backward-s, or --recompute full with a model, or recompute_s in --costs"
-        )
-    if args.overlap_tensor_parallel and not any(source.costs.tp_sync_s):
-        raise ValueError(
-            "pairs=on: there is no tensor-parallel collective in the costs: give "
-            "--tp-sync-s, or --tp 2 or more with a model, or tp_sync_s in --costs"
-        )
-    if args.layers is not None and source.hardware is None:
-        raise ValueError(
-            f"--layers {spelled(args.layers)}: it is for the layers of a model; give --model and "
-            "--cluster"
-        )
-    early = reduces_early(args, source, grad_sync)
-    delayed = args.delay_weight_grads if early and args.delay_weight_grads != AUTO else None
-    options = Options(
-        delay_weight_grads=delayed or (),
-        gathers_params=source.gathers_params,
-        overlap_tensor_parallel=bool(args.overlap_tensor_parallel),
-        shards_grads=args.shard_segments == "gradients",
-        transfers=bool(args.overlap_tensor_parallel),  # sends stand behind both of a pair
-        grad_sync=where_it_starts(args, grad_sync, compute.num_segments),
-        carried_stages=range(compute.num_stages if grad_sync == "deferred" else 0),
-        reduces_early=early,
-        early_dp_sync=stages_reduced_early(args, source, compute.num_ranks, may=early),
-    )
-    sliced = is_sliced(args, source)
-
-    def simulated(order: Plan, source: Source) -> tuple[Plan, Timeline]:
-        if delayed:  # the passes put some of them behind the backwards of their segments
-            order = order.select(frozenset(Op) - WEIGHT_OPS)
-        plan = lower(order, options)
-        if sliced:
-            shares = slice_shares(args, plan, source)
-            plan = lower(order, replace(options, shares=shares, slices=True))
-        return simulated_timeline(args, plan, source)
-
-    def judged_with(order: Plan, source: Source) -> tuple[bool, float]:
-        plan, timeline = simulated(order, source)
-        hardware = _with_shards(source, plan).hardware
-        fits = hardware is None or max(hardware.peaks(timeline)) <= hardware.usable_bytes
-        return fits, timeline.period_s
-
-    def judged_split(its: Namespace) -> tuple[bool, float]:
+    said.args.cuda_device_max_connections = _connections(args, said.args, hardware)
+    config = config_of(said, hardware)
+    if config.plan_file is not None:
         try:
-            counted, _ = with_recompute_counts(its, costs_of(its, compute), compute)
-            return judged_with(compute, counted)
-        except ValueError:  # not even with all layers recomputed
-            return False, inf
-
-    how = ""
-    if args.layers == AUTO:
-        args, how = with_chosen_layers(args, compute, source, judged_split)
-        source = costs_of(args, compute)
-    source, counts = with_recompute_counts(args, source, compute)
-
-    def judged(order: Plan) -> tuple[bool, float]:
-        return judged_with(order, source)
-
-    if asks_to_choose(args):
-        name, compute = chosen_order(args, source, judged)
-    if args.replicate_optimizer:
-        segments = chosen_segments(args, source, compute, grad_sync, reduces_early=early)
-        name += f":{Part('optimizer', 'replicated', segments) if segments else 'optimizer=sharded'}"
-        options = replace(options, replicated_stages=stages_of(segments, compute.num_ranks))
-        source = replicated_source(source, compute, segments)
-    plan, timeline = simulated(compute, source)
-    if counts is not None:
-        name += f" --recompute-layers {spelled(counts)}"
-    if args.layers is not None:
-        name += f" --layers {spelled(args.layers)}"
+            verify(read_plan(config.plan_file))  # a generated schedule is known to run
+        except PlanError as error:
+            complain(f"{config.plan_file}: {error}")
+            return REJECTED
+    costs = in_numbers(args) if hardware is None else on_cluster(said.model(), hardware)
+    its = run_of(
+        said.args,
+        config,
+        _on_device(costs, args),
+        said.shape if hardware else None,
+        usable_bytes(hardware) if hardware else None,
+    )
+    _check_costs(its, said)
+    if config.schedule == AUTO:
+        write(_what_auto_would_try(args, its, config))
+        return OK
+    its, order = its.settled()
+    plan, timeline = its.simulated(order)
+    name = _name(its, config, said)
     if args.svg:
         args.svg.write_text(
             draw(timeline, title=name, caption=caption_of(plan, timeline)), encoding="utf-8"
@@ -159,63 +104,149 @@ def run(args: Namespace) -> int:
     if args.html:
         from megatron.fold3d.commands.playground_page import playground_page
 
-        html = playground_page(args, name, plan, timeline, source.costs, grad_sync or "overlap")
-        args.html.write_text(html, encoding="utf-8")
-    bounds = bounds_of(plan, source.costs, source.nic_of_rank)
-    source = _with_shards(source, plan)
-    flops = None
-    if source.hardware:
-        flops = source.hardware.flops(timeline.period_s, plan.num_microbatches, counts)
-    peaks = source.hardware.peaks(timeline) if source.hardware else []
-    if args.json:
-        found = report_json(name, plan, timeline, peaks, bounds, flops) | {"layers": args.layers}
-        found |= {"left_out": args.job.left_out} if args.job is not None else {}
-        write(json.dumps(found) + "\n")
-    else:
-        head, *rest = report_lines(name, plan, timeline, peaks, bounds, flops)
-        if args.job is not None and args.job.left_out:
-            rest.append(f"not in these estimates: {', '.join(args.job.left_out)}")
-        write("\n".join((head, *layout_lines(args.layers, how), *rest)) + "\n")
-    return OK if source.hardware is None else judge_memory(source.hardware, timeline, peaks)
+        is_plain = hardware is None and _is_plain(args, its.candidate)
+        page = playground_page(args.html, name, its, plan, timeline, is_plain=is_plain)
+        args.html.write_text(page, encoding="utf-8")
+    report = Report(
+        name=name,
+        run=its,
+        plan=plan,
+        timeline=timeline,
+        peaks=its.peaks(order, timeline),
+        cluster=hardware,
+        left_out=tuple(left_out(said.args)),
+        layers=its.candidate.layers if said.args.layers is not None else None,
+    )
+    write(json.dumps(report.as_json()) + "\n" if args.json else "\n".join(report.lines()) + "\n")
+    return OK if hardware is None else judge_memory(report, hardware)
 
 
-def _with_shards(source: Source, plan: Plan) -> Source:
-    """Return the source with the memory that a plan with FREE_PARAM leaves to others."""
-    if source.hardware is None or not plan.has(*HOST_OPS):
-        return source
+def _check_options(args: Namespace) -> None:
+    """Refuse options that contradict one another.
 
-    from megatron.fold3d.predict.cost_model.sharded_footprint import sharded_footprint
-
-    hardware = source.hardware
-    footprint = sharded_footprint(hardware.footprint, plan, source.gradient_bytes, hardware.setup)
-    return replace(source, hardware=replace(hardware, footprint=footprint))
-
-
-def _plan(args: Namespace) -> tuple[str, Plan]:
-    """Return the name of the order and the order."""
-    if args.iterations is not None and not 1 <= args.iterations <= _MOST_ITERATIONS:
+    Raises:
+        ValueError: found, rule and fix.
+    """
+    launches = args.grad_sync_launches
+    if launches is not None and args.cuda_connections is None:
         raise ValueError(
-            f"--iterations {args.iterations}: a run has at least one, and all are alike long "
-            f"before {_MOST_ITERATIONS}"
+            f"--grad-sync-launches {launches} without --cuda-connections: where every stream has a "
+            "queue a launch holds up nothing; give --cuda-connections 1, or drop it"
         )
-    if args.plan_file is None:
-        for flag, value in (("--pp", args.pp), ("--microbatches", args.microbatches)):
-            if value is None:
-                raise ValueError(f"--schedule {args.schedule} without {flag}: give {flag} N")
-        return "stock " * args.is_stock + args.schedule, compute_plan(args)
-    for flag, value in (
-        ("--pp", args.pp),
-        ("--segments", args.segments),
-        ("--microbatches", args.microbatches),
-        ("--shard-segments", args.shard_segments),
+    if launches is not None and not 1 <= launches <= _MOST_LAUNCHES:
+        raise ValueError(
+            f"--grad-sync-launches {launches}: a model chunk's DP.sync is at least one collective "
+            f"and {_MOST_LAUNCHES} at most"
+        )
+
+
+def _connections(args: Namespace, flags: Namespace, hardware: Cluster | None) -> str:
+    """Return what CUDA_DEVICE_MAX_CONNECTIONS will be: one queue where Megatron demands it."""
+    if args.cuda_connections is not None:
+        return str(args.cuda_connections)
+    shares = max(flags.tensor_model_parallel_size, flags.context_parallel_size) > 1
+    return "1" if hardware is not None and shares and not hardware.is_blackwell else "8"
+
+
+def _on_device(costs: CostsOf, args: Namespace) -> CostsOf:
+    """Return costs on GPUs whose streams share as many queues as the options say."""
+
+    def known(candidate: Candidate) -> Estimate:
+        stages = candidate.num_ranks * candidate.num_segments
+        launches = () if (n := args.grad_sync_launches) is None else (n,) * stages
+        return replace(costs(candidate), cuda_connections=args.cuda_connections, launches=launches)
+
+    return known
+
+
+def _check_costs(its: PredictedRun, said: Described) -> None:
+    """Refuse what costs say nothing of.
+
+    Raises:
+        ValueError: found, rule and fix.
+    """
+    known, c = its.known.costs, its.candidate
+    if its.early and not any(known.recompute_s):
+        raise ValueError(
+            "recompute=early: costs have no recomputation: give recompute and backward in "
+            "--seconds, a model on a cluster, or recompute_s in --costs"
+        )
+    if c.overlap_tensor_parallel and not any(known.tp_sync_s):
+        raise ValueError(
+            "pairs=on: there is no tensor-parallel collective in the costs: give tp in --seconds, "
+            "a model on a cluster, or tp_sync_s in --costs"
+        )
+    if c.preemptive and its.known.cuda_connections == 1:
+        raise ValueError(
+            "--preemptive-comm with --cuda-connections 1: in one queue nothing overtakes what was "
+            "launched before; give 8 or 32, or drop --preemptive-comm"
+        )
+    if c.slices and its.known.launches:
+        raise ValueError(
+            f"slices=on with --grad-sync-launches {its.known.launches[0]}: a slice is one "
+            "collective; drop one"
+        )
+    if its.shape is not None:
+        return
+    for flag, is_given in (
+        ("--recompute-layers", c.recompute_layers or its.auto_recompute_layers),
+        ("--layers", said.args.layers is not None),
     ):
-        if value is not None:
-            raise ValueError(
-                f"{flag} {value} with --schedule plan={args.plan_file}: a plan has its sizes; drop "
-                f"{flag}"
-            )
-    if kept := [key for key in args.schedule_keys if key in _OF_ORDERS]:
+        if is_given:
+            raise ValueError(f"{flag}: it is for the layers of a model; give a model and --cluster")
+
+
+def _what_auto_would_try(args: Namespace, its: PredictedRun, config: Fold3DConfig) -> str:
+    """Return what ``--schedule auto`` would try in training with these costs, as text or JSON."""
+    if given := [f"--{name}" for name in ("svg", "html") if getattr(args, name)]:
         raise ValueError(
-            f"{kept[0]}= with --schedule plan={args.plan_file}: a plan has its order; drop it"
+            f"{given[0]} with --schedule auto: it says which settings training would try; drop it, "
+            "or name a schedule"
         )
-    return str(args.plan_file), plan_from(args.plan_file)
+    stock, *tried = auto_tries.tries(its, config)
+    if args.json:
+        row, *rows = (
+            {"schedule": str(one.choice), "seconds": one.seconds} for one in (stock, *tried)
+        )
+        return json.dumps({"stock": row, "tries": rows}) + "\n"
+    c = its.candidate
+    sizes = in_words(c.num_ranks, c.num_segments, c.num_microbatches)
+    return "\n".join([f"auto: {sizes}", *auto_tries.lines(stock, tried)]) + "\n"
+
+
+def _name(its: PredictedRun, config: Fold3DConfig, said: Described) -> str:
+    """Return the name of the run: the word of its schedule, and the numbers of layers."""
+    c = its.candidate
+    if config.plan_file is not None:
+        name = str(config.plan_file)
+    else:
+        name = f"stock {c.schedule}" if c.is_stock else str(c.word)
+    if its.auto_replicated and not c.replicated:
+        name += ":optimizer=sharded"
+    for flag, counts, is_given in (
+        ("--recompute-layers", c.recompute_layers, True),
+        ("--layers", c.layers, said.args.layers is not None),
+    ):
+        if counts and is_given:
+            name += f" {flag} {','.join(map(str, counts))}"
+    return name
+
+
+def _is_plain(args: Namespace, candidate: Candidate) -> bool:
+    """Return True if the page simulates just what the command does."""
+    c = candidate
+    plain = Candidate(
+        schedule=c.schedule,
+        is_stock=False,
+        setup=replace(c.setup, microbatch_size=1),
+        num_ranks=c.num_ranks,
+        num_segments=c.num_segments,
+        num_microbatches=c.num_microbatches,
+        sums_last=c.sums_last,
+        reduces_early=c.reduces_early,
+    )
+    seconds = {"forward_s", "backward_s", "p2p_s", "grad_sync_s"}
+    queues = args.cuda_connections is not None
+    return (
+        c == plain and args.costs is None and {*dict(args.seconds or ())} <= seconds and not queues
+    )

@@ -1,48 +1,116 @@
 """How ``fold3d simulate`` shows a simulated plan: as text, and as one JSON object."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from shutil import get_terminal_size
 from typing import Any
 
 from megatron.fold3d.commands import exposure_table
 from megatron.fold3d.commands.console import OK, REJECTED, complain
-from megatron.fold3d.commands.cost_options import Hardware
+from megatron.fold3d.commands.job import usable_bytes
 from megatron.fold3d.commands.plan_source import in_words, sizes
 from megatron.fold3d.commands.training_flags import layout_of
 from megatron.fold3d.observe.breakdown import Flops, seconds_of, shown_columns
 from megatron.fold3d.observe.exposure import Exposure, exposure, mean
+from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.observe.report.grid import to_text
 from megatron.fold3d.observe.timeline import Lane, Timeline
 from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.predict.simulator.lower_bound import Bounds
+from megatron.fold3d.predict.cost_model.cluster import Cluster
+from megatron.fold3d.predict.search.candidate_estimate import flops_of
+from megatron.fold3d.predict.search.candidates import RECOMPUTES
+from megatron.fold3d.predict.search.settled import PredictedRun
+from megatron.fold3d.predict.simulator.lower_bound import Bounds, bounds_of
 
 
-def report_lines(
-    name: str,
-    plan: Plan,
-    timeline: Timeline,
-    peaks: list[float],
-    bounds: Bounds,
-    flops: Flops | None,
-) -> Iterator[str]:
-    """Yield the result for a terminal: times, memory, exposure, and the grid if it fits."""
-    row, iterations = mean(exposure(timeline)), len(timeline.iteration_ends_s(0))
-    counts = " ".join(map(str, sizes(plan)["peak_activations"]))
-    yield f"{name}: {in_words(plan.num_ranks, plan.num_segments, plan.num_microbatches)}"
-    last = f" (the last of {iterations}; makespan {timeline.makespan_s:.6g} s)"
-    yield f"iteration         {timeline.period_s:.6g} s{last * (iterations > 1)}"
-    yield from _bound_lines(timeline.period_s, bounds)
-    yield f"bubble            {row.bubble_ratio:.1%} of computation"
-    yield f"peak activations  {counts}  per rank"
-    if peaks:
-        yield f"peak memory       {' '.join(f'{b / 2**30:.1f}' for b in peaks)}  GiB per rank"
-    if flops is not None:
-        yield f"per GPU           {flops}"
-    yield ""
-    yield from _table(row)
-    if grid := _grid(timeline):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A simulated run, to be shown.
+
+    Attributes:
+        name: what was simulated.
+        run: the run.
+        plan: its plan.
+        timeline: its iterations.
+        peaks: the most bytes that each rank's GPU holds; empty if memory is not known.
+        cluster: the GPUs, if there are any.
+        left_out: flags that the simulation ignores.
+        layers: of each stage, where they were given or chosen.
+    """
+
+    name: str
+    run: PredictedRun
+    plan: Plan
+    timeline: Timeline
+    peaks: Sequence[float]
+    cluster: Cluster | None
+    left_out: Sequence[str]
+    layers: tuple[int, ...] | None
+
+    @property
+    def bounds(self) -> Bounds:
+        """What no order of computation beats."""
+        known = self.run.known
+        return bounds_of(self.plan, known.costs, known.nic_of_rank)
+
+    @property
+    def flops(self) -> Flops | None:
+        """The FLOP/s of a GPU; None if there is no model on a cluster."""
+        if self.run.shape is None or self.cluster is None:
+            return None
+        return flops_of(self.run.shape, self.cluster, self.run.candidate, self.timeline.period_s)
+
+    def lines(self) -> Iterator[str]:
+        """Yield the result for a terminal: times, memory, exposure, and the grid if it fits."""
+        plan, timeline = self.plan, self.timeline
+        row, iterations = mean(exposure(timeline)), len(timeline.iteration_ends_s(0))
+        counts = " ".join(map(str, sizes(plan)["peak_activations"]))
+        yield f"{self.name}: {in_words(plan.num_ranks, plan.num_segments, plan.num_microbatches)}"
+        if self.layers is not None:
+            how = f"  {self.run.how}" if self.run.how else ""
+            layout = layout_of(self.layers)
+            yield f"layout            --pipeline-model-parallel-layout '{layout}'{how}"
+        last = f" (the last of {iterations}; makespan {timeline.makespan_s:.6g} s)"
+        yield f"iteration         {timeline.period_s:.6g} s{last * (iterations > 1)}"
+        yield from _bound_lines(timeline.period_s, self.bounds)
+        yield f"bubble            {row.bubble_ratio:.1%} of computation"
+        yield f"peak activations  {counts}  per rank"
+        if self.peaks:
+            gib = " ".join(f"{b / 2**30:.1f}" for b in self.peaks)
+            yield f"peak memory       {gib}  GiB per rank"
+        if self.flops is not None:
+            yield f"per GPU           {self.flops}"
         yield ""
-        yield grid
+        yield from _table(row)
+        if grid := _grid(timeline):
+            yield ""
+            yield grid
+        if self.left_out:
+            yield f"not in these estimates: {', '.join(self.left_out)}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the result for ``--json``."""
+        timeline, bounds, flops = self.timeline, self.bounds, self.flops
+        rows = exposure(timeline)
+        row = mean(rows)
+        return {
+            "name": self.name,
+            **sizes(self.plan),
+            "iterations": len(timeline.iteration_ends_s(0)),
+            "makespan_s": timeline.makespan_s,
+            "period_s": timeline.period_s,
+            "lower_bound_s": bounds.order_s,
+            "lower_bound_with_sync_s": bounds.sync_s,
+            "lower_bound_with_norm_s": bounds.norm_s,
+            "bubble_ratio": row.bubble_ratio,
+            "exposure": row.to_dict(),
+            "exposure_of_rank": [r.to_dict() for r in rows],
+            "peak_bytes": self.peaks or None,
+            "flops_per_gpu_s": flops and flops.model,
+            "hardware_flops_per_gpu_s": flops and flops.hardware,
+            "layers": self.layers,
+            "left_out": self.left_out,
+        }
 
 
 def _bound_lines(period_s: float, bounds: Bounds) -> Iterator[str]:
@@ -55,13 +123,6 @@ def _bound_lines(period_s: float, bounds: Bounds) -> Iterator[str]:
     if bounds.sync_s is not None:
         norm = f"{bounds.norm_s:.6g} s if steps wait for the norm"
         yield f"with DP.sync      {bounds.sync_s:.6g} s, or {norm}"
-
-
-def layout_lines(layers: tuple[int, ...] | None, how: str) -> Iterator[str]:
-    """Yield the flag of training for layers that were given or chosen, and how they were."""
-    if layers is not None:
-        chosen = f"  {how}" if how else ""
-        yield f"layout            --pipeline-model-parallel-layout '{layout_of(layers)}'{chosen}"
 
 
 def _table(row: Exposure) -> Iterator[str]:
@@ -84,42 +145,24 @@ def _grid(timeline: Timeline) -> str:
     return text if text.count("\n") < height else ""
 
 
-def report_json(
-    name: str,
-    plan: Plan,
-    timeline: Timeline,
-    peaks: list[float],
-    bounds: Bounds,
-    flops: Flops | None,
-) -> dict[str, Any]:
-    """Return the result for ``--json``."""
-    rows = exposure(timeline)
-    row = mean(rows)
-    return {
-        "name": name,
-        **sizes(plan),
-        "iterations": len(timeline.iteration_ends_s(0)),
-        "makespan_s": timeline.makespan_s,
-        "period_s": timeline.period_s,
-        "lower_bound_s": bounds.order_s,
-        "lower_bound_with_sync_s": bounds.sync_s,
-        "lower_bound_with_norm_s": bounds.norm_s,
-        "bubble_ratio": row.bubble_ratio,
-        "exposure": row.to_dict(),
-        "exposure_of_rank": [r.to_dict() for r in rows],
-        "peak_bytes": peaks or None,
-        "flops_per_gpu_s": flops and flops.model,
-        "hardware_flops_per_gpu_s": flops and flops.hardware,
-    }
-
-
-def judge_memory(hardware: Hardware, timeline: Timeline, peaks: list[float]) -> int:
+def judge_memory(report: Report, cluster: Cluster) -> int:
     """Return the exit code; complain if a rank needs more memory than its GPU has."""
-    limit = hardware.usable_bytes
+    peaks, limit = report.peaks, usable_bytes(cluster)
     if max(peaks) <= limit:
         return OK
     complain(
         f"rank {peaks.index(max(peaks))} needs {max(peaks) / 2**30:.1f} GiB, a GPU of "
-        f"{hardware.cluster.name} has {limit / 2**30:.1f} to use; {hardware.nearest_fit(timeline)}"
+        f"{cluster.name} has {limit / 2**30:.1f} to use; {_nearest_fit(report, limit)}"
     )
     return REJECTED
+
+
+def _nearest_fit(report: Report, limit: float) -> str:
+    """Return what would make a run fit that exceeds the GPUs' memory."""
+    c = replace(report.run.candidate, recompute_layers=())
+    for recompute in RECOMPUTES[1:]:
+        known = report.run.estimate(replace(c, setup=replace(c.setup, recompute=recompute)))
+        ranks = memory(report.timeline, known.footprint)
+        if max(rank.device.peak_bytes for rank in ranks) <= limit:
+            return f"--recompute {recompute} fits"
+    return "no --recompute makes it fit; `fold3d search` finds the splits that do"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron.fold3d.commands import exposure_table
 from megatron.fold3d.commands.console import OK, complain, write
-from megatron.fold3d.commands.cost_options import costs_from
+from megatron.fold3d.commands.cost_sources import costs_from
 from megatron.fold3d.commands.plan_source import in_words
 from megatron.fold3d.observe.breakdown import (
     Breakdown,
@@ -150,7 +150,7 @@ def _simulated(timeline: Timeline, chosen: Sequence[RankTrace], costs: Path | No
     if costs is None:  # a trace does not know whether messages fit into the buffers of rings
         known = replace(observed_costs(timeline, plan), rings_are_buffered=True)
     else:
-        known = costs_from(costs, plan)
+        known = costs_from(costs, plan.num_stages)
     is_stock = chosen[0].schedule == "stock"
     waited_for = sends_stock_waits_for(plan.num_segments) if is_stock else frozenset()
     iterations = len(timeline.iteration_ends_s(0))

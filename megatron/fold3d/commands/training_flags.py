@@ -27,6 +27,7 @@ _DECIDED = frozenset(
         *("microbatch-group-size-per-virtual-pipeline-stage", "overlap-grad-reduce"),
         *("use-distributed-optimizer", "overlap-param-gather"),
         *("schedule", "segments", "shard-segments", "preemptive-comm", "offload-activations"),
+        *("model", "tp", "pp", "dp", "microbatches", "layers", "recompute", "fp32"),
     )
 )
 

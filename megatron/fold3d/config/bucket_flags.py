@@ -28,9 +28,11 @@ _NOT_EARLY = (
 def has_one_queue(args: Namespace) -> bool:
     """Tell whether all streams of a GPU share one hardware queue.
 
-    Megatron demands that for tensor or context parallelism on GPUs before Blackwell.
+    Megatron demands that for tensor or context parallelism on GPUs before Blackwell. A command
+    that predicts a run elsewhere says so in the namespace, in place of the environment.
     """
-    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    here = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    connections = getattr(args, "cuda_device_max_connections", here)
     return bool(args.device == "cuda" and connections == "1")
 
 

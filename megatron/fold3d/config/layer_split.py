@@ -1,7 +1,12 @@
 """How Megatron splits a model's layers over pipeline ranks, and each rank's into segments."""
 
+import re
 from argparse import Namespace
+from itertools import chain
 from math import gcd
+
+# `(...)*n` or `x*n` in --pipeline-model-parallel-layout.
+_REPEATED = re.compile(r"(?:\(([^)]+)\)|(.))\*(\d+)")
 
 
 def num_layers(args: Namespace) -> int:
@@ -85,3 +90,45 @@ def _an_end_is_given(args: Namespace) -> bool:
         args.account_for_loss_in_pipeline_split,
     )
     return ends != (None, None) or any(accounts)
+
+
+def written_out(layout: str) -> str:
+    """Return a layout such as ``E|(t|)*2L`` without repeats: ``E|t|t|L``."""
+    layout, repeated = layout.replace(",", ""), 1  # commas are for the reader
+    while repeated:
+        layout, repeated = _REPEATED.subn(
+            lambda found: (found[1] or found[2]) * int(found[3]), layout
+        )
+    return layout
+
+
+def stage_layers(args: Namespace) -> tuple[int, ...]:
+    """Return the layers of each stage, as Megatron splits them."""
+    ranks = args.pipeline_model_parallel_size
+    if (layout := args.pipeline_model_parallel_layout) is not None:
+        return tuple(stage.count("t") for stage in written_out(str(layout)).split("|"))
+    segments = args.virtual_pipeline_model_parallel_size or 1
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    embedding, loss = (
+        int(getattr(args, f"account_for_{part}_in_pipeline_split"))
+        for part in ("embedding", "loss")
+    )
+    rest = args.num_layers + embedding + loss - (first or 0) - (last or 0)
+    others = ranks - (first is not None) - (last is not None)
+    of_rank = [rest // others if others else 0] * ranks
+    of_rank[0] = of_rank[0] if first is None else first
+    of_rank[-1] = of_rank[-1] if last is None else last
+    stages = list(chain.from_iterable([[n // segments for n in of_rank]] * segments))
+    stages[0] -= embedding
+    stages[-1] -= loss
+    return tuple(stages)
+
+
+def recomputed_layers(args: Namespace) -> tuple[int, ...]:
+    """Return how many layers each stage recomputes where not all do; else nothing."""
+    if args.recompute_method != "block":
+        return ()
+    split, counts = stage_layers(args), getattr(args, "recompute_layers", None)
+    if counts == "auto":
+        return (0,) * len(split)
+    return tuple(counts or (min(n, args.recompute_num_layers) for n in split))

@@ -1,6 +1,7 @@
 """Flags of ours that are parts of ``--schedule`` now: refused, with the new spelling."""
 
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
+from collections.abc import Mapping
 from functools import partial
 from typing import NoReturn
 
@@ -28,9 +29,11 @@ RETIRED = {
 }
 
 
-def add_retired_flags(group: ArgumentGroup | ArgumentParser) -> None:
+def add_retired_flags(
+    group: ArgumentGroup | ArgumentParser, retired: Mapping[str, str] = RETIRED
+) -> None:
     """Add flags that are refused, and shown in no help."""
-    for flag, instead in RETIRED.items():
+    for flag, instead in retired.items():
         group.add_argument(
             flag,
             type=partial(_refuse, instead),

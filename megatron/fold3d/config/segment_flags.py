@@ -1,6 +1,5 @@
 """``--segments``: its value, the virtual stages that it stands for, and how layers are split."""
 
-import re
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 
@@ -10,6 +9,7 @@ from megatron.fold3d.config.layer_split import (
     may_be_uneven,
     num_layers,
     uneven_ranks,
+    written_out,
 )
 from megatron.fold3d.config.spelling import named, typed
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES
@@ -21,9 +21,6 @@ _VIRTUAL_STAGE_FLAGS = {
     "num_layers_per_virtual_pipeline_stage": "--num-layers-per-virtual-pipeline-stage",
     "pipeline_model_parallel_layout": "--pipeline-model-parallel-layout",
 }
-
-# `(...)*n` or `x*n` in --pipeline-model-parallel-layout.
-_REPEATED = re.compile(r"(?:\(([^)]+)\)|(.))\*(\d+)")
 
 
 def segments_or_auto(text: str) -> int | str:
@@ -89,16 +86,6 @@ def num_segments(args: Namespace) -> int:
     return int(args.num_virtual_stages_per_pipeline_rank or chosen or 1)
 
 
-def written_out(layout: str) -> str:
-    """Return a layout such as ``E|(t|)*2L`` without repeats: ``E|t|t|L``."""
-    layout, repeated = layout.replace(",", ""), 1  # commas are for the reader
-    while repeated:
-        layout, repeated = _REPEATED.subn(
-            lambda found: (found[1] or found[2]) * int(found[3]), layout
-        )
-    return layout
-
-
 def segment_problems(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
     """Yield what is wrong with the number of segments."""
     if args.segments is None and schedule == "stock":
@@ -117,7 +104,7 @@ def segment_problems(args: Namespace, schedule: str, num_segments: int) -> Itera
             f"--segments {args.segments} with {virtual_stage_flag(args)}: Megatron makes "
             f"{num_segments} of the latter; drop one of the two"
         )
-    if num_segments > 1 and num_ranks == 1:
+    if num_segments > 1 and num_ranks == 1 and num_layers(args):
         yield (
             f"{num_segments} segments with --pipeline-model-parallel-size 1: without a pipeline "
             "Megatron builds one model chunk; use --segments 1 or more ranks"

@@ -354,8 +354,8 @@ def _microbatch_flops(args: Namespace) -> Flops:
     chooses later is not counted.
     """
     from megatron.fold3d.commands.megatron_flags import shape_of
+    from megatron.fold3d.config.layer_split import recomputed_layers, stage_layers
     from megatron.fold3d.predict.cost_model.training_flops import training_flops
-    from megatron.fold3d.training.trained_setup import recomputed_layers, stage_layers
 
     if not args.vocab_size:
         return Flops(0.0, 0.0)

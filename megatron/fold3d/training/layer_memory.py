@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from megatron.fold3d.commands.job import setup_of
 from megatron.fold3d.commands.megatron_flags import shape_of
 from megatron.fold3d.observe.memory_curve import Footprint, memory
 from megatron.fold3d.observe.timeline import Timeline
@@ -14,7 +15,6 @@ from megatron.fold3d.policy.partition import Layers
 from megatron.fold3d.predict.cost_model.estimate import footprint_of
 from megatron.fold3d.predict.search.planner import USABLE_MEMORY
 from megatron.fold3d.runtime.device import device_bytes
-from megatron.fold3d.training.trained_setup import setup_of
 
 Room = Callable[[Timeline, Layers, Layers], bool]
 

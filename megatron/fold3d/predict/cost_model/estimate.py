@@ -58,6 +58,8 @@ class Estimate:
     """Links between switches that are scarcer than NICs."""
     shard_shares: tuple[tuple[float, float], ...] = ()
     """As in `Execution`, of reductions to shards between weight gradients."""
+    launches: tuple[int, ...] = ()
+    """By stage, the collectives of its DP.sync where something else than `launches` says it."""
 
 
 def estimate(

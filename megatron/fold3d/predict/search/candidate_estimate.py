@@ -1,9 +1,11 @@
 """The costs and the memory of a candidate, from a model and a cluster."""
 
+from megatron.fold3d.observe.breakdown import Flops
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.recompute_by_stage import estimate_with_counts
+from megatron.fold3d.predict.cost_model.training_flops import training_flops
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.replicated_choice import estimate_with_replicated
 
@@ -29,3 +31,14 @@ def estimate_with_choices(known: Estimate, shape: ModelShape, candidate: Candida
     known = estimate_with_counts(known, shape, c.setup, c.recompute_layers, c.layers)
     split = c.layers or c.num_ranks * c.num_segments
     return estimate_with_replicated(known, shape, c.setup, split, c.replicated)
+
+
+def flops_of(
+    shape: ModelShape, cluster: Cluster, candidate: Candidate, iteration_s: float
+) -> Flops:
+    """Return the FLOP/s of a GPU while a candidate trains."""
+    c, setup = candidate, candidate.setup
+    split = c.layers or c.num_ranks * c.num_segments
+    each = training_flops(shape, setup.recompute, split, c.recompute_layers)
+    batch = setup.microbatch_size * setup.data_parallel * c.num_microbatches
+    return each.times(batch / iteration_s / cluster.num_gpus)

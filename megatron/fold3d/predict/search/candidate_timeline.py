@@ -6,7 +6,7 @@ all ranks at the same time, so on rank r it starts r backwards late. Its DP.sync
 the iteration.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from megatron.fold3d.observe.timeline import Timeline
@@ -43,6 +43,7 @@ def plan_of(
     shares: tuple[float, ...] = (),
     *,
     slices: bool = False,
+    transfers: bool = False,
 ) -> Plan:
     """Return the plan, with DP.sync where the candidate has it.
 
@@ -51,6 +52,7 @@ def plan_of(
         order: an order of computation that replaces its schedule's.
         shares: as in `Options`.
         slices: as in `Options`.
+        transfers: as in `Options`; pairs then follow from the candidate.
     """
     deferred = candidate.backward_share is not None
     num_stages = candidate.num_ranks * candidate.num_segments
@@ -61,7 +63,8 @@ def plan_of(
         shards_grads=candidate.shards == "gradients",
         replicated_stages=stages_of(candidate.replicated, candidate.num_ranks),
         offload=OffloadChoice() if candidate.offload else None,
-        transfers=False,
+        overlap_tensor_parallel=transfers and candidate.overlap_tensor_parallel,
+        transfers=transfers,
         grad_sync="overlap" if deferred else _grad_sync(candidate),
         carried_stages=range(num_stages if deferred else 0),
         shares=shares,
@@ -83,6 +86,29 @@ def timeline_of(
 ) -> Timeline:
     """Return the simulated iterations of a candidate; the last one is steady.
 
+    Args are those of `simulated_plan`.
+    """
+    return simulated_plan(
+        candidate,
+        estimate,
+        memory_bytes=memory_bytes,
+        waits_for_sends=waits_for_sends,
+        connections=connections,
+        order=order,
+    )[1]
+
+
+def simulated_plan(
+    candidate: Candidate,
+    estimate: Estimate,
+    *,
+    memory_bytes: float | None = None,
+    waits_for_sends: bool = True,
+    connections: int | None = None,
+    order: Plan | None = None,
+) -> tuple[Plan, Timeline]:
+    """Return the plan of a candidate, and its simulated iterations; the last one is steady.
+
     Args:
         candidate: the candidate to simulate.
         estimate: its costs.
@@ -93,10 +119,13 @@ def timeline_of(
         order: an order of computation that replaces its schedule's.
     """
     orders = _placed(candidate, estimate, memory_bytes) if order is None else [order]
-    timelines = (
-        _timeline(candidate, estimate, each, waits_for_sends, connections) for each in orders
+    return _fastest(
+        _simulated(candidate, estimate, each, waits_for_sends, connections) for each in orders
     )
-    return min(timelines, key=lambda timeline: timeline.period_s)
+
+
+def _fastest(simulated: Iterable[tuple[Plan, Timeline]]) -> tuple[Plan, Timeline]:
+    return min(simulated, key=lambda one: one[1].period_s)
 
 
 def many_queues_s(
@@ -137,25 +166,24 @@ def _placed(candidate: Candidate, estimate: Estimate, memory_bytes: float | None
             return
 
 
-def _timeline(
+def _simulated(
     candidate: Candidate,
     estimate: Estimate,
     order: Plan,
     waits_for_sends: bool,
     connections: int | None,
-) -> Timeline:
+) -> tuple[Plan, Timeline]:
     plan, costs, share = plan_of(candidate, order), estimate.costs, candidate.backward_share
     late = estimate.cuda_connections == 1
 
-    def simulated(plan: Plan, costs: Costs, iterations: int = 1) -> Timeline:
+    def simulated(plan: Plan, costs: Costs, iterations: int = 1) -> tuple[Plan, Timeline]:
         if candidate.overlap_tensor_parallel and plan.num_ranks > 1:
             plan = pair_microbatches(add_p2p(plan, receives_late=late))
-            return simulate(plan, costs, execution, iterations=iterations)
+            return plan, simulate(plan, costs, execution, iterations=iterations)
         placings = [add_p2p(plan, receives_late=True)] if late and plan.num_ranks > 1 else [plan]
         if late and candidate.is_stock and plan.num_ranks > 1:  # has its own, no worse than ours
             placings.append(add_p2p(plan))
-        timelines = [simulate(p, costs, execution, iterations=iterations) for p in placings]
-        return min(timelines, key=lambda timeline: timeline.period_s)
+        return _fastest((p, simulate(p, costs, execution, iterations=iterations)) for p in placings)
 
     execution = Execution(
         nic_of_rank=estimate.nic_of_rank,
@@ -168,9 +196,12 @@ def _timeline(
         overlap_tensor_parallel=candidate.overlap_tensor_parallel,
         shard_shares=estimate.shard_shares,
     )
-    if share is None:
-        return simulated(plan, _stepping_last(costs, candidate.num_ranks))
     sliced = is_sliced(candidate, estimate)
+    if share is None:
+        if sliced:
+            plan = plan_of(candidate, order, (1.0,) * plan.num_stages, slices=True)
+        iterations = 1 if plan.flushes else _STEADY  # a plan of a user's own may carry
+        return simulated(plan, _stepping_last(costs, candidate.num_ranks), iterations)
     shares = (share,) * plan.num_stages if share != "auto" else ()
     if not shares:  # slices hold up nothing, so they are chosen as if nothing could
         shares = auto_shares(plan, costs, replace(execution, device=None) if sliced else execution)
@@ -223,8 +254,10 @@ def launches_in_backward(candidate: Candidate, estimate: Estimate) -> bool:
 
 
 def is_sliced(candidate: Candidate, estimate: Estimate) -> bool:
-    """Whether training starts DP.sync in the plan's slices, as ``slices=`` has it by default."""
-    if candidate.preemptive:
+    """Whether training starts DP.sync in the plan's slices: where ``slices=`` says so."""
+    if candidate.slices is not None:
+        return candidate.slices
+    if candidate.preemptive or estimate.launches:
         return False
     return estimate.cuda_connections == 1 and candidate.backward_share is not None
 
@@ -242,7 +275,8 @@ def _device(candidate: Candidate, estimate: Estimate, connections: int | None) -
     deferred = candidate.backward_share is not None
     return Device(
         connections=queues,
-        launches=launches(
+        launches=estimate.launches
+        or launches(
             estimate.gradient_bytes,
             candidate.setup,
             deferred=deferred,
@@ -283,6 +317,7 @@ def _sends_waited_for(candidate: Candidate) -> frozenset[Op]:
 
 def _stepping_last(costs: Costs, num_ranks: int) -> Costs:
     """Charge the optimizer's step to the stages that end last, when all gradients are there."""
-    steps = costs.optimizer_s
+    if not (steps := costs.optimizer_s):
+        return costs
     first = tuple(sum(steps[rank::num_ranks]) for rank in range(num_ranks))
     return replace(costs, optimizer_s=first + (0.0,) * (len(steps) - num_ranks))

@@ -58,6 +58,8 @@ class Candidate:
     """The segments whose weight gradients are apart from their backwards."""
     behind_backwards: tuple[int, ...] = ()
     """Of these, the ones that follow their own backwards, and between which DP.sync starts."""
+    slices: bool | None = None
+    """Whether DP.sync is cut into slices; None is where training does so by itself."""
     sums_last: bool = False
     """Whether all DP.sync starts behind all backwards: without ``--overlap-grad-reduce``."""
     reduces_early: bool = False
@@ -117,6 +119,8 @@ class Candidate:
             parts.append(Part("group", str(self.group_size)))
         if self.backward_share not in (None, AUTO):
             parts.append(Part("share", str(self.backward_share)))
+        if self.slices is not None:
+            parts.append(Part("slices", "on" if self.slices else "off"))
         if self.overlap_tensor_parallel:
             parts.append(Part("pairs", "on"))
         return Word(self.schedule, tuple(parts))

@@ -10,7 +10,7 @@ from reprlib import repr as shortened
 from typing import Any, Self
 
 from megatron.fold3d.observe.fields import is_number, parse_json
-from megatron.fold3d.plan.ir import Plan, PlanError
+from megatron.fold3d.plan.ir import PlanError
 
 _NEEDED = ("forward_s", "backward_s")
 _RENAMED = {"kept_back_s": "reduced_in_iteration_s"}  # keys of older files
@@ -86,8 +86,8 @@ class Costs:
             p2p_latency_s=p2p_latency_s,
         )
 
-    def check(self, plan: Plan) -> None:
-        """Check that the costs are for this plan's stages.
+    def check(self, num_stages: int) -> None:
+        """Check that the costs are those of a plan of so many stages.
 
         Raises:
             PlanError: a tuple has the wrong length, or a number is negative.
@@ -101,9 +101,9 @@ class Costs:
                     "number"
                 )
             optional = not numbers and name not in _NEEDED
-            if isinstance(value, tuple) and len(numbers) != plan.num_stages and not optional:
+            if isinstance(value, tuple) and len(numbers) != num_stages and not optional:
                 raise PlanError(
-                    f"found {len(numbers)} numbers in {name}; a plan of {plan.num_stages} stages "
+                    f"found {len(numbers)} numbers in {name}; a plan of {num_stages} stages "
                     "needs one for each"
                 )
         for name, parts_s in (("weight_s", self.weight_s), ("recompute_s", self.recompute_s)):

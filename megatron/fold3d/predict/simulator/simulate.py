@@ -46,7 +46,7 @@ def simulate(
     Raises:
         PlanError: the costs are for another plan, or a rank waits for something that never happens.
     """
-    costs.check(plan)
+    costs.check(plan.num_stages)
     nics = execution.nic_of_rank
     if nics is not None and len(nics) != plan.num_ranks:
         raise PlanError(

@@ -1,0 +1,247 @@
+"""A training's namespace, of words or as Megatron validates it, as the run that is predicted.
+
+`fold3d simulate`, `plan` and ``--check`` come here, so a candidate is made in one place and all
+rules about flags are those of `megatron.fold3d.config`.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+from megatron.fold3d.commands.cost_sources import CostsOf
+from megatron.fold3d.commands.megatron_flags import Described, has_small_gradients
+from megatron.fold3d.commands.training_flags import layout_of
+from megatron.fold3d.config.all_flags import megatron_defaults
+from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.config.layer_split import stage_layers
+from megatron.fold3d.plan.files import read_plan
+from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.policy.run_choice import stock_schedule
+from megatron.fold3d.policy.schedule_word import AUTO
+from megatron.fold3d.predict.cost_model.cluster import Cluster
+from megatron.fold3d.predict.cost_model.layers import layers_of_stages
+from megatron.fold3d.predict.cost_model.model_shape import ModelShape
+from megatron.fold3d.predict.cost_model.sizes import Recompute, Setup
+from megatron.fold3d.predict.search.candidates import Candidate
+from megatron.fold3d.predict.search.planner import USABLE_MEMORY
+from megatron.fold3d.predict.search.settled import PredictedRun
+
+
+def candidate_of(args: Namespace, config: Fold3DConfig) -> Candidate:
+    """Return the run that flags describe.
+
+    Args:
+        args: Megatron's namespace, with the number of replicas and the batch.
+        config: read from it.
+    """
+    is_stock = config.schedule == "stock"
+    schedule = config.schedule
+    if is_stock or config.plan_file or schedule == "auto":
+        schedule = stock_schedule(config.num_segments)
+    return Candidate(
+        schedule=schedule,
+        is_stock=is_stock,
+        setup=setup_of(args, args.data_parallel_size),
+        num_ranks=config.num_ranks,
+        num_segments=config.num_segments,
+        num_microbatches=args.global_batch_size
+        // (args.micro_batch_size * args.data_parallel_size),
+        group_size=config.microbatch_group_size if schedule == "interleaved" else None,
+        layers=stage_layers(args) if args.num_layers else (),
+        backward_share="auto" if config.auto_share else config.backward_share,
+        offload=config.offload_activations != "off",
+        preemptive=config.preemptive_comm,
+        forwards_ahead=config.forwards_ahead,
+        places_weight_grads=config.auto_weight_grads,
+        delayed_weight_grads=() if config.auto_weight_grads else config.delay_weight_grads,
+        behind_backwards=config.behind_backwards,
+        slices=None if args.dp_slices == AUTO else args.dp_slices == "on",
+        sums_last=not config.overlap_grad_reduce,
+        reduces_early=config.reduces_early,
+        replicated=config.replicated_segments,
+        shards=args.shard_segments,
+        recompute_layers=config.recompute_layers or (),
+        recompute_early=bool(config.recompute_early),
+        overlap_tensor_parallel=config.overlap_tensor_parallel,
+    )
+
+
+def run_of(
+    args: Namespace,
+    config: Fold3DConfig,
+    estimate: CostsOf,
+    shape: ModelShape | None = None,
+    usable_bytes: float | None = None,
+) -> PredictedRun:
+    """Return the run that flags describe, to be predicted.
+
+    Args:
+        args: as above.
+        config: as above.
+        estimate: the costs and the memory of a candidate.
+        shape: the model, if there is one.
+        usable_bytes: of a GPU's memory; None if it is not known.
+
+    Raises:
+        PlanError: the user's file holds no plan.
+    """
+    return PredictedRun(
+        candidate=candidate_of(args, config),
+        estimate=estimate,
+        file_order=None if config.plan_file is None else read_plan(config.plan_file),
+        early=config.recompute_early,
+        shape=shape,
+        usable_bytes=usable_bytes,
+        auto_layers=getattr(args, "layers", None) == AUTO,
+        auto_recompute_layers=config.auto_recompute_layers,
+        auto_ahead=config.auto_ahead,
+        auto_replicated=args.replicate_optimizer == AUTO,
+        most_activations=config.most_activations,
+    )
+
+
+def config_of(said: Described, hardware: Cluster | None = None) -> Fold3DConfig:
+    """Set what Megatron's validation derives from flags; returns the configuration.
+
+    Args:
+        said: the flags, whose namespace changes.
+        hardware: the GPUs, all of which are used; without them ``--dp`` says the replicas.
+
+    Raises:
+        ValueError: a rule is broken, or sizes do not fit each other.
+    """
+    args = said.args
+    if args.plan_file is not None:
+        _take_sizes(args, read_plan(args.plan_file))
+    if args.layers == AUTO and said.shape is not None:
+        args.pipeline_model_parallel_layout = layout_of(_even(args, said.shape.num_layers))
+    args.micro_batch_size = args.micro_batch_size or 1
+    Fold3DConfig.from_args(args)  # which refuses sizes below one
+    for name, value in megatron_defaults(args).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    args.data_parallel_size = _replicas(args, hardware)
+    of_all = args.micro_batch_size * args.data_parallel_size
+    if args.microbatches is not None:
+        args.global_batch_size = args.microbatches * of_all
+    if args.global_batch_size is None:
+        raise ValueError("no batch: give --global-batch-size, or --microbatches in place of it")
+    if args.global_batch_size % of_all:
+        raise ValueError(
+            f"--global-batch-size {args.global_batch_size} with --micro-batch-size "
+            f"{args.micro_batch_size} on {args.data_parallel_size} replicas: each computes equally "
+            f"many micro-batches; give a multiple of {of_all}"
+        )
+    args.accumulate_allreduce_grads_in_fp32 = not has_small_gradients(args)
+    config = Fold3DConfig.from_args(args)
+    args.virtual_pipeline_model_parallel_size = config.num_segments
+    layers = stage_layers(args) if said.shape is not None else ()
+    if said.shape is not None and sum(layers) != said.shape.num_layers:
+        raise ValueError(
+            f"--layers {','.join(map(str, layers))}: together they are the "
+            f"{said.shape.num_layers} layers of {said.shape.name}; give such"
+        )
+    return config
+
+
+def _take_sizes(args: Namespace, plan: Plan) -> None:
+    """Set the sizes that a plan has.
+
+    Raises:
+        ValueError: flags say others.
+    """
+    for short, name, size in (
+        ("pp", "pipeline_model_parallel_size", plan.num_ranks),
+        ("segments", "segments", plan.num_segments),
+        ("microbatches", "microbatches", plan.num_microbatches),
+    ):
+        if getattr(args, short) not in (None, size):
+            raise ValueError(
+                f"--{short} {getattr(args, short)} with --schedule plan={args.plan_file}: the plan "
+                f"has {size}; drop --{short}"
+            )
+        if short != "microbatches" or args.global_batch_size is None:
+            setattr(args, name, size)
+
+
+def _even(args: Namespace, num_layers: int) -> tuple[int, ...]:
+    ranks, segments = args.pipeline_model_parallel_size, args.segments or 1
+    if num_layers < ranks * segments:
+        raise ValueError(
+            f"--layers auto: {num_layers} layers are fewer than {ranks} ranks x {segments} "
+            "segments; give fewer segments"
+        )
+    return layers_of_stages(num_layers, ranks, segments)
+
+
+def _replicas(args: Namespace, hardware: Cluster | None) -> int:
+    model: int = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    if hardware is None:
+        return int(args.dp or (1 if args.microbatches is None else 2))
+    replicas, rest = divmod(hardware.num_gpus, model)
+    if rest or args.dp not in (None, replicas):
+        found = f" x {args.dp} replicas" if args.dp is not None else ""
+        fix = f"give --dp {replicas}" if not rest else "give sizes that divide these"
+        raise ValueError(
+            f"the flags take {model} GPUs for a model{found}, and {hardware.name} has "
+            f"{hardware.num_gpus}; {fix}, or another cluster"
+        )
+    return replicas
+
+
+def usable_bytes(cluster: Cluster) -> float:
+    """Return the bytes of a GPU's memory that a run may hold: the planner's share of it."""
+    return cluster.gpu_memory_bytes * USABLE_MEMORY
+
+
+def setup_of(args: Namespace, data_parallel: int) -> Setup:
+    """Return the setup that the flags describe.
+
+    Args:
+        args: Megatron's namespace.
+        data_parallel: replicas of the model.
+    """
+    is_16_bit = args.bf16 or args.fp16
+    return Setup(
+        tensor_parallel=args.tensor_model_parallel_size,
+        data_parallel=data_parallel,
+        microbatch_size=args.micro_batch_size,
+        sequence_parallel=args.sequence_parallel,
+        distributed_optimizer=args.use_distributed_optimizer,
+        recompute=args.recompute_granularity or _without_recomputation(args),
+        fp32=not is_16_bit,
+        context_parallel=args.context_parallel_size,
+        expert_parallel=args.expert_model_parallel_size,
+        expert_tensor_parallel=args.expert_tensor_parallel_size or 0,
+        small_gradients=is_16_bit and not args.accumulate_allreduce_grads_in_fp32,
+        local_layers=args.transformer_impl == "local",
+        order="tp-pp-dp" if args.use_tp_pp_dp_mapping else "tp-dp-pp",
+    )
+
+
+def left_out(args: Namespace) -> Iterator[str]:
+    """Yield the flags that change memory or time, and that a prediction ignores."""
+    by_groups = args.recompute_granularity == "full" and args.recompute_layers is None
+    flags = {
+        "--recompute-num-layers": by_groups and (args.recompute_num_layers or 1) != 1,
+        "--recompute-modules": args.recompute_granularity == "selective"
+        and args.recompute_modules not in (None, ["core_attn"]),
+        "--lazy-inter-segment": args.lazy_inter_segment,
+        "--num-distributed-optimizer-instances": args.num_distributed_optimizer_instances > 1,
+        "--optimizer-cpu-offload": args.optimizer_cpu_offload,
+        "no --overlap-param-gather": args.use_distributed_optimizer
+        and args.data_parallel_size > 1
+        and not args.overlap_param_gather,
+        "--fp8-format": args.fp8 is not None,
+        "--fp4-format": args.fp4 is not None,
+        "--optimizer": args.optimizer != "adam",
+    }
+    return (flag for flag, given in flags.items() if given)
+
+
+def _without_recomputation(args: Namespace) -> Recompute:
+    """Fused attention keeps no scores and computes them again, as selective recomputation."""
+    return "selective" if args.transformer_impl == "transformer_engine" else "none"

@@ -1,0 +1,308 @@
+"""A training's own flags, Megatron's and ours, read as words into Megatron's namespace.
+
+Nothing is run, and no Megatron is needed: the namespace has the attributes that a prediction and
+our own rules read, with Megatron's defaults. Other flags of a training are passed over. Commands
+take short forms beside them.
+"""
+
+import re
+import shlex
+from argparse import ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from textwrap import wrap
+from typing import Any, get_args
+
+from megatron.fold3d.commands.console import suggestion
+from megatron.fold3d.commands.training_flags import layout_of
+from megatron.fold3d.config.all_flags import add_arguments
+from megatron.fold3d.config.recompute_flags import counts_list
+from megatron.fold3d.config.retired_flags import add_retired_flags
+from megatron.fold3d.policy.schedule_word import AUTO
+from megatron.fold3d.predict.cost_model.sizes import Recompute
+
+SIZES = {
+    "num_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "seq_length": "seq_length",
+    "max_position_embeddings": "max_positions",
+    "ffn_hidden_size": "ffn_hidden_size",
+    "kv_channels": "kv_channels",
+    "num_experts": "num_experts",
+    "moe_ffn_hidden_size": "expert_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size": "shared_expert_ffn_hidden_size",
+}
+"""Fields of a model's shape, by Megatron's attribute."""
+LATENT = {
+    "q_lora_rank": 0,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+}
+"""Fields of a shape with multi-latent attention, and Megatron's defaults."""
+NOT_MODELLED = {
+    "hybrid_layer_pattern": "layers that are no transformer's",
+    "mtp_num_layers": "the layers of multi-token prediction",
+    "heterogeneous_layers_config_path": "layers that differ",
+    "heterogeneous_layers_config_encoded_json": "layers that differ",
+    "yaml_cfg": "a file of options",
+}
+
+# Megatron's flags that are read, by the type of their value.
+_NUMBERS = (
+    *(*SIZES, *LATENT, "vocab_size", "make_vocab_size_divisible_by", "rotary_base"),
+    *("num_query_groups", "moe_router_topk", "mtp_num_layers"),
+    *("micro_batch_size", "global_batch_size", "tensor_model_parallel_size"),
+    *("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"),
+    *("expert_tensor_parallel_size", "num_virtual_stages_per_pipeline_rank"),
+    *("num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers"),
+    *("decoder_last_pipeline_num_layers", "recompute_num_layers"),
+    *("num_distributed_optimizer_instances", "microbatch_group_size_per_virtual_pipeline_stage"),
+)
+_TEXTS = (
+    *("position_embedding_type", "normalization", "moe_layer_freq", "recompute_granularity"),
+    *("recompute_method", "transformer_impl", "main_grads_dtype", "optimizer", "fp8_format"),
+    *("fp8_recipe", "fp4_format", "pipeline_model_parallel_layout", "hybrid_layer_pattern"),
+    *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json", "yaml_cfg"),
+    "moe_token_dispatcher_type",
+)
+_LISTS = ("recompute_modules", "moe_router_load_balancing_type")
+_SHARES = ("attention_dropout", "hidden_dropout")
+_SWITCHES = (
+    *("multi_latent_attention", "swiglu", "untie_embeddings_and_output_weights"),
+    *("group_query_attention", "add_qkv_bias", "qk_layernorm", "bf16", "fp16"),
+    *("sequence_parallel", "use_tp_pp_dp_mapping", "use_distributed_optimizer"),
+    *("overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_bf16"),
+    *("accumulate_allreduce_grads_in_fp32", "recompute_activations", "optimizer_cpu_offload"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    *("deterministic_mode", "use_torch_fsdp2", "use_megatron_fsdp", "moe_layer_recompute"),
+)
+_SWITCHED_OFF = {
+    "disable_bias_linear": "add_bias_linear",
+    "no_gradient_accumulation_fusion": "gradient_accumulation_fusion",
+    "no_align_param_gather": "align_param_gather",
+}
+_ATTRIBUTES = {  # of flags that have another name
+    "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
+    "fp8_format": "fp8",
+    "fp4_format": "fp4",
+}
+# Megatron's defaults that are not None or False.
+_DEFAULTS: Mapping[str, Any] = {
+    **LATENT,
+    "attention_dropout": 0.1,
+    "hidden_dropout": 0.1,
+    "make_vocab_size_divisible_by": 128,
+    "rotary_base": 10_000,
+    "num_query_groups": 1,
+    "moe_router_topk": 2,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_router_load_balancing_type": "aux_loss",
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "num_distributed_optimizer_instances": 1,
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+    "moe_layer_freq": 1,
+    "transformer_impl": "transformer_engine",
+    "main_grads_dtype": "fp32",
+    "optimizer": "adam",
+    "fp8_recipe": "delayed",
+}
+# What our rules read of a run beside these, as if no such flag was given.
+_OF_RUNS: Mapping[str, Any] = {
+    "cuda_graph_impl": "none",
+    "overlap_p2p_comm": True,
+    "timing_log_level": 0,
+    "distributed_timeout_minutes": 10,
+    "clip_grad": 1.0,
+    "ddp_param_name_patterns_for_fp32_local_accumulation": [],
+    **dict.fromkeys(
+        (
+            *("use_checkpoint_args", "use_mp_args_from_checkpoint_args", "encoder_num_layers"),
+            *("tp_comm_overlap", "use_transformer_engine_op_fuser", "mtp_use_repeated_layer"),
+            *("overlap_dispatch_backward_with_experts_wgrad", "distribute_saved_activations"),
+            *("ddp_reduce_scatter_with_fp32_accumulation", "loss_scale", "train_iters"),
+            *("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),
+            *("pipeline_model_parallel_comm_backend", "moe_input_jitter_eps"),
+            "moe_router_force_load_balancing",
+        )
+    ),
+}
+_SHORT = {
+    "model": "a model that the planner knows, in 16 bits",
+    "pp": "--pipeline-model-parallel-size",
+    "tp": "--tensor-model-parallel-size, with --sequence-parallel",
+    "dp": "replicas (default: what the cluster's GPUs are enough for)",
+    "microbatches": "of each replica, in place of --global-batch-size: DP.sync overlaps, and "
+    "nothing draws dropout",
+    "layers": "of each stage, in place of --pipeline-model-parallel-layout; auto is what makes the "
+    "iteration shortest",
+    "recompute": "none, selective or full, in place of --recompute-granularity",
+    "fp32": "train in 32 bits",
+}
+# Options of commands that were a language of their own.
+_RETIRED = {
+    "--forward-s": "--seconds forward={}",
+    "--backward-s": "--seconds backward={}",
+    "--recompute-s": "--seconds recompute={}",
+    "--p2p-s": "--seconds p2p={}",
+    "--grad-sync-s": "--seconds sum={}",
+    "--tp-sync-s": "--seconds tp={}",
+    "--distributed-optimizer": "--use-distributed-optimizer",
+    "--grad-sync": "--schedule ORDER:step=next for deferred; serial is a --global-batch-size "
+    "without --overlap-grad-reduce",
+    "--iterations": "nothing: iterations are repeated until they are alike",
+}
+_VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)")
+_ASSIGNMENT = re.compile(r"\s*(?:export\s+|local\s+|readonly\s+)?(\w+)\+?=(.*)", re.S)
+
+
+def read_words(words: Sequence[str], typed: Sequence[str] = ()) -> Namespace:
+    """Return the namespace of a training's flags.
+
+    Args:
+        words: the flags of a training, of which some are not known here.
+        typed: flags that a user has typed for a command. All are known; they override the others.
+
+    Raises:
+        ValueError: a value cannot be, or a typed flag is not known.
+    """
+    parser = _parser()
+    args = Namespace()
+    try:
+        parser.parse_known_args(_with_values(parser, words), args)
+        _, unknown = parser.parse_known_args(typed, args)
+    except ArgumentError as error:
+        raise ValueError(str(error)) from None
+    if unknown:
+        near = suggestion(unknown, parser._option_string_actions)
+        raise ValueError(f"unrecognized arguments: {' '.join(unknown)}{near}")
+    _write_out(args)
+    return args
+
+
+def script_words(text: str) -> Iterator[str]:
+    """Yield the words of a shell script; of its variables those that it gives a value."""
+    values: dict[str, str] = {}
+    for line in re.sub(r"\\\n", " ", text).splitlines():
+        assigned = _ASSIGNMENT.fullmatch(line)
+        if assigned and not assigned[2].lstrip().startswith("("):
+            value = " ".join(_words(assigned[2], values))
+            values[assigned[1]] = value
+            line = value if "--" in value else ""
+        elif assigned:
+            line = assigned[2].strip().strip("()")
+        yield from _words(line, values)
+
+
+def _words(line: str, values: Mapping[str, str]) -> Iterator[str]:
+    try:
+        found = shlex.split(line, comments=True)
+    except ValueError:  # a quote that another line closes
+        found = line.replace('"', " ").replace("'", " ").split()
+    for word in found:
+        yield from _VARIABLE.sub(
+            lambda name: values.get(name[1] or name[3], (name[2] or "").strip("\"'")), word
+        ).split()
+
+
+def help_of_flags(rule: str) -> str:
+    """Return what a command's help says of a training's flags; ``rule`` is the command's own."""
+    text = (
+        "Megatron's and ours, such as --schedule and --segments; behind -- also flags that say "
+        f"nothing here{f'; {rule}' if rule else ''}. Short forms:"
+    )
+    rows = (f"--{name}: {what}" for name, what in _SHORT.items())
+    return "\n".join(
+        line
+        for row in (text, *rows)
+        for line in wrap(row, 76, subsequent_indent="  ", break_on_hyphens=False)
+    )
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_arguments(parser)
+    add_retired_flags(parser, _RETIRED)
+
+    def add(name: str, **options: Any) -> None:
+        attribute = _ATTRIBUTES.get(name, name)
+        options.setdefault("default", _DEFAULTS.get(name))
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=attribute, **options)
+
+    for name in _NUMBERS:
+        add(name, type=int)
+    for name in _TEXTS:
+        add(name)
+    for name in _LISTS:
+        add(name, nargs="+")
+    for name in _SHARES:
+        add(name, type=float, default=None)
+    for name in _SWITCHES:
+        add(name, action="store_true", default=False)
+    for name, attribute in _SWITCHED_OFF.items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", dest=attribute, action="store_false", default=True
+        )
+    for name in ("pp", "tp", "dp", "microbatches"):
+        add(name, type=int)
+    add("model")
+    add("layers", type=_counts_or_auto)
+    add("recompute", choices=get_args(Recompute))
+    add("fp32", action="store_true", default=False)
+    parser.set_defaults(**_OF_RUNS)
+    return parser
+
+
+def _counts_or_auto(text: str) -> tuple[int, ...] | str:
+    try:
+        return text if text == AUTO else counts_list(text)
+    except ArgumentTypeError:
+        raise ArgumentTypeError(
+            f"{text!r} is neither a list of numbers of layers such as 5,4,4,3 nor {AUTO}"
+        ) from None
+
+
+def _with_values(parser: ArgumentParser, words: Sequence[str]) -> Iterator[str]:
+    """Yield the words without known flags that lack their value, as a script's variable may."""
+    known = parser._option_string_actions
+    for word, following in zip(words, (*words[1:], "--")[: len(words)], strict=True):
+        takes_value = word in known and known[word].nargs != 0 and known[word].nargs != "?"
+        if not (takes_value and following.startswith("--")):
+            yield word
+
+
+def _write_out(args: Namespace) -> None:
+    """Set the attributes that short forms, and our flags, stand for."""
+    for short, name in (
+        ("tp", "tensor_model_parallel_size"),
+        ("pp", "pipeline_model_parallel_size"),
+    ):
+        if (size := getattr(args, short)) is not None:
+            setattr(args, name, size)
+    if args.tp is not None:
+        args.sequence_parallel = args.tp > 1
+    if args.microbatches is not None:
+        args.overlap_grad_reduce = True
+        args.overlap_param_gather = args.use_distributed_optimizer
+    for name in _SHARES:
+        if getattr(args, name) is None:
+            setattr(args, name, _DEFAULTS[name] if args.microbatches is None else 0.0)
+    if args.recompute == "none":
+        args.transformer_impl, args.gradient_accumulation_fusion = "local", False
+    elif args.recompute is not None:
+        args.recompute_granularity = args.recompute
+    if args.recompute_activations and args.recompute_granularity is None:
+        args.recompute_granularity = "selective"
+    if isinstance(args.layers, tuple):
+        stages = args.pipeline_model_parallel_size * (args.segments or 1)
+        if len(args.layers) != stages:
+            raise ValueError(
+                f"--layers {','.join(map(str, args.layers))}: a plan of {stages} stages needs as "
+                "many numbers; give such"
+            )
+        args.pipeline_model_parallel_layout = layout_of(args.layers)
