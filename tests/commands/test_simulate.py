@@ -530,7 +530,7 @@ def test_where_nothing_waits_auto_tries_nothing(fold3d):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("--schedule auto:step=next", "step= with --schedule auto: it chooses that itself"),
+        ("--schedule auto:step=next", "step=next with --schedule auto: it chooses that itself"),
         ("--svg a.svg", "--svg with --schedule auto: it says which settings"),
     ],
 )
