@@ -79,6 +79,7 @@ def test_what_is_not_simulated_is_named(fold3d):
         (f"{SIMULATE} -- {SPLIT}", "the command line has no model: give --model NAME"),
         (f"{SIMULATE} -- {SPLIT} --num-layers 9", "has no --hidden-size, --num-attention-heads"),
         (f"{SIMULATE} --model 24-1024-16 -- {JOB}", "--model with --num-layers: both say"),
+        (f"{SIMULATE} -- {JOB} --segmnts 2", "there is no --segmnts; did you mean --segments?"),
         (f"{SIMULATE} --segmnts 2 -- {JOB}", "unrecognized arguments: --segmnts 2; did you mean"),
         (f"{SIMULATE} -- {JOB} --schedule aia", "'aia' is no order"),
         (f"{SIMULATE} -- {JOB} --schedule aiao:recompute=early@7 {FULL}", "no segment 7"),

@@ -9,6 +9,7 @@ import re
 import shlex
 from argparse import ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from textwrap import wrap
 from typing import Any, get_args
 
@@ -157,6 +158,11 @@ _RETIRED = {
     "without --overlap-grad-reduce",
     "--iterations": "nothing: iterations are repeated until they are alike",
 }
+_OURS = (
+    *("--schedule", "--segments", "--shard-segments", "--preemptive-comm", "--microbatches"),
+    *("--recompute-layers", "--offload-activations", "--lazy-inter-segment", "--model-preset"),
+)
+_MISSPELT = 0.85  # Megatron's own flags are less like ours
 _VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)")
 _ASSIGNMENT = re.compile(r"\s*(?:export\s+|local\s+|readonly\s+)?(\w+)\+?=(.*)", re.S)
 
@@ -169,18 +175,21 @@ def read_words(words: Sequence[str], typed: Sequence[str] = ()) -> Namespace:
         typed: flags that a user has typed for a command. All are known; they override the others.
 
     Raises:
-        ValueError: a value cannot be, or a typed flag is not known.
+        ValueError: a value cannot be, a typed flag is not known, or another is nearly one of ours.
     """
     parser = _parser()
     args = Namespace()
     try:
-        parser.parse_known_args(_with_values(parser, words), args)
+        _, others = parser.parse_known_args(list(_with_values(parser, words)), args)
         _, unknown = parser.parse_known_args(typed, args)
     except ArgumentError as error:
         raise ValueError(str(error)) from None
+    for word in (other for other in others if other.startswith("--")):
+        if near := get_close_matches(word.partition("=")[0], _OURS, 1, _MISSPELT):
+            raise ValueError(f"there is no {word}; did you mean {near[0]}?")
     if unknown:
-        near = suggestion(unknown, parser._option_string_actions)
-        raise ValueError(f"unrecognized arguments: {' '.join(unknown)}{near}")
+        hint = suggestion(unknown, parser._option_string_actions)
+        raise ValueError(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     _write_out(args)
     return args
 
