@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron.fold3d.runtime.plans import Plans
     from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
     from megatron.fold3d.runtime.shard_buffers import Data
+    from megatron.fold3d.runtime.tensor_parallel.baton import Baton
     from megatron.fold3d.runtime.trace.metrics import Metrics
     from megatron.fold3d.runtime.trace.recorder import Recorder
     from megatron.fold3d.runtime.transfers.carrier import Transfers
@@ -151,6 +152,7 @@ class _Run:
     plans: "Plans"
     measured: "Sequence[Feature]"
     communicator: "PreemptiveCommunicator | None"
+    baton: "Baton | None"
     recorder: "Recorder | None"
     num_local: int
 
@@ -159,6 +161,10 @@ class _Run:
         """The timeout of a transfer or a reduction."""
         return timedelta(minutes=self.config.distributed_timeout_minutes)
 
+    def side(self) -> int:
+        """Tell which micro-batch of a pair this thread runs: see `Baton.side`."""
+        return 0 if self.baton is None else self.baton.side
+
 
 def _parts(run: _Run) -> "Iterator[Part]":
     """Yield what a run adds to the executor; what is off is not made, and not imported."""
@@ -166,8 +172,8 @@ def _parts(run: _Run) -> "Iterator[Part]":
     weights = c.delay_weight_grads or c.auto_delays
     for is_on, make in (  # the outermost first
         (c.preemptive_comm, _preemption),
-        (c.num_ranks > 1, _transfers),
         (c.overlap_tensor_parallel, _pairs),
+        (c.num_ranks > 1, _transfers),
         (run.recorder is not None, _recorded_actions),
         (c.shards_params, partial(_shard_buffers, "param_data")),
         (run.measured, lambda run: (run.measured, ())),
@@ -203,6 +209,7 @@ def _install(
         plans=plans,
         measured=measured,
         communicator=_communicator(config),
+        baton=_baton(config),
         recorder=recorder,
         num_local=num_local,
     )
@@ -246,6 +253,15 @@ def _communicator(config: "Fold3DConfig") -> "PreemptiveCommunicator | None":
     return PreemptiveCommunicator.of(config)
 
 
+def _baton(config: "Fold3DConfig") -> "Baton | None":
+    if not config.overlap_tensor_parallel:
+        return None
+
+    from megatron.fold3d.runtime.tensor_parallel.baton import Baton
+
+    return Baton()
+
+
 def _preemption(run: _Run) -> "Part":
     from megatron.fold3d.runtime.preemption.preemption import Preemption
 
@@ -285,13 +301,12 @@ def _transfers(run: _Run) -> "Part":
 
 def _pairs(run: _Run) -> "Part":
     from fold3d_patches.schedule import tensor_parallel_group, token_dispatcher
-    from megatron.fold3d.runtime.tensor_parallel.baton import Baton
     from megatron.fold3d.runtime.tensor_parallel.paired_microbatches import PairedMicrobatches
 
-    baton = Baton()
-    feature = PairedMicrobatches(baton, hooks_reduce=run.config.overlap_grad_reduce)
-    group = tensor_parallel_group.patch(baton, run.recorder)
-    return (feature,), (group, token_dispatcher.patch(baton))
+    assert run.baton is not None
+    feature = PairedMicrobatches(run.baton)
+    group = tensor_parallel_group.patch(run.baton, run.recorder)
+    return (feature,), (group, token_dispatcher.patch(run.baton))
 
 
 def _recorded_actions(run: _Run) -> "Part":
@@ -328,7 +343,9 @@ def _dp_sync(run: _Run) -> "Part":
         from megatron.fold3d.runtime.grad_sync.second_lane import SecondLane
 
         second_lane = SecondLane(run.timeout)
-    features = [DPSync(run.recorder, due=due, replicated=replicated, second_lane=second_lane)]
+    features = [
+        DPSync(run.recorder, side=run.side, due=due, replicated=replicated, second_lane=second_lane)
+    ]
     if chooses:
         from fold3d_patches.schedule import noted_step
         from megatron.fold3d.predict.search.choice_search import ChoiceSearch
@@ -377,11 +394,11 @@ def _engine_weight_grads(_: _Run) -> "Part":
     return (engine,), (backward_post_hook.patch(engine),)
 
 
-def _weight_grads(_: _Run) -> "Part":
+def _weight_grads(run: _Run) -> "Part":
     from fold3d_patches.schedule import linear
     from megatron.fold3d.runtime.weight_grads.delayed_linear import DelayedWeightGrads
 
-    weight_grads = DelayedWeightGrads()
+    weight_grads = DelayedWeightGrads(run.side)
     return (weight_grads,), (linear.patch(weight_grads),)
 
 

@@ -398,7 +398,7 @@ def test_pairs_hide_tensor_parallel_collectives(fold3d):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (PAIRED, "no tensor-parallel collective in the costs: give --tp-sync-s"),
+        (PAIRED, "no collective of a layer in the costs: give --tp-sync-s"),
         (f"{PAIRED} --tp-sync-s 2", "2.0 in tp_sync_s; it is a part of a forward of 1"),
         (f"{PAIRED} --tp-sync-s 1 --microbatches 1", "no pair in a plan of 1 micro-batches"),
         (f"{PAIRED} --tp-sync-s 1 --schedule aiao:pairs=on:wgrad=last", "pairs=on with wgrad="),

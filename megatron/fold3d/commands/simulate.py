@@ -84,10 +84,10 @@ def run(args: Namespace) -> int:
             f"{name} recomputes early, and costs have no recomputation: give --recompute-s with "
             "--backward-s, or --recompute full with a model, or recompute_s in --costs"
         )
-    if args.overlap_tensor_parallel and not any(source.costs.tp_sync_s):
+    if args.overlap_tensor_parallel and not any(source.costs.tp_sync_s + source.costs.ep_sync_s):
         raise ValueError(
-            "pairs=on: there is no tensor-parallel collective in the costs: give "
-            "--tp-sync-s, or --tp 2 or more with a model, or tp_sync_s in --costs"
+            "pairs=on: there is no collective of a layer in the costs: give --tp-sync-s, or --tp "
+            "2 or more with a model, or experts of several ranks, or ep_sync_s in --costs"
         )
     if args.layers is not None and source.hardware is None:
         raise ValueError(

@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Iterator
 
+from megatron.fold3d.config.backward_share_flags import measures_shares
 from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES
 from megatron.fold3d.policy.schedule_word import AUTO
 
@@ -42,6 +43,27 @@ def pair_problems(args: Namespace, schedule: str) -> Iterator[str]:
             f"{_FLAG} with --timing-log-level {args.timing_log_level}: Megatron's timer of a "
             "forward measures one at a time; give --timing-log-level 1"
         )
+    for flag, measures in (
+        ("ahead=auto", args.forwards_ahead == AUTO),
+        ("wgrad=gaps", args.delay_weight_grads == AUTO),
+        ("step=next:share=auto", args.backward_share == AUTO and measures_shares(args)),
+        ("--offload-activations auto", args.offload_activations == AUTO),
+    ):
+        if measures:
+            yield (
+                f"{_FLAG} with {flag}: what it measures are computations one at a time; give a "
+                "number or segments, or --offload-activations on"
+            )
+    if args.transformer_impl != "local":
+        yield (
+            f"{_FLAG} with --transformer-impl {args.transformer_impl}: its modules keep state of "
+            "one micro-batch at a time, of which two need one each; give --transformer-impl local"
+        )
+    if (size := args.context_parallel_size) > 1:
+        yield (
+            f"{_FLAG} with --context-parallel-size {size}: ranks that share a sequence exchange "
+            "keys and values in calls that hand nothing over; give 1, or drop pairs=on"
+        )
     yield from _never_run(args)
 
 
@@ -68,30 +90,16 @@ def _expert_problems(args: Namespace) -> Iterator[str]:
 def _never_run(args: Namespace) -> Iterator[str]:
     """Refuse options with process-wide state or further collectives, untested with pairs."""
     for flag, value, is_there in (
-        ("--transformer-impl", args.transformer_impl, args.transformer_impl != "local"),
         ("--mtp-num-layers", args.mtp_num_layers, args.mtp_num_layers),
-        (
-            "--context-parallel-size",
-            args.context_parallel_size,
-            args.context_parallel_size > 1,
-        ),
-        ("step=next", None, args.backward_share is not None),
-        (
-            "--offload-activations",
-            args.offload_activations,
-            args.offload_activations != "off",
-        ),
         (
             "--microbatch-group-size-per-virtual-pipeline-stage",
             args.microbatch_group_size_per_vp_stage,
             args.microbatch_group_size_per_vp_stage,
         ),
-        ("ahead=auto", None, args.forwards_ahead == AUTO),
         ("--shard-segments", args.shard_segments, args.shard_segments != "off"),
         ("slices=on", None, args.dp_slices == "on"),
         ("--tp-comm-overlap", None, args.tp_comm_overlap),
         ("--distribute-saved-activations", None, args.distribute_saved_activations),
-        ("wgrad=", None, args.delay_weight_grads),
         ("--preemptive-comm", None, args.preemptive_comm),
     ):
         if is_there:

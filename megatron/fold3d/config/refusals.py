@@ -150,7 +150,12 @@ REFUSALS = (
         ),
     ),
     # Options that replace the schedule, or the loop around it.
-    Refusal("--overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm", _COMBINED),
+    Refusal(
+        "--overlap-moe-expert-parallel-comm",
+        "overlap_moe_expert_parallel_comm",
+        _COMBINED,
+        "give --schedule aiao:pairs=on, or use --schedule stock",
+    ),
     Refusal("--delay-wgrad-compute", "delay_wgrad_compute", _COMBINED),
     Refusal(
         "--ep-overlap-early-attn-memory-release", "ep_overlap_early_attn_memory_release", _COMBINED
