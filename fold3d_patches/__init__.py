@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
     from megatron.fold3d.runtime.plans import Plans
     from megatron.fold3d.runtime.preemption.communicator import PreemptiveCommunicator
+    from megatron.fold3d.runtime.tensor_parallel.baton import Baton
     from megatron.fold3d.runtime.trace.metrics import Metrics
     from megatron.fold3d.runtime.trace.recorder import Recorder
     from megatron.fold3d.runtime.transfers.carrier import Transfers
@@ -151,6 +152,7 @@ class _Run:
     plans: "Plans"
     measured: "Sequence[Feature]"
     communicator: "PreemptiveCommunicator | None"
+    baton: "Baton | None"
     recorder: "Recorder | None"
     num_local: int
 
@@ -158,6 +160,10 @@ class _Run:
     def timeout(self) -> timedelta:
         """The timeout of a transfer or a reduction."""
         return timedelta(minutes=self.config.distributed_timeout_minutes)
+
+    def side(self) -> int:
+        """Tell which micro-batch of a pair this thread runs: see `Baton.side`."""
+        return 0 if self.baton is None else self.baton.side
 
 
 def _parts(run: _Run) -> "Iterator[Part]":
@@ -170,8 +176,8 @@ def _parts(run: _Run) -> "Iterator[Part]":
             c.preemptive_comm,
             _made("preemption.preemption:Preemption", run.communicator, run.timeout),
         ),
-        (c.num_ranks > 1, _transfers),
         (c.overlap_tensor_parallel, _pairs),
+        (c.num_ranks > 1, _transfers),
         (run.recorder is not None, _made("trace.recorded_actions:RecordedActions", run.recorder)),
         (c.shards_params, _made("shard_buffers:ShardBuffers", "param_data")),
         (run.measured, lambda run: (run.measured, ())),
@@ -183,7 +189,7 @@ def _parts(run: _Run) -> "Iterator[Part]":
         ),
         (
             splits and not c.has_engine_modules,
-            _made("weight_grads.delayed_linear:DelayedWeightGrads", patch="linear"),
+            _made("weight_grads.delayed_linear:DelayedWeightGrads", run.side, patch="linear"),
         ),
         (measures, _made("measured_counts:MeasuredCounts", c.activation_memory_bytes)),
         (counts, _made("recompute_counts:RecomputeCounts", c.recompute_layers)),
@@ -231,6 +237,7 @@ def _install(
         plans=plans,
         measured=measured,
         communicator=_communicator(config),
+        baton=_baton(config),
         recorder=recorder,
         num_local=num_local,
     )
@@ -274,6 +281,15 @@ def _communicator(config: "Fold3DConfig") -> "PreemptiveCommunicator | None":
     return PreemptiveCommunicator.of(config)
 
 
+def _baton(config: "Fold3DConfig") -> "Baton | None":
+    if not config.overlap_tensor_parallel:
+        return None
+
+    from megatron.fold3d.runtime.tensor_parallel.baton import Baton
+
+    return Baton()
+
+
 def _transfers(run: _Run) -> "Part":
     from megatron.fold3d.runtime.transfers.p2p import P2P
     from megatron.fold3d.runtime.transfers.pipeline_transfers import PipelineTransfers
@@ -306,13 +322,12 @@ def _transfers(run: _Run) -> "Part":
 
 def _pairs(run: _Run) -> "Part":
     from fold3d_patches.schedule import tensor_parallel_group, token_dispatcher
-    from megatron.fold3d.runtime.tensor_parallel.baton import Baton
     from megatron.fold3d.runtime.tensor_parallel.paired_microbatches import PairedMicrobatches
 
-    baton = Baton()
-    feature = PairedMicrobatches(baton, hooks_reduce=run.config.overlap_grad_reduce)
-    group = tensor_parallel_group.patch(baton, run.recorder)
-    return (feature,), (group, token_dispatcher.patch(baton))
+    assert run.baton is not None
+    feature = PairedMicrobatches(run.baton)
+    group = tensor_parallel_group.patch(run.baton, run.recorder)
+    return (feature,), (group, token_dispatcher.patch(run.baton))
 
 
 def _dp_sync(run: _Run) -> "Part":
@@ -336,7 +351,9 @@ def _dp_sync(run: _Run) -> "Part":
         from megatron.fold3d.runtime.grad_sync.second_lane import SecondLane
 
         second_lane = SecondLane(run.timeout)
-    features = [DPSync(run.recorder, due=due, replicated=replicated, second_lane=second_lane)]
+    features = [
+        DPSync(run.recorder, side=run.side, due=due, replicated=replicated, second_lane=second_lane)
+    ]
     if chooses:
         from fold3d_patches.schedule import noted_step
         from megatron.fold3d.predict.search.choice_search import ChoiceSearch

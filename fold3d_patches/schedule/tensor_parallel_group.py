@@ -1,9 +1,9 @@
 """Patch ``megatron.core.parallel_state.initialize_model_parallel``.
 
-Why: tensor-parallel layers wait for their collectives at once, so nothing overlaps them, and no
-    trace has their times.
-Change: the tensor-parallel group is wrapped before any module stores it. With pairs, the other
-    micro-batch runs while a layer waits. A trace gets each collective.
+Why: layers wait for their collectives at once, so nothing overlaps them, and no trace has their
+    times.
+Change: the groups of tensor parallelism and of experts are wrapped before any module stores them.
+    With pairs, the other micro-batch runs while a layer waits. A trace gets each collective.
 Remove when: Megatron runs two micro-batches at a time under any pipeline schedule.
 """
 
@@ -34,9 +34,9 @@ def patch(baton: "Baton | None" = None, recorder: "Recorder | None" = None) -> P
                 parallel_state.get_tensor_model_parallel_group(), hand_over, recorder
             )
             experts = parallel_state.get_expert_model_parallel_group()
-            if baton is not None and experts.size() > 1:
+            if experts.size() > 1:
                 parallel_state._EXPERT_MODEL_PARALLEL_GROUP = PairedGroup(
-                    experts, hand_over, recorder
+                    experts, hand_over, recorder, "EP.sync"
                 )
 
         return initialize_model_parallel

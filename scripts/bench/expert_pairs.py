@@ -1,11 +1,15 @@
 """Compare pairs of micro-batches with stock Megatron where experts are on several hosts.
 
-    sudo .venv/bin/python -m scripts.bench.expert_pairs --shares 0.2 0.5 1 --rounds 3
+    sudo .venv/bin/python -m scripts.bench.expert_pairs
 
-Every rank is a host of a testbed. Attention and experts are paced by sleep (`expert_pacing`). The
-links are shaped so that a layer's all-to-alls, forward and backward, take a given share of its
-paced compute if routing is balanced. Variants run in turn. gloo uses the link in one direction at a
-time during an all-to-all, so their real share is up to twice as large.
+Every rank is a host of a testbed. Attention and experts are paced by sleep (`expert_pacing`). A
+cell has chunks of some layers, and links on which a layer's all-to-alls, forward and backward, take
+a given share of its paced compute if routing is balanced. Variants run in turn.
+
+Of a row, `stock` is the strongest stock's time by the variant's. `work` is the variant's time by
+that of a rank whose computations hide what it sends, or are hidden by it, and `bound` by the same
+with the bubble of pairs. `error` is that of the simulator, which knows from a run on free links how
+long the computations of `aiao` take, and the rest from the sizes of the job.
 """
 
 import argparse
@@ -13,93 +17,234 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
+from megatron.fold3d.observe.trace_files import read_ranks
+from megatron.fold3d.predict.cost_model.cluster import cluster
+from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
+from megatron.fold3d.predict.cost_model.model_shape import SHAPES
+from megatron.fold3d.predict.cost_model.sizes import Setup
+from megatron.fold3d.predict.search.candidate_timeline import timeline_of
+from megatron.fold3d.predict.search.candidates import Candidate
 from scripts.bench.runner import Bench, preload
 from scripts.bench.testbed import Link, TestbedError, end_on_signals, refuse
 from scripts.bench.variants import Job, Variant
 
-_TOPK = 4
+_TOPK, _EXPERTS, _WIDTH = 4, 8, 64
 EXPERTS = (
-    f"--expert-model-parallel-size 2 --num-experts 8 --moe-router-topk {_TOPK} "
-    "--moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall --disable-bias-linear "
+    f"--expert-model-parallel-size 2 --num-experts {_EXPERTS} --moe-router-topk {_TOPK} "
+    f"--moe-ffn-hidden-size {_WIDTH} --moe-token-dispatcher-type alltoall --disable-bias-linear "
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --overlap-grad-reduce"
 )
 _VIRTUAL = (
     "--num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage 2 "
     "--overlap-p2p-communication-warmup-flush"
 )
+_SETUP = Setup(data_parallel=2, expert_parallel=2, fp32=True, recompute="none")
+_RANKS = 2
+_FREE = 1e12  # bit/s
+_ROUNDING = 1e-5  # norms are summed in the order of chunks
+
+
+def _candidate(
+    schedule: str, segments: int, *, stock: bool = False, pairs: bool = False
+) -> Candidate:
+    return Candidate(
+        schedule=schedule,
+        is_stock=stock,
+        setup=_SETUP,
+        num_ranks=_RANKS,
+        num_segments=segments,
+        num_microbatches=0,  # of the job
+        overlap_tensor_parallel=pairs,
+    )
+
+
 VARIANTS = {
-    "stock 1f1b": "",
-    "stock interleaved": _VIRTUAL,
-    "aiao": "--schedule aiao --segments 2",
-    "aiao in pairs": "--schedule aiao:pairs=on --segments 2",
-    "1f1b in pairs": "--schedule 1f1b:pairs=on --segments 1",
+    "stock 1f1b": ("", _candidate("1f1b", 1, stock=True)),
+    "stock interleaved": (_VIRTUAL, _candidate("interleaved", 2, stock=True)),
+    "aiao": ("--schedule aiao --segments 2", _candidate("aiao", 2)),
+    "aiao in pairs": (
+        "--schedule aiao:pairs=on --segments 2",
+        _candidate("aiao", 2, pairs=True),
+    ),
 }
 
 
+class Free(NamedTuple):
+    """What was measured on free links: by stage a forward and a backward, and an iteration."""
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    iteration_ms: float
+
+
+class Cell:
+    """Chunks of some layers, and the links of some share.
+
+    Args:
+        args: of the command line.
+        layers: of a chunk.
+        share: the all-to-alls of a layer as a share of its paced compute.
+    """
+
+    def __init__(self, args: argparse.Namespace, layers: int, share: float) -> None:
+        self.layers, self._args = layers, args
+        self.job = Job(
+            num_ranks=_RANKS,
+            data_parallel=2,
+            num_microbatches=args.microbatches,
+            num_layers=2 * _RANKS * layers,
+            hidden_size=128,
+            seq_length=128,
+            micro_batch_size=1,
+            num_iterations=args.iterations,
+            clip_grad=1.0,
+            recompute=False,
+        )
+        # Half of the tokens stay at home; of four all-to-alls each may take a share of 1.5 halves.
+        sent_bits = 8 * 4 * self.job.seq_length * _TOPK * self.job.hidden_size / 2
+        self.rate = sent_bits / (1.5 * share * args.half_ms / 1e3)
+        self.bench = Bench(
+            job=self.job,
+            link=Link(self.rate, queue_ms=args.queue_ms),
+            rank_flags=("--half-ms", str(args.half_ms), "--nccl-order"),
+            warmup=2,
+            real_time=True,
+            timeout_s=300.0,
+            logs=args.logs / f"{layers}-layers-{share:g}",
+        )
+
+    def measured(self) -> dict[str, float]:
+        """Return each variant's median over all rounds, in milliseconds.
+
+        Raises:
+            ValueError: a run failed, or two differ in their losses.
+        """
+        times_ms: dict[str, list[float]] = defaultdict(list)
+        losses: set[float] = set()
+        for number, name in product(range(1, self._args.rounds + 1), VARIANTS):
+            times_ms[name] += self._run(name, number, losses)
+        if max(losses) - min(losses) > _ROUNDING:
+            raise ValueError(f"losses differ: {sorted(losses)}")
+        return {name: statistics.median(times) for name, times in times_ms.items()}
+
+    def free(self) -> "Free":
+        """Run ``aiao`` on free links, where all-to-alls take next to nothing."""
+        folder = self._args.logs / f"trace-{self.layers}"
+        traced = f"--trace {folder} --trace-iterations 3-{self.job.num_iterations}"
+        iteration_ms = statistics.median(self._run("aiao", 0, set(), traced))
+        spans: dict[str, list[float]] = defaultdict(list)
+        for rank in read_ranks(folder):
+            for event in (e for i in rank.iterations for e in i.events if e.kind == "compute"):
+                spans[event.name.rstrip("0123456789")].append(event.end_s - event.start_s)
+        forward_s, backward_s = (
+            tuple(statistics.median(spans[f"{stage}{op}"]) for stage in range(2 * _RANKS))
+            for op in "FB"
+        )
+        return Free(forward_s, backward_s, iteration_ms)
+
+    def simulated(self, name: str, free: "Free") -> float:
+        """Return the milliseconds of a variant: simulated, and what no action has taken."""
+        candidate = replace(VARIANTS[name][1], num_microbatches=self.job.num_microbatches)
+        simulated_s = timeline_of(candidate, self._estimate(candidate, free)).period_s
+        first = replace(VARIANTS["aiao"][1], num_microbatches=self.job.num_microbatches)
+        known = self._estimate(first, free, bits_per_s=_FREE)
+        return 1e3 * simulated_s + free.iteration_ms - 1e3 * timeline_of(first, known).period_s
+
+    def bounds(self, free: "Free") -> tuple[float, float]:
+        """Return the milliseconds of a rank's work, and with the bubble of pairs."""
+        candidate = replace(
+            VARIANTS["aiao in pairs"][1], num_microbatches=self.job.num_microbatches
+        )
+        known = self._estimate(candidate, free)
+        sent_s = [s + known.costs.p2p_s for s in known.costs.ep_sync_s]
+        forward_s, backward_s = (
+            tuple(map(max, times_s, sent_s)) for times_s in (free.forward_s, free.backward_s)
+        )
+        of_ranks = [sum((*forward_s[rank::2], *backward_s[rank::2])) for rank in range(_RANKS)]
+        costs = replace(
+            self._estimate(candidate, free, bits_per_s=_FREE).costs,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            ep_sync_s=(),
+        )
+        bound_s = timeline_of(candidate, replace(known, costs=costs)).period_s
+        return 1e3 * self.job.num_microbatches * max(of_ranks), 1e3 * bound_s
+
+    def _estimate(
+        self, candidate: Candidate, free: "Free", bits_per_s: float | None = None
+    ) -> Estimate:
+        """Return what the cost model says, with computations that were measured."""
+        shape = replace(
+            SHAPES["testbed"],
+            num_layers=self.job.num_layers,
+            hidden_size=self.job.hidden_size,
+            num_attention_heads=2,
+            seq_length=self.job.seq_length,
+            num_experts=_EXPERTS,
+            experts_per_token=_TOPK,
+            expert_ffn_hidden_size=_WIDTH,
+        )
+        hosts = replace(cluster("testbedx4"), nic_bytes_per_s=(bits_per_s or self.rate) / 8)
+        segments = candidate.num_segments
+        known = estimate(shape, hosts, _SETUP, num_ranks=_RANKS, num_segments=segments)
+        forward_s, backward_s = (
+            tuple(
+                sum(times_s[stage :: _RANKS * segments]) + sent_s
+                for stage, sent_s in enumerate(known.costs.ep_sync_s)
+            )
+            for times_s in (free.forward_s, free.backward_s)
+        )
+        costs = replace(known.costs, forward_s=forward_s, backward_s=backward_s, weight_s=())
+        return replace(known, costs=costs)
+
+    def _run(self, name: str, number: int, losses: set[float], more: str = "") -> list[float]:
+        flags = f"{EXPERTS} {VARIANTS[name][0]} {more}"
+        run = self.bench.run(Variant(name.replace(" ", "-"), tuple(flags.split())), number)
+        if run.failure:
+            raise ValueError(f"{name}: {run.failure}")
+        losses.add(run.iterations[-1].loss or 0.0)
+        return list(run.times_ms)
+
+
 def main(argv: Sequence[str]) -> int:
-    """Print a row per share of communication, with each variant's median and its ratio."""
+    """Print a table with a row per cell and variant."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shares", nargs="+", type=float, default=[0.2, 0.5, 1.0])
+    parser.add_argument("--layers", nargs="+", type=int, default=[1, 4], help="of a chunk (1 4)")
     parser.add_argument("--half-ms", type=float, default=30.0, help="forward of half a layer (30)")
-    parser.add_argument("--layers", type=int, default=4, help="(4)")
     parser.add_argument("--microbatches", type=int, default=8, help="(8)")
-    parser.add_argument("--iterations", type=int, default=6, help="(6), of which 2 warm up")
+    parser.add_argument("--iterations", type=int, default=5, help="(5), of which 2 warm up")
     parser.add_argument("--queue-ms", type=float, default=50.0, help="of a link (50)")
-    parser.add_argument("--rounds", type=int, default=3, help="(3)")
+    parser.add_argument("--rounds", type=int, default=2, help="(2)")
     parser.add_argument("--logs", type=Path, default=Path("logs"))
     args = parser.parse_args(argv)
-    job = Job(
-        num_ranks=2,
-        data_parallel=2,
-        num_microbatches=args.microbatches,
-        num_layers=args.layers,
-        hidden_size=128,
-        seq_length=128,
-        micro_batch_size=1,
-        num_iterations=args.iterations,
-        clip_grad=1.0,
-        recompute=False,
-    )
-    sent_bits = 8 * 4 * job.seq_length * _TOPK * job.hidden_size / 2  # half of it stays at home
+    print("| layers | share | variant | ms | stock | work | bound | simulated | error |")
+    print("|--:|--:|---|--:|--:|--:|--:|--:|--:|")
     try:
         preload()
-        for share in args.shares:
-            rate = sent_bits / (1.5 * share * args.half_ms / 1e3)
-            bench = Bench(
-                job=job,
-                link=Link(rate, queue_ms=args.queue_ms),
-                rank_flags=("--half-ms", str(args.half_ms), "--nccl-order"),
-                warmup=2,
-                real_time=True,
-                timeout_s=300.0,
-                logs=args.logs,
-            )
-            print(f"{share:g} of compute, {rate / 1e6:.0f} Mb/s: {_row(bench, args.rounds)}")
-    except TestbedError as error:
+        for layers in args.layers:
+            free = Cell(args, layers, 1.0).free()
+            for share in args.shares:
+                cell = Cell(args, layers, share)
+                work_ms, bound_ms = cell.bounds(free)
+                measured = cell.measured()
+                stock = min(ms for name, ms in measured.items() if name.startswith("stock"))
+                for name, ms in measured.items():
+                    of = f"{stock / ms:.2f} | {ms / work_ms:.2f} | {ms / bound_ms:.2f}"
+                    simulated_ms = cell.simulated(name, free)
+                    error = f"{simulated_ms:.0f} | {simulated_ms / ms - 1:+.1%}"
+                    row = f"| {layers} | {share:.0%} | {name} | {ms:.0f} | {of} | {error} |"
+                    print(row, flush=True)
+    except (TestbedError, ValueError) as error:
         return refuse("expert_pairs.py", error)
     return 0
-
-
-def _row(bench: Bench, num_rounds: int) -> str:
-    """Return each variant's median over all rounds, and stock's best as a multiple of it."""
-    times_ms: dict[str, list[float]] = defaultdict(list)
-    losses = set()
-    for number in range(1, num_rounds + 1):
-        for name, flags in VARIANTS.items():
-            variant = Variant(name.replace(" ", "-"), tuple(f"{EXPERTS} {flags}".split()))
-            run = bench.run(variant, number)
-            if run.failure:
-                return f"{name}: {run.failure}"
-            times_ms[name] += run.times_ms
-            losses.add(run.iterations[-1].loss)
-    medians = {name: statistics.median(times) for name, times in times_ms.items()}
-    stock = min(ms for name, ms in medians.items() if name.startswith("stock"))
-    cells = [f"{name} {ms:.0f} ms ({stock / ms:.2f})" for name, ms in medians.items()]
-    return "; ".join([*cells, f"losses of {len(losses)} kind{'s' * (len(losses) > 1)}"])
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
 """Patch the collectives of ``torch.distributed.ProcessGroup``: gloo with NCCL's order and cost.
 
 Why: gloo runs two collectives of one group at once, and lets them share the link; its
-    reduce-scatter moves as many bytes as an all-reduce, and its all-gather between two ranks
-    uses the link in one direction at a time. A schedule that is tuned on that is tuned
+    reduce-scatter moves as many bytes as an all-reduce, and its all-gather and all-to-all between
+    two ranks use the link in one direction at a time. A schedule that is tuned on that is tuned
     for a library that nobody trains with.
 Change: the collectives of a group run one at a time, in order of issue, on one thread of the
     group, as NCCL's do on one stream of the communicator; reduce-scatter and all-gather are rings
-    that move their true volume both ways at once. All groups and all callers, since every call
-    ends in these methods. Sends and receives stay gloo's.
+    that move their true volume both ways at once, and so does an all-to-all. All groups and all
+    callers, since every call ends in these methods. Sends and receives stay gloo's.
 Remove when: the bench runs on NCCL.
 """
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +33,6 @@ _ORDERED = (
     "gather",
     "scatter",
     "reduce_scatter",
-    "all_to_all_single",
     "alltoall",
     "barrier",
 )
@@ -132,14 +131,39 @@ def all_gather(group: dist.ProcessGroup, output: torch.Tensor, share: torch.Tens
         _pass_on(group, shares[(rank - hop) % size], shares[(rank - hop - 1) % size])
 
 
-def _pass_on(group: dist.ProcessGroup, leaving: torch.Tensor, arriving: torch.Tensor) -> None:
-    """Send to the next rank while receiving from the one before."""
+@torch.no_grad()  # not the caller's: this is another thread
+def all_to_all(
+    group: dist.ProcessGroup,
+    received: torch.Tensor,
+    sent: torch.Tensor,
+    received_sizes: Sequence[int] = (),
+    sent_sizes: Sequence[int] = (),
+) -> None:
+    """Send each rank its rows of ``sent``, and leave theirs in ``received``; no sizes: equal ones.
+
+    A rank sends to the next while the one before sends to it, then to the one after that.
+    """
+    rank, size = group.rank(), group.size()
+    theirs = received.split(list(received_sizes) or received.shape[0] // size)
+    mine = sent.split(list(sent_sizes) or sent.shape[0] // size)
+    theirs[rank].copy_(mine[rank])
+    for hops in range(1, size):
+        _pass_on(group, mine[(rank + hops) % size], theirs[(rank - hops) % size], hops)
+
+
+def _pass_on(
+    group: dist.ProcessGroup, leaving: torch.Tensor, arriving: torch.Tensor, hops: int = 1
+) -> None:
+    """Send to the rank that is ``hops`` ahead while receiving from the one as far behind."""
     rank, size = group.rank(), group.size()
     # The receive first: gloo announces it in-band, where it would queue behind the data sent.
-    received = group.recv([arriving], (rank - 1) % size, _RING_TAG)
-    sent = group.send([leaving], (rank + 1) % size, _RING_TAG)
-    received.wait()
-    sent.wait()
+    works = []
+    if arriving.numel():
+        works.append(group.recv([arriving], (rank - hops) % size, _RING_TAG))
+    if leaving.numel():
+        works.append(group.send([leaving], (rank + hops) % size, _RING_TAG))
+    for work in works:
+        work.wait()
 
 
 _RINGS: dict[str, Ring] = {
@@ -161,6 +185,13 @@ def patches() -> tuple[Patch, ...]:
     def ordered(upstream: Callable[..., Any]) -> Callable[..., Any]:
         def collective(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> OrderedWork:
             return submit(group, lambda: upstream(group, *args, **kwargs).wait())
+
+        return collective
+
+    def both_ways(_: Callable[..., Any]) -> Callable[..., Any]:
+        def collective(group: dist.ProcessGroup, *args: Any) -> OrderedWork:
+            *tensors_and_sizes, _options = args
+            return submit(group, lambda: all_to_all(group, *tensors_and_sizes))
 
         return collective
 
@@ -190,5 +221,6 @@ def patches() -> tuple[Patch, ...]:
     target = "torch.distributed:ProcessGroup."
     return (
         *(Patch(target=target + name, make=ordered) for name in _ORDERED),
+        Patch(target=target + "all_to_all_single", make=both_ways),
         *(Patch(target=target + name, make=in_rings(ring)) for name, ring in _RINGS.items()),
     )

@@ -92,6 +92,23 @@ def test_a_ring_gathers_every_share_even_in_place(size):
 
 
 @pytest.mark.gloo
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_each_rank_gets_its_rows_of_every_other_be_they_none(size):
+    def rows(sender, receiver):
+        return torch.full(((sender + receiver) % 3, 2), 10.0 * sender + receiver)
+
+    def exchange(rank, group):
+        mine = [rows(rank, other) for other in range(size)]
+        theirs = [len(rows(other, rank)) for other in range(size)]
+        received = torch.empty(sum(theirs), 2)
+        nccl_order.all_to_all(group, received, torch.cat(mine), theirs, list(map(len, mine)))
+        return received
+
+    for rank, received in enumerate(on_ranks(size, exchange)):
+        assert torch.equal(received, torch.cat([rows(other, rank) for other in range(size)]))
+
+
+@pytest.mark.gloo
 def test_patched_collectives_equal_gloos(tmp_path):
     torch.multiprocessing.spawn(_compare_collectives, (tmp_path / "store",), nprocs=2)
 
@@ -115,7 +132,7 @@ def _collectives(rank):
     gathered[4 * rank : 4 * rank + 4] = rank + 1
     buckets = [torch.arange(6.0) + rank, torch.arange(10.0) * rank]
     told = torch.tensor([float(rank + 3)])
-    objects = [None, None]
+    objects, exchanged = [None, None], torch.zeros(8)
     works = [dist.all_reduce(reduced, async_op=True)]
     with distributed_c10d._coalescing_manager(world, async_ops=True) as coalesced:
         for bucket in buckets:
@@ -124,9 +141,10 @@ def _collectives(rank):
     works.append(
         dist.all_gather_into_tensor(gathered, gathered.chunk(2)[rank].clone(), async_op=True)
     )
+    works.append(dist.all_to_all_single(exchanged, torch.arange(8.0) * rank, async_op=True))
     dist.broadcast(told, 0)
     dist.all_gather_object(objects, rank)
     for work in works:
         work.wait()
     assert objects == [0, 1]
-    return [reduced, gathered, told, *(bucket.chunk(2)[rank] for bucket in buckets)]
+    return [reduced, gathered, exchanged, told, *(bucket.chunk(2)[rank] for bucket in buckets)]

@@ -403,7 +403,7 @@ def test_pairs_hide_tensor_parallel_collectives(fold3d):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (PAIRED, "no tensor-parallel collective in the costs: give tp in --seconds"),
+        (PAIRED, "no collective of a layer in the costs: give tp in --seconds"),
         (f"{PAIRED} --seconds tp=2", "2.0 in tp_sync_s; it is a part of a forward of 1"),
         (f"{PAIRED} --seconds tp=1 --microbatches 1", "no pair in a plan of 1 micro-batches"),
         (f"{PAIRED} --seconds tp=1 --tp 1", "pairs=on with --tensor-model-parallel-size 1"),

@@ -51,9 +51,11 @@ REFUSED = {
     f"{AIAO} --timing-log-level 2": "--timing-log-level 2",
     f"{AIAO} --tp-comm-overlap": "--tp-comm-overlap",
     f"{AIAO} --preemptive-comm --device cpu": "--preemptive-comm",
-    f"{AIAO} --offload-activations on": "--offload-activations on",
-    "--schedule aiao:step=next --segments 2 --overlap-grad-reduce --device cpu": "step=next",
-    "--schedule aiao:wgrad=last@1 --segments 2 --no-gradient-accumulation-fusion": "wgrad=last@1",
+    f"{AIAO} --offload-activations auto": "--offload-activations auto",
+    "--schedule aiao:step=next --segments 2 --overlap-grad-reduce --device cpu": (
+        "step=next with measured shares"
+    ),
+    "--schedule aiao:wgrad=gaps --segments 2 --no-gradient-accumulation-fusion": "wgrad=gaps",
     f"{AIAO} --recompute-activations --distribute-saved-activations": (
         "--distribute-saved-activations"
     ),

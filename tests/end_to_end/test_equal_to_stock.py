@@ -371,6 +371,15 @@ ROWS = (
         "--recompute-layers 1,1,1,1,1,1,0,0,1,0,1,0",
         stock=ONE_GROUP,
     ),
+    Row(
+        name="and what is delayed",
+        tp=2,
+        segments=2,
+        m=5,
+        flags=f"--sequence-parallel {OVERLAP}",
+        ours=f"--schedule aiao{PAIRS}:wgrad=last@0",
+        stock=ONE_GROUP,
+    ),
     # Models: the presets' heads, few layers.
     Row(
         name="T-NLG",

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.fold3d.cli import main
 from megatron.fold3d.observe.exposure import exposure
-from megatron.fold3d.observe.timeline import Lane
+from megatron.fold3d.observe.timeline import LAYER_SYNCS, Lane
 from megatron.fold3d.observe.trace_files import RankTrace, read_ranks
 from megatron.fold3d.observe.trace_timeline import to_timeline
 from megatron.fold3d.plan.ir import Plan
@@ -73,21 +73,35 @@ def test_both_schedules_are_traced_alike_and_train_alike(tmp_path: Path) -> None
         _check_order(read_ranks(folder), plan)
 
 
-def test_tensor_parallel_collectives_have_a_lane_with_and_without_pairs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+SHARED_LAYERS = "--tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 2"
+SHARED_EXPERTS = (
+    "--expert-model-parallel-size 2 --num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax "
+    "--moe-token-dispatcher-type alltoall --disable-bias-linear --global-batch-size 4"
+)
+
+
+@pytest.mark.parametrize(
+    ("shared", "lane", "in_forward"),
+    [
+        (SHARED_LAYERS, Lane.TP_SYNC, 4),  # two all-gathers and two reduce-scatters
+        (SHARED_EXPERTS, Lane.EP_SYNC, 3),  # tokens, their probabilities, and the results
+    ],
+)
+def test_collectives_of_layers_have_a_lane_with_and_without_pairs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shared: str, lane: Lane, in_forward: int
 ) -> None:
-    sizes = f"{SIZES} --pipeline-model-parallel-size 1 --segments 1 --tensor-model-parallel-size 2"
+    sizes = f"{SIZES} --pipeline-model-parallel-size 1 --segments 1 {shared}"
     runs = []
     for schedule in ("stock", "afab:pairs=on"):
         folder = tmp_path / schedule.split()[0]
-        flags = f"--global-batch-size 2 --train-iters 4 --sequence-parallel --schedule {schedule}"
+        flags = f"--train-iters 4 --schedule {schedule}"
         argv = shlex.split(f"{sizes} {flags} --trace {folder} --trace-iterations 2-3")
         runs.append(run_distributed(train, 2, argv))
         (rank, _) = read_ranks(folder)
         timeline = to_timeline([rank])
-        collectives, computed = (timeline.lane(0, lane) for lane in (Lane.TP_SYNC, Lane.COMPUTE))
-        # Two all-gathers and two reduce-scatters of each layer's forward; more in its backward.
-        assert len(collectives) > 2 * 2 * 8 * (4 + 4)
+        collectives, computed = timeline.lane(0, lane), timeline.lane(0, Lane.COMPUTE)
+        # As many or more in a backward; of two micro-batches in two iterations.
+        assert len(collectives) >= 2 * 2 * 8 * 2 * in_forward
         inside = [
             c
             for c in collectives
@@ -95,7 +109,7 @@ def test_tensor_parallel_collectives_have_a_lane_with_and_without_pairs(
         ]
         assert len(inside) > len(collectives) / 2
         assert main(["trace", str(folder)]) == 0
-        assert "TP.sync      " in capsys.readouterr().out
+        assert f"{LAYER_SYNCS[lane]}      " in capsys.readouterr().out
     assert differences(runs[1], runs[0]) == []
 
 

@@ -5,7 +5,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -177,6 +177,20 @@ def differences(ours: Sequence[Record], stock: Sequence[Record]) -> list[str]:
         for mine, theirs in [(_flat(a), _flat(b))]
         for name in sorted(mine.keys() | theirs.keys())
         if mine.get(name) != theirs.get(name)
+    ]
+
+
+def as_known(ours: Sequence[Record], stock: Sequence[Record]) -> list[Record]:
+    """Drop from stock's records the norms that ours did not know when the iteration ended."""
+    return [
+        replace(
+            theirs,
+            iterations=[
+                {name: value for name, value in row.items() if name != "grad norm" or name in own}
+                for row, own in zip(theirs.iterations, mine.iterations, strict=True)
+            ],
+        )
+        for mine, theirs in zip(ours, stock, strict=True)
     ]
 
 

@@ -78,6 +78,9 @@ SHARED: Mapping[str, Sequence[str]] = {
         "--qk-layernorm --add-qkv-bias",
         "--apply-residual-connection-post-layernorm",
         f"{EXPERTS} --moe-token-dispatcher-type alltoall",
+        f"{EXPERTS} --moe-token-dispatcher-type alltoall --expert-model-parallel-size {{dp}}",
+        f"{EXPERTS} --moe-token-dispatcher-type alltoall --expert-model-parallel-size {{dp}} "
+        "--moe-shared-expert-intermediate-size 16",
         "--mtp-num-layers 1 --position-embedding-type rope",
         "--group-query-attention --num-query-groups 2 --squared-relu",
     ),
@@ -149,6 +152,7 @@ OURS: Mapping[str, Sequence[str]] = {
         ":wgrad=behind@0",
         ":wgrad=behind@{segments}",
     ),
+    "pairs": ("", ":pairs=on"),
     "early recomputation": ("", ":recompute=early", ":recompute=early@0"),
     "trace": ("", "--trace FOLDER/trace --trace-iterations 1-2"),
     # Who saves after the second iteration, and who goes on from there.
@@ -162,6 +166,7 @@ CHANCES = {
     "recomputation": 0.5,
     "dropout": 0.12,
     "deferral": 0.4,
+    "pairs": 0.4,
     "early recomputation": 0.4,
     "weight gradients": 0.35,
     "host memory": 0.35,
@@ -246,7 +251,12 @@ class FlagSet:
         text = " ".join(filter(None, words))
         # Stock's interleaved schedule wants a whole group in evaluation, too.
         few = self.m if self.one_group else self.pp if self.segments > 1 else 1
-        for name, value in (("m", self.m), ("few", few * one), ("segments", self.segments - 1)):
+        for name, value in (
+            ("m", self.m),
+            ("dp", self.dp),
+            ("few", few * one),
+            ("segments", self.segments - 1),
+        ):
             text = text.replace(f"{{{name}}}", str(value))
         return tuple(shlex.split(text))
 

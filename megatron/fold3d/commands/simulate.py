@@ -171,10 +171,10 @@ def _check_costs(its: PredictedRun, said: Described) -> None:
             "recompute=early: costs have no recomputation: give recompute and backward in "
             "--seconds, a model on a cluster, or recompute_s in --costs"
         )
-    if c.overlap_tensor_parallel and not any(known.tp_sync_s):
+    if c.overlap_tensor_parallel and not any(known.tp_sync_s + known.ep_sync_s):
         raise ValueError(
-            "pairs=on: there is no tensor-parallel collective in the costs: give tp in --seconds, "
-            "a model on a cluster, or tp_sync_s in --costs"
+            "pairs=on: there is no collective of a layer in the costs: give tp in --seconds, a "
+            "model on a cluster, or tp_sync_s or ep_sync_s in --costs"
         )
     if c.preemptive and its.known.cuda_connections == 1:
         raise ValueError(

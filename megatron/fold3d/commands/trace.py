@@ -196,12 +196,12 @@ def _lines(title: str, views: Sequence[View]) -> Iterator[str]:
     if row.offloaded_bytes is not None:
         gib = row.offloaded_bytes / 2**30
         yield f"offloaded    {gib:.3g} GiB per iteration, by the process that offloads most"
-    if row.tp_sync_s is not None:
-        total_s = row.iteration.total_s
-        yield (
-            f"TP.sync      {1e3 * row.tp_sync_s:.1f} ms under way in an iteration, "
-            f"{row.tp_sync_s / total_s:.1%}, inside forwards and backwards"
-        )
+    for name, sync_s in (("TP.sync", row.tp_sync_s), ("EP.sync", row.ep_sync_s)):
+        if sync_s is not None:
+            yield (
+                f"{name}      {1e3 * sync_s:.1f} ms under way in an iteration, "
+                f"{sync_s / row.iteration.total_s:.1%}, inside forwards and backwards"
+            )
     if row.deferred_share is not None:
         share = row.deferred_share
         yield f"deferred     {share:.1%} of the gradients, reduced behind the next forward"
@@ -222,4 +222,5 @@ def _as_json(row: Breakdown) -> dict[str, object]:
         "offloaded_bytes": row.offloaded_bytes,
         "deferred_share": row.deferred_share,
         "tp_sync_s": row.tp_sync_s,
+        "ep_sync_s": row.ep_sync_s,
     }

@@ -150,6 +150,8 @@ def _schedule(candidate: Candidate) -> Iterator[str]:
         yield f"--shard-segments {candidate.shards}"
     if candidate.overlap_tensor_parallel:  # run with Megatron's own layers and without dropout
         yield "--transformer-impl local --attention-dropout 0 --hidden-dropout 0"
+        if candidate.setup.expert_parallel > 1:
+            yield "--moe-token-dispatcher-type alltoall"
     if candidate.preemptive:
         yield "--preemptive-comm"
     if candidate.offload:

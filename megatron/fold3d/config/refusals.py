@@ -163,8 +163,9 @@ TABLE: Mapping[str, Mapping[str, str]] = {
         "--tensor-parallel-num-weight-shards above the ranks, "
         "--expert-tensor-parallel-num-weight-shards above the ranks": f"{_GTP}; {_STOCK}",
         # Options that replace the schedule, or the loop around it.
-        "--overlap-moe-expert-parallel-comm, --delay-wgrad-compute, "
-        "--ep-overlap-early-attn-memory-release": f"{_COMBINED}; {_STOCK}",
+        "--overlap-moe-expert-parallel-comm": f"{_COMBINED}; give --schedule aiao:pairs=on, or "
+        "use --schedule stock",
+        "--delay-wgrad-compute, --ep-overlap-early-attn-memory-release": f"{_COMBINED}; {_STOCK}",
         "--defer-embedding-wgrad-compute": "stock's schedules compute the deferred gradients "
         "at their end, a plan does not; drop it",
         "--moe-expert-rank-capacity-factor": "an iteration that overflows its buffers is run "
@@ -399,11 +400,16 @@ TABLE: Mapping[str, Mapping[str, str]] = {
         "micro-batch at a time; give --schedule 1f1b",
         "--timing-log-level above 1": "Megatron's timer of a forward measures one at a time; "
         "give --timing-log-level 1",
+        "ahead=auto, wgrad=gaps, step=next with measured shares, "
+        "--offload-activations auto": "what it measures are computations one at a time; give a "
+        "number or segments, or --offload-activations on",
+        "--transformer-impl other than local": "its modules keep state of one micro-batch at a "
+        "time, of which two need one each; give --transformer-impl local",
+        "--context-parallel-size above 1": "ranks that share a sequence exchange keys and values "
+        "in calls that hand nothing over; give 1, or drop pairs=on",
         # Options with process-wide state or further collectives.
-        "--transformer-impl other than local, --mtp-num-layers, "
-        "--context-parallel-size above 1, step=next, --offload-activations, "
-        "--microbatch-group-size-per-virtual-pipeline-stage, ahead=auto, --shard-segments, "
-        "slices=on, --tp-comm-overlap, --distribute-saved-activations, wgrad=, "
+        "--mtp-num-layers, --microbatch-group-size-per-virtual-pipeline-stage, --shard-segments, "
+        "slices=on, --tp-comm-overlap, --distribute-saved-activations, "
         "--preemptive-comm": f"{_UNSHOWN}; {_BOTH}",
     },
     "{} with --preemptive-comm": {

@@ -13,6 +13,7 @@ A *setting* is a text:
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 
+from megatron.fold3d.config.backward_share_flags import measures_shares
 from megatron.fold3d.config.offload_flags import engine_modules, offloads_everything, recomputes
 from megatron.fold3d.config.replication_flags import halves_embeddings
 from megatron.fold3d.config.schedule_flags import part_of, schedule_of
@@ -153,6 +154,7 @@ _NAMED: Mapping[str, Callable[[Namespace], bool | str]] = {
     "a plan file": _named_of(lambda schedule: schedule == "plan-file"),
     # Parts of the word.
     "step=next": lambda args: args.backward_share is not None,
+    "step=next with measured shares": measures_shares,
     "slices=on": lambda args: args.dp_slices == "on",
     "pairs=on": lambda args: args.overlap_tensor_parallel,
     "share=": _in_word("share"),

@@ -51,10 +51,13 @@ def trace_problems(args: Namespace) -> Iterator[str]:
 
 
 def records_tp_sync(args: Namespace) -> bool:
-    """Return whether a trace has tensor-parallel collectives: those of Megatron's own layers.
+    """Return whether a trace has the collectives of layers: those of Megatron's own.
 
     Transformer Engine takes the process group apart, and experts ask more of it than its wrapper
-    passes on.
+    passes on, unless they send tokens by all-to-all.
     """
-    wraps = args.transformer_impl == "local" and not args.num_experts and not args.tp_comm_overlap
-    return bool(args.trace is not None and args.tensor_model_parallel_size > 1 and wraps)
+    wraps = args.transformer_impl == "local" and not args.tp_comm_overlap
+    if args.num_experts:
+        wraps = wraps and args.moe_token_dispatcher_type == "alltoall"
+    ranks = args.tensor_model_parallel_size * (args.expert_model_parallel_size or 1)
+    return bool(args.trace is not None and ranks > 1 and wraps)

@@ -52,6 +52,7 @@ class Breakdown:
             offload.
         tp_sync_s: seconds of an iteration in which tensor-parallel collectives are under way, the
             mean over ranks; they are inside computations. None where they were not recorded.
+        ep_sync_s: likewise of the all-to-alls of experts.
         deferred_share: the mean share of the gradients that was reduced during the next
             iteration's forward; None where nothing is deferred.
     """
@@ -65,6 +66,7 @@ class Breakdown:
     offloaded_bytes: float | None = None
     deferred_share: float | None = None
     tp_sync_s: float | None = None
+    ep_sync_s: float | None = None
 
 
 def measured(
@@ -98,7 +100,8 @@ def measured(
         flops=flops.times(per_gpu_s) if flops else None,
         offloaded_bytes=max(counted("offloaded_bytes"), default=None),
         deferred_share=fmean(shares) if shares else None,
-        tp_sync_s=tp_sync_s(timeline),
+        tp_sync_s=layer_sync_s(timeline, Lane.TP_SYNC),
+        ep_sync_s=layer_sync_s(timeline, Lane.EP_SYNC),
     )
 
 
@@ -112,12 +115,12 @@ def exposure_of_ranks(timeline: Timeline) -> tuple[Exposure, ...]:
     return tuple(map(mean, zip(*rows, strict=True)))
 
 
-def tp_sync_s(timeline: Timeline) -> float | None:
-    """Return the seconds of TP.sync in an iteration; None if there is no such lane.
+def layer_sync_s(timeline: Timeline, lane: Lane) -> float | None:
+    """Return the seconds of one of `LAYER_SYNCS` in an iteration; None if it has no spans.
 
     This is the mean over ranks and iterations. Collectives that overlap each other count once.
     """
-    spans = [timeline.lane(rank, Lane.TP_SYNC) for rank in range(timeline.num_ranks)]
+    spans = [timeline.lane(rank, lane) for rank in range(timeline.num_ranks)]
     if not any(spans):
         return None
     iterations = len(timeline.iteration_ends_s(0))

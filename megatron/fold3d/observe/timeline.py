@@ -24,9 +24,12 @@ class Lane(StrEnum):
     GRAD_SYNC = "grad_sync"
     COPY = "copy"
     TP_SYNC = "tp_sync"  # tensor-parallel collectives under way, inside computations
+    EP_SYNC = "ep_sync"  # all-to-alls of experts, likewise
 
 
 BUSY_LANES = frozenset({Lane.COMPUTE, Lane.OPTIMIZER, Lane.WAIT})
+LAYER_SYNCS = {Lane.TP_SYNC: "TP.sync", Lane.EP_SYNC: "EP.sync"}
+"""The lanes of what layers do inside computations, and their names."""
 
 
 class Span(NamedTuple):

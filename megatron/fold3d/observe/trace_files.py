@@ -37,6 +37,7 @@ LANES = {
     "offload": Lane.COPY,
     "p2p": Lane.P2P,
     "tp_sync": Lane.TP_SYNC,
+    "ep_sync": Lane.EP_SYNC,
 }
 """The lane of each kind of event."""
 

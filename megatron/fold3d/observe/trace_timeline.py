@@ -19,7 +19,6 @@ from megatron.fold3d.observe.trace_files import (
 )
 from megatron.fold3d.plan.ir import Action, PlanError, gc_paused
 from megatron.fold3d.plan.ops import SYNC_OPS
-from megatron.fold3d.plan.passes.pairs import second_of
 
 
 @gc_paused()
@@ -76,7 +75,7 @@ class _Clocked:
 
     def spans(self) -> Iterator[Span]:
         """Yield the rank's own spans; a span inside another one interrupts it."""
-        events = sorted(_halved(self.row.events), key=lambda event: (event.start_s, -event.end_s))
+        events = sorted(_in_turns(self.row.events), key=lambda event: (event.start_s, -event.end_s))
         shown = [(e, _action(e.name)) for e in events if e.kind != "p2p" and not _is_gap(e)]
         busy = [event for event, _ in shown if LANES[event.kind] in BUSY_LANES]
         position = 0
@@ -192,20 +191,19 @@ def _pieces(event: Event, busy: Sequence[Event], position: int) -> Iterator[tupl
         yield at_s, event.end_s
 
 
-def _halved(events: Sequence[Event]) -> Iterator[Event]:
-    """Give each of two micro-batches that ran as a pair one half of their time.
+def _in_turns(events: Sequence[Event]) -> Iterator[Event]:
+    """Cut computations that overlap, as those of pairs do, in the middle of their overlap.
 
     Only one computes at a time, but a trace does not record which one.
     """
-    computed = {_action(event.name): event for event in events if event.kind == "compute"}
-    halves = {}
-    for action, first in computed.items():
-        second = action and computed.get(second_of(action))
-        if second and first.start_s <= second.start_s < first.end_s <= second.end_s:
-            middle_s = (first.start_s + second.end_s) / 2
-            halves[id(first)] = first._replace(end_s=middle_s)
-            halves[id(second)] = second._replace(start_s=middle_s)
-    return (halves.get(id(event), event) for event in events)
+    computed = sorted((e for e in events if e.kind == "compute"), key=lambda e: e.start_s)
+    cut = {id(event): event for event in computed}
+    for first, second in pairwise(computed):
+        if second.start_s < first.end_s <= second.end_s:
+            middle_s = (second.start_s + first.end_s) / 2
+            cut[id(first)] = cut[id(first)]._replace(end_s=middle_s)
+            cut[id(second)] = second._replace(start_s=middle_s)
+    return (cut.get(id(event), event) for event in events)
 
 
 def _moved(span: Span, by_s: float) -> Span:

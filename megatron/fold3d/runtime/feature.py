@@ -4,7 +4,7 @@ The executor makes a new table of handlers by op for each iteration. Features fi
 innermost outwards: each receives the table so far, and returns handlers for its own ops and
 wrappers around the handlers of others. A feature that is off is not in the list.
 
-        features  [preemption, transfers, pairs, trace, grad sync, weight grads, offload]
+        features  [preemption, pairs, transfers, trace, grad sync, weight grads, offload]
                         outermost ──────────────────────────────────────> innermost
 
         a BACKWARD    transfers   take the gradient of the output, announce the next send

@@ -6,7 +6,7 @@ from megatron.fold3d.plan.compile import Options, compile_plan, lower
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
 from megatron.fold3d.plan.memory import peak_activations, peak_recomputed
 from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
-from megatron.fold3d.plan.passes.pairs import pairs
+from megatron.fold3d.plan.passes.pairs import chains
 from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
@@ -30,7 +30,11 @@ def test_both_of_a_pair_are_recomputed_before_their_backwards():
         "0F0 0F1 0F2 0R0 0R1 0B0 0B1 0R2 0B2\n"
     )
     (program,) = recompute_early(plan, [0], in_pairs=True).programs
-    assert [str(action) for action in program if action in pairs(program)] == ["0F0", "0R0", "0B0"]
+    assert [" ".join(map(str, chain)) for chain in chains(program)] == [
+        "0F0 0F1 0F2",
+        "0R0 0R1",
+        "0B0 0B1",
+    ]
 
 
 def test_what_is_recomputed_already_stays_as_it_is():

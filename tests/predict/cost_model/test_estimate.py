@@ -180,6 +180,30 @@ def test_ranks_that_share_experts_send_tokens_twice_and_hold_few_experts():
     assert found.costs.grad_sync_s[0] == pytest.approx(all_reduce_s)
 
 
+def test_all_gpus_of_a_node_share_its_nics_for_tokens_of_experts_elsewhere():
+    shape, gpus = model_shape("mixtral-8x7b"), cluster("a100x16")
+    setup = Setup(data_parallel=16, expert_parallel=8)
+    inside = estimate(shape, gpus, setup, num_ranks=1, num_segments=1).costs
+    wide = replace(shape, num_experts=16)
+    across = estimate(wide, gpus, replace(setup, expert_parallel=16), num_ranks=1, num_segments=1)
+    sent = 32 * 2 * (8192 * 2 * 4096 * 2)  # with what stays at home; all layers, there and back
+    assert inside.ep_sync_s[0] == pytest.approx(sent * 7 / 8 / gpus.intra_bytes_per_s)
+    elsewhere_s = sent / 2 * 8 / gpus.goodput_bytes_per_s
+    assert across.costs.ep_sync_s[0] == pytest.approx(elsewhere_s)
+    assert across.costs.collectives == inside.collectives == (64,)
+
+
+def test_a_backward_that_recomputes_sends_tokens_again():
+    shape, gpus = model_shape("mixtral-8x7b"), cluster("h100x16")
+    setup = Setup(data_parallel=8, expert_parallel=8)
+    kept, again = (
+        estimate(shape, gpus, replace(setup, recompute=how), num_ranks=2, num_segments=1).costs
+        for how in ("none", "full")
+    )
+    assert again.backward_s[0] == pytest.approx(kept.backward_s[0] + again.recompute_s[0])
+    assert again.recompute_s[0] > again.ep_sync_s[0] == kept.ep_sync_s[0] > 0
+
+
 def test_ranks_that_share_a_sequence_compute_a_part_and_pass_keys_and_values_on():
     shape, gpus = model_shape("llama3-8b"), cluster("h100x8")
     found = estimate(

@@ -430,6 +430,25 @@ def test_early_recomputation_and_pairs_are_bounded_too():
         assert peaks == tuple(map(candidate.most_activations, range(candidate.num_ranks)))
 
 
+def test_pairs_are_proposed_where_they_hide_more_of_the_all_to_alls_than_they_cost():
+    experts = replace(SMALL, num_experts=8, experts_per_token=4)
+    sizes = Given(num_ranks=2, num_segments=2, microbatch_size=1, tensor_parallel=1)
+    given = replace(sizes, expert_parallel=2)
+    assumed = frozenset({"overlap-tensor-parallel"})
+    for faster, is_paired in ((1, True), (1e6, False)):
+        nodes = replace(
+            SLOW,
+            num_nodes=16,
+            gpus_per_node=1,
+            nic_bytes_per_s=SLOW.nic_bytes_per_s * faster,
+            intra_bytes_per_s=SLOW.intra_bytes_per_s * faster,
+        )
+        found = search(experts, nodes, global_batch_size=256, given=given, assumed=assumed)
+        best = found.best[0].candidate
+        assert (not best.is_stock and best.overlap_tensor_parallel) == is_paired
+        assert ("pairs=on" in str(best.word)) == is_paired
+
+
 def test_fewer_layers_are_recomputed_where_memory_allows_it():
     given = Given(num_ranks=2, num_segments=3, tensor_parallel=2, microbatch_size=2)
     tight = replace(SLOW, gpu_memory_bytes=3.2e9)  # all layers recomputed take 2.4e9

@@ -10,11 +10,11 @@ from itertools import count
 from typing import Any
 
 from megatron.fold3d.observe.messages import reader_of, source_of
-from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline
+from megatron.fold3d.observe.timeline import BUSY_LANES, LAYER_SYNCS, Lane, Span, Timeline
 from megatron.fold3d.plan.ops import PART_OPS, TABLE, wait_title
 
 _US = 1e6
-_THREADS = ("compute", Lane.TP_SYNC, Lane.P2P, Lane.GRAD_SYNC, Lane.COPY)
+_THREADS = ("compute", *LAYER_SYNCS, Lane.P2P, Lane.GRAD_SYNC, Lane.COPY)
 _PER_LANE = 100  # threads at most; numbers are for sorting
 _Ends = tuple[tuple[int, Span], tuple[int, Span]]
 """The rank and the span of a message's source, and of its reader."""
@@ -53,7 +53,7 @@ def _lane(
 
 def _slice(timeline: Timeline, span: Span, pid: int, tid: int) -> dict[str, Any]:
     details: dict[str, Any] = {"iteration": span.iteration}
-    name = "TP.sync" if span.lane is Lane.TP_SYNC else str(span.lane)
+    name = LAYER_SYNCS.get(span.lane, str(span.lane))
     if span.action is not None:
         stage, op, microbatch = span.action
         details |= {"action": str(span.action), "segment": stage // timeline.num_ranks}

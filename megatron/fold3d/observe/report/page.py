@@ -15,11 +15,11 @@ from megatron.fold3d.observe.critical_path import PathStep, critical_path, path_
 from megatron.fold3d.observe.exposure import Exposure
 from megatron.fold3d.observe.report.palette import HUES, color, takes_dark_text
 from megatron.fold3d.observe.report.template import one_file
-from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline, queued
+from megatron.fold3d.observe.timeline import BUSY_LANES, LAYER_SYNCS, Lane, Span, Timeline, queued
 from megatron.fold3d.plan.ir import gc_paused
 
 _SCRIPTS = ("model.js", "canvas.js", "paint.js", "view.js")
-_MAIN, _THIN = "compute", (Lane.TP_SYNC, Lane.P2P, Lane.GRAD_SYNC, Lane.COPY)
+_MAIN, _THIN = "compute", (*LAYER_SYNCS, Lane.P2P, Lane.GRAD_SYNC, Lane.COPY)
 _US = 1e6
 # The fill of a column in a bar; what is not here has the color of an empty row.
 _KINDS = {

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.fold3d.observe.exposure import Exposure, exposure, mean
 from megatron.fold3d.observe.report.palette import HUES, color
 from megatron.fold3d.observe.report.template import one_file
-from megatron.fold3d.observe.timeline import Lane, Span, Timeline
+from megatron.fold3d.observe.timeline import LAYER_SYNCS, Lane, Span, Timeline
 
 SCHEDULES = (
     *("1f1b", "interleaved", "aiao", "breadth-first", "afab", "shifted-critical-path"),
@@ -135,7 +135,7 @@ def _columns(fixed: Fixed, unit_s: float) -> dict[str, Any]:
 
 def _spans(spans: tuple[Span, ...], start_s: float, unit_s: float) -> Iterator[dict[str, Any]]:
     for span in spans:
-        hidden = span.lane is Lane.TP_SYNC or (span.lane is Lane.WAIT and span.action is None)
+        hidden = span.lane in LAYER_SYNCS or (span.lane is Lane.WAIT and span.action is None)
         if span.end_s > start_s and not hidden:
             yield {
                 "lane": "compute" if span.lane is Lane.OPTIMIZER else span.lane,

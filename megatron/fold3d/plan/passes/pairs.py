@@ -1,23 +1,30 @@
 """Pairs: two micro-batches that a rank computes together, each during the other's collectives.
 
-A pair is two adjacent actions with the same op (forward, backward or early recomputation), the same
-stage and neighbouring micro-batches, the first of them even. It needs no op of its own. `in_pairs`
-makes an order of pairs from any order, and `pair_microbatches` moves transfers out of pairs:
+Neighbours of one stage with the same op (forward, backward or early recomputation), the first of
+them even, are a *chain*. Two sides take the next one in turn, so that a side's last collective is
+hidden by what the other side has taken, and only the ends of a chain hide nothing. A chain needs no
+op of its own. `in_pairs` makes an order of pairs from any order, and `pair_microbatches` puts
+transfers and copies of activations where a side comes to them: what a micro-batch gives leaves when
+it is through, and by then the other side has begun the next:
 
     order      rank 0  0F0 0F1 0B0 0B1               of 2 pairs
     in pairs   rank 0  0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3
 
-    before     rank 0  0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 ...
-    after      rank 0  0RECV_B0 0F0 0F1 0SEND_F0 0SEND_F1 ...
+    before     rank 0  0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0F2 0SEND_F2 ...
+    after      rank 0  0F0 0RECV_B0 0F1 0SEND_F0 0F2 0SEND_F1 ... 0SEND_F2
+
+    one side   F0 ─────────────> SEND_F0  F2 ─────────────> SEND_F2
+    the other  waits  F1 ─────────────> SEND_F1  F3 ─────────────> SEND_F3
 """
 
 from collections.abc import Iterator
-from itertools import pairwise
 
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, Program
-from megatron.fold3d.plan.ops import P2P_OPS, RECV_OPS
+from megatron.fold3d.plan.ops import COPY_OPS, P2P_OPS, RECV_OPS, TO_DEVICE_OPS
 
 PAIRED_OPS = frozenset({Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD})
+_BETWEEN = P2P_OPS | COPY_OPS
+_BEFORE = RECV_OPS | TO_DEVICE_OPS
 
 
 def num_pairs(num_microbatches: int) -> int:
@@ -43,30 +50,27 @@ def in_pairs(order: Plan, num_microbatches: int) -> Plan:
 
 
 def pair_microbatches(plan: Plan) -> Plan:
-    """Move transfers out of pairs: receives are posted before both, results are sent after both.
+    """Send a result, and start to offload, when the next micro-batch of a chain has begun.
 
-    If there are other actions between two micro-batches, they do not become a pair. The returned
-    plan must be verified: it deadlocks if two pairs wait for each other.
+    If there are other actions between two micro-batches, a chain ends there. The returned plan must
+    be verified: it deadlocks if two chains wait for each other.
     """
-    return Plan(tuple(tuple(_with_pairs(program)) for program in plan.programs))
+    return Plan(tuple(tuple(_with_chains(program)) for program in plan.programs))
 
 
-def pairs(program: Program, *, hooks_reduce: bool = False) -> frozenset[Action]:
-    """Return the first action of each pair in a program.
+def chains(program: Program) -> Iterator[Program]:
+    """Yield the chains of a program, from the first computation to the last.
 
-    Args:
-        program: the program of one rank.
-        hooks_reduce: whether DDP's hooks start to reduce gradients inside a stage's last backward.
-            They count the gradients of one micro-batch, so this backward and the one before it are
-            not a pair.
+    With them are the transfers and copies between; those of the last two micro-batches follow.
     """
-    last = {action.stage: action for action in program if action.op is Op.BACKWARD}
-    alone = frozenset(last.values()) if hooks_reduce else frozenset()
-    return frozenset(
-        first
-        for first, second in pairwise(program)
-        if second == second_of(first) and second not in alone
-    )
+    begin = 0
+    while begin < len(program):
+        end = begin + 1
+        while (found := _next_of_chain(program, begin, end)) is not None:
+            end = found + 1
+        if end > begin + 1:
+            yield program[begin:end]
+        begin = end
 
 
 def check_pairs(plan: Plan) -> None:
@@ -75,7 +79,7 @@ def check_pairs(plan: Plan) -> None:
     Raises:
         PlanError: the plan has none.
     """
-    if not any(map(pairs, plan.programs)):
+    if not any(any(chains(program)) for program in plan.programs):
         raise PlanError(
             f"pairs=on: found no pair in a plan of {plan.num_microbatches} "
             "micro-batches; a pair is two neighbours of one stage, the first of them even: raise "
@@ -83,27 +87,32 @@ def check_pairs(plan: Plan) -> None:
         )
 
 
-def second_of(first: Action) -> Action | None:
-    """Return the action that forms a pair with ``first``, if ``first`` can begin a pair."""
-    stage, op, microbatch = first
+def _next_of_chain(program: Program, begin: int, end: int) -> int | None:
+    """Return where the chain that begins there, and reaches to ``end``, goes on, if it does."""
+    stage, op, microbatch = program[begin]
     if op not in PAIRED_OPS or microbatch is None or microbatch % 2:
         return None
-    return Action(stage, op, microbatch + 1)
+    last = program[end - 1].microbatch or 0
+    while end < len(program) and program[end].op in _BETWEEN:
+        end += 1
+    follows = end < len(program) and program[end] == Action(stage, op, last + 1)
+    return end if follows else None
 
 
-def _with_pairs(program: Program) -> Iterator[Action]:
-    index = 0
-    while index < len(program):
-        first, behind = program[index], index + 1
-        while behind < len(program) and program[behind].op in P2P_OPS:
-            behind += 1
-        between = program[index + 1 : behind]
-        if behind < len(program) and program[behind] == second_of(first):
-            yield from (action for action in between if action.op in RECV_OPS)
-            yield first
-            yield program[behind]
-            yield from (action for action in between if action.op not in RECV_OPS)
-            index = behind + 1
-        else:
-            yield first
-            index += 1
+def _with_chains(program: Program) -> Iterator[Action]:
+    begin = 0
+    for chain in chains(program):
+        start = program.index(chain[0], begin)
+        yield from program[begin:start]
+        begin = start + len(chain)
+        leaving: list[Action] = []  # of the micro-batch before
+        for action in chain:
+            if action.op in PAIRED_OPS:
+                yield action
+                yield from leaving
+                leaving.clear()
+            elif action.op in _BEFORE:
+                yield action
+            else:
+                leaving.append(action)
+    yield from program[begin:]

@@ -104,7 +104,8 @@ def estimate(
     gradients = gradient_bytes(shape, setup, split)
     experts = expert_gradient_bytes(shape, setup, split)
     synced = [sum(sizes) for sizes in zip(gradients, experts, strict=True)]
-    exchange_s = _exchange_s(shape, cluster, setup, split)
+    context_s = _context_s(shape, cluster, setup, split)
+    tokens_s = _tokens_s(shape, cluster, setup, split)
     copy_bytes_per_s = cluster.host_copy_bytes_per_s / cluster.gpus_per_node
     overhead_s = cluster.task_overhead_s
     slower = slowdowns(cluster, setup, num_ranks, shape.stage_flops(split))
@@ -115,13 +116,13 @@ def estimate(
     again_s = _recompute_s(shape, cluster, setup, split, slower)
     costs = Costs(
         forward_s=tuple(
-            s + each.forward_s + overhead_s + more_s
-            for s, each, more_s in zip(forward_s, exchange_s, late_s, strict=True)
+            sum(parts_s) + overhead_s
+            for parts_s in zip(forward_s, context_s, tokens_s, late_s, strict=True)
         ),
         backward_s=tuple(
-            2 * s + each.backward_s + overhead_s + 2 * more_s + recomputed_s
-            for s, each, more_s, recomputed_s in zip(
-                forward_s, exchange_s, late_s, again_s, strict=True
+            2 * (s + keys_s + more_s) + sent_s + overhead_s + recomputed_s
+            for s, keys_s, sent_s, more_s, recomputed_s in zip(
+                forward_s, context_s, tokens_s, late_s, again_s, strict=True
             )
         ),
         weight_s=tuple(
@@ -130,7 +131,13 @@ def estimate(
         ),
         recompute_s=again_s if setup.recompute == "full" else (),
         tp_sync_s=_tp_sync_s(shape, cluster, setup, split),
-        tp_collectives=tuple(2 * len(layers) for layers in shape.stage_layers(split)),
+        ep_sync_s=tokens_s,
+        ep_sync_on_nic=prod(setup.expert_ranks) > cluster.gpus_per_node,
+        collectives=tuple(
+            2 * (setup.tensor_parallel > 1) * len(of_stage)
+            + 2 * (setup.expert_parallel > 1) * sum(map(bool, map(shape.num_experts_in, of_stage)))
+            for of_stage in shape.stage_layers(split)
+        ),
         split_s=overhead_s,
         p2p_s=sent * per_node / cluster.goodput_bytes_per_s,
         p2p_latency_s=cluster.nic_latency_s,
@@ -238,11 +245,14 @@ def _tp_sync_s(
 def _recompute_s(
     shape: ModelShape, cluster: Cluster, setup: Setup, split: Split, slower: Sequence[float]
 ) -> tuple[float, ...]:
-    """What a backward of each stage recomputes: layers with TP.sync, or attention scores alone."""
+    """What a backward of each stage recomputes: layers with all they send, or scores alone."""
     rate = _flops_per_s(cluster, setup) * setup.context_parallel
     flops = recomputed_flops(shape, setup.recompute, split)
     whole = setup.recompute == "full"
-    sync_s = _tp_sync_s(shape, cluster, setup, split) if whole else (0.0,) * len(flops)
+    sent_s = [each(shape, cluster, setup, split) for each in _SENT]
+    sync_s = (
+        [sum(parts_s) for parts_s in zip(*sent_s, strict=True)] if whole else (0.0,) * len(flops)
+    )
     return tuple(
         factor * setup.microbatch_size * each / rate + s
         for factor, each, s in zip(slower, flops, sync_s, strict=True)
@@ -256,39 +266,45 @@ def _weight_s(shape: ModelShape, cluster: Cluster, setup: Setup, split: Split) -
     return tuple(setup.microbatch_size * each / rate / setup.context_parallel for each in flops)
 
 
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """Exposed traffic within a stage, among ranks that share sequences or experts."""
-
-    forward_s: float
-    backward_s: float
-
-
-def _exchange_s(
+def _context_s(
     shape: ModelShape, cluster: Cluster, setup: Setup, split: Split
-) -> tuple[_Exchange, ...]:
-    """Return the exchanges of one micro-batch of each stage.
+) -> tuple[float, ...]:
+    """Keys and values of one micro-batch's forward of each stage, passed around a ring.
 
-    A backward passes keys, values and their gradients around, and sends tokens as a forward does.
+    A backward passes them and their gradients.
     """
-    of_context, of_experts = (
-        group_bandwidths(
-            sizes,
-            cluster.gpus_per_node,
-            cluster.intra_bytes_per_s,
-            cluster.goodput_bytes_per_s,
-        )[1]
-        for sizes in ((setup.tensor_parallel, setup.context_parallel), setup.expert_ranks)
+    bytes_per_s = group_bandwidths(
+        (setup.tensor_parallel, setup.context_parallel),
+        cluster.gpus_per_node,
+        cluster.intra_bytes_per_s,
+        cluster.goodput_bytes_per_s,
+    )[1]
+    return tuple(
+        sum(exchanged_bytes(shape, setup, layer)[0] for layer in layers) / bytes_per_s
+        for layers in shape.stage_layers(split)
     )
-    again = int(setup.recompute == "full")
-    stages = []
-    for layers in shape.stage_layers(split):
-        sent = [exchanged_bytes(shape, setup, layer) for layer in layers]
-        context_s = sum(keys_and_values for keys_and_values, _ in sent) / of_context
-        experts_s = sum(tokens for _, tokens in sent) / of_experts
-        backward_s = (2 + again) * context_s + (1 + again) * experts_s
-        stages.append(_Exchange(context_s + experts_s, backward_s))
-    return tuple(stages)
+
+
+def _tokens_s(shape: ModelShape, cluster: Cluster, setup: Setup, split: Split) -> tuple[float, ...]:
+    """The all-to-alls of one micro-batch's forward of each stage; its backward has as many.
+
+    Every GPU of a node sends at once: to the experts of its node over the node's own links, and to
+    those of other nodes over the NICs that all of them share.
+    """
+    shared, ranks = setup.expert_ranks
+    per_node = cluster.gpus_per_node
+    peers, here = max(1, ranks - 1), min(ranks, max(1, per_node // shared)) - 1
+    byte_s = max(
+        here / peers / cluster.intra_bytes_per_s,
+        (1 - here / peers) * per_node / cluster.goodput_bytes_per_s,
+    )
+    return tuple(
+        sum(exchanged_bytes(shape, setup, layer)[1] for layer in layers) * byte_s
+        for layers in shape.stage_layers(split)
+    )
+
+
+_SENT = (_tp_sync_s, _context_s, _tokens_s)
 
 
 def _flops_per_s(cluster: Cluster, setup: Setup) -> float:

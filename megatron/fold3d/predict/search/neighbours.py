@@ -38,7 +38,8 @@ def recomputed_and_paired(candidate: Candidate, assumed: Set[Assumption]) -> Ite
     # What training refuses beside pairs.
     alone = c.backward_share is None and not c.preemptive and c.shards == "off"
     alone = alone and c.group_size in (None, c.num_ranks)
-    paired = "overlap-tensor-parallel" in assumed and c.setup.tensor_parallel > 1 and alone
+    sends = c.setup.tensor_parallel > 1 or c.setup.expert_parallel > 1
+    paired = "overlap-tensor-parallel" in assumed and sends and alone
     for recomputes_early in (False, True)[: 1 + early]:
         for overlaps in (False, True)[: 1 + (paired and c.num_microbatches > 1)]:
             other = replace(c, recompute_early=recomputes_early, overlap_tensor_parallel=overlaps)

@@ -13,7 +13,8 @@ from megatron.fold3d.observe.fields import is_number, parse_json
 from megatron.fold3d.plan.ir import PlanError
 
 _NEEDED = ("forward_s", "backward_s")
-_RENAMED = {"kept_back_s": "reduced_in_iteration_s"}  # keys of older files
+# Keys of older files.
+_RENAMED = {"kept_back_s": "reduced_in_iteration_s", "tp_collectives": "collectives"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +30,14 @@ class Costs:
     tp_sync_s: tuple[float, ...] = ()
     """The part of ``forward_s`` for tensor-parallel collectives. A ``backward_s`` has as much, or
     twice as much if it recomputes. In a pair, each micro-batch's computation hides the other's."""
-    tp_collectives: tuple[int, ...] = ()
-    """The number of collectives in ``tp_sync_s``. At its ends, a pair cannot hide a part of one;
-    zero, or an empty tuple, ignores the ends."""
+    ep_sync_s: tuple[float, ...] = ()
+    """The part of ``forward_s`` for all-to-alls of experts; of a ``backward_s``, and hidden in
+    pairs, as ``tp_sync_s``."""
+    ep_sync_on_nic: bool = False
+    """Whether these leave the node: in pairs, the messages of a stage then take their turns."""
+    collectives: tuple[int, ...] = ()
+    """The number of collectives in these two. At its ends, a pair cannot hide a part of one; zero,
+    or an empty tuple, ignores the ends."""
     split_s: float = 0.0
     """Overhead of a W as a separate action, in addition to its ``weight_s``."""
     p2p_s: float = 0.0
@@ -112,11 +118,12 @@ class Costs:
                     raise PlanError(
                         f"found {part_s!r} in {name}; it is a part of a backward of {whole_s!r}"
                     )
-        for sync_s, whole_s in zip(self.tp_sync_s, self.forward_s, strict=False):
-            if sync_s > whole_s:
-                raise PlanError(
-                    f"found {sync_s!r} in tp_sync_s; it is a part of a forward of {whole_s!r}"
-                )
+        for name, syncs_s in (("tp_sync_s", self.tp_sync_s), ("ep_sync_s", self.ep_sync_s)):
+            for sync_s, whole_s in zip(syncs_s, self.forward_s, strict=False):
+                if sync_s > whole_s:
+                    raise PlanError(
+                        f"found {sync_s!r} in {name}; it is a part of a forward of {whole_s!r}"
+                    )
         both = zip(self.weight_s, self.recompute_s, self.backward_s, strict=False)
         for weight_s, recompute_s, whole_s in both:
             if weight_s + recompute_s > whole_s:
@@ -124,6 +131,10 @@ class Costs:
                     f"found {weight_s!r} in weight_s and {recompute_s!r} in recompute_s; together "
                     f"they are a part of a backward of {whole_s!r}"
                 )
+
+    def hidden_in_pairs_s(self, stage: int) -> float:
+        """Return the seconds of a forward's collectives, which the other of a pair hides."""
+        return sum(sync_s[stage] for sync_s in (self.tp_sync_s, self.ep_sync_s) if sync_s)
 
     def to_json(self) -> str:
         """One key per field; the inverse is `from_json`."""

@@ -73,7 +73,10 @@ class Execution:
     two are equal.
     """
     overlap_tensor_parallel: bool = False
-    """Whether neighbouring micro-batches are computed in pairs: see `plan.passes.pairs`."""
+    """Whether neighbouring micro-batches are computed in pairs: see `plan.passes.pairs`.
+
+    A plan of several ranks has its transfers then.
+    """
     device: Device | None = None
     """The GPUs that run the plan.
 

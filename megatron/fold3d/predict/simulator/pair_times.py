@@ -1,4 +1,6 @@
-"""The time of a pair: Merak's pipeline of computation and tensor-parallel collectives (Sec. 5.3).
+"""The time of a pair: Merak's pipeline of computation and a layer's collectives (Sec. 5.3).
+
+They are those of tensor-parallel layers and the all-to-alls of experts.
 
 A micro-batch with n collectives alternates between n parts of computation and n collectives. One
 micro-batch computes a part while the other's collective runs, so the pair takes twice the longer of
@@ -24,14 +26,17 @@ def pair_s(compute_s: float, sync_s: float, collectives: int = 0) -> float:
     return 2 * max(compute_s, sync_s) + ends_s
 
 
-def paired_s(costs: Costs, stage: int, op: Op, *, early: bool = False) -> float:
-    """Return the seconds of a stage's computation in a pair: half of the pair's time.
+def in_turns_s(
+    costs: Costs, stage: int, op: Op, *, early: bool = False, ends: bool = True
+) -> tuple[float, float]:
+    """Return the seconds until the second of a pair begins, and from there until both are over.
 
     Args:
         costs: the costs of the stages.
-        stage: the stage of the computation.
+        stage: the stage of the computations.
         op: `FORWARD`, `BACKWARD` or `RECOMPUTE`.
         early: whether a separate action recomputes ahead of the backward.
+        ends: whether the ends hide nothing: another pair of a chain follows on all but the last.
     """
     recompute_s = costs.recompute_s[stage] if costs.recompute_s else 0.0
     whole_s = {
@@ -39,13 +44,15 @@ def paired_s(costs: Costs, stage: int, op: Op, *, early: bool = False) -> float:
         Op.RECOMPUTE: recompute_s,
         Op.BACKWARD: costs.backward_s[stage] - (recompute_s if early else 0.0),
     }[op]
-    if not costs.tp_sync_s:
-        return whole_s
     recomputes = op is Op.BACKWARD and recompute_s > 0 and not early
     passes = 2 if recomputes else 1
-    sync_s = min(whole_s, passes * costs.tp_sync_s[stage])
-    collectives = passes * (costs.tp_collectives[stage] if costs.tp_collectives else 0)
-    return min(whole_s, pair_s(whole_s - sync_s, sync_s, collectives) / 2)
+    sync_s = min(whole_s, passes * costs.hidden_in_pairs_s(stage))
+    number = passes * (costs.collectives[stage] if costs.collectives else 0)
+    compute_s = whole_s - sync_s
+    link_s = sync_s + (costs.p2p_s if costs.ep_sync_on_nic and op is not Op.RECOMPUTE else 0.0)
+    both_s = min(2 * whole_s, pair_s(compute_s, link_s, number if ends else 0))
+    first_s = max(compute_s, link_s) / number if number and sync_s else 0.0
+    return first_s, both_s - first_s
 
 
 def in_pairs(costs: Costs, *, early: bool) -> Costs:
@@ -53,11 +60,11 @@ def in_pairs(costs: Costs, *, early: bool) -> Costs:
 
     Args:
         costs: the costs of the stages.
-        early: as in `paired_s`, for all stages.
+        early: as in `in_turns_s`, for all stages.
     """
     stages = range(len(costs.forward_s))
     forward_s, backward_s, recompute_s = (
-        tuple(paired_s(costs, stage, op, early=early) for stage in stages)
+        tuple(sum(in_turns_s(costs, stage, op, early=early, ends=False)) / 2 for stage in stages)
         for op in (Op.FORWARD, Op.BACKWARD, Op.RECOMPUTE)
     )
     if early:

@@ -19,12 +19,12 @@ from megatron.fold3d.plan.ops import (
 )
 from megatron.fold3d.plan.parts import part_begins
 from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
-from megatron.fold3d.plan.passes.pairs import pairs, second_of
+from megatron.fold3d.plan.passes.pairs import PAIRED_OPS, chains
 from megatron.fold3d.plan.passes.recompute import recomputed
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.plan.waits import Waits
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.pair_times import paired_s
+from megatron.fold3d.predict.simulator.pair_times import in_turns_s
 
 NO_FACT = -1
 Name = tuple[int, Op, int | None]
@@ -56,7 +56,7 @@ class Steps:
         plan: the plan to simulate.
         costs: the costs of its stages.
         shard_shares: as in `Execution`.
-        pairs_overlap: whether neighbours run in pairs, which begin when both inputs are there.
+        pairs_overlap: whether neighbours run in pairs.
 
     Attributes:
         plan: the plan.
@@ -78,10 +78,9 @@ class Steps:
         self._costs, self._shard_shares = costs, shard_shares
         # By op: the computation whose result leaves there, and the step to who reads it.
         self._senders = _ON_END if not plan.has_p2p else _AT_SEND
-        first = frozenset().union(*map(pairs, plan.programs)) if pairs_overlap else frozenset()
-        self._pairs = {a: (a, b) for a in first if (b := second_of(a)) is not None}
-        self._paired = frozenset(chain.from_iterable(self._pairs.values()))
         self._recomputed = frozenset().union(*map(recomputed, plan.programs))
+        paired = chain.from_iterable(map(chains, plan.programs)) if pairs_overlap else ()
+        self._paired_s = dict(chain.from_iterable(map(self._in_turns, paired)))
         self._seconds: dict[Op, tuple[float, ...]] = {
             op: getattr(costs, row.cost) for op, row in TABLE.items() if row.cost
         } | {
@@ -105,12 +104,12 @@ class Steps:
         parts, stages = self._parts_s(program, kept), self.plan.num_stages
         facts = self.facts
         number = facts.setdefault
-        senders, alike = self._senders, not (self._paired or self._recomputed)
+        senders, alike = self._senders, not (self._paired_s or self._recomputed)
         for index, action in enumerate(program):
             stage, op, microbatch = action
             needs: tuple[tuple[int, int], ...] = ()
             reads = op in _INPUTS and 0 <= stage + _INPUTS[op] < stages
-            if reads and not self._pairs and op not in waits.rules:
+            if reads and op not in waits.rules:
                 needs = ((number(action, len(facts)), 0),)
             elif reads or op in waits.rules:
                 needs = tuple(self._needs(action, index, waits, reads=reads))
@@ -135,19 +134,31 @@ class Steps:
     def _needs(
         self, action: Action, index: int, waits: Waits, *, reads: bool
     ) -> Iterator[tuple[int, int]]:
-        """Yield what an action waits for, or a pair of neighbours at its first one."""
+        """Yield what an action waits for."""
         facts = self.facts
-        for each in self._pairs.get(action, (action,)):
-            for needed, ago in waits.at(index, each):
-                yield facts.setdefault(needed, len(facts)), ago
-            if reads:
-                yield facts.setdefault(each, len(facts)), 0
+        for needed, ago in waits.at(index, action):
+            yield facts.setdefault(needed, len(facts)), ago
+        if reads:
+            yield facts.setdefault(action, len(facts)), 0
+
+    def _in_turns(self, together: Program) -> Iterator[tuple[Action, float]]:
+        """Yield the computations of a chain with their seconds; an odd one is alone at the end."""
+        computed = [action for action in together if action.op in PAIRED_OPS]
+        for first, second in zip(computed[::2], computed[1::2], strict=False):
+            stage, op, microbatch = first
+            times_s = in_turns_s(
+                self._costs,
+                stage,
+                op,
+                early=(stage, microbatch) in self._recomputed,
+                ends=second in computed[-2:],
+            )
+            yield from zip((first, second), times_s, strict=True)
 
     def _seconds_of(self, action: Action) -> float:
         stage, op, microbatch = action
-        if self._paired and action in self._paired:
-            early = (stage, microbatch) in self._recomputed
-            return paired_s(self._costs, stage, op, early=early)
+        if action in self._paired_s:
+            return self._paired_s[action]
         by_stage = self._seconds.get(op, ())
         seconds = by_stage[stage] if by_stage else 0.0
         if op is Op.BACKWARD and (stage, microbatch) in self._recomputed:

@@ -34,10 +34,12 @@ class DPSync(Feature):
 
     DDP's hooks are disabled from the start of an iteration, as in Megatron's ``no_sync``. Where the
     plan sums a segment right behind its last backward, its hooks are enabled before that backward.
-    `start_reduction` then starts the reductions that the hooks did not start.
+    Of a pair, they are enabled while its own side runs: its gradients come behind the same ones of
+    all others. `start_reduction` then starts the reductions that the hooks did not start.
 
     Args:
         recorder: the recorder of the trace, if there is one.
+        side: tells which of the two sides of a pair is running: `Baton.side`.
         due: owns the sums and steps of carried segments, if the run may have any.
         replicated: owns the segments that every replica steps in full, if the run may have any.
         second_lane: has process groups for odd segments, if the streams of a GPU share one queue.
@@ -49,11 +51,13 @@ class DPSync(Feature):
         self,
         recorder: "Recorder | None" = None,
         *,
+        side: Callable[[], int] = lambda: 0,
         due: "DueSteps | None" = None,
         replicated: "ReplicatedSegments | None" = None,
         second_lane: "SecondLane | None" = None,
     ) -> None:
         self._recorder = recorder
+        self._side = side
         self._due, self._replicated, self._second_lane = due, replicated, second_lane
         self._in_parts: Sums | None = None
         self._sums: dict[Any, Action] = {}  # by chunk, the sum of all of its gradients
@@ -109,13 +113,19 @@ class DPSync(Feature):
         stepped: set[int] = set()  # carried stages; what follows is of this iteration
 
         def backward(action: Action) -> None:
+            groups: Sequence[Any] = ()
             if action == last[action.stage]:
                 segment = iteration.segment(action)
                 if self._second_lane is not None and action.stage in switched:
                     self._second_lane.enter(iteration, self._chunks[segment])
                 if action.stage in by_hooks:
                     self._quiet[segment].close()
+                    groups = [*bucket_groups(self._chunks[segment])]
+            for bucket_group in groups:
+                bucket_group.is_last_microbatch = _IsOn(self._side)
             inner[Op.BACKWARD](action)
+            for bucket_group in groups:
+                bucket_group.is_last_microbatch = True
 
         def reduce(action: Action) -> None:
             segment = iteration.segment(action)
@@ -244,6 +254,16 @@ class DPSync(Feature):
     def _hush(self, segment: int) -> None:
         if self._no_sync is not None:
             self._quiet[segment].enter_context(self._no_sync[segment]())
+
+
+class _IsOn:
+    """What DDP's hooks ask before they count a gradient: true on the side that has made it."""
+
+    def __init__(self, side: Callable[[], int]) -> None:
+        self._side, self._own = side, side()
+
+    def __bool__(self) -> bool:
+        return self._side() == self._own
 
 
 def _reduced_by_hooks(bucket_group: Any) -> bool:

@@ -17,6 +17,7 @@ and the computation after waits for it. Neither the host nor another rank waits.
 """
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -101,7 +102,7 @@ class Offloader:
         self._travels: frozenset[_Key] = frozenset()
         self._lasting: frozenset[int] = frozenset()
         self._smallest_bytes = 0
-        self._collecting: SavedTensors | None = None
+        self._now = _Now()
         self._away: dict[_Key, _Away] = {}
         self._leaving: deque[list[_Away]] = deque()  # by the computations that they still have
         self._returned: deque[tuple[Mark, Mark]] = deque()  # when copied, when needed
@@ -180,10 +181,10 @@ class Offloader:
         key = forward.stage, forward.microbatch
         if key in self._travels or not self._slots.knows_stage(forward.stage):
             saved = SavedTensors(self._device, self._smallest_bytes, self._lasting)
-            self._collecting = saved
+            self._now.collecting = saved
             with saved.hooks() if self._everything else nullcontext():
                 yield
-            self._collecting = None
+            self._now.collecting = None
             if key in self._travels:
                 self._away[key] = _Away(saved)
             else:
@@ -195,9 +196,9 @@ class Offloader:
 
     def checkpoint(self, upstream: Callable[..., Any], *args: Any) -> Any:
         """Run what is recomputed as Megatron's ``checkpoint`` does; collect the inputs it saves."""
-        if self._collecting is None or self._everything:
+        if self._now.collecting is None or self._everything:
             return upstream(*args)
-        with self._collecting.hooks():
+        with self._now.collecting.hooks():
             return upstream(*args)
 
     def offload(self, action: Action, held: torch.Tensor | None) -> None:
@@ -309,6 +310,12 @@ def _layout(sources: Sequence[torch.Tensor]) -> tuple[Sequence[int], int]:
     """Return the offsets of flat tensors in their slot, and the slot's bytes, which are never 0."""
     *begins, end = offsets([source.numel() for source in sources])
     return begins, max(end, ALIGNMENT)
+
+
+class _Now(threading.local):
+    """What the running forward collects, if anything; of a pair each has a thread."""
+
+    collecting: SavedTensors | None = None
 
 
 class _Away:

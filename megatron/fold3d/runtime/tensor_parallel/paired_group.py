@@ -31,6 +31,7 @@ class PairedGroup(dist.ProcessGroup):
         group: does the work.
         hand_over: lets the other micro-batch run.
         recorder: gets each of these collectives, from its launch to its end.
+        name: what a trace calls them, ``TP.sync`` or ``EP.sync``.
     """
 
     def __init__(
@@ -38,11 +39,13 @@ class PairedGroup(dist.ProcessGroup):
         group: dist.ProcessGroup,
         hand_over: Callable[[], None],
         recorder: Recorder | None = None,
+        name: str = "TP.sync",
     ) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # an overload
         self.group = group
         self._hand_over = hand_over
         self._recorder = recorder
+        self._name = name
         self._together = _Together()
         # torch's own functions look a group up by its object.
         known = dist.distributed_c10d._world
@@ -137,7 +140,7 @@ class PairedGroup(dist.ProcessGroup):
             works.append(collective(*arguments))
             return works
 
-        end = self._recorder.collective("TP.sync", "tp_sync", launch)
+        end = self._recorder.collective(self._name, self._name.lower().replace(".", "_"), launch)
         return _PairedWork(works[0], self._hand_over, end)
 
 

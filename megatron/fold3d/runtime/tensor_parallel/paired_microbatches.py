@@ -1,70 +1,58 @@
 """``pairs=on``: pairs of micro-batches as a feature of the executor.
 
-The handler of a pair's first action does nothing; that of the second runs both. In the program the
-two are adjacent, so every action that needs the first one's result follows the second.
+The handlers of a chain's actions do nothing but that of the last, which runs all of them on two
+sides. Each side takes what comes next in the program: a transfer, a copy, or a computation, within
+which it hands over. So the order in which a rank starts its actions is that of its program.
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections import deque
+from itertools import chain
 
-from megatron.fold3d.plan.ir import Action, Op
-from megatron.fold3d.plan.passes.pairs import PAIRED_OPS, pairs, second_of
-from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration, note_place
+from megatron.fold3d.plan.ir import Action
+from megatron.fold3d.plan.ops import COPY_OPS, P2P_OPS
+from megatron.fold3d.plan.passes.pairs import PAIRED_OPS, chains
+from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration, note_place
 from megatron.fold3d.runtime.tensor_parallel.baton import Baton
 
 
 class PairedMicrobatches(Feature):
-    """Runs the pairs of a program with a baton.
+    """Runs the chains of a program with a baton.
 
     Args:
-        baton: the baton that the tensor-parallel process group hands over.
-        hooks_reduce: whether DDP's hooks reduce gradients inside a stage's last backward.
+        baton: the baton that the process groups of layers hand over.
     """
 
-    def __init__(self, baton: Baton, *, hooks_reduce: bool) -> None:
+    def __init__(self, baton: Baton) -> None:
         self._baton = baton
-        self._hooks_reduce = hooks_reduce
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
-        """Return handlers that run pairs; evaluation has none."""
+        """Return handlers that run chains; evaluation has none."""
         if not iteration.trains:
             return {}
-        first = pairs(iteration.program, hooks_reduce=self._hooks_reduce)
-        second = frozenset(map(second_of, first))
+        by_last = {of_chain[-1]: of_chain for of_chain in chains(iteration.program)}
+        chained = frozenset(chain.from_iterable(by_last.values()))
 
-        def paired(op: Op) -> Handler:
-            run = inner[op]
-            waiting: list[Action] = []
+        def run(action: Action) -> None:
+            try:
+                inner[action.op](action)
+            except Exception as error:
+                note_place(error, iteration.rank, action)
+                raise
 
-            def handler(action: Action) -> None:
-                if action in first:
-                    waiting.append(action)
-                elif action in second:
-                    self._baton.run(
-                        _placed(run, waiting.pop(), iteration.rank),
-                        _placed(run, action, iteration.rank),
-                        iteration.device,
-                    )
-                else:
-                    run(action)
+        def handler(action: Action) -> None:
+            if action in by_last:
+                left = deque(by_last[action])
 
-            return handler
+                def side() -> None:
+                    while left:
+                        run(left.popleft())
 
-        return {op: paired(op) for op in PAIRED_OPS}
+                self._baton.run(side, side, iteration.device)
+            elif action not in chained:
+                run(action)
+
+        return dict.fromkeys(PAIRED_OPS | P2P_OPS | COPY_OPS, handler)
 
     def close(self, error: BaseException | None) -> None:
         """End the thread of second micro-batches."""
         self._baton.close()
-
-
-def _placed(run: Handler, action: Action, rank: int) -> Callable[[], None]:
-    """Return a function that runs an action; an error says which of the two it was."""
-
-    def run_action(action: Action) -> None:
-        try:
-            run(action)
-        except Exception as error:
-            note_place(error, rank, action)
-            raise
-
-    return partial(run_action, action)

@@ -94,15 +94,19 @@ class _Kept(NamedTuple):
 class DelayedWeightGrads(Feature):
     """The weights of one rank whose gradients are delayed, and the operands kept for them.
 
+    Args:
+        side: tells which of a pair's two backwards is running: `Baton.side`.
+
     Attributes:
         layers: the transformer layers that hold these weights, by stage.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, side: Callable[[], int] = lambda: 0) -> None:
         self.layers: dict[int, list[TransformerLayer]] = {}
         self._weights: frozenset[torch.Tensor] = frozenset()
         self._kept: dict[tuple[int, int | None], list[_Kept]] = {}  # by stage and micro-batch
-        self._now: list[_Kept] = []
+        self._side = side
+        self._now: list[list[_Kept]] = [[], []]  # of the running backwards, by side
         self._turns = Turns(())
         self._unfinished: dict[int, set[torch.Tensor]] = {}
 
@@ -122,7 +126,7 @@ class DelayedWeightGrads(Feature):
             if action.stage in stages:
                 self.begin_backward(action)
             run_backward(action)
-            self._now = []  # or operands would outlive their `compute`
+            self._now[self._side()] = []  # or operands would outlive their `compute`
 
         return {
             Op.BACKWARD: backward,
@@ -182,7 +186,7 @@ class DelayedWeightGrads(Feature):
 
     def begin_backward(self, action: Action) -> None:
         """Keep operands from now on for an action's stage and micro-batch."""
-        self._now = self._kept[action.stage, action.microbatch] = []
+        self._now[self._side()] = self._kept[action.stage, action.microbatch] = []
 
     @torch.no_grad()
     def compute(self, action: Action) -> None:
@@ -234,7 +238,7 @@ class DelayedWeightGrads(Feature):
         torch.autograd.backward(params, grads)
 
     def _keep(self, *what: Any) -> None:
-        self._now.append(_Kept(*what))
+        self._now[self._side()].append(_Kept(*what))
 
 
 class _Linear(torch.autograd.Function):

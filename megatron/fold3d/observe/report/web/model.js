@@ -8,7 +8,8 @@ function parse(word, numRanks) {
     const stage = +action[1], { kind, title: name } = OPS[action[2]] ?? { kind: "wait", title: action[2] };
     return { kind, name, stage, segment: Math.floor(stage / numRanks), microbatch: action[3] ?? "" };
   }
-  if (word === "tp_sync") return { kind: "tp", name: "TP.sync", segment: 0, microbatch: "" };
+  const layer = { tp_sync: "TP.sync", ep_sync: "EP.sync" }[word];
+  if (layer) return { kind: "tp", name: layer, segment: 0, microbatch: "" };
   const [kind, at] = word.split(" ");
   const [, stage, op, microbatch] = /^(\d+)([A-Z_]*?)(?::\d+|(\d*))$/.exec(at ?? "") ?? [];
   const segment = stage === undefined ? -1 : Math.floor(+stage / numRanks);

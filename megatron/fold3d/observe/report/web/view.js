@@ -48,7 +48,7 @@ class View {
 
   legend() {
     const entries = [["forward", "forward"], ["backward", "backward"], ["weight", "weight gradient"],
-      ["recompute", "recomputation"], ["sync", "DP.sync"], ["p2p", "PP.sync"], ["tp", "TP.sync"], ["copy", "host copy"]];
+      ["recompute", "recomputation"], ["sync", "DP.sync"], ["p2p", "PP.sync"], ["tp", "TP.sync, EP.sync"], ["copy", "host copy"]];
     const used = new Set();
     for (const meaning of this.model.meanings.values()) used.add(meaning.kind);
     const item = (colors, text) => `<li>${colors.map((c) => `<i style="background:${c}"></i>`).join("")}${text}</li>`;
