@@ -163,8 +163,8 @@ TABLE: Mapping[str, Mapping[str, str]] = {
         "--tensor-parallel-num-weight-shards above the ranks, "
         "--expert-tensor-parallel-num-weight-shards above the ranks": f"{_GTP}; {_STOCK}",
         # Options that replace the schedule, or the loop around it.
-        "--overlap-moe-expert-parallel-comm": f"{_COMBINED}; give --schedule aiao:pairs=on, or "
-        "use --schedule stock",
+        "--overlap-moe-expert-parallel-comm": f"{_COMBINED}; drop it and give pairs=on, or use "
+        "--schedule stock",
         "--delay-wgrad-compute, --ep-overlap-early-attn-memory-release": f"{_COMBINED}; {_STOCK}",
         "--defer-embedding-wgrad-compute": "stock's schedules compute the deferred gradients "
         "at their end, a plan does not; drop it",
