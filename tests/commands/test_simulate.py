@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES
 
 SIMULATE = "simulate --schedule aiao --pp 2 --segments 2 --microbatches 4"
@@ -492,7 +493,7 @@ def test_what_auto_would_try_is_told_with_what_is_expected(fold3d):
     title, stock, *tried = out.splitlines()
     assert title == "auto: 2 ranks, 4 segments, 4 micro-batches"
     assert re.fullmatch(r"stock's order  interleaved +70.6 s", stock)
-    assert [":step=next" in line for line in tried] == [False, True]
+    assert [":step=next" in line for line in tried] == [True, False]
     _, out, _ = fold3d(f"{AUTO} --grad-sync-s 6 --p2p-s 0.4 --json")
     found = json.loads(out)
     assert found["stock"] == {"schedule": "interleaved", "seconds": pytest.approx(70.6)}
@@ -507,10 +508,13 @@ def test_auto_replicates_segments_of_a_distributed_optimizer(fold3d):
     _, out, _ = fold3d(f"{line} --json")
     _, chosen, _ = fold3d(f"{REPLICATED} --schedule aiao:optimizer=auto --json")
     early, late = json.loads(out)["tries"]
-    assert early["schedule"].endswith(":wgrad=behind@0-7")
-    # Their DP.sync starts between their weight gradients, which the other command is not asked for.
-    segments = late["schedule"].rpartition("@")[2]
-    assert late["schedule"] == f"aiao:optimizer=replicated@{segments}:wgrad=behind@{segments}"
+    replicated = [
+        Choice.parse(t["schedule"], 8).where(optimizer="replicated") for t in (early, late)
+    ]
+    assert all(replicated)
+    # Reductions to shards start between weight gradients, or all-reduces alone.
+    behind = Choice.parse(late["schedule"], 8).where(wgrad="behind")
+    assert {*behind} <= {*replicated[1]}
     assert early["seconds"] < late["seconds"] < 0.98 * json.loads(chosen)["period_s"]
     # The same flags take the same time.
     for one in (early, late):

@@ -3,10 +3,9 @@
 from argparse import Namespace
 
 from megatron.fold3d.commands.cost_options import Source
-from megatron.fold3d.config.weight_grad_flags import weight_grad_part
 from megatron.fold3d.observe.timeline import Timeline
-from megatron.fold3d.plan.ir import Plan, stages_of
-from megatron.fold3d.policy.schedule_word import AUTO, Part
+from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.schedule_word import AUTO, Part
 from megatron.fold3d.predict.search.candidate_timeline import PAUSE_SHARE
 from megatron.fold3d.predict.search.simulated_shares import auto_shares, with_shares
 from megatron.fold3d.predict.simulator.execution import (
@@ -56,36 +55,21 @@ def reduces_early(args: Namespace, source: Source, grad_sync: str | None) -> boo
     )
 
 
-def stages_reduced_early(
-    args: Namespace, source: Source, num_ranks: int, *, may: bool
-) -> tuple[int, ...]:
-    """Return the stages of ``wgrad=behind`` whose DP.sync is carried, or reduces to shards.
-
-    An all-reduce that ends with the iteration starts between weight gradients wherever it may.
+def check_behind(args: Namespace, source: Source, *, may: bool) -> None:
+    """Check that weight gradients can be behind the backwards of their segments.
 
     Args:
         args: the command's arguments.
         source: the source of the costs.
-        num_ranks: pipeline ranks.
         may: whether DP.sync may start early.
 
     Raises:
-        ValueError: weight gradients cannot be where the word has them; found, rule and fix.
+        ValueError: they cannot; found, rule and fix.
     """
-    segments, delayed = args.behind_backwards, args.delay_weight_grads
-    defers, named = args.backward_share is not None, stages_of(segments, num_ranks)
-    if delayed == AUTO:
-        return ()
-    if not defers and not source.gathers_params:
-        if may and {*segments} < {*delayed}:
-            raise ValueError(
-                f"{weight_grad_part(args)}: an all-reduce that ends with the iteration starts "
-                f"between weight gradients; give {Part('wgrad', 'behind', delayed)}, or step=next"
-            )
-        named = ()
-    if not segments:
-        return ()
-    found = str(Part("wgrad", "behind", segments))
+    if not args.behind_backwards or args.delay_weight_grads == AUTO:
+        return
+    found = str(Part("wgrad", "behind", args.behind_backwards))
+    defers = args.backward_share is not None
     if defers and source.gathers_params:
         raise ValueError(
             f"{found} with step=next and parameters that are gathered: what is deferred is cut "
@@ -97,7 +81,6 @@ def stages_reduced_early(
             "what starts it elsewhere: slices, one hardware queue, pairs, shards or "
             "--preemptive-comm"
         )
-    return named
 
 
 def is_sliced(args: Namespace, source: Source) -> bool:

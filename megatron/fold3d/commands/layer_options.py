@@ -8,8 +8,8 @@ from megatron.fold3d.commands.cost_options import Source, costs_of
 from megatron.fold3d.commands.schedule_options import asks_to_choose
 from megatron.fold3d.config.recompute_flags import counts_list
 from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.policy.partition import Layers, best_partition
-from megatron.fold3d.policy.schedule_word import AUTO
 from megatron.fold3d.predict.search.rank_work import rank_times
 
 _MOST_SIMULATED = 100

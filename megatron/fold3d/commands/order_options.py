@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 from megatron.fold3d.commands.cost_options import Source
 from megatron.fold3d.commands.schedule_options import compute_plan
-from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.compile import Features, lower
 from megatron.fold3d.plan.ir import Plan, stages_of
 from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
 from megatron.fold3d.plan.passes.recompute import recompute_early
-from megatron.fold3d.policy.schedule_word import AUTO
+from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.predict.search.order_choice import (
     Judge,
     at_most,
@@ -72,7 +72,8 @@ def _judged_alone(source: Source) -> Judge:
     execution = Execution(nic_of_rank=source.nic_of_rank, routes=source.routes, in_order=True)
 
     def judge(order: Plan) -> tuple[bool, float]:
-        plan = lower(order, Options(gathers_params=source.gathers_params, transfers=False))
+        features = Features(gathers_params=source.gathers_params, transfers=False)
+        plan = lower(order, features=features)
         timeline = simulate(plan, source.costs, execution)
         hardware = source.hardware
         fits = hardware is None or max(hardware.peaks(timeline)) <= hardware.usable_bytes

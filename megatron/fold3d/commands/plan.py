@@ -14,7 +14,8 @@ from megatron.fold3d.commands.schedule_options import (
     compute_plan,
     where_it_starts,
 )
-from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.config.schedule_flags import choice_of
+from megatron.fold3d.plan.compile import Features, lower
 
 EXAMPLE = "fold3d plan --schedule aiao --pp 2 --segments 2 --microbatches 3"
 
@@ -47,12 +48,11 @@ def run(args: Namespace) -> int:
             "here; drop it, or give one of them"
         )
     if not args.compute_only:
-        options = Options(
-            overlap_tensor_parallel=bool(args.overlap_tensor_parallel),
+        features = Features(
             shards_grads=args.shard_segments == "gradients",
             grad_sync=where_it_starts(args, None, plan.num_segments),
         )
-        plan = lower(plan, options)
+        plan = lower(plan, choice_of(args, plan.num_segments), features)
     if args.json:
         programs = list(plan.programs_as_words())
         text = json.dumps({"schedule": args.schedule, **sizes(plan), "programs": programs}) + "\n"

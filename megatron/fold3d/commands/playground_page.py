@@ -13,7 +13,7 @@ from megatron.fold3d.observe.report.playground import (
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.memory import peak_activations
-from megatron.fold3d.policy.schedule_word import AUTO
+from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.predict.simulator.costs import Costs
 
 _PLAIN = frozenset(

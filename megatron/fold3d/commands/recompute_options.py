@@ -6,7 +6,7 @@ from operator import gt
 
 from megatron.fold3d.commands.cost_options import Source
 from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.policy.schedule_word import AUTO
+from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.predict.cost_model.recompute_by_stage import (
     costs_with_counts,
     fewest_recomputed,

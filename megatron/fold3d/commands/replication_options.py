@@ -4,15 +4,18 @@ from argparse import Namespace
 from dataclasses import replace
 
 from megatron.fold3d.commands.cost_options import Hardware, Source
+from megatron.fold3d.config.schedule_flags import choice_of
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import Features, lower
 from megatron.fold3d.plan.ir import Op, Plan, stages_of
 from megatron.fold3d.plan.ops import GATHER_OPS, WEIGHT_OPS
-from megatron.fold3d.policy.replicated_segments import choose_replicated, units
-from megatron.fold3d.policy.schedule_word import AUTO, Part
+from megatron.fold3d.plan.schedule_word import AUTO, Part
 from megatron.fold3d.predict.cost_model.sizes import replicated_bytes
-from megatron.fold3d.predict.search.replicated_choice import (
-    SimulatedIteration,
-    with_replicated,
-)
+from megatron.fold3d.predict.search.descent import Descent, Space
+from megatron.fold3d.predict.search.judge import Judge
+from megatron.fold3d.predict.search.replicated_costs import with_replicated
+from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.simulate import simulate
 
 
 def chosen_segments(
@@ -25,7 +28,7 @@ def chosen_segments(
         source: costs and memory of a model that is updated in shards.
         order: the order that runs.
         grad_sync: where DP.sync goes, if the options say so.
-        reduces_early: as in `Options`.
+        reduces_early: as in `Features`.
 
     Raises:
         ValueError: the flag cannot be simulated with another option.
@@ -55,24 +58,34 @@ def chosen_segments(
     delayed = args.delay_weight_grads
     if reduces_early and delayed != AUTO:  # where they go depends on what is replicated
         order = order.select(frozenset(Op) - WEIGHT_OPS)
-    iteration = SimulatedIteration(
-        order,
-        () if delayed == AUTO else delayed,
-        source.costs,
-        source.nic_of_rank,
-        source.routes,
-        reduces_early=reduces_early,
-        early=args.behind_backwards,
+    first = choice_of(args, order.num_segments)
+    features = Features(gathers_params=True, transfers=False, reduces_early=reduces_early)
+    execution = Execution(
+        in_order=True,
+        preemptive=False,
+        nic_of_rank=source.nic_of_rank,
+        routes=source.routes,
         shard_shares=hardware.shard_shares,
     )
-    peaks = hardware.peaks(iteration.timeline(()))
+    peaks = hardware.peaks(simulate(lower(order, first, features), source.costs, execution))
 
-    def fits(segments: tuple[int, ...]) -> bool:
-        more = _more_bytes(hardware, order, segments)
+    def fits(choice: Choice, _: Plan) -> bool:
+        more = _more_bytes(hardware, order, choice.where(optimizer="replicated"))
         return max(map(sum, zip(peaks, more, strict=True))) <= hardware.usable_bytes
 
+    judge = Judge(
+        num_ranks=order.num_ranks,
+        num_microbatches=order.num_microbatches,
+        costs=source.costs,
+        features=features,
+        execution=execution,
+        fits=fits,
+        order=order,
+    )
     tied = order.num_ranks > 1 and not hardware.shape.untied
-    return choose_replicated(units(order.num_segments, tied=tied), iteration.seconds, fits)[0]
+    free = {"optimizer": ("sharded", "replicated")}
+    search = Descent(judge, Space(orders=(first,), free=free, tied=tied))
+    return search.best.where(optimizer="replicated")
 
 
 def replicated_source(source: Source, order: Plan, segments: tuple[int, ...]) -> Source:

@@ -5,15 +5,15 @@ from argparse import ArgumentParser, Namespace
 from megatron.fold3d.config.retired_flags import add_retired_flags
 from megatron.fold3d.config.schedule_flags import add_schedule_word, written_out
 from megatron.fold3d.config.weight_grad_flags import weight_grad_part
+from megatron.fold3d.plan.choice import stock_schedule
 from megatron.fold3d.plan.compile import GradSync
 from megatron.fold3d.plan.ir import Plan, PlanError, stages_of
 from megatron.fold3d.plan.passes.pairs import check_pairs, in_pairs, num_pairs
 from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.passes.shard_params import shard_params
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
+from megatron.fold3d.plan.schedule_word import AUTO, STOCK
 from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES, build, check_forwards_ahead
-from megatron.fold3d.policy.run_choice import stock_schedule
-from megatron.fold3d.policy.schedule_word import AUTO, STOCK
 
 _OURS = ("shard_segments", "recompute_layers", "preemptive_comm")  # options for our schedules
 

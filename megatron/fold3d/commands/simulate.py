@@ -9,13 +9,13 @@ from megatron.fold3d.commands import auto_options
 from megatron.fold3d.commands.console import OK, REJECTED, complain, write
 from megatron.fold3d.commands.cost_options import Source, add_cost_options, costs_of
 from megatron.fold3d.commands.grad_sync_options import (
+    check_behind,
     check_device_options,
     grad_sync_of,
     is_sliced,
     reduces_early,
     simulated_timeline,
     slice_shares,
-    stages_reduced_early,
 )
 from megatron.fold3d.commands.layer_options import with_chosen_layers
 from megatron.fold3d.commands.order_options import chosen_order
@@ -37,14 +37,15 @@ from megatron.fold3d.commands.simulate_report import (
     report_lines,
 )
 from megatron.fold3d.commands.training_job import with_training_flags
+from megatron.fold3d.config.schedule_flags import choice_of
 from megatron.fold3d.observe.report.draw import caption_of, draw
 from megatron.fold3d.observe.timeline import Timeline
-from megatron.fold3d.plan.compile import Options, lower
-from megatron.fold3d.plan.ir import Op, Plan, PlanError, stages_of
+from megatron.fold3d.plan.compile import Features, lower
+from megatron.fold3d.plan.ir import Op, Plan, PlanError
 from megatron.fold3d.plan.ops import HOST_OPS, SUM_OPS, WEIGHT_OPS
 from megatron.fold3d.plan.passes.recompute import recomputed
+from megatron.fold3d.plan.schedule_word import AUTO, Part
 from megatron.fold3d.plan.verify import verify
-from megatron.fold3d.policy.schedule_word import AUTO, Part
 from megatron.fold3d.predict.simulator.lower_bound import bounds_of
 
 EXAMPLE = "fold3d simulate --schedule aiao --pp 2 --segments 2 --microbatches 4"
@@ -96,26 +97,26 @@ def run(args: Namespace) -> int:
         )
     early = reduces_early(args, source, grad_sync)
     delayed = args.delay_weight_grads if early and args.delay_weight_grads != AUTO else None
-    options = Options(
-        delay_weight_grads=delayed or (),
+    check_behind(args, source, may=early)
+    choice = choice_of(args, compute.num_segments)
+    if grad_sync == "deferred":
+        choice = choice.changed(step="next")
+    features = Features(
         gathers_params=source.gathers_params,
-        overlap_tensor_parallel=bool(args.overlap_tensor_parallel),
         shards_grads=args.shard_segments == "gradients",
         transfers=bool(args.overlap_tensor_parallel),  # sends stand behind both of a pair
         grad_sync=where_it_starts(args, grad_sync, compute.num_segments),
-        carried_stages=range(compute.num_stages if grad_sync == "deferred" else 0),
         reduces_early=early,
-        early_dp_sync=stages_reduced_early(args, source, compute.num_ranks, may=early),
     )
     sliced = is_sliced(args, source)
 
     def simulated(order: Plan, source: Source) -> tuple[Plan, Timeline]:
         if delayed:  # the passes put some of them behind the backwards of their segments
             order = order.select(frozenset(Op) - WEIGHT_OPS)
-        plan = lower(order, options)
+        plan = lower(order, replace(choice, slices=None), features)
         if sliced:
             shares = slice_shares(args, plan, source)
-            plan = lower(order, replace(options, shares=shares, slices=True))
+            plan = lower(order, replace(choice, slices=True), features, shares=shares)
         return simulated_timeline(args, plan, source)
 
     def judged_with(order: Plan, source: Source) -> tuple[bool, float]:
@@ -145,7 +146,7 @@ def run(args: Namespace) -> int:
     if args.replicate_optimizer:
         segments = chosen_segments(args, source, compute, grad_sync, reduces_early=early)
         name += f":{Part('optimizer', 'replicated', segments) if segments else 'optimizer=sharded'}"
-        options = replace(options, replicated_stages=stages_of(segments, compute.num_ranks))
+        choice = choice.changed(segments, optimizer="replicated")
         source = replicated_source(source, compute, segments)
     plan, timeline = simulated(compute, source)
     if counts is not None:

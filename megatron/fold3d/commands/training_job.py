@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron.fold3d.commands.megatron_flags import Described, given_training, number
 from megatron.fold3d.config.recompute_flags import counts_or_auto
 from megatron.fold3d.config.schedule_flags import WORD_DEFAULTS, attributes_of
-from megatron.fold3d.policy.schedule_word import STOCK, Word
+from megatron.fold3d.plan.schedule_word import STOCK, Word
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.sizes import Recompute, Setup

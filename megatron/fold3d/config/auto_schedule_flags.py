@@ -8,7 +8,7 @@ from megatron.fold3d.config.bucket_flags import has_one_queue
 from megatron.fold3d.config.refusals import spelled
 from megatron.fold3d.config.replication_flags import replication_problems
 from megatron.fold3d.config.weight_grad_flags import weight_grad_problems
-from megatron.fold3d.policy.schedule_word import VALUES
+from megatron.fold3d.plan.schedule_word import VALUES
 
 NAME = "auto"
 _CHOOSES = "it chooses that itself"

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megatron.fold3d.config.refusals import refused
-from megatron.fold3d.policy.schedule_word import AUTO
+from megatron.fold3d.plan.schedule_word import AUTO
 
 _SMALLEST_SLICE = 4096  # below, a message costs more than what it carries
 

@@ -3,8 +3,8 @@
 from argparse import Namespace
 from collections.abc import Iterator
 
+from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES
-from megatron.fold3d.policy.schedule_word import AUTO
 
 _FLAG = "pairs=on"
 _DROP = "drop one of the two"

@@ -4,8 +4,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megatron.fold3d.config.layer_split import layers_per_rank
+from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES
-from megatron.fold3d.policy.schedule_word import AUTO
 
 _FLAG = "--recompute-layers"
 _LIMIT = "--activation-memory-bytes"

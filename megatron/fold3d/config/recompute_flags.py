@@ -8,7 +8,7 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 
 from megatron.fold3d.config.argument_group import ArgumentGroup
-from megatron.fold3d.policy.schedule_word import AUTO, Part
+from megatron.fold3d.plan.schedule_word import AUTO, Part
 
 _KEEP_MEANS = {"global_aux_loss", "quantile_balancing"}
 

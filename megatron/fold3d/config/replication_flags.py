@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from megatron.fold3d.config.optimizer_refusals import STEP_REFUSALS
 from megatron.fold3d.config.refusals import Refusal, refused
-from megatron.fold3d.policy.schedule_word import AUTO, Part
+from megatron.fold3d.plan.schedule_word import AUTO, Part
 
 _AUTO = Part("optimizer", AUTO)
 _NEEDED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")

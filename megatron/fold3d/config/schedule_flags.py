@@ -1,6 +1,6 @@
 """``--schedule``: the word that names the order of computation and what goes with it.
 
-`policy.schedule_word` has the grammar. The parser sets one attribute for each key, so that rules
+`plan.schedule_word` has the grammar. The parser sets one attribute for each key, so that rules
 read a number or segments, not a word.
 """
 
@@ -11,12 +11,13 @@ from typing import Any
 
 from megatron.fold3d.config.argument_group import ArgumentGroup
 from megatron.fold3d.config.refusals import named, scales_by_order
+from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.files import read_plan
 from megatron.fold3d.plan.ir import Op, PlanError
 from megatron.fold3d.plan.ops import WEIGHT_OPS
 from megatron.fold3d.plan.passes.sliced_grad_sync import has_slices
-from megatron.fold3d.plan.schedules import check_forwards_ahead
-from megatron.fold3d.policy.schedule_word import AUTO, ORDERS, PLAN, VALUES, Part, Word
+from megatron.fold3d.plan.schedule_word import AUTO, ORDERS, PLAN, STOCK, VALUES, Part, Word
+from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES, check_forwards_ahead
 
 ALL = "all"  # of the segments, as long as their number is not known
 
@@ -137,6 +138,31 @@ def written_out(args: Namespace, num_segments: int) -> Namespace:
     """Return a namespace that has the numbers of segments where a word has none."""
     every, found = tuple(range(max(1, num_segments))), vars(args)
     return Namespace(**found | {name: every for name in WORD_DEFAULTS if found[name] == ALL})
+
+
+def choice_of(args: Namespace, num_segments: int) -> Choice:
+    """Return what the word of a namespace chooses; what it leaves to ``auto`` has the defaults."""
+    delayed, whole = args.delay_weight_grads, args.replicate_optimizer
+    choice = Choice.plain(
+        f"{PLAN}={args.plan_file}" if args.plan_file else args.schedule or STOCK,
+        num_segments,
+        group=args.schedule_group,
+        ahead=None if args.forwards_ahead == AUTO else args.forwards_ahead,
+        held=args.most_activations,
+        share=None if args.backward_share == AUTO else args.backward_share,
+        slices=None if args.dp_slices == AUTO else args.dp_slices == "on",
+        slice_bytes=args.dp_slice_bytes,
+        pairs=args.overlap_tensor_parallel or None,
+    )
+    if args.backward_share is not None:
+        choice = choice.changed(step="next")
+    if delayed == AUTO:
+        choice = choice.changed(wgrad="gaps")
+    elif args.schedule not in SPLIT_SCHEDULES:
+        choice = choice.changed(delayed, wgrad="last")
+        choice = choice.changed(args.behind_backwards, wgrad="behind")
+    choice = choice.changed(args.recompute_early, recompute="early")
+    return choice if whole == AUTO else choice.changed(whole, optimizer="replicated")
 
 
 def with_plan(args: Namespace) -> Namespace:

@@ -13,8 +13,8 @@ from megatron.fold3d.config.layer_split import (
     uneven_ranks,
 )
 from megatron.fold3d.config.refusals import named, spelled
+from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES
-from megatron.fold3d.policy.schedule_word import AUTO
 
 # The flags from which Megatron derives virtual stages; it accepts one of them at a time.
 _VIRTUAL_STAGE_FLAGS = {

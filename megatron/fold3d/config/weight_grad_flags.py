@@ -7,9 +7,9 @@ from argparse import Namespace
 from collections.abc import Iterator
 from importlib import metadata
 
-from megatron.fold3d.config.bucket_flags import delays_dp_sync, gathers_by_plan, reduces_early
+from megatron.fold3d.config.bucket_flags import delays_dp_sync, gathers_by_plan
+from megatron.fold3d.plan.schedule_word import AUTO, Part, parts_of
 from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES
-from megatron.fold3d.policy.schedule_word import AUTO, Part, parts_of
 
 _ELSEWHERE = (AUTO, "stock", "plan-file")  # where weight gradients are is not the word's
 OLDEST_ENGINE = 2, 8  # as Megatron asks for with its own --delay-wgrad-compute
@@ -85,33 +85,18 @@ def weight_grad_problems(args: Namespace, schedule: str, num_segments: int) -> I
 
 
 def place_problems(args: Namespace, schedule: str, num_segments: int) -> Iterator[str]:
-    """Yield one message (found, rule, fix) per place of weight gradients that there is not.
-
-    An all-reduce that ends with the iteration starts between delayed weight gradients wherever it
-    can: behind the segment's own backwards. Elsewhere they are last unless the word says otherwise.
+    """Yield one message (found, rule, fix) per setting that `wgrad=behind` cannot run with.
 
     Args:
         args: Megatron's namespace.
         schedule: the schedule that will run.
         num_segments: segments per rank; 0 if not known yet.
     """
-    delayed, behind = args.delay_weight_grads, args.behind_backwards
-    if not isinstance(delayed, tuple) or schedule in (*_ELSEWHERE, *SPLIT_SCHEDULES):
-        return
-    defers, sharded = args.backward_share is not None, args.use_distributed_optimizer
-    whole = args.replicate_optimizer if sharded else delayed
-    is_early = reduces_early(args) and not defers
-    reduced_between = {*delayed} & {*whole} if is_early and isinstance(whole, tuple) else set()
-    if wrong := reduced_between - {*behind}:
-        yield (
-            f"{weight_grad_part(args)} with an all-reduce that ends with the iteration: it starts "
-            "between weight gradients, behind the segment's own backwards; give "
-            f"{Part('wgrad', 'behind', tuple(sorted(wrong)))}, or step=next"
-        )
-    if {*behind} <= reduced_between:
+    behind, sharded = args.behind_backwards, args.use_distributed_optimizer
+    if not behind or schedule in (*_ELSEWHERE, *SPLIT_SCHEDULES):
         return
     found = str(Part("wgrad", "behind", behind))
-    if defers and sharded:
+    if args.backward_share is not None and sharded:
         yield (
             f"{found} with step=next and --use-distributed-optimizer: what is deferred is cut "
             "shard by shard, not parameter by parameter; give last, or drop one of the others"

@@ -18,10 +18,11 @@ from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.gpu_settings import has_many_queues
 from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.observe.memory_curve import memory
+from megatron.fold3d.plan.choice import Choice, stock_schedule
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.ops import COMPUTE_OPS, COPY_OPS
 from megatron.fold3d.plan.passes.recompute import recompute_early
-from megatron.fold3d.policy.run_choice import RunChoice, stock_schedule
+from megatron.fold3d.policy.predicted import Predicted
 from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster, cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.sharded_footprint import sharded_footprint
@@ -29,9 +30,11 @@ from megatron.fold3d.predict.cost_model.sizes import replicated_bytes
 from megatron.fold3d.predict.search.candidate_estimate import estimate_of
 from megatron.fold3d.predict.search.candidate_timeline import order_of, plan_of, timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate
-from megatron.fold3d.predict.search.choice_search import ChoiceSearch, Predicted, Scope
+from megatron.fold3d.predict.search.descent import Descent, Space, orders_worth_trying
+from megatron.fold3d.predict.search.judge import Judge
 from megatron.fold3d.predict.search.order_choice import held_sizes
 from megatron.fold3d.predict.search.planner import USABLE_MEMORY
+from megatron.fold3d.predict.simulator.execution import Execution
 from megatron.fold3d.training.trained_setup import setup_of, stage_layers
 
 _GIB = 2**30
@@ -236,43 +239,40 @@ def _candidate(args: Namespace) -> Candidate:
 def _tried(args: Namespace, known: Estimate, candidate: Candidate) -> tuple[Predicted, ...]:
     """Return what ``--schedule auto`` is predicted to try, behind stock's order."""
     config = Fold3DConfig.from_args(args)
-    cuts = config.may_cut_sums(args.data_parallel_size)
     memory_bytes = USABLE_MEMORY * cluster(args.check).gpu_memory_bytes
 
-    def fits(choice: RunChoice, plan: Plan) -> bool:
+    def fits(choice: Choice, plan: Plan) -> bool:
         held = held_sizes(known.footprint, plan, memory_bytes)
         more = replicated_bytes(
             shape_of(args),
             candidate.setup,
             plan.num_ranks,
             stage_layers(args),
-            choice.replicated_stages,
+            choice.stages(plan.num_ranks, optimizer="replicated"),
         )
         ranks = zip(held.peaks(plan), more, held.most, strict=True)
         return all(peak + extra <= most for peak, extra, most in ranks)
 
-    search = ChoiceSearch(
+    judge = Judge(
         num_ranks=config.num_ranks,
-        num_segments=config.num_segments,
         num_microbatches=candidate.num_microbatches,
         costs=known.costs,
-        scope=Scope(
-            defers=config.auto_defers and cuts,
-            delays=config.auto_delays,
-            replicates=config.auto_replicates and cuts,
-            gathers=config.gathers_params,
-            reduces_early=config.reduces_early,
-            tied=config.ties_embeddings,
-            keeps_forwards=config.keeps_forwards,
+        features=replace(config.features, transfers=False),
+        execution=Execution(
+            in_order=True,
+            preemptive=False,
+            nic_of_rank=known.nic_of_rank,
+            routes=known.routes,
+            shard_shares=known.shard_shares,
         ),
-        group_size=config.microbatch_group_size,
         fits=fits,
         held=lambda plan: held_sizes(known.footprint, plan, memory_bytes),
-        nic_of_rank=known.nic_of_rank,
-        routes=known.routes,
-        shard_shares=known.shard_shares,
     )
-    return search.stock, *search.to_try()
+    first = replace(config.choice, order=config.choice.schedule)
+    orders = orders_worth_trying(judge, first, keeps_forwards=config.keeps_forwards)
+    free = config.free(args.data_parallel_size)
+    search = Descent(judge, Space(orders=orders, free=free, tied=config.ties_embeddings))
+    return search.first, *search.to_try()
 
 
 def _order(args: Namespace, candidate: Candidate, plan: Plan | None) -> Plan | None:

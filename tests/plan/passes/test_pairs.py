@@ -4,14 +4,12 @@ from itertools import product
 
 import pytest
 
-from megatron.fold3d.plan.compile import Options, compile_plan
 from megatron.fold3d.plan.ir import Action, Op, Plan
 from megatron.fold3d.plan.passes.pairs import in_pairs, num_pairs, pair_microbatches, pairs
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, SPLIT_SCHEDULES, build
 from megatron.fold3d.plan.verify import verify
-
-PAIRED = Options(overlap_tensor_parallel=True)
+from tests.plans import planned, verified
 
 
 def order(schedule: str, m: int, *, p: int = 2, ns: int = 1) -> Plan:
@@ -27,7 +25,7 @@ def test_an_order_of_pairs_has_both_micro_batches_of_each_and_an_odd_one_alone()
 
 
 def test_receives_are_posted_before_a_pair_and_results_are_sent_behind_it():
-    plan = compile_plan(order("1f1b", 3), PAIRED)
+    plan = verified(planned(order("1f1b", 3), "pairs=on"))
     assert plan.select(frozenset(Op) - {Op.ALL_REDUCE, Op.STEP}).to_text().splitlines() == [
         "0F0 0F1 0SEND_F0 0SEND_F1 0RECV_B0 0F2 0SEND_F2 0RECV_B1 0RECV_B2 0B0 0B1 0B2",
         "1RECV_F0 1RECV_F1 1RECV_F2 1F0 1F1 1B0 1B1 1SEND_B0 1SEND_B1 1F2 1B2 1SEND_B2",
