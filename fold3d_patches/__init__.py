@@ -66,7 +66,7 @@ def check_schedule(config: "Fold3DConfig", num_microbatches: int) -> "Plan | Non
         PlanError: as `install_schedule`.
         ValueError: torch cannot mark packets as ``config`` asks.
     """
-    plans, _ = _checked_plans(config, num_microbatches)
+    plans = _checked_plans(config, num_microbatches)
     _marks(config)
     return plans.latest
 
@@ -89,14 +89,14 @@ def install_schedule(
             routers another mean.
         HostMemoryError: this node has too little memory for the offloaded activations.
     """
-    plans, measured = _checked_plans(config, num_microbatches)
+    plans = _checked_plans(config, num_microbatches)
     if config.offload_activations == "on" and plans.latest is not None:
         from megatron.fold3d.runtime.offload import host_memory
 
         host_memory.check_node(plans.latest, config.saved_bytes, ranks_here)
     num_local = max(1, len(ranks_here))
     if config.trace is None:
-        return _install(config, plans, measured, None, num_local)
+        return _install(config, plans, None, num_local)
 
     from fold3d_patches import trace
     from megatron.fold3d.runtime.trace.tracer import Tracer
@@ -109,23 +109,20 @@ def install_schedule(
         patches.append(tensor_parallel_group.patch(recorder=tracer.recorder))
     with apply(patches) as stack:
         stack.enter_context(tracer)
-        stack.push(_install(config, plans, measured, tracer.recorder, num_local))
+        stack.push(_install(config, plans, tracer.recorder, num_local))
         return stack.pop_all()
 
 
-def _checked_plans(
-    config: "Fold3DConfig", num_microbatches: int
-) -> "tuple[Plans, Sequence[Feature]]":
+def _checked_plans(config: "Fold3DConfig", num_microbatches: int) -> "Plans":
     from megatron.fold3d.runtime.plans import Plans
 
     plans = Plans(config)
-    measured = _measured_order(config, plans)
     if config.schedule != "stock":
-        has_two = bool(config.carried_stages) and config.clips_or_scales
+        has_two = config.choice.carries and config.clips_or_scales
         for carries in (False, True) if has_two else (True,):
             plans.carries = carries
             _check_order(config, plans.training(num_microbatches))
-    return plans, measured
+    return plans
 
 
 def _check_order(config: "Fold3DConfig", plan: "Plan") -> None:
@@ -150,7 +147,6 @@ class _Run:
 
     config: "Fold3DConfig"
     plans: "Plans"
-    measured: "Sequence[Feature]"
     communicator: "PreemptiveCommunicator | None"
     baton: "Baton | None"
     recorder: "Recorder | None"
@@ -180,7 +176,6 @@ def _parts(run: _Run) -> "Iterator[Part]":
         (c.num_ranks > 1, _transfers),
         (run.recorder is not None, _made("trace.recorded_actions:RecordedActions", run.recorder)),
         (c.shards_params, _made("shard_buffers:ShardBuffers", "param_data")),
-        (run.measured, lambda run: (run.measured, ())),
         (True, _dp_sync),
         (c.shards_grads, _made("shard_buffers:ShardBuffers", "grad_data")),
         (
@@ -221,7 +216,6 @@ def _made(feature: str, *args: object, patch: str = "") -> "Callable[[_Run], Par
 def _install(
     config: "Fold3DConfig",
     plans: "Plans",
-    measured: "Sequence[Feature]",
     recorder: "Recorder | None",
     num_local: int,
 ) -> ExitStack:
@@ -235,7 +229,6 @@ def _install(
     run = _Run(
         config=config,
         plans=plans,
-        measured=measured,
         communicator=_communicator(config),
         baton=_baton(config),
         recorder=recorder,
@@ -259,17 +252,6 @@ def _install(
     stack = apply([*always, *marks, *patches])
     stack.push(executor)
     return stack
-
-
-def _measured_order(config: "Fold3DConfig", plans: "Plans") -> "Sequence[Feature]":
-    """Let `auto` flags arrange the plans, from now on and once times are measured."""
-    if not (config.auto_ahead or config.auto_weight_grads):
-        return ()
-
-    from megatron.fold3d.predict.search.auto_order import AutoOrder
-    from megatron.fold3d.runtime.measured_order import MeasuredOrder
-
-    return (MeasuredOrder.of(config, plans, AutoOrder),)
 
 
 def _communicator(config: "Fold3DConfig") -> "PreemptiveCommunicator | None":
@@ -335,7 +317,6 @@ def _dp_sync(run: _Run) -> "Part":
     from megatron.fold3d.runtime.grad_sync.dp_sync import DPSync
 
     config = run.config
-    chooses = config.schedule == "auto" or config.auto_replicates or config.auto_share
     due = replicated = second_lane = step = None
     others: Sequence[Patch] = ()
     if config.backward_share is not None or config.auto_defers:
@@ -354,13 +335,12 @@ def _dp_sync(run: _Run) -> "Part":
     features = [
         DPSync(run.recorder, side=run.side, due=due, replicated=replicated, second_lane=second_lane)
     ]
-    if chooses:
+    if config.measures_times:
         from fold3d_patches.schedule import noted_step
-        from megatron.fold3d.predict.search.choice_search import ChoiceSearch
+        from megatron.fold3d.predict.search.measured_search import measured_search
         from megatron.fold3d.runtime.auto_schedule import AutoSchedule
 
-        search = ChoiceSearch.measured
-        auto = AutoSchedule(config, run.plans, search, due=due, replicated=replicated)
+        auto = AutoSchedule(config, run.plans, measured_search, due=due, replicated=replicated)
         return (auto, *features), (noted_step.patch(auto, step), *others)
     return features, (*([] if step is None else [step]), *others)
 

@@ -1,7 +1,12 @@
 """Plans that several tests simulate or compare with."""
 
-from megatron.fold3d.plan.compile import Options, lower
+from typing import Any
+
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import Features, lower
 from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.passes.offload import OffloadChoice
+from megatron.fold3d.plan.verify import verify
 
 # Qi et al., Figure 3, top, which counts from 1: four ranks and eight micro-batches
 ZB_H1 = [
@@ -16,6 +21,35 @@ ZB_H1 = [
 ]
 
 
+def planned(
+    order: Plan,
+    parts: str | Choice = "",
+    *,
+    shares: tuple[float, ...] = (),
+    forwards_before_gather: dict[int, int] | None = None,
+    offload: OffloadChoice | None = None,
+    **features: Any,
+) -> Plan:
+    """The plan of an order with what a word's parts choose, and the fields of `Features`."""
+    choice = parts
+    if isinstance(choice, str):
+        choice = Choice.parse(f"plan=it:{choice}" if choice else "plan=it", order.num_segments)
+    return lower(
+        order,
+        choice,
+        Features(**features),
+        shares=shares,
+        forwards_before_gather=forwards_before_gather,
+        offload=offload,
+    )
+
+
+def verified(plan: Plan) -> Plan:
+    """A plan, once it is known to run."""
+    verify(plan)
+    return plan
+
+
 def deferred_grad_sync(order: Plan) -> Plan:
     """The order with DP.sync that reaches into the next iteration (paper Sec. III-B step 3)."""
-    return lower(order, Options(transfers=False, carried_stages=range(order.num_stages)))
+    return planned(order, "step=next", transfers=False)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fold3d.policy.schedule_word import Word
+from megatron.fold3d.plan.schedule_word import Word
 from tests.end_to_end import (
     test_auto_schedule,
     test_backward_share,

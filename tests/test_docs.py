@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.policy.schedule_word import VALUES
+from megatron.fold3d.plan.schedule_word import VALUES
 from megatron.fold3d.predict.cost_model.model_shape import Family
 from megatron.fold3d.predict.cost_model.presets import SCRIPTS, preset_flags
 from tests.commands.traces import write_traces

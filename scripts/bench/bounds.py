@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from statistics import median
 
-from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import Features, lower
 from megatron.fold3d.plan.ir import stages_of
+from megatron.fold3d.plan.schedule_word import Segments
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.policy.replicated_segments import Segments, units
+from megatron.fold3d.policy.replicated_segments import units
 from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
-from megatron.fold3d.predict.search.replicated_choice import with_replicated
+from megatron.fold3d.predict.search.replicated_costs import with_replicated
 from megatron.fold3d.predict.simulator.lower_bound import Bounds, bounds_of
 from scripts.bench.predict import Job
 from scripts.bench.summary import Run
@@ -97,13 +99,8 @@ def _bounds(job: Job, num_segments: int) -> Iterator[Bounds]:
         num_segments=num_segments,
         num_microbatches=job.num_microbatches,
     )
-    every = tuple(range(num_segments))
-    early = Options(
-        delay_weight_grads=every,
-        reduces_early=True,
-        early_dp_sync=stages_of(every, job.num_ranks),
-    )
-    plan = lower(order, early)
+    behind = Choice.plain("aiao", num_segments).changed(wgrad="behind")
+    plan = lower(order, behind, Features(reduces_early=True))
     for segments in replicated_sets(job, num_segments):
         costs = with_replicated(known.costs, stages_of(segments, job.num_ranks))
         yield bounds_of(plan, costs, known.nic_of_rank)

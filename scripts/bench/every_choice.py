@@ -2,7 +2,7 @@
 
     .venv/bin/python -m scripts.bench.every_choice --slow-down 2 --only 'dp=2, recompute, 135mbit'
 
-`ChoiceSearch` improves a few choices, one segment at a time. Here is every choice: each set of
+`Descent` improves a few choices, one segment at a time. Here is every choice: each set of
 segments that every replica steps, and for each segment whether its weight gradients are computed in
 its backwards, behind them, or behind all backwards of the rank. Sets of choices are left out if a
 bound shows that none of them is faster than the best one by more than a given share. Where
@@ -11,18 +11,17 @@ reductions take much less time than the backward the bound shows little, and the
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from megatron.fold3d.observe.timeline import Lane, Timeline
-from megatron.fold3d.plan.compile import Options, lower
-from megatron.fold3d.plan.ir import Plan, stages_of
+from megatron.fold3d.plan.choice import Choice, Wgrad
+from megatron.fold3d.plan.compile import Features, lower
+from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.ops import SUM_OPS, TABLE
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.policy.replicated_segments import Segments
 from megatron.fold3d.policy.shard_order import started_shares
-from megatron.fold3d.predict.search.replicated_choice import with_replicated
+from megatron.fold3d.predict.search.replicated_costs import with_replicated
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
 from megatron.fold3d.predict.simulator.lower_bound import exposed_s
@@ -31,21 +30,21 @@ from scripts.bench import grid
 from scripts.bench.bounds import distributed, replicated_sets
 from scripts.bench.predict import Job
 
-Place = Literal["backward", "behind", "last"]
-"""Where a segment's weight gradients are computed."""
+PLACES: tuple[Wgrad, ...] = ("last", "backward", "behind")
+"""Where a segment's weight gradients may be computed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """What a run may choose, with the segments whose weight gradients have no place yet.
+class Begun:
+    """A choice, of which the last segments, whose backwards come first, are fixed.
 
     Attributes:
-        replicated: the segments that every replica steps in full.
-        places: of the last segments, whose backwards come first; the others are `behind`.
+        choice: weight gradients of the other segments are behind their backwards.
+        num_fixed: the segments whose weight gradients have their place.
     """
 
-    replicated: Segments
-    places: Mapping[int, Place]
+    choice: Choice
+    num_fixed: int = 0
 
 
 class EveryChoice:
@@ -67,7 +66,8 @@ class EveryChoice:
             preemptive=False,
             shard_shares=started_shares(per_stage, job.setup.num_replicas),
         )
-        self._all_behind = self._plan(Choice((), {}))
+        self._behind = Choice.plain("interleaved", order.num_segments).changed(wgrad="behind")
+        self._all_behind = self._plan(self._behind)
         self.num_simulated = 0
 
     def least_s(self, within: float, most: int = sys.maxsize) -> float | None:
@@ -81,56 +81,45 @@ class EveryChoice:
             Seconds, or None if more than ``most`` had to be simulated.
         """
         best_s = float("inf")
-        todo = [Choice(segments, {}) for segments in self.replicated]
+        todo = [
+            Begun(self._behind.changed(segments, optimizer="replicated"))
+            for segments in self.replicated
+        ]
         while todo:
             if self.num_simulated >= most:
                 return None
-            choice = todo.pop()
-            timeline = self._timeline(choice)
+            begun = todo.pop()
+            timeline = self._timeline(begun.choice)
             best_s = min(best_s, timeline.period_s)
-            if self._bound_s(choice, timeline) < best_s * (1 - within):
-                todo += self._next(choice)
+            if self._bound_s(begun, timeline) < best_s * (1 - within):
+                todo += self._next(begun)
         return best_s
 
-    def _next(self, choice: Choice) -> Iterator[Choice]:
+    def _next(self, begun: Begun) -> Iterator[Begun]:
         """Yield the choices that place one segment more."""
-        segment = self._order.num_segments - len(choice.places) - 1
-        places: tuple[Place, ...] = ("last", "backward", "behind")
-        for place in places if segment >= 0 else ():
-            if place != "last" or segment not in choice.replicated:  # as `ChoiceSearch`
-                yield replace(choice, places={**choice.places, segment: place})
+        segment = self._order.num_segments - begun.num_fixed - 1
+        for place in PLACES if segment >= 0 else ():
+            yield Begun(begun.choice.changed((segment,), wgrad=place), begun.num_fixed + 1)
 
     def _timeline(self, choice: Choice) -> Timeline:
         self.num_simulated += 1
         return simulate(self._plan(choice), self._costs(choice), self._execution)
 
     def _costs(self, choice: Choice) -> Costs:
-        return with_replicated(self._known.costs, self._stages(choice.replicated))
+        whole = choice.stages(self._order.num_ranks, optimizer="replicated")
+        return with_replicated(self._known.costs, whole)
 
     def _plan(self, choice: Choice) -> Plan:
-        segments = range(self._order.num_segments)
-        place = {segment: choice.places.get(segment, "behind") for segment in segments}
-        behind = tuple(segment for segment in segments if place[segment] == "behind")
-        options = Options(
-            delay_weight_grads=tuple(s for s in segments if place[s] != "backward"),
-            gathers_params=True,
-            replicated_stages=self._stages(choice.replicated),
-            transfers=False,
-            reduces_early=True,
-            early_dp_sync=self._stages(behind),
-        )
-        return lower(self._order, options)
+        features = Features(gathers_params=True, transfers=False, reduces_early=True)
+        return lower(self._order, choice, features)
 
-    def _stages(self, segments: Segments) -> tuple[int, ...]:
-        return stages_of(segments, self._order.num_ranks)
-
-    def _bound_s(self, choice: Choice, timeline: Timeline) -> float:
+    def _bound_s(self, begun: Begun, timeline: Timeline) -> float:
         """Return what no choice with the same places is faster than.
 
         They all do the same until the first backward of a segment without a place. What is left
         then takes each rank and each link as long as it does here, whatever its order.
         """
-        ranks, segment = self._order.num_ranks, self._order.num_segments - len(choice.places) - 1
+        ranks, segment = self._order.num_ranks, self._order.num_segments - begun.num_fixed - 1
         if segment < 0:
             return timeline.period_s
         begin_s = min(
@@ -141,20 +130,20 @@ class EveryChoice:
             and TABLE[span.action.op].kind == "backward"
             and span.action.stage // ranks == segment
         )
-        costs = self._costs(choice)
+        costs = self._costs(begun.choice)
         outlast_s = exposed_s(self._all_behind, costs, self._known.nic_of_rank)
         bound_s = 0.0
         for rank, spans in enumerate(timeline.ranks):
             compute = (span for span in spans if span.lane is Lane.COMPUTE)
             left_s = sum(max(0.0, s.end_s - max(begin_s, s.start_s)) for s in compute)
-            begun = {
+            summed = {
                 span.action.stage
                 for span in spans
                 if span.action is not None and span.action.op in SUM_OPS and span.start_s < begin_s
             }
             stages = range(rank, self._order.num_stages, ranks)
             assert costs.grad_sync_s is not None
-            link_s = sum(costs.grad_sync_s[stage] for stage in stages if stage not in begun)
+            link_s = sum(costs.grad_sync_s[stage] for stage in stages if stage not in summed)
             bound_s = max(bound_s, begin_s + left_s + outlast_s[rank], begin_s + link_s)
         return bound_s
 

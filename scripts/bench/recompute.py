@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.fold3d.observe import training_log
-from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import lower
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.simulate import simulate
@@ -49,7 +50,8 @@ def simulated_s(
         backward_s=tuple(2 * each + count for count in counts),
         recompute_s=tuple(map(float, counts)),
     )
-    plan = lower(order, Options(recompute_early=range(stages if early else 0)))
+    choice = Choice.plain("aiao", segments)
+    plan = lower(order, choice.changed(recompute="early") if early else choice)
     return simulate(plan, costs).period_s
 
 

@@ -11,7 +11,8 @@ import argparse
 import sys
 import time
 
-from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import Features, lower
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
@@ -26,7 +27,8 @@ def seconds(num_ranks: int, num_segments: int, num_microbatches: int) -> tuple[i
         num_segments=num_segments,
         num_microbatches=num_microbatches,
     )
-    plan = lower(order, Options(transfers=False, carried_stages=range(order.num_stages)))
+    choice = Choice.plain("aiao", order.num_segments).changed(step="next")
+    plan = lower(order, choice, Features(transfers=False))
     costs = Costs.uniform(plan.num_stages, p2p_s=0.1, p2p_latency_s=0.01, grad_sync_s=30.0)
     start_s = time.process_time()
     simulate(plan, costs, Execution(grad_sync_order="edf", in_order=True))

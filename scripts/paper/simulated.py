@@ -11,7 +11,7 @@ from functools import cache
 from megatron.fold3d.observe.exposure import Exposure, exposure, mean
 from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.observe.timeline import Timeline
-from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.compile import Features, lower
 from megatron.fold3d.predict.cost_model.cluster import Cluster, cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
 from megatron.fold3d.predict.cost_model.layers import layers_of_stages
@@ -110,7 +110,7 @@ def _timeline(point: Point, name: str, *, sharded: bool = False) -> Timeline:
     costs = _estimate(point, candidate, _hardware(point))
     if not system.serial:
         return timeline_of(candidate, costs)
-    plan = lower(order_of(candidate), Options(transfers=False, grad_sync="serial"))
+    plan = lower(order_of(candidate), features=Features(transfers=False, grad_sync="serial"))
     seconds = costs.costs
     if name == "dspeed3d":  # every tensor-parallel rank sends the whole tensor
         seconds = replace(seconds, p2p_s=seconds.p2p_s * point.tp)

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron.fold3d.observe.exposure import exposure, mean
-from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import Features, lower
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.transformer import p2p_bytes
 from megatron.fold3d.predict.simulator.costs import Costs
@@ -79,11 +80,12 @@ def _predict_pipeline(tables: Tables, row: Row, fit: Fit) -> dict[str, float]:
     )
     if folds:
         order = build("afab", **sizes)
-        plan = lower(order, Options(transfers=False, carried_stages=range(order.num_stages)))
+        choice = Choice.plain("aiao", order.num_segments).changed(step="next")
+        plan = lower(order, choice, Features(transfers=False))
         timeline = simulate(plan, costs, Execution(grad_sync_order="edf"), iterations=ITERATIONS)
     else:
         order = build("interleaved" if segments > 1 else "1f1b", **sizes)
-        plan = lower(order, Options(transfers=False, grad_sync="serial"))
+        plan = lower(order, features=Features(transfers=False, grad_sync="serial"))
         timeline = simulate(plan, costs)
     exposed = mean(exposure(timeline))
     columns = {

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES
 
 SIMULATE = "simulate --schedule aiao --pp 2 --segments 2 --microbatches 4"
@@ -494,10 +495,13 @@ def test_auto_replicates_segments_of_a_distributed_optimizer(fold3d):
     _, out, _ = fold3d(f"{line} --json")
     _, chosen, _ = fold3d(f"{REPLICATED} --schedule aiao:optimizer=auto --json")
     early, late = json.loads(out)["tries"]
-    assert early["schedule"].endswith(":wgrad=behind@0-7")
-    # Their DP.sync starts between their weight gradients, which the other command is not asked for.
-    segments = late["schedule"].rpartition("@")[2]
-    assert late["schedule"] == f"aiao:optimizer=replicated@{segments}:wgrad=behind@{segments}"
+    replicated = [
+        Choice.parse(t["schedule"], 8).where(optimizer="replicated") for t in (early, late)
+    ]
+    assert all(replicated)
+    # Reductions to shards start between weight gradients, or all-reduces alone.
+    behind = Choice.parse(late["schedule"], 8).where(wgrad="behind")
+    assert {*behind} <= {*replicated[1]}
     assert early["seconds"] < late["seconds"] < 0.98 * json.loads(chosen)["period_s"]
     # The same flags take the same time.
     for one in (early, late):

@@ -32,8 +32,6 @@ ADVICE = (
         "--schedule aiao:wgrad=behind@0",
         "--schedule aiao:wgrad=last@0",
     ),
-    (DELAYED, "--schedule aiao:wgrad=last@1", "--schedule aiao:wgrad=behind@1"),
-    (DELAYED, "--schedule aiao:wgrad=last@1", "--schedule aiao:wgrad=last@1:step=next"),
     (
         f"--schedule aiao:wgrad=behind@1 {DELAYED} --use-distributed-optimizer",
         "",

@@ -32,7 +32,7 @@ def problems(args: Namespace) -> list[str]:
 @pytest.mark.parametrize("share", [0, 0.5, 1])
 def test_a_share_from_0_to_1_is_taken(parse: Parse, share: float) -> None:
     config = Fold3DConfig.from_args(parse(f"{NEEDED} --schedule aiao:step=next:share={share}"))
-    assert (config.backward_share, config.carried_stages) == (share, range(2))
+    assert (config.backward_share, config.choice.carries) == (share, True)
 
 
 def test_auto_begins_with_half_until_something_is_measured(parse: Parse) -> None:
@@ -63,13 +63,14 @@ def test_backward_share_outside_0_to_1_is_refused(parse: Parse, share: str) -> N
 
 def test_nothing_is_deferred_unless_asked_for(parse: Parse) -> None:
     config = Fold3DConfig.from_args(parse("--segments 2"))
-    assert (config.backward_share, config.carried_stages) == (None, range(0))
+    assert (config.backward_share, config.choice.carries) == (None, False)
 
 
 def test_backward_share_defers_all_stages(parse: Parse) -> None:
-    assert Fold3DConfig.from_args(parse(f"{NEEDED} --segments 2")).carried_stages == range(4)
+    both = Fold3DConfig.from_args(parse(f"{NEEDED} --segments 2"))
+    assert both.choice.where(step="next") == (0, 1)
     alone = Fold3DConfig.from_args(parse(f"{NEEDED} --pipeline-model-parallel-size 1"))
-    assert alone.carried_stages == range(1)
+    assert alone.choice.where(step="next") == (0,)
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ def config(parser: ArgumentParser, line: str) -> Fold3DConfig:
 
 
 def test_segments_of_all_ranks_are_replicated(parser: ArgumentParser):
-    assert config(parser, AIAO).replicated_stages == ()
+    assert config(parser, AIAO).choice.where(optimizer="replicated") == ()
     found = config(parser, f"{AIAO} --schedule aiao:optimizer=replicated@0,2")
-    assert found.replicated_stages == (0, 1, 4, 5)
+    assert found.choice.stages(2, optimizer="replicated") == (0, 1, 4, 5)
     assert found.ties_embeddings
     assert not found.auto_replicates
     auto = config(parser, f"{AIAO} --schedule aiao:optimizer=auto")

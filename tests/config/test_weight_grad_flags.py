@@ -106,11 +106,6 @@ def test_weight_grads_are_behind_their_own_backwards_where_the_word_says(parser:
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        (f"{REDUCE} --schedule aiao:wgrad=last@3", "last@3 with an all-reduce that ends"),
-        (
-            f"{REDUCE} --schedule aiao:wgrad=last@3:wgrad=behind@1",
-            "behind@1:wgrad=last@3 with an all-reduce that ends",
-        ),
         (
             f"{SHARDS} --segments 1 --overlap-param-gather --schedule aiao:wgrad=behind@0",
             "behind@0 with --use-distributed-optimizer and one segment",

@@ -2,11 +2,13 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import order_of
+from megatron.fold3d.policy.predicted import Predicted
 from tests.distributed import run_distributed
 from tests.end_to_end.test_backward_share import (
     Heard,
@@ -24,23 +26,21 @@ FP16 = "--fp16 --initial-loss-scale 524288 --hysteresis 1"
 LONGER = "--train-iters 16 --eval-interval 8"
 
 AUTO = "--schedule auto"
-# What is tried: the schedule, whether DP.sync is deferred, delayed and replicated segments.
-Tried = tuple[str, bool, tuple[int, ...], tuple[int, ...]]
-CASES: tuple[tuple[Row, tuple[Tried, ...]], ...] = (
+CASES: tuple[tuple[Row, tuple[str, ...]], ...] = (
     (  # some steps are clipped, others could be
         Row(ours=AUTO, flags=LONGER, clip=2.2, segments=4),
-        (("aiao", True, (2,), ()), ("breadth-first", False, (1, 3), ())),
+        ("aiao:step=next:wgrad=last@2", "breadth-first:wgrad=behind@1:wgrad=last@3"),
     ),
     (
         Row(ours=AUTO, flags=f"{LONGER} {OVERLAP}", clip=2.2, segments=4),
-        (("aiao", False, (1,), (0, 2, 3)), ("breadth-first", False, (), ())),
+        ("aiao:optimizer=replicated@0,2,3:wgrad=last@1", "breadth-first"),
     ),
     (Row(ours=AUTO, flags=f"{LONGER} {FP16}", pp=2, segments=1, dp=1), ()),
 )
 
 
 @pytest.mark.parametrize(("row", "tried"), CASES, ids=[str(row) for row, _ in CASES])
-def test_losses_norms_and_parameters_are_those_of_stock(row: Row, tried: tuple[Tried, ...]) -> None:
+def test_losses_norms_and_parameters_are_those_of_stock(row: Row, tried: tuple[str, ...]) -> None:
     num_ranks = row.pp * row.dp
     ours, told = zip(
         *run_distributed(train_and_choose, num_ranks, row.command(row.ours), tried), strict=True
@@ -49,8 +49,8 @@ def test_losses_norms_and_parameters_are_those_of_stock(row: Row, tried: tuple[T
     assert told[1] == []  # one rank tells
     if tried:
         *shares, trial, chosen = told[0]
-        assert len(shares) == any(defers for _, defers, *_ in tried)
-        assert trial.startswith(f"--schedule auto tries {tried[0][0]}")
+        assert len(shares) == any("step=next" in word for word in tried)
+        assert trial.startswith(f"--schedule auto tries {tried[0]}")
         assert chosen.startswith("from now on, as --schedule auto chose: aiao")
 
 
@@ -63,7 +63,7 @@ def test_sums_of_four_replicas_may_be_rounded_otherwise_and_that_is_told() -> No
         segments=1,
         dp=4,
     )
-    tried: tuple[Tried, ...] = (("1f1b", True, (), ()),)
+    tried = ("1f1b:step=next",)
     runs = run_distributed(train_and_choose, 4, row.command(row.ours), tried)
     for (mine, told), theirs in zip(runs, _stock(4, row.command("--schedule stock")), strict=True):
         losses, expected = (
@@ -82,35 +82,31 @@ def test_four_replicas_keep_stocks_sums_with_deterministic_mode(
     monkeypatch.setenv("NCCL_ALGO", "Ring")  # Megatron demands it
     flags = f"--train-iters 9 --deterministic-mode {OVERLAP}"
     row = Row(ours=AUTO, flags=flags, pp=1, segments=1, dp=4, clip=2.2)
-    runs = run_distributed(train_and_choose, 4, row.command(row.ours), (("1f1b", False, (0,), ()),))
+    runs = run_distributed(train_and_choose, 4, row.command(row.ours), ("1f1b:wgrad=last",))
     ours, told = zip(*runs, strict=True)
     assert differences(*_comparable(ours, _stock(4, row.command("--schedule stock")))) == []
-    assert told[0][0].startswith("--schedule auto tries 1f1b:wgrad=last@0, predicted ")
+    assert told[0][0].startswith("--schedule auto tries 1f1b:wgrad=last, predicted ")
     assert "another order" not in " ".join(told[0])
 
 
-def train_and_choose(argv: Sequence[str], tried: Sequence[Tried]) -> tuple[Heard, list[str]]:
+def train_and_choose(argv: Sequence[str], tried: Sequence[str]) -> tuple[Heard, list[str]]:
     """Train; some choices are predicted, and the first is measured to be the fastest.
 
     Returns also what is told of the choice.
     """
-    from megatron.fold3d.predict.search.choice_search import ChoiceSearch, Predicted
+    from megatron.fold3d.predict.search.descent import Descent
     from megatron.fold3d.runtime import auto_schedule
 
-    def to_try(self: ChoiceSearch) -> list[Predicted]:
-        of_name = {one.name.partition(":")[0]: one for one in self._orders()}
-        return [
-            Predicted(
-                choice=replace(
-                    of_name[name],
-                    shares=(0.5,) * of_name[name].order.num_stages if defers else None,
-                    delayed=delayed,
-                    replicated=replicated,
-                ),
-                seconds=0.1,
-            )
-            for name, defers, delayed, replicated in tried
-        ]
+    def to_try(self: Descent) -> list[Predicted]:
+        first = self.first
+        ranks, m = first.order.num_ranks, first.order.num_microbatches
+        found = []
+        for word in tried:
+            choice = Choice.parse(word, len(first.choice.segments))
+            order = order_of(choice, ranks, m)
+            shares = (0.5,) * order.num_stages if choice.carries else ()
+            found.append(Predicted(choice=choice, order=order, shares=shares, seconds=0.1))
+        return found
 
     note_step = auto_schedule.AutoSchedule.note_step
 
@@ -126,7 +122,7 @@ def train_and_choose(argv: Sequence[str], tried: Sequence[Tried]) -> tuple[Heard
             told.append(record.getMessage())
 
     if tried:
-        ChoiceSearch.to_try = to_try
+        Descent.to_try = to_try
         auto_schedule.AutoSchedule.note_step = noted
     auto_schedule.logger.setLevel(logging.INFO)
     auto_schedule.logger.addHandler(Listener())

@@ -9,7 +9,7 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from megatron.fold3d.observe.trace_files import RankTrace
-from megatron.fold3d.plan.compile import Options, compile_plan
 from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.plan.memory import peak_resident
 from megatron.fold3d.plan.ops import GATHER_OPS
@@ -39,6 +38,7 @@ from tests.end_to_end.test_equal_to_stock import (
     _reference,
 )
 from tests.end_to_end.training import Record, differences, train, train_as_planned
+from tests.plans import planned
 
 pytestmark = pytest.mark.gloo
 
@@ -294,8 +294,8 @@ def test_bytes_are_those_that_the_plan_predicts(
 ) -> None:
     row = BYTES
     order = build("aiao", num_ranks=2, num_segments=4, num_microbatches=2)
-    options = Options(shards_params=True, shards_grads=mode == "gradients")
-    plan = compile_plan(order, replace(options, carried_stages=range(8 if deferred else 0)))
+    parts = "step=next" if deferred else ""
+    plan = planned(order, parts, shards_params=True, shards_grads=mode == "gradients")
     # The optimizer's state is made in the first step, and so in the second iteration.
     late = "--schedule aiao:step=next:share=1 --clip-grad 0 --train-iters 4" if deferred else ""
     traced = f"--trace {tmp_path} --trace-iterations 2"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron.fold3d.policy.predicted import Predicted
 from tests.distributed import run_distributed
 from tests.end_to_end.test_checkpoints import resuming, saving
 from tests.end_to_end.test_equal_to_stock import (
@@ -94,8 +95,8 @@ def test_auto_keeps_what_was_faster_and_changes_no_result(with_s: float) -> None
     )
     assert differences(ours, _reference(2, AUTO.command(STOCK))) == []
     predicted, judged = told[0]
-    assert predicted.startswith("optimizer=auto tries 1f1b:optimizer=replicated@0, predicted 0.1 s")
-    kept = "" if with_s else ":optimizer=replicated@0"
+    assert predicted.startswith("optimizer=auto tries 1f1b:optimizer=replicated, predicted 0.1 s")
+    kept = "" if with_s else ":optimizer=replicated"
     assert judged.startswith(f"from now on, as optimizer=auto chose: 1f1b{kept}; iterations took")
     assert told[1] == []  # one rank tells
 
@@ -105,11 +106,12 @@ def train_and_choose(argv: Sequence[str], with_s: float) -> tuple[Record, list[s
 
     Returns also what is told of the choice.
     """
-    from megatron.fold3d.predict.search.choice_search import ChoiceSearch, Predicted
+    from megatron.fold3d.predict.search.descent import Descent
     from megatron.fold3d.runtime import auto_schedule
 
-    def to_try(self: ChoiceSearch) -> list[Predicted]:
-        return [Predicted(choice=replace(self.stock.choice, replicated=(0,)), seconds=0.1)]
+    def to_try(self: Descent) -> list[Predicted]:
+        whole = self.first.choice.changed((0,), optimizer="replicated")
+        return [replace(self.first, choice=whole, seconds=0.1)]
 
     note_step = auto_schedule.AutoSchedule.note_step
 
@@ -124,7 +126,7 @@ def train_and_choose(argv: Sequence[str], with_s: float) -> tuple[Record, list[s
         def emit(self, record: logging.LogRecord) -> None:
             told.append(record.getMessage())
 
-    ChoiceSearch.to_try = to_try
+    Descent.to_try = to_try
     auto_schedule.AutoSchedule.note_step = noted
     auto_schedule.logger.setLevel(logging.INFO)
     auto_schedule.logger.addHandler(Listener())

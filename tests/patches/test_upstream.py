@@ -35,7 +35,7 @@ from fold3d_patches.schedule import (
     token_dispatcher,
     zero_grad_buffer,
 )
-from megatron.fold3d.predict.search.choice_search import ChoiceSearch
+from megatron.fold3d.predict.search.measured_search import measured_search
 from megatron.fold3d.runtime.auto_schedule import AutoSchedule
 from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
 from megatron.fold3d.runtime.grad_sync.other_shards import ReplicatedSegments
@@ -73,7 +73,7 @@ PATCHES = (
     *cpu.patches(),
     *trace.patches(Tracer(TRACED, Plans(TRACED), NO_METRICS), "stock"),
 )
-AUTO = AutoSchedule(CONFIG, Plans(CONFIG), ChoiceSearch.measured)
+AUTO = AutoSchedule(CONFIG, Plans(CONFIG), measured_search)
 NEVER_BESIDE_THESE = (  # their flags exclude these
     replicated_step.patch(ReplicatedSegments([0])),
     noted_step.patch(AUTO),

@@ -1,14 +1,14 @@
 """One recipe: what is simulated is what runs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import cast
 
 import pytest
 
 from megatron.fold3d.observe.timeline import Lane
-from megatron.fold3d.plan.compile import Options, compile_plan, lower
 from megatron.fold3d.plan.ir import Op, Plan
 from megatron.fold3d.plan.ops import P2P_OPS
 from megatron.fold3d.plan.passes.offload import OffloadChoice
@@ -21,6 +21,7 @@ from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.simulate import simulate
 from megatron.fold3d.runtime.plans import Plans
 from tests.configs import CONFIG
+from tests.plans import planned, verified
 
 RANKS, MICROBATCHES = 3, 6
 
@@ -30,36 +31,31 @@ def order(schedule: str) -> Plan:
     return build(schedule, num_ranks=RANKS, num_segments=segments, num_microbatches=MICROBATCHES)
 
 
-def every_option() -> Iterator[Options]:
-    for delayed, (gathers, shards), offload, stages in product(
-        ((), (0,)),
+def every_way() -> Iterator[Callable[..., Plan]]:
+    for parts, (gathers, shards), offload in product(
+        ("wgrad=backward", "wgrad=last@0", "step=next", "wgrad=last@0:step=next"),
         ((False, False), (True, False), (True, True)),
         (None, OffloadChoice(), OffloadChoice(at_most=3, depth=2)),
-        (range(0), range(100)),
     ):
-        yield Options(
-            delay_weight_grads=delayed,
-            gathers_params=gathers,
-            shards_params=shards,
-            offload=offload,
-            carried_stages=stages,
+        yield partial(
+            planned, parts=parts, gathers_params=gathers, shards_params=shards, offload=offload
         )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_simulated_plan_is_the_plan_that_runs_without_its_transfers(schedule: str):
-    for options in every_option():
-        runs = compile_plan(order(schedule), options)
-        simulated = lower(order(schedule), replace(options, transfers=False))
+    for made in every_way():
+        runs = verified(made(order(schedule)))
+        simulated = made(order(schedule), transfers=False)
         assert runs.select(frozenset(Op) - P2P_OPS) == simulated
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_simulation_sends_where_the_plan_that_runs_sends(schedule: str):
-    for options in every_option():
-        runs = lower(order(schedule), options)
-        simulated = lower(order(schedule), replace(options, transfers=False))
+    for made in every_way():
+        runs = made(order(schedule))
+        simulated = made(order(schedule), transfers=False)
         costs = Costs.uniform(
             runs.num_stages,
             forward_s=1.0,
@@ -117,5 +113,5 @@ def test_the_planner_and_training_compile_one_plan(
 
 
 def test_an_order_that_has_an_action_keeps_it():
-    whole = lower(order("aiao"), Options(delay_weight_grads=(0,), gathers_params=True))
-    assert lower(whole, Options(delay_weight_grads=(0,), gathers_params=True)) == whole
+    whole = planned(order("aiao"), "wgrad=last@0", gathers_params=True)
+    assert planned(whole, "wgrad=last@0", gathers_params=True) == whole

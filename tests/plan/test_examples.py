@@ -1,68 +1,67 @@
 """What plans of DP.sync look like, feature by feature, and what the verifier says of wrong ones."""
 
 import re
-from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 
-from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.files import parse_plan
 from megatron.fold3d.plan.ir import Plan, PlanError
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.verify import verify
+from tests.plans import planned
 
 TWO = "0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1"
 THREE = "0F0 1F0 2F0 2B0 1B0 0B0"
-CARRIED = Options(carried_stages=range(3))
-SHARDED = Options(gathers_params=True)
-IN_PARTS = Options(delay_weight_grads=(0,), reduces_early=True)
+CARRIED: dict[str, Any] = {"parts": "step=next"}
+SHARDED: dict[str, Any] = {"gathers_params": True}
+LATER = Choice.plain("plan", 2).changed((1,), step="next")
 
 
 class Example(NamedTuple):
-    """A plan, and the order and options that give it."""
+    """A plan, the order that it is made of, and what of `planned` makes it."""
 
     text: str
     order: str
-    options: Options | None
-    """None: no option places sums like this; a plan file may."""
+    made_with: dict[str, Any] | None
+    """None: nothing places sums like this; a plan file may."""
 
 
 EXAMPLES = {
     "all-reduce": Example(
-        "0F0 0F1 1F0 1F1 1B0 1B1 1ALL_REDUCE 0B0 0B1 0ALL_REDUCE 1STEP 0STEP", TWO, Options()
+        "0F0 0F1 1F0 1F1 1B0 1B1 1ALL_REDUCE 0B0 0B1 0ALL_REDUCE 1STEP 0STEP", TWO, {}
     ),
     "carried, 0.6 of segment 1 in its iteration": Example(
         "1ALL_REDUCE 0STEP 0F0 0F1 1STEP 1F0 1F1 1B0 1B1 1REDUCE_KEPT 1ALL_REDUCE:600 "
         "0B0 0B1 0REDUCE_KEPT 0ALL_REDUCE 1FINALIZE 0FINALIZE",
         TWO,
-        replace(CARRIED, shares=(1.0, 0.6)),
+        CARRIED | {"shares": (1.0, 0.6)},
     ),
     "carried, distributed optimizer, the rest behind an all-gather": Example(
         "0STEP 0ALL_GATHER 1REDUCE_SCATTER 0F0 1STEP 1ALL_GATHER 0F1 1F0 1F1 1B0 1B1 "
         "1REDUCE_KEPT 1REDUCE_SCATTER:600 0B0 0B1 0REDUCE_KEPT 0REDUCE_SCATTER "
         "1FINALIZE 0FINALIZE",
         TWO,
-        replace(
-            CARRIED, gathers_params=True, shares=(1.0, 0.6), forwards_before_gather={0: 1, 1: 1}
-        ),
+        CARRIED | SHARDED | {"shares": (1.0, 0.6), "forwards_before_gather": {0: 1, 1: 1}},
     ),
     "parts between weight gradients": Example(
         "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3 0W:250 0ALL_REDUCE:250 0W:500 0ALL_REDUCE:500 "
         "0W:750 0ALL_REDUCE:750 0W:1000 0ALL_REDUCE 0STEP",
         "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3",
-        IN_PARTS,
+        {"parts": "wgrad=behind", "reduces_early": True},
     ),
     "parts of a carried stage": Example(
         "0STEP 0F0 0F1 0B0 0B1 0W:500 0ALL_REDUCE:500 0W:1000 0REDUCE_KEPT 0ALL_REDUCE:600 "
         "0ALL_REDUCE 0FINALIZE",
         "0F0 0F1 0B0 0B1",
-        replace(IN_PARTS, carried_stages=range(1), early_dp_sync=range(1), shares=(0.6,)),
+        {"parts": "step=next:wgrad=behind", "reduces_early": True, "shares": (0.6,)},
     ),
     "weight gradients by micro-batch, behind all backwards": Example(
         "0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1 0ALL_REDUCE 1W0 1W1 1ALL_REDUCE 0STEP 1STEP",
         TWO,
-        Options(delay_weight_grads=(1,)),
+        {"parts": "wgrad=last@1"},
     ),
     "distributed optimizer": Example(
         "0ALL_GATHER 1ALL_GATHER 0F0 0F1 1F0 1F1 1B0 1B1 1REDUCE_SCATTER 0B0 0B1 0REDUCE_SCATTER "
@@ -73,49 +72,49 @@ EXAMPLES = {
     "distributed optimizer, all-gathers by DDP's hooks": Example(
         "0F0 0F1 1F0 1F1 1B0 1B1 1REDUCE_SCATTER 0B0 0B1 0REDUCE_SCATTER 1STEP 0STEP",
         TWO,
-        Options(steps_shards=True),
+        {"steps_shards": True},
     ),
     "segment 1 of three is replicated": Example(
         "0ALL_GATHER 2ALL_GATHER 0F0 1F0 2F0 2B0 2REDUCE_SCATTER 1B0 1ALL_REDUCE "
         "0B0 0REDUCE_SCATTER 2STEP 1STEP 0STEP",
         THREE,
-        replace(SHARDED, replicated_stages=(1,)),
+        SHARDED | {"parts": "optimizer=replicated@1"},
     ),
     "parameters in shards": Example(
         "0ALL_GATHER 1ALL_GATHER 0F0 0FREE_PARAM 2ALL_GATHER 1F0 2F0 2B0 2REDUCE_SCATTER "
         "2FREE_PARAM_B 0ALL_GATHER_B 1B0 1REDUCE_SCATTER 1FREE_PARAM_B 0B0 0REDUCE_SCATTER "
         "0FREE_PARAM_B 2STEP 1STEP 0STEP",
         THREE,
-        Options(shards_params=True),
+        {"shards_params": True},
     ),
     "gradients in shards": Example(
         "0ALL_GATHER 1ALL_GATHER 0F0 2ALL_GATHER 1F0 2F0 2B0 2REDUCE_SCATTER 1B0 1REDUCE_SCATTER "
         "2FREE_GRAD 0B0 0REDUCE_SCATTER 2STEP 1STEP 0STEP",
         THREE,
-        replace(SHARDED, shards_grads=True),
+        SHARDED | {"shards_grads": True},
     ),
     "gradients in shards, carried": Example(
         "0STEP 0FREE_GRAD 0ALL_GATHER 1STEP 1FREE_GRAD 1ALL_GATHER 0F0 1F0 1B0 "
         "1REDUCE_KEPT 1REDUCE_SCATTER 0B0 0REDUCE_KEPT 0REDUCE_SCATTER 1FINALIZE 0FINALIZE",
         "0F0 1F0 1B0 0B0",
-        replace(CARRIED, gathers_params=True, shards_grads=True),
+        CARRIED | SHARDED | {"shards_grads": True},
     ),
     "slices for one hardware queue": Example(
         "0F0 0F1 1F0 1F1 1B0 1B1 1ALL_REDUCE:500 0B0 1ALL_REDUCE 0B1 0ALL_REDUCE 1STEP 0STEP",
         TWO,
-        Options(slices=True),
+        {"parts": "slices=on"},
     ),
     "slices, carried": Example(
         "0STEP 1ALL_REDUCE:750 0F0 1ALL_REDUCE 0F1 1STEP 1F0 1F1 1B0 1B1 1REDUCE_KEPT "
         "1ALL_REDUCE:250 0B0 1ALL_REDUCE:500 0B1 0REDUCE_KEPT 0ALL_REDUCE 1FINALIZE 0FINALIZE",
         TWO,
-        replace(CARRIED, slices=True, shares=(0.5, 0.5)),
+        {"parts": "step=next:slices=on", "shares": (0.5, 0.5)},
     ),
     "tied embeddings, carried, with a rest of the first stage": Example(
         "1ALL_REDUCE 0STEP 0F0 1STEP 1F0 1B0 1REDUCE_KEPT 1ALL_REDUCE:600 0B0 0REDUCE_KEPT "
         "0ALL_REDUCE:300 0ALL_REDUCE 1FINALIZE 0FINALIZE",
         "0F0 1F0 1B0 0B0",
-        replace(CARRIED, shares=(0.3, 0.6)),
+        CARRIED | {"shares": (0.3, 0.6)},
     ),
     "offloaded and recomputed": Example(
         "0F0 0OFFLOAD0 0F1 1F0 1F1 1B0 1B1 1ALL_REDUCE 0RELOAD0 0R0 0B0 0R1 0B1 0ALL_REDUCE "
@@ -127,38 +126,38 @@ EXAMPLES = {
         "1ALL_REDUCE 0F0 1STEP 1F0 1B0 1REDUCE_KEPT 1ALL_REDUCE:300 0B0 0ALL_REDUCE 1FINALIZE "
         "0STEP",
         "0F0 1F0 1B0 0B0",
-        Options(carried_stages=(1,), shares=(1.0, 0.3)),
+        {"parts": LATER, "shares": (1.0, 0.3)},
     ),
     "a whole sum that starts in the next iteration": Example(
         "1ALL_REDUCE 0STEP 0F0 1STEP 1F0 1B0 1REDUCE_KEPT 0B0 0REDUCE_KEPT 0ALL_REDUCE "
         "1FINALIZE 0FINALIZE",
         "0F0 1F0 1B0 0B0",
-        replace(CARRIED, shares=(1.0, 0.0)),
+        CARRIED | {"shares": (1.0, 0.0)},
     ),
     "two ranks with transfers": Example(
         "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1 0ALL_REDUCE 0STEP\n"
         "1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1 1ALL_REDUCE 1STEP",
         "0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1",
-        Options(),
+        {},
     ),
 }
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_reads_back_runs_and_is_what_the_passes_make(name: str):
-    text, order, options = EXAMPLES[name]
+    text, order, made_with = EXAMPLES[name]
     plan = Plan.from_text(text)
     assert plan.to_text() == f"{text}\n"
     assert Plan.from_csv(plan.to_csv()) == plan
     verify(plan)
-    if options is not None:
-        assert lower(Plan.from_text(order), options).to_text() == plan.to_text()
+    if made_with is not None:
+        assert planned(Plan.from_text(order), **made_with).to_text() == plan.to_text()
 
 
 def test_what_is_offloaded_and_recomputed_is_not_told_by_the_words():
-    options = Options(offload=OffloadChoice(), recompute_early=(0,))
-    verify(plan := lower(Plan.from_text(TWO), options))
-    assert lower(plan, options) == plan
+    made = partial(planned, parts="recompute=early@0", offload=OffloadChoice())
+    verify(plan := made(Plan.from_text(TWO)))
+    assert made(plan) == plan
 
 
 WRONG = {

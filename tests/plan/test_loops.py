@@ -5,16 +5,17 @@ What runs is said here once more, in the plainest way: actions change the state 
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import pytest
 
-from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.ir import WHOLE, Action, Op, Plan, PlanError
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SPLIT_SCHEDULES, build
 from megatron.fold3d.plan.verify import verify
+from tests.plans import planned
 
 
 @dataclass
@@ -158,27 +159,26 @@ def plans(random: Random, count: int) -> Iterator[Plan]:
             num_segments=segments,
             num_microbatches=random.randint(2, 4),
         )
-        stages = range(order.num_stages)
+        choice = Choice.plain("plan", segments)
         sums = random.choice(("whole", "shards", "gathers", "parameters"))
-        some = [stage for stage in stages if random.random() < 0.5]
-        yield lower(
+        some = [segment for segment in range(segments) if random.random() < 0.5]
+        if schedule not in SPLIT_SCHEDULES:
+            choice = choice.changed((0,), wgrad=random.choice(("backward", "behind", "last")))
+        choice = choice.changed(some if random.random() < 0.3 else (), recompute="early")
+        if sums == "gathers":
+            choice = choice.changed(random.choice(((), some)), optimizer="replicated")
+        choice = choice.changed(random.choice(((), None, some)), step="next")
+        yield planned(
             order,
-            Options(
-                transfers=False,
-                delay_weight_grads=() if schedule in SPLIT_SCHEDULES else random.choice(((), (0,))),
-                recompute_early=some if random.random() < 0.3 else (),
-                steps_shards=sums == "shards",
-                gathers_params=sums == "gathers",
-                replicated_stages=random.choice(((), some)) if sums == "gathers" else (),
-                shards_params=sums == "parameters",
-                shards_grads=sums in ("gathers", "parameters") and random.random() < 0.5,
-                carried_stages=random.choice(((), stages, some)),
-                shares=tuple(random.choice((0.0, 0.4, 1.0)) for _ in stages),
-                slices=random.random() < 0.3,
-                reduces_early=random.random() < 0.5,
-                early_dp_sync=random.choice(((), stages)),
-                offload=random.choice((None, OffloadChoice())),
-            ),
+            replace(choice, slices=random.random() < 0.3),
+            transfers=False,
+            steps_shards=sums == "shards",
+            gathers_params=sums == "gathers",
+            shards_params=sums == "parameters",
+            shards_grads=sums in ("gathers", "parameters") and random.random() < 0.5,
+            reduces_early=random.random() < 0.5,
+            shares=tuple(random.choice((0.0, 0.4, 1.0)) for _ in range(order.num_stages)),
+            offload=random.choice((None, OffloadChoice())),
         )
 
 

@@ -7,21 +7,23 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.policy.run_choice import RunChoice
-from megatron.fold3d.predict.search.choice_search import Predicted
+from megatron.fold3d.policy.predicted import Predicted
 from megatron.fold3d.runtime import auto_schedule
 from megatron.fold3d.runtime.auto_schedule import AutoSchedule, _Trial
 from megatron.fold3d.runtime.plans import Plans
 from tests.configs import CONFIG
+from tests.plans import planned
 
 AUTO = replace(CONFIG, schedule="auto", num_ranks=2, num_segments=2)
 
 
-def choice(schedule: str, m: int, *, defers: bool = False) -> RunChoice:
+def choice(schedule: str, m: int, *, defers: bool = False, seconds: float = 1.0) -> Predicted:
     order = build(schedule, num_ranks=2, num_segments=2, num_microbatches=m)
-    return RunChoice(name=schedule, order=order, shares=(0.5,) * 4 if defers else None)
+    word = f"{schedule}:step=next" if defers else schedule
+    shares = (0.5,) * 4 if defers else ()
+    return Predicted(choice=Choice.parse(word, 2), order=order, shares=shares, seconds=seconds)
 
 
 class Run:
@@ -42,9 +44,7 @@ class Run:
         monkeypatch.setattr(auto_schedule, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
         monkeypatch.setattr(auto_schedule.dist, "all_reduce", lambda *_: None)
         monkeypatch.setattr(auto_schedule.dist, "get_rank", lambda: 0)
-        monkeypatch.setattr(self.auto, "_found", lambda _: None)
-        monkeypatch.setattr("megatron.fold3d.runtime.measured_order._agreed", lambda *_: "times")
-        monkeypatch.setattr("megatron.fold3d.runtime.measured_order.dist.get_rank", lambda: 1)
+        monkeypatch.setattr(self.auto._times, "agreed", lambda _: "times")
         monkeypatch.setattr(self.auto, "decide", self._decide)
 
     def _decide(self, _: Any, iteration: Any) -> None:
@@ -73,12 +73,12 @@ class Run:
         plan = self.auto.choose_plan(self.plans.training(m), 0)
         iteration: Any = SimpleNamespace(trains=True, plan=plan, rank=0, device=torch.device("cpu"))
         self.auto.prepare(iteration)
-        chosen = self.plans.choice(m)
-        name = "interleaved" if chosen is None else chosen.name
+        chosen = self.plans.chosen(m)
+        name = "interleaved" if chosen is None else chosen.choice.order
         self.now_s += seconds[name] if isinstance(seconds, dict) else seconds
         if ends:
             self.auto.note_step(taken=taken)
-        if waits and chosen is not None and chosen.defers:
+        if waits and chosen is not None and chosen.choice.carries:
             self.deferred.is_free = False
         self.now_s += 100  # an evaluation, a checkpoint
         self.names.append(name)
@@ -187,10 +187,9 @@ def test_evaluations_behind_each_iteration_do_not_keep_the_trial_from_its_end(mo
 def test_plans_are_lowered_as_chosen():
     plans = Plans(replace(AUTO, auto_defers=True, overlap_grad_reduce=True))
     some = choice("aiao", 4, defers=True)
-    assert plans.training(4).programs != lower(some.order, Options()).programs
+    assert plans.training(4).programs != planned(some.order).programs
     plans.choose(4, some)
-    shared = Options(carried_stages=range(4), shares=(0.5,) * 4)
-    assert plans.training(4) == lower(some.order, shared)
+    assert plans.training(4) == planned(some.order, "step=next", shares=(0.5,) * 4)
     assert plans.order(2) == build("interleaved", num_ranks=2, num_segments=2, num_microbatches=2)
     plans.choose(4, None)
     assert plans.order(4) == build("interleaved", num_ranks=2, num_segments=2, num_microbatches=4)
@@ -201,10 +200,10 @@ def test_the_distributed_optimizer_is_advised_where_it_gains(
     sharded_s: float, tells: bool, caplog: pytest.LogCaptureFixture
 ):
     predicted = [
-        Predicted(choice=choice("interleaved", 4), seconds=1.0),
-        Predicted(choice=choice("aiao", 4, defers=True), seconds=0.5),  # its steps would wait
+        choice("interleaved", 4),
+        choice("aiao", 4, defers=True, seconds=0.5),  # its steps would wait
     ]
-    sharded = Predicted(choice=choice("interleaved", 4), seconds=sharded_s)
+    sharded = choice("interleaved", 4, seconds=sharded_s)
     with caplog.at_level("INFO"):
         auto_schedule._advise(predicted, sharded)
     assert ("--use-distributed-optimizer" in caplog.text) is tells

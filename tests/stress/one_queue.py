@@ -18,7 +18,6 @@ from itertools import islice, product
 from random import Random
 from typing import Any, NamedTuple
 
-from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.ir import Plan, PlanError
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.schedules import (
@@ -29,13 +28,13 @@ from megatron.fold3d.plan.schedules import (
     build,
 )
 from megatron.fold3d.predict.simulator.device_run import verify_on_device
+from tests.plans import planned
 
 MOST_RANKS, MOST_SEGMENTS, MOST_MICROBATCHES = 8, 4, 16
-_ALL = range(MOST_RANKS * MOST_SEGMENTS)
 
 
 def _shares(share: float) -> tuple[float, ...]:
-    return (share,) * len(_ALL)
+    return (share,) * (MOST_RANKS * MOST_SEGMENTS)
 
 
 EXTRAS: dict[str, dict[str, Any] | None] = {
@@ -43,27 +42,22 @@ EXTRAS: dict[str, dict[str, Any] | None] = {
     "DP.sync": {},
     "DP.sync at the end": {"grad_sync": "serial"},
     "distributed optimizer": {"gathers_params": True},
-    "deferred": {"carried_stages": _ALL},
-    "deferred in slices": {"carried_stages": _ALL, "slices": True, "shares": _shares(0.7)},
+    "deferred": {"parts": "step=next"},
+    "deferred in slices": {"parts": "step=next:slices=on", "shares": _shares(0.7)},
     "deferred in slices, distributed optimizer": {
-        "carried_stages": _ALL,
-        "slices": True,
+        "parts": "step=next:slices=on",
         "shares": _shares(1.0),
         "gathers_params": True,
     },
-    "delayed": {"delay_weight_grads": (0,)},
+    "delayed": {"parts": "wgrad=last@0"},
     "delayed, deferred in slices": {
-        "delay_weight_grads": (0,),
-        "carried_stages": _ALL,
-        "slices": True,
+        "parts": "step=next:wgrad=last@0:slices=on",
         "shares": _shares(0.5),
     },
     "offloaded": {"offload": OffloadChoice()},
     "offloaded, delayed, deferred in slices": {
         "offload": OffloadChoice(at_most=3, depth=2),
-        "delay_weight_grads": (0,),
-        "carried_stages": _ALL,
-        "slices": True,
+        "parts": "step=next:wgrad=last@0:slices=on",
         "shares": _shares(0.5),
     },
 }
@@ -81,8 +75,7 @@ class Case(NamedTuple):
     def plan(self) -> Plan:
         """Return it as training runs it with one queue."""
         order, extra = build(self.schedule, **self.sizes), EXTRAS[self.extra]
-        options = None if extra is None else Options(**extra, receives_late=True)
-        return order if options is None else lower(order, options)
+        return order if extra is None else planned(order, **extra, receives_late=True)
 
 
 def cases(schedules: Sequence[str] = SCHEDULES) -> Iterator[Case]:

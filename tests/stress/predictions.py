@@ -22,8 +22,8 @@ from fold3d_patches import check_schedule
 from megatron.fold3d.cli import main as fold3d
 from megatron.fold3d.config.all_flags import add_arguments, megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.plan.schedule_word import Part, Word
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SPLIT_SCHEDULES
-from megatron.fold3d.policy.schedule_word import Part, Word
 from megatron.fold3d.training.dry_run import RunEstimate, Target
 
 _CLUSTER = """

@@ -1,13 +1,17 @@
 """The choices that ``--schedule auto`` would try, with predictions."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
+from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.policy.run_choice import RunChoice
+from megatron.fold3d.policy.predicted import Predicted
 from megatron.fold3d.predict.cost_model.sizes import replicated_bytes
-from megatron.fold3d.predict.search.choice_search import ChoiceSearch, Predicted, Scope
+from megatron.fold3d.predict.search.descent import Descent, Space, orders_worth_trying
+from megatron.fold3d.predict.search.judge import Judge
 from megatron.fold3d.predict.search.settled import PredictedRun
+from megatron.fold3d.predict.simulator.execution import Execution
 
 
 def tries(run: PredictedRun, config: Fold3DConfig) -> tuple[Predicted, ...]:
@@ -18,38 +22,38 @@ def tries(run: PredictedRun, config: Fold3DConfig) -> tuple[Predicted, ...]:
         config: its configuration, which says what may be chosen.
     """
     c, known, shape = run.candidate, run.known, run.shape
-    cuts = config.may_cut_sums(c.setup.data_parallel)
 
-    def fits(choice: RunChoice, plan: Plan) -> bool:
+    def fits(choice: Choice, plan: Plan) -> bool:
         if shape is None:
             return True
-        held = run.held_sizes(plan)
-        more = replicated_bytes(shape, c.setup, plan.num_ranks, c.layers, choice.replicated_stages)
+        held, whole = run.held_sizes(plan), choice.stages(plan.num_ranks, optimizer="replicated")
+        more = replicated_bytes(shape, c.setup, plan.num_ranks, c.layers, whole)
         ranks = zip(held.peaks(plan), more, held.most, strict=True)
         return all(peak + extra <= most for peak, extra, most in ranks)
 
-    search = ChoiceSearch(
+    judge = Judge(
         num_ranks=config.num_ranks,
-        num_segments=config.num_segments,
         num_microbatches=c.num_microbatches,
         costs=known.costs,
-        scope=Scope(
-            defers=config.auto_defers and cuts and any(known.costs.grad_sync_s),
-            delays=config.auto_delays and any(known.costs.weight_s),
-            replicates=config.auto_replicates and cuts,
-            gathers=config.gathers_params,
-            reduces_early=config.reduces_early,
-            tied=config.ties_embeddings,
-            keeps_forwards=config.keeps_forwards,
+        features=replace(config.features, transfers=False),
+        execution=Execution(
+            in_order=True,
+            preemptive=False,
+            nic_of_rank=known.nic_of_rank,
+            routes=known.routes,
+            shard_shares=known.shard_shares,
         ),
-        group_size=config.microbatch_group_size,
         fits=fits,
         held=run.held_sizes,
-        nic_of_rank=known.nic_of_rank,
-        routes=known.routes,
-        shard_shares=known.shard_shares,
     )
-    return search.stock, *search.to_try()
+    first = replace(config.choice, order=config.choice.schedule)
+    free = config.free(c.setup.data_parallel)
+    for key, seconds in (("step", known.costs.grad_sync_s), ("wgrad", known.costs.weight_s)):
+        if not any(seconds):
+            free.pop(key, None)
+    orders = orders_worth_trying(judge, first, keeps_forwards=config.keeps_forwards)
+    search = Descent(judge, Space(orders=orders, free=free, tied=config.ties_embeddings))
+    return search.first, *search.to_try()
 
 
 def lines(stock: Predicted, tried: Sequence[Predicted]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES, ModelShape
 from megatron.fold3d.predict.search.candidate_estimate import estimate_of
 from megatron.fold3d.predict.search.candidates import Candidate
-from megatron.fold3d.predict.search.replicated_choice import with_replicated
+from megatron.fold3d.predict.search.replicated_costs import with_replicated
 from megatron.fold3d.predict.simulator.costs import Costs
 
 CostsOf = Callable[[Candidate], Estimate]

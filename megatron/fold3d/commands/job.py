@@ -13,10 +13,10 @@ from megatron.fold3d.commands.training_flags import layout_of
 from megatron.fold3d.config.all_flags import megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.layer_split import stage_layers
+from megatron.fold3d.plan.choice import stock_schedule
 from megatron.fold3d.plan.files import read_plan
 from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.policy.run_choice import stock_schedule
-from megatron.fold3d.policy.schedule_word import AUTO
+from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.layers import layers_of_stages
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape

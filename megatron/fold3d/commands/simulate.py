@@ -23,8 +23,8 @@ from megatron.fold3d.observe.report.draw import caption_of, draw
 from megatron.fold3d.plan.device_queues import CONNECTIONS
 from megatron.fold3d.plan.files import read_plan
 from megatron.fold3d.plan.ir import PlanError
+from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.plan.verify import verify
-from megatron.fold3d.policy.schedule_word import AUTO
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.search.candidates import Candidate

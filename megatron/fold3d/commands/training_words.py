@@ -18,7 +18,7 @@ from megatron.fold3d.commands.training_flags import layout_of
 from megatron.fold3d.config.all_flags import add_arguments
 from megatron.fold3d.config.recompute_flags import counts_list
 from megatron.fold3d.config.retired_flags import add_retired_flags
-from megatron.fold3d.policy.schedule_word import AUTO
+from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.predict.cost_model.sizes import Recompute
 
 SIZES = {

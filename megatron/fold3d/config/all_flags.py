@@ -10,7 +10,7 @@ from megatron.fold3d.config.recompute_flags import counts_or_auto
 from megatron.fold3d.config.retired_flags import add_retired_flags
 from megatron.fold3d.config.schedule_flags import add_schedule_word
 from megatron.fold3d.config.segment_flags import segments_or_auto, virtual_stage_flag
-from megatron.fold3d.policy.schedule_word import AUTO, ORDERS, PLAN, VALUES
+from megatron.fold3d.plan.schedule_word import AUTO, ORDERS, PLAN, VALUES
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:

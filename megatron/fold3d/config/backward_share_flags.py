@@ -7,7 +7,7 @@ parameters or gradients between iterations.
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megatron.fold3d.policy.schedule_word import AUTO
+from megatron.fold3d.plan.schedule_word import AUTO
 
 _SMALLEST_SLICE = 4096  # below, a message costs more than what it carries
 

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 
 from megatron.fold3d.config.schedule_flags import part_of, schedule_of
 from megatron.fold3d.config.settings import asked
-from megatron.fold3d.config.weight_grad_flags import weight_grad_part
+from megatron.fold3d.plan.schedule_word import AUTO, STOCK
 from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES
 from megatron.fold3d.policy import gradient_cut
-from megatron.fold3d.policy.schedule_word import AUTO, STOCK
 
 _ELSEWHERE = (AUTO, STOCK, "plan-file")  # where weight gradients are is not the word's
 _UNSLICED = ("--preemptive-comm", "--ddp-param-name-patterns-for-fp32-local-accumulation")
@@ -86,32 +85,17 @@ def cuts_every_segment(args: Namespace) -> bool:
 
 
 def place_problems(args: Namespace, num_segments: int) -> Iterator[str]:
-    """Yield one message (found, rule, fix) per place of weight gradients that there is not.
-
-    An all-reduce that ends with the iteration starts between delayed weight gradients wherever it
-    can: behind the segment's own backwards. Elsewhere they are last unless the word says otherwise.
+    """Yield one message (found, rule, fix) per setting that `wgrad=behind` cannot run with.
 
     Args:
         args: Megatron's namespace.
         num_segments: segments per rank; 0 if not known yet.
     """
-    delayed, behind = args.delay_weight_grads, args.behind_backwards
-    if not isinstance(delayed, tuple) or schedule_of(args) in (*_ELSEWHERE, *SPLIT_SCHEDULES):
-        return
-    defers, sharded = args.backward_share is not None, args.use_distributed_optimizer
-    whole = args.replicate_optimizer if sharded else delayed
-    is_early = reduces_early(args) and not defers
-    reduced_between = {*delayed} & {*whole} if is_early and isinstance(whole, tuple) else set()
-    if wrong := reduced_between - {*behind}:
-        yield (
-            f"{weight_grad_part(args)} with an all-reduce that ends with the iteration: it starts "
-            "between weight gradients, behind the segment's own backwards; give "
-            f"{part_of('wgrad', 'behind', tuple(sorted(wrong)))}, or step=next"
-        )
-    if {*behind} <= reduced_between:
+    behind, sharded = args.behind_backwards, args.use_distributed_optimizer
+    if not behind or schedule_of(args) in (*_ELSEWHERE, *SPLIT_SCHEDULES):
         return
     found = part_of("wgrad", "behind", behind)
-    if defers and sharded:
+    if args.backward_share is not None and sharded:
         yield (
             f"{found} with step=next and --use-distributed-optimizer: what is deferred is cut "
             "shard by shard, not parameter by parameter; give last, or drop one of the others"

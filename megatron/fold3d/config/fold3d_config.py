@@ -4,11 +4,13 @@
 """
 
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from megatron.fold3d.plan.ir import stages_of
+from megatron.fold3d.plan.choice import Choice, free_values
+from megatron.fold3d.plan.compile import Features
+from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES
 
 Device = Literal["cuda", "cpu"]
 Offload = Literal["off", "auto", "on"]
@@ -149,19 +151,60 @@ class Fold3DConfig:
         return self.schedule if self.plan_file is None else f"plan={self.plan_file}"
 
     @property
-    def carried_stages(self) -> range:
-        """The stages whose DP.sync may reach into the next iteration."""
-        return range(0 if self.backward_share is None else self.num_ranks * self.num_segments)
+    def choice(self) -> Choice:
+        """What the flags choose; what they leave to measured times has the defaults."""
+        choice = Choice.plain(
+            self.name,
+            self.num_segments,
+            ahead=self.forwards_ahead,
+            held=self.most_activations,
+            share=None if self.auto_share else self.backward_share,
+            slices=self.slices_dp_sync or None,
+            pairs=self.overlap_tensor_parallel or None,
+        )
+        if choice.schedule == "interleaved":
+            choice = replace(choice, group=self.microbatch_group_size)
+        if self.backward_share is not None:
+            choice = choice.changed(step="next")
+        if self.auto_weight_grads:
+            choice = choice.changed(wgrad="gaps")
+        elif self.schedule not in SPLIT_SCHEDULES:
+            choice = choice.changed(self.delay_weight_grads, wgrad="last")
+            choice = choice.changed(self.behind_backwards, wgrad="behind")
+        early = {stage // self.num_ranks for stage in self.recompute_early}
+        choice = choice.changed(early, recompute="early")
+        return choice.changed(self.replicated_segments, optimizer="replicated")
 
     @property
-    def replicated_stages(self) -> tuple[int, ...]:
-        """The stages of the segments that every replica steps in full."""
-        return stages_of(self.replicated_segments, self.num_ranks)
+    def features(self) -> Features:
+        """What plans are made for, beside a choice."""
+        return Features(
+            steps_shards=self.steps_shards,
+            gathers_params=self.gathers_params,
+            shards_params=self.shards_params,
+            shards_grads=self.shards_grads,
+            grad_sync="overlap" if self.overlap_grad_reduce else "serial",
+            reduces_early=self.reduces_early,
+            receives_late=self.receives_late,
+            receives_ahead=self.receives_ahead,
+        )
 
     @property
-    def reduced_early(self) -> tuple[int, ...]:
-        """The stages of ``behind_backwards``."""
-        return stages_of(self.behind_backwards, self.num_ranks)
+    def measures_times(self) -> bool:
+        """Whether measured times choose anything of the choice."""
+        chooses = self.schedule == "auto" or self.auto_replicates or self.auto_share
+        return chooses or self.auto_ahead or self.auto_weight_grads
+
+    def free(self, num_replicas: int) -> dict[str, tuple[str, ...]]:
+        """Return the values of each key of a segment that measured times choose."""
+        cuts = self.schedule != "auto" or self.may_cut_sums(num_replicas)
+        free = free_values(
+            defers=self.auto_defers and cuts,
+            delays=self.auto_delays,
+            replicates=self.auto_replicates and cuts,
+            reduces_early=self.reduces_early,
+        )
+        return free | ({"wgrad": ("backward", "gaps")} if self.auto_weight_grads else {})
 
     def may_cut_sums(self, num_replicas: int) -> bool:
         """Return True if ``auto`` may cut gradients into other slices than stock.

@@ -39,7 +39,7 @@ from megatron.fold3d.config.trace_flags import iterations, records_tp_sync, trac
 from megatron.fold3d.config.weight_grad_flags import split_segments
 from megatron.fold3d.plan.ir import stages_of
 from megatron.fold3d.plan.passes.transfers import RECEIVES_AHEAD
-from megatron.fold3d.policy.schedule_word import AUTO
+from megatron.fold3d.plan.schedule_word import AUTO
 
 # A slice has to take much longer than its launch, and much less than an activation's transfer.
 SLICE_BYTES: dict[Device, int] = {"cuda": 8 << 20, "cpu": 1 << 19}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron.fold3d.config.layer_split import layers_per_rank
 from megatron.fold3d.config.schedule_flags import schedule_of
 from megatron.fold3d.config.spelling import typed
-from megatron.fold3d.policy.schedule_word import AUTO, STOCK
+from megatron.fold3d.plan.schedule_word import AUTO, STOCK
 
 _FLAG = "--recompute-layers"
 _LIMIT = "--activation-memory-bytes"

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from megatron.fold3d.config.bucket_flags import has_one_queue
 from megatron.fold3d.config.schedule_flags import attributes_of, schedule_of
 from megatron.fold3d.config.settings import asked
-from megatron.fold3d.policy.schedule_word import AUTO, STOCK, VALUES, Word
+from megatron.fold3d.plan.schedule_word import AUTO, STOCK, VALUES, Word
 
 STOCKS, WITHOUT = "stock's schedule", "without "
 # Values that stock's schedule has.

@@ -18,7 +18,7 @@ from megatron.fold3d.config.minimum_sizes import size_problems
 from megatron.fold3d.config.run_folders import folder_problems
 from megatron.fold3d.config.schedule_flags import schedule_of
 from megatron.fold3d.config.spelling import flag_of
-from megatron.fold3d.policy.schedule_word import AUTO
+from megatron.fold3d.plan.schedule_word import AUTO
 
 # Attributes of Megatron's namespace; each is named as its flag is.
 _SIZES = {

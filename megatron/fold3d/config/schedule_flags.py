@@ -1,6 +1,6 @@
 """``--schedule``: the word that names the order of computation and what goes with it.
 
-`policy.schedule_word` has the grammar. The parser sets one attribute for each key, so that rules
+`plan.schedule_word` has the grammar. The parser sets one attribute for each key, so that rules
 read a number or segments, not a word.
 """
 
@@ -15,8 +15,8 @@ from megatron.fold3d.plan.files import read_plan
 from megatron.fold3d.plan.ir import Op, PlanError
 from megatron.fold3d.plan.ops import WEIGHT_OPS
 from megatron.fold3d.plan.passes.sliced_grad_sync import has_slices
+from megatron.fold3d.plan.schedule_word import AUTO, PLAN, Part, Word
 from megatron.fold3d.plan.schedules import check_forwards_ahead
-from megatron.fold3d.policy.schedule_word import AUTO, PLAN, Part, Word
 
 ALL = "all"  # of the segments, as long as their number is not known
 

@@ -12,8 +12,8 @@ from megatron.fold3d.config.layer_split import (
     written_out,
 )
 from megatron.fold3d.config.spelling import named, typed
+from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES
-from megatron.fold3d.policy.schedule_word import AUTO
 
 # The flags from which Megatron derives virtual stages; it accepts one of them at a time.
 _VIRTUAL_STAGE_FLAGS = {

@@ -20,8 +20,8 @@ from megatron.fold3d.config.schedule_flags import part_of, schedule_of
 from megatron.fold3d.config.segment_flags import num_segments
 from megatron.fold3d.config.spelling import named, typed
 from megatron.fold3d.config.weight_grad_flags import old_engine, weight_grad_part
+from megatron.fold3d.plan.schedule_word import AUTO, STOCK
 from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES
-from megatron.fold3d.policy.schedule_word import AUTO, STOCK
 
 # Where a flag and the attribute that it sets have two names.
 _ATTRIBUTES = {

@@ -6,8 +6,8 @@ Schedules such as zb-h1 split the backward without that key, and have the same l
 from argparse import Namespace
 from importlib import metadata
 
+from megatron.fold3d.plan.schedule_word import Part, parts_of
 from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES
-from megatron.fold3d.policy.schedule_word import Part, parts_of
 
 _OLDEST_ENGINE = 2, 8  # as Megatron asks for with its own --delay-wgrad-compute
 

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import chain
 
+from megatron.fold3d.plan.schedule_word import Segments
+
 SMALLEST_GAIN = 0.002  # mean gain per segment, relative to an iteration; memory is worth more
 
-Segments = tuple[int, ...]
 Chosen = frozenset[Segments]
 
 

@@ -1,4 +1,4 @@
-"""``--schedule auto``, ``optimizer=auto``: try the best predictions, keep the fastest.
+"""``--schedule auto``, and what else a word leaves open: try what is predicted, keep the fastest.
 
     iteration  1       2         3          4      5        6      7      8        9      10     11
                starts  measured  predicted  timed  changes  timed  timed  changes  timed  timed  ..
@@ -20,6 +20,7 @@ Keeps one invariant: all ranks choose in the same iteration, from the same numbe
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
@@ -30,16 +31,15 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.plan.ops import WEIGHT_OPS
+from megatron.fold3d.plan.ops import COMPUTE_OPS, WEIGHT_OPS
 from megatron.fold3d.plan.passes.weight_grads import split_in_place
-from megatron.fold3d.policy.backward_shares import FIRST_SHARE
 from megatron.fold3d.policy.measured_times import MeasuredTimes
-from megatron.fold3d.policy.run_choice import RunChoice
+from megatron.fold3d.policy.predicted import Predicted
 from megatron.fold3d.policy.shard_order import started_shares
 from megatron.fold3d.runtime.device import free_device_bytes, synchronize
-from megatron.fold3d.runtime.feature import Iteration
+from megatron.fold3d.runtime.feature import Feature, Handlers, Iteration
 from megatron.fold3d.runtime.grad_sync.bucket_groups import bucket_groups, group_of
-from megatron.fold3d.runtime.measured_order import DECIDED, MEASURED, MeasuredTimesFeature
+from megatron.fold3d.runtime.measure.run_times import RunTimes
 from megatron.fold3d.runtime.plans import Plans
 
 if TYPE_CHECKING:
@@ -48,32 +48,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MEASURED, DECIDED = 2, 3  # training iterations
 TIMED = 2  # iterations of each choice; the faster one counts
 _MOST_REPEATS = 3  # of an iteration before which due steps were taken, as before an evaluation
 _WORTH_TELLING = 0.98  # a prediction, of the run's own
 _FREE_SHARE = 0.9  # of a device's memory that was never used
 
 
-class Expected(Protocol):
-    """A choice with its predicted time, as `predict.search.choice_search.Predicted` has them."""
-
-    @property
-    def choice(self) -> RunChoice:
-        """The choice."""
-
-    @property
-    def seconds(self) -> float:
-        """The predicted time of an iteration."""
-
-
 class Chooser(Protocol):
-    """Makes predictions; `predict.search.choice_search.ChoiceSearch`, not importable from here."""
+    """Makes predictions; `predict.search.descent.Descent`, not importable from here."""
 
     @property
-    def stock(self) -> Expected:
+    def first(self) -> Predicted:
         """The prediction for the first choice."""
 
-    def to_try(self) -> Sequence[Expected]:
+    def to_try(self) -> Sequence[Predicted]:
         """Return the choices worth trying, at most two, the faster one first."""
 
 
@@ -87,7 +76,7 @@ class _Trial:
         repeats: iterations of the choice that is tried, so far without a second time.
     """
 
-    def __init__(self, choices: Sequence[RunChoice]) -> None:
+    def __init__(self, choices: Sequence[Predicted]) -> None:
         self.choices = choices
         self.times_s: list[list[float]] = [[] for _ in choices]
         self.measured_s = [inf] * len(choices)
@@ -109,20 +98,23 @@ class _Trial:
         return min(self._fitting(free=free), key=self.measured_s.__getitem__)
 
     def _fitting(self, *, free: bool) -> list[int]:
-        """Return what may run; if that is nothing, the first, whose plan then carries nothing."""
-        return [i for i, choice in enumerate(self.choices) if free or not choice.defers] or [0]
+        """Return what may run; if all carry steps, what was predicted best, which then does not."""
+        fitting = [i for i, one in enumerate(self.choices) if free or not one.choice.carries]
+        return fitting or [min(1, len(self.choices) - 1)]
 
 
-class AutoSchedule(MeasuredTimesFeature):
-    """Chooses the order and the options of a run's iterations.
+class AutoSchedule(Feature):
+    """Measures, and chooses how a run's iterations are computed, summed and stepped.
 
     Args:
         config: the configuration of the run.
         plans: the plans of the run.
-        search: makes the prediction from measured times; see `ChoiceSearch.measured`.
+        search: makes the prediction from measured times; see `measured_search`.
         due: takes the steps that reach into the next iteration, if the run may have any.
         replicated: takes the steps of replicated segments, if the run may have any.
     """
+
+    preparing = "the measurement of its links"
 
     def __init__(
         self,
@@ -133,10 +125,11 @@ class AutoSchedule(MeasuredTimesFeature):
         due: "DueSteps | None" = None,
         replicated: "ReplicatedSegments | None" = None,
     ) -> None:
-        super().__init__()
         self._config, self._plans, self._search = config, plans, search
         self._due, self._replicated = due, replicated
+        self._times = RunTimes()
         self._trials: dict[int, _Trial] = {}
+        self._iterations = 0
         self._size = 0  # micro-batches of the iterations that `_iterations` counts
         self._index = 0  # of the choice that runs
 
@@ -149,9 +142,16 @@ class AutoSchedule(MeasuredTimesFeature):
 
     @property
     def _flag(self) -> str:
-        if self._config.schedule == "auto":
-            return "--schedule auto"
-        return "step=next" if self._config.auto_share else "optimizer=auto"
+        config = self._config
+        for name, chooses in (
+            ("--schedule auto", config.schedule == "auto"),
+            ("step=next", config.auto_share),
+            ("optimizer=auto", config.auto_replicates),
+            ("ahead=auto", config.auto_ahead),
+        ):
+            if chooses:
+                return name
+        return "wgrad=gaps"
 
     @property
     def _is_free(self) -> bool:
@@ -166,27 +166,34 @@ class AutoSchedule(MeasuredTimesFeature):
         if size != self._size:
             self._size = size
             self._iterations = DECIDED if size in self._trials else 0
-            self._marks.clear()
-            self._bytes.clear()
-        choice = self._now(plan)
+            self._times.clear()
+        chosen = self._now(plan)
         self._follows_itself = before == (self._size, self._index)
-        if choice is not self._plans.choice(size):
-            self._plans.choose(size, choice)
+        if chosen is not self._plans.chosen(size):
+            self._plans.choose(size, chosen)
             plan = self._plans.training(size)
         if self._replicated is not None:
-            self._replicated.choose(() if choice is None else choice.replicated)
+            choice = self._config.choice if chosen is None else chosen.choice
+            self._replicated.choose(choice.where(optimizer="replicated"))
         return plan
+
+    def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
+        """Return handlers that time the computations of the second training iteration."""
+        is_measured = iteration.trains and self._iterations == MEASURED
+        return self._times.handlers(iteration, inner) if is_measured else {}
 
     def prepare(self, iteration: Iteration) -> None:
         """Predict in the third training iteration; start the clock if the iteration is timed."""
-        super().prepare(iteration)
         if not iteration.trains:
             return
+        self._iterations += 1
+        if self._iterations == DECIDED:
+            self.decide(self._times.agreed(iteration), iteration)
         self._latest, self._began_s, self._took_s = iteration, None, None
         trial = self._trials.get(self._size)
         if trial is not None and trial.untimed(free=self._is_free):
-            defers = trial.choices[self._index].defers
-            self._is_steady = not defers or self._due is None or self._due.has_due
+            carries = trial.choices[self._index].choice.carries
+            self._is_steady = not carries or self._due is None or self._due.has_due
             synchronize(iteration.device)
             self._began_s = time.perf_counter()
 
@@ -198,73 +205,59 @@ class AutoSchedule(MeasuredTimesFeature):
 
     def decide(self, times: MeasuredTimes, iteration: Iteration) -> None:
         """Let the first rank predict which choices are worth trying, and broadcast them."""
-        config, plan = self._config, iteration.plan
         room, sizes = replication_room(iteration)
         replicas = _num_replicas(iteration)
-        chooses_all = config.schedule == "auto"
         found: list[Any] = [None]
         if dist.get_rank() == 0:
-            search = partial(
-                self._search,
-                times,
-                num_ranks=plan.num_ranks,
-                num_segments=plan.num_segments,
-                num_microbatches=plan.num_microbatches,
-                group_size=config.microbatch_group_size,
-                tied=config.ties_embeddings,
-                keeps_forwards=config.keeps_forwards,
-                parameter_share=config.parameter_share,
-                room=room,
-                sizes=sizes,
-                shard_shares=started_shares(_num_layers(iteration), replicas),
-                reduces_early=config.reduces_early,
-                preemptive=config.preemptive_comm,
-                only=None if chooses_all else self._as_configured(plan.num_microbatches),
-            )
-            cuts = not chooses_all or config.may_cut_sums(replicas)
-            allowed = {
-                "delays": config.auto_delays,
-                "replicates": config.auto_replicates and cuts,
-                "gathers": config.gathers_params,
-            }
-            own = search(defers=config.auto_defers and cuts, **allowed)
-            predicted = [own.stock, *own.to_try()]
-            if chooses_all and not self._is_free:  # so it has an all-reduce: nothing else defers
-                known = [one.choice for one in predicted]
-                more = search(defers=False, **allowed).to_try()
-                predicted += [one for one in more if one.choice not in known]
-                alike = search(defers=False, delays=False, replicates=False, gathers=True)
-                _advise(predicted, alike.stock)
-            self._tell_of_trial(predicted)
-            cut = [
-                one.choice.cuts_sums or (config.reduces_early and one.choice.delayed)
-                for one in predicted
-            ]
-            if chooses_all and replicas > 2 and any(cut):
-                logger.info(
-                    "--schedule auto tries what adds up the gradients of %s replicas in another "
-                    "order: results may differ from stock's by rounding. --deterministic-mode "
-                    "keeps stock's order",
-                    replicas,
-                )
-            found = [[one.choice for one in predicted]]
+            shard_shares = started_shares(_num_layers(iteration), replicas)
+            search = partial(self._search, times, room=room, sizes=sizes, shard_shares=shard_shares)
+            found = [self._predicted(search, iteration.plan.num_microbatches, replicas)]
         dist.broadcast_object_list(found, src=0)
         self._trials[self._size] = _Trial(found[0])
 
-    def _as_configured(self, size: int) -> RunChoice:
-        """Return what the flags say, with no segment replicated and equal shares of DP.sync."""
-        config, order = self._config, self._plans.order(size)
-        return RunChoice(
-            name=self._plans.name,
+    def _predicted(
+        self, search: Callable[..., Chooser], size: int, num_replicas: int
+    ) -> list[Predicted]:
+        """Return the prediction of the first choice, and of those worth trying."""
+        config, order, first = self._config, self._plans.order(size), self._config.choice
+        chooses_all = config.schedule == "auto"
+        if chooses_all:
+            first = replace(first, order=first.schedule)
+        if first.fills_gaps:
+            order = order.select(COMPUTE_OPS - WEIGHT_OPS)
+        search = partial(
+            search,
+            first=first,
             order=order,
-            shares=(FIRST_SHARE,) * order.num_stages if config.auto_share else None,
-            delayed=() if order.has(*WEIGHT_OPS) else config.delay_weight_grads,
-            early=config.behind_backwards,
-            steps_shards=config.steps_shards,
-            reduces_early=config.reduces_early,
+            frees_order=chooses_all,
+            frees_ahead=config.auto_ahead,
+            tied=config.ties_embeddings,
+            keeps_forwards=config.keeps_forwards,
+            parameter_share=config.parameter_share,
+            preemptive=config.preemptive_comm,
         )
+        own = search(features=config.features, free=config.free(num_replicas))
+        predicted = [own.first, *own.to_try()]
+        if chooses_all and not self._is_free:  # so it has an all-reduce: nothing else carries steps
+            sharded = replace(config.features, gathers_params=True)
+            _advise(predicted, search(features=sharded, free={}).first)
+        self._tell_of_trial(predicted)
+        cuts = [
+            one.choice.carries
+            or one.choice.where(optimizer="replicated")
+            or (config.reduces_early and one.choice.splits)
+            for one in predicted
+        ]
+        if chooses_all and num_replicas > 2 and any(cuts):
+            logger.info(
+                "--schedule auto tries what adds up the gradients of %s replicas in another "
+                "order: results may differ from stock's by rounding. --deterministic-mode "
+                "keeps stock's order",
+                num_replicas,
+            )
+        return predicted
 
-    def _now(self, plan: Plan) -> RunChoice | None:
+    def _now(self, plan: Plan) -> Predicted | None:
         """Return the choice for the iteration that begins; None is the first one."""
         trial, number = self._trials.get(self._size), self._iterations + 1
         if trial is not None:
@@ -274,7 +267,13 @@ class AutoSchedule(MeasuredTimesFeature):
         order = self._plans.order(plan.num_microbatches)
         splits = self._config.auto_delays or self._config.delay_weight_grads
         if number == MEASURED and splits and not order.has(*WEIGHT_OPS):
-            return RunChoice(name="the first choice, measured", order=split_in_place(order))
+            first = self._config.choice
+            return Predicted(
+                choice=first,
+                order=split_in_place(order),
+                shares=self._plans.shares(order),
+                seconds=inf,
+            )
         return None
 
     def _count(self, iteration: Iteration) -> None:
@@ -282,7 +281,7 @@ class AutoSchedule(MeasuredTimesFeature):
         trial, index = self._trials.get(self._size), self._index
         if trial is None or self._took_s is None or not self._follows_itself:
             return
-        had_to_wait = trial.choices[index].defers and not self._is_free
+        had_to_wait = trial.choices[index].choice.carries and not self._is_free
         if had_to_wait or len(trial.times_s[index]) == TIMED:
             return
         trial.repeats += 1
@@ -301,17 +300,17 @@ class AutoSchedule(MeasuredTimesFeature):
             logger.info(
                 "from now on, as %s chose: %s; iterations took %s",
                 self._flag,
-                trial.choices[trial.current(free=self._is_free)],
+                trial.choices[trial.current(free=self._is_free)].choice,
                 ", ".join(
-                    f"{choice}: {seconds:.4g} s"
-                    for choice, seconds in zip(trial.choices, trial.measured_s, strict=True)
+                    f"{one.choice}: {seconds:.4g} s"
+                    for one, seconds in zip(trial.choices, trial.measured_s, strict=True)
                     if seconds < inf
                 ),
             )
 
-    def _tell_of_trial(self, predicted: Sequence[Expected]) -> None:
+    def _tell_of_trial(self, predicted: Sequence[Predicted]) -> None:
         first, *others = predicted
-        shares = next((one.choice.shares for one in predicted if one.choice.defers), None) or ()
+        shares = next((one.shares for one in predicted if one.choice.carries), ())
         if shares:
             logger.info(
                 "shares of DP.sync that start behind a stage's backwards, as %s chose: %s",
@@ -334,7 +333,7 @@ class AutoSchedule(MeasuredTimesFeature):
                 f"{one.choice}, predicted {one.seconds:.4g} s"
                 + (
                     ", once steps are not clipped"
-                    if one.choice.defers and not self._is_free
+                    if one.choice.carries and not self._is_free
                     else ""
                 )
                 for one in others
@@ -344,14 +343,14 @@ class AutoSchedule(MeasuredTimesFeature):
         )
 
 
-def _advise(predicted: Sequence[Expected], sharded: Expected) -> None:
+def _advise(predicted: Sequence[Predicted], sharded: Predicted) -> None:
     """Log that the distributed optimizer would be faster where most steps are clipped.
 
     Args:
         predicted: the choices of this run.
         sharded: stock's order with the distributed optimizer.
     """
-    own_s = min(one.seconds for one in predicted if not one.choice.defers)
+    own_s = min(one.seconds for one in predicted if not one.choice.carries)
     if sharded.seconds < _WORTH_TELLING * own_s:
         logger.info(
             "while steps are clipped, an all-reduce overlaps nothing but backwards: with "

@@ -38,9 +38,10 @@ def read_order(config: Fold3DConfig, path: Path, num_microbatches: int) -> Plan:
 
 def _check_sums(config: Fold3DConfig, program: Program) -> None:
     """Check that the DP.sync of a rank is what this run can do."""
-    early, late = stages_in_parts(program), carried(program)
+    early, late, choice = stages_in_parts(program), carried(program), config.choice
+    whole = choice.stages(config.num_ranks, optimizer="replicated")
     for stage in early:
-        if stage in config.carried_stages or not config.reduces_early:
+        if choice.carries or not config.reduces_early:
             raise PlanError(
                 f"found parts of stage {stage}'s DP.sync between its weight gradients; this run "
                 "can only start it behind them (docs/architecture.md, DP.sync between weight "
@@ -49,14 +50,14 @@ def _check_sums(config: Fold3DConfig, program: Program) -> None:
     for action in program:
         stage, op, _ = action
         if op in SUM_OPS:
-            in_shards = config.steps_shards and stage not in config.replicated_stages
+            in_shards = config.steps_shards and stage not in whole
             if (op is Op.REDUCE_SCATTER) != in_shards:
                 ours = Op.REDUCE_SCATTER if in_shards else Op.ALL_REDUCE
                 raise PlanError(
                     f"found {action} in the plan; in this run it is {action._replace(op=ours)}, "
                     "by --use-distributed-optimizer and optimizer=replicated"
                 )
-        if stage in late and op is Op.STEP and stage not in config.carried_stages:
+        if stage in late and op is Op.STEP and not choice.carries:
             raise PlanError(
                 f"found {action} before {stage}F0, which ends DP.sync of the iteration before: "
                 "add step=next, or move the action to the end"

@@ -5,23 +5,18 @@ evaluation may have its own.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.plan.compile import Options, compile_plan, forward_only
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import forward_only, lower, order_of
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
 from megatron.fold3d.plan.ops import COPY_OPS, SYNC_OPS, UPDATE_OPS
-from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.plan.verify import verify
 
 if TYPE_CHECKING:
     from megatron.fold3d.plan.passes.offload import OffloadChoice
-    from megatron.fold3d.policy.run_choice import RunChoice
-
-
-Arrange = Callable[[Callable[[int | None], Plan]], Plan]
-"""Takes a function from the number of forwards ahead to an order; returns the order that runs."""
+    from megatron.fold3d.policy.predicted import Predicted
 
 
 class Plans:
@@ -40,33 +35,26 @@ class Plans:
         self.carries = True
         self._config = config
         self._made: dict[tuple[int, str, OffloadChoice | None, bool], Plan] = {}
-        self._arrange: Arrange | None = None
-        self._choices: dict[int, RunChoice] = {}
+        self._chosen: dict[int, Predicted] = {}
 
-    def arrange(self, arrange: "Arrange") -> None:
-        """From now on let ``arrange`` make the orders of all plans."""
-        self._arrange = arrange
-        self._made.clear()
-
-    def choose(self, num_microbatches: int, choice: "RunChoice | None") -> None:
+    def choose(self, num_microbatches: int, chosen: "Predicted | None") -> None:
         """Set the choice for iterations of this size; None goes back to the configuration."""
-        self._choices.pop(num_microbatches, None)
-        if choice is not None:
-            self._choices[num_microbatches] = choice
+        self._chosen.pop(num_microbatches, None)
+        if chosen is not None:
+            self._chosen[num_microbatches] = chosen
         self._made.clear()
 
-    def choice(self, num_microbatches: int) -> "RunChoice | None":
+    def chosen(self, num_microbatches: int) -> "Predicted | None":
         """Return what was chosen for iterations of this size, if anything was."""
-        return self._choices.get(num_microbatches)
+        return self._chosen.get(num_microbatches)
 
     def shares(self, order: Plan) -> tuple[float, ...]:
         """Return, by stage, the part of DP.sync that starts in its iteration; empty is all."""
-        if not self.carries:
+        if not self._choice(order).carries:
             return ()
-        if (choice := self.choice(order.num_microbatches)) is not None:
-            return choice.shares or ()
-        share = self._config.backward_share
-        return () if share is None else (share,) * order.num_stages
+        if (chosen := self.chosen(order.num_microbatches)) is not None:
+            return chosen.shares
+        return (self._config.backward_share or 0.0,) * order.num_stages
 
     def order(self, num_microbatches: int) -> Plan:
         """Return the order of a training iteration: its computations only.
@@ -107,51 +95,35 @@ class Plans:
         key = num_microbatches, make.__name__, offloaded, self.carries
         if key not in self._made:
             try:
-                order = make(num_microbatches)
-                plan = compile_plan(order, self._options(order, offloaded))
+                plan = self._lowered(make(num_microbatches), offloaded)
+                verify(plan)
             except PlanError as error:
                 raise PlanError(f"{self.name}: {error}") from None
             self._made[key] = plan
         return self._made[key]
 
-    def _options(self, order: Plan, offloaded: "OffloadChoice | None") -> Options:
-        """Return the passes' options for an order; one without backwards needs transfers only."""
+    def _choice(self, order: Plan) -> Choice:
+        chosen = self.chosen(order.num_microbatches)
+        choice = self._config.choice if chosen is None else chosen.choice
+        return choice if self.carries else choice.in_iteration()
+
+    def _lowered(self, order: Plan, offloaded: "OffloadChoice | None") -> Plan:
+        """Return the plan of an order; one without backwards needs transfers only."""
         config = self._config
         if not order.has_backwards:
-            return Options(receives_late=config.receives_late, receives_ahead=config.receives_ahead)
+            return lower(order, features=config.features.forwards)
         if config.offload_activations != "off" and offloaded is None:
             from megatron.fold3d.plan.passes.offload import OffloadChoice
 
             offloaded = OffloadChoice()  # all
-        choice = self.choice(order.num_microbatches)
         shares = self.shares(order)
-        options = Options(
-            delay_weight_grads=() if config.auto_weight_grads else config.delay_weight_grads,
-            recompute_early=config.recompute_early,
-            steps_shards=config.steps_shards,
-            gathers_params=config.gathers_params,
-            replicated_stages=config.replicated_stages,
-            shards_params=config.shards_params,
-            shards_grads=config.shards_grads,
-            overlap_tensor_parallel=config.overlap_tensor_parallel,
-            grad_sync="overlap" if config.overlap_grad_reduce else "serial",
-            offload=offloaded,
-            carried_stages=range(order.num_stages if shares else 0),
+        return lower(
+            order,
+            self._choice(order),
+            config.features,
             shares=shares,
             forwards_before_gather=self._forwards_before_gather(order, shares),
-            slices=config.slices_dp_sync,
-            reduces_early=config.reduces_early,
-            early_dp_sync=config.reduced_early,
-            receives_late=config.receives_late,
-            receives_ahead=config.receives_ahead,
-        )
-        if choice is None:
-            return options
-        return replace(
-            options,
-            delay_weight_grads=choice.delayed,
-            replicated_stages=choice.replicated_stages,
-            early_dp_sync=choice.reduced_early,
+            offload=offloaded,
         )
 
     def _forwards_before_gather(self, order: Plan, shares: Sequence[float]) -> dict[int, int]:
@@ -173,37 +145,16 @@ class Plans:
             order = read_order(config, config.plan_file, num_microbatches)
             self.fixes_offload = order.has(*COPY_OPS)
             return order if self.carries else order.select(frozenset(Op) - SYNC_OPS - UPDATE_OPS)
-        if (choice := self.choice(num_microbatches)) is not None:
-            return choice.order
-        schedule = config.schedule
-        if schedule == "auto":  # until something is chosen
-            from megatron.fold3d.policy.run_choice import stock_schedule
+        if (chosen := self.chosen(num_microbatches)) is not None:
+            return chosen.order
+        order = order_of(config.choice, config.num_ranks, num_microbatches)
+        if not config.choice.fills_gaps:
+            return order
 
-            schedule = stock_schedule(config.num_segments)
-        make = partial(
-            build,
-            schedule,
-            num_ranks=config.num_ranks,
-            num_segments=config.num_segments,
-            num_microbatches=num_microbatches,
-            group_size=config.microbatch_group_size,
-        )
-        if config.overlap_tensor_parallel:
-            from megatron.fold3d.plan.passes.pairs import in_pairs, num_pairs
+        from megatron.fold3d.plan.passes.place_weight_grads import place_as_if_equal
 
-            pairs = make(
-                num_microbatches=num_pairs(num_microbatches), forwards_ahead=config.forwards_ahead
-            )
-            return in_pairs(pairs, num_microbatches)
-        if self._arrange is not None:
-            return self._arrange(lambda ahead: make(forwards_ahead=ahead))
-        return make(forwards_ahead=config.forwards_ahead)
+        return place_as_if_equal(order, config.most_activations)  # until times are measured
 
     def _evaluation_order(self, num_microbatches: int) -> Plan:
-        order = build(
-            "interleaved",
-            num_ranks=self._config.num_ranks,
-            num_segments=self._config.num_segments,
-            num_microbatches=num_microbatches,
-        )
-        return forward_only(order)
+        choice = Choice.plain("interleaved", self._config.num_segments)
+        return forward_only(order_of(choice, self._config.num_ranks, num_microbatches))

@@ -21,9 +21,9 @@ from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.gpu_settings import has_many_queues
 from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.policy.schedule_word import AUTO
+from megatron.fold3d.plan.schedule_word import AUTO
+from megatron.fold3d.policy.predicted import Predicted
 from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster, cluster
-from megatron.fold3d.predict.search.choice_search import Predicted
 from megatron.fold3d.predict.search.planner import USABLE_MEMORY
 
 _GIB = 2**30

@@ -43,7 +43,7 @@ from megatron.fold3d.config.schedule_flags import schedule_of
 from megatron.fold3d.config.spelling import flag_of
 from megatron.fold3d.config.unread_flags import unread_flags
 from megatron.fold3d.observe.breakdown import Flops
-from megatron.fold3d.policy.schedule_word import AUTO
+from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.predict.cost_model.model_shape import Family
 from megatron.fold3d.predict.cost_model.presets import preset_flags
 from megatron.fold3d.training.checkpoint_fit import check_checkpoint

@@ -15,7 +15,7 @@ from typing import Any
 import fold3d_patches
 from megatron.fold3d.config.all_flags import add_arguments
 from megatron.fold3d.config.segment_flags import num_segments
-from megatron.fold3d.policy.schedule_word import AUTO
+from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.training import launch, leaving
 
 __all__ = ["add_arguments", "install", "parse_args"]

@@ -9,13 +9,13 @@ from megatron.fold3d.observe.breakdown import Breakdown, exposure_of_ranks
 from megatron.fold3d.observe.exposure import mean
 from megatron.fold3d.observe.report.page import View, page
 from megatron.fold3d.observe.timeline import Timeline
-from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
 from tests.browser import CHROMIUM, MISSING, look
+from tests.plans import planned
 
 
 def timeline(ranks: int = 4, segments: int = 2, microbatches: int = 8, slower: float = 1.0):
@@ -262,7 +262,7 @@ def waiting(slower: float) -> Timeline:
     times = {"forward_s": 0.01 * slower, "backward_s": 0.02 * slower, "p2p_latency_s": 0.016}
     costs = Costs.uniform(4, grad_sync_s=0.02, **times)
     execution = Execution(sends_waited_for=sends_stock_waits_for(2))
-    return simulate(lower(order, Options(gathers_params=True)), costs, execution, iterations=2)
+    return simulate(planned(order, gathers_params=True), costs, execution, iterations=2)
 
 
 PAIR = """

@@ -12,7 +12,6 @@ from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.observe.report.playground import SCHEDULES, Fixed, Settings, playground
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan import schedules
-from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.passes.place_weight_grads import StageTimes, place_weight_grads
@@ -22,6 +21,7 @@ from megatron.fold3d.predict.simulator.simulate import simulate
 from megatron.fold3d.predict.simulator.steady import steady_state
 from scripts.playground import page
 from tests.browser import CHROMIUM, MISSING, look
+from tests.plans import planned
 
 CHECKED_IN = Path(__file__).parents[3] / "docs/playground.html"
 WHERE = ("serial", "overlap", "deferred")
@@ -53,9 +53,9 @@ def plan_of(
         order = place_weight_grads(order, times)
     if not where:
         return order
-    deferred = range(p * ns if where == "deferred" else 0)
+    parts = "step=next" if where == "deferred" else ""
     grad_sync = "serial" if where == "serial" else "overlap"
-    return lower(order, Options(transfers=False, grad_sync=grad_sync, carried_stages=deferred))
+    return planned(order, parts, transfers=False, grad_sync=grad_sync)
 
 
 def timeline_of(plan: Plan, where: str, first: bool, transfer: float, sync: float) -> Timeline:

@@ -2,11 +2,12 @@
 
 import pytest
 
-from megatron.fold3d.plan.compile import Options, forward_only, lower
+from megatron.fold3d.plan.compile import forward_only, lower
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, carried
 from megatron.fold3d.plan.passes.carried_grad_sync import carry_grad_sync, share_grad_sync
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
+from tests.plans import planned
 
 LOWERED = lower(build("aiao", num_ranks=2, num_segments=2, num_microbatches=2))
 
@@ -83,7 +84,7 @@ def test_what_is_left_of_a_sum_starts_in_the_order_in_which_forwards_need_it():
         "2STEP 1STEP"
     ]
     # Behind the all-gather of the stage before
-    gathered = lower(order, Options(gathers_params=True, carried_stages=range(3)))
+    gathered = planned(order, "step=next", gathers_params=True)
     assert rows(share_grad_sync(gathered, (0.0, 0.6, 0.6))) == [
         "0STEP 0ALL_GATHER 1REDUCE_SCATTER 1STEP 1ALL_GATHER 2REDUCE_SCATTER 0F0 2STEP 2ALL_GATHER "
         "1F0 2F0 2B0 2REDUCE_KEPT 2REDUCE_SCATTER:600 1B0 1REDUCE_KEPT 1REDUCE_SCATTER:600 0B0 "

@@ -1,16 +1,17 @@
-from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fold3d.plan.compile import Options, compile_plan, lower
+from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
 from megatron.fold3d.plan.ops import COMPUTE_OPS, WEIGHT_OPS
 from megatron.fold3d.plan.passes.early_grad_sync import stages_in_parts
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
+from tests.plans import planned, verified
 
 SPLIT = frozenset({Op.BACKWARD, Op.WEIGHT_PART})
 EARLY = """
@@ -36,13 +37,12 @@ def test_plans_with_early_slices_are_valid_and_differ_in_nothing_else(
 ):
     delayed = {segment for segment in delayed if segment < segments}
     order = build(schedule, num_ranks=pp, num_segments=segments, num_microbatches=microbatches)
-    options = Options(
-        delay_weight_grads=tuple(sorted(delayed)),
-        gathers_params=gathers,
-        replicated_stages=range(pp),
-        reduces_early=True,
-    )
-    plan = compile_plan(order, options)
+    choice = Choice.plain(schedule, segments).changed((0,), optimizer="replicated")
+    choice = choice.changed(delayed, wgrad="last")
+    if not gathers:
+        choice = choice.changed(delayed, wgrad="behind")
+    choice = choice.changed({0} & delayed, wgrad="behind")
+    plan = verified(planned(order, choice, gathers_params=gathers, reduces_early=True))
     # With shards, segments are early if they are replicated, or behind all backwards.
     expected = {s * pp + r for s in delayed for r in range(pp)} if microbatches > 1 else set()
     assert early(plan) == expected
@@ -55,15 +55,14 @@ def test_plans_with_early_slices_are_valid_and_differ_in_nothing_else(
             assert [a.microbatch for a in parts] == [
                 1000 * (m + 1) // microbatches for m in range(microbatches)
             ]
-    late = lower(order, replace(options, reduces_early=False))
+    late = planned(order, choice, gathers_params=gathers)
     kept = frozenset(Op) - WEIGHT_OPS - {Op.ALL_REDUCE, Op.STEP}
     assert plan.select(kept & COMPUTE_OPS) == late.select(kept & COMPUTE_OPS)
 
 
 def test_weight_gradients_follow_the_backwards_of_their_segment():
     order = build("aiao", num_ranks=1, num_segments=2, num_microbatches=2)
-    options = Options(delay_weight_grads=(0, 1), reduces_early=True)
-    assert compile_plan(order, options).to_text() == (
+    assert verified(planned(order, "wgrad=behind", reduces_early=True)).to_text() == (
         "0F0 0F1 1F0 1B0 1F1 1B1 1W:500 1ALL_REDUCE:500 1W:1000 1ALL_REDUCE 0B0 0B1 "
         "0W:500 0ALL_REDUCE:500 0W:1000 0ALL_REDUCE 1STEP 0STEP\n"
     )
@@ -71,31 +70,26 @@ def test_weight_gradients_follow_the_backwards_of_their_segment():
 
 def test_what_is_computed_behind_all_backwards_reduces_to_shards_in_slices():
     order = build("aiao", num_ranks=1, num_segments=4, num_microbatches=2)
-    options = Options(
-        delay_weight_grads=(0, 1, 2),
-        gathers_params=True,
-        replicated_stages=range(1),
-        reduces_early=True,
-    )
-    text = compile_plan(order, options).to_text()
+    parts = "wgrad=behind@0:wgrad=last@1,2"
+    made = partial(planned, order, reduces_early=True)
+    whole = f"{parts}:optimizer=replicated@0"
+    text = verified(made(whole, gathers_params=True)).to_text()
     assert text.endswith(
         "0B0 0B1 0W:500 0ALL_REDUCE:500 0W:1000 0ALL_REDUCE "
         "1W:500 1REDUCE_SCATTER:500 1W:1000 1REDUCE_SCATTER "
         "2W:500 2REDUCE_SCATTER:500 2W:1000 2REDUCE_SCATTER "
         "3STEP 0STEP 1STEP 2STEP\n"
     )
-    late = compile_plan(order, replace(options, carried_stages=range(4)))
-    assert not early(late)
-    sharded = replace(options, replicated_stages=(), shards_params=True)
-    assert not early(compile_plan(order, sharded))
+    late = made("wgrad=last@0-2:step=next", gathers_params=True)
+    assert not early(verified(late))
+    assert not early(verified(made("wgrad=last@0-2", shards_params=True)))
 
 
 def test_a_stage_that_is_carried_has_some_only_if_they_are_asked_for():
     order = build("aiao", num_ranks=2, num_segments=2, num_microbatches=3)
-    options = Options(delay_weight_grads=(0, 1), carried_stages=range(2), reduces_early=True)
-    assert early(compile_plan(order, options)) == {2, 3}
-    options = replace(options, carried_stages=range(4), early_dp_sync=(2, 3))
-    plan = compile_plan(order, options)
+    one = Choice.parse("aiao:wgrad=last@0:wgrad=behind@1", 2).changed((0,), step="next")
+    assert early(verified(planned(order, one, reduces_early=True))) == {2, 3}
+    plan = verified(planned(order, one.changed(step="next"), reduces_early=True))
     assert early(plan) == {2, 3}
     *_, last = plan.select(WEIGHT_OPS | {Op.ALL_REDUCE}).to_text().splitlines()
     assert last == (
@@ -105,15 +99,14 @@ def test_a_stage_that_is_carried_has_some_only_if_they_are_asked_for():
 
 def test_reductions_to_shards_start_early_where_it_is_asked_for():
     order = build("aiao", num_ranks=2, num_segments=2, num_microbatches=3)
-    options = Options(delay_weight_grads=(0, 1), gathers_params=True, reduces_early=True)
-    assert early(compile_plan(order, options)) == {0, 1, 2, 3}  # behind all backwards
-    first = replace(options, delay_weight_grads=(1,), early_dp_sync=(2, 3))
-    assert early(compile_plan(order, first)) == {2, 3}
+    made = partial(planned, order, gathers_params=True, reduces_early=True)
+    assert early(verified(made("wgrad=last"))) == {0, 1, 2, 3}  # behind all backwards
+    assert early(verified(made("wgrad=behind@1"))) == {2, 3}
 
 
 def test_weight_gradients_between_backwards_stay_apart():
     order = build("zb-h1", num_ranks=2, num_segments=1, num_microbatches=4)
-    plan = compile_plan(order, Options(reduces_early=True))
+    plan = verified(planned(order, reduces_early=True))
     assert not early(plan)
 
 

@@ -1,11 +1,9 @@
 """Pairs of micro-batches in a plan."""
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
 
-from megatron.fold3d.plan.compile import Options, compile_plan
 from megatron.fold3d.plan.ir import Action, Op, Plan, Program
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.passes.pairs import (
@@ -18,8 +16,7 @@ from megatron.fold3d.plan.passes.pairs import (
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, SPLIT_SCHEDULES, build
 from megatron.fold3d.plan.verify import verify
-
-PAIRED = Options(overlap_tensor_parallel=True)
+from tests.plans import planned, verified
 
 
 def order(schedule: str, m: int, *, p: int = 2, ns: int = 1) -> Plan:
@@ -35,7 +32,7 @@ def test_an_order_of_pairs_has_both_micro_batches_of_each_and_an_odd_one_alone()
 
 
 def test_a_result_is_sent_when_the_next_one_of_a_chain_has_begun():
-    plan = compile_plan(order("afab", 5), PAIRED)
+    plan = verified(planned(order("afab", 5), "pairs=on"))
     assert plan.select(frozenset(Op) - {Op.ALL_REDUCE, Op.STEP}).to_text().splitlines() == [
         "0F0 0F1 0SEND_F0 0F2 0SEND_F1 0F3 0SEND_F2 0RECV_B0 0F4 0SEND_F3 0SEND_F4 "
         "0RECV_B1 0B0 0RECV_B2 0B1 0RECV_B3 0B2 0RECV_B4 0B3 0B4",
@@ -45,8 +42,14 @@ def test_a_result_is_sent_when_the_next_one_of_a_chain_has_begun():
 
 
 def test_copies_to_the_host_start_where_results_leave():
-    offloads = replace(PAIRED, offload=OffloadChoice(), transfers=False, grad_sync="serial")
-    plan = compile_plan(order("aiao", 4, p=1, ns=2), offloads)
+    plan = planned(
+        order("aiao", 4, p=1, ns=2),
+        "pairs=on",
+        offload=OffloadChoice(),
+        transfers=False,
+        grad_sync="serial",
+    )
+    verify(plan)
     kept = plan.select(frozenset(Op) - {Op.ALL_REDUCE, Op.STEP}).to_text()
     assert kept.startswith("0F0 0F1 0OFFLOAD0 0F2 0OFFLOAD1 0F3 0OFFLOAD2 0OFFLOAD3 1F0 1F1 ")
 

@@ -11,7 +11,7 @@ from megatron.fold3d.plan.passes.place_weight_grads import (
     HeldSizes,
     StageTimes,
     place_weight_grads,
-    placements,
+    placed_orders,
 )
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import FORWARDS_AHEAD, ONE_SEGMENT_SCHEDULES, build
@@ -132,10 +132,8 @@ def orders(draw: st.DrawFn) -> Plan:
 def test_any_placement_runs_and_holds_no_more(
     order: Plan, w: float, transfer_s: float, data: st.DataObject
 ):
-    at_end, overrun = data.draw(st.sampled_from(placements(order)))
-    placed = place_weight_grads(
-        order, times(order, w=w, transfer_s=transfer_s), at_end=at_end, overrun=overrun
-    )
+    known = times(order, w=w, transfer_s=transfer_s)
+    placed = data.draw(st.sampled_from([*placed_orders(order, known, HeldSizes.counted(order))]))
     verify(lower(placed))
     assert placed.select({Op.FORWARD, Op.BACKWARD}) == order
     for program in placed.select({Op.WEIGHT}).programs:
@@ -157,10 +155,8 @@ def test_unlike_stages_keep_to_what_a_rank_may_hold(order: Plan, data: st.DataOb
         transfer_s=data.draw(st.sampled_from((0.0, 1.0))),
     )
     most = max(peak_activations(order)) + data.draw(st.integers(0, 3))
-    at_end, overrun = data.draw(st.sampled_from(placements(order)))
-    placed = place_weight_grads(
-        order, known, HeldSizes.counted(order, most), at_end=at_end, overrun=overrun
-    )
+    held = HeldSizes.counted(order, most)
+    placed = data.draw(st.sampled_from([*placed_orders(order, known, held)]))
     verify(lower(placed))
     assert placed.select({Op.FORWARD, Op.BACKWARD}) == order
     assert max(peak_activations(placed)) <= most

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.fold3d.plan.compile import Options, compile_plan, lower
+from megatron.fold3d.plan.compile import lower
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
 from megatron.fold3d.plan.memory import peak_activations, peak_recomputed
 from megatron.fold3d.plan.passes.offload import OffloadChoice, add_offload
@@ -10,12 +10,13 @@ from megatron.fold3d.plan.passes.pairs import chains
 from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
+from tests.plans import planned, verified
 
 ORDER = build("1f1b", num_ranks=2, num_segments=1, num_microbatches=3)
 
 
 def test_it_stands_before_the_backward_and_its_receive_is_posted_before_it():
-    plan = compile_plan(ORDER, Options(recompute_early=[0]))
+    plan = verified(lower(recompute_early(ORDER, [0])))
     assert plan.to_text().splitlines() == [
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0R0 0B0 0RECV_B1 0F2 0SEND_F2 0R1 0RECV_B2 0B1 0R2 0B2 "
         "0ALL_REDUCE 0STEP",
@@ -65,11 +66,10 @@ def test_what_is_offloaded_comes_back_for_its_recomputation():
         "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELOAD0 0F2 0OFFLOAD2 0R0 0RELOAD1 0B0 0R1 0RELOAD2 0B1 "
         "0R2 0B2\n"
     )
-    options = Options(recompute_early=[0], offload=OffloadChoice())
     assert (
-        lower(order.select({Op.FORWARD, Op.BACKWARD}), options).select(
-            frozenset(Op) - {Op.ALL_REDUCE, Op.STEP}
-        )
+        planned(
+            order.select({Op.FORWARD, Op.BACKWARD}), "recompute=early", offload=OffloadChoice()
+        ).select(frozenset(Op) - {Op.ALL_REDUCE, Op.STEP})
         == plan
     )
 

@@ -1,19 +1,19 @@
 """Gradients that are whole only until they are reduced."""
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from megatron.fold3d.plan.compile import Options, compile_plan, lower
 from megatron.fold3d.plan.ir import Op, Plan, PlanError, Program
 from megatron.fold3d.plan.memory import peak_resident
 from megatron.fold3d.plan.ops import COMPUTE_OPS, GATHER_OPS
 from megatron.fold3d.plan.passes.shard_grads import shard_grads
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
 from megatron.fold3d.plan.verify import verify
+from tests.plans import planned, verified
 
 SUMS = "0REDUCE_KEPT 0REDUCE_SCATTER 0FINALIZE"
-BOTH = Options(shards_params=True, shards_grads=True)
+BOTH: dict[str, Any] = {"shards_params": True, "shards_grads": True}
 
 
 def aiao(num_ranks: int, num_segments: int) -> Plan:
@@ -37,7 +37,7 @@ def peak_whole_grads(plan: Plan) -> tuple[int, ...]:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("num_segments", [2, 3, 8])
 def test_aiao_holds_the_gradients_of_two_stages(num_ranks: int, num_segments: int):
-    plan = compile_plan(aiao(num_ranks, num_segments), BOTH)
+    plan = verified(planned(aiao(num_ranks, num_segments), **BOTH))
     assert peak_whole_grads(plan) == (2,) * num_ranks
     for program in plan.programs:
         assert [op for _, op, _ in program].count(Op.FREE_GRAD) == num_segments - 2
@@ -47,19 +47,18 @@ def test_aiao_holds_the_gradients_of_two_stages(num_ranks: int, num_segments: in
 def test_every_schedule_runs_with_it(schedule: str):
     segments = 1 if schedule in ONE_SEGMENT_SCHEDULES else 4
     order = build(schedule, num_ranks=3, num_segments=segments, num_microbatches=6)
-    compile_plan(order, BOTH)
+    verify(planned(order, **BOTH))
 
 
 def test_delayed_weight_gradients_are_reduced_before_they_are_freed():
-    plan = compile_plan(
-        aiao(2, 4), Options(gathers_params=True, shards_grads=True, delay_weight_grads=(2,))
-    )
+    plan = planned(aiao(2, 4), "wgrad=last@2", gathers_params=True, shards_grads=True)
+    verify(plan)
     assert peak_whole_grads(plan) == (3, 3)
 
 
 def test_gradients_that_are_reduced_in_the_next_iteration_are_freed_before_its_forwards():
-    options = replace(BOTH, carried_stages=range(8), forwards_before_gather={2: 1, 3: 1})
-    plan = compile_plan(aiao(2, 4), options)
+    plan = planned(aiao(2, 4), "step=next", **BOTH, forwards_before_gather={2: 1, 3: 1})
+    verify(plan)
     assert peak_whole_grads(plan) == (4, 4)
     for program in plan.programs:
         actions = [(stage, op) for stage, op, _ in program]
@@ -73,7 +72,7 @@ def test_gradients_that_are_reduced_in_the_next_iteration_are_freed_before_its_f
 
 
 def test_a_plan_that_frees_already_is_left_as_it_is():
-    plan = lower(aiao(2, 3), BOTH)
+    plan = planned(aiao(2, 3), **BOTH)
     assert shard_grads(plan) is plan
 
 
@@ -93,21 +92,21 @@ def test_gradients_that_are_freed_early_are_found(text: str, found: str):
 
 
 @pytest.mark.parametrize(
-    ("options", "bytes_per_parameter"),
+    ("made_with", "bytes_per_parameter"),
     [
-        (Options(), 6),
+        ({}, 6),
         # Two of eight stages whole, shards of the others: 2 / 8 * 2 + 6 / 8 * 2 / 8.
-        (Options(shards_params=True), 4 + 0.6875),
+        ({"shards_params": True}, 4 + 0.6875),
         # Gradients of two stages as well, with shards of five: 2 / 8 * 4 + 5 / 8 * 4 / 8.
         (BOTH, 0.6875 + 1.3125),
         # All gradients of the iteration before, and one stage's parameters, for its step.
-        (replace(BOTH, carried_stages=range(8)), 4 + (1 / 8 + 7 / 8 / 8) * 2),
+        ({"parts": "step=next"} | BOTH, 4 + (1 / 8 + 7 / 8 / 8) * 2),
     ],
 )
 def test_bytes_per_parameter_of_eight_segments_and_eight_replicas(
-    options: Options, bytes_per_parameter: float
+    made_with: dict[str, Any], bytes_per_parameter: float
 ):
-    (program,) = lower(aiao(1, 8), options).programs
+    (program,) = planned(aiao(1, 8), **made_with).programs
     parameters, gradients = dict.fromkeys(range(8), 2 / 8), dict.fromkeys(range(8), 4 / 8)
     found = peak_resident(program, parameters, gradients, replicas=8)
     assert found == pytest.approx(bytes_per_parameter)
@@ -120,7 +119,7 @@ def _moved(program: Program, index: int, to: int) -> Plan:
 
 def test_no_action_on_shards_can_move_past_what_needs_it():
     reads = {Op.FREE_PARAM: {Op.FORWARD}, Op.FREE_PARAM_B: {Op.BACKWARD}}
-    (program,) = compile_plan(aiao(1, 4), BOTH).programs
+    (program,) = verified(planned(aiao(1, 4), **BOTH)).programs
     tried = 0
     for index, (stage, op, _) in enumerate(program):
         own = [i for i, a in enumerate(program) if a.stage == stage and i != index]

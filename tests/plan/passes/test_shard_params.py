@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.fold3d.plan.compile import Options, compile_plan, lower
+from megatron.fold3d.plan.compile import lower
 from megatron.fold3d.plan.ir import Op, Plan
 from megatron.fold3d.plan.memory import peak_resident
 from megatron.fold3d.plan.passes.recompute import recompute_early
@@ -14,6 +14,7 @@ from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, bui
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.simulate import simulate
+from tests.plans import planned, verified
 
 
 def aiao(num_ranks: int, num_segments: int) -> Plan:
@@ -56,7 +57,7 @@ def test_a_plan_that_frees_nothing_holds_all_stages():
 def test_every_schedule_runs_with_it(schedule: str):
     segments = 1 if schedule in ONE_SEGMENT_SCHEDULES else 4
     order = build(schedule, num_ranks=3, num_segments=segments, num_microbatches=6)
-    compile_plan(order, Options(shards_params=True))
+    verified(planned(order, shards_params=True))
 
 
 def test_recomputation_reads_parameters_and_weight_gradients_do_not():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError, Program
 from megatron.fold3d.plan.ops import COMPUTE_OPS, SUM_OPS
 from megatron.fold3d.plan.parts import part_begins
@@ -16,6 +16,7 @@ from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.plan.verify import verify
 from tests.plan.test_properties import Case, cases
+from tests.plans import planned
 
 
 def slices_of(program: Program) -> dict[int, list[Action]]:
@@ -31,15 +32,11 @@ def slices_of(program: Program) -> dict[int, list[Action]]:
 def plans(draw: st.DrawFn) -> tuple[Plan, Plan]:
     """A plan with DP.sync, and the same plan with it in slices."""
     order = draw(cases().map(Case.build))
-    split = order.has(Op.WEIGHT)
-    whole = lower(
-        order,
-        Options(
-            delay_weight_grads=() if split else draw(st.sampled_from(((), (0,)))),
-            receives_late=draw(st.booleans()),
-            carried_stages=range(draw(st.sampled_from((0, order.num_ranks, 100)))),
-        ),
-    )
+    choice = Choice.plain("plan", order.num_segments)
+    if not order.has(Op.WEIGHT):
+        choice = choice.changed(draw(st.sampled_from(((), (0,)))), wgrad="last")
+    choice = choice.changed(draw(st.sampled_from(((), (0,), None))), step="next")
+    whole = planned(order, choice, receives_late=draw(st.booleans()))
     stages = order.num_stages
     shares = draw(st.lists(st.floats(0, 1), min_size=stages, max_size=stages))
     return whole, slice_grad_sync(whole, shares)
@@ -95,7 +92,7 @@ def test_at_most_one_slice_stands_between_two_computations(both: tuple[Plan, Pla
 
 def test_a_stage_of_many_microbatches_has_a_limited_number_of_slices():
     order = build("aiao", num_ranks=1, num_segments=2, num_microbatches=450)
-    plan = lower(order, Options(slices=True))
+    plan = planned(order, "slices=on")
     slices = slices_of(plan.programs[0])[1]
     assert MOST_SLICES / 2 < len(slices) <= MOST_SLICES
 

@@ -15,7 +15,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.fold3d.observe.timeline import Lane
-from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.ir import Op, Plan
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster
@@ -25,6 +24,7 @@ from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
 from megatron.fold3d.predict.simulator.routes import NO_SWITCHES, Use
 from megatron.fold3d.predict.simulator.simulate import simulate
+from tests.plans import planned
 
 
 class Ungrouped:
@@ -244,7 +244,7 @@ def test_nodes_that_are_alike_are_as_fast_as_one_of_them(data):
         grad_sync_local=tp * dp * (1 if order == "tp-dp-pp" else pp) <= per_node,
     )
     compute = build("aiao", num_ranks=pp, num_segments=segments, num_microbatches=microbatches)
-    plan = lower(compute, Options(transfers=False))
+    plan = planned(compute, transfers=False)
     execution = Execution(
         nic_of_rank=tuple(rank // max(1, per_node // together) for rank in range(pp)),
         routes=routes(cluster, setup, pp),

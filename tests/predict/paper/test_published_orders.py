@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from megatron.fold3d.observe.timeline import Lane, Timeline
-from megatron.fold3d.plan.compile import Options, compile_plan
+from megatron.fold3d.plan.compile import lower
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
+from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.simulate import simulate
 from megatron.fold3d.predict.simulator.steady import steady_state
+from tests.plans import verified
 from tests.predict.paper import formulas
 
 DATA = Path(__file__).parents[2] / "data"
@@ -21,7 +23,7 @@ MERAK = json.loads((DATA / "merak_tables.json").read_text())["bubble"]["vectors"
 
 def simulated(schedule: str, ranks: int, microbatches: int, costs: Costs, early=()) -> Timeline:
     order = build(schedule, num_ranks=ranks, num_segments=1, num_microbatches=microbatches)
-    return simulate(compile_plan(order, Options(recompute_early=early)), costs)
+    return simulate(verified(lower(recompute_early(order, early))), costs)
 
 
 @pytest.mark.parametrize("vector", MERAK, ids=lambda v: f"s={v['s']} m={v['m']}")

@@ -6,8 +6,8 @@ import pytest
 from megatron.fold3d.commands.training_flags import training_flags
 from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.plan.memory import peak_activations
+from megatron.fold3d.plan.schedule_word import spelled
 from megatron.fold3d.plan.verify import verify
-from megatron.fold3d.policy.schedule_word import spelled
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.layers import layers_of_stages

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from megatron.fold3d.config.read_config import SLICE_BYTES as TRAINING_SLICE_BYTES
 from megatron.fold3d.observe.exposure import exposure
 from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Timeline
-from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.ir import Plan, PlanError
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
@@ -22,8 +21,9 @@ from megatron.fold3d.predict.simulator.execution import (
     sends_stock_waits_for,
 )
 from megatron.fold3d.predict.simulator.simulate import simulate
+from tests.plans import planned
 
-OVERLAPPED, DEFERRED = Options(), Options(carried_stages=range(100))
+OVERLAPPED, DEFERRED = "", "step=next"
 
 # GPT-3 18B on pp=2, tp=8, dp=8: 4 segments, 8 micro-batches; computation and DP.sync take 2560 ms
 # each. Of one rank: 20 ms forward, 60 backward with recomputation, 640 for a segment's DP.sync of
@@ -36,12 +36,11 @@ def order(num_ranks: int = 1) -> Plan:
     return build("aiao", num_ranks=num_ranks, num_segments=SEGMENTS, num_microbatches=MICROBATCHES)
 
 
-def period(options: Options, device: Device, share: float | None = None) -> float:
+def period(parts: str, device: Device, share: float | None = None) -> float:
     """The steady iteration of one rank, in ms."""
     execution = Execution(preemptive=False, device=device)
-    if share is not None:
-        options = replace(options, shares=(share,) * SEGMENTS)
-    return simulate(lower(order(), options), MS, execution, iterations=4).period_s
+    plan = planned(order(), parts, shares=() if share is None else (share,) * SEGMENTS)
+    return simulate(plan, MS, execution, iterations=4).period_s
 
 
 @pytest.mark.parametrize(
@@ -65,7 +64,7 @@ def test_buckets_inside_a_backward_hold_up_the_other_rank_too():
     # Rank 1's last backward ends when all but its last bucket are reduced; only then rank 0's
     # begins, and ends as late. Each segment pays for both.
     costs = Costs.uniform(2 * SEGMENTS, forward_s=20.0, backward_s=60.0, grad_sync_s=640.0)
-    plan = lower(order(2), OVERLAPPED)
+    plan = planned(order(2), OVERLAPPED)
     flushed = Execution(preemptive=False, device=Device(connections=1))
     whole = simulate(plan, costs, flushed).period_s
     cut = Device(connections=1, launches=(7,) * 2 * SEGMENTS, in_backward=True)
@@ -132,7 +131,7 @@ def test_a_receive_posted_too_early_is_a_deadlock_with_one_queue_only():
 def test_messages_longer_than_a_forward_follow_each_other_with_one_queue(p2p_s: float):
     # One receive is open while another is in flight: they are of an even and an odd micro-batch.
     order = build("1f1b", num_ranks=8, num_segments=1, num_microbatches=32, forwards_ahead=3)
-    plan, costs = lower(order, Options(receives_late=True)), Costs.uniform(8, p2p_s=p2p_s)
+    plan, costs = planned(order, receives_late=True), Costs.uniform(8, p2p_s=p2p_s)
     one, many = (
         simulate(plan, costs, Execution(device=Device(connections=n))).period_s for n in (1, 32)
     )
@@ -165,16 +164,13 @@ def runs(draw: st.DrawFn) -> tuple[Plan, Costs, Execution]:
         reload_s=(0.25,) * stages,
     )
     return (
-        lower(
+        planned(
             plan,
-            Options(
-                transfers=False,
-                offload=offload,
-                gathers_params=not deferred,
-                carried_stages=range(stages * deferred),
-                shares=draw(st.sampled_from(((), (0.5,) * stages))),
-                slices=draw(st.booleans()),
-            ),
+            f"step={'next' if deferred else 'end'}:slices={draw(st.sampled_from(('on', 'off')))}",
+            transfers=False,
+            offload=offload,
+            gathers_params=not deferred,
+            shares=draw(st.sampled_from(((), (0.5,) * stages))),
         ),
         costs,
         Execution(in_order=True, preemptive=False),
@@ -225,8 +221,7 @@ def test_slices_between_computations_hold_up_nothing_in_one_queue(num_ranks: int
     # 640 ms of DP.sync and 480 ms of a segment's backwards: three quarters fit behind them.
     stages = num_ranks * SEGMENTS
     costs = Costs.uniform(stages, forward_s=20.0, backward_s=60.0, grad_sync_s=640.0)
-    options = Options(carried_stages=range(stages), shares=(0.75,) * stages, slices=True)
-    plan = lower(order(num_ranks), options)
+    plan = planned(order(num_ranks), "step=next:slices=on", shares=(0.75,) * stages)
     one, many = (
         simulate(plan, costs, Execution(device=Device(connections=n)), iterations=4).period_s
         for n in (1, 32)
@@ -238,8 +233,8 @@ def test_slices_between_computations_hold_up_nothing_in_one_queue(num_ranks: int
 
 
 def test_the_slices_of_a_stage_take_the_time_of_its_dp_sync():
-    options = replace(DEFERRED, shares=(0.3,) * SEGMENTS, slices=True)
-    timeline = simulate(lower(order(), options), MS, iterations=3)
+    plan = planned(order(), "step=next:slices=on", shares=(0.3,) * SEGMENTS)
+    timeline = simulate(plan, MS, iterations=3)
     for stage in range(SEGMENTS):
         spans = [
             span

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.passes.place_weight_grads import place_weight_grads
 from megatron.fold3d.plan.schedules import FORWARDS_AHEAD, ONE_SEGMENT_SCHEDULES, build
 from megatron.fold3d.predict.search.order_choice import stage_times
@@ -18,6 +18,7 @@ from megatron.fold3d.predict.simulator.lower_bound import (
     lower_bound_with_sync_s,
 )
 from megatron.fold3d.predict.simulator.simulate import simulate
+from tests.plans import planned
 
 
 @pytest.mark.slow
@@ -80,16 +81,13 @@ def test_no_order_with_dp_sync_is_faster_than_the_bound(data: st.DataObject):
         p2p_s=data.draw(st.sampled_from((0.0, 0.2, 1.0, 3.0))),
     )
     deferred = data.draw(st.booleans())
-    plan = lower(
-        order,
-        Options(
-            delay_weight_grads=tuple(data.draw(st.sets(st.integers(0, order.num_segments - 1)))),
-            gathers_params=True,
-            reduces_early=data.draw(st.booleans()),
-            early_dp_sync=stages,
-            carried_stages=stages if deferred else (),
-        ),
-    )
+    choice = Choice.plain(schedule, order.num_segments)
+    for segment in data.draw(st.sets(st.integers(0, order.num_segments - 1))):
+        choice = choice.changed((segment,), wgrad=data.draw(st.sampled_from(("behind", "last"))))
+    if deferred:
+        choice = choice.changed(step="next")
+    reduces_early = data.draw(st.booleans())
+    plan = planned(order, choice, gathers_params=True, reduces_early=reduces_early)
     execution = Execution(grad_sync_order="edf" if deferred else "fifo")
     period_s = simulate(plan, costs, execution, iterations=4).period_s
     assert lower_bound_with_sync_s(plan, costs, waits_for_norm=not deferred) <= period_s + 1e-9

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.fold3d.observe.timeline import Lane
-from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.compile import lower
 from megatron.fold3d.plan.ir import Op, Plan
 from megatron.fold3d.plan.passes.pairs import in_pairs, num_pairs
 from megatron.fold3d.plan.schedules import build
@@ -13,9 +13,9 @@ from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
 from megatron.fold3d.predict.simulator.pair_times import in_turns_s, pair_s
 from megatron.fold3d.predict.simulator.simulate import simulate
+from tests.plans import planned
 
 PAIRED = Execution(overlap_tensor_parallel=True)
-OVERLAP = Options(overlap_tensor_parallel=True)
 
 
 @pytest.mark.parametrize(("t", "a"), [(3.0, 1.0), (1.0, 1.0), (1.0, 3.0)])
@@ -50,7 +50,7 @@ def test_the_ends_of_a_chain_are_exposed_and_not_those_of_each_pair():
 
 def paired(m: int, p: int) -> Plan:
     order = build("1f1b", num_ranks=p, num_segments=1, num_microbatches=num_pairs(m))
-    return lower(in_pairs(order, m), OVERLAP)
+    return planned(in_pairs(order, m), "pairs=on")
 
 
 def test_a_pipeline_of_pairs_has_the_bubble_of_half_as_many_micro_batches():

@@ -3,7 +3,6 @@ from dataclasses import replace
 import pytest
 
 from megatron.fold3d.observe.timeline import Lane, Span, Timeline
-from megatron.fold3d.plan.compile import Options, lower
 from megatron.fold3d.plan.ir import Action, Plan, PlanError
 from megatron.fold3d.plan.ops import COMPUTE_OPS
 from megatron.fold3d.plan.passes.carried_grad_sync import share_grad_sync
@@ -20,7 +19,7 @@ from megatron.fold3d.predict.simulator.replay import (
 )
 from megatron.fold3d.predict.simulator.simulate import simulate
 from megatron.fold3d.predict.simulator.steady import steady_state
-from tests.plans import deferred_grad_sync
+from tests.plans import deferred_grad_sync, planned
 
 AIAO = build("aiao", num_ranks=3, num_segments=2, num_microbatches=5)
 COSTS = replace(
@@ -58,7 +57,7 @@ def test_a_replay_takes_about_as_long_as_what_it_replays(sync):
 
 
 def test_sums_to_shards_are_found_again():
-    plan = lower(AIAO, Options(transfers=False, steps_shards=True))
+    plan = planned(AIAO, transfers=False, steps_shards=True)
     assert observed_plan(simulate(plan, COSTS)) == plan
 
 

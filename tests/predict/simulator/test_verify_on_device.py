@@ -1,12 +1,13 @@
 """Hardware queues: every schedule of ours ends with one, and what does not end is refused."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fold3d.plan.compile import Options, forward_only, lower
+from megatron.fold3d.plan.compile import forward_only
 from megatron.fold3d.plan.device_queues import (
     CONNECTIONS,
     MOST_OUTSTANDING,
@@ -21,6 +22,7 @@ from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, bui
 from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.predict.simulator.device_run import verify_on_device
 from megatron.fold3d.runtime.transfers import p2p
+from tests.plans import planned
 
 # Rank 0 posts the receive of 1B2's result while rank 1 needs 0F1 to come to it.
 EARLY_RECEIVE = """
@@ -43,30 +45,27 @@ def orders(draw: st.DrawFn) -> Plan:
 
 
 @st.composite
-def options(draw: st.DrawFn) -> Options:
-    return Options(
-        delay_weight_grads=draw(st.sampled_from(((), (0,)))),
+def ways(draw: st.DrawFn) -> Callable[..., Plan]:
+    words = (("step=end", "step=next"), ("", ":wgrad=last@0"), ("", ":slices=on"))
+    parts = "".join(draw(st.sampled_from(some)) for some in words)
+    return partial(
+        planned,
+        parts=parts,
         gathers_params=draw(st.booleans()),
         offload=draw(st.sampled_from((None, OffloadChoice(), OffloadChoice(at_most=3, depth=2)))),
         grad_sync=draw(st.sampled_from(("overlap", "serial", "aligned"))),
-        carried_stages=range(draw(st.sampled_from((0, 32)))),
         shares=draw(st.sampled_from(((), (0.0,) * 32, (0.7,) * 32, (1.0,) * 32))),
-        slices=draw(st.booleans()),
         receives_late=draw(st.booleans()),
     )
 
 
-def at_most_ahead(options: Options, connections: int, ahead: int) -> Options:
-    """Return options whose receives are posted so far ahead if the queues allow it."""
-    return replace(options, receives_ahead=1 if connections == 1 else ahead)
-
-
 @pytest.mark.slow
-@given(orders(), options(), st.booleans(), st.sampled_from(CONNECTIONS), st.integers(1, 4))
+@given(orders(), ways(), st.booleans(), st.sampled_from(CONNECTIONS), st.integers(1, 4))
 def test_every_plan_of_ours_ends_on_a_gpu(
-    order: Plan, options: Options, tensor_parallel: bool, connections: int, ahead: int
+    order: Plan, made: Callable[..., Plan], tensor_parallel: bool, connections: int, ahead: int
 ):
-    plan = lower(order, at_most_ahead(options, connections, ahead))
+    # Receives are posted so far ahead if the queues allow it.
+    plan = made(order, receives_ahead=1 if connections == 1 else ahead)
     verify_on_device(plan, connections, tensor_parallel=tensor_parallel)
 
 

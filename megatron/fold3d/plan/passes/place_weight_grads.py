@@ -15,7 +15,7 @@ are computed in the order of its backwards.
 
 import heapq
 from collections import deque
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
@@ -265,7 +265,33 @@ class _Play:
         heapq.heappush(self.due, (now_s + self.times.weight_s[action.stage], number))
 
 
-def placements(plan: Plan) -> list[tuple[range, float]]:
-    """Return the ``at_end`` and ``overrun`` worth trying on a plan, the simplest first."""
-    kept = [range(first, plan.num_segments) for first in range(plan.num_segments, 0, -1)]
-    return [(at_end, overrun) for at_end in kept for overrun in (0.0, 0.5, 1.0)]
+def place_as_if_equal(plan: Plan, most: int | None = None) -> Plan:
+    """Return `place_weight_grads` where no times are known, as if all took equally long.
+
+    Args:
+        plan: a plan of forwards and backwards only.
+        most: the micro-batches that a rank may hold, as in `HeldSizes.counted`.
+
+    Raises:
+        PlanError: a rank would exceed its limit.
+    """
+    ones = (1.0,) * plan.num_stages
+    times = StageTimes(forward_s=ones, backward_s=ones, weight_s=ones)
+    return place_weight_grads(plan, times, HeldSizes.counted(plan, most))
+
+
+def placed_orders(plan: Plan, times: StageTimes, held: HeldSizes) -> Iterator[Plan]:
+    """Yield a plan with weight gradients in different gaps, those worth trying, the simplest first.
+
+    Args:
+        plan: a plan of forwards and backwards only.
+        times: the times of its stages.
+        held: sizes, and the most that a rank holds.
+
+    Raises:
+        PlanError: memory has no room for any of them.
+    """
+    for first in range(plan.num_segments, 0, -1):
+        for overrun in (0.0, 0.5, 1.0):
+            at_end = range(first, plan.num_segments)
+            yield place_weight_grads(plan, times, held, at_end=at_end, overrun=overrun)

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Literal
 
 from megatron.fold3d.observe.memory_curve import Footprint
-from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.compile import Features, lower
 from megatron.fold3d.plan.ir import Plan, Program, carried
 from megatron.fold3d.plan.memory import peak_resident
 from megatron.fold3d.plan.ops import FREE_OPS, HOST_OPS
@@ -95,5 +95,5 @@ def _saving(
 def _of_one_rank(num_segments: int, shards: Shards) -> Plan:
     """Return AIAO on one rank: what is whole, and when, is the same on all."""
     order = build("aiao", num_ranks=1, num_segments=num_segments, num_microbatches=1)
-    options = Options(shards_params=True, shards_grads=shards == "gradients")
-    return lower(order, options)
+    features = Features(shards_params=True, shards_grads=shards == "gradients")
+    return lower(order, features=features)

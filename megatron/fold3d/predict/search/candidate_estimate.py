@@ -7,7 +7,7 @@ from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.recompute_by_stage import estimate_with_counts
 from megatron.fold3d.predict.cost_model.training_flops import training_flops
 from megatron.fold3d.predict.search.candidates import Candidate
-from megatron.fold3d.predict.search.replicated_choice import estimate_with_replicated
+from megatron.fold3d.predict.search.replicated_costs import estimate_with_replicated
 
 
 def estimate_of(shape: ModelShape, cluster: Cluster, candidate: Candidate) -> Estimate:

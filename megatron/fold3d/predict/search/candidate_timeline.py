@@ -10,15 +10,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from megatron.fold3d.observe.timeline import Timeline
-from megatron.fold3d.plan.compile import GradSync, Options, lower
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import Features, GradSync, lower
 from megatron.fold3d.plan.device_queues import CONNECTIONS, MOST_OUTSTANDING
-from megatron.fold3d.plan.ir import Op, Plan, PlanError, stages_of
+from megatron.fold3d.plan.ir import Op, Plan, PlanError
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.passes.pairs import in_pairs, num_pairs, pair_microbatches
 from megatron.fold3d.plan.passes.place_weight_grads import (
     HeldSizes,
-    place_weight_grads,
-    placements,
+    placed_orders,
 )
 from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.passes.transfers import add_p2p
@@ -50,29 +50,27 @@ def plan_of(
     Args:
         candidate: the candidate to plan.
         order: an order of computation that replaces its schedule's.
-        shares: as in `Options`.
-        slices: as in `Options`.
-        transfers: as in `Options`; pairs then follow from the candidate.
+        shares: as in `lower`.
+        slices: whether DP.sync is cut into slices.
+        transfers: as in `Features`; without them, pairs are made where transfers are added.
     """
-    deferred = candidate.backward_share is not None
-    num_stages = candidate.num_ranks * candidate.num_segments
-    options = Options(
-        delay_weight_grads=candidate.delayed_weight_grads,
+    choice = replace(Choice.of(candidate.word, candidate.num_segments), slices=slices)
+    choice = replace(choice, pairs=choice.pairs and transfers)
+    features = Features(
         gathers_params=candidate.setup.distributed_optimizer,
         shards_params=candidate.shards != "off",
         shards_grads=candidate.shards == "gradients",
-        replicated_stages=stages_of(candidate.replicated, candidate.num_ranks),
-        offload=OffloadChoice() if candidate.offload else None,
-        overlap_tensor_parallel=transfers and candidate.overlap_tensor_parallel,
         transfers=transfers,
-        grad_sync="overlap" if deferred else _grad_sync(candidate),
-        carried_stages=range(num_stages if deferred else 0),
-        shares=shares,
-        slices=slices,
+        grad_sync="overlap" if choice.carries else _grad_sync(candidate),
         reduces_early=candidate.reduces_early or bool(candidate.behind_backwards),
-        early_dp_sync=stages_of(candidate.behind_backwards, candidate.num_ranks),
     )
-    return lower(order_of(candidate) if order is None else order, options)
+    return lower(
+        order_of(candidate) if order is None else order,
+        choice,
+        features,
+        shares=shares,
+        offload=OffloadChoice() if candidate.offload else None,
+    )
 
 
 def timeline_of(
@@ -156,14 +154,10 @@ def _placed(candidate: Candidate, estimate: Estimate, memory_bytes: float | None
     held = HeldSizes.counted(order)
     if memory_bytes is not None:
         held = held_sizes(estimate.footprint, order, memory_bytes)
-    for at_end, overrun in placements(order):
-        try:
-            yield place_weight_grads(
-                order, stage_times(estimate.costs), held, at_end=at_end, overrun=overrun
-            )
-        except PlanError:
-            yield order
-            return
+    try:
+        yield from placed_orders(order, stage_times(estimate.costs), held)
+    except PlanError:
+        yield order
 
 
 def _simulated(

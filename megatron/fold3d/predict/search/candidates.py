@@ -7,8 +7,8 @@ from math import prod
 from typing import Literal
 
 from megatron.fold3d.plan.passes.pairs import num_pairs
+from megatron.fold3d.plan.schedule_word import AUTO, STOCK, Part, Word, parts_of, spelled
 from megatron.fold3d.plan.schedules import groups_of
-from megatron.fold3d.policy.schedule_word import AUTO, STOCK, Part, Word, parts_of, spelled
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.layers import layers_of_stages
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape

@@ -13,8 +13,8 @@ from megatron.fold3d.plan.ops import WAYS
 from megatron.fold3d.plan.passes.place_weight_grads import (
     HeldSizes,
     StageTimes,
-    place_weight_grads,
-    placements,
+    place_as_if_equal,
+    placed_orders,
 )
 from megatron.fold3d.policy.forwards_ahead import forwards_that_hide
 from megatron.fold3d.predict.simulator.costs import Costs
@@ -133,10 +133,7 @@ def check_most(plan: Plan, most: int) -> None:
         PlanError: it does not; the first forward above the limit is marked.
     """
     if max(peak_activations(plan)) > most:
-        ones = (1.0,) * plan.num_stages
-        whole = plan.select(way.compute for way in WAYS)
-        times = StageTimes(forward_s=ones, backward_s=ones, weight_s=ones)
-        place_weight_grads(whole, times, HeldSizes.counted(whole, most))
+        place_as_if_equal(plan.select(way.compute for way in WAYS), most)
 
 
 def _variants(
@@ -146,12 +143,11 @@ def _variants(
     yield order, False
     if not places:
         return
-    held, times = sizes(order), stage_times(costs)
-    for at_end, overrun in placements(order):
-        try:
-            yield place_weight_grads(order, times, held, at_end=at_end, overrun=overrun), True
-        except PlanError:
-            return  # memory has no room: for none of them
+    try:
+        for placed in placed_orders(order, stage_times(costs), sizes(order)):
+            yield placed, True
+    except PlanError:
+        return  # memory has no room: for none of them
 
 
 def held_sizes(footprint: Footprint, plan: Plan, memory_bytes: float) -> HeldSizes:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from math import inf
 
 from megatron.fold3d.observe.timeline import Timeline
-from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import Features, lower
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.policy.num_segments import Segments, by_iteration_time
 from megatron.fold3d.policy.partition import Layers, Partition, best_partition
@@ -48,8 +49,10 @@ class SimulatedRun:
             num_segments=num_segments,
             num_microbatches=self.num_microbatches,
         )
-        stages = range(order.num_stages if self.deferred else 0)
-        plan = lower(order, Options(transfers=False, carried_stages=stages))
+        choice = Choice.plain(self.schedule, num_segments)
+        if self.deferred:
+            choice = choice.changed(step="next")
+        plan = lower(order, choice, Features(transfers=False))
         execution = Execution(
             grad_sync_order="edf" if self.deferred else "fifo",
             preemptive=self.preemptive,

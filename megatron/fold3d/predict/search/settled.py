@@ -14,8 +14,9 @@ from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.passes.pairs import check_pairs
 from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
 from megatron.fold3d.plan.passes.recompute import recompute_early
+from megatron.fold3d.plan.schedule_word import Segments
 from megatron.fold3d.policy.partition import Layers, best_partition
-from megatron.fold3d.policy.replicated_segments import Segments, choose_replicated, units
+from megatron.fold3d.policy.replicated_segments import choose_replicated, units
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.recompute_by_stage import fewest_recomputed

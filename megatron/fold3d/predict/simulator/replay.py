@@ -10,7 +10,8 @@ from dataclasses import replace
 from statistics import median, quantiles
 
 from megatron.fold3d.observe.timeline import BUSY_LANES, Lane, Span, Timeline, queued
-from megatron.fold3d.plan.compile import Options, lower
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import Features, GradSync, lower
 from megatron.fold3d.plan.ir import Action, Op, Plan, PlanError
 from megatron.fold3d.plan.ops import COMPUTE_OPS, GATHER_OPS
 from megatron.fold3d.plan.passes.recompute import recomputed
@@ -35,7 +36,7 @@ def observed_plan(measured: Timeline) -> Plan:
         actions = (s.action for s in spans if s.iteration == 0 and s.action is not None)
         programs.append(tuple(dict.fromkeys(actions)))  # an interrupted action has several spans
     plan = checked_size(Plan(tuple(programs)))
-    return as_synced(lower(plan, _options(measured)), measured)
+    return as_synced(_with_sums(plan, measured), measured)
 
 
 def checked_size(plan: Plan) -> Plan:
@@ -59,15 +60,17 @@ def as_synced(plan: Plan, measured: Timeline) -> Plan:
     """Return a plan with all DP.sync at its end, if none was seen to overlap computation."""
     if _overlaps(measured):
         return plan
-    return lower(plan.select(COMPUTE_OPS), replace(_options(measured), grad_sync="serial"))
+    return _with_sums(plan.select(COMPUTE_OPS), measured, "serial")
 
 
-def _options(measured: Timeline) -> Options:
-    """Return the options whose sums are the trace's."""
+def _with_sums(plan: Plan, measured: Timeline, grad_sync: GradSync = "overlap") -> Plan:
+    """Return a plan with sums that are all-reduces, or to shards, where the trace's are."""
     sums = {s.action for spans in measured.ranks for s in spans if s.lane is Lane.GRAD_SYNC}
-    in_shards = {action.stage for action in sums if action and action.op is Op.REDUCE_SCATTER}
-    whole = {*range(measured.num_segments * measured.num_ranks)} - in_shards
-    return Options(transfers=False, steps_shards=bool(in_shards), replicated_stages=whole)
+    in_shards = {a.stage // plan.num_ranks for a in sums if a and a.op is Op.REDUCE_SCATTER}
+    whole = {*range(plan.num_segments)} - in_shards
+    choice = Choice.plain("plan", plan.num_segments).changed(whole, optimizer="replicated")
+    features = Features(transfers=False, steps_shards=bool(in_shards), grad_sync=grad_sync)
+    return lower(plan, choice, features)
 
 
 def observed_costs(measured: Timeline, plan: Plan) -> Costs:

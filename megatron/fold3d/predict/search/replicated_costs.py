@@ -1,10 +1,10 @@
-"""The costs and the memory of a run in which every replica steps some segments in full."""
+"""What it costs that every replica steps some segments in full, with the distributed optimizer."""
 
 from collections.abc import Container
 from dataclasses import replace
 
 from megatron.fold3d.plan.ir import stages_of
-from megatron.fold3d.policy.replicated_segments import Segments
+from megatron.fold3d.plan.schedule_word import Segments
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape, Split
 from megatron.fold3d.predict.cost_model.sizes import Setup, replicated_bytes

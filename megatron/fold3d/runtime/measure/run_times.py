@@ -1,23 +1,19 @@
-"""``ahead=auto`` and ``wgrad=gaps``: an order from measured times.
+"""The times of a run: of one iteration's computations, of a transfer and of DP.sync.
 
-The second training iteration is timed on the device's own clock. Before the third, ranks time a
-transfer and DP.sync, exchange all times, and choose the order that runs from the fourth on.
-
-Keeps one invariant: all ranks choose in the same iteration, from the same numbers.
+Computations are timed on the device's own clock. Ranks then time their links and exchange all
+times, so that all of them have the same numbers.
 """
 
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.plan.ir import Action, Op
 from megatron.fold3d.plan.ops import BACK, COMPUTE_OPS, FORTH, PART_OPS, TABLE
 from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
@@ -30,12 +26,10 @@ from megatron.fold3d.runtime.device import (
     held_device_bytes,
     synchronize,
 )
-from megatron.fold3d.runtime.feature import Feature, Handler, Handlers, Iteration
-from megatron.fold3d.runtime.plans import Arrange, Plans
+from megatron.fold3d.runtime.feature import Handler, Handlers, Iteration
 
 logger = logging.getLogger(__name__)
 
-MEASURED, DECIDED = 2, 3  # training iterations of this run
 _ROUNDS = 3
 _SYNC_BYTES = 4 << 20
 
@@ -61,37 +55,28 @@ class _Found:
     free_bytes: int | None = None
 
 
-class MeasuredTimesFeature(Feature):
-    """Measures one rank's times; a subclass makes one decision from the times of all ranks."""
-
-    preparing = "the measurement of its links"
+class RunTimes:
+    """Measures one rank's times, and agrees with the others on all of them."""
 
     def __init__(self) -> None:
-        self._iterations = 0
         self._marks: list[tuple[Action, Mark, Mark]] = []
         self._bytes: defaultdict[tuple[int, Op], list[int]] = defaultdict(list)
 
-    def decide(self, times: MeasuredTimes, iteration: Iteration) -> None:
-        """Make the decision; all ranks call this together, with the same times."""
-        raise NotImplementedError
-
-    def prepare(self, iteration: Iteration) -> None:
-        """Call `decide` at the beginning of the third training iteration."""
-        if not iteration.trains:
-            return
-        self._iterations += 1
-        if self._iterations != DECIDED:
-            return
-        times = _agreed(self._found(iteration), iteration)
+    def clear(self) -> None:
+        """Forget the iteration that was measured."""
         self._marks.clear()
+        self._bytes.clear()
+
+    def agreed(self, iteration: Iteration) -> MeasuredTimes:
+        """Return the times of all ranks; they call this together, behind the measured iteration."""
+        times = _agreed(self._found(iteration), iteration)
+        self.clear()
         if dist.get_rank() == 0:
             logger.info("the slowest stage takes %s", times)
-        self.decide(times, iteration)
+        return times
 
     def handlers(self, iteration: Iteration, inner: Handlers) -> Handlers:
         """Return handlers that time the computations of the iteration that is measured."""
-        if not iteration.trains or self._iterations != MEASURED:
-            return {}
         clock = Clock(iteration.device)
 
         def timed(run: Handler) -> Handler:
@@ -132,53 +117,6 @@ class MeasuredTimesFeature(Feature):
             if op is BACK.compute:
                 found.delayed_bytes[stage] = max(0, found.saved_bytes[stage] + max(grown))
         return found
-
-
-class MeasuredOrder(MeasuredTimesFeature):
-    """Measures one rank, and changes the order of its plans once.
-
-    Args:
-        plans: the plans whose order changes.
-        arranged: returns a function that makes orders, from times and a function that takes the
-            description of each choice.
-    """
-
-    @classmethod
-    def of(cls, config: Fold3DConfig, plans: Plans, auto_order: Any) -> Self:
-        """Return the feature; until times are known, plans are made as if all were equal.
-
-        Args:
-            config: the configuration of the run.
-            plans: the plans of the run.
-            auto_order: `predict.search.auto_order.AutoOrder`, which this room may not import.
-        """
-        auto = auto_order(
-            forwards_ahead=config.forwards_ahead,
-            auto_ahead=config.auto_ahead,
-            auto_weight_grads=config.auto_weight_grads,
-            most_activations=config.most_activations,
-            delay_weight_grads=() if config.auto_weight_grads else config.delay_weight_grads,
-            recompute_early=config.recompute_early,
-            defers=config.backward_share is not None,
-        )
-        plans.arrange(auto.before_measuring)
-        return cls(plans, auto.arranged)
-
-    def __init__(
-        self, plans: Plans, arranged: Callable[[MeasuredTimes, Callable[[str], None]], Arrange]
-    ) -> None:
-        super().__init__()
-        self._plans = plans
-        self._arranged = arranged
-
-    def decide(self, times: MeasuredTimes, iteration: Iteration) -> None:
-        """Change the order of all plans from now on."""
-        self._plans.arrange(self._arranged(times, _log))
-
-
-def _log(choice: str) -> None:
-    if dist.get_rank() == 0:
-        logger.info("order from measured times: %s", choice)
 
 
 def _transfer_s(iteration: Iteration) -> float:

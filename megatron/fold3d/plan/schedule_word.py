@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from megatron.fold3d.plan.schedules import SCHEDULES
-from megatron.fold3d.policy.replicated_segments import Segments
+
+Segments = tuple[int, ...]
 
 AUTO = "auto"
 STOCK = "stock"

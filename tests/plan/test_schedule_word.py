@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.policy.run_choice import RunChoice
-from megatron.fold3d.policy.schedule_word import _OF_SEGMENTS, ORDERS, VALUES, Part, Word, spelled
+from megatron.fold3d.plan.schedule_word import _OF_SEGMENTS, ORDERS, VALUES, Part, Word, spelled
 
 LONG = "interleaved:optimizer=replicated@1,3,6-8:step=next:wgrad=behind@0:wgrad=last@2:group=8"
 
@@ -87,23 +85,3 @@ def test_no_shell_cuts_or_expands_a_word():
         ["bash", "-c", script], capture_output=True, text=True, timeout=20, check=True
     )
     assert done.stdout.split() == ["--schedule", LONG] * 4
-
-
-def test_a_choice_of_auto_is_spelled_as_the_word_that_asks_for_it():
-    order = build("aiao", num_ranks=2, num_segments=4, num_microbatches=2)
-    whole = RunChoice(name="aiao", order=order, delayed=(1, 3), reduces_early=True)
-    assert str(whole) == "aiao:wgrad=behind@1,3"
-    shards = RunChoice(
-        name="aiao",
-        order=order,
-        delayed=(0, 1, 2, 3),
-        early=(3,),
-        replicated=(1,),
-        steps_shards=True,
-        reduces_early=True,
-    )
-    assert str(shards) == "aiao:optimizer=replicated@1:wgrad=behind@1,3:wgrad=last@0,2"
-    late = RunChoice(name="aiao", order=order, shares=(0.5,) * 8, delayed=(3,), reduces_early=True)
-    assert str(late) == "aiao:step=next:wgrad=last@3"
-    for choice in (whole, shards, late):
-        assert str(Word.parse(str(choice))) == str(choice)

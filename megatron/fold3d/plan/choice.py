@@ -1,0 +1,201 @@
+"""A choice: everything about a run's iterations that does not change what they compute.
+
+It is an order of computation, and what each segment does: who takes its optimizer's steps and when,
+where its weight gradients are computed, and when it recomputes. Users type it, logs print it,
+`search` ranks it, ``auto`` tries it, and `plan.compile.lower` makes a plan of it.
+
+    aiao:step=next:wgrad=behind@1,3        of 4 segments, so that ``wgrad`` of 0 and 2 is backward
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
+
+from megatron.fold3d.plan.ir import stages_of
+from megatron.fold3d.plan.schedule_word import AUTO, STOCK, VALUES, Part, Word
+
+Wgrad = Literal["backward", "behind", "last", "gaps"]
+_OF_SEGMENTS = ("optimizer", "step", "wgrad", "recompute")
+_READ: Mapping[str, Callable[[str], Any]] = {"<n>": int, "<x>": float, "off": "on".__eq__}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """What a segment does; all of its stages do the same.
+
+    Attributes:
+        optimizer: whether, with the distributed optimizer, every replica steps its shard of the
+            segment or all of it. Without that optimizer all is stepped in any case.
+        step: whether the step ends the iteration, or is taken before the next forward.
+        wgrad: where weight gradients are computed: in the backwards, behind the segment's own
+            backwards, behind all of the rank, or wherever a rank would wait.
+        recompute: whether full recomputation is a part of the backward, or runs before it.
+    """
+
+    optimizer: Literal["sharded", "replicated"] = "sharded"
+    step: Literal["end", "next"] = "end"
+    wgrad: Wgrad = "backward"
+    recompute: Literal["late", "early"] = "late"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How the iterations of a run are computed, summed and stepped; `str` and `parse` are inverse.
+
+    Attributes:
+        order: a name of `plan.schedule_word.ORDERS`, or ``plan=`` and a file.
+        segments: what each of them does.
+        group: micro-batches per group of ``interleaved``; None is one per rank.
+        ahead: forwards that 1F1B runs ahead per rank behind; None is the schedule's own.
+        held: the most micro-batches that a rank holds with ``wgrad=gaps``; None adds no limit.
+        share: the part of a sum behind the backwards, with ``step=next``; None is what fits there.
+        slices: whether sums are cut into slices before computations; None is as links need it.
+        slice_bytes: bytes of gradients that are summed at once; None is as links need it.
+        pairs: whether neighbouring micro-batches are computed in pairs; None is False.
+    """
+
+    order: str
+    segments: tuple[Segment, ...]
+    group: int | None = None
+    ahead: int | None = None
+    held: int | None = None
+    share: float | None = None
+    slices: bool | None = None
+    slice_bytes: int | None = None
+    pairs: bool | None = None
+
+    @classmethod
+    def plain(cls, order: str, num_segments: int, **options: Any) -> Self:
+        """Return the choice whose segments all have the defaults."""
+        return cls(order, (Segment(),) * num_segments, **options)
+
+    @classmethod
+    def parse(cls, text: str, num_segments: int) -> Self:
+        """Read a word.
+
+        Raises:
+            ValueError: it is no word, names a segment that there is not, or leaves a key to `auto`.
+        """
+        return cls.of(Word.parse(text), num_segments)
+
+    @classmethod
+    def of(cls, word: Word, num_segments: int) -> Self:
+        """Return what a word chooses for this number of segments.
+
+        Raises:
+            ValueError: it names a segment that there is not, or leaves a key to ``auto``.
+        """
+        choice, options = cls.plain(word.order, num_segments), dict[str, Any]()
+        every = tuple(range(num_segments))
+        for part in word.parts:
+            if part.value == AUTO:
+                raise ValueError(f"{part}: only a run or a simulation can choose; give a value")
+            if part.key not in _OF_SEGMENTS:
+                read = _READ[VALUES[part.key][0]]
+                options[part.key.replace("-", "_")] = read(part.value)
+                continue
+            some = every if part.segments is None else part.segments
+            if some[-1] >= num_segments:
+                raise ValueError(
+                    f"{part}: there is no segment {some[-1]}, a rank holds {num_segments}; "
+                    f"give some of 0 to {num_segments - 1}"
+                )
+            choice = choice.changed(some, **{part.key: part.value})
+        return replace(choice, **options)
+
+    @property
+    def word(self) -> Word:
+        """The word that ``--schedule`` takes for it."""
+        return Word(self.order, tuple(self._parts()))
+
+    def __str__(self) -> str:
+        """Return the word as text."""
+        return str(self.word)
+
+    def _parts(self) -> Iterator[Part]:
+        for key, values in VALUES.items():
+            if key in _OF_SEGMENTS:
+                for value in values[1:]:
+                    some = self.where(**{key: value})
+                    if some:
+                        is_all = len(some) == len(self.segments)
+                        yield Part(key, value, None if is_all else some)
+                continue
+            given = getattr(self, key.replace("-", "_"))
+            if isinstance(given, bool):
+                yield Part(key, values[given])
+            elif given is not None:
+                yield Part(key, str(given))
+
+    @property
+    def schedule(self) -> str:
+        """The schedule that runs, or that ``auto`` begins with; a file's is not known here."""
+        is_open = self.order in (STOCK, AUTO)
+        return stock_schedule(len(self.segments)) if is_open else self.order
+
+    @property
+    def carries(self) -> bool:
+        """Whether sums and steps of some segment reach into the next iteration."""
+        return any(segment.step == "next" for segment in self.segments)
+
+    @property
+    def splits(self) -> bool:
+        """Whether weight gradients of some segment are apart from their backwards."""
+        return any(segment.wgrad != "backward" for segment in self.segments)
+
+    @property
+    def fills_gaps(self) -> bool:
+        """Whether weight gradients are computed wherever a rank would wait."""
+        return any(segment.wgrad == "gaps" for segment in self.segments)
+
+    def where(self, **state: str) -> tuple[int, ...]:
+        """Return the segments that have these values, as in ``where(wgrad="last")``."""
+        return tuple(
+            number
+            for number, segment in enumerate(self.segments)
+            if all(getattr(segment, name) == value for name, value in state.items())
+        )
+
+    def stages(self, num_ranks: int, **state: str) -> tuple[int, ...]:
+        """Return the stages of the segments that have these values."""
+        return stages_of(self.where(**state), num_ranks)
+
+    def changed(self, segments: Iterable[int] | None = None, **state: Any) -> Self:
+        """Return the choice with other values of some segments; None is all of them."""
+        some = range(len(self.segments)) if segments is None else [*segments]
+        return replace(
+            self,
+            segments=tuple(
+                replace(segment, **state) if number in some else segment
+                for number, segment in enumerate(self.segments)
+            ),
+        )
+
+    def in_iteration(self) -> Self:
+        """Return the choice with all steps at the end of their iteration."""
+        return replace(self.changed(step="end"), share=None)
+
+
+def stock_schedule(num_segments: int) -> str:
+    """Return the name of stock Megatron's schedule for this number of model chunks."""
+    return "interleaved" if num_segments > 1 else "1f1b"
+
+
+def free_values(
+    *, defers: bool, delays: bool, replicates: bool, reduces_early: bool
+) -> dict[str, tuple[str, ...]]:
+    """Return the values of each key that ``auto`` may choose.
+
+    Args:
+        defers: whether sums and steps may reach into the next iteration.
+        delays: whether weight gradients may be apart from their backwards.
+        replicates: whether every replica may step segments in full.
+        reduces_early: whether sums may start between weight gradients.
+    """
+    behind = ("behind",) if reduces_early else ()
+    values = {
+        "optimizer": (replicates, ("sharded", "replicated")),
+        "step": (defers, ("end", "next")),
+        "wgrad": (delays, ("backward", *behind, "last", "gaps")),
+    }
+    return {key: some for key, (is_free, some) in values.items() if is_free}

@@ -1,0 +1,24 @@
+"""What is predicted of a choice: the order that it runs in, its shares, and its time."""
+
+from dataclasses import dataclass
+
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.ir import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """A choice for iterations of some number of micro-batches.
+
+    Attributes:
+        choice: the choice.
+        order: its order of computation, with the weight gradients that fill gaps.
+        shares: by stage, the part of its sum that starts in its iteration; empty is all.
+        seconds: of an iteration whose step is neither clipped nor skipped; infinite if memory has
+            no room.
+    """
+
+    choice: Choice
+    order: Plan
+    shares: tuple[float, ...] = ()
+    seconds: float

@@ -1,0 +1,266 @@
+"""The search for the fastest choice: coordinate descent from choices whose segments all do alike.
+
+A coordinate is what one segment does, or the order of computation. From each start the search takes
+the best value of one coordinate after the other until none is faster, then tries to exchange what
+two segments do. Weight gradients in gaps come last. It is deterministic, improves the best start
+first, and may end at any time.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import combinations, product
+from math import inf
+
+from megatron.fold3d.plan.choice import Choice, Segment
+from megatron.fold3d.plan.compile import forward_only
+from megatron.fold3d.plan.ir import PlanError
+from megatron.fold3d.plan.schedules import FORWARDS_AHEAD
+from megatron.fold3d.policy.predicted import Predicted
+from megatron.fold3d.predict.search.judge import Judge
+from megatron.fold3d.predict.search.order_choice import worth_trying
+
+MOST_ACTIONS = 600_000
+"""Of a search. At 30 us each these are 20 s; counted, so that slow machines find the same."""
+LEAST_GAIN = 0.002  # relative to an iteration, of each segment that takes memory
+_NEAR = 0.02  # what is further from the best so far is not improved by exchanges
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What a search may choose.
+
+    Attributes:
+        orders: choices whose orders may be run; the first is where the search begins.
+        free: the values of each key of a segment that is not fixed, as in
+            ``{"wgrad": ("backward", "last")}``; others stay what they are in the first choice.
+        tied: whether the first and the last segment are summed alike, since they add up gradients
+            of the same parameters.
+    """
+
+    orders: Sequence[Choice]
+    free: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    tied: bool = False
+
+    @property
+    def first(self) -> Choice:
+        """Where the search begins."""
+        return self.orders[0]
+
+    @property
+    def states(self) -> list[dict[str, str]]:
+        """What a segment may do, but for the time of its step, and for gaps."""
+        free = {
+            key: [value for value in values if value != "gaps"]
+            for key, values in self.free.items()
+            if key != "step"
+        }
+        return [dict(zip(free, values, strict=True)) for values in product(*free.values())]
+
+    def starts(self) -> Iterator[Choice]:
+        """Yield the choices whose segments all do alike, as far as they are free."""
+        for step in self.free.get("step", (self.first.segments[0].step,)):
+            for state in self.states:
+                for order in self.orders:
+                    yield order.changed(None, **state, step=step)
+
+    def along(self, choice: Choice) -> Iterator[Iterator[Choice]]:
+        """Yield the choices along each coordinate: each segment, and the order."""
+        for number in reversed(range(len(choice.segments))):  # whose backwards come first
+            yield (self._with(choice, {number: state}) for state in self.states)
+        yield (replace(order, segments=choice.segments) for order in self.orders)
+
+    def exchanges(self, choice: Choice) -> Iterator[Choice]:
+        """Yield choices in which two segments have changed what they do."""
+        for a, b in combinations(range(len(choice.segments)), 2):
+            one, two = (self._state(choice.segments[number]) for number in (a, b))
+            if one != two:
+                yield self._with(choice, {a: two, b: one})
+
+    def in_gaps(self, choice: Choice) -> Iterator[Choice]:
+        """Yield the choice with weight gradients in the gaps of its order, if that is free."""
+        if "gaps" in self.free.get("wgrad", ()):
+            yield choice.changed(wgrad="gaps")
+
+    def _state(self, segment: Segment) -> dict[str, str]:
+        return {key: getattr(segment, key) for key in self.free if key != "step"}
+
+    def _with(self, choice: Choice, states: Mapping[int, Mapping[str, str]]) -> Choice:
+        for number, state in states.items():
+            choice = choice.changed((number,), **state)
+        ends = (0, len(choice.segments) - 1)
+        for number in ends if self.tied else ():
+            if number in states:
+                choice = choice.changed(ends, optimizer=choice.segments[number].optimizer)
+        return choice
+
+
+class Descent:
+    """Searches a space for the choices that a judge predicts to be the fastest.
+
+    Args:
+        judge: predicts.
+        space: what may be chosen.
+        most_actions: how many are simulated; the first choice is simulated in any case.
+
+    Attributes:
+        space: what may be chosen.
+        found: what was simulated; None could not run, did not fit, or would have been too much.
+    """
+
+    def __init__(self, judge: Judge, space: Space, most_actions: int = MOST_ACTIONS) -> None:
+        self.found: dict[Choice, Predicted | None] = {}
+        self.space = space
+        self._judge, self._left = judge, most_actions
+
+    @cached_property
+    def first(self) -> Predicted:
+        """The prediction of the choice where the search begins.
+
+        Raises:
+            PlanError: it cannot run.
+        """
+        return self._judge.predicted(self.space.first)
+
+    @property
+    def best(self) -> Choice:
+        """The choice of the least price, so far as it was found."""
+        if not self.found:
+            self.run()
+        return min(self.found, key=self.price)
+
+    def to_try(self) -> list[Predicted]:
+        """Return at most two choices worth trying, besides the first one; the faster one first.
+
+        One is the fastest. The other is the fastest of another kind, whose prediction rests on
+        other assumptions: with steps in their iteration, if the first carries them and clipping
+        decides what that gains; else without reductions to shards that start between weight
+        gradients, or with nothing changed but the order.
+        """
+        if not self.found:
+            self.run()
+        most = self.price(self.space.first) * (1 - LEAST_GAIN)
+        gaining = sorted(
+            (one for one in self.found.values() if one and self.price(one.choice) < most),
+            key=lambda one: self.price(one.choice),
+        )
+        sharded = self._judge.features.gathers_params
+        shards_behind = [bool(sharded and _shards_behind(one.choice)) for one in gaining]
+        kinds: dict[bool, Predicted] = {}
+        for one, behind in zip(gaining, shards_behind, strict=True):
+            if len(self.space.free.get("step", ())) > 1:
+                kind = one.choice.carries
+            elif any(shards_behind):
+                kind = behind
+            else:
+                kind = self.memory(one.choice) > 0
+                if not kind and not kinds:
+                    return [one]  # an order and nothing else
+            kinds.setdefault(kind, one)
+        return list(kinds.values())
+
+    def run(self) -> None:
+        """Simulate until nothing is faster, or too much was simulated."""
+        self.price(self.space.first)
+        starts = sorted(dict.fromkeys(self.space.starts()), key=self.price)
+        starts = [start for start in starts if self.price(start) < inf]
+        kinds = [[start for start in starts if start.carries == carries] for carries in (0, 1)]
+        for kind, others in zip(kinds, (kinds[1], ()), strict=True):
+            kept = self._left // 2 if others else 0  # a run needs both, where steps may be clipped
+            self._left -= kept
+            self._improve(kind)
+            self._left += kept
+
+    def _improve(self, starts: Iterable[Choice]) -> None:
+        """Descend from each start, and exchange segments where that ends near the best so far."""
+        best: Choice | None = None
+        for start in starts:
+            end = self._descended(start)
+            if best is None or self.price(end) <= (1 + _NEAR) * self.price(best):
+                end = self._exchanged(end)
+            best = end if best is None else self._best(best, (end,))
+        if best is not None:
+            self._best(best, self.space.in_gaps(best))
+
+    def memory(self, choice: Choice) -> int:
+        """Return how many segments take memory; all that follow their own backwards are one."""
+        places = [segment.wgrad for segment in choice.segments]
+        apart = places.count("last") + places.count("gaps") + ("behind" in places)
+        return apart + len(choice.where(optimizer="replicated"))
+
+    def price(self, choice: Choice) -> float:
+        """Return the seconds of a choice, and a little for each segment that takes memory."""
+        if choice not in self.found:
+            self.found[choice] = self._predicted(choice)
+        found = self.found[choice]
+        return found.seconds * (1 + LEAST_GAIN * self.memory(choice)) if found else inf
+
+    def _predicted(self, choice: Choice) -> Predicted | None:
+        if choice == self.space.first:
+            return self.first
+        needed = self._judge.num_actions(choice)
+        if needed > self._left:
+            return None
+        self._left -= needed
+        try:
+            predicted = self._judge.predicted(choice)
+        except PlanError:
+            return None
+        return predicted if predicted.seconds < inf else None
+
+    def _descended(self, choice: Choice) -> Choice:
+        """Return a choice that no change of one coordinate makes faster."""
+        while True:
+            start = choice
+            for others in self.space.along(choice):
+                choice = self._best(choice, others)
+            if choice == start:
+                return choice
+
+    def _exchanged(self, choice: Choice) -> Choice:
+        """Return one that no exchange makes faster either; there are many of these."""
+        while True:
+            other = self._best(choice, self.space.exchanges(choice))
+            if other == choice:
+                return choice
+            choice = self._descended(other)
+
+    def _best(self, choice: Choice, others: Iterable[Choice]) -> Choice:
+        """Return the fastest of a choice and some others; of equals, the first."""
+        return min((choice, *others), key=self.price)
+
+
+def orders_worth_trying(
+    judge: Judge, first: Choice, *, keeps_forwards: bool = False
+) -> list[Choice]:
+    """Return a choice, and it in the other orders that its model chunks can run in.
+
+    Args:
+        judge: knows the sizes and the costs.
+        first: runs in stock's order.
+        keeps_forwards: whether forwards have to keep their order, as with dropout.
+    """
+    if judge.num_ranks == 1:
+        return [first]  # one rank waits for no other: the order changes nothing
+    others = with_other_forwards_ahead(judge, first)
+    if len(first.segments) > 1:
+        others = [replace(first, order=name, group=None) for name in ("aiao", "breadth-first")]
+    found = {judge.plain_order(first): first}
+    forwards = forward_only(judge.plain_order(first))
+    for other in others:
+        order = judge.plain_order(other)
+        if not keeps_forwards or forward_only(order) == forwards:
+            found.setdefault(order, other)
+    return [*found.values()]
+
+
+def with_other_forwards_ahead(judge: Judge, first: Choice) -> list[Choice]:
+    """Return a choice with other numbers of forwards ahead that may take the least time."""
+    usual = first.ahead or FORWARDS_AHEAD[first.schedule]
+    numbers = worth_trying(judge.costs, judge.num_ranks, judge.num_microbatches)
+    return [replace(first, ahead=number) for number in numbers if number != usual]
+
+
+def _shards_behind(choice: Choice) -> bool:
+    """Whether reductions to shards start between weight gradients."""
+    return bool(choice.where(optimizer="sharded", wgrad="behind"))

@@ -1,0 +1,105 @@
+"""The search of a run, from its measured times."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import Features
+from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
+from megatron.fold3d.policy.measured_times import MeasuredTimes
+from megatron.fold3d.predict.search.descent import (
+    Descent,
+    Space,
+    orders_worth_trying,
+    with_other_forwards_ahead,
+)
+from megatron.fold3d.predict.search.judge import Judge
+from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.execution import Execution
+
+
+def measured_search(
+    times: MeasuredTimes,
+    first: Choice,
+    *,
+    features: Features,
+    order: Plan,
+    free: Mapping[str, Sequence[str]],
+    frees_order: bool = False,
+    frees_ahead: bool = False,
+    keeps_forwards: bool = False,
+    tied: bool = False,
+    parameter_share: float = 1.0,
+    room: float = float("inf"),
+    sizes: Sequence[float] = (),
+    shard_shares: tuple[tuple[float, float], ...] = (),
+    preemptive: bool = False,
+) -> Descent:
+    """Return the search of a run that has measured ``times``; DP.sync is of all-reduces.
+
+    Args:
+        times: of all stages, as they were measured.
+        first: the choice that runs, or that the flags say; what is free begins with its values.
+        features: what the run has beside its choice.
+        order: the order of ``first``, without weight gradients in gaps.
+        free: as in `Space`.
+        frees_order: whether other orders may be chosen.
+        frees_ahead: whether another number of forwards ahead may be chosen.
+        keeps_forwards: whether forwards have to keep their order.
+        tied: as in `Space`.
+        parameter_share: bytes of the parameters, as a share of those of their gradients.
+        room: bytes that every rank has free.
+        sizes: the bytes that a rank takes more for each segment that is replicated.
+        shard_shares: as in `Execution`.
+        preemptive: as in `Execution`.
+    """
+    costs, held = costs_from_times(times), times.held
+    if features.gathers_params:
+        halves = tuple(s / 2 for s in times.grad_sync_s)
+        gathers = tuple(s * parameter_share for s in halves)
+        costs = replace(costs, grad_sync_s=halves, param_gather_s=gathers)
+
+    def fits(choice: Choice, plan: Plan) -> bool:
+        more = sum(sizes[number] for number in choice.where(optimizer="replicated"))
+        if held is None:
+            return more <= room
+        peaks = zip(held.peaks(plan), held.most, strict=True)
+        return all(peak + more <= most for peak, most in peaks)
+
+    def may_hold(plan: Plan) -> HeldSizes:
+        is_counted = held is None or first.held is not None
+        return HeldSizes.counted(plan, first.held) if is_counted or held is None else held
+
+    judge = Judge(
+        num_ranks=order.num_ranks,
+        num_microbatches=order.num_microbatches,
+        costs=costs,
+        features=replace(features, transfers=False),
+        execution=Execution(in_order=True, preemptive=preemptive, shard_shares=shard_shares),
+        fits=fits,
+        held=may_hold,
+        order=None if frees_order or frees_ahead else order,
+    )
+    orders = [first]
+    if frees_order:
+        orders = orders_worth_trying(judge, first, keeps_forwards=keeps_forwards)
+    elif frees_ahead:
+        orders += with_other_forwards_ahead(judge, first)
+    if order.num_ranks == 1 and "wgrad" in free:
+        free = {**free, "wgrad": [value for value in free["wgrad"] if value != "gaps"]}
+    return Descent(judge, Space(orders=orders, free=free, tied=tied))
+
+
+def costs_from_times(times: MeasuredTimes) -> Costs:
+    """Return the costs of a run that has measured ``times``."""
+    parts = zip(times.backward_s, times.recompute_s, times.weight_s, strict=True)
+    return Costs(
+        forward_s=times.forward_s,
+        backward_s=tuple(map(sum, parts)),
+        weight_s=times.weight_s,
+        recompute_s=times.recompute_s,
+        p2p_s=times.transfer_s,
+        rings_are_buffered=times.rings_are_buffered,
+        grad_sync_s=times.grad_sync_s,
+    )

@@ -1,0 +1,148 @@
+"""The search of a run, from the times that it has measured."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import Features, lower, order_of
+from megatron.fold3d.plan.ir import PlanError
+from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes, place_as_if_equal
+from megatron.fold3d.plan.schedules import build
+from megatron.fold3d.plan.verify import verify
+from megatron.fold3d.policy.measured_times import MeasuredTimes
+from megatron.fold3d.policy.predicted import Predicted
+from megatron.fold3d.predict.search.measured_search import measured_search
+
+FOUR = (1.0,) * 4
+TIMES = MeasuredTimes(
+    forward_s=FOUR,
+    backward_s=FOUR,
+    recompute_s=(0.0,) * 4,
+    weight_s=FOUR,
+    transfer_s=0.5,
+    grad_sync_s=(0.0,) * 4,
+)
+GAPS = {"wgrad": ("backward", "gaps")}
+
+
+def best(times: MeasuredTimes, word: str = "1f1b:wgrad=gaps", **changed: Any) -> Predicted:
+    """What is predicted to be the fastest of four ranks and eight micro-batches."""
+    first = Choice.parse(word, 1)
+    given: dict[str, Any] = {"features": Features(), "order": order_of(first, 4, 8)}
+    found = measured_search(times, first, **given | {"free": GAPS, "frees_ahead": True} | changed)
+    predicted = found.found[found.best]
+    assert predicted is not None
+    return predicted
+
+
+def test_until_times_are_known_they_count_as_equal():
+    order = build("1f1b", num_ranks=4, num_segments=1, num_microbatches=8)
+    assert place_as_if_equal(order) == build(
+        "zb-h1", num_ranks=4, num_segments=1, num_microbatches=8
+    )
+
+
+def test_slow_transfers_let_more_forwards_run_ahead():
+    at_once = best(replace(TIMES, transfer_s=0.0))
+    assert str(at_once.choice) == "1f1b:wgrad=gaps"
+    slow = best(TIMES)
+    assert str(slow.choice) == "1f1b:wgrad=gaps:ahead=2"
+    assert slow.seconds == 3 * 1.5 + 8 * 3  # its lower bound
+    verify(lower(slow.order, slow.choice))
+
+
+def test_no_more_forwards_run_ahead_than_memory_has_room_for():
+    held = HeldSizes(saved=FOUR, delayed=FOUR, most=(4.0,) * 4)
+    assert best(replace(TIMES, held=held)).choice.ahead is None
+    roomy = replace(held, most=(7.0,) * 4)
+    assert best(replace(TIMES, held=roomy)).choice.ahead == 2
+
+
+def test_weight_gradients_that_memory_has_no_room_for_stay_in_their_backwards():
+    heavy = HeldSizes(saved=FOUR, delayed=(8.0,) * 4, most=(4.0,) * 4)  # recomputation
+    assert not best(replace(TIMES, held=heavy)).choice.splits
+
+
+def test_a_limit_that_the_order_cannot_keep_is_refused_with_the_plan():
+    order = build("1f1b", num_ranks=4, num_segments=1, num_microbatches=8)
+    with pytest.raises(PlanError, match="0F3 and may hold 3: raise the limit") as error:
+        place_as_if_equal(order, 3)
+    assert ">0F3<" in str(error.value)
+
+
+def test_times_are_told_in_a_line():
+    assert str(TIMES) == "F 1e+03 ms, B 1e+03 ms, W 1e+03 ms, transfer 500 ms"
+
+
+def test_dp_sync_of_the_first_segment_is_hidden_behind_weight_gradients():
+    times = replace(TIMES, transfer_s=0.0, grad_sync_s=(6.0,) * 4)
+    first = Choice.parse("aiao:step=next:wgrad=gaps:held=8", 2)
+    found = measured_search(
+        times, first, features=Features(), order=order_of(first, 2, 4), free=GAPS
+    )
+    assert found.best.fills_gaps
+    assert found.price(found.best) < found.price(first.changed(wgrad="backward"))
+
+
+def test_segments_are_replicated_as_far_as_memory_has_room():
+    eight = (3.0,) * 8
+    times = MeasuredTimes(
+        forward_s=(1.0,) * 8,
+        backward_s=(2.0,) * 8,
+        recompute_s=(0.0,) * 8,
+        weight_s=(0.0,) * 8,
+        transfer_s=0.1,
+        grad_sync_s=(12.0,) * 8,
+    )
+    first = Choice.plain("interleaved", 4)
+    search = partial(
+        measured_search,
+        first=first,
+        features=Features(gathers_params=True),
+        order=order_of(first, 2, 4),
+        free={"optimizer": ("sharded", "replicated")},
+        frees_order=True,
+        sizes=(5.0,) * 4,
+    )
+
+    def replicated(room: float, held: HeldSizes | None = None) -> int:
+        found = search(replace(times, held=held), room=room).to_try()
+        return max((len(one.choice.where(optimizer="replicated")) for one in found), default=0)
+
+    assert replicated(room=4.0) == 0
+    assert 1 <= replicated(room=5.0) <= replicated(room=100.0)
+    assert replicated(room=5.0) == 1
+    held = HeldSizes(saved=eight, delayed=eight, most=(60.0, 60.0))  # aiao holds 48
+    assert replicated(room=100.0, held=held) <= 2
+
+
+def test_measured_all_reduces_are_halved_and_gathers_have_the_size_of_parameters():
+    # Of one rank, three segments and two micro-batches: forwards take 2 s each, backwards 6.
+    times = MeasuredTimes(
+        forward_s=(1.0,) * 3,
+        backward_s=(3.0,) * 3,
+        recompute_s=(0.0,) * 3,
+        weight_s=(0.0,) * 3,
+        transfer_s=0.0,
+        grad_sync_s=(6.0,) * 3,
+    )
+    first = Choice.plain("afab", 3)
+    order = build("afab", num_ranks=1, num_segments=3, num_microbatches=2)
+    measured = partial(
+        measured_search,
+        times,
+        first,
+        features=Features(gathers_params=True),
+        order=order,
+        free={"optimizer": ("sharded", "replicated")},
+        sizes=(0.0,) * 3,
+    )
+    (found,) = measured(parameter_share=1.0).to_try()
+    assert (found.order, str(found.choice)) == (order, "afab:optimizer=replicated@1")
+    assert found.seconds == 30.0
+    # Gathers of parameters in 16 bits take 1.5 s each: only the first one is exposed.
+    assert measured(parameter_share=0.5).first.seconds == pytest.approx(1.5 + 6 + 18 + 3)
+    assert measured(parameter_share=1.0, room=1.0, sizes=(2.0,) * 3).to_try() == []
