@@ -16,6 +16,7 @@ from megatron.fold3d.commands.plan_source import in_words
 from megatron.fold3d.config.bucket_flags import has_one_queue
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.gpu_settings import has_many_queues
+from megatron.fold3d.config.job_sizes import num_microbatches, ranks_of_model
 from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.plan.ir import Plan
@@ -79,11 +80,7 @@ class Target:
         if cluster is not None:
             args.world_size = cluster.num_gpus
         elif started is None:
-            args.world_size = (
-                args.tensor_model_parallel_size
-                * args.pipeline_model_parallel_size
-                * args.context_parallel_size
-            )
+            args.world_size = ranks_of_model(args)
         os.environ["WORLD_SIZE"] = str(args.world_size)
 
 
@@ -203,7 +200,6 @@ class RunEstimate:
 def _candidate(args: Namespace) -> Candidate:
     config = Fold3DConfig.from_args(args)
     is_stock = config.schedule == "stock"
-    num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     schedule = config.schedule
     if is_stock or config.plan_file or schedule == "auto":
         schedule = stock_schedule(config.num_segments)
@@ -213,7 +209,7 @@ def _candidate(args: Namespace) -> Candidate:
         setup=setup_of(args, args.data_parallel_size),
         num_ranks=config.num_ranks,
         num_segments=config.num_segments,
-        num_microbatches=num_microbatches,
+        num_microbatches=num_microbatches(args),
         group_size=config.microbatch_group_size if schedule == "interleaved" else None,
         layers=stage_layers(args),
         backward_share="auto" if config.auto_share else config.backward_share,
