@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megatron.fold3d.runtime.tensor_parallel.baton import Baton
     from megatron.fold3d.runtime.trace.metrics import Metrics
     from megatron.fold3d.runtime.trace.recorder import Recorder
+    from megatron.fold3d.runtime.trace.tracer import Tracer
     from megatron.fold3d.runtime.transfers.carrier import Transfers
 
     Part = tuple[Sequence[Feature], Sequence[Patch]]  # what one capability adds to a run
@@ -94,22 +95,33 @@ def install_schedule(
         from megatron.fold3d.runtime.offload import host_memory
 
         host_memory.check_node(plans.latest, config.saved_bytes, ranks_here)
-    num_local = max(1, len(ranks_here))
-    if config.trace is None:
-        return _install(config, plans, None, num_local)
+    tracer = None
+    if config.trace is not None:
+        from megatron.fold3d.runtime.trace.tracer import Tracer
 
-    from fold3d_patches import trace
-    from megatron.fold3d.runtime.trace.tracer import Tracer
+        tracer = Tracer(config, plans, _metrics())
+    run = _Run(
+        config=config,
+        plans=plans,
+        communicator=_communicator(config),
+        baton=_baton(config),
+        tracer=tracer,
+        num_local=max(1, len(ranks_here)),
+    )
+    patches, executor = [*_trace_patches(run), *_marks(config)], None
+    if config.schedule != "stock":
+        from fold3d_patches.schedule import get_forward_backward_func, script_settings
+        from megatron.fold3d.runtime.executor import Executor
 
-    tracer = Tracer(config, plans, _metrics())
-    patches = [*trace.patches(tracer, config.schedule)]
-    if config.records_tp_sync and not config.overlap_tensor_parallel:  # pairs have a wrapper
-        from fold3d_patches.schedule import tensor_parallel_group
-
-        patches.append(tensor_parallel_group.patch(recorder=tracer.recorder))
+        parts = [*_parts(run)]
+        executor = Executor(plans, [feature for features, _ in parts for feature in features])
+        patches += [get_forward_backward_func.patch(executor), *script_settings.patches()]
+        patches += [patch for _, its_patches in parts for patch in its_patches]
     with apply(patches) as stack:
-        stack.enter_context(tracer)
-        stack.push(_install(config, plans, tracer.recorder, num_local))
+        if tracer is not None:
+            stack.enter_context(tracer)
+        if executor is not None:
+            stack.push(executor)
         return stack.pop_all()
 
 
@@ -149,8 +161,13 @@ class _Run:
     plans: "Plans"
     communicator: "PreemptiveCommunicator | None"
     baton: "Baton | None"
-    recorder: "Recorder | None"
+    tracer: "Tracer | None"
     num_local: int
+
+    @property
+    def recorder(self) -> "Recorder | None":
+        """The recorder of the trace, if there is one."""
+        return None if self.tracer is None else self.tracer.recorder
 
     @property
     def timeout(self) -> timedelta:
@@ -190,8 +207,15 @@ def _parts(run: _Run) -> "Iterator[Part]":
         (counts, _made("recompute_counts:RecomputeCounts", c.recompute_layers)),
         (c.recompute_early, _made("early_recompute:EarlyRecompute", patch="checkpoint")),
         (c.offload_activations != "off", _offload),
+        (c.cuts_every_segment, _only("gradient_buckets")),
+        (c.steps_shards, _only("embedding_grads")),
     )
     return (make(run) for is_on, make in table if is_on)
+
+
+def _only(module: str) -> "Callable[[_Run], Part]":
+    """Return what makes the patches of a module of `fold3d_patches.schedule`, without a feature."""
+    return lambda _: ((), import_module(f"fold3d_patches.schedule.{module}").patches())
 
 
 def _made(feature: str, *args: object, patch: str = "") -> "Callable[[_Run], Part]":
@@ -211,47 +235,6 @@ def _made(feature: str, *args: object, patch: str = "") -> "Callable[[_Run], Par
         return (made,), (import_module(f"fold3d_patches.schedule.{patch}").patch(made),)
 
     return make
-
-
-def _install(
-    config: "Fold3DConfig",
-    plans: "Plans",
-    recorder: "Recorder | None",
-    num_local: int,
-) -> ExitStack:
-    marks = _marks(config)
-    if config.schedule == "stock":
-        return apply(marks)
-
-    from fold3d_patches.schedule import get_forward_backward_func, script_settings
-    from megatron.fold3d.runtime.executor import Executor
-
-    run = _Run(
-        config=config,
-        plans=plans,
-        communicator=_communicator(config),
-        baton=_baton(config),
-        recorder=recorder,
-        num_local=num_local,
-    )
-    features: list[Feature] = []
-    patches: list[Patch] = []
-    for its_features, its_patches in _parts(run):
-        features += its_features
-        patches += its_patches
-    executor = Executor(plans, features)
-    if config.cuts_every_segment:
-        from fold3d_patches.schedule import gradient_buckets
-
-        patches += gradient_buckets.patches()
-    if config.steps_shards:
-        from fold3d_patches.schedule import embedding_grads
-
-        patches.append(embedding_grads.patch())
-    always = (get_forward_backward_func.patch(executor), *script_settings.patches())
-    stack = apply([*always, *marks, *patches])
-    stack.push(executor)
-    return stack
 
 
 def _communicator(config: "Fold3DConfig") -> "PreemptiveCommunicator | None":
@@ -381,6 +364,19 @@ def _offload(run: _Run) -> "Part":
 
     offloader = Offloader.of(run.config, run.num_local)
     return (Offload(offloader, run.plans, run.recorder),), (checkpoint.patch(offloader),)
+
+
+def _trace_patches(run: _Run) -> Iterator[Patch]:
+    if run.tracer is None:
+        return
+
+    from fold3d_patches import trace
+
+    yield from trace.patches(run.tracer, run.config.schedule)
+    if run.config.records_tp_sync and not run.config.overlap_tensor_parallel:  # pairs have it
+        from fold3d_patches.schedule import tensor_parallel_group
+
+        yield tensor_parallel_group.patch(recorder=run.recorder)
 
 
 def _metrics() -> "Metrics":

@@ -14,7 +14,7 @@ from typing import Any
 from fold3d_patches.registry import Patch
 
 
-def patch() -> Patch:
+def patches() -> tuple[Patch, ...]:
     """Return the patch of the sum of one embedding's gradients."""
 
     def make(upstream: Callable[..., None]) -> Callable[..., None]:
@@ -37,10 +37,11 @@ def patch() -> Patch:
 
         return _allreduce_embedding_grad
 
-    return Patch(
+    found = Patch(
         target="megatron.core.distributed.finalize_model_grads:_allreduce_embedding_grad",
         parameters=(
             *("model", "embd_group", "pp_group", "weight_getter", "skip_if_none", "config"),
         ),
         make=make,
     )
+    return (found,)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.fold3d.config.all_flags import megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
-from megatron.fold3d.config.minimum_sizes import _SIZES
+from megatron.fold3d.config.job_sizes import _SIZES
 from megatron.fold3d.config.refusals import refusals
 from megatron.fold3d.plan.schedules import SCHEDULES
 from megatron.fold3d.training import launch

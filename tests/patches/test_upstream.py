@@ -62,7 +62,7 @@ PATCHES = (
     save_checkpoint.patch(DUE),
     scale_gradients.patch(DUE),
     zero_grad_buffer.patch(DUE),
-    embedding_grads.patch(),
+    *embedding_grads.patches(),
     *gradient_buckets.patches(),
     linear.patch(DelayedWeightGrads()),
     backward_post_hook.patch(EngineWeightGrads()),

@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from megatron.fold3d.config.job_sizes import num_microbatches
 from megatron.fold3d.config.layer_split import num_layers
 from megatron.fold3d.predict.cost_model.hardware_profile import HardwareProfile
 from megatron.fold3d.training.auto_segments import SegmentChoice, choose
@@ -60,7 +61,7 @@ def choose_segments(
         )
         kept.write(measured)
     room = room_for_layers(args) if may_be_uneven else None
-    choice = choose(args, measured, _num_microbatches(args), room)
+    choice = choose(args, measured, num_microbatches(args), room)
     _write_costs(args, measured, choice, kept.path)
     store.set("segments", " ".join(choice.flags))
     return choice.flags, f"{choice}; {source}"
@@ -114,15 +115,3 @@ def _write_costs(
     costs = measured.costs(choice.layers or (num_layers(args) / stages,) * stages)
     file = path.with_name(f"{path.stem}-costs-of-{choice.num_segments}-segments.json")
     file.write_text(costs.to_json(), encoding="utf-8")
-
-
-def _num_microbatches(args: Namespace) -> int:
-    """Return the micro-batches of an iteration after ramp-up; Megatron counts them later."""
-    model_parallel = (
-        args.tensor_model_parallel_size
-        * args.pipeline_model_parallel_size
-        * args.context_parallel_size
-    )
-    of_one: int = args.micro_batch_size * max(1, int(os.environ["WORLD_SIZE"]) // model_parallel)
-    batch: int = args.global_batch_size or of_one
-    return max(1, batch // of_one)

@@ -19,6 +19,7 @@ from megatron.fold3d.commands.plan_source import in_words
 from megatron.fold3d.config.bucket_flags import has_one_queue
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.gpu_settings import has_many_queues
+from megatron.fold3d.config.job_sizes import ranks_of_model
 from megatron.fold3d.observe.exposure import exposure, mean
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.schedule_word import AUTO
@@ -71,11 +72,7 @@ class Target:
         if cluster is not None:
             args.world_size = cluster.num_gpus
         elif started is None:
-            args.world_size = (
-                args.tensor_model_parallel_size
-                * args.pipeline_model_parallel_size
-                * args.context_parallel_size
-            )
+            args.world_size = ranks_of_model(args)
         os.environ["WORLD_SIZE"] = str(args.world_size)
 
 

@@ -38,6 +38,7 @@ from megatron.fold3d.config.gpu_settings import (
     gpu_problems,
     has_many_queues,
 )
+from megatron.fold3d.config.job_sizes import num_microbatches
 from megatron.fold3d.config.run_flags import data_problems, run_problems
 from megatron.fold3d.config.schedule_flags import schedule_of
 from megatron.fold3d.config.spelling import flag_of
@@ -235,7 +236,7 @@ def install(args: Namespace, patched: ExitStack) -> None:
         model, hardware = _microbatch_flops(args)
         config = replace(config, microbatch_flops=model, recomputed_flops=hardware - model)
     patched.enter_context(
-        fold3d_patches.install_schedule(config, _num_microbatches(args), _ranks_here(args))
+        fold3d_patches.install_schedule(config, num_microbatches(args), _ranks_here(args))
     )
     if "MASTER_ADDR" not in os.environ:
         raise ValueError(f"no torchrun; start with: torchrun --nproc-per-node N {_script()} ...")
@@ -253,7 +254,7 @@ def tell_checked(args: Namespace, absent: Sequence[str] = ()) -> int:
     """
     from megatron.fold3d.training.dry_run import report
 
-    plan = fold3d_patches.check_schedule(Fold3DConfig.from_args(args), _num_microbatches(args))
+    plan = fold3d_patches.check_schedule(Fold3DConfig.from_args(args), num_microbatches(args))
     lines = [*report(args, plan), *(f"not on this machine: {message}" for message in absent)]
     if _speaks():
         sys.stdout.write("".join(f"{line}\n" for line in lines))
@@ -284,7 +285,7 @@ def _check(args: Namespace, more: Sequence[str]) -> None:
     if problems:
         raise ValueError("\n".join(problems))
     if args.plan_file is not None and not args.use_checkpoint_args:  # it may bring the sizes
-        fold3d_patches.check_schedule(Fold3DConfig.from_args(args), _num_microbatches(args))
+        fold3d_patches.check_schedule(Fold3DConfig.from_args(args), num_microbatches(args))
 
 
 def refuse(error: Exception) -> int:
@@ -331,20 +332,6 @@ def _with_chosen_segments(
     args = parse()
     Fold3DConfig.from_args(args)
     return args
-
-
-def _num_microbatches(args: Namespace) -> int:
-    """Return the micro-batches of an iteration after ramp-up, of parsed or validated flags."""
-    if args.global_batch_size is None:  # validation makes it one micro-batch per replica
-        return 1
-    of_one_model = (
-        args.tensor_model_parallel_size
-        * args.pipeline_model_parallel_size
-        * args.context_parallel_size
-    )
-    return int(
-        args.global_batch_size // (args.micro_batch_size * (args.world_size // of_one_model))
-    )
 
 
 def _microbatch_flops(args: Namespace) -> Flops:

@@ -9,6 +9,7 @@ import torch
 
 from megatron.fold3d.commands.job import setup_of
 from megatron.fold3d.commands.megatron_flags import shape_of
+from megatron.fold3d.config.job_sizes import ranks_of_model
 from megatron.fold3d.observe.memory_curve import Footprint, memory
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.policy.partition import Layers
@@ -38,10 +39,9 @@ def room_for_layers(args: Namespace) -> Room | None:
     if not args.vocab_size:  # only the tokenizer knows
         return None
     num_ranks: int = args.pipeline_model_parallel_size
-    model_parallel = args.tensor_model_parallel_size * num_ranks * args.context_parallel_size
     try:
         shape = shape_of(args)
-        setup = setup_of(args, max(1, int(os.environ["WORLD_SIZE"]) // model_parallel))
+        setup = setup_of(args, max(1, int(os.environ["WORLD_SIZE"]) // ranks_of_model(args)))
         setup.check(shape)
     except ValueError:
         return None

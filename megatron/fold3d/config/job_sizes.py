@@ -1,5 +1,9 @@
-"""Sizes that must be at least one: with less, Megatron divides by zero or trains nothing."""
+"""Sizes of a run: those that must be at least one, and what follows from them.
 
+With less than one, Megatron divides by zero or trains nothing.
+"""
+
+import math
 from argparse import Namespace
 from collections.abc import Iterator
 
@@ -32,3 +36,15 @@ def size_problems(args: Namespace) -> Iterator[str]:
     for name in _SIZES:
         if (size := getattr(args, name, None)) is not None and size < 1:
             yield f"{flag_of(name)} {size}: it is at least one; give another number"
+
+
+def ranks_of_model(args: Namespace) -> int:
+    """Return the ranks that one replica of the model takes."""
+    sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    return int(math.prod((*sizes, args.context_parallel_size)))
+
+
+def num_microbatches(args: Namespace) -> int:
+    """Return the micro-batches of an iteration after ramp-up, of parsed or validated flags."""
+    at_once = args.micro_batch_size * max(1, args.world_size // ranks_of_model(args))
+    return max(1, int((args.global_batch_size or at_once) // at_once))
