@@ -116,6 +116,8 @@ def _search(described: Described, hardware: Cluster, **layout: Any) -> Search:
         expert_parallel=described.expert_parallel,
         expert_tensor_parallel=described.expert_tensor_parallel,
         small_gradients=described.small_gradients,
+        accumulates_in_fp32=described.accumulates_in_fp32,
+        scatters_in_fp32=described.scatters_in_fp32,
     )
     return search(
         described.shape,

@@ -69,6 +69,8 @@ _UNEVEN = (
     *("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"),
     "pipeline-model-parallel-layout",
 )
+LOCAL_FP32 = "--ddp-param-name-patterns-for-fp32-local-accumulation"
+SCATTER_FP32 = "--ddp-reduce-scatter-with-fp32-accumulation"
 _DEFAULT_VOCABULARY = 51_200
 _VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)")
 _ASSIGNMENT = re.compile(r"\s*(?:export\s+|local\s+|readonly\s+)?(\w+)\+?=(.*)", re.S)
@@ -88,6 +90,8 @@ class Described:
         expert_parallel: ranks that share the experts of a layer, likewise.
         expert_tensor_parallel: ranks that share each expert, likewise; 0 if none are asked for.
         small_gradients: whether gradients are summed in 16 bits.
+        accumulates_in_fp32: whether micro-batches are added up in 32 nonetheless.
+        scatters_in_fp32: whether the shards of replicas are.
         notes: the flags that were read, and the values that are assumed; one line each.
         words: all of them; a script's are not flags alone.
         flags: by name, each flag's first value, with those of a preset.
@@ -102,6 +106,8 @@ class Described:
     expert_parallel: int
     expert_tensor_parallel: int
     small_gradients: bool
+    accumulates_in_fp32: bool
+    scatters_in_fp32: bool
     notes: tuple[str, ...]
     words: tuple[str, ...]
     flags: Mapping[str, str]
@@ -240,6 +246,7 @@ def described(words: Sequence[str], source: str) -> Described:
         assumed.append(
             f"{' and '.join(fixed)} stay; no computation hides what these ranks exchange"
         )
+    small = precision != "32 bits" and not _sums_in_32_bits(flags, fp16=fp16)
     batch = number(flags, "global-batch-size")
     notes = [
         f"read from {source}: {_in_words(shape)}, {batch} sequences per iteration, {precision}",
@@ -253,7 +260,9 @@ def described(words: Sequence[str], source: str) -> Described:
         context_parallel=shared["context-parallel-size"],
         expert_parallel=shared["expert-model-parallel-size"],
         expert_tensor_parallel=shared["expert-tensor-parallel-size"],
-        small_gradients=precision != "32 bits" and not _sums_in_32_bits(flags, fp16=fp16),
+        small_gradients=small,
+        accumulates_in_fp32=small and LOCAL_FP32[2:] in flags,
+        scatters_in_fp32=small and SCATTER_FP32[2:] in flags,
         notes=tuple(notes),
         words=tuple(words),
         flags=flags,

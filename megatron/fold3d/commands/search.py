@@ -15,6 +15,7 @@ from megatron.fold3d.commands.megatron_flags import (
 )
 from megatron.fold3d.commands.training_flags import (
     check_trains,
+    sums_of,
     to_drop,
     training_flags,
     undecided,
@@ -127,6 +128,8 @@ def run(args: Namespace) -> int:
                 expert_tensor_parallel=described.expert_tensor_parallel if described else 0,
                 small_gradients=args.grad_reduce_in_bf16
                 or (described is not None and described.small_gradients),
+                accumulates_in_fp32=described is not None and described.accumulates_in_fp32,
+                scatters_in_fp32=described is not None and described.scatters_in_fp32,
             ),
             assumed=args.assume,
             progress=progress,
@@ -194,6 +197,7 @@ def _lines(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str
             f"{found.best[0].candidate.name}: delaying weight gradients gains {gain:.1%}; "
             "no GPU has timed it"
         )
+    yield from _in_16_bits(found)
     yield from _bought(found)
     yield from _assumptions_of(answer, shape, cluster)
     yield f"per GPU: {_flops(found.choice, shape, cluster)}"
@@ -249,6 +253,28 @@ def _bought(found: Found) -> Iterator[str]:
     ]
     bought = ", ".join(changes) or "room for its activations"
     yield f"{flag} gains {gain:.1%} over the best that keeps all whole; it buys {bought}"
+
+
+def _in_16_bits(found: Found) -> Iterator[str]:
+    """Say what gradients of 16 bits gain on both sides, and what they change."""
+    if not found.in_16_bits:
+        return
+    yield "with gradients that travel in 16 bits, at sizes from above:"
+    for choice in found.in_16_bits:
+        setup = choice.candidate.setup
+        before = found.best_stock if choice.candidate.is_stock else found.ours
+        less = 0.0 if before is None else 1 - choice.iteration_s / before.iteration_s
+        flags = " ".join(["--grad-reduce-in-bf16", *sums_of(setup)])
+        optimizer = "--use-distributed-optimizer" if setup.distributed_optimizer else "all-reduce"
+        name = f"{choice.candidate.name}, {optimizer}"
+        yield f"  {choice.iteration_s:.3f}s ({less:.1%} less), {name}:"
+        yield f"    {flags}"
+    setups = [choice.candidate.setup for choice in found.in_16_bits]
+    if all(setup.accumulates_in_fp32 for setup in setups):
+        changes = "micro-batches still add up in 32 bits, but each replica's sum is rounded to 16"
+    else:
+        changes = "each micro-batch adds to a sum of 16 bits, which loses small gradients"
+    yield f"  {changes}: losses will differ, so compare them before you use it"
 
 
 def _sizes_of(choice: JudgedCandidate) -> tuple[tuple[str, object], ...]:

@@ -121,6 +121,8 @@ def _setup(flags: Mapping[str, str], about: Described, gpus: int, ranks: int) ->
         expert_parallel=about.expert_parallel,
         expert_tensor_parallel=about.expert_tensor_parallel,
         small_gradients=about.small_gradients,
+        accumulates_in_fp32=about.accumulates_in_fp32,
+        scatters_in_fp32=about.scatters_in_fp32,
         local_layers=_has_local_layers(flags),
     )
 

@@ -25,8 +25,7 @@ def reduces_early(args: Namespace) -> bool:
     """Return True if DP.sync may start between delayed weight gradients.
 
     With one hardware queue its slices would have to be placed where they block nothing. A slice of
-    an all-reduce over more than two replicas may be summed in another order than the whole. Where
-    gradients are copied back when Megatron's own buckets are reduced, there are no slices either.
+    an all-reduce over more than two replicas may be summed in another order than the whole.
     """
     may_gather = gathers_by_plan(args) or not args.use_distributed_optimizer
     return bool(args.overlap_grad_reduce and may_gather and not any(delays_dp_sync(args)))
@@ -42,9 +41,6 @@ def delays_dp_sync(args: Namespace) -> Iterator[str]:
     settings = {
         "CUDA_DEVICE_MAX_CONNECTIONS=1": has_one_queue(args),
         "--deterministic-mode": getattr(args, "deterministic_mode", False),
-        "--ddp-param-name-patterns-for-fp32-local-accumulation": (
-            args.ddp_param_name_patterns_for_fp32_local_accumulation
-        ),
         f"--num-distributed-optimizer-instances {args.num_distributed_optimizer_instances}": (
             args.num_distributed_optimizer_instances != 1
         ),

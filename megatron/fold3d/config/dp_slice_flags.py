@@ -4,14 +4,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megatron.fold3d.config.bucket_flags import has_one_queue
-from megatron.fold3d.config.refusals import spelled
-
-_UNFIT = {
-    "preemptive_comm": "its scheduler decides when slices start",
-    "ddp_param_name_patterns_for_fp32_local_accumulation": (
-        "gradients are copied back when Megatron's own buckets are reduced"
-    ),
-}
 
 
 def slices_dp_sync(args: Namespace) -> bool:
@@ -22,8 +14,8 @@ def slices_dp_sync(args: Namespace) -> bool:
     """
     if args.dp_slices != "auto":
         return bool(args.dp_slices == "on")
-    fits = not any(getattr(args, name) for name in _UNFIT)
-    return bool(fits and args.backward_share is not None and has_one_queue(args))
+    deferred = args.backward_share is not None
+    return bool(deferred and not args.preemptive_comm and has_one_queue(args))
 
 
 def dp_slice_problems(args: Namespace, schedule: str) -> Iterator[str]:
@@ -41,7 +33,8 @@ def dp_slice_problems(args: Namespace, schedule: str) -> Iterator[str]:
             "slices=on without --overlap-grad-reduce: Megatron then reduces all gradients at the "
             "end of the iteration; add --overlap-grad-reduce"
         )
-    for name, rule in _UNFIT.items():
-        if value := getattr(args, name):
-            flag = "--" + name.replace("_", "-")
-            yield f"{spelled(flag, value)} with slices=on: {rule}; drop one of the two"
+    if args.preemptive_comm:
+        yield (
+            "--preemptive-comm with slices=on: its scheduler decides when slices start; "
+            "drop one of the two"
+        )

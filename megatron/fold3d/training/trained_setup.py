@@ -17,6 +17,7 @@ def setup_of(args: Namespace, data_parallel: int) -> Setup:
         data_parallel: replicas of the model.
     """
     is_16_bit = args.bf16 or args.fp16
+    small = is_16_bit and not args.accumulate_allreduce_grads_in_fp32
     return Setup(
         tensor_parallel=args.tensor_model_parallel_size,
         data_parallel=data_parallel,
@@ -28,7 +29,10 @@ def setup_of(args: Namespace, data_parallel: int) -> Setup:
         context_parallel=args.context_parallel_size,
         expert_parallel=args.expert_model_parallel_size,
         expert_tensor_parallel=args.expert_tensor_parallel_size or 0,
-        small_gradients=is_16_bit and not args.accumulate_allreduce_grads_in_fp32,
+        small_gradients=small,
+        accumulates_in_fp32=small
+        and bool(args.ddp_param_name_patterns_for_fp32_local_accumulation),
+        scatters_in_fp32=small and args.ddp_reduce_scatter_with_fp32_accumulation,
         local_layers=args.transformer_impl == "local",
         order="tp-pp-dp" if args.use_tp_pp_dp_mapping else "tp-dp-pp",
     )

@@ -295,9 +295,19 @@ def _flops_per_s(cluster: Cluster, setup: Setup) -> float:
 
 
 def _grad_sync_s(cluster: Cluster, setup: Setup, num_ranks: int, num_bytes: float) -> float:
-    """DP.sync of gradients: an all-reduce, or with the distributed optimizer a reduce-scatter."""
-    collective = reduce_scatter_s if setup.distributed_optimizer else all_reduce_s
-    return collective(setup.num_replicas, num_bytes, _bandwidths(cluster, setup, num_ranks)[1])
+    """DP.sync of gradients: an all-reduce, or with the distributed optimizer a reduce-scatter.
+
+    That in 32 bits is an all-to-all: what replicas of one node send to the others all leaves the
+    node, where a ring adds it up on its way.
+    """
+    n, bytes_per_s = setup.num_replicas, _bandwidths(cluster, setup, num_ranks)[1]
+    if not setup.distributed_optimizer:
+        return all_reduce_s(n, num_bytes, bytes_per_s)
+    span, seconds = _replicas_span(setup, num_ranks), reduce_scatter_s(n, num_bytes, bytes_per_s)
+    if not setup.scatters_in_fp32 or span <= cluster.gpus_per_node:
+        return seconds
+    together = max(1, cluster.gpus_per_node * n // span)  # replicas of a node
+    return seconds * together * (n - together) / (n - 1)
 
 
 def _expert_sync_s(cluster: Cluster, setup: Setup, num_ranks: int, num_bytes: float) -> float:

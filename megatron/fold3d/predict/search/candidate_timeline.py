@@ -181,7 +181,13 @@ def _timeline(
 
 def without_grad_sync(candidate: Candidate) -> Candidate:
     """Return the candidate that represents all that differ only in DP.sync and host copies."""
-    setup = replace(candidate.setup, distributed_optimizer=False)
+    setup = replace(
+        candidate.setup,
+        distributed_optimizer=False,
+        small_gradients=False,
+        accumulates_in_fp32=False,
+        scatters_in_fp32=False,
+    )
     return replace(
         candidate,
         setup=setup,

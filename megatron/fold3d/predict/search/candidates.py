@@ -158,6 +158,8 @@ class Given:
     expert_parallel: int = 1
     expert_tensor_parallel: int = 0
     small_gradients: bool = False
+    accumulates_in_fp32: bool = False
+    scatters_in_fp32: bool = False
 
 
 FREE = Given()
@@ -193,6 +195,8 @@ def candidates(
             expert_parallel=given.expert_parallel,
             expert_tensor_parallel=given.expert_tensor_parallel,
             small_gradients=given.small_gradients,
+            accumulates_in_fp32=given.accumulates_in_fp32,
+            scatters_in_fp32=given.scatters_in_fp32,
         )
         if setup.num_replicas * t % prod(setup.expert_ranks):
             continue

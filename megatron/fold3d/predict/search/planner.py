@@ -61,6 +61,7 @@ from megatron.fold3d.predict.search.many_microbatches import (
     measures,
 )
 from megatron.fold3d.predict.search.neighbours import (
+    in_16_bits,
     neighbours,
     recomputed_and_paired,
     with_replicated_segments,
@@ -189,6 +190,7 @@ def _search(
         simulated=judge.num_simulated,
         undelayed=judge.undelayed(best[0].candidate),
         unsharded=judge.unsharded(best[0].candidate, fitting),
+        in_16_bits=_in_16_bits(judge, (*best[:_IMPROVED], *stock), fitting, tied=not shape.untied),
     )
     return replace(found, many_queues_s=judge.with_many_queues(found.choice.candidate))
 
@@ -555,6 +557,28 @@ def _that_replicate(best: Iterable[JudgedCandidate], *, tied: bool) -> Iterator[
         if found:
             yield from found
             return
+
+
+def _in_16_bits(
+    judge: "_Judge", best: Iterable[JudgedCandidate], fitting: Iterable[Bounded], *, tied: bool
+) -> tuple[JudgedCandidate, ...]:
+    """Return the best of ours and of stock whose gradients travel in 16 bits, if any fits.
+
+    Their sizes are those of the best without.
+    """
+
+    def sizes(c: Candidate) -> tuple[object, ...]:
+        setup = replace(c.setup, distributed_optimizer=False)
+        return setup, c.num_ranks, c.num_segments, c.layers
+
+    known = {sizes(choice.candidate) for choice in best}
+    alike = [item.candidate for item in fitting if sizes(item.candidate) in known]
+    rounded = [judge.bounded(other) for c in alike for other in in_16_bits(c, tied=tied)]
+    found = list[JudgedCandidate]()
+    for is_stock in (False, True):
+        own = [b for b in rounded if b.candidate.is_stock == is_stock and judge.fits(b)]
+        found += judge.best(own, 1)
+    return tuple(found)
 
 
 def _quickest_of_each(among: Iterable[Bounded]) -> list[Bounded]:
