@@ -35,7 +35,9 @@ def named_hardware(args: Namespace, shape: ModelShape | None = None) -> tuple[Mo
         if not 0 < layer_s < inf:
             raise ValueError(f"--layer-forward-s {layer_s}: give seconds above zero")
         flops_per_s = shape.layer_flops(0) / layer_s / found.compute_efficiency
-        found = replace(found, gpu_flops_per_s=flops_per_s)
+        found = replace(
+            found, gpu_flops_per_s=flops_per_s, memory_bytes_per_s=0.0, layer_efficiencies=()
+        )
     for name in ("task_overhead_s", "iteration_overhead_s", "straggler_sigma"):
         if (value := getattr(args, name)) is not None:
             found = replace(found, **{name: value})

@@ -16,6 +16,7 @@ from math import prod
 from megatron.fold3d.observe.memory_curve import Footprint
 from megatron.fold3d.policy.shard_order import started_shares
 from megatron.fold3d.predict.cost_model.cluster import Cluster
+from megatron.fold3d.predict.cost_model.efficiency import efficiency
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape, Split
 from megatron.fold3d.predict.cost_model.placement import gpus_together, routes
 from megatron.fold3d.predict.cost_model.ring_times import (
@@ -211,7 +212,7 @@ def _forward_s(
 def _compute_s(
     shape: ModelShape, cluster: Cluster, setup: Setup, split: Split
 ) -> tuple[float, ...]:
-    rate = _flops_per_s(cluster, setup)
+    rate = _flops_per_s(shape, cluster, setup)
     return tuple(
         setup.microbatch_size * flops / rate / setup.context_parallel
         for flops in shape.stage_flops(split)
@@ -237,7 +238,7 @@ def _recompute_s(
     shape: ModelShape, cluster: Cluster, setup: Setup, split: Split, slower: Sequence[float]
 ) -> tuple[float, ...]:
     """What a backward of each stage recomputes: layers with TP.sync, or attention scores alone."""
-    rate = _flops_per_s(cluster, setup) * setup.context_parallel
+    rate = _flops_per_s(shape, cluster, setup) * setup.context_parallel
     flops = recomputed_flops(shape, setup.recompute, split)
     whole = setup.recompute == "full"
     sync_s = _tp_sync_s(shape, cluster, setup, split) if whole else (0.0,) * len(flops)
@@ -250,7 +251,7 @@ def _recompute_s(
 def _weight_s(shape: ModelShape, cluster: Cluster, setup: Setup, split: Split) -> tuple[float, ...]:
     """Weight gradients of a stage's layers. Those of embedding and head are never delayed."""
     flops = (sum(map(shape.linear_flops, layers)) for layers in shape.stage_layers(split))
-    rate = _flops_per_s(cluster, setup)
+    rate = _flops_per_s(shape, cluster, setup)
     return tuple(setup.microbatch_size * each / rate / setup.context_parallel for each in flops)
 
 
@@ -289,9 +290,10 @@ def _exchange_s(
     return tuple(stages)
 
 
-def _flops_per_s(cluster: Cluster, setup: Setup) -> float:
+def _flops_per_s(shape: ModelShape, cluster: Cluster, setup: Setup) -> float:
     """The FLOP/s of a tensor-parallel group."""
-    return cluster.gpu_flops_per_s * cluster.compute_efficiency * setup.tensor_parallel
+    achieved = efficiency(cluster, shape, setup)
+    return cluster.gpu_flops_per_s * achieved * setup.tensor_parallel
 
 
 def _grad_sync_s(cluster: Cluster, setup: Setup, num_ranks: int, num_bytes: float) -> float:

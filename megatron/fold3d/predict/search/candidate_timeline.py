@@ -6,7 +6,7 @@ all ranks at the same time, so on rank r it starts r backwards late. Its DP.sync
 the iteration.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron.fold3d.observe.timeline import Timeline
@@ -93,9 +93,14 @@ def timeline_of(
         order: an order of computation that replaces its schedule's.
     """
     orders = _placed(candidate, estimate, memory_bytes) if order is None else [order]
-    timelines = (
-        _timeline(candidate, estimate, each, waits_for_sends, connections) for each in orders
+    return _fastest(
+        [_timeline(candidate, estimate, each, waits_for_sends, connections) for each in orders]
     )
+
+
+def _fastest(timelines: Sequence[Timeline]) -> Timeline:
+    if len(timelines) == 1:  # reading a long timeline takes time
+        return timelines[0]
     return min(timelines, key=lambda timeline: timeline.period_s)
 
 
@@ -155,7 +160,7 @@ def _timeline(
         if late and candidate.is_stock and plan.num_ranks > 1:  # has its own, no worse than ours
             placings.append(add_p2p(plan))
         timelines = [simulate(p, costs, execution, iterations=iterations) for p in placings]
-        return min(timelines, key=lambda timeline: timeline.period_s)
+        return _fastest(timelines)
 
     execution = Execution(
         nic_of_rank=estimate.nic_of_rank,

@@ -76,7 +76,8 @@ _COUNTED = 6  # how many of those that recompute all layers are tried with fewer
 _LISTED = 1.2  # times as long as the fastest: nobody chooses what is slower
 _IMPROVED = 3  # how many of the best candidates have their neighbours tried
 _MOST_PARTITIONS = 12  # layouts that the best of ours and of stock are simulated with
-_MOST_FORWARDS = 60_000  # of all these layouts, and of an iteration with other groups
+_MOST_LAID_OUT = 20_000  # forwards of all these layouts
+_MOST_FORWARDS = 60_000  # of an iteration with other groups
 
 
 def search(
@@ -137,7 +138,6 @@ def _search(
         everything += map(judge.bounded, _that_memory_asks_to_offload(everything, judge.fits))
     everything += [*_that_shards_make_fit(everything, judge)]
     fitting = _quickest_of_each(filter(judge.fits, everything))
-    judge.num_left = len(fitting)
     kept = max(top, _IMPROVED)  # so that the answer is the same for every `top`
     best = judge.best(fitting, kept)
     stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
@@ -166,7 +166,6 @@ def _search(
             others |= dict.fromkeys((counted, *recomputed_and_paired(counted, assumed)))
     known = {item.candidate for item in fitting}
     better = [judge.bounded(other) for other in others if other not in known]
-    judge.num_left += len(better)
     fitting += filter(judge.fits, better)
     stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
     limit_s = _LISTED * min(choice.iteration_s for choice in (*best, *stock))
@@ -192,7 +191,8 @@ def _search(
         unsharded=judge.unsharded(best[0].candidate, fitting),
         in_16_bits=_in_16_bits(judge, (*best[:_IMPROVED], *stock), fitting, tied=not shape.untied),
     )
-    return replace(found, many_queues_s=judge.with_many_queues(found.choice.candidate))
+    many_queues_s = judge.with_many_queues(found.choice.candidate)
+    return replace(found, many_queues_s=many_queues_s, tried=judge.tried)
 
 
 def _processes(cluster: Cluster) -> AbstractContextManager[Executor | None]:
@@ -215,7 +215,6 @@ class _Judge:
         self._pool, self._at_once = pool, _AT_ONCE if pool else 1
         self.limit_bytes = cluster.gpu_memory_bytes * USABLE_MEMORY
         self.host_limit_bytes = cluster.host_memory_bytes * USABLE_MEMORY / cluster.gpus_per_node
-        self.num_left = 0
         self._shape, self._cluster = shape, cluster
         self._estimate = lru_cache(None)(
             lambda setup, ranks, segments, layers: estimate(
@@ -229,6 +228,10 @@ class _Judge:
     def bounds_on(self, cluster: Cluster) -> Callable[[Candidate], Bounded]:
         """Return what bounds candidates of the model on another cluster."""
         return _Judge(self._shape, cluster, self._progress).bounded
+
+    @property
+    def tried(self) -> tuple[JudgedCandidate, ...]:
+        return tuple(self._judged.values())
 
     @property
     def num_simulated(self) -> int:
@@ -271,7 +274,7 @@ class _Judge:
         if c.num_ranks == 1 or self._shape.num_layers < stages:
             return
         start = c.layers or (self._shape.num_layers // stages,) * stages
-        most = min(_MOST_PARTITIONS, _MOST_FORWARDS // (stages * c.num_microbatches))
+        most = min(_MOST_PARTITIONS, _MOST_LAID_OUT // (stages * c.num_microbatches))
         if most < 2:
             return
 
@@ -370,6 +373,9 @@ class _Judge:
             if self.fits(choice):  # a slow copy stream frees memory late
                 insort(found, (choice.iteration_s, place, choice))
                 del found[top:]
+            limit_s = min(most_s(), found[-1][0] if len(found) == top else inf)
+            not_over = sum(seconds < limit_s for seconds, _, _ in waiting)
+            self._progress(self.num_simulated, self.num_simulated + not_over)
 
         def most_s() -> float:
             return min(limit_s, _LISTED * found[0][0]) if found else limit_s
@@ -429,7 +435,6 @@ class _Judge:
 
     def _noted(self, choice: JudgedCandidate) -> JudgedCandidate:
         self._judged[choice.candidate] = choice
-        self._progress(self.num_simulated, self.num_left)
         return choice
 
 
