@@ -30,6 +30,7 @@ ROOMS = {
 FOREIGN = {
     "runtime": ("torch", "megatron.core"),
     "predict": ("numpy",),
+    "commands": ("matplotlib",),  # an extra, when a picture is asked for
     "training": (
         "torch",
         "megatron.core",

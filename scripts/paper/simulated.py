@@ -68,6 +68,7 @@ def _hardware(point: Point) -> Cluster:
         nic_efficiency=fit.sync_bytes_per_s[name] / own.nic_bytes_per_s,
         task_overhead_s=fit.task_overhead_s,
         compute_efficiency=_efficiency(point.node, point.model),
+        memory_bytes_per_s=0.0,
     )
 
 
@@ -165,7 +166,7 @@ def _efficiency(node: str, model: str) -> float:
     setup = replace(_setup(point), small_gradients=False)
 
     def computing_s(efficiency: float) -> float:
-        hardware = replace(own, compute_efficiency=efficiency)
+        hardware = replace(own, compute_efficiency=efficiency, memory_bytes_per_s=0.0)
         costs = estimate(shape, hardware, setup, num_ranks=point.pp, num_segments=1).costs
         return sum(costs.forward_s) + sum(costs.backward_s)
 

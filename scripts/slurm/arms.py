@@ -97,6 +97,8 @@ def arms(
         "tensor_parallel": args.tensor_model_parallel_size,
         "num_ranks": args.pipeline_model_parallel_size,
         "microbatch_size": args.micro_batch_size,
+        "context_parallel": said.args.context_parallel_size,
+        "expert_parallel": said.args.expert_model_parallel_size,
     }
     stock = _search(said, hardware, **layout).best_stock
     if stock is None:

@@ -9,7 +9,10 @@ def test_progress_into_a_file_ends_with_a_line_that_says_so(capsys, monkeypatch)
         progress(1, 905)
         progress(60, 905)
     said = capsys.readouterr().err.splitlines()
-    assert said == ["simulated: 1 of at most 905", "simulated: 60, done; no other can be faster"]
+    assert said == [
+        "simulated: 1 of about 905, about 0 s left",
+        "simulated: 60, done; no other can be faster",
+    ]
 
 
 def test_progress_that_is_broken_off_does_not_say_that_it_is_done(capsys, monkeypatch):
@@ -22,4 +25,4 @@ def test_progress_that_is_broken_off_does_not_say_that_it_is_done(capsys, monkey
 
     with suppress(KeyboardInterrupt):
         interrupted()
-    assert capsys.readouterr().err == "simulated: 1 of at most 905\n"
+    assert capsys.readouterr().err == "simulated: 1 of about 905, about 0 s left\n"

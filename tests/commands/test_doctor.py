@@ -16,7 +16,7 @@ from megatron.fold3d.commands.doctor import cluster_toml, order_of_ranks
 from megatron.fold3d.commands.installation import Finding, installation
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.runtime.measure.link_speeds import pairs
-from megatron.fold3d.training.installation_facts import architectures, connections, untested
+from megatron.fold3d.training.installation_facts import architectures, busy, connections, untested
 from tests.distributed import run_distributed
 
 ROOT = Path(__file__).parents[2]
@@ -158,17 +158,24 @@ def test_ranks_compare_notes_and_measure_their_links_and_themselves(tmp_path: Pa
     assert [(f.verdict, f.found) for f in others] == [("note", "2.28"), ("bad", "too small")]
     assert [f.what for f in others] == ["rank 1: NCCL", "rank 1: shared memory"]
     assert (machine["num_nodes"], machine["gpus_per_node"]) == (1, 2)
-    assert all(0 < value < 1e15 for value in machine.values())
+    layers = machine["layers"]
+    assert all(0 < value < 1e15 for name, value in machine.items() if name != "layers")
+    assert len(layers) == 4
+    assert all(0 < rate < 1e15 for *_, rate in layers)
     keys = ("source", "target", "latency_s", "bytes_per_s")
     file = tmp_path / "here.toml"
     file.write_text(cluster_toml("here", machine, [dict(zip(keys, links[0], strict=True))]))
     found = cluster(str(file))
     assert (found.name, found.num_gpus) == ("here", 2)
     assert found.intra_bytes_per_s == found.nic_bytes_per_s == bytes_per_s
+    assert [row[:4] for row in found.layer_efficiencies] == [tuple(row[:4]) for row in layers]
+    assert max(row[4] for row in found.layer_efficiencies) == 1
 
 
 def test_a_cluster_file_tells_links_inside_a_node_from_those_between():
-    machine = {"num_nodes": 2, "gpus_per_node": 2, "flops_per_s": 1e12, "memory_bytes": 4e10}
+    machine = {"num_nodes": 2, "gpus_per_node": 2, "memory_bytes": 4e10}
+    machine |= {"device_bytes_per_s": 1e12, "multiprocessors": 108}
+    machine["layers"] = [(1, 2048, 4096, 1, 1.5e14), (4, 2048, 4096, 1, 2e14)]
     machine |= {"host_copy_bytes_per_s": 1e9, "host_memory_bytes": 1e11}
     rates = {(0, 1): 9e9, (2, 3): 9e9, (0, 2): 1e9, (0, 3): 1e9, (1, 2): 1e9, (1, 3): 5e8}
     links = [
@@ -178,6 +185,24 @@ def test_a_cluster_file_tells_links_inside_a_node_from_those_between():
     found = tomllib.loads(cluster_toml("two", machine, links))
     assert (found["intra_bytes_per_s"], found["nic_bytes_per_s"]) == (9e9, 1e9)
     assert found["host_copy_bytes_per_s"] == 2e9
+    assert (found["gpu_flops_per_s"], found["compute_efficiency"]) == (2e14, 1)
+    assert found["layer_efficiencies"] == [[1, 2048, 4096, 1, 0.75], [4, 2048, 4096, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("of_others", "drift", "found"),
+    [
+        (1e9, 0.05, None),
+        (9e9, 0.05, "other processes hold 8.4 GiB of a GPU that is to be measured"),
+        (1e9, 0.3, "a layer's time changed by 30% between two measurements on a GPU"),
+    ],
+)
+def test_a_gpu_that_another_job_uses_is_not_measured(of_others: float, drift: float, found: Any):
+    finding = busy(of_others, drift)
+    assert (finding is None) == (found is None)
+    if finding is not None:
+        assert finding.found == f"{found}; measured times are to be of this job alone"
+        assert (finding.verdict, "nvidia-smi" in finding.fix) == ("bad", True)
 
 
 @pytest.mark.parametrize(

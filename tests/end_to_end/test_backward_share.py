@@ -86,6 +86,11 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 
 PER_TOKEN = "--calculate-per-token-loss"
 
+# Gradients of 16 bits travel; each replica adds its own up in 32 bits, and its shard's as well.
+IN_BF16 = "--bf16 --grad-reduce-in-bf16"
+LOCAL_FP32 = f"{IN_BF16} --ddp-param-name-patterns-for-fp32-local-accumulation all"
+ALL_FP32 = "--ddp-reduce-scatter-with-fp32-accumulation"
+
 RAMP_UP = "--step-batch-size-schedule '0:4 128:8'"  # thresholds count tokens
 
 EARLY = ":wgrad=behind@2,3:wgrad=last@1"
@@ -144,6 +149,23 @@ ROWS = (
     Row(ours=f"{ONE}:share=0.5", flags=f"{ZERO} {PER_TOKEN}", pp=1, segments=1, clip=2.2, whole=5),
     Row(ours=f"{ONE}:share=0.5", flags=f"{SP} {NOT_ALIGNED}", pp=1, segments=1, clip=2.2, whole=5),
     Row(ours=f"{ONE}:share=0.5", flags=f"{SHARDED} {RAMP_UP}", pp=1, segments=1),
+    # Sums of 16 bits. Stock adds up in fp32 where no chunk has more than one bucket, as with
+    # untied embeddings.
+    Row(ours=f"{AIAO}:share=0.5", flags=LOCAL_FP32, clip=2.2, whole=4),
+    Row(ours=f"{AIAO}:share=0.5:slices=on", flags=f"{SP} {LOCAL_FP32}", dp=1),
+    Row(ours=f"{AIAO}:share=0.3{EARLY}", flags=f"{LOCAL_FP32} {PER_TOKEN}", segments=4),
+    Row(
+        ours=f"{AIAO}:share=0.5",
+        flags=f"{UNTIED} {SHARDED} {LOCAL_FP32} {ALL_FP32}",
+    ),
+    Row(ours=f"{AIAO}:share=0.5", flags=f"{SHARDED} {LOCAL_FP32}", clip=2.2, whole=4),
+    Row(
+        ours=f"{ONE}:share=0.5:slices=on",
+        flags=f"{SHARDED} {LOCAL_FP32} {ALL_FP32}",
+        pp=1,
+        segments=1,
+        dp=4,
+    ),
 )
 SAVED = Row(ours=f"{AIAO}:share=0.5", flags="--bf16", clip=2.2)
 SHARDED_SAVED = Row(ours=f"{AIAO}:share=0.5", flags=f"{SHARDED} --bf16", clip=2.2)

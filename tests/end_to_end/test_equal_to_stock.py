@@ -536,6 +536,14 @@ ROWS = (
         flags=f"{IN_BF16} --ddp-param-name-patterns-for-fp32-local-accumulation all",
     ),
     Row(
+        name="shards of gradients of their own in fp32",
+        segments=2,
+        m=2,
+        dp=2,
+        flags=f"{OVERLAP} --bf16 --grad-reduce-in-bf16 "
+        "--ddp-param-name-patterns-for-fp32-local-accumulation all",
+    ),
+    Row(
         name="loss per token",
         segments=2,
         dp=2,

@@ -264,7 +264,7 @@ def _by_words(job: Job, args: Namespace) -> Iterator[str]:
             (
                 words.model(),
                 given.expert_tensor_parallel or tp,
-                given.expert_parallel,
+                words.args.expert_model_parallel_size,
                 given.small_gradients,
             ),
             (shape_of(args), *setup.expert_ranks, setup.small_gradients),

@@ -64,15 +64,17 @@ class Progress:
         self._what, self._rest = what, rest
         self._done = 0
         self._rewrites = sys.stderr is not None and sys.stderr.isatty()
-        self._next_s = monotonic() + self.DELAY_S
+        self._start_s = monotonic()
+        self._next_s = self._start_s + self.DELAY_S
         self._shown = False
 
     def __call__(self, done: int, most: int) -> None:
-        """Show how many are done of those that there are at most."""
+        """Show how many are done of those that there are now, and when these will be."""
         now_s, self._done = monotonic(), done
         if now_s < self._next_s:
             return
-        line = f"{self._what}: {done} of at most {most}"
+        left_s = (now_s - self._start_s) / max(1, done) * (most - done)
+        line = f"{self._what}: {done} of about {most}, about {left_s:.0f} s left"
         self._next_s = now_s + (self.TERMINAL_S if self._rewrites else self.FILE_S)
         self._shown = True
         print(  # noqa: T201

@@ -102,7 +102,9 @@ def named_cluster(args: Namespace, shape: ModelShape) -> Cluster:
         if not 0 < layer_s < inf:
             raise ValueError(f"--layer-forward-s {layer_s}: give seconds above zero")
         flops_per_s = shape.layer_flops(0) / layer_s / found.compute_efficiency
-        found = replace(found, gpu_flops_per_s=flops_per_s)
+        found = replace(
+            found, gpu_flops_per_s=flops_per_s, memory_bytes_per_s=0.0, layer_efficiencies=()
+        )
     given = ((name, getattr(args, name)) for name in _MEASURED)
     return replace(found, **{name: value for name, value in given if value is not None})
 

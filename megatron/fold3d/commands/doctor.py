@@ -104,11 +104,16 @@ def cluster_toml(name: str, machine: Mapping[str, Any], links: Sequence[Mapping[
     inside, between = (_usual(links, per_node, each, "bytes_per_s") for each in (False, True))
     latency_s = _usual(links, per_node, True, "latency_s")
     latency_s = latency_s or _usual(links, per_node, False, "latency_s")
+    fastest = max(rate for *_, rate in machine["layers"])
+    layers = [[*sizes, round(rate / fastest, 4)] for *sizes, rate in machine["layers"]]
     fields = {
         "num_nodes": machine["num_nodes"],
         "gpus_per_node": per_node,
-        "gpu_flops_per_s": machine["flops_per_s"],
+        "gpu_flops_per_s": fastest,
         "compute_efficiency": 1.0,
+        "layer_efficiencies": layers,
+        "memory_bytes_per_s": machine["device_bytes_per_s"],
+        "multiprocessors": machine["multiprocessors"],
         "gpu_memory_bytes": machine["memory_bytes"],
         "intra_bytes_per_s": inside or between,
         "nic_bytes_per_s": between or inside,
@@ -119,8 +124,9 @@ def cluster_toml(name: str, machine: Mapping[str, Any], links: Sequence[Mapping[
     }
     notes = [
         "Measured by `fold3d doctor`; rates are achieved ones, so that efficiencies are 1.",
-        "FLOP/s are those of a transformer layer's forward. Between nodes one pair of ranks sent",
-        "at a time: raise nic_bytes_per_s where a node has several NICs.",
+        "FLOP/s are those of the fastest layer; layer_efficiencies has the part of them that each",
+        "layer achieves: micro-batch, sequence, hidden size, tp, part. Between nodes one pair of",
+        "ranks sent at a time: raise nic_bytes_per_s where a node has several NICs.",
     ]
     if between is None:
         notes.append("There is one node: nic_bytes_per_s is the rate inside it.")

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megatron.fold3d.commands.cost_sources import CostsOf
-from megatron.fold3d.commands.megatron_flags import Described, has_small_gradients
+from megatron.fold3d.commands.megatron_flags import Described, has_small_gradients, precision_of
 from megatron.fold3d.commands.training_flags import layout_of
 from megatron.fold3d.config.all_flags import megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
@@ -204,7 +204,7 @@ def setup_of(args: Namespace, data_parallel: int) -> Setup:
         args: Megatron's namespace.
         data_parallel: replicas of the model.
     """
-    is_16_bit = args.bf16 or args.fp16
+    small = (args.bf16 or args.fp16) and not args.accumulate_allreduce_grads_in_fp32
     return Setup(
         tensor_parallel=args.tensor_model_parallel_size,
         data_parallel=data_parallel,
@@ -212,13 +212,12 @@ def setup_of(args: Namespace, data_parallel: int) -> Setup:
         sequence_parallel=args.sequence_parallel,
         distributed_optimizer=args.use_distributed_optimizer,
         recompute=args.recompute_granularity or _without_recomputation(args),
-        fp32=not is_16_bit,
         context_parallel=args.context_parallel_size,
         expert_parallel=args.expert_model_parallel_size,
         expert_tensor_parallel=args.expert_tensor_parallel_size or 0,
-        small_gradients=is_16_bit and not args.accumulate_allreduce_grads_in_fp32,
         local_layers=args.transformer_impl == "local",
         order="tp-pp-dp" if args.use_tp_pp_dp_mapping else "tp-dp-pp",
+        **precision_of(args, small_gradients=small),
     )
 
 

@@ -64,12 +64,16 @@ class Described:
             num_segments=typed.segments,
             microbatch_size=typed.micro_batch_size,
             recompute=typed.recompute,
-            fp32=not (args.bf16 or args.fp16),
-            context_parallel=args.context_parallel_size,
-            expert_parallel=args.expert_model_parallel_size,
+            context_parallel=self._fixed("context_parallel_size"),
+            expert_parallel=self._fixed("expert_model_parallel_size"),
             expert_tensor_parallel=args.expert_tensor_parallel_size or 0,
-            small_gradients=has_small_gradients(args),
+            **precision_of(args, small_gradients=has_small_gradients(args)),
         )
+
+    def _fixed(self, name: str) -> int | None:
+        """Return a size that the flags give; None leaves it to the search."""
+        is_given = any(_values(self.words, f"--{name.replace('_', '-')}"))
+        return getattr(self.args, name) if is_given else None
 
     def model(self) -> ModelShape:
         """Return the model.
@@ -186,6 +190,22 @@ def has_small_gradients(args: Namespace) -> bool:
     if args.fp16:
         return not args.accumulate_allreduce_grads_in_fp32
     return bool(args.bf16 and (args.main_grads_dtype != "fp32" or args.grad_reduce_in_bf16))
+
+
+def precision_of(args: Namespace, *, small_gradients: bool) -> dict[str, Any]:
+    """Return the fields of `Given` and `Setup` that say in how many bits gradients are summed.
+
+    Args:
+        args: Megatron's namespace.
+        small_gradients: whether gradients are summed in 16 bits.
+    """
+    local = bool(args.ddp_param_name_patterns_for_fp32_local_accumulation)
+    return {
+        "fp32": not (args.bf16 or args.fp16),
+        "small_gradients": small_gradients,
+        "accumulates_in_fp32": small_gradients and local,
+        "scatters_in_fp32": small_gradients and args.ddp_reduce_scatter_with_fp32_accumulation,
+    }
 
 
 def shape_of(args: Namespace) -> ModelShape:

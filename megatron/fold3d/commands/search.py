@@ -4,6 +4,7 @@ import json
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 from megatron.fold3d.commands.console import OK, Progress, write
@@ -13,21 +14,22 @@ from megatron.fold3d.commands.megatron_flags import (
     add_training_flags,
     given_training,
 )
+from megatron.fold3d.commands.search_lines import environment, gains, lines_of, plot, rates_of
 from megatron.fold3d.commands.training_flags import (
     check_trains,
+    sums_of,
     to_drop,
     training_flags,
     undecided,
 )
 from megatron.fold3d.predict.cost_model.cluster import Cluster
+from megatron.fold3d.predict.cost_model.efficiency import source_of
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.presets import SCRIPTS
-from megatron.fold3d.predict.search.candidate_estimate import flops_of
 from megatron.fold3d.predict.search.candidates import Assumption
 from megatron.fold3d.predict.search.planner import search
 from megatron.fold3d.predict.search.search_result import JudgedCandidate
 from megatron.fold3d.predict.search.search_result import Search as Found
-from megatron.fold3d.predict.search.sensitivity import gains_if_off_by_half
 
 EXAMPLE = "fold3d search --model gpt3-18b --cluster a100x64-200g --global-batch-size 256"
 
@@ -51,6 +53,21 @@ class _Answer:
         own = () if user.script else tuple(undecided(user.words))
         return training_flags(shape, cluster, candidate, fp16=user.args.fp16, own=own)
 
+    def last_lines(self, shape: ModelShape, cluster: Cluster) -> Iterator[str]:
+        """Yield where flags belong, the environment variables, and the flags."""
+        user = self.described if self.described.script else None
+        yield f", appended to those of {user.script}:" if user else ":"
+        try:
+            flags = self.flags(shape, cluster)
+        except ValueError as error:
+            yield f"({error})"
+            return
+        for name, value in environment(self.found.choice.candidate, cluster).items():
+            yield f"export {name}={value}"
+        yield flags
+        if user and (dropped := " ".join(to_drop(user.words, flags))):
+            yield f"and without {dropped}"
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of this command."""
@@ -59,6 +76,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         parser,
         "typed for the search, --tp, --pp, --dp, --segments, --micro-batch-size and --recompute "
         "are not chosen",
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="also draw time and memory of all that was tried, as .png, .svg or .pdf",
     )
     parser.add_argument("--top", type=int, default=10, metavar="N", help="rows (default: 10)")
     parser.add_argument(
@@ -105,13 +128,16 @@ def run(args: Namespace) -> int:
             assumed=args.assume,
             progress=progress,
         )
+    if args.plot is not None:
+        plot(found, args.plot)
     answer = _Answer(found, described)
     notes = described.notes()
     if args.json:
         rows = _as_json(answer, shape, cluster)
         write(json.dumps(rows | {"notes": notes}) + "\n")
     elif not args.emit:
-        write("\n".join((*notes, *_lines(answer, shape, cluster))) + "\n")
+        lines = lines_of(found, shape, cluster, [*answer.last_lines(shape, cluster)])
+        write("\n".join((*notes, *lines)) + "\n")
     else:
         write(f"{answer.flags(shape, cluster)}\n")
     return OK
@@ -125,122 +151,9 @@ def _assumptions(text: str) -> frozenset[str]:
     return found
 
 
-def _lines(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str]:
-    found, stock = answer.found, answer.found.best_stock
-    rows = [*found.best, *([stock] if stock and stock not in found.best else ())]
-    width = max([19, *(len(row.candidate.name) for row in rows)])
-    yield (
-        f"{'schedule':<{width}} {'dp':>4} {'pp':>3} {'tp':>3} {'seg':>3} {'mbs':>3} {'group':>5} "
-        f"{'share':>5} {'optimizer':<11} {'recompute':<9} {'iteration':>9} {'memory':>9} "
-        f"{'bubble':>6} {'DP.sync':>7} {'PP.sync':>7}  limited by"
-    )
-    yield from dict.fromkeys(_line(row, width) for row in found.best)
-    if stock and stock not in found.best:
-        yield "best of stock Megatron:"
-        yield _line(stock, width)
-    yield f"{found.considered} considered, {found.too_large} too large for memory"
-    if any(choice.candidate.offload for choice in found.best):
-        yield "+offload: no GPU has timed it; rows have it where no recomputation makes AIAO fit"
-    if found.undelayed is not None:
-        gain = found.undelayed.iteration_s / found.best[0].iteration_s - 1
-        yield (
-            f"{found.best[0].candidate.name}: delaying weight gradients gains {gain:.1%}; "
-            "no GPU has timed it"
-        )
-    yield from _bought(found)
-    yield from _assumptions_of(answer, shape, cluster)
-    yield f"per GPU: {flops_of(shape, cluster, found.choice.candidate, found.choice.iteration_s)}"
-    if found.many_queues_s is not None:
-        least_s, most_s = found.many_queues_s
-        yield (
-            f"with CUDA_DEVICE_MAX_CONNECTIONS=32: {least_s:.3f}s, or up to {most_s:.3f}s as it "
-            f"may expose TP.sync that one queue hides; with 1: {found.choice.iteration_s:.3f}s"
-        )
-    user = answer.described if answer.described.script else None
-    where = f", appended to those of {user.script}:" if user else ":"
-    if found.choice.candidate.is_stock:
-        yield f"AIAO gains nothing here, use these stock flags{where}"
-    elif stock is None:
-        yield f"no stock configuration fits; use these flags{where}"
-    else:
-        yield f"{found.gain:.1%} faster than the best of stock Megatron, with these flags{where}"
-    try:
-        flags = answer.flags(shape, cluster)
-    except ValueError as error:
-        yield f"({error})"
-        return
-    yield flags
-    if user and (dropped := " ".join(to_drop(user.words, flags))):
-        yield f"and without {dropped}"
-
-
-def _bought(found: Found) -> Iterator[str]:
-    """Say what the memory of shards is spent on."""
-    best = found.best[0]
-    if best.candidate.shards == "off":
-        return
-    flag = f"--shard-segments {best.candidate.shards}"
-    if found.unsharded is None:
-        yield f"{flag}: no other plan of ours fits into memory"
-        return
-    gain = found.unsharded.iteration_s / best.iteration_s - 1
-    changes = [
-        f"{name} {after} in place of {before}"
-        for (name, before), (_, after) in zip(
-            _sizes_of(found.unsharded), _sizes_of(best), strict=True
-        )
-        if before != after
-    ]
-    bought = ", ".join(changes) or "room for its activations"
-    yield f"{flag} gains {gain:.1%} over the best that keeps all whole; it buys {bought}"
-
-
-def _sizes_of(choice: JudgedCandidate) -> tuple[tuple[str, object], ...]:
-    c, setup = choice.candidate, choice.candidate.setup
-    return (
-        ("--micro-batch-size", setup.microbatch_size),
-        ("--recompute", setup.recompute),
-        ("--tp", setup.tensor_parallel),
-        ("--pp", c.num_ranks),
-        ("--segments", c.num_segments),
-        ("the schedule", c.name.removesuffix(f"+{c.shards}")),
-    )
-
-
-def _assumptions_of(answer: _Answer, shape: ModelShape, cluster: Cluster) -> Iterator[str]:
-    """Say what the gain rests on."""
-    found = answer.found
-    ours, stock = found.ours, found.best_stock
-    if ours is None or stock is None:
-        return
-    yield "the best of ours is faster than the best of stock by"
-    yield f"  {found.gain:>6.1%}  as assumed: stock waits for its sends, and efficiencies as below"
-    for assumption, gain in gains_if_off_by_half(shape, cluster, ours.candidate, stock.candidate):
-        yield f"  {gain:>6.1%}  if {assumption}"
-
-
-def _line(choice: JudgedCandidate, width: int) -> str:
-    candidate, spent = choice.candidate, choice.exposed
-    setup, share = candidate.setup, candidate.backward_share
-    shares = (spent.share(s) for s in (spent.bubble_s, spent.grad_sync_s, spent.p2p_s))
-    recompute = "by stage" if candidate.recompute_layers else setup.recompute
-    time_s = choice.iteration_s
-    time = f"{time_s:.3f}s" if time_s >= 0.1 else f"{1e3 * time_s:.3f}ms"
-    return (
-        f"{candidate.name:<{width}} {setup.data_parallel:>4} {candidate.num_ranks:>3} "
-        f"{setup.tensor_parallel:>3} {candidate.num_segments:>3} {setup.microbatch_size:>3} "
-        f"{candidate.group_size or '-':>5} {'-' if share is None else share:>5} "
-        f"{'distributed' if setup.distributed_optimizer else 'whole':<11} "
-        f"{recompute:<9} {time:>9} {choice.device_bytes / 2**30:>5.1f} GiB "
-        "{:>6.1%} {:>7.1%} {:>7.1%}".format(*shares)
-        + f"  {choice.limit}"
-    )
-
-
 def _as_json(answer: _Answer, shape: ModelShape, cluster: Cluster) -> dict[str, Any]:
     def row(choice: JudgedCandidate) -> dict[str, Any]:
         c, setup = choice.candidate, choice.candidate.setup
-        flops = flops_of(shape, cluster, c, choice.iteration_s)
         return {
             "schedule": c.schedule,
             "offload": c.offload,
@@ -250,6 +163,8 @@ def _as_json(answer: _Answer, shape: ModelShape, cluster: Cluster) -> dict[str, 
             "dp": setup.data_parallel,
             "pp": c.num_ranks,
             "tp": setup.tensor_parallel,
+            "cp": setup.context_parallel,
+            "ep": setup.expert_parallel,
             "segments": c.num_segments,
             "order": setup.order,
             "microbatches": c.num_microbatches,
@@ -261,14 +176,15 @@ def _as_json(answer: _Answer, shape: ModelShape, cluster: Cluster) -> dict[str, 
             "places_weight_grads": c.places_weight_grads,
             "forwards_ahead": c.forwards_ahead,
             "distributed_optimizer": setup.distributed_optimizer,
+            "gradient_bytes": setup.gradient_bytes,
+            "sums_in_fp32": list(sums_of(setup)),
             "layers": c.layers or None,
             "recompute": setup.recompute,
             "recompute_layers": c.recompute_layers or None,
             "recompute_early": c.recompute_early,
             "overlap_tensor_parallel": c.overlap_tensor_parallel,
             "iteration_s": choice.iteration_s,
-            "flops_per_gpu_s": flops.model,
-            "hardware_flops_per_gpu_s": flops.hardware,
+            **rates_of(choice, shape, cluster),
             "device_bytes": choice.device_bytes,
             "host_bytes": choice.host_bytes,
             "exposure": asdict(choice.exposed),
@@ -277,10 +193,14 @@ def _as_json(answer: _Answer, shape: ModelShape, cluster: Cluster) -> dict[str, 
 
     found = answer.found
     return {
-        "rows": list(map(row, found.best)),
+        "rows": [row(choice) for choice in sorted(found.best, key=lambda c: c.iteration_s)],
+        "in_16_bits": list(map(row, found.in_16_bits)),
         "best_stock": found.best_stock and row(found.best_stock),
         "best": row(answer.found.choice),
         "gain": answer.found.gain,
+        "gains": {case.assumption: case.gain for case in gains(found, shape, cluster)},
+        "efficiency": source_of(cluster),
+        "environment": environment(found.choice.candidate, cluster),
         "many_queues_s": found.many_queues_s,
         "flags": answer.flags(shape, cluster) if shape.family in SCRIPTS else None,
         "considered": found.considered,

@@ -6,8 +6,11 @@ from shlex import quote
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.presets import SCRIPTS, shape_flags
+from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.search.candidates import Candidate
 
+LOCAL_FP32 = "--ddp-param-name-patterns-for-fp32-local-accumulation"
+SCATTER_FP32 = "--ddp-reduce-scatter-with-fp32-accumulation"
 # With gradients of 32 bits, which are bf16's default, and of 16.
 _FP16 = ("--fp16 --accumulate-allreduce-grads-in-fp32", "--fp16")
 _BF16 = ("--bf16", "--bf16 --grad-reduce-in-bf16")
@@ -15,6 +18,7 @@ _BF16 = ("--bf16", "--bf16 --grad-reduce-in-bf16")
 _DECIDED = frozenset(
     (
         *("bf16", "fp16", "accumulate-allreduce-grads-in-fp32", "grad-reduce-in-bf16"),
+        *(LOCAL_FP32[2:], SCATTER_FP32[2:]),
         *("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size"),
         *("expert-model-parallel-size", "expert-tensor-parallel-size", "use-tp-pp-dp-mapping"),
         *("micro-batch-size", "global-batch-size", "sequence-parallel"),
@@ -67,10 +71,19 @@ def training_flags(
     flags = [
         *map(quote, shape_flags(shape) if own is None else own),
         *precision.split(),
+        *sums_of(candidate.setup),
         *_split(candidate),
         *_schedule(candidate),
     ]
     return " ".join(flags)
+
+
+def sums_of(setup: Setup) -> Iterator[str]:
+    """Yield the flags that say which sums of small gradients are of 32 bits."""
+    if setup.accumulates_in_fp32:
+        yield f"{LOCAL_FP32} all"
+    if setup.scatters_in_fp32 and setup.distributed_optimizer:
+        yield SCATTER_FP32
 
 
 def undecided(words: Iterable[str]) -> Iterator[str]:

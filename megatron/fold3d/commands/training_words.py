@@ -68,14 +68,18 @@ _TEXTS = (
     *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json", "yaml_cfg"),
     "moe_token_dispatcher_type",
 )
-_LISTS = ("recompute_modules", "moe_router_load_balancing_type")
+_LISTS = (
+    *("recompute_modules", "moe_router_load_balancing_type"),
+    "ddp_param_name_patterns_for_fp32_local_accumulation",
+)
 _SHARES = ("attention_dropout", "hidden_dropout")
 _SWITCHES = (
     *("multi_latent_attention", "swiglu", "untie_embeddings_and_output_weights"),
     *("group_query_attention", "add_qkv_bias", "qk_layernorm", "bf16", "fp16"),
     *("sequence_parallel", "use_tp_pp_dp_mapping", "use_distributed_optimizer"),
     *("overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_bf16"),
-    *("accumulate_allreduce_grads_in_fp32", "recompute_activations", "optimizer_cpu_offload"),
+    *("accumulate_allreduce_grads_in_fp32", "ddp_reduce_scatter_with_fp32_accumulation"),
+    *("recompute_activations", "optimizer_cpu_offload"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
     *("deterministic_mode", "use_torch_fsdp2", "use_megatron_fsdp", "moe_layer_recompute"),
 )
@@ -112,6 +116,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "main_grads_dtype": "fp32",
     "optimizer": "adam",
     "fp8_recipe": "delayed",
+    "ddp_param_name_patterns_for_fp32_local_accumulation": [],
 }
 # What our rules read of a run beside these, as if no such flag was given.
 _OF_RUNS: Mapping[str, Any] = {
@@ -120,13 +125,12 @@ _OF_RUNS: Mapping[str, Any] = {
     "timing_log_level": 0,
     "distributed_timeout_minutes": 10,
     "clip_grad": 1.0,
-    "ddp_param_name_patterns_for_fp32_local_accumulation": [],
     **dict.fromkeys(
         (
             *("use_checkpoint_args", "use_mp_args_from_checkpoint_args", "encoder_num_layers"),
             *("tp_comm_overlap", "use_transformer_engine_op_fuser", "mtp_use_repeated_layer"),
             *("overlap_dispatch_backward_with_experts_wgrad", "distribute_saved_activations"),
-            *("ddp_reduce_scatter_with_fp32_accumulation", "loss_scale", "train_iters"),
+            *("loss_scale", "train_iters"),
             *("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),
             *("pipeline_model_parallel_comm_backend", "moe_input_jitter_eps"),
             "moe_router_force_load_balancing",

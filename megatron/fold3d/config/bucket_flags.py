@@ -16,11 +16,10 @@ from megatron.fold3d.plan.schedules import SPLIT_SCHEDULES
 from megatron.fold3d.policy import gradient_cut
 
 _ELSEWHERE = (AUTO, STOCK, "plan-file")  # where weight gradients are is not the word's
-_UNSLICED = ("--preemptive-comm", "--ddp-param-name-patterns-for-fp32-local-accumulation")
 _NOT_EARLY = (
-    *("--deterministic-mode", "--ddp-param-name-patterns-for-fp32-local-accumulation"),
-    *("--num-distributed-optimizer-instances above 1", "--shard-segments"),
-    *("--ddp-reduce-scatter-with-fp32-accumulation", "--preemptive-comm", "pairs=on"),
+    *("--deterministic-mode", "--num-distributed-optimizer-instances above 1"),
+    *("--shard-segments", "--ddp-reduce-scatter-with-fp32-accumulation"),
+    *("--preemptive-comm", "pairs=on"),
 )
 
 
@@ -39,8 +38,7 @@ def reduces_early(args: Namespace) -> bool:
     """Return True if DP.sync may start between delayed weight gradients.
 
     With one hardware queue its slices would have to be placed where they block nothing. A slice of
-    an all-reduce over more than two replicas may be summed in another order than the whole. Where
-    gradients are copied back when Megatron's own buckets are reduced, there are no slices either.
+    an all-reduce over more than two replicas may be summed in another order than the whole.
     """
     may_gather = gathers_by_plan(args) or not args.use_distributed_optimizer
     return bool(args.overlap_grad_reduce and may_gather and not any(delays_dp_sync(args)))
@@ -66,8 +64,8 @@ def slices_dp_sync(args: Namespace) -> bool:
     """
     if args.dp_slices != AUTO:
         return bool(args.dp_slices == "on")
-    fits = not any(asked(args, setting) for setting in _UNSLICED)
-    return bool(fits and args.backward_share is not None and has_one_queue(args))
+    deferred = args.backward_share is not None
+    return bool(deferred and not args.preemptive_comm and has_one_queue(args))
 
 
 def cuts_every_segment(args: Namespace) -> bool:

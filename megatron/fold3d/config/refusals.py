@@ -247,11 +247,7 @@ TABLE: Mapping[str, Mapping[str, str]] = {
         "--optimizer other than adam or sgd": "segments are stepped one by one, which this "
         "optimizer does not support; use --optimizer adam or sgd",
         **_STEP_ROWS,
-        "--ddp-reduce-scatter-with-fp32-accumulation": "it has its own reduction, of whole "
-        f"buckets; {_NO_STEP}",
         "--mtp-num-layers": f"{_AFTER}; {_NO_STEP}",
-        "--ddp-param-name-patterns-for-fp32-local-accumulation": "gradients are copied back "
-        f"when they are reduced; {_NO_STEP}",
         "--log-num-zeros-in-grad, --save-wgrads-interval": f"{_GRADS}; {_NO_STEP}",
         _READERS: f"{_DUE}; {_NO_STEP}",
         "--timing-log-level": "its barriers are inside optimizer steps, which ranks take at "
@@ -261,8 +257,6 @@ TABLE: Mapping[str, Mapping[str, str]] = {
     "{} with slices=on": {
         "stock's schedule": "only a plan has slices of DP.sync; drop it, or give --schedule aiao",
         "--preemptive-comm": f"its scheduler decides when slices start; {_BOTH}",
-        "--ddp-param-name-patterns-for-fp32-local-accumulation": "gradients are copied back "
-        f"when Megatron's own buckets are reduced; {_BOTH}",
         "without --overlap-grad-reduce": f"{_LATE_GRADS}; add {{}}",
     },
     "weight gradients apart with {}": {

@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from importlib import import_module, metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,8 @@ from megatron.fold3d.runtime.measure import link_speeds, profiler
 
 _PREEMPTION = Path(preemption.__file__).parent
 _TIMEOUT = timedelta(seconds=120)
+_CONTEXT_BYTES = 3 << 30  # at most, of CUDA and NCCL in this process
+_MOST_DRIFT = 0.15
 # Packages with a range of versions, and the extra of ours that has it.
 _TESTED = {"torch": "train", "transformer-engine": "gpu"}
 _GLOO = "what ranks on CPUs talk over; every build of torch for Linux has it"
@@ -50,7 +53,7 @@ def main() -> None:
     logging.disable(logging.ERROR)
     findings = [*untested(_requirements()), *_torch(), *_extensions(), *_patches()]
     measured: list[link_speeds.Link] = []
-    machine: dict[str, float] = {}
+    machine: dict[str, Any] = {}
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         others, measured, machine = meet(findings, measures=sys.argv[1:] == ["measure"])
         findings += others
@@ -195,7 +198,7 @@ def _patches() -> Iterator[Finding]:
 
 def meet(
     mine: list[Finding], *, measures: bool = False
-) -> tuple[list[Finding], list[link_speeds.Link], dict[str, float]]:
+) -> tuple[list[Finding], list[link_speeds.Link], dict[str, Any]]:
     """Return what other ranks found that this one did not, links, and if asked for the machine."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cpu")
@@ -206,41 +209,80 @@ def meet(
     gathered: list[list[Finding]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, mine)
     measured = link_speeds.measure(link_speeds.pairs(dist.get_world_size()), device)
-    machine = _machine(device) if measures else {}
+    machine, finding = _machine(device) if measures else ({}, None)
     dist.destroy_process_group()
     others: dict[Finding, int] = {}
     for rank, findings in enumerate(gathered):
-        for finding in findings:
-            if finding not in mine:
-                others.setdefault(finding, rank)
+        for other in findings:
+            if other not in mine:
+                others.setdefault(other, rank)
     return (
         [
-            replace(finding, what=f"rank {rank}: {finding.what}", verdict=_worse(finding.verdict))
-            for finding, rank in others.items()
+            *(
+                replace(f, what=f"rank {rank}: {f.what}", verdict=_worse(f.verdict))
+                for f, rank in others.items()
+            ),
+            *([] if finding is None else [finding]),
         ],
         measured,
         machine,
     )
 
 
-def _machine(device: torch.device) -> dict[str, float]:
-    """Return sizes, and the rates of the slowest rank; all ranks measure at the same time."""
+def _machine(device: torch.device) -> tuple[dict[str, Any], Finding | None]:
+    """Return sizes, and the rates of the slowest rank; all ranks measure at the same time.
+
+    Where a GPU is busy otherwise, return what was found in place of them.
+    """
     memory_bytes = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    of_device = memory_bytes
+    of_device, of_others, multiprocessors = memory_bytes, 0.0, 1
     if device.type == "cuda":
-        of_device = float(torch.cuda.get_device_properties(device).total_memory)
-    layer_s, copy_s = profiler.slowest(
-        [1 / profiler.layer_flops_per_s(device), 1 / profiler.host_copy_bytes_per_s(device)], device
+        properties = torch.cuda.get_device_properties(device)
+        of_device, multiprocessors = (
+            float(properties.total_memory),
+            properties.multi_processor_count,
+        )
+        free, total = torch.cuda.mem_get_info(device)
+        of_others = float(total - free - torch.cuda.memory_reserved(device))
+    layers, drift = profiler.layer_rates(device)
+    copy_s, memory_s, of_others = profiler.slowest(
+        [
+            1 / profiler.host_copy_bytes_per_s(device),
+            1 / profiler.memory_bytes_per_s(device),
+            of_others,
+        ],
+        device,
     )
+    if device.type == "cuda" and (finding := busy(of_others, drift)) is not None:
+        return {}, finding
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return {
         "num_nodes": dist.get_world_size() // here,
         "gpus_per_node": here,
-        "flops_per_s": 1 / layer_s,
+        "layers": [(*sizes, rate) for sizes, rate in layers],
         "host_copy_bytes_per_s": 1 / copy_s,
+        "device_bytes_per_s": 1 / memory_s,
+        "multiprocessors": multiprocessors,
         "memory_bytes": of_device if device.type == "cuda" else memory_bytes / here,
         "host_memory_bytes": memory_bytes,
-    }
+    }, None
+
+
+def busy(of_others: float, drift: float) -> Finding | None:
+    """Return what shows that another job computes on a GPU that is measured.
+
+    Args:
+        of_others: bytes of its memory that are not this process's tensors.
+        drift: by which part a layer's time changed meanwhile.
+    """
+    if of_others > _CONTEXT_BYTES:
+        found = f"other processes hold {of_others / 2**30:.1f} GiB of a GPU that is to be measured"
+    elif drift > _MOST_DRIFT:
+        found = f"a layer's time changed by {drift:.0%} between two measurements on a GPU"
+    else:
+        return None
+    fix = "end the other job (nvidia-smi lists it), or measure on nodes of your own"
+    return Finding("busy GPU", "bad", f"{found}; measured times are to be of this job alone", fix)
 
 
 def _worse(verdict: Verdict) -> Verdict:

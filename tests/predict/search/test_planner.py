@@ -11,7 +11,7 @@ from megatron.fold3d.plan.verify import verify
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.layers import layers_of_stages
-from megatron.fold3d.predict.cost_model.model_shape import model_shape
+from megatron.fold3d.predict.cost_model.model_shape import ModelShape, model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.search.bounds import exact_bytes
 from megatron.fold3d.predict.search.candidate_timeline import plan_of, timeline_of
@@ -463,3 +463,18 @@ def test_fewer_layers_are_recomputed_where_memory_allows_it():
     assert best.device_bytes <= USABLE_MEMORY * tight.gpu_memory_bytes
     flags = training_flags(SMALL, tight, best.candidate)
     assert f"--recompute-layers {','.join(map(str, best.candidate.recompute_layers))}" in flags
+
+
+def test_expert_and_context_sizes_are_searched_unless_they_are_given():
+    free = Given(tensor_parallel=2, context_parallel=None, expert_parallel=None)
+    gpus, experts = cluster("h100x16"), model_shape("mixtral-8x7b")
+    long = replace(model_shape("llama3-8b"), seq_length=32768)
+
+    def sizes(shape: ModelShape, given: Given) -> tuple[set[int], set[int]]:
+        setups = [c.setup for c in candidates(shape, gpus, 64, given)]
+        return {s.context_parallel for s in setups}, {s.expert_parallel for s in setups}
+
+    assert sizes(experts, free)[1] == {1, 2, 4, 8}
+    assert sizes(long, free) == ({1, 2, 4}, {1})
+    assert sizes(long, replace(free, context_parallel=2)) == ({2}, {1})
+    assert sizes(experts, Given(tensor_parallel=2)) == ({1}, {1})

@@ -26,14 +26,16 @@ OURS = Candidate(
 
 def test_a_gain_rests_on_blocking_sends_and_efficiencies():
     shape, slow = model_shape("12-1024-16-512"), cluster("a100x8-10g")
-    gains = dict(gains_if_off_by_half(shape, slow, OURS, STOCK))
-    assert list(gains) == [
+    cases = tuple(gains_if_off_by_half(shape, slow, OURS, STOCK))
+    assert [case.assumption for case in cases] == [
         "stock waits half as long for its sends",
         "NICs achieve 32% instead of 65%",
         "NICs achieve 98% instead of 65%",
-        "GPUs achieve 22% instead of 45%",
-        "GPUs achieve 68% instead of 45%",
+        "GPUs achieve 40% instead of 79%",
+        "GPUs achieve 100% instead of 79%",
     ]
-    same = dict(gains_if_off_by_half(shape, slow, STOCK, STOCK))
+    assert "compare.sbatch" in cases[0].measure
+    assert all("doctor --write-cluster" in case.measure for case in cases[1:])
+    same = {case.assumption: case.gain for case in gains_if_off_by_half(shape, slow, STOCK, STOCK)}
     assert {round(gain, 9) for name, gain in same.items() if "achieve" in name} == {0.0}
     assert same["stock waits half as long for its sends"] <= 0

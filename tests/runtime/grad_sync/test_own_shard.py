@@ -20,7 +20,7 @@ def chunk(
     weight: torch.nn.Parameter, replica: int, *, is_sharded: bool = True, whole: bool = False
 ) -> Any:
     """A model chunk of three replicas, with ten gradients of one weight and two of padding."""
-    bucket = SimpleNamespace(grad_data=torch.arange(12.0), param_to_index={weight: (0, 10)})
+    bucket = SimpleNamespace(grad_data=torch.zeros(12), param_to_index={weight: (0, 10)})
     bucket_group = SimpleNamespace(
         param_to_bucket={weight: bucket},
         ddp_config=SimpleNamespace(use_distributed_optimizer=is_sharded),
@@ -33,6 +33,7 @@ def chunk(
 def weight() -> Any:
     parameter: Any = torch.nn.Parameter(torch.zeros(5, 2))
     parameter.shared_embedding = True
+    parameter.main_grad = torch.arange(10.0).view(5, 2)  # not always in the bucket
     return parameter
 
 

@@ -25,6 +25,7 @@ class Bucket(SimpleNamespace):
     """Like Megatron's, equal to itself only."""
 
     __hash__ = object.__hash__
+    params_with_extra_main_grads = ()
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ class Bucket(SimpleNamespace):
     """Like Megatron's, equal to itself only."""
 
     __hash__ = object.__hash__
+    params_with_extra_main_grads = ()
 
 
 @pytest.mark.gloo
@@ -57,6 +58,7 @@ def _reduce_parts(most_balanced: int) -> tuple[list[int], list[float], list[floa
             check_for_large_grads=False,
             average_in_collective=False,
             use_distributed_optimizer=True,
+            reduce_scatter_with_fp32_accumulation=False,
         ),
         intra_distributed_optimizer_instance_group=group,
     )

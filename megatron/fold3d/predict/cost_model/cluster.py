@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from megatron.fold3d.observe.fields import (
     check_names,
@@ -36,6 +37,7 @@ class Cluster:
     host_memory_bytes: float
     nic_latency_s: float = 10e-6
     compute_efficiency: float = 0.45
+    """Of all computation; with `memory_bytes_per_s`, of large matrix products alone."""
     nic_efficiency: float = 0.65
     task_overhead_s: float = 0.0
     """Overhead of starting one forward or backward of a model chunk, beside its computation."""
@@ -52,6 +54,12 @@ class Cluster:
     """Of each level: the bandwidth from below a switch, in multiples of that to the level above."""
     straggler_sigma: float = 0.0
     """Standard deviation of GPUs' times for the same computation, as a part of their mean."""
+    memory_bytes_per_s: float = 0.0
+    """Between a GPU and its memory; zero is one efficiency for layers of all sizes."""
+    multiprocessors: int = 108
+    """Of a GPU."""
+    layer_efficiencies: tuple[tuple[float, ...], ...] = ()
+    """Rows of measurements: micro-batch, sequence, hidden size, tp, and the part achieved."""
     has_bf16: bool = True
     """Otherwise its GPUs train in fp16."""
     is_blackwell: bool = False
@@ -63,6 +71,7 @@ class Cluster:
             may_be_zero=(
                 *("nic_latency_s", "send_buffer_bytes", "ring_buffer_bytes"),
                 *("task_overhead_s", "iteration_overhead_s", "straggler_sigma"),
+                "memory_bytes_per_s",
             ),
         )
         check_names(self)
@@ -76,6 +85,27 @@ class Cluster:
                 raise ValueError(f"found {name}={value!r}; it is true or false")
 
         self._check_switches()
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        rows: Any = self.layer_efficiencies
+        if not isinstance(rows, tuple | list) or not all(
+            isinstance(row, tuple | list) and len(row) == 5 and all(is_number(n) for n in row)
+            for row in rows
+        ):
+            raise ValueError(
+                f"found layer_efficiencies={rows!r}; it is a list of rows such as "
+                "[1, 2048, 4096, 8, 0.4]: micro-batch, sequence, hidden size, tp, and the part of "
+                "gpu_flops_per_s that such a layer achieves; drop it, or let fold3d doctor "
+                "--write-cluster measure it"
+            )
+        for row in rows:
+            if min(row) <= 0 or row[4] > 1:
+                raise ValueError(
+                    f"found layer_efficiencies with {list(row)}; sizes are above zero, and an "
+                    "efficiency is in (0, 1]; measure again with fold3d doctor --write-cluster"
+                )
+        object.__setattr__(self, "layer_efficiencies", tuple(map(tuple, rows)))
 
     def _check_switches(self) -> None:
         for name, whole in (("switch_nodes", True), ("oversubscription", False)):
@@ -124,19 +154,19 @@ class Cluster:
 
 
 _NODES = """
-           GPUs TFLOP/s GiB   NVLink GB/s   NIC Gb/s   host GB/s   host GB
-v100          8     125  32           150        100        13.6      1200
-a100          8     312  40           300        200        29.6      2000
-a100-80g      8     312  80           300       1600       100        2000
-h100          8     989  80           450       3200       200        2000
-h200          8     989 141           450       3200       200        2000
-perlmutter    4     312  40           300        800       100         256
-p3dn          8     125  32           150        100        13.6       824
-p4d           8     312  40           300        400        29.6      1237
-dgx-a100      8     312  80           300       1600       100        2000
-dgx-h100      8     989  80           450       3200       200        2000
-b200          8    2250 180           900       3200       200        2000
-rtx3090       4      71  24            12        100        24          96
+           GPUs TFLOP/s GiB   NVLink GB/s   NIC Gb/s   host GB/s   host GB   memory GB/s   SMs
+v100          8     125  32           150        100        13.6      1200           900    80
+a100          8     312  40           300        200        29.6      2000          1555   108
+a100-80g      8     312  80           300       1600       100        2000          2039   108
+h100          8     989  80           450       3200       200        2000          3350   132
+h200          8     989 141           450       3200       200        2000          4800   132
+perlmutter    4     312  40           300        800       100         256          1555   108
+p3dn          8     125  32           150        100        13.6       824           900    80
+p4d           8     312  40           300        400        29.6      1237          1555   108
+dgx-a100      8     312  80           300       1600       100        2000          2039   108
+dgx-h100      8     989  80           450       3200       200        2000          3350   132
+b200          8    2250 180           900       3200       200        2000          8000   148
+rtx3090       4      71  24            12        100        24          96           936    82
 """
 # v100 and a100: FOLD3D Sec. VI, with its measured copy rates; a100-80g: Megatron Sec. 5;
 # perlmutter: AxoNN Sec. VI; rtx3090: Merak Sec. 6.1; the others: their vendors' data sheets. For
@@ -145,7 +175,8 @@ rtx3090       4      71  24            12        100        24          96
 
 def _node(row: str) -> Cluster:
     name, *numbers = row.split()
-    gpus, tera_flops, gib, intra, gigabits, to_host, host = map(float, numbers)
+    gpus, tera_flops, gib, intra, gigabits, to_host, host, memory, count = map(float, numbers)
+    is_volta = name in ("v100", "p3dn")
     return Cluster(
         name=name,
         num_nodes=1,
@@ -156,7 +187,10 @@ def _node(row: str) -> Cluster:
         nic_bytes_per_s=gigabits / 8 * GIGA,
         host_copy_bytes_per_s=to_host * GIGA,
         host_memory_bytes=host * GIGA,
-        has_bf16=name not in ("v100", "p3dn"),  # from Ampere on
+        memory_bytes_per_s=memory * GIGA,
+        multiprocessors=int(count),
+        compute_efficiency=0.66 if is_volta else 0.79,  # see `efficiency`
+        has_bf16=not is_volta,
         is_blackwell=name == "b200",
     )
 

@@ -16,6 +16,7 @@ from math import prod
 from megatron.fold3d.observe.memory_curve import Footprint
 from megatron.fold3d.policy.shard_order import started_shares
 from megatron.fold3d.predict.cost_model.cluster import Cluster
+from megatron.fold3d.predict.cost_model.efficiency import efficiency
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape, Split
 from megatron.fold3d.predict.cost_model.placement import gpus_together, routes
 from megatron.fold3d.predict.cost_model.ring_times import (
@@ -220,7 +221,7 @@ def _forward_s(
 def _compute_s(
     shape: ModelShape, cluster: Cluster, setup: Setup, split: Split
 ) -> tuple[float, ...]:
-    rate = _flops_per_s(cluster, setup)
+    rate = _flops_per_s(shape, cluster, setup)
     return tuple(
         setup.microbatch_size * flops / rate / setup.context_parallel
         for flops in shape.stage_flops(split)
@@ -246,7 +247,7 @@ def _recompute_s(
     shape: ModelShape, cluster: Cluster, setup: Setup, split: Split, slower: Sequence[float]
 ) -> tuple[float, ...]:
     """What a backward of each stage recomputes: layers with all they send, or scores alone."""
-    rate = _flops_per_s(cluster, setup) * setup.context_parallel
+    rate = _flops_per_s(shape, cluster, setup) * setup.context_parallel
     flops = recomputed_flops(shape, setup.recompute, split)
     whole = setup.recompute == "full"
     sent_s = [each(shape, cluster, setup, split) for each in _SENT]
@@ -262,7 +263,7 @@ def _recompute_s(
 def _weight_s(shape: ModelShape, cluster: Cluster, setup: Setup, split: Split) -> tuple[float, ...]:
     """Weight gradients of a stage's layers. Those of embedding and head are never delayed."""
     flops = (sum(map(shape.linear_flops, layers)) for layers in shape.stage_layers(split))
-    rate = _flops_per_s(cluster, setup)
+    rate = _flops_per_s(shape, cluster, setup)
     return tuple(setup.microbatch_size * each / rate / setup.context_parallel for each in flops)
 
 
@@ -307,15 +308,26 @@ def _tokens_s(shape: ModelShape, cluster: Cluster, setup: Setup, split: Split) -
 _SENT = (_tp_sync_s, _context_s, _tokens_s)
 
 
-def _flops_per_s(cluster: Cluster, setup: Setup) -> float:
+def _flops_per_s(shape: ModelShape, cluster: Cluster, setup: Setup) -> float:
     """The FLOP/s of a tensor-parallel group."""
-    return cluster.gpu_flops_per_s * cluster.compute_efficiency * setup.tensor_parallel
+    achieved = efficiency(cluster, shape, setup)
+    return cluster.gpu_flops_per_s * achieved * setup.tensor_parallel
 
 
 def _grad_sync_s(cluster: Cluster, setup: Setup, num_ranks: int, num_bytes: float) -> float:
-    """DP.sync of gradients: an all-reduce, or with the distributed optimizer a reduce-scatter."""
-    collective = reduce_scatter_s if setup.distributed_optimizer else all_reduce_s
-    return collective(setup.num_replicas, num_bytes, _bandwidths(cluster, setup, num_ranks)[1])
+    """DP.sync of gradients: an all-reduce, or with the distributed optimizer a reduce-scatter.
+
+    That in 32 bits is an all-to-all: what replicas of one node send to the others all leaves the
+    node, where a ring adds it up on its way.
+    """
+    n, bytes_per_s = setup.num_replicas, _bandwidths(cluster, setup, num_ranks)[1]
+    if not setup.distributed_optimizer:
+        return all_reduce_s(n, num_bytes, bytes_per_s)
+    span, seconds = _replicas_span(setup, num_ranks), reduce_scatter_s(n, num_bytes, bytes_per_s)
+    if not setup.scatters_in_fp32 or span <= cluster.gpus_per_node:
+        return seconds
+    together = max(1, cluster.gpus_per_node * n // span)  # replicas of a node
+    return seconds * together * (n - together) / (n - 1)
 
 
 def _expert_sync_s(cluster: Cluster, setup: Setup, num_ranks: int, num_bytes: float) -> float:

@@ -43,6 +43,10 @@ class Setup:
     """Ranks that share each expert; as many as share other layers if zero."""
     small_gradients: bool = False
     """Gradients are summed and kept in 16 bits; otherwise in 32."""
+    accumulates_in_fp32: bool = False
+    """With small gradients: each replica adds its micro-batches up in 32 bits, apart from them."""
+    scatters_in_fp32: bool = False
+    """The distributed optimizer adds replicas up in 32 bits, behind an all-to-all."""
     local_layers: bool = False
     """Layers are Megatron's own, in place of Transformer Engine's."""
 
@@ -55,6 +59,12 @@ class Setup:
                 raise ValueError(f"found {field}={getattr(self, field)}; it is at least one")
         if self.fp32 and self.small_gradients:
             raise ValueError("found gradients of 16 bits with weights of 32; drop one of the two")
+        if self.accumulates_in_fp32 and not self.small_gradients:
+            raise ValueError(
+                "found gradients of 32 bits that are to be added up in 32 bits, as they are; "
+                "give --grad-reduce-in-bf16, or drop "
+                "--ddp-param-name-patterns-for-fp32-local-accumulation"
+            )
 
     @property
     def num_replicas(self) -> int:
@@ -84,6 +94,18 @@ class Setup:
     def gradient_bytes(self) -> int:
         """The bytes of a parameter's gradient, where it is summed."""
         return 2 if self.small_gradients else 4
+
+    @property
+    def held_gradient_bytes(self) -> int:
+        """The bytes of memory for a parameter's gradient, with what an all-to-all brings."""
+        received = self.gradient_bytes if self.scatters_in_fp32 else 0
+        return self.gradient_bytes + 4 * self.accumulates_in_fp32 + received
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that DP.sync sends of a parameter, but for the part (d - 1) / d of it."""
+        other = self.element_bytes if self.distributed_optimizer else self.gradient_bytes
+        return self.gradient_bytes + other
 
     @property
     def optimizer_bytes(self) -> int:
@@ -152,7 +174,7 @@ def held_parameters(shape: ModelShape, setup: Setup, split: Split) -> tuple[Held
 
 def static_bytes(shape: ModelShape, setup: Setup, num_ranks: int, split: Split) -> list[float]:
     """Return, per pipeline rank, the constant bytes of parameters, gradients and optimizer."""
-    whole, optimizer = setup.element_bytes + setup.gradient_bytes, setup.optimizer_bytes
+    whole, optimizer = setup.element_bytes + setup.held_gradient_bytes, setup.optimizer_bytes
     shares = (1.0, 1.0)
     if setup.distributed_optimizer:
         shares = (1 / setup.num_replicas, 1 / setup.num_expert_replicas)

@@ -6,7 +6,7 @@ all ranks at the same time, so on rank r it starts r backwards late. Its DP.sync
 the iteration.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron.fold3d.observe.timeline import Timeline
@@ -118,11 +118,13 @@ def simulated_plan(
     """
     orders = _placed(candidate, estimate, memory_bytes) if order is None else [order]
     return _fastest(
-        _simulated(candidate, estimate, each, waits_for_sends, connections) for each in orders
+        [_simulated(candidate, estimate, each, waits_for_sends, connections) for each in orders]
     )
 
 
-def _fastest(simulated: Iterable[tuple[Plan, Timeline]]) -> tuple[Plan, Timeline]:
+def _fastest(simulated: Sequence[tuple[Plan, Timeline]]) -> tuple[Plan, Timeline]:
+    if len(simulated) == 1:  # reading a long timeline takes time
+        return simulated[0]
     return min(simulated, key=lambda one: one[1].period_s)
 
 
@@ -177,7 +179,9 @@ def _simulated(
         placings = [add_p2p(plan, receives_late=True)] if late and plan.num_ranks > 1 else [plan]
         if late and candidate.is_stock and plan.num_ranks > 1:  # has its own, no worse than ours
             placings.append(add_p2p(plan))
-        return _fastest((p, simulate(p, costs, execution, iterations=iterations)) for p in placings)
+        return _fastest(
+            [(p, simulate(p, costs, execution, iterations=iterations)) for p in placings]
+        )
 
     execution = Execution(
         nic_of_rank=estimate.nic_of_rank,
@@ -206,7 +210,13 @@ def _simulated(
 
 def without_grad_sync(candidate: Candidate) -> Candidate:
     """Return the candidate that represents all that differ only in DP.sync and host copies."""
-    setup = replace(candidate.setup, distributed_optimizer=False)
+    setup = replace(
+        candidate.setup,
+        distributed_optimizer=False,
+        small_gradients=False,
+        accumulates_in_fp32=False,
+        scatters_in_fp32=False,
+    )
     return replace(
         candidate,
         setup=setup,

@@ -27,6 +27,7 @@ Assumption = Literal[
 Share = float | Literal["auto"]
 MICROBATCH_SIZES = (1, 2, 4, 8)
 MOST_SEGMENTS = 8
+_CONTEXT_SIZES, _LEAST_PART = (2, 4, 8, 16), 8192  # tokens of a sequence that a rank has
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
@@ -157,11 +158,12 @@ class Given:
     microbatch_size: int | None = None
     recompute: Recompute | None = None
     fp32: bool = False
-    context_parallel: int = 1
-    """Never chosen, as `expert_parallel`."""
-    expert_parallel: int = 1
+    context_parallel: int | None = 1
+    expert_parallel: int | None = 1
     expert_tensor_parallel: int = 0
     small_gradients: bool = False
+    accumulates_in_fp32: bool = False
+    scatters_in_fp32: bool = False
 
 
 FREE = Given()
@@ -181,8 +183,8 @@ def candidates(
     """
     microbatch_sizes = _choices(MICROBATCH_SIZES, given.microbatch_size)
     recomputes = _choices(RECOMPUTES, given.recompute)
-    for (t, p, dp), size, recompute in product(
-        _splits(shape, cluster, given), microbatch_sizes, recomputes
+    for (t, p, c, dp), e, size, recompute in product(
+        _splits(shape, cluster, given), _expert_sizes(shape, given), microbatch_sizes, recomputes
     ):
         if global_batch_size % (dp * size):
             continue
@@ -193,10 +195,12 @@ def candidates(
             sequence_parallel=t > 1,
             recompute=recompute,
             fp32=given.fp32,
-            context_parallel=given.context_parallel,
-            expert_parallel=given.expert_parallel,
+            context_parallel=c,
+            expert_parallel=e,
             expert_tensor_parallel=given.expert_tensor_parallel,
             small_gradients=given.small_gradients,
+            accumulates_in_fp32=given.accumulates_in_fp32,
+            scatters_in_fp32=given.scatters_in_fp32,
         )
         if setup.num_replicas * t % prod(setup.expert_ranks):
             continue
@@ -213,17 +217,32 @@ def candidates(
             yield from _of_segments(shape, stock, segments, assumed)
 
 
-def _splits(shape: ModelShape, cluster: Cluster, given: Given) -> Iterator[tuple[int, int, int]]:
-    """The (tp, pp, dp) sizes that divide the GPUs, the heads and the layers."""
+def _expert_sizes(shape: ModelShape, given: Given) -> list[int]:
+    """Return how many ranks may share a layer's experts; more than a node has are across nodes."""
+    if given.expert_parallel is not None:
+        return [given.expert_parallel]
+    return _divisors(shape.num_experts) or [1]
+
+
+def _splits(
+    shape: ModelShape, cluster: Cluster, given: Given
+) -> Iterator[tuple[int, int, int, int]]:
+    """The (tp, pp, cp, dp) sizes that divide the GPUs, the heads and the layers.
+
+    A sequence is shared where each rank keeps a long part of it.
+    """
     gpus = cluster.num_gpus
     tensor_sizes = _choices(_divisors(cluster.gpus_per_node), given.tensor_parallel)
-    for t, p in product(tensor_sizes, _choices(_divisors(gpus), given.num_ranks)):
-        model = t * p * given.context_parallel
+    context_sizes = [1, *(c for c in _CONTEXT_SIZES if shape.seq_length >= c * _LEAST_PART)]
+    if given.context_parallel is not None:
+        context_sizes = [given.context_parallel]
+    for t, p, c in product(tensor_sizes, _choices(_divisors(gpus), given.num_ranks), context_sizes):
+        model = t * p * c
         if gpus % model or shape.num_groups % t or shape.num_layers < p:
             continue
         dp = gpus // model
         if given.data_parallel in (None, dp):
-            yield t, p, dp
+            yield t, p, c, dp
 
 
 def _of_segments(

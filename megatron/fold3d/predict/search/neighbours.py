@@ -101,6 +101,24 @@ def with_replicated_segments(candidate: Candidate, *, tied: bool) -> Iterator[Ca
         yield replace(candidate, replicated=segments)
 
 
+def in_16_bits(candidate: Candidate, *, tied: bool) -> Iterator[Candidate]:
+    """Yield a candidate whose gradients travel in 16 bits, first what rounds them least.
+
+    Training refuses all-to-alls beside some choices. Megatron refuses them where a chunk has more
+    than one bucket: its first and last one, if they share word embeddings.
+    """
+    c, setup = candidate, candidate.setup
+    if setup.fp32 or setup.small_gradients or setup.num_replicas == 1:
+        return
+    rounded = replace(setup, small_gradients=True)
+    local = replace(rounded, accumulates_in_fp32=True)
+    refused = c.replicated or c.preemptive or c.behind_backwards or (tied and c.num_ranks > 1)
+    if setup.distributed_optimizer and not refused:
+        yield replace(c, setup=replace(local, scatters_in_fp32=True))
+    yield replace(c, setup=local)
+    yield replace(c, setup=rounded)
+
+
 def _with_placed_weight_grads(candidate: Candidate) -> Iterator[Candidate]:
     """Weight gradients in the gaps, with 1F1B's forwards ahead (zero bubble) and with more."""
     if candidate.is_stock or candidate.offload or candidate.schedule != "aiao":

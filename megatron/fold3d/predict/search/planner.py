@@ -61,6 +61,7 @@ from megatron.fold3d.predict.search.many_microbatches import (
     measures,
 )
 from megatron.fold3d.predict.search.neighbours import (
+    in_16_bits,
     neighbours,
     recomputed_and_paired,
     with_replicated_segments,
@@ -75,7 +76,8 @@ _COUNTED = 6  # how many of those that recompute all layers are tried with fewer
 _LISTED = 1.2  # times as long as the fastest: nobody chooses what is slower
 _IMPROVED = 3  # how many of the best candidates have their neighbours tried
 _MOST_PARTITIONS = 12  # layouts that the best of ours and of stock are simulated with
-_MOST_FORWARDS = 60_000  # of all these layouts, and of an iteration with other groups
+_MOST_LAID_OUT = 20_000  # forwards of all these layouts
+_MOST_FORWARDS = 60_000  # of an iteration with other groups
 
 
 def search(
@@ -136,7 +138,6 @@ def _search(
         everything += map(judge.bounded, _that_memory_asks_to_offload(everything, judge.fits))
     everything += [*_that_shards_make_fit(everything, judge)]
     fitting = _quickest_of_each(filter(judge.fits, everything))
-    judge.num_left = len(fitting)
     kept = max(top, _IMPROVED)  # so that the answer is the same for every `top`
     best = judge.best(fitting, kept)
     stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
@@ -165,7 +166,6 @@ def _search(
             others |= dict.fromkeys((counted, *recomputed_and_paired(counted, assumed)))
     known = {item.candidate for item in fitting}
     better = [judge.bounded(other) for other in others if other not in known]
-    judge.num_left += len(better)
     fitting += filter(judge.fits, better)
     stock = judge.best([b for b in fitting if b.candidate.is_stock], 1)
     limit_s = _LISTED * min(choice.iteration_s for choice in (*best, *stock))
@@ -189,8 +189,10 @@ def _search(
         simulated=judge.num_simulated,
         undelayed=judge.undelayed(best[0].candidate),
         unsharded=judge.unsharded(best[0].candidate, fitting),
+        in_16_bits=_in_16_bits(judge, (*best[:_IMPROVED], *stock), fitting, tied=not shape.untied),
     )
-    return replace(found, many_queues_s=judge.with_many_queues(found.choice.candidate))
+    many_queues_s = judge.with_many_queues(found.choice.candidate)
+    return replace(found, many_queues_s=many_queues_s, tried=judge.tried)
 
 
 def _processes(cluster: Cluster) -> AbstractContextManager[Executor | None]:
@@ -213,7 +215,6 @@ class _Judge:
         self._pool, self._at_once = pool, _AT_ONCE if pool else 1
         self.limit_bytes = cluster.gpu_memory_bytes * USABLE_MEMORY
         self.host_limit_bytes = cluster.host_memory_bytes * USABLE_MEMORY / cluster.gpus_per_node
-        self.num_left = 0
         self._shape, self._cluster = shape, cluster
         self._estimate = lru_cache(None)(
             lambda setup, ranks, segments, layers: estimate(
@@ -227,6 +228,10 @@ class _Judge:
     def bounds_on(self, cluster: Cluster) -> Callable[[Candidate], Bounded]:
         """Return what bounds candidates of the model on another cluster."""
         return _Judge(self._shape, cluster, self._progress).bounded
+
+    @property
+    def tried(self) -> tuple[JudgedCandidate, ...]:
+        return tuple(self._judged.values())
 
     @property
     def num_simulated(self) -> int:
@@ -269,7 +274,7 @@ class _Judge:
         if c.num_ranks == 1 or self._shape.num_layers < stages:
             return
         start = c.layers or (self._shape.num_layers // stages,) * stages
-        most = min(_MOST_PARTITIONS, _MOST_FORWARDS // (stages * c.num_microbatches))
+        most = min(_MOST_PARTITIONS, _MOST_LAID_OUT // (stages * c.num_microbatches))
         if most < 2:
             return
 
@@ -368,6 +373,9 @@ class _Judge:
             if self.fits(choice):  # a slow copy stream frees memory late
                 insort(found, (choice.iteration_s, place, choice))
                 del found[top:]
+            limit_s = min(most_s(), found[-1][0] if len(found) == top else inf)
+            not_over = sum(seconds < limit_s for seconds, _, _ in waiting)
+            self._progress(self.num_simulated, self.num_simulated + not_over)
 
         def most_s() -> float:
             return min(limit_s, _LISTED * found[0][0]) if found else limit_s
@@ -427,7 +435,6 @@ class _Judge:
 
     def _noted(self, choice: JudgedCandidate) -> JudgedCandidate:
         self._judged[choice.candidate] = choice
-        self._progress(self.num_simulated, self.num_left)
         return choice
 
 
@@ -555,6 +562,28 @@ def _that_replicate(best: Iterable[JudgedCandidate], *, tied: bool) -> Iterator[
         if found:
             yield from found
             return
+
+
+def _in_16_bits(
+    judge: "_Judge", best: Iterable[JudgedCandidate], fitting: Iterable[Bounded], *, tied: bool
+) -> tuple[JudgedCandidate, ...]:
+    """Return the best of ours and of stock whose gradients travel in 16 bits, if any fits.
+
+    Their sizes are those of the best without.
+    """
+
+    def sizes(c: Candidate) -> tuple[object, ...]:
+        setup = replace(c.setup, distributed_optimizer=False)
+        return setup, c.num_ranks, c.num_segments, c.layers
+
+    known = {sizes(choice.candidate) for choice in best}
+    alike = [item.candidate for item in fitting if sizes(item.candidate) in known]
+    rounded = [judge.bounded(other) for c in alike for other in in_16_bits(c, tied=tied)]
+    found = list[JudgedCandidate]()
+    for is_stock in (False, True):
+        own = [b for b in rounded if b.candidate.is_stock == is_stock and judge.fits(b)]
+        found += judge.best(own, 1)
+    return tuple(found)
 
 
 def _quickest_of_each(among: Iterable[Bounded]) -> list[Bounded]:

@@ -48,6 +48,11 @@ class Search:
     unsharded: JudgedCandidate | None = None
     """The best of ours that keeps parameters and gradients whole, if the best one does not."""
 
+    tried: tuple[JudgedCandidate, ...] = ()
+    """All that were simulated."""
+    in_16_bits: tuple[JudgedCandidate, ...] = ()
+    """The best of ours and of stock whose gradients travel in 16 bits, if the others' do not."""
+
     many_queues_s: tuple[float, float] | None = None
     """What the choice takes with 32 hardware queues, if it was simulated with one: at least, and if
     TP.sync is exposed that one queue may hide."""

@@ -1,7 +1,7 @@
 """The sensitivity of a predicted gain: how it changes if an assumption is off by half."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
@@ -9,11 +9,25 @@ from megatron.fold3d.predict.search.candidate_estimate import estimate_of
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate
 
+_DOCTOR = "measure it with `fold3d doctor --write-cluster FILE`"
+_COMPARE = "train 20 iterations of both with scripts/slurm/compare.sbatch"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """By how much ours is faster than stock under an assumption."""
+
+    assumption: str
+    gain: float
+    decides: str = "how stock and ours differ"
+    measure: str = _COMPARE
+    """What tells whether the assumption holds."""
+
 
 def gains_if_off_by_half(
     shape: ModelShape, cluster: Cluster, ours: Candidate, stock: Candidate
-) -> Iterator[tuple[str, float]]:
-    """Yield each assumption as it would be, and by how much ours is then faster than stock.
+) -> Iterator[Case]:
+    """Yield each assumption as it would be.
 
     The two configurations stay; with other numbers a search might find others.
 
@@ -30,10 +44,21 @@ def gains_if_off_by_half(
 
     ours_s = seconds(ours, cluster)
     blocked_s, free_s = seconds(stock, cluster), seconds(stock, cluster, waits=False)
-    yield "stock waits half as long for its sends", (blocked_s + free_s) / 2 / ours_s - 1
+    gain = (blocked_s + free_s) / 2 / ours_s - 1
+    waits = "how long stock waits for its sends"
+    yield Case("stock waits half as long for its sends", gain, waits)
     for name, what in (("nic_efficiency", "NICs achieve"), ("compute_efficiency", "GPUs achieve")):
         value: float = getattr(cluster, name)
         for other in dict.fromkeys((value / 2, min(1.0, value * 1.5))):
             changed = replace(cluster, **{name: other})  # type: ignore[arg-type]
+            if name == "compute_efficiency":
+                changed = _computing(changed, other / value)
             gain = seconds(stock, changed) / seconds(ours, changed) - 1
-            yield f"{what} {other:.0%} instead of {value:.0%}", gain
+            assumption = f"{what} {other:.0%} instead of {value:.0%}"
+            yield Case(assumption, gain, f"what {what}", _DOCTOR)
+
+
+def _computing(cluster: Cluster, times: float) -> Cluster:
+    """Return a cluster whose measured layers are so many times as efficient."""
+    rows = ((*sizes, min(1.0, times * part)) for *sizes, part in cluster.layer_efficiencies)
+    return replace(cluster, layer_efficiencies=tuple(rows))

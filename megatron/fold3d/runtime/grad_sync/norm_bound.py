@@ -183,7 +183,8 @@ def _counted_on_this_rank(bucket_group: Any, bucket: Any, parameter: Any) -> Ite
     begin, end = bucket.param_to_index[parameter]
     ours = group.rank() * size
     if max(begin, ours) < min(end, ours + size):
-        yield bucket.grad_data[max(begin, ours) : min(end, ours + size)]
+        own = slice(max(begin, ours) - begin, min(end, ours + size) - begin)
+        yield parameter.main_grad.view(-1)[own]
 
 
 def _is_counted_here(parameter: torch.nn.Parameter) -> bool:

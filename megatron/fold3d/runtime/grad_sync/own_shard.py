@@ -14,9 +14,7 @@ import torch.distributed as dist
 from megatron.fold3d.runtime.grad_sync.bucket_groups import group_of, is_sharded
 
 
-def own_shard(
-    chunks: Sequence[Any], weight: torch.nn.Parameter, stages: dist.ProcessGroup
-) -> torch.Tensor | None:
+def own_shard(chunks: Sequence[Any], weight: Any, stages: dist.ProcessGroup) -> torch.Tensor | None:
     """Return a view of this replica's shard of a weight's gradients, or None for all of them.
 
     All of them are read where the optimizer is not distributed, where this iteration reduces whole
@@ -29,8 +27,8 @@ def own_shard(
         stages: the pipeline ranks that hold a copy of it.
 
     Returns:
-        ``[num_elements of the shard]``, in the dtype in which DDP reduces; DDP owns the memory. It
-        is empty if the replica's shard has padding alone.
+        ``[num_elements of the shard]``, of what the optimizer reads; DDP owns the memory. It is
+        empty if the replica's shard has padding alone.
     """
     if not getattr(weight, "shared_embedding", False) or stages.size() > 2:
         return None
@@ -41,6 +39,6 @@ def own_shard(
             begin, end = bucket.param_to_index[weight]
             size = bucket.grad_data.numel() // replicas.size()
             first = replicas.rank() * size
-            data: torch.Tensor = bucket.grad_data
-            return data[max(begin, first) : min(end, first + size)]
+            data: torch.Tensor = weight.main_grad.view(-1)  # fp32 may have memory of its own
+            return data[max(0, first - begin) : max(0, min(end, first + size) - begin)]
     return None

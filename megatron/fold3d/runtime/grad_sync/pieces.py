@@ -7,6 +7,9 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed.reduce_scatter_with_fp32_accumulation import (
+    reduce_scatter_with_fp32_accumulation,
+)
 
 from megatron.fold3d.runtime.device import Launched
 
@@ -34,6 +37,7 @@ class Piece:
         owner: the only rank of the group that needs the sum, and gets it; None is all of them.
         scatters: whether each rank of the group needs the sum of its shard alone.
         bucket: the bucket's gradients, if the piece is all of them, in their order.
+        in_fp32: whether a reduce-scatter of 16 bits adds up in 32, as Megatron's own.
     """
 
     shards: tuple[tuple[torch.Tensor, ...], ...]
@@ -42,16 +46,25 @@ class Piece:
     owner: int | None = None
     scatters: bool = False
     bucket: torch.Tensor | None = None
+    in_fp32: bool = False
 
     @classmethod
     def of_shards(
-        cls, data: torch.Tensor, begin: int, end: int, op: Any, group: dist.ProcessGroup
+        cls,
+        data: torch.Tensor,
+        begin: int,
+        end: int,
+        op: Any,
+        group: dist.ProcessGroup,
+        *,
+        in_fp32: bool = False,
     ) -> "Piece":
         """Return the same part, from ``begin`` to ``end``, of the shard of every rank."""
         shards = data.chunk(group.size())
         is_whole = end - begin == shards[0].numel()
         parts = tuple((shard[begin:end],) for shard in shards)
-        return cls(parts, op, group, scatters=True, bucket=data if is_whole else None)
+        bucket = data if is_whole else None
+        return cls(parts, op, group, scatters=True, bucket=bucket, in_fp32=in_fp32)
 
     @property
     def views(self) -> tuple[torch.Tensor, ...]:
@@ -112,11 +125,11 @@ class _Scatter:
         if len(self._own) > 1:
             sums = self._together.new_empty(self._together.numel() // group.size())
         self._sums = sums
-        work: dist.Work | None = dist.reduce_scatter_tensor(
-            sums, self._together, piece.op, group=group, async_op=True
-        )
-        assert work is not None
-        self._work = work
+        scatter: Any = dist.reduce_scatter_tensor
+        if piece.in_fp32:
+            scatter = reduce_scatter_with_fp32_accumulation
+        self._sum = scatter(sums, self._together, op=piece.op, group=group, async_op=True)
+        self._work: dist.Work = self._sum.all_to_all_handle if piece.in_fp32 else self._sum
 
     def get_future(self) -> Any:
         """Return a future that is done when the sums are there."""
@@ -128,7 +141,7 @@ class _Scatter:
 
     def wait(self) -> None:
         """Wait for the sums, and put them where they belong in the own shard."""
-        self._work.wait()
+        self._sum.wait()
         if len(self._own) > 1:
             sizes = [data.numel() for data in self._own]
             for data, sums in zip(self._own, self._sums.split(sizes), strict=True):

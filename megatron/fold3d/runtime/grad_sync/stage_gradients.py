@@ -96,7 +96,7 @@ class StageGradients:
                 others = sorted([*ranges_of(bucket, unfinished), *before])
                 for begin, end in outside(others, size):
                     before.append((begin, end))
-                    _make_ready(bucket_group, bucket, bucket.grad_data[begin:end])
+                    _make_ready(bucket_group, bucket, begin, end)
                     if end - begin < size and sums_to_shards(self._chunk, bucket_group):
                         of_shards += self._by_owner(bucket_group, bucket, begin, end)
                     else:
@@ -116,12 +116,25 @@ class StageGradients:
         self._num_taken += sum(piece.num_elements for piece in taken)
         return taken
 
+    def copy_back(self, *, kept: bool) -> None:
+        """Copy sums to gradients that a micro-batch adds to in fp32, outside of DDP's buffer.
+
+        Args:
+            kept: whether those that are kept apart are summed, or all others.
+        """
+        for bucket_group in bucket_groups(self._chunk):
+            for bucket in bucket_group.buckets:
+                for parameter in bucket.params_with_extra_main_grads:
+                    if (parameter in self._kept) == kept:
+                        parameter.main_grad.copy_(parameter.main_grad_copy_in_grad_buffer)
+
     def kept(self, bucket_group: Any) -> Sequence[Piece]:
         """Return what is kept apart of a bucket group, to be summed in Megatron's process group."""
         group, op = group_of(bucket_group), _reduce_op(bucket_group)
         if sums_to_shards(self._chunk, bucket_group):
+            in_fp32 = _sums_in_fp32(bucket_group)
             return [
-                Piece.of_shards(bucket.grad_data, begin, end, op, group)
+                Piece.of_shards(bucket.grad_data, begin, end, op, group, in_fp32=in_fp32)
                 for bucket in bucket_group.buckets
                 for begin, end in in_iteration_offsets(bucket, self._kept, group.size())
             ]
@@ -140,7 +153,8 @@ class StageGradients:
             return
         kept = in_iteration_offsets(bucket, self._kept, group.size())
         for first, last in outside(kept, bucket.grad_data.numel() // group.size()):
-            yield Piece.of_shards(bucket.grad_data, first, last, op, group)
+            in_fp32 = _sums_in_fp32(bucket_group)
+            yield Piece.of_shards(bucket.grad_data, first, last, op, group, in_fp32=in_fp32)
 
     def _by_owner(self, bucket_group: Any, bucket: Any, begin: int, end: int) -> Iterator[Piece]:
         """Yield what goes to the owner of its shard alone; the rest waits for other shards."""
@@ -243,12 +257,19 @@ def _reduce_op(bucket_group: Any) -> Any:
     return dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
 
 
-def _make_ready(bucket_group: Any, bucket: Any, data: torch.Tensor) -> None:
-    """Check and scale gradients as Megatron's ``start_grad_sync`` does with whole buckets.
+def _sums_in_fp32(bucket_group: Any) -> bool:
+    return bool(bucket_group.ddp_config.reduce_scatter_with_fp32_accumulation)
 
-    ``data`` is a view of the bucket, ``[num_elements]``, in the dtype in which DDP reduces.
+
+def _make_ready(bucket_group: Any, bucket: Any, begin: int, end: int) -> None:
+    """Copy, check and scale gradients as Megatron's ``start_grad_sync`` does with whole buckets.
+
+    They are those of the bucket from ``begin`` to ``end``, which cut no parameter.
     """
-    config = bucket_group.ddp_config
+    for parameter in bucket.params_with_extra_main_grads:
+        if begin <= bucket.param_to_index[parameter][0] < end:
+            parameter.main_grad_copy_in_grad_buffer.copy_(parameter.main_grad)
+    config, data = bucket_group.ddp_config, bucket.grad_data[begin:end]
     if config.check_for_nan_in_grad or config.check_for_large_grads:
         alone = SimpleNamespace(buckets=[SimpleNamespace(grad_data=data)])
         type(bucket_group).check_grads(

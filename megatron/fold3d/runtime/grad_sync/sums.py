@@ -114,6 +114,7 @@ class Sums:
             self.gradients[chunk].restart()
             for work in in_flight.works:
                 work.wait()
+            self.gradients[chunk].copy_back(kept=False)
             for end in in_flight.ends:
                 end()
 
@@ -134,6 +135,7 @@ class Sums:
         """Wait for what `keep` has started."""
         for work in self._keeping.pop(chunk, ()):
             work.wait()
+        self.gradients[chunk].copy_back(kept=True)
 
     def gather(self, chunk: Any) -> None:
         """Start to gather a chunk's parameters, first layers first, in our process groups.

@@ -1,0 +1,126 @@
+"""Which part of its peak a GPU achieves on a layer: by micro-batch, sequence, hidden size and tp.
+
+Measured rows of a cluster's file come first. Without any, a roofline tells: each kernel of a layer
+takes the longest of its arithmetic, its way to the GPU's memory, and its launch.
+
+- A matrix product is cut into tiles, of which each multiprocessor computes one at a time. In the
+  last turn half of them idle, so small products are slower.
+- Norms, residuals and activations move bytes and compute nearly nothing.
+- Every micro-batch adds its weight gradients to those before: bytes that a larger one saves.
+
+`Cluster.compute_efficiency` is what large products reach, 0.79 on A100 and 0.66 on V100. Only these
+two numbers are fitted; `python -m scripts.bench.efficiency` shows to which published points, and
+the error on others. Between measured rows the roofline is scaled to the nearest one.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from math import log
+
+from megatron.fold3d.predict.cost_model.cluster import Cluster
+from megatron.fold3d.predict.cost_model.model_shape import ModelShape
+from megatron.fold3d.predict.cost_model.sizes import Setup
+
+_TILE = 128 * 256
+_IDLE_TURNS = 0.5
+_MEMORY_SHARE = 0.8  # of its nominal rate, that copies of large tensors reach
+_LAUNCH_S = 5e-6
+WORST_HELD_OUT = 0.05  # of the roofline, on published points that it was not fitted to
+
+_MEASURE = "`fold3d doctor --write-cluster FILE` measures yours"
+
+_Sizes = tuple[float, float, float, float]
+
+
+def efficiency(cluster: Cluster, shape: ModelShape, setup: Setup) -> float:
+    """Return the part of the GPUs' FLOP/s that a layer's forward and backward achieve."""
+    return _efficiency(
+        cluster.compute_efficiency,
+        cluster.gpu_flops_per_s,
+        cluster.memory_bytes_per_s,
+        cluster.multiprocessors,
+        cluster.layer_efficiencies,
+        shape,
+        setup,
+    )
+
+
+def source_of(cluster: Cluster) -> str:
+    """Say where the efficiency comes from."""
+    if rows := len(cluster.layer_efficiencies):
+        return f"measured on {rows} sizes of a layer by fold3d doctor"
+    if cluster.memory_bytes_per_s:
+        off = f"{WORST_HELD_OUT:.0%}"
+        return f"a roofline, within {off} of what was published of A100 and V100; {_MEASURE}"
+    return f"{cluster.compute_efficiency:.0%} for all sizes, as the cluster's file says; {_MEASURE}"
+
+
+@cache
+def _efficiency(
+    reached: float,
+    flops_per_s: float,
+    memory_bytes_per_s: float,
+    multiprocessors: int,
+    rows: tuple[tuple[float, ...], ...],
+    shape: ModelShape,
+    setup: Setup,
+) -> float:
+    def roofline(sizes: _Sizes) -> float:
+        if not memory_bytes_per_s:
+            return 1.0
+        flops = seconds = 0.0
+        bytes_per_s = memory_bytes_per_s * _MEMORY_SHARE
+        for kernel_flops, kernel_bytes, tiles in _kernels(shape, setup, *sizes):
+            turns = tiles / multiprocessors
+            idle = turns / (turns + _IDLE_TURNS) if tiles else 1.0
+            flops += kernel_flops
+            arithmetic_s = kernel_flops / (flops_per_s * reached * idle)
+            seconds += max(arithmetic_s, kernel_bytes / bytes_per_s, _LAUNCH_S)
+        return flops / flops_per_s / seconds
+
+    tensor = float(setup.tensor_parallel)
+    here = (float(setup.microbatch_size), shape.seq_length, shape.hidden_size, tensor)
+    if not rows:
+        return roofline(here) if memory_bytes_per_s else reached
+
+    def distance(row: tuple[float, ...]) -> float:
+        return sum(abs(log(a / b)) for a, b in zip(row[:4], here, strict=True))
+
+    *nearest, measured = min(rows, key=distance)
+    microbatch, sequence, hidden, t = nearest
+    return min(1.0, measured * roofline(here) / roofline((microbatch, sequence, hidden, t)))
+
+
+def _kernels(
+    shape: ModelShape, setup: Setup, microbatch: float, sequence: float, hidden: float, t: float
+) -> Iterator[tuple[float, float, float]]:
+    """Yield the FLOPs, the bytes, and the tiles of each kernel of a layer; no tiles of others.
+
+    The layer is the model's last, as wide as ``hidden`` asks for. Its forward and its backward.
+    """
+    wider, layer = hidden / shape.hidden_size, shape.num_layers - 1
+    tokens = microbatch * sequence / setup.context_parallel
+    attended, projected = (wider * size / t for size in (shape.attention_size, shape.qkv_size))
+    widths = [wider * width / t for width in shape.ffn_sizes(layer)]
+    gated = 1 + shape.swiglu
+    linears = [(hidden, projected), (attended, hidden)]
+    linears += [pair for w in widths for pair in ((hidden, gated * w), (w, hidden))]
+    for inputs, outputs in linears:
+        moved = 2 * (tokens * (inputs + outputs) + inputs * outputs)
+        each = 2 * tokens * inputs * outputs, moved
+        yield *each, tokens * outputs / _TILE  # the outputs, and both gradients
+        yield *each, tokens * inputs / _TILE
+        yield *each, inputs * outputs / _TILE
+    scores = tokens * sequence * shape.num_attention_heads / t
+    scores *= setup.local_layers  # those of Transformer Engine never reach the GPU's memory
+    whole = t if setup.sequence_parallel else 1
+    elementwise = [4 * tokens * hidden / whole] * 2 + [7 * tokens * hidden / whole] * 2
+    elementwise += [2 * (gated + 1) * tokens * w for w in widths]
+    elementwise += [4 * tokens * projected, 4 * scores, 3 * scores]
+    for times in (1, 2):  # a backward does twice as much
+        for moved in (m for m in elementwise if m):
+            yield 0.0, times * moved, 0.0
+        for _ in range(2):
+            yield times * 2 * tokens * sequence * attended, times * 2 * scores, 0.0
+    parameters = sum(inputs * outputs for inputs, outputs in linears)
+    yield 0.0, parameters * (2 * setup.gradient_bytes + 4 * setup.local_layers), 0.0

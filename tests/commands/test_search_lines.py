@@ -1,0 +1,132 @@
+"""What the answer of a search says of gains, ties, flags and pictures."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.fold3d.commands.search_lines import (
+    WIDTH,
+    _in_16_bits,
+    _table,
+    environment,
+    plot,
+    rates_of,
+    verdict,
+)
+from megatron.fold3d.observe.exposure import Exposure
+from megatron.fold3d.predict.cost_model.cluster import cluster
+from megatron.fold3d.predict.cost_model.model_shape import model_shape
+from megatron.fold3d.predict.cost_model.sizes import Setup
+from megatron.fold3d.predict.search.candidates import Candidate
+from megatron.fold3d.predict.search.search_result import JudgedCandidate, Search
+from megatron.fold3d.predict.search.sensitivity import Case
+
+SETUP = Setup(tensor_parallel=8, data_parallel=4, microbatch_size=4, distributed_optimizer=True)
+AIAO = Candidate(
+    schedule="aiao",
+    is_stock=False,
+    setup=SETUP,
+    num_ranks=4,
+    num_segments=4,
+    num_microbatches=16,
+)
+STOCK = replace(AIAO, schedule="interleaved", is_stock=True, group_size=16)
+
+
+def judged(candidate: Candidate, seconds: float, **shares: float) -> JudgedCandidate:
+    return JudgedCandidate(candidate, seconds, 20 * 2**30, Exposure(**shares))
+
+
+def found(*best: JudgedCandidate, stock: float = 6.0, **more: object) -> Search:
+    return Search(
+        best=best,
+        best_stock=judged(STOCK, stock),
+        considered=9,
+        too_large=1,
+        simulated=4,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def test_rows_are_sorted_by_time_and_what_takes_as_long_is_one_row():
+    whole = replace(AIAO, setup=replace(SETUP, distributed_optimizer=False))
+    around = replace(AIAO, setup=replace(SETUP, order="tp-pp-dp", recompute="selective"))
+    first = judged(AIAO, 5.0, forward_s=4.5, bubble_s=0.5)
+    rows = (first, judged(around, 5.006), judged(whole, 5.001))
+    other = judged(replace(AIAO, num_segments=2), 5.002)
+    assert list(_table(found(*rows, other))) == [
+        "iteration   GiB   dp  pp tp seg mbs sums  rec   limit       schedule",
+        "   5.000s  20.0    4   4  8   4   4 shard none  bubble 10%  aiao",
+        "           20.0 as long: whole",
+        "           20.0 as long: sel, aiao tp-pp-dp",
+        "   5.002s  20.0    4   4  8   2   4 shard none  compute     aiao",
+        "   6.000s  20.0    4   4  8   4   4 shard none  compute     stock breadth-first",
+    ]
+
+
+def test_no_row_is_wider_than_a_terminal():
+    long = replace(AIAO, shards="gradients", forwards_ahead=3, backward_share="auto")
+    assert max(map(len, "\n".join(_table(found(judged(long, 0.01)))).splitlines())) <= WIDTH
+
+
+@pytest.mark.parametrize(
+    ("gains", "said"),
+    [
+        ((0.2, 0.1, 0.3), "10.0% to 30.0% faster than stock Megatron, with these flags"),
+        (
+            (0.2, -0.05, 0.3),
+            "measure first: 5.0% slower to 30.0% faster than stock Megatron; what decides is what "
+            "NICs achieve: measure it; ours has these flags",
+        ),
+    ],
+)
+def test_a_gain_that_an_assumption_turns_into_a_loss_is_to_be_measured(gains, said: str):
+    cases = [Case("assumed", gain, "what NICs achieve", "measure it") for gain in gains]
+    assert verdict(found(judged(AIAO, 5.0)), cases) == said
+
+
+def test_stock_is_the_answer_where_ours_gains_nothing():
+    assert verdict(found(judged(AIAO, 5.99)), [Case("assumed", 0.001)]).startswith("AIAO gains")
+
+
+def test_16_bits_are_counted_on_both_sides_with_what_they_change():
+    rounded = replace(SETUP, small_gradients=True, accumulates_in_fp32=True)
+    both = [judged(replace(c, setup=rounded), s) for c, s in ((AIAO, 4.5), (STOCK, 5.7))]
+    said = list(_in_16_bits(found(judged(AIAO, 5.0), in_16_bits=tuple(both))))
+    assert "4.500s, 10.0% less: aiao" in said[1]
+    assert "5.700s, 5.0% less: stock breadth-first" in said[3]
+    assert "--ddp-param-name-patterns-for-fp32-local-accumulation all" in said[2]
+    assert said[-1] == ("  micro-batches add up in 32 bits; what a replica sends is rounded to 16")
+
+
+def test_the_environment_has_one_queue_where_megatron_demands_it():
+    a100, b200 = cluster("a100x128"), cluster("b200x128")
+    one, many = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    alone = replace(AIAO, setup=replace(SETUP, tensor_parallel=1))
+    assert environment(AIAO, a100) == environment(STOCK, a100) == one
+    assert environment(AIAO, b200) == environment(alone, a100) == many
+    assert environment(replace(alone, is_stock=True), a100) == {}
+
+
+def test_rates_are_of_one_gpu_and_of_all():
+    a100 = cluster("a100x128")
+    rates = rates_of(judged(AIAO, 5.0), model_shape("gpt3-39b"), a100)
+    assert rates["tokens_per_s"] == pytest.approx(256 * 1024 / 5)
+    assert rates["mfu"] == pytest.approx(rates["flops_per_gpu_s"] / 312e12)
+
+
+@pytest.mark.processes
+def test_a_picture_shows_what_was_tried(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    best = judged(AIAO, 5.0)
+    plot(found(best, tried=(best, judged(STOCK, 6.0))), tmp_path / "tried.svg")
+    assert (tmp_path / "tried.svg").read_text().count("<use") > 2
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(
+        ValueError, match=r"no picture without matplotlib: pip install '.\[plots\]'"
+    ):
+        plot(found(judged(AIAO, 5.0)), tmp_path / "tried.svg")
