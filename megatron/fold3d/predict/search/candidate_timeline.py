@@ -56,6 +56,7 @@ def plan_of(
     """
     choice = replace(Choice.of(candidate.word, candidate.num_segments), slices=slices)
     choice = replace(choice, pairs=choice.pairs and transfers)
+    choice = choice.changed(recompute="late")  # the order has early recomputations
     features = Features(
         gathers_params=candidate.setup.distributed_optimizer,
         shards_params=candidate.shards != "off",
