@@ -68,7 +68,7 @@ class Choice:
         return cls(order, (Segment(),) * num_segments, **options)
 
     @classmethod
-    def parse(cls, text: str, num_segments: int) -> Self:
+    def parse(cls, text: str, num_segments: int) -> "Choice":
         """Read a word.
 
         Raises:

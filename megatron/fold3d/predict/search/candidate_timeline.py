@@ -55,10 +55,8 @@ def plan_of(
         slices: whether DP.sync is cut into slices.
         transfers: as in `Features`; without them, pairs are made where transfers are added.
     """
-    choice = replace(
-        chosen_by(candidate.word, Choice.plain("", candidate.num_segments)), slices=slices
-    )
-    choice = replace(choice, pairs=choice.pairs and transfers)
+    choice = chosen_by(candidate.word, Choice.plain("", candidate.num_segments))
+    choice = replace(choice, slices=slices, pairs=choice.pairs and transfers)
     choice = choice.changed(recompute="late")  # the order has early recomputations
     features = Features(
         gathers_params=candidate.setup.distributed_optimizer,
