@@ -174,9 +174,10 @@ class _Run:
         """The timeout of a transfer or a reduction."""
         return timedelta(minutes=self.config.distributed_timeout_minutes)
 
-    def side(self) -> int:
-        """Tell which micro-batch of a pair this thread runs: see `Baton.side`."""
-        return 0 if self.baton is None else self.baton.side
+    @property
+    def side(self) -> "Callable[[], int] | None":
+        """What tells which side of a pair this thread is, if there are pairs: `Baton.side`."""
+        return None if self.baton is None else partial(getattr, self.baton, "side")
 
 
 def _parts(run: _Run) -> "Iterator[Part]":

@@ -5,9 +5,10 @@ from itertools import product
 
 import pytest
 
+from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.schedules import build
 from scripts.bench import grid
-from scripts.bench.every_choice import Choice, EveryChoice
+from scripts.bench.every_choice import PLACES, Begun, EveryChoice
 from scripts.bench.grid import Layout
 from scripts.bench.predict import Job
 
@@ -23,12 +24,13 @@ def every() -> EveryChoice:
 
 
 def choices(every: EveryChoice) -> list[Choice]:
-    return [
-        Choice(replicated, dict(enumerate(places)))
-        for replicated in every.replicated
-        for places in product(("backward", "behind", "last"), repeat=4)
-        if not any(places[segment] == "last" for segment in replicated)
-    ]
+    found = []
+    for replicated, places in product(every.replicated, product(PLACES, repeat=4)):
+        choice = Choice.plain("aiao", 4).changed(replicated, optimizer="replicated")
+        for segment, place in enumerate(places):
+            choice = choice.changed((segment,), wgrad=place)
+        found.append(choice)
+    return found
 
 
 def test_no_choice_is_faster_than_the_least(every: EveryChoice):
@@ -51,6 +53,5 @@ def test_what_has_the_same_places_is_not_faster_than_the_bound(every: EveryChoic
     for choice in choices(every)[::7]:
         period_s = every._timeline(choice).period_s
         for first in range(5):
-            places = {s: place for s, place in choice.places.items() if s >= first}
-            some = replace(choice, places=places)
-            assert every._bound_s(some, every._timeline(some)) <= period_s + 1e-9
+            some = Begun(choice.changed(range(first), wgrad="behind"), num_fixed=4 - first)
+            assert every._bound_s(some, every._timeline(some.choice)) <= period_s + 1e-9

@@ -9,7 +9,6 @@ from megatron.fold3d.commands.plan_source import in_words, plan_from, sizes
 from megatron.fold3d.plan.device_queues import CONNECTIONS
 from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.plan.verify import verify
-from megatron.fold3d.predict.simulator.device_run import verify_on_device
 
 EXAMPLE = "fold3d verify --plan-file my-plan.txt"
 
@@ -50,6 +49,8 @@ def run(args: Namespace) -> int:
     try:
         verify(plan)
         if args.cuda_connections is not None:
+            from megatron.fold3d.predict.simulator.device_run import verify_on_device
+
             verify_on_device(plan, args.cuda_connections, tensor_parallel=args.tensor_parallel)
     except PlanError as error:
         if args.json:

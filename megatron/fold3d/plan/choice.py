@@ -7,16 +7,14 @@ where its weight gradients are computed, and when it recomputes. Users type it, 
     aiao:step=next:wgrad=behind@1,3        of 4 segments, so that ``wgrad`` of 0 and 2 is backward
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from megatron.fold3d.plan.ir import stages_of
-from megatron.fold3d.plan.schedule_word import AUTO, STOCK, VALUES, Part, Word
 
 Wgrad = Literal["backward", "behind", "last", "gaps"]
-_OF_SEGMENTS = ("optimizer", "step", "wgrad", "recompute")
-_READ: Mapping[str, Callable[[str], Any]] = {"<n>": int, "<x>": float, "off": "on".__eq__}
+_OPEN = ("stock", "auto")  # words that name no order of ours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,67 +68,26 @@ class Choice:
         return cls(order, (Segment(),) * num_segments, **options)
 
     @classmethod
-    def parse(cls, text: str, num_segments: int) -> Self:
+    def parse(cls, text: str, num_segments: int) -> "Choice":
         """Read a word.
 
         Raises:
             ValueError: it is no word, names a segment that there is not, or leaves a key to `auto`.
         """
-        return cls.of(Word.parse(text), num_segments)
+        from megatron.fold3d.plan.schedule_word import Word, chosen_by
 
-    @classmethod
-    def of(cls, word: Word, num_segments: int) -> Self:
-        """Return what a word chooses for this number of segments.
-
-        Raises:
-            ValueError: it names a segment that there is not, or leaves a key to ``auto``.
-        """
-        choice, options = cls.plain(word.order, num_segments), dict[str, Any]()
-        every = tuple(range(num_segments))
-        for part in word.parts:
-            if part.value == AUTO:
-                raise ValueError(f"{part}: only a run or a simulation can choose; give a value")
-            if part.key not in _OF_SEGMENTS:
-                read = _READ[VALUES[part.key][0]]
-                options[part.key.replace("-", "_")] = read(part.value)
-                continue
-            some = every if part.segments is None else part.segments
-            if some[-1] >= num_segments:
-                raise ValueError(
-                    f"{part}: there is no segment {some[-1]}, a rank holds {num_segments}; "
-                    f"give some of 0 to {num_segments - 1}"
-                )
-            choice = choice.changed(some, **{part.key: part.value})
-        return replace(choice, **options)
-
-    @property
-    def word(self) -> Word:
-        """The word that ``--schedule`` takes for it."""
-        return Word(self.order, tuple(self._parts()))
+        return chosen_by(Word.parse(text), cls.plain("", num_segments))
 
     def __str__(self) -> str:
-        """Return the word as text."""
-        return str(self.word)
+        """Return the word that ``--schedule`` takes for it."""
+        from megatron.fold3d.plan.schedule_word import word_of
 
-    def _parts(self) -> Iterator[Part]:
-        for key, values in VALUES.items():
-            if key in _OF_SEGMENTS:
-                for value in values[1:]:
-                    some = self.where(**{key: value})
-                    if some:
-                        is_all = len(some) == len(self.segments)
-                        yield Part(key, value, None if is_all else some)
-                continue
-            given = getattr(self, key.replace("-", "_"))
-            if isinstance(given, bool):
-                yield Part(key, values[given])
-            elif given is not None:
-                yield Part(key, str(given))
+        return str(word_of(self))
 
     @property
     def schedule(self) -> str:
         """The schedule that runs, or that ``auto`` begins with; a file's is not known here."""
-        is_open = self.order in (STOCK, AUTO)
+        is_open = self.order in _OPEN
         return stock_schedule(len(self.segments)) if is_open else self.order
 
     @property

@@ -18,7 +18,6 @@ from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.ir import Op, Plan
 from megatron.fold3d.plan.ops import SUM_OPS, WEIGHT_OPS
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
-from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import build
@@ -124,9 +123,10 @@ def lower(
     behind = choice.where(wgrad="behind")
     if apart := tuple(sorted((*behind, *choice.where(wgrad="last")))):
         plan = plan if has_weights else delay_weight_grads(plan, apart, behind)
-    plan = recompute_early(
-        plan, choice.stages(ranks, recompute="early"), in_pairs=bool(choice.pairs)
-    )
+    if early_stages := choice.stages(ranks, recompute="early"):
+        from megatron.fold3d.plan.passes.recompute import recompute_early
+
+        plan = recompute_early(plan, early_stages, in_pairs=bool(choice.pairs))
     replicated = choice.stages(ranks, optimizer="replicated")
     if features.shards_params:
         from megatron.fold3d.plan.passes.shard_params import shard_params

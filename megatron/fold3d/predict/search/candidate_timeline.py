@@ -23,6 +23,7 @@ from megatron.fold3d.plan.passes.place_weight_grads import (
 from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
+from megatron.fold3d.plan.schedule_word import chosen_by
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.launches import launches
@@ -54,8 +55,9 @@ def plan_of(
         slices: whether DP.sync is cut into slices.
         transfers: as in `Features`; without them, pairs are made where transfers are added.
     """
-    choice = replace(Choice.of(candidate.word, candidate.num_segments), slices=slices)
-    choice = replace(choice, pairs=choice.pairs and transfers)
+    choice = chosen_by(candidate.word, Choice.plain("", candidate.num_segments))
+    choice = replace(choice, slices=slices, pairs=choice.pairs and transfers)
+    choice = choice.changed(recompute="late")  # the order has early recomputations
     features = Features(
         gathers_params=candidate.setup.distributed_optimizer,
         shards_params=candidate.shards != "off",

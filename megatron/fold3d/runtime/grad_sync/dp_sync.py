@@ -51,13 +51,13 @@ class DPSync(Feature):
         self,
         recorder: "Recorder | None" = None,
         *,
-        side: Callable[[], int] = lambda: 0,
+        side: Callable[[], int] | None = None,
         due: "DueSteps | None" = None,
         replicated: "ReplicatedSegments | None" = None,
         second_lane: "SecondLane | None" = None,
     ) -> None:
         self._recorder = recorder
-        self._side = side
+        self._side = side or (lambda: 0)
         self._due, self._replicated, self._second_lane = due, replicated, second_lane
         self._in_parts: Sums | None = None
         self._sums: dict[Any, Action] = {}  # by chunk, the sum of all of its gradients

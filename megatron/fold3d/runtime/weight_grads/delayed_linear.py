@@ -101,11 +101,11 @@ class DelayedWeightGrads(Feature):
         layers: the transformer layers that hold these weights, by stage.
     """
 
-    def __init__(self, side: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, side: Callable[[], int] | None = None) -> None:
         self.layers: dict[int, list[TransformerLayer]] = {}
         self._weights: frozenset[torch.Tensor] = frozenset()
         self._kept: dict[tuple[int, int | None], list[_Kept]] = {}  # by stage and micro-batch
-        self._side = side
+        self._side = side or (lambda: 0)
         self._now: list[list[_Kept]] = [[], []]  # of the running backwards, by side
         self._turns = Turns(())
         self._unfinished: dict[int, set[torch.Tensor]] = {}
