@@ -385,13 +385,12 @@ def train_with_changing_shares(argv: Sequence[str]) -> "Heard":
     from megatron.fold3d.runtime.grad_sync.due_steps import DueSteps
     from megatron.fold3d.runtime.plans import Plans
 
-    options, choose_plan = Plans._options, DueSteps.choose_plan
+    shares_of, choose_plan = Plans.shares, DueSteps.choose_plan
     every = itertools.cycle([(0.2, 0.2, 1.0, 1.0), (1.0, 1.0, 0.0, 0.0), (0.0, 0.0, 0.7, 0.4)])
     shares: tuple[float, ...] = ()
 
-    def changed(self: Plans, *args: Any) -> Any:
-        found = options(self, *args)
-        return replace(found, shares=shares) if found.shares else found
+    def changed(self: Plans, order: Any) -> tuple[float, ...]:
+        return shares if shares_of(self, order) else ()
 
     def chosen(self: DueSteps, plan: Any, rank: int) -> Any:
         nonlocal shares
@@ -400,7 +399,7 @@ def train_with_changing_shares(argv: Sequence[str]) -> "Heard":
         self._plans._made.clear()
         return self._plans.training(plan.num_microbatches)
 
-    Plans._options, DueSteps.choose_plan = changed, chosen
+    Plans.shares, DueSteps.choose_plan = changed, chosen
     return train_and_listen(argv)
 
 
