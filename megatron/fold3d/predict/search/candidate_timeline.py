@@ -8,14 +8,16 @@ the iteration.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.compile import Features, GradSync, lower
+from megatron.fold3d.plan.compile import order_of as order_of_choice
 from megatron.fold3d.plan.device_queues import CONNECTIONS, MOST_OUTSTANDING
 from megatron.fold3d.plan.ir import Op, Plan, PlanError
 from megatron.fold3d.plan.passes.offload import OffloadChoice
-from megatron.fold3d.plan.passes.pairs import in_pairs, num_pairs, pair_microbatches
+from megatron.fold3d.plan.passes.pairs import pair_microbatches
 from megatron.fold3d.plan.passes.place_weight_grads import (
     HeldSizes,
     placed_orders,
@@ -24,7 +26,6 @@ from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedule_word import chosen_by
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.launches import launches
 from megatron.fold3d.predict.search.candidates import Candidate
@@ -82,32 +83,8 @@ def timeline_of(
     memory_bytes: float | None = None,
     waits_for_sends: bool = True,
     connections: int | None = None,
-    order: Plan | None = None,
 ) -> Timeline:
     """Return the simulated iterations of a candidate; the last one is steady.
-
-    Args are those of `simulated_plan`.
-    """
-    return simulated_plan(
-        candidate,
-        estimate,
-        memory_bytes=memory_bytes,
-        waits_for_sends=waits_for_sends,
-        connections=connections,
-        order=order,
-    )[1]
-
-
-def simulated_plan(
-    candidate: Candidate,
-    estimate: Estimate,
-    *,
-    memory_bytes: float | None = None,
-    waits_for_sends: bool = True,
-    connections: int | None = None,
-    order: Plan | None = None,
-) -> tuple[Plan, Timeline]:
-    """Return the plan of a candidate, and its simulated iterations; the last one is steady.
 
     Args:
         candidate: the candidate to simulate.
@@ -116,12 +93,15 @@ def simulated_plan(
             fullest rank holds without them.
         waits_for_sends: whether stock Megatron waits for its transfers.
         connections: runs the same plan on GPUs with another number of hardware queues.
-        order: an order of computation that replaces its schedule's.
     """
-    orders = _placed(candidate, estimate, memory_bytes) if order is None else [order]
-    return _fastest(
-        [_simulated(candidate, estimate, each, waits_for_sends, connections) for each in orders]
+    simulated = partial(
+        simulated_plan,
+        candidate,
+        estimate,
+        waits_for_sends=waits_for_sends,
+        connections=connections,
     )
+    return _fastest([*map(simulated, _placed(candidate, estimate, memory_bytes))])[1]
 
 
 def _fastest(simulated: Sequence[tuple[Plan, Timeline]]) -> tuple[Plan, Timeline]:
@@ -164,13 +144,18 @@ def _placed(candidate: Candidate, estimate: Estimate, memory_bytes: float | None
         yield order
 
 
-def _simulated(
+def simulated_plan(
     candidate: Candidate,
     estimate: Estimate,
     order: Plan,
-    waits_for_sends: bool,
-    connections: int | None,
+    *,
+    waits_for_sends: bool = True,
+    connections: int | None = None,
 ) -> tuple[Plan, Timeline]:
+    """Return the plan of a candidate in an order of computation, and its simulated iterations.
+
+    The last iteration is steady. The other arguments are those of `timeline_of`.
+    """
     plan, costs, share = plan_of(candidate, order), estimate.costs, candidate.backward_share
     late = estimate.cuda_connections == 1
 
@@ -302,19 +287,16 @@ def _grad_sync(candidate: Candidate) -> GradSync:
 
 def order_of(candidate: Candidate) -> Plan:
     """Return the candidate's order of computation."""
-    paired, microbatches = candidate.overlap_tensor_parallel, candidate.num_microbatches
-    order = build(
+    choice = Choice.plain(
         candidate.schedule,
-        num_ranks=candidate.num_ranks,
-        num_segments=candidate.num_segments,
-        num_microbatches=num_pairs(microbatches) if paired else microbatches,
-        group_size=candidate.group_size,
-        forwards_ahead=candidate.forwards_ahead,
+        candidate.num_segments,
+        group=candidate.group_size,
+        ahead=candidate.forwards_ahead,
+        pairs=candidate.overlap_tensor_parallel,
     )
-    if paired:
-        order = in_pairs(order, microbatches)
+    order = order_of_choice(choice, candidate.num_ranks, candidate.num_microbatches)
     early = range(order.num_stages if candidate.recompute_early else 0)
-    return recompute_early(order, early, in_pairs=paired)
+    return recompute_early(order, early, in_pairs=candidate.overlap_tensor_parallel)
 
 
 def _sends_waited_for(candidate: Candidate) -> frozenset[Op]:

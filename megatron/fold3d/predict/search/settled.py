@@ -79,7 +79,7 @@ class PredictedRun:
 
     def simulated(self, order: Plan | None = None) -> tuple[Plan, Timeline]:
         """Return the plan and its simulated iterations; the last one is steady."""
-        return simulated_plan(self.candidate, self.known, order=order or self.order())
+        return simulated_plan(self.candidate, self.known, order or self.order())
 
     def footprint(self, order: Plan) -> Footprint:
         """Return the bytes that ranks, and micro-batches of stages, hold."""
