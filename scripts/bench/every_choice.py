@@ -20,10 +20,8 @@ from megatron.fold3d.plan.compile import Features, lower
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.ops import SUM_OPS, TABLE
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.policy.shard_order import started_shares
 from megatron.fold3d.predict.search.replicated_costs import with_replicated
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution
 from megatron.fold3d.predict.simulator.lower_bound import exposed_s
 from megatron.fold3d.predict.simulator.simulate import simulate
 from scripts.bench import grid
@@ -58,14 +56,7 @@ class EveryChoice:
     def __init__(self, job: Job, order: Plan) -> None:
         self._order, self._known = order, distributed(job, order.num_segments)
         self.replicated = tuple(replicated_sets(job, order.num_segments))
-        per_stage = job.shape.num_layers // order.num_stages
-        self._execution = Execution(
-            nic_of_rank=self._known.nic_of_rank,
-            routes=self._known.routes,
-            in_order=True,
-            preemptive=False,
-            shard_shares=started_shares(per_stage, job.setup.num_replicas),
-        )
+        self._execution = self._known.execution(preemptive=False)
         self._behind = Choice.plain("interleaved", order.num_segments).changed(wgrad="behind")
         self._all_behind = self._plan(self._behind)
         self.num_simulated = 0

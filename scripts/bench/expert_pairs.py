@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.fold3d.observe.trace_files import read_ranks
+from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES
@@ -49,28 +50,20 @@ _FREE = 1e12  # bit/s
 _ROUNDING = 1e-5  # norms are summed in the order of chunks
 
 
-def _candidate(
-    schedule: str, segments: int, *, stock: bool = False, pairs: bool = False
-) -> Candidate:
+def _candidate(word: str, segments: int) -> Candidate:
     return Candidate(
-        schedule=schedule,
-        is_stock=stock,
+        choice=Choice.parse(word, segments),
         setup=_SETUP,
         num_ranks=_RANKS,
-        num_segments=segments,
         num_microbatches=0,  # of the job
-        overlap_tensor_parallel=pairs,
     )
 
 
 VARIANTS = {
-    "stock 1f1b": ("", _candidate("1f1b", 1, stock=True)),
-    "stock interleaved": (_VIRTUAL, _candidate("interleaved", 2, stock=True)),
+    "stock 1f1b": ("", _candidate("stock", 1)),
+    "stock interleaved": (_VIRTUAL, _candidate("stock", 2)),
     "aiao": ("--schedule aiao --segments 2", _candidate("aiao", 2)),
-    "aiao in pairs": (
-        "--schedule aiao:pairs=on --segments 2",
-        _candidate("aiao", 2, pairs=True),
-    ),
+    "aiao in pairs": ("--schedule aiao:pairs=on --segments 2", _candidate("aiao:pairs=on", 2)),
 }
 
 

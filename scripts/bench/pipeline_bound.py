@@ -17,9 +17,14 @@ from dataclasses import replace
 from functools import partial
 
 from megatron.fold3d.observe.timeline import Lane
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import Features
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.predict.search.order_choice import choose_order, worth_trying
+from megatron.fold3d.policy.predicted import Predicted
+from megatron.fold3d.predict.search.descent import Descent, Space
+from megatron.fold3d.predict.search.judge import Judge
+from megatron.fold3d.predict.search.order_choice import worth_trying
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.lower_bound import lower_bound_s
@@ -56,9 +61,19 @@ def stock_s(num_ranks: int, num_microbatches: int, costs: partial[Costs]) -> dic
     return found
 
 
-def judged(costs: Costs, order: Plan) -> tuple[bool, float]:
-    """Tell that an order fits, and its iteration."""
-    return True, simulate(order, costs, OURS).period_s
+def fastest(costs: Costs, num_ranks: int, num_microbatches: int, *, gaps: bool) -> Predicted:
+    """Return 1F1B with the best number of forwards ahead, and weight gradients in gaps if asked."""
+    judge = Judge(
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        costs=lambda _: costs,
+        features=Features(transfers=False),
+        execution=OURS,
+    )
+    numbers = worth_trying(costs, num_ranks, num_microbatches)
+    orders = [Choice.plain("1f1b", 1, ahead=number) for number in numbers]
+    free = {"wgrad": ("backward", "gaps")} if gaps else {}
+    return Descent(judge, Space(orders=orders, free=free)).best
 
 
 def by_need_s(plan: Plan, costs: Costs, *, whole: bool) -> float:
@@ -88,37 +103,19 @@ def rows(num_ranks: int, recompute: bool) -> Iterator[Sequence[str]]:
             stock = stock_s(num_ranks, microbatches, costs)
             strongest = min(stock, key=stock.__getitem__)
 
-            def order(ahead: int | None, microbatches: int = microbatches) -> Plan:
-                return build(
-                    "1f1b",
-                    num_ranks=num_ranks,
-                    num_segments=1,
-                    num_microbatches=microbatches,
-                    forwards_ahead=ahead,
-                )
-
             one = costs(1)
-            bound_s = lower_bound_s(order(1), one)
-            ahead, placed = (
-                choose_order(
-                    order,
-                    one,
-                    partial(judged, one),
-                    forwards_ahead=worth_trying(one, num_ranks, microbatches),
-                    places_weight_grads=places,
-                )
-                for places in (False, True)
-            )
+            ahead, placed = (fastest(one, num_ranks, microbatches, gaps=g) for g in (False, True))
+            bound_s = lower_bound_s(ahead.order, one)
             yield (
                 f"{microbatches}",
                 f"{share:.0%}",
                 f"{stock['1f1b'] / bound_s:.2f}",
                 f"{stock[strongest] / bound_s:.2f} ({strongest})",
-                f"{ahead.seconds / bound_s:.2f} (N={ahead.forwards_ahead})",
-                f"{placed.seconds / bound_s:.2f} (N={placed.forwards_ahead})",
+                f"{ahead.seconds / bound_s:.2f} (N={ahead.choice.ahead})",
+                f"{placed.seconds / bound_s:.2f} (N={placed.choice.ahead})",
                 f"{stock['1f1b'] / placed.seconds:.2f}",
                 f"{stock[strongest] / placed.seconds:.2f}",
-                *(f"{by_need_s(placed.plan, one, whole=w) / bound_s:.2f}" for w in (True, False)),
+                *(f"{by_need_s(placed.order, one, whole=w) / bound_s:.2f}" for w in (True, False)),
             )
 
 

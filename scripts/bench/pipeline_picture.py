@@ -7,18 +7,15 @@ The job and the links are those of a cell of `scripts.bench.pipeline_cells`.
 
 import argparse
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from megatron.fold3d.observe.breakdown import exposure_of_ranks
 from megatron.fold3d.observe.exposure import Exposure, mean
 from megatron.fold3d.observe.report.draw import Pipeline, draw_together
-from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.predict.search.order_choice import choose_order, worth_trying
 from megatron.fold3d.predict.simulator.execution import sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
-from scripts.bench.pipeline_bound import OURS, judged
+from scripts.bench.pipeline_bound import OURS, fastest
 from scripts.bench.pipeline_cells import Cell
 
 CELL = Cell(num_ranks=4, data_parallel=1, num_microbatches=8, transfer=0.4, recompute=False)
@@ -27,29 +24,13 @@ _A_LITTLE_MORE = 1.02
 
 def picture(cell: Cell) -> str:
     """Return the SVG of both iterations on one time axis."""
-
-    def order(ahead: int | None) -> Plan:
-        return build(
-            "1f1b",
-            num_ranks=cell.num_ranks,
-            num_segments=1,
-            num_microbatches=cell.num_microbatches,
-            forwards_ahead=ahead,
-        )
-
-    costs = cell.costs
+    costs, sizes = cell.costs, {"num_ranks": cell.num_ranks}
+    sizes["num_microbatches"] = cell.num_microbatches
     stock = replace(OURS, sends_waited_for=sends_stock_waits_for(1))
-    choice = choose_order(
-        order,
-        costs,
-        partial(judged, costs),
-        forwards_ahead=worth_trying(costs, cell.num_ranks, cell.num_microbatches),
-        places_weight_grads=True,
-    )
     runs = {
-        "Megatron's default, 1F1B": simulate(order(None), costs, stock),
+        "Megatron's default, 1F1B": simulate(build("1f1b", num_segments=1, **sizes), costs, stock),
         "1F1B with forwards ahead and weight gradients in the gaps": simulate(
-            choice.plan, costs, OURS
+            fastest(costs, **sizes, gaps=True).order, costs, OURS
         ),
     }
     rows = {name: mean(exposure_of_ranks(timeline)) for name, timeline in runs.items()}

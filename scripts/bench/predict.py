@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fold3d.config.schedule_flags import add_schedule_word
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.schedule_word import AUTO, STOCK
 from megatron.fold3d.predict.cost_model.cluster import Cluster, cluster
 from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES, ModelShape
 from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
-from megatron.fold3d.predict.search.candidates import Candidate, Schedule
+from megatron.fold3d.predict.search.candidates import Candidate
 from scripts.bench.testbed import parse_rate
 from scripts.bench.variants import DEFAULT
 
@@ -149,18 +151,15 @@ class Job:
             unknown = ["an order or a choice of its own"]
         if unknown:
             raise ValueError(f"found {unknown[0]}; it is not predicted")
-        segments = args.segments or 1
-        stock: Schedule = "interleaved" if segments > 1 else "1f1b"
+        choice = Choice.plain(args.schedule or STOCK, args.segments or 1, group=args.group)
+        if args.backward_share is not None:
+            share = None if args.backward_share == AUTO else args.backward_share
+            choice = replace(choice.changed(step="next"), share=share)
         return Candidate(
-            schedule="aiao" if args.schedule else stock,
-            is_stock=not args.schedule,
+            choice=choice.changed(args.delay_weight_grads, wgrad="last"),
             setup=replace(self.setup, distributed_optimizer=args.use_distributed_optimizer),
             num_ranks=self.num_ranks,
-            num_segments=segments,
             num_microbatches=self.num_microbatches,
-            group_size=args.group,
-            backward_share=args.backward_share,
-            delayed_weight_grads=args.delay_weight_grads,
         )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from megatron.fold3d.plan.passes.transfers import add_p2p
+from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape, model_shape
@@ -79,19 +79,17 @@ def preemption(model: str, gigabits: float, *, sharded: bool) -> str:
         distributed_optimizer=sharded,
     )
     plain = Candidate(
-        schedule="aiao",
-        is_stock=False,
+        choice=Choice.plain("aiao", 4),
         setup=setup,
         num_ranks=pp,
-        num_segments=4,
         num_microbatches=microbatches,
     )
-    c = plain if sharded else replace(plain, backward_share="auto")
+    c = plain if sharded else plain.changed(step="next")
     gpus = cluster(f"a100x128-{gigabits:g}g")
     known = estimate(model_shape(model), gpus, setup, num_ranks=pp, num_segments=4)
     rules = Execution(nic_of_rank=known.nic_of_rank, preemptive=False, in_order=True)
     shares = () if sharded else auto_shares(plan_of(c), known.costs, rules)
-    sliced = add_p2p(plan_of(c, shares=shares, slices=True), receives_late=True)
+    sliced = plan_of(c.with_options(slices=True), shares=shares, transfers=True, receives_late=True)
     one = replace(rules, device=Device(connections=1))
     many_s, most_s = many_queues_s(c, known)
     seconds = (
@@ -108,7 +106,7 @@ def preemption(model: str, gigabits: float, *, sharded: bool) -> str:
 
 def _words(c: Candidate) -> str:
     sizes = f"pp={c.num_ranks} segments={c.num_segments} micro-batch {c.setup.microbatch_size}"
-    share = f" share {c.backward_share}" if c.backward_share is not None else ""
+    share = f" share {c.choice.share or 'auto'}" if c.choice.carries else ""
     sharded = " distributed optimizer" if c.setup.distributed_optimizer else ""
     return f"{c.name} {sizes} recompute {c.setup.recompute}{share}{sharded}"
 

@@ -5,6 +5,8 @@ times its iteration. A GPU's memory is that of its tensors, without what CUDA, N
 allocator take.
 """
 
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.schedule_word import STOCK
 from megatron.fold3d.predict.cost_model.sizes import (
     Setup,
     held_parameters,
@@ -54,11 +56,9 @@ def _pipeline_bytes(tables: Tables, row: Row) -> float:
         recompute="full",
     )
     candidate = Candidate(
-        schedule="aiao" if folds else "interleaved" if segments > 1 else "1f1b",
-        is_stock=not folds,
+        choice=Choice.plain("aiao" if folds else STOCK, segments),
         setup=setup,
         num_ranks=row["pp"],
-        num_segments=segments,
         num_microbatches=_microbatches(row),
         offload=bool(folds),
     )

@@ -11,13 +11,14 @@ from functools import cache
 from megatron.fold3d.observe.exposure import Exposure, exposure, mean
 from megatron.fold3d.observe.memory_curve import memory
 from megatron.fold3d.observe.timeline import Timeline
+from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.compile import Features, lower
 from megatron.fold3d.predict.cost_model.cluster import Cluster, cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate, estimate
 from megatron.fold3d.predict.cost_model.layers import layers_of_stages
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES
 from megatron.fold3d.predict.cost_model.sizes import Setup
-from megatron.fold3d.predict.search.candidate_timeline import order_of, timeline_of
+from megatron.fold3d.predict.search.candidate_timeline import computed, timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.planner import USABLE_MEMORY
 from megatron.fold3d.predict.simulator.execution import Execution, sends_stock_waits_for
@@ -93,14 +94,14 @@ def _candidate(point: Point, name: str, *, sharded: bool = False) -> Candidate:
     segments = system.segments(layout)
     fields = dict(system.candidate)
     breadth_first = fields.pop("breadth_first", False)
+    choice = Choice.parse(fields.pop("word"), segments)
     layers = layers_of_stages(SHAPES[point.model].num_layers, point.pp, segments)
     return Candidate(
         **fields,
+        choice=replace(choice, group=layout.microbatches if breadth_first else None),
         setup=_setup(point, sharded=sharded or breadth_first),
         num_ranks=point.pp,
-        num_segments=segments,
         num_microbatches=layout.microbatches,
-        group_size=layout.microbatches if breadth_first else None,
         layers=layers,
     )
 
@@ -111,7 +112,7 @@ def _timeline(point: Point, name: str, *, sharded: bool = False) -> Timeline:
     costs = _estimate(point, candidate, _hardware(point))
     if not system.serial:
         return timeline_of(candidate, costs)
-    plan = lower(order_of(candidate), features=Features(transfers=False, grad_sync="serial"))
+    plan = lower(computed(candidate), features=Features(transfers=False, grad_sync="serial"))
     seconds = costs.costs
     if name == "dspeed3d":  # every tensor-parallel rank sends the whole tensor
         seconds = replace(seconds, p2p_s=seconds.p2p_s * point.tp)

@@ -58,7 +58,8 @@ class System:
     Attributes:
         about: in one line, what it is.
         flags: of the training script; names in braces are of the layout.
-        candidate: the fields of a simulated `Candidate`; empty for what is no pipeline.
+        candidate: the fields of a simulated `Candidate`, with the word of its choice; empty for
+            what is no pipeline.
         serial: whether all DP.sync is simulated behind all computation.
         chunks: its number of model chunks, whatever the layout's.
     """
@@ -81,8 +82,6 @@ class System:
 
     def segments(self, layout: Layout) -> int:
         """Return its model chunks per rank."""
-        if self.candidate.get("schedule", "1f1b") == "1f1b":
-            return 1
         return self.chunks or layout.segments
 
     def words(self, layout: Layout) -> tuple[str, ...]:
@@ -106,13 +105,13 @@ _OFFLOAD = "--offload-activations auto"
 _PREEMPT = "--preemptive-comm"
 
 
-def _ours(*features: str, **candidate: Any) -> System:
+def _ours(*features: str, word: str = "aiao", **candidate: Any) -> System:
     about = {_SPLIT: "DP.sync reaches into the next forward", _PREEMPT: "PP.sync preempts DP.sync"}
     about[_OFFLOAD] = "checkpoints wait in host memory"
     return System(
         about="; ".join(["AIAO's order", *map(about.__getitem__, features)]),
         flags=" ".join((_AIAO, *features)).replace(f" {_SPLIT}", _SPLIT),
-        candidate={"schedule": "aiao", "is_stock": False} | candidate,
+        candidate={"word": word} | candidate,
     )
 
 
@@ -120,7 +119,7 @@ SYSTEMS = {
     "megatron": System(
         about="the paper's Megatron: interleaved, all DP.sync behind it",
         flags=_CHUNKS,
-        candidate={"schedule": "interleaved", "is_stock": True},
+        candidate={"word": "stock"},
         serial=True,
         chunks=CHUNKS,
     ),
@@ -128,13 +127,14 @@ SYSTEMS = {
         about="stock with all that overlaps: breadth-first chunks, shards of the optimizer",
         flags=f"{_CHUNKS} {_ONE_GROUP} --overlap-p2p-communication-warmup-flush "
         f"--overlap-grad-reduce {_SHARDED}",
-        candidate={"schedule": "interleaved", "is_stock": True, "breadth_first": True},
+        candidate={"word": "stock", "breadth_first": True},
     ),
     "dspeed3d": System(
         about="the paper's DeepSpeed 3D: 1F1B and ZeRO-1, nothing overlaps",
         flags="--use-distributed-optimizer",
-        candidate={"schedule": "1f1b", "is_stock": True},
+        candidate={"word": "stock"},
         serial=True,
+        chunks=1,
     ),
     "zero3": System(
         about="ZeRO-3 as Megatron's FSDP2: no pipeline, no tensor parallelism, untied embeddings",
@@ -142,19 +142,20 @@ SYSTEMS = {
         "--untie-embeddings-and-output-weights "
         "--pipeline-model-parallel-size 1 --tensor-model-parallel-size 1 "
         "--micro-batch-size {sequences}",
+        chunks=1,
     ),
     "aiao": _ours(),
-    "aiao+split": _ours(_SPLIT, backward_share="auto"),
+    "aiao+split": _ours(_SPLIT, word=f"aiao{_SPLIT}"),
     "aiao+offload": _ours(_OFFLOAD, offload=True),
     "aiao+preempt": _ours(_PREEMPT, preemptive=True),
     "fold3d": _ours(
-        *(_SPLIT, _OFFLOAD, _PREEMPT), backward_share="auto", offload=True, preemptive=True
+        *(_SPLIT, _OFFLOAD, _PREEMPT), word=f"aiao{_SPLIT}", offload=True, preemptive=True
     ),
     "auto": System(
         about="what we recommend: the run chooses the order, and starts in stock's",
         flags=f"--schedule auto --segments {{segments}} --overlap-grad-reduce {_SHARDED} "
         f"{_ONE_GROUP}",
-        candidate={"schedule": "auto", "is_stock": False},
+        candidate={"word": "auto"},
     ),
 }
 """By name; flags of ours are those of ours alone."""

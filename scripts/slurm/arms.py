@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron.fold3d.commands.megatron_flags import Described, described
 from megatron.fold3d.commands.training_flags import training_flags, undecided, without
+from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.predict.cost_model.cluster import Cluster, cluster
 from megatron.fold3d.predict.cost_model.presets import SCRIPTS, preset_flags
 from megatron.fold3d.predict.search.candidates import Candidate
@@ -107,7 +108,7 @@ def arms(
         found["strongest"] = arm(stock.candidate)
     found["search"] = arm(_search(said, hardware).choice.candidate)
     if stock is not None:
-        found["auto"] = arm(replace(stock.candidate, schedule="auto", is_stock=False))
+        found["auto"] = arm(stock.candidate.with_options(order=AUTO))
     return found, notes
 
 

@@ -15,6 +15,7 @@ from megatron.fold3d.commands.search_lines import (
     verdict,
 )
 from megatron.fold3d.observe.exposure import Exposure
+from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup
@@ -24,14 +25,12 @@ from megatron.fold3d.predict.search.sensitivity import Case
 
 SETUP = Setup(tensor_parallel=8, data_parallel=4, microbatch_size=4, distributed_optimizer=True)
 AIAO = Candidate(
-    schedule="aiao",
-    is_stock=False,
+    choice=Choice.plain("aiao", 4),
     setup=SETUP,
     num_ranks=4,
-    num_segments=4,
     num_microbatches=16,
 )
-STOCK = replace(AIAO, schedule="interleaved", is_stock=True, group_size=16)
+STOCK = AIAO.with_options(order="stock", group=16)
 
 
 def judged(candidate: Candidate, seconds: float, **shares: float) -> JudgedCandidate:
@@ -54,7 +53,7 @@ def test_rows_are_sorted_by_time_and_what_takes_as_long_is_one_row():
     around = replace(AIAO, setup=replace(SETUP, order="tp-pp-dp", recompute="selective"))
     first = judged(AIAO, 5.0, forward_s=4.5, bubble_s=0.5)
     rows = (first, judged(around, 5.006), judged(whole, 5.001))
-    other = judged(replace(AIAO, num_segments=2), 5.002)
+    other = judged(replace(AIAO, choice=Choice.plain("aiao", 2)), 5.002)
     assert list(_table(found(*rows, other))) == [
         "iteration   GiB   dp  pp tp seg mbs sums  rec   limit       schedule",
         "   5.000s  20.0    4   4  8   4   4 shard none  bubble 10%  aiao",
@@ -66,7 +65,7 @@ def test_rows_are_sorted_by_time_and_what_takes_as_long_is_one_row():
 
 
 def test_no_row_is_wider_than_a_terminal():
-    long = replace(AIAO, shards="gradients", forwards_ahead=3, backward_share="auto")
+    long = replace(AIAO.with_options(ahead=3).changed(step="next"), shards="gradients")
     assert max(map(len, "\n".join(_table(found(judged(long, 0.01)))).splitlines())) <= WIDTH
 
 
@@ -106,7 +105,7 @@ def test_the_environment_has_one_queue_where_megatron_demands_it():
     alone = replace(AIAO, setup=replace(SETUP, tensor_parallel=1))
     assert environment(AIAO, a100) == environment(STOCK, a100) == one
     assert environment(AIAO, b200) == environment(alone, a100) == many
-    assert environment(replace(alone, is_stock=True), a100) == {}
+    assert environment(alone.with_options(order="stock"), a100) == {}
 
 
 def test_rates_are_of_one_gpu_and_of_all():

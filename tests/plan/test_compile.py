@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import cast
 
 import pytest
 
@@ -15,7 +14,7 @@ from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, build
 from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.search.candidate_timeline import plan_of
-from megatron.fold3d.predict.search.candidates import Candidate, Schedule
+from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.simulated_shares import with_shares
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.simulate import simulate
@@ -93,15 +92,11 @@ def test_the_planner_and_training_compile_one_plan(
     trained = Plans(config).training(MICROBATCHES)
     searched = plan_of(
         Candidate(
+            choice=replace(config.choice, group=None),
             setup=Setup(data_parallel=2, distributed_optimizer=gathers),
-            schedule=cast(Schedule, schedule),
-            is_stock=False,
             num_ranks=RANKS,
-            num_segments=segments,
             num_microbatches=MICROBATCHES,
-            backward_share=share,
             offload=offload,
-            delayed_weight_grads=delayed,
             preemptive=True,
         )
     )

@@ -10,7 +10,6 @@ from pathlib import Path
 from megatron.fold3d.config.argument_group import ArgumentGroup
 from megatron.fold3d.observe.fields import read_text
 from megatron.fold3d.observe.memory_curve import Footprint
-from megatron.fold3d.plan.ir import stages_of
 from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster, cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES, ModelShape
@@ -129,8 +128,8 @@ def in_numbers(args: Namespace) -> CostsOf:
             costs = costs_from(args.costs, stages)
         else:
             costs = Costs.uniform(stages, **dict(args.seconds or ()))
-        if candidate.replicated:
-            costs = with_replicated(costs, stages_of(candidate.replicated, ranks))
+        if whole := candidate.choice.stages(ranks, optimizer="replicated"):
+            costs = with_replicated(costs, whole)
         nothing = Footprint(static_bytes=(0.0,) * ranks, saved_bytes=(0.0,) * stages)
         return Estimate(costs, nothing, tuple(range(ranks)))
 

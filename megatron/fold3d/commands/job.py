@@ -6,6 +6,7 @@ rules about flags are those of `megatron.fold3d.config`.
 
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megatron.fold3d.commands.cost_sources import CostsOf
 from megatron.fold3d.commands.megatron_flags import Described, has_small_gradients, precision_of
@@ -33,35 +34,25 @@ def candidate_of(args: Namespace, config: Fold3DConfig) -> Candidate:
         args: Megatron's namespace, with the number of replicas and the batch.
         config: read from it.
     """
-    is_stock = config.schedule == "stock"
-    schedule = config.schedule
-    if is_stock or config.plan_file or schedule == "auto":
-        schedule = stock_schedule(config.num_segments)
+    choice = config.choice
+    if config.plan_file or config.schedule == AUTO:
+        choice = replace(choice, order=stock_schedule(config.num_segments))
+    if choice.group == config.num_ranks:  # as without it
+        choice = replace(choice, group=None)
+    slices = None if args.dp_slices == AUTO else args.dp_slices == "on"
     return Candidate(
-        schedule=schedule,
-        is_stock=is_stock,
+        choice=replace(choice, slices=slices),
         setup=setup_of(args, args.data_parallel_size),
         num_ranks=config.num_ranks,
-        num_segments=config.num_segments,
         num_microbatches=args.global_batch_size
         // (args.micro_batch_size * args.data_parallel_size),
-        group_size=config.microbatch_group_size if schedule == "interleaved" else None,
         layers=stage_layers(args) if args.num_layers else (),
-        backward_share="auto" if config.auto_share else config.backward_share,
+        recompute_layers=config.recompute_layers or (),
         offload=config.offload_activations != "off",
         preemptive=config.preemptive_comm,
-        forwards_ahead=config.forwards_ahead,
-        places_weight_grads=config.auto_weight_grads,
-        delayed_weight_grads=() if config.auto_weight_grads else config.delay_weight_grads,
-        behind_backwards=config.behind_backwards,
-        slices=None if args.dp_slices == AUTO else args.dp_slices == "on",
         sums_last=not config.overlap_grad_reduce,
         reduces_early=config.reduces_early,
-        replicated=config.replicated_segments,
         shards=args.shard_segments,
-        recompute_layers=config.recompute_layers or (),
-        recompute_early=bool(config.recompute_early),
-        overlap_tensor_parallel=config.overlap_tensor_parallel,
     )
 
 
@@ -88,7 +79,6 @@ def run_of(
         candidate=candidate_of(args, config),
         estimate=estimate,
         file_order=None if config.plan_file is None else read_plan(config.plan_file),
-        early=config.recompute_early,
         shape=shape,
         usable_bytes=usable_bytes,
         auto_layers=getattr(args, "layers", None) == AUTO,

@@ -33,7 +33,7 @@ def run(args: Namespace) -> int:
     said = given_training(args)
     config = config_of(said)
     its = run_of(said.args, config, in_numbers(args))
-    is_open = its.auto_ahead or its.candidate.places_weight_grads
+    is_open = its.auto_ahead or its.candidate.choice.fills_gaps
     if not is_open and (given := [n for n in ("seconds", "costs") if getattr(args, n)]):
         raise ValueError(
             f"--{given[0]} without an auto: only ahead=auto and wgrad=gaps read costs here; drop "

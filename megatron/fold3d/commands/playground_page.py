@@ -48,7 +48,7 @@ def playground_page(
             f"--html {file}: forwards take no time, and the page counts in forwards; give "
             "--seconds forward=S above zero"
         )
-    where = "overlap" if c.backward_share is None else "deferred"
+    where = "deferred" if c.choice.carries else "overlap"
     settings = Settings(
         num_ranks=ranks,
         num_microbatches=microbatches,
@@ -58,8 +58,8 @@ def playground_page(
         grad_sync=of_rank(costs.grad_sync_s) / forward_s,
         forward_s=forward_s,
         where="serial" if c.sums_last else where,
-        forwards_ahead=c.forwards_ahead or 1,
-        weight_grads_in_gaps=c.places_weight_grads,
+        forwards_ahead=c.choice.ahead or 1,
+        weight_grads_in_gaps=c.choice.fills_gaps,
         messages_first=c.preemptive,
         schedules=tuple({"1f1b", "interleaved", "aiao", c.schedule}),
     )

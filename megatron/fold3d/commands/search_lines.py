@@ -197,11 +197,12 @@ def _columns(choice: JudgedCandidate) -> tuple[str, ...]:
     """Return what tells a candidate from others: five sizes, then three choices."""
     c, setup = choice.candidate, choice.candidate.setup
     sizes = setup.data_parallel, c.num_ranks, setup.tensor_parallel, c.num_segments
-    share = c.backward_share
+    share = "" if c.choice.share is None else f":share={c.choice.share}"
+    shared = f", step=next{share}" if c.choice.carries else ""
     sums = "shard" if setup.distributed_optimizer else "whole"
-    name = c.name + ("" if share is None else f", step=next:share={share}")
-    if c.group_size not in (None, c.num_ranks, c.num_microbatches):
-        name += f":group={c.group_size}"
+    name = c.name + shared
+    if c.choice.group not in (None, c.num_microbatches):
+        name += f":group={c.choice.group}"
     if setup.context_parallel > 1:
         name += f" cp={setup.context_parallel}"
     if setup.expert_parallel > 1:

@@ -20,6 +20,7 @@ from megatron.fold3d.commands.plan_source import in_words
 from megatron.fold3d.commands.simulate_report import Report, judge_memory
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.observe.report.draw import caption_of, draw
+from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.device_queues import CONNECTIONS
 from megatron.fold3d.plan.files import read_plan
 from megatron.fold3d.plan.ir import PlanError
@@ -95,7 +96,8 @@ def run(args: Namespace) -> int:
         write(_what_auto_would_try(args, its, config))
         return OK
     its, order = its.settled()
-    plan, timeline = its.simulated(order)
+    found = its.simulated(order)
+    plan, timeline = found.plan, found.timeline
     name = _name(its, config, said)
     if args.svg:
         args.svg.write_text(
@@ -166,12 +168,12 @@ def _check_costs(its: PredictedRun, said: Described) -> None:
         ValueError: found, rule and fix.
     """
     known, c = its.known.costs, its.candidate
-    if its.early and not any(known.recompute_s):
+    if c.choice.where(recompute="early") and not any(known.recompute_s):
         raise ValueError(
             "recompute=early: costs have no recomputation: give recompute and backward in "
             "--seconds, a model on a cluster, or recompute_s in --costs"
         )
-    if c.overlap_tensor_parallel and not any(known.tp_sync_s + known.ep_sync_s):
+    if c.choice.pairs and not any(known.tp_sync_s + known.ep_sync_s):
         raise ValueError(
             "pairs=on: there is no collective of a layer in the costs: give tp in --seconds, a "
             "model on a cluster, or tp_sync_s or ep_sync_s in --costs"
@@ -181,7 +183,7 @@ def _check_costs(its: PredictedRun, said: Described) -> None:
             "--preemptive-comm with --cuda-connections 1: in one queue nothing overtakes what was "
             "launched before; give 8 or 32, or drop --preemptive-comm"
         )
-    if c.slices and its.known.launches:
+    if c.choice.slices and its.known.launches:
         raise ValueError(
             f"slices=on with --grad-sync-launches {its.known.launches[0]}: a slice is one "
             "collective; drop one"
@@ -220,8 +222,8 @@ def _name(its: PredictedRun, config: Fold3DConfig, said: Described) -> str:
     if config.plan_file is not None:
         name = str(config.plan_file)
     else:
-        name = f"stock {c.schedule}" if c.is_stock else str(c.word)
-    if its.auto_replicated and not c.replicated:
+        name = f"stock {c.schedule}" if c.is_stock else str(c.choice)
+    if its.auto_replicated and not c.choice.where(optimizer="replicated"):
         name += ":optimizer=sharded"
     for flag, counts, is_given in (
         ("--recompute-layers", c.recompute_layers, True),
@@ -236,11 +238,9 @@ def _is_plain(args: Namespace, candidate: Candidate) -> bool:
     """Return True if the page simulates just what the command does."""
     c = candidate
     plain = Candidate(
-        schedule=c.schedule,
-        is_stock=False,
+        choice=Choice.plain(c.schedule, c.num_segments),
         setup=replace(c.setup, microbatch_size=1),
         num_ranks=c.num_ranks,
-        num_segments=c.num_segments,
         num_microbatches=c.num_microbatches,
         sums_last=c.sums_last,
         reduces_early=c.reduces_early,

@@ -144,24 +144,23 @@ def _schedule(candidate: Candidate) -> Iterator[str]:
     if candidate.layers:
         yield f"--pipeline-model-parallel-layout {quote(layout_of(candidate.layers))}"
     if not candidate.is_stock:
-        yield f"--schedule {candidate.word}"
+        yield f"--schedule {candidate.choice}"
         if not candidate.layers:
             yield f"--segments {candidate.num_segments}"
     elif candidate.num_segments > 1:
         if not candidate.layers:
             yield f"--num-virtual-stages-per-pipeline-rank {candidate.num_segments}"
         yield "--overlap-p2p-communication-warmup-flush"  # or only its steady state overlaps
-    in_word = not candidate.is_stock and candidate.schedule == "interleaved"
-    if not in_word and candidate.group_size not in (None, candidate.num_ranks):
+    if candidate.is_stock and candidate.choice.group is not None:
         groups = "--microbatch-group-size-per-virtual-pipeline-stage"
-        yield f"{groups} {candidate.group_size}"
+        yield f"{groups} {candidate.choice.group}"
     if candidate.setup.num_replicas > 1:  # or no DP.sync starts before the last backward
         yield "--overlap-grad-reduce"
     if candidate.setup.distributed_optimizer:
         yield "--use-distributed-optimizer --overlap-param-gather"
     if candidate.shards != "off":
         yield f"--shard-segments {candidate.shards}"
-    if candidate.overlap_tensor_parallel:  # run with Megatron's own layers and without dropout
+    if candidate.choice.pairs:  # run with Megatron's own layers and without dropout
         yield "--transformer-impl local --attention-dropout 0 --hidden-dropout 0"
         if candidate.setup.expert_parallel > 1:
             yield "--moe-token-dispatcher-type alltoall"

@@ -123,7 +123,8 @@ def lower(
     behind = choice.where(wgrad="behind")
     if apart := tuple(sorted((*behind, *choice.where(wgrad="last")))):
         plan = plan if has_weights else delay_weight_grads(plan, apart, behind)
-    if early_stages := choice.stages(ranks, recompute="early"):
+    early_stages = choice.stages(ranks, recompute="early")
+    if early_stages and not plan.has(Op.RECOMPUTE):
         from megatron.fold3d.plan.passes.recompute import recompute_early
 
         plan = recompute_early(plan, early_stages, in_pairs=bool(choice.pairs))

@@ -141,7 +141,7 @@ class RunEstimate:
             costs = _with_many_queues(costs)
         limit = None if target.cluster is None else usable_bytes(hardware)
         run, order = run_of(args, config, costs, shape, limit).settled()
-        _, timeline = run.simulated(order)
+        timeline = run.simulated(order).timeline
         row = mean(exposure(timeline))
         parts = {"bubble": row.bubble_s, "DP.sync": row.grad_sync_s, "PP.sync": row.p2p_s}
         return cls(

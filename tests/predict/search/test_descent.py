@@ -12,6 +12,7 @@ from megatron.fold3d.plan.compile import Features
 from megatron.fold3d.plan.ir import Op, Plan
 from megatron.fold3d.predict.search.descent import Descent, Space, orders_worth_trying
 from megatron.fold3d.predict.search.judge import Judge
+from megatron.fold3d.predict.search.replicated_costs import with_replicated
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
 
@@ -33,10 +34,16 @@ def search(
     most_actions: int = 600_000,
     fits: Callable[[Choice, Plan], bool] = lambda choice, plan: True,
 ) -> Descent:
+    known = costs or Costs.uniform(2 * segments, grad_sync_s=6.0, p2p_s=0.4)
+
+    def costs_of(choice: Choice) -> Costs:
+        whole = choice.stages(num_ranks, optimizer="replicated")
+        return with_replicated(known, whole) if gathers else known
+
     judge = Judge(
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
-        costs=costs or Costs.uniform(2 * segments, grad_sync_s=6.0, p2p_s=0.4),
+        costs=costs_of,
         features=Features(
             gathers_params=gathers, reduces_early=scope["reduces_early"], transfers=False
         ),
@@ -173,7 +180,7 @@ def test_of_all_choices_of_three_segments_none_is_faster(sync_s: float, gathers:
         costs = replace(costs, param_gather_s=(sync_s,) * 6)
     scope = SHARDED if gathers else ALL | {"reduces_early": True}
     found = search(3, costs=costs, scope=scope, gathers=gathers, group=4)
-    least = found.price(found.best)
+    least = found.price(found.best.choice)
     space = Space(orders=found.space.orders[:1], free=found.space.free)
     for carries, states in product((False, True), product(space.states, repeat=3)):
         choice = space.first.changed(step="next" if carries and not gathers else "end")

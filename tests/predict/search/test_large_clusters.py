@@ -4,6 +4,7 @@ import pytest
 
 from megatron.fold3d.commands.training_flags import training_flags
 from megatron.fold3d.observe.exposure import Exposure
+from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup, replicated_bytes
@@ -18,11 +19,9 @@ from megatron.fold3d.predict.simulator.routes import NO_SWITCHES
 SMALL = model_shape("12-1024-16-512")
 SLOW = cluster("a100x16-10g")
 AIAO = Candidate(
-    schedule="aiao",
-    is_stock=False,
+    choice=Choice.plain("aiao", 3),
     setup=Setup(data_parallel=8, distributed_optimizer=True),
     num_ranks=2,
-    num_segments=3,
     num_microbatches=4,
 )
 
@@ -33,17 +32,18 @@ def judge(on=SLOW) -> _Judge:
 
 def test_tied_ends_are_replicated_together():
     def found(candidate: Candidate, *, tied: bool) -> list[tuple[int, ...]]:
-        return [c.replicated for c in with_replicated_segments(candidate, tied=tied)]
+        found = with_replicated_segments(candidate, tied=tied)
+        return [c.choice.where(optimizer="replicated") for c in found]
 
     assert found(AIAO, tied=True) == [(1,), (0, 2), (0, 1, 2)]
     assert found(AIAO, tied=False) == [(0,), (1,), (2,), (0, 1, 2)]
     whole = replace(AIAO, setup=Setup(data_parallel=8))
-    for other in (whole, replace(AIAO, shards="weights"), replace(AIAO, is_stock=True)):
+    for other in (whole, replace(AIAO, shards="weights"), AIAO.with_options(order="stock")):
         assert found(other, tied=True) == []
 
 
 def test_replicated_segments_are_reduced_for_longer_gathered_never_and_held_whole():
-    replicated = replace(AIAO, replicated=(1,))
+    replicated = AIAO.changed((1,), optimizer="replicated")
     sharded, found = judge().estimate(AIAO), judge().estimate(replicated)
     in_full = [i in (2, 3) for i in range(6)]
     assert found.costs.grad_sync_s == tuple(
@@ -74,7 +74,7 @@ def test_shards_never_need_less_than_their_bound():
     its = judge(cluster("a100x8-10g"))
     tried = 0
     for c in candidates(SMALL, cluster("a100x8-10g"), 32, Given(num_ranks=2, num_segments=3)):
-        if c.schedule == "aiao" and c.setup.distributed_optimizer and c.backward_share is None:
+        if c.schedule == "aiao" and c.setup.distributed_optimizer and not c.choice.carries:
             least = least_sharded_bytes(its.bounded(c))
             for shards in ("weights", "gradients"):
                 assert its.bounded(replace(c, shards=shards)).device_bytes >= least
@@ -117,7 +117,7 @@ def test_nothing_is_replicated_for_less_than_one_percent():
         nothing = Exposure(**{field.name: 0.0 for field in fields(Exposure)})
         return JudgedCandidate(candidate, iteration_s, 0.0, nothing)
 
-    plain, replicated = judged(AIAO, 1.005), judged(replace(AIAO, replicated=(1,)), 1.0)
+    plain, replicated = judged(AIAO, 1.005), judged(AIAO.changed((1,), optimizer="replicated"), 1.0)
     assert _plainest_first((replicated, plain)) == (plain, replicated)
     slower = judged(AIAO, 1.02)
     assert _plainest_first((replicated, slower)) == (replicated, slower)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.fold3d.observe.timeline import Timeline
+from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
@@ -23,34 +24,30 @@ ONE_QUEUE = Setup(data_parallel=2, tensor_parallel=2, sequence_parallel=True)
 REPLICAS = Setup(data_parallel=4)
 SHARDED = Setup(data_parallel=4, distributed_optimizer=True)
 AIAO = Candidate(
-    schedule="aiao",
-    is_stock=False,
+    choice=Choice.plain("aiao", 3),
     setup=Setup(),
     num_ranks=2,
-    num_segments=3,
     num_microbatches=130,
 )
-STOCK = replace(AIAO, schedule="1f1b", is_stock=True, num_segments=1)
-INTERLEAVED = replace(AIAO, schedule="interleaved", is_stock=True, group_size=2)
+STOCK = replace(AIAO, choice=Choice.plain("stock", 1))
+INTERLEAVED = AIAO.with_options(order="stock")
 CASES = {
     "1f1b": STOCK,
     "1f1b, odd number": replace(STOCK, num_microbatches=131),
     "1f1b, deeper": replace(STOCK, num_ranks=4, num_microbatches=240),
     "interleaved": INTERLEAVED,
-    "breadth-first": replace(INTERLEAVED, group_size=130),
+    "breadth-first": INTERLEAVED.with_options(group=130),
     "aiao": AIAO,
     "aiao, odd number": replace(AIAO, num_microbatches=131),
-    "aiao, more forwards ahead": replace(AIAO, num_microbatches=150, forwards_ahead=3),
+    "aiao, more forwards ahead": replace(AIAO.with_options(ahead=3), num_microbatches=150),
     "aiao, replicas": replace(AIAO, setup=REPLICAS),
-    "aiao, DP.sync in both directions": replace(AIAO, setup=REPLICAS, backward_share="auto"),
+    "aiao, DP.sync in both directions": replace(AIAO, setup=REPLICAS).changed(step="next"),
     "aiao, distributed optimizer": replace(AIAO, setup=SHARDED),
     "aiao, shards": replace(AIAO, setup=SHARDED, shards="weights"),
     "1f1b, one hardware queue": replace(STOCK, setup=ONE_QUEUE),
     "interleaved, one hardware queue": replace(INTERLEAVED, setup=ONE_QUEUE),
     "aiao, one hardware queue": replace(AIAO, setup=ONE_QUEUE),
-    "aiao, pairs": replace(
-        AIAO, setup=ONE_QUEUE, overlap_tensor_parallel=True, num_microbatches=202
-    ),
+    "aiao, pairs": replace(AIAO.with_options(pairs=True), setup=ONE_QUEUE, num_microbatches=202),
 }
 
 
@@ -95,13 +92,13 @@ def test_a_line_ends_where_the_simulation_does(name, network):
 
 def test_no_line_is_drawn_where_a_rank_uses_up_its_lead_first():
     # The first rank begins its second segment while the second one is still at its first.
-    uneven = replace(AIAO, num_segments=2, layers=(2, 4, 5, 1))
+    uneven = replace(AIAO, choice=Choice.plain("aiao", 2), layers=(2, 4, 5, 1))
     assert not is_on_the_line(uneven, "a100x{}-400g")
 
 
 def test_no_line_is_drawn_from_few_micro_batches_or_where_something_may_be_full():
     few = replace(AIAO, num_microbatches=106)  # less than three times 10 + 12 + 14
-    for candidate in (few, replace(AIAO, places_weight_grads=True)):
+    for candidate in (few, AIAO.changed(wgrad="gaps")):
         numbers, simulated = simulations(estimate := on("a100x{}", candidate))
         assert extended(candidate, estimate, simulated) is None
         assert numbers == []

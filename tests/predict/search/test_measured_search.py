@@ -33,9 +33,7 @@ def best(times: MeasuredTimes, word: str = "1f1b:wgrad=gaps", **changed: Any) ->
     first = Choice.parse(word, 1)
     given: dict[str, Any] = {"features": Features(), "order": order_of(first, 4, 8)}
     found = measured_search(times, first, **given | {"free": GAPS, "frees_ahead": True} | changed)
-    predicted = found.found[found.best]
-    assert predicted is not None
-    return predicted
+    return found.best
 
 
 def test_until_times_are_known_they_count_as_equal():
@@ -83,8 +81,8 @@ def test_dp_sync_of_the_first_segment_is_hidden_behind_weight_gradients():
     found = measured_search(
         times, first, features=Features(), order=order_of(first, 2, 4), free=GAPS
     )
-    assert found.best.fills_gaps
-    assert found.price(found.best) < found.price(first.changed(wgrad="backward"))
+    assert found.best.choice.fills_gaps
+    assert found.price(found.best.choice) < found.price(first.changed(wgrad="backward"))
 
 
 def test_segments_are_replicated_as_far_as_memory_has_room():

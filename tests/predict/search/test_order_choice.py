@@ -1,36 +1,35 @@
 """The numbers of forwards ahead that are tried have the best of all among them."""
 
+from collections.abc import Iterable
+
 import pytest
 
-from megatron.fold3d.plan.ir import Plan
-from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.predict.search.order_choice import choose_order, worth_trying
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import Features
+from megatron.fold3d.predict.search.descent import Descent, Space
+from megatron.fold3d.predict.search.judge import Judge
+from megatron.fold3d.predict.search.order_choice import worth_trying
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
-from megatron.fold3d.predict.simulator.simulate import simulate
 
 
 @pytest.mark.parametrize("transfer_s", [0.0, 0.6, 1.2, 2.4])
 @pytest.mark.parametrize("num_microbatches", [2, 4, 8])
 def test_more_forwards_ahead_than_are_tried_gain_nothing(num_microbatches, transfer_s):
     costs = Costs.uniform(4, p2p_s=transfer_s)
+    judge = Judge(
+        num_ranks=4,
+        num_microbatches=num_microbatches,
+        costs=lambda _: costs,
+        features=Features(transfers=False),
+        execution=Execution(in_order=True),
+    )
 
-    def order(ahead: int | None) -> Plan:
-        return build(
-            "1f1b",
-            num_ranks=4,
-            num_segments=1,
-            num_microbatches=num_microbatches,
-            forwards_ahead=ahead,
-        )
-
-    def judge(plan: Plan) -> tuple[bool, float]:
-        return True, simulate(plan, costs, Execution(in_order=True)).period_s
-
-    def best(numbers: range) -> float:
-        return choose_order(
-            order, costs, judge, forwards_ahead=numbers, places_weight_grads=True
-        ).seconds
+    def best(numbers: Iterable[int]) -> float:
+        orders = [Choice.plain("1f1b", 1, ahead=number) for number in numbers]
+        return Descent(
+            judge, Space(orders=orders, free={"wgrad": ("backward", "gaps")})
+        ).best.seconds
 
     tried = worth_trying(costs, 4, num_microbatches)
     assert best(tried) == best(range(1, num_microbatches + 1))

@@ -5,6 +5,7 @@ import pytest
 
 from megatron.fold3d.commands.training_flags import training_flags
 from megatron.fold3d.observe.memory_curve import memory
+from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.memory import peak_activations
 from megatron.fold3d.plan.schedule_word import spelled
 from megatron.fold3d.plan.verify import verify
@@ -54,7 +55,7 @@ def test_memory_is_that_of_the_simulated_iteration():
     judge = _Judge(uneven, SLOW, WITHOUT_PROGRESS)
     chosen = list(candidates(uneven, SLOW, 48, assumed=assumed))[::37]
     chosen += [
-        replace(c, overlap_tensor_parallel=True)
+        c.with_options(pairs=True)
         for c in chosen
         if c.setup.tensor_parallel > 1 and c.schedule == "aiao"
     ]
@@ -95,7 +96,7 @@ def test_shards_are_tried_where_memory_has_no_room_without():
         for b in all_
         if b.candidate.schedule == "aiao"
         and b.candidate.setup.distributed_optimizer
-        and b.candidate.backward_share is None
+        and not b.candidate.choice.carries
         and b.candidate.setup.microbatch_size == 1
     ]
     assert len(of_aiao) == 1
@@ -146,7 +147,7 @@ def test_every_candidate_is_a_plan_that_runs(all_small):
 
 def test_activations_are_counted_as_the_plan_has_them(all_small):
     for item, _ in all_small:
-        candidate = replace(item.candidate, delayed_weight_grads=())
+        candidate = item.candidate.changed(wgrad="backward")
         peaks = peak_activations(plan_of(candidate))
         bounds = tuple(map(candidate.most_activations, range(candidate.num_ranks)))
         if candidate.offload:
@@ -243,7 +244,8 @@ def test_39b_gets_a_number_of_segments_within_2_percent_of_the_best():
     for segments in range(1, 13):  # twelve layers on each rank
         layers = layers_of_stages(48, 4, segments)
         uneven = layers if len(set(layers)) > 1 else ()
-        other = replace(chosen, num_segments=segments, layers=uneven)
+        choice = Choice.plain(chosen.schedule, segments)
+        other = replace(chosen, choice=choice, layers=uneven)
         periods_s.append(judge._simulate(judge.bounded(other)).iteration_s)
     assert found.best[0].iteration_s <= 1.02 * min(periods_s)
     assert max(periods_s) > 1.3 * min(periods_s)  # there is something to choose
@@ -266,11 +268,12 @@ def test_one_queue_costs_tensor_parallelism_time_and_nothing_else():
                 assert found == best
 
 
-@pytest.mark.parametrize(("share", "is_sharded"), [(None, False), ("auto", False), (None, True)])
-def test_one_queue_costs_a_few_percent_of_many(share: str | None, is_sharded: bool):
+@pytest.mark.parametrize(
+    ("word", "is_sharded"), [("aiao", False), ("aiao:step=next", False), ("aiao", True)]
+)
+def test_one_queue_costs_a_few_percent_of_many(word: str, is_sharded: bool):
     candidate = Candidate(
-        schedule="aiao",
-        is_stock=False,
+        choice=Choice.parse(word, 5),
         setup=Setup(
             tensor_parallel=8,
             data_parallel=4,
@@ -279,9 +282,7 @@ def test_one_queue_costs_a_few_percent_of_many(share: str | None, is_sharded: bo
             distributed_optimizer=is_sharded,
         ),
         num_ranks=4,
-        num_segments=5,
         num_microbatches=16,
-        backward_share=share,
     )
     known = estimate(model_shape("gpt3-18b"), A100, candidate.setup, num_ranks=4, num_segments=5)
     one_s, many_s = (timeline_of(candidate, known, connections=n).period_s for n in (1, 32))
@@ -358,7 +359,7 @@ def test_a_share_that_training_measures_goes_before_one_that_is_hardly_faster():
     hosts = replace(cluster("testbedx4"), iteration_overhead_s=0.0945, ring_buffer_bytes=0)
     given = Given(num_ranks=2, microbatch_size=1, fp32=True)
     first, *others = search(model_shape("testbed"), hosts, global_batch_size=16, given=given).best
-    assert first.candidate.backward_share == "auto"
+    assert str(first.candidate.choice) == "aiao:step=next"
     assert first.candidate.num_segments == 8
     faster = [choice for choice in others if choice.iteration_s < first.iteration_s]
     assert faster
@@ -371,15 +372,18 @@ def test_weight_gradients_are_delayed_on_request_where_that_hides_dp_sync():
         search(model_shape("testbed"), hosts, global_batch_size=16, given=given, assumed=assumed)
         for assumed in (frozenset(), frozenset({"delay-weight-grads"}))
     )
-    assert not any(choice.candidate.delayed_weight_grads for choice in usual.best)
+    assert not any(choice.candidate.choice.splits for choice in usual.best)
     assert usual.undelayed is None
     best = tried.best[0]
-    assert best.candidate.delayed_weight_grads
-    assert best.candidate.backward_share == "auto"
-    assert tried.undelayed.candidate == replace(best.candidate, delayed_weight_grads=())
+    delayed = best.candidate.choice.where(wgrad="last")
+    assert delayed
+    assert best.candidate.choice.carries
+    assert best.candidate.choice.share is None
+    assert tried.undelayed.candidate == best.candidate.changed(wgrad="backward")
     assert best.iteration_s < tried.undelayed.iteration_s / (1 + WORTHWHILE)
-    delayed = spelled(best.candidate.delayed_weight_grads)
-    assert f":step=next:wgrad=last@{delayed} " in training_flags(SMALL, hosts, best.candidate)
+    assert f":step=next:wgrad=last@{spelled(delayed)} " in training_flags(
+        SMALL, hosts, best.candidate
+    )
 
 
 @pytest.mark.parametrize(
@@ -389,25 +393,23 @@ def test_weight_gradients_are_delayed_on_request_where_that_hides_dp_sync():
 def test_the_first_segments_weight_gradients_are_never_delayed(segments, sets):
     setup = Setup(data_parallel=2)
     share = Candidate(
-        schedule="aiao",
-        is_stock=False,
+        choice=Choice.parse("aiao:step=next", segments),
         setup=setup,
         num_ranks=2,
-        num_segments=segments,
         num_microbatches=8,
-        backward_share="auto",
     )
     assumed = frozenset({"delay-weight-grads"})
-    found = [c.delayed_weight_grads for c in neighbours(share, 16, assumed)]
+    found = [c.choice.where(wgrad="last") for c in neighbours(share, 16, assumed)]
     assert [delayed for delayed in found if delayed] == sets
-    without = replace(share, backward_share=None, setup=replace(setup, distributed_optimizer=True))
-    assert [c for c in neighbours(without, 16, assumed) if c.delayed_weight_grads] == [
-        replace(share, setup=its, delayed_weight_grads=delayed)
+    sharded = replace(setup, distributed_optimizer=True)
+    without = replace(share.changed(step="end"), setup=sharded)
+    assert [c for c in neighbours(without, 16, assumed) if c.choice.where(wgrad="last")] == [
+        replace(share, setup=its).changed(delayed, wgrad="last")
         for delayed in sets
         for its in (without.setup, setup)
     ]
     alone = replace(share, setup=Setup())
-    assert not any(c.delayed_weight_grads for c in neighbours(alone, 16, assumed))
+    assert not any(c.choice.where(wgrad="last") for c in neighbours(alone, 16, assumed))
 
 
 def test_early_recomputation_and_pairs_are_bounded_too():
@@ -419,8 +421,8 @@ def test_early_recomputation_and_pairs_are_bounded_too():
         for candidate in list(candidates(SMALL, SLOW, 32, given))[::4]
         for other in recomputed_and_paired(candidate, assumed)
     ]
-    kinds = {(c.recompute_early, c.overlap_tensor_parallel) for c in chosen}
-    assert kinds == {(True, False), (False, True), (True, True)}
+    kinds = {str(replace(c.choice, group=None)).partition(":")[2] for c in chosen}
+    assert kinds == {"recompute=early", "pairs=on", "recompute=early:pairs=on"}
     for candidate in chosen:
         item = judge.bounded(candidate)
         choice = judge._simulate(item)
@@ -445,8 +447,8 @@ def test_pairs_are_proposed_where_they_hide_more_of_the_all_to_alls_than_they_co
         )
         found = search(experts, nodes, global_batch_size=256, given=given, assumed=assumed)
         best = found.best[0].candidate
-        assert (not best.is_stock and best.overlap_tensor_parallel) == is_paired
-        assert ("pairs=on" in str(best.word)) == is_paired
+        assert bool(best.choice.pairs) == is_paired
+        assert ("pairs=on" in str(best.choice)) == is_paired
 
 
 def test_fewer_layers_are_recomputed_where_memory_allows_it():

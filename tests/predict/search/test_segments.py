@@ -1,7 +1,6 @@
-from dataclasses import replace
-
 import pytest
 
+from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
@@ -47,8 +46,8 @@ def test_messages_that_fill_a_link_go_one_after_the_other_as_in_training():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backward_share", [None, "auto"])
-def test_39b_gets_a_number_of_segments_within_2_percent_of_the_best(backward_share):
+@pytest.mark.parametrize("word", ["aiao", "aiao:step=next"])
+def test_39b_gets_a_number_of_segments_within_2_percent_of_the_best(word):
     # The paper's cluster, split and software overhead. Of all that divide 12 layers per rank, each
     # is simulated as it runs; the choice is made from costs alone, before anything runs.
     known = {
@@ -63,19 +62,19 @@ def test_39b_gets_a_number_of_segments_within_2_percent_of_the_best(backward_sha
         SimulatedRun(
             num_ranks=4,
             num_microbatches=16,
-            deferred=backward_share is not None,
+            deferred=word != "aiao",
             preemptive=False,
         ),
     )
-    runs = Candidate(
-        schedule="aiao",
-        is_stock=False,
-        setup=SETUP_39B,
-        num_ranks=4,
-        num_segments=1,
-        num_microbatches=16,
-        backward_share=backward_share,
-    )
-    periods_s = {n: timeline_of(replace(runs, num_segments=n), known[n]).period_s for n in known}
+
+    def runs(segments: int) -> Candidate:
+        return Candidate(
+            choice=Choice.parse(word, segments),
+            setup=SETUP_39B,
+            num_ranks=4,
+            num_microbatches=16,
+        )
+
+    periods_s = {n: timeline_of(runs(n), known[n]).period_s for n in known}
     assert periods_s[chosen.num_segments] <= 1.02 * min(periods_s.values())
     assert max(periods_s.values()) > 1.3 * min(periods_s.values())  # there is something to choose

@@ -1,5 +1,6 @@
 """What a predicted gain rests on."""
 
+from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup
@@ -7,19 +8,15 @@ from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.sensitivity import gains_if_off_by_half
 
 STOCK = Candidate(
-    schedule="1f1b",
-    is_stock=True,
+    choice=Choice.plain("stock", 1),
     setup=Setup(data_parallel=2),
     num_ranks=4,
-    num_segments=1,
     num_microbatches=8,
 )
 OURS = Candidate(
-    schedule="aiao",
-    is_stock=False,
+    choice=Choice.plain("aiao", 1),
     setup=STOCK.setup,
     num_ranks=4,
-    num_segments=1,
     num_microbatches=8,
 )
 

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.estimate import estimate
@@ -57,14 +58,11 @@ def test_no_share_for_all_segments_is_much_better(segments):
     setup = Setup(data_parallel=2, fp32=True)
     known = estimate(shape, hosts, setup, num_ranks=2, num_segments=segments)
     auto = Candidate(
-        schedule="aiao",
-        is_stock=False,
+        choice=Choice.parse("aiao:step=next", segments),
         setup=setup,
         num_ranks=2,
-        num_segments=segments,
         num_microbatches=8,
-        backward_share="auto",
     )
-    one_for_all = (replace(auto, backward_share=share) for share in SHARES)
+    one_for_all = (auto.with_options(share=share) for share in SHARES)
     best_s = min(timeline_of(candidate, known).period_s for candidate in one_for_all)
     assert timeline_of(auto, known).period_s <= 1.005 * best_s  # found: 1.004

@@ -12,6 +12,7 @@ and `stragglers` makes the simulated pipeline the one with the slowest GPU.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from megatron.fold3d.observe.memory_curve import Footprint
 from megatron.fold3d.policy.shard_order import started_shares
@@ -41,6 +42,7 @@ from megatron.fold3d.predict.cost_model.stragglers import slowdowns
 from megatron.fold3d.predict.cost_model.training_flops import recomputed_flops
 from megatron.fold3d.predict.cost_model.transformer import tensor_parallel_elements
 from megatron.fold3d.predict.simulator.costs import Costs
+from megatron.fold3d.predict.simulator.execution import Execution
 from megatron.fold3d.predict.simulator.routes import NO_SWITCHES, Routes
 
 
@@ -61,6 +63,16 @@ class Estimate:
     """As in `Execution`, of reductions to shards between weight gradients."""
     launches: tuple[int, ...] = ()
     """By stage, the collectives of its DP.sync where something else than `launches` says it."""
+
+    def execution(self, **rules: Any) -> Execution:
+        """Return how a plan runs on these links, by some more rules."""
+        return Execution(
+            in_order=True,
+            nic_of_rank=self.nic_of_rank,
+            routes=self.routes,
+            shard_shares=self.shard_shares,
+            **rules,
+        )
 
 
 def estimate(

@@ -1,13 +1,13 @@
 """Bounds on a candidate's time and memory that need no simulation."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron.fold3d.plan.ir import Plan
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import order_of
 from megatron.fold3d.plan.memory import Moment, fullest
 from megatron.fold3d.plan.passes.pairs import num_pairs
-from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.sharded_footprint import aiao_change
 from megatron.fold3d.predict.search.candidate_timeline import launches_in_backward
@@ -63,10 +63,10 @@ def least_iteration_s(candidate: Candidate, estimate: Estimate) -> float:
     it may overlap delayed weight gradients. DP.sync that ends with the iteration can begin only
     after the last segment's last backward, or during that backward if it is launched inside.
     """
-    if candidate.overlap_tensor_parallel:
-        estimate = replace(
-            estimate, costs=in_pairs(estimate.costs, early=candidate.recompute_early)
-        )
+    choice = candidate.choice
+    if choice.pairs:
+        early = bool(choice.where(recompute="early"))
+        estimate = replace(estimate, costs=in_pairs(estimate.costs, early=early))
     costs = estimate.costs
     inside_s = earlier_s(candidate, estimate)
     bound_s = 0.0
@@ -76,12 +76,12 @@ def least_iteration_s(candidate: Candidate, estimate: Estimate) -> float:
         sync_s, gather_s = costs.grad_sync_s, costs.param_gather_s
         start_s = max(forward_s, gather_s[rank])
         synced_first_s = compute_s - _delayed_s(candidate, costs, rank) + backward_s + sync_s[0]
-        if candidate.places_weight_grads:  # those of the first segment, while its gradients go back
+        if choice.fills_gaps:  # those of the first segment, while its gradients go back
             synced_first_s -= min(backward_s, candidate.num_microbatches * costs.weight_s[rank])
         synced_first_s -= inside_s
         bound_s = max(bound_s, start_s + max(compute_s, synced_first_s))
         synced_s = sum(sync_s[rank :: candidate.num_ranks])
-        if candidate.backward_share is not None:
+        if choice.carries:
             bound_s = max(bound_s, synced_s)
         else:
             step_s = sum(costs.optimizer_s[rank :: candidate.num_ranks])
@@ -105,9 +105,9 @@ def _there_and_back(candidate: Candidate, estimate: Estimate, rank: int) -> tupl
     costs = estimate.costs
     hops_s = rank * min(_message_s(estimate), costs.p2p_s, costs.p2p_local_s)
     backward_s = sum(costs.backward_s[:rank])
-    if candidate.places_weight_grads:
+    if candidate.choice.fills_gaps:
         backward_s -= sum(costs.weight_s[:rank])
-    if candidate.recompute_early:
+    if candidate.choice.where(recompute="early"):
         backward_s -= sum(costs.recompute_s[:rank])
     return sum(costs.forward_s[:rank]) + hops_s, backward_s + hops_s
 
@@ -127,8 +127,9 @@ def _work_s(candidate: Candidate, estimate: Estimate, rank: int) -> float:
 
 def _delayed_s(candidate: Candidate, costs: Costs, rank: int) -> float:
     """Return the seconds that a rank computes after all of its backwards."""
-    segments: Sequence[int] = candidate.delayed_weight_grads
-    if candidate.places_weight_grads:
+    choice = candidate.choice
+    segments: Iterable[int] = (*choice.where(wgrad="behind"), *choice.where(wgrad="last"))
+    if choice.fills_gaps:
         segments = range(1, candidate.num_segments)
     stages = (segment * candidate.num_ranks + rank for segment in segments)
     return candidate.num_microbatches * sum(costs.weight_s[stage] for stage in stages)
@@ -153,14 +154,7 @@ def _messages_s(candidate: Candidate, estimate: Estimate) -> float:
 def _hiding_s(candidate: Candidate, costs: Costs, rank: int) -> float:
     """Return a rank's computation after the last segment's last backward: one group's backwards."""
     *others, _ = costs.backward_s[rank :: candidate.num_ranks]
-    return _together(candidate) * sum(others)
-
-
-def _together(candidate: Candidate) -> int:
-    """Return the number of micro-batches that pass a segment before the next one's turn."""
-    if candidate.schedule != "interleaved":
-        return candidate.num_microbatches
-    return min(candidate.num_microbatches, candidate.group_size or candidate.num_ranks)
+    return candidate.group * sum(others)
 
 
 def _most_copied(candidate: Candidate, of_stage: Sequence[float]) -> float:
@@ -206,7 +200,7 @@ def exact_bytes(candidate: Candidate, estimate: Estimate, above: float = 0.0) ->
         candidate.num_ranks,
         candidate.num_microbatches,
     )
-    each = 2 if candidate.overlap_tensor_parallel else 1
+    each = 2 if candidate.choice.pairs else 1
     bounds = sorted(((_of_rank(candidate, estimate, r), r) for r in range(ranks)), reverse=True)
     most = 0.0
     for bound, rank in bounds:
@@ -224,31 +218,21 @@ def exact_bytes(candidate: Candidate, estimate: Estimate, above: float = 0.0) ->
     return most
 
 
-_Order = tuple[str, int, int, int, int | None, int | None]
+_Order = tuple[Choice, int, int]
 
 
 def _order(candidate: Candidate) -> _Order:
-    c = candidate
-    pairs = num_pairs(c.num_microbatches)
-    of_rank = pairs if c.overlap_tensor_parallel else c.num_microbatches
-    sizes = c.num_ranks, c.num_segments, of_rank
-    return c.schedule, *sizes, c.group_size, c.forwards_ahead
+    """Return what an order follows from; of pairs, that in which each is one micro-batch."""
+    c = candidate.choice
+    plain = Choice.plain(c.schedule, len(c.segments), group=c.group, ahead=c.ahead)
+    microbatches = candidate.num_microbatches
+    return plain, candidate.num_ranks, num_pairs(microbatches) if c.pairs else microbatches
 
 
-@lru_cache(maxsize=16)
-def _plan(order: _Order) -> Plan:
-    schedule, ranks, segments, microbatches, group_size, forwards_ahead = order
-    return build(
-        schedule,
-        num_ranks=ranks,
-        num_segments=segments,
-        num_microbatches=microbatches,
-        group_size=group_size,
-        forwards_ahead=forwards_ahead,
-    )
+_plan = lru_cache(maxsize=16)(order_of)
 
 
 @lru_cache(maxsize=8192)
 def _fullest(order: _Order, rank: int) -> tuple[Moment, ...]:
-    _, ranks, segments, *_ = order
-    return fullest(_plan(order).programs[rank], ranks, segments)
+    choice, ranks, _ = order
+    return fullest(_plan(*order).programs[rank], ranks, len(choice.segments))

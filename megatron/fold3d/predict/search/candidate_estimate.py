@@ -30,7 +30,8 @@ def estimate_with_choices(known: Estimate, shape: ModelShape, candidate: Candida
     c = candidate
     known = estimate_with_counts(known, shape, c.setup, c.recompute_layers, c.layers)
     split = c.layers or c.num_ranks * c.num_segments
-    return estimate_with_replicated(known, shape, c.setup, split, c.replicated)
+    replicated = c.choice.where(optimizer="replicated")
+    return estimate_with_replicated(known, shape, c.setup, split, replicated)
 
 
 def flops_of(

@@ -6,36 +6,28 @@ all ranks at the same time, so on rank r it starts r backwards late. Its DP.sync
 the iteration.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from megatron.fold3d.observe.timeline import Timeline
-from megatron.fold3d.plan.choice import Choice
-from megatron.fold3d.plan.compile import Features, GradSync, lower
-from megatron.fold3d.plan.compile import order_of as order_of_choice
+from megatron.fold3d.plan.compile import Features, GradSync, lower, order_of
 from megatron.fold3d.plan.device_queues import CONNECTIONS, MOST_OUTSTANDING
-from megatron.fold3d.plan.ir import Op, Plan, PlanError
+from megatron.fold3d.plan.ir import Op, Plan
 from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.passes.pairs import pair_microbatches
-from megatron.fold3d.plan.passes.place_weight_grads import (
-    HeldSizes,
-    placed_orders,
-)
+from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
 from megatron.fold3d.plan.passes.recompute import recompute_early
 from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
-from megatron.fold3d.plan.schedule_word import chosen_by
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.launches import launches
 from megatron.fold3d.predict.search.candidates import Candidate
-from megatron.fold3d.predict.search.order_choice import held_sizes, stage_times
-from megatron.fold3d.predict.search.simulated_shares import auto_shares, with_shares
+from megatron.fold3d.predict.search.judge import Judge, Simulated
+from megatron.fold3d.predict.search.order_choice import held_sizes
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Device, Execution, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
 
-_STEADY = 3  # iterations until a plan that defers DP.sync is steady
 PAUSE_SHARE = 0.5  # what PP.sync may take from DP.sync before they share fairly
 
 
@@ -44,8 +36,8 @@ def plan_of(
     order: Plan | None = None,
     shares: tuple[float, ...] = (),
     *,
-    slices: bool = False,
     transfers: bool = False,
+    receives_late: bool = False,
 ) -> Plan:
     """Return the plan, with DP.sync where the candidate has it.
 
@@ -53,27 +45,90 @@ def plan_of(
         candidate: the candidate to plan.
         order: an order of computation that replaces its schedule's.
         shares: as in `lower`.
-        slices: whether DP.sync is cut into slices.
-        transfers: as in `Features`; without them, pairs are made where transfers are added.
+        transfers: as in `Features`; without them there are no pairs.
+        receives_late: as in `Features`.
     """
-    choice = chosen_by(candidate.word, Choice.plain("", candidate.num_segments))
-    choice = replace(choice, slices=slices, pairs=choice.pairs and transfers)
-    choice = choice.changed(recompute="late")  # the order has early recomputations
-    features = Features(
+    choice = candidate.choice
+    return lower(
+        computed(candidate) if order is None else order,
+        replace(choice, pairs=choice.pairs and transfers),
+        features_of(candidate, transfers=transfers, receives_late=receives_late),
+        shares=shares,
+        offload=OffloadChoice() if candidate.offload else None,
+    )
+
+
+def features_of(
+    candidate: Candidate, *, transfers: bool = False, receives_late: bool = False
+) -> Features:
+    """Return what a candidate has beside its choice."""
+    choice = candidate.choice
+    return Features(
         gathers_params=candidate.setup.distributed_optimizer,
         shards_params=candidate.shards != "off",
         shards_grads=candidate.shards == "gradients",
         transfers=transfers,
+        receives_late=receives_late,
         grad_sync="overlap" if choice.carries else _grad_sync(candidate),
-        reduces_early=candidate.reduces_early or bool(candidate.behind_backwards),
+        reduces_early=candidate.reduces_early or bool(choice.where(wgrad="behind")),
     )
-    return lower(
-        order_of(candidate) if order is None else order,
-        choice,
-        features,
-        shares=shares,
-        offload=OffloadChoice() if candidate.offload else None,
+
+
+def simulated(
+    candidate: Candidate,
+    estimate: Estimate,
+    order: Plan | None = None,
+    *,
+    held: Callable[[Plan], HeldSizes] = HeldSizes.counted,
+    fits: Callable[[Simulated], bool] = lambda found: True,
+    waits_for_sends: bool = True,
+    connections: int | None = None,
+) -> Simulated:
+    """Return a candidate's fastest iterations, with weight gradients in any of the gaps.
+
+    Args:
+        candidate: the candidate to simulate.
+        estimate: its costs.
+        order: an order of computation that replaces its schedule's.
+        held: what ranks may hold of an order whose weight gradients fill gaps.
+        fits: tells whether memory has room for iterations; those that fit go first.
+        waits_for_sends: whether stock Megatron waits for its transfers.
+        connections: runs the same plan on GPUs with another number of hardware queues.
+    """
+    choice, late = candidate.choice, estimate.cuda_connections == 1
+    receives = [late]
+    if late and candidate.is_stock:  # has its own, no worse than ours
+        receives.append(False)
+    execution = estimate.execution(
+        preemptive=candidate.preemptive,
+        pause_share=PAUSE_SHARE,
+        sends_waited_for=_sends_waited_for(candidate) if waits_for_sends else frozenset(),
+        device=_device(candidate, estimate, connections),
+        overlap_tensor_parallel=bool(choice.pairs),
     )
+    costs = estimate.costs
+    if not choice.carries:
+        costs = _stepping_last(costs, candidate.num_ranks)
+    judges = [
+        Judge(
+            num_ranks=candidate.num_ranks,
+            num_microbatches=candidate.num_microbatches,
+            costs=lambda _: costs,
+            features=features_of(
+                candidate, transfers=late or bool(choice.pairs), receives_late=receives_late
+            ),
+            execution=execution,
+            offload=OffloadChoice() if candidate.offload else None,
+            cuts_slices=is_sliced(candidate, estimate),
+            held=held,
+            order=order,
+        )
+        for receives_late in receives
+    ]
+    found = [judge.simulated(choice, each) for judge in judges for each in judge.orders(choice)]
+    if len(found) == 1:  # reading a long timeline takes time
+        return found[0]
+    return min(found, key=lambda one: (not fits(one), one.seconds))
 
 
 def timeline_of(
@@ -91,23 +146,22 @@ def timeline_of(
         estimate: its costs.
         memory_bytes: a GPU's memory, which delayed weight gradients may fill; None is what the
             fullest rank holds without them.
-        waits_for_sends: whether stock Megatron waits for its transfers.
-        connections: runs the same plan on GPUs with another number of hardware queues.
+        waits_for_sends: as in `simulated`.
+        connections: as in `simulated`.
     """
-    simulated = partial(
-        simulated_plan,
+
+    def held(order: Plan) -> HeldSizes:
+        if memory_bytes is None:
+            return HeldSizes.counted(order)
+        return held_sizes(estimate.footprint, order, memory_bytes)
+
+    return simulated(
         candidate,
         estimate,
+        held=held,
         waits_for_sends=waits_for_sends,
         connections=connections,
-    )
-    return _fastest([*map(simulated, _placed(candidate, estimate, memory_bytes))])[1]
-
-
-def _fastest(simulated: Sequence[tuple[Plan, Timeline]]) -> tuple[Plan, Timeline]:
-    if len(simulated) == 1:  # reading a long timeline takes time
-        return simulated[0]
-    return min(simulated, key=lambda one: one[1].period_s)
+    ).timeline
 
 
 def many_queues_s(
@@ -126,75 +180,6 @@ def many_queues_s(
     return timeline.period_s, timeline.period_s + hidden_s
 
 
-def _placed(candidate: Candidate, estimate: Estimate, memory_bytes: float | None) -> Iterator[Plan]:
-    """Yield the candidate's order, or variants with weight gradients in different places.
-
-    If none of the variants fits into memory, backwards stay whole.
-    """
-    order = order_of(candidate)
-    if not candidate.places_weight_grads:
-        yield order
-        return
-    held = HeldSizes.counted(order)
-    if memory_bytes is not None:
-        held = held_sizes(estimate.footprint, order, memory_bytes)
-    try:
-        yield from placed_orders(order, stage_times(estimate.costs), held)
-    except PlanError:
-        yield order
-
-
-def simulated_plan(
-    candidate: Candidate,
-    estimate: Estimate,
-    order: Plan,
-    *,
-    waits_for_sends: bool = True,
-    connections: int | None = None,
-) -> tuple[Plan, Timeline]:
-    """Return the plan of a candidate in an order of computation, and its simulated iterations.
-
-    The last iteration is steady. The other arguments are those of `timeline_of`.
-    """
-    plan, costs, share = plan_of(candidate, order), estimate.costs, candidate.backward_share
-    late = estimate.cuda_connections == 1
-
-    def simulated(plan: Plan, costs: Costs, iterations: int = 1) -> tuple[Plan, Timeline]:
-        if candidate.overlap_tensor_parallel and plan.num_ranks > 1:
-            plan = pair_microbatches(add_p2p(plan, receives_late=late))
-            return plan, simulate(plan, costs, execution, iterations=iterations)
-        placings = [add_p2p(plan, receives_late=True)] if late and plan.num_ranks > 1 else [plan]
-        if late and candidate.is_stock and plan.num_ranks > 1:  # has its own, no worse than ours
-            placings.append(add_p2p(plan))
-        return _fastest(
-            [(p, simulate(p, costs, execution, iterations=iterations)) for p in placings]
-        )
-
-    execution = Execution(
-        nic_of_rank=estimate.nic_of_rank,
-        routes=estimate.routes,
-        preemptive=candidate.preemptive,
-        pause_share=PAUSE_SHARE,
-        in_order=True,
-        sends_waited_for=_sends_waited_for(candidate) if waits_for_sends else frozenset(),
-        device=_device(candidate, estimate, connections),
-        overlap_tensor_parallel=candidate.overlap_tensor_parallel,
-        shard_shares=estimate.shard_shares,
-    )
-    sliced = is_sliced(candidate, estimate)
-    if share is None:
-        if sliced:
-            plan = plan_of(candidate, order, (1.0,) * plan.num_stages, slices=True)
-        iterations = 1 if plan.flushes else _STEADY  # a plan of a user's own may carry
-        return simulated(plan, _stepping_last(costs, candidate.num_ranks), iterations)
-    shares = (share,) * plan.num_stages if share != "auto" else ()
-    if not shares:  # slices hold up nothing, so they are chosen as if nothing could
-        shares = auto_shares(plan, costs, replace(execution, device=None) if sliced else execution)
-    if sliced:
-        return simulated(plan_of(candidate, order, shares, slices=True), costs, _STEADY)
-    return simulated(with_shares(plan, costs, shares), costs, _STEADY)
-
-
 def without_grad_sync(candidate: Candidate) -> Candidate:
     """Return the candidate that represents all that differ only in DP.sync and host copies."""
     setup = replace(
@@ -204,14 +189,9 @@ def without_grad_sync(candidate: Candidate) -> Candidate:
         accumulates_in_fp32=False,
         scatters_in_fp32=False,
     )
+    choice = candidate.choice.in_iteration().changed(optimizer="sharded")
     return replace(
-        candidate,
-        setup=setup,
-        backward_share=None,
-        shards="off",
-        replicated=(),
-        offload=False,
-        preemptive=False,
+        candidate, choice=choice, setup=setup, shards="off", offload=False, preemptive=False
     )
 
 
@@ -228,29 +208,31 @@ def undisturbed(candidate: Candidate, estimate: Estimate) -> Timeline:
     alone = replace(
         costs, p2p_s=0.0, p2p_local_s=0.0, p2p_latency_s=costs.p2p_latency_s + message_s
     )
+    choice = candidate.choice
     execution = Execution(
         sends_waited_for=_sends_waited_for(candidate),
-        overlap_tensor_parallel=candidate.overlap_tensor_parallel,
+        overlap_tensor_parallel=bool(choice.pairs),
     )
-    plan = delay_weight_grads(order_of(candidate), candidate.delayed_weight_grads)
-    if candidate.overlap_tensor_parallel and plan.num_ranks > 1:
+    apart = *choice.where(wgrad="behind"), *choice.where(wgrad="last")
+    plan = delay_weight_grads(computed(candidate), tuple(sorted(apart)))
+    if choice.pairs and plan.num_ranks > 1:
         plan = pair_microbatches(add_p2p(plan))
     return simulate(plan, alone, execution)
 
 
 def launches_in_backward(candidate: Candidate, estimate: Estimate) -> bool:
     """True if DP.sync of a stage is simulated as starting inside its last backward."""
-    ends_with_iteration = candidate.backward_share is None
+    ends_with_iteration = not candidate.choice.carries
     return estimate.cuda_connections is not None and ends_with_iteration and not candidate.is_stock
 
 
 def is_sliced(candidate: Candidate, estimate: Estimate) -> bool:
     """Whether training starts DP.sync in the plan's slices: where ``slices=`` says so."""
-    if candidate.slices is not None:
-        return candidate.slices
+    if candidate.choice.slices is not None:
+        return candidate.choice.slices
     if candidate.preemptive or estimate.launches:
         return False
-    return estimate.cuda_connections == 1 and candidate.backward_share is not None
+    return estimate.cuda_connections == 1 and candidate.choice.carries
 
 
 def _device(candidate: Candidate, estimate: Estimate, connections: int | None) -> Device | None:
@@ -263,14 +245,13 @@ def _device(candidate: Candidate, estimate: Estimate, connections: int | None) -
     queues = connections or estimate.cuda_connections
     if candidate.is_stock or is_sliced(candidate, estimate):
         return Device(connections=queues)
-    deferred = candidate.backward_share is not None
     return Device(
         connections=queues,
         launches=estimate.launches
         or launches(
             estimate.gradient_bytes,
             candidate.setup,
-            deferred=deferred,
+            deferred=candidate.choice.carries,
             connections=estimate.cuda_connections,
         ),
         in_backward=launches_in_backward(candidate, estimate),
@@ -285,18 +266,12 @@ def _grad_sync(candidate: Candidate) -> GradSync:
     return "aligned" if candidate.is_stock else "overlap"
 
 
-def order_of(candidate: Candidate) -> Plan:
-    """Return the candidate's order of computation."""
-    choice = Choice.plain(
-        candidate.schedule,
-        candidate.num_segments,
-        group=candidate.group_size,
-        ahead=candidate.forwards_ahead,
-        pairs=candidate.overlap_tensor_parallel,
-    )
-    order = order_of_choice(choice, candidate.num_ranks, candidate.num_microbatches)
-    early = range(order.num_stages if candidate.recompute_early else 0)
-    return recompute_early(order, early, in_pairs=candidate.overlap_tensor_parallel)
+def computed(candidate: Candidate) -> Plan:
+    """Return the candidate's order of computation, with early recomputations."""
+    c, choice = candidate, candidate.choice
+    order = order_of(choice, c.num_ranks, c.num_microbatches)
+    early = choice.stages(c.num_ranks, recompute="early")
+    return recompute_early(order, early, in_pairs=bool(choice.pairs))
 
 
 def _sends_waited_for(candidate: Candidate) -> frozenset[Op]:

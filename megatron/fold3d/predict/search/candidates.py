@@ -1,13 +1,14 @@
 """The planner's candidates: every split of a model that can run on a cluster."""
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import Literal
+from typing import Any, Literal, Self
 
+from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.passes.pairs import num_pairs
-from megatron.fold3d.plan.schedule_word import AUTO, STOCK, Part, Word, parts_of, spelled
+from megatron.fold3d.plan.schedule_word import STOCK, spelled
 from megatron.fold3d.plan.schedules import groups_of
 from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.layers import layers_of_stages
@@ -15,7 +16,6 @@ from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.sharded_footprint import Shards
 from megatron.fold3d.predict.cost_model.sizes import Recompute, Setup
 
-Schedule = Literal["1f1b", "interleaved", "aiao"]
 Assumption = Literal[
     "preemptive-comm",
     "offload",
@@ -24,7 +24,6 @@ Assumption = Literal[
     "recompute-early",
     "overlap-tensor-parallel",
 ]
-Share = float | Literal["auto"]
 MICROBATCH_SIZES = (1, 2, 4, 8)
 MOST_SEGMENTS = 8
 _CONTEXT_SIZES, _LEAST_PART = (2, 4, 8, 16), 8192  # tokens of a sequence that a rank has
@@ -33,112 +32,101 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One configuration of a training run."""
+    """One configuration of a training run: its sizes, and its choice.
 
-    schedule: str
-    """A name of `plan.schedules.SCHEDULES`; the planner chooses among `Schedule`."""
-    is_stock: bool
-    """True if Megatron runs it without us."""
+    Attributes:
+        choice: how its iterations run; of stock Megatron, its order alone.
+        setup: how the model is trained.
+        num_ranks: pipeline ranks.
+        num_microbatches: per iteration and replica.
+        layers: of each stage; if empty, all have equally many.
+        recompute_layers: how many layers each stage recomputes; if empty, what `setup` says.
+        offload: whether saved activations go to host memory.
+        preemptive: whether PP.sync goes before DP.sync on a link.
+        sums_last: whether all DP.sync starts behind all backwards, without
+            ``--overlap-grad-reduce``.
+        reduces_early: whether DP.sync may start between weight gradients that are apart.
+        shards: what replicas keep in shards between uses, with the distributed optimizer.
+    """
+
+    choice: Choice
     setup: Setup
     num_ranks: int
-    num_segments: int
     num_microbatches: int
-    group_size: int | None = None
-    """Micro-batches per group of ``interleaved``; all of them is breadth-first."""
     layers: tuple[int, ...] = ()
-    """Layers of each stage; if empty, all have equally many."""
-    backward_share: Share | None = None
-    """Part of each segment's DP.sync that overlaps backwards; the rest overlaps the next forward.
-
-    "auto" takes what fits, segment by segment. None ends all with the iteration, as stock does.
-    """
+    recompute_layers: tuple[int, ...] = ()
     offload: bool = False
     preemptive: bool = False
-    """True if PP.sync goes before DP.sync on a link."""
-    delayed_weight_grads: tuple[int, ...] = ()
-    """The segments whose weight gradients are apart from their backwards."""
-    behind_backwards: tuple[int, ...] = ()
-    """Of these, the ones that follow their own backwards, and between which DP.sync starts."""
-    slices: bool | None = None
-    """Whether DP.sync is cut into slices; None is where training does so by itself."""
     sums_last: bool = False
-    """Whether all DP.sync starts behind all backwards: without ``--overlap-grad-reduce``."""
     reduces_early: bool = False
-    """Whether DP.sync may start between weight gradients that are apart."""
-    forwards_ahead: int | None = None
-    """Per rank behind; None is the schedule's own."""
     shards: Shards = "off"
-    """What replicas keep in shards between uses, with the distributed optimizer."""
-    replicated: tuple[int, ...] = ()
-    """The segments that every replica steps in full, with the distributed optimizer."""
-    places_weight_grads: bool = False
-    """Whether the weight gradients of all segments go where ranks would wait."""
-    recompute_layers: tuple[int, ...] = ()
-    """How many layers each stage recomputes; if empty, what `setup` says."""
-    recompute_early: bool = False
-    """Whether all stages recompute before their gradients arrive."""
-    overlap_tensor_parallel: bool = False
-    """Whether micro-batches run in pairs, each during the other's collectives."""
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether Megatron runs it without us."""
+        return self.choice.order == STOCK
+
+    @property
+    def schedule(self) -> str:
+        """A name of `plan.schedules.SCHEDULES`."""
+        return self.choice.schedule
+
+    @property
+    def num_segments(self) -> int:
+        """Model chunks of a rank."""
+        return len(self.choice.segments)
+
+    @property
+    def group(self) -> int:
+        """Micro-batches that pass a segment before the next one's turn."""
+        if self.schedule != "interleaved":
+            return self.num_microbatches
+        return min(self.num_microbatches, self.choice.group or self.num_ranks)
+
+    def changed(self, segments: Iterable[int] | None = None, **state: str) -> Self:
+        """Return it with other values of some segments, as in `Choice.changed`."""
+        return replace(self, choice=self.choice.changed(segments, **state))
+
+    def with_options(self, **options: Any) -> Self:
+        """Return it with other options of its choice, as in ``with_options(ahead=1)``."""
+        return replace(self, choice=replace(self.choice, **options))
 
     @property
     def name(self) -> str:
         """The name of its schedule in tables."""
-        one_group = self.group_size == self.num_microbatches
+        choice = self.choice
+        one_group = self.schedule == "interleaved" and choice.group == self.num_microbatches
         order = "breadth-first" if one_group else self.schedule
-        delayed = "+W" + spelled(self.delayed_weight_grads) if self.delayed_weight_grads else ""
-        ahead = f"+F{self.forwards_ahead}" if self.forwards_ahead else ""
-        whole = "+O" + spelled(self.replicated) if self.replicated else ""
+        apart = [s for s, segment in enumerate(choice.segments) if segment.wgrad != "backward"]
+        delayed = "+Wauto" if choice.fills_gaps else "+W" + spelled(apart) if apart else ""
+        ahead = f"+F{choice.ahead}" if choice.ahead else ""
+        whole = choice.where(optimizer="replicated")
         sharded = "" if self.shards == "off" else f"+{self.shards}"
         ours = (
             sharded
-            + whole
+            + (f"+O{spelled(whole)}" if whole else "")
             + "+offload" * self.offload
             + ahead
             + delayed
-            + "+Wauto" * self.places_weight_grads
-            + "+R" * self.recompute_early
-            + "+pairs" * self.overlap_tensor_parallel
+            + "+R" * bool(choice.where(recompute="early"))
+            + "+pairs" * bool(choice.pairs)
         )
         placed = "" if self.setup.order == "tp-dp-pp" else f" {self.setup.order}"
         return "stock " * self.is_stock + order + ours + placed
 
-    @property
-    def word(self) -> Word:
-        """What ``--schedule`` takes for it; ``stock`` stands for Megatron's own flags."""
-        if self.is_stock:
-            return Word(STOCK)
-        last = tuple(s for s in self.delayed_weight_grads if s not in self.behind_backwards)
-        parts = [
-            *parts_of("optimizer", [("replicated", self.replicated)]),
-            *([] if self.backward_share is None else [Part("step", "next")]),
-            *parts_of("wgrad", [("behind", self.behind_backwards), ("last", last)]),
-            *([Part("wgrad", "gaps")] if self.places_weight_grads else []),
-            *([Part("recompute", "early")] if self.recompute_early else []),
-            *([] if self.forwards_ahead is None else [Part("ahead", str(self.forwards_ahead))]),
-        ]
-        if self.schedule == "interleaved" and self.group_size not in (None, self.num_ranks):
-            parts.append(Part("group", str(self.group_size)))
-        if self.backward_share not in (None, AUTO):
-            parts.append(Part("share", str(self.backward_share)))
-        if self.slices is not None:
-            parts.append(Part("slices", "on" if self.slices else "off"))
-        if self.overlap_tensor_parallel:
-            parts.append(Part("pairs", "on"))
-        return Word(self.schedule, tuple(parts))
-
     def most_activations(self, rank: int) -> int:
         """Return how many (segment, micro-batch) activations a rank's device holds at most."""
-        if self.overlap_tensor_parallel:
+        if self.choice.pairs:
             pairs = num_pairs(self.num_microbatches)
-            unpaired = replace(self, num_microbatches=pairs, overlap_tensor_parallel=False)
+            unpaired = replace(self.with_options(pairs=None), num_microbatches=pairs)
             whole = self.num_segments * self.num_microbatches
             return min(whole, 2 * unpaired.most_activations(rank))
         ranks, segments, microbatches = self.num_ranks, self.num_segments, self.num_microbatches
-        ahead = (self.forwards_ahead or 2) * (ranks - 1 - rank)
+        ahead = (self.choice.ahead or 2) * (ranks - 1 - rank)
         if self.schedule == "1f1b":
             most = ranks - rank
         elif self.schedule == "interleaved":
-            groups = groups_of(microbatches, self.group_size or ranks, ranks)
+            groups = groups_of(microbatches, self.choice.group or ranks, ranks)
             most = ahead + (segments - 1) * max(map(len, groups)) + 1
         else:
             most = (segments - 1) * microbatches + min(microbatches, ahead + 1)
@@ -205,11 +193,9 @@ def candidates(
         if setup.num_replicas * t % prod(setup.expert_ranks):
             continue
         stock = Candidate(
-            schedule="1f1b",
-            is_stock=True,
+            choice=Choice.plain(STOCK, 1),
             setup=setup,
             num_ranks=p,
-            num_segments=1,
             num_microbatches=global_batch_size // (dp * size),
         )
         most = min(MOST_SEGMENTS, shape.num_layers // p) if p > 1 else 1
@@ -260,30 +246,32 @@ def _of_segments(
     even = len(set(layers)) == 1
     if not even and shape.num_layers % ranks == 0 and segments > 1:
         return  # another number of segments splits the layers evenly over ranks
-    first = replace(stock, num_segments=segments, layers=() if even else layers)
-    orders = [first] if segments == 1 else []
-    if segments > 1 and microbatches % ranks == 0:
-        orders.append(replace(first, schedule="interleaved", group_size=ranks))
-    if segments > 1 and microbatches > ranks:
-        orders.append(replace(first, schedule="interleaved", group_size=microbatches))
+    plain = Choice.plain(STOCK, segments)
+    in_groups = segments > 1 and microbatches > ranks
+    choices = [plain] if segments == 1 or microbatches % ranks == 0 else []
+    if in_groups:
+        choices.append(replace(plain, group=microbatches))
     if ranks > 1:
-        ours = replace(first, is_stock=False)
-        orders.append(replace(ours, schedule="aiao"))
-        if segments > 1 and microbatches > ranks:
-            orders.append(replace(ours, schedule="interleaved", group_size=ranks))
-        if segments > 1 and "offload" in assumed:
-            orders.append(replace(ours, schedule="aiao", offload=True))
+        choices.append(Choice.plain("aiao", segments))
+        if in_groups:
+            choices.append(Choice.plain("interleaved", segments))
+    layers = () if even else layers
+    orders = [replace(stock, choice=choice, layers=layers) for choice in choices]
+    if ranks > 1 and segments > 1 and "offload" in assumed:
+        aiao = Choice.plain("aiao", segments)
+        orders.append(replace(stock, choice=aiao, layers=layers, offload=True))
     sharded = replace(stock.setup, distributed_optimizer=True)
     for order in orders:
         yield order
         if stock.setup.num_replicas > 1:
             if not order.is_stock:
-                yield replace(order, backward_share="auto")
+                yield order.changed(step="next")
             yield replace(order, setup=sharded)
         if "preemptive-comm" in assumed and not order.is_stock and _can_preempt(stock.setup):
-            yield replace(order, preemptive=True)
-            yield replace(order, preemptive=True, backward_share="auto")
-            yield replace(order, preemptive=True, setup=sharded)
+            first = replace(order, preemptive=True)
+            yield first
+            yield first.changed(step="next")
+            yield replace(first, setup=sharded)
 
 
 def _can_preempt(setup: Setup) -> bool:

@@ -17,7 +17,7 @@ from megatron.fold3d.plan.compile import forward_only
 from megatron.fold3d.plan.ir import PlanError
 from megatron.fold3d.plan.schedules import FORWARDS_AHEAD
 from megatron.fold3d.policy.predicted import Predicted
-from megatron.fold3d.predict.search.judge import Judge
+from megatron.fold3d.predict.search.judge import Predicts, num_actions
 from megatron.fold3d.predict.search.order_choice import worth_trying
 
 MOST_ACTIONS = 600_000
@@ -78,9 +78,14 @@ class Space:
                 yield self._with(choice, {a: two, b: one})
 
     def in_gaps(self, choice: Choice) -> Iterator[Choice]:
-        """Yield the choice with weight gradients in the gaps of its order, if that is free."""
+        """Yield the choice with weight gradients in the gaps of its order, if that is free.
+
+        More forwards ahead leave other gaps.
+        """
         if "gaps" in self.free.get("wgrad", ()):
-            yield choice.changed(wgrad="gaps")
+            for order in self.orders:
+                if order.order == choice.order:
+                    yield replace(order, segments=choice.segments).changed(wgrad="gaps")
 
     def _state(self, segment: Segment) -> dict[str, str]:
         return {key: getattr(segment, key) for key in self.free if key != "step"}
@@ -108,7 +113,7 @@ class Descent:
         found: what was simulated; None could not run, did not fit, or would have been too much.
     """
 
-    def __init__(self, judge: Judge, space: Space, most_actions: int = MOST_ACTIONS) -> None:
+    def __init__(self, judge: Predicts, space: Space, most_actions: int = MOST_ACTIONS) -> None:
         self.found: dict[Choice, Predicted | None] = {}
         self.space = space
         self._judge, self._left = judge, most_actions
@@ -123,11 +128,11 @@ class Descent:
         return self._judge.predicted(self.space.first)
 
     @property
-    def best(self) -> Choice:
-        """The choice of the least price, so far as it was found."""
+    def best(self) -> Predicted:
+        """The prediction for the choice of the least price; the first one, if none fits."""
         if not self.found:
             self.run()
-        return min(self.found, key=self.price)
+        return self.found[min(self.found, key=self.price)] or self.first
 
     def to_try(self) -> list[Predicted]:
         """Return at most two choices worth trying, besides the first one; the faster one first.
@@ -144,7 +149,7 @@ class Descent:
             (one for one in self.found.values() if one and self.price(one.choice) < most),
             key=lambda one: self.price(one.choice),
         )
-        sharded = self._judge.features.gathers_params
+        sharded = self._judge.gathers_params
         shards_behind = [bool(sharded and _shards_behind(one.choice)) for one in gaining]
         kinds: dict[bool, Predicted] = {}
         for one, behind in zip(gaining, shards_behind, strict=True):
@@ -198,7 +203,7 @@ class Descent:
     def _predicted(self, choice: Choice) -> Predicted | None:
         if choice == self.space.first:
             return self.first
-        needed = self._judge.num_actions(choice)
+        needed = num_actions(self._judge, choice)
         if needed > self._left:
             return None
         self._left -= needed
@@ -231,7 +236,7 @@ class Descent:
 
 
 def orders_worth_trying(
-    judge: Judge, first: Choice, *, keeps_forwards: bool = False
+    judge: Predicts, first: Choice, *, keeps_forwards: bool = False
 ) -> list[Choice]:
     """Return a choice, and it in the other orders that its model chunks can run in.
 
@@ -254,10 +259,10 @@ def orders_worth_trying(
     return [*found.values()]
 
 
-def with_other_forwards_ahead(judge: Judge, first: Choice) -> list[Choice]:
+def with_other_forwards_ahead(judge: Predicts, first: Choice) -> list[Choice]:
     """Return a choice with other numbers of forwards ahead that may take the least time."""
     usual = first.ahead or FORWARDS_AHEAD[first.schedule]
-    numbers = worth_trying(judge.costs, judge.num_ranks, judge.num_microbatches)
+    numbers = worth_trying(judge.costs(first), judge.num_ranks, judge.num_microbatches)
     return [replace(first, ahead=number) for number in numbers if number != usual]
 
 

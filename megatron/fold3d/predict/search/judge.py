@@ -1,22 +1,24 @@
 """The judge: how long an iteration of a choice takes, by simulation.
 
-Training, `fold3d simulate` and ``--check`` ask it, each with its own costs: measured times,
-numbers, or a model on a cluster.
+Training, the planner, `fold3d simulate` and ``--check`` ask it, each with its own costs: measured
+times, numbers, or a model on a cluster.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
+from typing import Protocol
 
+from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.choice import Choice, Segment
 from megatron.fold3d.plan.compile import Features, lower, order_of
 from megatron.fold3d.plan.ir import Plan, PlanError
 from megatron.fold3d.plan.ops import WEIGHT_OPS
+from megatron.fold3d.plan.passes.offload import OffloadChoice
 from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes, placed_orders
 from megatron.fold3d.policy.predicted import Predicted
 from megatron.fold3d.predict.search.order_choice import stage_times
-from megatron.fold3d.predict.search.replicated_costs import with_replicated
 from megatron.fold3d.predict.search.simulated_shares import auto_shares, with_shares
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import PLAIN, Execution
@@ -26,29 +28,26 @@ from megatron.fold3d.predict.simulator.steady import steady_state
 _order = lru_cache(maxsize=64)(order_of)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judge:
-    """Predicts the iterations of choices.
+class Predicts(Protocol):
+    """What a search asks: a `Judge`, or what has one for each of its choices."""
 
-    Attributes:
-        num_ranks: pipeline ranks.
-        num_microbatches: micro-batches of an iteration.
-        costs: of the stages; with ``features.gathers_params``, of reduce-scatters and all-gathers.
-        features: what the run has beside its choice.
-        execution: how links are shared.
-        fits: tells whether memory has room for a choice and its plan.
-        held: what ranks may hold of an order whose weight gradients fill gaps.
-        order: takes the place of the order that a choice names, a file's for example.
-    """
+    @property
+    def num_ranks(self) -> int:
+        """Pipeline ranks."""
 
-    num_ranks: int
-    num_microbatches: int
-    costs: Costs
-    features: Features
-    execution: Execution = PLAIN
-    fits: Callable[[Choice, Plan], bool] = lambda choice, plan: True
-    held: Callable[[Plan], HeldSizes] = HeldSizes.counted
-    order: Plan | None = None
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of an iteration."""
+
+    @property
+    def gathers_params(self) -> bool:
+        """Whether parameters are stepped in shards, and gathered."""
+
+    def costs(self, choice: Choice) -> Costs:
+        """Return the costs of the stages."""
+
+    def plain_order(self, choice: Choice) -> Plan:
+        """Return the order of a choice, with weight gradients in their backwards."""
 
     def predicted(self, choice: Choice) -> Predicted:
         """Return the prediction of a choice; its seconds are infinite if memory has no room.
@@ -56,22 +55,73 @@ class Judge:
         Raises:
             PlanError: it cannot run.
         """
-        found = [self._simulated(choice, order) for order in self._orders(choice)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """An order of a choice, simulated.
+
+    Attributes:
+        order: the order of computation, with the weight gradients that fill gaps.
+        plan: what ran.
+        timeline: its iterations; the last one is steady.
+        shares: by stage, the part of its sum that starts in its iteration; empty is all.
+    """
+
+    order: Plan
+    plan: Plan
+    timeline: Timeline
+    shares: tuple[float, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Of a steady iteration."""
+        return self.timeline.period_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judge:
+    """Predicts the iterations of choices.
+
+    Attributes:
+        num_ranks: pipeline ranks.
+        num_microbatches: micro-batches of an iteration.
+        costs: of the stages of a choice; with ``features.gathers_params``, of reduce-scatters and
+            all-gathers.
+        features: what the run has beside its choice.
+        execution: how links are shared.
+        offload: which saved activations are offloaded to host memory.
+        cuts_slices: whether DP.sync of a choice with slices is simulated in slices. Where streams
+            share no queue these hold up nothing, and need not be.
+        fits: tells whether memory has room for a choice and its plan.
+        held: what ranks may hold of an order whose weight gradients fill gaps.
+        order: takes the place of the order that a choice names, a file's for example.
+    """
+
+    num_ranks: int
+    num_microbatches: int
+    costs: Callable[[Choice], Costs]
+    features: Features
+    execution: Execution = PLAIN
+    offload: OffloadChoice | None = None
+    cuts_slices: bool = False
+    fits: Callable[[Choice, Plan], bool] = lambda choice, plan: True
+    held: Callable[[Plan], HeldSizes] = HeldSizes.counted
+    order: Plan | None = None
+
+    @property
+    def gathers_params(self) -> bool:
+        """Whether parameters are stepped in shards, and gathered."""
+        return self.features.gathers_params
+
+    def predicted(self, choice: Choice) -> Predicted:
+        """Return the prediction of a choice; its seconds are infinite if memory has no room.
+
+        Raises:
+            PlanError: it cannot run.
+        """
+        found = [self._predicted(choice, order) for order in self.orders(choice)]
         return min(found, key=lambda one: one.seconds)
-
-    def seconds(self, choice: Choice) -> float:
-        """Return what an iteration takes; infinity if it cannot run, or memory has no room."""
-        try:
-            return self.predicted(choice).seconds
-        except PlanError:
-            return inf
-
-    def num_actions(self, choice: Choice) -> int:
-        """Return how many computations a prediction simulates, roughly."""
-        order = self.plain_order(choice)
-        once = sum(map(len, order.programs))
-        places = 3 * order.num_segments if choice.fills_gaps else 1
-        return once * places * (4 if choice.carries else 1)
 
     def plain_order(self, choice: Choice) -> Plan:
         """Return the order of a choice, with weight gradients in their backwards."""
@@ -80,7 +130,7 @@ class Judge:
         named = replace(choice, segments=(Segment(),) * len(choice.segments))
         return _order(named, self.num_ranks, self.num_microbatches)
 
-    def _orders(self, choice: Choice) -> Iterator[Plan]:
+    def orders(self, choice: Choice) -> Iterator[Plan]:
         """Yield the order, or what it is with weight gradients in different gaps.
 
         If memory has no room for them, they stay in their backwards.
@@ -92,27 +142,53 @@ class Judge:
         if not choice.fills_gaps or order.has(*WEIGHT_OPS):
             yield order
             return
-        times = stage_times(self.costs)
+        times = stage_times(self.costs(choice))
         try:
             yield from placed_orders(order, times, self.held(order))
         except PlanError:
             yield order
 
-    def _simulated(self, choice: Choice, order: Plan) -> Predicted:
-        whole_sums = replace(choice, slices=None)  # slices hold up nothing
-        plan, costs = lower(order, whole_sums, self.features), self.costs
+    def simulated(self, choice: Choice, order: Plan) -> Simulated:
+        """Simulate a choice in an order of computation.
+
+        Raises:
+            PlanError: it cannot run.
+        """
+        return self._run(choice, order, self._whole(choice, order))
+
+    def _whole(self, choice: Choice, order: Plan) -> Plan:
+        whole = replace(choice, slices=None)
+        return lower(order, whole, self.features, offload=self.offload)
+
+    def _predicted(self, choice: Choice, order: Plan) -> Predicted:
+        plan = self._whole(choice, order)
         if not self.fits(choice, plan):
             return Predicted(choice=choice, seconds=inf, order=order)
-        if self.features.gathers_params and (
-            whole := choice.stages(self.num_ranks, optimizer="replicated")
-        ):
-            costs = with_replicated(costs, whole)
-        if not choice.carries:
-            seconds = simulate(plan, costs, self.execution).period_s
-            return Predicted(choice=choice, seconds=seconds, order=order)
-        shares: tuple[float, ...] = (choice.share or 0.0,) * plan.num_stages
-        if choice.share is None:
-            shares = auto_shares(plan, costs, self.execution)
-        shared = with_shares(plan, costs, shares)
-        seconds = steady_state(shared, costs, self.execution).period_s
-        return Predicted(choice=choice, seconds=seconds, order=order, shares=shares)
+        found = self._run(choice, order, plan)
+        return Predicted(choice=choice, seconds=found.seconds, order=order, shares=found.shares)
+
+    def _run(self, choice: Choice, order: Plan, plan: Plan) -> Simulated:
+        """Simulate a plan whose sums are whole; first find the shares, and cut the slices."""
+        costs, execution, shares = self.costs(choice), self.execution, tuple[float, ...]()
+        if choice.carries:
+            shares = (choice.share or 0.0,) * plan.num_stages
+            if choice.share is None:  # slices hold up nothing: shares as if nothing could
+                alone = replace(execution, device=None) if self.cuts_slices else execution
+                shares = auto_shares(plan, costs, alone)
+        if self.cuts_slices:
+            cut = replace(choice, slices=True)
+            plan = lower(order, cut, self.features, shares=shares, offload=self.offload)
+        elif choice.carries:
+            plan = with_shares(plan, costs, shares)
+        run = simulate if plan.flushes else steady_state
+        return Simulated(
+            order=order, plan=plan, timeline=run(plan, costs, execution), shares=shares
+        )
+
+
+def num_actions(judge: Predicts, choice: Choice) -> int:
+    """Return how many computations a prediction simulates, roughly."""
+    order = judge.plain_order(choice)
+    once = sum(map(len, order.programs))
+    places = 3 * order.num_segments if choice.fills_gaps else 1
+    return once * places * (4 if choice.carries else 1)

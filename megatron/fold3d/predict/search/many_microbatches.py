@@ -75,9 +75,9 @@ def may_be_extended(candidate: Candidate, estimate: Estimate) -> bool:
 
 def with_microbatches(candidate: Candidate, number: int) -> Candidate:
     """Return the candidate with another number of micro-batches; one group of all stays one."""
-    of_all = candidate.group_size == candidate.num_microbatches
-    size = number if of_all else candidate.group_size
-    return replace(candidate, num_microbatches=number, group_size=size)
+    if candidate.choice.group == candidate.num_microbatches:
+        candidate = candidate.with_options(group=number)
+    return replace(candidate, num_microbatches=number)
 
 
 def _group(candidate: Candidate) -> int:
@@ -86,16 +86,16 @@ def _group(candidate: Candidate) -> int:
     It is even because ranks that share a link, and receives with one hardware queue, alternate with
     a period of two. Where pairs do, the period is two pairs.
     """
-    period = 4 if candidate.overlap_tensor_parallel else 2
+    period = 4 if candidate.choice.pairs else 2
     if not _has_groups(candidate):
         return period
-    return lcm(period, candidate.group_size or candidate.num_ranks)
+    return lcm(period, candidate.choice.group or candidate.num_ranks)
 
 
 def _has_groups(candidate: Candidate) -> bool:
     """Return True if segments take turns, and not each of them once for all micro-batches."""
     interleaved = candidate.schedule == "interleaved"
-    return interleaved and candidate.group_size != candidate.num_microbatches
+    return interleaved and candidate.choice.group != candidate.num_microbatches
 
 
 def _numbers(candidate: Candidate, estimate: Estimate) -> tuple[int, int, int]:
@@ -103,7 +103,7 @@ def _numbers(candidate: Candidate, estimate: Estimate) -> tuple[int, int, int]:
     costs, ranks, group = estimate.costs, candidate.num_ranks, _group(candidate)
     ramps = 2 * group
     if not _has_groups(candidate):
-        ramps = 2 * ranks * (candidate.forwards_ahead or 2)
+        ramps = 2 * ranks * (candidate.choice.ahead or 2)
     synced_s = max(
         sum(costs.grad_sync_s[rank::ranks]) + sum(costs.param_gather_s[rank::ranks])
         for rank in range(ranks)
@@ -146,7 +146,7 @@ def _has_a_limit(candidate: Candidate, estimate: Estimate) -> bool:
     transfers may pause DP.sync.
     """
     copies_lag = candidate.offload and not _copies_keep_up(estimate)
-    return candidate.places_weight_grads or copies_lag or candidate.preemptive
+    return candidate.choice.fills_gaps or copies_lag or candidate.preemptive
 
 
 def _copies_keep_up(estimate: Estimate) -> bool:

@@ -15,6 +15,7 @@ from megatron.fold3d.predict.search.descent import (
     with_other_forwards_ahead,
 )
 from megatron.fold3d.predict.search.judge import Judge
+from megatron.fold3d.predict.search.replicated_costs import with_replicated
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.execution import Execution
 
@@ -71,10 +72,14 @@ def measured_search(
         is_counted = held is None or first.held is not None
         return HeldSizes.counted(plan, first.held) if is_counted or held is None else held
 
+    def costs_of(choice: Choice) -> Costs:
+        whole = choice.stages(order.num_ranks, optimizer="replicated")
+        return with_replicated(costs, whole) if features.gathers_params and whole else costs
+
     judge = Judge(
         num_ranks=order.num_ranks,
         num_microbatches=order.num_microbatches,
-        costs=costs,
+        costs=costs_of,
         features=replace(features, transfers=False),
         execution=Execution(in_order=True, preemptive=preemptive, shard_shares=shard_shares),
         fits=fits,

@@ -16,10 +16,11 @@ def neighbours(
     """Yield candidates that differ from a good one in one choice."""
     yield from _with_other_groups(candidate)
     yield from _with_a_lighter_end(candidate, num_layers)
-    shared_alike = candidate.backward_share == "auto" and not candidate.setup.distributed_optimizer
-    if shared_alike and candidate.num_segments > 1:
+    choice = candidate.choice
+    shares_are_open = choice.carries and choice.share is None
+    if shares_are_open and not candidate.setup.distributed_optimizer and len(choice.segments) > 1:
         for share in SHARES:
-            yield replace(candidate, backward_share=share)
+            yield candidate.with_options(share=share)
     yield from _with_other_forwards_ahead(candidate)
     yield from recomputed_and_paired(candidate, assumed)
     yield from _in_another_order(candidate)
@@ -31,18 +32,16 @@ def neighbours(
 def recomputed_and_paired(candidate: Candidate, assumed: Set[Assumption]) -> Iterator[Candidate]:
     """Recomputation before the gradient arrives, pairs of micro-batches, and both."""
     c = candidate
-    splits = c.delayed_weight_grads or c.places_weight_grads
-    if c.is_stock or c.offload or splits:
+    if c.is_stock or c.offload or c.choice.splits:
         return
     early = "recompute-early" in assumed and c.setup.recompute == "full"
     # What training refuses beside pairs.
-    alone = c.backward_share is None and not c.preemptive and c.shards == "off"
-    alone = alone and c.group_size in (None, c.num_ranks)
+    alone = not (c.choice.carries or c.preemptive or c.choice.group) and c.shards == "off"
     sends = c.setup.tensor_parallel > 1 or c.setup.expert_parallel > 1
     paired = "overlap-tensor-parallel" in assumed and sends and alone
-    for recomputes_early in (False, True)[: 1 + early]:
-        for overlaps in (False, True)[: 1 + (paired and c.num_microbatches > 1)]:
-            other = replace(c, recompute_early=recomputes_early, overlap_tensor_parallel=overlaps)
+    for recompute in ("late", "early")[: 1 + early]:
+        for pairs in (None, True)[: 1 + (paired and c.num_microbatches > 1)]:
+            other = c.changed(recompute=recompute).with_options(pairs=pairs)
             if other != c:
                 yield other
 
@@ -53,7 +52,7 @@ def _with_other_groups(candidate: Candidate) -> Iterator[Candidate]:
     if candidate.schedule == "interleaved":
         for size in range(ranks + 1, microbatches):
             if microbatches % size == 0:
-                yield replace(candidate, group_size=size)
+                yield candidate.with_options(group=size)
 
 
 def _with_a_lighter_end(candidate: Candidate, num_layers: int) -> Iterator[Candidate]:
@@ -71,8 +70,8 @@ def _with_other_forwards_ahead(candidate: Candidate) -> Iterator[Candidate]:
     if candidate.is_stock or candidate.offload or candidate.num_ranks == 1:
         return
     if candidate.schedule == "aiao":
-        yield replace(candidate, forwards_ahead=1)
-    yield replace(candidate, forwards_ahead=3)
+        yield candidate.with_options(ahead=1)
+    yield candidate.with_options(ahead=3)
 
 
 def _in_another_order(candidate: Candidate) -> Iterator[Candidate]:
@@ -92,13 +91,13 @@ def with_replicated_segments(candidate: Candidate, *, tied: bool) -> Iterator[Ca
     """
     setup, ranks = candidate.setup, candidate.num_ranks
     sharded = setup.distributed_optimizer and setup.data_parallel > 1 and candidate.shards == "off"
-    alone = candidate.backward_share is None and not (candidate.preemptive or candidate.offload)
+    alone = not (candidate.choice.carries or candidate.preemptive or candidate.offload)
     if candidate.is_stock or not (sharded and alone):
         return
     choices = units(candidate.num_segments, tied=tied and ranks > 1)
     every = tuple(range(candidate.num_segments))
     for segments in dict.fromkeys((*choices, every)):
-        yield replace(candidate, replicated=segments)
+        yield candidate.changed(segments, optimizer="replicated")
 
 
 def in_16_bits(candidate: Candidate, *, tied: bool) -> Iterator[Candidate]:
@@ -112,7 +111,8 @@ def in_16_bits(candidate: Candidate, *, tied: bool) -> Iterator[Candidate]:
         return
     rounded = replace(setup, small_gradients=True)
     local = replace(rounded, accumulates_in_fp32=True)
-    refused = c.replicated or c.preemptive or c.behind_backwards or (tied and c.num_ranks > 1)
+    cut = c.choice.where(optimizer="replicated") or c.choice.where(wgrad="behind")
+    refused = cut or c.preemptive or (tied and c.num_ranks > 1)
     if setup.distributed_optimizer and not refused:
         yield replace(c, setup=replace(local, scatters_in_fp32=True))
     yield replace(c, setup=local)
@@ -124,7 +124,7 @@ def _with_placed_weight_grads(candidate: Candidate) -> Iterator[Candidate]:
     if candidate.is_stock or candidate.offload or candidate.schedule != "aiao":
         return
     for ahead in (None, 1, 3):
-        yield replace(candidate, forwards_ahead=ahead, places_weight_grads=True)
+        yield candidate.changed(wgrad="gaps").with_options(ahead=ahead)
 
 
 def _with_delayed_weight_grads(candidate: Candidate) -> Iterator[Candidate]:
@@ -138,12 +138,12 @@ def _with_delayed_weight_grads(candidate: Candidate) -> Iterator[Candidate]:
     if candidate.schedule != "aiao" or candidate.offload or setup.num_replicas == 1:
         return
     setups = [setup]
-    if candidate.backward_share is None:
-        candidate = replace(candidate, backward_share="auto")
+    if not candidate.choice.carries:
+        candidate = candidate.changed(step="next")
         if setup.distributed_optimizer:
             setups.append(replace(setup, distributed_optimizer=False))
     middle = segments // 2
     for chosen in ((segments - 1,), (middle, segments - 1), (middle - 1, middle)):
         if chosen[0] > 0 and len(set(chosen)) == len(chosen):
             for its in setups:
-                yield replace(candidate, setup=its, delayed_weight_grads=chosen)
+                yield replace(candidate, setup=its).changed(chosen, wgrad="last")

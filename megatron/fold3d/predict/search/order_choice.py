@@ -1,10 +1,6 @@
-"""Choose the order of computation that takes the least time: forwards ahead, and where W goes.
+"""What ``ahead=auto`` and ``wgrad=gaps`` may choose, from the costs and the memory of a run."""
 
-`ahead=auto` and `wgrad=gaps` ask for it, in commands and in training.
-"""
-
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from megatron.fold3d.observe.memory_curve import Footprint
 from megatron.fold3d.plan.ir import Plan, PlanError
@@ -14,72 +10,9 @@ from megatron.fold3d.plan.passes.place_weight_grads import (
     HeldSizes,
     StageTimes,
     place_as_if_equal,
-    placed_orders,
 )
 from megatron.fold3d.policy.forwards_ahead import forwards_that_hide
 from megatron.fold3d.predict.simulator.costs import Costs
-
-_DIGITS = 9  # times that differ by less than a nanosecond count as equal
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OrderChoice:
-    """The fastest order."""
-
-    plan: Plan
-    seconds: float
-    """The time of an iteration, as judged."""
-    forwards_ahead: int | None = None
-    """None if the schedule has none to choose."""
-    splits: bool = False
-    """Whether weight gradients are apart from their backwards."""
-
-
-Judge = Callable[[Plan], tuple[bool, float]]
-"""Tells whether a plan fits into memory, and the seconds of its iteration."""
-
-
-def choose_order(
-    build: Callable[[int | None], Plan],
-    costs: Costs,
-    judge: Judge,
-    *,
-    forwards_ahead: Iterable[int | None] = (None,),
-    places_weight_grads: bool = False,
-    sizes: Callable[[Plan], HeldSizes] = HeldSizes.counted,
-    then: Callable[[Plan], Plan] = lambda plan: plan,
-) -> OrderChoice:
-    """Return the order of computation that takes the least time among those that fit.
-
-    If none fits, return the fastest. Among equally fast ones, prefer the fewest forwards ahead, and
-    whole backwards.
-
-    Args:
-        build: the order for a number of forwards ahead.
-        costs: the costs of its stages.
-        judge: returns whether an order fits into memory, and its time.
-        forwards_ahead: the numbers to try.
-        places_weight_grads: whether to try to split backwards in two.
-        sizes: what micro-batches hold, and what ranks may hold, in a given order; a rank never
-            holds more because of its weight gradients.
-        then: a further change to each order.
-
-    Raises:
-        PlanError: no order can run.
-    """
-    best: tuple[tuple[bool, float], OrderChoice] | None = None
-    for ahead in forwards_ahead:
-        order = build(ahead)
-        for plan, splits in _variants(order, costs, sizes, places_weight_grads):
-            fits, seconds = judge(then(plan))
-            rank = not fits, round(seconds, _DIGITS)
-            if best is None or rank < best[0]:
-                choice = OrderChoice(
-                    plan=then(plan), seconds=seconds, forwards_ahead=ahead, splits=splits
-                )
-                best = rank, choice
-    assert best is not None
-    return best[1]
 
 
 def worth_trying(costs: Costs, num_ranks: int, num_microbatches: int) -> range:
@@ -134,20 +67,6 @@ def check_most(plan: Plan, most: int) -> None:
     """
     if max(peak_activations(plan)) > most:
         place_as_if_equal(plan.select(way.compute for way in WAYS), most)
-
-
-def _variants(
-    order: Plan, costs: Costs, sizes: Callable[[Plan], HeldSizes], places: bool
-) -> Iterator[tuple[Plan, bool]]:
-    """Yield the order, and the order with weight gradients in different places."""
-    yield order, False
-    if not places:
-        return
-    try:
-        for placed in placed_orders(order, stage_times(costs), sizes(order)):
-            yield placed, True
-    except PlanError:
-        return  # memory has no room: for none of them
 
 
 def held_sizes(footprint: Footprint, plan: Plan, memory_bytes: float) -> HeldSizes:

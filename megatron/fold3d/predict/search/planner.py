@@ -41,8 +41,8 @@ from megatron.fold3d.predict.search.bounds import (
 )
 from megatron.fold3d.predict.search.candidate_estimate import estimate_with_choices
 from megatron.fold3d.predict.search.candidate_timeline import (
+    computed,
     many_queues_s,
-    order_of,
     timeline_of,
     undisturbed,
     without_grad_sync,
@@ -158,7 +158,7 @@ def _search(
         for choice in (*best[:_IMPROVED], *stock)
         for other in neighbours(choice.candidate, shape.num_layers, assumed)
         if judge.can_place(other)
-        and (other.group_size == choice.candidate.group_size or judge.has_time_for(other))
+        and (other.choice.group == choice.candidate.choice.group or judge.has_time_for(other))
     )
     others |= dict.fromkeys(_that_replicate(best[:_IMPROVED], tied=not shape.untied))
     if "recompute-layers" in assumed:
@@ -310,7 +310,7 @@ class _Judge:
                 c.num_microbatches,
                 may_keep_layers=bool(c.recompute_layers),
             )
-        if c.overlap_tensor_parallel:  # the half of a pair takes less than a micro-batch alone
+        if c.choice.pairs:  # the half of a pair takes less than a micro-batch alone
             times = None
         found = best_partition(start, iteration_s=iteration_s, times=times, most_simulated=most)
         if found.layers != start:
@@ -321,7 +321,7 @@ class _Judge:
         c = replace(candidate, recompute_layers=())
         footprint = self.estimate(c).footprint
         counts = fewest_recomputed(
-            order_of(c), self._shape, c.setup, footprint, self.limit_bytes, c.layers
+            computed(c), self._shape, c.setup, footprint, self.limit_bytes, c.layers
         )
         return replace(c, recompute_layers=counts)
 
@@ -346,12 +346,12 @@ class _Judge:
 
         Only delayed weight gradients could hide the first segment's DP.sync.
         """
-        if item.candidate.places_weight_grads:  # its order is not known before it is simulated
+        if item.candidate.choice.fills_gaps:  # its order is not known before it is simulated
             return item.bound_s
         alone = without_grad_sync(item.candidate)
         if alone not in self._undisturbed_s:
             self._undisturbed_s[alone] = _undisturbed_s(alone, item.estimate)
-        sync_s = 0.0 if alone.delayed_weight_grads else item.estimate.costs.grad_sync_s[0]
+        sync_s = 0.0 if alone.choice.splits else item.estimate.costs.grad_sync_s[0]
         inside_s = earlier_s(item.candidate, item.estimate)
         return self._undisturbed_s[alone] + max(0.0, sync_s - inside_s)
 
@@ -409,9 +409,9 @@ class _Judge:
 
     def undelayed(self, candidate: Candidate) -> JudgedCandidate | None:
         """Return a candidate without the delayed weight gradients that it has."""
-        if not (candidate.delayed_weight_grads or candidate.places_weight_grads):
+        if not candidate.choice.splits:
             return None
-        undelayed = replace(candidate, delayed_weight_grads=(), places_weight_grads=False)
+        undelayed = candidate.changed(wgrad="backward")
         return self._judged.get(undelayed) or self._simulate(self.bounded(undelayed))
 
     def unsharded(self, candidate: Candidate, fitting: Iterable[Bounded]) -> JudgedCandidate | None:
@@ -456,8 +456,8 @@ def _has_exact_bytes(candidate: Candidate) -> bool:
 def _needs_memory_curve(candidate: Candidate) -> bool:
     """Return True if the most that a GPU holds is only known from what happens when."""
     c = candidate
-    splits = c.delayed_weight_grads or c.places_weight_grads
-    return bool(c.offload or splits or c.recompute_early or c.recompute_layers)
+    early = c.choice.where(recompute="early")
+    return bool(c.offload or c.choice.splits or early or c.recompute_layers)
 
 
 def _simulated(item: Bounded, memory_bytes: float) -> JudgedCandidate:
@@ -497,13 +497,14 @@ def _plainest_first(best: tuple[JudgedCandidate, ...]) -> tuple[JudgedCandidate,
     Delaying or replicating nothing is plainer than holding memory for it to gain under 1%.
     """
     first = best[0]
-    delayed = first.candidate.delayed_weight_grads
+    own = first.candidate
+    delayed = own.choice.where(wgrad="last")
     for plainer in (
-        replace(first.candidate, forwards_ahead=None),
-        replace(first.candidate, delayed_weight_grads=(), places_weight_grads=False),
-        replace(first.candidate, delayed_weight_grads=delayed[-1:]),
-        replace(first.candidate, replicated=()),
-        replace(first.candidate, backward_share="auto"),
+        own.with_options(ahead=None),
+        own.changed(wgrad="backward"),
+        own.changed(delayed[:-1], wgrad="backward"),
+        own.changed(optimizer="sharded"),
+        own.changed(step="next").with_options(share=None),
     ):
         for choice in best[1:]:
             slow = choice.iteration_s > (1 + WORTHWHILE) * first.iteration_s
@@ -541,7 +542,7 @@ def _that_shards_make_fit(all_: Sequence[Bounded], judge: "_Judge") -> Iterator[
         c = item.candidate
         sharded = c.setup.distributed_optimizer and c.setup.num_replicas > 1
         freed = c.schedule == "aiao" and c.num_segments > 2 and not c.offload
-        if not (sharded and freed) or c.backward_share is not None or judge.fits(item):
+        if not (sharded and freed) or c.choice.carries or judge.fits(item):
             continue
         if least_sharded_bytes(item) > judge.limit_bytes:
             continue

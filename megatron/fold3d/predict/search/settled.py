@@ -6,32 +6,34 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Self
+from typing import Any, Self
 
 from megatron.fold3d.observe.memory_curve import Footprint, memory
 from megatron.fold3d.observe.timeline import Timeline
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.compile import order_of
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.passes.pairs import check_pairs
 from megatron.fold3d.plan.passes.place_weight_grads import HeldSizes
-from megatron.fold3d.plan.passes.recompute import recompute_early
-from megatron.fold3d.plan.schedule_word import Segments
 from megatron.fold3d.policy.partition import Layers, best_partition
-from megatron.fold3d.policy.replicated_segments import choose_replicated, units
+from megatron.fold3d.policy.predicted import Predicted
 from megatron.fold3d.predict.cost_model.estimate import Estimate
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.recompute_by_stage import fewest_recomputed
 from megatron.fold3d.predict.cost_model.sharded_footprint import sharded_footprint
-from megatron.fold3d.predict.search.candidate_timeline import order_of, plan_of, simulated_plan
+from megatron.fold3d.predict.search.candidate_timeline import computed, plan_of, simulated
 from megatron.fold3d.predict.search.candidates import Candidate
+from megatron.fold3d.predict.search.descent import Descent, Space
+from megatron.fold3d.predict.search.judge import Simulated
 from megatron.fold3d.predict.search.order_choice import (
     at_most,
     check_most,
-    choose_order,
     held_sizes,
     stage_times,
     worth_trying,
 )
 from megatron.fold3d.predict.search.rank_work import rank_times
+from megatron.fold3d.predict.simulator.costs import Costs
 
 _MOST_LAYOUTS = 100
 
@@ -41,10 +43,9 @@ class PredictedRun:
     """A run, and what its flags leave open.
 
     Attributes:
-        candidate: the run; it recomputes early where ``early`` says so.
+        candidate: the run.
         estimate: the costs and the memory of a candidate.
         file_order: the plan of the user's file, which replaces the schedule's order.
-        early: the stages that recompute before their gradients arrive.
         shape: the model, if there is one.
         usable_bytes: of a GPU's memory; None if it is not known.
         auto_layers: whether the layers of each stage are to be chosen.
@@ -58,7 +59,6 @@ class PredictedRun:
     candidate: Candidate
     estimate: Callable[[Candidate], Estimate]
     file_order: Plan | None = None
-    early: tuple[int, ...] = ()
     shape: ModelShape | None = None
     usable_bytes: float | None = None
     auto_layers: bool = False
@@ -73,13 +73,53 @@ class PredictedRun:
         """The costs and the memory of the candidate."""
         return self.estimate(self.candidate)
 
-    def order(self) -> Plan:
-        """Return the order of computation."""
-        return self._recomputing(self._plain_order(self.candidate.forwards_ahead))
+    @property
+    def num_ranks(self) -> int:
+        """Pipeline ranks."""
+        return self.candidate.num_ranks
 
-    def simulated(self, order: Plan | None = None) -> tuple[Plan, Timeline]:
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of an iteration."""
+        return self.candidate.num_microbatches
+
+    @property
+    def gathers_params(self) -> bool:
+        """Whether parameters are stepped in shards, and gathered."""
+        return self.candidate.setup.distributed_optimizer
+
+    def costs(self, choice: Choice) -> Costs:
+        """Return the costs of the stages."""
+        return self._choosing(choice).known.costs
+
+    def plain_order(self, choice: Choice) -> Plan:
+        """Return the order of a choice, with weight gradients in their backwards."""
+        return self.file_order or order_of(choice, self.num_ranks, self.num_microbatches)
+
+    def predicted(self, choice: Choice) -> Predicted:
+        """Return the prediction of a choice; its seconds are infinite if memory has no room.
+
+        Raises:
+            PlanError: it cannot run.
+        """
+        run = self._choosing(choice)
+        found = run.simulated()
+        return Predicted(
+            choice=choice,
+            order=found.order,
+            shares=found.shares,
+            seconds=found.seconds if run._fits(found) else inf,
+        )
+
+    def simulated(self, order: Plan | None = None) -> Simulated:
         """Return the plan and its simulated iterations; the last one is steady."""
-        return simulated_plan(self.candidate, self.known, order or self.order())
+        return simulated(
+            self.candidate,
+            self.known,
+            order or self.file_order,
+            held=self.held_sizes,
+            fits=self._fits,
+        )
 
     def footprint(self, order: Plan) -> Footprint:
         """Return the bytes that ranks, and micro-batches of stages, hold."""
@@ -102,11 +142,10 @@ class PredictedRun:
         Raises:
             ValueError: no choice can run, or fits into memory.
         """
-        run = self._with_layers()._with_counts()
-        run, order = run._with_order()
-        if run.candidate.overlap_tensor_parallel:
+        run, order = self._with_layers()._with_counts()._with_choice()
+        if run.candidate.choice.pairs:
             check_pairs(order)
-        return run._with_replicated(order), order
+        return run, order
 
     def held_sizes(self, plan: Plan) -> HeldSizes:
         """Return what micro-batches hold, and what ranks may hold."""
@@ -114,22 +153,16 @@ class PredictedRun:
             return at_most(self.most_activations)(plan)
         return held_sizes(self.known.footprint, plan, self.usable_bytes)
 
-    def _with(self, candidate: Candidate) -> Self:
-        return replace(self, candidate=candidate)
+    def _with(self, **changed: Any) -> Self:
+        return replace(self, candidate=replace(self.candidate, **changed))
 
-    def _judged(self, order: Plan) -> tuple[bool, float]:
-        """Tell whether memory has room for an order, and the seconds of its iteration."""
-        _, timeline = self.simulated(order)
-        peak = max(self.peaks(order, timeline), default=0.0)
-        return peak <= (self.usable_bytes or inf), timeline.period_s
+    def _choosing(self, choice: Choice) -> Self:
+        return self if choice == self.candidate.choice else self._with(choice=choice)
 
-    def _plain_order(self, ahead: int | None) -> Plan:
-        if self.file_order is not None:
-            return self.file_order
-        return order_of(replace(self.candidate, forwards_ahead=ahead, recompute_early=False))
-
-    def _recomputing(self, order: Plan) -> Plan:
-        return recompute_early(order, self.early, in_pairs=self.candidate.overlap_tensor_parallel)
+    def _fits(self, found: Simulated) -> bool:
+        """Tell whether memory has room."""
+        peak = max(self.peaks(found.order, found.timeline), default=0.0)
+        return peak <= (self.usable_bytes or inf)
 
     def _with_layers(self) -> Self:
         if not self.auto_layers or self.shape is None:
@@ -137,27 +170,25 @@ class PredictedRun:
         c, shape = self.candidate, self.shape
         for found, is_open in (
             ("--recompute-layers with numbers", c.recompute_layers),
-            ("optimizer=", c.replicated or self.auto_replicated),
-            ("ahead=auto or wgrad=gaps", c.places_weight_grads or self.auto_ahead),
+            ("optimizer=", c.choice.where(optimizer="replicated") or self.auto_replicated),
+            ("ahead=auto or wgrad=gaps", c.choice.fills_gaps or self.auto_ahead),
         ):
             if is_open:
                 raise ValueError(
                     f"--layers auto with {found}: that is for layers that are known; give numbers "
                     "for --layers, or drop one of the two"
                 )
-        order = self.order()
 
         def iteration_s(layers: Layers) -> float:
             try:
-                run = self._with(replace(c, layers=layers))._with_counts()
+                run = self._with(layers=layers)._with_counts()
             except ValueError:  # not even with all layers recomputed
                 return inf
-            fits, seconds = run._judged(order)
-            return seconds if fits else inf
+            return run.predicted(c.choice).seconds
 
         times = None
         are_alike = len({*map(shape.layer_flops, range(shape.num_layers))}) == 1
-        if are_alike and not c.overlap_tensor_parallel:  # a pair takes less than its halves
+        if are_alike and not c.choice.pairs:  # a pair takes less than its halves
             times = rank_times(
                 lambda layers: self.estimate(replace(c, layers=layers)).costs,
                 c.layers,
@@ -176,55 +207,28 @@ class PredictedRun:
         if not self.auto_recompute_layers or self.shape is None or self.usable_bytes is None:
             return self
         c = self.candidate
+        order = self.file_order or computed(c)
         counts = fewest_recomputed(
-            self.order(), self.shape, c.setup, self.known.footprint, self.usable_bytes, c.layers
+            order, self.shape, c.setup, self.known.footprint, self.usable_bytes, c.layers
         )
-        return self._with(replace(c, recompute_layers=counts))
+        return self._with(recompute_layers=counts)
 
-    def _with_order(self) -> tuple[Self, Plan]:
-        """Choose the forwards ahead, and where weight gradients go that are placed in gaps."""
-        c, costs = self.candidate, self.known.costs
-        if not (self.auto_ahead or c.places_weight_grads):
-            return self, self.order()
-        if c.places_weight_grads:
-            stage_times(costs)  # or there is nothing to place
-        numbers = [c.forwards_ahead]
+    def _with_choice(self) -> tuple[Self, Plan]:
+        """Search for what the choice leaves open; return it with its order of computation."""
+        first, free = self.candidate.choice, dict[str, tuple[str, ...]]()
+        orders = [first]
         if self.auto_ahead:
-            numbers = [*worth_trying(costs, c.num_ranks, c.num_microbatches)]
-        if self.most_activations is not None:
-            check_most(self._plain_order(numbers[0]), self.most_activations)
-        choice = choose_order(
-            self._plain_order,
-            costs,
-            self._judged,
-            forwards_ahead=numbers,
-            places_weight_grads=c.places_weight_grads,
-            sizes=self.held_sizes,
-            then=self._recomputing,
-        )
-        found = replace(c, forwards_ahead=choice.forwards_ahead, places_weight_grads=choice.splits)
-        return self._with(found), choice.plan
-
-    def _with_replicated(self, order: Plan) -> Self:
-        """Choose the segments that every replica steps in full."""
-        if not self.auto_replicated:
-            return self
-        c, whole = self.candidate, self.known.footprint.static_bytes
-        peaks = self.peaks(order, self.simulated(order)[1])
-
-        def replicating(segments: Segments) -> PredictedRun:
-            return replace(self, candidate=replace(c, replicated=segments))
-
-        def fits(segments: Segments) -> bool:
-            if self.usable_bytes is None:
-                return True
-            static = replicating(segments).known.footprint.static_bytes
-            more = (peak + own - old for peak, own, old in zip(peaks, static, whole, strict=True))
-            return max(more) <= self.usable_bytes
-
-        found, _ = choose_replicated(
-            units(c.num_segments, tied=c.num_ranks > 1 and not getattr(self.shape, "untied", True)),
-            lambda segments: replicating(segments).simulated(order)[1].period_s,
-            fits,
-        )
-        return self._with(replace(c, replicated=found))
+            numbers = worth_trying(self.known.costs, self.num_ranks, self.num_microbatches)
+            orders = [replace(first, ahead=number) for number in numbers]
+        if first.fills_gaps:
+            stage_times(self.known.costs)  # or there is nothing to place
+            free["wgrad"] = "backward", "gaps"
+            if self.most_activations is not None:
+                check_most(self.plain_order(orders[0]), self.most_activations)
+        if self.auto_replicated:
+            free["optimizer"] = "sharded", "replicated"
+        if not free and len(orders) == 1:
+            return self, self.plain_order(first)
+        tied = self.num_ranks > 1 and not getattr(self.shape, "untied", True)
+        best = Descent(self, Space(orders=orders, free=free, tied=tied)).best
+        return self._choosing(best.choice), best.order
