@@ -1,6 +1,7 @@
 """The flags of a training script for what the planner chose."""
 
 from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import replace
 from shlex import quote
 
 from megatron.fold3d.predict.cost_model.cluster import Cluster
@@ -143,24 +144,25 @@ def _schedule(candidate: Candidate) -> Iterator[str]:
     """Yield the schedule, and what overlaps with it."""
     if candidate.layers:
         yield f"--pipeline-model-parallel-layout {quote(layout_of(candidate.layers))}"
+    choice = candidate.choice
+    if choice.group is not None and choice.order != "interleaved":  # stock's, or where auto begins
+        yield f"--microbatch-group-size-per-virtual-pipeline-stage {choice.group}"
+        choice = replace(choice, group=None)
     if not candidate.is_stock:
-        yield f"--schedule {candidate.choice}"
+        yield f"--schedule {choice}"
         if not candidate.layers:
             yield f"--segments {candidate.num_segments}"
     elif candidate.num_segments > 1:
         if not candidate.layers:
             yield f"--num-virtual-stages-per-pipeline-rank {candidate.num_segments}"
         yield "--overlap-p2p-communication-warmup-flush"  # or only its steady state overlaps
-    if candidate.is_stock and candidate.choice.group is not None:
-        groups = "--microbatch-group-size-per-virtual-pipeline-stage"
-        yield f"{groups} {candidate.choice.group}"
     if candidate.setup.num_replicas > 1:  # or no DP.sync starts before the last backward
         yield "--overlap-grad-reduce"
     if candidate.setup.distributed_optimizer:
         yield "--use-distributed-optimizer --overlap-param-gather"
     if candidate.shards != "off":
         yield f"--shard-segments {candidate.shards}"
-    if candidate.choice.pairs:  # run with Megatron's own layers and without dropout
+    if choice.pairs:  # run with Megatron's own layers and without dropout
         yield "--transformer-impl local --attention-dropout 0 --hidden-dropout 0"
         if candidate.setup.expert_parallel > 1:
             yield "--moe-token-dispatcher-type alltoall"
