@@ -56,7 +56,7 @@ class EveryChoice:
     def __init__(self, job: Job, order: Plan) -> None:
         self._order, self._known = order, distributed(job, order.num_segments)
         self.replicated = tuple(replicated_sets(job, order.num_segments))
-        self._execution = self._known.execution(preemptive=False)
+        self._link = self._known.link(preemptive=False)
         self._behind = Choice.plain("interleaved", order.num_segments).changed(wgrad="behind")
         self._all_behind = self._plan(self._behind)
         self.num_simulated = 0
@@ -94,7 +94,7 @@ class EveryChoice:
 
     def _timeline(self, choice: Choice) -> Timeline:
         self.num_simulated += 1
-        return simulate(self._plan(choice), self._costs(choice), self._execution)
+        return simulate(self._plan(choice), self._costs(choice), self._link)
 
     def _costs(self, choice: Choice) -> Costs:
         whole = choice.stages(self._order.num_ranks, optimizer="replicated")

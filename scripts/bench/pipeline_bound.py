@@ -26,12 +26,12 @@ from megatron.fold3d.predict.search.descent import Descent, Space
 from megatron.fold3d.predict.search.judge import Judge
 from megatron.fold3d.predict.search.order_choice import worth_trying
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution, sends_stock_waits_for
+from megatron.fold3d.predict.simulator.link import Link, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.lower_bound import lower_bound_s
 from megatron.fold3d.predict.simulator.simulate import simulate
 
 SHARES = (0.0, 0.2, 0.4, 0.8)  # of a stage's computation, that a transfer takes
-OURS = Execution(in_order=True)
+OURS = Link(in_order=True)
 
 
 def costs_of(num_ranks: int, num_segments: int, transfer: float, recompute: bool) -> Costs:
@@ -68,7 +68,7 @@ def fastest(costs: Costs, num_ranks: int, num_microbatches: int, *, gaps: bool) 
         num_microbatches=num_microbatches,
         costs=lambda _: costs,
         features=Features(transfers=False),
-        execution=OURS,
+        link=OURS,
     )
     numbers = worth_trying(costs, num_ranks, num_microbatches)
     orders = [Choice.plain("1f1b", 1, ahead=number) for number in numbers]

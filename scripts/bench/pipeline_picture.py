@@ -13,7 +13,7 @@ from megatron.fold3d.observe.breakdown import exposure_of_ranks
 from megatron.fold3d.observe.exposure import Exposure, mean
 from megatron.fold3d.observe.report.draw import Pipeline, draw_together
 from megatron.fold3d.plan.schedules import build
-from megatron.fold3d.predict.simulator.execution import sends_stock_waits_for
+from megatron.fold3d.predict.simulator.link import sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
 from scripts.bench.pipeline_bound import OURS, fastest
 from scripts.bench.pipeline_cells import Cell

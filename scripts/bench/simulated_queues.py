@@ -25,7 +25,7 @@ from megatron.fold3d.predict.search.candidate_timeline import many_queues_s, pla
 from megatron.fold3d.predict.search.candidates import Candidate, Given
 from megatron.fold3d.predict.search.planner import search
 from megatron.fold3d.predict.search.simulated_shares import auto_shares
-from megatron.fold3d.predict.simulator.execution import Device, Execution
+from megatron.fold3d.predict.simulator.link import Device, Link
 from megatron.fold3d.predict.simulator.simulate import simulate
 
 PAPER = {"gpt3-18b": (2, 8), "gpt3-39b": (4, 16)}
@@ -87,7 +87,7 @@ def preemption(model: str, gigabits: float, *, sharded: bool) -> str:
     c = plain if sharded else plain.changed(step="next")
     gpus = cluster(f"a100x128-{gigabits:g}g")
     known = estimate(model_shape(model), gpus, setup, num_ranks=pp, num_segments=4)
-    rules = Execution(nic_of_rank=known.nic_of_rank, preemptive=False, in_order=True)
+    rules = Link(nic_of_rank=known.nic_of_rank, preemptive=False, in_order=True)
     shares = () if sharded else auto_shares(plan_of(c), known.costs, rules)
     sliced = plan_of(c.with_options(slices=True), shares=shares, transfers=True, receives_late=True)
     one = replace(rules, device=Device(connections=1))

@@ -15,7 +15,7 @@ from megatron.fold3d.plan.choice import Choice
 from megatron.fold3d.plan.compile import Features, lower
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.simulate import simulate
 
 
@@ -31,7 +31,7 @@ def seconds(num_ranks: int, num_segments: int, num_microbatches: int) -> tuple[i
     plan = lower(order, choice, Features(transfers=False))
     costs = Costs.uniform(plan.num_stages, p2p_s=0.1, p2p_latency_s=0.01, grad_sync_s=30.0)
     start_s = time.process_time()
-    simulate(plan, costs, Execution(grad_sync_order="edf", in_order=True))
+    simulate(plan, costs, Link(grad_sync_order="edf", in_order=True))
     return sum(map(len, plan.programs)), time.process_time() - start_s
 
 

@@ -21,7 +21,7 @@ from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.search.candidate_timeline import computed, timeline_of
 from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.planner import USABLE_MEMORY
-from megatron.fold3d.predict.simulator.execution import Execution, sends_stock_waits_for
+from megatron.fold3d.predict.simulator.link import Link, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
 from scripts.paper.points import PASSES, Iteration, Point, flops
 from scripts.paper.published_rows import GRADIENT_BYTES
@@ -116,12 +116,12 @@ def _timeline(point: Point, name: str, *, sharded: bool = False) -> Timeline:
     seconds = costs.costs
     if name == "dspeed3d":  # every tensor-parallel rank sends the whole tensor
         seconds = replace(seconds, p2p_s=seconds.p2p_s * point.tp)
-    execution = Execution(
+    link = Link(
         nic_of_rank=costs.nic_of_rank,
         in_order=True,
         sends_waited_for=sends_stock_waits_for(candidate.num_segments),
     )
-    return simulate(plan, seconds, execution)
+    return simulate(plan, seconds, link)
 
 
 def _setup(point: Point, *, sharded: bool = False) -> Setup:

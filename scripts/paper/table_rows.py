@@ -19,7 +19,7 @@ from megatron.fold3d.plan.compile import Features, lower
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.cost_model.transformer import p2p_bytes
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.simulate import simulate
 from scripts.paper.perf_model import grad_sync_s
 from scripts.paper.published_rows import (
@@ -82,7 +82,7 @@ def _predict_pipeline(tables: Tables, row: Row, fit: Fit) -> dict[str, float]:
         order = build("afab", **sizes)
         choice = Choice.plain("aiao", order.num_segments).changed(step="next")
         plan = lower(order, choice, Features(transfers=False))
-        timeline = simulate(plan, costs, Execution(grad_sync_order="edf"), iterations=ITERATIONS)
+        timeline = simulate(plan, costs, Link(grad_sync_order="edf"), iterations=ITERATIONS)
     else:
         order = build("interleaved" if segments > 1 else "1f1b", **sizes)
         plan = lower(order, features=Features(transfers=False, grad_sync="serial"))

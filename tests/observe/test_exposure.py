@@ -7,7 +7,7 @@ from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.passes.stock_grad_sync import serial_grad_sync
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.simulate import simulate
 from tests.plans import deferred_grad_sync
 
@@ -47,7 +47,7 @@ def test_bubble_ratio_of_the_mean_is_the_known_one():
 def test_columns_add_up_to_the_iteration(schedule, lower, p2p_s, grad_sync_s):
     plan = lower(build(schedule, num_ranks=3, num_segments=2, num_microbatches=6))
     costs = Costs.uniform(6, p2p_s=p2p_s, grad_sync_s=grad_sync_s)
-    timeline = simulate(plan, costs, Execution(grad_sync_order="edf"), iterations=3)
+    timeline = simulate(plan, costs, Link(grad_sync_order="edf"), iterations=3)
     for rank, row in enumerate(exposure(timeline)):
         ends = timeline.iteration_ends_s(rank)
         assert row.total_s == pytest.approx(ends[2] - ends[1])

@@ -25,7 +25,7 @@ from megatron.fold3d.predict.cost_model.sizes import (
     working_bytes,
 )
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.simulate import simulate
 from megatron.fold3d.predict.simulator.steady import steady_state
 from tests.plans import deferred_grad_sync
@@ -227,7 +227,7 @@ def test_setups_that_cannot_be_are_refused():
 def test_the_steady_state_hides_what_fits_behind_the_next_forward():
     plan = deferred_grad_sync(built("aiao", 2, 2, 8))
     costs = Costs.uniform(4, grad_sync_s=20.0)
-    timeline = steady_state(plan, costs, Execution(grad_sync_order="edf"))
+    timeline = steady_state(plan, costs, Link(grad_sync_order="edf"))
     alone = simulate(built("aiao", 2, 2, 8), costs).makespan_s
     # Segment 1's reduction (20) has 16 behind segment 0's backward; the rest follows segment 0's,
     # while its next forward runs: only segment 0's own is exposed.

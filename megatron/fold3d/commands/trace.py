@@ -33,7 +33,7 @@ from megatron.fold3d.observe.trace_timeline import to_timeline
 from megatron.fold3d.plan.ir import Plan, PlanError, carried
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.training_flops import training_flops
-from megatron.fold3d.predict.simulator.execution import sends_stock_waits_for
+from megatron.fold3d.predict.simulator.link import sends_stock_waits_for
 from megatron.fold3d.predict.simulator.replay import (
     as_synced,
     checked_size,

@@ -8,7 +8,7 @@ from megatron.fold3d.plan.ops import COMPUTE_OPS
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution, sends_stock_waits_for
+from megatron.fold3d.predict.simulator.link import Link, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
 from tests.plans import planned
 
@@ -59,8 +59,8 @@ def test_an_arrow_goes_from_each_computation_to_the_one_that_reads_it():
 def test_a_wait_says_what_it_waits_for():
     plan = planned(PLAN.select(COMPUTE_OPS), gathers_params=True)
     costs = replace(Costs.uniform(4, p2p_s=0.5, grad_sync_s=4.0), param_gather_s=(4.0,) * 4)
-    execution = Execution(sends_waited_for=sends_stock_waits_for(2))
-    timeline = simulate(plan, costs, execution, iterations=2)
+    link = Link(sends_waited_for=sends_stock_waits_for(2))
+    timeline = simulate(plan, costs, link, iterations=2)
     events = json.loads(to_chrome({"simulated": timeline}))["traceEvents"]
     assert {re.sub(r" \d+$", "", e["name"]) for e in events if e.get("cat") == "wait"} == {
         "waits for DP.sync of the gradients",

@@ -13,7 +13,7 @@ from megatron.fold3d.plan.passes.stock_grad_sync import serial_grad_sync
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution, sends_stock_waits_for
+from megatron.fold3d.predict.simulator.link import Link, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -116,7 +116,7 @@ def test_the_legend_says_what_ranks_wait_for(sends: bool, syncs: bool):
     plan = serial_grad_sync(plan) if syncs else plan
     costs = Costs.uniform(2, p2p_s=1.0, grad_sync_s=3.0)
     waits = sends_stock_waits_for(2) if sends else frozenset()
-    svg = draw(simulate(plan, costs, Execution(sends_waited_for=waits)))
+    svg = draw(simulate(plan, costs, Link(sends_waited_for=waits)))
     named = [what for what, shown in (("DP.sync", syncs), ("sends", sends)) if shown]
     assert re.findall(">waits for ([^<]*)<", svg) == named
 

@@ -12,7 +12,7 @@ from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.passes.grad_sync import add_grad_sync
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution, sends_stock_waits_for
+from megatron.fold3d.predict.simulator.link import Link, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
 from tests.browser import CHROMIUM, MISSING, look
 from tests.plans import planned
@@ -261,8 +261,8 @@ def waiting(slower: float) -> Timeline:
     order = build("interleaved", num_ranks=2, num_segments=2, num_microbatches=4)
     times = {"forward_s": 0.01 * slower, "backward_s": 0.02 * slower, "p2p_latency_s": 0.016}
     costs = Costs.uniform(4, grad_sync_s=0.02, **times)
-    execution = Execution(sends_waited_for=sends_stock_waits_for(2))
-    return simulate(planned(order, gathers_params=True), costs, execution, iterations=2)
+    link = Link(sends_waited_for=sends_stock_waits_for(2))
+    return simulate(planned(order, gathers_params=True), costs, link, iterations=2)
 
 
 PAIR = """

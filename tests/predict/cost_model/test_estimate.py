@@ -9,7 +9,7 @@ from megatron.fold3d.predict.cost_model.cluster import cluster
 from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import model_shape
 from megatron.fold3d.predict.cost_model.sizes import Setup, held_parameters
-from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.simulate import simulate
 from tests.predict.paper.published import A100, SETUP_39B
 
@@ -18,8 +18,8 @@ def test_live_tensors_are_most_of_the_memory_that_the_paper_measured():
     # Table II: GPT-3 39B, (dp, pp, tp) = (4, 4, 8), 256 sequences, 29.8 GB.
     found = estimate(model_shape("gpt3-39b"), A100, SETUP_39B, num_ranks=4, num_segments=2)
     plan = build("interleaved", num_ranks=4, num_segments=2, num_microbatches=16)
-    execution = Execution(nic_of_rank=found.nic_of_rank)
-    timeline = simulate(serial_grad_sync(plan), found.costs, execution)
+    link = Link(nic_of_rank=found.nic_of_rank)
+    timeline = simulate(serial_grad_sync(plan), found.costs, link)
     peak = max(rank.device.peak_bytes for rank in memory(timeline, found.footprint))
     # The rest is CUDA's and NCCL's own, and what the allocator cannot use.
     assert 0.75 * 29.8e9 < peak < 29.8e9

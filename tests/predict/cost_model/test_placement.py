@@ -21,7 +21,7 @@ from megatron.fold3d.predict.cost_model.cluster import NODES, Cluster
 from megatron.fold3d.predict.cost_model.placement import routes
 from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.routes import NO_SWITCHES, Use
 from megatron.fold3d.predict.simulator.simulate import simulate
 from tests.plans import planned
@@ -245,13 +245,13 @@ def test_nodes_that_are_alike_are_as_fast_as_one_of_them(data):
     )
     compute = build("aiao", num_ranks=pp, num_segments=segments, num_microbatches=microbatches)
     plan = planned(compute, transfers=False)
-    execution = Execution(
+    link = Link(
         nic_of_rank=tuple(rank // max(1, per_node // together) for rank in range(pp)),
         routes=routes(cluster, setup, pp),
         preemptive=False,
         in_order=True,
     )
-    timeline = simulate(plan, costs, execution)
+    timeline = simulate(plan, costs, link)
     every = Ungrouped(plan, costs, cluster, setup)
     assert every.run() == pytest.approx(timeline.period_s, rel=1e-9)
     for rank, node in every.cells:

@@ -14,7 +14,7 @@ from megatron.fold3d.predict.search.descent import Descent, Space, orders_worth_
 from megatron.fold3d.predict.search.judge import Judge
 from megatron.fold3d.predict.search.replicated_costs import with_replicated
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.link import Link
 
 NONE = {"defers": False, "delays": False, "replicates": False, "reduces_early": False}
 ALL = NONE | {"defers": True, "delays": True}
@@ -47,7 +47,7 @@ def search(
         features=Features(
             gathers_params=gathers, reduces_early=scope["reduces_early"], transfers=False
         ),
-        execution=Execution(in_order=True, preemptive=False),
+        link=Link(in_order=True, preemptive=False),
         fits=fits,
     )
     first = Choice.plain(stock_schedule(segments), segments, group=group)

@@ -11,7 +11,7 @@ from megatron.fold3d.predict.search.descent import Descent, Space
 from megatron.fold3d.predict.search.judge import Judge
 from megatron.fold3d.predict.search.replicated_costs import with_replicated
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.link import Link
 
 # Of one rank, three segments and two micro-batches: forwards take 2 s each, backwards 6.
 ORDER = build("afab", num_ranks=1, num_segments=3, num_microbatches=2)
@@ -28,7 +28,7 @@ def judge(costs: Costs = SHARDED) -> Judge:
         num_microbatches=2,
         costs=lambda choice: with_replicated(costs, choice.where(optimizer="replicated")),
         features=Features(gathers_params=True, reduces_early=True, transfers=False),
-        execution=Execution(in_order=True, preemptive=False),
+        link=Link(in_order=True, preemptive=False),
         order=ORDER,
     )
 

@@ -13,7 +13,7 @@ from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.neighbours import SHARES
 from megatron.fold3d.predict.search.simulated_shares import auto_shares
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.link import Link
 from tests.plans import deferred_grad_sync
 
 
@@ -24,7 +24,7 @@ def shares(costs: Costs, ranks: int = 1, microbatches: int = 2):
         num_segments=len(costs.forward_s) // ranks,
         num_microbatches=microbatches,
     )
-    return auto_shares(deferred_grad_sync(plan), costs, Execution(preemptive=False))
+    return auto_shares(deferred_grad_sync(plan), costs, Link(preemptive=False))
 
 
 def test_each_segment_gets_what_fits_until_the_one_below_is_more_urgent():

@@ -15,7 +15,7 @@ from megatron.fold3d.observe.timeline import Timeline
 from megatron.fold3d.plan.ir import Action, Op, Plan
 from megatron.fold3d.plan.passes.stock_grad_sync import serial_grad_sync
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.simulate import simulate
 from tests.plans import deferred_grad_sync
 
@@ -66,7 +66,7 @@ def run(case: dict[str, Any]) -> Timeline:
     return simulate(
         serial_grad_sync(plan) if serial else deferred_grad_sync(plan),
         costs,
-        Execution(grad_sync_order="edf" if case["dp_mode"] == "edf" else "fifo"),
+        Link(grad_sync_order="edf" if case["dp_mode"] == "edf" else "fifo"),
         iterations=case["iters"],
     )
 

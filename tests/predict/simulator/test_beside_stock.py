@@ -6,10 +6,10 @@ import pytest
 
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution, sends_stock_waits_for
+from megatron.fold3d.predict.simulator.link import Link, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
 
-OURS = Execution(in_order=True)
+OURS = Link(in_order=True)
 SIZES = [  # ranks, micro-batches, group
     (2, 4, 2),
     *((4, 4, 4), (4, 8, 4), (4, 8, 8), (4, 16, 4), (4, 16, 8), (4, 16, 16)),

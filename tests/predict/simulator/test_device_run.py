@@ -15,9 +15,9 @@ from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES, SCHEDULES, bui
 from megatron.fold3d.predict.cost_model.launches import SLICE_BYTES, launches
 from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import (
+from megatron.fold3d.predict.simulator.link import (
     Device,
-    Execution,
+    Link,
     sends_stock_waits_for,
 )
 from megatron.fold3d.predict.simulator.simulate import simulate
@@ -38,9 +38,9 @@ def order(num_ranks: int = 1) -> Plan:
 
 def period(parts: str, device: Device, share: float | None = None) -> float:
     """The steady iteration of one rank, in ms."""
-    execution = Execution(preemptive=False, device=device)
+    link = Link(preemptive=False, device=device)
     plan = planned(order(), parts, shares=() if share is None else (share,) * SEGMENTS)
-    return simulate(plan, MS, execution, iterations=4).period_s
+    return simulate(plan, MS, link, iterations=4).period_s
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_buckets_inside_a_backward_hold_up_the_other_rank_too():
     # begins, and ends as late. Each segment pays for both.
     costs = Costs.uniform(2 * SEGMENTS, forward_s=20.0, backward_s=60.0, grad_sync_s=640.0)
     plan = planned(order(2), OVERLAPPED)
-    flushed = Execution(preemptive=False, device=Device(connections=1))
+    flushed = Link(preemptive=False, device=Device(connections=1))
     whole = simulate(plan, costs, flushed).period_s
     cut = Device(connections=1, launches=(7,) * 2 * SEGMENTS, in_backward=True)
     buckets = simulate(plan, costs, replace(flushed, device=cut)).period_s
@@ -87,7 +87,7 @@ def test_a_reduction_waits_behind_the_one_before_in_its_stream_and_computation_b
     # well. 1ALL_REDUCE has a stream of its own, and shares the link.
     plan = Plan.from_text("0F0 1F0 2F0 2B0 2ALL_REDUCE 1B0 1ALL_REDUCE 0B0 0ALL_REDUCE\n")
     costs = Costs.uniform(3, grad_sync_s=8.0)
-    timeline = simulate(plan, costs, Execution(device=Device(connections=1)))
+    timeline = simulate(plan, costs, Link(device=Device(connections=1)))
     assert [
         (span.lane, span.start_s, span.end_s, str(span.action))
         for span in timeline.ranks[0]
@@ -100,7 +100,7 @@ def test_a_reduction_waits_behind_the_one_before_in_its_stream_and_computation_b
     ]
     (row,) = exposure(timeline)
     assert row.grad_sync_s == 10
-    many = simulate(plan, costs, Execution(device=Device(connections=8)))
+    many = simulate(plan, costs, Link(device=Device(connections=8)))
     assert many.makespan_s == 9
 
 
@@ -109,7 +109,7 @@ def test_stock_has_one_stream_for_all_of_its_reductions():
     costs = Costs.uniform(2, grad_sync_s=8.0)
     one = Device(connections=1)
     ours, stock = (
-        simulate(plan, costs, Execution(device=one, sends_waited_for=waits))
+        simulate(plan, costs, Link(device=one, sends_waited_for=waits))
         for waits in (frozenset(), sends_stock_waits_for(num_segments=2))
     )
     assert exposure(ours)[0].grad_sync_s == 0
@@ -122,9 +122,9 @@ def test_a_receive_posted_too_early_is_a_deadlock_with_one_queue_only():
         "1RECV_F0 1RECV_F1 1F0 1F1 1RECV_F2 1F2 1B0 1SEND_B0 1B1 1SEND_B1 1B2 1SEND_B2\n"
     )
     costs = Costs.uniform(2)
-    simulate(plan, costs, Execution(device=Device(connections=8)))
+    simulate(plan, costs, Link(device=Device(connections=8)))
     with pytest.raises(PlanError, match="deadlock with one hardware queue: rank 0 is held up at "):
-        simulate(plan, costs, Execution(device=Device(connections=1)))
+        simulate(plan, costs, Link(device=Device(connections=1)))
 
 
 @pytest.mark.parametrize("p2p_s", [2.0, 3.0, 4.0])  # a forward takes 1
@@ -133,13 +133,13 @@ def test_messages_longer_than_a_forward_follow_each_other_with_one_queue(p2p_s: 
     order = build("1f1b", num_ranks=8, num_segments=1, num_microbatches=32, forwards_ahead=3)
     plan, costs = planned(order, receives_late=True), Costs.uniform(8, p2p_s=p2p_s)
     one, many = (
-        simulate(plan, costs, Execution(device=Device(connections=n))).period_s for n in (1, 32)
+        simulate(plan, costs, Link(device=Device(connections=n))).period_s for n in (1, 32)
     )
     assert one < 1.005 * many
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[Plan, Costs, Execution]:
+def runs(draw: st.DrawFn) -> tuple[Plan, Costs, Link]:
     schedule = draw(st.sampled_from(SCHEDULES))
     ranks = draw(st.integers(1, 5))
     segments = 1 if schedule in ONE_SEGMENT_SCHEDULES else draw(st.integers(1, 4))
@@ -173,20 +173,20 @@ def runs(draw: st.DrawFn) -> tuple[Plan, Costs, Execution]:
             shares=draw(st.sampled_from(((), (0.5,) * stages))),
         ),
         costs,
-        Execution(in_order=True, preemptive=False),
+        Link(in_order=True, preemptive=False),
     )
 
 
 @pytest.mark.slow
 @given(runs())
 def test_a_queue_for_each_stream_is_what_is_simulated_without_a_device(
-    run: tuple[Plan, Costs, Execution],
+    run: tuple[Plan, Costs, Link],
 ):
     # As long as a message takes less than a computation, so that receives are posted in time.
-    plan, costs, execution = run
-    usual = simulate(plan, costs, execution, iterations=3)
+    plan, costs, link = run
+    usual = simulate(plan, costs, link, iterations=3)
     device = Device(connections=32)
-    queued = simulate(plan, costs, replace(execution, device=device), iterations=3)
+    queued = simulate(plan, costs, replace(link, device=device), iterations=3)
     if not plan.flushes and costs.p2p_s and costs.grad_sync_s[0]:
         # Messages that share their link with DP.sync delay ranks, which then post receives late.
         assert queued.period_s > (1 - 1e-12) * usual.period_s
@@ -199,13 +199,13 @@ def test_a_queue_for_each_stream_is_what_is_simulated_without_a_device(
 
 @pytest.mark.slow
 @given(runs(), st.booleans())
-def test_one_queue_ends_and_its_times_add_up(run: tuple[Plan, Costs, Execution], stock: bool):
-    plan, costs, execution = run
+def test_one_queue_ends_and_its_times_add_up(run: tuple[Plan, Costs, Link], stock: bool):
+    plan, costs, link = run
     if stock:
         waits = sends_stock_waits_for(plan.num_segments)
-        execution = replace(execution, sends_waited_for=waits)
+        link = replace(link, sends_waited_for=waits)
     cut = Device(connections=1, launches=(3,) * plan.num_stages, in_backward=not stock)
-    timeline = simulate(plan, costs, replace(execution, device=cut), iterations=2)
+    timeline = simulate(plan, costs, replace(link, device=cut), iterations=2)
     for spans in timeline.ranks:
         free_s = 0.0
         for span in (span for span in spans if span.lane in BUSY_LANES):
@@ -223,7 +223,7 @@ def test_slices_between_computations_hold_up_nothing_in_one_queue(num_ranks: int
     costs = Costs.uniform(stages, forward_s=20.0, backward_s=60.0, grad_sync_s=640.0)
     plan = planned(order(num_ranks), "step=next:slices=on", shares=(0.75,) * stages)
     one, many = (
-        simulate(plan, costs, Execution(device=Device(connections=n)), iterations=4).period_s
+        simulate(plan, costs, Link(device=Device(connections=n)), iterations=4).period_s
         for n in (1, 32)
     )
     assert one <= 1.002 * many

@@ -11,7 +11,7 @@ from megatron.fold3d.plan.passes.place_weight_grads import place_weight_grads
 from megatron.fold3d.plan.schedules import FORWARDS_AHEAD, ONE_SEGMENT_SCHEDULES, build
 from megatron.fold3d.predict.search.order_choice import stage_times
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.lower_bound import (
     bounds_of,
     lower_bound_s,
@@ -43,13 +43,13 @@ def test_no_order_is_faster_than_the_bound(data: st.DataObject):
         p2p_latency_s=data.draw(st.sampled_from((0.0, 0.1))),
     )
     nics = data.draw(st.sampled_from((tuple(range(ranks)), tuple(r // 2 for r in range(ranks)))))
-    execution = Execution(nic_of_rank=nics, in_order=data.draw(st.booleans()))
-    whole = simulate(plan, costs, execution).period_s
+    link = Link(nic_of_rank=nics, in_order=data.draw(st.booleans()))
+    whole = simulate(plan, costs, link).period_s
     assert lower_bound_s(plan, costs, nics) <= whole + 1e-9
     if schedule != "zb-h1":
         assert lower_bound_s(plan, costs, nics, splits=False) <= whole + 1e-9
         placed = place_weight_grads(plan, stage_times(costs), overrun=0.5)
-        apart = simulate(placed, costs, execution).period_s
+        apart = simulate(placed, costs, link).period_s
         assert lower_bound_s(plan, costs, nics) <= apart + 1e-9
 
 
@@ -88,8 +88,8 @@ def test_no_order_with_dp_sync_is_faster_than_the_bound(data: st.DataObject):
         choice = choice.changed(step="next")
     reduces_early = data.draw(st.booleans())
     plan = planned(order, choice, gathers_params=True, reduces_early=reduces_early)
-    execution = Execution(grad_sync_order="edf" if deferred else "fifo")
-    period_s = simulate(plan, costs, execution, iterations=4).period_s
+    link = Link(grad_sync_order="edf" if deferred else "fifo")
+    period_s = simulate(plan, costs, link, iterations=4).period_s
     assert lower_bound_with_sync_s(plan, costs, waits_for_norm=not deferred) <= period_s + 1e-9
 
 

@@ -19,7 +19,7 @@ from megatron.fold3d.plan.passes.transfers import add_p2p
 from megatron.fold3d.plan.passes.weight_grads import delay_weight_grads
 from megatron.fold3d.plan.schedules import build
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.simulate import simulate
 from tests.plans import deferred_grad_sync
 from tests.predict.simulator.check_vectors import error, errors_of
@@ -119,14 +119,14 @@ def test_p2p_goes_before_grad_sync_on_the_same_link():
     alone = simulate(Plan.from_text(text), costs)
     assert alone.makespan_s == 1 + 2 + 3
     # As equals, both have half the link until the message has gone.
-    fair = simulate(Plan.from_text(text), costs, Execution(preemptive=False))
+    fair = simulate(Plan.from_text(text), costs, Link(preemptive=False))
     assert fair.lane(1, Lane.P2P)[0].end_s == 5.0
 
 
 def test_ranks_behind_one_nic_share_it_for_grad_sync_and_not_for_messages():
     text = "0F0 0ALL_REDUCE 0STEP\n1F0 1ALL_REDUCE 1STEP\n"
     costs = Costs(forward_s=(1.0, 1.0), backward_s=(0.0, 0.0), p2p_s=9.0, grad_sync_s=(2.0, 2.0))
-    timeline = simulate(Plan.from_text(text), costs, Execution(nic_of_rank=(0, 0)))
+    timeline = simulate(Plan.from_text(text), costs, Link(nic_of_rank=(0, 0)))
     # 1 to 2: rank 0 alone; 2 to 4: half each; 4 to 5: rank 1 alone.
     assert [timeline.lane(rank, Lane.GRAD_SYNC)[-1].end_s for rank in (0, 1)] == [4.0, 5.0]
 
@@ -134,7 +134,7 @@ def test_ranks_behind_one_nic_share_it_for_grad_sync_and_not_for_messages():
 def test_edf_lets_the_segment_that_is_needed_first_overtake():
     text = "0F0 1F0 1B0 1ALL_REDUCE 0B0 0ALL_REDUCE 0STEP 1STEP\n"
     costs = Costs.uniform(2, grad_sync_s=5.0)
-    edf = simulate(Plan.from_text(text), costs, Execution(grad_sync_order="edf"))
+    edf = simulate(Plan.from_text(text), costs, Link(grad_sync_order="edf"))
     rows = [(s.start_s, s.end_s, str(s.action)) for s in edf.lane(0, Lane.GRAD_SYNC)]
     assert rows == [(4, 6, "1ALL_REDUCE"), (6, 11, "0ALL_REDUCE"), (11, 14, "1ALL_REDUCE")]
     fifo = simulate(Plan.from_text(text), costs)
@@ -188,7 +188,7 @@ def test_costs_of_another_plan_are_refused():
     with pytest.raises(PlanError, match="seconds are zero or more"):
         simulate(built("1f1b", 2, 1, 2), Costs.uniform(2, forward_s=-1.0))
     with pytest.raises(PlanError, match="3 NICs; the plan has 2 ranks"):
-        simulate(built("1f1b", 2, 1, 2), Costs.uniform(2), Execution(nic_of_rank=(0, 1, 2)))
+        simulate(built("1f1b", 2, 1, 2), Costs.uniform(2), Link(nic_of_rank=(0, 1, 2)))
 
 
 def test_costs_give_themselves_back_from_json():
@@ -270,7 +270,7 @@ def simulation_s(ranks: int, microbatches: int) -> float:
     plan = deferred_grad_sync(built("aiao", ranks, 4, microbatches))
     costs = Costs.uniform(4 * ranks, p2p_s=0.1, p2p_latency_s=0.01, grad_sync_s=30.0)
     start_s = time.process_time()
-    timeline = simulate(plan, costs, Execution(grad_sync_order="edf"))
+    timeline = simulate(plan, costs, Link(grad_sync_order="edf"))
     took_s = time.process_time() - start_s
     assert timeline.makespan_s > 3 * 4 * microbatches
     return took_s
@@ -279,7 +279,7 @@ def simulation_s(ranks: int, microbatches: int) -> float:
 def test_a_rank_may_wait_for_what_it_sends():
     plan = Plan.from_text("0F0 0F1\n1F0 1F1\n")
     costs = Costs(forward_s=(1.0, 1.0), backward_s=(0.0, 0.0), p2p_s=2.0)
-    waiting = Execution(sends_waited_for=frozenset({Op.FORWARD}))
+    waiting = Link(sends_waited_for=frozenset({Op.FORWARD}))
     timeline = simulate(plan, costs, waiting)
     assert [row[:2] for row in compute_rows(timeline)[0]] == [(0, 1), (3, 4)]
     waits = [(s.start_s, s.end_s, str(s.action)) for s in timeline.lane(0, Lane.WAIT)]
@@ -291,7 +291,7 @@ def test_a_rank_may_wait_for_what_it_sends():
 
 def test_messages_of_one_channel_may_go_one_after_the_other():
     costs = Costs(forward_s=(1.0, 1.0), backward_s=(0.0, 0.0), p2p_s=2.0)
-    timeline = simulate(Plan.from_text("0F0 0F1\n1F0 1F1\n"), costs, Execution(in_order=True))
+    timeline = simulate(Plan.from_text("0F0 0F1\n1F0 1F1\n"), costs, Link(in_order=True))
     assert [tuple(s[1:3]) for s in timeline.lane(1, Lane.P2P)] == [(1.0, 3.0), (2.0, 5.0)]
 
 
@@ -337,10 +337,10 @@ def test_a_reduction_to_shards_starts_when_shards_are_complete():
         param_gather_s=(1.0,),
     )
     shares = ((0.4, 0.25), (0.6, 0.5), (1.0, 1.0))
-    seconds = [simulate(plan, costs, Execution(shard_shares=s)).period_s for s in ((), shares)]
+    seconds = [simulate(plan, costs, Link(shard_shares=s)).period_s for s in ((), shares)]
     assert seconds == [8.0 + 4.0, 9.0 + 3.0]
     whole = Plan.from_text("0F0 0F1 0B0 0B1 0W:500 0ALL_REDUCE:500 0W:1000 0ALL_REDUCE 0STEP")
-    assert simulate(whole, costs, Execution(shard_shares=shares)).period_s == 7.0 + 4.0
+    assert simulate(whole, costs, Link(shard_shares=shares)).period_s == 7.0 + 4.0
 
 
 def test_a_gather_goes_before_what_the_next_stage_has_to_reduce():
@@ -402,8 +402,8 @@ def test_messages_that_fill_a_link_delay_dp_sync_no_longer_than_their_budget():
     costs = Costs(forward_s=(0.1, 0.1), backward_s=(0.0, 0.0), p2p_s=1.0, grad_sync_s=(1.0, 0.0))
 
     def ends_s(pause_share: float) -> float:
-        execution = Execution(in_order=True, pause_share=pause_share)
-        timeline = simulate(Plan.from_text(text), costs, execution)
+        link = Link(in_order=True, pause_share=pause_share)
+        timeline = simulate(Plan.from_text(text), costs, link)
         return timeline.lane(0, Lane.GRAD_SYNC)[-1].end_s
 
     # The link is full from 0.1 to 6.1; DP.sync is there from 0.6 on.

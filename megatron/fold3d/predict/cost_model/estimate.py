@@ -42,7 +42,7 @@ from megatron.fold3d.predict.cost_model.stragglers import slowdowns
 from megatron.fold3d.predict.cost_model.training_flops import recomputed_flops
 from megatron.fold3d.predict.cost_model.transformer import tensor_parallel_elements
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.routes import NO_SWITCHES, Routes
 
 
@@ -60,13 +60,13 @@ class Estimate:
     routes: Routes = NO_SWITCHES
     """Links between switches that are scarcer than NICs."""
     shard_shares: tuple[tuple[float, float], ...] = ()
-    """As in `Execution`, of reductions to shards between weight gradients."""
+    """As in `Link`, of reductions to shards between weight gradients."""
     launches: tuple[int, ...] = ()
     """By stage, the collectives of its DP.sync where something else than `launches` says it."""
 
-    def execution(self, **rules: Any) -> Execution:
+    def link(self, **rules: Any) -> Link:
         """Return how a plan runs on these links, by some more rules."""
-        return Execution(
+        return Link(
             in_order=True,
             nic_of_rank=self.nic_of_rank,
             routes=self.routes,

@@ -25,7 +25,7 @@ from megatron.fold3d.predict.search.candidates import Candidate
 from megatron.fold3d.predict.search.judge import Judge, Simulated
 from megatron.fold3d.predict.search.order_choice import held_sizes
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Device, Execution, sends_stock_waits_for
+from megatron.fold3d.predict.simulator.link import Device, Link, sends_stock_waits_for
 from megatron.fold3d.predict.simulator.simulate import simulate
 
 PAUSE_SHARE = 0.5  # what PP.sync may take from DP.sync before they share fairly
@@ -99,7 +99,7 @@ def simulated(
     receives = [late]
     if late and candidate.is_stock:  # has its own, no worse than ours
         receives.append(False)
-    execution = estimate.execution(
+    link = estimate.link(
         preemptive=candidate.preemptive,
         pause_share=PAUSE_SHARE,
         sends_waited_for=_sends_waited_for(candidate) if waits_for_sends else frozenset(),
@@ -117,7 +117,7 @@ def simulated(
             features=features_of(
                 candidate, transfers=late or bool(choice.pairs), receives_late=receives_late
             ),
-            execution=execution,
+            link=link,
             offload=OffloadChoice() if candidate.offload else None,
             cuts_slices=is_sliced(candidate, estimate),
             held=held,
@@ -209,7 +209,7 @@ def undisturbed(candidate: Candidate, estimate: Estimate) -> Timeline:
         costs, p2p_s=0.0, p2p_local_s=0.0, p2p_latency_s=costs.p2p_latency_s + message_s
     )
     choice = candidate.choice
-    execution = Execution(
+    link = Link(
         sends_waited_for=_sends_waited_for(candidate),
         overlap_tensor_parallel=bool(choice.pairs),
     )
@@ -217,7 +217,7 @@ def undisturbed(candidate: Candidate, estimate: Estimate) -> Timeline:
     plan = delay_weight_grads(computed(candidate), tuple(sorted(apart)))
     if choice.pairs and plan.num_ranks > 1:
         plan = pair_microbatches(add_p2p(plan))
-    return simulate(plan, alone, execution)
+    return simulate(plan, alone, link)
 
 
 def launches_in_backward(candidate: Candidate, estimate: Estimate) -> bool:

@@ -21,7 +21,7 @@ from megatron.fold3d.policy.predicted import Predicted
 from megatron.fold3d.predict.search.order_choice import stage_times
 from megatron.fold3d.predict.search.simulated_shares import auto_shares, with_shares
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import PLAIN, Execution
+from megatron.fold3d.predict.simulator.link import PLAIN, Link
 from megatron.fold3d.predict.simulator.simulate import simulate
 from megatron.fold3d.predict.simulator.steady import steady_state
 
@@ -89,7 +89,7 @@ class Judge:
         costs: of the stages of a choice; with ``features.gathers_params``, of reduce-scatters and
             all-gathers.
         features: what the run has beside its choice.
-        execution: how links are shared.
+        link: how links are shared.
         offload: which saved activations are offloaded to host memory.
         cuts_slices: whether DP.sync of a choice with slices is simulated in slices. Where streams
             share no queue these hold up nothing, and need not be.
@@ -102,7 +102,7 @@ class Judge:
     num_microbatches: int
     costs: Callable[[Choice], Costs]
     features: Features
-    execution: Execution = PLAIN
+    link: Link = PLAIN
     offload: OffloadChoice | None = None
     cuts_slices: bool = False
     fits: Callable[[Choice, Plan], bool] = lambda choice, plan: True
@@ -169,11 +169,11 @@ class Judge:
 
     def _run(self, choice: Choice, order: Plan, plan: Plan) -> Simulated:
         """Simulate a plan whose sums are whole; first find the shares, and cut the slices."""
-        costs, execution, shares = self.costs(choice), self.execution, tuple[float, ...]()
+        costs, link, shares = self.costs(choice), self.link, tuple[float, ...]()
         if choice.carries:
             shares = (choice.share or 0.0,) * plan.num_stages
             if choice.share is None:  # slices hold up nothing: shares as if nothing could
-                alone = replace(execution, device=None) if self.cuts_slices else execution
+                alone = replace(link, device=None) if self.cuts_slices else link
                 shares = auto_shares(plan, costs, alone)
         if self.cuts_slices:
             cut = replace(choice, slices=True)
@@ -181,9 +181,7 @@ class Judge:
         elif choice.carries:
             plan = with_shares(plan, costs, shares)
         run = simulate if plan.flushes else steady_state
-        return Simulated(
-            order=order, plan=plan, timeline=run(plan, costs, execution), shares=shares
-        )
+        return Simulated(order=order, plan=plan, timeline=run(plan, costs, link), shares=shares)
 
 
 def num_actions(judge: Predicts, choice: Choice) -> int:

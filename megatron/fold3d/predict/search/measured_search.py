@@ -17,7 +17,7 @@ from megatron.fold3d.predict.search.descent import (
 from megatron.fold3d.predict.search.judge import Judge
 from megatron.fold3d.predict.search.replicated_costs import with_replicated
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.link import Link
 
 
 def measured_search(
@@ -52,8 +52,8 @@ def measured_search(
         parameter_share: bytes of the parameters, as a share of those of their gradients.
         room: bytes that every rank has free.
         sizes: the bytes that a rank takes more for each segment that is replicated.
-        shard_shares: as in `Execution`.
-        preemptive: as in `Execution`.
+        shard_shares: as in `Link`.
+        preemptive: as in `Link`.
     """
     costs, held = costs_from_times(times), times.held
     if features.gathers_params:
@@ -81,7 +81,7 @@ def measured_search(
         num_microbatches=order.num_microbatches,
         costs=costs_of,
         features=replace(features, transfers=False),
-        execution=Execution(in_order=True, preemptive=preemptive, shard_shares=shard_shares),
+        link=Link(in_order=True, preemptive=preemptive, shard_shares=shard_shares),
         fits=fits,
         held=may_hold,
         order=None if frees_order or frees_ahead else order,

@@ -13,7 +13,7 @@ from megatron.fold3d.policy.partition import Layers, Partition, best_partition
 from megatron.fold3d.predict.cost_model.layers import layers_of_stages
 from megatron.fold3d.predict.search.rank_work import rank_times
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.simulate import simulate
 from megatron.fold3d.predict.simulator.steady import TOLERANCE, steady_state
 
@@ -53,14 +53,14 @@ class SimulatedRun:
         if self.deferred:
             choice = choice.changed(step="next")
         plan = lower(order, choice, Features(transfers=False))
-        execution = Execution(
+        link = Link(
             grad_sync_order="edf" if self.deferred else "fifo",
             preemptive=self.preemptive,
             in_order=True,
         )
         if not self.deferred:  # all are alike
-            return simulate(plan, costs, execution)
-        return steady_state(plan, costs, execution)
+            return simulate(plan, costs, link)
+        return steady_state(plan, costs, link)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

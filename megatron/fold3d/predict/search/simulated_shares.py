@@ -20,17 +20,17 @@ from megatron.fold3d.policy.backward_shares import (
     forwards_before_gather,
 )
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.simulate import simulate
 
 
-def auto_shares(plan: Plan, costs: Costs, execution: Execution) -> tuple[float, ...]:
+def auto_shares(plan: Plan, costs: Costs, link: Link) -> tuple[float, ...]:
     """Return the share of each stage's DP.sync that fits behind the backwards of its rank.
 
     Args:
         plan: a plan whose DP.sync is carried, and starts all in its iteration.
         costs: the costs of its stages.
-        execution: how the plan is run.
+        link: how the plan is run.
     """
     stages, ranks = plan.num_stages, plan.num_ranks
     shares = [0.0] * stages
@@ -38,7 +38,7 @@ def auto_shares(plan: Plan, costs: Costs, execution: Execution) -> tuple[float, 
         return (1.0,) * stages
     if plan.num_segments == 1 or not costs.grad_sync_s:
         return tuple(shares)  # no backward follows
-    first = simulate(share_grad_sync(plan, (FIRST_SHARE,) * stages), costs, execution)
+    first = simulate(share_grad_sync(plan, (FIRST_SHARE,) * stages), costs, link)
     in_iteration_s = costs.reduced_in_iteration_s or (0.0,) * stages
     late_s = [all_s - own_s for all_s, own_s in zip(costs.grad_sync_s, in_iteration_s, strict=True)]
     at_once_s = [FIRST_SHARE * s + own_s for s, own_s in zip(late_s, in_iteration_s, strict=True)]

@@ -27,7 +27,7 @@ from megatron.fold3d.plan.ops import (
     SYNC_OPS,
     WAYS,
 )
-from megatron.fold3d.predict.simulator.execution import Device
+from megatron.fold3d.predict.simulator.link import Device
 from megatron.fold3d.predict.simulator.steps import NO_FACT, Name, Step, Steps
 
 _READ_MESSAGES = {way.compute for way in WAYS}
@@ -69,7 +69,7 @@ class Items:
         steps: the steps of the plan, with its transfers.
         device: the device that runs them.
         grad_sync_s: seconds of each stage's whole DP.sync.
-        sends_waited_for: as in `Execution`.
+        sends_waited_for: as in `Link`.
         alternates: whether receives and reductions use two streams, as ours do with one queue.
 
     Attributes:

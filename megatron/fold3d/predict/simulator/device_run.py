@@ -21,7 +21,7 @@ from megatron.fold3d.plan.verify import error_at
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.device_items import Item, Items, Kind
-from megatron.fold3d.predict.simulator.execution import PLAIN, Device, Execution
+from megatron.fold3d.predict.simulator.link import PLAIN, Device, Link
 from megatron.fold3d.predict.simulator.network import Network
 from megatron.fold3d.predict.simulator.steps import NO_FACT, Steps
 
@@ -116,18 +116,18 @@ class DeviceRun:
     Args:
         steps: the steps of a plan with its transfers.
         costs: the costs of its stages.
-        execution: how it is run.
+        link: how it is run.
         device: the device that runs it.
         iterations: how many times.
     """
 
     def __init__(
-        self, steps: Steps, costs: Costs, execution: Execution, device: Device, iterations: int
+        self, steps: Steps, costs: Costs, link: Link, device: Device, iterations: int
     ) -> None:
         self.steps, self.costs, self.device = steps, costs, device
         self.iterations, self.flush = iterations, steps.plan.flushes
-        self.routes = execution.routes
-        self.nics = execution.nic_of_rank or tuple(range(len(steps.programs)))
+        self.routes = link.routes
+        self.nics = link.nic_of_rank or tuple(range(len(steps.programs)))
         self.clock = SimulatedClock()
         first_local = 1 + max(self.nics)  # of one more pair of links per rank: DP.sync in the node
         self.sync_nics: Sequence[int] = self.nics
@@ -136,14 +136,14 @@ class DeviceRun:
         self.network = Network(
             self.clock,
             first_local + len(self.nics),
-            execution.routes.capacities,
-            preemptive=execution.preemptive,
-            pause_share=execution.pause_share,
+            link.routes.capacities,
+            preemptive=link.preemptive,
+            pause_share=link.pause_share,
             rings_are_buffered=costs.rings_are_buffered,
         )
-        waited_for = frozenset() if costs.sends_are_buffered else execution.sends_waited_for
+        waited_for = frozenset() if costs.sends_are_buffered else link.sends_waited_for
         # Stock Megatron waits for its sends, and has one communicator for each direction.
-        self.alternates = device.connections == 1 and not execution.sends_waited_for
+        self.alternates = device.connections == 1 and not link.sends_waited_for
         items = Items(steps, device, costs.grad_sync_s, waited_for, alternates=self.alternates)
         programs = list(map(items.of, steps.programs))
         self.times_true = [0] * items.num_facts

@@ -50,7 +50,7 @@ def lower_bound_s(
     Args:
         plan: a plan of the same sizes; its order does not matter.
         costs: the costs of its stages.
-        nic_of_rank: as in `Execution`.
+        nic_of_rank: as in `Link`.
         splits: whether to include orders with weight gradients split from their backwards.
     """
     ranks, stages = plan.num_ranks, range(plan.num_stages)
@@ -120,7 +120,7 @@ def lower_bound_with_sync_s(
     Args:
         plan: whose sizes count, not its order.
         costs: of its stages. Which segments have a replicated optimizer is in them.
-        nic_of_rank: as in `Execution`.
+        nic_of_rank: as in `Link`.
         waits_for_norm: whether the step does, as one that clips.
     """
     ranks = [_Rank(plan, costs, nic_of_rank, number) for number in range(plan.num_ranks)]

@@ -17,7 +17,7 @@ from megatron.fold3d.plan.ops import COMPUTE_OPS, GATHER_OPS
 from megatron.fold3d.plan.passes.recompute import recomputed
 from megatron.fold3d.plan.passes.weight_grads import split_stages
 from megatron.fold3d.predict.simulator.costs import Costs
-from megatron.fold3d.predict.simulator.execution import Execution
+from megatron.fold3d.predict.simulator.link import Link
 from megatron.fold3d.predict.simulator.simulate import simulate
 from megatron.fold3d.predict.simulator.steady import steady_state
 
@@ -129,13 +129,13 @@ def replay(
         plan: the plan that was run.
         costs: its measured costs.
         iterations: the number of measured iterations.
-        sends_waited_for: as in `Execution`, for a plan that ends its DP.sync with the iteration.
+        sends_waited_for: as in `Link`, for a plan that ends its DP.sync with the iteration.
     """
-    execution = Execution(preemptive=False, in_order=True)
+    link = Link(preemptive=False, in_order=True)
     if plan.flushes:
-        execution = replace(execution, sends_waited_for=sends_waited_for)
-        return simulate(plan, costs, execution, iterations=iterations)
-    steady = steady_state(plan, costs, replace(execution, grad_sync_order="edf"))
+        link = replace(link, sends_waited_for=sends_waited_for)
+        return simulate(plan, costs, link, iterations=iterations)
+    steady = steady_state(plan, costs, replace(link, grad_sync_order="edf"))
     ends_s = steady.iteration_ends_s(0)
     first = len(ends_s) - iterations
     return _iterations_from(steady, max(0, first))

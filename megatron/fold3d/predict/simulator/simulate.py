@@ -25,47 +25,45 @@ from megatron.fold3d.policy.copy_streams import CopyStreams
 from megatron.fold3d.predict.simulator.clock import SimulatedClock
 from megatron.fold3d.predict.simulator.costs import Costs
 from megatron.fold3d.predict.simulator.device_run import DeviceRun
-from megatron.fold3d.predict.simulator.execution import PLAIN, Execution, GradSyncOrder
+from megatron.fold3d.predict.simulator.link import PLAIN, GradSyncOrder, Link
 from megatron.fold3d.predict.simulator.network import Network
 from megatron.fold3d.predict.simulator.steps import NO_FACT, Step, Steps
 from megatron.fold3d.predict.simulator.sync_queue import SyncQueue
 
 
 @gc_paused()
-def simulate(
-    plan: Plan, costs: Costs, execution: Execution = PLAIN, *, iterations: int = 1
-) -> Timeline:
+def simulate(plan: Plan, costs: Costs, link: Link = PLAIN, *, iterations: int = 1) -> Timeline:
     """Return the timeline of ``iterations`` runs of the plan, one after the other.
 
     Args:
         plan: with or without transfers and DP.sync.
         costs: the costs of the plan's stages.
-        execution: how the plan is run.
+        link: how the plan is run.
         iterations: the number of iterations; deferred work has an effect from the second on.
 
     Raises:
         PlanError: the costs are for another plan, or a rank waits for something that never happens.
     """
     costs.check(plan.num_stages)
-    nics = execution.nic_of_rank
+    nics = link.nic_of_rank
     if nics is not None and len(nics) != plan.num_ranks:
         raise PlanError(
             f"found {len(nics)} NICs; the plan has {plan.num_ranks} ranks, one for each"
         )
-    if execution.routes.capacities and execution.needed_s is not None:
+    if link.routes.capacities and link.needed_s is not None:
         raise PlanError("messages go by need on NICs alone; simulate them without switches")
-    device = execution.device
+    device = link.device
     if device is not None and plan.num_ranks > 1 and not plan.has_p2p:
         plan = add_p2p(plan, receives_late=device.connections == 1)
     steps = Steps(
         plan,
         costs,
-        shard_shares=execution.shard_shares,
-        pairs_overlap=execution.overlap_tensor_parallel,
+        shard_shares=link.shard_shares,
+        pairs_overlap=link.overlap_tensor_parallel,
     )
     if device is not None:
-        return DeviceRun(steps, costs, execution, device, iterations).timeline()
-    return _Run(steps, costs, execution, iterations).timeline()
+        return DeviceRun(steps, costs, link, device, iterations).timeline()
+    return _Run(steps, costs, link, iterations).timeline()
 
 
 @dataclass(slots=True, eq=False)
@@ -102,13 +100,11 @@ class _Message(NamedTuple):
 class _Run:
     """All ranks, the network that they share, and the facts that have come true."""
 
-    def __init__(self, steps: Steps, costs: Costs, execution: Execution, iterations: int) -> None:
-        self.steps, self.costs, self.execution = steps, costs, execution
+    def __init__(self, steps: Steps, costs: Costs, link: Link, iterations: int) -> None:
+        self.steps, self.costs, self.link = steps, costs, link
         self.iterations = iterations
-        self.nics = execution.nic_of_rank or tuple(range(len(steps.programs)))
-        self.sends_waited_for = (
-            frozenset() if costs.sends_are_buffered else execution.sends_waited_for
-        )
+        self.nics = link.nic_of_rank or tuple(range(len(steps.programs)))
+        self.sends_waited_for = frozenset() if costs.sends_are_buffered else link.sends_waited_for
         self.channels: defaultdict[tuple[int, int, Op], deque[_Message]] = defaultdict(deque)
         self.clock = SimulatedClock()
         # Behind the NICs, one more pair of links per rank: for DP.sync that stays in the node.
@@ -116,11 +112,11 @@ class _Run:
         self.network = Network(
             self.clock,
             local_nics.stop,
-            execution.routes.capacities,
-            preemptive=execution.preemptive,
-            pause_share=execution.pause_share,
-            needed_s=None if execution.needed_s is None else self._needed_s,
-            whole=execution.whole_messages,
+            link.routes.capacities,
+            preemptive=link.preemptive,
+            pause_share=link.pause_share,
+            needed_s=None if link.needed_s is None else self._needed_s,
+            whole=link.whole_messages,
             rings_are_buffered=costs.rings_are_buffered,
         )
         self.flushes = steps.plan.flushes
@@ -131,10 +127,10 @@ class _Run:
 
     def _rank(self, number: int, program: list[Step], nic: int) -> _Rank:
         spans: list[Span] = []
-        uses = self.execution.routes.collective(number)
+        uses = self.link.routes.collective(number)
         write, done = spans.append, self.come_true
         orders: dict[Place, GradSyncOrder] = {
-            Place.DP_SYNC: self.execution.grad_sync_order,
+            Place.DP_SYNC: self.link.grad_sync_order,
             Place.DP_SYNC_KEPT: "fifo",
         }
         queues = {
@@ -259,7 +255,7 @@ class _Run:
 
     def _flow(self, message: _Message) -> None:
         """Start a message once the earlier ones of its channel have arrived."""
-        if self.execution.in_order:
+        if self.link.in_order:
             message.channel.append(message)
             if len(message.channel) > 1:
                 return
@@ -268,13 +264,13 @@ class _Run:
     def _put_on_network(self, message: _Message) -> None:
         source, target = self.nics[message.sender.number], self.nics[message.receiver.number]
         work_s = self.costs.p2p_s
-        uses = self.execution.routes.message(message.sender.number, message.receiver.number)
+        uses = self.link.routes.message(message.sender.number, message.receiver.number)
         self.network.start_flow(
             self.network.message(source, target, work_s, self._arrive, message, uses)
         )
 
     def _needed_s(self, message: _Message) -> float:
-        return (self.execution.needed_s or {}).get(reader_of(message.action), 0.0)
+        return (self.link.needed_s or {}).get(reader_of(message.action), 0.0)
 
     def _arrive(self, message: _Message) -> None:
         sender, receiver, action, fact, left_s, channel = message

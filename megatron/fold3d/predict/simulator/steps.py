@@ -55,7 +55,7 @@ class Steps:
     Args:
         plan: the plan to simulate.
         costs: the costs of its stages.
-        shard_shares: as in `Execution`.
+        shard_shares: as in `Link`.
         pairs_overlap: whether neighbours run in pairs.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""How a runtime executes a plan: which actions wait, and the priorities on shared links."""
+"""The links of a plan that runs, and how it shares them: what waits, and what goes first."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Execution:
-    """The rules of execution, which a simulation needs in addition to a plan and its costs."""
+class Link:
+    """What a simulation needs in addition to a plan and its costs."""
 
     nic_of_rank: tuple[int, ...] | None = None
     """The NIC that each rank uses; None gives every rank its own."""
@@ -86,7 +86,7 @@ class Execution:
     """
 
 
-PLAIN = Execution()
+PLAIN = Link()
 
 
 def sends_stock_waits_for(num_segments: int) -> frozenset[Op]:
