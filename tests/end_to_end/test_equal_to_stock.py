@@ -41,6 +41,7 @@ class Row:
         ours: how our run is scheduled.
         stock: how the reference differs from `flags`.
         plan: the plan file that `ours` names ``PLAN``, or the `fold3d` command that prints it.
+        repeats: whether other rows show what it does; then `make stress` alone runs it.
     """
 
     name: str = ""
@@ -54,6 +55,7 @@ class Row:
     ours: str = "--schedule aiao"
     stock: str = ""
     plan: str = ""
+    repeats: bool = False
 
     def __str__(self) -> str:
         sizes = {"pp": self.pp, "segments": self.segments, "m": self.m}
@@ -124,14 +126,15 @@ PLACED = ":wgrad=gaps:ahead=auto"
 ROWS = (
     # Every schedule, against one run of stock for each layout.
     Row(segments=2),
-    Row(segments=2, ours="--schedule afab"),
+    Row(segments=2, ours="--schedule afab", repeats=True),
     Row(segments=2, ours="--schedule interleaved"),
-    Row(segments=2, ours="--schedule breadth-first"),
+    Row(segments=2, ours="--schedule breadth-first", repeats=True),
     Row(
         name="of fold3d plan",
         segments=2,
         ours="--schedule plan=PLAN",
         plan="fold3d plan --schedule aiao --pp 2 --segments 2 --microbatches 4",
+        repeats=True,
     ),
     Row(
         name="written by hand",
@@ -142,12 +145,12 @@ ROWS = (
     ),
     Row(pp=4, m=6),
     Row(pp=4, m=6, ours="--schedule afab"),
-    Row(pp=4, m=6, ours="--schedule 1f1b"),
+    Row(pp=4, m=6, ours="--schedule 1f1b", repeats=True),
     Row(pp=4, m=6, ours="--schedule shifted-critical-path"),
     Row(pp=4, m=6, ours="--schedule zb-h1"),
-    Row(pp=4, m=6, ours="--schedule zb-h2"),
-    Row(pp=4, m=6, ours="--schedule 1f1b:ahead=2"),
-    Row(segments=2, ours="--schedule aiao:ahead=3"),
+    Row(pp=4, m=6, ours="--schedule zb-h2", repeats=True),
+    Row(pp=4, m=6, ours="--schedule 1f1b:ahead=2", repeats=True),
+    Row(segments=2, ours="--schedule aiao:ahead=3", repeats=True),
     # Weight gradients apart from their backwards.
     Row(
         name="recomputed and overlapped",
@@ -163,13 +166,14 @@ ROWS = (
         flags=f"--overlap-grad-reduce {BUCKETS} {UNTIED}",
         ours="--schedule zb-h2",
     ),
-    Row(segments=2, ours="--schedule aiao:wgrad=last@0,1"),
+    Row(segments=2, ours="--schedule aiao:wgrad=last@0,1", repeats=True),
     # Orders that measured times choose: one until the third iteration, another from the fourth on.
     Row(
         name="bf16",
         m=6,
         flags="--bf16",
         ours="--schedule 1f1b:wgrad=gaps:ahead=auto",
+        repeats=True,
     ),
     Row(
         name="recomputed and overlapped",
@@ -191,6 +195,7 @@ ROWS = (
             tp=2,
             flags=f"--sequence-parallel {FULL} uniform {FP16} {RAMP_UP}",
             ours=f"--schedule {ours}",
+            repeats=ours == "zb-h2",
         )
         for ours in ("zb-h1", "zb-h2", f"1f1b{PLACED}")
     ),
@@ -201,6 +206,7 @@ ROWS = (
             m=3,
             flags=f"{OVERLAP} --bf16 --add-qkv-bias {FULL} uniform",
             ours=f"--schedule {ours}",
+            repeats=True,
         )
         for ours in ("zb-h2", f"1f1b{PLACED}")
     ),
@@ -217,6 +223,7 @@ ROWS = (
         tp=2,
         flags=f"--sequence-parallel --bf16 {RAMP_UP_BY_TWO}",
         ours=f"--schedule aiao:held=20{PLACED}",
+        repeats=True,
     ),
     Row(
         name="of fold3d plan, recomputed, in buckets, untied",
@@ -232,6 +239,7 @@ ROWS = (
         dp=2,
         flags=f"{OVERLAP} --bf16 --add-qkv-bias {FULL} uniform",
         ours="--schedule aiao:wgrad=last@1",
+        repeats=True,
     ),
     # DP.sync between weight gradients, which are computed parameter by parameter.
     Row(
@@ -263,6 +271,7 @@ ROWS = (
         segments=2,
         flags=f"--sequence-parallel --disable-bias-linear --swiglu {SELECTIVE} {DROPOUT}",
         ours="--schedule interleaved:wgrad=last@1",
+        repeats=True,
     ),
     Row(
         tp=2,
@@ -299,7 +308,7 @@ ROWS = (
         stock=ONE_GROUP,
     ),
     # Pairs of micro-batches, each computed during the other's tensor-parallel collectives.
-    Row(pp=1, tp=2, ours=f"--schedule aiao{PAIRS}"),
+    Row(pp=1, tp=2, ours=f"--schedule aiao{PAIRS}", repeats=True),
     Row(
         name="an odd number, sequence parallel, recomputed",
         pp=1,
@@ -307,6 +316,7 @@ ROWS = (
         m=3,
         flags=f"--sequence-parallel --bf16 {FULL} uniform",
         ours=f"--schedule afab{PAIRS}",
+        repeats=True,
     ),
     Row(
         name="recomputed and overlapped",
@@ -316,6 +326,7 @@ ROWS = (
         flags=f"--sequence-parallel --bf16 {FULL} block {OVERLAP}",
         ours=f"--schedule aiao{PAIRS}",
         stock=ONE_GROUP,
+        repeats=True,
     ),
     Row(
         name="gradients in buckets",
@@ -350,6 +361,7 @@ ROWS = (
         tp=2,
         flags=f"{OVERLAP} {UNTIED} --sequence-parallel",
         ours="--schedule interleaved:optimizer=replicated@1:wgrad=behind",
+        repeats=True,
     ),
     # Recomputation early, by numbers, and in pairs.
     Row(
@@ -370,6 +382,7 @@ ROWS = (
         ours=f"--schedule aiao{PAIRS}:recompute=early@0,2 "
         "--recompute-layers 1,1,1,1,1,1,0,0,1,0,1,0",
         stock=ONE_GROUP,
+        repeats=True,
     ),
     Row(
         name="and what is delayed",
@@ -390,6 +403,7 @@ ROWS = (
         name="CPM",
         segments=2,
         flags="--model-preset cpm --hidden-size 128 --num-attention-heads 64",
+        repeats=True,
     ),
     # Sizes.
     *(
@@ -403,7 +417,7 @@ ROWS = (
     Row(name="no pipeline", pp=1, dp=2, m=3, flags=OVERLAP, ours="--schedule 1f1b"),
     Row(name="three segments", segments=3, m=2, flags="--num-layers 6"),
     Row(name="four segments, one group", segments=4, m=5, stock=ONE_GROUP),
-    Row(name="one group", pp=4, segments=2, m=6, stock=ONE_GROUP),
+    Row(name="one group", pp=4, segments=2, m=6, stock=ONE_GROUP, repeats=True),
     Row(
         name="uneven groups",
         pp=4,
@@ -418,10 +432,16 @@ ROWS = (
         pp=4,
         m=2,
         ours="--schedule shifted-critical-path",
+        repeats=True,
     ),
     Row(name="evaluation with one micro-batch", m=3, flags="--eval-global-batch-size 1"),
     Row(name="batch-size ramp-up", flags=RAMP_UP),
-    Row(name="batch-size ramp-up", flags=RAMP_UP, ours="--schedule shifted-critical-path"),
+    Row(
+        name="batch-size ramp-up",
+        flags=RAMP_UP,
+        ours="--schedule shifted-critical-path",
+        repeats=True,
+    ),
     Row(name="batch-size ramp-up by groups", segments=2, flags=RAMP_UP_BY_TWO),
     Row(name="two sequences per micro-batch", segments=2, flags="--micro-batch-size 2", dp=2),
     Row(
@@ -443,10 +463,18 @@ ROWS = (
         segments=2,
         dp=2,
         flags="--overlap-grad-reduce --ddp-num-buckets 3",
+        repeats=True,
     ),
     Row(name="distributed optimizer", segments=2, dp=2, flags=ZERO),
     Row(name="all overlapped", segments=2, dp=2, flags=OVERLAP),
-    Row(name="all overlapped", segments=2, dp=2, flags=OVERLAP, ours="--schedule interleaved"),
+    Row(
+        name="all overlapped",
+        segments=2,
+        dp=2,
+        flags=OVERLAP,
+        ours="--schedule interleaved",
+        repeats=True,
+    ),
     Row(
         name="all overlapped, clipping off",
         segments=2,
@@ -558,6 +586,7 @@ ROWS = (
         m=3,
         flags="--sequence-parallel",
         stock=ONE_GROUP,
+        repeats=True,
     ),
     Row(
         name="sequence parallel, bf16, recompute, untied",
@@ -588,7 +617,7 @@ ROWS = (
         f"--bf16 {SELECTIVE}",
     ),
     # Memory and precision.
-    Row(name="selective recompute", segments=2, flags=SELECTIVE),
+    Row(name="selective recompute", segments=2, flags=SELECTIVE, repeats=True),
     Row(  # with biases stock's recomputation of an MLP recurses without end
         name="selective recompute of MLPs",
         segments=2,
@@ -597,16 +626,21 @@ ROWS = (
     Row(
         name="full recompute, uniform", segments=2, flags=f"{FULL} uniform", ours="--schedule afab"
     ),
-    Row(name="full recompute, block", segments=2, flags=f"{FULL} block --bf16"),
+    Row(name="full recompute, block", segments=2, flags=f"{FULL} block --bf16", repeats=True),
     Row(name="bf16", pp=4, segments=2, flags="--bf16"),
-    Row(name="fp16 with loss scaling", segments=2, flags="--fp16 --initial-loss-scale 65536"),
+    Row(
+        name="fp16 with loss scaling",
+        segments=2,
+        flags="--fp16 --initial-loss-scale 65536",
+        repeats=True,
+    ),
     Row(
         name="fp16 with one loss scale, gradients in fp32",
         segments=2,
         flags="--fp16 --loss-scale 4096 --accumulate-allreduce-grads-in-fp32",
     ),
     # Models.
-    Row(name="untied embeddings", segments=2, m=3, flags=UNTIED, stock=ONE_GROUP),
+    Row(name="untied embeddings", segments=2, m=3, flags=UNTIED, stock=ONE_GROUP, repeats=True),
     Row(name="an output layer that multi-token prediction leaves unused", m=2, flags=MTP),
     Row(name="multi-token prediction", segments=2, m=2, dp=2, flags=f"{MTP} {BUCKETS}"),
     Row(
@@ -618,6 +652,7 @@ ROWS = (
         name="uneven layers at the end",
         segments=2,
         flags="--decoder-last-pipeline-num-layers 2",
+        repeats=True,
     ),
     Row(
         name="layout",
@@ -642,6 +677,7 @@ ROWS = (
         segments=2,
         dp=2,
         flags=f"{EXPERTS} --moe-token-dispatcher-type alltoall",
+        repeats=True,
     ),
     Row(
         name="experts of two ranks, all overlapped",
@@ -680,12 +716,16 @@ ROWS = (
         ours="--schedule afab",
         stock=ONE_GROUP,
     ),
-    Row(name="dropout", segments=2, flags=DROPOUT, ours="--schedule interleaved"),
-    Row(name="dropout", pp=4, m=6, flags=DROPOUT, ours="--schedule afab"),
+    Row(name="dropout", segments=2, flags=DROPOUT, ours="--schedule interleaved", repeats=True),
+    Row(name="dropout", pp=4, m=6, flags=DROPOUT, ours="--schedule afab", repeats=True),
 )
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[pytest.mark.stress] if row.repeats else []) for row in ROWS],
+    ids=str,
+)
 def test_losses_norms_and_parameters_are_those_of_stock(row: Row, tmp_path: Path) -> None:
     plan_file = tmp_path / "plan"
     plan_file.write_text(_plan(row.plan))
