@@ -15,13 +15,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.fold3d.config.schedule_flags import add_schedule_word
+from megatron.fold3d.config.schedule_flags import add_schedule_word, word_of
+from megatron.fold3d.plan.choice import Choice
+from megatron.fold3d.plan.schedule_word import STOCK
 from megatron.fold3d.predict.cost_model.cluster import Cluster, cluster
 from megatron.fold3d.predict.cost_model.estimate import estimate
 from megatron.fold3d.predict.cost_model.model_shape import SHAPES, ModelShape
 from megatron.fold3d.predict.cost_model.sizes import Setup
 from megatron.fold3d.predict.search.candidate_timeline import timeline_of
-from megatron.fold3d.predict.search.candidates import Candidate, Schedule
+from megatron.fold3d.predict.search.candidates import Candidate, Schedule, Share
 from scripts.bench.testbed import parse_rate
 from scripts.bench.variants import DEFAULT
 
@@ -141,7 +143,8 @@ class Job:
             args, unknown = parser.parse_known_args(list(flags))
         except argparse.ArgumentError as error:
             raise ValueError(str(error)) from None
-        if args.schedule not in (None, "aiao") or {*args.schedule_keys} - {
+        word, segments = word_of(args), args.segments or 1
+        if word.order not in (STOCK, "aiao") or {part.key for part in word.parts} - {
             "step",
             "share",
             "wgrad",
@@ -149,18 +152,19 @@ class Job:
             unknown = ["an order or a choice of its own"]
         if unknown:
             raise ValueError(f"found {unknown[0]}; it is not predicted")
-        segments = args.segments or 1
+        choice, is_stock = Choice.parse(str(word), segments), word.order == STOCK
+        share: Share = "auto" if choice.share is None else choice.share
         stock: Schedule = "interleaved" if segments > 1 else "1f1b"
         return Candidate(
-            schedule="aiao" if args.schedule else stock,
-            is_stock=not args.schedule,
+            schedule=stock if is_stock else "aiao",
+            is_stock=is_stock,
             setup=replace(self.setup, distributed_optimizer=args.use_distributed_optimizer),
             num_ranks=self.num_ranks,
             num_segments=segments,
             num_microbatches=self.num_microbatches,
             group_size=args.group,
-            backward_share=args.backward_share,
-            delayed_weight_grads=args.delay_weight_grads,
+            backward_share=share if choice.carries else None,
+            delayed_weight_grads=choice.where(wgrad="last"),
         )
 
 

@@ -53,13 +53,13 @@ def test_pretrain_gpt_accepts_every_flag_that_is_emitted(
     flags = training_flags(model_shape("gpt3-18b"), cluster("a100x64"), candidate)
     args = parser.parse_args(shlex.split(flags))
     config = Fold3DConfig.from_args(args)
-    assert config.schedule == ("stock" if candidate.is_stock else schedule)
+    assert config.choice.order == ("stock" if candidate.is_stock else schedule)
     assert (config.num_ranks, config.num_segments) == (4, segments)
     assert args.global_batch_size == 2 * 4 * 8
     assert args.overlap_grad_reduce
     assert args.use_distributed_optimizer == sharded
-    assert config.backward_share == options.get("backward_share")
-    assert config.delay_weight_grads == candidate.delayed_weight_grads
+    assert config.choice.share == options.get("backward_share")
+    assert config.apart == candidate.delayed_weight_grads
     assert config.preemptive_comm == candidate.preemptive
     assert config.offload_activations == ("on" if candidate.offload else "off")
     assert group_of(args) == (8 if options.get("group_size") == 8 else None)

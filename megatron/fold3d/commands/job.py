@@ -13,7 +13,8 @@ from megatron.fold3d.commands.training_flags import layout_of
 from megatron.fold3d.config.all_flags import megatron_defaults
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.layer_split import stage_layers
-from megatron.fold3d.plan.choice import stock_schedule
+from megatron.fold3d.config.schedule_flags import word_of
+from megatron.fold3d.plan.choice import file_of, stock_schedule
 from megatron.fold3d.plan.files import read_plan
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.schedule_word import AUTO
@@ -21,7 +22,7 @@ from megatron.fold3d.predict.cost_model.cluster import Cluster
 from megatron.fold3d.predict.cost_model.layers import layers_of_stages
 from megatron.fold3d.predict.cost_model.model_shape import ModelShape
 from megatron.fold3d.predict.cost_model.sizes import Recompute, Setup
-from megatron.fold3d.predict.search.candidates import Candidate
+from megatron.fold3d.predict.search.candidates import Candidate, Share
 from megatron.fold3d.predict.search.planner import USABLE_MEMORY
 from megatron.fold3d.predict.search.settled import PredictedRun
 
@@ -33,35 +34,34 @@ def candidate_of(args: Namespace, config: Fold3DConfig) -> Candidate:
         args: Megatron's namespace, with the number of replicas and the batch.
         config: read from it.
     """
-    is_stock = config.schedule == "stock"
-    schedule = config.schedule
-    if is_stock or config.plan_file or schedule == "auto":
-        schedule = stock_schedule(config.num_segments)
+    choice, slices = config.choice, word_of(args).value("slices")
+    share: Share = "auto" if choice.share is None else choice.share
+    schedule = choice.schedule if config.plan_file is None else stock_schedule(config.num_segments)
     return Candidate(
         schedule=schedule,
-        is_stock=is_stock,
+        is_stock=choice.order == "stock",
         setup=setup_of(args, args.data_parallel_size),
         num_ranks=config.num_ranks,
         num_segments=config.num_segments,
         num_microbatches=args.global_batch_size
         // (args.micro_batch_size * args.data_parallel_size),
-        group_size=config.microbatch_group_size if schedule == "interleaved" else None,
+        group_size=choice.group,
         layers=stage_layers(args) if args.num_layers else (),
-        backward_share="auto" if config.auto_share else config.backward_share,
+        backward_share=share if choice.carries else None,
         offload=config.offload_activations != "off",
         preemptive=config.preemptive_comm,
-        forwards_ahead=config.forwards_ahead,
-        places_weight_grads=config.auto_weight_grads,
-        delayed_weight_grads=() if config.auto_weight_grads else config.delay_weight_grads,
-        behind_backwards=config.behind_backwards,
-        slices=None if args.dp_slices == AUTO else args.dp_slices == "on",
-        sums_last=not config.overlap_grad_reduce,
-        reduces_early=config.reduces_early,
-        replicated=config.replicated_segments,
+        forwards_ahead=choice.ahead,
+        places_weight_grads=choice.fills_gaps,
+        delayed_weight_grads=() if choice.fills_gaps else config.apart,
+        behind_backwards=choice.where(wgrad="behind"),
+        slices=None if slices is None else slices == "on",
+        sums_last=config.features.grad_sync == "serial",
+        reduces_early=config.features.reduces_early,
+        replicated=choice.where(optimizer="replicated"),
         shards=args.shard_segments,
         recompute_layers=config.recompute_layers or (),
-        recompute_early=bool(config.recompute_early),
-        overlap_tensor_parallel=config.overlap_tensor_parallel,
+        recompute_early=bool(config.early_stages),
+        overlap_tensor_parallel=bool(choice.pairs),
     )
 
 
@@ -88,14 +88,14 @@ def run_of(
         candidate=candidate_of(args, config),
         estimate=estimate,
         file_order=None if config.plan_file is None else read_plan(config.plan_file),
-        early=config.recompute_early,
+        early=config.early_stages,
         shape=shape,
         usable_bytes=usable_bytes,
         auto_layers=getattr(args, "layers", None) == AUTO,
         auto_recompute_layers=config.auto_recompute_layers,
-        auto_ahead=config.auto_ahead,
-        auto_replicated=args.replicate_optimizer == AUTO,
-        most_activations=config.most_activations,
+        auto_ahead="ahead" in config.auto,
+        auto_replicated=word_of(args).value("optimizer") == AUTO,
+        most_activations=config.choice.held,
     )
 
 
@@ -110,8 +110,8 @@ def config_of(said: Described, hardware: Cluster | None = None) -> Fold3DConfig:
         ValueError: a rule is broken, or sizes do not fit each other.
     """
     args = said.args
-    if args.plan_file is not None:
-        _take_sizes(args, read_plan(args.plan_file))
+    if (file := file_of(word_of(args).order)) is not None:
+        _take_sizes(args, read_plan(file))
     if args.layers == AUTO and said.shape is not None:
         args.pipeline_model_parallel_layout = layout_of(_even(args, said.shape.num_layers))
     args.micro_batch_size = args.micro_batch_size or 1
@@ -156,7 +156,7 @@ def _take_sizes(args: Namespace, plan: Plan) -> None:
     ):
         if getattr(args, short) not in (None, size):
             raise ValueError(
-                f"--{short} {getattr(args, short)} with --schedule plan={args.plan_file}: the plan "
+                f"--{short} {getattr(args, short)} with --schedule {word_of(args).order}: the plan "
                 f"has {size}; drop --{short}"
             )
         if short != "microbatches" or args.global_batch_size is None:

@@ -12,7 +12,8 @@ from megatron.fold3d.config.layer_split import (
     written_out,
 )
 from megatron.fold3d.config.spelling import named, typed
-from megatron.fold3d.plan.schedule_word import AUTO
+from megatron.fold3d.plan.choice import file_of
+from megatron.fold3d.plan.schedule_word import AUTO, STOCK
 from megatron.fold3d.plan.schedules import ONE_SEGMENT_SCHEDULES
 
 # The flags from which Megatron derives virtual stages; it accepts one of them at a time.
@@ -39,7 +40,7 @@ def _auto_problems(args: Namespace, schedule: str, virtual_stages: str | None) -
         schedule: the schedule that will run.
         virtual_stages: Megatron's flag that sets virtual stages, if one is given.
     """
-    if schedule in ("stock", "plan-file", *ONE_SEGMENT_SCHEDULES):
+    if file_of(schedule) or schedule in (STOCK, *ONE_SEGMENT_SCHEDULES):
         yield (
             f"--segments auto with {named(schedule)}: it is chosen for schedules of several "
             "segments; give --segments N, or --schedule aiao"

@@ -20,7 +20,9 @@ from megatron.fold3d.config.bucket_flags import has_one_queue
 from megatron.fold3d.config.fold3d_config import Fold3DConfig
 from megatron.fold3d.config.gpu_settings import has_many_queues
 from megatron.fold3d.config.job_sizes import ranks_of_model
+from megatron.fold3d.config.schedule_flags import schedule_of
 from megatron.fold3d.observe.exposure import exposure, mean
+from megatron.fold3d.plan.choice import file_of
 from megatron.fold3d.plan.ir import Plan
 from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.policy.predicted import Predicted
@@ -99,8 +101,9 @@ def report(args: Namespace, plan: Plan | None) -> Iterator[str]:
         yield "plan: stock Megatron's schedule"
     else:
         shape = in_words(plan.num_ranks, plan.num_segments, plan.num_microbatches)
-        begins = " begins in stock's order" if args.schedule == "auto" else ""
-        yield f"plan: {args.plan_file or args.schedule}{begins}, {shape}, verified"
+        order = schedule_of(args)
+        begins = " begins in stock's order" if order == AUTO else ""
+        yield f"plan: {file_of(order) or order}{begins}, {shape}, verified"
     target = Target.named(args.check)
     try:
         expected = RunEstimate.of(args, target)
@@ -149,7 +152,7 @@ class RunEstimate:
             tuple(run.peaks(order, timeline)),
             ", ".join(f"{name} {row.share(seconds):.0%}" for name, seconds in parts.items()),
             tuple(_left_out(args, target)),
-            tries(run, config) if target.cluster and args.schedule == "auto" else (),
+            tries(run, config) if target.cluster and config.choice.order == AUTO else (),
         )
 
     def lines(self, target: Target) -> Iterator[str]:

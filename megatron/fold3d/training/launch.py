@@ -44,6 +44,7 @@ from megatron.fold3d.config.schedule_flags import schedule_of
 from megatron.fold3d.config.spelling import flag_of
 from megatron.fold3d.config.unread_flags import unread_flags
 from megatron.fold3d.observe.breakdown import Flops
+from megatron.fold3d.plan.choice import file_of
 from megatron.fold3d.plan.schedule_word import AUTO
 from megatron.fold3d.predict.cost_model.model_shape import Family
 from megatron.fold3d.predict.cost_model.presets import preset_flags
@@ -284,7 +285,7 @@ def _check(args: Namespace, more: Sequence[str]) -> None:
         problems = [str(error), *problems]
     if problems:
         raise ValueError("\n".join(problems))
-    if args.plan_file is not None and not args.use_checkpoint_args:  # it may bring the sizes
+    if file_of(schedule_of(args)) and not args.use_checkpoint_args:  # it may bring the sizes
         fold3d_patches.check_schedule(Fold3DConfig.from_args(args), num_microbatches(args))
 
 
