@@ -390,10 +390,10 @@ def _metrics() -> "Metrics":
 
 
 def _marks(config: "Fold3DConfig") -> Sequence[Patch]:
-    if config.pp_traffic_class is None and config.dp_traffic_class is None:
+    if not config.traffic_class:
         return ()
 
     from fold3d_patches.schedule import nccl_options
 
     nccl_options.check_traffic_classes()
-    return (nccl_options.patch(config.pp_traffic_class, config.dp_traffic_class),)
+    return (nccl_options.patch(config.traffic_class.get("pp"), config.traffic_class.get("dp")),)

@@ -9,7 +9,7 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megatron.fold3d.config.schedule_flags import parts_of, schedule_of, spelled_parts
+from megatron.fold3d.config.schedule_flags import parts_of, spelled_parts, word_of
 from megatron.fold3d.config.settings import asked
 from megatron.fold3d.plan.choice import file_of
 from megatron.fold3d.plan.schedule_word import AUTO, STOCK
@@ -91,7 +91,7 @@ def place_problems(args: Namespace, num_segments: int) -> Iterator[str]:
         num_segments: segments per rank; 0 if not known yet.
     """
     found, sharded = spelled_parts(args, "wgrad", "behind"), args.use_distributed_optimizer
-    schedule = schedule_of(args)
+    schedule = word_of(args).order
     if not found or file_of(schedule) or schedule in _ELSEWHERE:
         return
     if parts_of(args, "step") and sharded:

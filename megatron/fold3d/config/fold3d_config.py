@@ -4,8 +4,8 @@
 """
 
 from argparse import Namespace
-from collections.abc import Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -49,8 +49,7 @@ class Fold3DConfig:
         keeps_forwards: whether it has to keep stock's order of forwards, as with dropout.
         keeps_sums: whether it has to keep stock's sums over replicas bit for bit.
         preemptive_comm: whether transfers between pipeline ranks go before DP.sync.
-        pp_traffic_class: marks PP.sync's packets.
-        dp_traffic_class: marks DP.sync's packets.
+        traffic_class: marks the packets of PP.sync (``pp``), of DP.sync (``dp``) or of both.
         device: the device that Megatron trains on.
         offload_activations: whether saved activations go to host memory.
         lazy_inter_segment: whether transfers between segments wait in host memory.
@@ -86,8 +85,7 @@ class Fold3DConfig:
     keeps_forwards: bool = False
     keeps_sums: bool = False
     preemptive_comm: bool = False
-    pp_traffic_class: int | None = None
-    dp_traffic_class: int | None = None
+    traffic_class: Mapping[str, int] = field(default_factory=dict)
     saved_bytes: int = 0
 
     @property

@@ -27,7 +27,6 @@ from megatron.fold3d.config.schedule_flags import (
     group_of,
     measures_shares,
     parts_of,
-    schedule_of,
     schedule_problems,
     share_problems,
     with_plan,
@@ -57,12 +56,12 @@ def read_config(args: Namespace) -> Fold3DConfig:
         )
     if problems := [*size_problems(args)]:  # the other rules divide by these sizes
         raise ValueError("\n".join(problems))
-    schedule, segments = schedule_of(args), num_segments(args)
+    schedule, segments = word_of(args).order, num_segments(args)
     written_out = str(word_of(args).written_out(max(1, segments)))
     args = with_plan(Namespace(**vars(args) | {"schedule": written_out}))
     problems = [
         *schedule_problems(args),
-        *segment_problems(args, schedule, segments),
+        *segment_problems(args, segments),
         *refusals(args),
         *unknown_segments(args, segments),
         *share_problems(args),
@@ -99,8 +98,7 @@ def read_config(args: Namespace) -> Fold3DConfig:
         keeps_forwards=schedule == AUTO and any(getattr(args, name, None) for name in _DRAWS),
         keeps_sums=schedule == AUTO and bool(getattr(args, "deterministic_mode", False)),
         preemptive_comm=args.preemptive_comm,
-        pp_traffic_class=args.traffic_class.get("pp"),
-        dp_traffic_class=args.traffic_class.get("dp"),
+        traffic_class=args.traffic_class,
         saved_bytes=saved_bytes(args, segments),
     )
 

@@ -15,7 +15,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 
 from megatron.fold3d.config.bucket_flags import has_one_queue
-from megatron.fold3d.config.schedule_flags import parts_of, schedule_of, word_of
+from megatron.fold3d.config.schedule_flags import parts_of, word_of
 from megatron.fold3d.config.settings import asked
 from megatron.fold3d.plan.schedule_word import AUTO, STOCK, VALUES
 
@@ -31,28 +31,28 @@ def refusals(args: Namespace, but: str = "") -> Iterator[str]:
         args: Megatron's namespace, with numbers of segments in place of ``all``.
         but: a value whose rows are left out.
     """
-    is_stock = schedule_of(args) == STOCK
+    is_stock = word_of(args).order == STOCK
     for form, rows in TABLE.items():
         value = value_of(form)
         found = "" if value == but else asked(args, value)
         if found and is_stock and value not in _OF_STOCK:
             yield from [f"{found} with --schedule stock: {rows[STOCKS]}"] if STOCKS in rows else ()
         elif found:
-            for settings, why in rows.items():
-                yield from _of_row(args, form.replace(value, found), settings, why)
+            yield from refused(args, form.replace(value, found), rows)
 
 
-def _of_row(args: Namespace, form: str, settings: str, why: str) -> Iterator[str]:
-    """Yield the messages of a row in a form such as ``{} with step=next``."""
-    if settings.startswith(WITHOUT):
-        needed = settings.removeprefix(WITHOUT).split(" and ")
-        if missing := [setting for setting in needed if not asked(args, setting)]:
-            found = value_of(form)
-            yield f"{found} without {' and '.join(missing)}: {why.replace('{}', ' '.join(missing))}"
-        return
-    for setting in settings.split(", "):
-        if other := asked(args, setting):
-            yield f"{form.replace('{}', other)}: {why}"
+def refused(args: Namespace, form: str, rows: Mapping[str, str]) -> Iterator[str]:
+    """Yield the messages of a value's rows, in a form such as ``{} with step=next``."""
+    for settings, why in rows.items():
+        if settings.startswith(WITHOUT):
+            needed = settings.removeprefix(WITHOUT).split(" and ")
+            if missing := [setting for setting in needed if not asked(args, setting)]:
+                fix = why.replace("{}", " ".join(missing))
+                yield f"{value_of(form)} without {' and '.join(missing)}: {fix}"
+            continue
+        for setting in settings.split(", "):
+            if other := asked(args, setting):
+                yield f"{form.replace('{}', other)}: {why}"
 
 
 def value_of(form: str) -> str:
@@ -69,7 +69,7 @@ def unknown_segments(args: Namespace, num_segments: int) -> Iterator[str]:
     """
     for key in ("wgrad", "optimizer", "recompute"):
         found = asked(args, f"{key}=")
-        if not found or schedule_of(args) == STOCK:
+        if not found or word_of(args).order == STOCK:
             continue
         if args.segments == AUTO:
             yield f"{found} with --segments auto: which segments is not known; give a number"
@@ -91,7 +91,7 @@ def may_try(args: Namespace, part: str) -> bool:
         part: the part, such as ``step=next``.
     """
     key = part.partition("=")[0]
-    if schedule_of(args) != AUTO or word_of(args).value(key) is not None:
+    if word_of(args).order != AUTO or word_of(args).value(key) is not None:
         return False
     asks = Namespace(**vars(args) | {"schedule": f"{args.schedule}:{part}"})
     return not any(refusals(asks, but="--schedule auto"))

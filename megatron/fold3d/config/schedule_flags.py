@@ -89,11 +89,6 @@ def with_plan(args: Namespace) -> Namespace:
     return Namespace(**vars(args) | {"parts_of_plan": (*parts(),)})
 
 
-def schedule_of(args: Namespace) -> str:
-    """Return the order of computation: of `plan.schedule_word.ORDERS`, or ``plan=`` and a file."""
-    return word_of(args).order
-
-
 def group_of(args: Namespace) -> int | None:
     """Return the micro-batches of a group, from the word or from Megatron's flag."""
     group: int | None = word_of(args).number("group") or args.microbatch_group_size_per_vp_stage

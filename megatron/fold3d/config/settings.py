@@ -20,7 +20,6 @@ from megatron.fold3d.config.offload_flags import engine_modules, offloads_everyt
 from megatron.fold3d.config.schedule_flags import (
     measures_shares,
     parts_of,
-    schedule_of,
     spelled_parts,
     word_of,
 )
@@ -59,7 +58,7 @@ def asked(args: Namespace, setting: str) -> str:
     # Validation deletes the attributes of some deprecated flags.
     value = getattr(args, attribute_of(flag), None)
     if flag == "--schedule":
-        value = schedule_of(args)  # its word has more than the order
+        value = word_of(args).order  # its word has more than the order
     if setting in _NAMED:
         found = _NAMED[setting](args)
         if isinstance(found, str):
@@ -84,7 +83,7 @@ def scales_by_order(args: Namespace) -> bool:
 
 def _named_of(schedules: Callable[[str], bool]) -> Callable[[Namespace], str]:
     def found(args: Namespace) -> str:
-        schedule = schedule_of(args)
+        schedule = word_of(args).order
         return named(schedule) if schedules(schedule) else ""
 
     return found
@@ -133,11 +132,11 @@ def _shares_no_layers(args: Namespace) -> bool:
 
 def _weights_apart(args: Namespace) -> str:
     found = spelled_parts(args, "wgrad")
-    return "W in the plan" if found and file_of(schedule_of(args)) else found
+    return "W in the plan" if found and file_of(word_of(args).order) else found
 
 
 def _split_backwards(args: Namespace) -> str:
-    schedule = schedule_of(args)
+    schedule = word_of(args).order
     return named(schedule) if schedule in SPLIT_SCHEDULES else _weights_apart(args)
 
 
@@ -180,7 +179,7 @@ _LAYOUT = "--pipeline-model-parallel-layout"
 _NAMED: Mapping[str, Callable[[Namespace], bool | str]] = {
     # The order of computation.
     "stock's schedule": _named_of(lambda schedule: schedule == STOCK),
-    "--trace of stock's schedule": lambda args: bool(args.trace) and schedule_of(args) == STOCK,
+    "--trace of stock's schedule": lambda args: bool(args.trace) and word_of(args).order == STOCK,
     "a schedule of ours": _named_of(lambda schedule: schedule != STOCK),
     "another order than stock's": _named_of(lambda name: name not in (STOCK, *_STOCKS_ORDER)),
     "a schedule with groups": _named_of(lambda name: name in ("interleaved", AUTO)),
